@@ -1,0 +1,33 @@
+// One absolute point in time that every wait of an operation shares.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+namespace syncengine {
+
+using Clock = std::chrono::steady_clock;
+using Duration = Clock::duration;
+
+inline Duration seconds(double value) {
+  return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(value));
+}
+
+class Deadline {
+ public:
+  static Deadline after(Duration duration) { return Deadline(Clock::now() + duration); }
+  static Deadline never() { return Deadline(Clock::time_point::max()); }
+
+  bool passed() const { return Clock::now() >= at_; }
+  // Time left, not negative, and no more than `slice`.
+  Duration left(Duration slice) const {
+    auto now = Clock::now();
+    return now >= at_ ? Duration::zero() : std::min<Duration>(at_ - now, slice);
+  }
+
+ private:
+  explicit Deadline(Clock::time_point at) : at_(at) {}
+  Clock::time_point at_;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,40 @@
+// What one rank asks of its peers: a collective on memory. Plain data; the same on every rank but for memory and keepalive.
+//
+// Ownership: `keepalive` keeps the memory behind `input` and `output` alive until the operation has ended.
+// Aliasing: input and output are the same spans (in place) or do not overlap.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/dtype.h"
+#include "collectives/spans.h"
+
+namespace syncengine {
+
+enum class Collective : uint8_t { AllReduce, Broadcast, ReduceScatter, AllGather, Barrier };
+const char* name(Collective collective);
+
+enum class Numerics : uint8_t {
+  RankOrder,  // ((g0 + g1) + g2) + ..., 16-bit floats in float32, scaled and rounded once at the end
+  Ring,       // Gloo's ring order per chunk, rounded at every hop
+};
+
+struct Operation {
+  Collective collective = Collective::AllReduce;
+  DType dtype = DType::Float32;
+  ReduceOp op = ReduceOp::Sum;
+  Numerics numerics = Numerics::RankOrder;
+  int root = 0;              // Broadcast only: rank in the communicator
+  double prescale = 1.0;     // factor on each contribution before it is added (rounded to dtype)
+  double postscale = 1.0;    // factor on the result
+  SpanList input;            // AllReduce, Broadcast: the same spans as output
+  SpanList output;
+  uint64_t layout_hash = 0;  // anything else that must agree between ranks (a bucket's parameters)
+  std::function<std::string()> describe;  // for errors: "bucket 3 (layer.weight, layer.bias)"; may be empty
+  std::shared_ptr<void> keepalive;
+};
+
+}  // namespace syncengine

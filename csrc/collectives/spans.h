@@ -1,0 +1,52 @@
+// A logical run of elements that lies in several pieces of memory: what a bucket or a tensor is to a collective.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <utility>
+#include <vector>
+
+namespace syncengine {
+
+struct Span {
+  std::byte* data;
+  size_t bytes;
+};
+
+// Offsets are in bytes into the concatenation of all spans. Does not own the memory.
+class SpanList {
+ public:
+  SpanList() = default;
+  SpanList(void* data, size_t bytes) { add(data, bytes); }
+
+  void add(void* data, size_t bytes) {
+    if (bytes == 0) return;
+    spans_.push_back({static_cast<std::byte*>(data), bytes});
+    starts_.push_back(bytes_);
+    bytes_ += bytes;
+  }
+  size_t bytes() const { return bytes_; }
+  const std::vector<Span>& spans() const { return spans_; }
+
+  // Calls visit(std::byte* memory, size_t offset, size_t bytes) for each contiguous piece of [offset, offset + bytes),
+  // in order; `offset` in the call is relative to the start of the range.
+  template <class Visit>
+  void for_each(size_t offset, size_t bytes, Visit&& visit) const {
+    if (bytes == 0) return;
+    size_t i = std::upper_bound(starts_.begin(), starts_.end(), offset) - starts_.begin() - 1;
+    size_t done = 0;
+    for (; done < bytes; ++i) {
+      size_t skip = offset + done - starts_[i];
+      size_t length = std::min(spans_[i].bytes - skip, bytes - done);
+      visit(spans_[i].data + skip, done, length);
+      done += length;
+    }
+  }
+
+ private:
+  std::vector<Span> spans_;
+  std::vector<size_t> starts_;
+  size_t bytes_ = 0;
+};
+
+}  // namespace syncengine

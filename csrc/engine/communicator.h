@@ -1,0 +1,61 @@
+// A group of ranks that run collectives together: the engine's face towards bindings and reducer.
+//
+// Ownership: shared_ptr; each communicator keeps the process's engine alive. Thread-safety: every method may be called from
+// any thread; collectives of one communicator must be submitted in the same order on all its ranks (announced ones need not).
+// Aliasing: see Operation. Failure: a failed communicator stays failed: each later call throws the first error.
+// Blocking calls must be made without the GIL.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/error.h"
+#include "collectives/operation.h"
+#include "engine/work.h"
+
+namespace syncengine {
+
+class Communicator : public std::enable_shared_from_this<Communicator> {
+ public:
+  virtual ~Communicator() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual const std::vector<int>& global_ranks() const = 0;  // of each member, for messages
+  virtual Numerics numerics() const = 0;
+  virtual Duration timeout() const = 0;
+
+  // Collectives that match by the order of submission. Never blocks.
+  virtual std::shared_ptr<Work> submit(Operation operation) = 0;
+
+  // Collectives that match by (slot, count of announcements of that slot) and may be announced in any order on each rank:
+  // gradient buckets. `first_slot = reserve_slots(n)` must be called in the same order on all ranks. One announcement of a
+  // slot must have ended before the next. Never blocks; all-reduce only.
+  virtual uint64_t reserve_slots(size_t count) = 0;
+  virtual std::shared_ptr<Work> announce(uint64_t slot, Operation operation) = 0;
+
+  // Waits until `work` ended, rethrows its error. `interrupted`, if given, is called about every 50 ms and may throw, which
+  // aborts the communicator. Work that is past the communicator's timeout fails with Timeout by itself.
+  virtual void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted = {}) = 0;
+
+  // Fails every pending and later operation here and on all peers, at once. Peers raise `kind` with `text`. Idempotent.
+  virtual void abort(ErrorKind kind, const std::string& text) = 0;
+  virtual void throw_if_failed() const = 0;
+
+  // Collective over this communicator. Every rank names the group it will be in (ranks of this communicator, its own among
+  // them), or none and gets nullptr. Blocks.
+  virtual std::shared_ptr<Communicator> split(const std::vector<int>& ranks) = 0;
+
+  // Memory that all local peers can read and write in place. Freed by the deleter of the returned pointer, any time.
+  virtual std::shared_ptr<void> allocate(size_t bytes) = 0;
+
+  // Leaves in good order; peers that still wait for this rank get PeerLost. Idempotent; later calls throw InvalidUsage.
+  virtual void close() = 0;
+};
+
+}  // namespace syncengine

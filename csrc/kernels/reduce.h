@@ -1,0 +1,48 @@
+// Element-wise reduction and scaled copy: pure functions on memory. No ranks, no threads, no allocation.
+//
+// Ownership: none; the caller owns all memory. Thread-safety: reentrant. Failure: none; arguments are checked by the caller.
+// Aliasing: a destination may be exactly equal to a source (same address, same length); any other overlap is undefined.
+// Pointers need only the alignment of their element.
+//
+// Bits: every instruction set gives the same bits, whatever the calling thread's rounding and flush-to-zero state
+// (subnormals, infinities and signed zeros included; a NaN stays a NaN, its payload is free).
+#pragma once
+
+#include <cstddef>
+
+#include "base/dtype.h"
+
+namespace syncengine::kernels {
+
+// Where a float16 or bfloat16 sum is rounded. Wider types are rounded at each addition either way.
+enum class Rounding {
+  Once,      // accumulate in float32, scale in float32, round at the end
+  EveryHop,  // round after each addition, as a ring does that sends partial sums; and once more after scaling
+};
+
+struct Reduction {
+  DType dtype;
+  ReduceOp op;                         // Avg adds like Sum; the caller sets `scale`
+  Rounding rounding = Rounding::Once;
+  double scale = 1.0;                  // factor on the result: in float32 (float64 for float64) arithmetic; 1.0 is exact; floating dtypes only
+};
+
+// destination[j][i] = scale * (((source[0][i] op source[1][i]) op source[2][i]) ...), for 0 <= i < count and every j.
+// Integers wrap around; bool knows product (and), min (and), max (or); min and max propagate NaN.
+void reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
+            int destination_count, size_t count);
+
+// destination[i] = scale * source[i], rounded once in dtype; a plain copy if scale == 1.0.
+void copy_scaled(DType dtype, void* destination, const void* source, size_t count, double scale);
+
+enum class Isa { Scalar, Avx2, Avx512 };
+const char* name(Isa isa);
+Isa best_isa();                // what this processor runs
+bool is_available(Isa isa);    // compiled in and runnable here
+Isa active_isa();              // best_isa(), or SYNCENGINE_ISA=scalar|avx2|avx512 read once
+// For tests: the same as above on a given instruction set, which must be available.
+void reduce_with(Isa isa, const Reduction& reduction, const void* const* sources, int source_count,
+                 void* const* destinations, int destination_count, size_t count);
+void copy_scaled_with(Isa isa, DType dtype, void* destination, const void* source, size_t count, double scale);
+
+}  // namespace syncengine::kernels
