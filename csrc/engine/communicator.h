@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -30,8 +31,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual Numerics numerics() const = 0;
   virtual Duration timeout() const = 0;
 
-  // Collectives that match by the order of submission. Never blocks.
+  // Collectives that match by the order of submission. submit() never blocks; run() is submit() and wait() in one, without
+  // waking the engine's thread.
   virtual std::shared_ptr<Work> submit(Operation operation) = 0;
+  virtual void run(Operation operation, const std::function<void()>& interrupted = {}) = 0;
 
   // Collectives that match by (slot, count of announcements of that slot) and may be announced in any order on each rank:
   // gradient buckets. `first_slot = reserve_slots(n)` must be called in the same order on all ranks. One announcement of a
@@ -53,6 +56,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Memory that all local peers can read and write in place. Freed by the deleter of the returned pointer, any time.
   virtual std::shared_ptr<void> allocate(size_t bytes) = 0;
+
+  // What this rank did so far: operations, bytes by path, sleeps. For tests and tuning.
+  virtual std::map<std::string, uint64_t> counters() const = 0;
 
   // Leaves in good order; peers that still wait for this rank get PeerLost. Idempotent; later calls throw InvalidUsage.
   virtual void close() = 0;

@@ -5,12 +5,17 @@
 
 #include <atomic>
 #include <exception>
-#include <mutex>
+#include <cstdint>
 
 namespace syncengine {
 
 class Work {
  public:
+  Work() = default;
+  // Counts itself in `outstanding` until it has ended.
+  explicit Work(std::atomic<uint64_t>& outstanding) : outstanding_(&outstanding) { ++outstanding; }
+  Work(const Work&) = delete;
+
   enum class State : uint8_t { Queued, Running, Done, Failed };
 
   State state() const { return state_.load(std::memory_order_acquire); }  // acquire: results are visible after Done
@@ -20,15 +25,29 @@ class Work {
     if (state() == State::Failed) std::rethrow_exception(error_);
   }
 
+  // Which operation this is: in the user lane its number; in the scheduled lane its announcement slot and count.
+  struct Place {
+    int lane = 0;
+    uint64_t number = 0;
+    uint64_t epoch = 0;
+  };
+
   // For the engine only, under its progress lock.
+  Place place;
   void start() { state_.store(State::Running, std::memory_order_relaxed); }
-  void finish() { state_.store(State::Done, std::memory_order_release); }
+  void finish() { end(State::Done); }
   void fail(std::exception_ptr error) {
     error_ = std::move(error);
-    state_.store(State::Failed, std::memory_order_release);
+    end(State::Failed);
   }
 
  private:
+  void end(State state) {
+    if (outstanding_) --*outstanding_;
+    state_.store(state, std::memory_order_release);  // release: results and error before the state; last touch of *this
+  }
+
+  std::atomic<uint64_t>* outstanding_ = nullptr;
   std::atomic<State> state_{State::Queued};
   std::exception_ptr error_;
 };

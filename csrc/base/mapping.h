@@ -1,0 +1,32 @@
+// A shared memory mapping that unmaps itself.
+#pragma once
+
+#include <cstddef>
+
+namespace syncengine {
+
+class Mapping {
+ public:
+  Mapping() = default;
+  // Maps all `bytes` of `fd`, readable and writable, shared, kept out of core dumps. Throws InvalidUsage.
+  Mapping(int fd, size_t bytes);
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping();
+
+  std::byte* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// Replaces [address, address + bytes) (whole pages of a shared mapping) by a private copy of its present content, at the
+// same address: nobody else's writes arrive there any more. Async-signal-safe. Returns false if memory is short.
+bool make_private(void* address, size_t bytes);
+
+// Replaces whole pages by an inaccessible private mapping. Async-signal-safe.
+void make_inaccessible(void* address, size_t bytes);
+
+}  // namespace syncengine

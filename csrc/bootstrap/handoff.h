@@ -1,0 +1,33 @@
+// Passes each rank's shared memory to its peers on the same host: a descriptor over an abstract AF_UNIX socket, whose peer
+// must be the same user. Nothing appears in a file system.
+//
+// Ownership: the caller owns the descriptor it gives and those it gets. Thread-safety: one thread.
+// Failure: throws InvalidUsage or Timeout, naming the ranks.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/fd.h"
+
+namespace syncengine {
+
+class Handoff {
+ public:
+  Handoff();  // listens under a random name
+
+  const std::string& name() const { return name_; }
+
+  // Gives `own` to every other rank and returns theirs by rank (nothing for this one). `names` by rank.
+  // `interrupted` is called now and then and may throw.
+  std::vector<UniqueFd> exchange(int rank, const std::vector<std::string>& names, int own, Deadline deadline,
+                                 const std::function<void()>& interrupted);
+
+ private:
+  std::string name_;
+  UniqueFd listener_;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,73 @@
+// What one rank does for one chunk of a collective, as data: pure functions of rank and world size, walked by tests for any
+// world without a process.
+//
+// All offsets and lengths are bytes. `user` offsets count into the operation's spans, `slot` offsets into a rank's staging
+// slot or, on the direct path, into the spans of that rank's tensor, which the peers read in place.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "collectives/operation.h"
+
+namespace syncengine {
+
+// How the bytes move. Never changes the bits.
+enum class Path : uint8_t {
+  OneShot,  // everybody stages everything and reduces everything: one exchange, for small messages
+  Staged,   // ordinary tensors: chunk by chunk through cache-resident slots; the owner of a slice reduces it
+  Direct,   // tensors in the arenas: peers read and write them in place
+};
+
+struct Chunk {
+  Collective collective;
+  Path path;
+  int rank;
+  int world;
+  int root;
+  size_t element;       // size of one element
+  size_t block;         // bytes of the operation's block (see block_bytes)
+  size_t begin;         // this chunk's part of the block
+  size_t length;
+  bool stage_all;       // contributions are scaled while they are staged, so a rank stages its own slice too
+};
+
+struct Copy {
+  size_t user, slot, bytes;
+};
+struct Pull {
+  int peer;
+  size_t slot, user, bytes;
+};
+struct Reduce {
+  size_t slot = 0;       // where every rank's contribution lies
+  size_t input = 0;      // the same, in the own input
+  size_t output = 0;     // where the result goes
+  size_t bytes = 0;
+  bool own_from_slot = false;
+  bool into_own_slot = false;  // the peers pull the result from there
+  bool into_peers = false;     // the result is written into every rank's tensor
+};
+
+struct ChunkPlan {
+  std::vector<Copy> stage;  // own memory -> own slot
+  bool reduces = false;     // needs every peer's stage
+  Reduce reduce;
+  bool pulls = false;       // needs every peer's reduce (its stage, where nothing is reduced)
+  std::vector<Pull> pull;   // peers' slots -> own memory
+  bool peers_read_user = false;  // the operation ends for this rank only when no peer pulls any more
+};
+
+// The unit an operation is cut along: the whole tensor, or one rank's part of it (reduce-scatter's output, all-gather's input).
+size_t block_bytes(const Operation& operation);
+
+// Bytes of the block that one chunk covers, for slots of `slot_bytes` (staged paths) or pieces of `direct_bytes` a rank.
+size_t chunk_bytes(Collective collective, Path path, int world, size_t slot_bytes, size_t direct_bytes);
+
+// [first, second) of `rank`'s slice of `length` bytes; boundaries lie on cache lines.
+std::pair<size_t, size_t> slice(size_t length, int world, int rank);
+
+// Fills `plan`, reusing its memory.
+void plan_chunk(const Chunk& chunk, ChunkPlan& plan);
+
+}  // namespace syncengine

@@ -1,0 +1,96 @@
+#include "collectives/runner.h"
+
+#include <cstring>
+
+#include "kernels/reduce.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr size_t kPiece = 256 << 10;
+
+// Calls visit(offset, bytes) for pieces of at most kPiece; false if `stop` said so in between.
+template <class Visit>
+bool in_pieces(size_t bytes, const std::function<bool()>& stop, Visit&& visit) {
+  for (size_t done = 0; done < bytes; done += kPiece) {
+    if (done > 0 && stop()) return false;
+    visit(done, std::min(kPiece, bytes - done));
+  }
+  return true;
+}
+
+}  // namespace
+
+void Runner::stage(const Operation& operation, const ChunkPlan& plan) {
+  size_t element = element_size(operation.dtype);
+  for (const Copy& copy : plan.stage) {
+    std::byte* slot = bases_[rank_] + copy.slot;
+    operation.input.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
+      kernels::copy_scaled(operation.dtype, slot + offset, memory, bytes / element, operation.prescale);
+    });
+  }
+}
+
+bool Runner::reduce(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop) {
+  const Reduce& step = plan.reduce;
+  bool ring = operation.numerics == Numerics::Ring;
+  size_t element = element_size(operation.dtype);
+  // A reduce-scatter's block p is the ring's chunk p; an all-reduce is cut as Gloo cuts it.
+  RingCut cut = operation.collective == Collective::AllReduce ? ring_cut(operation.input.bytes(), element, world_)
+                                                              : RingCut{std::max(block_bytes(operation), element)};
+  return in_pieces(step.bytes, stop, [&](size_t piece, size_t piece_bytes) {
+    operation.input.for_each(step.input + piece, piece_bytes, [&](std::byte* own, size_t own_offset, size_t own_bytes) {
+      operation.output.for_each(step.output + piece + own_offset, own_bytes, [&](std::byte* out, size_t offset, size_t bytes) {
+        size_t begin = piece + own_offset + offset;
+        for (size_t done = 0; done < bytes;) {
+          size_t length = bytes - done;
+          order_.clear();
+          if (ring) {
+            size_t position = step.input + begin + done;
+            int chunk = cut.chunk_of(position);
+            length = std::min(length, (chunk + 1) * cut.chunk - position);
+            ring_order(chunk, world_, order_);
+          }
+          reduce_piece(operation, step, begin + done, own + offset + done, out + done, length, order_);
+          done += length;
+        }
+      });
+    });
+  });
+}
+
+void Runner::reduce_piece(const Operation& operation, const Reduce& step, size_t offset, std::byte* own, std::byte* out,
+                          size_t bytes, const std::vector<int>& order) {
+  for (int i = 0; i < world_; ++i) {
+    int rank = order.empty() ? i : order[i];
+    bool from_user = rank == rank_ && !step.own_from_slot;
+    sources_[i] = from_user ? own : bases_[rank] + step.slot + offset;
+  }
+  int count = 0;
+  destinations_[count++] = out;
+  if (step.into_own_slot) destinations_[count++] = bases_[rank_] + step.slot + offset;
+  for (int rank = 0; rank < world_ && step.into_peers; ++rank) {
+    if (rank != rank_) destinations_[count++] = bases_[rank] + step.slot + offset;
+  }
+  kernels::Reduction reduction{operation.dtype, operation.op,
+                               operation.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once,
+                               operation.postscale};
+  kernels::reduce(reduction, sources_.data(), world_, destinations_.data(), count, bytes / element_size(operation.dtype));
+}
+
+bool Runner::pull(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop) {
+  for (const Pull& step : plan.pull) {
+    const std::byte* slot = bases_[step.peer] + step.slot;
+    bool done = in_pieces(step.bytes, stop, [&](size_t piece, size_t piece_bytes) {
+      operation.output.for_each(step.user + piece, piece_bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
+        const std::byte* source = slot + piece + offset;
+        if (memory != source) std::memcpy(memory, source, bytes);  // the same: an all-gather in place
+      });
+    });
+    if (!done) return false;
+  }
+  return true;
+}
+
+}  // namespace syncengine

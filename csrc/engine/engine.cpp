@@ -1,0 +1,208 @@
+#include "engine/engine.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/futex.h"
+#include "base/resources.h"
+#include "transport/shm/liveness.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr auto kSpin = std::chrono::microseconds(50);  // a few times what a sleep and its wake-up cost
+constexpr auto kTick = std::chrono::milliseconds(50);  // how late a death, an abort or Ctrl-C may be noticed
+
+// A short busy wait: pauses where each rank has a core, gives the core away where they share.
+class Spin {
+ public:
+  explicit Spin(bool cores_to_spare) : cores_to_spare_(cores_to_spare) {}
+
+  bool again() {
+    if (count_++ == 0) until_ = Deadline::after(kSpin);
+    if (cores_to_spare_) {
+      cpu_pause();
+    } else {
+      sched_yield();
+    }
+    return count_ % 8 != 0 || !until_.passed();
+  }
+  void reset() { count_ = 0; }
+
+ private:
+  bool cores_to_spare_;
+  unsigned count_ = 0;
+  Deadline until_ = Deadline::never();
+};
+
+}  // namespace
+
+Engine::Engine(std::shared_ptr<shm::Arena> arena, int local_rank, Options options)
+    : arena_(std::move(arena)), local_rank_(local_rank), options_(options) {
+  shm::prepare_liveness(arena_->header());
+  thread_ = std::thread(&Engine::thread_main, this);
+  // No peer may look for signs of life before the thread gives them.
+  while (thread_word_.load(std::memory_order_acquire) == 0) futex_wait(thread_word_, 0, kTick);
+}
+
+Engine::~Engine() {
+  if (arena_->forked()) {
+    thread_.detach();  // it runs in the parent only
+    return;
+  }
+  stop_.store(true, std::memory_order_seq_cst);
+  wake_thread();
+  if (bell_) bell_->ring_self();
+  thread_.join();
+}
+
+void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers) {
+  peers_ = std::move(peers);
+  std::vector<shm::Doorbell*> doorbells;
+  for (auto& peer : peers_) doorbells.push_back(peer ? &peer->header().doorbell : &arena_->header().doorbell);
+  bell_ = std::make_unique<Bell>(std::move(doorbells), local_rank_);
+  cores_to_spare_ = available_cores() >= static_cast<int>(peers_.size());
+}
+
+void Engine::add(Movable* movable) {
+  std::lock_guard lock(mutex_);
+  movables_.push_back(movable);
+}
+
+void Engine::remove(Movable* movable) {
+  std::lock_guard lock(mutex_);
+  std::erase(movables_, movable);
+}
+
+bool Engine::pass() {
+  bool moved = false;
+  {
+    std::lock_guard lock(mutex_);
+    for (Movable* movable : movables_) moved |= movable->advance();
+  }
+  // Another thread of this rank may sleep for what this pass did, or with an interest that it changed.
+  if (moved && bell_->anybody_listens()) bell_->ring_self();
+  return moved;
+}
+
+void Engine::poke() {
+  bool moved = false;
+  if (std::unique_lock lock(mutex_, std::try_to_lock); lock) {
+    for (Movable* movable : movables_) moved |= movable->advance();
+  } else {
+    moved = true;  // the pass in progress may have looked too early
+  }
+  if (bell_->anybody_listens()) {
+    if (moved) bell_->ring_self();
+  } else {
+    wake_thread();
+  }
+}
+
+void Engine::rest(Duration at_most) {
+  uint64_t interest = 0;
+  {
+    std::lock_guard lock(mutex_);
+    for (Movable* movable : movables_) interest |= movable->interest();
+  }
+  uint32_t ticket = bell_->listen(interest);
+  bool moved = false;
+  {
+    std::lock_guard lock(mutex_);
+    for (Movable* movable : movables_) moved |= movable->advance();
+  }
+  if (!moved) {
+    sleeps_.fetch_add(1, std::memory_order_relaxed);
+    bell_->sleep(ticket, at_most);
+  }
+  bell_->stop_listening();
+  if (moved && bell_->anybody_listens()) bell_->ring_self();
+}
+
+void Engine::look_around() {
+  std::lock_guard lock(mutex_);
+  auto movables = movables_;  // a failure may reach others
+  for (Movable* movable : movables) movable->look_around();
+}
+
+void Engine::wait(const Work& work, const std::function<void()>& interrupted, const std::function<void(bool)>& sleeping) {
+  throw_if_forked();
+  struct Waiter {
+    Engine& engine;
+    explicit Waiter(Engine& e) : engine(e) { engine.waiters_.fetch_add(1, std::memory_order_seq_cst); }
+    ~Waiter() {
+      engine.waiters_.fetch_sub(1, std::memory_order_seq_cst);
+      if (engine.outstanding_.load(std::memory_order_seq_cst) > 0) engine.wake_thread();
+    }
+  } waiter(*this);
+  Spin spin(cores_to_spare_);
+  bool slept = false;
+  while (!work.ended()) {
+    if (pass()) {
+      spin.reset();
+      continue;
+    }
+    if (work.ended() || spin.again()) continue;
+    if (!slept && sleeping) sleeping(true);
+    slept = true;
+    look_around();
+    if (!work.ended()) rest(kTick);
+    if (interrupted) interrupted();
+  }
+  if (slept && sleeping) sleeping(false);
+}
+
+void Engine::wake_thread() {
+  if (!thread_parked_.load(std::memory_order_seq_cst)) return;
+  thread_word_.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake_all(thread_word_);
+}
+
+void Engine::thread_main() {
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
+  pthread_setname_np(pthread_self(), "syncengine");
+  shm::hold_all(arena_->header());
+  thread_word_.fetch_add(1, std::memory_order_release);
+  futex_wake_all(thread_word_);
+  while (!stop_.load(std::memory_order_seq_cst)) {
+    uint32_t ticket = thread_word_.load(std::memory_order_seq_cst);
+    thread_parked_.store(true, std::memory_order_seq_cst);
+    bool needed = outstanding_.load(std::memory_order_seq_cst) > 0 && waiters_.load(std::memory_order_seq_cst) == 0;
+    if (!needed) {
+      if (!stop_.load(std::memory_order_seq_cst)) futex_wait(thread_word_, ticket, std::chrono::hours(1));
+      continue;
+    }
+    thread_parked_.store(false, std::memory_order_seq_cst);
+    if (pass()) continue;
+    look_around();
+    rest(kTick);
+  }
+  shm::release_all(arena_->header());
+}
+
+bool Engine::is_dead(int local_rank) {
+  uint64_t bit = uint64_t{1} << local_rank;
+  if (local_rank == local_rank_) return false;
+  if (!(dead_ & bit) && shm::found_dead(peers_[local_rank]->header(), local_rank_)) dead_ |= bit;
+  return dead_ & bit;
+}
+
+void Engine::sever_tensors(const std::exception_ptr& cause) {
+  arena_->sever_tensors();
+  for (Movable* movable : movables_) movable->lose_direct_memory(cause);
+}
+
+void Engine::throw_if_forked() const {
+  if (arena_->forked())
+    throw Error(ErrorKind::InvalidUsage, "syncengine can't be used in a forked child (a DataLoader worker, say): make "
+                                         "collective calls in the process that called syncengine.init()");
+}
+
+}  // namespace syncengine

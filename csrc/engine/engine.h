@@ -1,0 +1,98 @@
+// One rank's engine: its arena, its thread, and the loop that moves all its communicators.
+//
+// Progress is made by whoever has time: a thread that waits drives the loop itself; the engine's thread drives it while
+// asynchronous work is outstanding and nobody waits. All protocol state is touched under one lock, held for one bounded pass.
+//
+// Ownership: communicators share it; it owns the arenas' mappings and joins its thread when the last one goes.
+// Thread-safety: any thread. Failure: wait() rethrows the work's error. In a forked child every call throws InvalidUsage.
+#pragma once
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "engine/bell.h"
+#include "engine/options.h"
+#include "engine/work.h"
+#include "transport/shm/arena.h"
+
+namespace syncengine {
+
+// What the engine's loop moves. Calls come under the progress lock unless said otherwise.
+class Movable {
+ public:
+  virtual ~Movable() = default;
+  virtual bool advance() = 0;
+  virtual uint64_t interest() const = 0;  // local ranks whose next step is needed
+  virtual void look_around() = 0;         // deaths, failures, deadlines, cycles: about every 50 ms while something waits
+  virtual void lose_direct_memory(std::exception_ptr cause) = 0;  // the arena's tensors were severed
+};
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  Engine(std::shared_ptr<shm::Arena> arena, int local_rank, Options options);
+  ~Engine();
+
+  // Once, before any communicator: the other local ranks' arenas, by local rank; null for the own one.
+  void attach(std::vector<std::unique_ptr<shm::PeerArena>> peers);
+
+  const Options& options() const { return options_; }
+  const std::shared_ptr<shm::Arena>& arena() const { return arena_; }
+  shm::PeerArena* peer(int local_rank) const { return peers_[local_rank].get(); }
+  int local_rank() const { return local_rank_; }
+  Bell& bell() { return *bell_; }
+
+  void add(Movable* movable);
+  void remove(Movable* movable);
+  // Runs `change` under the progress lock.
+  template <class Change>
+  auto locked(Change&& change) {
+    std::lock_guard lock(mutex_);
+    return change();
+  }
+
+  // One pass now, if nobody is at it; wakes the engine's thread for the rest. After submitting asynchronous work.
+  void poke();
+  // Drives until `work` ended. `sleeping(true)` before the first sleep, `sleeping(false)` at the end, if it slept.
+  void wait(const Work& work, const std::function<void()>& interrupted, const std::function<void(bool)>& sleeping);
+
+  std::atomic<uint64_t>& outstanding() { return outstanding_; }  // works that have not ended
+
+  // Under the progress lock.
+  bool is_dead(int local_rank);
+  void sever_tensors(const std::exception_ptr& cause);
+  uint64_t sleeps() const { return sleeps_.load(std::memory_order_relaxed); }
+  bool several_waiters() const { return waiters_.load(std::memory_order_relaxed) > 1; }
+  void throw_if_forked() const;
+
+ private:
+  void thread_main();
+  bool pass();
+  void rest(Duration at_most);
+  void look_around();
+  void wake_thread();
+
+  std::shared_ptr<shm::Arena> arena_;
+  int local_rank_;
+  Options options_;
+  std::vector<std::unique_ptr<shm::PeerArena>> peers_;
+  std::unique_ptr<Bell> bell_;
+  bool cores_to_spare_ = false;  // enough for every rank's waiting thread to spin
+
+  std::mutex mutex_;  // the progress lock
+  std::vector<Movable*> movables_;
+  uint64_t dead_ = 0;
+
+  std::atomic<uint64_t> outstanding_{0};
+  std::atomic<int> waiters_{0};
+  std::atomic<uint64_t> sleeps_{0};
+  std::atomic<bool> stop_{false};
+  std::atomic<uint32_t> thread_word_{0};  // futex word of the engine's thread when it has nothing to do
+  std::atomic<bool> thread_parked_{false};
+  std::thread thread_;
+};
+
+}  // namespace syncengine

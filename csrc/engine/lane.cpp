@@ -1,0 +1,264 @@
+#include "engine/lane.h"
+
+#include "base/error.h"
+#include "base/sync_point.h"
+#include "engine/mismatch.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr size_t kOneShotBytes = 16 << 10;   // up to here one exchange beats reading less
+constexpr size_t kDirectBytes = 1 << 20;     // of a rank's slice: how often a direct operation looks around
+constexpr uint64_t kOpenAhead = shm::kRecords - 2 * shm::kSlots;  // a record is overwritten only after every peer used it
+
+Path wanted_path(Algorithm algorithm, const Operation& operation, bool in_arena) {
+  bool small = operation.collective == Collective::AllReduce && operation.input.bytes() <= kOneShotBytes;
+  switch (algorithm) {
+    case Algorithm::OneShot: return Path::OneShot;
+    case Algorithm::Staged: return Path::Staged;
+    case Algorithm::Direct: return in_arena ? Path::Direct : Path::Staged;
+    case Algorithm::Auto: return small ? Path::OneShot : in_arena ? Path::Direct : Path::Staged;
+  }
+  return Path::Staged;
+}
+
+// Where the memory that peers would read lies in the own arena, or -1. The direct path needs plain unscaled contributions.
+int64_t arena_offset(const Group& group, const Operation& operation) {
+  const auto& spans = operation.input.spans();
+  if (spans.size() != 1 || operation.prescale != 1.0) return -1;
+  return group.arena->offset_of(spans[0].data, spans[0].bytes);
+}
+
+}  // namespace
+
+Lane::Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop)
+    : group_(group), id_(id), algorithm_(algorithm), stop_(std::move(stop)), runner_(group.rank, group.size) {}
+
+bool Lane::advance(size_t budget) {
+  moved_bytes_ = 0;
+  bool moved = false, again = true;
+  while (again && moved_bytes_ <= budget) {
+    // Oldest first: a pulled chunk frees its slot.
+    again = pull_one();
+    again |= reduce_one();
+    again |= stage_one();
+    again |= retire();
+    again |= open();
+    moved |= again;
+  }
+  return moved;
+}
+
+bool Lane::open() {
+  if (queue_.empty() || opened_ - staged_.operation >= kOpenAhead) return false;
+  Active active{.item = std::move(queue_.front()), .arena_offset = -1, .tensors = {}};
+  queue_.pop_front();
+  const Operation& operation = active.item.operation;
+  active.arena_offset = arena_offset(group_, operation);
+  group_.own().lanes[id_].records[opened_ % shm::kRecords] = {
+      .key = active.item.key,
+      .bytes = block_bytes(operation),
+      .layout_hash = operation.layout_hash,
+      .arena_offset = active.arena_offset,
+      .prescale = operation.prescale,
+      .postscale = operation.postscale,
+      .root = operation.root,
+      .collective = static_cast<uint8_t>(operation.collective),
+      .dtype = static_cast<uint8_t>(operation.dtype),
+      .op = static_cast<uint8_t>(operation.op),
+      .numerics = static_cast<uint8_t>(operation.numerics)};
+  active.item.work->start();
+  active_.push_back(std::move(active));
+  own().opened.store(++opened_, std::memory_order_release);  // release: the record is complete
+  sync_point("opened");
+  return true;
+}
+
+// Every rank comes to the same path: it follows from what all ranks published.
+bool Lane::choose_path(uint64_t operation, Active& active) {
+  if (active.path_known) return true;
+  const Operation& asked = active.item.operation;
+  active.path = wanted_path(algorithm_, asked, active.arena_offset >= 0);
+  if (active.path == Path::Direct) {
+    if (is_behind(&shm::LaneProgress::opened, operation + 1)) return false;
+    verify(operation, active);
+    for (int member = 0; member < group_.size && active.path == Path::Direct; ++member) {
+      int64_t offset = group_.block(member).lanes[id_].records[operation % shm::kRecords].arena_offset;
+      if (offset < 0) active.path = Path::Staged;
+      else active.tensors.push_back(group_.memory(member, offset, asked.input.bytes()));
+    }
+  }
+  size_t block = block_bytes(asked);
+  active.chunk_bytes = chunk_bytes(asked.collective, active.path, group_.size, shm::kSlotBytes, kDirectBytes);
+  active.chunks = std::max<uint64_t>(1, (block + active.chunk_bytes - 1) / active.chunk_bytes);
+  active.end = staged_.total + active.chunks;
+  active.path_known = true;
+  prepare(active, {operation, 0, staged_.total});
+  active.reduces = plan_.reduces;
+  active.pulls = plan_.pulls;
+  active.peers_read_user = plan_.peers_read_user;
+  auto& bytes = active.path == Path::Direct    ? counters_.direct_bytes
+                : active.path == Path::OneShot ? counters_.one_shot_bytes
+                                               : counters_.staged_bytes;
+  bytes += asked.input.bytes();
+  return true;
+}
+
+// Fills plan_ and the runner's bases for the chunk at `cursor`. Returns the chunk's bytes.
+size_t Lane::prepare(const Active& active, const Cursor& cursor) {
+  const Operation& operation = active.item.operation;
+  size_t block = block_bytes(operation);
+  size_t begin = cursor.chunk * active.chunk_bytes;
+  Chunk chunk{.collective = operation.collective, .path = active.path, .rank = group_.rank, .world = group_.size,
+              .root = operation.root, .element = element_size(operation.dtype), .block = block, .begin = begin,
+              .length = std::min(block - begin, active.chunk_bytes), .stage_all = operation.prescale != 1.0};
+  plan_chunk(chunk, plan_);
+  for (int member = 0; member < group_.size; ++member) {
+    runner_.bases()[member] = active.path == Path::Direct ? active.tensors[member]
+                                                          : group_.block(member).staging[id_][cursor.total % shm::kSlots];
+  }
+  return chunk.length;
+}
+
+void Lane::step(Cursor& cursor, Field field, const char* point) {
+  const Active& active = at(cursor.operation);
+  ++cursor.total;
+  if (++cursor.chunk == active.chunks) {
+    cursor.chunk = 0;
+    ++cursor.operation;
+  }
+  (own().*field).store(cursor.total, std::memory_order_release);  // release: the bytes before the count
+  sync_point(point);
+  if (active.chunk_bytes > kOneShotBytes) group_.bell->ring_interested();  // else once at the end of the pass
+}
+
+bool Lane::stage_one() {
+  if (staged_.operation == opened_) return false;
+  Active& active = at(staged_.operation);
+  if (!choose_path(staged_.operation, active)) return false;
+  if (active.path != Path::Direct) {
+    // The slot's last chunk must have been read by everybody, this rank included.
+    if (staged_.total >= shm::kSlots) {
+      uint64_t needed = staged_.total - shm::kSlots + 1;
+      if (pulled_.total < needed || is_behind(&shm::LaneProgress::pulled, needed)) return false;
+    }
+    moved_bytes_ += prepare(active, staged_);
+    runner_.stage(active.item.operation, plan_);
+  }
+  step(staged_, &shm::LaneProgress::staged, "staged");
+  return true;
+}
+
+bool Lane::reduce_one() {
+  if (reduced_.total == staged_.total) return false;
+  Active& active = at(reduced_.operation);
+  if (active.reduces) {
+    if (is_behind(&shm::LaneProgress::staged, reduced_.total + 1)) return false;
+    verify(reduced_.operation, active);
+    moved_bytes_ += prepare(active, reduced_);
+    sync_point("reducing");
+    if (!runner_.reduce(active.item.operation, plan_, stop_)) return false;
+  }
+  step(reduced_, &shm::LaneProgress::reduced, "reduced");
+  return true;
+}
+
+// Broadcast waits for its root alone, everything else for everybody.
+uint64_t Lane::pull_blockers(bool all) const {
+  const Active& active = at(pulled_.operation);
+  const Operation& operation = active.item.operation;
+  if (!active.pulls) return 0;
+  if (operation.collective != Collective::Broadcast) return behind(&shm::LaneProgress::reduced, pulled_.total + 1, all);
+  bool late = peer(operation.root).reduced.load(std::memory_order_acquire) <= pulled_.total;  // acquire: the staged bytes
+  return late ? uint64_t{1} << operation.root : 0;
+}
+
+bool Lane::pull_one() {
+  if (pulled_.total == reduced_.total) return false;
+  Active& active = at(pulled_.operation);
+  if (pull_blockers(false)) return false;
+  if (active.pulls) {
+    verify(pulled_.operation, active);
+    moved_bytes_ += prepare(active, pulled_);
+    if (!runner_.pull(active.item.operation, plan_, stop_)) return false;
+  }
+  step(pulled_, &shm::LaneProgress::pulled, "pulled");
+  return true;
+}
+
+bool Lane::retire() {
+  if (active_.empty()) return false;
+  Active& active = active_.front();
+  bool agreed = verify(retired_, active);
+  if (!agreed || pulled_.operation == retired_) return false;
+  if (active.peers_read_user && is_behind(&shm::LaneProgress::pulled, active.end)) return false;
+  ++counters_.operations;
+  sync_point("finished");
+  auto work = std::move(active.item.work);
+  active_.pop_front();  // lets go of the memory before anybody hears of the end
+  ++retired_;
+  work->finish();
+  return true;
+}
+
+// Compares the peers' records with the own one as they come in. True once all agreed.
+bool Lane::verify(uint64_t operation, Active& active) {
+  uint64_t everybody = (group_.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group_.size) - 1) & ~(uint64_t{1} << group_.rank);
+  if (active.verified == everybody) return true;
+  const shm::OpRecord& mine = group_.own().lanes[id_].records[operation % shm::kRecords];
+  for (int member = 0; member < group_.size; ++member) {
+    uint64_t bit = uint64_t{1} << member;
+    if (member == group_.rank || active.verified & bit) continue;
+    if (peer(member).opened.load(std::memory_order_acquire) <= operation) continue;  // acquire: the record
+    require_same(group_, mine, member, group_.block(member).lanes[id_].records[operation % shm::kRecords],
+                 active.item.operation);
+    active.verified |= bit;
+  }
+  return active.verified == everybody;
+}
+
+uint64_t Lane::behind(Field field, uint64_t count, bool all) const {
+  uint64_t members = 0;
+  for (int member = 0; member < group_.size; ++member) {
+    if (member == group_.rank) continue;
+    if ((peer(member).*field).load(std::memory_order_acquire) >= count) continue;  // acquire: the bytes behind the count
+    members |= uint64_t{1} << member;
+    if (!all) break;
+  }
+  return members;
+}
+
+uint64_t Lane::missing(bool all) const {
+  if (active_.empty()) return 0;
+  uint64_t members = 0;
+  if (staged_.operation < opened_) {
+    if (!at(staged_.operation).path_known) {
+      members |= behind(&shm::LaneProgress::opened, staged_.operation + 1, all);
+    } else if (staged_.total >= shm::kSlots) {
+      members |= behind(&shm::LaneProgress::pulled, staged_.total - shm::kSlots + 1, all);
+    }
+  }
+  if (reduced_.total < staged_.total && at(reduced_.operation).reduces)
+    members |= behind(&shm::LaneProgress::staged, reduced_.total + 1, all);
+  if (pulled_.total < reduced_.total) members |= pull_blockers(all);
+  members |= behind(&shm::LaneProgress::opened, retired_ + 1, all);
+  const Active& front = active_.front();
+  if (pulled_.operation > retired_ && front.peers_read_user) members |= behind(&shm::LaneProgress::pulled, front.end, all);
+  return members;
+}
+
+bool Lane::direct_in_flight() const {
+  for (const Active& active : active_)
+    if (active.path_known && active.path == Path::Direct) return true;
+  return false;
+}
+
+void Lane::fail_all(const std::exception_ptr& error) {
+  for (Active& active : active_) active.item.work->fail(error);
+  for (Item& item : queue_) item.work->fail(error);
+  active_.clear();
+  queue_.clear();
+}
+
+}  // namespace syncengine

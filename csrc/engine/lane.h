@@ -1,0 +1,101 @@
+// A stream of operations that all ranks of a group run in the same order, chunk by chunk, each phase as far ahead as the
+// peers allow: stage -> reduce -> pull. Operations of different lanes overtake each other; within a lane they pipeline.
+//
+// Ownership: owns its queued operations. Thread-safety: all calls under the engine's progress lock. Aliasing: see Operation.
+// Failure: advance() throws Mismatch; the caller fails the group.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collectives/runner.h"
+#include "engine/group.h"
+#include "engine/options.h"
+#include "engine/work.h"
+
+namespace syncengine {
+
+class Lane {
+ public:
+  Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop);
+
+  struct Item {
+    Operation operation;
+    std::shared_ptr<Work> work;
+    Clock::time_point since;
+    uint64_t key = ~uint64_t{0};
+  };
+  void enqueue(Item item) { queue_.push_back(std::move(item)); }
+
+  // Does what can be done without waiting, about `budget` bytes of it. True if anything moved.
+  bool advance(size_t budget);
+
+  // Members (bit per group rank) whose next step this rank needs: all of them, or one for each reason to wait.
+  uint64_t missing(bool all) const;
+  uint64_t opened() const { return opened_; }
+  const Item* oldest() const { return active_.empty() ? (queue_.empty() ? nullptr : &queue_.front()) : &active_.front().item; }
+  bool direct_in_flight() const;
+  void fail_all(const std::exception_ptr& error);
+
+  struct Counters {
+    uint64_t operations = 0, staged_bytes = 0, direct_bytes = 0, one_shot_bytes = 0;
+  };
+  const Counters& counters() const { return counters_; }
+
+ private:
+  struct Active {
+    Item item;
+    int64_t arena_offset;
+    uint64_t verified = 0;  // peers whose record agreed
+    bool path_known = false;
+    Path path = Path::Staged;
+    uint64_t chunks = 0;
+    size_t chunk_bytes = 0;
+    uint64_t end = 0;       // chunks of the lane up to and with this operation
+    bool reduces = false, pulls = false, peers_read_user = false;
+    std::vector<std::byte*> tensors;  // direct path: each rank's
+  };
+  struct Cursor {
+    uint64_t operation = 0;  // of the lane
+    uint64_t chunk = 0;      // of the operation
+    uint64_t total = 0;      // of the lane
+  };
+  using Field = std::atomic<uint64_t> shm::LaneProgress::*;
+
+  Active& at(uint64_t operation) { return active_[operation - retired_]; }
+  const Active& at(uint64_t operation) const { return active_[operation - retired_]; }
+  bool open();
+  bool choose_path(uint64_t operation, Active& active);
+  bool stage_one();
+  bool reduce_one();
+  bool pull_one();
+  bool retire();
+  bool verify(uint64_t operation, Active& active);
+  size_t prepare(const Active& active, const Cursor& cursor);
+  void step(Cursor& cursor, Field field, const char* point);
+
+  shm::LaneProgress& own() const { return group_.block(group_.rank).lanes[id_].progress; }
+  const shm::LaneProgress& peer(int rank) const { return group_.block(rank).lanes[id_].progress; }
+  uint64_t behind(Field field, uint64_t count, bool all) const;
+  bool is_behind(Field field, uint64_t count) const { return behind(field, count, false) != 0; }
+  uint64_t pull_blockers(bool all) const;
+
+  const Group& group_;
+  int id_;
+  Algorithm algorithm_;
+  std::function<bool()> stop_;
+  Runner runner_;
+  ChunkPlan plan_;
+  Counters counters_;
+
+  std::deque<Item> queue_;
+  std::deque<Active> active_;  // operations retired_ .. opened_ - 1
+  uint64_t retired_ = 0, opened_ = 0;
+  Cursor staged_, reduced_, pulled_;
+  size_t moved_bytes_ = 0;
+};
+
+}  // namespace syncengine

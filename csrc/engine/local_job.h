@@ -1,0 +1,37 @@
+// How the ranks of one host become a communicator: publish an address, learn everybody's, connect.
+//
+// Ownership: the communicator outlives it. Thread-safety: one thread. Failure: throws; nothing is left behind.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bootstrap/handoff.h"
+#include "engine/communicator.h"
+#include "engine/engine.h"
+
+namespace syncengine {
+
+class LocalJob {
+ public:
+  LocalJob(int rank, int size, Options options);
+
+  // Opaque bytes for the launcher to exchange; the same length on every rank.
+  std::string address() const;
+
+  // `addresses` by rank, the own one among them. Once.
+  std::shared_ptr<Communicator> connect(const std::vector<std::string>& addresses, Deadline deadline,
+                                        const std::function<void()>& interrupted = {});
+
+ private:
+  int rank_, size_;
+  Options options_;
+  std::shared_ptr<shm::Arena> arena_;
+  std::shared_ptr<Engine> engine_;
+  uint64_t block_offset_;
+  Handoff handoff_;
+};
+
+}  // namespace syncengine

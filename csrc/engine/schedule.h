@@ -1,0 +1,43 @@
+// The order of announced operations: gradient buckets, which become ready in another order on each rank.
+//
+// Rank 0 of the group appends an operation to a log when all ranks have announced it; every rank runs the log in order. So
+// nothing waits for one bucket, and no two ranks ever hold staging memory for different ones.
+//
+// Ownership: owns the announced operations until they are scheduled. Thread-safety: under the engine's progress lock.
+#pragma once
+
+#include <vector>
+
+#include "engine/lane.h"
+
+namespace syncengine {
+
+class Schedule {
+ public:
+  Schedule(const Group& group, Lane& lane) : group_(group), lane_(lane) {}
+
+  // Publishes that this rank is ready for `item.key`. Returns the count of announcements of that slot.
+  uint64_t announce(Lane::Item item);
+  bool advance();
+
+  uint64_t missing(bool all) const;
+  const Lane::Item* oldest() const { return waiting_.empty() ? nullptr : &waiting_.front().item; }
+  void fail_all(const std::exception_ptr& error);
+
+ private:
+  struct Announced {
+    Lane::Item item;
+    uint64_t epoch;
+  };
+  // Members that have not announced it yet: all of them, or the first.
+  uint64_t late(const Announced& announced, bool all) const;
+  bool append_ready();
+  bool take_scheduled();
+
+  const Group& group_;
+  Lane& lane_;
+  std::vector<Announced> waiting_;  // in the order of their announcement here
+  uint64_t taken_ = 0;              // log entries read
+};
+
+}  // namespace syncengine

@@ -1,0 +1,225 @@
+#include "engine/shm_communicator.h"
+
+#include <algorithm>
+
+#include "engine/mismatch.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr size_t kBudget = 1 << 20;  // bytes of one pass: bounds how long a submitter or another lane waits for the lock
+
+Group make_group(Engine& engine, int rank, std::vector<int> global_ranks, std::vector<int> local_ranks,
+                 const std::vector<uint64_t>& offsets) {
+  Group group{.rank = rank, .size = static_cast<int>(local_ranks.size()), .global_ranks = std::move(global_ranks),
+              .local_ranks = std::move(local_ranks), .blocks = {}, .arenas = {}, .arena = engine.arena().get(),
+              .bell = &engine.bell()};
+  for (int member = 0; member < group.size; ++member) {
+    group.arenas.push_back(member == rank ? nullptr : engine.peer(group.local_ranks[member]));
+    std::byte* block = group.memory(member, static_cast<int64_t>(offsets[member]), sizeof(shm::GroupBlock));
+    group.blocks.push_back(reinterpret_cast<shm::GroupBlock*>(block));
+  }
+  return group;
+}
+
+void require_supported(const Operation& operation) {
+  bool reduces = operation.collective == Collective::AllReduce || operation.collective == Collective::ReduceScatter;
+  if (!reduces || is_supported(operation.dtype, operation.op)) return;
+  throw Error(ErrorKind::InvalidUsage, std::string(name(operation.collective)) + ": op '" + name(operation.op) +
+                                           "' has no meaning for dtype " + name(operation.dtype) +
+                                           (operation.op == ReduceOp::Avg ? "; use 'sum' and divide" : "; use 'max' or 'min'"));
+}
+
+}  // namespace
+
+ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::vector<int> global_ranks,
+                                 std::vector<int> local_ranks, const std::vector<uint64_t>& offsets)
+    : engine_(std::move(engine)),
+      group_(make_group(*engine_, rank, std::move(global_ranks), std::move(local_ranks), offsets)),
+      user_lane_(group_, shm::kUserLane, engine_->options().algorithm, [this] { return any_peer_failed(); }),
+      scheduled_lane_(group_, shm::kScheduledLane, engine_->options().algorithm, [this] { return any_peer_failed(); }),
+      schedule_(group_, scheduled_lane_) {
+  engine_->add(this);
+}
+
+ShmCommunicator::~ShmCommunicator() {
+  if (engine_->arena()->forked()) return;
+  close();
+  engine_->remove(this);
+}
+
+std::shared_ptr<Work> ShmCommunicator::enqueue(Operation operation) {
+  engine_->throw_if_forked();
+  require_supported(operation);
+  auto work = std::make_shared<Work>(engine_->outstanding());
+  std::lock_guard lock(submit_mutex_);
+  if (error_) {
+    work->fail(error_);
+    std::rethrow_exception(error_);
+  }
+  work->place = {shm::kUserLane, submitted_++, 0};
+  submissions_.push_back({{std::move(operation), work, Clock::now()}, false});
+  return work;
+}
+
+std::shared_ptr<Work> ShmCommunicator::submit(Operation operation) {
+  auto work = enqueue(std::move(operation));
+  engine_->poke();
+  return work;
+}
+
+void ShmCommunicator::run(Operation operation, const std::function<void()>& interrupted) {
+  wait(enqueue(std::move(operation)), interrupted);
+}
+
+uint64_t ShmCommunicator::reserve_slots(size_t count) {
+  std::lock_guard lock(submit_mutex_);
+  if (count > shm::kReadySlots - next_slot_)
+    throw Error(ErrorKind::InvalidUsage, "too many gradient buckets on one communicator (at most " +
+                                             std::to_string(shm::kReadySlots) + " over its life): use Communicator.split()");
+  return std::exchange(next_slot_, next_slot_ + count);
+}
+
+std::shared_ptr<Work> ShmCommunicator::announce(uint64_t slot, Operation operation) {
+  engine_->throw_if_forked();
+  require_supported(operation);
+  auto work = std::make_shared<Work>(engine_->outstanding());
+  {
+    std::lock_guard lock(submit_mutex_);
+    if (error_) {
+      work->fail(error_);
+      std::rethrow_exception(error_);
+    }
+    work->place = {shm::kScheduledLane, slot, ++announced_[slot]};
+    submissions_.push_back({{std::move(operation), work, Clock::now(), slot}, true});
+  }
+  engine_->poke();
+  return work;
+}
+
+void ShmCommunicator::wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted) {
+  auto guarded = [&] {
+    try {
+      interrupted();
+    } catch (...) {
+      // The peers can't finish what this rank walks away from.
+      abort(ErrorKind::Aborted, group_.name(group_.rank) + " was interrupted (Ctrl-C) in a collective");
+      throw;
+    }
+  };
+  engine_->wait(*work, interrupted ? std::function<void()>(guarded) : interrupted,
+                [&](bool sleeping) { publish_waiting(work->place, sleeping); });
+  work->rethrow_if_failed();
+}
+
+void ShmCommunicator::abort(ErrorKind kind, const std::string& text) {
+  if (engine_->arena()->forked()) return;
+  engine_->locked([&] { end(shm::Standing::Failed, kind, text); });
+}
+
+void ShmCommunicator::throw_if_failed() const {
+  engine_->throw_if_forked();
+  std::lock_guard lock(submit_mutex_);
+  if (error_) std::rethrow_exception(error_);
+}
+
+void ShmCommunicator::close() {
+  if (engine_->arena()->forked()) return;
+  engine_->locked([&] {
+    end(shm::Standing::Left, ErrorKind::InvalidUsage, "the communicator is closed: call syncengine.init() again");
+  });
+}
+
+std::shared_ptr<void> ShmCommunicator::allocate(size_t bytes) {
+  throw_if_failed();
+  return engine_->arena()->allocate_tensor(bytes);
+}
+
+std::map<std::string, uint64_t> ShmCommunicator::counters() const {
+  return engine_->locked([&] {
+    auto user = user_lane_.counters(), scheduled = scheduled_lane_.counters();
+    return std::map<std::string, uint64_t>{{"operations", user.operations + scheduled.operations},
+                                           {"staged_bytes", user.staged_bytes + scheduled.staged_bytes},
+                                           {"direct_bytes", user.direct_bytes + scheduled.direct_bytes},
+                                           {"one_shot_bytes", user.one_shot_bytes + scheduled.one_shot_bytes},
+                                           {"sleeps", engine_->sleeps()}};
+  });
+}
+
+bool ShmCommunicator::advance() {
+  if (ended_) return false;
+  {
+    std::lock_guard lock(submit_mutex_);
+    taken_.swap(submissions_);
+  }
+  bool moved = !taken_.empty();
+  for (Submission& submission : taken_) {
+    if (submission.announced) schedule_.announce(std::move(submission.item));
+    else user_lane_.enqueue(std::move(submission.item));
+  }
+  taken_.clear();
+  try {
+    moved |= user_lane_.advance(kBudget);
+    moved |= schedule_.advance();
+    moved |= scheduled_lane_.advance(kBudget);
+  } catch (const Error& error) {
+    end(shm::Standing::Failed, error.kind(), error.what());
+    return true;
+  }
+  if (moved) group_.bell->ring_interested();
+  return moved;
+}
+
+uint64_t ShmCommunicator::missing(bool all) const {
+  return user_lane_.missing(all) | schedule_.missing(all) | scheduled_lane_.missing(all);
+}
+
+uint64_t ShmCommunicator::interest() const {
+  if (ended_) return 0;
+  uint64_t local = 0, members = missing(false);
+  for (int member = 0; member < group_.size; ++member) local |= (members >> member & 1) << group_.local_ranks[member];
+  return local;
+}
+
+bool ShmCommunicator::any_peer_failed() const {
+  for (int member = 0; member < group_.size; ++member) {
+    auto standing = group_.block(member).farewell.standing.load(std::memory_order_acquire);
+    if (standing == static_cast<uint32_t>(shm::Standing::Failed)) return true;
+  }
+  return false;
+}
+
+void ShmCommunicator::lose_direct_memory(std::exception_ptr cause) {
+  if (ended_ || !user_lane_.direct_in_flight()) return;
+  try {
+    std::rethrow_exception(cause);
+  } catch (const Error& error) {
+    end(shm::Standing::Failed, error.kind(), error.what());
+  }
+}
+
+// The first end counts. Peers hear of it before this rank's own callers do; tensors are cut loose before they are touched.
+void ShmCommunicator::end(shm::Standing standing, ErrorKind kind, const std::string& text) {
+  if (ended_) return;
+  ended_ = true;
+  auto error = std::make_exception_ptr(Error(kind, text));
+  std::vector<Submission> late;
+  {
+    std::lock_guard lock(submit_mutex_);
+    error_ = error;
+    late.swap(submissions_);
+  }
+  shm::Farewell& farewell = group_.own().farewell;
+  farewell.kind = static_cast<uint32_t>(kind);
+  farewell.text[text.copy(farewell.text, sizeof(farewell.text) - 1)] = '\0';
+  farewell.standing.store(static_cast<uint32_t>(standing), std::memory_order_release);  // release: kind and text
+  if (standing == shm::Standing::Failed) engine_->sever_tensors(error);
+  user_lane_.fail_all(error);
+  scheduled_lane_.fail_all(error);
+  schedule_.fail_all(error);
+  for (Submission& submission : late) submission.item.work->fail(error);
+  group_.bell->ring_all();
+}
+
+}  // namespace syncengine

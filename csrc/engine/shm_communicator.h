@@ -1,0 +1,85 @@
+// A communicator whose members share one host's memory.
+#pragma once
+
+#include <mutex>
+
+#include "engine/communicator.h"
+#include "engine/engine.h"
+#include "engine/group.h"
+#include "engine/lane.h"
+#include "engine/schedule.h"
+
+namespace syncengine {
+
+class ShmCommunicator final : public Communicator, private Movable {
+ public:
+  // `offsets` of each member's GroupBlock in its arena; `local_ranks` of each member among the engine's arenas.
+  ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::vector<int> global_ranks, std::vector<int> local_ranks,
+                  const std::vector<uint64_t>& offsets);
+  ~ShmCommunicator() override;
+
+  int rank() const override { return group_.rank; }
+  int size() const override { return group_.size; }
+  const std::vector<int>& global_ranks() const override { return group_.global_ranks; }
+  Numerics numerics() const override { return engine_->options().numerics; }
+  Duration timeout() const override { return engine_->options().timeout; }
+
+  std::shared_ptr<Work> submit(Operation operation) override;
+  void run(Operation operation, const std::function<void()>& interrupted) override;
+  uint64_t reserve_slots(size_t count) override;
+  std::shared_ptr<Work> announce(uint64_t slot, Operation operation) override;
+  void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted) override;
+  void abort(ErrorKind kind, const std::string& text) override;
+  void throw_if_failed() const override;
+  std::shared_ptr<Communicator> split(const std::vector<int>& ranks) override;
+  std::shared_ptr<void> allocate(size_t bytes) override;
+  std::map<std::string, uint64_t> counters() const override;
+  void close() override;
+
+ private:
+  // Movable: under the progress lock.
+  bool advance() override;
+  uint64_t interest() const override;
+  void look_around() override;
+  void lose_direct_memory(std::exception_ptr cause) override;
+
+  std::shared_ptr<Work> enqueue(Operation operation);
+  void end(shm::Standing standing, ErrorKind kind, const std::string& text);
+  void heed_peers();
+  void heed_deadline();
+  void heed_cycle();
+  const Lane::Item* oldest() const;
+  void publish_waiting(const Work::Place& place, bool waiting);
+  bool arrived_here(const Work::Place& place) const;
+  uint64_t missing(bool all) const;
+  bool any_peer_failed() const;
+
+  struct Submission {
+    Lane::Item item;
+    bool announced;
+  };
+
+  std::shared_ptr<Engine> engine_;
+  Group group_;
+  Lane user_lane_;
+  Lane scheduled_lane_;
+  Schedule schedule_;
+
+  mutable std::mutex submit_mutex_;  // guards the next five; never held together with work under the progress lock
+  std::vector<Submission> submissions_;
+  std::exception_ptr error_;
+  uint64_t submitted_ = 0;
+  uint64_t next_slot_ = 0;
+  std::map<uint64_t, uint64_t> announced_;  // count per slot
+
+  std::vector<Submission> taken_;  // progress lock: reused by advance()
+  bool ended_ = false;             // progress lock
+  Clock::time_point logged_{};     // the operation that the log line was about
+
+  // The peer that seems to wait for this rank in another call, since when.
+  int cycle_member_ = -1;
+  uint64_t cycle_stamp_ = 0;
+  Clock::time_point cycle_since_{};
+};
+
+}  // namespace syncengine

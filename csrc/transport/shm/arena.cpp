@@ -1,0 +1,119 @@
+#include "transport/shm/arena.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/error.h"
+#include "base/resources.h"
+#include "transport/shm/fork_guard.h"
+
+namespace syncengine::shm {
+
+namespace {
+
+constexpr size_t kHugePage = 2 << 20;
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+constexpr size_t kHeapBegin = (sizeof(ArenaHeader) + kPage - 1) / kPage * kPage;
+
+size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+UniqueFd create_sealed(size_t bytes) {
+  UniqueFd fd(memfd_create("syncengine", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) throw_system_error("can't create shared memory", errno);
+  if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0)
+    throw_system_error("can't size shared memory to " + std::to_string(bytes) + " bytes (SYNCENGINE_ARENA_BYTES)", errno);
+  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) throw_system_error("can't seal shared memory", errno);
+  return fd;
+}
+
+}  // namespace
+
+PeerArena::PeerArena(int fd, size_t bytes) {
+  struct stat status {};
+  // Sealed, or the peer could shrink it under us: a SIGBUS instead of an error.
+  bool sound = (fcntl(fd, F_GET_SEALS) & kSeals) == kSeals && fstat(fd, &status) == 0 &&
+               static_cast<size_t>(status.st_size) == bytes && bytes > kHeapBegin;
+  if (!sound) throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
+  mapping_ = Mapping(fd, bytes);
+  if (header().magic != kMagic)
+    throw Error(ErrorKind::InvalidUsage, "a peer's shared memory has another layout: do all ranks run the same syncengine?");
+  ForkGuard::add(this);
+}
+
+PeerArena::~PeerArena() { ForkGuard::remove(this); }
+
+std::byte* PeerArena::at(uint64_t offset, size_t bytes) const {
+  if (offset > mapping_.bytes() || bytes > mapping_.bytes() - offset)
+    throw Error(ErrorKind::InvalidUsage, "a peer published an offset outside its arena");
+  return mapping_.data() + offset;
+}
+
+std::shared_ptr<Arena> Arena::create(size_t bytes) {
+  bytes = whole_pages(bytes);
+  return std::shared_ptr<Arena>(new Arena(create_sealed(bytes), bytes));
+}
+
+Arena::Arena(UniqueFd fd, size_t bytes) : fd_(std::move(fd)), mapping_(fd_.get(), bytes), heap_(kHeapBegin, bytes) {
+  header().magic = kMagic;
+  ForkGuard::add(this);
+}
+
+Arena::~Arena() { ForkGuard::remove(this); }
+
+int64_t Arena::offset_of(const void* data, size_t bytes) const {
+  auto* memory = static_cast<const std::byte*>(data);
+  bool inside = memory >= mapping_.data() && memory + bytes <= mapping_.data() + mapping_.bytes();
+  return inside && !severed_ ? memory - mapping_.data() : -1;
+}
+
+std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
+  size_t length = whole_pages(std::max<size_t>(bytes, 1));
+  size_t available = available_memory();
+  if (length > available)
+    throw Error(ErrorKind::InvalidUsage, "syncengine.empty: " + std::to_string(bytes) + " bytes of shared memory wanted, " +
+                                             std::to_string(available) + " available on this machine (or in this cgroup)");
+  auto offset = heap_.allocate(length, length >= kHugePage ? kHugePage : kPage);
+  if (!offset)
+    throw Error(ErrorKind::InvalidUsage, "syncengine.empty: no room for " + std::to_string(bytes) + " bytes in an arena of " +
+                                             std::to_string(this->bytes()) + "; raise SYNCENGINE_ARENA_BYTES");
+  std::byte* memory = at(*offset);
+  if (length >= kHugePage) madvise(memory, length / kHugePage * kHugePage, MADV_HUGEPAGE);
+  {
+    std::lock_guard lock(mutex_);
+    tensors_.emplace(*offset, length);
+  }
+  return {memory, [self = shared_from_this(), offset = *offset, length](void*) { self->release_tensor(offset, length); }};
+}
+
+void Arena::release_tensor(size_t offset, size_t bytes) {
+  if (forked_) return;
+  std::lock_guard lock(mutex_);
+  tensors_.erase({offset, bytes});
+  if (severed_) return;  // the range is private memory now: no use for a new tensor
+  madvise(at(offset), bytes, MADV_REMOVE);
+  heap_.release(offset, bytes);
+}
+
+size_t Arena::allocate_group(size_t bytes) {
+  auto offset = heap_.allocate(whole_pages(bytes), kPage);
+  if (!offset)
+    throw Error(ErrorKind::InvalidUsage, "no room for another communicator in an arena of " + std::to_string(this->bytes()) +
+                                             " bytes; raise SYNCENGINE_ARENA_BYTES");
+  return *offset;
+}
+
+void Arena::sever_tensors() {
+  std::lock_guard lock(mutex_);
+  if (severed_) return;
+  severed_ = true;
+  for (auto [offset, bytes] : tensors_) {
+    // Short of memory: better no content than somebody else's.
+    if (!make_private(at(offset), bytes)) make_inaccessible(at(offset), bytes);
+  }
+}
+
+}  // namespace syncengine::shm

@@ -1,0 +1,75 @@
+// This rank's shared memory: one sealed memfd without a name, which goes with the last process that maps it.
+//
+// Ownership: shared_ptr; each Block keeps its arena mapped. Thread-safety: any thread. Aliasing: peers read and write what
+// layout.h says. Failure: throws InvalidUsage with the numbers when memory is short.
+// After fork() the child keeps private copies of its blocks and loses sight of everything else; `forked()` says so.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <set>
+
+#include "base/fd.h"
+#include "base/mapping.h"
+#include "transport/shm/heap.h"
+#include "transport/shm/layout.h"
+
+namespace syncengine::shm {
+
+// Another rank's arena, mapped here.
+class PeerArena {
+ public:
+  PeerArena(int fd, size_t bytes);  // checks the seals and the magic; throws InvalidUsage
+  ~PeerArena();
+  PeerArena(const PeerArena&) = delete;
+
+  ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(mapping_.data()); }
+  // The memory at `offset`, which came from a peer: throws InvalidUsage if [offset, offset + bytes) is outside.
+  std::byte* at(uint64_t offset, size_t bytes) const;
+
+ private:
+  friend class ForkGuard;
+  Mapping mapping_;
+};
+
+class Arena : public std::enable_shared_from_this<Arena> {
+ public:
+  // `bytes` of address space; pages are taken when they are touched.
+  static std::shared_ptr<Arena> create(size_t bytes);
+  ~Arena();
+
+  ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(mapping_.data()); }
+  size_t bytes() const { return mapping_.bytes(); }
+  int fd() const { return fd_.get(); }
+  void close_fd() { fd_.reset(); }  // once every peer has its own
+
+  std::byte* at(size_t offset) const { return mapping_.data() + offset; }
+  // Offset of [data, data + bytes) in this arena, or -1 if it lies elsewhere or was severed.
+  int64_t offset_of(const void* data, size_t bytes) const;
+
+  // Whole pages. Checks the machine's and the cgroup's free memory before it hands them out.
+  std::shared_ptr<void> allocate_tensor(size_t bytes);
+  // Zeroed memory for a communicator; never handed out again, so that a late reader sees what it expects.
+  size_t allocate_group(size_t bytes);
+
+  // Cuts all tensors loose from the peers: private copies at the same addresses. A rank that was stopped in the middle of
+  // a collective can write into them no more.
+  void sever_tensors();
+
+  bool forked() const { return forked_; }
+
+ private:
+  friend class ForkGuard;
+  Arena(UniqueFd fd, size_t bytes);
+  void release_tensor(size_t offset, size_t bytes);
+
+  UniqueFd fd_;
+  Mapping mapping_;
+  Heap heap_;
+  std::mutex mutex_;
+  std::set<std::pair<size_t, size_t>> tensors_;  // offset, bytes
+  bool severed_ = false;
+  bool forked_ = false;
+};
+
+}  // namespace syncengine::shm

@@ -1,0 +1,105 @@
+// The shared memory of one rank: what lies where in its arena, and who may write it.
+//
+// Everything here is written by the arena's owner alone, except Doorbell::rings (anybody) and tensors of `allocate` (the
+// owner of a slice, during a direct all-reduce). Counters never reset, so a reader can never mistake an old round for a
+// new one. Fresh pages of a memfd are zero, which is the valid first state of all of it.
+#pragma once
+
+#include <pthread.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace syncengine::shm {
+
+inline constexpr size_t kPage = 4096;
+inline constexpr int kMaxLocalRanks = 64;        // one bit each in Doorbell::interest
+inline constexpr size_t kRecords = 64;           // operations in flight per lane
+inline constexpr size_t kSlots = 4;              // staging slots per lane
+inline constexpr size_t kSlotBytes = 128 << 10;  // two of them stay in a core's L2 beside the data that they stage
+inline constexpr size_t kLogEntries = 1024;      // scheduled and not yet opened by every rank
+inline constexpr size_t kReadySlots = 1 << 20;   // announcement slots per communicator; sparse
+inline constexpr int kUserLane = 0;       // matched by order of submission
+inline constexpr int kScheduledLane = 1;  // announced in any order, run in the order of the schedule
+inline constexpr int kLanes = 2;
+
+static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
+
+// Where the threads of a rank sleep. A peer rings after it published something, if its bit is in `interest`.
+struct alignas(64) Doorbell {
+  std::atomic<uint32_t> rings;     // futex word
+  std::atomic<uint64_t> interest;  // peers (by local rank) whose next step a sleeping thread needs
+};
+
+// How far this rank is in one lane. `opened` counts operations, the others count chunks.
+struct alignas(64) LaneProgress {
+  std::atomic<uint64_t> opened;   // its OpRecord is published
+  std::atomic<uint64_t> staged;   // its contribution is readable
+  std::atomic<uint64_t> reduced;  // its slice of the result is readable
+  std::atomic<uint64_t> pulled;   // it reads nobody's memory for this chunk any more
+};
+
+// What this rank believes the operation to be. Compared with every peer's before a byte is used.
+struct alignas(64) OpRecord {
+  uint64_t key;            // announcement slot, or ~0
+  uint64_t bytes;          // of the operation's block
+  uint64_t layout_hash;
+  int64_t arena_offset;    // of the input in the owner's arena, or -1: an ordinary tensor
+  double prescale, postscale;
+  int32_t root;
+  uint8_t collective, dtype, op, numerics;
+};
+static_assert(sizeof(OpRecord) == 64);
+
+enum class Standing : uint32_t { Member, Failed, Left };
+
+// How this rank ended: the text is complete before `standing` changes.
+struct alignas(64) Farewell {
+  std::atomic<uint32_t> standing;
+  uint32_t kind;
+  char text[1016];
+};
+static_assert(sizeof(Farewell) == 1024);
+
+// What a blocked thread of this rank waits for: odd `stamp` while it waits. Lets peers see cycles.
+struct alignas(64) Waiting {
+  std::atomic<uint64_t> stamp;
+  std::atomic<uint64_t> lane;
+  std::atomic<uint64_t> number;  // user lane: number of the operation; scheduled lane: announcement slot
+  std::atomic<uint64_t> epoch;   // scheduled lane: count of announcements of that slot
+};
+
+struct LaneBlock {
+  LaneProgress progress;
+  OpRecord records[kRecords];
+};
+
+// The order in which announced operations run, written by the communicator's rank 0 alone.
+struct Schedule {
+  alignas(64) std::atomic<uint64_t> length;
+  alignas(64) uint64_t slots[kLogEntries];
+};
+
+// One communicator's part of one member's arena.
+struct GroupBlock {
+  Farewell farewell;
+  Waiting waiting;
+  LaneBlock lanes[kLanes];
+  Schedule schedule;
+  alignas(kPage) std::atomic<uint64_t> announced[kReadySlots];  // count of announcements
+  alignas(kPage) std::byte staging[kLanes][kSlots][kSlotBytes];
+};
+
+// The start of every arena.
+struct ArenaHeader {
+  uint64_t magic;
+  Doorbell doorbell;
+  // alive[w] is held by the owner as long as its process lives; local rank w watches it. One per watcher, since a watcher
+  // that holds a dead owner's mutex would hide the death from the others.
+  pthread_mutex_t alive[kMaxLocalRanks];
+};
+
+inline constexpr uint64_t kMagic = 0x31656e69676e6573;  // "sengine1"
+
+}  // namespace syncengine::shm
