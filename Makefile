@@ -1,0 +1,75 @@
+# What a developer runs. Needs python3 (3.10 or later), g++ (12 or later) and make; the rest is installed into .venv.
+#
+#   make train       train a small GPT on 2 ranks with syncengine and with DDP, compare
+#   make test        all tests: the C++ core plain and under sanitizers, then everything else
+#   make build       the extension, in place, as users get it
+#   make core-test   only the C++ core's tests
+#   make lint        formatters and linters, changing nothing
+#   make format      formatters and linters, changing what they can
+#   make clean       removes what was built; `rm -r .venv*` removes the environments too
+
+PYTHON ?= python3
+SHELL := /bin/bash
+.DEFAULT_GOAL := build
+.DELETE_ON_ERROR:
+
+PY := .venv/bin/python
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
+CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/core/*.h' 'tests/core/*.cpp')
+
+# ---- environments ----
+
+.venv/ready: requirements.txt requirements-dev.txt
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install -qq --requirement requirements-dev.txt
+	touch $@
+
+# Open MPI's and MPICH's packages install the same files: one small environment each, with .venv's packages behind it.
+.venv-%/ready: requirements-%.txt .venv/ready
+	$(PY) -m venv --without-pip .venv-$*
+	$(PY) -m pip --python .venv-$*/bin/python install -qq --no-deps --requirement $<
+	site=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  echo "import site; site.addsitedir('$$site')" > $${site/.venv/.venv-$*}/main_environment.pth
+	touch $@
+
+# ---- the extension ----
+
+# Both flavors keep their object files; the one built last is the one in place, and build/flavor says which.
+extension = $(2) $(PY) -m pip install -qq --no-build-isolation --no-deps --editable . && \
+  mkdir -p build && rm -f build/*.built && touch build/$(1).built
+
+.PHONY: build build-for-tests
+build: build/plain.built
+build-for-tests: build/test-hooks.built
+
+build/plain.built: .venv/ready $(SOURCES)
+	$(call extension,plain,SYNCENGINE_TEST_HOOKS=0)
+
+build/test-hooks.built: .venv/ready $(SOURCES)
+	$(call extension,test-hooks,SYNCENGINE_TEST_HOOKS=1)
+
+# ---- what it is for ----
+
+.PHONY: train test core-test lint format clean
+train: build
+	$(PY) -m examples.train_gpt compare
+
+test: build-for-tests .venv-openmpi/ready .venv-mpich/ready
+	$(MAKE) core-test
+	$(PY) -m pytest -q
+
+core-test:
+	$(MAKE) --no-print-directory -C tests/core
+
+lint: .venv/ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/clang-format --dry-run --Werror $(CPP_FILES)
+
+format: .venv/ready
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	.venv/bin/clang-format -i $(CPP_FILES)
+
+clean:
+	rm -rf build dist *.egg-info syncengine/_C*.so

@@ -1,0 +1,230 @@
+// The reduction itself, once for all instruction sets. An instruction set is a struct with
+//   kVectorBytes                 the size of its vectors
+//   from_float16, to_float16     as in half.h
+//   load_partial, store_partial  as in vector.h
+//
+// Internal linkage for the reason given in vector.h. Calls no function of the standard library for the same reason.
+//
+// No product ever feeds an addition here, so no compiler can fuse the two, whatever its flags.
+#pragma once
+
+#ifdef __FAST_MATH__
+#error "the kernels promise the same bits everywhere: build without -ffast-math"
+#endif
+
+#include <type_traits>
+
+#include "kernels/half.h"
+#include "kernels/isa.h"
+#include "kernels/vector.h"
+
+namespace syncengine::kernels {
+namespace {
+
+// A format says how elements lie in memory (Stored), what they are reduced in (Value), and how one becomes the other.
+
+template <class Isa, class T>
+struct Native {
+  using Stored = Vector<T, Isa::kVectorBytes>;
+  using Value = Stored;
+  using Scale = T;
+  static constexpr size_t kElementBytes = sizeof(T);
+  static constexpr bool kFloating = std::is_floating_point_v<T>;
+  SYNCENGINE_INLINE static Value widen(Stored x) { return x; }
+  SYNCENGINE_INLINE static Stored narrow(Value x) { return x; }
+};
+
+template <class Isa>
+struct Half {
+  using Stored = typename HalfConversions<Isa::kVectorBytes>::Words;
+  using Value = typename HalfConversions<Isa::kVectorBytes>::Pair;
+  using Scale = float;
+  static constexpr size_t kElementBytes = 2;
+  static constexpr bool kFloating = true;
+};
+
+template <class Isa>
+struct BFloat16 : Half<Isa> {
+  using typename Half<Isa>::Stored, typename Half<Isa>::Value;
+  using Conversions = HalfConversions<Isa::kVectorBytes>;
+  SYNCENGINE_INLINE static Value widen(Stored x) { return Conversions::from_bfloat16(x); }
+  SYNCENGINE_INLINE static Stored narrow(Value x) { return Conversions::to_bfloat16(x); }
+};
+
+template <class Isa>
+struct Float16 : Half<Isa> {
+  using typename Half<Isa>::Stored, typename Half<Isa>::Value;
+  SYNCENGINE_INLINE static Value widen(Stored x) { return Isa::from_float16(x); }
+  SYNCENGINE_INLINE static Stored narrow(Value x) { return Isa::to_float16(x); }
+};
+
+struct Sum {
+  template <class V>
+  SYNCENGINE_INLINE static V apply(V a, V b) { return a + b; }
+};
+struct Product {
+  template <class V>
+  SYNCENGINE_INLINE static V apply(V a, V b) { return a * b; }
+};
+// A NaN on either side wins; of equal values (0.0 and -0.0) the earlier one stays.
+struct Min {
+  template <class V>
+  SYNCENGINE_INLINE static V apply(V a, V b) { return ((b < a) | (b != b)) ? b : a; }
+};
+struct Max {
+  template <class V>
+  SYNCENGINE_INLINE static V apply(V a, V b) { return ((b > a) | (b != b)) ? b : a; }
+};
+
+template <class Op, class V>
+SYNCENGINE_INLINE V combine(V a, V b) {
+  return Op::apply(a, b);
+}
+template <class Op, class V>
+SYNCENGINE_INLINE Pair<V> combine(Pair<V> a, Pair<V> b) {
+  return {Op::apply(a.low, b.low), Op::apply(a.high, b.high)};
+}
+template <class V, class Scale>
+SYNCENGINE_INLINE V scaled(V x, Scale scale) {
+  return x * scale;
+}
+template <class V, class Scale>
+SYNCENGINE_INLINE Pair<V> scaled(Pair<V> x, Scale scale) {
+  return {x.low * scale, x.high * scale};
+}
+
+struct Operands {
+  const void* const* sources;
+  int source_count;
+  void* const* destinations;
+  int destination_count;
+  size_t count;
+  double scale;
+};
+
+template <class Isa, class Format, class Op, Rounding kRounding>
+struct Loop {
+  using Stored = typename Format::Stored;
+  using Value = typename Format::Value;
+  static constexpr size_t kBytes = sizeof(Stored);
+  // Vectors per source at a time, so that fetching the pointers costs little: four registers of results.
+  static constexpr int kUnroll = 4 * sizeof(Stored) / sizeof(Value);
+
+  // Not inlined: see fp_state.h. By value: a copy that no store can change stays in registers.
+  [[gnu::noinline]] static void run(const Operands operands) {
+    size_t offset = 0;
+    const size_t end = operands.count * Format::kElementBytes;
+    for (; end - offset >= kUnroll * kBytes; offset += kUnroll * kBytes) block<kUnroll>(operands, offset);
+    for (; end - offset >= kBytes; offset += kBytes) block<1>(operands, offset);
+    if (offset < end) block<1, /*kPartial=*/true>(operands, offset, end - offset);
+  }
+
+  // Reads every source before it writes any destination, since they may be the same memory.
+  template <int kVectors, bool kPartial = false>
+  SYNCENGINE_INLINE static void block(const Operands& operands, size_t offset, size_t bytes = kBytes) {
+    Value result[kVectors];
+    const std::byte* source = static_cast<const std::byte*>(operands.sources[0]) + offset;
+    for (int v = 0; v < kVectors; ++v) result[v] = read<kPartial>(source + v * kBytes, bytes);
+    for (int s = 1; s < operands.source_count; ++s) {
+      source = static_cast<const std::byte*>(operands.sources[s]) + offset;
+      for (int v = 0; v < kVectors; ++v) {
+        result[v] = combine<Op>(result[v], read<kPartial>(source + v * kBytes, bytes));
+        if constexpr (kRounding == Rounding::EveryHop) result[v] = Format::widen(Format::narrow(result[v]));
+      }
+    }
+    Stored stored[kVectors];
+    for (int v = 0; v < kVectors; ++v) stored[v] = finish(result[v], operands.scale);
+    for (int d = 0; d < operands.destination_count; ++d) {
+      std::byte* destination = static_cast<std::byte*>(operands.destinations[d]) + offset;
+      for (int v = 0; v < kVectors; ++v) write<kPartial>(destination + v * kBytes, stored[v], bytes);
+    }
+  }
+
+  SYNCENGINE_INLINE static Stored finish(Value result, double scale) {
+    if constexpr (Format::kFloating) result = scaled(result, static_cast<typename Format::Scale>(scale));
+    return Format::narrow(result);
+  }
+
+  template <bool kPartial>
+  SYNCENGINE_INLINE static Value read(const std::byte* source, size_t bytes) {
+    if constexpr (kPartial) return Format::widen(Isa::template load_partial<Stored>(source, bytes));
+    return Format::widen(load<Stored>(source));
+  }
+
+  template <bool kPartial>
+  SYNCENGINE_INLINE static void write(std::byte* destination, Stored value, size_t bytes) {
+    if constexpr (kPartial) {
+      Isa::template store_partial<Stored>(destination, value, bytes);
+    } else {
+      store(destination, value);
+    }
+  }
+};
+
+template <class Isa, class Format, Rounding kRounding = Rounding::Once>
+void run_arithmetic(ReduceOp op, const Operands& operands) {
+  if (op == ReduceOp::Product) {
+    Loop<Isa, Format, Product, kRounding>::run(operands);
+  } else {
+    Loop<Isa, Format, Sum, kRounding>::run(operands);
+  }
+}
+
+template <class Isa, class Format>
+void run_comparison(ReduceOp op, const Operands& operands) {
+  if (op == ReduceOp::Min) {
+    Loop<Isa, Format, Min, Rounding::Once>::run(operands);
+  } else {
+    Loop<Isa, Format, Max, Rounding::Once>::run(operands);
+  }
+}
+
+constexpr bool is_comparison(ReduceOp op) { return op == ReduceOp::Min || op == ReduceOp::Max; }
+
+template <class Isa, class Format>
+void run_floating(ReduceOp op, const Operands& operands) {
+  is_comparison(op) ? run_comparison<Isa, Format>(op, operands) : run_arithmetic<Isa, Format>(op, operands);
+}
+
+// Min and max only pick a value, so there is nothing to round.
+template <class Isa, class Format>
+void run_half(ReduceOp op, Rounding rounding, const Operands& operands) {
+  if (rounding == Rounding::EveryHop && !is_comparison(op)) {
+    run_arithmetic<Isa, Format, Rounding::EveryHop>(op, operands);
+  } else {
+    run_floating<Isa, Format>(op, operands);
+  }
+}
+
+// Sums and products of signed integers are those of unsigned ones, which may overflow.
+template <class Isa, class T>
+void run_integer(ReduceOp op, const Operands& operands) {
+  if (is_comparison(op)) {
+    run_comparison<Isa, Native<Isa, T>>(op, operands);
+  } else {
+    run_arithmetic<Isa, Native<Isa, std::make_unsigned_t<T>>>(op, operands);
+  }
+}
+
+template <class Isa>
+void reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
+            int destination_count, size_t count) {
+  const Operands operands{sources, source_count, destinations, destination_count, count, reduction.scale};
+  const ReduceOp op = reduction.op;
+  switch (reduction.dtype) {
+    case DType::Float16: return run_half<Isa, Float16<Isa>>(op, reduction.rounding, operands);
+    case DType::BFloat16: return run_half<Isa, BFloat16<Isa>>(op, reduction.rounding, operands);
+    case DType::Float32: return run_floating<Isa, Native<Isa, float>>(op, operands);
+    case DType::Float64: return run_floating<Isa, Native<Isa, double>>(op, operands);
+    case DType::Int8: return run_integer<Isa, int8_t>(op, operands);
+    case DType::Int16: return run_integer<Isa, int16_t>(op, operands);
+    case DType::Int32: return run_integer<Isa, int32_t>(op, operands);
+    case DType::Int64: return run_integer<Isa, int64_t>(op, operands);
+    case DType::UInt8: return run_integer<Isa, uint8_t>(op, operands);
+    // Of zeros and ones "and" is the least and "or" the greatest.
+    case DType::Bool: return run_comparison<Isa, Native<Isa, uint8_t>>(op == ReduceOp::Max ? op : ReduceOp::Min, operands);
+  }
+}
+
+}  // namespace
+}  // namespace syncengine::kernels

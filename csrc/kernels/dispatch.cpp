@@ -1,0 +1,120 @@
+// Chooses the instruction set at run time and fixes the floating-point state around each call.
+#include <cassert>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+#include "kernels/fp_state.h"
+#include "kernels/isa.h"
+#include "kernels/reduce.h"
+
+namespace syncengine::kernels {
+namespace {
+
+constexpr Isa kBestFirst[] = {Isa::Avx512, Isa::Avx2, Isa::Scalar};
+
+ReduceFunction reduce_function(Isa isa) {
+  switch (isa) {
+    case Isa::Scalar: return kReduceScalar;
+    case Isa::Avx2: return kReduceAvx2;
+    case Isa::Avx512: return kReduceAvx512;
+  }
+  return nullptr;
+}
+
+#if defined(__x86_64__)
+bool processor_has(Isa isa) {
+  switch (isa) {
+    case Isa::Scalar: return true;
+    case Isa::Avx2: return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    case Isa::Avx512:
+      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  }
+  return false;
+}
+#else
+bool processor_has(Isa isa) { return isa == Isa::Scalar; }
+#endif
+
+void reduce_by(ReduceFunction function, const Reduction& reduction, const void* const* sources, int source_count,
+               void* const* destinations, int destination_count, size_t count) {
+  assert(is_supported(reduction.dtype, reduction.op) && source_count >= 1);
+  assert(reduction.scale == 1.0 || is_floating(reduction.dtype));
+  const DefaultFpState state;
+  function(reduction, sources, source_count, destinations, destination_count, count);
+}
+
+void copy_scaled_by(ReduceFunction function, DType dtype, void* destination, const void* source, size_t count,
+                    double scale) {
+  if (scale != 1.0) {
+    const Reduction reduction{.dtype = dtype, .op = ReduceOp::Sum, .scale = scale};
+    reduce_by(function, reduction, &source, 1, &destination, 1, count);
+  } else if (destination != source && count > 0) {
+    std::memcpy(destination, source, count * element_size(dtype));
+  }
+}
+
+ReduceFunction active_function() {
+  static const ReduceFunction function = reduce_function(active_isa());
+  return function;
+}
+
+}  // namespace
+
+const char* name(Isa isa) {
+  switch (isa) {
+    case Isa::Scalar: return "scalar";
+    case Isa::Avx2: return "avx2";
+    case Isa::Avx512: return "avx512";
+  }
+  return "unknown";
+}
+
+bool is_available(Isa isa) { return reduce_function(isa) != nullptr && processor_has(isa); }
+
+Isa best_isa() {
+  for (Isa isa : kBestFirst) {
+    if (is_available(isa)) return isa;
+  }
+  return Isa::Scalar;
+}
+
+Isa choose_isa(const char* wanted) {
+  if (wanted == nullptr || *wanted == '\0') return best_isa();
+  std::string available;
+  for (Isa isa : kBestFirst) {
+    if (!is_available(isa)) continue;
+    if (std::strcmp(wanted, name(isa)) == 0) return isa;
+    available += std::string(available.empty() ? "" : ", ") + name(isa);
+  }
+  throw Error(ErrorKind::InvalidUsage, "SYNCENGINE_ISA=" + std::string(wanted) +
+                                           ": this build on this processor has only " + available +
+                                           "; unset it to take the best of them");
+}
+
+Isa active_isa() {
+  static const Isa isa = choose_isa(std::getenv("SYNCENGINE_ISA"));
+  return isa;
+}
+
+void reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
+            int destination_count, size_t count) {
+  reduce_by(active_function(), reduction, sources, source_count, destinations, destination_count, count);
+}
+
+void copy_scaled(DType dtype, void* destination, const void* source, size_t count, double scale) {
+  copy_scaled_by(active_function(), dtype, destination, source, count, scale);
+}
+
+void reduce_with(Isa isa, const Reduction& reduction, const void* const* sources, int source_count,
+                 void* const* destinations, int destination_count, size_t count) {
+  reduce_by(reduce_function(isa), reduction, sources, source_count, destinations, destination_count, count);
+}
+
+void copy_scaled_with(Isa isa, DType dtype, void* destination, const void* source, size_t count, double scale) {
+  copy_scaled_by(reduce_function(isa), dtype, destination, source, count, scale);
+}
+
+}  // namespace syncengine::kernels

@@ -1,0 +1,69 @@
+// float16 and bfloat16 to and from float32, a vector at a time: round to nearest even, subnormals kept, NaN stays NaN.
+//
+// Internal linkage for the reason given in vector.h. The rounding mode must be to nearest and subnormals must not be
+// flushed (fp_state.h): tiny float16 values are rounded by a float32 addition.
+#pragma once
+
+#include "kernels/vector.h"
+
+namespace syncengine::kernels {
+namespace {
+
+// Two 16-bit elements share a 32-bit word. Taking all the even and all the odd ones apart, and not the lower and the
+// upper half of a vector, leaves every element in its own word: shifts and masks only, no shuffles. Which one of the two is
+// the first in memory (byte order) does not matter.
+template <size_t kBytes>
+struct HalfConversions {
+  using Floats = Vector<float, kBytes>;
+  using Words = Vector<uint32_t, kBytes>;
+  using Pair = kernels::Pair<Floats>;
+
+  SYNCENGINE_INLINE static Pair from_bfloat16(Words x) { return {(Floats)(x << 16), (Floats)(x & 0xffff0000)}; }
+  SYNCENGINE_INLINE static Words to_bfloat16(Pair x) {
+    return (round_to_bfloat16(x.low) >> 16) | (round_to_bfloat16(x.high) & 0xffff0000);
+  }
+
+  SYNCENGINE_INLINE static Pair from_float16(Words x) {
+    return {float16_to_float32(x & 0xffff), float16_to_float32(x >> 16)};
+  }
+  SYNCENGINE_INLINE static Words to_float16(Pair x) {
+    return float32_to_float16(x.low) | (float32_to_float16(x.high) << 16);
+  }
+
+ private:
+  // The result is in the upper 16 bits. Not by AVX512-BF16's instruction, which flushes subnormals.
+  SYNCENGINE_INLINE static Words round_to_bfloat16(Floats x) {
+    const Words bits = (Words)x;
+    const Words rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    return x != x ? bits | 0x00400000 : rounded;
+  }
+
+  SYNCENGINE_INLINE static Floats float16_to_float32(Words half) {
+    const Words magnitude = (half & 0x7fff) << 13;  // the exponent now stands where float32 has its own
+    const Words normal = magnitude + ((127u - 15u) << 23);
+    const Words infinite_or_nan = magnitude | (0xffu << 23);
+    // A subnormal m * 2^-24, exactly: 2^-14 + m * 2^-24 has m as its mantissa; then 2^-14 is taken away.
+    const Words two_to_minus_14 = Words{} + (113u << 23);
+    const Words subnormal = (Words)((Floats)(magnitude + two_to_minus_14) - (Floats)two_to_minus_14);
+    const Words finite = magnitude < (1u << 23) ? subnormal : normal;
+    const Words value = magnitude >= (0x1fu << 23) ? infinite_or_nan : finite;
+    return (Floats)(value | ((half & 0x8000) << 16));
+  }
+
+  SYNCENGINE_INLINE static Words float32_to_float16(Floats x) {
+    const Words sign = (Words)x & 0x80000000;
+    const Words magnitude = (Words)x ^ sign;
+    // Ties go to even; a carry out of the mantissa raises the exponent, up to infinity, as it should.
+    const Words normal = (magnitude - ((127u - 15u) << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+    // Adding 0.5 shifts a value below 2^-14 to where float32's own rounding cuts at 2^-24, float16's last place.
+    const Words one_half = Words{} + (126u << 23);
+    const Words subnormal = (Words)((Floats)magnitude + (Floats)one_half) - one_half;
+    const Words infinite_or_nan = magnitude > (0xffu << 23) ? Words{} + 0x7e00 : Words{} + 0x7c00;
+    const Words finite = magnitude < (113u << 23) ? subnormal : normal;
+    const Words value = magnitude >= (143u << 23) ? infinite_or_nan : finite;
+    return value | (sign >> 16);
+  }
+};
+
+}  // namespace
+}  // namespace syncengine::kernels

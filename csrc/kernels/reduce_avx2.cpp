@@ -1,0 +1,50 @@
+// AVX2: 32-byte vectors, float16 by F16C.
+#include "kernels/isa.h"
+
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include <type_traits>
+
+// From here on, so that the build needs no flags of its own for this file and the headers above stay generic.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
+#else
+#pragma GCC target("avx2,f16c")
+#endif
+
+#include "kernels/body.h"
+
+namespace syncengine::kernels {
+namespace {
+
+struct Avx2 : PartialByCopy {
+  static constexpr size_t kVectorBytes = 32;
+  using Words = Vector<uint32_t, kVectorBytes>;
+  using Floats = Vector<float, kVectorBytes>;
+
+  SYNCENGINE_INLINE static Pair<Floats> from_float16(Words x) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)x)), _mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)x, 1))};
+  }
+  SYNCENGINE_INLINE static Words to_float16(Pair<Floats> x) {
+    return (Words)_mm256_set_m128i(_mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT),
+                                   _mm256_cvtps_ph(x.low, _MM_FROUND_TO_NEAREST_INT));
+  }
+};
+
+}  // namespace
+
+constinit const ReduceFunction kReduceAvx2 = &reduce<Avx2>;
+
+}  // namespace syncengine::kernels
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#else
+
+constinit const syncengine::kernels::ReduceFunction syncengine::kernels::kReduceAvx2 = nullptr;
+
+#endif

@@ -1,0 +1,67 @@
+// AVX-512 (F, BW, DQ, VL): 64-byte vectors, float16 by its own conversions.
+#include "kernels/isa.h"
+
+#if defined(__x86_64__)
+
+#if !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // g++ 12 warns of an unused register in its own header
+#endif
+#include <immintrin.h>
+
+#include <type_traits>
+
+// From here on, so that the build needs no flags of its own for this file and the headers above stay generic.
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#else
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl")
+#endif
+
+#include "kernels/body.h"
+
+namespace syncengine::kernels {
+namespace {
+
+struct Avx512 {
+  static constexpr size_t kVectorBytes = 64;
+  using Words = Vector<uint32_t, kVectorBytes>;
+  using Floats = Vector<float, kVectorBytes>;
+
+  SYNCENGINE_INLINE static Pair<Floats> from_float16(Words x) {
+    const auto bits = (__m512i)x;
+    return {_mm512_cvtph_ps(_mm512_castsi512_si256(bits)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(bits, 1))};
+  }
+  SYNCENGINE_INLINE static Words to_float16(Pair<Floats> x) {
+    const __m256i low = _mm512_cvtps_ph(x.low, _MM_FROUND_TO_NEAREST_INT);
+    const __m256i high = _mm512_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT);
+    return (Words)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+  }
+
+  template <class V>
+  SYNCENGINE_INLINE static V load_partial(const std::byte* source, size_t bytes) {
+    return (V)_mm512_maskz_loadu_epi8(first(bytes), source);
+  }
+  template <class V>
+  SYNCENGINE_INLINE static void store_partial(std::byte* destination, V value, size_t bytes) {
+    _mm512_mask_storeu_epi8(destination, first(bytes), (__m512i)value);
+  }
+
+ private:
+  SYNCENGINE_INLINE static __mmask64 first(size_t bytes) { return (__mmask64{1} << bytes) - 1; }  // of fewer than 64
+};
+
+}  // namespace
+
+constinit const ReduceFunction kReduceAvx512 = &reduce<Avx512>;
+
+}  // namespace syncengine::kernels
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif
+
+#else
+
+constinit const syncengine::kernels::ReduceFunction syncengine::kernels::kReduceAvx512 = nullptr;
+
+#endif

@@ -1,0 +1,1 @@
+"""A gradient synchronization engine for PyTorch."""

@@ -1,0 +1,86 @@
+// Runs the registered tests: all, or those whose name or file contains one of the arguments.
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+#include "test.h"
+
+namespace syncengine::testing {
+
+std::vector<Test>& registry() {
+  static std::vector<Test> tests;
+  return tests;
+}
+
+namespace {
+
+// Aborts the program, with the test's name, if the test outlives its deadline.
+class Watchdog {
+ public:
+  explicit Watchdog(const char* test) : thread_([this, test] { watch(test); }) {}
+  ~Watchdog() {
+    {
+      std::lock_guard lock(mutex_);
+      done_ = true;
+    }
+    changed_.notify_one();
+    thread_.join();
+  }
+
+ private:
+  void watch(const char* test) {
+    std::unique_lock lock(mutex_);
+    if (changed_.wait_for(lock, kTestDeadline, [this] { return done_; })) return;
+    std::fprintf(stderr, "HUNG    %s: not done after %lld s\n", test, static_cast<long long>(kTestDeadline.count()));
+    std::abort();
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::thread thread_;  // last: starts when the rest is ready
+};
+
+bool is_selected(const Test& test, int argc, char** argv) {
+  if (argc < 2) return true;
+  for (int i = 1; i < argc; ++i) {
+    if (std::strstr(test.name, argv[i]) || std::strstr(test.file, argv[i])) return true;
+  }
+  return false;
+}
+
+std::string run(const Test& test) {
+  Watchdog watchdog(test.name);
+  try {
+    test.body();
+    return "";
+  } catch (const Error& error) {
+    return std::string("threw ") + name(error.kind()) + ": " + error.what();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+int run_all(int argc, char** argv) {
+  int passed = 0;
+  int failed = 0;
+  for (const Test& test : registry()) {
+    if (!is_selected(test, argc, argv)) continue;
+    std::string problem = run(test);
+    if (problem.empty()) {
+      ++passed;
+    } else {
+      ++failed;
+      std::fprintf(stderr, "FAILED  %s\n        %s\n", test.name, problem.c_str());
+    }
+  }
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed > 0 || passed == 0;  // no test at all is a failure: a wrong filter must not look like success
+}
+
+}  // namespace
+}  // namespace syncengine::testing
+
+int main(int argc, char** argv) { return syncengine::testing::run_all(argc, argv); }
