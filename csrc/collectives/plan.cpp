@@ -75,17 +75,6 @@ void plan_broadcast(const Chunk& chunk, ChunkPlan& plan) {
 
 }  // namespace
 
-const char* name(Collective collective) {
-  switch (collective) {
-    case Collective::AllReduce: return "all_reduce";
-    case Collective::Broadcast: return "broadcast";
-    case Collective::ReduceScatter: return "reduce_scatter";
-    case Collective::AllGather: return "all_gather";
-    case Collective::Barrier: return "barrier";
-  }
-  return "unknown";
-}
-
 size_t block_bytes(const Operation& operation) {
   return operation.collective == Collective::AllGather ? operation.input.bytes() : operation.output.bytes();
 }

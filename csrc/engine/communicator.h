@@ -21,6 +21,9 @@
 
 namespace syncengine {
 
+// What calls on a closed communicator say.
+inline constexpr const char* kClosed = "the communicator is closed: call syncengine.init() again";
+
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
   virtual ~Communicator() = default;

@@ -23,14 +23,6 @@ Group make_group(Engine& engine, int rank, std::vector<int> global_ranks, std::v
   return group;
 }
 
-void require_supported(const Operation& operation) {
-  bool reduces = operation.collective == Collective::AllReduce || operation.collective == Collective::ReduceScatter;
-  if (!reduces || is_supported(operation.dtype, operation.op)) return;
-  throw Error(ErrorKind::InvalidUsage, std::string(name(operation.collective)) + ": op '" + name(operation.op) +
-                                           "' has no meaning for dtype " + name(operation.dtype) +
-                                           (operation.op == ReduceOp::Avg ? "; use 'sum' and divide" : "; use 'max' or 'min'"));
-}
-
 }  // namespace
 
 ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::vector<int> global_ranks,
@@ -127,7 +119,7 @@ void ShmCommunicator::throw_if_failed() const {
 void ShmCommunicator::close() {
   if (engine_->arena()->forked()) return;
   engine_->locked([&] {
-    end(shm::Standing::Left, ErrorKind::InvalidUsage, "the communicator is closed: call syncengine.init() again");
+    end(shm::Standing::Left, ErrorKind::InvalidUsage, kClosed);
   });
 }
 

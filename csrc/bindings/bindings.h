@@ -1,0 +1,12 @@
+// The extension's parts, one function each; module.cpp calls them in order. Translation only: no logic.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace syncengine {
+
+void bind_errors(pybind11::module_& module);
+void bind_communicator(pybind11::module_& module);
+void bind_local_job(pybind11::module_& module);
+
+}  // namespace syncengine

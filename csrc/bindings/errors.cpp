@@ -1,0 +1,30 @@
+#include "bindings/errors.h"
+
+#include "bindings/bindings.h"
+
+namespace py = pybind11;
+
+namespace syncengine {
+
+py::object error_class(ErrorKind kind) { return py::module_::import("syncengine.errors").attr(name(kind)); }
+
+void set_python_error(const Error& error) { PyErr_SetString(error_class(error.kind()).ptr(), error.what()); }
+
+std::function<void()> check_signals() {
+  return [] {
+    py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  };
+}
+
+void bind_errors(py::module_&) {
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      set_python_error(error);
+    }
+  });
+}
+
+}  // namespace syncengine

@@ -1,0 +1,15 @@
+#include "bindings/bindings.h"
+
+#include "base/sync_point.h"
+#include "kernels/reduce.h"
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.doc() = "syncengine's engine: collectives, communicators and the gradient reducer.";
+  syncengine::bind_errors(module);
+  syncengine::bind_communicator(module);
+  syncengine::bind_local_job(module);
+  module.def(
+      "instruction_set", [] { return syncengine::kernels::name(syncengine::kernels::active_isa()); },
+      "The instruction set of the reduction kernels: 'scalar', 'avx2' or 'avx512' (SYNCENGINE_ISA chooses).");
+  module.attr("has_test_hooks") = syncengine::has_test_hooks();
+}

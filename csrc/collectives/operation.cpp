@@ -1,0 +1,26 @@
+#include "collectives/operation.h"
+
+#include "base/error.h"
+
+namespace syncengine {
+
+const char* name(Collective collective) {
+  switch (collective) {
+    case Collective::AllReduce: return "all_reduce";
+    case Collective::Broadcast: return "broadcast";
+    case Collective::ReduceScatter: return "reduce_scatter";
+    case Collective::AllGather: return "all_gather";
+    case Collective::Barrier: return "barrier";
+  }
+  return "unknown";
+}
+
+void require_supported(const Operation& operation) {
+  bool reduces = operation.collective == Collective::AllReduce || operation.collective == Collective::ReduceScatter;
+  if (!reduces || is_supported(operation.dtype, operation.op)) return;
+  throw Error(ErrorKind::InvalidUsage, std::string(name(operation.collective)) + ": op '" + name(operation.op) +
+                                           "' has no meaning for dtype " + name(operation.dtype) +
+                                           (operation.op == ReduceOp::Avg ? "; use 'sum' and divide" : "; use 'max' or 'min'"));
+}
+
+}  // namespace syncengine

@@ -1,0 +1,240 @@
+// The engine with ranks as threads: every collective on every path against sums computed here, and any order of buckets.
+#include <numeric>
+#include <random>
+
+#include "job.h"
+
+namespace syncengine {
+
+using testing::all_reduce_of;
+using testing::run_job;
+
+namespace {
+
+// A small integer that depends on rank and place: sums are exact in any order.
+float value(int rank, size_t i) { return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13) % 64); }
+
+float sum_of_values(int size, size_t i) {
+  float sum = 0;
+  for (int rank = 0; rank < size; ++rank) sum += value(rank, i);
+  return sum;
+}
+
+const std::vector<size_t> kCounts = {0, 1, 3, 1000, 4097, 40000, 200003};
+
+void check_all_reduce(Communicator& communicator, float* data, size_t count) {
+  for (size_t i = 0; i < count; ++i) data[i] = value(communicator.rank(), i);
+  communicator.run(all_reduce_of(data, count * sizeof(float), DType::Float32));
+  for (size_t i = 0; i < count; ++i) CHECK_EQ(data[i], sum_of_values(communicator.size(), i));
+}
+
+}  // namespace
+
+TEST(all_reduce_on_every_path_and_size) {
+  for (Algorithm algorithm : {Algorithm::Auto, Algorithm::Direct, Algorithm::Staged, Algorithm::OneShot}) {
+    for (Numerics numerics : {Numerics::RankOrder, Numerics::Ring}) {
+      for (int size : {2, 3, 5, 8}) {
+        Options options;
+        options.algorithm = algorithm;
+        options.numerics = numerics;
+        run_job(size, options, [](int, Communicator& communicator) {
+          for (size_t count : kCounts) {
+            std::vector<float> ordinary(count);
+            check_all_reduce(communicator, ordinary.data(), count);
+            auto shared = communicator.allocate(count * sizeof(float));
+            check_all_reduce(communicator, static_cast<float*>(shared.get()), count);
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(tensors_of_which_only_some_lie_in_the_arena) {
+  run_job(3, {}, [](int rank, Communicator& communicator) {
+    std::vector<float> ordinary(100000);
+    auto shared = communicator.allocate(100000 * sizeof(float));
+    for (int round = 0; round < 4; ++round) {
+      check_all_reduce(communicator, rank == round ? static_cast<float*>(shared.get()) : ordinary.data(), 100000);
+      check_all_reduce(communicator, static_cast<float*>(shared.get()), 100000);
+    }
+  });
+}
+
+TEST(other_collectives) {
+  for (Algorithm algorithm : {Algorithm::Auto, Algorithm::Direct, Algorithm::Staged}) {
+    for (int size : {2, 3, 8}) {
+      Options options;
+      options.algorithm = algorithm;
+      run_job(size, options, [size](int rank, Communicator& communicator) {
+        for (bool in_arena : {false, true}) {
+          for (size_t count : kCounts) {
+            std::vector<float> heap_part(count), heap_whole(count * size);
+            auto arena_part = communicator.allocate(count * 4), arena_whole = communicator.allocate(count * size * 4);
+            float* part = in_arena ? static_cast<float*>(arena_part.get()) : heap_part.data();
+            float* whole = in_arena ? static_cast<float*>(arena_whole.get()) : heap_whole.data();
+
+            Operation broadcast = all_reduce_of(part, count * 4, DType::Float32);
+            broadcast.collective = Collective::Broadcast;
+            broadcast.root = size - 1;
+            for (size_t i = 0; i < count; ++i) part[i] = value(rank, i);
+            communicator.run(broadcast);
+            for (size_t i = 0; i < count; ++i) CHECK_EQ(part[i], value(size - 1, i));
+
+            Operation gather{};
+            gather.collective = Collective::AllGather;
+            gather.input = SpanList(part, count * 4);
+            gather.output = SpanList(whole, count * size * 4);
+            for (size_t i = 0; i < count; ++i) part[i] = value(rank, i);
+            communicator.run(gather);
+            for (int peer = 0; peer < size; ++peer)
+              for (size_t i = 0; i < count; ++i) CHECK_EQ(whole[peer * count + i], value(peer, i));
+
+            Operation scatter{};
+            scatter.collective = Collective::ReduceScatter;
+            scatter.input = SpanList(whole, count * size * 4);
+            scatter.output = SpanList(part, count * 4);
+            for (size_t i = 0; i < count * size; ++i) whole[i] = value(rank, i);
+            communicator.run(scatter);
+            for (size_t i = 0; i < count; ++i) CHECK_EQ(part[i], sum_of_values(size, rank * count + i));
+
+            Operation barrier{};
+            barrier.collective = Collective::Barrier;
+            communicator.run(barrier);
+          }
+        }
+      });
+    }
+  }
+}
+
+TEST(announced_operations_complete_in_any_order) {
+  constexpr int kBuckets = 40, kRounds = 5;
+  run_job(4, {}, [](int rank, Communicator& communicator) {
+    uint64_t first = communicator.reserve_slots(kBuckets);
+    std::mt19937 random(rank);
+    for (int round = 0; round < kRounds; ++round) {
+      std::vector<std::vector<float>> buckets(kBuckets);
+      std::vector<int> order(kBuckets);
+      std::iota(order.begin(), order.end(), 0);
+      std::shuffle(order.begin(), order.end(), random);
+      std::vector<std::shared_ptr<Work>> works;
+      for (int bucket : order) {
+        auto& data = buckets[bucket];
+        data.resize(bucket * 1000 + 1);
+        for (size_t i = 0; i < data.size(); ++i) data[i] = value(rank, i + bucket);
+        works.push_back(communicator.announce(first + bucket, all_reduce_of(data.data(), data.size() * 4, DType::Float32)));
+        if (bucket % 7 == 0) {  // the user's own calls go on in between
+          std::vector<float> own(bucket + 10);
+          check_all_reduce(communicator, own.data(), 10);
+        }
+      }
+      for (auto& work : works) communicator.wait(work);
+      for (int bucket = 0; bucket < kBuckets; ++bucket)
+        for (size_t i = 0; i < buckets[bucket].size(); ++i) CHECK_EQ(buckets[bucket][i], sum_of_values(4, i + bucket));
+    }
+  });
+}
+
+TEST(asynchronous_work_ends_without_anybody_waiting) {
+  run_job(3, {}, [](int rank, Communicator& communicator) {
+    std::vector<float> data(300000, static_cast<float>(rank + 1));
+    auto work = communicator.submit(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+    for (int i = 0; i < 20000 && !work->ended(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    CHECK(work->state() == Work::State::Done);
+    CHECK_EQ(data.front(), 6.0f);
+    CHECK_EQ(data.back(), 6.0f);
+  });
+}
+
+TEST(split_groups_work_side_by_side) {
+  run_job(4, {}, [](int rank, Communicator& communicator) {
+    auto pair = communicator.split(rank % 2 ? std::vector<int>{1, 3} : std::vector<int>{0, 2});
+    auto odd = communicator.split(rank == 3 ? std::vector<int>{} : std::vector<int>{0, 1, 2});
+    CHECK_EQ(pair->rank(), rank / 2);
+    CHECK_EQ(odd == nullptr, rank == 3);
+    for (int round = 0; round < 20; ++round) {
+      std::vector<float> a(1000, static_cast<float>(rank)), b(50000, static_cast<float>(rank)), c(10, 1.0f);
+      auto first = pair->submit(all_reduce_of(a.data(), a.size() * 4, DType::Float32));
+      if (odd) odd->run(all_reduce_of(b.data(), b.size() * 4, DType::Float32));
+      communicator.run(all_reduce_of(c.data(), c.size() * 4, DType::Float32));
+      pair->wait(first);
+      CHECK_EQ(a[999], rank % 2 ? 4.0f : 2.0f);
+      if (odd) CHECK_EQ(b[49999], 3.0f);
+      CHECK_EQ(c[0], 4.0f);
+    }
+  });
+}
+
+TEST(mismatches_name_both_sides) {
+  run_job(3, {}, [](int rank, Communicator& communicator) {
+    std::vector<float> data(100);
+    size_t count = rank == 2 ? 99 : 100;
+    try {
+      communicator.run(all_reduce_of(data.data(), count * 4, DType::Float32));
+      CHECK(false);
+    } catch (const Error& error) {
+      std::string text = error.what();
+      CHECK(error.kind() == ErrorKind::Mismatch);
+      CHECK(text.find("100 elements") != std::string::npos && text.find("99 elements") != std::string::npos);
+      CHECK(text.find("rank 2") != std::string::npos);
+    }
+    CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 4, DType::Float32)), ErrorKind::Mismatch);
+  });
+}
+
+TEST(cycles_are_mismatches_not_timeouts) {
+  run_job(2, {}, [](int rank, Communicator& communicator) {
+    uint64_t slot = communicator.reserve_slots(1);
+    std::vector<float> data(100);
+    auto start = Clock::now();
+    auto call = [&] {
+      if (rank == 0) communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
+      else communicator.wait(communicator.announce(slot, all_reduce_of(data.data(), 400, DType::Float32)));
+    };
+    CHECK_THROWS(call(), ErrorKind::Mismatch);
+    CHECK(Clock::now() - start < seconds(5));  // the timeout is 30 minutes
+  });
+}
+
+TEST(timeouts_name_the_missing_ranks) {
+  Options options;
+  options.timeout = seconds(0.3);
+  run_job(3, options, [](int rank, Communicator& communicator) {
+    if (rank == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(900));
+      return;
+    }
+    std::vector<float> data(100);
+    try {
+      communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.kind() == ErrorKind::Timeout);
+      CHECK(std::string(error.what()).find("waits for rank 1 ") != std::string::npos);
+    }
+  });
+}
+
+TEST(leaving_and_aborting_reach_those_who_wait) {
+  run_job(3, {}, [](int rank, Communicator& communicator) {
+    std::vector<float> data(100);
+    if (rank == 0) return;  // leaves
+    CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 400, DType::Float32)), ErrorKind::PeerLost);
+  });
+  run_job(3, {}, [](int rank, Communicator& communicator) {
+    std::vector<float> data(100);
+    if (rank == 0) {
+      communicator.abort(ErrorKind::Aborted, "rank 0: ValueError: bad batch");
+      return;
+    }
+    try {
+      communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK_EQ(std::string(error.what()), std::string("rank 0: ValueError: bad batch"));
+    }
+  });
+}
+
+}  // namespace syncengine

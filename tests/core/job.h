@@ -1,0 +1,39 @@
+// Ranks as threads of one process, connected as processes are: through sockets, memfds and mappings.
+#pragma once
+
+#include <barrier>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "engine/local_job.h"
+#include "test.h"
+
+namespace syncengine::testing {
+
+// Runs body(rank, communicator) on `size` ranks. A body that ends leaves its communicator.
+inline void run_job(int size, const Options& options, const std::function<void(int, Communicator&)>& body) {
+  std::vector<std::string> addresses(size);
+  std::barrier ready(size);
+  run_ranks(size, [&](int rank) {
+    Options mine = options;
+    if (mine.arena_bytes == 0) mine.arena_bytes = 256 << 20;
+    LocalJob job(rank, size, mine);
+    addresses[rank] = job.address();
+    ready.arrive_and_wait();
+    auto communicator = job.connect(addresses, Deadline::after(seconds(20)));
+    body(rank, *communicator);
+    communicator->close();
+  });
+}
+
+inline Operation all_reduce_of(void* data, size_t bytes, DType dtype, ReduceOp op = ReduceOp::Sum) {
+  Operation operation{};
+  operation.dtype = dtype;
+  operation.op = op;
+  operation.input = operation.output = SpanList(data, bytes);
+  return operation;
+}
+
+}  // namespace syncengine::testing
