@@ -1,1 +1,46 @@
-"""A gradient synchronization engine for PyTorch."""
+"""A gradient synchronization engine for PyTorch.
+
+import syncengine
+
+syncengine.init()                     # torchrun, mpirun, srun or an initialised torch.distributed: found by itself
+model = syncengine.Parallel(model)    # the signature of DistributedDataParallel
+"""
+
+import torch  # noqa: F401  (loads the libraries that the extension needs)
+
+from syncengine import errors
+from syncengine._C import Communicator, Work
+from syncengine.communicator import (
+    all_gather,
+    all_reduce,
+    barrier,
+    broadcast,
+    default_communicator,
+    empty,
+    init,
+    is_initialized,
+    local_rank,
+    rank,
+    reduce_scatter,
+    shutdown,
+    world_size,
+)
+
+__all__ = [
+    "Communicator",
+    "Work",
+    "all_gather",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "default_communicator",
+    "empty",
+    "errors",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "rank",
+    "reduce_scatter",
+    "shutdown",
+    "world_size",
+]

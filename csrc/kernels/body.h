@@ -110,8 +110,24 @@ struct Loop {
   // Vectors per source at a time, so that fetching the pointers costs little: four registers of results.
   static constexpr int kUnroll = 4 * sizeof(Stored) / sizeof(Value);
 
-  // Not inlined: see fp_state.h. By value: a copy that no store can change stays in registers.
-  [[gnu::noinline]] static void run(const Operands operands) {
+  static void run(const Operands& operands) {
+    if constexpr (std::is_same_v<Op, Sum>) {
+      if (operands.source_count == 2 && operands.destination_count == 2) return run_two(operands);
+    }
+    run_any(operands);
+  }
+
+  // Neither is inlined: see fp_state.h. By value: a copy that no store can change stays in registers.
+  [[gnu::noinline]] static void run_any(const Operands operands) { run_blocks(operands); }
+
+  // Two ranks in place, the commonest case: in the cache about a sixth faster with all four pointers in registers.
+  [[gnu::noinline]] static void run_two(const Operands operands) {
+    const void* const sources[] = {operands.sources[0], operands.sources[1]};
+    void* const destinations[] = {operands.destinations[0], operands.destinations[1]};
+    run_blocks({sources, 2, destinations, 2, operands.count, operands.scale});
+  }
+
+  SYNCENGINE_INLINE static void run_blocks(const Operands& operands) {
     size_t offset = 0;
     const size_t end = operands.count * Format::kElementBytes;
     for (; end - offset >= kUnroll * kBytes; offset += kUnroll * kBytes) block<kUnroll>(operands, offset);
@@ -221,8 +237,8 @@ void reduce(const Reduction& reduction, const void* const* sources, int source_c
     case DType::Int32: return run_integer<Isa, int32_t>(op, operands);
     case DType::Int64: return run_integer<Isa, int64_t>(op, operands);
     case DType::UInt8: return run_integer<Isa, uint8_t>(op, operands);
-    // Of zeros and ones "and" is the least and "or" the greatest.
-    case DType::Bool: return run_comparison<Isa, Native<Isa, uint8_t>>(op == ReduceOp::Max ? op : ReduceOp::Min, operands);
+    case DType::Bool:  // of zeros and ones "and" is the least and "or" the greatest
+      return run_comparison<Isa, Native<Isa, uint8_t>>(op == ReduceOp::Max ? op : ReduceOp::Min, operands);
   }
 }
 

@@ -9,9 +9,9 @@
 namespace syncengine::kernels {
 namespace {
 
-// Two 16-bit elements share a 32-bit word. Taking all the even and all the odd ones apart, and not the lower and the
-// upper half of a vector, leaves every element in its own word: shifts and masks only, no shuffles. Which one of the two is
-// the first in memory (byte order) does not matter.
+// Two 16-bit elements share a 32-bit word. Taking the even and the odd ones apart, instead of the lower and the upper
+// half of a vector, leaves each element in its own word: shifts and masks, no shuffles. Which of the two is first in
+// memory (byte order) does not matter.
 template <size_t kBytes>
 struct HalfConversions {
   using Floats = Vector<float, kBytes>;

@@ -1,7 +1,7 @@
 // Element-wise reduction and scaled copy: pure functions on memory. No ranks, no threads, no allocation.
 //
-// Ownership: none; the caller owns all memory. Thread-safety: reentrant. Failure: none, except that the first call throws
-// InvalidUsage for a wrong SYNCENGINE_ISA (call active_isa() early); arguments are checked by the caller.
+// Ownership: none; the caller owns all memory. Thread-safety: reentrant.
+// Failure: InvalidUsage for a wrong SYNCENGINE_ISA (call active_isa() early); arguments are checked by the caller.
 // Aliasing: a destination may be exactly equal to a source (same address, same length); any other overlap is undefined.
 // Pointers need only the alignment of their element.
 //
@@ -25,7 +25,7 @@ struct Reduction {
   DType dtype;
   ReduceOp op;                         // Avg adds like Sum; the caller sets `scale`
   Rounding rounding = Rounding::Once;
-  double scale = 1.0;                  // factor on the result, in float32 arithmetic (float64 for float64); floating dtypes only
+  double scale = 1.0;                  // factor on the result, in float32 (float64: in float64); floating dtypes only
 };
 
 // destination[j][i] = scale * (((source[0][i] op source[1][i]) op source[2][i]) ...), for 0 <= i < count and every j.
@@ -41,9 +41,9 @@ enum class Isa { Scalar, Avx2, Avx512 };
 const char* name(Isa isa);
 Isa best_isa();                // what this processor runs
 bool is_available(Isa isa);    // compiled in and runnable here
-Isa active_isa();              // choose_isa(SYNCENGINE_ISA), read once
-// The one named "scalar", "avx2" or "avx512", the best if `wanted` is null or empty; throws InvalidUsage if it is unknown
-// or not available.
+Isa active_isa();              // what reduce and copy_scaled use: choose_isa(SYNCENGINE_ISA), read once
+// The one named "scalar", "avx2" or "avx512"; the best one if `wanted` is null or empty.
+// Throws InvalidUsage if there is no such one here.
 Isa choose_isa(const char* wanted);
 
 // For tests: the same as above on a given instruction set, which must be available.

@@ -25,11 +25,13 @@ struct Avx2 : PartialByCopy {
   using Floats = Vector<float, kVectorBytes>;
 
   SYNCENGINE_INLINE static Pair<Floats> from_float16(Words x) {
-    return {_mm256_cvtph_ps(_mm256_castsi256_si128((__m256i)x)), _mm256_cvtph_ps(_mm256_extracti128_si256((__m256i)x, 1))};
+    const auto bits = (__m256i)x;
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(bits)), _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1))};
   }
   SYNCENGINE_INLINE static Words to_float16(Pair<Floats> x) {
-    return (Words)_mm256_set_m128i(_mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT),
-                                   _mm256_cvtps_ph(x.low, _MM_FROUND_TO_NEAREST_INT));
+    const __m128i low = _mm256_cvtps_ph(x.low, _MM_FROUND_TO_NEAREST_INT);
+    const __m128i high = _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT);
+    return (Words)_mm256_set_m128i(high, low);
   }
 };
 

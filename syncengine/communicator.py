@@ -1,0 +1,238 @@
+"""The default communicator: how it comes to be, how it ends, and the collectives on it."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+
+from syncengine._C import Communicator, LocalBootstrap, Work, solo
+from syncengine.config import DEFAULT_TIMEOUT, Config
+from syncengine.errors import Aborted, InvalidUsage, Mismatch
+from syncengine.launch import Exchange, Launch, find_launch, group_timeout, open_exchange, with_local_ranks
+
+
+class _Default(NamedTuple):
+    communicator: Communicator
+    config: Config
+    launch: Launch
+    pid: int  # a forked child inherits this object, but the communicator is its parent's
+
+
+_default: _Default | None = None
+_lock = threading.Lock()
+
+
+def init(
+    algorithm: str | None = None,
+    numerics: str | None = None,
+    timeout: float | timedelta | None = None,
+    arena_bytes: int | None = None,
+    log_after: float | None = None,
+) -> Communicator:
+    """Connects all ranks of this launch and returns the default communicator.
+
+    Collective: every rank calls it. Called again it returns the same communicator; a setting given then must be as it
+    is. What is None comes from the variable SYNCENGINE_<NAME>, else from the default:
+
+    - `algorithm` ("auto"): how bytes move, never the bits of a result: "auto", "direct", "staged", "one_shot".
+    - `numerics` ("rank_order"): order of summation: "rank_order", or "ring" for the bits of torch's DDP over Gloo.
+    - `timeout`: seconds (or a timedelta) that anything may wait for other ranks; the timeout of an initialised
+      torch.distributed, else 1800.
+    - `arena_bytes`: most memory for `empty` and staging on this rank; as much as the machine has. Taken when used.
+    - `log_after` (5): seconds of waiting after which one line says for whom and for what.
+
+    Raises InvalidUsage (bad setting or launch variable), Mismatch (ranks with other settings), Timeout (naming the
+    ranks that did not come), PeerLost and Aborted (a rank ended or failed meanwhile).
+    """
+    global _default
+    given = {
+        "algorithm": algorithm,
+        "numerics": numerics,
+        "timeout": timeout,
+        "arena_bytes": arena_bytes,
+        "log_after": log_after,
+    }
+    with _lock:
+        if _default is None or _default.pid != os.getpid():
+            config = Config.read(os.environ, **given)
+            communicator, launch = _connect(find_launch(), config)
+            _default = _Default(communicator, config, launch, os.getpid())
+            _install_hooks()
+        else:
+            _check_unchanged(_default.config, given)
+        return _default.communicator
+
+
+def shutdown() -> None:
+    """Leaves in good order; a rank that still waits for this one gets PeerLost. Nothing happens without init().
+
+    Runs by itself when the process ends.
+    """
+    global _default
+    with _lock:
+        current, _default = _default, None
+        if current is not None and current.pid == os.getpid():
+            current.communicator.close()
+
+
+def is_initialized() -> bool:
+    """Whether init() has been called, and shutdown() not since."""
+    return _default is not None
+
+
+def default_communicator() -> Communicator:
+    """The communicator that init() made. Raises InvalidUsage without one."""
+    if _default is None:
+        raise InvalidUsage("there is no default communicator: call syncengine.init() first")
+    return _default.communicator
+
+
+def rank() -> int:
+    """This process's rank, from 0. Raises InvalidUsage before init()."""
+    return default_communicator().rank
+
+
+def world_size() -> int:
+    """The number of ranks. Raises InvalidUsage before init()."""
+    return default_communicator().size
+
+
+def local_rank() -> int:
+    """This process's rank among those of its host, from 0. Raises InvalidUsage before init()."""
+    default_communicator()
+    return _default.launch.local_rank
+
+
+def all_reduce(tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
+    """Replaces `tensor` (any shape and strides) on every rank by the reduction over all ranks.
+
+    `op`: "sum", "avg" (floating dtypes), "product", "min", "max". Shape, dtype and `op` must be the same on all ranks.
+    Returns a Work to wait on if `async_op`, else waits. Raises InvalidUsage, Mismatch, Timeout, PeerLost, Aborted.
+    """
+    return default_communicator().all_reduce(tensor, op, async_op)
+
+
+def broadcast(tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
+    """Copies rank `src`'s `tensor` into that of every rank. Else as `all_reduce`."""
+    return default_communicator().broadcast(tensor, src, async_op)
+
+
+def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
+    """Reduces `input` over all ranks; rank r gets the r-th of world_size equal parts of it in `output`.
+
+    `input` has world_size times as many elements as `output`. Else as `all_reduce`.
+    """
+    return default_communicator().reduce_scatter(output, input, op, async_op)
+
+
+def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
+    """Puts every rank's `input`, in rank order, into `output` on every rank.
+
+    `output` has world_size times as many elements as `input`. Else as `all_reduce`.
+    """
+    return default_communicator().all_gather(output, input, async_op)
+
+
+def barrier(async_op: bool = False) -> Work | None:
+    """Returns once every rank has called it. Else as `all_reduce`."""
+    return default_communicator().barrier(async_op)
+
+
+def empty(
+    *size: int | Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """An uninitialized tensor in memory that the other ranks of this host can read: collectives on it copy nothing.
+
+    `size` as for torch.empty; `dtype` None is torch's default dtype; `device` must be a CPU.
+    """
+    if device is not None and torch.device(device).type != "cpu":
+        raise InvalidUsage(f"device={str(device)!r} is not allowed: syncengine.empty gives CPU memory only")
+    sizes = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    return default_communicator().empty(list(sizes), dtype or torch.get_default_dtype())
+
+
+def _connect(launch: Launch, config: Config) -> tuple[Communicator, Launch]:
+    group = group_timeout()
+    timeout = config.timeout or group or DEFAULT_TIMEOUT
+    options = config.options(timeout)
+    if launch.world_size == 1:
+        return solo(options), with_local_ranks(launch, [""])
+    exchange = open_exchange(launch, timeout, config.log_after)
+    hosts = _agree(exchange, config)
+    try:
+        bootstrap = LocalBootstrap(launch.rank, launch.world_size, options)
+        address = bootstrap.address()
+    except Exception as error:
+        exchange(b"!" + f"{type(error).__name__}: {error}".encode()[:4096])  # else the others wait for this rank
+        raise
+    addresses = exchange(b"=" + address)
+    for peer, answer in enumerate(addresses):
+        if not answer.startswith(b"="):
+            raise Aborted(f"rank {peer} failed in init: {answer[1:].decode(errors='replace')}")
+    communicator = bootstrap.connect([answer[1:] for answer in addresses], timeout)
+    return communicator, with_local_ranks(launch, hosts)
+
+
+def _agree(exchange: Exchange, config: Config) -> list[str]:
+    """Checks that all ranks have the settings that must be equal; returns each rank's host."""
+    own = {"algorithm": config.algorithm, "numerics": config.numerics}
+    answers = exchange(json.dumps({"settings": own, "host": _host()}).encode())
+    everyone = [json.loads(answer) for answer in answers]
+    for name in own:
+        for peer, other in enumerate(everyone):
+            first, value = everyone[0]["settings"][name], other["settings"][name]
+            if value != first:
+                raise Mismatch(
+                    f"rank 0 has {name}={first!r}, rank {peer} has {name}={value!r}: give all ranks the same"
+                )
+    return [other["host"] for other in everyone]
+
+
+def _host() -> str:
+    """The same on two ranks only if they share a kernel."""
+    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+
+
+def _check_unchanged(config: Config, given: dict[str, Any]) -> None:
+    changed = Config.read({}, **given)
+    for name, value in given.items():
+        is_now, wanted = getattr(config, name), getattr(changed, name)
+        if value is not None and wanted != is_now:
+            raise InvalidUsage(
+                f"init({name}={wanted!r}), but the default communicator already has {name}={is_now!r}: "
+                "call init with all settings first of all, or shutdown() before"
+            )
+
+
+_hooks_installed = False
+
+
+def _install_hooks() -> None:
+    global _hooks_installed
+    if _hooks_installed:
+        return
+    _hooks_installed = True
+    atexit.register(shutdown)
+    previous = sys.excepthook
+
+    def tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """An uncaught error ends this process: the others shall raise its text now, not wait."""
+        current = _default
+        if current is not None and current.pid == os.getpid():
+            text = "".join(traceback.format_exception_only(kind, error)).strip()
+            current.communicator.abort(f"rank {current.communicator.rank}: {text}")
+        previous(kind, error, trace)
+
+    sys.excepthook = tell_peers

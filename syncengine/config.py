@@ -1,0 +1,104 @@
+"""The settings of a communicator: one frozen object, read in one place from arguments and SYNCENGINE_* variables."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Any
+
+from syncengine.errors import InvalidUsage
+
+ALGORITHMS = ("auto", "direct", "staged", "one_shot")
+NUMERICS = ("rank_order", "ring")
+
+DEFAULT_TIMEOUT = 1800.0  # seconds: rank 0 may be evaluating or saving meanwhile
+_MAX_SECONDS = 1e9  # 30 years; the engine counts nanoseconds in 64 bits
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a communicator. Every rank must have the same `algorithm` and `numerics`."""
+
+    algorithm: str = "auto"  # how bytes move, never the bits: auto, direct, staged, one_shot
+    numerics: str = "rank_order"  # order of summation: rank_order, ring
+    timeout: float | None = None  # seconds a collective may wait; None: the process group's, else DEFAULT_TIMEOUT
+    arena_bytes: int = 0  # most memory that `empty` and staging may take on this rank; 0: as much as the machine has
+    log_after: float = 5.0  # seconds of waiting after which one line says for whom
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str], **given: Any) -> Config:
+        """Takes each setting from `given` unless None, else from SYNCENGINE_<NAME> in `environ`, else the default.
+
+        Raises InvalidUsage naming the argument or variable, its value, and what is allowed.
+        """
+        values = {}
+        for field in fields(cls):
+            name, variable = field.name, f"SYNCENGINE_{field.name.upper()}"
+            if given.get(name) is not None:
+                values[name] = _PARSE[name](given[name], name)
+            elif variable in environ:
+                values[name] = _PARSE[name](environ[variable], variable)
+        unknown = given.keys() - {field.name for field in fields(cls)}
+        if unknown:
+            raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}")
+        return cls(**values)
+
+    def options(self, timeout: float) -> dict[str, Any]:
+        """The extension's options; `timeout` in seconds is what None stands for."""
+        return {
+            "algorithm": self.algorithm,
+            "numerics": self.numerics,
+            "timeout": timeout if self.timeout is None else self.timeout,
+            "arena_bytes": self.arena_bytes or _machine_memory(),
+            "log_after": self.log_after,
+        }
+
+
+def _invalid(name: str, value: Any, allowed: str) -> InvalidUsage:
+    return InvalidUsage(f"{name}={value!r} is not allowed: give {allowed}")
+
+
+def _choice(choices: tuple[str, ...]) -> Callable[[Any, str], str]:
+    def parse(value: Any, name: str) -> str:
+        if value not in choices:
+            raise _invalid(name, value, f"one of {', '.join(choices)}")
+        return value
+
+    return parse
+
+
+def _seconds(value: Any, name: str) -> float:
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    try:
+        parsed = float(value)
+    except (TypeError, ValueError):
+        parsed = -1.0
+    if not 0 < parsed <= _MAX_SECONDS:  # also false for NaN
+        raise _invalid(name, value, f"seconds, more than 0 and at most {_MAX_SECONDS:.0f}")
+    return parsed
+
+
+def _bytes(value: Any, name: str) -> int:
+    try:
+        parsed = int(value)
+    except (TypeError, ValueError, OverflowError):
+        parsed = -1
+    if not 0 < parsed < 2**47 or isinstance(value, float):
+        raise _invalid(name, value, "a whole number of bytes, more than 0 and less than 2**47 (the address space)")
+    return parsed
+
+
+_PARSE: dict[str, Callable[[Any, str], Any]] = {
+    "algorithm": _choice(ALGORITHMS),
+    "numerics": _choice(NUMERICS),
+    "timeout": _seconds,
+    "arena_bytes": _bytes,
+    "log_after": _seconds,
+}

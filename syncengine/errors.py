@@ -1,0 +1,28 @@
+"""Every error that syncengine raises. The extension raises these same classes.
+
+A text names the rank, parameter, bucket or variable at fault, and what to do about it.
+"""
+
+
+class SyncError(RuntimeError):
+    """Base of all errors of syncengine. After one out of a collective its communicator stays failed."""
+
+
+class PeerLost(SyncError):
+    """Another rank died or left while this rank still needed it."""
+
+
+class Timeout(SyncError, TimeoutError):
+    """A deadline passed; the text names the ranks that did not arrive and what they were waited for."""
+
+
+class Mismatch(SyncError):
+    """Ranks called different collectives, or with different shapes, dtypes, layouts or settings."""
+
+
+class Aborted(SyncError):
+    """Another rank raised an exception, whose text this carries, or this rank was interrupted."""
+
+
+class InvalidUsage(SyncError, ValueError):
+    """A call, argument or environment variable that can't work, whatever the other ranks do."""

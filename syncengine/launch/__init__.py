@@ -1,0 +1,77 @@
+"""How this process was started, and how it reaches the other ranks before there is a communicator.
+
+find_launch -> Launch                      who am I (environment.py, slurm.py)
+open_exchange(launch) -> bytes to all      meet the others (store.py, mpi.py)
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from syncengine.launch import slurm
+from syncengine.launch.environment import Launch, detect
+from syncengine.launch.variables import number, text
+
+__all__ = ["Exchange", "Launch", "find_launch", "group_timeout", "open_exchange", "with_local_ranks"]
+
+Exchange = Callable[[bytes], list[bytes]]
+"""All-gather of small byte strings: takes this rank's, returns every rank's in rank order. At most 64 KiB each."""
+
+
+def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
+    """An initialised torch.distributed wins over all variables: the user has said who is who."""
+    if dist.is_available() and dist.is_initialized():
+        return Launch("torch.distributed", dist.get_rank(), dist.get_world_size())
+    return detect(environ)
+
+
+def open_exchange(
+    launch: Launch, timeout: float, log_after: float, environ: Mapping[str, str] = os.environ
+) -> Exchange:
+    """The way to the other ranks of `launch`.
+
+    Every call waits at most `timeout` seconds and raises Timeout naming the ranks that did not arrive; after
+    `log_after` seconds one line is logged. Raises InvalidUsage if the way can't be opened on this rank.
+    """
+    if launch.world_size == 1:
+        return lambda payload: [payload]
+    if launch.kind == "mpi":
+        from syncengine.launch.mpi import mpi_exchange
+
+        return mpi_exchange(launch.rank, launch.world_size, timeout, log_after)
+    from syncengine.launch.store import open_store, store_exchange
+
+    if launch.kind == "torch.distributed":
+        store = dist.distributed_c10d._get_default_store()
+    else:
+        if launch.kind == "slurm":
+            host, port = slurm.master(environ)
+        else:
+            host, port = (
+                text(environ, "MASTER_ADDR", launch.kind),
+                number(environ, "MASTER_PORT", launch.kind, 1, 65535),
+            )
+        store = open_store(host, port, launch.rank, launch.world_size, timeout, log_after)
+    return store_exchange(store, launch.rank, launch.world_size, timeout, log_after)
+
+
+def with_local_ranks(launch: Launch, hosts: list[str]) -> Launch:
+    """`launch` with the local rank and size filled in from each rank's host, where the launcher did not say."""
+    if launch.local_rank is not None:
+        return launch
+    own = hosts[launch.rank]
+    return replace(launch, local_rank=Counter(hosts[: launch.rank])[own], local_world_size=Counter(hosts)[own])
+
+
+def group_timeout() -> float | None:
+    """The initialised default process group's timeout in seconds; None without one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group = dist.distributed_c10d._get_default_group()
+    options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
+    return min((option._timeout.total_seconds() for option in options if option is not None), default=None)

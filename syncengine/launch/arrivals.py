@@ -1,0 +1,46 @@
+"""Waiting for the other ranks at start: with a deadline, interruptible, and never silent about whom it waits for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from syncengine.errors import Timeout
+
+logger = logging.getLogger("syncengine")
+
+_SHORTEST, _LONGEST = 0.0005, 0.05  # seconds between two looks
+
+
+def wait_for_ranks(
+    missing: set[int], arrived: Callable[[set[int]], set[int]], what: str, timeout: float, log_after: float
+) -> None:
+    """Returns once `arrived(missing)`, called again and again, has named every rank in `missing`.
+
+    `what` completes the sentence "rank 3 did not ..." in the log line after `log_after` seconds and in the Timeout
+    after `timeout` seconds.
+    """
+    start = time.monotonic()
+    missing = set(missing)
+    logged = False
+    pause = _SHORTEST
+    while True:
+        missing -= arrived(missing)
+        if not missing:
+            return
+        waited = time.monotonic() - start
+        if waited >= timeout:
+            raise Timeout(f"{name_ranks(missing)} did not {what} within {timeout:g} s")
+        if waited >= log_after and not logged:
+            logger.warning("waiting since %.0f s: %s did not %s yet", waited, name_ranks(missing), what)
+            logged = True
+        time.sleep(min(pause, timeout - waited))
+        pause = min(pause * 1.5, _LONGEST)
+
+
+def name_ranks(ranks: set[int]) -> str:
+    """ "rank 3" or "ranks 1, 3"; the first 16 of many."""
+    shown = sorted(ranks)[:16]
+    rest = len(ranks) - len(shown)
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, shown))}{f' and {rest} more' if rest else ''}"

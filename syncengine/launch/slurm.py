@@ -1,0 +1,58 @@
+"""What Slurm's variables say beyond a rank: the step, the tasks of this node, and where rank 0 runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from syncengine.errors import InvalidUsage
+from syncengine.launch.variables import number, text
+
+# Step ids of a batch script's and an interactive shell's own processes (slurm.h): no tasks of a parallel step.
+_NOT_PARALLEL = {"4294967291", "4294967290"}
+
+_FIRST_PORT, _PORTS = 10000, 20000  # below the ports that Linux hands out by itself
+
+
+def in_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process as one of a step's tasks."""
+    return "SLURM_STEP_NUM_TASKS" in environ and environ.get("SLURM_STEP_ID") not in _NOT_PARALLEL
+
+
+def tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
+    """The step's tasks on this node, from SLURM_STEP_TASKS_PER_NODE such as "2(x3),1"; None if it isn't set."""
+    name = "SLURM_STEP_TASKS_PER_NODE"
+    if name not in environ:
+        return None
+    node = number(environ, "SLURM_NODEID", "slurm")
+    for item in environ[name].split(","):
+        match = re.fullmatch(r"([1-9][0-9]{0,6})(?:\(x([1-9][0-9]{0,6})\))?", item.strip(), re.ASCII)
+        if match is None:
+            raise InvalidUsage(f"{name}={environ[name]!r} can't be read: {item!r} is not like 2 or 2(x3)")
+        nodes = int(match[2] or 1)
+        if node < nodes:
+            return int(match[1])
+        node -= nodes
+    raise InvalidUsage(
+        f"SLURM_NODEID={environ['SLURM_NODEID']} is out of range: {name}={environ[name]} has fewer nodes"
+    )
+
+
+def master(environ: Mapping[str, str]) -> tuple[str, int]:
+    """Host and port where rank 0 listens: MASTER_ADDR and MASTER_PORT, each derived from the job where it isn't set."""
+    host = environ.get("MASTER_ADDR") or first_host(environ)
+    if environ.get("MASTER_PORT"):
+        return host, number(environ, "MASTER_PORT", "slurm", 1, 65535)
+    # Steps of one job, and neighbouring jobs on a shared node, get ports of their own.
+    step = number(environ, "SLURM_STEP_ID", "slurm") if "SLURM_STEP_ID" in environ else 0
+    return host, _FIRST_PORT + (number(environ, "SLURM_JOB_ID", "slurm") * 7 + step) % _PORTS
+
+
+def first_host(environ: Mapping[str, str]) -> str:
+    """The first host of a list such as "gpu[03-05,9],login1"."""
+    name = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in environ else "SLURM_NODELIST"
+    hosts = text(environ, name, "slurm")
+    match = re.match(r"([\w.-]+)(?:\[(\d+)(?:-\d+)?(?:,[^\]]*)?\]([\w.-]*))?(?:,|$)", hosts, re.ASCII)
+    if match is None:
+        raise InvalidUsage(f"{name}={hosts!r} can't be read as a list of hosts: set MASTER_ADDR to rank 0's host")
+    return match[1] + (match[2] or "") + (match[3] or "")

@@ -1,0 +1,27 @@
+"""Reads a launcher's variables from an environment; what is wrong is an InvalidUsage naming variable and value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from syncengine.errors import InvalidUsage
+
+
+def text(environ: Mapping[str, str], name: str, kind: str) -> str:
+    """A variable that must be there and not empty."""
+    value = environ.get(name, "")
+    if not value:
+        raise InvalidUsage(f"{name} is missing, though other variables of {kind} are set: set it, or unset them all")
+    return value
+
+
+def number(environ: Mapping[str, str], name: str, kind: str, low: int = 0, high: int | None = None) -> int:
+    """A variable that must be there and hold a whole number from `low` to `high`."""
+    value = text(environ, name, kind)
+    if not (value.isascii() and value.isdigit()):
+        raise InvalidUsage(f"{name}={value!r} is not a whole number (read as a variable of {kind})")
+    parsed = int(value[:20])  # longer is out of range anyway, and int() refuses very long digit strings
+    if parsed < low or (high is not None and parsed > high) or len(value) > 20:
+        allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidUsage(f"{name}={value} is out of range: must be {allowed} (read as a variable of {kind})")
+    return parsed

@@ -1,0 +1,87 @@
+"""Settings: where they come from, and that a bad one is refused by name."""
+
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from syncengine.config import ALGORITHMS, DEFAULT_TIMEOUT, NUMERICS, Config
+from syncengine.errors import InvalidUsage, SyncError, Timeout
+
+
+def test_defaults():
+    config = Config.read({})
+    assert config == Config("auto", "rank_order", None, 0, 5.0)
+    options = config.options(DEFAULT_TIMEOUT)
+    assert options["timeout"] == DEFAULT_TIMEOUT
+    assert options["arena_bytes"] > 2**20
+
+
+def test_argument_wins_over_variable_wins_over_default():
+    environ = {"SYNCENGINE_NUMERICS": "ring", "SYNCENGINE_TIMEOUT": "7.5", "SYNCENGINE_ARENA_BYTES": "4096"}
+    config = Config.read(environ, timeout=3, algorithm=None)
+    assert config == Config("auto", "ring", 3.0, 4096, 5.0)
+    assert config.options(DEFAULT_TIMEOUT)["timeout"] == 3.0
+
+
+def test_timedelta_is_a_timeout():
+    assert Config.read({}, timeout=timedelta(minutes=2)).timeout == 120.0
+
+
+@given(algorithm=st.sampled_from(ALGORITHMS), numerics=st.sampled_from(NUMERICS), seconds=st.floats(1e-3, 1e9))
+def test_variable_means_the_same_as_argument(algorithm, numerics, seconds):
+    environ = {
+        "SYNCENGINE_ALGORITHM": algorithm,
+        "SYNCENGINE_NUMERICS": numerics,
+        "SYNCENGINE_TIMEOUT": repr(seconds),
+    }
+    assert Config.read(environ) == Config.read({}, algorithm=algorithm, numerics=numerics, timeout=seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("algorithm", "fastest", "direct"),
+        ("algorithm", "", "direct"),
+        ("numerics", "RING", "rank_order"),
+        ("timeout", "0", "seconds"),
+        ("timeout", "-1", "seconds"),
+        ("timeout", "nan", "seconds"),
+        ("timeout", "inf", "seconds"),
+        ("timeout", "soon", "seconds"),
+        ("arena_bytes", "1.5", "bytes"),
+        ("arena_bytes", "1GiB", "bytes"),
+        ("arena_bytes", "0", "bytes"),
+        ("arena_bytes", str(2**47), "bytes"),
+        ("log_after", "", "seconds"),
+    ],
+)
+def test_bad_value_is_refused_by_name(name, value, allowed):
+    for read, source in (
+        (lambda: Config.read({}, **{name: value}), name),
+        (lambda: Config.read({f"SYNCENGINE_{name.upper()}": value}), f"SYNCENGINE_{name.upper()}"),
+    ):
+        with pytest.raises(InvalidUsage) as caught:
+            read()
+        text = str(caught.value)
+        assert text.startswith(f"{source}={value!r}")
+        assert allowed in text
+
+
+@pytest.mark.parametrize("value", [1.5, float("nan"), float("inf"), [], 0])
+def test_arena_bytes_is_a_whole_number(value):
+    with pytest.raises(InvalidUsage, match="arena_bytes"):
+        Config.read({}, arena_bytes=value)
+
+
+def test_unknown_setting_is_refused():
+    with pytest.raises(TypeError, match="speed"):
+        Config.read({}, speed="high")
+
+
+def test_errors_are_what_users_catch():
+    assert issubclass(Timeout, TimeoutError)
+    assert issubclass(InvalidUsage, ValueError)
+    assert issubclass(SyncError, RuntimeError)
+    assert str(Timeout("rank 1 did not come")) == "rank 1 did not come"

@@ -1,0 +1,282 @@
+"""Which launcher started us, from simulated environments; and the exchange of bytes between ranks as threads."""
+
+import logging
+import socket
+import threading
+
+import pytest
+import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from syncengine.errors import InvalidUsage, PeerLost, Timeout
+from syncengine.launch import Launch, slurm, store, with_local_ranks
+from syncengine.launch.arrivals import name_ranks, wait_for_ranks
+from syncengine.launch.environment import detect
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_RANK": "2",
+}
+HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+SLURM_JOB = {"SLURM_JOB_ID": "77", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_NODELIST": "n[1-3]"}
+SLURM = {
+    **SLURM_JOB,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2(x2)",
+}
+LAUNCHES = {
+    "torchrun": (TORCHRUN, Launch("torchrun", 3, 4, 1, 2)),
+    "open_mpi": (OPEN_MPI, Launch("mpi", 2, 4, 0, 2)),
+    "hydra": (HYDRA, Launch("mpi", 1, 4, 1, 2)),
+    "slurm": (SLURM, Launch("slurm", 5, 8, 1, 2)),
+}
+LAUNCHERS = pytest.mark.parametrize("launcher", LAUNCHES)
+IDENTITY = [
+    *((TORCHRUN, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")),
+    *((OPEN_MPI, name) for name in OPEN_MPI if name != "PMIX_RANK"),
+    *((HYDRA, name) for name in HYDRA),
+    *((SLURM, name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_NODEID")),
+]
+VARIABLES = pytest.mark.parametrize(("environ", "name"), IDENTITY, ids=[name for _, name in IDENTITY])
+
+
+def test_no_launcher_is_one_process():
+    assert detect({"HOME": "/root"}) == Launch("single", 0, 1, 0, 1)
+
+
+@LAUNCHERS
+def test_each_launcher_is_found(launcher):
+    environ, launch = LAUNCHES[launcher]
+    assert detect(environ) == launch
+
+
+@pytest.mark.parametrize(("inner", "outer"), [("torchrun", "open_mpi"), ("torchrun", "slurm"), ("open_mpi", "slurm")])
+def test_innermost_launcher_wins(inner, outer):
+    assert detect({**LAUNCHES[outer][0], **LAUNCHES[inner][0]}) == LAUNCHES[inner][1]
+
+
+def test_hydra_inside_a_batch_job_wins_over_slurm():
+    assert detect({**SLURM, **HYDRA}) == LAUNCHES["hydra"][1]
+
+
+def test_pmi_of_plain_srun_is_slurm():
+    assert detect({**SLURM, "PMI_RANK": "5", "PMI_SIZE": "8", "PMIX_RANK": "5"}) == LAUNCHES["slurm"][1]
+
+
+def test_batch_script_is_one_process():
+    assert detect(SLURM_JOB).kind == "single"
+
+
+@pytest.mark.parametrize("step", ["4294967290", "4294967291"])
+def test_interactive_and_batch_step_are_one_process(step):
+    assert detect({**SLURM_JOB, "SLURM_STEP_ID": step, "SLURM_STEP_NUM_TASKS": "1"}).kind == "single"
+
+
+@VARIABLES
+def test_missing_variable_is_named(environ, name):
+    if name == "SLURM_STEP_NUM_TASKS":
+        pytest.skip("without it there is no step: one process")
+    with pytest.raises(InvalidUsage, match=rf"\b{name} is missing"):
+        detect({key: value for key, value in environ.items() if key != name})
+
+
+@VARIABLES
+@given(value=st.text(max_size=30))
+def test_not_a_number_is_named(environ, name, value):
+    assume(not (value.isascii() and value.isdigit()))
+    with pytest.raises(InvalidUsage, match=rf"\b{name}"):
+        detect({**environ, name: value})
+
+
+@VARIABLES
+@pytest.mark.parametrize("value", ["99999999", "9" * 30, "1" * 10000])
+def test_out_of_range_is_named(environ, name, value):
+    if name in ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE") and len(value) < 20:
+        pytest.skip("a large world is in order")
+    with pytest.raises(InvalidUsage, match=rf"\b(?:{name}|SLURM_NTASKS)={value[:30]}"):
+        detect({**environ, name: value})
+
+
+@given(rank=st.integers(0, 12), size=st.integers(0, 12), local_rank=st.integers(0, 12), local_size=st.integers(0, 12))
+def test_every_combination_is_right_or_refused(rank, size, local_rank, local_size):
+    environ = {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
+    }
+    if rank < size and local_rank < local_size <= size:
+        assert detect(environ) == Launch("mpi", rank, size, local_rank, local_size)
+    else:
+        with pytest.raises(InvalidUsage, match="OMPI_COMM_WORLD"):
+            detect(environ)
+
+
+def test_contradicting_sizes_of_slurm():
+    with pytest.raises(InvalidUsage, match=r"SLURM_NTASKS=6 .* SLURM_STEP_NUM_TASKS=8"):
+        detect({**SLURM, "SLURM_NTASKS": "6"})
+
+
+def test_master_address_is_needed_by_several_ranks_only():
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    assert detect(alone) == Launch("torchrun", 0, 1)
+    with pytest.raises(InvalidUsage, match="MASTER_ADDR is missing"):
+        detect({**alone, "WORLD_SIZE": "2"})
+
+
+def test_local_ranks_are_counted_where_the_launcher_does_not_say():
+    hosts = ["a", "b", "a", "a", "b"]
+    launches = [with_local_ranks(Launch("torch.distributed", rank, 5), hosts) for rank in range(5)]
+    assert [launch.local_rank for launch in launches] == [0, 0, 1, 2, 1]
+    assert [launch.local_world_size for launch in launches] == [3, 2, 3, 3, 2]
+    said = Launch("mpi", 1, 5, 1, 5)
+    assert with_local_ranks(said, hosts) == said
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("login1", "login1"),
+        ("a,b", "a"),
+        ("gpu[03-05,9],x1", "gpu03"),
+        ("r1-[7,9]", "r1-7"),
+        ("n[001].cluster", "n001.cluster"),
+        ("10.0.0.1,10.0.0.2", "10.0.0.1"),
+    ],
+)
+def test_first_host(hosts, first):
+    assert slurm.first_host({"SLURM_NODELIST": hosts}) == first
+
+
+@pytest.mark.parametrize("hosts", ["", "[1-3]", "a[", "a[x]", "a b"])
+def test_unreadable_hosts_are_refused_by_name(hosts):
+    with pytest.raises(InvalidUsage, match="SLURM_NODELIST"):
+        slurm.first_host({"SLURM_NODELIST": hosts})
+
+
+@pytest.mark.parametrize("tasks", ["", "x", "0", "2(x0)", "2(x", "4,,2", "4;2"])
+def test_unreadable_tasks_are_refused_by_name(tasks):
+    with pytest.raises(InvalidUsage, match="SLURM_STEP_TASKS_PER_NODE"):
+        detect({**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks})
+
+
+@given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=8), data=st.data())
+def test_tasks_per_node_in_both_spellings(counts, data):
+    node = data.draw(st.integers(0, len(counts) - 1))
+    for spelling in (",".join(map(str, counts)), ",".join(f"{count}(x1)" for count in counts)):
+        environ = {"SLURM_STEP_TASKS_PER_NODE": spelling, "SLURM_NODEID": str(node)}
+        assert slurm.tasks_on_this_node(environ) == counts[node]
+
+
+@given(job=st.integers(0, 2**32), step=st.integers(0, 100))
+def test_slurm_port_is_derived_and_usable(job, step):
+    environ = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step), "SLURM_NODELIST": "a,b"}
+    host, port = slurm.master(environ)
+    assert host == "a"
+    assert 10000 <= port < 30000
+    assert slurm.master({**environ, "MASTER_ADDR": "m", "MASTER_PORT": "7"}) == ("m", 7)
+
+
+# ---- exchange, with ranks as threads over one store ----
+
+
+def exchange_all(payloads, shared, timeout=20.0, absent=()):
+    """What each rank's exchange of each of its payloads gave; an exception where it raised."""
+    size = len(payloads)
+    results = [None] * size
+
+    def run(rank):
+        exchange = store.store_exchange(shared, rank, size, timeout, 5.0)
+        try:
+            results[rank] = [exchange(payload) for payload in payloads[rank]]
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size) if rank not in absent]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+@pytest.fixture
+def server():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@given(payloads=st.lists(st.tuples(st.binary(max_size=99), st.binary(max_size=99)), min_size=1, max_size=4))
+def test_exchange_gives_every_payload_in_rank_order(payloads):
+    first, second = ([pair[i] for pair in payloads] for i in (0, 1))
+    assert exchange_all(payloads, dist.HashStore()) == [[first, second]] * len(payloads)
+
+
+def test_exchange_over_tcp(server):
+    payloads = [[b"\0\xff", bytes([rank]) * store.MAX_PAYLOAD] for rank in range(3)]
+    assert exchange_all(payloads, server) == [[[b"\0\xff"] * 3, [pair[1] for pair in payloads]]] * 3
+
+
+def test_exchange_names_the_ranks_that_did_not_come(server):
+    results = exchange_all([[b"x"]] * 4, server, timeout=0.3, absent=(1, 3))
+    for rank in (0, 2):
+        assert isinstance(results[rank], Timeout)
+        assert str(results[rank]).startswith("ranks 1, 3 did not join")
+        assert "within 0.3 s" in str(results[rank])
+
+
+def test_exchange_refuses_large_payloads_on_both_sides():
+    too_large = b"x" * (store.MAX_PAYLOAD + 1)
+    (result,) = exchange_all([[too_large]], dist.HashStore())
+    assert isinstance(result, InvalidUsage)
+    shared = dist.HashStore()
+    shared.set("syncengine/1/0/1", too_large)
+    result, _ = exchange_all([[b""], [b""]], shared, absent=(1,))
+    assert isinstance(result, InvalidUsage)
+    assert "rank 1 sent 65537 bytes" in str(result)
+
+
+def test_lost_store_is_a_lost_peer():
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    exchange = store.store_exchange(client, 1, 2, 20.0, 5.0)
+    del server
+    with pytest.raises(PeerLost, match=r"rank 1 waited for ranks 0, 1"):
+        exchange(b"x")
+
+
+def test_nobody_listening_names_rank_0_and_the_address():
+    with pytest.raises(Timeout, match=r"rank 0 did not listen at 127\.0\.0\.1:1 "):
+        store.open_store("127.0.0.1", 1, 1, 2, 0.2, 5.0)
+
+
+def test_occupied_port_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(InvalidUsage, match="another program"):
+        store.open_store("127.0.0.1", taken.getsockname()[1], 0, 2, 1.0, 5.0)
+
+
+def test_long_wait_is_logged_once(caplog):
+    looks = iter([set(), set(), {0}, set(), set(), {2}])
+    with caplog.at_level(logging.WARNING, "syncengine"):
+        wait_for_ranks({0, 2}, lambda missing: next(looks), "join", 60.0, 0.0)
+    assert [record.message for record in caplog.records] == ["waiting since 0 s: ranks 0, 2 did not join yet"]
+
+
+def test_names_of_many_ranks_are_cut():
+    assert name_ranks({5}) == "rank 5"
+    assert name_ranks(set(range(20))).endswith("14, 15 and 4 more")
