@@ -13,8 +13,9 @@ void plan_one_shot(const Chunk& chunk, ChunkPlan& plan) {
                  .own_from_slot = chunk.stage_all};
 }
 
-// Step 0: stage what others reduce. Step 1: reduce the own slice, from the own tensor and the peers' slots, into both.
-// Step 2: pull each other slice from its owner. Every byte crosses the cores once per step, none leaves the cache.
+// Step 0: stage what others reduce. Step 1: reduce the own slice, from the own tensor and the peers' slots, into both. Step 2:
+// pull the other slices out of the own slot. Nothing leaves the cache. The result is pushed since a core writes a line that it
+// has just read three times faster than one of its own that a peer has read.
 void plan_staged_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
   auto [own_begin, own_end] = slice(chunk.length, chunk.world, chunk.rank);
   if (chunk.stage_all) {
@@ -25,11 +26,9 @@ void plan_staged_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
   }
   plan.reduces = plan.pulls = true;
   plan.reduce = {.slot = own_begin, .input = chunk.begin + own_begin, .output = chunk.begin + own_begin,
-                 .bytes = own_end - own_begin, .own_from_slot = chunk.stage_all, .into_own_slot = true};
-  for (int peer = 0; peer < chunk.world; ++peer) {
-    auto [begin, end] = slice(chunk.length, chunk.world, peer);
-    if (peer != chunk.rank && begin < end) plan.pull.push_back({peer, begin, chunk.begin + begin, end - begin});
-  }
+                 .bytes = own_end - own_begin, .own_from_slot = chunk.stage_all, .into_peers = true};
+  if (own_begin > 0) plan.pull.push_back({chunk.rank, 0, chunk.begin, own_begin});
+  if (own_end < chunk.length) plan.pull.push_back({chunk.rank, own_end, chunk.begin + own_end, chunk.length - own_end});
 }
 
 // The owner reads its slice of all tensors and writes the result into all of them: two passes over memory in all.

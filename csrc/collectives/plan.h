@@ -45,8 +45,7 @@ struct Reduce {
   size_t output = 0;     // where the result goes
   size_t bytes = 0;
   bool own_from_slot = false;
-  bool into_own_slot = false;  // the peers pull the result from there
-  bool into_peers = false;     // the result is written into every rank's tensor
+  bool into_peers = false;  // the result also goes where each peer's contribution lay
 };
 
 struct ChunkPlan {

@@ -69,7 +69,6 @@ void Runner::reduce_piece(const Operation& operation, const Reduce& step, size_t
   }
   int count = 0;
   destinations_[count++] = out;
-  if (step.into_own_slot) destinations_[count++] = bases_[rank_] + step.slot + offset;
   for (int rank = 0; rank < world_ && step.into_peers; ++rank) {
     if (rank != rank_) destinations_[count++] = bases_[rank] + step.slot + offset;
   }

@@ -14,7 +14,7 @@ namespace syncengine {
 
 class Runner {
  public:
-  Runner(int rank, int world) : rank_(rank), world_(world), bases_(world), sources_(world), destinations_(world + 1) {}
+  Runner(int rank, int world) : rank_(rank), world_(world), bases_(world), sources_(world), destinations_(world) {}
 
   // Where a plan's `slot` offsets count from, for each rank: its staging slot or its tensor.
   std::vector<std::byte*>& bases() { return bases_; }

@@ -15,22 +15,23 @@ namespace syncengine {
 
 namespace {
 
-constexpr auto kSpin = std::chrono::microseconds(50);  // a few times what a sleep and its wake-up cost
+constexpr auto kSpin = std::chrono::microseconds(200);  // longer than a wake-up takes (60 us in a virtual machine), or ranks keep missing each other
 constexpr auto kTick = std::chrono::milliseconds(50);  // how late a death, an abort or Ctrl-C may be noticed
 
-// A short busy wait: pauses where each rank has a core, gives the core away where they share.
+// A short busy wait. Where each rank has a core it mostly pauses, and now and then offers the core: the scheduler may have put
+// a peer on the same one. Where ranks share cores it always does.
 class Spin {
  public:
   explicit Spin(bool cores_to_spare) : cores_to_spare_(cores_to_spare) {}
 
   bool again() {
     if (count_++ == 0) until_ = Deadline::after(kSpin);
-    if (cores_to_spare_) {
+    if (cores_to_spare_ && count_ % 16 != 0) {
       cpu_pause();
-    } else {
-      sched_yield();
+      return true;
     }
-    return count_ % 8 != 0 || !until_.passed();
+    sched_yield();
+    return !until_.passed();
   }
   void reset() { count_ = 0; }
 
@@ -42,8 +43,8 @@ class Spin {
 
 }  // namespace
 
-Engine::Engine(std::shared_ptr<shm::Arena> arena, int local_rank, Options options)
-    : arena_(std::move(arena)), local_rank_(local_rank), options_(options) {
+Engine::Engine(std::shared_ptr<shm::Arena> arena, int local_rank, int local_size, Options options)
+    : arena_(std::move(arena)), local_rank_(local_rank), local_size_(local_size), options_(options) {
   shm::prepare_liveness(arena_->header());
   thread_ = std::thread(&Engine::thread_main, this);
   // No peer may look for signs of life before the thread gives them.
@@ -66,7 +67,7 @@ void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers) {
   std::vector<shm::Doorbell*> doorbells;
   for (auto& peer : peers_) doorbells.push_back(peer ? &peer->header().doorbell : &arena_->header().doorbell);
   bell_ = std::make_unique<Bell>(std::move(doorbells), local_rank_);
-  cores_to_spare_ = available_cores() >= static_cast<int>(peers_.size());
+  cores_to_spare_ = available_cores() >= local_size_;
 }
 
 void Engine::add(Movable* movable) {
@@ -168,7 +169,7 @@ void Engine::thread_main() {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
   pthread_setname_np(pthread_self(), "syncengine");
-  shm::hold_all(arena_->header());
+  shm::hold_all(arena_->header(), local_size_);
   thread_word_.fetch_add(1, std::memory_order_release);
   futex_wake_all(thread_word_);
   while (!stop_.load(std::memory_order_seq_cst)) {
@@ -184,7 +185,7 @@ void Engine::thread_main() {
     look_around();
     rest(kTick);
   }
-  shm::release_all(arena_->header());
+  shm::release_all(arena_->header(), local_size_);
 }
 
 bool Engine::is_dead(int local_rank) {

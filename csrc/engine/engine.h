@@ -33,7 +33,7 @@ class Movable {
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  Engine(std::shared_ptr<shm::Arena> arena, int local_rank, Options options);
+  Engine(std::shared_ptr<shm::Arena> arena, int local_rank, int local_size, Options options);
   ~Engine();
 
   // Once, before any communicator: the other local ranks' arenas, by local rank; null for the own one.
@@ -76,7 +76,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void wake_thread();
 
   std::shared_ptr<shm::Arena> arena_;
-  int local_rank_;
+  int local_rank_, local_size_;
   Options options_;
   std::vector<std::unique_ptr<shm::PeerArena>> peers_;
   std::unique_ptr<Bell> bell_;

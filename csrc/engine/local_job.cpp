@@ -40,7 +40,7 @@ LocalJob::LocalJob(int rank, int size, Options options)
                                              std::to_string(shm::kMaxLocalRanks) + " ranks on one host");
   arena_ = shm::Arena::create(arena_bytes(options));
   block_offset_ = arena_->allocate_group(sizeof(shm::GroupBlock));
-  engine_ = std::make_shared<Engine>(arena_, rank, options);
+  engine_ = std::make_shared<Engine>(arena_, rank, size, options);
 }
 
 std::string LocalJob::address() const {

@@ -1,7 +1,7 @@
 // The shared memory of one rank: what lies where in its arena, and who may write it.
 //
-// Everything here is written by the arena's owner alone, except Doorbell::rings (anybody) and tensors of `allocate` (the
-// owner of a slice, during a direct all-reduce). Counters never reset, so a reader can never mistake an old round for a
+// Everything here is written by the arena's owner alone, except Doorbell::rings (anybody), and staging slots and tensors of
+// `allocate` (by the owner of a slice, during an all-reduce). Counters never reset, so a reader can never mistake an old round for a
 // new one. Fresh pages of a memfd are zero, which is the valid first state of all of it.
 #pragma once
 
@@ -17,7 +17,7 @@ inline constexpr size_t kPage = 4096;
 inline constexpr int kMaxLocalRanks = 64;        // one bit each in Doorbell::interest
 inline constexpr size_t kRecords = 64;           // operations in flight per lane
 inline constexpr size_t kSlots = 4;              // staging slots per lane
-inline constexpr size_t kSlotBytes = 128 << 10;  // two of them stay in a core's L2 beside the data that they stage
+inline constexpr size_t kSlotBytes = 256 << 10;  // four of them and the data that they stage fit a core's share of the cache
 inline constexpr size_t kLogEntries = 1024;      // scheduled and not yet opened by every rank
 inline constexpr size_t kReadySlots = 1 << 20;   // announcement slots per communicator; sparse
 inline constexpr int kUserLane = 0;       // matched by order of submission

@@ -13,12 +13,12 @@ void prepare_liveness(ArenaHeader& header) {
   pthread_mutexattr_destroy(&attributes);
 }
 
-void hold_all(ArenaHeader& header) {
-  for (auto& mutex : header.alive) pthread_mutex_lock(&mutex);
+void hold_all(ArenaHeader& header, int watchers) {
+  for (int watcher = 0; watcher < watchers; ++watcher) pthread_mutex_lock(&header.alive[watcher]);
 }
 
-void release_all(ArenaHeader& header) {
-  for (auto& mutex : header.alive) pthread_mutex_unlock(&mutex);
+void release_all(ArenaHeader& header, int watchers) {
+  for (int watcher = 0; watcher < watchers; ++watcher) pthread_mutex_unlock(&header.alive[watcher]);
 }
 
 bool found_dead(ArenaHeader& header, int me) {

@@ -12,8 +12,8 @@ namespace syncengine::shm {
 void prepare_liveness(ArenaHeader& header);
 
 // Called by the rank's longest-lived thread: its death is the rank's death.
-void hold_all(ArenaHeader& header);
-void release_all(ArenaHeader& header);
+void hold_all(ArenaHeader& header, int watchers);
+void release_all(ArenaHeader& header, int watchers);
 
 // Whether the owner of `header` died without release_all(). It may still be dying: other threads of it may run for a moment.
 // `me` is the watcher's local rank. True once, the caller remembers it.
