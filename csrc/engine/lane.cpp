@@ -8,7 +8,7 @@ namespace syncengine {
 
 namespace {
 
-constexpr size_t kOneShotBytes = 16 << 10;   // up to here one exchange beats reading less
+constexpr size_t kOneShotBytes = 1 << 10;    // up to here one exchange beats reading less
 constexpr size_t kDirectBytes = 1 << 20;     // of a rank's slice: how often a direct operation looks around
 constexpr uint64_t kOpenAhead = shm::kRecords - 2 * shm::kSlots;  // a record is overwritten only after every peer used it
 
