@@ -25,6 +25,7 @@ FLAGS = [
     "-fvisibility=hidden",
     "-Wall",
     "-Wextra",
+    "-Wno-missing-field-initializers",  # designated initializers leave the rest at its default on purpose
     "-g0",
     *(f"-isystem{path}" for path in SYSTEM_INCLUDES),
 ]

@@ -1,0 +1,63 @@
+"""Fixtures of all tests, and the check that a test run leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from pool import RankPool
+
+# torch asks DNS for the names of the addresses that its stores connect: don't wait long where there is no good answer.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+settings.register_profile("syncengine", deadline=None, max_examples=50, derandomize=True)
+settings.load_profile("syncengine")
+
+
+@pytest.fixture(scope="session")
+def pool(nothing_is_left: None) -> Iterator[RankPool]:
+    """Rank processes: see pool.py."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Fails the run if it leaves a process, or a file in /dev/shm."""
+    before = _shared_files()
+    yield
+    deadline = time.monotonic() + 5
+    while (left := _left(before)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not left, f"left behind: {left}"
+
+
+def _left(before: set[str]) -> list[str]:
+    processes = [
+        f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().decode().split(chr(0))}"
+        for task in Path("/proc/self/task").iterdir()
+        for pid in (task / "children").read_text().split()
+    ]
+    files = _shared_files() - before
+    return processes + [f"/dev/shm/{name}" for name in files if not _is_in_use(name)]
+
+
+def _shared_files() -> set[str]:
+    return {entry.name for entry in os.scandir("/dev/shm")}
+
+
+def _is_in_use(name: str) -> bool:
+    """Whether a process maps the file: then it belongs to that process, which is none of ours, since those are gone."""
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            if f"/dev/shm/{name}\n" in maps.read_text():
+                return True
+        except OSError:
+            continue  # ended meanwhile
+    return False

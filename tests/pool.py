@@ -1,0 +1,255 @@
+"""Rank processes for tests: a pool that lives through the whole test run, and ranks of their own for tests that kill.
+
+Functions that run on ranks are module-level functions of a test module; their arguments and results are pickled.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from zygote import Task, adopt_orphans
+
+DEFAULT_SETTINGS = {"timeout": 60.0}
+_GRACE = 10.0  # seconds that the others get to answer after the first rank has failed
+
+
+class RankFailure(Exception):
+    """What went wrong on which rank. `texts` has a traceback, or the reason for having none, per failed rank."""
+
+    def __init__(self, world: int, texts: dict[int, str]) -> None:
+        super().__init__("".join(f"\nrank {rank} of {world}: {text}" for rank, text in sorted(texts.items())))
+        self.texts = texts
+
+
+class Rank:
+    """One rank process, a child of the test run."""
+
+    def __init__(self, control: socket.socket, log: Path) -> None:
+        ours, theirs = socket.socketpair()
+        self._log = log
+        with theirs, log.open("wb") as output:
+            socket.send_fds(control, [b"+"], [theirs.fileno(), output.fileno()])
+        self.connection = Connection(ours.detach())
+        if not self.connection.poll(60):
+            raise RuntimeError(f"no rank process came: is the zygote alive? {self.output()}")
+        self.pid: int = self.connection.recv()
+        self._exit_code: int | None = None
+
+    def start(self, task: Task) -> None:
+        """Begins the call; `result` gets what it returns."""
+        self.connection.send_bytes(pickle.dumps(task))
+
+    def answer(self) -> tuple[bool, Any]:
+        """Blocks: (True, the call's value), or (False, why there is none)."""
+        try:
+            kind, value = pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return False, f"died with exit code {self.exit_code(10)}\n{self.output()}"
+        return kind == "returned", value
+
+    def result(self, timeout: float = 60.0) -> Any:
+        """What the call returned. Raises RankFailure if it raised, died, or takes longer than `timeout` seconds."""
+        if not self.connection.poll(timeout):
+            raise RankFailure(1, {0: self.where(timeout)})
+        succeeded, value = self.answer()
+        if not succeeded:
+            raise RankFailure(1, {0: value})
+        return value
+
+    def where(self, timeout: float) -> str:
+        """Where a rank hangs that gave no answer within `timeout` seconds."""
+        self.signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        return f"no answer within {timeout:g} s\n{self.output()}"
+
+    def signal(self, number: int) -> None:
+        """Sends a signal, if the process is still there."""
+        if self._exit_code is None:
+            os.kill(self.pid, number)
+
+    def exit_code(self, timeout: float = 30.0) -> int | None:
+        """Exit code as subprocess has it (-9 for SIGKILL); None if it has not ended within `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self._exit_code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._exit_code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                return None
+            else:
+                time.sleep(0.002)
+        return self._exit_code
+
+    def output(self) -> str:
+        """What it wrote to stdout and stderr so far: the last 8 KiB."""
+        return self._log.read_bytes()[-8192:].decode(errors="replace")
+
+    def end(self) -> None:
+        """Closes its connection, and kills it if that does not end it within a few seconds."""
+        self.connection.close()
+        if self.exit_code(0 if self._stopped() else 5) is None:
+            self.signal(signal.SIGKILL)
+            self.exit_code()
+
+    def _stopped(self) -> bool:
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        except OSError:
+            return False
+
+
+class Ranks(list[Rank]):
+    """The ranks of one `spawn_ranks`; leaving the `with` block ends them all."""
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        for rank in self:
+            if rank.exit_code(0) is None:
+                rank.signal(signal.SIGKILL)
+        for rank in self:
+            rank.end()
+
+
+class RankPool:
+    """Forks ranks, and keeps up to 8 of them for `run`. One a test run: the fixture `pool`."""
+
+    def __init__(self) -> None:
+        adopt_orphans()
+        self._folder = Path(tempfile.mkdtemp(prefix="syncengine-tests-"))
+        self._count = 0
+        self._workers: list[Rank] = []
+        self._control, theirs = socket.socketpair()
+        tests = Path(__file__).resolve().parent
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        environ["PYTHONPATH"] = os.pathsep.join([str(tests), str(tests.parent)])
+        with theirs:
+            self._zygote = subprocess.Popen(
+                [sys.executable, str(tests / "zygote.py"), str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environ,
+                stdin=subprocess.DEVNULL,
+            )
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world: int = 2,
+        gloo: bool = False,
+        settings: dict[str, Any] | None = DEFAULT_SETTINGS,
+        environ: dict[str, str] | None = None,
+        timeout: float = 60.0,
+    ) -> list[Any]:
+        """Calls `function(*args)` on ranks 0 to world - 1 of a fresh communicator; returns each rank's result.
+
+        `settings` are syncengine.init's (None: no init); `gloo` also initialises torch.distributed. Raises RankFailure
+        with the traceback of each rank that failed or took longer than `timeout` seconds; the pool then starts afresh.
+        """
+        while len(self._workers) < world:
+            self._workers.append(self._fork())
+        ranks = self._workers[:world]
+        self._start(ranks, function, args, environ, settings=settings, gloo=gloo, stay=True)
+        try:
+            return _collect(ranks, timeout)
+        except BaseException:
+            self._end_workers()
+            raise
+
+    def spawn_ranks(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        world: int = 2,
+        gloo: bool = False,
+        settings: dict[str, Any] | None = DEFAULT_SETTINGS,
+        environ: dict[str, str] | None = None,
+    ) -> Ranks:
+        """Like `run`, but in processes of their own, which end after the call, and without waiting for them.
+
+        For tests that kill, stop, fork or look at how a process ends:
+
+            with pool.spawn_ranks(train, world=3) as ranks:
+                ranks[1].signal(signal.SIGKILL)
+                assert "rank 1" in ranks[0].result()
+        """
+        ranks = Ranks(self._fork() for _ in range(world))
+        self._start(ranks, function, args, environ, settings=settings, gloo=gloo, stay=False)
+        return ranks
+
+    def close(self) -> None:
+        """Ends every process."""
+        self._end_workers()
+        self._control.close()
+        self._zygote.wait(30)
+        shutil.rmtree(self._folder)
+
+    def _fork(self) -> Rank:
+        self._count += 1
+        return Rank(self._control, self._folder / f"{self._count}.log")
+
+    def _start(
+        self,
+        ranks: list[Rank],
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        environ: dict[str, str] | None,
+        **how: Any,
+    ) -> None:
+        self._count += 1
+        world = str(len(ranks))
+        for number, rank in enumerate(ranks):
+            launch = {
+                "RANK": str(number),
+                "WORLD_SIZE": world,
+                "LOCAL_RANK": str(number),
+                "LOCAL_WORLD_SIZE": world,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": "1",
+            }
+            store = str(self._folder / f"{self._count}.store")
+            rank.start(Task(function, args, {**launch, **(environ or {})}, store=store, **how))
+
+    def _end_workers(self) -> None:
+        workers, self._workers = self._workers, []
+        with Ranks(workers):
+            pass
+
+
+def _collect(ranks: list[Rank], timeout: float) -> list[Any]:
+    deadline = time.monotonic() + timeout
+    waiting = {rank.connection: number for number, rank in enumerate(ranks)}
+    results: list[Any] = [None] * len(ranks)
+    texts: dict[int, str] = {}
+    while waiting:
+        ready = wait_for_any(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            number = waiting.pop(connection)
+            succeeded, value = ranks[number].answer()
+            if succeeded:
+                results[number] = value
+            else:
+                texts[number] = value
+                deadline = min(deadline, time.monotonic() + _GRACE)
+    for number in waiting.values():
+        texts[number] = ranks[number].where(timeout)
+    if texts:
+        raise RankFailure(len(ranks), texts)
+    return results

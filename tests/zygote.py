@@ -1,0 +1,145 @@
+"""A process that imports torch once and forks rank processes from then on: milliseconds each instead of seconds.
+
+Started as `python zygote.py CONTROL_FD`. Each request on the control socket brings two descriptors: the connection of a
+new process, and the file for its output. The new process becomes a child of the test run itself (which is a subreaper),
+takes its tasks from its connection and ends as any Python process ends, with atexit handlers and sys.excepthook.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+@dataclass
+class Task:
+    """One call of a module-level test function on one rank."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    environ: dict[str, str]
+    settings: dict[str, Any] | None  # syncengine.init's; None: the function does without, or calls it itself
+    gloo: bool  # whether torch.distributed is initialised around the call
+    stay: bool  # whether the process waits for another task after this one
+    store: str  # file through which the ranks meet
+    modules: list[str] = field(default_factory=lambda: list(sys.path))
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of every descendant whose own parent ends."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl failed")
+
+
+def _serve(control: socket.socket, test_run: int) -> Connection | None:
+    """Returns in each new process, with its connection; in this process, when the test run has closed `control`."""
+    while True:
+        request, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+        if not request:
+            return None
+        middle = os.fork()
+        if middle == 0:
+            if os.fork() > 0:
+                os._exit(0)  # the new process is an orphan now: the test run adopts it
+            control.close()
+            connection, log = descriptors
+            _enter_process(log, test_run)
+            return Connection(connection)
+        os.waitpid(middle, 0)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _enter_process(log: int, test_run: int) -> None:
+    while os.getppid() != test_run:
+        time.sleep(0.0005)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job starts with SIGINT ignored
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the test run asks where a rank hangs
+
+
+def _work(connection: Connection) -> None:
+    connection.send(os.getpid())
+    while True:
+        try:
+            task: Task = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = ("returned", _call(task))
+        except BaseException:
+            connection.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
+            if task.stay:
+                continue
+            raise  # to sys.excepthook, as in a user's program
+        connection.send_bytes(pickle.dumps(answer))
+        if not task.stay:
+            return
+
+
+def _call(task: Task) -> Any:
+    import torch.distributed as dist
+
+    import syncengine
+    from syncengine.launch import store as launch_store
+
+    os.environ.update(task.environ)
+    sys.path[:] = task.modules
+    # A file instead of MASTER_ADDR's TCP server, for which torch asks DNS for names: seconds where DNS is slow.
+    store = dist.FileStore(task.store, -1)
+    launch_store.open_store = lambda *_: store
+    if task.settings is not None:
+        syncengine.init(**task.settings)
+    if task.gloo:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=world_size)
+    value = task.function(*task.args)
+    if task.stay:  # else the end of the process does it
+        syncengine.shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return value
+
+
+def main() -> None:
+    test_run = os.getppid()
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import torch.distributed  # noqa: F401
+
+    import syncengine  # noqa: F401
+
+    threads = len(list(Path("/proc/self/task").iterdir()))
+    assert threads == 1, f"fork needs a process of one thread, not {threads}"
+    gc.freeze()  # a fork that collects what it shares would copy it, page by page
+    connection = _serve(socket.socket(fileno=int(sys.argv[1])), test_run)
+    if connection is not None:
+        _work(connection)
+
+
+if __name__ == "__main__":
+    sys.modules["zygote"] = sys.modules["__main__"]  # tasks are pickled under the module's own name
+    main()
