@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from datetime import timedelta
@@ -15,10 +14,6 @@ NUMERICS = ("rank_order", "ring")
 
 DEFAULT_TIMEOUT = 1800.0  # seconds: rank 0 may be evaluating or saving meanwhile
 _MAX_SECONDS = 1e9  # 30 years; the engine counts nanoseconds in 64 bits
-
-
-def _machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class Config:
             "algorithm": self.algorithm,
             "numerics": self.numerics,
             "timeout": timeout if self.timeout is None else self.timeout,
-            "arena_bytes": self.arena_bytes or _machine_memory(),
+            "arena_bytes": self.arena_bytes,
             "log_after": self.log_after,
         }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,13 @@ def pool(nothing_is_left: None) -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture
+def unused_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Fails the run if it leaves a process, or a file in /dev/shm."""
@@ -39,6 +48,9 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def _left(before: set[str]) -> list[str]:
+    with contextlib.suppress(ChildProcessError):  # raised when there is no child at all
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
     processes = [
         f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().decode().split(chr(0))}"
         for task in Path("/proc/self/task").iterdir()

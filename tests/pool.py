@@ -30,8 +30,8 @@ _GRACE = 10.0  # seconds that the others get to answer after the first rank has 
 class RankFailure(Exception):
     """What went wrong on which rank. `texts` has a traceback, or the reason for having none, per failed rank."""
 
-    def __init__(self, world: int, texts: dict[int, str]) -> None:
-        super().__init__("".join(f"\nrank {rank} of {world}: {text}" for rank, text in sorted(texts.items())))
+    def __init__(self, texts: dict[int, str]) -> None:
+        super().__init__("".join(f"\nrank {rank}: {text}" for rank, text in sorted(texts.items())))
         self.texts = texts
 
 
@@ -47,10 +47,12 @@ class Rank:
         if not self.connection.poll(60):
             raise RuntimeError(f"no rank process came: is the zygote alive? {self.output()}")
         self.pid: int = self.connection.recv()
+        self.number = -1  # its rank in the current or last call
         self._exit_code: int | None = None
 
     def start(self, task: Task) -> None:
         """Begins the call; `result` gets what it returns."""
+        self.number = int(task.environ["RANK"])
         self.connection.send_bytes(pickle.dumps(task))
 
     def answer(self) -> tuple[bool, Any]:
@@ -64,10 +66,10 @@ class Rank:
     def result(self, timeout: float = 60.0) -> Any:
         """What the call returned. Raises RankFailure if it raised, died, or takes longer than `timeout` seconds."""
         if not self.connection.poll(timeout):
-            raise RankFailure(1, {0: self.where(timeout)})
+            raise RankFailure({self.number: self.where(timeout)})
         succeeded, value = self.answer()
         if not succeeded:
-            raise RankFailure(1, {0: value})
+            raise RankFailure({self.number: value})
         return value
 
     def where(self, timeout: float) -> str:
@@ -251,5 +253,5 @@ def _collect(ranks: list[Rank], timeout: float) -> list[Any]:
     for number in waiting.values():
         texts[number] = ranks[number].where(timeout)
     if texts:
-        raise RankFailure(len(ranks), texts)
+        raise RankFailure(texts)
     return results

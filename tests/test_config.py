@@ -15,7 +15,7 @@ def test_defaults():
     assert config == Config("auto", "rank_order", None, 0, 5.0)
     options = config.options(DEFAULT_TIMEOUT)
     assert options["timeout"] == DEFAULT_TIMEOUT
-    assert options["arena_bytes"] > 2**20
+    assert options["arena_bytes"] == 0
 
 
 def test_argument_wins_over_variable_wins_over_default():

@@ -82,7 +82,8 @@ def _enter_process(log: int, test_run: int) -> None:
 
 
 def _work(connection: Connection) -> None:
-    connection.send(os.getpid())
+    pid = os.getpid()
+    connection.send(pid)
     while True:
         try:
             task: Task = pickle.loads(connection.recv_bytes())
@@ -91,6 +92,8 @@ def _work(connection: Connection) -> None:
         try:
             answer = ("returned", _call(task))
         except BaseException:
+            if os.getpid() != pid:
+                raise  # a child that the function forked: it has no answer to give
             connection.send_bytes(pickle.dumps(("raised", traceback.format_exc())))
             if task.stay:
                 continue

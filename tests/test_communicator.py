@@ -1,0 +1,209 @@
+"""The default communicator: init, shutdown, settings, what peers learn of an uncaught error, and the thin functions."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+import torch
+from pool import RankFailure
+
+import syncengine
+from syncengine.errors import InvalidUsage, SyncError
+
+# ---- one rank, in this process ----
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """An environment without launcher, and no communicator before or after."""
+    for name in ("RANK", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "PMIX_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    syncengine.shutdown()
+
+
+def test_before_init_everything_says_what_to_do():
+    for call in (syncengine.rank, syncengine.world_size, syncengine.local_rank, syncengine.barrier):
+        with pytest.raises(InvalidUsage, match=r"call syncengine\.init\(\) first"):
+            call()
+    assert not syncengine.is_initialized()
+    syncengine.shutdown()
+
+
+def test_one_process_is_a_world_of_one(alone):
+    threads = len(os.listdir("/proc/self/task"))  # noqa: PTH208
+    communicator = syncengine.init()
+    assert syncengine.default_communicator() is communicator
+    assert (syncengine.rank(), syncengine.world_size(), syncengine.local_rank()) == (0, 1, 0)
+    tensor = syncengine.empty(2, 3)
+    tensor.fill_(3.0)
+    syncengine.all_reduce(tensor, "avg")
+    assert torch.equal(tensor, torch.full((2, 3), 3.0))
+    assert len(os.listdir("/proc/self/task")) == threads  # noqa: PTH208
+
+
+def test_init_again_is_the_same_communicator(alone):
+    communicator = syncengine.init(numerics="ring", timeout=9)
+    assert syncengine.init() is communicator
+    assert syncengine.init(numerics="ring") is communicator
+    with pytest.raises(InvalidUsage, match=r"numerics='rank_order'.* already has numerics='ring'"):
+        syncengine.init(numerics="rank_order")
+    syncengine.shutdown()
+    assert syncengine.init(numerics="rank_order").numerics == "rank_order"
+
+
+def test_bad_setting_leaves_nothing_initialised(alone):
+    with pytest.raises(InvalidUsage, match="algorithm='quick'"):
+        syncengine.init(algorithm="quick")
+    assert not syncengine.is_initialized()
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), ([2, 3],), (torch.Size([2, 3]),)])
+def test_empty_takes_sizes_as_torch_does(alone, sizes):
+    syncengine.init()
+    assert syncengine.empty(*sizes, dtype=torch.int64).shape == (2, 3)
+    assert syncengine.empty(*sizes, dtype=torch.int64, device="cpu").dtype == torch.int64
+    with pytest.raises(InvalidUsage, match="device='meta'"):
+        syncengine.empty(*sizes, device="meta")
+
+
+# ---- several ranks ----
+
+
+def every_collective():
+    rank, size = syncengine.rank(), syncengine.world_size()
+    tensor = torch.full((7,), float(rank + 1))
+    syncengine.all_reduce(tensor, "max")
+    assert torch.equal(tensor, torch.full((7,), float(size)))
+    work = syncengine.all_reduce(tensor, async_op=True)
+    work.wait()
+    assert torch.equal(tensor, torch.full((7,), float(size * size)))
+    source = torch.tensor([rank])
+    syncengine.broadcast(source, src=size - 1)
+    assert source.item() == size - 1
+    gathered = torch.empty(size, 2)
+    syncengine.all_gather(gathered, torch.full((2,), float(rank)))
+    assert torch.equal(gathered[:, 0], torch.arange(float(size)))
+    part = torch.empty(2)
+    syncengine.reduce_scatter(part, gathered)
+    assert torch.equal(part, torch.full((2,), float(rank * size)))
+    syncengine.barrier()
+    shared = syncengine.empty(1000)
+    shared.fill_(rank)
+    syncengine.all_reduce(shared, op="sum")
+    assert torch.equal(shared, torch.full((1000,), size * (size - 1) / 2))
+
+
+def init_with(settings_by_rank):
+    settings = settings_by_rank[int(os.environ["RANK"])]
+    try:
+        return syncengine.init(timeout=20, **settings).numerics
+    except SyncError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def init_again_and_again():
+    seen = []
+    for _ in range(5):
+        communicator = syncengine.init(timeout=20)
+        tensor = torch.ones(3)
+        communicator.all_reduce(tensor)
+        seen.append(tensor.sum().item())
+        syncengine.shutdown()
+    return seen
+
+
+def timeout_of_group():
+    return syncengine.init().timeout
+
+
+def raise_on_one(kind):
+    if syncengine.rank() == 1:
+        time.sleep(0.2)
+        raise kind("the disk is full")
+    start = time.monotonic()
+    try:
+        syncengine.all_reduce(torch.ones(8))
+    except SyncError as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return None
+
+
+def wait_for_rank_2():
+    if syncengine.rank() == 2:
+        time.sleep(30)
+    print("waiting", flush=True)
+    syncengine.barrier()
+
+
+def fork_and_exit():
+    """A child that ends, in order or by an error, says nothing to the parent's peers."""
+    for status in (0, 1):
+        child = os.fork()
+        if child == 0:
+            if status:
+                raise ValueError("the child's own business")
+            sys.exit(status)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == status
+    tensor = torch.ones(3)
+    syncengine.all_reduce(tensor)
+    return tensor.sum().item()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_every_collective(pool, world):
+    pool.run(every_collective, world=world)
+
+
+def test_settings_differ_between_ranks(pool):
+    answers = pool.run(init_with, [{}, {"numerics": "ring"}, {}], world=3, settings=None)
+    assert (
+        answers
+        == ["Mismatch: rank 0 has numerics='rank_order', rank 1 has numerics='ring': give all ranks the same"] * 3
+    )
+
+
+def test_init_that_fails_on_one_rank_fails_on_all(pool):
+    """An arena of one page is too small: the others learn it from that rank, not by a timeout."""
+    answers = pool.run(init_with, [{}, {"arena_bytes": 4096}], settings=None)
+    assert answers[1].startswith("InvalidUsage: ")
+    assert answers[0] == f"Aborted: rank 1 failed in init: {answers[1]}"
+
+
+def test_communicators_one_after_another(pool):
+    assert pool.run(init_again_and_again, world=3, settings=None) == [[9.0] * 5] * 3
+
+
+def test_timeout_is_the_process_groups(pool):
+    assert pool.run(timeout_of_group, settings=None, gloo=True) == [1800.0] * 2
+    assert pool.run(timeout_of_group, settings=None, environ={"SYNCENGINE_TIMEOUT": "33"}) == [33.0] * 2
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_uncaught_error_is_told_to_the_others_at_once(pool, kind):
+    with pool.spawn_ranks(raise_on_one, kind, world=3) as ranks:
+        for rank in (0, 2):
+            name, text, seconds = ranks[rank].result()
+            assert name == "Aborted"
+            assert f"rank 1: {kind.__name__}: the disk is full" in text
+            assert seconds < 1.5
+        assert ranks[1].exit_code() == (1 if kind is ValueError else -signal.SIGINT)
+        assert f"{kind.__name__}: the disk is full" in ranks[1].output()
+
+
+def test_ctrl_c_ends_a_wait_and_tells_the_others(pool):
+    with pool.spawn_ranks(wait_for_rank_2, world=3) as ranks:
+        while not all("waiting" in rank.output() for rank in ranks[:2]):
+            assert ranks[0].exit_code(0.01) is None
+        ranks[0].signal(signal.SIGINT)
+        for rank, text in ((ranks[0], "KeyboardInterrupt"), (ranks[1], "Aborted: rank 0 was interrupted")):
+            with pytest.raises(RankFailure, match=text):
+                rank.result(timeout=1.5)
+        assert ranks[0].exit_code() == -signal.SIGINT
+
+
+def test_forked_child_leaves_the_group_alone(pool):
+    with pool.spawn_ranks(fork_and_exit) as ranks:
+        assert [rank.result() for rank in ranks] == [6.0, 6.0]

@@ -1,0 +1,96 @@
+"""Includes and imports point only downwards: each folder is a layer."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Bottom first. A file may include its own layer and those before it.
+LAYERS = ["base", "kernels", "transport", "bootstrap", "collectives", "engine", "reducer", "bindings"]
+WITH_TORCH = {"reducer", "bindings"}
+TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
+
+# Modules of the package, bottom first; a folder counts as one.
+MODULES = [
+    *("errors", "_C", "config", "launch", "communicator"),
+    *("refusal", "buckets", "replication", "parallel"),
+    "__init__",
+]
+LAUNCH_MODULES = ["variables", "slurm", "arrivals", "store", "mpi", "environment", "__init__"]
+
+SOURCES = sorted([*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")])
+
+
+def violations(path: str, text: str) -> list[str]:
+    """What is wrong with the includes of the file at `path`, relative to csrc/."""
+    layer = path.split("/")[0]
+    wrong = []
+    for kind, include in re.findall(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', text, re.MULTILINE):
+        if TORCH.match(include):
+            if layer not in WITH_TORCH:
+                wrong.append(f"{path} includes {include}: only {', '.join(sorted(WITH_TORCH))} may know torch")
+        elif kind == '"':
+            target = include.split("/")[0]
+            if target not in LAYERS:
+                wrong.append(f"{path} includes {include}: give the path from csrc/")
+            elif LAYERS.index(target) > LAYERS.index(layer):
+                wrong.append(f"{path} includes {include}: {target} lies above {layer}")
+    return wrong
+
+
+def test_every_folder_is_a_layer():
+    assert {path.relative_to(ROOT / "csrc").parts[0] for path in SOURCES} <= set(LAYERS)
+    assert len(SOURCES) > 10
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "csrc")))
+def test_includes_point_downwards(path):
+    assert violations(path.relative_to(ROOT / "csrc").as_posix(), path.read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "include"),
+    [
+        ("engine/work.cpp", '"reducer/bucket.h"'),
+        ("base/error.cpp", "<torch/extension.h>"),
+        ("engine/work.cpp", "<ATen/ATen.h>"),
+        ("collectives/plan.cpp", '  # include "engine/work.h"'),
+        ("engine/work.cpp", '"work.h"'),
+    ],
+)
+def test_violations_are_found(path, include):
+    text = include if "#" in include else f"#include {include}"
+    assert len(violations(path, f"#include <vector>\n{text}\n")) == 1
+
+
+def imports(path: Path) -> set[str]:
+    """The modules that a file imports, at top level or in a function, as dotted names."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def python_violations(folder: Path, package: str, order: list[str]) -> list[str]:
+    """Imports inside `package` that do not point to an earlier module of `order`."""
+    wrong = []
+    for path in sorted(folder.rglob("*.py")):
+        module = path.relative_to(folder).with_suffix("").parts[0]
+        assert module in order, f"{path}: give this module its place in the order above"
+        for name in imports(path):
+            target = name.removeprefix(f"{package}.").split(".")[0]
+            if name.startswith(f"{package}.") and target in order and order.index(target) > order.index(module):
+                wrong.append(f"{path.relative_to(ROOT)} imports {name}")
+    return wrong
+
+
+def test_imports_point_downwards():
+    assert python_violations(ROOT / "syncengine", "syncengine", MODULES) == []
+    assert python_violations(ROOT / "syncengine" / "launch", "syncengine.launch", LAUNCH_MODULES) == []
