@@ -16,10 +16,11 @@ from examples.gpt.data import decode, encode, load_text
 from examples.gpt.engine import ENGINES
 from examples.gpt.train import TrainOptions, load, train, validation_loss
 
-OUT = Path("build/train_gpt")
+OUT = Path("outputs/train_gpt")
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="examples.train_gpt", description="A character-level GPT, data-parallel.")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -53,12 +54,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run_train(options: dict) -> int:
+    """One training run on the ranks of the launch."""
     options["numerics"] = options["numerics"] or TrainOptions.numerics
     train(TrainOptions(**options))
     return 0
 
 
 def run_compare(options: dict) -> int:
+    """Two training runs and their comparison; 1 if the trained models differ in any bit."""
     ranks, out = options.pop("ranks"), options.pop("out").resolve()
     # From 3 ranks on only the ring adds in Gloo's order; with 2 there is only one order.
     options["numerics"] = options["numerics"] or ("rank_order" if ranks <= 2 else "ring")
@@ -70,6 +73,7 @@ def run_compare(options: dict) -> int:
 
 
 def run_sample(options: dict) -> int:
+    """Text and validation loss of a checkpoint's model, in this one process."""
     model = load(options["checkpoint"])
     print(f"validation loss {validation_loss(model, load_text()[1]):.6f}\n")
     generator = torch.Generator().manual_seed(0)

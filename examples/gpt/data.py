@@ -21,6 +21,7 @@ def encode(text: str) -> Tensor:
 
 
 def decode(ids: Tensor) -> str:
+    """The text of `ids`."""
     return "".join(ALPHABET[i] for i in ids.tolist())
 
 

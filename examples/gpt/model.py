@@ -19,7 +19,7 @@ class GPTConfig:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary position embedding: turns the pairs of features of position p [.., p, features] by angles that grow with p."""
+    """Rotary embedding of x [.., position, features]: turns pairs of features by angles that grow with position."""
     length, half = x.shape[-2], x.shape[-1] // 2
     angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(half) / half)
     cos, sin = angles.cos(), angles.sin()
@@ -37,6 +37,7 @@ class Attention(nn.Module):
         self.project_out = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """What each position of x [batch, length, width] gathers from itself and those before it."""
         batch, length, width = x.shape
         qkv = self.project_in(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
@@ -54,17 +55,18 @@ class Block(nn.Module):
         self.norm_mlp = nn.LayerNorm(config.width)
         self.widen = nn.Linear(config.width, 4 * config.width)
         self.narrow = nn.Linear(4 * config.width, config.width)
-        # Each block starts as the identity: the first few hundred steps, all that a demonstration has, learn much faster.
+        # Each block starts as the identity: the few hundred steps of a demonstration then learn much more.
         nn.init.zeros_(self.attention.project_out.weight)
         nn.init.zeros_(self.narrow.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        """The residual stream x [batch, length, width] after this block."""
         x = x + self.attention(self.norm_attention(x))
         return x + self.narrow(F.gelu(self.widen(self.norm_mlp(x))))
 
 
 class GPT(nn.Module):
-    """Maps token ids [batch, length] to logits [batch, length, vocabulary]; given targets, to their mean loss."""
+    """Maps token ids [batch, length] to logits of the next token at each position."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -77,6 +79,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """The mean loss where `targets` are given, else the logits."""
         x = self.token(tokens)
         for block in self.blocks:
             x = block(x)

@@ -35,6 +35,7 @@ class Run:
 
     @property
     def step_ms(self) -> float:
+        """Of the slowest rank, the median over ordinary steps."""
         return 1e3 * median(self.metrics["step_seconds"])
 
     @property
