@@ -119,7 +119,7 @@ def make_trainee(engine: str, workload: Workload) -> Trainee:
         model = syncengine.Parallel(model)
     elif engine == "ddp":
         model = DistributedDataParallel(model)
-    return Trainee(engine, model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+    return Trainee(engine, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
 
 
 def measure(workload: Workload, rank: int, start_line: StartLine, options: argparse.Namespace) -> dict:

@@ -14,7 +14,7 @@ import torch
 from examples.gpt.compare import compare
 from examples.gpt.data import decode, encode, load_text
 from examples.gpt.engine import ENGINES
-from examples.gpt.train import TrainOptions, load, train, validation_loss
+from examples.gpt.train import LEAST_STEPS, TrainOptions, load, train, validation_loss
 
 OUT = Path("outputs/train_gpt")
 
@@ -50,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     text.add_argument("--length", type=int, default=400)
 
     options = vars(parser.parse_args(argv))
+    if options.get("steps", LEAST_STEPS) < LEAST_STEPS:
+        parser.error(f"--steps: at least {LEAST_STEPS}, so that some can be measured after the warm-up")
     return {"train": run_train, "compare": run_compare, "sample": run_sample}[options.pop("command")](options)
 
 

@@ -40,6 +40,7 @@ def launch(ranks: int, engine: str, out: Path, arguments: list[str]) -> None:
         sys.exit(f"the {engine} run failed with exit status {finished.returncode}: see its output above")
 
 
+@torch.no_grad()
 def difference(one: torch.nn.Module, other: torch.nn.Module) -> tuple[int, float]:
     """(number of parameter elements that differ in any bit, largest absolute difference)."""
     different, largest = 0, 0.0

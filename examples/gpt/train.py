@@ -15,6 +15,7 @@ from .progress import Progress
 
 WARMUP_STEPS = 10  # not measured: caches, allocator and gradient buckets settle
 PROBE_EVERY = 4  # every fourth step is also run without synchronization, to tell what synchronization costs
+LEAST_STEPS = WARMUP_STEPS + 2 * PROBE_EVERY
 
 
 @dataclass(frozen=True)
