@@ -4,11 +4,13 @@ python -m benchmarks.all_reduce                              2 ranks, syncengine
 python -m benchmarks.all_reduce --launcher openmpi           the same under mpirun, with Open MPI in the comparison
 python -m benchmarks.all_reduce --ranks 4 --sizes 4Ki 25Mi   chosen sizes
 
-All peers run in the same processes, one after the other in every round. Before each call its input is rewritten, after
-it the result is checked. A call's time is that of its slowest rank.
+All peers run in the same processes, in turns: in every round each has one, in an order drawn anew. A turn is one call, of
+small messages ten. Before each call its input is rewritten, after it the result is checked. A call's time is that of its
+slowest rank.
 """
 
 import argparse
+import random
 import re
 import sys
 import time
@@ -33,6 +35,8 @@ MEANING = {
     "mpi": "mpi4py's Allreduce(IN_PLACE) of the MPI that launched us",
 }
 WARMUP_ROUNDS = 3
+SMALL = 64 * 2**10  # bytes; a single small call would mostly tell how cold the peer before it left the caches
+CALLS_IN_TURN = 10  # of small messages
 PERIOD = 251  # of the test pattern: a prime, so that pieces that end up in each other's place are noticed
 
 
@@ -136,7 +140,7 @@ def make_peers(names: list[str], rank: int, size: int, bytes_: int) -> list[Peer
 
 
 def measure(peers: list[Peer], start_line: StartLine, options: argparse.Namespace) -> tuple[int, dict[str, Tensor]]:
-    """(rounds, microseconds of the slowest rank in each round) per peer."""
+    """The number of rounds, and each peer's microseconds of the slowest rank, call by call."""
     source = pattern(len(peers[0].tensor), dist.get_rank())
     for round_ in range(WARMUP_ROUNDS):
         begin = time.perf_counter()
@@ -146,26 +150,26 @@ def measure(peers: list[Peer], start_line: StartLine, options: argparse.Namespac
     rounds = round(min(most, max(least, options.seconds / per_round)))
 
     durations = torch.tensor([one_round(round_, peers, source, start_line) for round_ in range(rounds)])
-    columns = ranks.slowest(durations).double().div(1e3).T.numpy()
+    columns = ranks.slowest(durations).double().div(1e3).transpose(0, 1).flatten(1).numpy()
     return rounds, {peer.name: column for peer, column in zip(peers, columns, strict=True)}
 
 
-def one_round(round_: int, peers: list[Peer], source: Tensor, start_line: StartLine) -> list[int]:
-    """This rank's nanoseconds of one call of each peer, in the order of `peers`."""
-    nanoseconds = [0] * len(peers)
-    scale = 2.0 ** (round_ % 5 - 2)  # another input each round: a result left over from the last one would be noticed
-    for turn in range(len(peers)):
-        index = (round_ + turn) % len(
-            peers
-        )  # each round begins with another peer, so that no one always follows the same
+def one_round(round_: int, peers: list[Peer], source: Tensor, start_line: StartLine) -> list[list[int]]:
+    """This rank's nanoseconds of the calls of each peer, in the order of `peers`."""
+    nanoseconds: list[list[int]] = [[] for _ in peers]
+    calls = CALLS_IN_TURN if source.nbytes <= SMALL else 1
+    for index in random.Random(round_).sample(range(len(peers)), len(peers)):  # the same order on all ranks
         peer = peers[index]
-        torch.mul(source, scale, out=peer.tensor)
-        start_line.wait()
-        begin = time.perf_counter_ns()
-        peer.call()
-        nanoseconds[index] = time.perf_counter_ns() - begin
-        if not torch.equal(peer.tensor.mul_(1 / (scale * peer.factor)), peer.expected):
-            raise AssertionError(f"{peer.name}: wrong sum of {4 * len(source)} bytes in round {round_}")
+        for call in range(calls):
+            # Another input each time: a result left over from the last call would be noticed.
+            scale = 2.0 ** ((round_ + call) % 5 - 2)
+            torch.mul(source, scale, out=peer.tensor)
+            start_line.wait()
+            begin = time.perf_counter_ns()
+            peer.call()
+            nanoseconds[index].append(time.perf_counter_ns() - begin)
+            if not torch.equal(peer.tensor.mul_(1 / (scale * peer.factor)), peer.expected):
+                raise AssertionError(f"{peer.name}: wrong sum of {source.nbytes} bytes in round {round_}")
     return nanoseconds
 
 
