@@ -4,9 +4,9 @@ python -m benchmarks.all_reduce                              2 ranks, syncengine
 python -m benchmarks.all_reduce --launcher openmpi           the same under mpirun, with Open MPI in the comparison
 python -m benchmarks.all_reduce --ranks 4 --sizes 4Ki 25Mi   chosen sizes
 
-All peers run in the same processes, in turns: in every round each has one, in an order drawn anew. A turn is one call, of
-small messages ten. Before each call its input is rewritten, after it the result is checked. A call's time is that of its
-slowest rank.
+All peers run in the same processes, in turns: in every round each has one, in an order drawn anew. A turn is one call,
+of small messages ten. Before each call its input is rewritten, after it the result is checked. A call's time is that of
+its slowest rank.
 """
 
 import argparse
