@@ -1,0 +1,1 @@
+"""Measurements of syncengine beside its peers: see README.md."""

@@ -1,0 +1,197 @@
+"""What wrapping a model costs in memory: growth of each rank's peak, for syncengine.Parallel and two settings of DDP.
+
+python -m benchmarks.memory                            all models, 2 ranks
+python -m benchmarks.memory --models mlp --steps 10    one model, quicker
+
+Each engine has processes of its own. They first train the plain model, then wrap it and go on; the growth is the peak
+while wrapped minus the peak before. Memory is counted as Pss: a page that ranks share counts for each in parts, so that
+the sum over the ranks is what the machine gives.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.support import output, ranks
+from benchmarks.support.workloads import WORKLOADS, Workload
+
+ENGINES = ("syncengine", "ddp", "ddp_view")
+MEANING = {
+    "syncengine": "syncengine.Parallel",
+    "ddp": "DistributedDataParallel",
+    "ddp_view": "DistributedDataParallel with gradient_as_bucket_view=True",
+}
+MIB = 2**20
+
+
+class PeakPss:
+    """The largest Pss of this process that a thread sees while it looks again and again."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="peak-pss")
+
+    def __enter__(self) -> "PeakPss":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        while not self._ended.is_set():
+            self.look()
+            time.sleep(0.001)
+
+    def look(self) -> None:
+        """One look, also for the main thread at a moment that it knows to be a peak."""
+        self.bytes = max(self.bytes, pss())
+
+
+def pss() -> int:
+    """This process's proportional share of memory, in bytes."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/smaps_rollup has no line Pss: this benchmark needs Linux 4.14 or later")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parent: starts the ranks of each measurement, reports. Rank: one measurement."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(argv)
+    if options.worker:
+        work(options)
+        return 0
+
+    results = []
+    for model in options.models:
+        engines = {}
+        for engine in options.engines:
+            with tempfile.NamedTemporaryFile(suffix=".json") as part:
+                arguments = ["--worker", "--models", model, "--engines", engine, f"--steps={options.steps}"]
+                status = ranks.run_ranks(
+                    "benchmarks.memory", options.ranks, "torchrun", [*arguments, "--out", part.name]
+                )
+                if status:
+                    return status
+                engines[engine] = json.loads(Path(part.name).read_text())
+            print(f"{model}, {engine}: measured", flush=True)
+        parameters = sum(parameter.numel() for parameter in WORKLOADS[model].build().parameters())
+        results.append({"model": model, "gradient_bytes": 4 * parameters, "engines": engines})
+    report(results, options)
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; `--worker` marks the processes that `main` starts."""
+    parser = argparse.ArgumentParser(prog="benchmarks.memory", description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="default %(default)s")
+    parser.add_argument("--models", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--steps", type=int, default=20, help="before and after wrapping; default %(default)s")
+    parser.add_argument("--out", type=Path, help="result file; default benchmarks/results/memory-...json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    options.out = options.out or output.RESULTS / f"memory-{options.ranks}ranks.json"
+    return options
+
+
+def work(options: argparse.Namespace) -> None:
+    """One engine on one model, on this rank."""
+    rank, size = ranks.join("torchrun")
+    (name,), (engine,) = options.models, options.engines
+    wrap = wrapper(engine)
+    dist.all_reduce(torch.ones(1))  # Gloo has its threads and buffers before the first look, whichever engine follows
+
+    workload = WORKLOADS[name]
+    torch.manual_seed(0)
+    model = workload.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    batch = workload.batch(torch.Generator().manual_seed(rank))
+
+    before = train(model, optimizer, workload, batch, options.steps)
+    wrapped = wrap(model)
+    after = train(wrapped, optimizer, workload, batch, options.steps)
+    verify(model)
+
+    mine = torch.tensor([before, after], dtype=torch.int64)
+    every = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(every, mine)
+    if rank == 0:
+        before_bytes, after_bytes = torch.stack(every).T.tolist()
+        growth = [after - before for before, after in zip(before_bytes, after_bytes, strict=True)]
+        result = {"peak_before_bytes": before_bytes, "peak_wrapped_bytes": after_bytes, "growth_bytes": growth}
+        options.out.write_text(json.dumps(result))
+    dist.barrier()
+    del wrapped
+    if engine == "syncengine":
+        import syncengine
+
+        syncengine.shutdown()
+    dist.destroy_process_group()
+
+
+def wrapper(engine: str) -> Callable[[nn.Module], nn.Module]:
+    """What wraps the model; the engine is initialized already."""
+    if engine == "syncengine":
+        import syncengine
+
+        syncengine.init()
+        return syncengine.Parallel
+    return lambda model: DistributedDataParallel(model, gradient_as_bucket_view=engine == "ddp_view")
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload, batch: tuple[Tensor, Tensor], steps: int
+) -> int:
+    """Trains, and returns this rank's peak."""
+    inputs, targets = batch
+    dist.barrier()
+    with PeakPss() as peak:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            workload.loss(model(inputs), targets).backward()
+            peak.look()
+            optimizer.step()
+        dist.barrier()  # no rank leaves pages that it shares to the others while they still look
+    return peak.bytes
+
+
+def verify(model: nn.Module) -> None:
+    """Raises unless all ranks ended with the same averaged gradients: otherwise nothing was synchronized."""
+    gradients = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    highest, lowest = gradients.clone(), gradients.clone()
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    if not (torch.equal(highest, lowest) and highest.any()):
+        raise AssertionError("the ranks hold different gradients after a synchronized backward")
+
+
+def report(results: list[dict], options: argparse.Namespace) -> None:
+    """One table on the terminal, and the result file."""
+    rows = [("model", "gradients", *options.engines)]
+    for result in results:
+        growth = [max(engine["growth_bytes"]) for engine in result["engines"].values()]
+        rows.append((result["model"], *(f"{bytes_ / MIB:.1f}" for bytes_ in (result["gradient_bytes"], *growth))))
+    print(
+        f"\ngrowth of peak memory (Pss) of the rank that grew most, MiB; {options.ranks} ranks\n{output.table(rows)}\n"
+    )
+    print("\n".join(f"{engine:<12}{MEANING[engine]}" for engine in options.engines))
+    output.save(options.out, "memory", vars(options), results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""What the benchmarks share: ranks, a common start, statistics, the machine's description."""

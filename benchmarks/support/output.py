@@ -1,0 +1,78 @@
+"""Tables for the terminal, and result files that say where and how they were measured."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from .ranks import REPOSITORY
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+CPU_FIELDS = (
+    "Architecture", "Model name", "CPU(s)", "Thread(s) per core", "Core(s) per socket", "Socket(s)", "NUMA node(s)",
+    "L1d cache", "L2 cache", "L3 cache", "CPU max MHz", "Hypervisor vendor",
+)  # fmt: skip
+PACKAGES = ("torch", "numpy", "mpi4py", "syncengine")
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Columns as wide as they need to be: the first to the left, numbers to the right."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *rest in rows:
+        cells = [first.ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def save(path: Path, benchmark: str, options: dict, results: list[dict], **versions: str) -> None:
+    """Writes one result file."""
+    arguments = [argument for argument in sys.argv[1:] if argument != "--worker"]  # as the user gave them
+    document = {
+        "benchmark": benchmark,
+        "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *arguments]),
+        "options": {name: value for name, value in options.items() if name != "worker"},
+        "commit": commit(),
+        "machine": machine(),
+        "versions": {"python": platform.python_version()} | installed() | versions,
+        "results": results,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1, default=str) + "\n")
+    print(f"\nwritten: {path}")
+
+
+def machine() -> dict[str, object]:
+    """What a reader needs to judge a timing. The load average tells whether something else was running."""
+    lscpu = subprocess.run(["lscpu"], check=False, capture_output=True, text=True, env=os.environ | {"LC_ALL": "C"})
+    pairs = dict(line.split(":", 1) for line in lscpu.stdout.splitlines() if ":" in line)
+    cpu = {field: pairs[field].strip() for field in CPU_FIELDS if field in pairs}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    usable = len(os.sched_getaffinity(0))
+    return cpu | {
+        "usable CPUs": usable,
+        "memory GiB": round(memory, 1),
+        "kernel": platform.release(),
+        "load average at the end": os.getloadavg()[0],
+    }
+
+
+def installed() -> dict[str, str]:
+    """Versions of the packages whose speed is measured."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def commit() -> str:
+    """The commit, with `-dirty` where the tree has changes; empty outside a git checkout."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(describe, check=False, cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()

@@ -1,0 +1,243 @@
+"""What data-parallel training costs in a step: syncengine.Parallel and DDP over Gloo beside plain torch.
+
+python -m benchmarks.train_step                       all models, 2 ranks
+python -m benchmarks.train_step --models mlp gpt      some
+python -m benchmarks.train_step --pairs 20            quicker
+
+The same model is trained by all engines in the same processes, their steps interleaved. Each batch is run twice, with
+and without synchronization; the overhead is the difference of both, each at its slowest rank. At the end the parameters
+that syncengine and DDP trained must agree in every bit.
+"""
+
+import argparse
+import contextlib
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.support import output, ranks, stats
+from benchmarks.support.start_line import StartLine
+from benchmarks.support.workloads import WORKLOADS, Workload
+
+ENGINES = ("plain", "syncengine", "ddp")
+WARMUP_PAIRS = 5  # gradient buckets settle after the first steps
+BATCHES = 8  # different ones, used in turn
+
+
+@dataclass
+class Trainee:
+    """One engine's copy of the model, and this rank's seconds."""
+
+    engine: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    sync: list[float] = field(default_factory=list)
+    no_sync: list[float] = field(default_factory=list)
+    loss: float = 0.0
+
+    def timed(self, workload: Workload, batch: tuple[Tensor, Tensor], synchronize: bool, start_line: StartLine) -> None:
+        """Clears the gradients, then forward and backward; the optimizer is left out: it is the same for all."""
+        quiet = self.engine != "plain" and not synchronize
+        inputs, targets = batch
+        with self.model.no_sync() if quiet else contextlib.nullcontext():
+            start_line.wait()
+            begin = time.perf_counter()
+            self.optimizer.zero_grad()
+            loss = workload.loss(self.model(inputs), targets)
+            loss.backward()
+            seconds = time.perf_counter() - begin
+        (self.sync if synchronize else self.no_sync).append(seconds)
+        if synchronize:
+            self.loss = loss.item()
+
+    def pair(self, round_: int, workload: Workload, batch: tuple[Tensor, Tensor], start_line: StartLine) -> None:
+        """Both kinds of step on one batch, in alternating order; only the synchronized one moves the parameters."""
+        for synchronize in (False, True) if round_ % 2 else (True, False):
+            if self.engine == "plain" and synchronize:
+                continue  # plain torch has one kind of step
+            self.timed(workload, batch, synchronize, start_line)
+            if synchronize or self.engine == "plain":
+                self.optimizer.step()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parent: starts the ranks. Rank: measures; rank 0 reports."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(argv)
+    if not options.worker:
+        return ranks.run_ranks("benchmarks.train_step", options.ranks, options.launcher, [*argv, "--worker"])
+
+    rank, size = ranks.join(options.launcher)
+    if "syncengine" in options.engines:
+        import syncengine
+
+        # With 2 ranks there is only one order of summation; with more only the ring adds in Gloo's.
+        syncengine.init(numerics="rank_order" if size == 2 else "ring")
+    start_line = StartLine(rank, size)
+    results = []
+    for name in options.models:
+        results.append(measure(WORKLOADS[name], rank, start_line, options))
+        if rank == 0:
+            print(describe(results[-1]), flush=True)
+    if rank == 0:
+        report(results, options)
+    torch.distributed.barrier()
+    if "syncengine" in options.engines:
+        syncengine.shutdown()
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; `--worker` marks the processes that `main` starts."""
+    parser = argparse.ArgumentParser(prog="benchmarks.train_step", description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", type=int, default=2, help="default %(default)s")
+    parser.add_argument("--launcher", choices=ranks.LAUNCHERS, default="torchrun", help="default %(default)s")
+    parser.add_argument("--models", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--pairs", type=int, default=100, help="steps with and without sync; default %(default)s")
+    parser.add_argument("--out", type=Path, help="result file; default benchmarks/results/train_step-...json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    options.out = options.out or output.RESULTS / f"train_step-{options.ranks}ranks.json"
+    return options
+
+
+def make_trainee(engine: str, workload: Workload) -> Trainee:
+    """One engine around a model that starts like all others."""
+    torch.manual_seed(0)
+    model = workload.build()
+    if engine == "syncengine":
+        import syncengine
+
+        model = syncengine.Parallel(model)
+    elif engine == "ddp":
+        model = DistributedDataParallel(model)
+    return Trainee(engine, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+
+
+def measure(workload: Workload, rank: int, start_line: StartLine, options: argparse.Namespace) -> dict:
+    """All engines on one model: a result of milliseconds."""
+    generator = torch.Generator().manual_seed(rank)
+    batches = [workload.batch(generator) for _ in range(BATCHES)]
+    trainees = [make_trainee(engine, workload) for engine in options.engines]
+    parameters = sum(parameter.numel() for parameter in trainees[0].model.parameters())
+    floor = Floor(parameters)
+
+    for round_ in range(WARMUP_PAIRS + options.pairs):
+        for turn in range(len(trainees)):  # each round begins with another engine
+            trainee = trainees[(round_ + turn) % len(trainees)]
+            trainee.pair(round_, workload, batches[round_ % BATCHES], start_line)
+        floor.timed(start_line)
+
+    by_engine = {trainee.engine: trainee for trainee in trainees}
+    verify_equal(workload.name, by_engine)
+    result = {"model": workload.name, "parameters": parameters, "floor_ms": stats.summary(slowest_ms(floor.seconds))}
+    return result | {"engines": evaluate(by_engine)}
+
+
+class Floor:
+    """What an all-reduce of all gradients costs at least: every rank scales as many bytes in place."""
+
+    def __init__(self, elements: int) -> None:
+        self._memory = torch.ones(elements)
+        self._value = 1.0
+        self.seconds: list[float] = []
+
+    def timed(self, start_line: StartLine) -> None:
+        """One scaling, checked."""
+        scale = 2.0 if self._value == 1 else 0.5
+        start_line.wait()
+        begin = time.perf_counter()
+        self._memory.mul_(scale)
+        self.seconds.append(time.perf_counter() - begin)
+        self._value *= scale
+        if not bool((self._memory == self._value).all()):
+            raise AssertionError("the floor's memory is not what it was scaled to")
+
+
+def slowest_ms(seconds: list[float]) -> np.ndarray:
+    """Milliseconds of the slowest rank, without the warm-up."""
+    return 1e3 * ranks.slowest(torch.tensor(seconds[WARMUP_PAIRS:], dtype=torch.float64)).numpy()
+
+
+def evaluate(trainees: dict[str, Trainee]) -> dict[str, dict]:
+    """Each engine's milliseconds: with and without sync, their difference, and what no_sync costs over plain torch."""
+    no_sync = {engine: slowest_ms(trainee.no_sync) for engine, trainee in trainees.items()}
+    results = {}
+    for engine, trainee in trainees.items():
+        entry = {"no_sync_ms": stats.summary(no_sync[engine]), "loss": trainee.loss}
+        if engine != "plain":
+            sync = slowest_ms(trainee.sync)
+            entry["sync_ms"] = stats.summary(sync)
+            entry["overhead_ms"] = interval(sync - no_sync[engine])
+            if "plain" in trainees:
+                entry["no_sync_over_plain"] = interval(no_sync[engine] / no_sync["plain"])
+        results[engine] = entry
+    return results
+
+
+def interval(samples: np.ndarray) -> dict[str, float]:
+    """A median with its 95 % bootstrap interval."""
+    return dict(zip(("median", "lower", "upper"), stats.median_interval(samples), strict=True))
+
+
+def verify_equal(name: str, trainees: dict[str, Trainee]) -> None:
+    """Raises unless syncengine and DDP trained the same bits on every rank."""
+    if not {"syncengine", "ddp"} <= trainees.keys():
+        return
+    mine, theirs = (trainees[engine].model.module.state_dict() for engine in ("syncengine", "ddp"))
+    different = [key for key in mine if not equal_bits(mine[key], theirs[key])]
+    same_loss = trainees["syncengine"].loss == trainees["ddp"].loss
+    if not ranks.everywhere(not different and same_loss):
+        raise AssertionError(
+            f"{name}: syncengine and DDP trained different models; here loss {trainees['syncengine'].loss!r} against "
+            f"{trainees['ddp'].loss!r}, and {len(different)} of {len(mine)} tensors differ: {different[:5]}"
+        )
+
+
+def equal_bits(one: Tensor, other: Tensor) -> bool:
+    """Equality that tells 0.0 from -0.0 and finds a NaN equal to itself."""
+    return torch.equal(one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8))
+
+
+def describe(result: dict) -> str:
+    """One model's line while the others are still measured."""
+    verified = {"syncengine", "ddp"} <= result["engines"].keys()
+    return f"{result['model']}: measured" + (", trained models bit-equal" if verified else "")
+
+
+def report(results: list[dict], options: argparse.Namespace) -> None:
+    """One table on the terminal, and the result file."""
+    rows = [
+        ("model", "M par.", "floor", "engine", "no sync", "/ plain", "sync", "overhead (95 %)", "/ floor", "of DDP's")
+    ]
+    for result in results:
+        engines, floor = result["engines"], result["floor_ms"]["p50"]
+        for engine, entry in engines.items():
+            row = (result["model"], f"{result['parameters'] / 1e6:.1f}", f"{floor:.2f}", engine)
+            row += (f"{entry['no_sync_ms']['p50']:.1f}",)
+            if engine == "plain":
+                rows.append((*row, "", "", "", "", ""))
+                continue
+            ratio, cost = entry.get("no_sync_over_plain"), entry["overhead_ms"]
+            ddp = engines.get("ddp", {}).get("overhead_ms")
+            row += (f"{ratio['median']:.3f}" if ratio else "", f"{entry['sync_ms']['p50']:.1f}")
+            row += (
+                f"{cost['median']:.2f} ({cost['lower']:.2f} to {cost['upper']:.2f})",
+                f"{cost['median'] / floor:.1f}",
+            )
+            rows.append((*row, f"{cost['median'] / ddp['median']:.2f}" if ddp else ""))
+    print(f"\nmilliseconds of a step (forward and backward), medians of {options.pairs}; {options.ranks} ranks")
+    print(output.table(rows))
+    output.save(options.out, "train_step", vars(options), results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

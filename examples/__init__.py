@@ -1,0 +1,1 @@
+"""Programs that use syncengine as any training script would."""

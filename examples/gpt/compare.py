@@ -1,0 +1,50 @@
+"""Runs the training twice, with syncengine and with torch's DistributedDataParallel over Gloo, and compares."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from .report import Run, plot, table
+from .train import load
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def compare(ranks: int, out: Path, arguments: list[str]) -> bool:
+    """Whether both engines trained the same bits; prints the table and leaves `comparison.png` in `out`."""
+    runs = []
+    for engine in ("syncengine", "ddp"):
+        launch(ranks, engine, out / engine, arguments)
+        runs.append(
+            Run(engine, load(out / engine / "checkpoint.pt"), json.loads((out / engine / "metrics.json").read_text()))
+        )
+    different, largest = difference(runs[0].model, runs[1].model)
+    print(table(runs, different, largest))
+    plot(runs, out / "comparison.png")
+    print(f"\nplot        {out / 'comparison.png'}\ncheckpoint  {out / 'syncengine' / 'checkpoint.pt'}")
+    return different == 0
+
+
+def launch(ranks: int, engine: str, out: Path, arguments: list[str]) -> None:
+    """One training run under torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    train = ["-m", "examples.train_gpt", "train", f"--engine={engine}", f"--out={out}", *arguments]
+    # One thread per rank; set here, or torchrun warns that it does so itself.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(torchrun + train, check=False, cwd=REPOSITORY, env=environment)
+    if finished.returncode:
+        sys.exit(f"the {engine} run failed with exit status {finished.returncode}: see its output above")
+
+
+@torch.no_grad()
+def difference(one: torch.nn.Module, other: torch.nn.Module) -> tuple[int, float]:
+    """(number of parameter elements that differ in any bit, largest absolute difference)."""
+    different, largest = 0, 0.0
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        different += int((mine.view(torch.int32) != theirs.view(torch.int32)).sum())
+        largest = max(largest, float((mine - theirs).abs().max()))
+    return different, largest

@@ -1,0 +1,264 @@
+"""The main job and the benchmarks, each in a tiny size: what they compute and write, never how fast."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import all_reduce, train_step
+from benchmarks.support import ranks, stats
+from examples import train_gpt
+from examples.gpt.compare import difference
+from examples.gpt.data import ALPHABET, Batches, decode, encode, load_text
+from examples.gpt.train import load
+
+REPOSITORY = Path(__file__).parents[1]
+TINY = ["--steps=24", "--layers=1", "--width=32", "--batch=2"]
+TORCHRUN = ranks.launch_command("torchrun", 2)
+
+
+def run(*command: object, timeout: float = 120) -> str:
+    """The standard output of a command that must succeed."""
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    finished = subprocess.run(
+        [str(part) for part in command],
+        cwd=REPOSITORY,
+        env=environment,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
+    return finished.stdout
+
+
+def mpi_command(launcher: str) -> list[str]:
+    if not (REPOSITORY / f".venv-{launcher}").exists():
+        pytest.skip(f"no .venv-{launcher}: `make test` installs it")
+    return ranks.launch_command(launcher, 2)
+
+
+def same_bits(checkpoint: Path, other: Path) -> bool:
+    return difference(load(checkpoint), load(other)) == (0, 0.0)
+
+
+# ---- the main job ----
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """(folder, output) of one comparison."""
+    out = tmp_path_factory.mktemp("compare")
+    return out, run(sys.executable, "-m", "examples.train_gpt", "compare", "--out", out, *TINY)
+
+
+def test_compare_trains_the_same_bits(compared):
+    out, text = compared
+    assert same_bits(out / "syncengine" / "checkpoint.pt", out / "ddp" / "checkpoint.pt")
+    assert "largest difference between the two trained models: 0 (0 elements" in text
+    for row in ("validation loss", "median step time", "sync overhead per step", "syncengine", "DDP + Gloo"):
+        assert row in text
+
+
+def test_compare_leaves_metrics_and_a_plot(compared):
+    out, _ = compared
+    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    for engine in ("syncengine", "ddp"):
+        metrics = json.loads((out / engine / "metrics.json").read_text())
+        assert (metrics["engine"], metrics["ranks"], len(metrics["losses"])) == (engine, 2, 24)
+        assert len(metrics["sync_seconds"]) == len(metrics["no_sync_seconds"]) == 3
+        assert len(metrics["step_seconds"]) == 24 - 10 - 3
+
+
+def test_the_model_learns(compared):
+    losses = json.loads((compared[0] / "syncengine" / "metrics.json").read_text())["losses"]
+    assert sum(losses[-4:]) / 4 < losses[0] - 0.3
+
+
+def test_a_plain_process_loads_the_checkpoint(compared):
+    out, _ = compared
+    checkpoint = out / "syncengine" / "checkpoint.pt"
+    text = run(sys.executable, "-m", "examples.train_gpt", "sample", "--checkpoint", checkpoint, "--length", 20)
+    loss = json.loads((out / "syncengine" / "metrics.json").read_text())["validation_loss"]
+    assert text.startswith(f"validation loss {loss:.6f}\n\ndef ")
+    assert len(text.split("\n\n", 1)[1]) == len("def ") + 20 + len("\n")
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
+def test_mpirun_trains_the_same_bits_as_torchrun(compared, tmp_path, launcher):
+    run(*mpi_command(launcher), "-m", "examples.train_gpt", "train", "--out", tmp_path, *TINY)
+    assert same_bits(tmp_path / "checkpoint.pt", compared[0] / "syncengine" / "checkpoint.pt")
+
+
+def test_inside_an_initialized_process_group(compared, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch.distributed as dist\n"
+        "from examples.train_gpt import main\n"
+        "dist.init_process_group('gloo')\n"
+        "main(sys.argv[1:])\n"
+        "assert dist.is_initialized()\n"
+        "dist.destroy_process_group()\n"
+    )
+    run("env", f"PYTHONPATH={REPOSITORY}", *TORCHRUN, script, "train", "--out", tmp_path, *TINY)
+    assert same_bits(tmp_path / "checkpoint.pt", compared[0] / "syncengine" / "checkpoint.pt")
+
+
+def test_a_single_process_trains_too(tmp_path):
+    run(sys.executable, "-m", "examples.train_gpt", "train", "--out", tmp_path, *TINY)
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert metrics["ranks"] == 1
+    assert metrics["losses"][-1] < metrics["losses"][0]
+    assert load(tmp_path / "checkpoint.pt").config.width == 32
+
+
+def test_compare_exits_with_1_if_the_models_differ(monkeypatch, tmp_path):
+    monkeypatch.setattr(train_gpt, "compare", lambda *_: False)
+    assert train_gpt.main(["compare", "--out", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(("value", "changed"), [(1.0, 1.0 + 2**-23), (0.0, -0.0), (float("nan"), 1.0)])
+def test_difference_counts_single_bits(value, changed):
+    one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    other.load_state_dict(one.state_dict())
+    assert difference(one, other) == (0, 0.0)
+    one.weight.data[0, 0], other.weight.data[0, 0] = value, changed
+    assert difference(one, other)[0] == 1
+
+
+def test_the_text_is_the_same_each_time():
+    training, validation = load_text()
+    assert all(torch.equal(one, other) for one, other in zip(load_text(), (training, validation), strict=True))
+    assert len(training) > 3 * len(validation) > 0
+    assert 0 <= int(training.min()) < int(training.max()) < len(ALPHABET)
+    assert decode(encode("def f(x):\n    return 'é~'")) == "def f(x):\n    return '~'"
+
+
+def test_batches_depend_on_the_seed_only():
+    text = torch.arange(1000)
+    inputs, targets = Batches(text, batch=3, context=8, seed=5).next()
+    assert torch.equal(inputs + 1, targets)
+    assert torch.equal(inputs, Batches(text, batch=3, context=8, seed=5).next()[0])
+    assert not torch.equal(inputs, Batches(text, batch=3, context=8, seed=6).next()[0])
+
+
+# ---- the benchmarks ----
+
+
+def benchmark(name: str, out: Path, *arguments: object) -> dict:
+    """The result file of a tiny run."""
+    run(sys.executable, "-m", f"benchmarks.{name}", "--out", out, *arguments)
+    document = json.loads(out.read_text())
+    assert document["benchmark"] == name
+    assert f"benchmarks.{name}" in document["command"]
+    assert "--worker" not in document["command"]
+    assert document["machine"]["kernel"]
+    assert document["versions"]["torch"] == torch.__version__
+    return document
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
+def test_all_reduce_benchmark(tmp_path, launcher):
+    if launcher != "torchrun":
+        mpi_command(launcher)
+    options = ["--launcher", launcher, "--sizes", "8", "4Ki", "1Mi", "--rounds", 3, 5, "--seconds", 0.1]
+    document = benchmark("all_reduce", tmp_path / "result.json", *options)
+    peers = {"floor", "empty", "tensor", "gloo"} | ({"mpi"} if launcher != "torchrun" else set())
+    assert [result["bytes"] for result in document["results"]] == [8, 4096, 2**20]
+    for result in document["results"]:
+        assert result["peers"].keys() == peers
+        for times in result["peers"].values():
+            calls = 10 if result["bytes"] <= 64 * 2**10 else 1
+            assert 3 <= times["count"] / calls <= 5
+            assert 0 < times["p0"] <= times["p10"] <= times["p50"] <= times["p90"] <= times["p100"]
+    assert ("mpi" in document["versions"]) == (launcher != "torchrun")
+
+
+def test_train_step_benchmark(tmp_path):
+    document = benchmark("train_step", tmp_path / "result.json", "--models", "small", "--pairs", 3)
+    (result,) = document["results"]
+    assert (result["model"], result["parameters"]) == ("small", 500 * (16 * 16 + 16))
+    engines = result["engines"]
+    assert engines.keys() == {"plain", "syncengine", "ddp"}
+    assert engines["syncengine"]["loss"] == engines["ddp"]["loss"]
+    for engine in ("syncengine", "ddp"):
+        assert engines[engine]["sync_ms"]["count"] == engines[engine]["no_sync_ms"]["count"] == 3
+        for quantity in ("overhead_ms", "no_sync_over_plain"):
+            interval = engines[engine][quantity]
+            assert interval["lower"] <= interval["median"] <= interval["upper"]
+
+
+def test_memory_benchmark(tmp_path):
+    document = benchmark("memory", tmp_path / "result.json", "--models", "small", "--steps", 2)
+    (result,) = document["results"]
+    assert result["engines"].keys() == {"syncengine", "ddp", "ddp_view"}
+    for engine in result["engines"].values():
+        assert len(engine["growth_bytes"]) == 2
+        assert min(engine["peak_before_bytes"]) > 10 * 2**20  # a process that has imported torch
+
+
+class NoStartLine:
+    def wait(self) -> None:
+        pass
+
+
+def test_all_reduce_benchmark_notices_a_wrong_sum():
+    mine, theirs = all_reduce.pattern(1000, 0), all_reduce.pattern(1000, 1)
+    tensor = torch.empty(1000)
+
+    def right() -> None:
+        tensor.add_(theirs * float(tensor[0] / mine[0]))  # the peer scales its input as we do
+
+    def swapped() -> None:
+        right()
+        tensor.copy_(torch.cat([tensor[512:], tensor[:512]]))
+
+    for call in (right, lambda: None, swapped):
+        peer = all_reduce.Peer("peer", tensor, call, mine + theirs)
+        if call is right:
+            all_reduce.one_round(1, [peer], mine, NoStartLine())
+            continue
+        with pytest.raises(AssertionError, match="peer: wrong sum of 4000 bytes in round 1"):
+            all_reduce.one_round(1, [peer], mine, NoStartLine())
+
+
+def test_train_step_benchmark_notices_different_models(monkeypatch):
+    monkeypatch.setattr(ranks, "everywhere", bool)
+    trainees = {}
+    for engine in ("syncengine", "ddp"):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential()
+        model.module = torch.nn.Linear(3, 2)  # where a wrapper keeps the model
+        trainees[engine] = train_step.Trainee(engine, model, torch.optim.SGD(model.parameters()), loss=0.5)
+    train_step.verify_equal("tiny", trainees)
+    trainees["ddp"].model.module.bias.data[1] += 1e-7
+    with pytest.raises(AssertionError, match=r"1 of 2 tensors differ: \['bias'\]"):
+        train_step.verify_equal("tiny", trainees)
+
+
+@pytest.mark.parametrize(("text", "bytes_"), [("8", 8), ("4Ki", 4096), ("25Mi", 25 * 2**20)])
+def test_sizes(text, bytes_):
+    assert all_reduce.parse_size(text) == bytes_
+    assert all_reduce.format_size(bytes_) == text
+
+
+@pytest.mark.parametrize("text", ["0", "6", "4Gi", "-8", "1.5Mi", ""])
+def test_sizes_that_are_refused(text):
+    with pytest.raises(SystemExit, match="--sizes"):
+        all_reduce.parse_size(text)
+
+
+def test_median_interval():
+    samples = torch.linspace(0, 10, 101).numpy()
+    median, lower, upper = stats.median_interval(samples)
+    assert median == pytest.approx(5)
+    assert 3 < lower < median < upper < 7
+    assert stats.median_interval([2.0] * 10) == (2.0, 2.0, 2.0)
