@@ -105,23 +105,22 @@ void Engine::poke() {
   }
 }
 
-void Engine::rest(Duration at_most) {
-  uint64_t interest = 0;
-  {
-    std::lock_guard lock(mutex_);
-    for (Movable* movable : movables_) interest |= movable->interest();
-  }
-  uint32_t ticket = bell_->listen(interest);
+void Engine::rest(Duration at_most, const std::function<bool()>& over) {
+  uint32_t ticket = 0;
   bool moved = false;
   {
+    // One critical section: a thread that changes what this one waits for does so before, and is seen, or after, and rings.
     std::lock_guard lock(mutex_);
+    uint64_t interest = 0;
+    for (Movable* movable : movables_) interest |= movable->interest();
+    ticket = bell_->listen(interest);
     for (Movable* movable : movables_) moved |= movable->advance();
   }
-  if (!moved) {
+  if (!moved && !over()) {
     sleeps_.fetch_add(1, std::memory_order_relaxed);
     bell_->sleep(ticket, at_most);
   }
-  bell_->stop_listening();
+  locked([&] { bell_->stop_listening(); });
   if (moved && bell_->anybody_listens()) bell_->ring_self();
 }
 
@@ -152,7 +151,7 @@ void Engine::wait(const Work& work, const std::function<void()>& interrupted, co
     if (!slept && sleeping) sleeping(true);
     slept = true;
     look_around();
-    if (!work.ended()) rest(kTick);
+    if (!work.ended()) rest(kTick, [&] { return work.ended(); });
     if (interrupted) interrupted();
   }
   if (slept && sleeping) sleeping(false);
@@ -183,7 +182,7 @@ void Engine::thread_main() {
     thread_parked_.store(false, std::memory_order_seq_cst);
     if (pass()) continue;
     look_around();
-    rest(kTick);
+    rest(kTick, [this] { return stop_.load(std::memory_order_seq_cst); });
   }
   shm::release_all(arena_->header(), local_size_);
 }

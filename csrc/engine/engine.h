@@ -71,7 +71,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
  private:
   void thread_main();
   bool pass();
-  void rest(Duration at_most);
+  void rest(Duration at_most, const std::function<bool()>& over);  // sleeps, unless something moves or `over()`
   void look_around();
   void wake_thread();
 
