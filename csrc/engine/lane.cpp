@@ -10,7 +10,6 @@ namespace {
 
 constexpr size_t kOneShotBytes = 1 << 10;    // up to here one exchange beats reading less
 constexpr size_t kDirectBytes = 1 << 20;     // of a rank's slice: how often a direct operation looks around
-constexpr uint64_t kOpenAhead = shm::kRecords - 2 * shm::kSlots;  // a record is overwritten only after every peer used it
 
 Path wanted_path(Algorithm algorithm, const Operation& operation, bool in_arena) {
   bool small = operation.collective == Collective::AllReduce && operation.input.bytes() <= kOneShotBytes;
@@ -50,8 +49,13 @@ bool Lane::advance(size_t budget) {
   return moved;
 }
 
+// A record is overwritten only after every rank has compared it with its own.
+uint64_t Lane::record_users(bool all) const {
+  return opened_ < shm::kRecords ? 0 : behind(&shm::LaneProgress::compared, opened_ - shm::kRecords + 1, all);
+}
+
 bool Lane::open() {
-  if (queue_.empty() || opened_ - staged_.operation >= kOpenAhead) return false;
+  if (queue_.empty() || active_.size() == shm::kRecords || record_users(false)) return false;
   Active active{.item = std::move(queue_.front()), .arena_offset = -1, .tensors = {}};
   queue_.pop_front();
   const Operation& operation = active.item.operation;
@@ -197,7 +201,8 @@ bool Lane::retire() {
   sync_point("finished");
   auto work = std::move(active.item.work);
   active_.pop_front();  // lets go of the memory before anybody hears of the end
-  ++retired_;
+  if (++retired_ % (shm::kRecords / 4) == 0)
+    own().compared.store(retired_, std::memory_order_release);  // release: the peers' records were read
   work->finish();
   return true;
 }
@@ -230,7 +235,7 @@ uint64_t Lane::behind(Field field, uint64_t count, bool all) const {
 }
 
 uint64_t Lane::missing(bool all) const {
-  if (active_.empty()) return 0;
+  if (active_.empty()) return queue_.empty() ? 0 : record_users(all);
   uint64_t members = 0;
   if (staged_.operation < opened_) {
     if (!at(staged_.operation).path_known) {
@@ -243,6 +248,7 @@ uint64_t Lane::missing(bool all) const {
     members |= behind(&shm::LaneProgress::staged, reduced_.total + 1, all);
   if (pulled_.total < reduced_.total) members |= pull_blockers(all);
   members |= behind(&shm::LaneProgress::opened, retired_ + 1, all);
+  if (!queue_.empty()) members |= record_users(all);
   const Active& front = active_.front();
   if (pulled_.operation > retired_ && front.peers_read_user) members |= behind(&shm::LaneProgress::pulled, front.end, all);
   return members;

@@ -68,6 +68,7 @@ class Lane {
   Active& at(uint64_t operation) { return active_[operation - retired_]; }
   const Active& at(uint64_t operation) const { return active_[operation - retired_]; }
   bool open();
+  uint64_t record_users(bool all) const;
   bool choose_path(uint64_t operation, Active& active);
   bool stage_one();
   bool reduce_one();

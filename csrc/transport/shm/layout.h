@@ -32,12 +32,13 @@ struct alignas(64) Doorbell {
   std::atomic<uint64_t> interest;  // peers (by local rank) whose next step a sleeping thread needs
 };
 
-// How far this rank is in one lane. `opened` counts operations, the others count chunks.
+// How far this rank is in one lane. `opened` and `compared` count operations, the others count chunks.
 struct alignas(64) LaneProgress {
   std::atomic<uint64_t> opened;   // its OpRecord is published
   std::atomic<uint64_t> staged;   // its contribution is readable
   std::atomic<uint64_t> reduced;  // its slice of the result is readable
   std::atomic<uint64_t> pulled;   // it reads nobody's memory for this chunk any more
+  std::atomic<uint64_t> compared;  // it needs nobody's OpRecord any more; in steps of kRecords / 4
 };
 
 // What this rank believes the operation to be. Compared with every peer's before a byte is used.
