@@ -71,11 +71,11 @@ int64_t Arena::offset_of(const void* data, size_t bytes) const {
 }
 
 std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
-  size_t length = whole_pages(std::max<size_t>(bytes, 1));
   size_t available = available_memory();
-  if (length > available)
+  if (bytes > available)
     throw Error(ErrorKind::InvalidUsage, "syncengine.empty: " + std::to_string(bytes) + " bytes of shared memory wanted, " +
                                              std::to_string(available) + " available on this machine (or in this cgroup)");
+  size_t length = whole_pages(std::max<size_t>(bytes, 1));
   auto offset = heap_.allocate(length, length >= kHugePage ? kHugePage : kPage);
   if (!offset)
     throw Error(ErrorKind::InvalidUsage, "syncengine.empty: no room for " + std::to_string(bytes) + " bytes in an arena of " +
