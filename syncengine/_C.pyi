@@ -1,0 +1,164 @@
+"""syncengine's engine: collectives, communicators and the gradient reducer (csrc/bindings/).
+
+Calls that may wait release the GIL and react to Ctrl-C within about 50 ms. Errors are those of `syncengine.errors`.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+has_test_hooks: bool
+"""Whether this build has the fault-injection hooks that the tests use."""
+
+def instruction_set() -> str:
+    """The instruction set of the reduction kernels: "scalar", "avx2" or "avx512" (SYNCENGINE_ISA chooses)."""
+
+def solo(options: dict[str, Any]) -> Communicator:
+    """The communicator of a job of one rank: no thread, no shared memory. `options` as for LocalBootstrap."""
+
+class Work:
+    """The future of one asynchronous collective. Dropping it does not cancel the collective."""
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until the collective has ended; raises its error.
+
+        `timeout` in seconds: past it Timeout is raised and the communicator fails, since the tensor is in use.
+        """
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not.
+
+        Where a tensor is copied to be reduced (one that is not contiguous, say), the result is in it only after wait().
+        """
+
+    def exception(self) -> Exception | None:
+        """The error it ended with; None if it ended well or has not ended."""
+
+class Communicator:
+    """A group of ranks that run collectives together.
+
+    Made by `syncengine.init` and `split`. May be used from any thread; all ranks must make the same calls in the same
+    order. After an error out of a collective it stays failed: each later call raises the first error.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in the group."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks in the group."""
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """Of each member, its rank in the whole job."""
+
+    @property
+    def numerics(self) -> str:
+        """The order of summation: "rank_order" or "ring"."""
+
+    @property
+    def timeout(self) -> float:
+        """Seconds after which a collective gives up."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
+        """Reduces `tensor` in place over all ranks: the same shape, strides and dtype on each.
+
+        `op`: "sum", "avg" (floating dtypes), "product", "min", "max". A Work if `async_op`, else waits.
+        """
+
+    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
+        """Overwrites `tensor` on every rank by that of rank `src` of the group."""
+
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False
+    ) -> Work | None:
+        """Reduces `input` (size * output.numel() elements) over all ranks; rank r keeps its part r in `output`."""
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
+        """Collects every rank's `input` in `output` (size * input.numel() elements), in rank order."""
+
+    def barrier(self, async_op: bool = False) -> Work | None:
+        """Returns when every rank has called it."""
+
+    def split(self, ranks: Sequence[int]) -> Communicator | None:
+        """A communicator of `ranks` of this one, this rank among them; None for an empty list.
+
+        Every rank must call it, and all members must name the same ranks. New ranks are in the order of the old ones.
+        """
+
+    def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """An uninitialized tensor in memory that the local peers read and write: collectives on it copy nothing."""
+
+    def abort(self, text: str) -> None:
+        """Fails everything pending, here and on all peers, which raise Aborted with `text`."""
+
+    def close(self) -> None:
+        """Leaves in good order; a peer that still waits for this rank gets PeerLost. Later calls raise InvalidUsage."""
+
+    def counters(self) -> dict[str, int]:
+        """What this rank did so far.
+
+        `operations`; with several ranks also `staged_bytes`, `direct_bytes` and `one_shot_bytes` (of inputs, by path)
+        and `sleeps` (of all communicators of this process).
+        """
+
+class LocalBootstrap:
+    """How the ranks of one host find each other's memory: exchange addresses, then connect.
+
+    `options`: `numerics` and `algorithm` (str), `timeout` and `log_after` (seconds), `arena_bytes` (0: the machine's
+    memory). All are needed.
+    """
+
+    def __init__(self, rank: int, size: int, options: dict[str, Any]) -> None: ...
+    def address(self) -> bytes:
+        """Opaque bytes, less than 4 KiB, that every other rank needs."""
+
+    def connect(self, addresses: Sequence[bytes], timeout: float) -> Communicator:
+        """The communicator of all ranks. `addresses` by rank, the own one among them; `timeout` in seconds. Once."""
+
+class Reducer:
+    """Averages the gradients of one model while its backward still runs. Used by `Parallel`.
+
+    `parameters` and `parameter_names` are the same on all ranks, whether they require a gradient now or not;
+    `model_name` is for messages.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        model_name: str,
+        parameter_names: Sequence[str],
+        communicator: Communicator,
+        find_unused_parameters: bool,
+    ) -> None: ...
+    def begin_forward(self, synchronize: bool) -> bool:
+        """A forward with gradients enabled begins; `synchronize`: its backward will average.
+
+        True if a plan must be installed before such a forward runs.
+        """
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The forward has ended with these outputs."""
+
+    def install_plan(self, buckets: Sequence[Sequence[int]], provisional: bool) -> None:
+        """Sets the buckets: indices of parameters, in the order in which they are expected to be ready.
+
+        `provisional`: another plan is wanted once the order of readiness is known.
+        """
+
+    def ready_order(self) -> list[int]:
+        """Parameters in the order in which the last synchronized backward brought their gradients."""
+
+    def check_finalized(self) -> None:
+        """Raises InvalidUsage, naming the parameters, if a synchronized backward is not complete."""
+
+    def remove_hooks(self) -> None:
+        """Stops listening to autograd."""
+
+    def statistics(self) -> dict[str, Any]:
+        """What the last synchronized backward moved.
+
+        `backwards` (so far), `buckets`, `reduced_bytes`, and `copied_bytes`: a dict by reason.
+        """
