@@ -1,0 +1,52 @@
+// Gradients of one dtype that are reduced together, in the memory where they lie: a bucket has no memory of its own.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "engine/work.h"
+
+namespace at {
+class Tensor;
+}
+
+namespace syncengine {
+
+// Who a message is about.
+struct ModelNames {
+  std::string model;                    // "Parallel(GPT)"
+  std::vector<std::string> parameters;  // by index
+};
+
+// What is fixed as long as the plan is. Shared with the operations that describe themselves by it.
+struct BucketLayout {
+  std::shared_ptr<const ModelNames> names;
+  size_t index;
+  DType dtype;
+  std::vector<size_t> parameters;  // in the order in which they lie in the concatenation
+  uint64_t hash;                   // of indices, sizes and dtype: equal on all ranks, or the reduction is a Mismatch
+
+  // "bucket 3 of Parallel(GPT) (layer.weight, layer.bias, ...)"
+  std::string describe() const;
+};
+
+struct Bucket {
+  enum class State : uint8_t {
+    Filling,   // waits for gradients
+    Ready,     // has all of them
+    InFlight,  // announced to the peers
+    Reduced,   // averages are in place
+  };
+
+  std::shared_ptr<const BucketLayout> layout;
+  State state = State::Filling;
+  size_t missing = 0;  // gradients that this backward has not brought yet
+  std::shared_ptr<Work> work;
+  std::shared_ptr<std::vector<at::Tensor>> memory;  // kept alive for the engine
+};
+
+}  // namespace syncengine

@@ -1,0 +1,55 @@
+// One parameter's gradient on its way through one synchronized backward: which memory is reduced, and how the average gets
+// into .grad.
+//
+// The average may be written while backward still runs only into memory that nobody else can read: with
+// `x @ w + pos.view(..)`, pos.grad is the tensor from which w.grad is still to be computed. So the memory of .grad is used
+// where autograd alone holds it, and a private tensor otherwise, which becomes .grad's memory at the end.
+//
+// Ownership: holds the parameter, and the memory between collect() and deliver() or discard(). Thread-safety: none.
+// Failure: throws Error(InvalidUsage) naming the parameter for a gradient that can't be reduced.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <string>
+
+#include "reducer/statistics.h"
+
+namespace syncengine {
+
+class Gradient {
+ public:
+  explicit Gradient(at::Tensor parameter) : parameter_(std::move(parameter)) {}
+
+  const at::Tensor& parameter() const { return parameter_; }
+  bool collected() const { return source_ != Source::None; }
+  std::byte* data() const { return static_cast<std::byte*>(memory_.mutable_data_ptr()); }
+  const at::Tensor& memory() const { return memory_; }
+
+  // Takes what autograd left in .grad. `incoming` is the tensor that was accumulated: .grad may have taken over its memory.
+  void collect(const at::Tensor& incoming, const std::string& name, Statistics& statistics);
+  // Stands in for a gradient that this rank does not have.
+  void collect_unused(Statistics& statistics);
+  // The average is in data(): puts it into .grad. `used` is false if no rank had a gradient: then .grad stays as it is.
+  void deliver(bool used);
+  // The average will never be complete: .grad becomes None.
+  void discard();
+
+ private:
+  enum class Source : uint8_t {
+    None,     // not collected
+    Own,      // .grad's own memory
+    Replace,  // a private tensor whose memory .grad takes over: the old memory stays as autograd left it for others
+    Copy,     // a private tensor to be copied into .grad, which keeps its memory and strides
+    Unused,   // a private tensor; becomes .grad if another rank had a gradient
+  };
+
+  void copy_out(Source source, CopyReason reason, const at::Tensor& grad, Statistics& statistics);
+
+  at::Tensor parameter_;
+  at::Tensor memory_;
+  Source source_ = Source::None;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,133 @@
+#include "reducer/hooks.h"
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include "base/error.h"
+#include "reducer/python_error.h"
+#include "reducer/reducer.h"
+
+namespace syncengine {
+
+namespace {
+
+using torch::autograd::variable_list;
+
+template <class Call>
+void call_from_autograd(Call&& call) {
+  try {
+    call();
+  } catch (const Error&) {
+    rethrow_for_autograd();
+  }
+}
+
+class AfterAccumulate : public torch::autograd::FunctionPostHook {
+ public:
+  AfterAccumulate(Reducer& reducer, size_t index) : reducer_(reducer), index_(index) {}
+
+  variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
+    call_from_autograd([&] { reducer_.on_gradient(index_, inputs[0]); });
+    return outputs;
+  }
+
+ private:
+  Reducer& reducer_;
+  size_t index_;
+};
+
+class BeforeOutput : public torch::autograd::FunctionPreHook {
+ public:
+  explicit BeforeOutput(std::weak_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
+
+  variable_list operator()(const variable_list& grads) override {
+    if (auto reducer = reducer_.lock()) call_from_autograd([&] { reducer->on_output(); });
+    return grads;
+  }
+
+ private:
+  std::weak_ptr<Reducer> reducer_;
+};
+
+// Lives in the callback of one graph task, which destroys it either way.
+class BackwardEnd {
+ public:
+  explicit BackwardEnd(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
+  ~BackwardEnd() {
+    if (reducer_) reducer_->on_backward_abandoned();
+  }
+  BackwardEnd(const BackwardEnd&) = delete;
+  BackwardEnd& operator=(const BackwardEnd&) = delete;
+
+  void reach() {
+    auto reducer = std::move(reducer_);
+    call_from_autograd([&] { reducer->on_backward_end(); });
+  }
+
+ private:
+  std::shared_ptr<Reducer> reducer_;
+};
+
+class PostponedHook : public torch::autograd::PostAccumulateGradHook {
+ public:
+  PostponedHook(std::weak_ptr<Reducer> reducer, size_t index, std::unique_ptr<PostAccumulateGradHook> user)
+      : reducer_(std::move(reducer)), index_(index), user_(std::move(user)) {}
+
+  void operator()(const at::Tensor& parameter) override {
+    auto reducer = reducer_.lock();
+    postponed_ = reducer && reducer->postpones(index_);
+    if (!postponed_) (*user_)(parameter);
+  }
+  void run_if_postponed(const at::Tensor& parameter) {
+    if (std::exchange(postponed_, false)) (*user_)(parameter);
+  }
+  std::unique_ptr<PostAccumulateGradHook> release() { return std::move(user_); }
+
+ private:
+  std::weak_ptr<Reducer> reducer_;
+  size_t index_;
+  std::unique_ptr<PostAccumulateGradHook> user_;
+  bool postponed_ = false;
+};
+
+PostponedHook* postponed_hook(const at::Tensor& parameter) {
+  if (torch::autograd::impl::get_autograd_meta(parameter) == nullptr) return nullptr;
+  return dynamic_cast<PostponedHook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
+}
+
+}  // namespace
+
+GradientHook::GradientHook(Reducer& reducer, size_t index, const at::Tensor& parameter)
+    : node_(torch::autograd::impl::grad_accumulator(parameter)),
+      key_(node_->add_post_hook(std::make_unique<AfterAccumulate>(reducer, index))) {}
+
+GradientHook::~GradientHook() { node_->del_post_hook(key_); }
+
+void hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output) {
+  // A view's grad_fn may have to be made anew, so ask the tensor. A leaf has none.
+  if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<BeforeOutput>(reducer));
+}
+
+void queue_backward_end(std::shared_ptr<Reducer> reducer) {
+  auto end = std::make_shared<BackwardEnd>(std::move(reducer));
+  torch::autograd::Engine::get_default_engine().queue_callback([end] { end->reach(); });
+}
+
+void postpone_user_hooks(const std::weak_ptr<Reducer>& reducer, size_t index, const at::Tensor& parameter) {
+  auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
+  if (!hook || postponed_hook(parameter) != nullptr) return;
+  hook = std::make_unique<PostponedHook>(reducer, index, std::move(hook));
+}
+
+void run_postponed(const at::Tensor& parameter) {
+  if (auto* hook = postponed_hook(parameter)) hook->run_if_postponed(parameter);
+}
+
+void restore_user_hooks(const at::Tensor& parameter) {
+  if (auto* hook = postponed_hook(parameter)) {
+    auto user = hook->release();
+    torch::autograd::impl::post_acc_grad_hooks(parameter) = std::move(user);
+  }
+}
+
+}  // namespace syncengine

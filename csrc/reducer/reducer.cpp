@@ -1,0 +1,340 @@
+#include "reducer/reducer.h"
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <utility>
+
+#include "base/error.h"
+#include "reducer/plan.h"
+#include "reducer/python_error.h"
+
+namespace syncengine {
+
+namespace {
+
+std::vector<Gradient> make_gradients(std::vector<at::Tensor> parameters) {
+  std::vector<Gradient> gradients;
+  gradients.reserve(parameters.size());
+  for (auto& parameter : parameters) gradients.emplace_back(std::move(parameter));
+  return gradients;
+}
+
+bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+// True in backward() without `inputs`: it accumulates into every leaf. autograd.grad() and backward(inputs=...) do not.
+bool whole_graph_runs() {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  return chosen == nullptr || chosen->empty();
+}
+
+}  // namespace
+
+Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shared_ptr<Communicator> communicator,
+                 bool find_unused_parameters)
+    : communicator_(std::move(communicator)),
+      names_(std::make_shared<const ModelNames>(std::move(names))),
+      find_unused_parameters_(find_unused_parameters),
+      first_slot_(communicator_->reserve_slots(parameters.size() + 1)),
+      gradients_(make_gradients(std::move(parameters))),
+      hooks_(gradients_.size()),
+      planned_(gradients_.size()),
+      bucket_of_(gradients_.size()),
+      reachable_(gradients_.size()),
+      used_here_(gradients_.size()),
+      used_anywhere_(std::make_shared<std::vector<uint8_t>>(gradients_.size())) {}
+
+Reducer::~Reducer() { remove_hooks(); }
+
+// --- Forward
+
+bool Reducer::begin_forward(bool synchronize) {
+  std::lock_guard lock(mutex_);
+  communicator_->throw_if_failed();
+  bool recomputing = !synchronize && inside_backward();
+  if (phase_ == Phase::Syncing && !recomputing) {
+    std::string text = unfinished_text();
+    communicator_->abort(ErrorKind::Aborted, "rank " + std::to_string(communicator_->rank()) + ": " + text);
+    settle_after_failure();
+    throw Error(ErrorKind::InvalidUsage, text);
+  }
+  if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
+  follow_requires_grad();
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    if ((hooks_[i] != nullptr) != planned_[i]) return true;
+  }
+  return false;
+}
+
+// A parameter's AccumulateGrad node exists only while it requires a gradient.
+void Reducer::follow_requires_grad() {
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    const at::Tensor& parameter = gradients_[i].parameter();
+    bool wanted = parameter.requires_grad();
+    if (wanted) postpone_user_hooks(weak_from_this(), i, parameter);
+    if (wanted == (hooks_[i] != nullptr)) continue;
+    if (wanted) {
+      hooks_[i] = std::make_unique<GradientHook>(*this, i, parameter);
+      accumulators_[hooks_[i]->node()] = i;
+    } else {
+      accumulators_.erase(hooks_[i]->node());
+      hooks_[i].reset();
+    }
+  }
+}
+
+void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
+  std::lock_guard lock(mutex_);
+  if (find_unused_parameters_) {
+    if (phase_ != Phase::Armed) reachable_.assign(reachable_.size(), false);
+    mark_used(outputs, accumulators_, reachable_);
+  }
+  phase_ = Phase::Armed;
+  for (const auto& output : outputs) hook_output(weak_from_this(), output);
+}
+
+void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets) {
+  std::lock_guard lock(mutex_);
+  if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing) {
+    throw Error(ErrorKind::InvalidUsage, names_->model + ": the buckets can't change in the middle of a backward");
+  }
+  buckets_ = make_buckets(buckets, gradients_, names_);
+  planned_.assign(planned_.size(), false);
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    for (size_t i : buckets_[b].layout->parameters) {
+      planned_[i] = true;
+      bucket_of_[i] = b;
+    }
+  }
+  ready_order_.reserve(gradients_.size());
+}
+
+std::vector<size_t> Reducer::ready_order() const {
+  std::lock_guard lock(mutex_);
+  return ready_order_;
+}
+
+Statistics Reducer::statistics() const {
+  std::lock_guard lock(mutex_);
+  return statistics_;
+}
+
+void Reducer::check_finalized() const {
+  std::lock_guard lock(mutex_);
+  if (phase_ == Phase::Syncing) throw Error(ErrorKind::InvalidUsage, unfinished_text());
+}
+
+void Reducer::remove_hooks() {
+  std::lock_guard lock(mutex_);
+  accumulators_.clear();
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    hooks_[i].reset();
+    restore_user_hooks(gradients_[i].parameter());
+  }
+}
+
+// --- Backward
+
+void Reducer::on_output() {
+  std::lock_guard lock(mutex_);
+  if (phase_ != Phase::Armed || !whole_graph_runs()) return;
+  // From here on the peers expect us: an error anywhere in this backward must reach them.
+  watch_this_backward();
+  // If no parameter at all is used here, no other hook will run.
+  if (find_unused_parameters_) begin_backward();
+}
+
+bool Reducer::postpones(size_t index) const {
+  std::lock_guard lock(mutex_);
+  return planned_[index] && (phase_ == Phase::Armed || phase_ == Phase::Syncing);
+}
+
+void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
+  if (phase_.load(std::memory_order_relaxed) == Phase::Local && !find_unused_parameters_) return;  // set by this thread
+  std::lock_guard lock(mutex_);
+  if (find_unused_parameters_ && gradients_[index].parameter().grad().defined()) used_here_[index] = true;
+  switch (phase_) {
+    case Phase::Local: return;
+    case Phase::Finalizing:
+    case Phase::Consumed: throw_collected_twice(index);
+    case Phase::Armed:
+      watch_this_backward();
+      begin_backward();
+      break;
+    case Phase::Syncing: watch_this_backward();
+  }
+  collect(index, incoming);
+}
+
+void Reducer::begin_backward() {
+  phase_ = Phase::Syncing;
+  for (auto& bucket : buckets_) {
+    bucket.state = Bucket::State::Filling;
+    bucket.missing = bucket.layout->parameters.size();
+  }
+  buckets_missing_ = buckets_.size();
+  ready_order_.clear();
+  statistics_ = Statistics{.backwards = statistics_.backwards + 1, .buckets = buckets_.size()};
+  if (!find_unused_parameters_) return;
+  for (size_t i = 0; i < planned_.size(); ++i) {
+    if (!planned_[i] || reachable_[i]) continue;
+    gradients_[i].collect_unused(statistics_);
+    count_collected(i);
+  }
+}
+
+void Reducer::collect(size_t index, const at::Tensor& incoming) {
+  Gradient& gradient = gradients_[index];
+  if (gradient.collected() || !planned_[index]) throw_collected_twice(index);
+  gradient.collect(incoming, name(index), statistics_);
+  ready_order_.push_back(index);
+  count_collected(index);
+}
+
+void Reducer::count_collected(size_t index) {
+  Bucket& bucket = buckets_[bucket_of_[index]];
+  if (--bucket.missing > 0) return;
+  bucket.state = Bucket::State::Ready;
+  announce(bucket);
+  if (--buckets_missing_ == 0 && find_unused_parameters_) announce_usage();
+}
+
+void Reducer::announce(Bucket& bucket) {
+  const BucketLayout& layout = *bucket.layout;
+  Operation operation;
+  operation.dtype = layout.dtype;
+  operation.op = ReduceOp::Avg;
+  operation.numerics = communicator_->numerics();
+  // DDP scales each contribution as it copies it into the bucket; rank_order scales the sum, and so rounds once.
+  double& scale = operation.numerics == Numerics::Ring ? operation.prescale : operation.postscale;
+  scale = 1.0 / communicator_->size();
+  bucket.memory = std::make_shared<std::vector<at::Tensor>>();
+  bucket.memory->reserve(layout.parameters.size());
+  for (size_t i : layout.parameters) {
+    const Gradient& gradient = gradients_[i];
+    operation.output.add(gradient.data(), gradient.memory().nbytes());
+    bucket.memory->push_back(gradient.memory());
+  }
+  statistics_.reduced_bytes += operation.output.bytes();
+  operation.input = operation.output;
+  operation.layout_hash = layout.hash;
+  operation.describe = [layout = bucket.layout] { return layout->describe(); };
+  operation.keepalive = bucket.memory;
+  bucket.work = communicator_->announce(first_slot_ + layout.index, std::move(operation));
+  bucket.state = Bucket::State::InFlight;
+}
+
+void Reducer::announce_usage() {
+  for (size_t i = 0; i < used_here_.size(); ++i) (*used_anywhere_)[i] = used_here_[i];
+  Operation operation;
+  operation.dtype = DType::UInt8;
+  operation.op = ReduceOp::Max;
+  operation.numerics = communicator_->numerics();
+  operation.output.add(used_anywhere_->data(), used_anywhere_->size());
+  operation.input = operation.output;
+  operation.describe = [names = names_] { return "used parameters of " + names->model; };
+  operation.keepalive = used_anywhere_;
+  usage_work_ = communicator_->announce(first_slot_ + gradients_.size(), std::move(operation));
+}
+
+// --- Backward's end
+//
+// Callbacks run at the end of the graph task they were queued in. Reentrant checkpointing nests tasks, and an inner one may
+// end before later hooks run or bring the last gradient itself. So each task that we see gets a callback, and the first to
+// find all buckets announced finalizes. That may be an inner task: nothing written here is read by an outer one.
+
+void Reducer::watch_this_backward() {
+  int task = torch::autograd::get_current_graph_task_id();
+  if (std::exchange(watched_task_, task) != task) queue_backward_end(shared_from_this());
+}
+
+void Reducer::on_backward_end() {
+  {
+    std::lock_guard lock(mutex_);
+    if (phase_ != Phase::Syncing || buckets_missing_ > 0) return;
+    phase_ = Phase::Finalizing;
+  }
+  try {
+    wait_for_buckets();
+  } catch (...) {
+    std::lock_guard lock(mutex_);
+    settle_after_failure();
+    throw;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& bucket : buckets_) deliver(bucket);
+    used_here_.assign(used_here_.size(), false);
+    phase_ = Phase::Consumed;
+  }
+  for (const auto& bucket : buckets_) {
+    for (size_t i : bucket.layout->parameters) run_postponed(gradients_[i].parameter());
+  }
+}
+
+void Reducer::wait_for_buckets() {
+  for (const auto& bucket : buckets_) communicator_->wait(bucket.work, check_signals);
+  if (find_unused_parameters_) communicator_->wait(usage_work_, check_signals);
+}
+
+void Reducer::deliver(Bucket& bucket) {
+  for (size_t i : bucket.layout->parameters) {
+    gradients_[i].deliver(!find_unused_parameters_ || (*used_anywhere_)[i] != 0);
+  }
+  bucket.state = Bucket::State::Reduced;
+  bucket.work.reset();
+  bucket.memory->clear();  // the engine may hold the operation a little longer
+  bucket.memory.reset();
+}
+
+void Reducer::on_backward_abandoned() noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    if (phase_ != Phase::Armed && phase_ != Phase::Syncing) return;
+    communicator_->abort(ErrorKind::Aborted, "rank " + std::to_string(communicator_->rank()) + ": backward aborted");
+    settle_after_failure();
+  } catch (...) {
+    // In a destructor, on the way of the error that ended this backward.
+  }
+}
+
+void Reducer::settle_after_failure() {
+  for (auto& bucket : buckets_) {
+    if (bucket.work && bucket.work->state() == Work::State::Done && !find_unused_parameters_) {
+      deliver(bucket);
+      continue;
+    }
+    for (size_t i : bucket.layout->parameters) gradients_[i].discard();
+    bucket.work.reset();
+    bucket.memory.reset();  // not cleared: the engine keeps what it might still touch
+  }
+  phase_ = Phase::Consumed;
+}
+
+// --- Texts
+
+std::string Reducer::unfinished_text() const {
+  std::string indices, missing;
+  for (size_t i = 0; i < gradients_.size(); ++i) {
+    if (!planned_[i] || gradients_[i].collected()) continue;
+    indices += " " + std::to_string(i);
+    missing += (missing.empty() ? "" : ", ") + name(i);
+  }
+  auto rank = std::to_string(communicator_->rank());
+  return "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that "
+         "your module has parameters that were not used in producing loss. You can enable unused parameter detection by "
+         "passing the keyword argument `find_unused_parameters=True` to `syncengine.Parallel`, and by making sure all "
+         "`forward` function outputs participate in calculating loss.\nParameter indices which did not receive grad for "
+         "rank " + rank + ":" + indices + "\nParameters which did not receive grad for rank " + rank + ": " + missing;
+}
+
+void Reducer::throw_collected_twice(size_t index) const {
+  throw Error(ErrorKind::InvalidUsage,
+              "Expected to mark a variable ready only once. Parameter " + std::to_string(index) + " (" + name(index) + ") of " +
+                  names_->model +
+                  " got another gradient after its average was on its way. Either this backward runs through a forward that "
+                  "an earlier backward has already synchronized (run one backward over the sum of the losses, or the other "
+                  "forwards under no_sync()), or the parameter is used outside of the module's forward or in several "
+                  "reentrant checkpoints (use_reentrant=False helps).");
+}
+
+}  // namespace syncengine

@@ -1,0 +1,112 @@
+// Averages the gradients of one model while its backward still runs.
+//
+//   forward    begin_forward -> the model -> prepare_for_backward
+//   backward   on_output, on_gradient for each parameter: collect it; announce its bucket with the last one
+//   its end    on_backward_end: wait for the buckets, put the averages into .grad
+//
+// The buckets are Python's to plan (install_plan), from the order in which gradients were ready.
+//
+// Ownership: shared by Python and by the graph tasks it takes part in; holds the parameters and its hooks on them.
+// Thread-safety: forward, and backward on any number of threads, one synchronized backward at a time. Blocks only in
+// on_backward_end. The lock may be held while the GIL is taken, so callers must not hold the GIL.
+// Failure: throws Error; autograd's hooks turn it into Python's classes. After a failed backward no .grad is half averaged:
+// it is either the average or None.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/communicator.h"
+#include "reducer/bucket.h"
+#include "reducer/gradient.h"
+#include "reducer/hooks.h"
+#include "reducer/statistics.h"
+#include "reducer/unused.h"
+
+namespace syncengine {
+
+class Reducer : public std::enable_shared_from_this<Reducer> {
+ public:
+  // All the parameters that might ever be synchronized, whether they require a gradient now or not; the same on all ranks.
+  Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shared_ptr<Communicator> communicator,
+          bool find_unused_parameters);
+  ~Reducer();
+  Reducer(const Reducer&) = delete;
+  Reducer& operator=(const Reducer&) = delete;
+
+  // A forward with gradients enabled begins; `synchronize`: its backward will average. Returns true if the parameters that
+  // require a gradient are not those of the plan: then a plan must be installed before the forward runs.
+  bool begin_forward(bool synchronize);
+  // It has ended with these outputs (needed in full only to find unused parameters).
+  void prepare_for_backward(const std::vector<at::Tensor>& outputs);
+
+  void install_plan(const std::vector<std::vector<size_t>>& buckets);
+  // Parameters in the order in which the last synchronized backward brought them; those that it did not bring are missing.
+  std::vector<size_t> ready_order() const;
+
+  void check_finalized() const;
+  void remove_hooks();
+  Statistics statistics() const;
+
+  // For hooks only.
+  void on_output();
+  void on_gradient(size_t index, const at::Tensor& incoming);
+  bool postpones(size_t index) const;
+  void on_backward_end();
+  void on_backward_abandoned() noexcept;
+
+ private:
+  enum class Phase : uint8_t {
+    Local,       // gradients stay on this rank: nothing has run yet, or the last forward was under no_sync
+    Armed,       // a synchronized forward has run, perhaps several
+    Syncing,     // their backward has begun
+    Finalizing,  // all buckets are announced, and some thread waits for them
+    Consumed,    // their backward is over, and no forward has run since
+  };
+
+  void begin_backward();
+  void collect(size_t index, const at::Tensor& incoming);
+  void count_collected(size_t index);
+  void announce(Bucket& bucket);
+  void announce_usage();
+  void watch_this_backward();
+  void wait_for_buckets();
+  void deliver(Bucket& bucket);
+  void settle_after_failure();
+  void follow_requires_grad();
+  std::string unfinished_text() const;
+  [[noreturn]] void throw_collected_twice(size_t index) const;
+  const std::string& name(size_t index) const { return names_->parameters[index]; }
+
+  const std::shared_ptr<Communicator> communicator_;
+  const std::shared_ptr<const ModelNames> names_;
+  const bool find_unused_parameters_;
+  const uint64_t first_slot_;  // one for each bucket there may be, and the last for usage
+
+  mutable std::mutex mutex_;
+  std::atomic<Phase> phase_{Phase::Local};  // written under mutex_
+  std::vector<Gradient> gradients_;                     // by parameter
+  std::vector<std::unique_ptr<GradientHook>> hooks_;    // by parameter; none while it does not require a gradient
+  std::vector<bool> planned_;                           // by parameter: whether it is in a bucket
+  std::vector<size_t> bucket_of_;                       // by parameter
+  std::vector<Bucket> buckets_;
+  size_t buckets_missing_ = 0;                          // not announced yet in this backward
+  std::vector<size_t> ready_order_;
+  int watched_task_ = -1;                               // the graph task that holds our last callback
+  Statistics statistics_;
+
+  // find_unused_parameters only
+  AccumulatorIndex accumulators_;
+  std::vector<bool> reachable_;                         // by parameter: from the outputs since the last synchronization
+  std::vector<bool> used_here_;                         // by parameter: had a gradient since the last synchronization
+  std::shared_ptr<std::vector<uint8_t>> used_anywhere_; // by parameter: reduced over all ranks
+  std::shared_ptr<Work> usage_work_;
+};
+
+}  // namespace syncengine

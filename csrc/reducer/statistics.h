@@ -1,0 +1,38 @@
+// What the last synchronized backward moved.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace syncengine {
+
+// Why a gradient could not be reduced in the memory where autograd left it.
+enum class CopyReason : uint8_t {
+  SharedStorage,  // something else holds the memory, and might still read it in this backward
+  Layout,         // strides are not the parameter's: ranks would disagree on the order of elements
+  Graph,          // part of a graph (create_graph=True)
+  Unused,         // no gradient here: zeros, or what an earlier backward left, stand in
+};
+inline constexpr size_t kCopyReasons = 4;
+
+constexpr const char* name(CopyReason reason) {
+  switch (reason) {
+    case CopyReason::SharedStorage: return "shared storage";
+    case CopyReason::Layout: return "layout";
+    case CopyReason::Graph: return "graph";
+    case CopyReason::Unused: return "unused";
+  }
+  return "unknown";
+}
+
+struct Statistics {
+  uint64_t backwards = 0;  // synchronized so far; everything below is about the last one
+  uint64_t buckets = 0;
+  uint64_t reduced_bytes = 0;
+  std::array<uint64_t, kCopyReasons> copied_bytes{};
+
+  void count_copy(CopyReason reason, size_t bytes) { copied_bytes[static_cast<size_t>(reason)] += bytes; }
+};
+
+}  // namespace syncengine
