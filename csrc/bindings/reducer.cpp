@@ -44,7 +44,7 @@ void bind_reducer(py::module_& module) {
            py::arg("communicator"), py::arg("find_unused_parameters"), NoGil())
       .def("begin_forward", &Reducer::begin_forward, py::arg("synchronize"), NoGil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), NoGil())
-      .def("install_plan", &Reducer::install_plan, py::arg("buckets"), NoGil())
+      .def("install_plan", &Reducer::install_plan, py::arg("buckets"), py::arg("provisional"), NoGil())
       .def("ready_order", &Reducer::ready_order, NoGil())
       .def("check_finalized", &Reducer::check_finalized, NoGil())
       .def("remove_hooks", &Reducer::remove_hooks, NoGil())

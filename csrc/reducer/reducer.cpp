@@ -62,7 +62,7 @@ bool Reducer::begin_forward(bool synchronize) {
   for (size_t i = 0; i < hooks_.size(); ++i) {
     if ((hooks_[i] != nullptr) != planned_[i]) return true;
   }
-  return false;
+  return provisional_ && !ready_order_.empty();
 }
 
 // A parameter's AccumulateGrad node exists only while it requires a gradient.
@@ -92,12 +92,13 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   for (const auto& output : outputs) hook_output(weak_from_this(), output);
 }
 
-void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets) {
+void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional) {
   std::lock_guard lock(mutex_);
   if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing) {
     throw Error(ErrorKind::InvalidUsage, names_->model + ": the buckets can't change in the middle of a backward");
   }
   buckets_ = make_buckets(buckets, gradients_, names_);
+  provisional_ = provisional;
   planned_.assign(planned_.size(), false);
   for (size_t b = 0; b < buckets_.size(); ++b) {
     for (size_t i : buckets_[b].layout->parameters) {
@@ -314,9 +315,11 @@ void Reducer::settle_after_failure() {
 
 std::string Reducer::unfinished_text() const {
   std::string indices, missing;
+  size_t next = 0;  // DDP counts only parameters that require a gradient
   for (size_t i = 0; i < gradients_.size(); ++i) {
-    if (!planned_[i] || gradients_[i].collected()) continue;
-    indices += " " + std::to_string(i);
+    size_t index = next;
+    if (!planned_[i] || (++next, gradients_[i].collected())) continue;
+    indices += " " + std::to_string(index);
     missing += (missing.empty() ? "" : ", ") + name(i);
   }
   auto rank = std::to_string(communicator_->rank());

@@ -40,13 +40,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  // A forward with gradients enabled begins; `synchronize`: its backward will average. Returns true if the parameters that
-  // require a gradient are not those of the plan: then a plan must be installed before the forward runs.
+  // A forward with gradients enabled begins; `synchronize`: its backward will average. Returns true if a plan must be
+  // installed before such a forward runs: the parameters that require a gradient have changed, or the plan was provisional
+  // and the order in which gradients are ready is now known.
   bool begin_forward(bool synchronize);
   // It has ended with these outputs (needed in full only to find unused parameters).
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
 
-  void install_plan(const std::vector<std::vector<size_t>>& buckets);
+  void install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional);
   // Parameters in the order in which the last synchronized backward brought them; those that it did not bring are missing.
   std::vector<size_t> ready_order() const;
 
@@ -93,6 +94,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::atomic<Phase> phase_{Phase::Local};  // written under mutex_
   std::vector<Gradient> gradients_;                     // by parameter
   std::vector<std::unique_ptr<GradientHook>> hooks_;    // by parameter; none while it does not require a gradient
+  bool provisional_ = false;                            // the plan waits for ready_order_
   std::vector<bool> planned_;                           // by parameter: whether it is in a bucket
   std::vector<size_t> bucket_of_;                       // by parameter
   std::vector<Bucket> buckets_;

@@ -1,0 +1,315 @@
+"""``Parallel``: a drop-in for ``torch.nn.parallel.DistributedDataParallel``."""
+
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import _StopRecomputationError
+
+from syncengine._C import Communicator, Reducer
+from syncengine.buckets import BucketPlanner
+from syncengine.communicator import default_communicator, init
+from syncengine.errors import InvalidUsage, Mismatch
+from syncengine.refusal import check_arguments, check_module, refuse_methods
+from syncengine.replication import StateBroadcast, check_same_on_all_ranks, describe_tensor
+
+
+@refuse_methods
+class Parallel(DistributedDataParallel):
+    """Trains ``module`` data-parallel: each backward averages the gradients over all ranks while it still runs.
+
+    The arguments, attributes and errors are those of ``DistributedDataParallel``; what is not supported yet is refused by
+    name. It is a subclass only so that ``isinstance`` holds for the tools that ask: none of DDP's machinery runs.
+
+    ``process_group`` takes a ``syncengine.Communicator`` (say, from ``Communicator.split``); ``None`` is the default one,
+    initialized if need be. With one rank the module is called directly.
+
+    Raises ``InvalidUsage`` for an argument that can't work, and ``Mismatch``, naming the parameter and both sides, if the
+    ranks' models differ.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Communicator | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Any = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        check_arguments(
+            device_ids=device_ids,
+            output_device=output_device,
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            device_mesh=device_mesh,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            batched_grad_copy=batched_grad_copy,
+        )
+        torch.nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self.module = module
+        self.process_group = init() if process_group is None else process_group
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        check_module(module, self.parameters_to_ignore)
+
+        self.dim = dim
+        self.device_ids = None
+        self.output_device = None
+        self.device = torch.device("cpu")
+        self.device_type = "cpu"
+        self.is_multi_device_module = False
+        self.static_graph = False
+        self.mixed_precision = None
+        self.gradient_as_bucket_view = False
+        self.batched_grad_copy = False
+        self.skip_all_reduce_unused_params = False
+        self.find_unused_parameters = find_unused_parameters
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.logger = None
+        self._bucket_cap_mb = bucket_cap_mb
+        self._ddp_sink_clone = True
+        sync_initial_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self._assign_modules_buffers()
+        self._build_reducer()
+        if init_sync and self.process_group.size > 1:
+            self._replicate(sync_initial_buffers)
+
+    def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+        """Sets forward_sync_buffers; returns whether buffers are copied at construction. As DDP since 2.13."""
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead, which still copies rank 0's "
+                "buffers at construction.",
+                FutureWarning,
+                stacklevel=3,
+            )
+        if forward_sync_buffers is not None:
+            self.forward_sync_buffers = forward_sync_buffers
+            return True
+        self.forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
+        return self.forward_sync_buffers
+
+    # --- Construction
+
+    def _build_reducer(self) -> None:
+        """Everything that pickling leaves out."""
+        named = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        self._parameter_names = [name for name, _ in named]
+        self._module_parameters = [parameter for _, parameter in named]
+        self._planner = BucketPlanner.create(
+            self._module_parameters, self.process_group.numerics, self._bucket_cap_mb, self.find_unused_parameters
+        )
+        self.bucket_bytes_cap = self._planner.cap
+        self._has_plan = False
+        self._has_rebuilt_buckets = False
+        self._buffer_broadcast: StateBroadcast | None = None
+        self.reducer = None
+        if self.process_group.size > 1:
+            self.reducer = Reducer(
+                self._module_parameters,
+                f"Parallel({type(self.module).__name__})",
+                self._parameter_names,
+                self.process_group,
+                self.find_unused_parameters,
+            )
+
+    def _replicate(self, with_buffers: bool) -> None:
+        """Checks that all ranks have the same model, and gives them rank 0's values."""
+        named = list(zip(self._parameter_names, self._module_parameters))
+        if with_buffers:
+            named += self.named_module_buffers.items()
+        settings = (
+            f"find_unused_parameters={self.find_unused_parameters}, bucket_cap_mb={self._bucket_cap_mb}, "
+            f"forward_sync_buffers={self.forward_sync_buffers}"
+        )
+        model = f"Parallel({type(self.module).__name__})"
+        lines = [settings, *(describe_tensor(name, tensor) for name, tensor in named)]
+        check_same_on_all_ranks(self.process_group, model, lines)
+        StateBroadcast(self.process_group, (tensor for _, tensor in named))()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not default_communicator():
+            raise InvalidUsage(
+                "Parallel can only be pickled with the default communicator: the copy would not know which one to use. "
+                "Save model.module.state_dict() instead"
+            )
+        state = self.__dict__.copy()
+        for name in ("process_group", "reducer", "logger", "_planner", "_buffer_broadcast"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.nn.Module.__setstate__(self, state)
+        self.process_group = init()
+        self.logger = None
+        self._build_reducer()
+
+    # --- Forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self.reducer is None:
+            return self.module(*inputs, **kwargs)
+        synchronize = False
+        if torch.is_grad_enabled():
+            synchronize = self.require_backward_grad_sync
+            self._begin_forward(synchronize)
+        if self.will_sync_module_buffers():
+            self._sync_buffers()
+        # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
+        self.require_forward_param_sync = synchronize
+        if not synchronize:
+            return self.module(*inputs, **kwargs)
+        try:
+            output = self.module(*inputs, **kwargs)
+        except _StopRecomputationError:  # how checkpointing ends a forward early, in backward
+            raise
+        except BaseException as error:
+            rank = self.process_group.rank
+            self.process_group.abort(f"rank {rank} raised in forward: {type(error).__name__}: {error}")
+            raise
+        self.reducer.prepare_for_backward([output] if isinstance(output, torch.Tensor) else list(_tensors_in(output)))
+        return self._through_sink(output) if self.find_unused_parameters else output
+
+    def _begin_forward(self, synchronize: bool) -> None:
+        needs_plan = self.reducer.begin_forward(synchronize)
+        if needs_plan and synchronize:
+            self._plan_buckets()
+
+    def _plan_buckets(self) -> None:
+        """The first plan is by registration; later ones by rank 0's order of readiness."""
+        trainable = [i for i, p in enumerate(self._module_parameters) if p.requires_grad]
+        if not self._has_plan:
+            self.reducer.install_plan(self._planner.initial(trainable), provisional=self._planner.rebuilds)
+            self._has_plan = True
+            return
+        order = self._agree_on_order(trainable)
+        self.reducer.install_plan(self._planner.rebuilt(order), provisional=False)
+        self._has_rebuilt_buckets = True
+
+    def _agree_on_order(self, trainable: list[int]) -> list[int]:
+        """Rank 0's order of its trainable parameters: last backward's, then what it did not bring."""
+        brought = [i for i in self.reducer.ready_order() if i in set(trainable)]
+        order = brought + [i for i in reversed(trainable) if i not in set(brought)]
+        message = torch.tensor(order + [-1] * (len(self._module_parameters) - len(order)))
+        self.process_group.broadcast(message, 0)
+        agreed = [i for i in message.tolist() if i >= 0]
+        if difference := sorted(set(agreed) ^ set(trainable)):
+            ranks = self.process_group.global_ranks
+            name, here = self._parameter_names[difference[0]], difference[0] in trainable
+            with_grad, without = (ranks[self.process_group.rank], ranks[0])[:: 1 if here else -1]
+            text = f"parameter {name} requires a gradient on rank {with_grad}, but not on rank {without}"
+            self.process_group.abort(text)
+            raise Mismatch(f"{text}: freeze and unfreeze on all ranks alike")
+        return agreed
+
+    def _through_sink(self, output: Any) -> Any:
+        """Lets every output take part in backward, so that parameters behind an unused one are still heard of."""
+        leaves, spec = tree_flatten(output)
+        passed = _OutputSink.apply(self._ddp_sink_clone, *leaves)
+        # What has no graph stays the very object it was.
+        leaves = [
+            leaf if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None else new for leaf, new in zip(leaves, passed)
+        ]
+        return tree_unflatten(leaves, spec)
+
+    def _sync_buffers(self) -> None:
+        self._assign_modules_buffers()  # modules may have replaced theirs
+        buffers = self.modules_buffers
+        cached = self._buffer_broadcast
+        if cached is None or len(cached.tensors) != len(buffers) or any(map(_is_not, cached.tensors, buffers)):
+            cached = self._buffer_broadcast = StateBroadcast(self.process_group, buffers)
+        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
+            cached()
+
+    # --- What others ask
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self.process_group.rank
+
+    def sync_stats(self) -> dict[str, Any]:
+        """What the last synchronized backward moved.
+
+        ``backwards`` (so far), ``buckets``, ``reduced_bytes``, and ``copied_bytes`` by the reason for which gradients
+        could not be reduced where autograd left them.
+        """
+        if self.reducer is None:
+            return {"backwards": 0, "buckets": 0, "reduced_bytes": 0, "copied_bytes": {}}
+        return self.reducer.statistics()
+
+    def _check_reducer_finalized(self) -> None:
+        if self.reducer is not None:
+            self.reducer.check_finalized()
+
+    def _remove_autograd_hooks(self) -> None:
+        if self.reducer is not None:
+            self.reducer.remove_hooks()
+
+
+class _OutputSink(torch.autograd.Function):
+    """Passes tensors through; backward hands on missing gradients as missing, so that their graphs run as well."""
+
+    @staticmethod
+    def forward(ctx: Any, clone: bool, *values: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        # Cloned, since a user may change an output in place, which a view out of a custom function does not allow.
+        return tuple(v.clone() if clone and isinstance(v, torch.Tensor) else v for v in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, *grads)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an output: in lists, tuples, mappings and dataclasses, however nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _tensors_in(getattr(value, field.name))
+
+
+def _is_not(a: object, b: object) -> bool:
+    return a is not b

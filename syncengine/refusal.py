@@ -1,0 +1,106 @@
+"""What ``Parallel`` does not do yet, said by name: never ignored."""
+
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from syncengine._C import Communicator
+from syncengine.errors import InvalidUsage
+
+# Argument: its value in an ordinary call, and what to do instead.
+_ARGUMENTS: dict[str, tuple[Any, str]] = {
+    "check_reduction": (False, "it has no effect in DDP either: leave it out"),
+    "gradient_as_bucket_view": (False, "gradients are averaged in their own memory, without bucket memory: leave it out"),
+    "static_graph": (False, "use find_unused_parameters=True for unused parameters, and checkpoint(use_reentrant=False)"),
+    "delay_all_reduce_named_params": (None, "leave it out"),
+    "param_to_hook_all_reduce": (None, "leave it out"),
+    "mixed_precision": (None, "use torch.autocast, or cast the module before wrapping it"),
+    "device_mesh": (None, "pass process_group=communicator.split(ranks)"),
+    "skip_all_reduce_unused_params": (False, "use find_unused_parameters=True, or freeze the parameters"),
+    "bucket_cap_mb_list": (None, "use bucket_cap_mb"),
+    "batched_grad_copy": (False, "gradients are not copied at all: leave it out"),
+}
+
+_METHODS: dict[str, str] = {
+    "join": "give every rank the same number of batches",
+    "join_hook": "give every rank the same number of batches",
+    "register_comm_hook": "change gradients after backward, or in a hook of the parameter",
+    "_register_builtin_comm_hook": "change gradients after backward, or in a hook of the parameter",
+    "_register_buffer_comm_hook": "reduce buffers with syncengine.all_reduce, and pass forward_sync_buffers=False",
+    "_register_fused_optim": "step the optimizer after backward, or in register_post_accumulate_grad_hook",
+    "_set_static_graph": "use find_unused_parameters=True, and checkpoint(use_reentrant=False)",
+    "_set_sparse_metadata": "use dense gradients",
+    "_update_process_group": "wrap the module anew",
+    "_get_ddp_logging_data": "use sync_stats()",
+    "_set_ddp_runtime_logging_sample_rate": "use sync_stats()",
+    "_sync_final_model": "give every rank the same number of batches",
+}
+
+
+def check_arguments(
+    device_ids: Any, output_device: Any, process_group: Any, bucket_cap_mb: float | None, **others: Any
+) -> None:
+    """Raises ``InvalidUsage`` for the first argument that is not supported."""
+    for name, value in others.items():
+        usual, advice = _ARGUMENTS[name]
+        if value is not usual and value != usual:
+            _refuse(f"argument {name}={value!r}", advice)
+    if device_ids or output_device is not None:
+        raise InvalidUsage(
+            f"DistributedDataParallel device_ids and output_device arguments only work with GPU modules, which are not "
+            f"supported yet, but got device_ids {device_ids}, output_device {output_device}: leave both out"
+        )
+    if process_group is not None and not isinstance(process_group, Communicator):
+        _refuse(
+            f"argument process_group of type {type(process_group).__name__}",
+            "pass a syncengine.Communicator (syncengine.default_communicator().split(ranks)), or None for all ranks",
+        )
+    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+        raise InvalidUsage(f"bucket_cap_mb must be a positive number of MiB, but is {bucket_cap_mb!r}")
+
+
+def check_module(module: torch.nn.Module, ignored: set[str]) -> None:
+    """Raises ``InvalidUsage`` for a module that can't be trained yet, naming the parameter or submodule."""
+    named = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+    for name, parameter in named:
+        if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
+            raise InvalidUsage(
+                f"parameter {name} is not initialized yet. Modules with uninitialized parameters can't be used with "
+                "`DistributedDataParallel`. Run a dummy forward pass to correctly initialize the modules"
+            )
+        if is_traceable_wrapper_subclass(parameter):
+            _refuse(f"parameter {name} of type {type(parameter).__name__}", "pass plain parameters")
+        if parameter.device.type != "cpu":
+            _refuse(f"parameter {name} on {parameter.device}", "move the module to the CPU before wrapping it")
+        if parameter.layout is not torch.strided:
+            _refuse(f"parameter {name} with layout {parameter.layout}", "use dense parameters")
+    if not any(parameter.requires_grad for _, parameter in named):
+        raise InvalidUsage(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
+    for name, submodule in module.named_modules():
+        if getattr(submodule, "sparse", False) and isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            _refuse(f"sparse gradients ({name or type(submodule).__name__}, sparse=True)", "use sparse=False")
+        if isinstance(submodule, torch.nn.SyncBatchNorm):
+            raise InvalidUsage(f"SyncBatchNorm layers only work with GPU modules ({name}): use BatchNorm")
+
+
+def refuse_methods(cls: type) -> type:
+    """Replaces the methods of DDP that are not supported by ones that say so."""
+    for name, advice in _METHODS.items():
+        setattr(cls, name, _refused_method(name, advice))
+    return cls
+
+
+def _refused_method(name: str, advice: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(f"{name}()", advice)
+
+    method.__name__ = name
+    method.__doc__ = f"Not supported yet: {advice}."
+    return method
+
+
+def _refuse(what: str, advice: str) -> NoReturn:
+    raise InvalidUsage(f"syncengine.Parallel does not support {what} yet; {advice}")

@@ -1,0 +1,97 @@
+"""The same model on every rank: its layout compared, rank 0's values copied to all."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from syncengine._C import Communicator
+from syncengine.errors import Mismatch
+
+_PACKED_BYTES = 64 * 1024  # tensors up to this size travel together
+_ALIGNMENT = 64
+
+
+def describe_tensor(name: str, tensor: torch.Tensor) -> str:
+    """One line with all that ranks must agree on."""
+    grad = ", trained" if tensor.requires_grad else ""
+    return f"{name}: {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} strides {tensor.stride()}{grad}"
+
+
+def check_same_on_all_ranks(communicator: Communicator, what: str, lines: Sequence[str]) -> None:
+    """Raises ``Mismatch`` on every rank, naming the first line that differs and both sides, unless all ranks agree."""
+    text = "\n".join(lines).encode()
+    head = hashlib.sha256(text).digest() + len(text).to_bytes(8, "little")
+    heads = _gather_bytes(communicator, head, len(head))
+    if all(other == head for other in heads):
+        return
+    longest = max(int.from_bytes(other[-8:], "little") for other in heads)
+    texts = _gather_bytes(communicator, text, longest)
+    expected = _lines(texts[0])
+    for rank, other_text in enumerate(texts):
+        other = _lines(other_text)
+        if other == expected:
+            continue
+        at = next((i for i, (a, b) in enumerate(zip(expected, other)) if a != b), min(len(expected), len(other)))
+        ours, theirs = (lines[at] if at < len(lines) else "nothing" for lines in (expected, other))
+        ranks = communicator.global_ranks
+        raise Mismatch(
+            f"{what} differs between ranks: rank {ranks[0]} has [{ours}], rank {ranks[rank]} has [{theirs}]. "
+            "Build the same model with the same arguments on every rank."
+        )
+
+
+class StateBroadcast:
+    """Copies rank 0's values of these tensors to all ranks, as often as called. Small tensors travel in one message."""
+
+    def __init__(self, communicator: Communicator, tensors: Iterable[torch.Tensor]) -> None:
+        self.tensors = list(tensors)
+        self._communicator = communicator
+        self._small: list[torch.Tensor] = []
+        self._large: list[torch.Tensor] = []  # as bytes
+        offsets: list[int] = []
+        size = 0
+        for tensor in map(torch.Tensor.detach, self.tensors):
+            if tensor.nbytes > _PACKED_BYTES and (as_bytes := _memory_of(tensor)) is not None:
+                self._large.append(as_bytes)
+                continue
+            self._small.append(tensor)
+            offsets.append(size)
+            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._packed = communicator.empty([size], torch.uint8)
+        self._views = [
+            self._packed[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for offset, tensor in zip(offsets, self._small)
+        ]
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        root = self._communicator.rank == 0
+        if self._small:
+            if root:
+                torch._foreach_copy_(self._views, self._small)
+            self._communicator.broadcast(self._packed, 0)
+            if not root:
+                torch._foreach_copy_(self._small, self._views)
+        for tensor in self._large:
+            self._communicator.broadcast(tensor, 0)
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor's memory as bytes, if it has no gaps."""
+    dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    if not dense:
+        return None
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _gather_bytes(communicator: Communicator, data: bytes, size: int) -> list[bytes]:
+    own = torch.zeros(size, dtype=torch.uint8)
+    own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    everyone = torch.empty(communicator.size * size, dtype=torch.uint8)
+    communicator.all_gather(everyone, own)
+    return [bytes(part.tolist()) for part in everyone.view(communicator.size, size)]
+
+
+def _lines(padded: bytes) -> list[str]:
+    return padded.rstrip(b"\0").decode().split("\n")
