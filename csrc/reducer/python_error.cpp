@@ -27,7 +27,7 @@ void rethrow_for_autograd() {
   }
 }
 
-void check_signals() {
+void raise_pending_signal() {
   pybind11::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() != 0) throw_current_python_error();
 }

@@ -11,6 +11,6 @@ namespace syncengine {
 [[noreturn]] void rethrow_for_autograd();
 
 // Runs Python's pending signal handlers; throws what they raise (KeyboardInterrupt).
-void check_signals();
+void raise_pending_signal();
 
 }  // namespace syncengine

@@ -273,8 +273,8 @@ void Reducer::on_backward_end() {
 }
 
 void Reducer::wait_for_buckets() {
-  for (const auto& bucket : buckets_) communicator_->wait(bucket.work, check_signals);
-  if (find_unused_parameters_) communicator_->wait(usage_work_, check_signals);
+  for (const auto& bucket : buckets_) communicator_->wait(bucket.work, raise_pending_signal);
+  if (find_unused_parameters_) communicator_->wait(usage_work_, raise_pending_signal);
 }
 
 void Reducer::deliver(Bucket& bucket) {

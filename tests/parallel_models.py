@@ -1,0 +1,127 @@
+"""Models and training loops that the tests of Parallel share. Every function here runs inside rank processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+
+Wrap = Callable[..., nn.Module]
+
+
+class Mlp(nn.Module):
+    """About 0.7 million parameters in layers of very different sizes: several buckets once they are rebuilt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(24, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.LayerNorm(600), nn.Linear(600, 500), nn.Tanh()
+        )
+        self.head = nn.Linear(500, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x))
+
+
+class Conv(nn.Module):
+    """Buffers (BatchNorm) and a channels_last parameter layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 5, 3)).to(
+            memory_format=torch.channels_last
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x.view(-1, 3, 4, 2).repeat(1, 1, 2, 4)).mean((2, 3))
+
+
+class Tied(nn.Module):
+    """One weight used twice, a position table added to activations (its gradient shares memory with others)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 24)
+        self.positions = nn.Parameter(torch.randn(1, 24))
+        self.mix = nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = (x.abs() * 10).long().clamp(max=10)[:, :5]
+        hidden = self.mix(self.embedding(tokens).mean(1) + self.positions)
+        return nn.functional.linear(hidden, self.embedding.weight)
+
+
+class Mixed(nn.Module):
+    """Parameters of three dtypes: several buckets fill at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 40)
+        self.second = nn.Linear(40, 30).double()
+        self.third = nn.Linear(30, 9).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.second(self.first(x).double()).bfloat16())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "conv": Conv, "tied": Tied, "mixed": Mixed}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run, the same for every way to wrap the model."""
+
+    model: str = "mlp"
+    dtype: torch.dtype = torch.float32
+    optimizer: str = "sgd"
+    steps: int = 4
+    accumulate: int = 1  # backwards per step, all but the last under no_sync
+    set_to_none: bool = True
+    batch: int = 6
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+
+def train(wrap: Wrap, run: Run) -> list[torch.Tensor]:
+    """Trains from a fixed seed; returns all gradients of all steps, and the final parameters and buffers."""
+    torch.manual_seed(7)
+    model = wrap(MODELS[run.model]().to(run.dtype), **dict(run.options))
+    optimizer = make_optimizer(run.optimizer, model)
+    data = torch.Generator().manual_seed(1000 + syncengine.rank())
+    history: list[torch.Tensor] = []
+    for _ in range(run.steps):
+        for micro in range(run.accumulate):
+            batch = torch.randn(run.batch, 24, generator=data).to(run.dtype)
+            if micro < run.accumulate - 1:
+                with model.no_sync():
+                    model(batch).float().square().mean().backward()
+            else:
+                model(batch).float().square().mean().backward()
+        history += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=run.set_to_none)
+    return history + [t.detach().clone() for t in model.state_dict().values()]
+
+
+def different_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> int:
+    """How many bytes differ."""
+    assert len(ours) == len(theirs)
+    as_bytes = ([t.contiguous().view(-1).view(torch.uint8) for t in tensors] for tensors in (ours, theirs))
+    return sum(int((a != b).sum()) for a, b in zip(*as_bytes, strict=True))
+
+
+def bits_between_ours_and_ddp(runs: list[Run]) -> dict[Run, int]:
+    """For each run, how many bytes of Parallel's and of DDP's training differ on this rank."""
+    return {run: different_bits(train(syncengine.Parallel, run), train(DistributedDataParallel, run)) for run in runs}

@@ -1,0 +1,142 @@
+"""The bits of whole training runs: Parallel against DDP over Gloo in the same processes, and against itself."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import pytest
+import torch
+from parallel_models import Run, bits_between_ours_and_ddp, different_bits, train
+from pool import RankPool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+
+NUMERICS = ["rank_order", "ring"]
+FLOAT_DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+ALGORITHMS = ["auto", "direct", "staged", "one_shot"]
+
+
+def numerics(mode: str, **others: object) -> dict[str, object]:
+    return {"timeout": 60.0, "numerics": mode, **others}
+
+
+def assert_no_difference(answers: list[dict[Run, int]]) -> None:
+    different = {(rank, run): n for rank, answer in enumerate(answers) for run, n in answer.items() if n}
+    assert not different
+
+
+@pytest.mark.parametrize("mode", NUMERICS)
+def test_two_ranks_train_bit_equal_to_ddp(pool: RankPool, mode: str):
+    runs = [
+        Run(dtype=dtype, optimizer=optimizer, accumulate=accumulate, set_to_none=set_to_none)
+        for dtype, optimizer, (accumulate, set_to_none) in itertools.product(
+            FLOAT_DTYPES, ["sgd", "adamw"], [(1, True), (1, False), (3, True), (3, False)]
+        )
+    ]
+    runs += [Run(model=model, dtype=dtype) for model in ("conv", "tied") for dtype in FLOAT_DTYPES]
+    runs += [Run(model="mixed"), Run(options=(("find_unused_parameters", True),))]
+    assert_no_difference(pool.run(bits_between_ours_and_ddp, runs, gloo=True, settings=numerics(mode)))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_ring_is_bit_equal_to_ddp_at_any_size(pool: RankPool, world: int):
+    runs = [
+        Run(),
+        Run(dtype=torch.float16, steps=3),
+        Run(dtype=torch.bfloat16, steps=3),
+        Run(dtype=torch.float64, steps=3),
+        Run(optimizer="adamw", accumulate=2, set_to_none=False),
+        Run(model="conv"),
+        Run(model="tied"),
+        Run(model="mixed"),
+        Run(options=(("bucket_cap_mb", 0.5),)),
+        Run(options=(("find_unused_parameters", True),)),
+    ]
+    assert_no_difference(pool.run(bits_between_ours_and_ddp, runs, world=world, gloo=True, settings=numerics("ring")))
+
+
+def digest_of_training(runs: list[Run]) -> list[str]:
+    """One digest a run: the same training in the default numerics must give the same one, however it is carried out."""
+    digests = []
+    for run in runs:
+        digest = hashlib.sha256()
+        for tensor in train(syncengine.Parallel, run):
+            digest.update(bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+        digests.append(digest.hexdigest())
+    return digests
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_rank_order_does_not_depend_on_buckets_algorithm_or_run(pool: RankPool, world: int):
+    caps = [None, 0.001, 0.3, 100.0]
+    for dtype in (torch.float32, torch.bfloat16):
+        runs = [Run(dtype=dtype, steps=3, options=(("bucket_cap_mb", cap),)) for cap in [*caps, None]]
+        seen = set()
+        for algorithm in ALGORITHMS:
+            for answer in pool.run(digest_of_training, runs, world=world, settings=numerics("rank_order", algorithm=algorithm)):
+                seen.update(answer)
+        assert len(seen) == 1
+
+
+def test_digests_tell_trainings_apart(pool: RankPool):
+    """Guards the test above: another batch size gives another digest."""
+    first, second = pool.run(digest_of_training, [Run(steps=1), Run(steps=1, batch=5)])[0]
+    assert first != second
+
+
+class Given(nn.Module):
+    """A module whose gradient is whatever is put in."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, dtype=dtype))
+
+    def forward(self, gradient: torch.Tensor) -> torch.Tensor:
+        return (self.weight * gradient).sum()
+
+
+def average(wrap: type, gradient: torch.Tensor) -> torch.Tensor:
+    model = wrap(Given(gradient.numel(), gradient.dtype))
+    model(gradient).backward()
+    return model.module.weight.grad
+
+
+def gradient_of(rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(20_000, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def errors_against_float64(dtype: torch.dtype) -> tuple[float, float]:
+    """Mean distance of our average and of DDP's from the exact one."""
+    own = gradient_of(syncengine.rank(), dtype)
+    exact = sum(gradient_of(r, dtype).double() for r in range(syncengine.world_size())) / syncengine.world_size()
+    ours, theirs = average(syncengine.Parallel, own), average(DistributedDataParallel, own)
+    return (ours.double() - exact).abs().mean().item(), (theirs.double() - exact).abs().mean().item()
+
+
+@pytest.mark.parametrize("world", [3, 4, 8])
+def test_rank_order_is_nearer_to_the_exact_mean_than_ddp(pool: RankPool, world: int):
+    for ours, theirs in pool.run(errors_against_float64, torch.bfloat16, world=world, gloo=True):
+        assert ours < 0.8 * theirs
+
+
+def exact_averages_differ(dtype: torch.dtype) -> int:
+    """Gradients that are small integers times a power of two: every order of summation is exact."""
+
+    def gradient(rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        return (torch.randint(-16, 17, (30_011,), generator=generator) * 2.0**-3).to(dtype)
+
+    exact = sum(gradient(r).double() for r in range(syncengine.world_size())) / syncengine.world_size()
+    own = gradient(syncengine.rank())
+    ours, theirs = average(syncengine.Parallel, own), average(DistributedDataParallel, own)
+    return different_bits([ours + 0, ours + 0], [exact.to(dtype) + 0, theirs + 0])  # + 0: negative zeros become zeros
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("mode", NUMERICS)
+def test_scaled_integers_are_exact_in_every_mode(pool: RankPool, mode: str, world: int):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        assert pool.run(exact_averages_differ, dtype, world=world, gloo=True, settings=numerics(mode)) == [0] * world
