@@ -78,7 +78,7 @@ class Run:
     """One training run, the same for every way to wrap the model."""
 
     model: str = "mlp"
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = torch.float32  # None: as the model is made
     optimizer: str = "sgd"
     steps: int = 4
     accumulate: int = 1  # backwards per step, all but the last under no_sync
@@ -93,17 +93,17 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-
 def train(wrap: Wrap, run: Run) -> list[torch.Tensor]:
     """Trains from a fixed seed; returns all gradients of all steps, and the final parameters and buffers."""
     torch.manual_seed(7)
-    model = wrap(MODELS[run.model]().to(run.dtype), **dict(run.options))
+    module = MODELS[run.model]()
+    model = wrap(module.to(run.dtype) if run.dtype else module, **dict(run.options))
     optimizer = make_optimizer(run.optimizer, model)
     data = torch.Generator().manual_seed(1000 + syncengine.rank())
     history: list[torch.Tensor] = []
     for _ in range(run.steps):
         for micro in range(run.accumulate):
-            batch = torch.randn(run.batch, 24, generator=data).to(run.dtype)
+            batch = torch.randn(run.batch, 24, generator=data).to(run.dtype or torch.float32)
             if micro < run.accumulate - 1:
                 with model.no_sync():
                     model(batch).float().square().mean().backward()

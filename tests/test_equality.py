@@ -37,7 +37,7 @@ def test_two_ranks_train_bit_equal_to_ddp(pool: RankPool, mode: str):
         )
     ]
     runs += [Run(model=model, dtype=dtype) for model in ("conv", "tied") for dtype in FLOAT_DTYPES]
-    runs += [Run(model="mixed"), Run(options=(("find_unused_parameters", True),))]
+    runs += [Run(model="mixed", dtype=None), Run(options=(("find_unused_parameters", True),))]
     assert_no_difference(pool.run(bits_between_ours_and_ddp, runs, gloo=True, settings=numerics(mode)))
 
 
@@ -51,7 +51,7 @@ def test_ring_is_bit_equal_to_ddp_at_any_size(pool: RankPool, world: int):
         Run(optimizer="adamw", accumulate=2, set_to_none=False),
         Run(model="conv"),
         Run(model="tied"),
-        Run(model="mixed"),
+        Run(model="mixed", dtype=None),
         Run(options=(("bucket_cap_mb", 0.5),)),
         Run(options=(("find_unused_parameters", True),)),
     ]
