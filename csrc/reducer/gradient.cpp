@@ -33,21 +33,28 @@ bool python_let_go(const Slot* slot) {
 }
 
 // True if `tensor` is held by one C++ reference and by nothing in Python.
-bool has_one_holder(const at::Tensor& tensor) {
+bool has_one_holder(const at::TensorBase& tensor) {
   auto* impl = tensor.unsafeGetTensorImpl();
   return tensor.use_count() == 1 || (tensor.use_count() == 2 && python_let_go(impl->pyobj_slot()));
 }
 
-bool shares_storage(const at::Tensor& a, const at::Tensor& b) {
+bool shares_storage(const at::TensorBase& a, const at::TensorBase& b) {
   return b.defined() && b.has_storage() &&
          a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
 }
 
-// Whether `grad`, which took over the memory of `incoming`, is all that will ever look at that memory: the two are its only
-// holders, `incoming` is about to be dropped by the engine, and the memory itself is torch's (not, say, a numpy array's).
+// Whether `grad`, which took over the memory of `incoming`, is all that will ever look at that memory: every holder is
+// known, and goes with `incoming`, which the engine is about to drop; and the memory itself is torch's (not, say, a numpy
+// array's).
 bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming) {
+  if (!has_one_holder(incoming)) return false;
+  size_t known_holders = 2;
+  if (incoming.is_view()) {  // the weight of every nn.Linear: the transpose of a product
+    const at::TensorBase& base = incoming._base();
+    if (has_one_holder(base) && shares_storage(grad, base)) ++known_holders;
+  }
   const auto& storage = grad.storage();
-  return storage.use_count() == 2 && has_one_holder(incoming) &&
+  return storage.use_count() == known_holders &&
          storage.data_ptr().get_deleter() == c10::GetCPUAllocator()->raw_deleter();
 }
 

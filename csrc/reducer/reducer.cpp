@@ -49,7 +49,6 @@ Reducer::~Reducer() { remove_hooks(); }
 
 bool Reducer::begin_forward(bool synchronize) {
   std::lock_guard lock(mutex_);
-  communicator_->throw_if_failed();
   bool recomputing = !synchronize && inside_backward();
   if (phase_ == Phase::Syncing && !recomputing) {
     std::string text = unfinished_text();
@@ -57,6 +56,7 @@ bool Reducer::begin_forward(bool synchronize) {
     settle_after_failure();
     throw Error(ErrorKind::InvalidUsage, text);
   }
+  communicator_->throw_if_failed();
   if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
   follow_requires_grad();
   for (size_t i = 0; i < hooks_.size(); ++i) {

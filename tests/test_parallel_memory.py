@@ -1,0 +1,214 @@
+"""Averages are written early only into memory that nobody else reads: each trap that autograd's sharing sets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+from parallel_models import Mlp
+from pool import RankPool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+
+CAP = {"bucket_cap_mb": 1e-6}  # one bucket a parameter: reduced at once
+
+
+class Delay(torch.autograd.Function):
+    """Gives the engine time to write an average before backward goes on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.05)
+        return grad
+
+
+class Trap(nn.Module):
+    """Parameters whose gradients autograd makes as views of each other, or of what it still needs."""
+
+    def __init__(self, forward: Callable[[Trap, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(8, 8))
+        self.a = nn.Parameter(torch.randn(64))
+        self.b = nn.Parameter(torch.randn(64))
+        self.trap = forward
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trap(self, x)
+
+
+def added_view(m: Trap, x: torch.Tensor) -> torch.Tensor:
+    return Delay.apply(x @ m.w) + m.a.view(8, 8) + (x @ m.b.view(8, 8))
+
+
+def concatenated(m: Trap, x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([m.a, m.b]).view(16, 8) @ Delay.apply(m.w) * x.sum()
+
+
+def stacked(m: Trap, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([m.a.view(8, 8), m.b.view(8, 8), Delay.apply(x @ m.w)])
+
+
+def expanded(m: Trap, x: torch.Tensor) -> torch.Tensor:
+    return m.a[:8].expand(8, 8) + Delay.apply(m.w) * x + m.b[:1].expand(8, 8)
+
+
+def tied(m: Trap, x: torch.Tensor) -> torch.Tensor:
+    return x @ m.w @ Delay.apply(m.w.t()) + m.a.view(8, 8) + m.a.view(8, 8) * m.b.view(8, 8)
+
+
+def sliced(m: Trap, x: torch.Tensor) -> torch.Tensor:
+    return Delay.apply(x @ m.w) + m.a.view(8, 8).t() + m.b.view(8, 8).flip(0)
+
+
+TRAPS = [added_view, concatenated, stacked, expanded, tied, sliced]
+
+
+def gradients(wrap: Callable[..., nn.Module], trap: Callable[..., torch.Tensor], steps: int) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model = wrap(Trap(trap), **CAP)
+    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(syncengine.rank()))
+    for _ in range(steps):  # without zero_grad: the second accumulates into what the first left
+        model(x).square().sum().backward()
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def check_traps() -> None:
+    for trap in TRAPS:
+        for steps in (1, 2):
+            ours, theirs = gradients(syncengine.Parallel, trap, steps), gradients(DistributedDataParallel, trap, steps)
+            assert all(map(torch.equal, ours, theirs)), (trap.__name__, steps)
+
+
+def test_shared_gradients_equal_those_of_ddp(pool: RankPool):
+    pool.run(check_traps, gloo=True)
+
+
+def check_others_keep_local_gradients() -> None:
+    """Whoever else looks at a gradient's memory sees the local gradient for good."""
+    rank = syncengine.rank()
+    model = syncengine.Parallel(Trap(lambda m, x: m.kept + m.b.view(8, 8) + x), **CAP)
+    inner = model.module
+    inner.w.requires_grad_(False)
+    kept_by_hook = []
+    inner.b.register_hook(lambda grad: kept_by_hook.append(grad.detach()))
+    inner.kept = inner.a.view(8, 8)
+    inner.kept.retain_grad()
+    x = torch.zeros(8, 8, requires_grad=True)
+    factor = torch.full((8, 8), float(rank + 1))
+    (model(x) * factor).sum().backward()
+    assert torch.equal(inner.a.grad, torch.full((64,), 1.5))
+    assert torch.equal(inner.b.grad, torch.full((64,), 1.5))
+    assert torch.equal(inner.kept.grad, factor)
+    assert torch.equal(x.grad, factor)
+    assert torch.equal(kept_by_hook[0], factor.view(64))
+
+
+def test_others_keep_their_local_gradients(pool: RankPool):
+    pool.run(check_others_keep_local_gradients)
+
+
+class FromNumpy(torch.autograd.Function):
+    """Its gradient lies in an array that somebody else owns."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, array: numpy.ndarray) -> torch.Tensor:
+        ctx.array = array
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.from_numpy(ctx.array), None
+
+
+def check_foreign_memory() -> None:
+    rank = syncengine.rank()
+    array = numpy.full(64, float(rank), dtype=numpy.float32)
+    module = Trap(lambda m, x: FromNumpy.apply(m.a, array))
+    module.w.requires_grad_(False)
+    module.b.requires_grad_(False)
+    model = syncengine.Parallel(module, **CAP)
+    model(torch.zeros(1)).backward()
+    assert torch.equal(module.a.grad, torch.full((64,), 0.5))
+    assert (array == rank).all()
+
+
+def test_memory_of_others_is_not_written(pool: RankPool):
+    pool.run(check_foreign_memory)
+
+
+def check_kept_gradients() -> None:
+    model = syncengine.Parallel(Mlp())
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step in range(4):
+        model(torch.randn(3, 24)).sum().backward()
+        kept += [(p.grad, p.grad.clone()) for p in model.parameters()]
+        model.zero_grad()
+    assert all(torch.equal(grad, copy) for grad, copy in kept)
+    assert len({grad.data_ptr() for grad, _ in kept}) == len(kept)
+
+
+def test_a_kept_gradient_does_not_change_in_later_steps(pool: RankPool):
+    pool.run(check_kept_gradients)
+
+
+def check_flat_gradients() -> None:
+    """A user who lays .grad tensors out in one flat tensor finds the averages there."""
+    torch.manual_seed(0)
+    model = syncengine.Parallel(Mlp())
+    expected = syncengine.Parallel(Mlp())
+    expected.load_state_dict(model.state_dict())
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    offset = 0
+    for p in model.parameters():
+        p.grad = flat[offset : offset + p.numel()].view_as(p)
+        offset += p.numel()
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(syncengine.rank()))
+    for m in (model, expected):
+        m(x).square().sum().backward()
+    assert torch.equal(flat, torch.cat([p.grad.flatten() for p in expected.parameters()]))
+
+
+def test_gradients_laid_out_by_the_user_stay_there(pool: RankPool):
+    pool.run(check_flat_gradients)
+
+
+def check_copies() -> dict[str, dict[str, int]]:
+    torch.manual_seed(0)
+    found = {}
+    plain = syncengine.Parallel(Mlp())
+    for set_to_none in (True, False):
+        plain(torch.randn(3, 24)).sum().backward()
+        found[f"plain {set_to_none}"] = plain.sync_stats()
+        plain.zero_grad(set_to_none=set_to_none)
+    hooked = syncengine.Parallel(Mlp())
+    for p in hooked.parameters():
+        p.register_hook(lambda grad: grad * 2)  # a gradient made by Python code is still autograd's alone
+    hooked(torch.randn(3, 24)).sum().backward()
+    found["hooked"] = hooked.sync_stats()
+    shared = syncengine.Parallel(Trap(added_view), **CAP)
+    shared(torch.randn(8, 8)).square().sum().backward()
+    found["shared"] = shared.sync_stats()
+    layout = syncengine.Parallel(Trap(added_view), **CAP)
+    layout.module.w.grad = torch.zeros(8, 8).t().contiguous().t()
+    layout(torch.randn(8, 8)).square().sum().backward()
+    found["layout"] = layout.sync_stats()
+    return found
+
+
+def test_only_shared_or_strided_gradients_are_copied(pool: RankPool):
+    size = 4 * sum(p.numel() for p in Mlp().parameters())
+    for found in pool.run(check_copies):
+        copied = {name: {k: n for k, n in stats["copied_bytes"].items() if n} for name, stats in found.items()}
+        assert copied["plain True"] == copied["plain False"] == copied["hooked"] == {}
+        assert found["plain True"]["reduced_bytes"] == size
+        assert copied["shared"] == {"shared storage": 4 * 64}
+        assert copied["layout"] == {"shared storage": 4 * 64, "layout": 4 * 64}
