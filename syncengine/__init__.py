@@ -25,9 +25,11 @@ from syncengine.communicator import (
     shutdown,
     world_size,
 )
+from syncengine.parallel import Parallel
 
 __all__ = [
     "Communicator",
+    "Parallel",
     "Work",
     "all_gather",
     "all_reduce",

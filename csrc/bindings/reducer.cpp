@@ -1,6 +1,8 @@
 // syncengine._C.Reducer
-#include "bindings/reducer.h"
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include "bindings/bindings.h"
 #include "reducer/reducer.h"
 
 namespace syncengine {

@@ -103,9 +103,10 @@ GradientHook::GradientHook(Reducer& reducer, size_t index, const at::Tensor& par
 
 GradientHook::~GradientHook() { node_->del_post_hook(key_); }
 
-void hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output) {
-  // A view's grad_fn may have to be made anew, so ask the tensor. A leaf has none.
-  if (const auto& node = output.grad_fn()) node->add_pre_hook(std::make_unique<BeforeOutput>(reducer));
+bool hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output) {
+  const auto& node = output.grad_fn();
+  if (node) node->add_pre_hook(std::make_unique<BeforeOutput>(reducer));
+  return node != nullptr;
 }
 
 void queue_backward_end(std::shared_ptr<Reducer> reducer) {

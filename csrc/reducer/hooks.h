@@ -31,8 +31,8 @@ class GradientHook {
   uintptr_t key_;
 };
 
-// Listens to the start of the backward that goes through `output`.
-void hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output);
+// Listens to the start of the backward that goes through `output`. False if it has no graph.
+bool hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output);
 
 // Queues Reducer::on_backward_end in the graph task that runs on this thread; on_backward_abandoned is called instead if the
 // task ends without it.

@@ -89,7 +89,8 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
     mark_used(outputs, accumulators_, reachable_);
   }
   phase_ = Phase::Armed;
-  for (const auto& output : outputs) hook_output(weak_from_this(), output);
+  outputs_hooked_ = false;
+  for (const auto& output : outputs) outputs_hooked_ |= hook_output(weak_from_this(), output);
 }
 
 void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional) {
@@ -137,7 +138,9 @@ void Reducer::remove_hooks() {
 
 void Reducer::on_output() {
   std::lock_guard lock(mutex_);
-  if (phase_ != Phase::Armed || !whole_graph_runs()) return;
+  if (!whole_graph_runs()) return;
+  if (phase_ == Phase::Consumed) throw_consumed();
+  if (phase_ != Phase::Armed) return;
   // From here on the peers expect us: an error anywhere in this backward must reach them.
   watch_this_backward();
   // If no parameter at all is used here, no other hook will run.
@@ -155,8 +158,11 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
   if (find_unused_parameters_ && gradients_[index].parameter().grad().defined()) used_here_[index] = true;
   switch (phase_) {
     case Phase::Local: return;
-    case Phase::Finalizing:
-    case Phase::Consumed: throw_collected_twice(index);
+    case Phase::Finalizing: throw_collected_twice(index);
+    case Phase::Consumed:
+      if (tasks_watched_ > 0) throw_collected_twice(index);
+      if (!outputs_hooked_) throw_consumed();  // as far as one can tell
+      return;                                  // a backward that is none of ours: on_output has not run
     case Phase::Armed:
       watch_this_backward();
       begin_backward();
@@ -245,12 +251,15 @@ void Reducer::announce_usage() {
 
 void Reducer::watch_this_backward() {
   int task = torch::autograd::get_current_graph_task_id();
-  if (std::exchange(watched_task_, task) != task) queue_backward_end(shared_from_this());
+  if (std::exchange(watched_task_, task) == task) return;
+  queue_backward_end(shared_from_this());
+  ++tasks_watched_;
 }
 
 void Reducer::on_backward_end() {
   {
     std::lock_guard lock(mutex_);
+    --tasks_watched_;
     if (phase_ != Phase::Syncing || buckets_missing_ > 0) return;
     phase_ = Phase::Finalizing;
   }
@@ -290,6 +299,7 @@ void Reducer::deliver(Bucket& bucket) {
 void Reducer::on_backward_abandoned() noexcept {
   try {
     std::lock_guard lock(mutex_);
+    --tasks_watched_;
     if (phase_ != Phase::Armed && phase_ != Phase::Syncing) return;
     communicator_->abort(ErrorKind::Aborted, "rank " + std::to_string(communicator_->rank()) + ": backward aborted");
     settle_after_failure();
@@ -332,12 +342,16 @@ std::string Reducer::unfinished_text() const {
 
 void Reducer::throw_collected_twice(size_t index) const {
   throw Error(ErrorKind::InvalidUsage,
-              "Expected to mark a variable ready only once. Parameter " + std::to_string(index) + " (" + name(index) + ") of " +
-                  names_->model +
-                  " got another gradient after its average was on its way. Either this backward runs through a forward that "
-                  "an earlier backward has already synchronized (run one backward over the sum of the losses, or the other "
-                  "forwards under no_sync()), or the parameter is used outside of the module's forward or in several "
-                  "reentrant checkpoints (use_reentrant=False helps).");
+              "Expected to mark a variable ready only once. Parameter " + std::to_string(index) + " (" + name(index) +
+                  ") of " + names_->model + " got another gradient when its average was already on its way: it is used " +
+                  "outside of the module's forward, or in several reentrant checkpoints (use_reentrant=False helps)");
+}
+
+void Reducer::throw_consumed() const {
+  throw Error(ErrorKind::InvalidUsage,
+              "this backward runs through a forward of " + names_->model + " that an earlier backward has already " +
+                  "synchronized, so its gradients would differ between ranks. Run one backward over the sum of the losses, "
+                  "or the earlier forwards and backwards under no_sync()");
 }
 
 }  // namespace syncengine

@@ -83,6 +83,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void follow_requires_grad();
   std::string unfinished_text() const;
   [[noreturn]] void throw_collected_twice(size_t index) const;
+  [[noreturn]] void throw_consumed() const;
   const std::string& name(size_t index) const { return names_->parameters[index]; }
 
   const std::shared_ptr<Communicator> communicator_;
@@ -101,6 +102,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   size_t buckets_missing_ = 0;                          // not announced yet in this backward
   std::vector<size_t> ready_order_;
   int watched_task_ = -1;                               // the graph task that holds our last callback
+  size_t tasks_watched_ = 0;                            // graph tasks that hold one and have not ended
+  bool outputs_hooked_ = false;                         // on_output will tell of a backward through the last forward
   Statistics statistics_;
 
   // find_unused_parameters only

@@ -1,0 +1,255 @@
+"""Errors in the middle of training: every rank gets one with a name, soon, and no gradient is half averaged."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from parallel_models import Mlp
+from pool import RankPool
+from torch import nn
+
+import syncengine
+from syncengine.errors import Aborted, InvalidUsage, Mismatch, PeerLost, SyncError, Timeout
+
+SOON = 1.0  # seconds from the fact to the error
+CAP = {"bucket_cap_mb": 1e-6}  # one bucket a parameter
+
+
+def data() -> torch.Tensor:
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(syncengine.rank()))
+
+
+class InBackward(torch.autograd.Function):
+    """Runs a function in the middle of backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
+        ctx.act = act
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.act()
+        return grad, None
+
+
+class Acting(nn.Module):
+    """Runs `act` on rank 1 between the gradients of its last and of its first layers."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        super().__init__()
+        self.first, self.last, self.act = nn.Linear(24, 300), nn.Linear(300, 300), act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if syncengine.rank() == 1:
+            x = InBackward.apply(x, self.act)
+        return self.last(x)
+
+
+def fail() -> None:
+    raise KeyError("the batch is bad")
+
+
+def exact_average(module: nn.Module) -> list[torch.Tensor]:
+    means = [torch.zeros_like(p) for p in module.parameters()]
+    for r in range(syncengine.world_size()):
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(r))
+        loss = module.last(module.first(x)).square().sum()
+        for mean, grad in zip(means, torch.autograd.grad(loss, list(module.parameters()))):
+            mean += grad / syncengine.world_size()
+    return means
+
+
+def raises_in_backward(act: Callable[[], None]) -> tuple[str, float]:
+    torch.manual_seed(0)
+    module = Acting(act)
+    expected = exact_average(module)
+    model = syncengine.Parallel(module, **CAP)
+    loss = model(data()).square().sum()
+    begin = time.monotonic()
+    with pytest.raises(KeyError if syncengine.rank() == 1 else Aborted) as error:
+        loss.backward()
+    took = time.monotonic() - begin
+    for p, mean in zip(module.parameters(), expected):
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, mean)
+    assert module.first.weight.grad is None
+    with pytest.raises(SyncError):
+        model(data())
+    return str(error.value), took
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_an_error_in_backward_reaches_all_ranks(pool: RankPool, world: int):
+    answers = pool.run(raises_in_backward, fail, world=world)
+    for rank, (text, took) in enumerate(answers):
+        assert took < SOON
+        assert ("the batch is bad" if rank == 1 else "rank 1: backward aborted") in text
+
+
+def raises_at_output() -> None:
+    """In the model, but before any gradient of a parameter is ready."""
+    module = Mlp()
+    model = syncengine.Parallel(module)
+    if syncengine.rank() == 1:
+        module.head.register_forward_hook(lambda head, inputs, output: InBackward.apply(output, fail))
+    with pytest.raises(KeyError if syncengine.rank() == 1 else Aborted, match="bad|rank 1: backward aborted"):
+        model(data()).sum().backward()
+
+
+def test_an_error_before_the_first_gradient_reaches_all_ranks(pool: RankPool):
+    pool.run(raises_at_output)
+
+
+def raises_in_forward() -> tuple[str, float]:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        raise ValueError(f"no such token: {x.shape}")
+
+    model = syncengine.Parallel(Mlp())
+    if syncengine.rank() == 1:
+        model.module.forward = forward
+        with torch.no_grad(), pytest.raises(ValueError):
+            model(data())  # evaluation concerns nobody else
+    syncengine.barrier()
+    begin = time.monotonic()
+    with pytest.raises(ValueError if syncengine.rank() == 1 else Aborted) as error:
+        model(data()).sum().backward()
+    return str(error.value), time.monotonic() - begin
+
+
+def test_an_error_in_forward_reaches_all_ranks(pool: RankPool):
+    own = pool.run(raises_in_forward, world=3)
+    assert own[1][0] == "no such token: torch.Size([5, 24])"
+    for text, took in (own[0], own[2]):
+        assert "rank 1 raised in forward: ValueError: no such token: torch.Size([5, 24])" in text and took < SOON
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.always, self.sometimes = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        x = self.always(self.frozen(x))
+        return self.sometimes(x) if both else x
+
+
+def forgets_parameters(on_ranks: list[int]) -> str:
+    model = syncengine.Parallel(Sometimes())
+    with pytest.raises(SyncError) as error:
+        if syncengine.rank() in on_ranks:
+            model(data(), False).sum().backward()
+            if on_ranks == [0, 1]:
+                syncengine.barrier()
+            model(data(), False)
+        else:
+            model(data(), True).sum().backward()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+@pytest.mark.parametrize("on_ranks", [[0], [0, 1]])
+def test_unfinished_reduction_names_the_parameters(pool: RankPool, on_ranks: list[int]):
+    for rank, text in enumerate(pool.run(forgets_parameters, on_ranks)):
+        assert "Expected to have finished reduction in the prior iteration before starting a new one" in text
+        assert ("InvalidUsage: " if rank in on_ranks else "Aborted: ") in text[:14]
+        culprit = rank if rank in on_ranks else 0
+        assert f"Parameter indices which did not receive grad for rank {culprit}: 2 3" in text
+        assert f"Parameters which did not receive grad for rank {culprit}: sometimes.weight, sometimes.bias" in text
+
+
+def lacks_peer() -> str:
+    model = syncengine.Parallel(Mlp())
+    loss = model(data()).sum()
+    if syncengine.rank() == 1:
+        time.sleep(2.5)
+        return ""
+    with pytest.raises(Timeout) as error:
+        loss.backward()
+    return str(error.value)
+
+
+def test_a_missing_backward_names_bucket_and_parameters(pool: RankPool):
+    text, _ = pool.run(lacks_peer, settings={"timeout": 1.5})
+    assert "rank 1" in text
+    assert "bucket 0 of Parallel(Mlp) (head.bias, head.weight, layers.5.bias, ...)" in text
+
+
+def has_another_plan() -> None:
+    model = syncengine.Parallel(Mlp(), init_sync=False, bucket_cap_mb=[100.0, 0.1][syncengine.rank()])
+    with pytest.raises(Mismatch, match="bucket 0 of Parallel.Mlp"):
+        model(data()).sum().backward()
+
+
+def test_different_buckets_are_a_mismatch(pool: RankPool):
+    pool.run(has_another_plan, timeout=20.0)
+
+
+def sparse_gradient() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(5, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.embedding(x, self.table, sparse=True)
+
+    model = syncengine.Parallel(Functional())
+    with pytest.raises(SyncError, match="parameter table got a Sparse gradient|backward aborted"):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_a_sparse_gradient_is_refused_by_name(pool: RankPool):
+    pool.run(sparse_gradient)
+
+
+# --- Ranks of their own: they die
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def survives(act: Callable[[], None]) -> str:
+    model = syncengine.Parallel(Acting(act), **CAP)
+    loss = model(data()).sum()
+    with pytest.raises(PeerLost) as error:
+        loss.backward()
+    assert model.module.first.weight.grad is None
+    return str(error.value)
+
+
+def test_a_rank_killed_in_backward_is_named(pool: RankPool):
+    with pool.spawn_ranks(survives, die, world=3) as ranks:
+        for rank in (0, 2):
+            assert "rank 1" in ranks[rank].result(timeout=15.0)
+
+
+def waits_for_ever() -> float:
+    model = syncengine.Parallel(Mlp())
+    loss = model(data()).sum()
+    if syncengine.rank() == 1:
+        time.sleep(8)
+        return 0.0
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    return time.monotonic() - begin
+
+
+def test_ctrl_c_ends_the_wait_in_backward(pool: RankPool):
+    with pool.spawn_ranks(waits_for_ever) as ranks:
+        time.sleep(1.5)
+        ranks[0].signal(signal.SIGINT)
+        assert ranks[0].result(timeout=5.0) < 1.5 + SOON
+
+
+def test_invalid_usage_is_what_frameworks_catch():
+    assert issubclass(InvalidUsage, RuntimeError) and issubclass(InvalidUsage, ValueError)
