@@ -30,6 +30,14 @@ UniqueFd create_sealed(size_t bytes) {
   return fd;
 }
 
+Mapping map_own(int fd, size_t bytes) {
+  try {
+    return Mapping(fd, bytes);
+  } catch (const Error& error) {
+    throw Error(error.kind(), std::string(error.what()) + "; lower SYNCENGINE_ARENA_BYTES");
+  }
+}
+
 }  // namespace
 
 PeerArena::PeerArena(int fd, size_t bytes) {
@@ -57,7 +65,7 @@ std::shared_ptr<Arena> Arena::create(size_t bytes) {
   return std::shared_ptr<Arena>(new Arena(create_sealed(bytes), bytes));
 }
 
-Arena::Arena(UniqueFd fd, size_t bytes) : fd_(std::move(fd)), mapping_(fd_.get(), bytes), heap_(kHeapBegin, bytes) {
+Arena::Arena(UniqueFd fd, size_t bytes) : fd_(std::move(fd)), mapping_(map_own(fd_.get(), bytes)), heap_(kHeapBegin, bytes) {
   header().magic = kMagic;
   ForkGuard::add(this);
 }

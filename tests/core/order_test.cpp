@@ -1,0 +1,263 @@
+// The bits of a sum: in which order contributions are added, and that nothing else has a say. Whole collectives through the
+// engine against an oracle that shares no code with it.
+#include <numeric>
+#include <random>
+
+#include "collectives/order.h"
+#include "gloo_ring.h"
+#include "job.h"
+#include "kernels_oracle.h"
+
+namespace syncengine {
+
+using testing::run_job;
+
+namespace {
+
+using Bytes = std::vector<uint8_t>;
+
+struct Case {
+  DType dtype;
+  ReduceOp op;
+  size_t count;
+  double prescale = 1.0, postscale = 1.0;
+};
+
+// What every rank contributes. Floats of mixed size, so that the order of addition shows; bit patterns for the rest.
+Bytes contribution(const Case& what, int rank) {
+  const size_t size = element_size(what.dtype);
+  Bytes bytes(what.count * size);
+  std::mt19937_64 random(what.count * 100 + static_cast<size_t>(rank));
+  std::normal_distribution<float> normal;
+  for (size_t i = 0; i < what.count; ++i) {
+    uint64_t bits = random();
+    const float value = std::ldexp(normal(random), static_cast<int>(bits % 12) - 6);
+    if (what.dtype == DType::Bool) bits &= 1;
+    if (what.dtype == DType::Float16) bits = testing::encode(testing::kFloat16, value);
+    if (what.dtype == DType::BFloat16) bits = testing::encode(testing::kBFloat16, value);
+    if (what.dtype == DType::Float32) std::memcpy(&bits, &value, 4);
+    if (what.dtype == DType::Float64) {
+      const double wide = value * (1 + std::ldexp(static_cast<double>(bits >> 32), -40));
+      std::memcpy(&bits, &wide, 8);
+    }
+    std::memcpy(bytes.data() + i * size, &bits, size);
+  }
+  return bytes;
+}
+
+Bytes oracle(const Case& what, Numerics numerics, int world) {
+  const bool ring = numerics == Numerics::Ring;
+  std::vector<Bytes> parts;
+  for (int rank = 0; rank < world; ++rank) {
+    parts.push_back(contribution(what, rank));
+    if (what.prescale != 1.0)
+      parts.back() = testing::expected({what.dtype, ReduceOp::Sum, kernels::Rounding::Once, what.prescale},
+                                       {parts.back().data()}, what.count);
+  }
+  std::vector<int> rank_order(world);
+  std::iota(rank_order.begin(), rank_order.end(), 0);
+  const size_t size = element_size(what.dtype), bytes = what.count * size;
+  std::vector<testing::GlooSegment> segments{{0, bytes, rank_order}};
+  if (ring) segments = testing::gloo_ring(bytes, size, world);
+  Bytes result;
+  for (const auto& segment : segments) {
+    std::vector<const void*> sources;
+    for (int rank : segment.order) sources.push_back(parts[rank].data() + segment.begin);
+    const auto rounding = ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once;
+    Bytes piece = testing::expected({what.dtype, what.op, rounding, what.postscale}, sources, (segment.end - segment.begin) / size);
+    result.insert(result.end(), piece.begin(), piece.end());
+  }
+  return result;
+}
+
+// Pieces of odd numbers of elements with holes between them.
+struct Scattered {
+  Scattered(const Bytes& content, size_t element) : memory(content.size() * 2 + 64) {
+    std::mt19937 random(static_cast<unsigned>(content.size()));
+    size_t place = element;
+    for (size_t begin = 0; begin < content.size();) {
+      const size_t length = std::min(content.size() - begin, (2 * (random() % 40) + 1) * element);
+      std::memcpy(memory.data() + place, content.data() + begin, length);
+      spans.add(memory.data() + place, length);
+      begin += length;
+      place += length + element * (random() % 2);
+    }
+  }
+  Bytes content() const {
+    Bytes result;
+    for (const Span& span : spans.spans()) {
+      auto* data = reinterpret_cast<const uint8_t*>(span.data);
+      result.insert(result.end(), data, data + span.bytes);
+    }
+    return result;
+  }
+  Bytes memory;
+  SpanList spans;
+};
+
+Operation operation_of(const Case& what) {
+  Operation operation{};
+  operation.dtype = what.dtype;
+  operation.op = what.op;
+  operation.prescale = what.prescale;
+  operation.postscale = what.postscale;
+  return operation;
+}
+
+void check_bits(const Case& what, const Bytes& got, const Bytes& wanted, const char* how) {
+  CHECK_EQ(got.size(), wanted.size());
+  const long place = testing::first_difference(what.dtype, got.data(), wanted.data(), what.count);
+  if (place >= 0)
+    throw testing::Failure(std::string(how) + ": " + name(what.dtype) + " " + name(what.op) + " of " +
+                           std::to_string(what.count) + " elements differs from the oracle at " + std::to_string(place));
+}
+
+// The same all-reduce on ordinary memory, in the arena, on many small spans, and announced: the same bits.
+void check_everywhere(Communicator& communicator, const Case& what, const Bytes& wanted) {
+  const Bytes mine = contribution(what, communicator.rank());
+  Operation operation = operation_of(what);
+  operation.numerics = communicator.numerics();
+
+  Bytes ordinary = mine;
+  operation.input = operation.output = SpanList(ordinary.data(), ordinary.size());
+  communicator.run(operation);
+  check_bits(what, ordinary, wanted, "ordinary memory");
+
+  auto shared = communicator.allocate(mine.size());
+  auto* data = static_cast<uint8_t*>(shared.get());
+  std::copy(mine.begin(), mine.end(), data);
+  operation.input = operation.output = SpanList(data, mine.size());
+  communicator.run(operation);
+  check_bits(what, Bytes(data, data + mine.size()), wanted, "arena");
+
+  Scattered scattered(mine, element_size(what.dtype));
+  operation.input = operation.output = scattered.spans;
+  communicator.run(operation);
+  check_bits(what, scattered.content(), wanted, "spans");
+
+  ordinary = mine;
+  operation.input = operation.output = SpanList(ordinary.data(), ordinary.size());
+  communicator.wait(communicator.announce(communicator.reserve_slots(1), operation));
+  check_bits(what, ordinary, wanted, "announced");
+}
+
+constexpr Algorithm kAlgorithms[] = {Algorithm::Auto, Algorithm::Direct, Algorithm::Staged, Algorithm::OneShot};
+constexpr Numerics kNumerics[] = {Numerics::RankOrder, Numerics::Ring};
+
+void check_with_every_algorithm(int world, const std::vector<Case>& cases) {
+  for (Numerics numerics : kNumerics) {
+    std::vector<Bytes> wanted;
+    for (const Case& what : cases) wanted.push_back(oracle(what, numerics, world));
+    for (Algorithm algorithm : kAlgorithms) {
+      Options options;
+      options.numerics = numerics;
+      options.algorithm = algorithm;
+      run_job(world, options, [&](int, Communicator& communicator) {
+        for (size_t i = 0; i < cases.size(); ++i) check_everywhere(communicator, cases[i], wanted[i]);
+      });
+    }
+  }
+}
+
+}  // namespace
+
+TEST(ring_cut_and_order_are_gloos) {
+  for (int world = 1; world <= 9; ++world) {
+    for (size_t element : {1, 2, 4, 8}) {
+      for (size_t count : {1, 2, 3, 17, 18, 19, 100, 1000, 4097, 262143, 262144, 262145, 1310719, 1310721, 6553600}) {
+        const size_t bytes = count * element;
+        const RingCut cut = ring_cut(bytes, element, world);
+        CHECK(cut.chunk > 0 && cut.chunk % element == 0);
+        std::vector<int> order;
+        for (const auto& segment : testing::gloo_ring(bytes, element, static_cast<size_t>(world))) {
+          ring_order(cut.chunk_of(segment.begin), world, order);
+          CHECK(order == segment.order);
+          CHECK_EQ(cut.chunk_of(segment.end - element), cut.chunk_of(segment.begin));
+        }
+      }
+    }
+  }
+}
+
+TEST(bits_depend_on_the_order_alone) {
+  constexpr size_t kChunk = shm::kSlotBytes;
+  for (int world : {2, 3, 4, 5, 8}) {
+    std::vector<Case> cases;
+    for (DType dtype : {DType::Float32, DType::BFloat16, DType::Float16}) {
+      const size_t chunk = kChunk / element_size(dtype);
+      for (size_t count : {size_t{1}, size_t{2} * world + 1, size_t{1001}})
+        cases.push_back({dtype, ReduceOp::Sum, count, 1.0, 1.0 / world});
+      if (world == 3) {
+        for (size_t count : {chunk - 1, chunk, chunk + 1}) cases.push_back({dtype, ReduceOp::Sum, count, 1.0, 1.0 / world});
+      }
+      cases.push_back({dtype, ReduceOp::Sum, 5003, 1.0 / world, 1.0});  // scaled first, as DDP does
+    }
+    check_with_every_algorithm(world, cases);
+  }
+}
+
+// The oracle must be able to tell: were the sums exact, the test above would pass in any order.
+TEST(bits_of_the_two_orders_differ) {
+  for (DType dtype : {DType::Float32, DType::BFloat16, DType::Float16}) {
+    const Case what{dtype, ReduceOp::Sum, 1001};
+    const Bytes a = oracle(what, Numerics::RankOrder, 3), b = oracle(what, Numerics::Ring, 3);
+    size_t different = 0;
+    for (size_t i = 0; i < a.size(); i += element_size(dtype)) different += std::memcmp(&a[i], &b[i], element_size(dtype)) != 0;
+    CHECK(different > 50);
+  }
+}
+
+TEST(every_dtype_and_op) {
+  std::vector<Case> cases;
+  for (int dtype = 0; dtype <= static_cast<int>(DType::Bool); ++dtype) {
+    for (int op = 0; op <= static_cast<int>(ReduceOp::Max); ++op) {
+      Case what{static_cast<DType>(dtype), static_cast<ReduceOp>(op), 613};
+      if (!is_supported(what.dtype, what.op)) continue;
+      if (what.op == ReduceOp::Avg) what.postscale = 1.0 / 3;
+      cases.push_back(what);
+    }
+  }
+  CHECK_EQ(cases.size(), size_t{4 * 5 + 5 * 4 + 3});
+  check_with_every_algorithm(3, cases);
+}
+
+// Part p is summed in rank order, or as the ring's chunk p.
+TEST(reduce_scatter_adds_in_the_same_order) {
+  constexpr int kWorld = 3;
+  constexpr size_t kCount = 30001;  // of a part: more than a chunk
+  for (DType dtype : {DType::Float32, DType::BFloat16}) {
+    const Case whole{dtype, ReduceOp::Sum, kWorld * kCount};
+    const size_t bytes = kCount * element_size(dtype);
+    std::vector<Bytes> inputs;
+    for (int rank = 0; rank < kWorld; ++rank) inputs.push_back(contribution(whole, rank));
+    for (Numerics numerics : kNumerics) {
+      for (Algorithm algorithm : kAlgorithms) {
+        Options options;
+        options.numerics = numerics;
+        options.algorithm = algorithm;
+        run_job(kWorld, options, [&](int rank, Communicator& communicator) {
+          const bool ring = numerics == Numerics::Ring;
+          std::vector<const void*> sources;
+          for (int hop = 0; hop < kWorld; ++hop)
+            sources.push_back(inputs[ring ? (rank - 1 - hop + 2 * kWorld) % kWorld : hop].data() + rank * bytes);
+          const Bytes wanted = testing::expected(
+              {dtype, ReduceOp::Sum, ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once, 1.0}, sources, kCount);
+          auto shared = communicator.allocate(kWorld * bytes);
+          std::memcpy(shared.get(), inputs[rank].data(), kWorld * bytes);
+          for (void* input : {static_cast<void*>(inputs[rank].data()), shared.get()}) {
+            Bytes output(bytes);
+            Operation operation = operation_of(whole);
+            operation.collective = Collective::ReduceScatter;
+            operation.numerics = numerics;
+            operation.input = SpanList(input, kWorld * bytes);
+            operation.output = SpanList(output.data(), bytes);
+            communicator.run(operation);
+            check_bits({dtype, ReduceOp::Sum, kCount}, output, wanted, "reduce_scatter");
+          }
+        });
+      }
+    }
+  }
+}
+
+}  // namespace syncengine

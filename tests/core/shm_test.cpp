@@ -1,0 +1,322 @@
+// Shared memory by itself: arenas and their seals, the heap, severing, fork, and signs of life.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+#include "job.h"
+#include "transport/shm/arena.h"
+#include "transport/shm/liveness.h"
+
+namespace syncengine {
+
+using testing::run_job;
+
+namespace {
+
+constexpr size_t kArena = 16 << 20;
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+
+// The same memory as a peer sees it.
+std::unique_ptr<shm::PeerArena> peer_of(const shm::Arena& arena) {
+  return std::make_unique<shm::PeerArena>(arena.fd(), arena.bytes());
+}
+
+char* chars(const std::shared_ptr<void>& memory) { return static_cast<char*>(memory.get()); }
+
+std::string message(const std::function<void()>& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::InvalidUsage);
+    return error.what();
+  }
+  return "";
+}
+
+bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// A memfd as a peer might send it, with a sound header unless told otherwise.
+UniqueFd memfd(size_t bytes, int seals, uint64_t magic = shm::kMagic) {
+  UniqueFd fd(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  CHECK(ftruncate(fd.get(), static_cast<off_t>(bytes)) == 0);
+  CHECK(pwrite(fd.get(), &magic, sizeof(magic), 0) == sizeof(magic));
+  CHECK(fcntl(fd.get(), F_ADD_SEALS, seals) == 0);
+  return fd;
+}
+
+// Runs `body` in a forked child. Only what `body` says comes back: 0 for true.
+bool true_in_child(const std::function<bool()>& body) {
+  pid_t child = fork();
+  if (child == 0) {
+    bool result = false;
+    try {
+      result = body();
+    } catch (...) {
+    }
+    _exit(result ? 0 : 1);
+  }
+  int status = 0;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+bool is_mapped_shared(const void* address) {
+  FILE* maps = std::fopen("/proc/self/maps", "r");
+  char line[512];
+  bool shared = false;
+  while (std::fgets(line, sizeof(line), maps)) {
+    unsigned long begin = 0, end = 0;
+    char mode[5] = "";
+    if (std::sscanf(line, "%lx-%lx %4s", &begin, &end, mode) != 3) continue;
+    auto place = reinterpret_cast<unsigned long>(address);
+    if (place >= begin && place < end) shared = mode[3] == 's';
+  }
+  std::fclose(maps);
+  return shared;
+}
+
+}  // namespace
+
+TEST(arena_is_sealed_against_resizing) {
+  auto arena = shm::Arena::create(kArena);
+  CHECK_EQ(fcntl(arena->fd(), F_GET_SEALS) & kSeals, kSeals);
+  CHECK(ftruncate(arena->fd(), 4096) != 0);
+  CHECK(ftruncate(arena->fd(), 2 * kArena) != 0);
+  CHECK(fcntl(arena->fd(), F_GETFD) & FD_CLOEXEC);
+  CHECK(is_mapped_shared(arena->at(0)));
+}
+
+TEST(arena_closes_its_descriptor) {
+  auto arena = shm::Arena::create(kArena);
+  int fd = arena->fd();
+  arena->close_fd();
+  CHECK(fcntl(fd, F_GETFD) == -1);
+  chars(arena->allocate_tensor(8))[0] = 1;  // the mapping stays
+}
+
+TEST(arena_takes_no_memory_before_it_is_touched) {
+  auto arena = shm::Arena::create(kArena);
+  auto tensor = arena->allocate_tensor(4 << 20);
+  struct stat status {};
+  fstat(arena->fd(), &status);
+  CHECK(status.st_blocks * 512 < 64 << 10);
+  std::memset(tensor.get(), 1, 4 << 20);
+  fstat(arena->fd(), &status);
+  CHECK(status.st_blocks * 512 >= 4 << 20);
+  tensor.reset();  // and gives it back
+  fstat(arena->fd(), &status);
+  CHECK(status.st_blocks * 512 < 64 << 10);
+}
+
+TEST(arena_knows_its_memory) {
+  auto arena = shm::Arena::create(kArena);
+  auto tensor = arena->allocate_tensor(1000);
+  int64_t offset = arena->offset_of(tensor.get(), 1000);
+  CHECK(offset > 0 && offset % static_cast<int64_t>(shm::kPage) == 0);
+  CHECK_EQ(arena->offset_of(chars(tensor) + 17, 10), offset + 17);
+  CHECK(arena->at(static_cast<size_t>(offset)) == static_cast<std::byte*>(tensor.get()));
+  CHECK_EQ(arena->offset_of(arena->at(0), kArena), 0);
+  CHECK_EQ(arena->offset_of(arena->at(0), kArena + 1), -1);
+  CHECK_EQ(arena->offset_of(arena->at(0) - 1, 1), -1);
+  std::vector<char> ordinary(10);
+  CHECK_EQ(arena->offset_of(ordinary.data(), 10), -1);
+}
+
+TEST(arena_reuses_freed_memory_zeroed) {
+  auto arena = shm::Arena::create(kArena);
+  auto first = arena->allocate_tensor(5000), second = arena->allocate_tensor(0), third = arena->allocate_tensor(1);
+  CHECK(chars(second) >= chars(first) + 8192 && chars(third) >= chars(second) + 4096);
+  char* place = chars(first);
+  std::memset(place, 1, 5000);
+  first.reset();
+  auto again = arena->allocate_tensor(8192);
+  CHECK(chars(again) == place);
+  CHECK(std::all_of(place, place + 8192, [](char c) { return c == 0; }));
+}
+
+TEST(arena_outlives_its_owner_while_a_tensor_lives) {
+  auto tensor = shm::Arena::create(kArena)->allocate_tensor(100);
+  std::memset(tensor.get(), 7, 100);
+  CHECK_EQ(chars(tensor)[99], 7);
+}
+
+TEST(too_much_memory_is_an_error_with_numbers) {
+  auto arena = shm::Arena::create(kArena);
+  std::string no_room = message([&] { arena->allocate_tensor(kArena + 1); });
+  CHECK(contains(no_room, std::to_string(kArena + 1)) && contains(no_room, std::to_string(kArena)));
+  CHECK(contains(no_room, "SYNCENGINE_ARENA_BYTES"));
+  for (size_t bytes : {size_t{1} << 60, SIZE_MAX - 4095, SIZE_MAX - 1, SIZE_MAX}) {
+    std::string no_memory = message([&] { arena->allocate_tensor(bytes); });
+    CHECK(contains(no_memory, std::to_string(bytes) + " bytes of shared memory wanted") && contains(no_memory, "available"));
+  }
+  CHECK(contains(message([&] { arena->allocate_group(kArena); }), "SYNCENGINE_ARENA_BYTES"));
+  std::string no_arena = message([] { shm::Arena::create(size_t{1} << 62); });
+  CHECK(contains(no_arena, std::to_string(size_t{1} << 62)) && contains(no_arena, "SYNCENGINE_ARENA_BYTES"));
+}
+
+// First fit against a model that knows each byte.
+TEST(heap_agrees_with_a_naive_model) {
+  constexpr size_t kBegin = 3, kEnd = 600;
+  for (unsigned seed = 0; seed < 40; ++seed) {
+    std::mt19937 random(seed);
+    shm::Heap heap(kBegin, kEnd);
+    std::vector<bool> used(kEnd + 1, true);
+    std::fill(used.begin() + kBegin, used.begin() + kEnd, false);
+    std::vector<std::pair<size_t, size_t>> blocks;
+    for (int step = 0; step < 300; ++step) {
+      if (!blocks.empty() && random() % 2) {
+        std::swap(blocks[random() % blocks.size()], blocks.back());
+        auto [offset, bytes] = blocks.back();
+        blocks.pop_back();
+        heap.release(offset, bytes);
+        std::fill_n(used.begin() + static_cast<long>(offset), bytes, false);
+        continue;
+      }
+      const size_t bytes = 1 + random() % 90, alignment = size_t{1} << random() % 7;
+      std::optional<size_t> expected;
+      for (size_t at = (kBegin + alignment - 1) / alignment * alignment; at + bytes <= kEnd && !expected; at += alignment) {
+        if (std::none_of(used.begin() + static_cast<long>(at), used.begin() + static_cast<long>(at + bytes), [](bool u) { return u; }))
+          expected = at;
+      }
+      std::optional<size_t> got = heap.allocate(bytes, alignment);
+      CHECK(got == expected);
+      if (!got) continue;
+      blocks.emplace_back(*got, bytes);
+      std::fill_n(used.begin() + static_cast<long>(*got), bytes, true);
+    }
+    for (auto [offset, bytes] : blocks) heap.release(offset, bytes);
+    CHECK(heap.allocate(kEnd - kBegin, 1) == kBegin);  // all in one piece again
+  }
+}
+
+TEST(severed_tensors_keep_their_content_and_hear_nobody) {
+  auto arena = shm::Arena::create(kArena);
+  auto peer = peer_of(*arena);
+  auto tensor = arena->allocate_tensor(10000), freed_later = arena->allocate_tensor(10);
+  auto offset = static_cast<uint64_t>(arena->offset_of(tensor.get(), 10000));
+  auto* theirs = reinterpret_cast<char*>(peer->at(offset, 10000));
+  theirs[9999] = 1;
+  CHECK_EQ(chars(tensor)[9999], 1);
+  size_t group = arena->allocate_group(100);
+
+  arena->sever_tensors();
+  CHECK_EQ(chars(tensor)[9999], 1);
+  theirs[9999] = 2;
+  CHECK_EQ(chars(tensor)[9999], 1);
+  chars(tensor)[0] = 3;
+  CHECK_EQ(theirs[0], 0);
+  CHECK_EQ(arena->offset_of(tensor.get(), 10000), -1);
+
+  *arena->at(group) = std::byte{4};  // control memory stays shared: peers must hear of the failure
+  CHECK(*peer->at(group, 1) == std::byte{4});
+  arena->sever_tensors();  // again: nothing
+  CHECK_EQ(chars(tensor)[9999], 1);
+  freed_later.reset();
+  auto next = arena->allocate_tensor(10);
+  CHECK(next != nullptr);
+}
+
+TEST(a_forked_child_has_copies_of_its_own) {
+  auto arena = shm::Arena::create(kArena);
+  auto peer = peer_of(*arena);
+  auto tensor = arena->allocate_tensor(5000);
+  chars(tensor)[4999] = 1;
+  CHECK(!arena->forked());
+  CHECK(true_in_child([&] {
+    bool copied = arena->forked() && chars(tensor)[4999] == 1 && !is_mapped_shared(tensor.get());
+    chars(tensor)[4999] = 2;
+    return copied && !is_mapped_shared(arena->at(0)) && !is_mapped_shared(&peer->header());
+  }));
+  CHECK_EQ(chars(tensor)[4999], 1);
+  CHECK(!arena->forked());
+  chars(tensor)[0] = 5;
+  CHECK_EQ(*reinterpret_cast<char*>(peer->at(static_cast<uint64_t>(arena->offset_of(tensor.get(), 1)), 1)), 5);
+}
+
+TEST(a_forked_engine_refuses_and_the_parent_goes_on) {
+  std::barrier together(2);
+  run_job(2, {}, [&](int rank, Communicator& communicator) {
+    auto shared = communicator.allocate(4);
+    auto* value = static_cast<float*>(shared.get());
+    *value = 1;
+    together.arrive_and_wait();
+    if (rank == 0) {
+      CHECK(true_in_child([&] {
+        try {
+          communicator.run(testing::all_reduce_of(value, 4, DType::Float32));
+        } catch (const Error& error) {
+          communicator.abort(ErrorKind::Aborted, "");  // neither of them may reach the parent's peers
+          communicator.close();
+          return error.kind() == ErrorKind::InvalidUsage && contains(error.what(), "forked child") && *value == 1;
+        }
+        return false;
+      }));
+    }
+    communicator.run(testing::all_reduce_of(value, 4, DType::Float32));
+    CHECK_EQ(*value, 2.0f);
+  });
+}
+
+TEST(each_watcher_finds_a_dead_owner_for_itself) {
+  auto arena = shm::Arena::create(kArena);
+  shm::prepare_liveness(arena->header());
+  std::vector<std::unique_ptr<shm::PeerArena>> watchers;
+  for (int watcher = 0; watcher < 3; ++watcher) watchers.push_back(peer_of(*arena));
+  std::barrier alive(2), may_die(2);
+  std::thread owner([&] {
+    shm::hold_all(arena->header(), 3);
+    alive.arrive_and_wait();
+    may_die.arrive_and_wait();
+  });
+  alive.arrive_and_wait();
+  for (int watcher = 0; watcher < 3; ++watcher) CHECK(!shm::found_dead(watchers[watcher]->header(), watcher));
+  may_die.arrive_and_wait();
+  owner.join();
+  for (int watcher : {2, 0, 1}) CHECK(shm::found_dead(watchers[watcher]->header(), watcher));
+}
+
+TEST(an_owner_that_lets_go_is_not_dead) {
+  auto arena = shm::Arena::create(kArena);
+  shm::prepare_liveness(arena->header());
+  auto peer = peer_of(*arena);
+  std::thread([&] {
+    shm::hold_all(arena->header(), 2);
+    shm::release_all(arena->header(), 2);
+  }).join();
+  for (int watcher : {0, 1, 0}) CHECK(!shm::found_dead(peer->header(), watcher));
+}
+
+TEST(a_peers_arena_is_checked_before_it_is_believed) {
+  constexpr size_t kBytes = 1 << 20;
+  CHECK_EQ(shm::PeerArena(memfd(kBytes, kSeals).get(), kBytes).header().magic, shm::kMagic);
+  for (int missing : {F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL}) {
+    UniqueFd fd = memfd(kBytes, kSeals & ~missing);
+    CHECK(contains(message([&] { shm::PeerArena(fd.get(), kBytes); }), "unsealed"));
+  }
+  UniqueFd sound = memfd(kBytes, kSeals);
+  CHECK(contains(message([&] { shm::PeerArena(sound.get(), kBytes + 4096); }), "another size"));
+  CHECK(contains(message([&] { shm::PeerArena(sound.get(), kBytes - 4096); }), "another size"));
+  UniqueFd tiny = memfd(64, kSeals);
+  CHECK(contains(message([&] { shm::PeerArena(tiny.get(), 64); }), "another size"));
+  UniqueFd foreign = memfd(kBytes, kSeals, shm::kMagic + 1);
+  CHECK(contains(message([&] { shm::PeerArena(foreign.get(), kBytes); }), "another layout"));
+  UniqueFd null(open("/dev/null", O_RDWR | O_CLOEXEC));
+  CHECK(contains(message([&] { shm::PeerArena(null.get(), kBytes); }), "unsealed"));
+}
+
+TEST(a_peers_offsets_are_checked) {
+  auto arena = shm::Arena::create(kArena);
+  auto peer = peer_of(*arena);
+  CHECK(peer->at(kArena - 1, 1) != nullptr && peer->at(kArena, 0) != nullptr);
+  CHECK_THROWS(peer->at(kArena, 1), ErrorKind::InvalidUsage);
+  CHECK_THROWS(peer->at(0, kArena + 1), ErrorKind::InvalidUsage);
+  CHECK_THROWS(peer->at(UINT64_MAX, 2), ErrorKind::InvalidUsage);
+  CHECK_THROWS(peer->at(1, SIZE_MAX), ErrorKind::InvalidUsage);
+}
+
+}  // namespace syncengine
