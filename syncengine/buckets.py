@@ -61,4 +61,4 @@ class BucketPlanner:
     def _assign(self, order: Sequence[int], caps: list[int]) -> Plan:
         """Cuts ``order`` into buckets of one dtype, each closed as soon as it holds its cap."""
         tensors = [self.parameters[i] for i in order]
-        return dist._compute_bucket_assignment_by_size(tensors, caps, [False] * len(tensors), list(order))[0]
+        return dist._compute_bucket_assignment_by_size(tensors, caps, [], list(order))[0]

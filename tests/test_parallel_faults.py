@@ -18,6 +18,7 @@ import syncengine
 from syncengine.errors import Aborted, InvalidUsage, Mismatch, PeerLost, SyncError, Timeout
 
 SOON = 1.0  # seconds from the fact to the error
+LATER = 0.5  # seconds until all ranks have come as far
 CAP = {"bucket_cap_mb": 1e-6}  # one bucket a parameter
 
 
@@ -54,6 +55,7 @@ class Acting(nn.Module):
 
 
 def fail() -> None:
+    time.sleep(LATER)
     raise KeyError("the batch is bad")
 
 
@@ -90,7 +92,7 @@ def raises_in_backward(act: Callable[[], None]) -> tuple[str, float]:
 def test_an_error_in_backward_reaches_all_ranks(pool: RankPool, world: int):
     answers = pool.run(raises_in_backward, fail, world=world)
     for rank, (text, took) in enumerate(answers):
-        assert took < SOON
+        assert took < LATER + SOON
         assert ("the batch is bad" if rank == 1 else "rank 1: backward aborted") in text
 
 
@@ -119,6 +121,8 @@ def raises_in_forward() -> tuple[str, float]:
             model(data())  # evaluation concerns nobody else
     syncengine.barrier()
     begin = time.monotonic()
+    if syncengine.rank() == 1:
+        time.sleep(LATER)
     with pytest.raises(ValueError if syncengine.rank() == 1 else Aborted) as error:
         model(data()).sum().backward()
     return str(error.value), time.monotonic() - begin
@@ -128,7 +132,8 @@ def test_an_error_in_forward_reaches_all_ranks(pool: RankPool):
     own = pool.run(raises_in_forward, world=3)
     assert own[1][0] == "no such token: torch.Size([5, 24])"
     for text, took in (own[0], own[2]):
-        assert "rank 1 raised in forward: ValueError: no such token: torch.Size([5, 24])" in text and took < SOON
+        assert "rank 1 raised in forward: ValueError: no such token: torch.Size([5, 24])" in text
+        assert took < LATER + SOON
 
 
 class Sometimes(nn.Module):
@@ -147,8 +152,7 @@ def forgets_parameters(on_ranks: list[int]) -> str:
     with pytest.raises(SyncError) as error:
         if syncengine.rank() in on_ranks:
             model(data(), False).sum().backward()
-            if on_ranks == [0, 1]:
-                syncengine.barrier()
+            time.sleep(LATER)
             model(data(), False)
         else:
             model(data(), True).sum().backward()
@@ -202,7 +206,8 @@ def sparse_gradient() -> None:
             return nn.functional.embedding(x, self.table, sparse=True)
 
     model = syncengine.Parallel(Functional())
-    with pytest.raises(SyncError, match="parameter table got a Sparse gradient|backward aborted"):
+    time.sleep(LATER)
+    with pytest.raises(SyncError, match="parameter table got a Sparse gradient"):
         model(torch.tensor([1, 2])).sum().backward()
 
 
@@ -214,6 +219,7 @@ def test_a_sparse_gradient_is_refused_by_name(pool: RankPool):
 
 
 def die() -> None:
+    time.sleep(LATER)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

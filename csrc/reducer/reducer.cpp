@@ -52,7 +52,7 @@ bool Reducer::begin_forward(bool synchronize) {
   bool recomputing = !synchronize && inside_backward();
   if (phase_ == Phase::Syncing && !recomputing) {
     std::string text = unfinished_text();
-    communicator_->abort(ErrorKind::Aborted, "rank " + std::to_string(communicator_->rank()) + ": " + text);
+    tell_peers(text);
     settle_after_failure();
     throw Error(ErrorKind::InvalidUsage, text);
   }
@@ -192,7 +192,12 @@ void Reducer::begin_backward() {
 void Reducer::collect(size_t index, const at::Tensor& incoming) {
   Gradient& gradient = gradients_[index];
   if (gradient.collected() || !planned_[index]) throw_collected_twice(index);
-  gradient.collect(incoming, name(index), statistics_);
+  try {
+    gradient.collect(incoming, name(index), statistics_);
+  } catch (const Error& error) {
+    tell_peers(error.what());
+    throw;
+  }
   ready_order_.push_back(index);
   count_collected(index);
 }
@@ -301,7 +306,7 @@ void Reducer::on_backward_abandoned() noexcept {
     std::lock_guard lock(mutex_);
     --tasks_watched_;
     if (phase_ != Phase::Armed && phase_ != Phase::Syncing) return;
-    communicator_->abort(ErrorKind::Aborted, "rank " + std::to_string(communicator_->rank()) + ": backward aborted");
+    tell_peers("backward aborted");
     settle_after_failure();
   } catch (...) {
     // In a destructor, on the way of the error that ended this backward.
@@ -323,6 +328,11 @@ void Reducer::settle_after_failure() {
 
 // --- Texts
 
+// They wait for gradients that this rank will not bring.
+void Reducer::tell_peers(const std::string& text) const {
+  communicator_->abort(ErrorKind::Aborted, "rank " + std::to_string(communicator_->rank()) + ": " + text);
+}
+
 std::string Reducer::unfinished_text() const {
   std::string indices, missing;
   size_t next = 0;  // DDP counts only parameters that require a gradient
@@ -341,10 +351,11 @@ std::string Reducer::unfinished_text() const {
 }
 
 void Reducer::throw_collected_twice(size_t index) const {
-  throw Error(ErrorKind::InvalidUsage,
-              "Expected to mark a variable ready only once. Parameter " + std::to_string(index) + " (" + name(index) +
-                  ") of " + names_->model + " got another gradient when its average was already on its way: it is used " +
-                  "outside of the module's forward, or in several reentrant checkpoints (use_reentrant=False helps)");
+  std::string text = "Expected to mark a variable ready only once. Parameter " + std::to_string(index) + " (" + name(index) +
+                     ") of " + names_->model + " got another gradient when its average was already on its way: it is used " +
+                     "outside of the module's forward, or in several reentrant checkpoints (use_reentrant=False helps)";
+  tell_peers(text);
+  throw Error(ErrorKind::InvalidUsage, text);
 }
 
 void Reducer::throw_consumed() const {

@@ -81,6 +81,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void deliver(Bucket& bucket);
   void settle_after_failure();
   void follow_requires_grad();
+  void tell_peers(const std::string& text) const;
   std::string unfinished_text() const;
   [[noreturn]] void throw_collected_twice(size_t index) const;
   [[noreturn]] void throw_consumed() const;
