@@ -30,6 +30,7 @@ class BucketPlanner:
     def create(
         cls, parameters: Sequence[torch.Tensor], numerics: str, bucket_cap_mb: float | None, find_unused: bool
     ) -> "BucketPlanner":
+        """A planner with the caps that ``numerics`` asks for, or with the user's own."""
         follows_ddp = numerics == "ring"
         if bucket_cap_mb is not None:
             first_cap = cap = int(bucket_cap_mb * MIB)
@@ -39,7 +40,10 @@ class BucketPlanner:
 
     @property
     def rebuilds(self) -> bool:
-        """Whether the first synchronized step's order of readiness makes a new plan (DDP's does not with unused ones)."""
+        """Whether a new plan follows from the first synchronized step's order of readiness.
+
+        Always but where DDP's own does not: with unused parameters.
+        """
         return not (self.follows_ddp and self.find_unused_parameters)
 
     def initial(self, trainable: Sequence[int]) -> Plan:

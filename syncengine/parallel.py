@@ -23,14 +23,15 @@ from syncengine.replication import StateBroadcast, check_same_on_all_ranks, desc
 class Parallel(DistributedDataParallel):
     """Trains ``module`` data-parallel: each backward averages the gradients over all ranks while it still runs.
 
-    The arguments, attributes and errors are those of ``DistributedDataParallel``; what is not supported yet is refused by
-    name. It is a subclass only so that ``isinstance`` holds for the tools that ask: none of DDP's machinery runs.
+    The arguments, attributes and errors are those of ``DistributedDataParallel``; what is not supported yet is
+    refused by name. It is a subclass only so that ``isinstance`` holds for the tools that ask: none of DDP's machinery
+    runs.
 
-    ``process_group`` takes a ``syncengine.Communicator`` (say, from ``Communicator.split``); ``None`` is the default one,
-    initialized if need be. With one rank the module is called directly.
+    ``process_group`` takes a ``syncengine.Communicator`` (say, from ``Communicator.split``); ``None`` is the default
+    one, initialized if need be. With one rank the module is called directly.
 
-    Raises ``InvalidUsage`` for an argument that can't work, and ``Mismatch``, naming the parameter and both sides, if the
-    ranks' models differ.
+    Raises ``InvalidUsage`` for an argument that can't work, and ``Mismatch``, naming the parameter and both sides, if
+    the ranks' models differ.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Parallel(DistributedDataParallel):
 
     def _replicate(self, with_buffers: bool) -> None:
         """Checks that all ranks have the same model, and gives them rank 0's values."""
-        named = list(zip(self._parameter_names, self._module_parameters))
+        named = list(zip(self._parameter_names, self._module_parameters, strict=True))
         if with_buffers:
             named += self.named_module_buffers.items()
         settings = (
@@ -175,6 +176,7 @@ class Parallel(DistributedDataParallel):
     # --- Forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Calls the module; whether its backward will synchronize is decided here, as in DDP."""
         if self.reducer is None:
             return self.module(*inputs, **kwargs)
         synchronize = False
@@ -236,7 +238,8 @@ class Parallel(DistributedDataParallel):
         passed = _OutputSink.apply(self._ddp_sink_clone, *leaves)
         # What has no graph stays the very object it was.
         leaves = [
-            leaf if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None else new for leaf, new in zip(leaves, passed)
+            leaf if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None else new
+            for leaf, new in zip(leaves, passed, strict=True)
         ]
         return tree_unflatten(leaves, spec)
 
@@ -253,6 +256,7 @@ class Parallel(DistributedDataParallel):
 
     @property
     def broadcast_buffers(self) -> bool:
+        """DDP's older name of ``forward_sync_buffers``."""
         return self.forward_sync_buffers
 
     @broadcast_buffers.setter

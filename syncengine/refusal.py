@@ -11,8 +11,14 @@ from syncengine.errors import InvalidUsage
 # Argument: its value in an ordinary call, and what to do instead.
 _ARGUMENTS: dict[str, tuple[Any, str]] = {
     "check_reduction": (False, "it has no effect in DDP either: leave it out"),
-    "gradient_as_bucket_view": (False, "gradients are averaged in their own memory, without bucket memory: leave it out"),
-    "static_graph": (False, "use find_unused_parameters=True for unused parameters, and checkpoint(use_reentrant=False)"),
+    "gradient_as_bucket_view": (
+        False,
+        "gradients are averaged in their own memory, without bucket memory: leave it out",
+    ),
+    "static_graph": (
+        False,
+        "use find_unused_parameters=True for unused parameters, and checkpoint(use_reentrant=False)",
+    ),
     "delay_all_reduce_named_params": (None, "leave it out"),
     "param_to_hook_all_reduce": (None, "leave it out"),
     "mixed_precision": (None, "use torch.autocast, or cast the module before wrapping it"),

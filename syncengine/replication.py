@@ -32,7 +32,9 @@ def check_same_on_all_ranks(communicator: Communicator, what: str, lines: Sequen
         other = _lines(other_text)
         if other == expected:
             continue
-        at = next((i for i, (a, b) in enumerate(zip(expected, other)) if a != b), min(len(expected), len(other)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(expected, other, strict=False)) if a != b), min(len(expected), len(other))
+        )
         ours, theirs = (lines[at] if at < len(lines) else "nothing" for lines in (expected, other))
         ranks = communicator.global_ranks
         raise Mismatch(
@@ -61,11 +63,12 @@ class StateBroadcast:
         self._packed = communicator.empty([size], torch.uint8)
         self._views = [
             self._packed[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for offset, tensor in zip(offsets, self._small)
+            for offset, tensor in zip(offsets, self._small, strict=True)
         ]
 
     @torch.no_grad()
     def __call__(self) -> None:
+        """Collective: every rank calls it."""
         root = self._communicator.rank == 0
         if self._small:
             if root:

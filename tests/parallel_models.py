@@ -21,7 +21,13 @@ class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Linear(24, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU(), nn.LayerNorm(600), nn.Linear(600, 500), nn.Tanh()
+            nn.Linear(24, 600),
+            nn.ReLU(),
+            nn.Linear(600, 600),
+            nn.ReLU(),
+            nn.LayerNorm(600),
+            nn.Linear(600, 500),
+            nn.Tanh(),
         )
         self.head = nn.Linear(500, 7)
 

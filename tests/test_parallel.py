@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,13 +73,31 @@ def test_it_looks_like_ddp():
     model = syncengine.Parallel(Conv())
     assert isinstance(model, DistributedDataParallel)
     assert all(name.startswith("module.") for name in model.state_dict())
-    for name in (
-        "module reducer logger process_group device device_ids device_type output_device static_graph "
-        "find_unused_parameters require_backward_grad_sync require_forward_param_sync parameters_to_ignore "
-        "bucket_bytes_cap modules_buffers named_module_buffers broadcast_buffers join_device join_process_group"
-    ).split():
+    for name in [
+        "module",
+        "reducer",
+        "logger",
+        "process_group",
+        "device",
+        "device_ids",
+        "device_type",
+        "output_device",
+        "static_graph",
+        "find_unused_parameters",
+        "require_backward_grad_sync",
+        "require_forward_param_sync",
+        "parameters_to_ignore",
+        "bucket_bytes_cap",
+        "modules_buffers",
+        "named_module_buffers",
+        "broadcast_buffers",
+        "join_device",
+        "join_process_group",
+    ]:
         getattr(model, name)
-    assert model.will_sync_module_buffers() and model.train(False) is model and not model.module.training
+    assert model.will_sync_module_buffers()
+    assert model.train(False) is model
+    assert not model.module.training
     model._check_reducer_finalized()
 
 
@@ -105,7 +124,7 @@ def test_init_sync_false_leaves_state_alone():
     module = Mlp()
     before = copy.deepcopy(module.state_dict())
     syncengine.Parallel(module, init_sync=False)
-    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), before.values()))
+    assert all(torch.equal(a, b) for a, b in zip(module.state_dict().values(), before.values(), strict=True))
 
 
 @dataclasses.dataclass
@@ -120,7 +139,8 @@ DIFFERENCES = {
     "shape": Difference(lambda m: setattr(m, "head", nn.Linear(500, 8)), ("head.weight", "(7, 500)", "(8, 500)")),
     "dtype": Difference(lambda m: m.head.double(), ("head.weight", "float32", "float64")),
     "strides": Difference(
-        lambda m: setattr(m.head, "weight", nn.Parameter(torch.zeros(500, 7).t())), ("head.weight", "(500, 1)", "(1, 7)")
+        lambda m: setattr(m.head, "weight", nn.Parameter(torch.zeros(500, 7).t())),
+        ("head.weight", "(500, 1)", "(1, 7)"),
     ),
     "frozen": Difference(lambda m: m.head.bias.requires_grad_(False), ("head.bias", "trained")),
     "number": Difference(lambda m: setattr(m, "extra", nn.Linear(2, 2)), ("extra.weight", "nothing")),
@@ -145,7 +165,9 @@ def test_different_models_are_a_mismatch_that_names_both_sides(pool: RankPool, n
 
 
 def mismatch_of_arguments() -> None:
-    with pytest.raises(Mismatch, match="rank 0 has .find_unused_parameters=False.*rank 1 has .find_unused_parameters=True"):
+    with pytest.raises(
+        Mismatch, match=r"rank 0 has .find_unused_parameters=False.*rank 1 has .find_unused_parameters=True"
+    ):
         syncengine.Parallel(Mlp(), find_unused_parameters=syncengine.rank() == 1)
 
 
@@ -200,7 +222,7 @@ def test_a_consumed_forward_raises():
     model = syncengine.Parallel(Mlp())
     first, second = model(data(1)).sum(), model(data(2)).sum()
     first.backward()
-    with pytest.raises(InvalidUsage, match="already synchronized.*no_sync"):
+    with pytest.raises(InvalidUsage, match=r"already synchronized.*no_sync"):
         second.backward()
     loss = model(data()).sum()
     loss.backward(retain_graph=True)
@@ -263,11 +285,10 @@ def test_unused_parameters():
                     p.grad = p.grad if p.grad is None else torch.ones_like(p.grad)
             model(data(i), choose(i)).square().mean().backward()
 
-    exact = {"find_unused_parameters": True}
     choices = (lambda i: True, lambda i: rank == 0, lambda i: i % 2 == 0, lambda i: (rank + i) % 2 == 0)
     for choose in choices:
         for set_to_none in (True, False):
-            both(Branches, lambda m: step(m, choose, set_to_none), **exact)
+            both(Branches, partial(step, choose=choose, set_to_none=set_to_none), find_unused_parameters=True)
 
 
 @run_on_ranks()
@@ -279,7 +300,8 @@ def test_a_parameter_used_elsewhere_gets_the_average_everywhere():
     everyone = torch.empty(2, 24, 24)
     for layer in (inner.left, inner.right, inner.stem):
         syncengine.all_gather(everyone, layer.weight.grad)
-        assert everyone[0].any() and torch.equal(everyone[0], everyone[1])
+        assert everyone[0].any()
+        assert torch.equal(everyone[0], everyone[1])
     assert model.sync_stats()["copied_bytes"]["unused"] == 2 * 4 * (24 * 24 + 24)
 
 
@@ -319,10 +341,15 @@ CONTAINERS: dict[str, tuple[Callable[..., Any], Callable[[Any], torch.Tensor]]] 
 }
 
 
+def backward_of_one_output(model: nn.Module, choose: Callable[[Any], torch.Tensor]) -> None:
+    choose(model(data())).sum().backward()
+
+
 @run_on_ranks(gloo=True)
 def test_outputs_in_containers():
     for container, choose in CONTAINERS.values():
-        both(lambda: Outputs(container), lambda m: choose(m(data())).sum().backward(), find_unused_parameters=True)
+        step = partial(backward_of_one_output, choose=choose)
+        both(partial(Outputs, container), step, find_unused_parameters=True)
     model = syncengine.Parallel(Outputs(lambda a, b: {"a": a, "b": b}))
     out = model(data())
     (out["a"] + out["b"]).sum().backward()
@@ -365,15 +392,14 @@ class Checkpointed(nn.Module):
 
 @run_on_ranks(gloo=True)
 def test_checkpointing():
+    def step(model: nn.Module) -> None:
+        for i in range(3):
+            model.zero_grad()
+            model(data(i)).square().sum().backward()
+
     for reentrant in (True, False):
-
-        def step(model: nn.Module) -> None:
-            for i in range(3):
-                model.zero_grad()
-                model(data(i)).square().sum().backward()
-
-        both(lambda: Checkpointed(reentrant), step, **CAP)
-        both(lambda: Checkpointed(reentrant), step)
+        both(partial(Checkpointed, reentrant), step, **CAP)
+        both(partial(Checkpointed, reentrant), step)
 
 
 @run_on_ranks()
@@ -410,7 +436,7 @@ def test_ranks_may_be_ready_in_opposite_orders():
     for _ in range(3):
         model.zero_grad()
         model(data()).square().sum().backward()
-        for grad, mean in zip(gradients(model), expected):
+        for grad, mean in zip(gradients(model), expected, strict=True):
             torch.testing.assert_close(grad, mean)
 
 
@@ -506,7 +532,8 @@ def test_ignored_parameters_stay_local():
     model = syncengine.Parallel(module)
     assert module.bias.item() == rank
     (model(torch.ones(1, 2)) * (rank + 1)).sum().backward()
-    assert module.bias.grad.item() == rank + 1 and module.weight.grad.tolist() == [[1.5, 1.5]]
+    assert module.bias.grad.item() == rank + 1
+    assert module.weight.grad.tolist() == [[1.5, 1.5]]
 
 
 @run_on_ranks(gloo=True)
@@ -589,7 +616,8 @@ def test_buffers_are_rank_0s_at_every_forward():
 def test_broadcast_buffers_is_deprecated_but_works():
     with pytest.warns(FutureWarning, match="forward_sync_buffers"):
         model = syncengine.Parallel(Counter(), broadcast_buffers=False)
-    assert model.broadcast_buffers is False and not model.will_sync_module_buffers()
+    assert model.broadcast_buffers is False
+    assert not model.will_sync_module_buffers()
 
 
 # --- Copies and hooks
@@ -605,7 +633,8 @@ def test_pickled_and_copied_models_train_on():
         m.zero_grad()
         m(data(1)).square().sum().backward()
     for other in others:
-        assert other.reducer is not model.reducer and other.bucket_bytes_cap == model.bucket_bytes_cap
+        assert other.reducer is not model.reducer
+        assert other.bucket_bytes_cap == model.bucket_bytes_cap
         assert not different_bits(gradients(model), gradients(other))
     split = syncengine.default_communicator().split([0, 1])
     with pytest.raises(InvalidUsage, match="default communicator"):
@@ -628,13 +657,16 @@ def test_post_accumulate_hooks_see_the_average():
     handle = weight.register_post_accumulate_grad_hook(step)
     x = torch.full((1, 2), float(syncengine.rank()))
     model(x).sum().backward()
-    assert seen == [[[0.5, 0.5]]] and weight.grad is None and torch.equal(weight, start - 0.5)
+    assert seen == [[[0.5, 0.5]]]
+    assert weight.grad is None
+    assert torch.equal(weight, start - 0.5)
     with model.no_sync():
         model(x).sum().backward()
     assert seen[1] == x.tolist()
     handle.remove()
     model(x).sum().backward()
-    assert len(seen) == 2 and weight.grad.tolist() == [[0.5, 0.5]]
+    assert len(seen) == 2
+    assert weight.grad.tolist() == [[0.5, 0.5]]
 
 
 @run_on_ranks()
@@ -683,7 +715,8 @@ def test_create_graph_gives_averages_too():
 def alone() -> None:
     module = Mlp()
     model = syncengine.Parallel(module)
-    assert model.reducer is None and isinstance(model, DistributedDataParallel)
+    assert model.reducer is None
+    assert isinstance(model, DistributedDataParallel)
     with model.no_sync():
         model(torch.ones(2, 24)).sum().backward()
     assert not any(p.grad is None for p in module.parameters())

@@ -148,7 +148,7 @@ def test_memory_of_others_is_not_written(pool: RankPool):
 def check_kept_gradients() -> None:
     model = syncengine.Parallel(Mlp())
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for step in range(4):
+    for _step in range(4):
         model(torch.randn(3, 24)).sum().backward()
         kept += [(p.grad, p.grad.clone()) for p in model.parameters()]
         model.zero_grad()

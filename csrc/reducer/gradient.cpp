@@ -39,8 +39,7 @@ bool has_one_holder(const at::TensorBase& tensor) {
 }
 
 bool shares_storage(const at::TensorBase& a, const at::TensorBase& b) {
-  return b.defined() && b.has_storage() &&
-         a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+  return b.defined() && b.has_storage() && a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
 }
 
 // Whether `grad`, which took over the memory of `incoming`, is all that will ever look at that memory: every holder is
@@ -60,14 +59,14 @@ bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming) {
 
 void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, const std::string& name) {
   if (grad.layout() != c10::kStrided) {
-    throw Error(ErrorKind::InvalidUsage, "parameter " + name + " got a " + c10::str(grad.layout()) +
-                                             " gradient; only dense gradients are supported (for nn.Embedding: sparse=False)");
+    throw Error(ErrorKind::InvalidUsage,
+                "parameter " + name + " got a " + c10::str(grad.layout()) +
+                    " gradient; only dense gradients are supported (for nn.Embedding: sparse=False)");
   }
   if (grad.scalar_type() != parameter.scalar_type() || !grad.is_cpu()) {
-    throw Error(ErrorKind::InvalidUsage,
-                "the gradient of parameter " + name + " is " + c10::str(grad.scalar_type()) + " on " +
-                    grad.device().str() + ", but the parameter is " + c10::str(parameter.scalar_type()) +
-                    " on cpu; both must agree");
+    throw Error(ErrorKind::InvalidUsage, "the gradient of parameter " + name + " is " + c10::str(grad.scalar_type()) +
+                                             " on " + grad.device().str() + ", but the parameter is " +
+                                             c10::str(parameter.scalar_type()) + " on cpu; both must agree");
   }
 }
 

@@ -21,7 +21,8 @@ BucketLayout make_layout(size_t index, const std::vector<size_t>& parameters, co
   uint64_t hash = mix(14695981039346656037u, index);
   std::optional<DType> dtype;
   for (size_t i : parameters) {
-    if (i >= gradients.size() || placed[i]) fail("parameter index " + std::to_string(i) + " out of range or used twice");
+    if (i >= gradients.size() || placed[i])
+      fail("parameter index " + std::to_string(i) + " out of range or used twice");
     placed[i] = true;
     const at::Tensor& parameter = gradients[i].parameter();
     auto own = gradient_dtype(parameter.scalar_type());
@@ -44,13 +45,13 @@ std::string BucketLayout::describe() const {
   return text + (parameters.size() > kNamesShown ? ", ...)" : ")");
 }
 
-std::vector<Bucket> make_buckets(const std::vector<std::vector<size_t>>& indices, const std::vector<Gradient>& gradients,
+std::vector<Bucket> make_buckets(const std::vector<std::vector<size_t>>& indices,
+                                 const std::vector<Gradient>& gradients,
                                  const std::shared_ptr<const ModelNames>& names) {
   std::vector<Bucket> buckets(indices.size());
   std::vector<bool> placed(gradients.size());
   for (size_t b = 0; b < indices.size(); ++b) {
-    buckets[b].layout =
-        std::make_shared<const BucketLayout>(make_layout(b, indices[b], gradients, names, placed));
+    buckets[b].layout = std::make_shared<const BucketLayout>(make_layout(b, indices[b], gradients, names, placed));
   }
   return buckets;
 }

@@ -11,7 +11,8 @@ namespace syncengine {
 
 // One empty bucket for each list of parameter indices. Throws Error(InvalidUsage) if an index is out of range or occurs
 // twice, or if a bucket is empty or of several dtypes.
-std::vector<Bucket> make_buckets(const std::vector<std::vector<size_t>>& indices, const std::vector<Gradient>& gradients,
+std::vector<Bucket> make_buckets(const std::vector<std::vector<size_t>>& indices,
+                                 const std::vector<Gradient>& gradients,
                                  const std::shared_ptr<const ModelNames>& names);
 
 }  // namespace syncengine

@@ -343,26 +343,32 @@ std::string Reducer::unfinished_text() const {
     missing += (missing.empty() ? "" : ", ") + name(i);
   }
   auto rank = std::to_string(communicator_->rank());
-  return "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates that "
-         "your module has parameters that were not used in producing loss. You can enable unused parameter detection by "
+  return "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
+         "that "
+         "your module has parameters that were not used in producing loss. You can enable unused parameter detection "
+         "by "
          "passing the keyword argument `find_unused_parameters=True` to `syncengine.Parallel`, and by making sure all "
-         "`forward` function outputs participate in calculating loss.\nParameter indices which did not receive grad for "
-         "rank " + rank + ":" + indices + "\nParameters which did not receive grad for rank " + rank + ": " + missing;
+         "`forward` function outputs participate in calculating loss.\nParameter indices which did not receive grad "
+         "for "
+         "rank " +
+         rank + ":" + indices + "\nParameters which did not receive grad for rank " + rank + ": " + missing;
 }
 
 void Reducer::throw_collected_twice(size_t index) const {
-  std::string text = "Expected to mark a variable ready only once. Parameter " + std::to_string(index) + " (" + name(index) +
-                     ") of " + names_->model + " got another gradient when its average was already on its way: it is used " +
+  std::string text = "Expected to mark a variable ready only once. Parameter " + std::to_string(index) + " (" +
+                     name(index) + ") of " + names_->model +
+                     " got another gradient when its average was already on its way: it is used " +
                      "outside of the module's forward, or in several reentrant checkpoints (use_reentrant=False helps)";
   tell_peers(text);
   throw Error(ErrorKind::InvalidUsage, text);
 }
 
 void Reducer::throw_consumed() const {
-  throw Error(ErrorKind::InvalidUsage,
-              "this backward runs through a forward of " + names_->model + " that an earlier backward has already " +
-                  "synchronized, so its gradients would differ between ranks. Run one backward over the sum of the losses, "
-                  "or the earlier forwards and backwards under no_sync()");
+  throw Error(
+      ErrorKind::InvalidUsage,
+      "this backward runs through a forward of " + names_->model + " that an earlier backward has already " +
+          "synchronized, so its gradients would differ between ranks. Run one backward over the sum of the losses, "
+          "or the earlier forwards and backwards under no_sync()");
 }
 
 }  // namespace syncengine

@@ -93,25 +93,25 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const uint64_t first_slot_;  // one for each bucket there may be, and the last for usage
 
   mutable std::mutex mutex_;
-  std::atomic<Phase> phase_{Phase::Local};  // written under mutex_
-  std::vector<Gradient> gradients_;                     // by parameter
-  std::vector<std::unique_ptr<GradientHook>> hooks_;    // by parameter; none while it does not require a gradient
-  bool provisional_ = false;                            // the plan waits for ready_order_
-  std::vector<bool> planned_;                           // by parameter: whether it is in a bucket
-  std::vector<size_t> bucket_of_;                       // by parameter
+  std::atomic<Phase> phase_{Phase::Local};            // written under mutex_
+  std::vector<Gradient> gradients_;                   // by parameter
+  std::vector<std::unique_ptr<GradientHook>> hooks_;  // by parameter; none while it does not require a gradient
+  bool provisional_ = false;                          // the plan waits for ready_order_
+  std::vector<bool> planned_;                         // by parameter: whether it is in a bucket
+  std::vector<size_t> bucket_of_;                     // by parameter
   std::vector<Bucket> buckets_;
-  size_t buckets_missing_ = 0;                          // not announced yet in this backward
+  size_t buckets_missing_ = 0;  // not announced yet in this backward
   std::vector<size_t> ready_order_;
-  int watched_task_ = -1;                               // the graph task that holds our last callback
-  size_t tasks_watched_ = 0;                            // graph tasks that hold one and have not ended
-  bool outputs_hooked_ = false;                         // on_output will tell of a backward through the last forward
+  int watched_task_ = -1;        // the graph task that holds our last callback
+  size_t tasks_watched_ = 0;     // graph tasks that hold one and have not ended
+  bool outputs_hooked_ = false;  // on_output will tell of a backward through the last forward
   Statistics statistics_;
 
   // find_unused_parameters only
   AccumulatorIndex accumulators_;
-  std::vector<bool> reachable_;                         // by parameter: from the outputs since the last synchronization
-  std::vector<bool> used_here_;                         // by parameter: had a gradient since the last synchronization
-  std::shared_ptr<std::vector<uint8_t>> used_anywhere_; // by parameter: reduced over all ranks
+  std::vector<bool> reachable_;  // by parameter: from the outputs since the last synchronization
+  std::vector<bool> used_here_;  // by parameter: had a gradient since the last synchronization
+  std::shared_ptr<std::vector<uint8_t>> used_anywhere_;  // by parameter: reduced over all ranks
   std::shared_ptr<Work> usage_work_;
 };
 
