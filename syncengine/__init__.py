@@ -1,9 +1,7 @@
 """A gradient synchronization engine for PyTorch.
 
-import syncengine
-
-syncengine.init()                     # torchrun, mpirun, srun or an initialised torch.distributed: found by itself
-model = syncengine.Parallel(model)    # the signature of DistributedDataParallel
+`syncengine.init()` finds torchrun, mpirun, srun or an initialised torch.distributed by itself, and
+`model = syncengine.Parallel(model)` has the signature of DistributedDataParallel. No other line of a script changes.
 """
 
 import torch  # noqa: F401  (loads the libraries that the extension needs)

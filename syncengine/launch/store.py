@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -63,8 +64,10 @@ def store_exchange(
     store: dist.Store, rank: int, world_size: int, timeout: float, log_after: float
 ) -> Callable[[bytes], list[bytes]]:
     """An all-gather of small byte strings over `store`. Each call on one rank meets the same call on all others."""
-    # Every rank opens its n-th exchange over this store: n makes the keys this exchange's own, also after shutdown().
-    number = store.add(f"syncengine/opened/{rank}", 1)
+    missing = set(range(world_size))
+    with _lost_store_as_lost_peer(rank, missing):
+        # Every rank opens its n-th exchange over this store: n makes the keys this exchange's own, also after shutdown.
+        number = store.add(f"syncengine/opened/{rank}", 1)
     own = dist.PrefixStore(f"syncengine/{number}", store)
     rounds = itertools.count()
 
@@ -73,26 +76,32 @@ def store_exchange(
             raise InvalidUsage(f"a payload of {len(payload)} bytes is more than the exchange's {MAX_PAYLOAD}")
         index = next(rounds)
         keys = [f"{index}/{peer}" for peer in range(world_size)]
-        missing = set(range(world_size))
+        missing.update(range(world_size))
 
         def arrived(peers: set[int]) -> set[int]:
             missing.intersection_update(peers)
             return {peer for peer in peers if own.check([keys[peer]])}
 
-        try:
+        with _lost_store_as_lost_peer(rank, missing):
             own.set(keys[rank], payload)
             wait_for_ranks(
                 missing, arrived, "join (did its process start, and call syncengine.init?)", timeout, log_after
             )
             values = [own.get(key) for key in keys]
-        except dist.DistError as error:
-            raise PeerLost(
-                f"the rendezvous store is gone while rank {rank} waited for {name_ranks(missing)}: rank 0 or the "
-                f"launcher has ended ({error})"
-            ) from error
         for peer, value in enumerate(values):
             if len(value) > MAX_PAYLOAD:
                 raise InvalidUsage(f"rank {peer} sent {len(value)} bytes, more than the exchange's {MAX_PAYLOAD}")
         return values
 
     return exchange
+
+
+@contextlib.contextmanager
+def _lost_store_as_lost_peer(rank: int, missing: set[int]) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise PeerLost(
+            f"the rendezvous store is gone while rank {rank} waited for {name_ranks(missing)}: rank 0 or the launcher "
+            f"has ended ({error})"
+        ) from error
