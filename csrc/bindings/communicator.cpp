@@ -1,7 +1,8 @@
 #include <torch/csrc/utils/pybind.h>
 
-#include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <pybind11/stl.h>
 
 #include <optional>
@@ -195,7 +196,7 @@ void bind_communicator(py::module_& module) {
       .def("abort", [](Communicator& c, const std::string& text) { c.abort(ErrorKind::Aborted, text); }, py::arg("text"),
            py::call_guard<py::gil_scoped_release>(), "Fails everything pending, here and on all peers, which raise Aborted with `text`.")
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>(), "Leaves in good order.")
-      .def("counters", &Communicator::counters, "What this rank did so far: operations, bytes by path, sleeps.");
+      .def("counters", &Communicator::counters, py::call_guard<py::gil_scoped_release>(), "What this rank did so far: operations, bytes by path, sleeps.");
 }
 
 }  // namespace syncengine

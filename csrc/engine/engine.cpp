@@ -71,19 +71,19 @@ void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers) {
 }
 
 void Engine::add(Movable* movable) {
-  std::lock_guard lock(mutex_);
+  Locked lock(*this);
   movables_.push_back(movable);
 }
 
 void Engine::remove(Movable* movable) {
-  std::lock_guard lock(mutex_);
+  Locked lock(*this);
   std::erase(movables_, movable);
 }
 
 bool Engine::pass() {
   bool moved = false;
   {
-    std::lock_guard lock(mutex_);
+    Locked lock(*this);
     for (Movable* movable : movables_) moved |= movable->advance();
   }
   // Another thread of this rank may sleep for what this pass did, or with an interest that it changed.
@@ -93,7 +93,7 @@ bool Engine::pass() {
 
 void Engine::poke() {
   bool moved = false;
-  if (std::unique_lock lock(mutex_, std::try_to_lock); lock) {
+  if (Locked lock(*this, std::try_to_lock); lock) {
     for (Movable* movable : movables_) moved |= movable->advance();
   } else {
     moved = true;  // the pass in progress may have looked too early
@@ -110,7 +110,7 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over) {
   bool moved = false;
   {
     // One critical section: a thread that changes what this one waits for does so before, and is seen, or after, and rings.
-    std::lock_guard lock(mutex_);
+    Locked lock(*this);
     uint64_t interest = 0;
     for (Movable* movable : movables_) interest |= movable->interest();
     ticket = bell_->listen(interest);
@@ -125,7 +125,7 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over) {
 }
 
 void Engine::look_around() {
-  std::lock_guard lock(mutex_);
+  Locked lock(*this);
   auto movables = movables_;  // a failure may reach others
   for (Movable* movable : movables) movable->look_around();
 }

@@ -50,7 +50,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Runs `change` under the progress lock.
   template <class Change>
   auto locked(Change&& change) {
-    std::lock_guard lock(mutex_);
+    Locked lock(*this);
     return change();
   }
 
@@ -62,6 +62,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<uint64_t>& outstanding() { return outstanding_; }  // works that have not ended
 
   // Under the progress lock.
+  std::vector<std::shared_ptr<void>>& trash() { return trash_; }
   bool is_dead(int local_rank);
   void sever_tensors(const std::exception_ptr& cause);
   uint64_t sleeps() const { return sleeps_.load(std::memory_order_relaxed); }
@@ -69,6 +70,24 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void throw_if_forked() const;
 
  private:
+  // The progress lock. Drops the trash when it has let go of it: a tensor's last reference may wait for Python's lock.
+  class Locked {
+   public:
+    explicit Locked(Engine& engine) : engine_(engine), lock_(engine.mutex_) {}
+    Locked(Engine& engine, std::try_to_lock_t) : engine_(engine), lock_(engine.mutex_, std::try_to_lock) {}
+    ~Locked() {
+      std::vector<std::shared_ptr<void>> trash;
+      if (!lock_) return;
+      trash.swap(engine_.trash_);
+      lock_.unlock();
+    }
+    explicit operator bool() const { return lock_.owns_lock(); }
+
+   private:
+    Engine& engine_;
+    std::unique_lock<std::mutex> lock_;
+  };
+
   void thread_main();
   bool pass();
   void rest(Duration at_most, const std::function<bool()>& over);  // sleeps, unless something moves or `over()`
@@ -84,6 +103,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   std::mutex mutex_;  // the progress lock
   std::vector<Movable*> movables_;
+  std::vector<std::shared_ptr<void>> trash_;  // what ended operations held
   uint64_t dead_ = 0;
 
   std::atomic<uint64_t> outstanding_{0};

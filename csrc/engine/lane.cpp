@@ -31,8 +31,8 @@ int64_t arena_offset(const Group& group, const Operation& operation) {
 
 }  // namespace
 
-Lane::Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop)
-    : group_(group), id_(id), algorithm_(algorithm), stop_(std::move(stop)), runner_(group.rank, group.size) {}
+Lane::Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash)
+    : group_(group), id_(id), algorithm_(algorithm), stop_(std::move(stop)), trash_(trash), runner_(group.rank, group.size) {}
 
 bool Lane::advance(size_t budget) {
   moved_bytes_ = 0;
@@ -200,7 +200,8 @@ bool Lane::retire() {
   ++counters_.operations;
   sync_point("finished");
   auto work = std::move(active.item.work);
-  active_.pop_front();  // lets go of the memory before anybody hears of the end
+  trash_.push_back(std::move(active.item.operation.keepalive));
+  active_.pop_front();
   if (++retired_ % (shm::kRecords / 4) == 0)
     own().compared.store(retired_, std::memory_order_release);  // release: the peers' records were read
   work->finish();
@@ -256,14 +257,17 @@ uint64_t Lane::missing(bool all) const {
 
 bool Lane::direct_in_flight() const {
   for (const Active& active : active_)
-    if (active.path_known && active.path == Path::Direct) return true;
+    if (active.path_known ? active.path == Path::Direct : active.arena_offset >= 0) return true;
   return false;
 }
 
 void Lane::fail_all(const std::exception_ptr& error) {
-  for (Active& active : active_) active.item.work->fail(error);
-  for (Item& item : queue_) item.work->fail(error);
+  for (Active& active : active_) queue_.push_back(std::move(active.item));
   active_.clear();
+  for (Item& item : queue_) {
+    trash_.push_back(std::move(item.operation.keepalive));
+    item.work->fail(error);
+  }
   queue_.clear();
 }
 

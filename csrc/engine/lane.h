@@ -20,7 +20,11 @@ namespace syncengine {
 
 class Lane {
  public:
-  Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop);
+  using Trash = std::vector<std::shared_ptr<void>>;
+
+  // What keeps an ended operation's memory alive goes to `trash`, to be dropped once the progress lock is free: a tensor's last
+  // reference may take Python's lock.
+  Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash);
 
   struct Item {
     Operation operation;
@@ -37,6 +41,7 @@ class Lane {
   uint64_t missing(bool all) const;
   uint64_t opened() const { return opened_; }
   const Item* oldest() const { return active_.empty() ? (queue_.empty() ? nullptr : &queue_.front()) : &active_.front().item; }
+  // Whether a peer may be at work in this rank's tensors, now or as soon as all ranks have come.
   bool direct_in_flight() const;
   void fail_all(const std::exception_ptr& error);
 
@@ -88,6 +93,7 @@ class Lane {
   int id_;
   Algorithm algorithm_;
   std::function<bool()> stop_;
+  Trash& trash_;
   Runner runner_;
   ChunkPlan plan_;
   Counters counters_;

@@ -77,8 +77,8 @@ uint64_t Schedule::missing(bool all) const {
   return members;
 }
 
-void Schedule::fail_all(const std::exception_ptr& error) {
-  for (Announced& announced : waiting_) announced.item.work->fail(error);
+void Schedule::fail_all() {
+  for (Announced& announced : waiting_) lane_.enqueue(std::move(announced.item));
   waiting_.clear();
 }
 

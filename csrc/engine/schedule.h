@@ -22,7 +22,7 @@ class Schedule {
 
   uint64_t missing(bool all) const;
   const Lane::Item* oldest() const { return waiting_.empty() ? nullptr : &waiting_.front().item; }
-  void fail_all(const std::exception_ptr& error);
+  void fail_all();  // hands its operations to the lane, which must fail them next
 
  private:
   struct Announced {

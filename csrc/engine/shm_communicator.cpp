@@ -29,8 +29,8 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::
                                  std::vector<int> local_ranks, const std::vector<uint64_t>& offsets)
     : engine_(std::move(engine)),
       group_(make_group(*engine_, rank, std::move(global_ranks), std::move(local_ranks), offsets)),
-      user_lane_(group_, shm::kUserLane, engine_->options().algorithm, [this] { return any_peer_failed(); }),
-      scheduled_lane_(group_, shm::kScheduledLane, engine_->options().algorithm, [this] { return any_peer_failed(); }),
+      user_lane_(group_, shm::kUserLane, engine_->options().algorithm, [this] { return any_peer_failed(); }, engine_->trash()),
+      scheduled_lane_(group_, shm::kScheduledLane, engine_->options().algorithm, [this] { return any_peer_failed(); }, engine_->trash()),
       schedule_(group_, scheduled_lane_) {
   engine_->add(this);
 }
@@ -94,8 +94,11 @@ void ShmCommunicator::wait(const std::shared_ptr<Work>& work, const std::functio
   auto guarded = [&] {
     try {
       interrupted();
-    } catch (...) {
+    } catch (const Error& error) {
       // The peers can't finish what this rank walks away from.
+      abort(error.kind(), group_.name(group_.rank) + ": " + error.what());
+      throw;
+    } catch (...) {
       abort(ErrorKind::Aborted, group_.name(group_.rank) + " was interrupted (Ctrl-C) in a collective");
       throw;
     }
@@ -183,7 +186,7 @@ bool ShmCommunicator::any_peer_failed() const {
 }
 
 void ShmCommunicator::lose_direct_memory(std::exception_ptr cause) {
-  if (ended_ || !user_lane_.direct_in_flight()) return;
+  if (ended_ || !(user_lane_.direct_in_flight() || scheduled_lane_.direct_in_flight())) return;
   try {
     std::rethrow_exception(cause);
   } catch (const Error& error) {
@@ -207,10 +210,10 @@ void ShmCommunicator::end(shm::Standing standing, ErrorKind kind, const std::str
   farewell.text[text.copy(farewell.text, sizeof(farewell.text) - 1)] = '\0';
   farewell.standing.store(static_cast<uint32_t>(standing), std::memory_order_release);  // release: kind and text
   if (standing == shm::Standing::Failed) engine_->sever_tensors(error);
+  for (Submission& submission : late) user_lane_.enqueue(std::move(submission.item));
+  schedule_.fail_all();
   user_lane_.fail_all(error);
   scheduled_lane_.fail_all(error);
-  schedule_.fail_all(error);
-  for (Submission& submission : late) submission.item.work->fail(error);
   group_.bell->ring_all();
 }
 

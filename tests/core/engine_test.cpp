@@ -237,4 +237,26 @@ TEST(leaving_and_aborting_reach_those_who_wait) {
   });
 }
 
+// A failure cuts this rank's tensors loose, also those that another communicator's peers are about to write.
+TEST(a_failed_group_takes_along_direct_operations_of_others) {
+  run_job(3, {}, [](int rank, Communicator& communicator) {
+    auto pair = communicator.split(rank == 1 ? std::vector<int>{} : std::vector<int>{0, 2});
+    constexpr size_t kBytes = 4 << 20;
+    auto shared = communicator.allocate(kBytes);
+    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(600));
+    try {
+      auto work = communicator.submit(all_reduce_of(shared.get(), kBytes, DType::Float32));
+      if (pair) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it has published where its tensor lies
+        std::vector<float> data(10 + rank);
+        CHECK_THROWS(pair->run(all_reduce_of(data.data(), data.size() * 4, DType::Float32)), ErrorKind::Mismatch);
+      }
+      communicator.wait(work);
+      CHECK(false);
+    } catch (const Error& error) {
+      CHECK(error.kind() == ErrorKind::Mismatch);
+    }
+  });
+}
+
 }  // namespace syncengine
