@@ -38,7 +38,6 @@ const Lane::Item* ShmCommunicator::oldest() const {
 }
 
 void ShmCommunicator::heed_peers() {
-  uint64_t needed = missing(true);
   const Lane::Item* item = oldest();
   std::string what = item ? " while " + group_.name(group_.rank) + " was in " + describe(item->operation) : "";
   for (int member = 0; member < group_.size; ++member) {
@@ -50,7 +49,8 @@ void ShmCommunicator::heed_peers() {
       return end(shm::Standing::Failed, static_cast<ErrorKind>(farewell.kind), farewell.text);
     if (dead && standing != shm::Standing::Left)
       return end(shm::Standing::Failed, ErrorKind::PeerLost, group_.name(member) + " died" + what);
-    if (standing == shm::Standing::Left && item && needed >> member & 1)
+    // What it did before it left is visible only now.
+    if (standing == shm::Standing::Left && item && missing(true) >> member & 1)
       return end(shm::Standing::Failed, ErrorKind::PeerLost,
                  group_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
   }
