@@ -123,6 +123,7 @@ def work(options: argparse.Namespace) -> None:
     batch = workload.batch(torch.Generator().manual_seed(rank))
 
     before = train(model, optimizer, workload, batch, options.steps)
+    optimizer.zero_grad()  # as scripts wrap their model: without gradients
     wrapped = wrap(model)
     after = train(wrapped, optimizer, workload, batch, options.steps)
     verify(model)
