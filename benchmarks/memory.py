@@ -4,8 +4,8 @@ python -m benchmarks.memory                            all models, 2 ranks
 python -m benchmarks.memory --models mlp --steps 10    one model, quicker
 
 Each engine has processes of its own. They first train the plain model, then wrap it and go on; the growth is the peak
-while wrapped minus the peak before. Memory is counted as Pss: a page that ranks share counts for each in parts, so that
-the sum over the ranks is what the machine gives.
+while wrapped minus the peak before. Memory is counted as Pss, without program files: a page that ranks share counts for
+each in parts, so that the sum over the ranks is what the machine gives.
 """
 
 import argparse
@@ -61,11 +61,13 @@ class PeakPss:
 
 
 def pss() -> int:
-    """This process's proportional share of memory, in bytes."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/smaps_rollup has no line Pss: this benchmark needs Linux 4.14 or later")
+    """This process's proportional share of anonymous and shared memory, in bytes.
+
+    Without mapped files: all processes that use torch share its libraries, so that the start or end of any of them, of
+    other jobs too, would change our part by megabytes.
+    """
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -123,6 +125,7 @@ def work(options: argparse.Namespace) -> None:
     batch = workload.batch(torch.Generator().manual_seed(rank))
 
     before = train(model, optimizer, workload, batch, options.steps)
+    optimizer.zero_grad()  # as scripts wrap their model: without gradients
     wrapped = wrap(model)
     after = train(wrapped, optimizer, workload, batch, options.steps)
     verify(model)

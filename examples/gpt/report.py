@@ -69,20 +69,21 @@ def plot(runs: list[Run], path: Path) -> None:
     figure, (curves, bars) = pyplot.subplots(1, 2, figsize=(11, 4.2), width_ratios=(3, 2), layout="constrained")
     for run in runs:
         losses = run.metrics["losses"]
-        curves.plot(range(1, len(losses) + 1), losses, label=NAMES[run.engine], **LINE[run.engine])
-    curves.set(title="Training loss (rank 0)", xlabel="step", ylabel="cross entropy per character, nats")
+        smooth = [sum(window) / len(window) for window in (losses[max(0, i - 19) : i + 1] for i in range(len(losses)))]
+        curves.plot(range(1, len(losses) + 1), smooth, label=NAMES[run.engine], **LINE[run.engine])
+    curves.set(title="Training loss (rank 0, mean of 20 steps)", xlabel="step", ylabel="nats per character")
     curves.legend(frameon=False)
 
     names = [NAMES[run.engine] for run in runs]
     exposed = [max(0.0, run.overhead_ms) for run in runs]
     compute = [run.step_ms - overhead for run, overhead in zip(runs, exposed, strict=True)]
-    bars.barh(names, compute, color=COMPUTE, label="compute")
-    bars.barh(names, exposed, left=compute, color=EXPOSED, label="exposed synchronization")
+    bars.barh(names, compute, height=0.5, color=COMPUTE, label="compute")
+    bars.barh(names, exposed, height=0.5, left=compute, color=EXPOSED, label="exposed synchronization")
     for row, run in enumerate(runs):
         bars.text(run.step_ms, row, f" {run.step_ms:.1f} ms, sync {run.overhead_ms:.1f} ms", va="center")
     bars.invert_yaxis()
-    bars.set(title="Median step time", xlabel="ms", xlim=(0, 1.6 * max(run.step_ms for run in runs)))
-    bars.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, -0.35), ncols=2)
+    bars.set(title="Median step time", xlabel="ms", xlim=(0, 1.75 * max(run.step_ms for run in runs)))
+    bars.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)
     for axes in (curves, bars):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
