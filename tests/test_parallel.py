@@ -205,6 +205,13 @@ def test_several_forwards_share_one_backward():
     both(Mlp, step, find_unused_parameters=True)
 
 
+@run_on_ranks()
+def test_a_parameter_is_used_if_any_of_several_forwards_uses_it():
+    model = syncengine.Parallel(Branches(), find_unused_parameters=True, **CAP)
+    (model(data(1), True) + model(data(2), False)).sum().backward()
+    assert model.sync_stats()["copied_bytes"]["unused"] == 4 * (24 * 24 + 24)  # `never` alone
+
+
 @run_on_ranks(gloo=True)
 def test_a_forward_without_backward_changes_nothing():
     def step(model: nn.Module) -> None:
@@ -583,7 +590,7 @@ class Counter(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen += syncengine.rank() + 1
-        self.steps = self.steps + 1  # a new tensor each time
+        self.steps = self.steps + syncengine.rank() + 1  # a new tensor each time
         return self.weight * x.sum()
 
 
