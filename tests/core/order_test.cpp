@@ -181,13 +181,14 @@ TEST(ring_cut_and_order_are_gloos) {
 
 TEST(bits_depend_on_the_order_alone) {
   constexpr size_t kChunk = shm::kSlotBytes;
-  for (int world : {2, 3, 4, 5, 8}) {
+  const bool quick = testing::kSlowdown > 1;  // memory errors and races show with few ranks; the oracle is slow
+  for (int world : quick ? std::vector<int>{2, 3} : std::vector<int>{2, 3, 4, 5, 8}) {
     std::vector<Case> cases;
     for (DType dtype : {DType::Float32, DType::BFloat16, DType::Float16}) {
       const size_t chunk = kChunk / element_size(dtype);
       for (size_t count : {size_t{1}, size_t{2} * world + 1, size_t{1001}})
         cases.push_back({dtype, ReduceOp::Sum, count, 1.0, 1.0 / world});
-      if (world == 3) {
+      if (world == 3 && !(quick && dtype != DType::Float32)) {
         for (size_t count : {chunk - 1, chunk, chunk + 1}) cases.push_back({dtype, ReduceOp::Sum, count, 1.0, 1.0 / world});
       }
       cases.push_back({dtype, ReduceOp::Sum, 5003, 1.0 / world, 1.0});  // scaled first, as DDP does

@@ -157,16 +157,17 @@ TEST(an_abort_in_the_middle_reaches_everybody) {
     run_job(kSize, {}, [&](int rank, Communicator& communicator) {
       const uint64_t first = communicator.reserve_slots(8);
       std::mt19937 random(round * kSize + rank);
-      std::thread trouble;
-      if (rank == aborter) trouble = std::thread([&, delay = random() % 20] {
+      std::jthread trouble;
+      if (rank == aborter) trouble = std::jthread([&, delay = random() % 20] {
         pause(static_cast<int>(delay));
         communicator.abort(ErrorKind::Aborted, text);
       });
       std::string seen;
       std::vector<std::vector<float>> buckets(8, std::vector<float>(70000, 1.0f));  // outlive the abort
       std::vector<float> own(1000, 1.0f);
-      auto shared = communicator.allocate(4 << 20);
+      std::shared_ptr<void> shared;
       try {
+        shared = communicator.allocate(4 << 20);
         for (;;) {
           std::vector<std::shared_ptr<Work>> works;
           std::shuffle(buckets.begin(), buckets.end(), random);
