@@ -242,16 +242,20 @@ TEST(leaving_after_the_last_call_harms_nobody) {
   }
 }
 
-// Both ranks come together, so each sleeps at most once: before the other has come, and never for a step in between.
-TEST(an_exchange_costs_at_most_one_sleep) {
+// The rank that comes first sleeps once, the last one never: each finds all it needs when it wakes. The best of some rounds,
+// since a busy machine may stretch any of them beyond a tick.
+TEST(a_small_exchange_costs_one_sleep) {
   run_job(2, {}, [](int rank, Communicator& communicator) {
     std::vector<float> data(8, 1.0f);
-    communicator.run(all_reduce_of(data), {});
     for (int late : {0, 1}) {
-      const uint64_t before = communicator.counters().at("sleeps");
-      if (rank == late) pause(5);
-      communicator.run(all_reduce_of(data), {});
-      CHECK(communicator.counters().at("sleeps") - before <= 2);
+      uint64_t fewest = UINT64_MAX;
+      for (int round = 0; round < 10; ++round) {
+        const uint64_t before = communicator.counters().at("sleeps");
+        if (rank == late) pause(3);
+        communicator.run(all_reduce_of(data), {});
+        fewest = std::min(fewest, communicator.counters().at("sleeps") - before);
+      }
+      CHECK_EQ(fewest, uint64_t{rank == late ? 0u : 1u});
     }
   });
 }
