@@ -19,7 +19,7 @@ import torch
 
 from syncengine._C import Communicator, LocalBootstrap, Work, solo
 from syncengine.config import DEFAULT_TIMEOUT, Config
-from syncengine.errors import Aborted, InvalidUsage, Mismatch
+from syncengine.errors import InvalidUsage, Mismatch
 from syncengine.launch import Exchange, Launch, find_launch, group_timeout, open_exchange, with_local_ranks
 
 
@@ -31,7 +31,7 @@ class _Default(NamedTuple):
 
 
 _default: _Default | None = None
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler may call shutdown() in the middle of init()
 
 
 def init(
@@ -170,26 +170,23 @@ def _connect(launch: Launch, config: Config) -> tuple[Communicator, Launch]:
     if launch.world_size == 1:
         return solo(options), with_local_ranks(launch, [""])
     exchange = open_exchange(launch, timeout, config.log_after)
-    hosts = _agree(exchange, config)
     try:
+        # Listens before it is heard of: a rank that dies after its first sign of life breaks connections.
         bootstrap = LocalBootstrap(launch.rank, launch.world_size, options)
-        address = bootstrap.address()
-    except Exception as error:
-        exchange(b"!" + f"{type(error).__name__}: {error}".encode()[:4096])  # else the others wait for this rank
+        hosts, addresses = _agree(exchange, config, bootstrap.address())
+        communicator = bootstrap.connect(addresses, timeout)
+    except BaseException as error:
+        exchange.fail(error)  # else the others wait
         raise
-    addresses = exchange(b"=" + address)
-    for peer, answer in enumerate(addresses):
-        if not answer.startswith(b"="):
-            raise Aborted(f"rank {peer} failed in init: {answer[1:].decode(errors='replace')}")
-    communicator = bootstrap.connect([answer[1:] for answer in addresses], timeout)
     return communicator, with_local_ranks(launch, hosts)
 
 
-def _agree(exchange: Exchange, config: Config) -> list[str]:
-    """Checks that all ranks have the settings that must be equal; returns each rank's host."""
+def _agree(exchange: Exchange, config: Config, address: bytes) -> tuple[list[str], list[bytes]]:
+    """Checks that all ranks have the settings that must be equal; returns each rank's host and address."""
     own = {"algorithm": config.algorithm, "numerics": config.numerics}
-    answers = exchange(json.dumps({"settings": own, "host": _host()}).encode())
-    everyone = [json.loads(answer) for answer in answers]
+    answers = exchange(json.dumps({"settings": own, "host": _host()}).encode() + b"\n" + address)
+    heads, _, addresses = zip(*(answer.partition(b"\n") for answer in answers), strict=True)
+    everyone = [json.loads(head) for head in heads]
     for name in own:
         for peer, other in enumerate(everyone):
             first, value = everyone[0]["settings"][name], other["settings"][name]
@@ -197,7 +194,7 @@ def _agree(exchange: Exchange, config: Config) -> list[str]:
                 raise Mismatch(
                     f"rank 0 has {name}={first!r}, rank {peer} has {name}={value!r}: give all ranks the same"
                 )
-    return [other["host"] for other in everyone]
+    return [other["host"] for other in everyone], list(addresses)
 
 
 def _host() -> str:

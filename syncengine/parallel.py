@@ -194,7 +194,7 @@ class Parallel(DistributedDataParallel):
         except _StopRecomputationError:  # how checkpointing ends a forward early, in backward
             raise
         except BaseException as error:
-            rank = self.process_group.rank
+            rank = self.process_group.global_ranks[self.process_group.rank]
             self.process_group.abort(f"rank {rank} raised in forward: {type(error).__name__}: {error}")
             raise
         self.reducer.prepare_for_backward([output] if isinstance(output, torch.Tensor) else list(_tensors_in(output)))

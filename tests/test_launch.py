@@ -202,7 +202,7 @@ def exchange_all(payloads, shared, timeout=20.0, absent=()):
     results = [None] * size
 
     def run(rank):
-        exchange = store.store_exchange(shared, rank, size, timeout, 5.0)
+        exchange = store.StoreExchange(shared, rank, size, timeout, 5.0)
         try:
             results[rank] = [exchange(payload) for payload in payloads[rank]]
         except Exception as error:
@@ -254,7 +254,7 @@ def test_exchange_refuses_large_payloads_on_both_sides():
 def test_lost_store_is_a_lost_peer():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
-    exchange = store.store_exchange(client, 1, 2, 20.0, 5.0)
+    exchange = store.StoreExchange(client, 1, 2, 20.0, 5.0)
     del server
     with pytest.raises(PeerLost, match=r"rank 1 waited for ranks 0, 1"):
         exchange(b"x")

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "bindings/bindings.h"
+#include "bindings/communicator.h"
 #include "bindings/errors.h"
 #include "bindings/tensor.h"
 #include "engine/communicator.h"
@@ -26,14 +27,9 @@ class PyWork {
 
   void wait(std::optional<double> timeout) {
     py::gil_scoped_release nogil;
-    auto interrupted = check_signals();
-    if (timeout) {
-      interrupted = [deadline = Deadline::after(seconds(*timeout)), signals = std::move(interrupted)] {
-        signals();
-        if (deadline.passed()) throw Error(ErrorKind::Timeout, "Work.wait(timeout=...): the collective did not end in time");
-      };
-    }
-    communicator_->wait(work_, interrupted);
+    std::optional<Duration> at_most;
+    if (timeout) at_most = seconds(*timeout);
+    communicator_->wait(work_, check_signals(), at_most);
     deliver();
   }
   bool is_completed() const { return work_->ended(); }
@@ -42,7 +38,7 @@ class PyWork {
     try {
       work_->rethrow_if_failed();
     } catch (const Error& error) {
-      return error_class(error.kind())(error.what());
+      return to_python(error);
     }
     return py::none();
   }
@@ -63,8 +59,10 @@ SpanList spans_of(const at::Tensor& tensor) { return {tensor.data_ptr(), tensor.
 // Any dense layout will do where all ranks have the same; otherwise a contiguous copy.
 at::Tensor dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous(); }
 
+// What the engine holds while an operation runs: memory, not tensors. It lets go of it on its own thread and under its own
+// lock, where the last reference to a tensor besides Python's would make torch wait for the GIL.
 struct Kept {
-  at::Tensor input, output;
+  c10::Storage input, output;
 };
 
 uint64_t layout_hash(const at::Tensor& tensor) {
@@ -84,20 +82,19 @@ std::optional<PyWork> start(const std::shared_ptr<Communicator>& communicator, C
     bool in_place = input.is_same(output);
     require_cpu(input, what);
     require_cpu(output, what);
-    auto kept = std::make_shared<Kept>();
-    kept->input = in_place ? dense(input) : input.contiguous();
-    kept->output = in_place ? kept->input : output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
-    if (!kept->output.is_same(output)) result = kept->output;
+    at::Tensor from = in_place ? dense(input) : input.contiguous();
+    at::Tensor to = in_place ? from : output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+    if (!to.is_same(output)) result = to;
     operation.collective = collective;
     operation.dtype = dtype_of(output.scalar_type(), what);
     operation.op = op;
     operation.numerics = communicator->numerics();
     operation.root = root;
     operation.postscale = op == ReduceOp::Avg ? 1.0 / communicator->size() : 1.0;
-    operation.input = spans_of(kept->input);
-    operation.output = spans_of(kept->output);
-    operation.layout_hash = in_place ? layout_hash(kept->input) : 0;
-    operation.keepalive = std::move(kept);
+    operation.input = spans_of(from);
+    operation.output = spans_of(to);
+    operation.layout_hash = in_place ? layout_hash(from) : 0;
+    operation.keepalive = std::make_shared<Kept>(from.storage(), to.storage());
   }
   py::gil_scoped_release nogil;
   if (async_op) return PyWork(communicator, communicator->submit(std::move(operation)), target, result);
@@ -134,6 +131,16 @@ at::Tensor empty(const std::shared_ptr<Communicator>& communicator, const std::v
 }
 
 }  // namespace
+
+std::shared_ptr<Communicator> for_python(std::shared_ptr<Communicator> communicator) {
+  if (!communicator) return nullptr;
+  Communicator* raw = communicator.get();
+  return {raw, [held = std::move(communicator)](Communicator*) mutable {
+            std::optional<py::gil_scoped_release> nogil;
+            if (PyGILState_Check()) nogil.emplace();
+            held.reset();
+          }};
+}
 
 void bind_communicator(py::module_& module) {
   py::class_<PyWork>(module, "Work", "The future of one asynchronous collective.")
@@ -189,14 +196,20 @@ void bind_communicator(py::module_& module) {
              return start(self, Collective::Barrier, nothing, nothing, ReduceOp::Sum, 0, async_op);
            },
            py::arg("async_op") = false, "Returns when every rank has called it.")
-      .def("split", &Communicator::split, py::arg("ranks"), py::call_guard<py::gil_scoped_release>(),
+      .def("split",
+           [](Communicator& self, const std::vector<int>& ranks) {
+             py::gil_scoped_release nogil;
+             return for_python(self.split(ranks, check_signals()));
+           },
+           py::arg("ranks"),
            "A communicator of `ranks` (of this one, this rank among them); None for an empty list. Every rank must call it.")
       .def("empty", &empty, py::arg("sizes"), py::arg("dtype"),
            "An uninitialized tensor in memory that the local peers read and write in place: collectives on it copy nothing.")
       .def("abort", [](Communicator& c, const std::string& text) { c.abort(ErrorKind::Aborted, text); }, py::arg("text"),
            py::call_guard<py::gil_scoped_release>(), "Fails everything pending, here and on all peers, which raise Aborted with `text`.")
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>(), "Leaves in good order.")
-      .def("counters", &Communicator::counters, py::call_guard<py::gil_scoped_release>(), "What this rank did so far: operations, bytes by path, sleeps.");
+      .def("counters", &Communicator::counters, py::call_guard<py::gil_scoped_release>(),
+           "What this rank did so far: operations, bytes by path, sleeps.");
 }
 
 }  // namespace syncengine

@@ -12,6 +12,9 @@ namespace syncengine {
 // The class in syncengine.errors of that name. Needs the GIL.
 pybind11::object error_class(ErrorKind kind);
 
+// The exception object of that class. Needs the GIL.
+pybind11::object to_python(const Error& error);
+
 // Makes `error` the pending Python exception. Needs the GIL.
 void set_python_error(const Error& error);
 

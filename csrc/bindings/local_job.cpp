@@ -1,6 +1,7 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
+#include "bindings/communicator.h"
 #include "bindings/errors.h"
 #include "engine/local_job.h"
 #include "engine/solo.h"
@@ -43,7 +44,7 @@ void bind_local_job(py::module_& module) {
       .def("connect",
            [](LocalJob& job, const std::vector<std::string>& addresses, double timeout) {
              py::gil_scoped_release nogil;
-             return job.connect(addresses, Deadline::after(seconds(timeout)), check_signals());
+             return for_python(job.connect(addresses, Deadline::after(seconds(timeout)), check_signals()));
            },
            py::arg("addresses"), py::arg("timeout"), "The communicator of all ranks. `addresses` by rank; `timeout` in seconds.");
   module.def("solo", [](const py::dict& options) { return make_solo_communicator(parse(options)); }, py::arg("options"),

@@ -4,15 +4,18 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <set>
 
 #include "base/error.h"
 #include "base/sync_point.h"
+#include "bootstrap/process.h"
 
 namespace syncengine {
 
@@ -25,15 +28,23 @@ struct Hello {
   int32_t rank = -1;
 };
 
+constexpr const char* kPrefix = "syncengine-";
+
+// "syncengine-<process>-<random>"
 std::string random_name() {
-  unsigned char bytes[16];
+  unsigned char bytes[8];
   if (getrandom(bytes, sizeof(bytes), 0) != sizeof(bytes)) throw_system_error("no random bytes", errno);
-  std::string text = "syncengine-";
+  std::string text = kPrefix + process_id() + "-";
   for (unsigned char byte : bytes) {
     text += "0123456789abcdef"[byte >> 4];
     text += "0123456789abcdef"[byte & 15];
   }
   return text;
+}
+
+std::string process_of(const std::string& name) {
+  size_t begin = std::strlen(kPrefix), end = name.rfind('-');
+  return end == std::string::npos || end < begin ? "" : name.substr(begin, end - begin);
 }
 
 UniqueFd open_socket() {
@@ -55,6 +66,12 @@ bool same_user(int fd) {
   ucred credentials{};
   socklen_t length = sizeof(credentials);
   return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &credentials, &length) == 0 && credentials.uid == geteuid();
+}
+
+std::string names_of(const std::set<int>& ranks) {
+  std::string list;
+  for (int rank : ranks) list += (list.empty() ? "" : ", ") + std::to_string(rank);
+  return (ranks.size() == 1 ? "rank " : "ranks ") + list;
 }
 
 // Ancillary data that carries one descriptor.
@@ -82,38 +99,54 @@ void send_fd(int socket, int rank, int fd) {
   if (sendmsg(socket, &envelope.message, MSG_NOSIGNAL) < 0) throw_system_error("can't hand shared memory to a peer", errno);
 }
 
-// The descriptor, or none yet. Throws PeerLost if the peer is gone.
-UniqueFd receive_fd(int socket, int rank) {
+enum class Answer { None, Came, BrokeOff };
+
+// The peer's memory.
+Answer receive_fd(int socket, int rank, UniqueFd& fd) {
   Envelope envelope;
   ssize_t got = recvmsg(socket, &envelope.message, MSG_CMSG_CLOEXEC);
-  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return {};
-  UniqueFd fd;
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return Answer::None;
   cmsghdr* header = CMSG_FIRSTHDR(&envelope.message);
   if (got > 0 && header && header->cmsg_type == SCM_RIGHTS) {
     int received = -1;
     std::memcpy(&received, CMSG_DATA(header), sizeof(received));
     fd = UniqueFd(received);
   }
-  if (got != sizeof(Hello) || envelope.hello.rank != rank || !fd)
-    throw Error(ErrorKind::PeerLost, "rank " + std::to_string(rank) + " died or broke off while the ranks connected");
-  return fd;
+  return got == sizeof(Hello) && envelope.hello.rank == rank && fd ? Answer::Came : Answer::BrokeOff;
 }
 
+// That the peer has all that it needs.
+Answer receive_goodbye(int socket) {
+  Hello hello;
+  ssize_t got = recv(socket, &hello, sizeof(hello), 0);
+  if (got < 0 && (errno == EAGAIN || errno == EINTR)) return Answer::None;
+  return got == sizeof(hello) ? Answer::Came : Answer::BrokeOff;
+}
+
+// Nothing if nobody listens there.
 UniqueFd call(const std::string& name, int rank, int peer) {
   UniqueFd socket = open_socket();
   sockaddr_un address;
   socklen_t length = fill(address, name);
-  if (connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
-    throw Error(ErrorKind::PeerLost, "rank " + std::to_string(rank) + " can't reach rank " + std::to_string(peer) +
-                                         " through this host's memory (" + std::strerror(errno) +
-                                         "): it died, or runs on another host or network namespace; all ranks must share one host");
-  }
+  if (connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) return {};
   if (!same_user(socket.get()))
     throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(peer) + " runs as another user");
   Hello hello{.rank = rank};
-  if (send(socket.get(), &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello))
-    throw_system_error("can't greet rank " + std::to_string(peer), errno);
+  if (send(socket.get(), &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello)) return {};
   return socket;
+}
+
+// Whoever fails breaks off with everybody: the dead are to blame, not those who noticed first.
+[[noreturn]] void throw_lost(const std::set<int>& lost, const std::set<int>& dead) {
+  if (!dead.empty()) throw Error(ErrorKind::PeerLost, names_of(dead) + " died while the ranks connected");
+  throw Error(ErrorKind::PeerLost, names_of(lost) + " broke off while the ranks connected: see its own error");
+}
+
+[[noreturn]] void throw_unreachable(int rank, const std::set<int>& unreachable, const std::set<int>& dead) {
+  if (!dead.empty()) throw_lost(unreachable, dead);
+  throw Error(ErrorKind::PeerLost, "rank " + std::to_string(rank) + " can't reach " + names_of(unreachable) +
+                                       " through this host's memory: it died or broke off, or runs on another host or in "
+                                       "another network namespace; all ranks must share one host");
 }
 
 }  // namespace
@@ -127,20 +160,27 @@ Handoff::Handoff() : name_(random_name()), listener_(open_socket()) {
 
 std::vector<UniqueFd> Handoff::exchange(int rank, const std::vector<std::string>& names, int own, Deadline deadline,
                                         const std::function<void()>& interrupted) {
-  size_t size = names.size();
-  std::vector<UniqueFd> calls(size), memories(size), strangers;
-  for (size_t peer = 0; peer < size; ++peer) {
-    if (static_cast<int>(peer) != rank) calls[peer] = call(names[peer], rank, static_cast<int>(peer));
+  int size = static_cast<int>(names.size());
+  std::vector<UniqueFd> calls(size), memories(size), strangers, served;
+  // Peers whose memory is missing, that miss ours, and that have given theirs but still miss somebody else's.
+  std::set<int> wanted, unserved, busy, lost;
+  std::map<int, std::string> processes;
+  sync_point("listening");
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank) continue;
+    processes[peer] = process_of(names[peer]);
+    calls[peer] = call(names[peer], rank, peer);
+    if (!calls[peer]) lost.insert(peer);
+    wanted.insert(peer);
   }
+  if (!lost.empty()) throw_unreachable(rank, lost, ended(processes));
   sync_point("connecting");
-  std::set<int> served, wanted;
-  for (size_t peer = 0; peer < size; ++peer) {
-    if (static_cast<int>(peer) != rank) wanted.insert(static_cast<int>(peer));
-  }
-  std::set<int> unserved = wanted;
+  unserved = wanted;
   while (!wanted.empty() || !unserved.empty()) {
     std::vector<pollfd> waits{{listener_.get(), POLLIN, 0}};
-    for (int peer : wanted) waits.push_back({calls[peer].get(), POLLIN, 0});
+    for (const auto* peers : {&wanted, &busy}) {
+      for (int peer : *peers) waits.push_back({calls[peer].get(), POLLIN, 0});
+    }
     for (auto& stranger : strangers) waits.push_back({stranger.get(), POLLIN, 0});
     poll(waits.data(), waits.size(), 50);
     if (interrupted) interrupted();
@@ -153,20 +193,32 @@ std::vector<UniqueFd> Handoff::exchange(int rank, const std::vector<std::string>
       Hello hello{.magic = 0};
       ssize_t got = recv(stranger.get(), &hello, sizeof(hello), 0);
       if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
-      if (got == sizeof(hello) && hello.magic == Hello{}.magic && unserved.erase(hello.rank)) send_fd(stranger.get(), rank, own);
+      if (got == sizeof(hello) && hello.magic == Hello{}.magic && unserved.erase(hello.rank)) {
+        send_fd(stranger.get(), rank, own);
+        served.push_back(std::move(stranger));
+        sync_point("handed");
+      }
       return true;
     });
-    for (auto peer = wanted.begin(); peer != wanted.end();) {
-      memories[*peer] = receive_fd(calls[*peer].get(), *peer);
-      peer = memories[*peer] ? wanted.erase(peer) : std::next(peer);
-    }
+    std::erase_if(busy, [&](int peer) {
+      Answer answer = receive_goodbye(calls[peer].get());
+      if (answer == Answer::BrokeOff) lost.insert(peer);
+      return answer == Answer::Came;
+    });
+    std::erase_if(wanted, [&](int peer) {
+      Answer answer = receive_fd(calls[peer].get(), peer, memories[peer]);
+      if (answer == Answer::BrokeOff) lost.insert(peer);
+      if (answer == Answer::Came) busy.insert(peer);
+      return answer == Answer::Came;
+    });
+    if (!lost.empty()) throw_lost(lost, ended(processes));
     if (deadline.passed() && !(wanted.empty() && unserved.empty())) {
-      std::string list;
       wanted.merge(unserved);
-      for (int peer : wanted) list += (list.empty() ? "" : ", ") + std::to_string(peer);
-      throw Error(ErrorKind::Timeout, "rank " + std::to_string(rank) + " waited in init() for ranks " + list);
+      throw Error(ErrorKind::Timeout, "rank " + std::to_string(rank) + " waited in init() for " + names_of(wanted));
     }
   }
+  Hello goodbye{.rank = rank};
+  for (auto& peer : served) (void)!send(peer.get(), &goodbye, sizeof(goodbye), MSG_NOSIGNAL);
   listener_.reset();
   return memories;
 }

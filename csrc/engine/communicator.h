@@ -11,6 +11,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -46,16 +47,19 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual std::shared_ptr<Work> announce(uint64_t slot, Operation operation) = 0;
 
   // Waits until `work` ended, rethrows its error. `interrupted`, if given, is called about every 50 ms and may throw, which
-  // aborts the communicator. Work that is past the communicator's timeout fails with Timeout by itself.
-  virtual void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted = {}) = 0;
+  // aborts the communicator. Work that is past the communicator's timeout, or has not ended after `at_most`, fails with
+  // Timeout.
+  virtual void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted = {},
+                    std::optional<Duration> at_most = {}) = 0;
 
   // Fails every pending and later operation here and on all peers, at once. Peers raise `kind` with `text`. Idempotent.
+  // What fails or closes the communicator of the whole job does so with all that came of it by split().
   virtual void abort(ErrorKind kind, const std::string& text) = 0;
   virtual void throw_if_failed() const = 0;
 
   // Collective over this communicator. Every rank names the group it will be in (ranks of this communicator, its own among
   // them), or none and gets nullptr. Blocks.
-  virtual std::shared_ptr<Communicator> split(const std::vector<int>& ranks) = 0;
+  virtual std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>& interrupted = {}) = 0;
 
   // Memory that all local peers can read and write in place. Freed by the deleter of the returned pointer, any time.
   virtual std::shared_ptr<void> allocate(size_t bytes) = 0;

@@ -41,6 +41,22 @@ class Spin {
   Deadline until_ = Deadline::never();
 };
 
+// Whether it is time to look around again, for loops that make progress and so never come to rest.
+class Tick {
+ public:
+  bool due() {
+    if (++count_ % 64 != 0) return false;  // seldom enough that the clock costs nothing
+    if (count_ == 64) next_ = Deadline::after(kTick);
+    if (!next_.passed()) return false;
+    next_ = Deadline::after(kTick);
+    return true;
+  }
+
+ private:
+  unsigned count_ = 0;
+  Deadline next_ = Deadline::never();
+};
+
 }  // namespace
 
 Engine::Engine(std::shared_ptr<shm::Arena> arena, int local_rank, int local_size, Options options)
@@ -141,17 +157,17 @@ void Engine::wait(const Work& work, const std::function<void()>& interrupted, co
     }
   } waiter(*this);
   Spin spin(cores_to_spare_);
+  Tick tick;
   bool slept = false;
   while (!work.ended()) {
-    if (pass()) {
-      spin.reset();
-      continue;
-    }
-    if (work.ended() || spin.again()) continue;
-    if (!slept && sleeping) sleeping(true);
-    slept = true;
+    bool moved = pass();
+    if (moved) spin.reset();
+    bool idle = !moved && !work.ended() && !spin.again();
+    if (!idle && !tick.due()) continue;
+    if (idle && !slept && sleeping) sleeping(true);
+    slept |= idle;
     look_around();
-    if (!work.ended()) rest(kTick, [&] { return work.ended(); });
+    if (idle && !work.ended()) rest(kTick, [&] { return work.ended(); });
     if (interrupted) interrupted();
   }
   if (slept && sleeping) sleeping(false);
@@ -166,11 +182,13 @@ void Engine::wake_thread() {
 void Engine::thread_main() {
   sigset_t all;
   sigfillset(&all);
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);  // but its own faults are its own
   pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
   pthread_setname_np(pthread_self(), "syncengine");
   shm::hold_all(arena_->header(), local_size_);
   thread_word_.fetch_add(1, std::memory_order_release);
   futex_wake_all(thread_word_);
+  Tick tick;
   while (!stop_.load(std::memory_order_seq_cst)) {
     uint32_t ticket = thread_word_.load(std::memory_order_seq_cst);
     thread_parked_.store(true, std::memory_order_seq_cst);
@@ -180,7 +198,7 @@ void Engine::thread_main() {
       continue;
     }
     thread_parked_.store(false, std::memory_order_seq_cst);
-    if (pass()) continue;
+    if (pass() && !tick.due()) continue;
     look_around();
     rest(kTick, [this] { return stop_.load(std::memory_order_seq_cst); });
   }
@@ -194,8 +212,20 @@ bool Engine::is_dead(int local_rank) {
   return dead_ & bit;
 }
 
-void Engine::sever_tensors(const std::exception_ptr& cause) {
-  arena_->sever_tensors();
+void Engine::note_submitter() {
+  auto self = static_cast<uint64_t>(pthread_self());
+  uint64_t first = submitter_.load(std::memory_order_relaxed);  // relaxed: a hint, nothing is read behind it
+  if (first == self) return;
+  if (first != 0 || !submitter_.compare_exchange_strong(first, self)) several_submitters_.store(true, std::memory_order_relaxed);
+}
+
+bool Engine::is_single_threaded() const {
+  return !several_submitters_.load(std::memory_order_relaxed) && waiters_.load(std::memory_order_relaxed) <= 1;
+}
+
+void Engine::sever_tensors(const std::vector<size_t>& offsets, const Error& cause) {
+  if (offsets.empty()) return;
+  for (size_t offset : offsets) arena_->sever_tensor(offset);
   for (Movable* movable : movables_) movable->lose_direct_memory(cause);
 }
 

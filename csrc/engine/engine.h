@@ -11,9 +11,11 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
+#include "base/error.h"
 #include "engine/bell.h"
 #include "engine/options.h"
 #include "engine/work.h"
@@ -28,7 +30,9 @@ class Movable {
   virtual bool advance() = 0;
   virtual uint64_t interest() const = 0;  // local ranks whose next step is needed
   virtual void look_around() = 0;         // deaths, failures, deadlines, cycles: about every 50 ms while something waits
-  virtual void lose_direct_memory(std::exception_ptr cause) = 0;  // the arena's tensors were severed
+  virtual void lose_direct_memory(const Error& cause) = 0;  // some tensors of the arena were severed
+  virtual void fail(ErrorKind kind, const std::string& text) = 0;
+  virtual void leave() = 0;
 };
 
 class Engine : public std::enable_shared_from_this<Engine> {
@@ -61,12 +65,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   std::atomic<uint64_t>& outstanding() { return outstanding_; }  // works that have not ended
 
+  // By every thread that submits. While it has been one thread only, nobody else can submit what that thread waits for.
+  void note_submitter();
+  bool is_single_threaded() const;
+
   // Under the progress lock.
   std::vector<std::shared_ptr<void>>& trash() { return trash_; }
   bool is_dead(int local_rank);
-  void sever_tensors(const std::exception_ptr& cause);
+  void sever_tensors(const std::vector<size_t>& offsets, const Error& cause);
+  const std::vector<Movable*>& movables() const { return movables_; }
   uint64_t sleeps() const { return sleeps_.load(std::memory_order_relaxed); }
-  bool several_waiters() const { return waiters_.load(std::memory_order_relaxed) > 1; }
   void throw_if_forked() const;
 
  private:
@@ -108,6 +116,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   std::atomic<uint64_t> outstanding_{0};
   std::atomic<int> waiters_{0};
+  std::atomic<uint64_t> submitter_{0};  // the thread that submitted first
+  std::atomic<bool> several_submitters_{false};
   std::atomic<uint64_t> sleeps_{0};
   std::atomic<bool> stop_{false};
   std::atomic<uint32_t> thread_word_{0};  // futex word of the engine's thread when it has nothing to do

@@ -197,6 +197,7 @@ bool Lane::retire() {
   bool agreed = verify(retired_, active);
   if (!agreed || pulled_.operation == retired_) return false;
   if (active.peers_read_user && is_behind(&shm::LaneProgress::pulled, active.end)) return false;
+  if (stop_()) return false;  // a rank that slept through the peers' failure must not report success
   ++counters_.operations;
   sync_point("finished");
   auto work = std::move(active.item.work);
@@ -255,10 +256,26 @@ uint64_t Lane::missing(bool all) const {
   return members;
 }
 
-bool Lane::direct_in_flight() const {
-  for (const Active& active : active_)
-    if (active.path_known ? active.path == Path::Direct : active.arena_offset >= 0) return true;
-  return false;
+// The same conditions as in missing(), oldest step first.
+uint64_t Lane::culprits() const {
+  if (active_.empty()) return missing(true);
+  const Active& front = active_.front();
+  if (pulled_.operation > retired_) {
+    uint64_t members = behind(&shm::LaneProgress::opened, retired_ + 1, true);
+    return front.peers_read_user ? members | behind(&shm::LaneProgress::pulled, front.end, true) : members;
+  }
+  if (pulled_.total < reduced_.total) return pull_blockers(true);
+  if (reduced_.total < staged_.total)
+    return at(reduced_.operation).reduces ? behind(&shm::LaneProgress::staged, reduced_.total + 1, true) : 0;
+  return missing(true);
+}
+
+// An offset that was published is known to the peers, even if this rank has not chosen its path yet.
+void Lane::add_direct_memory(std::vector<size_t>& offsets) const {
+  for (const Active& active : active_) {
+    bool direct = active.path_known ? active.path == Path::Direct : active.arena_offset >= 0;
+    if (direct) offsets.push_back(static_cast<size_t>(active.arena_offset));
+  }
 }
 
 void Lane::fail_all(const std::exception_ptr& error) {

@@ -39,10 +39,12 @@ class Lane {
 
   // Members (bit per group rank) whose next step this rank needs: all of them, or one for each reason to wait.
   uint64_t missing(bool all) const;
+  // Those that hold up the oldest chunk. Others may be missing only because they wait for the same ones.
+  uint64_t culprits() const;
   uint64_t opened() const { return opened_; }
   const Item* oldest() const { return active_.empty() ? (queue_.empty() ? nullptr : &queue_.front()) : &active_.front().item; }
-  // Whether a peer may be at work in this rank's tensors, now or as soon as all ranks have come.
-  bool direct_in_flight() const;
+  // Adds the arena offsets of this rank's tensors that peers may still read or write.
+  void add_direct_memory(std::vector<size_t>& offsets) const;
   void fail_all(const std::exception_ptr& error);
 
   struct Counters {

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/resources.h"
+#include "engine/farewell.h"
 #include "engine/shm_communicator.h"
 
 namespace syncengine {
@@ -54,6 +55,22 @@ std::string LocalJob::address() const {
   return {reinterpret_cast<const char*>(&address), sizeof(address)};
 }
 
+// Peers that have this rank's memory already believe in a communicator: they must hear that there will be none.
+std::vector<UniqueFd> LocalJob::exchange(const std::vector<std::string>& names, Deadline deadline,
+                                         const std::function<void()>& interrupted) {
+  auto& farewell = reinterpret_cast<shm::GroupBlock*>(arena_->at(block_offset_))->farewell;
+  try {
+    return handoff_.exchange(rank_, names, arena_->fd(), deadline, interrupted);
+  } catch (const Error& error) {
+    say_farewell(farewell, shm::Standing::Failed, error.kind(), error.what());
+    throw;
+  } catch (...) {
+    say_farewell(farewell, shm::Standing::Failed, ErrorKind::Aborted,
+                 "rank " + std::to_string(rank_) + " was interrupted (Ctrl-C) in init()");
+    throw;
+  }
+}
+
 std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& addresses, Deadline deadline,
                                                 const std::function<void()>& interrupted) {
   std::vector<Address> parsed;
@@ -66,7 +83,7 @@ std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& 
       throw Error(ErrorKind::Mismatch, "rank " + std::to_string(rank) + " on " + parsed[rank].host + " and rank " +
                                            std::to_string(rank_) + " have different numerics or algorithm: pass the same to init()");
   }
-  auto memories = handoff_.exchange(rank_, names, arena_->fd(), deadline, interrupted);
+  auto memories = exchange(names, deadline, interrupted);
   std::vector<std::unique_ptr<shm::PeerArena>> peers(size_);
   std::vector<int> ranks;
   std::vector<uint64_t> offsets;
@@ -77,7 +94,7 @@ std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& 
   }
   arena_->close_fd();
   engine_->attach(std::move(peers));
-  return std::make_shared<ShmCommunicator>(engine_, rank_, ranks, ranks, offsets);
+  return std::make_shared<ShmCommunicator>(engine_, rank_, ranks, ranks, offsets, ShmCommunicator::Origin::Job);
 }
 
 }  // namespace syncengine

@@ -26,6 +26,9 @@ class LocalJob {
                                         const std::function<void()>& interrupted = {});
 
  private:
+  std::vector<UniqueFd> exchange(const std::vector<std::string>& names, Deadline deadline,
+                                 const std::function<void()>& interrupted);
+
   int rank_, size_;
   Options options_;
   std::shared_ptr<shm::Arena> arena_;

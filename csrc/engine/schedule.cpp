@@ -77,6 +77,12 @@ uint64_t Schedule::missing(bool all) const {
   return members;
 }
 
+uint64_t Schedule::culprits() const {
+  if (waiting_.empty()) return 0;
+  uint64_t members = late(waiting_.front(), true);
+  return members || group_.rank == 0 ? members : 1;
+}
+
 void Schedule::fail_all() {
   for (Announced& announced : waiting_) lane_.enqueue(std::move(announced.item));
   waiting_.clear();

@@ -21,6 +21,7 @@ class Schedule {
   bool advance();
 
   uint64_t missing(bool all) const;
+  uint64_t culprits() const;  // of the oldest
   const Lane::Item* oldest() const { return waiting_.empty() ? nullptr : &waiting_.front().item; }
   void fail_all();  // hands its operations to the lane, which must fail them next
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "engine/farewell.h"
 #include "engine/mismatch.h"
 
 namespace syncengine {
@@ -26,8 +27,10 @@ Group make_group(Engine& engine, int rank, std::vector<int> global_ranks, std::v
 }  // namespace
 
 ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::vector<int> global_ranks,
-                                 std::vector<int> local_ranks, const std::vector<uint64_t>& offsets)
+                                 std::vector<int> local_ranks, const std::vector<uint64_t>& offsets,
+                                 Origin origin)
     : engine_(std::move(engine)),
+      origin_(origin),
       group_(make_group(*engine_, rank, std::move(global_ranks), std::move(local_ranks), offsets)),
       user_lane_(group_, shm::kUserLane, engine_->options().algorithm, [this] { return any_peer_failed(); }, engine_->trash()),
       scheduled_lane_(group_, shm::kScheduledLane, engine_->options().algorithm, [this] { return any_peer_failed(); }, engine_->trash()),
@@ -37,13 +40,14 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::
 
 ShmCommunicator::~ShmCommunicator() {
   if (engine_->arena()->forked()) return;
-  close();
+  engine_->locked([&] { leave(); });
   engine_->remove(this);
 }
 
 std::shared_ptr<Work> ShmCommunicator::enqueue(Operation operation) {
   engine_->throw_if_forked();
   require_supported(operation);
+  engine_->note_submitter();
   auto work = std::make_shared<Work>(engine_->outstanding());
   std::lock_guard lock(submit_mutex_);
   if (error_) {
@@ -62,7 +66,7 @@ std::shared_ptr<Work> ShmCommunicator::submit(Operation operation) {
 }
 
 void ShmCommunicator::run(Operation operation, const std::function<void()>& interrupted) {
-  wait(enqueue(std::move(operation)), interrupted);
+  wait(enqueue(std::move(operation)), interrupted, {});
 }
 
 uint64_t ShmCommunicator::reserve_slots(size_t count) {
@@ -76,6 +80,7 @@ uint64_t ShmCommunicator::reserve_slots(size_t count) {
 std::shared_ptr<Work> ShmCommunicator::announce(uint64_t slot, Operation operation) {
   engine_->throw_if_forked();
   require_supported(operation);
+  engine_->note_submitter();
   auto work = std::make_shared<Work>(engine_->outstanding());
   {
     std::lock_guard lock(submit_mutex_);
@@ -90,27 +95,31 @@ std::shared_ptr<Work> ShmCommunicator::announce(uint64_t slot, Operation operati
   return work;
 }
 
-void ShmCommunicator::wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted) {
+void ShmCommunicator::wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted,
+                           std::optional<Duration> at_most) {
+  auto deadline = at_most ? Deadline::after(*at_most) : Deadline::never();
   auto guarded = [&] {
+    // Either way the peers can't finish what this rank walks away from.
+    if (deadline.passed() && !work->ended())
+      engine_->locked([&] { fail(ErrorKind::Timeout, what_is_pending() + ": wait(timeout=...) gave up"); });
     try {
-      interrupted();
-    } catch (const Error& error) {
-      // The peers can't finish what this rank walks away from.
-      abort(error.kind(), group_.name(group_.rank) + ": " + error.what());
-      throw;
+      if (interrupted) interrupted();
     } catch (...) {
-      abort(ErrorKind::Aborted, group_.name(group_.rank) + " was interrupted (Ctrl-C) in a collective");
+      engine_->locked([&] { fail(ErrorKind::Aborted, group_.name(group_.rank) + " was interrupted (Ctrl-C) in a collective"); });
       throw;
     }
   };
-  engine_->wait(*work, interrupted ? std::function<void()>(guarded) : interrupted,
-                [&](bool sleeping) { publish_waiting(work->place, sleeping); });
+  engine_->wait(*work, guarded, [&](bool sleeping) { publish_waiting(work->place, sleeping); });
   work->rethrow_if_failed();
 }
 
 void ShmCommunicator::abort(ErrorKind kind, const std::string& text) {
   if (engine_->arena()->forked()) return;
-  engine_->locked([&] { end(shm::Standing::Failed, kind, text); });
+  engine_->locked([&] {
+    fail(kind, text);
+    if (origin_ == Origin::Split) return;
+    for (Movable* movable : engine_->movables()) movable->fail(kind, text);
+  });
 }
 
 void ShmCommunicator::throw_if_failed() const {
@@ -122,7 +131,9 @@ void ShmCommunicator::throw_if_failed() const {
 void ShmCommunicator::close() {
   if (engine_->arena()->forked()) return;
   engine_->locked([&] {
-    end(shm::Standing::Left, ErrorKind::InvalidUsage, kClosed);
+    leave();
+    if (origin_ == Origin::Split) return;
+    for (Movable* movable : engine_->movables()) movable->leave();
   });
 }
 
@@ -132,6 +143,7 @@ std::shared_ptr<void> ShmCommunicator::allocate(size_t bytes) {
 }
 
 std::map<std::string, uint64_t> ShmCommunicator::counters() const {
+  engine_->throw_if_forked();
   return engine_->locked([&] {
     auto user = user_lane_.counters(), scheduled = scheduled_lane_.counters();
     return std::map<std::string, uint64_t>{{"operations", user.operations + scheduled.operations},
@@ -159,7 +171,10 @@ bool ShmCommunicator::advance() {
     moved |= schedule_.advance();
     moved |= scheduled_lane_.advance(kBudget);
   } catch (const Error& error) {
-    end(shm::Standing::Failed, error.kind(), error.what());
+    fail(error.kind(), error.what());
+    return true;
+  } catch (const std::exception& error) {  // out of memory, say
+    fail(ErrorKind::Aborted, group_.name(group_.rank) + ": " + error.what());
     return true;
   }
   if (moved) group_.bell->ring_interested();
@@ -185,31 +200,46 @@ bool ShmCommunicator::any_peer_failed() const {
   return false;
 }
 
-void ShmCommunicator::lose_direct_memory(std::exception_ptr cause) {
-  if (ended_ || !(user_lane_.direct_in_flight() || scheduled_lane_.direct_in_flight())) return;
-  try {
-    std::rethrow_exception(cause);
-  } catch (const Error& error) {
-    end(shm::Standing::Failed, error.kind(), error.what());
+std::vector<size_t> ShmCommunicator::direct_memory() const {
+  std::vector<size_t> offsets;
+  user_lane_.add_direct_memory(offsets);
+  scheduled_lane_.add_direct_memory(offsets);
+  return offsets;
+}
+
+void ShmCommunicator::lose_direct_memory(const Error& cause) {
+  for (size_t offset : direct_memory()) {
+    if (group_.arena->is_severed(offset)) return fail(cause.kind(), cause.what());
   }
 }
 
+void ShmCommunicator::fail(ErrorKind kind, const std::string& text) {
+  Error error(kind, text);
+  end(shm::Standing::Failed, error, error);
+}
+
+// A peer in the middle of writing this rank's tensors must be told to stop, and kept from going on.
+void ShmCommunicator::leave() {
+  Error closed(ErrorKind::InvalidUsage, kClosed);
+  if (direct_memory().empty()) return end(shm::Standing::Left, closed, closed);
+  Error left(ErrorKind::PeerLost, group_.name(group_.rank) + " has left (it exited or called syncengine.shutdown()) while its " +
+                                      describe(oldest().item->operation) + " was pending");
+  end(shm::Standing::Failed, left, closed);
+}
+
 // The first end counts. Peers hear of it before this rank's own callers do; tensors are cut loose before they are touched.
-void ShmCommunicator::end(shm::Standing standing, ErrorKind kind, const std::string& text) {
+void ShmCommunicator::end(shm::Standing standing, const Error& for_peers, const Error& raised_here) {
   if (ended_) return;
   ended_ = true;
-  auto error = std::make_exception_ptr(Error(kind, text));
+  say_farewell(group_.own().farewell, standing, for_peers.kind(), for_peers.what());
+  if (standing == shm::Standing::Failed) engine_->sever_tensors(direct_memory(), for_peers);
+  auto error = std::make_exception_ptr(raised_here);
   std::vector<Submission> late;
   {
     std::lock_guard lock(submit_mutex_);
     error_ = error;
     late.swap(submissions_);
   }
-  shm::Farewell& farewell = group_.own().farewell;
-  farewell.kind = static_cast<uint32_t>(kind);
-  farewell.text[text.copy(farewell.text, sizeof(farewell.text) - 1)] = '\0';
-  farewell.standing.store(static_cast<uint32_t>(standing), std::memory_order_release);  // release: kind and text
-  if (standing == shm::Standing::Failed) engine_->sever_tensors(error);
   for (Submission& submission : late) user_lane_.enqueue(std::move(submission.item));
   schedule_.fail_all();
   user_lane_.fail_all(error);

@@ -13,9 +13,10 @@ namespace syncengine {
 
 class ShmCommunicator final : public Communicator, private Movable {
  public:
+  enum class Origin { Job, Split };
   // `offsets` of each member's GroupBlock in its arena; `local_ranks` of each member among the engine's arenas.
   ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::vector<int> global_ranks, std::vector<int> local_ranks,
-                  const std::vector<uint64_t>& offsets);
+                  const std::vector<uint64_t>& offsets, Origin origin);
   ~ShmCommunicator() override;
 
   int rank() const override { return group_.rank; }
@@ -28,10 +29,11 @@ class ShmCommunicator final : public Communicator, private Movable {
   void run(Operation operation, const std::function<void()>& interrupted) override;
   uint64_t reserve_slots(size_t count) override;
   std::shared_ptr<Work> announce(uint64_t slot, Operation operation) override;
-  void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted) override;
+  void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted,
+            std::optional<Duration> at_most) override;
   void abort(ErrorKind kind, const std::string& text) override;
   void throw_if_failed() const override;
-  std::shared_ptr<Communicator> split(const std::vector<int>& ranks) override;
+  std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>& interrupted) override;
   std::shared_ptr<void> allocate(size_t bytes) override;
   std::map<std::string, uint64_t> counters() const override;
   void close() override;
@@ -41,14 +43,24 @@ class ShmCommunicator final : public Communicator, private Movable {
   bool advance() override;
   uint64_t interest() const override;
   void look_around() override;
-  void lose_direct_memory(std::exception_ptr cause) override;
+  void lose_direct_memory(const Error& cause) override;
+  void fail(ErrorKind kind, const std::string& text) override;
+  void leave() override;
 
   std::shared_ptr<Work> enqueue(Operation operation);
-  void end(shm::Standing standing, ErrorKind kind, const std::string& text);
+  void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
   void heed_peers();
   void heed_deadline();
   void heed_cycle();
-  const Lane::Item* oldest() const;
+  std::vector<size_t> direct_memory() const;
+  // The operation that waits longest, and the members that hold it up.
+  struct Pending {
+    const Lane::Item* item = nullptr;
+    uint64_t culprits = 0;
+  };
+  Pending oldest() const;
+  // "rank 0 waits for rank 2 since 5.0 s in all_reduce(...)"; empty if nothing is pending.
+  std::string what_is_pending() const;
   void publish_waiting(const Work::Place& place, bool waiting);
   bool arrived_here(const Work::Place& place) const;
   uint64_t missing(bool all) const;
@@ -60,6 +72,7 @@ class ShmCommunicator final : public Communicator, private Movable {
   };
 
   std::shared_ptr<Engine> engine_;
+  Origin origin_;
   Group group_;
   Lane user_lane_;
   Lane scheduled_lane_;

@@ -36,7 +36,9 @@ class SoloCommunicator final : public Communicator {
   void run(Operation operation, const std::function<void()>&) override { submit(std::move(operation)); }
   uint64_t reserve_slots(size_t) override { return 0; }
   std::shared_ptr<Work> announce(uint64_t, Operation operation) override { return submit(std::move(operation)); }
-  void wait(const std::shared_ptr<Work>& work, const std::function<void()>&) override { work->rethrow_if_failed(); }
+  void wait(const std::shared_ptr<Work>& work, const std::function<void()>&, std::optional<Duration>) override {
+    work->rethrow_if_failed();
+  }
 
   void abort(ErrorKind kind, const std::string& text) override {
     if (!error_) error_ = std::make_exception_ptr(Error(kind, text));
@@ -44,7 +46,7 @@ class SoloCommunicator final : public Communicator {
   void throw_if_failed() const override {
     if (error_) std::rethrow_exception(error_);
   }
-  std::shared_ptr<Communicator> split(const std::vector<int>& ranks) override {
+  std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>&) override {
     throw_if_failed();
     if (ranks.empty()) return nullptr;
     if (ranks != std::vector<int>{0}) throw Error(ErrorKind::InvalidUsage, "split: the only rank is 0");

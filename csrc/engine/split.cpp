@@ -15,7 +15,7 @@ struct Ticket {
 
 }  // namespace
 
-std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ranks) {
+std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ranks, const std::function<void()>& interrupted) {
   throw_if_failed();
   Ticket mine;
   for (int rank : ranks) {
@@ -34,7 +34,7 @@ std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ran
                    .output = {tickets->data(), tickets->size() * sizeof(Ticket)}};
   gather.describe = [] { return std::string("Communicator.split()"); };
   gather.layout_hash = 0x73706c6974;  // "split": no other all_gather matches it
-  run(std::move(gather), {});
+  run(std::move(gather), interrupted);
   if (!mine.members) return nullptr;
 
   std::vector<int> members, locals;
@@ -52,7 +52,7 @@ std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ran
     offsets.push_back((*tickets)[rank].offset);
   }
   int rank_in_group = static_cast<int>(std::count_if(ranks.begin(), ranks.end(), [&](int r) { return r < rank(); }));
-  return std::make_shared<ShmCommunicator>(engine_, rank_in_group, members, locals, offsets);
+  return std::make_shared<ShmCommunicator>(engine_, rank_in_group, members, locals, offsets, Origin::Split);
 }
 
 }  // namespace syncengine

@@ -29,16 +29,27 @@ void ShmCommunicator::look_around() {
   if (!ended_) heed_cycle();
 }
 
-const Lane::Item* ShmCommunicator::oldest() const {
-  const Lane::Item* oldest = nullptr;
-  for (const Lane::Item* item : {user_lane_.oldest(), scheduled_lane_.oldest(), schedule_.oldest()}) {
-    if (item && (!oldest || item->since < oldest->since)) oldest = item;
-  }
+ShmCommunicator::Pending ShmCommunicator::oldest() const {
+  Pending oldest;
+  auto consider = [&](const auto& queue) {
+    const Lane::Item* item = queue.oldest();
+    if (item && (!oldest.item || item->since < oldest.item->since)) oldest = {item, queue.culprits()};
+  };
+  consider(user_lane_);
+  consider(scheduled_lane_);
+  consider(schedule_);
   return oldest;
 }
 
+std::string ShmCommunicator::what_is_pending() const {
+  auto [item, culprits] = oldest();
+  if (!item) return "";
+  std::string who = group_.name(group_.rank) + (culprits ? " waits for " + group_.names(culprits) : " is not done");
+  return who + " since " + seconds_text(Clock::now() - item->since) + " in " + describe(item->operation);
+}
+
 void ShmCommunicator::heed_peers() {
-  const Lane::Item* item = oldest();
+  const Lane::Item* item = oldest().item;
   std::string what = item ? " while " + group_.name(group_.rank) + " was in " + describe(item->operation) : "";
   for (int member = 0; member < group_.size; ++member) {
     if (member == group_.rank) continue;
@@ -46,38 +57,33 @@ void ShmCommunicator::heed_peers() {
     const shm::Farewell& farewell = group_.block(member).farewell;
     auto standing = static_cast<shm::Standing>(farewell.standing.load(std::memory_order_acquire));
     if (standing == shm::Standing::Failed)
-      return end(shm::Standing::Failed, static_cast<ErrorKind>(farewell.kind), farewell.text);
+      return fail(static_cast<ErrorKind>(farewell.kind), farewell.text);
     if (dead && standing != shm::Standing::Left)
-      return end(shm::Standing::Failed, ErrorKind::PeerLost, group_.name(member) + " died" + what);
+      return fail(ErrorKind::PeerLost, group_.name(member) + " died" + what);
     // What it did before it left is visible only now.
     if (standing == shm::Standing::Left && item && missing(true) >> member & 1)
-      return end(shm::Standing::Failed, ErrorKind::PeerLost,
-                 group_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
+      return fail(ErrorKind::PeerLost, group_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
   }
 }
 
 void ShmCommunicator::heed_deadline() {
-  const Lane::Item* item = oldest();
+  const Lane::Item* item = oldest().item;
   if (!item) return;
   Duration age = Clock::now() - item->since;
   if (age < std::min(engine_->options().log_after, engine_->options().timeout)) return;
-  uint64_t late = missing(true);
-  std::string who = late ? group_.name(group_.rank) + " waits for " + group_.names(late) : group_.name(group_.rank) + " is not done";
-  std::string text = who + " since " + seconds_text(age) + " in " + describe(item->operation);
   if (age >= engine_->options().timeout) {
-    return end(shm::Standing::Failed, ErrorKind::Timeout,
-               text + ": the timeout is " + seconds_text(engine_->options().timeout) +
-                   "; see what those ranks are doing, or raise init(timeout=...)");
+    return fail(ErrorKind::Timeout, what_is_pending() + ": the timeout is " + seconds_text(engine_->options().timeout) +
+                                        "; see what those ranks are doing, or raise init(timeout=...)");
   }
   if (logged_ == item->since) return;
   logged_ = item->since;
-  std::fprintf(stderr, "[syncengine] %s\n", text.c_str());
+  std::fprintf(stderr, "[syncengine] %s\n", what_is_pending().c_str());
 }
 
 void ShmCommunicator::publish_waiting(const Work::Place& place, bool waiting) {
   shm::Waiting& own = group_.own().waiting;
   uint64_t stamp = own.stamp.load(std::memory_order_relaxed);
-  if (waiting && stamp % 2 == 0 && !engine_->several_waiters()) {
+  if (waiting && stamp % 2 == 0 && engine_->is_single_threaded()) {
     own.lane.store(place.lane, std::memory_order_relaxed);
     own.number.store(place.number, std::memory_order_relaxed);
     own.epoch.store(place.epoch, std::memory_order_relaxed);
@@ -94,10 +100,11 @@ bool ShmCommunicator::arrived_here(const Work::Place& place) const {
   return found != announced_.end() && found->second >= place.epoch;
 }
 
-// This rank's only waiting thread needs a peer whose own waiting thread needs this rank elsewhere: neither can ever go on.
+// This rank's only thread needs a peer whose own only thread needs this rank elsewhere: neither can ever go on. Where several
+// threads submit, another one may bring what the peer waits for, and only the deadline tells.
 void ShmCommunicator::heed_cycle() {
   const shm::Waiting& own = group_.own().waiting;
-  if (own.stamp.load(std::memory_order_relaxed) % 2 == 0 || engine_->several_waiters()) return;
+  if (own.stamp.load(std::memory_order_relaxed) % 2 == 0 || !engine_->is_single_threaded()) return;
   Work::Place mine{static_cast<int>(own.lane.load(std::memory_order_relaxed)), own.number.load(std::memory_order_relaxed),
                    own.epoch.load(std::memory_order_relaxed)};
   for (int member = 0; member < group_.size; ++member) {
@@ -117,13 +124,13 @@ void ShmCommunicator::heed_cycle() {
       return;
     }
     if (Clock::now() - cycle_since_ < kCycleAfter) return;
-    const Lane::Item* item = oldest();
+    const Lane::Item* item = oldest().item;
     std::string there = theirs.lane == shm::kUserLane ? "its collective call number " + std::to_string(theirs.number)
                                                       : "a gradient bucket (number " + std::to_string(theirs.number) + ")";
-    return end(shm::Standing::Failed, ErrorKind::Mismatch,
-               group_.name(group_.rank) + " waits in " + (item ? describe(item->operation) : "a collective") + " for " +
-                   group_.name(member) + ", which waits in " + there + " for " + group_.name(group_.rank) +
-                   ": the ranks make different calls");
+    return fail(ErrorKind::Mismatch,
+                group_.name(group_.rank) + " waits in " + (item ? describe(item->operation) : "a collective") + " for " +
+                    group_.name(member) + ", which waits in " + there + " for " + group_.name(group_.rank) +
+                    ": the ranks make different calls");
   }
 }
 

@@ -330,7 +330,8 @@ void Reducer::settle_after_failure() {
 
 // They wait for gradients that this rank will not bring.
 void Reducer::tell_peers(const std::string& text) const {
-  communicator_->abort(ErrorKind::Aborted, "rank " + std::to_string(communicator_->rank()) + ": " + text);
+  auto rank = communicator_->global_ranks()[communicator_->rank()];
+  communicator_->abort(ErrorKind::Aborted, "rank " + std::to_string(rank) + ": " + text);
 }
 
 std::string Reducer::unfinished_text() const {

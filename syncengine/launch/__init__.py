@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -19,8 +20,15 @@ from syncengine.launch.variables import number, text
 
 __all__ = ["Exchange", "Launch", "find_launch", "group_timeout", "open_exchange", "with_local_ranks"]
 
-Exchange = Callable[[bytes], list[bytes]]
-"""All-gather of small byte strings: takes this rank's, returns every rank's in rank order. At most 64 KiB each."""
+
+class Exchange(Protocol):
+    """All-gather of small byte strings: takes this rank's, returns every rank's in rank order. At most 64 KiB each."""
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        """Blocks until every rank has made the same call."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tells the others that `error` keeps this rank away: they raise Aborted, or the error if it is theirs too."""
 
 
 def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
@@ -33,18 +41,16 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
 def open_exchange(
     launch: Launch, timeout: float, log_after: float, environ: Mapping[str, str] = os.environ
 ) -> Exchange:
-    """The way to the other ranks of `launch`.
+    """The way to the other ranks of `launch`, of which there must be some.
 
     Every call waits at most `timeout` seconds and raises Timeout naming the ranks that did not arrive; after
     `log_after` seconds one line is logged. Raises InvalidUsage if the way can't be opened on this rank.
     """
-    if launch.world_size == 1:
-        return lambda payload: [payload]
     if launch.kind == "mpi":
-        from syncengine.launch.mpi import mpi_exchange
+        from syncengine.launch.mpi import MPIExchange
 
-        return mpi_exchange(launch.rank, launch.world_size, timeout, log_after)
-    from syncengine.launch.store import open_store, store_exchange
+        return MPIExchange(launch.rank, launch.world_size, timeout, log_after)
+    from syncengine.launch.store import StoreExchange, open_store
 
     if launch.kind == "torch.distributed":
         store = dist.distributed_c10d._get_default_store()
@@ -57,7 +63,7 @@ def open_exchange(
                 number(environ, "MASTER_PORT", launch.kind, 1, 65535),
             )
         store = open_store(host, port, launch.rank, launch.world_size, timeout, log_after)
-    return store_exchange(store, launch.rank, launch.world_size, timeout, log_after)
+    return StoreExchange(store, launch.rank, launch.world_size, timeout, log_after)
 
 
 def with_local_ranks(launch: Launch, hosts: list[str]) -> Launch:

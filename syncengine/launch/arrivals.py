@@ -6,7 +6,8 @@ import logging
 import time
 from collections.abc import Callable
 
-from syncengine.errors import Timeout
+from syncengine import errors
+from syncengine.errors import Aborted, InvalidUsage, SyncError, Timeout
 
 logger = logging.getLogger("syncengine")
 
@@ -37,6 +38,21 @@ def wait_for_ranks(
             logged = True
         time.sleep(min(pause, timeout - waited))
         pause = min(pause * 1.5, _LONGEST)
+
+
+def farewell(rank: int, error: BaseException) -> bytes:
+    """What a rank that fails in init tells the others."""
+    if isinstance(error, SyncError) and not isinstance(error, InvalidUsage):  # about other ranks: theirs as well
+        kind, text = type(error).__name__, str(error)
+    else:
+        kind, text = Aborted.__name__, f"rank {rank} failed in init: {type(error).__name__}: {error}"
+    return f"{kind} {text}".encode()[:4096]
+
+
+def as_error(farewell: bytes) -> SyncError:
+    """What the others raise then."""
+    kind, _, text = farewell.decode(errors="replace").partition(" ")
+    return getattr(errors, kind)(text)
 
 
 def name_ranks(ranks: set[int]) -> str:

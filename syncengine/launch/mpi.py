@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 
 from syncengine.errors import InvalidUsage
-from syncengine.launch.arrivals import wait_for_ranks
+from syncengine.launch.arrivals import as_error, farewell, wait_for_ranks
 
 MAX_PAYLOAD = 64 * 1024  # bytes; addresses and settings are far smaller
 
-_TAG = 21091  # any number that a user's own first messages are unlikely to carry; within MPI's guaranteed 32767
+# Any numbers that a user's own first messages are unlikely to carry; within MPI's guaranteed 32767.
+_TAG, _FAILED = 21091, 21092
 
 
 def _load(started_as: str) -> ModuleType:
@@ -29,36 +29,53 @@ def world_size(started_as: str) -> int:
     return _load(started_as).COMM_WORLD.Get_size()
 
 
-def mpi_exchange(rank: int, world_size: int, timeout: float, log_after: float) -> Callable[[bytes], list[bytes]]:
+class MPIExchange:
     """An all-gather of small byte strings over COMM_WORLD. Each call on one rank meets the same call on all others."""
-    started_as = f"rank {rank} of {world_size}"
-    MPI = _load(started_as)
-    comm = MPI.COMM_WORLD
-    if (comm.Get_rank(), comm.Get_size()) != (rank, world_size):
-        raise InvalidUsage(
-            f"the launcher's variables say {started_as}, but mpi4py sees rank {comm.Get_rank()} of {comm.Get_size()}: "
-            f"mpi4py uses another MPI than the launcher ({MPI.Get_library_version().splitlines()[0]})"
-        )
 
-    def exchange(payload: bytes) -> list[bytes]:
+    def __init__(self, rank: int, world_size: int, timeout: float, log_after: float) -> None:
+        started_as = f"rank {rank} of {world_size}"
+        self._mpi = _load(started_as)
+        self._comm = self._mpi.COMM_WORLD
+        self._rank, self._peers = rank, [peer for peer in range(world_size) if peer != rank]
+        self._timeout, self._log_after = timeout, log_after
+        self._farewells: list = []  # sends that nobody waits for
+        really = self._comm.Get_rank(), self._comm.Get_size()
+        if really != (rank, world_size):
+            raise InvalidUsage(
+                f"the launcher's variables say {started_as}, but mpi4py sees rank {really[0]} of {really[1]}: "
+                f"mpi4py uses another MPI than the launcher ({self._mpi.Get_library_version().splitlines()[0]})"
+            )
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        """See Exchange."""
         if len(payload) > MAX_PAYLOAD:
             raise InvalidUsage(f"a payload of {len(payload)} bytes is more than the exchange's {MAX_PAYLOAD}")
         # Point to point, not one collective: only so a timeout can tell who is missing.
-        peers = [peer for peer in range(world_size) if peer != rank]
+        MPI, comm, peers = self._mpi, self._comm, self._peers
         buffers = {peer: bytearray(MAX_PAYLOAD) for peer in peers}
         receives = {peer: comm.Irecv([buffers[peer], MPI.BYTE], source=peer, tag=_TAG) for peer in peers}
         sends = [comm.Isend([payload, MPI.BYTE], dest=peer, tag=_TAG) for peer in peers]
-        values = {rank: payload}
+        values = {self._rank: payload}
 
         def arrived(missing: set[int]) -> set[int]:
+            if comm.Iprobe(tag=_FAILED):
+                text = bytearray(4096)
+                status = MPI.Status()
+                comm.Recv([text, MPI.BYTE], tag=_FAILED, status=status)
+                raise as_error(bytes(text[: status.Get_count(MPI.BYTE)]))
             for peer in missing:
                 status = MPI.Status()
                 if receives[peer].Test(status):
                     values[peer] = bytes(buffers[peer][: status.Get_count(MPI.BYTE)])
             return missing & values.keys()
 
-        wait_for_ranks(set(peers), arrived, "join (did its process call syncengine.init?)", timeout, log_after)
+        what = "join (did its process call syncengine.init?)"
+        wait_for_ranks(set(peers), arrived, what, self._timeout, self._log_after)
         MPI.Request.Waitall(sends)
-        return [values[peer] for peer in range(world_size)]
+        return [values[peer] for peer in sorted(values)]
 
-    return exchange
+    def fail(self, error: BaseException) -> None:
+        """Makes the others' waits end with this rank's error."""
+        payload = farewell(self._rank, error)
+        for peer in self._peers:
+            self._farewells.append(self._comm.Isend([payload, self._mpi.BYTE], dest=peer, tag=_FAILED))

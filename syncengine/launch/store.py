@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from syncengine.errors import InvalidUsage, PeerLost
-from syncengine.launch.arrivals import name_ranks, wait_for_ranks
+from syncengine.launch.arrivals import as_error, farewell, name_ranks, wait_for_ranks
 
 MAX_PAYLOAD = 64 * 1024  # bytes; addresses and settings are far smaller
 
@@ -60,40 +59,47 @@ def _is_listening(host: str, port: int) -> bool:
     return True
 
 
-def store_exchange(
-    store: dist.Store, rank: int, world_size: int, timeout: float, log_after: float
-) -> Callable[[bytes], list[bytes]]:
-    """An all-gather of small byte strings over `store`. Each call on one rank meets the same call on all others."""
-    missing = set(range(world_size))
-    with _lost_store_as_lost_peer(rank, missing):
-        # Every rank opens its n-th exchange over this store: n makes the keys this exchange's own, also after shutdown.
-        number = store.add(f"syncengine/opened/{rank}", 1)
-    own = dist.PrefixStore(f"syncengine/{number}", store)
-    rounds = itertools.count()
+class StoreExchange:
+    """An all-gather of small byte strings over a store. Each call on one rank meets the same call on all others."""
 
-    def exchange(payload: bytes) -> list[bytes]:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float, log_after: float) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._timeout, self._log_after = timeout, log_after
+        self._rounds = 0
+        with _lost_store_as_lost_peer(rank, set(range(world_size))):
+            # Every rank opens its n-th exchange over this store: n makes the keys this one's own, also after shutdown.
+            number = store.add(f"syncengine/opened/{rank}", 1)
+        self._store = dist.PrefixStore(f"syncengine/{number}", store)
+
+    def __call__(self, payload: bytes) -> list[bytes]:
+        """See Exchange."""
         if len(payload) > MAX_PAYLOAD:
             raise InvalidUsage(f"a payload of {len(payload)} bytes is more than the exchange's {MAX_PAYLOAD}")
-        index = next(rounds)
-        keys = [f"{index}/{peer}" for peer in range(world_size)]
-        missing.update(range(world_size))
+        keys = [f"{self._rounds}/{peer}" for peer in range(self._world_size)]
+        self._rounds += 1
+        missing = set(range(self._world_size))
 
         def arrived(peers: set[int]) -> set[int]:
             missing.intersection_update(peers)
-            return {peer for peer in peers if own.check([keys[peer]])}
+            if self._store.check(["failed"]):
+                raise as_error(self._store.get("failed"))
+            return {peer for peer in peers if self._store.check([keys[peer]])}
 
-        with _lost_store_as_lost_peer(rank, missing):
-            own.set(keys[rank], payload)
-            wait_for_ranks(
-                missing, arrived, "join (did its process start, and call syncengine.init?)", timeout, log_after
-            )
-            values = [own.get(key) for key in keys]
+        what = "join (did its process start, and call syncengine.init?)"
+        with _lost_store_as_lost_peer(self._rank, missing):
+            self._store.set(keys[self._rank], payload)
+            wait_for_ranks(missing, arrived, what, self._timeout, self._log_after)
+            values = [self._store.get(key) for key in keys]
         for peer, value in enumerate(values):
             if len(value) > MAX_PAYLOAD:
                 raise InvalidUsage(f"rank {peer} sent {len(value)} bytes, more than the exchange's {MAX_PAYLOAD}")
         return values
 
-    return exchange
+    def fail(self, error: BaseException) -> None:
+        """Makes the others' waits, now and later, end with this rank's error. The first one counts."""
+        with contextlib.suppress(dist.DistError):  # the store is gone, and the others have noticed
+            if not self._store.check(["failed"]):
+                self._store.set("failed", farewell(self._rank, error))
 
 
 @contextlib.contextmanager

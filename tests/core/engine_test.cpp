@@ -248,26 +248,27 @@ TEST(leaving_and_aborting_reach_those_who_wait) {
   });
 }
 
-// A failure cuts this rank's tensors loose, also those that another communicator's peers are about to write.
-TEST(a_failed_group_takes_along_direct_operations_of_others) {
-  run_job(3, {}, [](int rank, Communicator& communicator) {
-    auto pair = communicator.split(rank == 1 ? std::vector<int>{} : std::vector<int>{0, 2});
-    constexpr size_t kBytes = 4 << 20;
-    auto shared = communicator.allocate(kBytes);
-    if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(600));
-    try {
-      auto work = communicator.submit(all_reduce_of(shared.get(), kBytes, DType::Float32));
-      if (pair) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it has published where its tensor lies
-        std::vector<float> data(10 + rank);
-        CHECK_THROWS(pair->run(all_reduce_of(data.data(), data.size() * 4, DType::Float32)), ErrorKind::Mismatch);
-      }
-      communicator.wait(work);
-      CHECK(false);
-    } catch (const Error& error) {
-      CHECK(error.kind() == ErrorKind::Mismatch);
-    }
-  });
+// A failure cuts loose the tensors that it left half done. Whoever uses the same memory elsewhere fails with it, nobody else.
+TEST(a_failed_group_takes_along_direct_operations_in_the_same_memory) {
+  for (bool same_memory : {true, false}) {
+    run_job(3, {}, [same_memory](int rank, Communicator& communicator) {
+      auto pair = communicator.split(rank == 1 ? std::vector<int>{} : std::vector<int>{0, 2});
+      constexpr size_t kBytes = 4 << 20;
+      auto shared = communicator.allocate(2 * kBytes), other = communicator.allocate(kBytes);
+      auto* theirs = same_memory ? static_cast<std::byte*>(shared.get()) + kBytes : static_cast<std::byte*>(other.get());
+      if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(600));
+      auto run = [&] {
+        auto work = communicator.submit(all_reduce_of(shared.get(), kBytes, DType::Float32));
+        if (pair) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it has published where its tensor lies
+          CHECK_THROWS(pair->run(all_reduce_of(theirs, kBytes - 4 * rank, DType::Float32)), ErrorKind::Mismatch);
+        }
+        communicator.wait(work);
+      };
+      if (same_memory) CHECK_THROWS(run(), ErrorKind::Mismatch);
+      else run();
+    });
+  }
 }
 
 }  // namespace syncengine

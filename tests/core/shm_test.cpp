@@ -197,28 +197,32 @@ TEST(heap_agrees_with_a_naive_model) {
 TEST(severed_tensors_keep_their_content_and_hear_nobody) {
   auto arena = shm::Arena::create(kArena);
   auto peer = peer_of(*arena);
-  auto tensor = arena->allocate_tensor(10000), freed_later = arena->allocate_tensor(10);
+  auto tensor = arena->allocate_tensor(10000), bystander = arena->allocate_tensor(10);
   auto offset = static_cast<uint64_t>(arena->offset_of(tensor.get(), 10000));
   auto* theirs = reinterpret_cast<char*>(peer->at(offset, 10000));
   theirs[9999] = 1;
   CHECK_EQ(chars(tensor)[9999], 1);
   size_t group = arena->allocate_group(100);
 
-  arena->sever_tensors();
+  arena->sever_tensor(offset + 5000);  // any place in it
   CHECK_EQ(chars(tensor)[9999], 1);
   theirs[9999] = 2;
   CHECK_EQ(chars(tensor)[9999], 1);
   chars(tensor)[0] = 3;
   CHECK_EQ(theirs[0], 0);
   CHECK_EQ(arena->offset_of(tensor.get(), 10000), -1);
+  CHECK_EQ(arena->offset_of(chars(tensor) + 9999, 1), -1);
 
+  auto beside = static_cast<uint64_t>(arena->offset_of(bystander.get(), 10));
+  *chars(bystander) = 6;
+  CHECK_EQ(*reinterpret_cast<char*>(peer->at(beside, 1)), 6);
   *arena->at(group) = std::byte{4};  // control memory stays shared: peers must hear of the failure
   CHECK(*peer->at(group, 1) == std::byte{4});
-  arena->sever_tensors();  // again: nothing
+  arena->sever_tensor(offset);  // again: nothing
+  arena->sever_tensor(group);   // no tensor: nothing
   CHECK_EQ(chars(tensor)[9999], 1);
-  freed_later.reset();
-  auto next = arena->allocate_tensor(10);
-  CHECK(next != nullptr);
+  tensor.reset();
+  CHECK(arena->offset_of(arena->allocate_tensor(10).get(), 10) > static_cast<int64_t>(offset));  // that memory is lost
 }
 
 TEST(a_forked_child_has_copies_of_its_own) {

@@ -75,7 +75,9 @@ Arena::~Arena() { ForkGuard::remove(this); }
 int64_t Arena::offset_of(const void* data, size_t bytes) const {
   auto* memory = static_cast<const std::byte*>(data);
   bool inside = memory >= mapping_.data() && memory + bytes <= mapping_.data() + mapping_.bytes();
-  return inside && !severed_ ? memory - mapping_.data() : -1;
+  if (!inside) return -1;
+  int64_t offset = memory - mapping_.data();
+  return any_severed_ && is_severed(static_cast<size_t>(offset)) ? -1 : offset;
 }
 
 std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
@@ -92,7 +94,7 @@ std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
   if (length >= kHugePage) madvise(memory, length / kHugePage * kHugePage, MADV_HUGEPAGE);
   {
     std::lock_guard lock(mutex_);
-    tensors_.emplace(*offset, length);
+    tensors_.emplace(*offset, TensorMemory{length});
   }
   return {memory, [self = shared_from_this(), offset = *offset, length](void*) { self->release_tensor(offset, length); }};
 }
@@ -100,8 +102,9 @@ std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
 void Arena::release_tensor(size_t offset, size_t bytes) {
   if (forked_) return;
   std::lock_guard lock(mutex_);
-  tensors_.erase({offset, bytes});
-  if (severed_) return;  // the range is private memory now: no use for a new tensor
+  auto tensor = tensors_.find(offset);
+  if (tensor->second.severed) return;  // private memory now, and for ever: no use for a new tensor
+  tensors_.erase(tensor);
   madvise(at(offset), bytes, MADV_REMOVE);
   heap_.release(offset, bytes);
 }
@@ -114,14 +117,27 @@ size_t Arena::allocate_group(size_t bytes) {
   return *offset;
 }
 
-void Arena::sever_tensors() {
+const std::pair<const size_t, Arena::TensorMemory>* Arena::find_tensor(size_t offset) const {
+  auto after = tensors_.upper_bound(offset);
+  if (after == tensors_.begin()) return nullptr;
+  const auto& tensor = *std::prev(after);
+  return offset < tensor.first + tensor.second.bytes ? &tensor : nullptr;
+}
+
+void Arena::sever_tensor(size_t offset) {
   std::lock_guard lock(mutex_);
-  if (severed_) return;
-  severed_ = true;
-  for (auto [offset, bytes] : tensors_) {
-    // Short of memory: better no content than somebody else's.
-    if (!make_private(at(offset), bytes)) make_inaccessible(at(offset), bytes);
-  }
+  const auto* tensor = find_tensor(offset);
+  if (!tensor || tensor->second.severed) return;
+  auto [begin, memory] = *tensor;
+  // Short of memory: better no content than somebody else's.
+  if (!make_private(at(begin), memory.bytes)) make_inaccessible(at(begin), memory.bytes);
+  tensors_[begin].severed = any_severed_ = true;
+}
+
+bool Arena::is_severed(size_t offset) const {
+  std::lock_guard lock(mutex_);
+  const auto* tensor = find_tensor(offset);
+  return tensor && tensor->second.severed;
 }
 
 }  // namespace syncengine::shm

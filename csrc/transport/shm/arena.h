@@ -5,9 +5,10 @@
 // After fork() the child keeps private copies of its blocks and loses sight of everything else; `forked()` says so.
 #pragma once
 
+#include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
-#include <set>
 
 #include "base/fd.h"
 #include "base/mapping.h"
@@ -52,9 +53,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Zeroed memory for a communicator; never handed out again, so that a late reader sees what it expects.
   size_t allocate_group(size_t bytes);
 
-  // Cuts all tensors loose from the peers: private copies at the same addresses. A rank that was stopped in the middle of
-  // a collective can write into them no more.
-  void sever_tensors();
+  // Cuts the tensor that lies at `offset` loose from the peers: a private copy at the same address. A rank that was stopped
+  // in the middle of a collective can write into it no more. Nobody may write to it meanwhile.
+  void sever_tensor(size_t offset);
+  bool is_severed(size_t offset) const;
 
   bool forked() const { return forked_; }
 
@@ -66,9 +68,15 @@ class Arena : public std::enable_shared_from_this<Arena> {
   UniqueFd fd_;
   Mapping mapping_;
   Heap heap_;
-  std::mutex mutex_;
-  std::set<std::pair<size_t, size_t>> tensors_;  // offset, bytes
-  bool severed_ = false;
+  struct TensorMemory {
+    size_t bytes;
+    bool severed = false;
+  };
+  const std::pair<const size_t, TensorMemory>* find_tensor(size_t offset) const;  // under mutex_
+
+  mutable std::mutex mutex_;
+  std::map<size_t, TensorMemory> tensors_;  // by offset
+  std::atomic<bool> any_severed_ = false;   // spares offset_of() the lock
   bool forked_ = false;
 };
 

@@ -66,10 +66,10 @@ void ForkGuard::in_child() {
     arena->forked_ = true;
     // Tensors stay readable and writable, as private copies; control memory and staging become inaccessible.
     size_t position = 0;
-    for (auto [offset, bytes] : arena->tensors_) {
+    for (auto [offset, memory] : arena->tensors_) {
       make_inaccessible(arena->at(position), offset - position);
-      if (!arena->severed_ && !make_private(arena->at(offset), bytes)) make_inaccessible(arena->at(offset), bytes);
-      position = offset + bytes;
+      if (!memory.severed && !make_private(arena->at(offset), memory.bytes)) make_inaccessible(arena->at(offset), memory.bytes);
+      position = offset + memory.bytes;
     }
     make_inaccessible(arena->at(position), arena->bytes() - position);
     arena->mutex_.unlock();

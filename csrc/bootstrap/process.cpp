@@ -1,0 +1,60 @@
+#include "bootstrap/process.h"
+
+#include <poll.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <vector>
+
+#include "base/fd.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr int kDyingMs = 200;
+
+std::string process_namespace() {
+  struct stat status {};
+  return stat("/proc/self/ns/pid", &status) == 0 ? std::to_string(status.st_ino) : "0";
+}
+
+// 0 where the process can't be seen from here.
+pid_t pid_of(const std::string& process) {
+  size_t dash = process.find('-');
+  bool visible = dash != std::string::npos && process.compare(0, dash, process_namespace()) == 0;
+  return visible ? std::atoi(process.c_str() + dash + 1) : 0;
+}
+
+}  // namespace
+
+std::string process_id() { return process_namespace() + "-" + std::to_string(getpid()); }
+
+std::set<int> ended(const std::map<int, std::string>& processes) {
+  std::set<int> found;
+  std::vector<UniqueFd> handles;
+  std::vector<pollfd> polls;  // readable once the process has ended
+  std::vector<int> ranks;
+  for (const auto& [rank, process] : processes) {
+    pid_t pid = pid_of(process);
+    if (pid <= 0) continue;
+    UniqueFd handle(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    if (!handle) {
+      if (errno == ESRCH) found.insert(rank);
+      continue;
+    }
+    polls.push_back({handle.get(), POLLIN, 0});
+    ranks.push_back(rank);
+    handles.push_back(std::move(handle));
+  }
+  poll(polls.data(), polls.size(), found.empty() ? kDyingMs : 0);
+  for (size_t i = 0; i < polls.size(); ++i) {
+    if (polls[i].revents & POLLIN) found.insert(ranks[i]);
+  }
+  return found;
+}
+
+}  // namespace syncengine

@@ -1,0 +1,123 @@
+"""What the tests of faults share: how a rank suffers one and tells of it, and what must not be left afterwards."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import syncengine
+from syncengine import _C
+
+FAULT = "SYNCENGINE_TEST_FAULT"
+
+# The promise is one second. The slack is for machines where tests share the cores with others.
+WITHIN = 1.0 + 2.0
+
+needs_hooks = pytest.mark.skipif(
+    not _C.has_test_hooks,
+    reason="no test hooks in the extension: build it with SYNCENGINE_TEST_HOOKS=1 (make test does)",
+)
+
+
+def set_fault(rank: int, fault: str) -> None:
+    """Arms `fault` ("point:n:action", see csrc/base/sync_point.h) if this is rank `rank`. Before init()."""
+    if my_rank() == rank:
+        os.environ[FAULT] = fault
+
+
+def my_rank() -> int:
+    """This process's rank, known before init()."""
+    return int(os.environ["RANK"])
+
+
+@dataclass
+class Resources:
+    """What of this process the engine could leave behind."""
+
+    descriptors: set[str]
+    mappings: list[str]
+    threads: list[str]
+
+    @classmethod
+    def now(cls) -> Resources:
+        descriptors = set()
+        for entry in Path("/proc/self/fd").iterdir():
+            try:
+                descriptors.add(f"{entry.name} -> {entry.readlink()}")
+            except OSError:
+                continue  # the directory's own
+        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:syncengine" in line]
+        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        return cls(descriptors, maps, [name for name in names if name == "syncengine"])
+
+    def left_since(self, before: Resources) -> list[str]:
+        """Differences that a shutdown must not leave."""
+        return [*sorted(self.descriptors - before.descriptors), *self.mappings, *self.threads]
+
+
+@dataclass
+class Outcome:
+    """How a rank's call ended."""
+
+    error: str = ""  # name of the exception's class; "" if there was none
+    text: str = ""
+    seconds: float = 0.0  # that the failing call took
+    at: float = 0.0  # time.monotonic() of the end, which all processes of a host share
+    left: list[str] = field(default_factory=list)  # descriptors, mappings, threads, after shutdown()
+    value: Any = None
+
+
+def suffer(body: Callable[[Callable[[], None]], Any], **settings: Any) -> Outcome:
+    """Runs init(**settings) and `body(step)`, and tells how it ended; then shuts down.
+
+    `body` calls `step()` before each call that may fail.
+    """
+    before = Resources.now()
+    outcome = Outcome()
+    started = time.monotonic()
+
+    def step() -> None:
+        nonlocal started
+        started = time.monotonic()
+
+    try:
+        syncengine.init(**settings)
+        outcome.value = body(step)
+    except (syncengine.errors.SyncError, KeyboardInterrupt) as error:
+        outcome.error, outcome.text = type(error).__name__, str(error)
+        traceback.clear_frames(error.__traceback__)  # they hold tensors
+    outcome.at = time.monotonic()
+    outcome.seconds = outcome.at - started
+    syncengine.shutdown()
+    gc.collect()
+    outcome.left = Resources.now().left_since(before)
+    return outcome
+
+
+def wait_for_file(path: str, timeout: float = 30.0) -> None:
+    """Blocks until another process has made the file."""
+    deadline = time.monotonic() + timeout
+    while not Path(path).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"nobody made {path}")
+        time.sleep(0.005)
+
+
+def wait_until(state: str, pid: int, timeout: float = 30.0) -> None:
+    """Blocks until the main thread of the process is in `state` for a while: "S" asleep, "T" stopped."""
+    deadline = time.monotonic() + timeout
+    looks = 0
+    while looks < 5:
+        now = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        looks = looks + 1 if now == state else 0
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"process {pid} is in state {now}, not {state}")
+        time.sleep(0.005)

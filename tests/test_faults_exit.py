@@ -1,0 +1,156 @@
+"""How a rank ends: by an uncaught exception, early, without cleaning up. Those who wait for it hear of it."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from faults import WITHIN, Outcome, my_rank, suffer
+
+import syncengine
+
+
+def end_and_wait(how) -> Outcome:
+    """Rank 1 ends its process in the way `how`; the others wait for it."""
+    if my_rank() != 1:
+        return suffer(_wait_for_rank_1, timeout=30.0)
+    syncengine.init(timeout=30.0)
+    syncengine.barrier()
+    time.sleep(0.3)
+    if how == "raise":
+        raise ValueError("batch 7 is not a number: \u00e9\u4e2d")
+    if how == "sys.exit":
+        sys.exit(5)
+    if how == "os._exit":
+        os._exit(6)
+    if how == "return":
+        return None
+    raise AssertionError(how)
+
+
+def _wait_for_rank_1(step):
+    syncengine.barrier()
+    step()
+    syncengine.all_reduce(torch.ones(100))
+
+
+ENDS = {
+    "raise": (1, "Aborted", "rank 1: ValueError: batch 7 is not a number: \u00e9\u4e2d"),
+    "sys.exit": (5, "PeerLost", "rank 1 has left (it exited or called syncengine.shutdown())"),
+    "return": (0, "PeerLost", "rank 1 has left (it exited or called syncengine.shutdown())"),
+    "os._exit": (6, "PeerLost", "rank 1 died"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_the_others_hear_of_an_end(pool, how):
+    code, error, text = ENDS[how]
+    with pool.spawn_ranks(end_and_wait, how, world=3, settings=None) as ranks:
+        for waiting in (ranks[0], ranks[2]):
+            outcome = waiting.result()
+            assert (outcome.error, outcome.left) == (error, []), outcome
+            assert text in outcome.text
+            assert outcome.seconds < WITHIN + 0.3
+        assert ranks[1].exit_code() == code, ranks[1].output()
+
+
+def last_of_all() -> Outcome:
+    """Rank 0 has done its part of the broadcast and ends; the others still read."""
+
+    def body(step):
+        tensor = torch.ones(100_000) * (1 + my_rank())
+        if my_rank() != 0:
+            time.sleep(0.5)
+        syncengine.broadcast(tensor, 0)
+        return tensor.sum().item()
+
+    return suffer(body, timeout=30.0)
+
+
+def test_a_normal_end_is_no_error_for_those_who_do_not_wait(pool):
+    with pool.spawn_ranks(last_of_all, world=3, settings=None) as ranks:
+        for rank in ranks:
+            outcome = rank.result()
+            assert (outcome.error, outcome.value, outcome.left) == ("", 100_000.0, [])
+            assert rank.exit_code() == 0
+
+
+def last_of_a_split() -> float:
+    """As above, in a group that nobody closes, and without shutdown()."""
+    pair = syncengine.default_communicator().split([0, 1])
+    tensor = torch.ones(1000) * (1 + my_rank())
+    if my_rank() == 1:
+        time.sleep(1.0)
+    pair.broadcast(tensor, 0)
+    return tensor.sum().item()
+
+
+def test_splits_end_with_the_job(pool):
+    with pool.spawn_ranks(last_of_a_split, world=2) as ranks:
+        for rank in ranks:
+            assert rank.result() == 1000.0
+            assert rank.exit_code() == 0, rank.output()
+
+
+def end_without_shutdown(keep) -> str:
+    """Communicators, works and arena tensors that live until the interpreter ends, or longer."""
+    world = syncengine.default_communicator()
+    sys.modules["kept_for_ever"] = [world, world.split([0, 1]), syncengine.empty(1000), keep]
+    tensor = syncengine.empty(1000).fill_(1.0)
+    sys.modules["kept_for_ever"].append(syncengine.all_reduce(tensor, async_op=True))
+    syncengine.barrier()
+    return "ended"
+
+
+def test_the_interpreter_ends_quietly(pool):
+    with pool.spawn_ranks(end_without_shutdown, 1, world=2) as ranks:
+        for rank in ranks:
+            assert rank.result() == "ended"
+            assert rank.exit_code() == 0, rank.output()
+            assert rank.output() == ""
+
+
+def leave_a_thread_waiting() -> str:
+    pair = syncengine.default_communicator().split([0, 1])
+    if my_rank() == 1:
+        threading.Thread(target=pair.barrier, daemon=True).start()
+        time.sleep(0.3)
+    return "left"
+
+
+def test_a_daemon_thread_that_waits_does_not_hold_up_the_end(pool):
+    with pool.spawn_ranks(leave_a_thread_waiting, world=2) as ranks:
+        for rank in ranks:
+            assert rank.result() == "left"
+            assert rank.exit_code(10) == 0, rank.output()
+
+
+def report_then_exit() -> Outcome:
+    """The one who notices first exits at once: the others must still hear who died, not who left."""
+    if my_rank() == 2:
+        syncengine.init(timeout=30.0)
+        syncengine.barrier()
+        os._exit(9)
+
+    def body(step):
+        syncengine.barrier()
+        if my_rank() == 1:
+            time.sleep(1.0)
+        step()
+        syncengine.barrier()
+
+    return suffer(body, timeout=30.0)
+
+
+@pytest.mark.parametrize("world", [3, 8])
+def test_everybody_names_the_dead_not_each_other(pool, world):
+    with pool.spawn_ranks(report_then_exit, world=world, settings=None) as ranks:
+        for number, rank in enumerate(ranks):
+            if number == 2:
+                continue
+            outcome = rank.result()
+            assert outcome.error == "PeerLost"
+            assert outcome.text.startswith("rank 2 died"), outcome
+            assert outcome.left == []

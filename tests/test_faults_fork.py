@@ -1,0 +1,148 @@
+"""Forked children of a rank (DataLoader workers, say): kept out of shared memory, and harmless to the job."""
+
+import os
+import signal
+import traceback
+
+import pytest
+import torch
+from faults import my_rank
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import syncengine
+from syncengine.errors import InvalidUsage
+
+
+def in_child(function) -> tuple[int, str]:
+    """Runs `function` in a forked child: its exit code, and what it returned or raised."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = str(function())
+        except BaseException:
+            text = traceback.format_exc()
+        os.write(write, text.encode()[-3000:])
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        text = answer.read()
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status), text
+
+
+def refusals() -> list[str]:
+    communicator = syncengine.default_communicator()
+    tensor = torch.ones(8)
+    work = communicator.all_reduce(torch.ones(8), async_op=True)
+    work.wait()
+
+    def child():
+        calls = {
+            "all_reduce": lambda: syncengine.all_reduce(tensor),
+            "async": lambda: syncengine.all_reduce(tensor, async_op=True),
+            "barrier": communicator.barrier,
+            "split": lambda: communicator.split([communicator.rank]),
+            "empty": lambda: syncengine.empty(8),
+            "counters": communicator.counters,
+        }
+        for name, call in calls.items():
+            with pytest.raises(InvalidUsage, match="forked child"):
+                call()
+                print(name)
+        communicator.abort("from a child")  # no effect, and no error: a handler may call it
+        communicator.close()
+        syncengine.shutdown()
+        return "all refused"
+
+    answers = [in_child(child)]
+    for _ in range(3):
+        syncengine.all_reduce(tensor)
+    assert tensor[0] == syncengine.world_size() ** 3
+    return answers
+
+
+def test_child_may_not_use_the_engine(pool):
+    for answers in pool.run(refusals, world=2):
+        assert answers == [(0, "all refused")]
+
+
+def write_into_parents() -> tuple:
+    mine, freed = syncengine.empty(300_000), syncengine.empty(300_000)
+    mine.fill_(my_rank() + 1.0)
+    del freed
+
+    def child():
+        assert mine[0] == mine[-1] == my_rank() + 1.0, "the child must see what was there"
+        mine.fill_(99.0)
+        assert mine.sum() == 99.0 * 300_000
+        return "written"
+
+    answer = in_child(child)
+    untouched = bool((mine == my_rank() + 1.0).all())
+    syncengine.all_reduce(mine)
+    return answer, untouched, mine[0].item(), mine[-1].item()
+
+
+def test_childs_writes_stay_in_the_child(pool):
+    for answer in pool.run(write_into_parents, world=3):
+        assert answer == ((0, "written"), True, 6.0, 6.0)
+
+
+def fork_in_flight() -> list:
+    """Children come and go, by exit and by SIGKILL, while collectives are running."""
+    tensor = syncengine.empty(500_000)
+    ordinary = torch.empty(100_000)
+    for round in range(4):
+        tensor.fill_(1.0)
+        ordinary.fill_(1.0)
+        works = [syncengine.all_reduce(t, async_op=True) for t in (tensor, ordinary)]
+        pid = os.fork()
+        if pid == 0:
+            if round % 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        for work in works:
+            work.wait()
+        assert tensor[0] == tensor[-1] == ordinary[0] == ordinary[-1] == syncengine.world_size()
+    return ["fine"]
+
+
+def test_children_that_come_and_go(pool):
+    assert pool.run(fork_in_flight, world=2) == [["fine"]] * 2
+
+
+class FromArena(Dataset):
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        return self.data[index]
+
+
+def load_data() -> float:
+    """Worker processes read ordinary memory and the arena, while the engine works."""
+    data = syncengine.empty(64, 4)
+    data.copy_(torch.arange(256.0).reshape(64, 4))
+    total = torch.zeros(1)
+    for dataset in (FromArena(data), TensorDataset(data.clone())):
+        loader = DataLoader(dataset, batch_size=8, num_workers=2, multiprocessing_context="fork")
+        for batch in loader:
+            batch = batch[0] if isinstance(batch, list) else batch
+            part = batch.sum().reshape(1)
+            syncengine.all_reduce(part)
+            total += part
+    syncengine.barrier()
+    return total.item()
+
+
+def test_data_loader_with_forked_workers(pool):
+    expected = 2 * 2 * torch.arange(256.0).sum().item()
+    with pool.spawn_ranks(load_data, world=2) as ranks:
+        for rank in ranks:
+            assert rank.result() == expected
+            assert rank.exit_code() == 0, rank.output()

@@ -1,0 +1,207 @@
+"""A rank is killed at each state of the protocol: every other rank raises PeerLost naming it, at once."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from faults import WITHIN, Outcome, my_rank, needs_hooks, set_fault, suffer
+
+import syncengine
+
+POINTS = ["opened", "staged", "reducing", "reduced", "pulled", "finished"]
+EXIT_CODES = {"kill": -signal.SIGKILL, "segv": -signal.SIGSEGV, "exit": 3}
+
+
+def ordinary():
+    tensor = torch.ones(400_000)
+    return lambda: syncengine.all_reduce(tensor)
+
+
+def arena():
+    tensor = syncengine.empty(1_500_000).fill_(1.0)
+    return lambda: syncengine.all_reduce(tensor)
+
+
+def small():
+    tensor = torch.ones(8)
+    return lambda: syncengine.all_reduce(tensor)
+
+
+def asynchronous():
+    tensors = [torch.ones(100_000) for _ in range(6)]
+
+    def call():
+        works = [syncengine.all_reduce(tensor, async_op=True) for tensor in tensors]
+        time.sleep(0.005)  # the engine's thread is at it
+        for work in works:
+            work.wait()
+
+    return call
+
+
+def broadcast():
+    tensor = syncengine.empty(300_000).fill_(1.0)
+    return lambda: syncengine.broadcast(tensor, 0)
+
+
+def all_gather():
+    part = torch.ones(100_000)
+    whole = torch.empty(100_000 * syncengine.world_size())
+    return lambda: syncengine.all_gather(whole, part)
+
+
+def reduce_scatter():
+    part = syncengine.empty(100_000)
+    whole = syncengine.empty(100_000 * syncengine.world_size()).fill_(1.0)
+    return lambda: syncengine.reduce_scatter(part, whole)
+
+
+def barrier():
+    return syncengine.barrier
+
+
+CALLS = {f.__name__: f for f in (ordinary, arena, small, asynchronous, broadcast, all_gather, reduce_scatter, barrier)}
+REDUCING = ("ordinary", "arena", "small", "asynchronous", "reduce_scatter")
+
+
+def call_again_and_again(victim, fault, name) -> Outcome:
+    set_fault(victim, fault)
+
+    def body(step):
+        call = CALLS[name]()
+        for _ in range(100):
+            step()
+            call()
+
+    return suffer(body, timeout=30.0)
+
+
+def check(ranks, victim, action):
+    """Every rank but `victim` has raised PeerLost naming it, in time, and has nothing left."""
+    assert ranks[victim].exit_code() == EXIT_CODES[action], ranks[victim].output()
+    for number, rank in enumerate(ranks):
+        if number == victim:
+            continue
+        outcome = rank.result()
+        assert outcome.error == "PeerLost", outcome
+        assert f"rank {victim} died" in outcome.text
+        assert outcome.seconds < WITHIN, outcome
+        assert outcome.left == []
+
+
+CASES = [(name, point) for name in CALLS for point in POINTS if point != "reducing" or name in REDUCING]
+
+
+@needs_hooks
+@pytest.mark.parametrize(("name", "point"), CASES)
+def test_killed_in_a_collective(pool, name, point):
+    number = POINTS.index(point)
+    victim, action = number % 3, "segv" if number % 2 else "kill"
+    with pool.spawn_ranks(call_again_and_again, victim, f"{point}:3:{action}", name, world=3, settings=None) as ranks:
+        check(ranks, victim, action)
+
+
+@needs_hooks
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(("world", "victim", "name"), [(2, 0, "ordinary"), (2, 1, "arena"), (8, 5, "arena")])
+def test_killed_among_few_and_many(pool, world, victim, name, point):
+    fault = f"{point}:2:kill"
+    with pool.spawn_ranks(call_again_and_again, victim, fault, name, world=world, settings=None) as ranks:
+        check(ranks, victim, "kill")
+
+
+@needs_hooks
+def test_os_exit_in_a_collective(pool):
+    with pool.spawn_ranks(call_again_and_again, 1, "reducing:2:exit", "arena", world=3, settings=None) as ranks:
+        check(ranks, 1, "exit")
+
+
+def init_only(victim, fault) -> Outcome:
+    set_fault(victim, fault)
+
+    def body(step):
+        # Who had the dead rank's memory already believes in a communicator until it uses it.
+        step()
+        syncengine.barrier()
+
+    return suffer(body, timeout=20.0)
+
+
+@needs_hooks
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize("point", ["listening:1", "connecting:1", "handed:1", "handed:2"])
+def test_killed_while_connecting(pool, world, point):
+    if point == "handed:2" and world == 2:
+        pytest.skip("there is nobody else to hand the memory to")
+    victim = world - 1
+    with pool.spawn_ranks(init_only, victim, f"{point}:kill", world=world, settings=None) as ranks:
+        check(ranks, victim, "kill")
+
+
+def two_die(victims, fault) -> Outcome:
+    for victim in victims:
+        set_fault(victim, fault)
+    return suffer(lambda step: [CALLS["ordinary"]()() for _ in range(100)], timeout=20.0)
+
+
+@needs_hooks
+def test_two_killed_at_once(pool):
+    with pool.spawn_ranks(two_die, (1, 3), "reduced:5:kill", world=4, settings=None) as ranks:
+        for survivor in (ranks[0], ranks[2]):
+            outcome = survivor.result()
+            assert outcome.error == "PeerLost"
+            assert "rank 1 died" in outcome.text or "rank 3 died" in outcome.text
+            assert outcome.left == []
+
+
+def wait_for_the_dead() -> Outcome:
+    def body(step):
+        syncengine.barrier()
+        if my_rank() == 1:
+            time.sleep(60)
+        step()
+        syncengine.all_reduce(torch.ones(8))
+
+    return suffer(body, timeout=30.0)
+
+
+def test_killed_while_computing(pool):
+    """Measured from the kill on: the others sleep in the kernel by then."""
+    with pool.spawn_ranks(wait_for_the_dead, world=3, settings=None) as ranks:
+        time.sleep(1.0)
+        killed_at = time.monotonic()
+        ranks[1].signal(signal.SIGKILL)
+        for survivor in (ranks[0], ranks[2]):
+            outcome = survivor.result()
+            assert (outcome.error, outcome.left) == ("PeerLost", [])
+            assert "rank 1 died while rank" in outcome.text
+            assert "all_reduce(sum, float32, 8 elements)" in outcome.text
+            assert 0 < outcome.at - killed_at < WITHIN
+
+
+def use_pair(victim) -> Outcome:
+    def body(step):
+        world = syncengine.default_communicator()
+        pair = world.split([0, 1] if world.rank < 2 else [2])
+        syncengine.barrier()
+        if world.rank == victim:
+            time.sleep(0.5)  # the others shall have ended their barrier
+            os.kill(os.getpid(), signal.SIGKILL)
+        step()
+        with pytest.raises(syncengine.errors.PeerLost, match="rank 2 died"):
+            syncengine.barrier()
+        # The pair has lost nobody.
+        total = torch.ones(1000)
+        for _ in range(5):
+            pair.all_reduce(total)
+        return total[0].item()
+
+    return suffer(body, timeout=20.0)
+
+
+def test_a_communicator_without_the_dead_goes_on(pool):
+    with pool.spawn_ranks(use_pair, 2, world=3, settings=None) as ranks:
+        for survivor in ranks[:2]:
+            assert survivor.result().value == 32.0

@@ -1,0 +1,234 @@
+"""Ranks that call different things: all of them raise Mismatch within a second, with both sides named."""
+
+import time
+
+import pytest
+import torch
+from faults import WITHIN, Outcome, my_rank, suffer
+
+import syncengine
+
+
+def all_reduce(count=100, dtype=torch.float32, op="sum", **how):
+    return syncengine.all_reduce(torch.ones(count, dtype=dtype), op, **how)
+
+
+# What rank 1 calls where the others call all_reduce(sum, float32, 100 elements), and its name in the error.
+OTHER_CALLS = {
+    "shape": (lambda: all_reduce(count=99), "all_reduce(sum, float32, 99 elements)"),
+    "dtype": (lambda: all_reduce(dtype=torch.float64), "all_reduce(sum, float64, 100 elements)"),
+    "dtype of the same size": (lambda: all_reduce(dtype=torch.int32), "all_reduce(sum, int32, 100 elements)"),
+    "op": (lambda: all_reduce(op="max"), "all_reduce(max, float32, 100 elements)"),
+    "avg": (lambda: all_reduce(op="avg"), "all_reduce(avg, float32, 100 elements)"),
+    "barrier": (syncengine.barrier, "barrier"),
+    "broadcast": (lambda: syncengine.broadcast(torch.ones(100), 0), "broadcast(from rank 0 of the group, float32, 100"),
+    "reduce_scatter": (
+        lambda: syncengine.reduce_scatter(torch.ones(10), torch.ones(10 * syncengine.world_size())),
+        "reduce_scatter(sum, float32, 10 elements)",
+    ),
+    "all_gather": (
+        lambda: syncengine.all_gather(torch.ones(10 * syncengine.world_size()), torch.ones(10)),
+        "all_gather(float32, 10 elements)",
+    ),
+    "split": (lambda: syncengine.default_communicator().split([1]), "Communicator.split()"),
+    "asynchronous": (lambda: all_reduce(count=99, async_op=True).wait(), "all_reduce(sum, float32, 99 elements)"),
+}
+
+
+def call_other(name) -> Outcome:
+    def body(step):
+        syncengine.barrier()
+        step()
+        OTHER_CALLS[name][0]() if my_rank() == 1 else all_reduce()
+
+    return suffer(body, timeout=30.0)
+
+
+@pytest.mark.parametrize("name", OTHER_CALLS)
+def test_another_call(pool, name):
+    for outcome in pool.run(call_other, name, world=3, settings=None):
+        assert outcome.error == "Mismatch", outcome
+        assert outcome.seconds < WITHIN
+        assert "rank 1" in outcome.text
+        assert "all_reduce(sum, float32, 100 elements)" in outcome.text
+        assert outcome.left == []
+        if name != "split":  # told by the other side, it is an all_gather
+            assert OTHER_CALLS[name][1] in outcome.text
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_another_call_among_few_and_many(pool, world):
+    for outcome in pool.run(call_other, "shape", world=world, settings=None):
+        assert (outcome.error, outcome.left) == ("Mismatch", []), outcome
+        assert "rank 1" in outcome.text and "99 elements" in outcome.text
+
+
+def transposed() -> Outcome:
+    def body(step):
+        matrix = torch.ones(20, 30)
+        syncengine.all_reduce(matrix.t() if my_rank() == 1 else matrix)
+
+    return suffer(body, timeout=30.0)
+
+
+def test_another_layout_of_the_same_elements(pool):
+    for outcome in pool.run(transposed, world=2, settings=None):
+        assert outcome.error == "Mismatch" and "layout" in outcome.text
+
+
+def other_order() -> Outcome:
+    def body(step):
+        sizes = [100, 200] if my_rank() == 0 else [200, 100]
+        works = [all_reduce(count=size, async_op=True) for size in sizes]
+        step()
+        for work in works:
+            work.wait()
+
+    return suffer(body, timeout=30.0)
+
+
+def test_another_order(pool):
+    for outcome in pool.run(other_order, world=3, settings=None):
+        assert (outcome.error, outcome.left) == ("Mismatch", [])
+        assert "all_reduce(sum, float32, 100" in outcome.text and "all_reduce(sum, float32, 200" in outcome.text
+
+
+def one_call_less(world) -> Outcome:
+    def body(step):
+        all_reduce()
+        step()
+        if my_rank() != world - 1:
+            all_reduce()
+
+    return suffer(body, timeout=30.0)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_leaving_while_others_wait(pool, world):
+    *waiting, left = pool.run(one_call_less, world, world=world, settings=None)
+    assert (left.error, left.left) == ("", [])
+    for outcome in waiting:
+        assert (outcome.error, outcome.left) == ("PeerLost", [])
+        assert f"rank {world - 1} has left (it exited or called syncengine.shutdown())" in outcome.text
+        assert outcome.seconds < WITHIN
+
+
+def pending_at_shutdown(in_arena) -> Outcome:
+    def body(step):
+        tensor = syncengine.empty(500_000).fill_(1.0) if in_arena else torch.ones(500_000)
+        syncengine.barrier()
+        if my_rank() == 0:
+            work = syncengine.all_reduce(tensor, async_op=True)
+            syncengine.shutdown()
+            step()
+            work.wait()
+        else:
+            time.sleep(0.2)
+            step()
+            syncengine.all_reduce(tensor)
+
+    return suffer(body, timeout=30.0)
+
+
+@pytest.mark.parametrize("in_arena", [False, True])
+def test_shutdown_while_work_is_pending(pool, in_arena):
+    mine, *others = pool.run(pending_at_shutdown, in_arena, world=3, settings=None)
+    assert (mine.error, mine.left) == ("InvalidUsage", [])
+    assert "closed" in mine.text
+    for outcome in others:
+        assert (outcome.error, outcome.left) == ("PeerLost", []), outcome
+        assert "rank 0 has left" in outcome.text
+        assert outcome.seconds < WITHIN
+
+
+def abandoned_work() -> Outcome:
+    """Nobody keeps the Work or the tensor: the engine alone holds the memory, and Python may hold the GIL meanwhile."""
+
+    def body(step):
+        for _ in range(50):
+            syncengine.all_reduce(torch.ones(10_000), async_op=True)
+            sum(range(5_000))
+        syncengine.barrier()
+        return syncengine.default_communicator().counters()["operations"]
+
+    return suffer(body, timeout=30.0)
+
+
+def test_abandoned_work_ends(pool):
+    for outcome in pool.run(abandoned_work, world=2, settings=None):
+        assert (outcome.error, outcome.left, outcome.value) == ("", [], 51)
+
+
+def closes_split(closing) -> Outcome:
+    def body(step):
+        world = syncengine.default_communicator()
+        pair = world.split([0, 1])
+        pair.barrier()
+        if my_rank() == 0:
+            if closing:
+                syncengine.shutdown()
+            else:
+                world.abort("rank 0: enough")
+            return
+        step()
+        pair.barrier()
+
+    return suffer(body, timeout=30.0)
+
+
+@pytest.mark.parametrize(
+    ("closing", "error", "text"), [(True, "PeerLost", "rank 0 has left"), (False, "Aborted", "enough")]
+)
+def test_the_jobs_end_reaches_its_splits(pool, closing, error, text):
+    _, waiting = pool.run(closes_split, closing, world=2, settings=None)
+    assert (waiting.error, waiting.left) == (error, [])
+    assert text in waiting.text
+    assert waiting.seconds < WITHIN
+
+
+def fail_next_door(same_memory) -> Outcome:
+    """Rank 0 has told its peers in `a` where its tensor lies when `b` fails in the middle of an operation."""
+
+    def body(step):
+        world = syncengine.default_communicator()
+        a, b = world.split([0, 1]), world.split([0, 1])
+        memory = syncengine.empty(2, 100_000).fill_(1.0)
+        mine, theirs = memory if same_memory else (memory[0], syncengine.empty(100_000))
+        world.barrier()
+        if my_rank() == 0:
+            work = a.all_reduce(mine, async_op=True)
+            b.all_reduce(theirs, async_op=True)
+            time.sleep(0.1)
+            b.abort("rank 0: enough")
+            world.barrier()
+            work.wait()
+        else:
+            world.barrier()
+            a.all_reduce(mine)
+        return mine[0].item(), mine[-1].item()
+
+    return suffer(body, timeout=30.0)
+
+
+@pytest.mark.parametrize("same_memory", [False, True])
+def test_a_failure_next_door_is_harmless_or_told(pool, same_memory):
+    for outcome in pool.run(fail_next_door, same_memory, world=2, settings=None):
+        if same_memory:  # cut loose from the peers: `a` can't go on, and must not pretend to
+            assert (outcome.error, outcome.text, outcome.left) == ("Aborted", "rank 0: enough", [])
+        else:
+            assert (outcome.error, outcome.value, outcome.left) == ("", (2.0, 2.0), [])
+
+
+def long_text() -> Outcome:
+    def body(step):
+        if my_rank() == 0:
+            syncengine.default_communicator().abort("x" + "é" * 2000)
+        syncengine.barrier()
+
+    return suffer(body, timeout=30.0)
+
+
+def test_a_long_text_is_cut_not_lost(pool):
+    _, outcome = pool.run(long_text, world=2, settings=None)
+    assert outcome.error == "Aborted"
+    assert outcome.text.startswith("x" + "é" * 500)

@@ -1,0 +1,358 @@
+"""Faults in the middle of training: in forward, in backward, and at each state of a gradient bucket."""
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from faults import WITHIN, Outcome, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
+from torch import nn
+
+import syncengine
+
+BUCKET_POINTS = ["announced", "opened", "staged", "reducing", "reduced", "pulled", "finished"]
+
+
+class Trouble(torch.autograd.Function):
+    """Passes through; calls `at_backward` when backward comes by."""
+
+    @staticmethod
+    def forward(ctx, tensor, at_backward):
+        ctx.at_backward = at_backward
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.at_backward()
+        return grad, None
+
+
+class Model(nn.Module):
+    """Six layers, so that several buckets are on their way when the middle of backward is reached."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(6))
+        self.at_forward = self.at_backward = lambda: None
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if number == 3:
+                self.at_forward()
+                x = Trouble.apply(x, self.at_backward)
+            x = layer(x).relu()
+        return x
+
+
+def model_and_step():
+    torch.manual_seed(0)
+    model = Model()
+    parallel = syncengine.Parallel(model, bucket_cap_mb=0.1)
+
+    def step():
+        model.zero_grad()
+        torch.manual_seed(my_rank())
+        parallel(torch.randn(8, 128)).square().sum().backward()
+
+    return model, step
+
+
+def expected_gradients(world):
+    """Of one step, averaged in rank order, computed by one process."""
+    torch.manual_seed(0)
+    model = Model()
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for rank in range(world):
+        model.zero_grad()
+        torch.manual_seed(rank)
+        model(torch.randn(8, 128)).square().sum().backward()
+        for sum, p in zip(total, model.parameters(), strict=True):
+            sum.add_(p.grad)
+    return [sum.mul_(1 / world) for sum in total]
+
+
+def no_mixture(model, world) -> bool:
+    """Every gradient is the average, bit for bit, or None."""
+    pairs = zip(model.parameters(), expected_gradients(world), strict=True)
+    return all(p.grad is None or torch.equal(p.grad, whole) for p, whole in pairs)
+
+
+def die_in_training(victim, fault) -> Outcome:
+    set_fault(victim, fault)
+
+    def body(step):
+        model, train = model_and_step()
+        world = syncengine.world_size()
+        try:
+            for _ in range(50):
+                step()
+                train()
+        except syncengine.errors.SyncError:
+            assert no_mixture(model, world)
+            raise
+
+    return suffer(body, timeout=30.0)
+
+
+def check_killed(ranks, victim):
+    assert ranks[victim].exit_code() == -signal.SIGKILL, ranks[victim].output()
+    for number, rank in enumerate(ranks):
+        if number == victim:
+            continue
+        outcome = rank.result()
+        assert outcome.error == "PeerLost", outcome
+        assert f"rank {victim} died" in outcome.text
+        assert outcome.seconds < WITHIN
+        assert outcome.left == []
+
+
+@needs_hooks
+@pytest.mark.parametrize("point", BUCKET_POINTS)
+@pytest.mark.parametrize(("world", "victim"), [(2, 0), (3, 1)])
+def test_killed_in_backward(pool, world, victim, point):
+    # Past the broadcasts of construction, in the middle of the second step.
+    number = 8 if point == "announced" else 40
+    with pool.spawn_ranks(die_in_training, victim, f"{point}:{number}:kill", world=world, settings=None) as ranks:
+        check_killed(ranks, victim)
+
+
+@needs_hooks
+def test_killed_while_scheduling(pool):
+    with pool.spawn_ranks(die_in_training, 0, "scheduled:8:kill", world=3, settings=None) as ranks:
+        check_killed(ranks, 0)
+
+
+@needs_hooks
+def test_killed_in_backward_of_eight(pool):
+    with pool.spawn_ranks(die_in_training, 4, "reducing:40:kill", world=8, settings=None) as ranks:
+        check_killed(ranks, 4)
+
+
+def raise_in(where) -> Outcome:
+    def boom():
+        raise ValueError("boom")
+
+    def body(step):
+        model, train = model_and_step()
+        train()
+        if my_rank() == 1:
+            setattr(model, where, boom)
+        step()
+        try:
+            train()
+        except ValueError as error:
+            return str(error)
+        except syncengine.errors.SyncError:
+            assert no_mixture(model, syncengine.world_size())
+            raise
+
+    return suffer(body, timeout=30.0)
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [("at_forward", "rank 1 raised in forward: ValueError: boom"), ("at_backward", "rank 1: backward aborted")],
+)
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_raising_in_the_model(pool, world, where, text):
+    outcomes = pool.run(raise_in, where, world=world, settings=None)
+    assert (outcomes[1].value, outcomes[1].left) == ("boom", [])
+    for number, outcome in enumerate(outcomes):
+        if number != 1:
+            assert (outcome.error, outcome.left) == ("Aborted", []), outcome
+            assert outcome.text == text
+            assert outcome.seconds < WITHIN
+
+
+def raise_in_split() -> Outcome:
+    def boom():
+        raise ValueError("boom")
+
+    def body(step):
+        world = syncengine.default_communicator()
+        group = world.split([0] if my_rank() == 0 else [1, 2])
+        if my_rank() == 0:
+            return "not asked"
+        torch.manual_seed(0)
+        model = Model()
+        parallel = syncengine.Parallel(model, process_group=group)
+        if my_rank() == 2:
+            model.at_forward = boom
+        try:
+            parallel(torch.randn(8, 128)).sum().backward()
+        except ValueError:
+            return "raised"
+
+    return suffer(body, timeout=30.0)
+
+
+def test_texts_name_ranks_of_the_job(pool):
+    _, told, _ = pool.run(raise_in_split, world=3, settings=None)
+    assert told.text == "rank 2 raised in forward: ValueError: boom"
+
+
+def stop_in_training(fault, woken) -> Outcome:
+    set_fault(1, fault)
+
+    def body(step):
+        model, train = model_and_step()
+        world = syncengine.world_size()
+        try:
+            for _ in range(50):
+                step()
+                train()
+        finally:
+            if my_rank() != 1:
+                assert no_mixture(model, world)
+                before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+                Path(f"{woken}.{my_rank()}").touch()
+                wait_for_file(woken)
+                for p, grad in zip(model.parameters(), before, strict=True):
+                    assert (p.grad is None) == (grad is None) and (grad is None or torch.equal(p.grad, grad))
+
+    return suffer(body, timeout=1.0)
+
+
+@needs_hooks
+@pytest.mark.parametrize("world", [2, 3])
+def test_stopped_in_backward_and_woken(pool, tmp_path, world):
+    woken = tmp_path / "woken"
+    with pool.spawn_ranks(stop_in_training, "reducing:40:stop", str(woken), world=world, settings=None) as ranks:
+        others = [number for number in range(world) if number != 1]
+        for number in others:
+            wait_for_file(f"{woken}.{number}")
+        ranks[1].signal(signal.SIGCONT)
+        late = ranks[1].result()
+        assert (late.error, late.left) == ("Timeout", []), late
+        woken.touch()
+        for number in others:
+            outcome = ranks[number].result()
+            assert (outcome.error, outcome.left) == ("Timeout", []), outcome
+            assert "waits for rank 1 since" in outcome.text
+            assert "bucket" in outcome.text and "layers." in outcome.text
+
+
+def interrupt_in_backward(come) -> Outcome:
+    def body(step):
+        _, train = model_and_step()
+        train()
+        if my_rank() == 1:
+            wait_for_file(come)
+        Path(f"{come}.{my_rank()}").touch()
+        step()
+        train()
+
+    return suffer(body, timeout=30.0)
+
+
+def test_ctrl_c_at_backwards_end(pool, tmp_path):
+    come = tmp_path / "come"
+    with pool.spawn_ranks(interrupt_in_backward, str(come), world=3, settings=None) as ranks:
+        for waiting in (0, 2):
+            wait_for_file(f"{come}.{waiting}")
+            wait_until("S", ranks[waiting].pid)
+        interrupted_at = time.monotonic()
+        ranks[0].signal(signal.SIGINT)
+        outcome = ranks[0].result()
+        assert (outcome.error, outcome.left) == ("KeyboardInterrupt", [])
+        assert outcome.at - interrupted_at < WITHIN
+        come.touch()
+        for peer in ranks[1:]:
+            told = peer.result()
+            assert (told.error, told.left) == ("Aborted", []), told
+            assert "rank 0 was interrupted (Ctrl-C)" in told.text
+
+
+def call_instead_of_backward(world) -> Outcome:
+    def body(step):
+        _, train = model_and_step()
+        train()
+        step()
+        if my_rank() == world - 1:
+            syncengine.all_reduce(torch.ones(100))
+        else:
+            train()
+
+    return suffer(body, timeout=30.0)
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_collective_where_others_run_backward(pool, world):
+    for outcome in pool.run(call_instead_of_backward, world, world=world, settings=None):
+        assert (outcome.error, outcome.left) == ("Mismatch", []), outcome
+        assert f"rank {world - 1}" in outcome.text
+        assert outcome.seconds < WITHIN
+        assert "all_reduce(sum, float32, 100 elements)" in outcome.text or "its collective call number" in outcome.text
+
+
+def two_threads() -> Outcome:
+    """Rank 0 is late for backward, rank 1 for the other thread's calls: what looks like a cycle resolves itself."""
+
+    def body(step):
+        _, train = model_and_step()
+        for _ in range(3):
+            train()
+        errors = []
+
+        def metrics():
+            try:
+                syncengine.all_reduce(torch.ones(10))
+                if my_rank() == 1:
+                    time.sleep(1.0)
+                syncengine.all_reduce(torch.ones(10))
+            except syncengine.errors.SyncError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=metrics)
+        thread.start()
+        time.sleep(1.2 if my_rank() == 0 else 0.2)
+        try:
+            train()
+        finally:
+            thread.join()
+        if errors:
+            raise errors[0]
+
+    return suffer(body, timeout=30.0)
+
+
+def test_threads_that_wait_crosswise_are_no_cycle(pool):
+    for outcome in pool.run(two_threads, world=2, settings=None):
+        assert (outcome.error, outcome.left) == ("", []), outcome
+
+
+def one_step_less(world) -> Outcome:
+    def body(step):
+        _, train = model_and_step()
+        train()
+        step()
+        if my_rank() != world - 1:
+            train()
+
+    return suffer(body, timeout=30.0)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_training_ends_early_on_one_rank(pool, world):
+    *waiting, left = pool.run(one_step_less, world, world=world, settings=None)
+    assert (left.error, left.left) == ("", [])
+    for outcome in waiting:
+        assert (outcome.error, outcome.left) == ("PeerLost", [])
+        assert f"rank {world - 1} has left" in outcome.text
+        assert outcome.seconds < WITHIN
+
+
+def other_model() -> Outcome:
+    def body(step):
+        step()
+        syncengine.Parallel(nn.Linear(4, 4 + my_rank()))
+
+    return suffer(body, timeout=30.0)
+
+
+def test_models_that_differ(pool):
+    for outcome in pool.run(other_model, world=2, settings=None):
+        assert (outcome.error, outcome.left) == ("Mismatch", [])
+        assert "weight" in outcome.text and outcome.seconds < WITHIN

@@ -1,0 +1,186 @@
+"""Ctrl-C in each kind of wait: it ends at once with KeyboardInterrupt, and the others raise Aborted naming the rank."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from faults import WITHIN, Outcome, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
+
+import syncengine
+
+
+def big_arena_tensor():
+    return syncengine.empty(3_000_000).fill_(1.0)
+
+
+WAITS = {
+    "all_reduce": lambda: syncengine.all_reduce(torch.ones(8)),
+    "all_reduce in place": lambda: syncengine.all_reduce(big_arena_tensor()),
+    "barrier": syncengine.barrier,
+    "Work.wait": lambda: syncengine.all_reduce(torch.ones(8), async_op=True).wait(),
+    "Work.wait with timeout": lambda: syncengine.all_reduce(torch.ones(8), async_op=True).wait(timeout=25.0),
+    "split": lambda: syncengine.default_communicator().split([syncengine.rank()]),
+}
+
+
+def wait_in(kind, come) -> Outcome:
+    """Ranks 0 and 2 wait; rank 1 comes later, to hear what has happened."""
+
+    def body(step):
+        syncengine.barrier()
+        if my_rank() == 1:
+            wait_for_file(come)
+        Path(f"{come}.{my_rank()}").touch()
+        step()
+        WAITS[kind]()
+
+    return suffer(body, timeout=30.0)
+
+
+@pytest.mark.parametrize("kind", WAITS)
+def test_ctrl_c_ends_the_wait(pool, tmp_path, kind):
+    come = tmp_path / "come"
+    with pool.spawn_ranks(wait_in, kind, str(come), world=3, settings=None) as ranks:
+        for waiting in (0, 2):
+            wait_for_file(f"{come}.{waiting}")
+            wait_until("S", ranks[waiting].pid)
+        interrupted_at = time.monotonic()
+        ranks[0].signal(signal.SIGINT)
+        outcome = ranks[0].result()
+        assert (outcome.error, outcome.left) == ("KeyboardInterrupt", [])
+        assert outcome.at - interrupted_at < WITHIN
+        waiting = ranks[2].result()
+        assert waiting.at - interrupted_at < WITHIN
+        come.touch()
+        for told in (waiting, ranks[1].result()):
+            assert (told.error, told.left) == ("Aborted", []), told
+            assert "rank 0 was interrupted (Ctrl-C)" in told.text
+
+
+def init_later(come) -> Outcome:
+    if my_rank() == 1:
+        wait_for_file(come)
+    Path(f"{come}.{my_rank()}").touch()
+    return suffer(lambda step: syncengine.barrier(), timeout=30.0)
+
+
+def test_ctrl_c_ends_init(pool, tmp_path):
+    come = tmp_path / "come"
+    with pool.spawn_ranks(init_later, str(come), world=3, settings=None) as ranks:
+        for waiting in (0, 2):
+            wait_for_file(f"{come}.{waiting}")
+        time.sleep(0.3)
+        interrupted_at = time.monotonic()
+        ranks[0].signal(signal.SIGINT)
+        outcome = ranks[0].result()
+        assert (outcome.error, outcome.left) == ("KeyboardInterrupt", [])
+        assert outcome.at - interrupted_at < WITHIN
+        waiting = ranks[2].result()
+        assert waiting.at - interrupted_at < WITHIN
+        come.touch()
+        for told in (waiting, ranks[1].result()):
+            assert (told.error, told.left) == ("Aborted", []), told
+            assert "rank 0 failed in init: KeyboardInterrupt" in told.text
+
+
+def init_and_meet(fault, connected) -> Outcome:
+    set_fault(2, fault)
+
+    def body(step):
+        Path(f"{connected}.{my_rank()}").touch()
+        syncengine.barrier()
+
+    return suffer(body, timeout=30.0)
+
+
+@needs_hooks
+@pytest.mark.parametrize("point", ["listening:1", "handed:1"])
+def test_ctrl_c_while_connecting(pool, tmp_path, point):
+    """Rank 2 stops before or after it has handed its memory to one of the others, who then waits in a barrier."""
+    connected = tmp_path / "connected"
+    with pool.spawn_ranks(init_and_meet, f"{point}:stop", str(connected), world=3, settings=None) as ranks:
+        wait_until("T", ranks[2].pid)
+        time.sleep(0.3)
+        later = 0 if Path(f"{connected}.0").exists() else 1
+        first = 1 - later
+        interrupted_at = time.monotonic()
+        ranks[first].signal(signal.SIGINT)
+        outcome = ranks[first].result()
+        assert (outcome.error, outcome.left) == ("KeyboardInterrupt", [])
+        assert outcome.at - interrupted_at < WITHIN
+        told = ranks[later].result()
+        assert told.at - interrupted_at < WITHIN
+        assert told.left == []
+        if Path(f"{connected}.{later}").exists():
+            assert (told.error, told.text) == ("Aborted", f"rank {first} was interrupted (Ctrl-C) in init()")
+        else:
+            assert told.error == "PeerLost"  # and what it says depends on how soon after that the process ends
+            assert told.text.startswith((f"rank {first} broke off while", f"rank {first} died while")), told
+
+
+def ctrl_c_in_queued_work(come) -> Outcome:
+    """The engine is always busy, so that it never comes to rest before the signal."""
+
+    def body(step):
+        tensor = syncengine.empty(30_000_000).fill_(1.0)
+        syncengine.barrier()
+        Path(f"{come}.{my_rank()}").touch()
+        works = [syncengine.all_reduce(tensor, async_op=True) for _ in range(2000)]
+        step()
+        works[-1].wait()
+
+    return suffer(body, timeout=600.0)
+
+
+def test_ctrl_c_in_a_long_transfer(pool, tmp_path):
+    come = tmp_path / "come"
+    with pool.spawn_ranks(ctrl_c_in_queued_work, str(come), world=2, settings=None) as ranks:
+        wait_for_file(f"{come}.0")
+        time.sleep(0.5)
+        interrupted_at = time.monotonic()
+        ranks[0].signal(signal.SIGINT)
+        outcome = ranks[0].result()
+        assert (outcome.error, outcome.left) == ("KeyboardInterrupt", [])
+        assert outcome.at - interrupted_at < WITHIN
+        told = ranks[1].result()
+        assert (told.error, told.left) == ("Aborted", [])
+
+
+def shut_down_in_handler(come) -> Outcome:
+    """A handler of the user's own, for the scheduler's SIGTERM say, in the middle of a wait."""
+
+    def leave(*_):
+        syncengine.shutdown()
+        raise SystemExit(0)
+
+    def body(step):
+        if my_rank() == 0:
+            signal.signal(signal.SIGTERM, leave)
+        syncengine.barrier()
+        if my_rank() == 1:
+            wait_for_file(come)
+        Path(f"{come}.{my_rank()}").touch()
+        step()
+        try:
+            syncengine.barrier()  # rank 0 has done its part of this one when it leaves
+            syncengine.barrier()
+        except SystemExit:
+            return "left"
+
+    return suffer(body, timeout=30.0)
+
+
+def test_a_handler_may_shut_down_and_exit(pool, tmp_path):
+    come = tmp_path / "come"
+    with pool.spawn_ranks(shut_down_in_handler, str(come), world=3, settings=None) as ranks:
+        wait_for_file(f"{come}.0")
+        wait_until("S", ranks[0].pid)
+        ranks[0].signal(signal.SIGTERM)
+        outcome = ranks[0].result()
+        assert (outcome.value, outcome.left) == ("left", [])
+        come.touch()
+        for told in (ranks[1].result(), ranks[2].result()):
+            assert (told.error, told.left) == ("PeerLost", []), told
+            assert "rank 0 has left" in told.text

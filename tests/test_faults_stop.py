@@ -1,0 +1,147 @@
+"""A rank is stopped past the deadline and then woken: the others have raised Timeout, and their memory is theirs."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from faults import WITHIN, Outcome, my_rank, needs_hooks, set_fault, suffer, wait_for_file
+
+import syncengine
+
+TIMEOUT = 1.0
+COUNT = 1_500_000
+
+
+def stopped_in_a_collective(victim, fault, in_arena, woken) -> Outcome:
+    """The victim returns as soon as it is told; the others stay until it has, and compare their tensor with before."""
+    set_fault(victim, fault)
+
+    def body(step):
+        tensor = syncengine.empty(COUNT) if in_arena else torch.empty(COUNT)
+        bystander = syncengine.empty(COUNT).fill_(7.0)
+        tensor.fill_(my_rank() + 1.0)
+        try:
+            for _ in range(3):
+                step()
+                syncengine.all_reduce(tensor)
+        finally:
+            if my_rank() != victim:
+                at = time.monotonic()
+                before, bystander_before = tensor.clone(), bystander.clone()
+                Path(f"{woken}.{my_rank()}").touch()
+                wait_for_file(woken)
+                assert torch.equal(tensor, before), "a woken rank wrote into this one's tensor"
+                assert torch.equal(bystander, bystander_before)
+                tensor.fill_(0.0)  # still mine to use
+                assert at - started < 60
+
+    started = time.monotonic()
+    return suffer(body, timeout=TIMEOUT)
+
+
+@needs_hooks
+@pytest.mark.parametrize("world", [2, 3, 8])
+@pytest.mark.parametrize(
+    ("point", "in_arena"),
+    [("reducing:2", True), ("reduced:2", True), ("staged:2", True), ("reducing:3", False), ("pulled:2", False)],
+)
+def test_woken_rank_changes_nobodys_memory(pool, tmp_path, world, point, in_arena):
+    victim = 1
+    woken = tmp_path / "woken"
+    with pool.spawn_ranks(
+        stopped_in_a_collective, victim, f"{point}:stop", in_arena, str(woken), world=world, settings=None
+    ) as ranks:
+        survivors = [number for number in range(world) if number != victim]
+        for number in survivors:
+            wait_for_file(f"{woken}.{number}")
+        ranks[victim].signal(signal.SIGCONT)
+        late = ranks[victim].result()
+        assert late.error == "Timeout", late
+        assert f"waits for rank {victim} " in late.text  # its peers' words
+        assert late.left == []
+        woken.touch()
+        for number in survivors:
+            outcome = ranks[number].result()
+            assert outcome.error == "Timeout", outcome
+            assert f"waits for rank {victim} " in outcome.text, "names another rank, or more than one"
+            assert "all_reduce(sum, float32, 1500000 elements)" in outcome.text
+            assert outcome.left == []
+
+
+def stopped_while_computing(woken) -> Outcome:
+    def body(step):
+        syncengine.barrier()
+        if my_rank() == 1:
+            Path(f"{woken}.1").touch()
+            wait_for_file(woken)  # stopped meanwhile
+        step()
+        syncengine.barrier()
+
+    return suffer(body, timeout=TIMEOUT)
+
+
+def test_stopped_while_computing(pool, tmp_path):
+    woken = tmp_path / "woken"
+    with pool.spawn_ranks(stopped_while_computing, str(woken), world=3, settings=None) as ranks:
+        wait_for_file(f"{woken}.1")
+        ranks[1].signal(signal.SIGSTOP)
+        for survivor in (ranks[0], ranks[2]):
+            outcome = survivor.result()
+            assert (outcome.error, outcome.left) == ("Timeout", [])
+            assert "waits for rank 1 since" in outcome.text
+            assert TIMEOUT <= outcome.seconds < TIMEOUT + WITHIN
+        ranks[1].signal(signal.SIGCONT)
+        woken.touch()
+        late = ranks[1].result()
+        assert (late.error, late.left) == ("Timeout", [])
+
+
+def stopped_for_a_moment() -> Outcome:
+    def body(step):
+        tensor = syncengine.empty(COUNT).fill_(1.0)
+        deadline = time.monotonic() + 2.0
+        while True:
+            syncengine.all_reduce(tensor.fill_(1.0))
+            assert tensor[0] == tensor[-1] == syncengine.world_size()
+            done = torch.tensor([time.monotonic() > deadline])
+            syncengine.broadcast(done, 0)
+            if done:
+                return
+
+    return suffer(body, timeout=20.0)
+
+
+def test_stopped_for_a_moment_is_no_error(pool):
+    with pool.spawn_ranks(stopped_for_a_moment, world=2, settings=None) as ranks:
+        for _ in range(3):
+            time.sleep(0.3)
+            ranks[1].signal(signal.SIGSTOP)
+            time.sleep(0.3)
+            ranks[1].signal(signal.SIGCONT)
+        for rank in ranks:
+            outcome = rank.result()
+            assert (outcome.error, outcome.left) == ("", []), outcome
+
+
+def work_with_timeout(step_timeout) -> Outcome:
+    def body(step):
+        if my_rank() == 0:
+            work = syncengine.all_reduce(torch.ones(8), async_op=True)
+            step()
+            work.wait(timeout=step_timeout)
+        else:
+            time.sleep(step_timeout + 0.5)
+            step()
+            syncengine.all_reduce(torch.ones(8))
+
+    return suffer(body, timeout=20.0)
+
+
+def test_work_wait_gives_up(pool):
+    outcomes = pool.run(work_with_timeout, 0.5, world=3, settings=None)
+    for outcome in outcomes:
+        assert (outcome.error, outcome.left) == ("Timeout", [])
+        assert outcome.text.startswith("rank 0 waits for ranks 1, 2 since 0.5 s in all_reduce"), outcome
+    assert 0.5 <= outcomes[0].seconds < 0.5 + WITHIN
