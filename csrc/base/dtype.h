@@ -28,8 +28,8 @@ constexpr size_t element_size(DType dtype) {
 
 constexpr bool is_floating(DType dtype) { return dtype <= DType::Float64; }
 
-const char* name(DType dtype);   // torch's spelling: "float32"
-const char* name(ReduceOp op);   // "sum", "avg", "product", "min", "max"
+const char* name(DType dtype);  // torch's spelling: "float32"
+const char* name(ReduceOp op);  // "sum", "avg", "product", "min", "max"
 
 // Avg needs a floating dtype; bool knows only product, min and max.
 constexpr bool is_supported(DType dtype, ReduceOp op) {

@@ -46,7 +46,8 @@ size_t left_below(const char* limit_path, const char* used_path) {
 int available_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  int cores = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+  int cores =
+      sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
   double quota = cpu_quota();
   if (std::isfinite(quota)) cores = std::min(cores, static_cast<int>(quota));
   return std::max(cores, 1);

@@ -23,7 +23,10 @@ namespace {
 class PyWork {
  public:
   PyWork(std::shared_ptr<Communicator> communicator, std::shared_ptr<Work> work, at::Tensor target, at::Tensor result)
-      : communicator_(std::move(communicator)), work_(std::move(work)), target_(std::move(target)), result_(std::move(result)) {}
+      : communicator_(std::move(communicator)),
+        work_(std::move(work)),
+        target_(std::move(target)),
+        result_(std::move(result)) {}
 
   void wait(std::optional<double> timeout) {
     py::gil_scoped_release nogil;
@@ -57,7 +60,9 @@ class PyWork {
 SpanList spans_of(const at::Tensor& tensor) { return {tensor.data_ptr(), tensor.nbytes()}; }
 
 // Any dense layout will do where all ranks have the same; otherwise a contiguous copy.
-at::Tensor dense(const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous(); }
+at::Tensor dense(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
+}
 
 // What the engine holds while an operation runs: memory, not tensors. It lets go of it on its own thread and under its own
 // lock, where the last reference to a tensor besides Python's would make torch wait for the GIL.
@@ -72,8 +77,8 @@ uint64_t layout_hash(const at::Tensor& tensor) {
   return hash;
 }
 
-std::optional<PyWork> start(const std::shared_ptr<Communicator>& communicator, Collective collective, const at::Tensor& input,
-                            const at::Tensor& output, ReduceOp op, int root, bool async_op) {
+std::optional<PyWork> start(const std::shared_ptr<Communicator>& communicator, Collective collective,
+                            const at::Tensor& input, const at::Tensor& output, ReduceOp op, int root, bool async_op) {
   const char* what = name(collective);
   Operation operation;
   at::Tensor target = output, result;
@@ -115,11 +120,12 @@ void require_sizes(const char* what, int64_t whole, int64_t part, int size) {
 
 void require_same_dtype(const char* what, const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() != b.scalar_type())
-    throw Error(ErrorKind::InvalidUsage, std::string(what) + ": input is " + c10::toString(a.scalar_type()) + ", output is " +
-                                             c10::toString(b.scalar_type()));
+    throw Error(ErrorKind::InvalidUsage, std::string(what) + ": input is " + c10::toString(a.scalar_type()) +
+                                             ", output is " + c10::toString(b.scalar_type()));
 }
 
-at::Tensor empty(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& sizes, at::ScalarType type) {
+at::Tensor empty(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& sizes,
+                 at::ScalarType type) {
   dtype_of(type, "empty");
   int64_t elements = 1;
   for (int64_t extent : sizes) {
@@ -127,7 +133,8 @@ at::Tensor empty(const std::shared_ptr<Communicator>& communicator, const std::v
     elements *= extent;
   }
   auto memory = communicator->allocate(static_cast<size_t>(elements) * c10::elementSize(type));
-  return at::from_blob(memory.get(), sizes, [memory](void*) mutable { memory.reset(); }, at::TensorOptions().dtype(type));
+  return at::from_blob(
+      memory.get(), sizes, [memory](void*) mutable { memory.reset(); }, at::TensorOptions().dtype(type));
 }
 
 }  // namespace
@@ -147,8 +154,9 @@ void bind_communicator(py::module_& module) {
       .def("wait", &PyWork::wait, py::arg("timeout") = py::none(),
            "Blocks until the collective has ended; raises its error. `timeout` in seconds: past it the communicator is "
            "aborted with Timeout, since the tensor is in use.")
-      .def("is_completed", &PyWork::is_completed, "Whether it ended, well or not. Tensors that are not contiguous hold the "
-                                                  "result only after wait().")
+      .def("is_completed", &PyWork::is_completed,
+           "Whether it ended, well or not. Tensors that are not contiguous hold the "
+           "result only after wait().")
       .def("exception", &PyWork::exception, "The error it ended with, or None.");
 
   using Shared = std::shared_ptr<Communicator>;
@@ -156,57 +164,70 @@ void bind_communicator(py::module_& module) {
       .def_property_readonly("rank", &Communicator::rank, "This process's rank in the group.")
       .def_property_readonly("size", &Communicator::size, "Number of ranks in the group.")
       .def_property_readonly("global_ranks", &Communicator::global_ranks, "Of each member, its rank in the whole job.")
-      .def_property_readonly("numerics", [](const Communicator& c) { return c.numerics() == Numerics::Ring ? "ring" : "rank_order"; },
-                             "'rank_order' or 'ring'.")
-      .def_property_readonly("timeout", [](const Communicator& c) { return std::chrono::duration<double>(c.timeout()).count(); },
-                             "Seconds after which a collective gives up.")
-      .def("all_reduce",
-           [](const Shared& self, const at::Tensor& tensor, const std::string& op, bool async_op) {
-             return start(self, Collective::AllReduce, tensor, tensor, op_of(op), 0, async_op);
-           },
-           py::arg("tensor"), py::arg("op") = "sum", py::arg("async_op") = false,
-           "Reduces `tensor` in place over all ranks: same shape, strides and dtype everywhere.")
-      .def("broadcast",
-           [](const Shared& self, const at::Tensor& tensor, int src, bool async_op) {
-             if (src < 0 || src >= self->size())
-               throw Error(ErrorKind::InvalidUsage, "broadcast: src " + std::to_string(src) + " is not a rank of 0.." +
-                                                        std::to_string(self->size() - 1));
-             return start(self, Collective::Broadcast, tensor, tensor, ReduceOp::Sum, src, async_op);
-           },
-           py::arg("tensor"), py::arg("src"), py::arg("async_op") = false, "Overwrites `tensor` by rank `src`'s.")
-      .def("reduce_scatter",
-           [](const Shared& self, const at::Tensor& output, const at::Tensor& input, const std::string& op, bool async_op) {
-             require_same_dtype("reduce_scatter", input, output);
-             require_sizes("reduce_scatter", input.numel(), output.numel(), self->size());
-             return start(self, Collective::ReduceScatter, input, output, op_of(op), 0, async_op);
-           },
-           py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::arg("async_op") = false,
-           "Reduces `input` (size() * output.numel() elements) over all ranks; rank r keeps part r in `output`.")
-      .def("all_gather",
-           [](const Shared& self, const at::Tensor& output, const at::Tensor& input, bool async_op) {
-             require_same_dtype("all_gather", input, output);
-             require_sizes("all_gather", output.numel(), input.numel(), self->size());
-             return start(self, Collective::AllGather, input, output, ReduceOp::Sum, 0, async_op);
-           },
-           py::arg("output"), py::arg("input"), py::arg("async_op") = false,
-           "Collects every rank's `input` in `output` (size() * input.numel() elements), in rank order.")
-      .def("barrier",
-           [](const Shared& self, bool async_op) {
-             auto nothing = at::empty({0}, at::kByte);
-             return start(self, Collective::Barrier, nothing, nothing, ReduceOp::Sum, 0, async_op);
-           },
-           py::arg("async_op") = false, "Returns when every rank has called it.")
-      .def("split",
-           [](Communicator& self, const std::vector<int>& ranks) {
-             py::gil_scoped_release nogil;
-             return for_python(self.split(ranks, check_signals()));
-           },
-           py::arg("ranks"),
-           "A communicator of `ranks` (of this one, this rank among them); None for an empty list. Every rank must call it.")
+      .def_property_readonly(
+          "numerics", [](const Communicator& c) { return c.numerics() == Numerics::Ring ? "ring" : "rank_order"; },
+          "'rank_order' or 'ring'.")
+      .def_property_readonly(
+          "timeout", [](const Communicator& c) { return std::chrono::duration<double>(c.timeout()).count(); },
+          "Seconds after which a collective gives up.")
+      .def(
+          "all_reduce",
+          [](const Shared& self, const at::Tensor& tensor, const std::string& op, bool async_op) {
+            return start(self, Collective::AllReduce, tensor, tensor, op_of(op), 0, async_op);
+          },
+          py::arg("tensor"), py::arg("op") = "sum", py::arg("async_op") = false,
+          "Reduces `tensor` in place over all ranks: same shape, strides and dtype everywhere.")
+      .def(
+          "broadcast",
+          [](const Shared& self, const at::Tensor& tensor, int src, bool async_op) {
+            if (src < 0 || src >= self->size())
+              throw Error(ErrorKind::InvalidUsage, "broadcast: src " + std::to_string(src) + " is not a rank of 0.." +
+                                                       std::to_string(self->size() - 1));
+            return start(self, Collective::Broadcast, tensor, tensor, ReduceOp::Sum, src, async_op);
+          },
+          py::arg("tensor"), py::arg("src"), py::arg("async_op") = false, "Overwrites `tensor` by rank `src`'s.")
+      .def(
+          "reduce_scatter",
+          [](const Shared& self, const at::Tensor& output, const at::Tensor& input, const std::string& op,
+             bool async_op) {
+            require_same_dtype("reduce_scatter", input, output);
+            require_sizes("reduce_scatter", input.numel(), output.numel(), self->size());
+            return start(self, Collective::ReduceScatter, input, output, op_of(op), 0, async_op);
+          },
+          py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::arg("async_op") = false,
+          "Reduces `input` (size() * output.numel() elements) over all ranks; rank r keeps part r in `output`.")
+      .def(
+          "all_gather",
+          [](const Shared& self, const at::Tensor& output, const at::Tensor& input, bool async_op) {
+            require_same_dtype("all_gather", input, output);
+            require_sizes("all_gather", output.numel(), input.numel(), self->size());
+            return start(self, Collective::AllGather, input, output, ReduceOp::Sum, 0, async_op);
+          },
+          py::arg("output"), py::arg("input"), py::arg("async_op") = false,
+          "Collects every rank's `input` in `output` (size() * input.numel() elements), in rank order.")
+      .def(
+          "barrier",
+          [](const Shared& self, bool async_op) {
+            auto nothing = at::empty({0}, at::kByte);
+            return start(self, Collective::Barrier, nothing, nothing, ReduceOp::Sum, 0, async_op);
+          },
+          py::arg("async_op") = false, "Returns when every rank has called it.")
+      .def(
+          "split",
+          [](Communicator& self, const std::vector<int>& ranks) {
+            py::gil_scoped_release nogil;
+            return for_python(self.split(ranks, check_signals()));
+          },
+          py::arg("ranks"),
+          "A communicator of `ranks` (of this one, this rank among them); None for an empty list. Every rank must call "
+          "it.")
       .def("empty", &empty, py::arg("sizes"), py::arg("dtype"),
-           "An uninitialized tensor in memory that the local peers read and write in place: collectives on it copy nothing.")
-      .def("abort", [](Communicator& c, const std::string& text) { c.abort(ErrorKind::Aborted, text); }, py::arg("text"),
-           py::call_guard<py::gil_scoped_release>(), "Fails everything pending, here and on all peers, which raise Aborted with `text`.")
+           "An uninitialized tensor in memory that the local peers read and write in place: collectives on it copy "
+           "nothing.")
+      .def(
+          "abort", [](Communicator& c, const std::string& text) { c.abort(ErrorKind::Aborted, text); }, py::arg("text"),
+          py::call_guard<py::gil_scoped_release>(),
+          "Fails everything pending, here and on all peers, which raise Aborted with `text`.")
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>(), "Leaves in good order.")
       .def("counters", &Communicator::counters, py::call_guard<py::gil_scoped_release>(),
            "What this rank did so far: operations, bytes by path, sleeps.");

@@ -25,9 +25,13 @@ Value choose(const py::dict& options, const char* key, std::initializer_list<std
 
 Options parse(const py::dict& options) {
   Options result;
-  result.numerics = choose<Numerics>(options, "numerics", {{"rank_order", Numerics::RankOrder}, {"ring", Numerics::Ring}});
-  result.algorithm = choose<Algorithm>(options, "algorithm", {{"auto", Algorithm::Auto}, {"direct", Algorithm::Direct},
-                                                              {"staged", Algorithm::Staged}, {"one_shot", Algorithm::OneShot}});
+  result.numerics =
+      choose<Numerics>(options, "numerics", {{"rank_order", Numerics::RankOrder}, {"ring", Numerics::Ring}});
+  result.algorithm = choose<Algorithm>(options, "algorithm",
+                                       {{"auto", Algorithm::Auto},
+                                        {"direct", Algorithm::Direct},
+                                        {"staged", Algorithm::Staged},
+                                        {"one_shot", Algorithm::OneShot}});
   result.timeout = seconds(options["timeout"].cast<double>());
   result.log_after = seconds(options["log_after"].cast<double>());
   result.arena_bytes = options["arena_bytes"].cast<size_t>();
@@ -38,17 +42,23 @@ Options parse(const py::dict& options) {
 
 void bind_local_job(py::module_& module) {
   py::class_<LocalJob>(module, "LocalBootstrap", "How the ranks of one host find each other's memory.")
-      .def(py::init([](int rank, int size, const py::dict& options) { return std::make_unique<LocalJob>(rank, size, parse(options)); }),
+      .def(py::init([](int rank, int size, const py::dict& options) {
+             return std::make_unique<LocalJob>(rank, size, parse(options));
+           }),
            py::arg("rank"), py::arg("size"), py::arg("options"))
-      .def("address", [](const LocalJob& job) { return py::bytes(job.address()); }, "Opaque bytes for every other rank.")
-      .def("connect",
-           [](LocalJob& job, const std::vector<std::string>& addresses, double timeout) {
-             py::gil_scoped_release nogil;
-             return for_python(job.connect(addresses, Deadline::after(seconds(timeout)), check_signals()));
-           },
-           py::arg("addresses"), py::arg("timeout"), "The communicator of all ranks. `addresses` by rank; `timeout` in seconds.");
-  module.def("solo", [](const py::dict& options) { return make_solo_communicator(parse(options)); }, py::arg("options"),
-             "The communicator of a job of one rank: no thread, no shared memory.");
+      .def(
+          "address", [](const LocalJob& job) { return py::bytes(job.address()); }, "Opaque bytes for every other rank.")
+      .def(
+          "connect",
+          [](LocalJob& job, const std::vector<std::string>& addresses, double timeout) {
+            py::gil_scoped_release nogil;
+            return for_python(job.connect(addresses, Deadline::after(seconds(timeout)), check_signals()));
+          },
+          py::arg("addresses"), py::arg("timeout"),
+          "The communicator of all ranks. `addresses` by rank; `timeout` in seconds.");
+  module.def(
+      "solo", [](const py::dict& options) { return make_solo_communicator(parse(options)); }, py::arg("options"),
+      "The communicator of a job of one rank: no thread, no shared memory.");
 }
 
 }  // namespace syncengine

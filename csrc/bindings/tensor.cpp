@@ -17,9 +17,10 @@ DType dtype_of(at::ScalarType type, const char* what) {
     case at::kByte: return DType::UInt8;
     case at::kBool: return DType::Bool;
     default:
-      throw Error(ErrorKind::InvalidUsage, std::string(what) + ": dtype " + c10::toString(type) +
-                                               " is not supported; use float16, bfloat16, float32, float64, int8 to int64, "
-                                               "uint8 or bool");
+      throw Error(ErrorKind::InvalidUsage,
+                  std::string(what) + ": dtype " + c10::toString(type) +
+                      " is not supported; use float16, bfloat16, float32, float64, int8 to int64, "
+                      "uint8 or bool");
   }
 }
 

@@ -96,7 +96,8 @@ void send_fd(int socket, int rank, int fd) {
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
-  if (sendmsg(socket, &envelope.message, MSG_NOSIGNAL) < 0) throw_system_error("can't hand shared memory to a peer", errno);
+  if (sendmsg(socket, &envelope.message, MSG_NOSIGNAL) < 0)
+    throw_system_error("can't hand shared memory to a peer", errno);
 }
 
 enum class Answer { None, Came, BrokeOff };
@@ -144,9 +145,10 @@ UniqueFd call(const std::string& name, int rank, int peer) {
 
 [[noreturn]] void throw_unreachable(int rank, const std::set<int>& unreachable, const std::set<int>& dead) {
   if (!dead.empty()) throw_lost(unreachable, dead);
-  throw Error(ErrorKind::PeerLost, "rank " + std::to_string(rank) + " can't reach " + names_of(unreachable) +
-                                       " through this host's memory: it died or broke off, or runs on another host or in "
-                                       "another network namespace; all ranks must share one host");
+  throw Error(ErrorKind::PeerLost,
+              "rank " + std::to_string(rank) + " can't reach " + names_of(unreachable) +
+                  " through this host's memory: it died or broke off, or runs on another host or in "
+                  "another network namespace; all ranks must share one host");
 }
 
 }  // namespace
@@ -154,7 +156,8 @@ UniqueFd call(const std::string& name, int rank, int peer) {
 Handoff::Handoff() : name_(random_name()), listener_(open_socket()) {
   sockaddr_un address;
   socklen_t length = fill(address, name_);
-  if (bind(listener_.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 || listen(listener_.get(), kBacklog) != 0)
+  if (bind(listener_.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      listen(listener_.get(), kBacklog) != 0)
     throw_system_error("can't listen on a local socket", errno);
 }
 

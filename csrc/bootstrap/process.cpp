@@ -18,7 +18,7 @@ namespace {
 constexpr int kDyingMs = 200;
 
 std::string process_namespace() {
-  struct stat status {};
+  struct stat status{};
   return stat("/proc/self/ns/pid", &status) == 0 ? std::to_string(status.st_ino) : "0";
 }
 

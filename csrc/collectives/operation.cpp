@@ -18,9 +18,10 @@ const char* name(Collective collective) {
 void require_supported(const Operation& operation) {
   bool reduces = operation.collective == Collective::AllReduce || operation.collective == Collective::ReduceScatter;
   if (!reduces || is_supported(operation.dtype, operation.op)) return;
-  throw Error(ErrorKind::InvalidUsage, std::string(name(operation.collective)) + ": op '" + name(operation.op) +
-                                           "' has no meaning for dtype " + name(operation.dtype) +
-                                           (operation.op == ReduceOp::Avg ? "; use 'sum' and divide" : "; use 'max' or 'min'"));
+  throw Error(ErrorKind::InvalidUsage,
+              std::string(name(operation.collective)) + ": op '" + name(operation.op) + "' has no meaning for dtype " +
+                  name(operation.dtype) +
+                  (operation.op == ReduceOp::Avg ? "; use 'sum' and divide" : "; use 'max' or 'min'"));
 }
 
 }  // namespace syncengine

@@ -28,12 +28,12 @@ struct Operation {
   DType dtype = DType::Float32;
   ReduceOp op = ReduceOp::Sum;
   Numerics numerics = Numerics::RankOrder;
-  int root = 0;              // Broadcast only: rank in the communicator
-  double prescale = 1.0;     // factor on each contribution before it is added (rounded to dtype)
-  double postscale = 1.0;    // factor on the result
-  SpanList input = {};            // AllReduce, Broadcast: the same spans as output
+  int root = 0;            // Broadcast only: rank in the communicator
+  double prescale = 1.0;   // factor on each contribution before it is added (rounded to dtype)
+  double postscale = 1.0;  // factor on the result
+  SpanList input = {};     // AllReduce, Broadcast: the same spans as output
   SpanList output = {};
-  uint64_t layout_hash = 0;  // anything else that must agree between ranks (a bucket's parameters)
+  uint64_t layout_hash = 0;                    // anything else that must agree between ranks (a bucket's parameters)
   std::function<std::string()> describe = {};  // for errors: "bucket 3 (layer.weight, layer.bias)"; may be empty
   std::shared_ptr<void> keepalive = {};
 };

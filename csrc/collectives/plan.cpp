@@ -9,8 +9,8 @@ constexpr size_t kLine = 64;
 void plan_one_shot(const Chunk& chunk, ChunkPlan& plan) {
   plan.stage.push_back({chunk.begin, 0, chunk.length});
   plan.reduces = true;
-  plan.reduce = {.slot = 0, .input = chunk.begin, .output = chunk.begin, .bytes = chunk.length,
-                 .own_from_slot = chunk.stage_all};
+  plan.reduce = {
+      .slot = 0, .input = chunk.begin, .output = chunk.begin, .bytes = chunk.length, .own_from_slot = chunk.stage_all};
 }
 
 // Step 0: stage what others reduce. Step 1: reduce the own slice, from the own tensor and the peers' slots, into both. Step 2:
@@ -25,8 +25,12 @@ void plan_staged_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
     if (own_end < chunk.length) plan.stage.push_back({chunk.begin + own_end, own_end, chunk.length - own_end});
   }
   plan.reduces = plan.pulls = true;
-  plan.reduce = {.slot = own_begin, .input = chunk.begin + own_begin, .output = chunk.begin + own_begin,
-                 .bytes = own_end - own_begin, .own_from_slot = chunk.stage_all, .into_peers = true};
+  plan.reduce = {.slot = own_begin,
+                 .input = chunk.begin + own_begin,
+                 .output = chunk.begin + own_begin,
+                 .bytes = own_end - own_begin,
+                 .own_from_slot = chunk.stage_all,
+                 .into_peers = true};
   if (own_begin > 0) plan.pull.push_back({chunk.rank, 0, chunk.begin, own_begin});
   if (own_end < chunk.length) plan.pull.push_back({chunk.rank, own_end, chunk.begin + own_end, chunk.length - own_end});
 }
@@ -35,8 +39,11 @@ void plan_staged_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
 void plan_direct_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
   auto [begin, end] = slice(chunk.length, chunk.world, chunk.rank);
   plan.reduces = plan.pulls = true;  // pulls nothing, but waits until the peers have written their slices here
-  plan.reduce = {.slot = chunk.begin + begin, .input = chunk.begin + begin, .output = chunk.begin + begin,
-                 .bytes = end - begin, .into_peers = true};
+  plan.reduce = {.slot = chunk.begin + begin,
+                 .input = chunk.begin + begin,
+                 .output = chunk.begin + begin,
+                 .bytes = end - begin,
+                 .into_peers = true};
 }
 
 void plan_reduce_scatter(const Chunk& chunk, ChunkPlan& plan) {
@@ -47,8 +54,11 @@ void plan_reduce_scatter(const Chunk& chunk, ChunkPlan& plan) {
   }
   size_t own = chunk.rank * chunk.block + chunk.begin;
   plan.reduces = true;
-  plan.reduce = {.slot = direct ? own : chunk.rank * chunk.length, .input = own, .output = chunk.begin,
-                 .bytes = chunk.length, .own_from_slot = chunk.stage_all};
+  plan.reduce = {.slot = direct ? own : chunk.rank * chunk.length,
+                 .input = own,
+                 .output = chunk.begin,
+                 .bytes = chunk.length,
+                 .own_from_slot = chunk.stage_all};
   plan.peers_read_user = direct;
 }
 

@@ -25,11 +25,11 @@ struct Chunk {
   int rank;
   int world;
   int root;
-  size_t element;       // size of one element
-  size_t block;         // bytes of the operation's block (see block_bytes)
-  size_t begin;         // this chunk's part of the block
+  size_t element;  // size of one element
+  size_t block;    // bytes of the operation's block (see block_bytes)
+  size_t begin;    // this chunk's part of the block
   size_t length;
-  bool stage_all;       // contributions are scaled while they are staged, so a rank stages its own slice too
+  bool stage_all;  // contributions are scaled while they are staged, so a rank stages its own slice too
 };
 
 struct Copy {
@@ -40,9 +40,9 @@ struct Pull {
   size_t slot, user, bytes;
 };
 struct Reduce {
-  size_t slot = 0;       // where every rank's contribution lies
-  size_t input = 0;      // the same, in the own input
-  size_t output = 0;     // where the result goes
+  size_t slot = 0;    // where every rank's contribution lies
+  size_t input = 0;   // the same, in the own input
+  size_t output = 0;  // where the result goes
   size_t bytes = 0;
   bool own_from_slot = false;
   bool into_peers = false;  // the result also goes where each peer's contribution lay
@@ -52,8 +52,8 @@ struct ChunkPlan {
   std::vector<Copy> stage;  // own memory -> own slot
   bool reduces = false;     // needs every peer's stage
   Reduce reduce;
-  bool pulls = false;       // needs every peer's reduce (its stage, where nothing is reduced)
-  std::vector<Pull> pull;   // peers' slots -> own memory
+  bool pulls = false;            // needs every peer's reduce (its stage, where nothing is reduced)
+  std::vector<Pull> pull;        // peers' slots -> own memory
   bool peers_read_user = false;  // the operation ends for this rank only when no peer pulls any more
 };
 

@@ -41,21 +41,22 @@ bool Runner::reduce(const Operation& operation, const ChunkPlan& plan, const std
                                                               : RingCut{std::max(block_bytes(operation), element)};
   return in_pieces(step.bytes, stop, [&](size_t piece, size_t piece_bytes) {
     operation.input.for_each(step.input + piece, piece_bytes, [&](std::byte* own, size_t own_offset, size_t own_bytes) {
-      operation.output.for_each(step.output + piece + own_offset, own_bytes, [&](std::byte* out, size_t offset, size_t bytes) {
-        size_t begin = piece + own_offset + offset;
-        for (size_t done = 0; done < bytes;) {
-          size_t length = bytes - done;
-          order_.clear();
-          if (ring) {
-            size_t position = step.input + begin + done;
-            int chunk = cut.chunk_of(position);
-            length = std::min(length, (chunk + 1) * cut.chunk - position);
-            ring_order(chunk, world_, order_);
-          }
-          reduce_piece(operation, step, begin + done, own + offset + done, out + done, length, order_);
-          done += length;
-        }
-      });
+      operation.output.for_each(
+          step.output + piece + own_offset, own_bytes, [&](std::byte* out, size_t offset, size_t bytes) {
+            size_t begin = piece + own_offset + offset;
+            for (size_t done = 0; done < bytes;) {
+              size_t length = bytes - done;
+              order_.clear();
+              if (ring) {
+                size_t position = step.input + begin + done;
+                int chunk = cut.chunk_of(position);
+                length = std::min(length, (chunk + 1) * cut.chunk - position);
+                ring_order(chunk, world_, order_);
+              }
+              reduce_piece(operation, step, begin + done, own + offset + done, out + done, length, order_);
+              done += length;
+            }
+          });
     });
   });
 }
@@ -72,10 +73,12 @@ void Runner::reduce_piece(const Operation& operation, const Reduce& step, size_t
   for (int rank = 0; rank < world_ && step.into_peers; ++rank) {
     if (rank != rank_) destinations_[count++] = bases_[rank] + step.slot + offset;
   }
-  kernels::Reduction reduction{operation.dtype, operation.op,
-                               operation.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once,
-                               operation.postscale};
-  kernels::reduce(reduction, sources_.data(), world_, destinations_.data(), count, bytes / element_size(operation.dtype));
+  kernels::Reduction reduction{
+      operation.dtype, operation.op,
+      operation.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once,
+      operation.postscale};
+  kernels::reduce(reduction, sources_.data(), world_, destinations_.data(), count,
+                  bytes / element_size(operation.dtype));
 }
 
 bool Runner::pull(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop) {

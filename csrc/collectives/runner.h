@@ -25,8 +25,8 @@ class Runner {
   bool pull(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop);
 
  private:
-  void reduce_piece(const Operation& operation, const Reduce& step, size_t offset, std::byte* own, std::byte* out, size_t bytes,
-                    const std::vector<int>& order);
+  void reduce_piece(const Operation& operation, const Reduce& step, size_t offset, std::byte* own, std::byte* out,
+                    size_t bytes, const std::vector<int>& order);
 
   int rank_, world_;
   std::vector<std::byte*> bases_;

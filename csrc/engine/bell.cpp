@@ -13,7 +13,8 @@ void Bell::ring_interested() const {
   // The publication before, the load of `interest` after: with the mirror image in listen(), one side sees the other.
   std::atomic_thread_fence(std::memory_order_seq_cst);
   for (int rank = 0; rank < static_cast<int>(doorbells_.size()); ++rank) {
-    bool wanted = doorbells_[rank]->interest.load(std::memory_order_relaxed) >> local_rank_ & 1;  // relaxed: the fence orders it
+    bool wanted =
+        doorbells_[rank]->interest.load(std::memory_order_relaxed) >> local_rank_ & 1;  // relaxed: the fence orders it
     if (wanted && rank != local_rank_) ring(*doorbells_[rank]);
   }
 }

@@ -59,7 +59,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Collective over this communicator. Every rank names the group it will be in (ranks of this communicator, its own among
   // them), or none and gets nullptr. Blocks.
-  virtual std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>& interrupted = {}) = 0;
+  virtual std::shared_ptr<Communicator> split(const std::vector<int>& ranks,
+                                              const std::function<void()>& interrupted = {}) = 0;
 
   // Memory that all local peers can read and write in place. Freed by the deleter of the returned pointer, any time.
   virtual std::shared_ptr<void> allocate(size_t bytes) = 0;

@@ -15,7 +15,8 @@ namespace syncengine {
 
 namespace {
 
-constexpr auto kSpin = std::chrono::microseconds(200);  // longer than a wake-up takes (60 us in a virtual machine), or ranks keep missing each other
+constexpr auto kSpin = std::chrono::microseconds(
+    200);  // longer than a wake-up takes (60 us in a virtual machine), or ranks keep missing each other
 constexpr auto kTick = std::chrono::milliseconds(50);  // how late a death, an abort or Ctrl-C may be noticed
 
 // A short busy wait. Where each rank has a core it mostly pauses, and now and then offers the core: the scheduler may have put
@@ -146,7 +147,8 @@ void Engine::look_around() {
   for (Movable* movable : movables) movable->look_around();
 }
 
-void Engine::wait(const Work& work, const std::function<void()>& interrupted, const std::function<void(bool)>& sleeping) {
+void Engine::wait(const Work& work, const std::function<void()>& interrupted,
+                  const std::function<void(bool)>& sleeping) {
   throw_if_forked();
   struct Waiter {
     Engine& engine;
@@ -182,7 +184,8 @@ void Engine::wake_thread() {
 void Engine::thread_main() {
   sigset_t all;
   sigfillset(&all);
-  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);  // but its own faults are its own
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT})
+    sigdelset(&all, fault);                     // but its own faults are its own
   pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
   pthread_setname_np(pthread_self(), "syncengine");
   shm::hold_all(arena_->header(), local_size_);
@@ -216,7 +219,8 @@ void Engine::note_submitter() {
   auto self = static_cast<uint64_t>(pthread_self());
   uint64_t first = submitter_.load(std::memory_order_relaxed);  // relaxed: a hint, nothing is read behind it
   if (first == self) return;
-  if (first != 0 || !submitter_.compare_exchange_strong(first, self)) several_submitters_.store(true, std::memory_order_relaxed);
+  if (first != 0 || !submitter_.compare_exchange_strong(first, self))
+    several_submitters_.store(true, std::memory_order_relaxed);
 }
 
 bool Engine::is_single_threaded() const {
@@ -231,8 +235,9 @@ void Engine::sever_tensors(const std::vector<size_t>& offsets, const Error& caus
 
 void Engine::throw_if_forked() const {
   if (arena_->forked())
-    throw Error(ErrorKind::InvalidUsage, "syncengine can't be used in a forked child (a DataLoader worker, say): make "
-                                         "collective calls in the process that called syncengine.init()");
+    throw Error(ErrorKind::InvalidUsage,
+                "syncengine can't be used in a forked child (a DataLoader worker, say): make "
+                "collective calls in the process that called syncengine.init()");
 }
 
 }  // namespace syncengine

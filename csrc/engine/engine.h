@@ -29,7 +29,7 @@ class Movable {
   virtual ~Movable() = default;
   virtual bool advance() = 0;
   virtual uint64_t interest() const = 0;  // local ranks whose next step is needed
-  virtual void look_around() = 0;         // deaths, failures, deadlines, cycles: about every 50 ms while something waits
+  virtual void look_around() = 0;  // deaths, failures, deadlines, cycles: about every 50 ms while something waits
   virtual void lose_direct_memory(const Error& cause) = 0;  // some tensors of the arena were severed
   virtual void fail(ErrorKind kind, const std::string& text) = 0;
   virtual void leave() = 0;

@@ -14,11 +14,11 @@ namespace syncengine {
 struct Group {
   int rank;
   int size;
-  std::vector<int> global_ranks;           // of each member: its rank in the job, for messages
-  std::vector<int> local_ranks;            // of each member: its index among the arenas
-  std::vector<shm::GroupBlock*> blocks;    // of each member
-  std::vector<shm::PeerArena*> arenas;     // of each member; null for the own one
-  shm::Arena* arena;                       // the own one
+  std::vector<int> global_ranks;         // of each member: its rank in the job, for messages
+  std::vector<int> local_ranks;          // of each member: its index among the arenas
+  std::vector<shm::GroupBlock*> blocks;  // of each member
+  std::vector<shm::PeerArena*> arenas;   // of each member; null for the own one
+  shm::Arena* arena;                     // the own one
   Bell* bell;
 
   shm::GroupBlock& block(int member) const { return *blocks[member]; }

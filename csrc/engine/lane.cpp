@@ -8,8 +8,8 @@ namespace syncengine {
 
 namespace {
 
-constexpr size_t kOneShotBytes = 1 << 10;    // up to here one exchange beats reading less
-constexpr size_t kDirectBytes = 1 << 20;     // of a rank's slice: how often a direct operation looks around
+constexpr size_t kOneShotBytes = 1 << 10;  // up to here one exchange beats reading less
+constexpr size_t kDirectBytes = 1 << 20;   // of a rank's slice: how often a direct operation looks around
 
 Path wanted_path(Algorithm algorithm, const Operation& operation, bool in_arena) {
   bool small = operation.collective == Collective::AllReduce && operation.input.bytes() <= kOneShotBytes;
@@ -32,7 +32,12 @@ int64_t arena_offset(const Group& group, const Operation& operation) {
 }  // namespace
 
 Lane::Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash)
-    : group_(group), id_(id), algorithm_(algorithm), stop_(std::move(stop)), trash_(trash), runner_(group.rank, group.size) {}
+    : group_(group),
+      id_(id),
+      algorithm_(algorithm),
+      stop_(std::move(stop)),
+      trash_(trash),
+      runner_(group.rank, group.size) {}
 
 bool Lane::advance(size_t budget) {
   moved_bytes_ = 0;
@@ -60,18 +65,17 @@ bool Lane::open() {
   queue_.pop_front();
   const Operation& operation = active.item.operation;
   active.arena_offset = arena_offset(group_, operation);
-  group_.own().lanes[id_].records[opened_ % shm::kRecords] = {
-      .key = active.item.key,
-      .bytes = block_bytes(operation),
-      .layout_hash = operation.layout_hash,
-      .arena_offset = active.arena_offset,
-      .prescale = operation.prescale,
-      .postscale = operation.postscale,
-      .root = operation.root,
-      .collective = static_cast<uint8_t>(operation.collective),
-      .dtype = static_cast<uint8_t>(operation.dtype),
-      .op = static_cast<uint8_t>(operation.op),
-      .numerics = static_cast<uint8_t>(operation.numerics)};
+  group_.own().lanes[id_].records[opened_ % shm::kRecords] = {.key = active.item.key,
+                                                              .bytes = block_bytes(operation),
+                                                              .layout_hash = operation.layout_hash,
+                                                              .arena_offset = active.arena_offset,
+                                                              .prescale = operation.prescale,
+                                                              .postscale = operation.postscale,
+                                                              .root = operation.root,
+                                                              .collective = static_cast<uint8_t>(operation.collective),
+                                                              .dtype = static_cast<uint8_t>(operation.dtype),
+                                                              .op = static_cast<uint8_t>(operation.op),
+                                                              .numerics = static_cast<uint8_t>(operation.numerics)};
   active.item.work->start();
   active_.push_back(std::move(active));
   own().opened.store(++opened_, std::memory_order_release);  // release: the record is complete
@@ -89,8 +93,10 @@ bool Lane::choose_path(uint64_t operation, Active& active) {
     verify(operation, active);
     for (int member = 0; member < group_.size && active.path == Path::Direct; ++member) {
       int64_t offset = group_.block(member).lanes[id_].records[operation % shm::kRecords].arena_offset;
-      if (offset < 0) active.path = Path::Staged;
-      else active.tensors.push_back(group_.memory(member, offset, asked.input.bytes()));
+      if (offset < 0)
+        active.path = Path::Staged;
+      else
+        active.tensors.push_back(group_.memory(member, offset, asked.input.bytes()));
     }
   }
   size_t block = block_bytes(asked);
@@ -114,13 +120,21 @@ size_t Lane::prepare(const Active& active, const Cursor& cursor) {
   const Operation& operation = active.item.operation;
   size_t block = block_bytes(operation);
   size_t begin = cursor.chunk * active.chunk_bytes;
-  Chunk chunk{.collective = operation.collective, .path = active.path, .rank = group_.rank, .world = group_.size,
-              .root = operation.root, .element = element_size(operation.dtype), .block = block, .begin = begin,
-              .length = std::min(block - begin, active.chunk_bytes), .stage_all = operation.prescale != 1.0};
+  Chunk chunk{.collective = operation.collective,
+              .path = active.path,
+              .rank = group_.rank,
+              .world = group_.size,
+              .root = operation.root,
+              .element = element_size(operation.dtype),
+              .block = block,
+              .begin = begin,
+              .length = std::min(block - begin, active.chunk_bytes),
+              .stage_all = operation.prescale != 1.0};
   plan_chunk(chunk, plan_);
   for (int member = 0; member < group_.size; ++member) {
-    runner_.bases()[member] = active.path == Path::Direct ? active.tensors[member]
-                                                          : group_.block(member).staging[id_][cursor.total % shm::kSlots];
+    runner_.bases()[member] = active.path == Path::Direct
+                                  ? active.tensors[member]
+                                  : group_.block(member).staging[id_][cursor.total % shm::kSlots];
   }
   return chunk.length;
 }
@@ -174,7 +188,8 @@ uint64_t Lane::pull_blockers(bool all) const {
   const Operation& operation = active.item.operation;
   if (!active.pulls) return 0;
   if (operation.collective != Collective::Broadcast) return behind(&shm::LaneProgress::reduced, pulled_.total + 1, all);
-  bool late = peer(operation.root).reduced.load(std::memory_order_acquire) <= pulled_.total;  // acquire: the staged bytes
+  bool late =
+      peer(operation.root).reduced.load(std::memory_order_acquire) <= pulled_.total;  // acquire: the staged bytes
   return late ? uint64_t{1} << operation.root : 0;
 }
 
@@ -211,7 +226,8 @@ bool Lane::retire() {
 
 // Compares the peers' records with the own one as they come in. True once all agreed.
 bool Lane::verify(uint64_t operation, Active& active) {
-  uint64_t everybody = (group_.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group_.size) - 1) & ~(uint64_t{1} << group_.rank);
+  uint64_t everybody =
+      (group_.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group_.size) - 1) & ~(uint64_t{1} << group_.rank);
   if (active.verified == everybody) return true;
   const shm::OpRecord& mine = group_.own().lanes[id_].records[operation % shm::kRecords];
   for (int member = 0; member < group_.size; ++member) {
@@ -229,7 +245,8 @@ uint64_t Lane::behind(Field field, uint64_t count, bool all) const {
   uint64_t members = 0;
   for (int member = 0; member < group_.size; ++member) {
     if (member == group_.rank) continue;
-    if ((peer(member).*field).load(std::memory_order_acquire) >= count) continue;  // acquire: the bytes behind the count
+    if ((peer(member).*field).load(std::memory_order_acquire) >= count)
+      continue;  // acquire: the bytes behind the count
     members |= uint64_t{1} << member;
     if (!all) break;
   }
@@ -252,7 +269,8 @@ uint64_t Lane::missing(bool all) const {
   members |= behind(&shm::LaneProgress::opened, retired_ + 1, all);
   if (!queue_.empty()) members |= record_users(all);
   const Active& front = active_.front();
-  if (pulled_.operation > retired_ && front.peers_read_user) members |= behind(&shm::LaneProgress::pulled, front.end, all);
+  if (pulled_.operation > retired_ && front.peers_read_user)
+    members |= behind(&shm::LaneProgress::pulled, front.end, all);
   return members;
 }
 

@@ -42,7 +42,9 @@ class Lane {
   // Those that hold up the oldest chunk. Others may be missing only because they wait for the same ones.
   uint64_t culprits() const;
   uint64_t opened() const { return opened_; }
-  const Item* oldest() const { return active_.empty() ? (queue_.empty() ? nullptr : &queue_.front()) : &active_.front().item; }
+  const Item* oldest() const {
+    return active_.empty() ? (queue_.empty() ? nullptr : &queue_.front()) : &active_.front().item;
+  }
   // Adds the arena offsets of this rank's tensors that peers may still read or write.
   void add_direct_memory(std::vector<size_t>& offsets) const;
   void fail_all(const std::exception_ptr& error);
@@ -61,7 +63,7 @@ class Lane {
     Path path = Path::Staged;
     uint64_t chunks = 0;
     size_t chunk_bytes = 0;
-    uint64_t end = 0;       // chunks of the lane up to and with this operation
+    uint64_t end = 0;  // chunks of the lane up to and with this operation
     bool reduces = false, pulls = false, peers_read_user = false;
     std::vector<std::byte*> tensors;  // direct path: each rank's
   };

@@ -34,11 +34,11 @@ Address parse(const std::string& text, int rank) {
 
 }  // namespace
 
-LocalJob::LocalJob(int rank, int size, Options options)
-    : rank_(rank), size_(size), options_(options) {
+LocalJob::LocalJob(int rank, int size, Options options) : rank_(rank), size_(size), options_(options) {
   if (size < 2 || size > shm::kMaxLocalRanks || rank < 0 || rank >= size)
-    throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(rank) + " of " + std::to_string(size) + ": needs 2 to " +
-                                             std::to_string(shm::kMaxLocalRanks) + " ranks on one host");
+    throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                                             ": needs 2 to " + std::to_string(shm::kMaxLocalRanks) +
+                                             " ranks on one host");
   arena_ = shm::Arena::create(arena_bytes(options));
   block_offset_ = arena_->allocate_group(sizeof(shm::GroupBlock));
   engine_ = std::make_shared<Engine>(arena_, rank, size, options);
@@ -81,7 +81,8 @@ std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& 
     if (parsed[rank].numerics != static_cast<uint8_t>(options_.numerics) ||
         parsed[rank].algorithm != static_cast<uint8_t>(options_.algorithm))
       throw Error(ErrorKind::Mismatch, "rank " + std::to_string(rank) + " on " + parsed[rank].host + " and rank " +
-                                           std::to_string(rank_) + " have different numerics or algorithm: pass the same to init()");
+                                           std::to_string(rank_) +
+                                           " have different numerics or algorithm: pass the same to init()");
   }
   auto memories = exchange(names, deadline, interrupted);
   std::vector<std::unique_ptr<shm::PeerArena>> peers(size_);

@@ -40,8 +40,9 @@ void require_same(const Group& group, const shm::OpRecord& mine, int member, con
   if (same) return;
   std::string here = describe(operation), there = describe(theirs);
   if (describe(mine) == there) there += " with another layout";
-  throw Error(ErrorKind::Mismatch, group.name(group.rank) + " called " + here + " where " + group.name(member) + " called " +
-                                       there + ": all ranks must make the same calls in the same order with the same shapes");
+  throw Error(ErrorKind::Mismatch, group.name(group.rank) + " called " + here + " where " + group.name(member) +
+                                       " called " + there +
+                                       ": all ranks must make the same calls in the same order with the same shapes");
 }
 
 }  // namespace syncengine

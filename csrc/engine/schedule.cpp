@@ -58,8 +58,9 @@ bool Schedule::take_scheduled() {
   for (; taken_ < length; ++taken_) {
     uint64_t key = log.slots[taken_ % shm::kLogEntries];
     auto found = std::find_if(waiting_.begin(), waiting_.end(), [&](const Announced& a) { return a.item.key == key; });
-    if (found == waiting_.end()) throw Error(ErrorKind::Mismatch, group_.name(0) + " scheduled a bucket that " +
-                                             group_.name(group_.rank) + " has not announced: the ranks' models differ");
+    if (found == waiting_.end())
+      throw Error(ErrorKind::Mismatch, group_.name(0) + " scheduled a bucket that " + group_.name(group_.rank) +
+                                           " has not announced: the ranks' models differ");
     lane_.enqueue(std::move(found->item));
     waiting_.erase(found);
   }
@@ -71,8 +72,10 @@ uint64_t Schedule::missing(bool all) const {
   for (const Announced& announced : waiting_) {
     uint64_t others = late(announced, all || group_.rank == 0);
     // Only rank 0 acts on the others' announcements; everybody else sleeps until rank 0 does.
-    if (group_.rank == 0) members |= all ? others : others & -others;
-    else members |= all && others ? others : 1;
+    if (group_.rank == 0)
+      members |= all ? others : others & -others;
+    else
+      members |= all && others ? others : 1;
   }
   return members;
 }

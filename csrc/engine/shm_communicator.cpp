@@ -9,12 +9,18 @@ namespace syncengine {
 
 namespace {
 
-constexpr size_t kBudget = 1 << 20;  // bytes of one pass: bounds how long a submitter or another lane waits for the lock
+constexpr size_t kBudget =
+    1 << 20;  // bytes of one pass: bounds how long a submitter or another lane waits for the lock
 
 Group make_group(Engine& engine, int rank, std::vector<int> global_ranks, std::vector<int> local_ranks,
                  const std::vector<uint64_t>& offsets) {
-  Group group{.rank = rank, .size = static_cast<int>(local_ranks.size()), .global_ranks = std::move(global_ranks),
-              .local_ranks = std::move(local_ranks), .blocks = {}, .arenas = {}, .arena = engine.arena().get(),
+  Group group{.rank = rank,
+              .size = static_cast<int>(local_ranks.size()),
+              .global_ranks = std::move(global_ranks),
+              .local_ranks = std::move(local_ranks),
+              .blocks = {},
+              .arenas = {},
+              .arena = engine.arena().get(),
               .bell = &engine.bell()};
   for (int member = 0; member < group.size; ++member) {
     group.arenas.push_back(member == rank ? nullptr : engine.peer(group.local_ranks[member]));
@@ -27,13 +33,15 @@ Group make_group(Engine& engine, int rank, std::vector<int> global_ranks, std::v
 }  // namespace
 
 ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::vector<int> global_ranks,
-                                 std::vector<int> local_ranks, const std::vector<uint64_t>& offsets,
-                                 Origin origin)
+                                 std::vector<int> local_ranks, const std::vector<uint64_t>& offsets, Origin origin)
     : engine_(std::move(engine)),
       origin_(origin),
       group_(make_group(*engine_, rank, std::move(global_ranks), std::move(local_ranks), offsets)),
-      user_lane_(group_, shm::kUserLane, engine_->options().algorithm, [this] { return any_peer_failed(); }, engine_->trash()),
-      scheduled_lane_(group_, shm::kScheduledLane, engine_->options().algorithm, [this] { return any_peer_failed(); }, engine_->trash()),
+      user_lane_(
+          group_, shm::kUserLane, engine_->options().algorithm, [this] { return any_peer_failed(); }, engine_->trash()),
+      scheduled_lane_(
+          group_, shm::kScheduledLane, engine_->options().algorithm, [this] { return any_peer_failed(); },
+          engine_->trash()),
       schedule_(group_, scheduled_lane_) {
   engine_->add(this);
 }
@@ -73,7 +81,8 @@ uint64_t ShmCommunicator::reserve_slots(size_t count) {
   std::lock_guard lock(submit_mutex_);
   if (count > shm::kReadySlots - next_slot_)
     throw Error(ErrorKind::InvalidUsage, "too many gradient buckets on one communicator (at most " +
-                                             std::to_string(shm::kReadySlots) + " over its life): use Communicator.split()");
+                                             std::to_string(shm::kReadySlots) +
+                                             " over its life): use Communicator.split()");
   return std::exchange(next_slot_, next_slot_ + count);
 }
 
@@ -105,7 +114,8 @@ void ShmCommunicator::wait(const std::shared_ptr<Work>& work, const std::functio
     try {
       if (interrupted) interrupted();
     } catch (...) {
-      engine_->locked([&] { fail(ErrorKind::Aborted, group_.name(group_.rank) + " was interrupted (Ctrl-C) in a collective"); });
+      engine_->locked(
+          [&] { fail(ErrorKind::Aborted, group_.name(group_.rank) + " was interrupted (Ctrl-C) in a collective"); });
       throw;
     }
   };
@@ -162,8 +172,10 @@ bool ShmCommunicator::advance() {
   }
   bool moved = !taken_.empty();
   for (Submission& submission : taken_) {
-    if (submission.announced) schedule_.announce(std::move(submission.item));
-    else user_lane_.enqueue(std::move(submission.item));
+    if (submission.announced)
+      schedule_.announce(std::move(submission.item));
+    else
+      user_lane_.enqueue(std::move(submission.item));
   }
   taken_.clear();
   try {
@@ -222,7 +234,8 @@ void ShmCommunicator::fail(ErrorKind kind, const std::string& text) {
 void ShmCommunicator::leave() {
   Error closed(ErrorKind::InvalidUsage, kClosed);
   if (direct_memory().empty()) return end(shm::Standing::Left, closed, closed);
-  Error left(ErrorKind::PeerLost, group_.name(group_.rank) + " has left (it exited or called syncengine.shutdown()) while its " +
+  Error left(ErrorKind::PeerLost, group_.name(group_.rank) +
+                                      " has left (it exited or called syncengine.shutdown()) while its " +
                                       describe(oldest().item->operation) + " was pending");
   end(shm::Standing::Failed, left, closed);
 }

@@ -55,7 +55,8 @@ class SoloCommunicator final : public Communicator {
   std::shared_ptr<void> allocate(size_t bytes) override {
     throw_if_failed();
     void* memory = std::aligned_alloc(64, (bytes / 64 + 1) * 64);
-    if (!memory) throw Error(ErrorKind::InvalidUsage, "syncengine.empty: no memory for " + std::to_string(bytes) + " bytes");
+    if (!memory)
+      throw Error(ErrorKind::InvalidUsage, "syncengine.empty: no memory for " + std::to_string(bytes) + " bytes");
     return {memory, &std::free};
   }
   std::map<std::string, uint64_t> counters() const override { return {{"operations", operations_}}; }

@@ -15,13 +15,16 @@ struct Ticket {
 
 }  // namespace
 
-std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ranks, const std::function<void()>& interrupted) {
+std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ranks,
+                                                     const std::function<void()>& interrupted) {
   throw_if_failed();
   Ticket mine;
   for (int rank : ranks) {
     if (rank < 0 || rank >= size())
-      throw Error(ErrorKind::InvalidUsage, "split: rank " + std::to_string(rank) + " is not in 0.." + std::to_string(size() - 1));
-    if (mine.members >> rank & 1) throw Error(ErrorKind::InvalidUsage, "split: rank " + std::to_string(rank) + " is named twice");
+      throw Error(ErrorKind::InvalidUsage,
+                  "split: rank " + std::to_string(rank) + " is not in 0.." + std::to_string(size() - 1));
+    if (mine.members >> rank & 1)
+      throw Error(ErrorKind::InvalidUsage, "split: rank " + std::to_string(rank) + " is named twice");
     mine.members |= uint64_t{1} << rank;
   }
   if (mine.members && !(mine.members >> rank() & 1))
@@ -30,7 +33,9 @@ std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ran
   if (mine.members) mine.offset = engine_->arena()->allocate_group(sizeof(shm::GroupBlock));
 
   auto tickets = std::make_shared<std::vector<Ticket>>(size());
-  Operation gather{.collective = Collective::AllGather, .dtype = DType::UInt8, .input = {&mine, sizeof(mine)},
+  Operation gather{.collective = Collective::AllGather,
+                   .dtype = DType::UInt8,
+                   .input = {&mine, sizeof(mine)},
                    .output = {tickets->data(), tickets->size() * sizeof(Ticket)}};
   gather.describe = [] { return std::string("Communicator.split()"); };
   gather.layout_hash = 0x73706c6974;  // "split": no other all_gather matches it
@@ -43,7 +48,8 @@ std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ran
     if (!(mine.members >> rank & 1)) continue;
     if ((*tickets)[rank].members != mine.members) {
       std::string text = "split: " + group_.name(this->rank()) + " named " + group_.names(mine.members) + ", " +
-                         group_.name(rank) + " named " + ((*tickets)[rank].members ? group_.names((*tickets)[rank].members) : "none");
+                         group_.name(rank) + " named " +
+                         ((*tickets)[rank].members ? group_.names((*tickets)[rank].members) : "none");
       abort(ErrorKind::Mismatch, text);
       throw Error(ErrorKind::Mismatch, text);
     }

@@ -10,7 +10,8 @@ namespace syncengine {
 
 namespace {
 
-constexpr auto kCycleAfter = std::chrono::milliseconds(300);  // longer than any peer needs to make its next step visible
+constexpr auto kCycleAfter =
+    std::chrono::milliseconds(300);  // longer than any peer needs to make its next step visible
 
 double to_seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
 
@@ -56,13 +57,12 @@ void ShmCommunicator::heed_peers() {
     bool dead = engine_->is_dead(group_.local_ranks[member]);  // before its farewell is read: it may say why
     const shm::Farewell& farewell = group_.block(member).farewell;
     auto standing = static_cast<shm::Standing>(farewell.standing.load(std::memory_order_acquire));
-    if (standing == shm::Standing::Failed)
-      return fail(static_cast<ErrorKind>(farewell.kind), farewell.text);
-    if (dead && standing != shm::Standing::Left)
-      return fail(ErrorKind::PeerLost, group_.name(member) + " died" + what);
+    if (standing == shm::Standing::Failed) return fail(static_cast<ErrorKind>(farewell.kind), farewell.text);
+    if (dead && standing != shm::Standing::Left) return fail(ErrorKind::PeerLost, group_.name(member) + " died" + what);
     // What it did before it left is visible only now.
     if (standing == shm::Standing::Left && item && missing(true) >> member & 1)
-      return fail(ErrorKind::PeerLost, group_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
+      return fail(ErrorKind::PeerLost,
+                  group_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
   }
 }
 
@@ -105,8 +105,8 @@ bool ShmCommunicator::arrived_here(const Work::Place& place) const {
 void ShmCommunicator::heed_cycle() {
   const shm::Waiting& own = group_.own().waiting;
   if (own.stamp.load(std::memory_order_relaxed) % 2 == 0 || !engine_->is_single_threaded()) return;
-  Work::Place mine{static_cast<int>(own.lane.load(std::memory_order_relaxed)), own.number.load(std::memory_order_relaxed),
-                   own.epoch.load(std::memory_order_relaxed)};
+  Work::Place mine{static_cast<int>(own.lane.load(std::memory_order_relaxed)),
+                   own.number.load(std::memory_order_relaxed), own.epoch.load(std::memory_order_relaxed)};
   for (int member = 0; member < group_.size; ++member) {
     const shm::GroupBlock& peer = group_.block(member);
     bool came = mine.lane == shm::kUserLane
@@ -115,7 +115,8 @@ void ShmCommunicator::heed_cycle() {
     if (member == group_.rank || came) continue;
     uint64_t stamp = peer.waiting.stamp.load(std::memory_order_acquire);  // acquire: the place
     Work::Place theirs{static_cast<int>(peer.waiting.lane.load(std::memory_order_relaxed)),
-                       peer.waiting.number.load(std::memory_order_relaxed), peer.waiting.epoch.load(std::memory_order_relaxed)};
+                       peer.waiting.number.load(std::memory_order_relaxed),
+                       peer.waiting.epoch.load(std::memory_order_relaxed)};
     if (stamp % 2 == 0 || arrived_here(theirs)) continue;
     if (cycle_member_ != member || cycle_stamp_ != stamp) {
       cycle_member_ = member;
@@ -125,12 +126,13 @@ void ShmCommunicator::heed_cycle() {
     }
     if (Clock::now() - cycle_since_ < kCycleAfter) return;
     const Lane::Item* item = oldest().item;
-    std::string there = theirs.lane == shm::kUserLane ? "its collective call number " + std::to_string(theirs.number)
-                                                      : "a gradient bucket (number " + std::to_string(theirs.number) + ")";
-    return fail(ErrorKind::Mismatch,
-                group_.name(group_.rank) + " waits in " + (item ? describe(item->operation) : "a collective") + " for " +
-                    group_.name(member) + ", which waits in " + there + " for " + group_.name(group_.rank) +
-                    ": the ranks make different calls");
+    std::string there = theirs.lane == shm::kUserLane
+                            ? "its collective call number " + std::to_string(theirs.number)
+                            : "a gradient bucket (number " + std::to_string(theirs.number) + ")";
+    return fail(ErrorKind::Mismatch, group_.name(group_.rank) + " waits in " +
+                                         (item ? describe(item->operation) : "a collective") + " for " +
+                                         group_.name(member) + ", which waits in " + there + " for " +
+                                         group_.name(group_.rank) + ": the ranks make different calls");
   }
 }
 

@@ -4,8 +4,8 @@
 #pragma once
 
 #include <atomic>
-#include <exception>
 #include <cstdint>
+#include <exception>
 
 namespace syncengine {
 
@@ -20,7 +20,7 @@ class Work {
 
   State state() const { return state_.load(std::memory_order_acquire); }  // acquire: results are visible after Done
   bool ended() const { return state() >= State::Done; }
-  std::exception_ptr error() const { return error_; }                     // valid once state() == Failed
+  std::exception_ptr error() const { return error_; }  // valid once state() == Failed
   void rethrow_if_failed() const {
     if (state() == State::Failed) std::rethrow_exception(error_);
   }

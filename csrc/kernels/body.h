@@ -60,20 +60,28 @@ struct Float16 : Half<Isa> {
 
 struct Sum {
   template <class V>
-  SYNCENGINE_INLINE static V apply(V a, V b) { return a + b; }
+  SYNCENGINE_INLINE static V apply(V a, V b) {
+    return a + b;
+  }
 };
 struct Product {
   template <class V>
-  SYNCENGINE_INLINE static V apply(V a, V b) { return a * b; }
+  SYNCENGINE_INLINE static V apply(V a, V b) {
+    return a * b;
+  }
 };
 // A NaN on either side wins; of equal values (0.0 and -0.0) the earlier one stays.
 struct Min {
   template <class V>
-  SYNCENGINE_INLINE static V apply(V a, V b) { return ((b < a) | (b != b)) ? b : a; }
+  SYNCENGINE_INLINE static V apply(V a, V b) {
+    return ((b < a) | (b != b)) ? b : a;
+  }
 };
 struct Max {
   template <class V>
-  SYNCENGINE_INLINE static V apply(V a, V b) { return ((b > a) | (b != b)) ? b : a; }
+  SYNCENGINE_INLINE static V apply(V a, V b) {
+    return ((b > a) | (b != b)) ? b : a;
+  }
 };
 
 template <class Op, class V>

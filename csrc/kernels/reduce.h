@@ -23,9 +23,9 @@ enum class Rounding {
 
 struct Reduction {
   DType dtype;
-  ReduceOp op;                         // Avg adds like Sum; the caller sets `scale`
+  ReduceOp op;  // Avg adds like Sum; the caller sets `scale`
   Rounding rounding = Rounding::Once;
-  double scale = 1.0;                  // factor on the result, in float32 (float64: in float64); floating dtypes only
+  double scale = 1.0;  // factor on the result, in float32 (float64: in float64); floating dtypes only
 };
 
 // destination[j][i] = scale * (((source[0][i] op source[1][i]) op source[2][i]) ...), for 0 <= i < count and every j.
@@ -39,9 +39,9 @@ void copy_scaled(DType dtype, void* destination, const void* source, size_t coun
 
 enum class Isa { Scalar, Avx2, Avx512 };
 const char* name(Isa isa);
-Isa best_isa();                // what this processor runs
-bool is_available(Isa isa);    // compiled in and runnable here
-Isa active_isa();              // what reduce and copy_scaled use: choose_isa(SYNCENGINE_ISA), read once
+Isa best_isa();              // what this processor runs
+bool is_available(Isa isa);  // compiled in and runnable here
+Isa active_isa();            // what reduce and copy_scaled use: choose_isa(SYNCENGINE_ISA), read once
 // The one named "scalar", "avx2" or "avx512"; the best one if `wanted` is null or empty.
 // Throws InvalidUsage if there is no such one here.
 Isa choose_isa(const char* wanted);

@@ -134,7 +134,8 @@ TEST(announced_operations_complete_in_any_order) {
         auto& data = buckets[bucket];
         data.resize(bucket * 1000 + 1);
         for (size_t i = 0; i < data.size(); ++i) data[i] = value(rank, i + bucket);
-        works.push_back(communicator.announce(first + bucket, all_reduce_of(data.data(), data.size() * 4, DType::Float32)));
+        works.push_back(
+            communicator.announce(first + bucket, all_reduce_of(data.data(), data.size() * 4, DType::Float32)));
         if (bucket % 7 == 0) {  // the user's own calls go on in between
           std::vector<float> own(bucket + 10);
           check_all_reduce(communicator, own.data(), 10);
@@ -142,7 +143,8 @@ TEST(announced_operations_complete_in_any_order) {
       }
       for (auto& work : works) communicator.wait(work);
       for (int bucket = 0; bucket < kBuckets; ++bucket)
-        check_values(buckets[bucket].data(), buckets[bucket].size(), [&](size_t i) { return sum_of_values(4, i + bucket); });
+        check_values(buckets[bucket].data(), buckets[bucket].size(),
+                     [&](size_t i) { return sum_of_values(4, i + bucket); });
     }
   });
 }
@@ -200,8 +202,10 @@ TEST(cycles_are_mismatches_not_timeouts) {
     std::vector<float> data(100);
     auto start = Clock::now();
     auto call = [&] {
-      if (rank == 0) communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
-      else communicator.wait(communicator.announce(slot, all_reduce_of(data.data(), 400, DType::Float32)));
+      if (rank == 0)
+        communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
+      else
+        communicator.wait(communicator.announce(slot, all_reduce_of(data.data(), 400, DType::Float32)));
     };
     CHECK_THROWS(call(), ErrorKind::Mismatch);
     CHECK(Clock::now() - start < seconds(5));  // the timeout is 30 minutes
@@ -255,7 +259,8 @@ TEST(a_failed_group_takes_along_direct_operations_in_the_same_memory) {
       auto pair = communicator.split(rank == 1 ? std::vector<int>{} : std::vector<int>{0, 2});
       constexpr size_t kBytes = 4 << 20;
       auto shared = communicator.allocate(2 * kBytes), other = communicator.allocate(kBytes);
-      auto* theirs = same_memory ? static_cast<std::byte*>(shared.get()) + kBytes : static_cast<std::byte*>(other.get());
+      auto* theirs =
+          same_memory ? static_cast<std::byte*>(shared.get()) + kBytes : static_cast<std::byte*>(other.get());
       if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(600));
       auto run = [&] {
         auto work = communicator.submit(all_reduce_of(shared.get(), kBytes, DType::Float32));
@@ -265,8 +270,10 @@ TEST(a_failed_group_takes_along_direct_operations_in_the_same_memory) {
         }
         communicator.wait(work);
       };
-      if (same_memory) CHECK_THROWS(run(), ErrorKind::Mismatch);
-      else run();
+      if (same_memory)
+        CHECK_THROWS(run(), ErrorKind::Mismatch);
+      else
+        run();
     });
   }
 }

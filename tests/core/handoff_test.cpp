@@ -74,7 +74,7 @@ void check_memories(int rank, const std::vector<UniqueFd>& memories) {
       CHECK(!memories[peer]);
       continue;
     }
-    struct stat status {};
+    struct stat status{};
     CHECK_EQ(fstat(memories[peer].get(), &status), 0);
     CHECK_EQ(status.st_size, 4096 * (peer + 1));
     CHECK(fcntl(memories[peer].get(), F_GETFD) & FD_CLOEXEC);
@@ -122,13 +122,13 @@ TEST(strangers_get_nothing_and_do_no_harm) {
   std::vector<Handoff> handoffs(3);
   const std::string& name = handoffs[0].name();
   std::vector<UniqueFd> strangers;
-  strangers.push_back(dial(name));                              // says nothing
-  strangers.push_back(dial_and_say(name, 'x'));                 // too short
+  strangers.push_back(dial(name));               // says nothing
+  strangers.push_back(dial_and_say(name, 'x'));  // too short
   strangers.push_back(dial_and_say(name, Hello{.magic = 1, .rank = 1}));
-  strangers.push_back(dial_and_say(name, Hello{.rank = 0}));    // the listener itself
-  strangers.push_back(dial_and_say(name, Hello{.rank = 3}));    // no such rank
+  strangers.push_back(dial_and_say(name, Hello{.rank = 0}));  // the listener itself
+  strangers.push_back(dial_and_say(name, Hello{.rank = 3}));  // no such rank
   strangers.push_back(dial_and_say(name, Hello{.rank = -1}));
-  dial(name);                                                   // hangs up at once
+  dial(name);  // hangs up at once
   dial_and_say(name, Hello{.magic = 2});
   check_exchange(handoffs);
   for (const UniqueFd& stranger : strangers) CHECK_EQ(descriptors_until_closed(stranger), 0);
@@ -139,7 +139,8 @@ TEST(a_rank_is_served_once) {
   Handoff handoff, silent;
   const std::vector<std::string> names{handoff.name(), silent.name()};
   UniqueFd own = memory_of(0);
-  UniqueFd first = dial_and_say(handoff.name(), Hello{.rank = 1}), second = dial_and_say(handoff.name(), Hello{.rank = 1});
+  UniqueFd first = dial_and_say(handoff.name(), Hello{.rank = 1}),
+           second = dial_and_say(handoff.name(), Hello{.rank = 1});
   CHECK_THROWS(handoff.exchange(0, names, own.get(), Deadline::after(seconds(0.2)), {}), ErrorKind::Timeout);
   CHECK_EQ(descriptors_until_closed(first), 1);
   CHECK_EQ(descriptors_until_closed(second), 0);

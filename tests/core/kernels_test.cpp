@@ -74,8 +74,16 @@ Arrays make_arrays(int number, size_t bytes) {
 template <class T, class Bits>
 void fill_floating(Array& array, std::mt19937_64& random) {
   using Limits = std::numeric_limits<T>;
-  const T special[] = {T(0), -T(0), Limits::denorm_min(), -Limits::denorm_min(), Limits::min(), Limits::max(),
-                       Limits::lowest(), Limits::infinity(), -Limits::infinity(), Limits::quiet_NaN(),
+  const T special[] = {T(0),
+                       -T(0),
+                       Limits::denorm_min(),
+                       -Limits::denorm_min(),
+                       Limits::min(),
+                       Limits::max(),
+                       Limits::lowest(),
+                       Limits::infinity(),
+                       -Limits::infinity(),
+                       Limits::quiet_NaN(),
                        Limits::signaling_NaN()};
   for (size_t i = 0; i < array.bytes() / sizeof(T); ++i) {
     Bits bits = static_cast<Bits>(random());
@@ -190,8 +198,8 @@ TEST(kernels_match_the_oracle_for_every_number_of_sources) {
 TEST(kernels_match_the_oracle_for_every_tail) {
   std::mt19937_64 random(2);
   for_each_kind([&](Reduction reduction) {
-    for (size_t count : {0,  1,  2,  3,  5,  7,  8,  9,   15,  16,  17,  31, 32,
-                         33, 47, 63, 64, 65, 95, 96, 127, 128, 129, 255, 256, 319}) {
+    for (size_t count :
+         {0, 1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 95, 96, 127, 128, 129, 255, 256, 319}) {
       check_everywhere(reduction, 2, count, random);
       check_everywhere(reduction, 3, count, random);
     }

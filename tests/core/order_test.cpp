@@ -64,7 +64,8 @@ Bytes oracle(const Case& what, Numerics numerics, int world) {
     std::vector<const void*> sources;
     for (int rank : segment.order) sources.push_back(parts[rank].data() + segment.begin);
     const auto rounding = ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once;
-    Bytes piece = testing::expected({what.dtype, what.op, rounding, what.postscale}, sources, (segment.end - segment.begin) / size);
+    Bytes piece = testing::expected({what.dtype, what.op, rounding, what.postscale}, sources,
+                                    (segment.end - segment.begin) / size);
     result.insert(result.end(), piece.begin(), piece.end());
   }
   return result;
@@ -109,7 +110,8 @@ void check_bits(const Case& what, const Bytes& got, const Bytes& wanted, const c
   const long place = testing::first_difference(what.dtype, got.data(), wanted.data(), what.count);
   if (place >= 0)
     throw testing::Failure(std::string(how) + ": " + name(what.dtype) + " " + name(what.op) + " of " +
-                           std::to_string(what.count) + " elements differs from the oracle at " + std::to_string(place));
+                           std::to_string(what.count) + " elements differs from the oracle at " +
+                           std::to_string(place));
 }
 
 // The same all-reduce on ordinary memory, in the arena, on many small spans, and announced: the same bits.
@@ -189,7 +191,8 @@ TEST(bits_depend_on_the_order_alone) {
       for (size_t count : {size_t{1}, size_t{2} * world + 1, size_t{1001}})
         cases.push_back({dtype, ReduceOp::Sum, count, 1.0, 1.0 / world});
       if (world == 3 && !(quick && dtype != DType::Float32)) {
-        for (size_t count : {chunk - 1, chunk, chunk + 1}) cases.push_back({dtype, ReduceOp::Sum, count, 1.0, 1.0 / world});
+        for (size_t count : {chunk - 1, chunk, chunk + 1})
+          cases.push_back({dtype, ReduceOp::Sum, count, 1.0, 1.0 / world});
       }
       cases.push_back({dtype, ReduceOp::Sum, 5003, 1.0 / world, 1.0});  // scaled first, as DDP does
     }
@@ -203,7 +206,8 @@ TEST(bits_of_the_two_orders_differ) {
     const Case what{dtype, ReduceOp::Sum, 1001};
     const Bytes a = oracle(what, Numerics::RankOrder, 3), b = oracle(what, Numerics::Ring, 3);
     size_t different = 0;
-    for (size_t i = 0; i < a.size(); i += element_size(dtype)) different += std::memcmp(&a[i], &b[i], element_size(dtype)) != 0;
+    for (size_t i = 0; i < a.size(); i += element_size(dtype))
+      different += std::memcmp(&a[i], &b[i], element_size(dtype)) != 0;
     CHECK(different > 50);
   }
 }
@@ -242,7 +246,8 @@ TEST(reduce_scatter_adds_in_the_same_order) {
           for (int hop = 0; hop < kWorld; ++hop)
             sources.push_back(inputs[ring ? (rank - 1 - hop + 2 * kWorld) % kWorld : hop].data() + rank * bytes);
           const Bytes wanted = testing::expected(
-              {dtype, ReduceOp::Sum, ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once, 1.0}, sources, kCount);
+              {dtype, ReduceOp::Sum, ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once, 1.0}, sources,
+              kCount);
           auto shared = communicator.allocate(kWorld * bytes);
           std::memcpy(shared.get(), inputs[rank].data(), kWorld * bytes);
           for (void* input : {static_cast<void*>(inputs[rank].data()), shared.get()}) {

@@ -9,7 +9,8 @@ namespace syncengine {
 
 namespace {
 
-constexpr size_t kSlot = 640;   // small, so that small blocks take several chunks; a reduce-scatter of 9 ranks still fits
+constexpr size_t kSlot =
+    640;  // small, so that small blocks take several chunks; a reduce-scatter of 9 ranks still fits
 constexpr size_t kDirect = 128;
 
 struct Symbol {
@@ -62,8 +63,15 @@ class Memory {
 class Walk {
  public:
   Walk(Collective collective, Path path, int world, int root, size_t block, bool stage_all)
-      : collective_(collective), path_(path), world_(world), root_(root), block_(block), stage_all_(stage_all),
-        inputs_(world), outputs_(world), slots_(world) {
+      : collective_(collective),
+        path_(path),
+        world_(world),
+        root_(root),
+        block_(block),
+        stage_all_(stage_all),
+        inputs_(world),
+        outputs_(world),
+        slots_(world) {
     for (int rank = 0; rank < world; ++rank) {
       inputs_[rank].resize(collective == Collective::ReduceScatter ? block * world : block);
       for (size_t i = 0; i < inputs_[rank].size(); ++i) inputs_[rank].set(i, {i, 1u << rank});
@@ -101,8 +109,17 @@ class Walk {
     plans_.assign(world_, {});
     slots_.assign(world_, {});
     for (int rank = 0; rank < world_; ++rank) {
-      plan_chunk({.collective = collective_, .path = path_, .rank = rank, .world = world_, .root = root_, .element = 1,
-                  .block = block_, .begin = begin, .length = length, .stage_all = stage_all_}, plans_[rank]);
+      plan_chunk({.collective = collective_,
+                  .path = path_,
+                  .rank = rank,
+                  .world = world_,
+                  .root = root_,
+                  .element = 1,
+                  .block = block_,
+                  .begin = begin,
+                  .length = length,
+                  .stage_all = stage_all_},
+                 plans_[rank]);
       slots_[rank].resize(kSlot);
     }
     phase([&](int rank, const ChunkPlan& plan) { stage(rank, plan); });
@@ -215,8 +232,17 @@ TEST(plans_of_broadcast) { walk_all(Collective::Broadcast, {Path::OneShot, Path:
 TEST(plan_of_a_barrier_waits_and_moves_nothing) {
   ChunkPlan plan;
   for (int world = 1; world <= kMaxWorld; ++world) {
-    plan_chunk({.collective = Collective::Barrier, .path = Path::Staged, .rank = 0, .world = world, .root = 0, .element = 1,
-                .block = 0, .begin = 0, .length = 0, .stage_all = false}, plan);
+    plan_chunk({.collective = Collective::Barrier,
+                .path = Path::Staged,
+                .rank = 0,
+                .world = world,
+                .root = 0,
+                .element = 1,
+                .block = 0,
+                .begin = 0,
+                .length = 0,
+                .stage_all = false},
+               plan);
     CHECK(plan.pulls && !plan.reduces && plan.stage.empty() && plan.pull.empty());
   }
 }
@@ -239,10 +265,19 @@ TEST(slices_partition_the_block_on_cache_lines) {
 // A plan is refilled for each chunk: nothing of the chunk before may stay.
 TEST(a_refilled_plan_forgets_the_last_one) {
   ChunkPlan used, fresh;
-  Chunk chunk{.collective = Collective::AllReduce, .path = Path::Staged, .rank = 1, .world = 3, .root = 0, .element = 4,
-              .block = 640, .begin = 0, .length = 640, .stage_all = true};
+  Chunk chunk{.collective = Collective::AllReduce,
+              .path = Path::Staged,
+              .rank = 1,
+              .world = 3,
+              .root = 0,
+              .element = 4,
+              .block = 640,
+              .begin = 0,
+              .length = 640,
+              .stage_all = true};
   plan_chunk(chunk, used);
-  for (Collective collective : {Collective::Broadcast, Collective::AllGather, Collective::ReduceScatter, Collective::Barrier}) {
+  for (Collective collective :
+       {Collective::Broadcast, Collective::AllGather, Collective::ReduceScatter, Collective::Barrier}) {
     chunk.collective = collective;
     plan_chunk(chunk, used);
     fresh = {};

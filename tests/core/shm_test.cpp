@@ -102,7 +102,7 @@ TEST(arena_closes_its_descriptor) {
 TEST(arena_takes_no_memory_before_it_is_touched) {
   auto arena = shm::Arena::create(kArena);
   auto tensor = arena->allocate_tensor(4 << 20);
-  struct stat status {};
+  struct stat status{};
   fstat(arena->fd(), &status);
   CHECK(status.st_blocks * 512 < 64 << 10);
   std::memset(tensor.get(), 1, 4 << 20);
@@ -152,7 +152,8 @@ TEST(too_much_memory_is_an_error_with_numbers) {
   CHECK(contains(no_room, "SYNCENGINE_ARENA_BYTES"));
   for (size_t bytes : {size_t{1} << 60, SIZE_MAX - 4095, SIZE_MAX - 1, SIZE_MAX}) {
     std::string no_memory = message([&] { arena->allocate_tensor(bytes); });
-    CHECK(contains(no_memory, std::to_string(bytes) + " bytes of shared memory wanted") && contains(no_memory, "available"));
+    CHECK(contains(no_memory, std::to_string(bytes) + " bytes of shared memory wanted") &&
+          contains(no_memory, "available"));
   }
   CHECK(contains(message([&] { arena->allocate_group(kArena); }), "SYNCENGINE_ARENA_BYTES"));
   std::string no_arena = message([] { shm::Arena::create(size_t{1} << 62); });
@@ -179,8 +180,10 @@ TEST(heap_agrees_with_a_naive_model) {
       }
       const size_t bytes = 1 + random() % 90, alignment = size_t{1} << random() % 7;
       std::optional<size_t> expected;
-      for (size_t at = (kBegin + alignment - 1) / alignment * alignment; at + bytes <= kEnd && !expected; at += alignment) {
-        if (std::none_of(used.begin() + static_cast<long>(at), used.begin() + static_cast<long>(at + bytes), [](bool u) { return u; }))
+      for (size_t at = (kBegin + alignment - 1) / alignment * alignment; at + bytes <= kEnd && !expected;
+           at += alignment) {
+        if (std::none_of(used.begin() + static_cast<long>(at), used.begin() + static_cast<long>(at + bytes),
+                         [](bool u) { return u; }))
           expected = at;
       }
       std::optional<size_t> got = heap.allocate(bytes, alignment);

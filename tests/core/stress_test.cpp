@@ -19,7 +19,9 @@ std::shared_ptr<void> slow_to_let_go(int milliseconds) {
   return {nullptr, [milliseconds](void*) { pause(milliseconds); }};
 }
 
-Operation all_reduce_of(std::vector<float>& data) { return testing::all_reduce_of(data.data(), data.size() * 4, DType::Float32); }
+Operation all_reduce_of(std::vector<float>& data) {
+  return testing::all_reduce_of(data.data(), data.size() * 4, DType::Float32);
+}
 
 void check_all(const std::vector<float>& data, float expected) {
   for (float value : data) CHECK_EQ(value, expected);
@@ -67,8 +69,10 @@ TEST(many_threads_and_communicators) {
         std::vector<std::shared_ptr<Work>> works;
         for (size_t i = 0; i < data.size(); ++i) {
           data[i].assign(same() % 4 ? 1 + same() % 300 : 1 + same() % 150000, static_cast<float>(rank + round));
-          if (same() % 3 == 0) mine.run(all_reduce_of(data[i]), {});
-          else works.push_back(mine.submit(all_reduce_of(data[i])));
+          if (same() % 3 == 0)
+            mine.run(all_reduce_of(data[i]), {});
+          else
+            works.push_back(mine.submit(all_reduce_of(data[i])));
           if (different() % 8 == 0) pause(1);
         }
         if (same() % 2) std::reverse(works.begin(), works.end());
@@ -158,10 +162,11 @@ TEST(an_abort_in_the_middle_reaches_everybody) {
       const uint64_t first = communicator.reserve_slots(8);
       std::mt19937 random(round * kSize + rank);
       std::jthread trouble;
-      if (rank == aborter) trouble = std::jthread([&, delay = random() % 20] {
-        pause(static_cast<int>(delay));
-        communicator.abort(ErrorKind::Aborted, text);
-      });
+      if (rank == aborter)
+        trouble = std::jthread([&, delay = random() % 20] {
+          pause(static_cast<int>(delay));
+          communicator.abort(ErrorKind::Aborted, text);
+        });
       std::string seen;
       std::vector<std::vector<float>> buckets(8, std::vector<float>(70000, 1.0f));  // outlive the abort
       std::vector<float> own(1000, 1.0f);
@@ -171,7 +176,8 @@ TEST(an_abort_in_the_middle_reaches_everybody) {
         for (;;) {
           std::vector<std::shared_ptr<Work>> works;
           std::shuffle(buckets.begin(), buckets.end(), random);
-          for (size_t i = 0; i < buckets.size(); ++i) works.push_back(communicator.announce(first + i, all_reduce_of(buckets[i])));
+          for (size_t i = 0; i < buckets.size(); ++i)
+            works.push_back(communicator.announce(first + i, all_reduce_of(buckets[i])));
           communicator.run(all_reduce_of(own), {});
           communicator.run(testing::all_reduce_of(shared.get(), 4 << 20, DType::Float32), {});
           if (random() % 4 == 0) pause(1);
@@ -234,7 +240,8 @@ TEST(leaving_after_the_last_call_harms_nobody) {
       for (int round = 0; round < 20; ++round) {
         auto group = communicator.split({0, 1, 2});
         std::vector<float> data(10, 1.0f);
-        if (rank == round % 3) std::this_thread::sleep_for(std::chrono::microseconds(250));  // about as long as others spin
+        if (rank == round % 3)
+          std::this_thread::sleep_for(std::chrono::microseconds(250));  // about as long as others spin
         group->run(all_reduce_of(data), {});
         check_all(data, 3);
       }

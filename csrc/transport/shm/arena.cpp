@@ -25,7 +25,8 @@ UniqueFd create_sealed(size_t bytes) {
   UniqueFd fd(memfd_create("syncengine", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) throw_system_error("can't create shared memory", errno);
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0)
-    throw_system_error("can't size shared memory to " + std::to_string(bytes) + " bytes (SYNCENGINE_ARENA_BYTES)", errno);
+    throw_system_error("can't size shared memory to " + std::to_string(bytes) + " bytes (SYNCENGINE_ARENA_BYTES)",
+                       errno);
   if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) throw_system_error("can't seal shared memory", errno);
   return fd;
 }
@@ -41,14 +42,15 @@ Mapping map_own(int fd, size_t bytes) {
 }  // namespace
 
 PeerArena::PeerArena(int fd, size_t bytes) {
-  struct stat status {};
+  struct stat status{};
   // Sealed, or the peer could shrink it under us: a SIGBUS instead of an error.
   bool sound = (fcntl(fd, F_GET_SEALS) & kSeals) == kSeals && fstat(fd, &status) == 0 &&
                static_cast<size_t>(status.st_size) == bytes && bytes > kHeapBegin;
   if (!sound) throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
   mapping_ = Mapping(fd, bytes);
   if (header().magic != kMagic)
-    throw Error(ErrorKind::InvalidUsage, "a peer's shared memory has another layout: do all ranks run the same syncengine?");
+    throw Error(ErrorKind::InvalidUsage,
+                "a peer's shared memory has another layout: do all ranks run the same syncengine?");
   ForkGuard::add(this);
 }
 
@@ -65,7 +67,8 @@ std::shared_ptr<Arena> Arena::create(size_t bytes) {
   return std::shared_ptr<Arena>(new Arena(create_sealed(bytes), bytes));
 }
 
-Arena::Arena(UniqueFd fd, size_t bytes) : fd_(std::move(fd)), mapping_(map_own(fd_.get(), bytes)), heap_(kHeapBegin, bytes) {
+Arena::Arena(UniqueFd fd, size_t bytes)
+    : fd_(std::move(fd)), mapping_(map_own(fd_.get(), bytes)), heap_(kHeapBegin, bytes) {
   header().magic = kMagic;
   ForkGuard::add(this);
 }
@@ -83,20 +86,23 @@ int64_t Arena::offset_of(const void* data, size_t bytes) const {
 std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
   size_t available = available_memory();
   if (bytes > available)
-    throw Error(ErrorKind::InvalidUsage, "syncengine.empty: " + std::to_string(bytes) + " bytes of shared memory wanted, " +
-                                             std::to_string(available) + " available on this machine (or in this cgroup)");
+    throw Error(ErrorKind::InvalidUsage, "syncengine.empty: " + std::to_string(bytes) +
+                                             " bytes of shared memory wanted, " + std::to_string(available) +
+                                             " available on this machine (or in this cgroup)");
   size_t length = whole_pages(std::max<size_t>(bytes, 1));
   auto offset = heap_.allocate(length, length >= kHugePage ? kHugePage : kPage);
   if (!offset)
-    throw Error(ErrorKind::InvalidUsage, "syncengine.empty: no room for " + std::to_string(bytes) + " bytes in an arena of " +
-                                             std::to_string(this->bytes()) + "; raise SYNCENGINE_ARENA_BYTES");
+    throw Error(ErrorKind::InvalidUsage, "syncengine.empty: no room for " + std::to_string(bytes) +
+                                             " bytes in an arena of " + std::to_string(this->bytes()) +
+                                             "; raise SYNCENGINE_ARENA_BYTES");
   std::byte* memory = at(*offset);
   if (length >= kHugePage) madvise(memory, length / kHugePage * kHugePage, MADV_HUGEPAGE);
   {
     std::lock_guard lock(mutex_);
     tensors_.emplace(*offset, TensorMemory{length});
   }
-  return {memory, [self = shared_from_this(), offset = *offset, length](void*) { self->release_tensor(offset, length); }};
+  return {memory,
+          [self = shared_from_this(), offset = *offset, length](void*) { self->release_tensor(offset, length); }};
 }
 
 void Arena::release_tensor(size_t offset, size_t bytes) {
@@ -112,8 +118,8 @@ void Arena::release_tensor(size_t offset, size_t bytes) {
 size_t Arena::allocate_group(size_t bytes) {
   auto offset = heap_.allocate(whole_pages(bytes), kPage);
   if (!offset)
-    throw Error(ErrorKind::InvalidUsage, "no room for another communicator in an arena of " + std::to_string(this->bytes()) +
-                                             " bytes; raise SYNCENGINE_ARENA_BYTES");
+    throw Error(ErrorKind::InvalidUsage, "no room for another communicator in an arena of " +
+                                             std::to_string(this->bytes()) + " bytes; raise SYNCENGINE_ARENA_BYTES");
   return *offset;
 }
 

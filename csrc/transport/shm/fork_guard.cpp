@@ -24,9 +24,7 @@ Registry& registry() {
 
 }  // namespace
 
-void ForkGuard::install() {
-  [[maybe_unused]] static int once = pthread_atfork(&before, &in_parent, &in_child);
-}
+void ForkGuard::install() { [[maybe_unused]] static int once = pthread_atfork(&before, &in_parent, &in_child); }
 
 void ForkGuard::add(Arena* arena) {
   install();
@@ -68,7 +66,8 @@ void ForkGuard::in_child() {
     size_t position = 0;
     for (auto [offset, memory] : arena->tensors_) {
       make_inaccessible(arena->at(position), offset - position);
-      if (!memory.severed && !make_private(arena->at(offset), memory.bytes)) make_inaccessible(arena->at(offset), memory.bytes);
+      if (!memory.severed && !make_private(arena->at(offset), memory.bytes))
+        make_inaccessible(arena->at(offset), memory.bytes);
       position = offset + memory.bytes;
     }
     make_inaccessible(arena->at(position), arena->bytes() - position);

@@ -14,14 +14,15 @@
 namespace syncengine::shm {
 
 inline constexpr size_t kPage = 4096;
-inline constexpr int kMaxLocalRanks = 64;        // one bit each in Doorbell::interest
-inline constexpr size_t kRecords = 64;           // operations in flight per lane
-inline constexpr size_t kSlots = 4;              // staging slots per lane
-inline constexpr size_t kSlotBytes = 256 << 10;  // four of them and the data that they stage fit a core's share of the cache
-inline constexpr size_t kLogEntries = 1024;      // scheduled and not yet opened by every rank
-inline constexpr size_t kReadySlots = 1 << 20;   // announcement slots per communicator; sparse
-inline constexpr int kUserLane = 0;       // matched by order of submission
-inline constexpr int kScheduledLane = 1;  // announced in any order, run in the order of the schedule
+inline constexpr int kMaxLocalRanks = 64;  // one bit each in Doorbell::interest
+inline constexpr size_t kRecords = 64;     // operations in flight per lane
+inline constexpr size_t kSlots = 4;        // staging slots per lane
+inline constexpr size_t kSlotBytes =
+    256 << 10;  // four of them and the data that they stage fit a core's share of the cache
+inline constexpr size_t kLogEntries = 1024;     // scheduled and not yet opened by every rank
+inline constexpr size_t kReadySlots = 1 << 20;  // announcement slots per communicator; sparse
+inline constexpr int kUserLane = 0;             // matched by order of submission
+inline constexpr int kScheduledLane = 1;        // announced in any order, run in the order of the schedule
 inline constexpr int kLanes = 2;
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
@@ -34,19 +35,19 @@ struct alignas(64) Doorbell {
 
 // How far this rank is in one lane. `opened` and `compared` count operations, the others count chunks.
 struct alignas(64) LaneProgress {
-  std::atomic<uint64_t> opened;   // its OpRecord is published
-  std::atomic<uint64_t> staged;   // its contribution is readable
-  std::atomic<uint64_t> reduced;  // its slice of the result is readable
-  std::atomic<uint64_t> pulled;   // it reads nobody's memory for this chunk any more
+  std::atomic<uint64_t> opened;    // its OpRecord is published
+  std::atomic<uint64_t> staged;    // its contribution is readable
+  std::atomic<uint64_t> reduced;   // its slice of the result is readable
+  std::atomic<uint64_t> pulled;    // it reads nobody's memory for this chunk any more
   std::atomic<uint64_t> compared;  // it needs nobody's OpRecord any more; in steps of kRecords / 4
 };
 
 // What this rank believes the operation to be. Compared with every peer's before a byte is used.
 struct alignas(64) OpRecord {
-  uint64_t key;            // announcement slot, or ~0
-  uint64_t bytes;          // of the operation's block
+  uint64_t key;    // announcement slot, or ~0
+  uint64_t bytes;  // of the operation's block
   uint64_t layout_hash;
-  int64_t arena_offset;    // of the input in the owner's arena, or -1: an ordinary tensor
+  int64_t arena_offset;  // of the input in the owner's arena, or -1: an ordinary tensor
   double prescale, postscale;
   int32_t root;
   uint8_t collective, dtype, op, numerics;
