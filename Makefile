@@ -64,12 +64,12 @@ core-test:
 lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/clang-format --dry-run --Werror $(CPP_FILES)
+	@.venv/bin/clang-format --dry-run --Werror $(CPP_FILES)
 
 format: .venv/ready
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
-	.venv/bin/clang-format -i $(CPP_FILES)
+	@.venv/bin/clang-format -i $(CPP_FILES)
 
 clean:
 	rm -rf build dist *.egg-info syncengine/_C*.so

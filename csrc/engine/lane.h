@@ -26,11 +26,12 @@ class Lane {
   // reference may take Python's lock.
   Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash);
 
+  static constexpr uint64_t kNoKey = ~uint64_t{0};
   struct Item {
     Operation operation;
     std::shared_ptr<Work> work;
     Clock::time_point since;
-    uint64_t key = ~uint64_t{0};
+    uint64_t key = kNoKey;  // announcement slot
   };
   void enqueue(Item item) { queue_.push_back(std::move(item)); }
 

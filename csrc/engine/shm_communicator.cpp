@@ -9,8 +9,8 @@ namespace syncengine {
 
 namespace {
 
-constexpr size_t kBudget =
-    1 << 20;  // bytes of one pass: bounds how long a submitter or another lane waits for the lock
+// Bytes of one pass: bounds how long a submitter or another lane waits for the lock.
+constexpr size_t kBudget = 1 << 20;
 
 Group make_group(Engine& engine, int rank, std::vector<int> global_ranks, std::vector<int> local_ranks,
                  const std::vector<uint64_t>& offsets) {
@@ -52,7 +52,7 @@ ShmCommunicator::~ShmCommunicator() {
   engine_->remove(this);
 }
 
-std::shared_ptr<Work> ShmCommunicator::enqueue(Operation operation) {
+std::shared_ptr<Work> ShmCommunicator::enqueue(Operation operation, uint64_t slot) {
   engine_->throw_if_forked();
   require_supported(operation);
   engine_->note_submitter();
@@ -62,19 +62,20 @@ std::shared_ptr<Work> ShmCommunicator::enqueue(Operation operation) {
     work->fail(error_);
     std::rethrow_exception(error_);
   }
-  work->place = {shm::kUserLane, submitted_++, 0};
-  submissions_.push_back({{std::move(operation), work, Clock::now()}, false});
+  work->place = slot == Lane::kNoKey ? Work::Place{shm::kUserLane, submitted_++, 0}
+                                     : Work::Place{shm::kScheduledLane, slot, ++announced_[slot]};
+  submissions_.push_back({std::move(operation), work, Clock::now(), slot});
   return work;
 }
 
 std::shared_ptr<Work> ShmCommunicator::submit(Operation operation) {
-  auto work = enqueue(std::move(operation));
+  auto work = enqueue(std::move(operation), Lane::kNoKey);
   engine_->poke();
   return work;
 }
 
 void ShmCommunicator::run(Operation operation, const std::function<void()>& interrupted) {
-  wait(enqueue(std::move(operation)), interrupted, {});
+  wait(enqueue(std::move(operation), Lane::kNoKey), interrupted, {});
 }
 
 uint64_t ShmCommunicator::reserve_slots(size_t count) {
@@ -87,19 +88,7 @@ uint64_t ShmCommunicator::reserve_slots(size_t count) {
 }
 
 std::shared_ptr<Work> ShmCommunicator::announce(uint64_t slot, Operation operation) {
-  engine_->throw_if_forked();
-  require_supported(operation);
-  engine_->note_submitter();
-  auto work = std::make_shared<Work>(engine_->outstanding());
-  {
-    std::lock_guard lock(submit_mutex_);
-    if (error_) {
-      work->fail(error_);
-      std::rethrow_exception(error_);
-    }
-    work->place = {shm::kScheduledLane, slot, ++announced_[slot]};
-    submissions_.push_back({{std::move(operation), work, Clock::now(), slot}, true});
-  }
+  auto work = enqueue(std::move(operation), slot);
   engine_->poke();
   return work;
 }
@@ -171,11 +160,11 @@ bool ShmCommunicator::advance() {
     taken_.swap(submissions_);
   }
   bool moved = !taken_.empty();
-  for (Submission& submission : taken_) {
-    if (submission.announced)
-      schedule_.announce(std::move(submission.item));
+  for (Lane::Item& item : taken_) {
+    if (item.key == Lane::kNoKey)
+      user_lane_.enqueue(std::move(item));
     else
-      user_lane_.enqueue(std::move(submission.item));
+      schedule_.announce(std::move(item));
   }
   taken_.clear();
   try {
@@ -247,13 +236,13 @@ void ShmCommunicator::end(shm::Standing standing, const Error& for_peers, const 
   say_farewell(group_.own().farewell, standing, for_peers.kind(), for_peers.what());
   if (standing == shm::Standing::Failed) engine_->sever_tensors(direct_memory(), for_peers);
   auto error = std::make_exception_ptr(raised_here);
-  std::vector<Submission> late;
+  std::vector<Lane::Item> late;
   {
     std::lock_guard lock(submit_mutex_);
     error_ = error;
     late.swap(submissions_);
   }
-  for (Submission& submission : late) user_lane_.enqueue(std::move(submission.item));
+  for (Lane::Item& item : late) user_lane_.enqueue(std::move(item));
   schedule_.fail_all();
   user_lane_.fail_all(error);
   scheduled_lane_.fail_all(error);

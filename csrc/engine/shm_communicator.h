@@ -47,7 +47,7 @@ class ShmCommunicator final : public Communicator, private Movable {
   void fail(ErrorKind kind, const std::string& text) override;
   void leave() override;
 
-  std::shared_ptr<Work> enqueue(Operation operation);
+  std::shared_ptr<Work> enqueue(Operation operation, uint64_t slot);
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
   void heed_peers();
   void heed_deadline();
@@ -66,11 +66,6 @@ class ShmCommunicator final : public Communicator, private Movable {
   uint64_t missing(bool all) const;
   bool any_peer_failed() const;
 
-  struct Submission {
-    Lane::Item item;
-    bool announced;
-  };
-
   std::shared_ptr<Engine> engine_;
   Origin origin_;
   Group group_;
@@ -79,13 +74,13 @@ class ShmCommunicator final : public Communicator, private Movable {
   Schedule schedule_;
 
   mutable std::mutex submit_mutex_;  // guards the next five; never held together with work under the progress lock
-  std::vector<Submission> submissions_;
+  std::vector<Lane::Item> submissions_;
   std::exception_ptr error_;
   uint64_t submitted_ = 0;
   uint64_t next_slot_ = 0;
   std::map<uint64_t, uint64_t> announced_;  // count per slot
 
-  std::vector<Submission> taken_;  // progress lock: reused by advance()
+  std::vector<Lane::Item> taken_;  // progress lock: reused by advance()
   bool ended_ = false;             // progress lock
   Clock::time_point logged_{};     // the operation that the log line was about
 
