@@ -15,7 +15,7 @@ SHELL := /bin/bash
 
 PY := .venv/bin/python
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
-CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/core/*.h' 'tests/core/*.cpp')
+CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/core/*.h' 'tests/core/*.cpp' 'benchmarks/*.cpp')
 
 # ---- environments ----
 

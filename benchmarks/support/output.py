@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from .ranks import REPOSITORY
@@ -58,7 +59,21 @@ def machine() -> dict[str, object]:
         "memory GiB": round(memory, 1),
         "kernel": platform.release(),
         "load average at the end": os.getloadavg()[0],
+        "core to core and back, ns (10th percentile, median), at the end": round_trip(),
     }
+
+
+def round_trip() -> list[int] | None:
+    """How far apart two cores are, which decides what exchanging data costs. None where it can't be measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        program = str(Path(folder, "round_trip"))
+        compile_it = ["g++", "-O2", "-std=c++20", "-o", program, str(Path(__file__).with_name("round_trip.cpp"))]
+        try:
+            subprocess.run(compile_it, check=True, capture_output=True)
+            run = subprocess.run([program], check=True, capture_output=True, text=True, timeout=30)
+        except (OSError, subprocess.SubprocessError):
+            return None
+    return [int(word) for word in run.stdout.split()]
 
 
 def installed() -> dict[str, str]:
