@@ -28,6 +28,13 @@ struct Hello {
   int32_t rank = -1;
 };
 
+// How a rank is done with connecting, for those that have its memory and still miss somebody else's.
+struct Goodbye {
+  int32_t failed = 0;
+  ErrorKind kind = ErrorKind::Aborted;
+  char text[248] = {};
+};
+
 constexpr const char* kPrefix = "syncengine-";
 
 // "syncengine-<process>-<random>"
@@ -116,12 +123,25 @@ Answer receive_fd(int socket, int rank, UniqueFd& fd) {
   return got == sizeof(Hello) && envelope.hello.rank == rank && fd ? Answer::Came : Answer::BrokeOff;
 }
 
-// That the peer has all that it needs.
+// Throws the peer's error if it has failed.
 Answer receive_goodbye(int socket) {
-  Hello hello;
-  ssize_t got = recv(socket, &hello, sizeof(hello), 0);
+  Goodbye goodbye;
+  ssize_t got = recv(socket, &goodbye, sizeof(goodbye), 0);
   if (got < 0 && (errno == EAGAIN || errno == EINTR)) return Answer::None;
-  return got == sizeof(hello) ? Answer::Came : Answer::BrokeOff;
+  if (got != sizeof(goodbye)) return Answer::BrokeOff;
+  goodbye.text[sizeof(goodbye.text) - 1] = '\0';
+  if (goodbye.failed) throw Error(goodbye.kind, goodbye.text);
+  return Answer::Came;
+}
+
+void say_goodbye(const std::vector<UniqueFd>& peers, const Goodbye& goodbye) {
+  for (const auto& peer : peers) (void)!send(peer.get(), &goodbye, sizeof(goodbye), MSG_NOSIGNAL);
+}
+
+void say_goodbye(const std::vector<UniqueFd>& peers, ErrorKind kind, const std::string& text) {
+  Goodbye goodbye{.failed = 1, .kind = kind};
+  text.copy(goodbye.text, sizeof(goodbye.text) - 1);
+  say_goodbye(peers, goodbye);
 }
 
 // Nothing if nobody listens there.
@@ -163,8 +183,24 @@ Handoff::Handoff() : name_(random_name()), listener_(open_socket()) {
 
 std::vector<UniqueFd> Handoff::exchange(int rank, const std::vector<std::string>& names, int own, Deadline deadline,
                                         const std::function<void()>& interrupted) {
+  std::vector<UniqueFd> served;
+  try {
+    auto memories = meet(rank, names, own, deadline, interrupted, served);
+    say_goodbye(served, Goodbye{});
+    return memories;
+  } catch (const Error& error) {
+    say_goodbye(served, error.kind(), error.what());
+    throw;
+  } catch (...) {
+    say_goodbye(served, ErrorKind::Aborted, "rank " + std::to_string(rank) + " was interrupted (Ctrl-C) in init()");
+    throw;
+  }
+}
+
+std::vector<UniqueFd> Handoff::meet(int rank, const std::vector<std::string>& names, int own, Deadline deadline,
+                                    const std::function<void()>& interrupted, std::vector<UniqueFd>& served) {
   int size = static_cast<int>(names.size());
-  std::vector<UniqueFd> calls(size), memories(size), strangers, served;
+  std::vector<UniqueFd> calls(size), memories(size), strangers;
   // Peers whose memory is missing, that miss ours, and that have given theirs but still miss somebody else's.
   std::set<int> wanted, unserved, busy, lost;
   std::map<int, std::string> processes;
@@ -220,8 +256,6 @@ std::vector<UniqueFd> Handoff::exchange(int rank, const std::vector<std::string>
       throw Error(ErrorKind::Timeout, "rank " + std::to_string(rank) + " waited in init() for " + names_of(wanted));
     }
   }
-  Hello goodbye{.rank = rank};
-  for (auto& peer : served) (void)!send(peer.get(), &goodbye, sizeof(goodbye), MSG_NOSIGNAL);
   listener_.reset();
   return memories;
 }

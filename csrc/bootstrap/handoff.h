@@ -26,6 +26,10 @@ class Handoff {
                                  const std::function<void()>& interrupted);
 
  private:
+  // `served`: the connections of those that have got `own`.
+  std::vector<UniqueFd> meet(int rank, const std::vector<std::string>& names, int own, Deadline deadline,
+                             const std::function<void()>& interrupted, std::vector<UniqueFd>& served);
+
   std::string name_;
   UniqueFd listener_;
 };
