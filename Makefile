@@ -34,7 +34,7 @@ CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/core/*.h' 'tests
 
 # ---- the extension ----
 
-# Both flavors keep their object files; the one built last is the one in place, and build/flavor says which.
+# Both flavors keep their object files; the one built last is the one in place, and build/*.built says which.
 extension = $(2) $(PY) -m pip install -qq --no-build-isolation --no-deps --editable . && \
   mkdir -p build && rm -f build/*.built && touch build/$(1).built
 

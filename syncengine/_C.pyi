@@ -39,7 +39,8 @@ class Communicator:
     """A group of ranks that run collectives together.
 
     Made by `syncengine.init` and `split`. May be used from any thread; all ranks must make the same calls in the same
-    order. After an error out of a collective it stays failed: each later call raises the first error.
+    order. After an error out of a collective (but for InvalidUsage, which is told before it begins) it stays
+    failed: each later call raises the first error.
     """
 
     @property

@@ -31,6 +31,7 @@ class _Default(NamedTuple):
 
 
 _default: _Default | None = None
+_owner: int | None = None  # the process that called init() first
 _lock = threading.RLock()  # a signal handler may call shutdown() in the middle of init()
 
 
@@ -65,7 +66,8 @@ def init(
         "log_after": log_after,
     }
     with _lock:
-        if _default is None or _default.pid != os.getpid():
+        _refuse_forked_child()
+        if _default is None:
             config = Config.read(os.environ, **given)
             communicator, launch = _connect(find_launch(), config)
             _default = _Default(communicator, config, launch, os.getpid())
@@ -73,6 +75,18 @@ def init(
         else:
             _check_unchanged(_default.config, given)
         return _default.communicator
+
+
+def _refuse_forked_child() -> None:
+    """Remembers the first process that comes here; its forked children, which hold its connections, may not."""
+    global _owner
+    if _owner is None:
+        _owner = os.getpid()
+    elif _owner != os.getpid():
+        raise InvalidUsage(
+            "syncengine can't be used in a forked child (a DataLoader worker, say) of a process that called "
+            "syncengine.init(): start such processes before init(), or by spawn"
+        )
 
 
 def shutdown() -> None:

@@ -218,8 +218,10 @@ class Parallel(DistributedDataParallel):
 
     def _agree_on_order(self, trainable: list[int]) -> list[int]:
         """Rank 0's order of its trainable parameters: last backward's, then what it did not bring."""
-        brought = [i for i in self.reducer.ready_order() if i in set(trainable)]
-        order = brought + [i for i in reversed(trainable) if i not in set(brought)]
+        wanted = set(trainable)
+        brought = [i for i in self.reducer.ready_order() if i in wanted]
+        missing = wanted.difference(brought)
+        order = brought + [i for i in reversed(trainable) if i in missing]
         message = torch.tensor(order + [-1] * (len(self._module_parameters) - len(order)))
         self.process_group.broadcast(message, 0)
         agreed = [i for i in message.tolist() if i >= 0]

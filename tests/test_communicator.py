@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -70,6 +71,34 @@ def test_empty_takes_sizes_as_torch_does(alone, sizes):
 
 
 # ---- several ranks ----
+
+
+def work_on_strided_parameters():
+    """Every second column of a leaf that requires a gradient, and two threads that wait for the same work."""
+    parameter = torch.nn.Parameter(torch.full((4, 6), float(syncengine.rank())))
+    work = syncengine.broadcast(parameter[:, ::2], 1, async_op=True)
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda _: work.wait(), range(2)))
+    assert parameter.grad_fn is None
+    expected = torch.full((4, 6), float(syncengine.rank()))
+    expected[:, ::2] = 1.0
+    assert torch.equal(parameter.detach(), expected)
+
+
+def test_work_on_strided_parameters(pool):
+    pool.run(work_on_strided_parameters, world=2)
+
+
+def endless_timeout():
+    work = syncengine.all_reduce(torch.ones(5), async_op=True)
+    if syncengine.rank() == 1:
+        time.sleep(0.3)
+    work.wait(timeout=float("inf"))
+    syncengine.barrier()
+
+
+def test_endless_timeout_is_no_error(pool):
+    pool.run(endless_timeout, world=2)
 
 
 def every_collective():

@@ -45,6 +45,8 @@ def refusals() -> list[str]:
             "split": lambda: communicator.split([communicator.rank]),
             "empty": lambda: syncengine.empty(8),
             "counters": communicator.counters,
+            "init": syncengine.init,
+            "Parallel": lambda: syncengine.Parallel(torch.nn.Linear(2, 2)),
         }
         for name, call in calls.items():
             with pytest.raises(InvalidUsage, match="forked child"):

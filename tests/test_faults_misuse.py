@@ -16,6 +16,10 @@ def all_reduce(count=100, dtype=torch.float32, op="sum", **how):
 # What rank 1 calls where the others call all_reduce(sum, float32, 100 elements), and its name in the error.
 OTHER_CALLS = {
     "shape": (lambda: all_reduce(count=99), "all_reduce(sum, float32, 99 elements)"),
+    "shape of the same size": (
+        lambda: syncengine.all_reduce(torch.ones(10, 10)),
+        "all_reduce(sum, float32, 100 elements) with another layout",
+    ),
     "dtype": (lambda: all_reduce(dtype=torch.float64), "all_reduce(sum, float64, 100 elements)"),
     "dtype of the same size": (lambda: all_reduce(dtype=torch.int32), "all_reduce(sum, int32, 100 elements)"),
     "op": (lambda: all_reduce(op="max"), "all_reduce(max, float32, 100 elements)"),

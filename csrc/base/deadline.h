@@ -9,8 +9,10 @@ namespace syncengine {
 using Clock = std::chrono::steady_clock;
 using Duration = Clock::duration;
 
+// From 0 to thirty years, which stand for ever; not a number counts as 0.
 inline Duration seconds(double value) {
-  return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(value));
+  double sane = value > 0 ? std::min(value, 1e9) : 0;
+  return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(sane));
 }
 
 class Deadline {

@@ -5,6 +5,8 @@
 #include <ATen/ops/from_blob.h>
 #include <pybind11/stl.h>
 
+#include <memory>
+#include <mutex>
 #include <optional>
 
 #include "bindings/bindings.h"
@@ -49,12 +51,17 @@ class PyWork {
  private:
   // A tensor that is not contiguous was reduced as a contiguous copy.
   void deliver() {
-    if (result_.defined()) target_.copy_(std::exchange(result_, {}));
+    std::call_once(delivered_, [this] {
+      at::NoGradGuard no_grad;
+      if (result_.defined()) target_.copy_(result_);
+      result_.reset();
+    });
   }
 
   std::shared_ptr<Communicator> communicator_;
   std::shared_ptr<Work> work_;
   at::Tensor target_, result_;
+  std::once_flag delivered_;
 };
 
 SpanList spans_of(const at::Tensor& tensor) { return {tensor.data_ptr(), tensor.nbytes()}; }
@@ -64,20 +71,23 @@ at::Tensor dense(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
 }
 
-// What the engine holds while an operation runs: memory, not tensors. It lets go of it on its own thread and under its own
-// lock, where the last reference to a tensor besides Python's would make torch wait for the GIL.
+// What the engine holds while an operation runs: memory, not tensors. Any thread may let go of it, and the last reference to
+// a tensor besides Python's would make torch wait for the GIL there.
 struct Kept {
   c10::Storage input, output;
 };
 
+// Shape, and the order of elements where it is not row by row. FNV-1a.
 uint64_t layout_hash(const at::Tensor& tensor) {
-  uint64_t hash = 0;
+  uint64_t hash = 0xcbf29ce484222325;
+  auto mix = [&hash](int64_t value) { hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3; };
+  for (int64_t size : tensor.sizes()) mix(size);
   if (!tensor.is_contiguous())
-    for (int64_t stride : tensor.strides()) hash = (hash ^ static_cast<uint64_t>(stride)) * 0x100000001b3;
+    for (int64_t stride : tensor.strides()) mix(stride);
   return hash;
 }
 
-std::optional<PyWork> start(const std::shared_ptr<Communicator>& communicator, Collective collective,
+std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator, Collective collective,
                             const at::Tensor& input, const at::Tensor& output, ReduceOp op, int root, bool async_op) {
   const char* what = name(collective);
   Operation operation;
@@ -102,13 +112,14 @@ std::optional<PyWork> start(const std::shared_ptr<Communicator>& communicator, C
     operation.keepalive = std::make_shared<Kept>(from.storage(), to.storage());
   }
   py::gil_scoped_release nogil;
-  if (async_op) return PyWork(communicator, communicator->submit(std::move(operation)), target, result);
+  if (async_op)
+    return std::make_unique<PyWork>(communicator, communicator->submit(std::move(operation)), target, result);
   communicator->run(std::move(operation), check_signals());
   if (result.defined()) {
     at::NoGradGuard no_grad;
     target.copy_(result);
   }
-  return std::nullopt;
+  return nullptr;
 }
 
 void require_sizes(const char* what, int64_t whole, int64_t part, int size) {

@@ -2,7 +2,7 @@
 // must be the same user. Nothing appears in a file system.
 //
 // Ownership: the caller owns the descriptor it gives and those it gets. Thread-safety: one thread.
-// Failure: throws InvalidUsage or Timeout, naming the ranks.
+// Failure: throws InvalidUsage, Timeout or PeerLost, naming the ranks; the peers that were served hear of it.
 #pragma once
 
 #include <functional>

@@ -1,7 +1,7 @@
 // What one rank asks of its peers: a collective on memory. Plain data; the same on every rank but for memory and keepalive.
 //
-// Ownership: `keepalive` keeps the memory behind `input` and `output` alive until the operation has ended. It is let go of under
-// the engine's lock, so it must not own a communicator.
+// Ownership: `keepalive` keeps the memory behind `input` and `output` alive until the operation has ended. It is let go of by
+// whichever thread makes progress, so it must not own a communicator.
 // Aliasing: input and output are the same spans (in place) or do not overlap.
 #pragma once
 

@@ -79,7 +79,7 @@ void plan_broadcast(const Chunk& chunk, ChunkPlan& plan) {
     plan.pulls = true;
     plan.pull.push_back({chunk.root, direct ? chunk.begin : 0, chunk.begin, chunk.length});
   }
-  plan.peers_read_user = direct;
+  plan.peers_read_user = direct && chunk.rank == chunk.root;
 }
 
 }  // namespace

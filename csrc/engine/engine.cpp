@@ -17,6 +17,8 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(
     200);  // longer than a wake-up takes (60 us in a virtual machine), or ranks keep missing each other
+constexpr auto kGrace = std::chrono::milliseconds(10);  // how long a lazy thread leaves new work to the others
+constexpr int kPokePasses = 16;                         // of one poke: bounds how long a hook may take
 constexpr auto kTick = std::chrono::milliseconds(50);  // how late a death, an abort or Ctrl-C may be noticed
 
 // A short busy wait. Where each rank has a core it mostly pauses, and now and then offers the core: the scheduler may have put
@@ -85,6 +87,7 @@ void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers) {
   for (auto& peer : peers_) doorbells.push_back(peer ? &peer->header().doorbell : &arena_->header().doorbell);
   bell_ = std::make_unique<Bell>(std::move(doorbells), local_rank_);
   cores_to_spare_ = available_cores() >= local_size_;
+  lazy_ = available_cores() < 2 * local_size_;
 }
 
 void Engine::add(Movable* movable) {
@@ -110,8 +113,14 @@ bool Engine::pass() {
 
 void Engine::poke() {
   bool moved = false;
+  pokes_.fetch_add(1, std::memory_order_relaxed);
   if (Locked lock(*this, std::try_to_lock); lock) {
-    for (Movable* movable : movables_) moved |= movable->advance();
+    bool again = true;
+    for (int passes = 0; again && passes < (lazy_ ? kPokePasses : 1); ++passes) {
+      again = false;
+      for (Movable* movable : movables_) again |= movable->advance();
+      moved |= again;
+    }
   } else {
     moved = true;  // the pass in progress may have looked too early
   }
@@ -192,6 +201,7 @@ void Engine::thread_main() {
   thread_word_.fetch_add(1, std::memory_order_release);
   futex_wake_all(thread_word_);
   Tick tick;
+  uint64_t pokes_seen = 0;
   while (!stop_.load(std::memory_order_seq_cst)) {
     uint32_t ticket = thread_word_.load(std::memory_order_seq_cst);
     thread_parked_.store(true, std::memory_order_seq_cst);
@@ -201,6 +211,11 @@ void Engine::thread_main() {
       continue;
     }
     thread_parked_.store(false, std::memory_order_seq_cst);
+    if (uint64_t pokes = pokes_.load(std::memory_order_relaxed); lazy_ && pokes != pokes_seen) {
+      pokes_seen = pokes;
+      futex_wait(thread_word_, ticket, kGrace);
+      continue;
+    }
     if (pass() && !tick.due()) continue;
     look_around();
     rest(kTick, [this] { return stop_.load(std::memory_order_seq_cst); });

@@ -1,7 +1,8 @@
 // One rank's engine: its arena, its thread, and the loop that moves all its communicators.
 //
 // Progress is made by whoever has time: a thread that waits drives the loop itself; the engine's thread drives it while
-// asynchronous work is outstanding and nobody waits. All protocol state is touched under one lock, held for one bounded pass.
+// asynchronous work is outstanding and nobody waits. Where the cores are taken by the ranks' own threads, it leaves the work to
+// those as long as they come by now and then: they have the data in their caches, and need no switch. All protocol state is touched under one lock, held for one bounded pass.
 //
 // Ownership: communicators share it; it owns the arenas' mappings and joins its thread when the last one goes.
 // Thread-safety: any thread. Failure: wait() rethrows the work's error. In a forked child every call throws InvalidUsage.
@@ -107,6 +108,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Options options_;
   std::vector<std::unique_ptr<shm::PeerArena>> peers_;
   std::unique_ptr<Bell> bell_;
+  bool lazy_ = false;            // no cores for the engines' threads beside the ranks' own
   bool cores_to_spare_ = false;  // enough for every rank's waiting thread to spin
 
   std::mutex mutex_;  // the progress lock
@@ -122,6 +124,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<bool> stop_{false};
   std::atomic<uint32_t> thread_word_{0};  // futex word of the engine's thread when it has nothing to do
   std::atomic<bool> thread_parked_{false};
+  std::atomic<uint64_t> pokes_{0};
   std::thread thread_;
 };
 

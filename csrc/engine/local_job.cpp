@@ -5,14 +5,13 @@
 #include <cstring>
 
 #include "base/resources.h"
+#include "base/sync_point.h"
 #include "engine/farewell.h"
 #include "engine/shm_communicator.h"
 
 namespace syncengine {
 
-namespace {
-
-struct Address {
+struct LocalJob::Address {
   char magic[8] = {'s', 'y', 'n', 'c', 'e', 'n', 'g', '1'};
   uint64_t arena_bytes = 0;
   uint64_t block_offset = 0;
@@ -21,11 +20,13 @@ struct Address {
   char host[64] = {};
 };
 
+namespace {
+
 size_t arena_bytes(const Options& options) { return options.arena_bytes ? options.arena_bytes : total_memory(); }
 
-Address parse(const std::string& text, int rank) {
-  Address address;
-  if (text.size() != sizeof(Address) || std::memcmp(text.data(), address.magic, sizeof(address.magic)) != 0)
+LocalJob::Address parse(const std::string& text, int rank) {
+  LocalJob::Address address;
+  if (text.size() != sizeof(address) || std::memcmp(text.data(), address.magic, sizeof(address.magic)) != 0)
     throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(rank) + " runs another version of syncengine");
   std::memcpy(&address, text.data(), sizeof(address));
   address.socket[sizeof(address.socket) - 1] = address.host[sizeof(address.host) - 1] = '\0';
@@ -55,22 +56,6 @@ std::string LocalJob::address() const {
   return {reinterpret_cast<const char*>(&address), sizeof(address)};
 }
 
-// Peers that have this rank's memory already believe in a communicator: they must hear that there will be none.
-std::vector<UniqueFd> LocalJob::exchange(const std::vector<std::string>& names, Deadline deadline,
-                                         const std::function<void()>& interrupted) {
-  auto& farewell = reinterpret_cast<shm::GroupBlock*>(arena_->at(block_offset_))->farewell;
-  try {
-    return handoff_.exchange(rank_, names, arena_->fd(), deadline, interrupted);
-  } catch (const Error& error) {
-    say_farewell(farewell, shm::Standing::Failed, error.kind(), error.what());
-    throw;
-  } catch (...) {
-    say_farewell(farewell, shm::Standing::Failed, ErrorKind::Aborted,
-                 "rank " + std::to_string(rank_) + " was interrupted (Ctrl-C) in init()");
-    throw;
-  }
-}
-
 std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& addresses, Deadline deadline,
                                                 const std::function<void()>& interrupted) {
   std::vector<Address> parsed;
@@ -84,14 +69,30 @@ std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& 
                                            std::to_string(rank_) +
                                            " have different numerics or algorithm: pass the same to init()");
   }
-  auto memories = exchange(names, deadline, interrupted);
+  // Peers that have this rank's memory already believe in a communicator: they must hear if there will be none.
+  auto& farewell = reinterpret_cast<shm::GroupBlock*>(arena_->at(block_offset_))->farewell;
+  try {
+    return join(handoff_.exchange(rank_, names, arena_->fd(), deadline, interrupted), parsed);
+  } catch (const Error& error) {
+    say_farewell(farewell, shm::Standing::Failed, error.kind(), error.what());
+    throw;
+  } catch (...) {
+    say_farewell(farewell, shm::Standing::Failed, ErrorKind::Aborted,
+                 "rank " + std::to_string(rank_) + " was interrupted (Ctrl-C) in init()");
+    throw;
+  }
+}
+
+std::shared_ptr<Communicator> LocalJob::join(const std::vector<UniqueFd>& memories,
+                                             const std::vector<Address>& addresses) {
+  sync_point("joining");
   std::vector<std::unique_ptr<shm::PeerArena>> peers(size_);
   std::vector<int> ranks;
   std::vector<uint64_t> offsets;
   for (int rank = 0; rank < size_; ++rank) {
-    if (rank != rank_) peers[rank] = std::make_unique<shm::PeerArena>(memories[rank].get(), parsed[rank].arena_bytes);
+    if (rank != rank_) peers[rank] = std::make_unique<shm::PeerArena>(memories[rank].get(), addresses[rank].arena_bytes);
     ranks.push_back(rank);
-    offsets.push_back(parsed[rank].block_offset);
+    offsets.push_back(addresses[rank].block_offset);
   }
   arena_->close_fd();
   engine_->attach(std::move(peers));

@@ -25,9 +25,10 @@ class LocalJob {
   std::shared_ptr<Communicator> connect(const std::vector<std::string>& addresses, Deadline deadline,
                                         const std::function<void()>& interrupted = {});
 
+  struct Address;  // what address() is made of
+
  private:
-  std::vector<UniqueFd> exchange(const std::vector<std::string>& names, Deadline deadline,
-                                 const std::function<void()>& interrupted);
+  std::shared_ptr<Communicator> join(const std::vector<UniqueFd>& memories, const std::vector<Address>& addresses);
 
   int rank_, size_;
   Options options_;

@@ -117,7 +117,11 @@ void ShmCommunicator::heed_cycle() {
     Work::Place theirs{static_cast<int>(peer.waiting.lane.load(std::memory_order_relaxed)),
                        peer.waiting.number.load(std::memory_order_relaxed),
                        peer.waiting.epoch.load(std::memory_order_relaxed)};
-    if (stamp % 2 == 0 || arrived_here(theirs)) continue;
+    // Who waits for a later call of the lane has made this one, even if its engine has not come to it yet.
+    bool beyond = mine.lane == shm::kUserLane && theirs.lane == shm::kUserLane && theirs.number >= mine.number;
+    std::atomic_thread_fence(std::memory_order_acquire);  // the place was read before the stamp is read again
+    bool torn = peer.waiting.stamp.load(std::memory_order_relaxed) != stamp;
+    if (stamp % 2 == 0 || torn || beyond || arrived_here(theirs)) continue;
     if (cycle_member_ != member || cycle_stamp_ != stamp) {
       cycle_member_ = member;
       cycle_stamp_ = stamp;

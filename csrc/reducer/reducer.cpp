@@ -343,7 +343,7 @@ std::string Reducer::unfinished_text() const {
     indices += " " + std::to_string(index);
     missing += (missing.empty() ? "" : ", ") + name(i);
   }
-  auto rank = std::to_string(communicator_->rank());
+  auto rank = std::to_string(communicator_->global_ranks()[communicator_->rank()]);
   return "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
          "that "
          "your module has parameters that were not used in producing loss. You can enable unused parameter detection "

@@ -80,4 +80,5 @@ def group_timeout() -> float | None:
         return None
     group = dist.distributed_c10d._get_default_group()
     options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
-    return min((option._timeout.total_seconds() for option in options if option is not None), default=None)
+    seconds = min((option._timeout.total_seconds() for option in options if option is not None), default=None)
+    return seconds if seconds is None else min(seconds, 1e9)

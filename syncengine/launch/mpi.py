@@ -70,7 +70,15 @@ class MPIExchange:
             return missing & values.keys()
 
         what = "join (did its process call syncengine.init?)"
-        wait_for_ranks(set(peers), arrived, what, self._timeout, self._log_after)
+        try:
+            wait_for_ranks(set(peers), arrived, what, self._timeout, self._log_after)
+        except BaseException:
+            self._farewells += sends  # MPI may still read them
+            for receive in receives.values():  # and must not write into buffers that are gone
+                if receive != MPI.REQUEST_NULL:
+                    receive.Cancel()
+                    receive.Wait()
+            raise
         MPI.Request.Waitall(sends)
         return [values[peer] for peer in sorted(values)]
 

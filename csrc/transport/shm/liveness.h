@@ -1,7 +1,8 @@
 // Death notice between processes of one host: robust mutexes, which the kernel marks within milliseconds of a process's
 // death, before its memory is torn down (sockets and pidfds speak up only after that: seconds for a large process).
 //
-// Thread-safety: hold_all/release_all belong to one thread, which must live as long as the rank; is_dead() to one thread at a time.
+// Thread-safety: hold_all/release_all belong to one thread, which must live as long as the rank; found_dead()
+// to one thread at a time.
 #pragma once
 
 #include "transport/shm/layout.h"
