@@ -88,7 +88,7 @@ uint64_t layout_hash(const at::Tensor& tensor) {
 }
 
 std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator, Collective collective,
-                            const at::Tensor& input, const at::Tensor& output, ReduceOp op, int root, bool async_op) {
+                              const at::Tensor& input, const at::Tensor& output, ReduceOp op, int root, bool async_op) {
   const char* what = name(collective);
   Operation operation;
   at::Tensor target = output, result;

@@ -90,7 +90,8 @@ std::shared_ptr<Communicator> LocalJob::join(const std::vector<UniqueFd>& memori
   std::vector<int> ranks;
   std::vector<uint64_t> offsets;
   for (int rank = 0; rank < size_; ++rank) {
-    if (rank != rank_) peers[rank] = std::make_unique<shm::PeerArena>(memories[rank].get(), addresses[rank].arena_bytes);
+    if (rank != rank_)
+      peers[rank] = std::make_unique<shm::PeerArena>(memories[rank].get(), addresses[rank].arena_bytes);
     ranks.push_back(rank);
     offsets.push_back(addresses[rank].block_offset);
   }
