@@ -125,9 +125,9 @@ def ctrl_c_in_queued_work(come) -> Outcome:
     def body(step):
         tensor = syncengine.empty(30_000_000).fill_(1.0)
         syncengine.barrier()
-        Path(f"{come}.{my_rank()}").touch()
-        works = [syncengine.all_reduce(tensor, async_op=True) for _ in range(2000)]
+        works = [syncengine.all_reduce(tensor, async_op=True) for _ in range(1000)]
         step()
+        Path(f"{come}.{my_rank()}").touch()
         works[-1].wait()
 
     return suffer(body, timeout=600.0)

@@ -18,7 +18,7 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(
     200);  // longer than a wake-up takes (60 us in a virtual machine), or ranks keep missing each other
 constexpr auto kGrace = std::chrono::milliseconds(10);  // how long a lazy thread leaves new work to the others
-constexpr int kPokePasses = 16;                         // of one poke: bounds how long a hook may take
+constexpr int kPokePasses = 4;                          // of one poke: bounds how long a hook may take
 constexpr auto kTick = std::chrono::milliseconds(50);   // how late a death, an abort or Ctrl-C may be noticed
 
 // A short busy wait. Where each rank has a core it mostly pauses, and now and then offers the core: the scheduler may have put
