@@ -36,7 +36,7 @@ def save(path: Path, benchmark: str, options: dict, results: list[dict], **versi
     document = {
         "benchmark": benchmark,
         "command": shlex.join(["python", "-m", f"benchmarks.{benchmark}", *arguments]),
-        "options": {name: value for name, value in options.items() if name != "worker"},
+        "options": {name: value for name, value in options.items() if name not in ("worker", "out")},
         "commit": commit(),
         "machine": machine(),
         "versions": {"python": platform.python_version()} | installed() | versions,
