@@ -14,11 +14,8 @@ WITH_TORCH = {"reducer", "bindings"}
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 
 # Modules of the package, bottom first; a folder counts as one.
-MODULES = [
-    *("errors", "_C", "config", "launch", "communicator"),
-    *("refusal", "buckets", "replication", "parallel"),
-    "__init__",
-]
+MODULES = ["errors", "_C", "config", "launch", "communicator", "parallel", "__init__"]
+PARALLEL_MODULES = ["outputs", "refusal", "buckets", "replication", "wrapper", "__init__"]
 LAUNCH_MODULES = ["variables", "slurm", "arrivals", "store", "mpi", "environment", "__init__"]
 
 SOURCES = sorted([*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")])
@@ -94,3 +91,4 @@ def python_violations(folder: Path, package: str, order: list[str]) -> list[str]
 def test_imports_point_downwards():
     assert python_violations(ROOT / "syncengine", "syncengine", MODULES) == []
     assert python_violations(ROOT / "syncengine" / "launch", "syncengine.launch", LAUNCH_MODULES) == []
+    assert python_violations(ROOT / "syncengine" / "parallel", "syncengine.parallel", PARALLEL_MODULES) == []

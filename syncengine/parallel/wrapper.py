@@ -1,22 +1,20 @@
 """``Parallel``: a drop-in for ``torch.nn.parallel.DistributedDataParallel``."""
 
-import dataclasses
 import warnings
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _StopRecomputationError
 
 from syncengine._C import Communicator, Reducer
-from syncengine.buckets import BucketPlanner
 from syncengine.communicator import default_communicator, init
 from syncengine.errors import InvalidUsage, Mismatch
-from syncengine.refusal import check_arguments, check_module, refuse_methods
-from syncengine.replication import StateBroadcast, check_same_on_all_ranks, describe_tensor
+from syncengine.parallel.buckets import BucketPlanner
+from syncengine.parallel.outputs import tensors_in, through_sink
+from syncengine.parallel.refusal import check_arguments, check_module, refuse_methods
+from syncengine.parallel.replication import StateBroadcast, check_same_on_all_ranks, describe_tensor
 
 
 @refuse_methods
@@ -197,8 +195,8 @@ class Parallel(DistributedDataParallel):
             rank = self.process_group.global_ranks[self.process_group.rank]
             self.process_group.abort(f"rank {rank} raised in forward: {type(error).__name__}: {error}")
             raise
-        self.reducer.prepare_for_backward([output] if isinstance(output, torch.Tensor) else list(_tensors_in(output)))
-        return self._through_sink(output) if self.find_unused_parameters else output
+        self.reducer.prepare_for_backward([output] if isinstance(output, torch.Tensor) else list(tensors_in(output)))
+        return through_sink(output, self._ddp_sink_clone) if self.find_unused_parameters else output
 
     def _begin_forward(self, synchronize: bool) -> None:
         needs_plan = self.reducer.begin_forward(synchronize)
@@ -233,17 +231,6 @@ class Parallel(DistributedDataParallel):
             self.process_group.abort(text)
             raise Mismatch(f"{text}: freeze and unfreeze on all ranks alike")
         return agreed
-
-    def _through_sink(self, output: Any) -> Any:
-        """Lets every output take part in backward, so that parameters behind an unused one are still heard of."""
-        leaves, spec = tree_flatten(output)
-        passed = _OutputSink.apply(self._ddp_sink_clone, *leaves)
-        # What has no graph stays the very object it was.
-        leaves = [
-            leaf if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None else new
-            for leaf, new in zip(leaves, passed, strict=True)
-        ]
-        return tree_unflatten(leaves, spec)
 
     def _sync_buffers(self) -> None:
         self._assign_modules_buffers()  # modules may have replaced theirs
@@ -286,35 +273,6 @@ class Parallel(DistributedDataParallel):
     def _remove_autograd_hooks(self) -> None:
         if self.reducer is not None:
             self.reducer.remove_hooks()
-
-
-class _OutputSink(torch.autograd.Function):
-    """Passes tensors through; backward hands on missing gradients as missing, so that their graphs run as well."""
-
-    @staticmethod
-    def forward(ctx: Any, clone: bool, *values: Any) -> tuple[Any, ...]:
-        ctx.set_materialize_grads(False)
-        # Cloned, since a user may change an output in place, which a view out of a custom function does not allow.
-        return tuple(v.clone() if clone and isinstance(v, torch.Tensor) else v for v in values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return (None, *grads)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an output: in lists, tuples, mappings and dataclasses, however nested."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, field.name))
 
 
 def _is_not(a: object, b: object) -> bool:

@@ -1,0 +1,49 @@
+"""What a forward returns: the tensors in it, and the sink through which their gradients come back."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+
+def through_sink(output: Any, clone: bool) -> Any:
+    """Lets every output take part in backward, so that parameters behind an unused one are still heard of."""
+    leaves, spec = tree_flatten(output)
+    passed = _OutputSink.apply(clone, *leaves)
+    # What has no graph stays the very object it was.
+    leaves = [
+        leaf if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None else new
+        for leaf, new in zip(leaves, passed, strict=True)
+    ]
+    return tree_unflatten(leaves, spec)
+
+
+class _OutputSink(torch.autograd.Function):
+    """Passes tensors through; backward hands on missing gradients as missing, so that their graphs run as well."""
+
+    @staticmethod
+    def forward(ctx: Any, clone: bool, *values: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        # Cloned, since a user may change an output in place, which a view out of a custom function does not allow.
+        return tuple(v.clone() if clone and isinstance(v, torch.Tensor) else v for v in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return (None, *grads)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an output: in lists, tuples, mappings and dataclasses, however nested."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name))
