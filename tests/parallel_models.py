@@ -14,6 +14,8 @@ import syncengine
 
 Wrap = Callable[..., nn.Module]
 
+CAP = {"bucket_cap_mb": 1e-6}  # one bucket a parameter
+
 
 class Mlp(nn.Module):
     """About 0.7 million parameters in layers of very different sizes: several buckets once they are rebuilt."""
@@ -76,6 +78,28 @@ class Mixed(nn.Module):
         return self.third(self.second(self.first(x).double()).bfloat16())
 
 
+class Branches(nn.Module):
+    """Uses one branch or the other; `never` is not used at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right, self.never = (nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return (self.left if left else self.right)(self.stem(x))
+
+
+class Outputs(nn.Module):
+    """Gives its two results in the container that is asked for."""
+
+    def __init__(self, container: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.container = nn.Linear(24, 4), nn.Linear(24, 4), container
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.container(self.a(x), self.b(x))
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "conv": Conv, "tied": Tied, "mixed": Mixed}
 
 
@@ -131,3 +155,24 @@ def different_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> int:
 def bits_between_ours_and_ddp(runs: list[Run]) -> dict[Run, int]:
     """For each run, how many bytes of Parallel's and of DDP's training differ on this rank."""
     return {run: different_bits(train(syncengine.Parallel, run), train(DistributedDataParallel, run)) for run in runs}
+
+
+def data(step: int = 0) -> torch.Tensor:
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + syncengine.rank()))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+    return [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def both(make: Callable[[], nn.Module], step: Callable[[nn.Module], Any], **options: Any) -> None:
+    """The same steps with Parallel and with DDP leave the same gradients."""
+    results = []
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        torch.manual_seed(0)
+        model = wrap(make(), **options)
+        step(model)
+        results.append(gradients(model))
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or torch.equal(ours, theirs)

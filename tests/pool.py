@@ -5,6 +5,7 @@ Functions that run on ranks are module-level functions of a test module; their a
 
 from __future__ import annotations
 
+import importlib
 import os
 import pickle
 import shutil
@@ -255,3 +256,21 @@ def _collect(ranks: list[Rank], timeout: float) -> list[Any]:
     if texts:
         raise RankFailure(texts)
     return results
+
+
+def run_on_ranks(world: int = 2, **options: Any) -> Callable[[Callable[[], Any]], Callable[[RankPool], None]]:
+    """Makes a function for rank processes into a test, which passes if the function returns on every rank."""
+
+    def decorate(function: Callable[[], Any]) -> Callable[[RankPool], None]:
+        def test(pool: RankPool) -> None:
+            pool.run(_call_on_rank, function.__module__, function.__name__, world=world, **options)
+
+        test.on_ranks = function
+        test.__doc__ = function.__doc__
+        return test
+
+    return decorate
+
+
+def _call_on_rank(module: str, name: str) -> None:
+    getattr(importlib.import_module(module), name).on_ranks()

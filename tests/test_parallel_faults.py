@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import Mlp
+from parallel_models import CAP, Mlp, data
 from pool import RankPool
 from torch import nn
 
@@ -19,11 +19,6 @@ from syncengine.errors import Aborted, InvalidUsage, Mismatch, PeerLost, SyncErr
 
 SOON = 1.0  # seconds from the fact to the error
 LATER = 0.5  # seconds until all ranks have come as far
-CAP = {"bucket_cap_mb": 1e-6}  # one bucket a parameter
-
-
-def data() -> torch.Tensor:
-    return torch.randn(5, 24, generator=torch.Generator().manual_seed(syncengine.rank()))
 
 
 class InBackward(torch.autograd.Function):

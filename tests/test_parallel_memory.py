@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy
 import torch
-from parallel_models import Mlp
+from parallel_models import CAP, Mlp
 from pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
-
-CAP = {"bucket_cap_mb": 1e-6}  # one bucket a parameter: reduced at once
 
 
 class Delay(torch.autograd.Function):

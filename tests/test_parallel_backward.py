@@ -1,0 +1,140 @@
+"""Ways to run backward: checkpoints, threads, several models, create_graph; any order of readiness."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from parallel_models import CAP, Mlp, Run, both, data, different_bits, gradients, train
+from pool import RankPool, run_on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import syncengine
+from syncengine.errors import SyncError
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.second, self.third = (nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.first, x.requires_grad_(), use_reentrant=self.reentrant).tanh()
+        return self.third(checkpoint(self.second, x, use_reentrant=self.reentrant).tanh())
+
+
+@run_on_ranks(gloo=True)
+def test_checkpointing():
+    def step(model: nn.Module) -> None:
+        for i in range(3):
+            model.zero_grad()
+            model(data(i)).square().sum().backward()
+
+    for reentrant in (True, False):
+        both(partial(Checkpointed, reentrant), step, **CAP)
+        both(partial(Checkpointed, reentrant), step)
+
+
+@run_on_ranks()
+def test_a_parameter_in_two_reentrant_checkpoints_raises():
+    class Twice(Checkpointed):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.second = self.first
+            return super().forward(x)
+
+    model = syncengine.Parallel(Twice(True), **CAP)
+    time.sleep(0.5)  # until all ranks have come as far
+    with pytest.raises(SyncError, match="ready only once"):
+        model(data()).sum().backward()
+
+
+@run_on_ranks()
+def test_ranks_may_be_ready_in_opposite_orders():
+    """Buckets complete in any order: ranks that wait for each other's next bucket would hang."""
+
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(24, 200) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            order = list(self.layers)[:: 1 if syncengine.rank() == 0 else -1]
+            return sum(layer(x) for layer in order)
+
+    torch.manual_seed(0)
+    module = Crossed()
+    expected = [sum(rank_gradient(module, r)[i] for r in range(2)) / 2 for i in range(12)]
+    module.zero_grad()
+    model = syncengine.Parallel(module, **CAP)
+    for _ in range(3):
+        model.zero_grad()
+        model(data()).square().sum().backward()
+        for grad, mean in zip(gradients(model), expected, strict=True):
+            torch.testing.assert_close(grad, mean)
+
+
+def rank_gradient(module: nn.Module, rank: int) -> list[torch.Tensor]:
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
+    return list(torch.autograd.grad(module(x).square().sum(), list(module.parameters())))
+
+
+@run_on_ranks(gloo=True)
+def test_two_models_in_one_backward():
+    results = []
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        torch.manual_seed(0)
+        first, second = wrap(nn.Linear(24, 24)), wrap(Mlp(), bucket_cap_mb=0.1)
+        for i in range(3):
+            (second(first(data(i))).sum() + first(data(i + 10)).square().sum()).backward()
+        results.append(gradients(first) + gradients(second))
+    assert not different_bits(*results)
+
+
+@run_on_ranks(gloo=True)
+def test_backward_in_another_thread():
+    def step(model: nn.Module) -> None:
+        loss = model(data()).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+
+    both(Mlp, step)
+
+
+@run_on_ranks(world=4)
+def test_a_sub_communicator():
+    rank = syncengine.rank()
+    pair = syncengine.default_communicator().split([0, 2] if rank % 2 == 0 else [1, 3])
+    model = syncengine.Parallel(nn.Linear(2, 1, bias=False), process_group=pair)
+    model(torch.full((1, 2), float(rank))).sum().backward()
+    assert model.module.weight.grad.tolist() == [[1.0, 1.0] if rank % 2 == 0 else [2.0, 2.0]]
+
+
+@run_on_ranks()
+def test_create_graph_gives_averages_too():
+    """DDP can't: it writes its bucket in place where autograd forbids it."""
+    results = []
+    for create_graph in (False, True):
+        torch.manual_seed(0)
+        model = syncengine.Parallel(nn.Linear(24, 3))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's about reference cycles
+            for i in range(2):
+                model(data(i)).square().sum().backward(create_graph=create_graph)
+        results.append(gradients(model))
+    assert not different_bits(*results)
+
+
+def digests(run: Run) -> int:
+    return different_bits(train(syncengine.Parallel, run), train(syncengine.Parallel, run))
+
+
+def test_training_twice_gives_the_same_bits(pool: RankPool):
+    assert pool.run(digests, Run(model="conv"), world=3) == [0, 0, 0]

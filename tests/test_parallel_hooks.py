@@ -1,0 +1,86 @@
+"""Hooks: the user's own on gradients, and the engine's, which go with the model and its copies."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from parallel_models import Mlp, data, different_bits, gradients
+from pool import run_on_ranks
+from torch import nn
+
+import syncengine
+from syncengine.errors import InvalidUsage
+
+
+@run_on_ranks()
+def test_post_accumulate_hooks_see_the_average():
+    """So an optimizer in backward steps on averages, and may drop the gradient."""
+    model = syncengine.Parallel(nn.Linear(2, 1, bias=False))
+    weight = model.module.weight
+    start, seen = weight.detach().clone(), []
+
+    def step(parameter: torch.Tensor) -> None:
+        seen.append(parameter.grad.tolist())
+        with torch.no_grad():
+            parameter -= parameter.grad
+        parameter.grad = None
+
+    handle = weight.register_post_accumulate_grad_hook(step)
+    x = torch.full((1, 2), float(syncengine.rank()))
+    model(x).sum().backward()
+    assert seen == [[[0.5, 0.5]]]
+    assert weight.grad is None
+    assert torch.equal(weight, start - 0.5)
+    with model.no_sync():
+        model(x).sum().backward()
+    assert seen[1] == x.tolist()
+    handle.remove()
+    model(x).sum().backward()
+    assert len(seen) == 2
+    assert weight.grad.tolist() == [[0.5, 0.5]]
+
+
+@run_on_ranks()
+def test_hooks_go_with_the_model():
+    module = Mlp()
+    model = syncengine.Parallel(module)
+    model(data()).sum().backward()
+    del model
+    module.zero_grad()
+    module(data()).sum().backward()  # no reducer to complain about a consumed forward
+    again = syncengine.Parallel(module)
+    again._remove_autograd_hooks()
+    module(data()).sum().backward()
+
+
+@run_on_ranks(gloo=True)
+def test_training_can_be_wrapped_twice():
+    """Two Parallel on one module: both listen, only the one whose forward ran synchronizes."""
+    module = Mlp()
+    first, second = syncengine.Parallel(module), syncengine.Parallel(module)
+    first(data()).sum().backward()
+    expected = gradients(module)
+    module.zero_grad()
+    second(data()).sum().backward()
+    assert not different_bits(gradients(module), expected)
+
+
+@run_on_ranks()
+def test_pickled_and_copied_models_train_on():
+    torch.manual_seed(1)
+    model = syncengine.Parallel(Mlp(), bucket_cap_mb=0.1)
+    model(data()).sum().backward()
+    others = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model)]
+    for m in (model, *others):
+        m.zero_grad()
+        m(data(1)).square().sum().backward()
+    for other in others:
+        assert other.reducer is not model.reducer
+        assert other.bucket_bytes_cap == model.bucket_bytes_cap
+        assert not different_bits(gradients(model), gradients(other))
+    split = syncengine.default_communicator().split([0, 1])
+    with pytest.raises(InvalidUsage, match="default communicator"):
+        pickle.dumps(syncengine.Parallel(Mlp(), process_group=split))

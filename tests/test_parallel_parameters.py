@@ -1,0 +1,103 @@
+"""Frozen, ignored and complex parameters, and the buckets they are put into."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parallel_models import CAP, Branches, Mlp, both, data
+from pool import RankPool, run_on_ranks
+from torch import nn
+
+import syncengine
+from syncengine.errors import SyncError
+
+
+@run_on_ranks(gloo=True)
+def test_frozen_parameters():
+    def make() -> nn.Module:
+        module = Mlp()
+        module.head.weight.requires_grad_(False)
+        return module
+
+    both(make, lambda m: [m(data(i)).sum().backward() for i in range(3)])
+
+
+@run_on_ranks()
+def test_freezing_and_unfreezing_after_wrapping():
+    model = syncengine.Parallel(Mlp())
+    head, body = model.module.head, model.module.layers[0]
+    for frozen in (None, head, body, None):
+        for layer in (head, body):
+            layer.requires_grad_(layer is not frozen)
+        for i in range(3):
+            model.zero_grad()
+            model(data(i)).square().sum().backward()
+            for layer in (head, body):
+                assert (layer.weight.grad is None) == (layer is frozen)
+            everyone = torch.empty(2, 600, 600)
+            syncengine.all_gather(everyone, model.module.layers[2].weight.grad)
+            assert torch.equal(everyone[0], everyone[1])
+
+
+def freeze_on_one_rank() -> str:
+    model = syncengine.Parallel(Mlp())
+    model(data()).sum().backward()
+    if syncengine.rank() == 1:
+        model.module.head.bias.requires_grad_(False)
+    with pytest.raises(SyncError) as error:
+        model(data()).sum().backward()
+    return str(error.value)
+
+
+def test_freezing_on_one_rank_only_is_an_error_on_all(pool: RankPool):
+    for text in pool.run(freeze_on_one_rank, timeout=20.0):
+        assert "head.bias requires a gradient on rank 0, but not on rank 1" in text
+
+
+@run_on_ranks()
+def test_ignored_parameters_stay_local():
+    rank = syncengine.rank()
+    module = nn.Linear(2, 1)
+    with torch.no_grad():
+        module.bias.fill_(rank)
+    syncengine.Parallel._set_params_and_buffers_to_ignore_for_model(module, ["bias"])
+    model = syncengine.Parallel(module)
+    assert module.bias.item() == rank
+    (model(torch.ones(1, 2)) * (rank + 1)).sum().backward()
+    assert module.bias.grad.item() == rank + 1
+    assert module.weight.grad.tolist() == [[1.5, 1.5]]
+
+
+@run_on_ranks(gloo=True)
+def test_complex_parameters():
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(24, 3, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x.to(torch.complex64) @ self.weight).abs()
+
+    both(Complex, lambda m: m(data()).sum().backward())
+
+
+@run_on_ranks()
+def test_buckets_follow_the_cap_and_the_order_of_readiness():
+    model = syncengine.Parallel(Mlp())
+    model(data()).sum().backward()
+    default = model.sync_stats()["buckets"]
+    small = syncengine.Parallel(Mlp(), **CAP)
+    assert not small._has_rebuilt_buckets
+    for _ in range(2):
+        small(data()).sum().backward()
+    assert small._has_rebuilt_buckets
+    assert small.sync_stats()["buckets"] == len(list(small.parameters())) > default > 1
+    assert small.reducer.ready_order()[0] > small.reducer.ready_order()[-1]  # the head's gradients come first
+
+
+@run_on_ranks()
+def test_buckets_are_rebuilt_with_unused_parameters_too():
+    model = syncengine.Parallel(Branches(), find_unused_parameters=True)
+    for _ in range(2):
+        model(data(), True).sum().backward()
+    assert model._has_rebuilt_buckets

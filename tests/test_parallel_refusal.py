@@ -1,0 +1,65 @@
+"""What Parallel does not support is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from torch import nn
+
+import syncengine
+from syncengine.errors import InvalidUsage
+
+REFUSED_ARGUMENTS: dict[str, Any] = {
+    "gradient_as_bucket_view": True,
+    "static_graph": True,
+    "check_reduction": True,
+    "batched_grad_copy": True,
+    "skip_all_reduce_unused_params": True,
+    "mixed_precision": object(),
+    "device_mesh": object(),
+    "delay_all_reduce_named_params": [],
+    "param_to_hook_all_reduce": torch.zeros(1),
+    "bucket_cap_mb_list": [1],
+    "bucket_cap_mb": 0,
+    "device_ids": [0],
+    "output_device": 0,
+    "process_group": object(),
+}
+
+
+def refused_arguments() -> None:
+    for name, value in REFUSED_ARGUMENTS.items():
+        with pytest.raises(InvalidUsage, match=name):
+            syncengine.Parallel(nn.Linear(1, 1), **{name: value})
+
+
+REFUSED_MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "sparse": (lambda: nn.Sequential(nn.Embedding(3, 3, sparse=True)), "sparse gradients .0, sparse=True"),
+    "lazy": (lambda: nn.LazyLinear(3), "weight is not initialized"),
+    "frozen": (lambda: nn.Linear(1, 1).requires_grad_(False), "doesn't have any parameter that requires a gradient"),
+    "meta": (lambda: nn.Linear(1, 1, device="meta"), "weight on meta"),
+    "sync batch norm": (lambda: nn.Sequential(nn.SyncBatchNorm(3)), "SyncBatchNorm"),
+}
+
+
+def refused_modules() -> None:
+    for make, text in REFUSED_MODULES.values():
+        with pytest.raises(InvalidUsage, match=text):
+            syncengine.Parallel(make())
+
+
+def refused_methods() -> None:
+    model = syncengine.Parallel(nn.Linear(1, 1))
+    for name in ("join", "register_comm_hook", "_set_static_graph", "_register_fused_optim", "_get_ddp_logging_data"):
+        with pytest.raises(InvalidUsage, match=f"{name}.*not support|not support.*{name}"):
+            getattr(model, name)()
+
+
+@pytest.mark.parametrize("check", [refused_arguments, refused_modules, refused_methods])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_not_supported_is_refused_by_name(pool: RankPool, check: Callable[[], None], world: int):
+    pool.run(check, world=world)

@@ -1,0 +1,107 @@
+"""Parameters that a backward does not reach, and the outputs from which that is found out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from parallel_models import Branches, Outputs, both, data
+from pool import run_on_ranks
+from torch import nn
+
+import syncengine
+
+
+@run_on_ranks(gloo=True)
+def test_unused_parameters():
+    rank = syncengine.rank()
+
+    def step(model: nn.Module, choose: Callable[[int], bool], set_to_none: bool) -> None:
+        model.zero_grad(set_to_none=set_to_none)
+        for i in range(3):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.grad = p.grad if p.grad is None else torch.ones_like(p.grad)
+            model(data(i), choose(i)).square().mean().backward()
+
+    choices = (lambda i: True, lambda i: rank == 0, lambda i: i % 2 == 0, lambda i: (rank + i) % 2 == 0)
+    for choose in choices:
+        for set_to_none in (True, False):
+            both(Branches, partial(step, choose=choose, set_to_none=set_to_none), find_unused_parameters=True)
+
+
+@run_on_ranks()
+def test_a_parameter_used_elsewhere_gets_the_average_everywhere():
+    model = syncengine.Parallel(Branches(), find_unused_parameters=True)
+    model(data(), syncengine.rank() == 0).sum().backward()
+    inner = model.module
+    assert inner.never.weight.grad is None
+    everyone = torch.empty(2, 24, 24)
+    for layer in (inner.left, inner.right, inner.stem):
+        syncengine.all_gather(everyone, layer.weight.grad)
+        assert everyone[0].any()
+        assert torch.equal(everyone[0], everyone[1])
+    assert model.sync_stats()["copied_bytes"]["unused"] == 2 * 4 * (24 * 24 + 24)
+
+
+@run_on_ranks(gloo=True)
+def test_accumulated_gradients_of_parameters_unused_later():
+    rank = syncengine.rank()
+
+    def step(model: nn.Module) -> None:
+        with model.no_sync():
+            model(data(1), rank == 0).square().mean().backward()
+        model(data(2), True).square().mean().backward()
+
+    both(Branches, step, find_unused_parameters=True)
+
+
+@dataclasses.dataclass
+class Pair:
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+CONTAINERS: dict[str, tuple[Callable[..., Any], Callable[[Any], torch.Tensor]]] = {
+    "tuple": (lambda a, b: (a, (b, "text")), lambda out: out[0]),
+    "dict": (lambda a, b: {"a": a, "more": [b, None]}, lambda out: out["a"]),
+    "dataclass": (Pair, lambda out: out.a + 0 * out.b),
+}
+
+
+def backward_of_one_output(model: nn.Module, choose: Callable[[Any], torch.Tensor]) -> None:
+    choose(model(data())).sum().backward()
+
+
+@run_on_ranks(gloo=True)
+def test_outputs_in_containers():
+    for container, choose in CONTAINERS.values():
+        step = partial(backward_of_one_output, choose=choose)
+        both(partial(Outputs, container), step, find_unused_parameters=True)
+    model = syncengine.Parallel(Outputs(lambda a, b: {"a": a, "b": b}))
+    out = model(data())
+    (out["a"] + out["b"]).sum().backward()
+    assert model.module.a.weight.grad is not None
+
+
+@run_on_ranks(gloo=True)
+def test_an_output_changed_in_place():
+    def step(model: nn.Module) -> None:
+        out = model(data())
+        out["a"].mul_(2)
+        out["a"].sum().backward()
+
+    both(lambda: Outputs(lambda a, b: {"a": a, "b": b}), step, find_unused_parameters=True)
+
+
+@run_on_ranks()
+def test_a_loss_that_uses_no_parameter_on_one_rank():
+    model = syncengine.Parallel(Branches(), find_unused_parameters=True)
+    x = data().requires_grad_()
+    if syncengine.rank() == 0:
+        model.module.forward = lambda x, left: x * 1
+    model(x, True).sum().backward()
+    assert model.module.stem.weight.grad is not None
