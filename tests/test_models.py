@@ -1,0 +1,37 @@
+"""Real models train to the same bits with Parallel and with DDP over Gloo."""
+
+from __future__ import annotations
+
+import pytest
+from models import workload
+from models.workload import train
+from pool import RankPool
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+
+MODELS = ["resnet18", "resnet18_channels_last", "gpt", "recommender", "experts", "lstm"]
+
+
+def difference_from_ddp(name: str) -> tuple[str, list[str]]:
+    """Where training differs first, and parameters and buffers that it did not change."""
+    ours = train(syncengine.Parallel, workload(name))
+    theirs = train(DistributedDataParallel, workload(name))
+    return ours.difference(theirs), sorted(set(ours.state).difference(ours.moved()))
+
+
+@pytest.mark.parametrize("mode", ["rank_order", "ring"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_real_model_trains_to_the_bits_of_ddp(pool: RankPool, name: str, mode: str):
+    results = pool.run(difference_from_ddp, name, gloo=True, settings={"timeout": 60.0, "numerics": mode})
+    for different, unchanged in results:
+        assert not different
+        unused = ["module.heads.task 2.bias", "module.heads.task 2.weight"] if name == "experts" else []
+        assert unchanged == unused
+
+
+@pytest.mark.parametrize("name", ["gpt", "experts"])
+def test_a_real_model_trains_to_the_bits_of_ddp_on_3_ranks_in_ring(pool: RankPool, name: str):
+    settings = {"timeout": 60.0, "numerics": "ring"}
+    for different, _ in pool.run(difference_from_ddp, name, world=3, gloo=True, settings=settings):
+        assert not different
