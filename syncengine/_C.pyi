@@ -116,8 +116,13 @@ class LocalBootstrap:
     def address(self) -> bytes:
         """Opaque bytes, less than 4 KiB, that every other rank needs."""
 
-    def connect(self, addresses: Sequence[bytes], timeout: float) -> Communicator:
-        """The communicator of all ranks. `addresses` by rank, the own one among them; `timeout` in seconds. Once."""
+    def connect(
+        self, addresses: Sequence[bytes], timeout: float, global_ranks: Sequence[int] | None = None
+    ) -> Communicator:
+        """The communicator of all ranks. `addresses` by rank, the own one among them; `timeout` in seconds. Once.
+
+        `global_ranks` is what messages call the ranks; None: as they are.
+        """
 
 class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import atexit
-import json
 import os
-import socket
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from syncengine._C import Communicator, LocalBootstrap, Work, solo
+from syncengine._C import Communicator, Work
 from syncengine.config import DEFAULT_TIMEOUT, Config
-from syncengine.errors import InvalidUsage, Mismatch
-from syncengine.launch import Exchange, Launch, find_launch, group_timeout, open_exchange, with_local_ranks
+from syncengine.connect import connect
+from syncengine.errors import InvalidUsage
+from syncengine.groups import all_group_communicators, communicator_of, forget_groups
+from syncengine.launch import Launch, find_launch, group_timeout, open_exchange, with_local_ranks
 
 
 class _Default(NamedTuple):
@@ -77,6 +77,20 @@ def init(
         return _default.communicator
 
 
+def group_communicator(group: dist.ProcessGroup) -> Communicator:
+    """The communicator of a torch.distributed process group: the default one, initialized if need be, if it has all
+    ranks; else one of its own, with the settings of init() or of the environment. Collective over the group.
+    """
+    if dist.get_process_group_ranks(group) == list(range(dist.get_world_size())):
+        return init()
+    with _lock:
+        _refuse_forked_child()
+        config = _default.config if _default is not None else Config.read(os.environ)
+        communicator = communicator_of(group, config)
+        _install_hooks()
+        return communicator
+
+
 def _refuse_forked_child() -> None:
     """Remembers the first process that comes here; its forked children, which hold its connections, may not."""
     global _owner
@@ -97,8 +111,12 @@ def shutdown() -> None:
     global _default
     with _lock:
         current, _default = _default, None
+        groups = all_group_communicators() if _owner == os.getpid() else []
+        forget_groups()
         if current is not None and current.pid == os.getpid():
-            current.communicator.close()
+            groups.append(current.communicator)
+        for communicator in groups:
+            communicator.close()
 
 
 def is_initialized() -> bool:
@@ -178,42 +196,10 @@ def empty(
 
 
 def _connect(launch: Launch, config: Config) -> tuple[Communicator, Launch]:
-    group = group_timeout()
-    timeout = config.timeout or group or DEFAULT_TIMEOUT
-    options = config.options(timeout)
-    if launch.world_size == 1:
-        return solo(options), with_local_ranks(launch, [""])
-    exchange = open_exchange(launch, timeout, config.log_after)
-    try:
-        # Listens before it is heard of: a rank that dies after its first sign of life breaks connections.
-        bootstrap = LocalBootstrap(launch.rank, launch.world_size, options)
-        hosts, addresses = _agree(exchange, config, bootstrap.address())
-        communicator = bootstrap.connect(addresses, timeout)
-    except BaseException as error:
-        exchange.fail(error)  # else the others wait
-        raise
+    timeout = config.timeout or group_timeout() or DEFAULT_TIMEOUT
+    exchange = None if launch.world_size == 1 else open_exchange(launch, timeout, config.log_after)
+    communicator, hosts = connect(exchange, launch.rank, launch.world_size, config, timeout)
     return communicator, with_local_ranks(launch, hosts)
-
-
-def _agree(exchange: Exchange, config: Config, address: bytes) -> tuple[list[str], list[bytes]]:
-    """Checks that all ranks have the settings that must be equal; returns each rank's host and address."""
-    own = {"algorithm": config.algorithm, "numerics": config.numerics}
-    answers = exchange(json.dumps({"settings": own, "host": _host()}).encode() + b"\n" + address)
-    heads, _, addresses = zip(*(answer.partition(b"\n") for answer in answers), strict=True)
-    everyone = [json.loads(head) for head in heads]
-    for name in own:
-        for peer, other in enumerate(everyone):
-            first, value = everyone[0]["settings"][name], other["settings"][name]
-            if value != first:
-                raise Mismatch(
-                    f"rank 0 has {name}={first!r}, rank {peer} has {name}={value!r}: give all ranks the same"
-                )
-    return [other["host"] for other in everyone], list(addresses)
-
-
-def _host() -> str:
-    """The same on two ranks only if they share a kernel."""
-    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
 def _check_unchanged(config: Config, given: dict[str, Any]) -> None:
@@ -241,9 +227,12 @@ def _install_hooks() -> None:
     def tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """An uncaught error ends this process: the others shall raise its text now, not wait."""
         current = _default
+        communicators = all_group_communicators() if _owner == os.getpid() else []
         if current is not None and current.pid == os.getpid():
-            text = "".join(traceback.format_exception_only(kind, error)).strip()
-            current.communicator.abort(f"rank {current.communicator.rank}: {text}")
+            communicators.append(current.communicator)
+        text = "".join(traceback.format_exception_only(kind, error)).strip()
+        for communicator in communicators:
+            communicator.abort(f"rank {communicator.global_ranks[communicator.rank]}: {text}")
         previous(kind, error, trace)
 
     sys.excepthook = tell_peers

@@ -14,8 +14,8 @@ WITH_TORCH = {"reducer", "bindings"}
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 
 # Modules of the package, bottom first; a folder counts as one.
-MODULES = ["errors", "_C", "config", "launch", "communicator", "parallel", "__init__"]
-PARALLEL_MODULES = ["outputs", "refusal", "buckets", "replication", "wrapper", "__init__"]
+MODULES = ["errors", "_C", "config", "launch", "connect", "groups", "communicator", "parallel", "__init__"]
+PARALLEL_MODULES = ["outputs", "refusal", "groups", "buckets", "replication", "wrapper", "__init__"]
 LAUNCH_MODULES = ["variables", "slurm", "arrivals", "store", "mpi", "environment", "__init__"]
 
 SOURCES = sorted([*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")])

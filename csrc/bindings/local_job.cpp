@@ -50,11 +50,13 @@ void bind_local_job(py::module_& module) {
           "address", [](const LocalJob& job) { return py::bytes(job.address()); }, "Opaque bytes for every other rank.")
       .def(
           "connect",
-          [](LocalJob& job, const std::vector<std::string>& addresses, double timeout) {
+          [](LocalJob& job, const std::vector<std::string>& addresses, double timeout,
+             const std::optional<std::vector<int>>& global_ranks) {
             py::gil_scoped_release nogil;
-            return for_python(job.connect(addresses, Deadline::after(seconds(timeout)), check_signals()));
+            return for_python(job.connect(addresses, Deadline::after(seconds(timeout)), check_signals(),
+                                          global_ranks.value_or(std::vector<int>{})));
           },
-          py::arg("addresses"), py::arg("timeout"),
+          py::arg("addresses"), py::arg("timeout"), py::arg("global_ranks") = py::none(),
           "The communicator of all ranks. `addresses` by rank; `timeout` in seconds.");
   module.def(
       "solo", [](const py::dict& options) { return make_solo_communicator(parse(options)); }, py::arg("options"),

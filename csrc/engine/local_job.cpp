@@ -57,7 +57,11 @@ std::string LocalJob::address() const {
 }
 
 std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& addresses, Deadline deadline,
-                                                const std::function<void()>& interrupted) {
+                                                const std::function<void()>& interrupted,
+                                                const std::vector<int>& global_ranks) {
+  if (!global_ranks.empty() && global_ranks.size() != static_cast<size_t>(size_))
+    throw Error(ErrorKind::InvalidUsage,
+                "connect() needs one global rank for each of the " + std::to_string(size_) + " ranks");
   std::vector<Address> parsed;
   std::vector<std::string> names;
   for (int rank = 0; rank < size_; ++rank) {
@@ -72,7 +76,7 @@ std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& 
   // Peers that have this rank's memory already believe in a communicator: they must hear if there will be none.
   auto& farewell = reinterpret_cast<shm::GroupBlock*>(arena_->at(block_offset_))->farewell;
   try {
-    return join(handoff_.exchange(rank_, names, arena_->fd(), deadline, interrupted), parsed);
+    return join(handoff_.exchange(rank_, names, arena_->fd(), deadline, interrupted), parsed, global_ranks);
   } catch (const Error& error) {
     say_farewell(farewell, shm::Standing::Failed, error.kind(), error.what());
     throw;
@@ -84,7 +88,8 @@ std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& 
 }
 
 std::shared_ptr<Communicator> LocalJob::join(const std::vector<UniqueFd>& memories,
-                                             const std::vector<Address>& addresses) {
+                                             const std::vector<Address>& addresses,
+                                             const std::vector<int>& global_ranks) {
   sync_point("joining");
   std::vector<std::unique_ptr<shm::PeerArena>> peers(size_);
   std::vector<int> ranks;
@@ -97,7 +102,8 @@ std::shared_ptr<Communicator> LocalJob::join(const std::vector<UniqueFd>& memori
   }
   arena_->close_fd();
   engine_->attach(std::move(peers));
-  return std::make_shared<ShmCommunicator>(engine_, rank_, ranks, ranks, offsets, ShmCommunicator::Origin::Job);
+  return std::make_shared<ShmCommunicator>(engine_, rank_, global_ranks.empty() ? ranks : global_ranks, ranks, offsets,
+                                           ShmCommunicator::Origin::Job);
 }
 
 }  // namespace syncengine

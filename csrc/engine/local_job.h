@@ -21,14 +21,16 @@ class LocalJob {
   // Opaque bytes for the launcher to exchange; the same length on every rank.
   std::string address() const;
 
-  // `addresses` by rank, the own one among them. Once.
+  // `addresses` by rank, the own one among them; `global_ranks` is what messages call the ranks (empty: as they are). Once.
   std::shared_ptr<Communicator> connect(const std::vector<std::string>& addresses, Deadline deadline,
-                                        const std::function<void()>& interrupted = {});
+                                        const std::function<void()>& interrupted = {},
+                                        const std::vector<int>& global_ranks = {});
 
   struct Address;  // what address() is made of
 
  private:
-  std::shared_ptr<Communicator> join(const std::vector<UniqueFd>& memories, const std::vector<Address>& addresses);
+  std::shared_ptr<Communicator> join(const std::vector<UniqueFd>& memories, const std::vector<Address>& addresses,
+                                     const std::vector<int>& global_ranks);
 
   int rank_, size_;
   Options options_;

@@ -74,11 +74,11 @@ def with_local_ranks(launch: Launch, hosts: list[str]) -> Launch:
     return replace(launch, local_rank=Counter(hosts[: launch.rank])[own], local_world_size=Counter(hosts)[own])
 
 
-def group_timeout() -> float | None:
-    """The initialised default process group's timeout in seconds; None without one."""
+def group_timeout(group: dist.ProcessGroup | None = None) -> float | None:
+    """The timeout in seconds of a process group, or of the initialised default one; None without one."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    group = dist.distributed_c10d._get_default_group()
+    group = group or dist.distributed_c10d._get_default_group()
     options = (getattr(group._get_backend(device), "options", None) for device in group._device_types)
     seconds = min((option._timeout.total_seconds() for option in options if option is not None), default=None)
     return seconds if seconds is None else min(seconds, 1e9)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -60,13 +60,26 @@ def _is_listening(host: str, port: int) -> bool:
 
 
 class StoreExchange:
-    """An all-gather of small byte strings over a store. Each call on one rank meets the same call on all others."""
+    """An all-gather of small byte strings over a store. Each call on one rank meets the same call on all others.
 
-    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: float, log_after: float) -> None:
-        self._rank, self._world_size = rank, world_size
+    `names` are what messages call the ranks (by default 0, 1, ...), and `call` is what each of them should have called.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        log_after: float,
+        names: Sequence[int] | None = None,
+        call: str = "call syncengine.init",
+    ) -> None:
+        self._names = list(range(world_size)) if names is None else list(names)
+        self._rank, self._what = self._names[rank], f"join (did its process start, and {call}?)"
         self._timeout, self._log_after = timeout, log_after
         self._rounds = 0
-        with _lost_store_as_lost_peer(rank, set(range(world_size))):
+        with _lost_store_as_lost_peer(self._rank, set(self._names)):
             # Every rank opens its n-th exchange over this store: n makes the keys this one's own, also after shutdown.
             number = store.add(f"syncengine/opened/{rank}", 1)
         self._store = dist.PrefixStore(f"syncengine/{number}", store)
@@ -75,9 +88,9 @@ class StoreExchange:
         """See Exchange."""
         if len(payload) > MAX_PAYLOAD:
             raise InvalidUsage(f"a payload of {len(payload)} bytes is more than the exchange's {MAX_PAYLOAD}")
-        keys = [f"{self._rounds}/{peer}" for peer in range(self._world_size)]
+        keys = {name: f"{self._rounds}/{peer}" for peer, name in enumerate(self._names)}
         self._rounds += 1
-        missing = set(range(self._world_size))
+        missing = set(self._names)
 
         def arrived(peers: set[int]) -> set[int]:
             missing.intersection_update(peers)
@@ -85,15 +98,14 @@ class StoreExchange:
                 raise as_error(self._store.get("failed"))
             return {peer for peer in peers if self._store.check([keys[peer]])}
 
-        what = "join (did its process start, and call syncengine.init?)"
         with _lost_store_as_lost_peer(self._rank, missing):
             self._store.set(keys[self._rank], payload)
-            wait_for_ranks(missing, arrived, what, self._timeout, self._log_after)
-            values = [self._store.get(key) for key in keys]
-        for peer, value in enumerate(values):
+            wait_for_ranks(missing, arrived, self._what, self._timeout, self._log_after)
+            values = {name: self._store.get(key) for name, key in keys.items()}
+        for peer, value in values.items():
             if len(value) > MAX_PAYLOAD:
                 raise InvalidUsage(f"rank {peer} sent {len(value)} bytes, more than the exchange's {MAX_PAYLOAD}")
-        return values
+        return list(values.values())
 
     def fail(self, error: BaseException) -> None:
         """Makes the others' waits, now and later, end with this rank's error. The first one counts."""

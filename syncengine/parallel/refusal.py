@@ -5,7 +5,6 @@ from typing import Any, NoReturn
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from syncengine._C import Communicator
 from syncengine.errors import InvalidUsage
 
 # Argument: its value in an ordinary call, and what to do instead.
@@ -22,7 +21,6 @@ _ARGUMENTS: dict[str, tuple[Any, str]] = {
     "delay_all_reduce_named_params": (None, "leave it out"),
     "param_to_hook_all_reduce": (None, "leave it out"),
     "mixed_precision": (None, "use torch.autocast, or cast the module before wrapping it"),
-    "device_mesh": (None, "pass process_group=communicator.split(ranks)"),
     "skip_all_reduce_unused_params": (False, "use find_unused_parameters=True, or freeze the parameters"),
     "bucket_cap_mb_list": (None, "use bucket_cap_mb"),
     "batched_grad_copy": (False, "gradients are not copied at all: leave it out"),
@@ -44,9 +42,7 @@ _METHODS: dict[str, str] = {
 }
 
 
-def check_arguments(
-    device_ids: Any, output_device: Any, process_group: Any, bucket_cap_mb: float | None, **others: Any
-) -> None:
+def check_arguments(device_ids: Any, output_device: Any, bucket_cap_mb: float | None, **others: Any) -> None:
     """Raises ``InvalidUsage`` for the first argument that is not supported."""
     for name, value in others.items():
         usual, advice = _ARGUMENTS[name]
@@ -56,11 +52,6 @@ def check_arguments(
         raise InvalidUsage(
             f"DistributedDataParallel device_ids and output_device arguments only work with GPU modules, which are not "
             f"supported yet, but got device_ids {device_ids}, output_device {output_device}: leave both out"
-        )
-    if process_group is not None and not isinstance(process_group, Communicator):
-        _refuse(
-            f"argument process_group of type {type(process_group).__name__}",
-            "pass a syncengine.Communicator (syncengine.default_communicator().split(ranks)), or None for all ranks",
         )
     if bucket_cap_mb is not None and not bucket_cap_mb > 0:
         raise InvalidUsage(f"bucket_cap_mb must be a positive number of MiB, but is {bucket_cap_mb!r}")

@@ -8,10 +8,11 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import _StopRecomputationError
 
-from syncengine._C import Communicator, Reducer
-from syncengine.communicator import default_communicator, init
+from syncengine._C import Reducer
+from syncengine.communicator import default_communicator
 from syncengine.errors import InvalidUsage, Mismatch
 from syncengine.parallel.buckets import BucketPlanner
+from syncengine.parallel.groups import Group, check_group, localize_parameters, resolve_group
 from syncengine.parallel.outputs import tensors_in, through_sink
 from syncengine.parallel.refusal import check_arguments, check_module, refuse_methods
 from syncengine.parallel.replication import StateBroadcast, check_same_on_all_ranks, describe_tensor
@@ -25,8 +26,10 @@ class Parallel(DistributedDataParallel):
     refused by name. It is a subclass only so that ``isinstance`` holds for the tools that ask: none of DDP's machinery
     runs.
 
-    ``process_group`` takes a ``syncengine.Communicator`` (say, from ``Communicator.split``); ``None`` is the default
-    one, initialized if need be. With one rank the module is called directly.
+    ``process_group`` takes a torch process group or a ``syncengine.Communicator`` (say, from ``Communicator.split``);
+    ``None`` is the default communicator, initialized if need be. Afterwards ``communicator`` is what gradients are
+    averaged over, and ``process_group`` what tools expect there: torch's group of these ranks if there is one, else
+    the communicator. With one rank the module is called directly.
 
     Raises ``InvalidUsage`` for an argument that can't work, and ``Mismatch``, naming the parameter and both sides, if
     the ranks' models differ.
@@ -40,7 +43,7 @@ class Parallel(DistributedDataParallel):
         dim: int = 0,
         broadcast_buffers: bool | None = None,
         init_sync: bool = True,
-        process_group: Communicator | None = None,
+        process_group: Group | None = None,
         bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
         check_reduction: bool = False,
@@ -55,10 +58,10 @@ class Parallel(DistributedDataParallel):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
     ) -> None:
+        check_group(process_group)
         check_arguments(
             device_ids=device_ids,
             output_device=output_device,
-            process_group=process_group,
             bucket_cap_mb=bucket_cap_mb,
             check_reduction=check_reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,
@@ -66,7 +69,6 @@ class Parallel(DistributedDataParallel):
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
             mixed_precision=mixed_precision,
-            device_mesh=device_mesh,
             skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=bucket_cap_mb_list,
             batched_grad_copy=batched_grad_copy,
@@ -74,7 +76,10 @@ class Parallel(DistributedDataParallel):
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         self.module = module
-        self.process_group = init() if process_group is None else process_group
+        self.communicator, self.process_group = resolve_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            localize_parameters(module, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         check_module(module, self.parameters_to_ignore)
 
@@ -98,7 +103,7 @@ class Parallel(DistributedDataParallel):
         sync_initial_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self._assign_modules_buffers()
         self._build_reducer()
-        if init_sync and self.process_group.size > 1:
+        if init_sync and self.communicator.size > 1:
             self._replicate(sync_initial_buffers)
 
     def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
@@ -124,19 +129,19 @@ class Parallel(DistributedDataParallel):
         self._parameter_names = [name for name, _ in named]
         self._module_parameters = [parameter for _, parameter in named]
         self._planner = BucketPlanner.create(
-            self._module_parameters, self.process_group.numerics, self._bucket_cap_mb, self.find_unused_parameters
+            self._module_parameters, self.communicator.numerics, self._bucket_cap_mb, self.find_unused_parameters
         )
         self.bucket_bytes_cap = self._planner.cap
         self._has_plan = False
         self._has_rebuilt_buckets = False
         self._buffer_broadcast: StateBroadcast | None = None
         self.reducer = None
-        if self.process_group.size > 1:
+        if self.communicator.size > 1:
             self.reducer = Reducer(
                 self._module_parameters,
                 f"Parallel({type(self.module).__name__})",
                 self._parameter_names,
-                self.process_group,
+                self.communicator,
                 self.find_unused_parameters,
             )
 
@@ -151,23 +156,23 @@ class Parallel(DistributedDataParallel):
         )
         model = f"Parallel({type(self.module).__name__})"
         lines = [settings, *(describe_tensor(name, tensor) for name, tensor in named)]
-        check_same_on_all_ranks(self.process_group, model, lines)
-        StateBroadcast(self.process_group, (tensor for _, tensor in named))()
+        check_same_on_all_ranks(self.communicator, model, lines)
+        StateBroadcast(self.communicator, (tensor for _, tensor in named))()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.process_group is not default_communicator():
+        if self.communicator is not default_communicator():
             raise InvalidUsage(
                 "Parallel can only be pickled with the default communicator: the copy would not know which one to use. "
                 "Save model.module.state_dict() instead"
             )
         state = self.__dict__.copy()
-        for name in ("process_group", "reducer", "logger", "_planner", "_buffer_broadcast"):
+        for name in ("process_group", "communicator", "reducer", "logger", "_planner", "_buffer_broadcast"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(self, state)
-        self.process_group = init()
+        self.communicator, self.process_group = resolve_group(None, None)
         self.logger = None
         self._build_reducer()
 
@@ -192,8 +197,8 @@ class Parallel(DistributedDataParallel):
         except _StopRecomputationError:  # how checkpointing ends a forward early, in backward
             raise
         except BaseException as error:
-            rank = self.process_group.global_ranks[self.process_group.rank]
-            self.process_group.abort(f"rank {rank} raised in forward: {type(error).__name__}: {error}")
+            rank = self.communicator.global_ranks[self.communicator.rank]
+            self.communicator.abort(f"rank {rank} raised in forward: {type(error).__name__}: {error}")
             raise
         self.reducer.prepare_for_backward([output] if isinstance(output, torch.Tensor) else list(tensors_in(output)))
         return through_sink(output, self._ddp_sink_clone) if self.find_unused_parameters else output
@@ -221,14 +226,14 @@ class Parallel(DistributedDataParallel):
         missing = wanted.difference(brought)
         order = brought + [i for i in reversed(trainable) if i in missing]
         message = torch.tensor(order + [-1] * (len(self._module_parameters) - len(order)))
-        self.process_group.broadcast(message, 0)
+        self.communicator.broadcast(message, 0)
         agreed = [i for i in message.tolist() if i >= 0]
         if difference := sorted(set(agreed) ^ set(trainable)):
-            ranks = self.process_group.global_ranks
+            ranks = self.communicator.global_ranks
             name, here = self._parameter_names[difference[0]], difference[0] in trainable
-            with_grad, without = (ranks[self.process_group.rank], ranks[0])[:: 1 if here else -1]
+            with_grad, without = (ranks[self.communicator.rank], ranks[0])[:: 1 if here else -1]
             text = f"parameter {name} requires a gradient on rank {with_grad}, but not on rank {without}"
-            self.process_group.abort(text)
+            self.communicator.abort(text)
             raise Mismatch(f"{text}: freeze and unfreeze on all ranks alike")
         return agreed
 
@@ -237,7 +242,7 @@ class Parallel(DistributedDataParallel):
         buffers = self.modules_buffers
         cached = self._buffer_broadcast
         if cached is None or len(cached.tensors) != len(buffers) or any(map(_is_not, cached.tensors, buffers)):
-            cached = self._buffer_broadcast = StateBroadcast(self.process_group, buffers)
+            cached = self._buffer_broadcast = StateBroadcast(self.communicator, buffers)
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
             cached()
 
@@ -254,7 +259,7 @@ class Parallel(DistributedDataParallel):
 
     @property
     def _distributed_rank(self) -> int:
-        return self.process_group.rank
+        return self.communicator.rank
 
     def sync_stats(self) -> dict[str, Any]:
         """What the last synchronized backward moved.

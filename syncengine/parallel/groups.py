@@ -1,0 +1,70 @@
+"""Which ranks a model is trained on: what the user may pass, as a communicator and as what tools expect to read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from syncengine._C import Communicator
+from syncengine.communicator import group_communicator, init
+from syncengine.errors import InvalidUsage
+
+Group = Communicator | dist.ProcessGroup
+
+
+def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Communicator, Group]:
+    """The communicator, and the value of the attribute ``process_group``.
+
+    That is a torch process group wherever there is one, since tools ask ``dist.get_rank(model.process_group)``.
+    """
+    if device_mesh is not None:
+        if process_group is not None:
+            raise InvalidUsage("Cannot specify both process_group and device_mesh arguments.")
+        process_group = _group_of(device_mesh)
+    if isinstance(process_group, Communicator):
+        return process_group, process_group
+    if process_group is not None:
+        return group_communicator(process_group), process_group
+    communicator = init()
+    return communicator, _default_group(communicator) or communicator
+
+
+def check_group(process_group: Any) -> None:
+    """Raises ``InvalidUsage`` for anything else than a group of ranks."""
+    if process_group is None or isinstance(process_group, Group):
+        return
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise InvalidUsage("this rank is not in process_group: wrap the module on the group's ranks only")
+    raise InvalidUsage(
+        f"process_group of type {type(process_group).__name__} is no group of ranks: pass a torch process group, a "
+        "syncengine.Communicator, or None for all ranks"
+    )
+
+
+def localize_parameters(module: torch.nn.Module, device_mesh: dist.DeviceMesh) -> None:
+    """As DDP: of a mesh that is part of a larger one, tensor parallelism may have made DTensors of the parameters.
+
+    They become their local shards, so that each is averaged with the same shard of the other replicas.
+    """
+    if device_mesh._get_root_mesh() != device_mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+
+
+def _group_of(device_mesh: Any) -> dist.ProcessGroup:
+    if not isinstance(device_mesh, dist.DeviceMesh):
+        raise InvalidUsage(f"device_mesh of type {type(device_mesh).__name__} is no torch DeviceMesh")
+    if device_mesh.ndim != 1:
+        raise InvalidUsage(f"Only 1D device mesh is supported, but got {device_mesh}: pass device_mesh['dp'], say")
+    return device_mesh.get_group(mesh_dim=0)
+
+
+def _default_group(communicator: Communicator) -> dist.ProcessGroup | None:
+    """torch's default group, if it is there and has the same ranks in the same order."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    same = (dist.get_rank(), dist.get_world_size()) == (communicator.rank, communicator.size)
+    return dist.distributed_c10d._get_default_group() if same else None

@@ -1,0 +1,184 @@
+"""Parallel over some of the ranks: torch process groups, device meshes, communicators."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_models import Mlp, different_bits
+from pool import RankPool
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+from syncengine import groups
+from syncengine.errors import InvalidUsage, Mismatch, Timeout
+
+
+def data(step: int = 0) -> torch.Tensor:
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
+
+
+def gradients_of_both(**options: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The gradients after three steps, under Parallel and under DDP."""
+    results = []
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        torch.manual_seed(0)
+        model = wrap(Mlp(), **options)
+        for i in range(3):
+            model(data(i)).square().mean().backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    return results[0], results[1]
+
+
+def pairs() -> dist.ProcessGroup:
+    """The group of ranks 0 and 2, or that of 3 and 1."""
+    evens, odds = dist.new_group([0, 2]), dist.new_group([3, 1])
+    return odds if dist.get_rank() % 2 else evens
+
+
+def train_in_pairs() -> tuple[str, bool]:
+    group = pairs()
+    ours, theirs = gradients_of_both(process_group=group)
+    assert not different_bits(ours, theirs)
+    model = syncengine.Parallel(Mlp(), process_group=group)
+    assert model.process_group is group
+    assert model.join_process_group is group
+    assert model.communicator is syncengine.Parallel(Mlp(), process_group=group).communicator
+    assert model.communicator.rank == dist.get_rank(group)
+    assert model.communicator.global_ranks == dist.get_process_group_ranks(group)
+    with pytest.raises(Mismatch) as error:
+        syncengine.Parallel(nn.Linear(2, 2 + dist.get_rank() // 2), process_group=group)
+    return str(error.value), syncengine.is_initialized()
+
+
+def test_a_subgroup_trains_as_under_ddp(pool: RankPool):
+    texts = [
+        text for text, initialized in pool.run(train_in_pairs, world=4, gloo=True, settings=None) if not initialized
+    ]
+    for rank, text in enumerate(texts):
+        first, second = [(0, 2), (3, 1), (0, 2), (3, 1)][rank]
+        assert f"rank {first} has" in text
+        assert f"rank {second} has" in text
+
+
+def train_in_world() -> None:
+    ours, theirs = gradients_of_both(process_group=dist.group.WORLD)
+    assert not different_bits(ours, theirs)
+    for group in (None, dist.group.WORLD, dist.new_group([0, 1])):
+        model = syncengine.Parallel(Mlp(), process_group=group)
+        assert model.communicator is syncengine.default_communicator()
+        assert dist.get_rank(model.process_group) == syncengine.rank()
+    own = syncengine.default_communicator().split([0, 1])
+    assert syncengine.Parallel(Mlp(), process_group=own).process_group is own
+
+
+def test_the_group_of_all_ranks_is_the_default_communicator(pool: RankPool):
+    pool.run(train_in_world, gloo=True, settings=None)
+
+
+def train_in_mesh() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    ours, theirs = gradients_of_both(device_mesh=mesh)
+    assert max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) < 1e-6
+    assert syncengine.Parallel(Mlp(), device_mesh=mesh).device_mesh is mesh
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ours, theirs = gradients_of_both(device_mesh=grid["dp"])
+    assert not different_bits(ours, theirs)
+    with pytest.raises(InvalidUsage, match="Only 1D device mesh is supported"):
+        syncengine.Parallel(Mlp(), device_mesh=grid)
+    with pytest.raises(InvalidUsage, match="both process_group and device_mesh"):
+        syncengine.Parallel(Mlp(), device_mesh=mesh, process_group=dist.group.WORLD)
+
+
+def test_device_meshes(pool: RankPool):
+    pool.run(train_in_mesh, world=4, gloo=True, settings=None)
+
+
+def train_with_tensor_parallelism() -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # slow
+
+    results = []
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 4))
+        module = parallelize_module(module, grid["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        model = wrap(module, device_mesh=grid["dp"])
+        parameters = list(model.parameters())  # torch's own workaround loses them in the first forward
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(dist.get_rank() // 2))
+        for _ in range(3):
+            model(x).square().mean().backward()
+        results.append([p.grad.clone() for p in parameters])
+    assert results[0][0].shape == (16, 24)
+    assert not different_bits(*results)
+
+
+def test_with_tensor_parallelism_inside(pool: RankPool):
+    pool.run(train_with_tensor_parallelism, world=4, gloo=True, settings=None)
+
+
+def outsider() -> None:
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        model = syncengine.Parallel(nn.Linear(24, 2), process_group=group)
+        assert model.communicator.size == 1
+        model(data()).sum().backward()
+    else:
+        with pytest.raises(InvalidUsage, match="this rank is not in process_group"):
+            syncengine.Parallel(nn.Linear(24, 2), process_group=group)
+    with pytest.raises(InvalidUsage, match="process_group of type str is no group"):
+        syncengine.Parallel(nn.Linear(24, 2), process_group="gloo")
+
+
+def test_who_is_not_in_the_group_is_told_so(pool: RankPool):
+    pool.run(outsider, gloo=True, settings=None)
+
+
+def end_of_groups() -> None:
+    group = pairs()
+    model = syncengine.Parallel(nn.Linear(24, 2), process_group=group)
+    syncengine.shutdown()
+    with pytest.raises(InvalidUsage, match="closed"):
+        model(data())
+    again = syncengine.Parallel(nn.Linear(24, 2), process_group=group)
+    again(data()).sum().backward()
+    del model, again
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert not groups.all_group_communicators()
+
+
+def test_communicators_of_groups_end_with_shutdown_and_with_the_group(pool: RankPool):
+    pool.run(end_of_groups, world=4, gloo=True, settings=None)
+
+
+def without_store() -> None:
+    group = pairs()
+    entry = dist.distributed_c10d._world.pg_map
+    entry[group] = (entry[group][0], None)
+    model = syncengine.Parallel(nn.Linear(24, 2), process_group=group)
+    model(data()).sum().backward()
+    assert model.communicator.size == 2
+
+
+def test_a_group_without_a_store_meets_by_its_own_collectives(pool: RankPool):
+    pool.run(without_store, world=4, gloo=True, settings=None)
+
+
+def alone_in_group() -> None:
+    logging.getLogger("syncengine").setLevel(logging.ERROR)
+    group = pairs()
+    if dist.get_rank() == 1:
+        with pytest.raises(Timeout, match=r"rank 3 did not join .*wrap its model in syncengine.Parallel"):
+            syncengine.Parallel(nn.Linear(24, 2), process_group=group)
+
+
+def test_a_missing_member_is_named(pool: RankPool):
+    pool.run(alone_in_group, world=4, gloo=True, settings=None, environ={"SYNCENGINE_TIMEOUT": "1"})
