@@ -131,6 +131,7 @@ def main() -> None:
     test_run = os.getppid()
     import hypothesis  # noqa: F401
     import pytest  # noqa: F401
+    import torch._dynamo
     import torch.distributed  # noqa: F401
 
     import syncengine  # noqa: F401

@@ -99,7 +99,8 @@ PostponedHook* postponed_hook(const at::Tensor& parameter) {
 
 GradientHook::GradientHook(Reducer& reducer, size_t index, const at::Tensor& parameter)
     : node_(torch::autograd::impl::grad_accumulator(parameter)),
-      key_(node_->add_post_hook(std::make_unique<AfterAccumulate>(reducer, index))) {}
+      key_(node_->add_post_hook(std::make_unique<AfterAccumulate>(reducer, index))),
+      dtype_(parameter.scalar_type()) {}
 
 GradientHook::~GradientHook() { node_->del_post_hook(key_); }
 

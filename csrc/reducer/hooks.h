@@ -24,11 +24,13 @@ class GradientHook {
   GradientHook& operator=(const GradientHook&) = delete;
 
   const torch::autograd::Node* node() const { return node_.get(); }
+  at::ScalarType dtype() const { return dtype_; }  // the parameter's when it was hooked
 
  private:
   // An intrusive_ptr since torch 2.13, a shared_ptr before. Held: a parameter refers to its node only weakly.
   decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) node_;
   uintptr_t key_;
+  at::ScalarType dtype_;
 };
 
 // Listens to the start of the backward that goes through `output`. False if it has no graph.

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -49,8 +50,8 @@ Reducer::~Reducer() { remove_hooks(); }
 
 bool Reducer::begin_forward(bool synchronize) {
   std::lock_guard lock(mutex_);
-  bool recomputing = !synchronize && inside_backward();
-  if (phase_ == Phase::Syncing && !recomputing) {
+  if (recomputing()) return false;
+  if (phase_ == Phase::Syncing) {
     std::string text = unfinished_text();
     tell_peers(text);
     settle_after_failure();
@@ -65,33 +66,53 @@ bool Reducer::begin_forward(bool synchronize) {
   return provisional_ && !ready_order_.empty();
 }
 
-// A parameter's AccumulateGrad node exists only while it requires a gradient.
+// A parameter's AccumulateGrad node exists only while it requires a gradient, and changes with its dtype (model.double()).
 void Reducer::follow_requires_grad() {
   for (size_t i = 0; i < hooks_.size(); ++i) {
     const at::Tensor& parameter = gradients_[i].parameter();
     bool wanted = parameter.requires_grad();
     if (wanted) postpone_user_hooks(weak_from_this(), i, parameter);
-    if (wanted == (hooks_[i] != nullptr)) continue;
-    if (wanted) {
-      hooks_[i] = std::make_unique<GradientHook>(*this, i, parameter);
-      accumulators_[hooks_[i]->node()] = i;
-    } else {
+    if (hooks_[i] && (!wanted || hooks_[i]->dtype() != parameter.scalar_type())) {
       accumulators_.erase(hooks_[i]->node());
       hooks_[i].reset();
+      planned_[i] = planned_[i] && !wanted;
+    }
+    if (wanted && !hooks_[i]) {
+      hooks_[i] = std::make_unique<GradientHook>(*this, i, parameter);
+      accumulators_[hooks_[i]->node()] = i;
     }
   }
 }
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   std::lock_guard lock(mutex_);
+  if (recomputing()) return;
   if (find_unused_parameters_) {
     if (phase_ != Phase::Armed) reachable_.assign(reachable_.size(), false);
     mark_used(outputs, accumulators_, reachable_);
   }
+  if (brought_nothing_) check_parameters_take_part(outputs);
   phase_ = Phase::Armed;
   outputs_hooked_ = false;
   for (const auto& output : outputs) outputs_hooked_ |= hook_output(weak_from_this(), output);
 }
+
+// A module whose parameters were replaced would train without ever being synchronized.
+void Reducer::check_parameters_take_part(const std::vector<at::Tensor>& outputs) {
+  auto requires_grad = [](const at::Tensor& output) { return output.requires_grad(); };
+  if (accumulators_.empty() || std::none_of(outputs.begin(), outputs.end(), requires_grad)) return;
+  std::vector<bool> reached(gradients_.size());
+  mark_used(outputs, accumulators_, reached);
+  if (std::find(reached.begin(), reached.end(), true) != reached.end()) return;
+  std::string text = "the outputs of " + names_->model +
+                     " depend on none of the parameters that it was made with, so nothing would be synchronized. "
+                     "Were they replaced, say by load_state_dict(assign=True)? Then wrap the module again";
+  tell_peers(text);
+  throw Error(ErrorKind::InvalidUsage, text);
+}
+
+// Checkpointing runs forward again while the backward that needs it is on its way: nothing begins.
+bool Reducer::recomputing() const { return phase_ == Phase::Syncing && inside_backward(); }
 
 void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional) {
   std::lock_guard lock(mutex_);
@@ -265,6 +286,7 @@ void Reducer::on_backward_end() {
   {
     std::lock_guard lock(mutex_);
     --tasks_watched_;
+    brought_nothing_ = phase_ == Phase::Armed;
     if (phase_ != Phase::Syncing || buckets_missing_ > 0) return;
     phase_ = Phase::Finalizing;
   }

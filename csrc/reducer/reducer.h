@@ -71,6 +71,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
     Consumed,    // their backward is over, and no forward has run since
   };
 
+  bool recomputing() const;
+  void check_parameters_take_part(const std::vector<at::Tensor>& outputs);
   void begin_backward();
   void collect(size_t index, const at::Tensor& incoming);
   void count_collected(size_t index);
@@ -102,9 +104,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Bucket> buckets_;
   size_t buckets_missing_ = 0;  // not announced yet in this backward
   std::vector<size_t> ready_order_;
-  int watched_task_ = -1;        // the graph task that holds our last callback
-  size_t tasks_watched_ = 0;     // graph tasks that hold one and have not ended
-  bool outputs_hooked_ = false;  // on_output will tell of a backward through the last forward
+  int watched_task_ = -1;         // the graph task that holds our last callback
+  size_t tasks_watched_ = 0;      // graph tasks that hold one and have not ended
+  bool outputs_hooked_ = false;   // on_output will tell of a backward through the last forward
+  bool brought_nothing_ = false;  // the last backward through our outputs ended without any gradient
   Statistics statistics_;
 
   // find_unused_parameters only
