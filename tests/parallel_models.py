@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from models.workload import same_bits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 import syncengine
 
@@ -158,6 +161,7 @@ def bits_between_ours_and_ddp(runs: list[Run]) -> dict[Run, int]:
 
 
 def data(step: int = 0) -> torch.Tensor:
+    """A batch of this rank's own."""
     return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + syncengine.rank()))
 
 
@@ -165,14 +169,23 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
     return [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-def both(make: Callable[[], nn.Module], step: Callable[[nn.Module], Any], **options: Any) -> None:
-    """The same steps with Parallel and with DDP leave the same gradients."""
+def both(make: Callable[[], nn.Module], step: Callable[[nn.Module], Any], **options: Any) -> list[torch.Tensor]:
+    """`step` has the same bits with Parallel and with DDP: what it returns, the gradients and the state that it leaves.
+
+    Returns the tensors that our `step` returned, in a row.
+    """
     results = []
     for wrap in (syncengine.Parallel, DistributedDataParallel):
         torch.manual_seed(0)
         model = wrap(make(), **options)
-        step(model)
-        results.append(gradients(model))
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or torch.equal(ours, theirs)
+        returned = [leaf for leaf in tree_leaves(step(model)) if isinstance(leaf, torch.Tensor)]
+        results.append((returned, gradients(model), copy.deepcopy(model.state_dict())))
+    (ours, our_gradients, our_state), (theirs, their_gradients, their_state) = results
+    assert list(our_state) == list(their_state)
+    for name, mine, other in [
+        *((f"result {i}", a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))),
+        *((f"gradient {i}", a, b) for i, (a, b) in enumerate(zip(our_gradients, their_gradients, strict=True))),
+        *((name, our_state[name], value) for name, value in their_state.items() if isinstance(value, torch.Tensor)),
+    ]:
+        assert same_bits(mine, other), name
+    return ours

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from on_ranks import both, data, gradients, run_on_ranks
-from parallel_models import Conv, Mlp
-from pool import RankPool
+from parallel_models import CAP, Conv, Mlp, both, data, gradients
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import (
@@ -26,8 +25,6 @@ from torch.utils.checkpoint import (
 
 import syncengine
 from syncengine.errors import SyncError
-
-CAP = {"bucket_cap_mb": 1e-6}  # one bucket a parameter
 
 Step = Callable[[nn.Module], Any]
 
