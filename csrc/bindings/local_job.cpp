@@ -3,6 +3,7 @@
 #include "bindings/bindings.h"
 #include "bindings/communicator.h"
 #include "bindings/errors.h"
+#include "bindings/python_threads.h"
 #include "engine/local_job.h"
 #include "engine/solo.h"
 
@@ -43,7 +44,7 @@ Options parse(const py::dict& options) {
 void bind_local_job(py::module_& module) {
   py::class_<LocalJob>(module, "LocalBootstrap", "How the ranks of one host find each other's memory.")
       .def(py::init([](int rank, int size, const py::dict& options) {
-             return std::make_unique<LocalJob>(rank, size, parse(options));
+             return std::make_unique<LocalJob>(rank, size, parse(options), count_python_threads);
            }),
            py::arg("rank"), py::arg("size"), py::arg("options"))
       .def(

@@ -5,6 +5,8 @@
 #include <signal.h>
 
 #include <algorithm>
+#include <optional>
+#include <utility>
 
 #include "base/error.h"
 #include "base/futex.h"
@@ -62,8 +64,13 @@ class Tick {
 
 }  // namespace
 
-Engine::Engine(std::shared_ptr<shm::Arena> arena, int local_rank, int local_size, Options options)
-    : arena_(std::move(arena)), local_rank_(local_rank), local_size_(local_size), options_(options) {
+Engine::Engine(std::shared_ptr<shm::Arena> arena, int local_rank, int local_size, Options options,
+               CountCallers count_callers)
+    : arena_(std::move(arena)),
+      local_rank_(local_rank),
+      local_size_(local_size),
+      options_(options),
+      count_callers_(std::move(count_callers)) {
   shm::prepare_liveness(arena_->header());
   thread_ = std::thread(&Engine::thread_main, this);
   // No peer may look for signs of life before the thread gives them.
@@ -84,7 +91,13 @@ Engine::~Engine() {
 void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers) {
   peers_ = std::move(peers);
   std::vector<shm::Doorbell*> doorbells;
-  for (auto& peer : peers_) doorbells.push_back(peer ? &peer->header().doorbell : &arena_->header().doorbell);
+  std::vector<shm::WaitBoard*> boards;
+  for (auto& peer : peers_) {
+    shm::ArenaHeader& header = peer ? peer->header() : arena_->header();
+    doorbells.push_back(&header.doorbell);
+    boards.push_back(&header.board);
+  }
+  standstill_ = std::make_unique<Standstill>(std::move(boards), local_rank_);
   bell_ = std::make_unique<Bell>(std::move(doorbells), local_rank_);
   cores_to_spare_ = available_cores() >= local_size_;
   lazy_ = available_cores() < 2 * local_size_;
@@ -150,38 +163,48 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over) {
   if (moved && bell_->anybody_listens()) bell_->ring_self();
 }
 
-void Engine::look_around() {
-  Locked lock(*this);
-  auto movables = movables_;  // a failure may reach others
-  for (Movable* movable : movables) movable->look_around();
-}
-
-void Engine::wait(const Work& work, const std::function<void()>& interrupted,
-                  const std::function<void(bool)>& sleeping) {
+void Engine::wait(const Work& work, Movable& owner, const std::function<void()>& interrupted, bool gives_up) {
   throw_if_forked();
   struct Waiter {
     Engine& engine;
-    explicit Waiter(Engine& e) : engine(e) { engine.waiters_.fetch_add(1, std::memory_order_seq_cst); }
+    Sleeper sleeper;
+    bool sleeps = false;
+    explicit Waiter(Engine& e, Sleeper s) : engine(e), sleeper(s) {
+      engine.waiters_.fetch_add(1, std::memory_order_seq_cst);
+    }
+    // From now on the peers hear of it. Before the thread goes on they must hear that it does.
+    void sleep() {
+      int callers = engine.count_callers_ ? engine.count_callers_() : kUnknownCallers;
+      engine.locked([&] {
+        sleeper.callers = callers;
+        if (!std::exchange(sleeps, true)) engine.sleepers_.push_back(&sleeper);
+      });
+    }
     ~Waiter() {
+      if (sleeps) {
+        engine.locked([&] {
+          std::erase(engine.sleepers_, &sleeper);
+          engine.publish_waits();
+        });
+      }
       engine.waiters_.fetch_sub(1, std::memory_order_seq_cst);
       if (engine.outstanding_.load(std::memory_order_seq_cst) > 0) engine.wake_thread();
     }
-  } waiter(*this);
+  } waiter(*this, {work, owner, gives_up});
   Spin spin(cores_to_spare_);
   Tick tick;
-  bool slept = false;
+  std::optional<Deadline> settled;  // most waits end before that
   while (!work.ended()) {
     bool moved = pass();
     if (moved) spin.reset();
     bool idle = !moved && !work.ended() && !spin.again();
     if (!idle && !tick.due()) continue;
-    if (idle && !slept && sleeping) sleeping(true);
-    slept |= idle;
+    if (idle && !settled) settled = Deadline::after(kTick);
+    if (idle && settled->passed()) waiter.sleep();
     look_around();
     if (idle && !work.ended()) rest(kTick, [&] { return work.ended(); });
     if (interrupted) interrupted();
   }
-  if (slept && sleeping) sleeping(false);
 }
 
 void Engine::wake_thread() {
@@ -221,25 +244,6 @@ void Engine::thread_main() {
     rest(kTick, [this] { return stop_.load(std::memory_order_seq_cst); });
   }
   shm::release_all(arena_->header(), local_size_);
-}
-
-bool Engine::is_dead(int local_rank) {
-  uint64_t bit = uint64_t{1} << local_rank;
-  if (local_rank == local_rank_) return false;
-  if (!(dead_ & bit) && shm::found_dead(peers_[local_rank]->header(), local_rank_)) dead_ |= bit;
-  return dead_ & bit;
-}
-
-void Engine::note_submitter() {
-  auto self = static_cast<uint64_t>(pthread_self());
-  uint64_t first = submitter_.load(std::memory_order_relaxed);  // relaxed: a hint, nothing is read behind it
-  if (first == self) return;
-  if (first != 0 || !submitter_.compare_exchange_strong(first, self))
-    several_submitters_.store(true, std::memory_order_relaxed);
-}
-
-bool Engine::is_single_threaded() const {
-  return !several_submitters_.load(std::memory_order_relaxed) && waiters_.load(std::memory_order_relaxed) <= 1;
 }
 
 void Engine::sever_tensors(const std::vector<size_t>& offsets, const Error& cause) {

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -19,6 +20,7 @@
 #include "base/error.h"
 #include "engine/bell.h"
 #include "engine/options.h"
+#include "engine/standstill.h"
 #include "engine/work.h"
 #include "transport/shm/arena.h"
 
@@ -30,15 +32,25 @@ class Movable {
   virtual ~Movable() = default;
   virtual bool advance() = 0;
   virtual uint64_t interest() const = 0;  // local ranks whose next step is needed
-  virtual void look_around() = 0;  // deaths, failures, deadlines, cycles: about every 50 ms while something waits
+  virtual void look_around() = 0;         // deaths, failures, deadlines: about every 50 ms while something waits
   virtual void lose_direct_memory(const Error& cause) = 0;  // some tensors of the arena were severed
   virtual void fail(ErrorKind kind, const std::string& text) = 0;
   virtual void leave() = 0;
+
+  // For the search for ranks that wait for each other. Members are local ranks.
+  virtual Standstill::Wait wait_of(const Work& work) const = 0;
+  virtual bool has_block(int local_rank, uint64_t offset) const = 0;
+  virtual std::string describe_wait(const Work& work) const = 0;
 };
+
+// How many threads of this process might make calls; asked by one that waits. kUnknown if it is not one of those counted.
+using CountCallers = std::function<int()>;
+inline constexpr int kUnknownCallers = std::numeric_limits<int>::max();
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  Engine(std::shared_ptr<shm::Arena> arena, int local_rank, int local_size, Options options);
+  Engine(std::shared_ptr<shm::Arena> arena, int local_rank, int local_size, Options options,
+         CountCallers count_callers = {});
   ~Engine();
 
   // Once, before any communicator: the other local ranks' arenas, by local rank; null for the own one.
@@ -61,19 +73,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // One pass now, if nobody is at it; wakes the engine's thread for the rest. After submitting asynchronous work.
   void poke();
-  // Drives until `work` ended. `sleeping(true)` before the first sleep, `sleeping(false)` at the end, if it slept.
-  void wait(const Work& work, const std::function<void()>& interrupted, const std::function<void(bool)>& sleeping);
+  // Drives until `work` of `owner` ended. `gives_up`: `interrupted` will end it some time.
+  void wait(const Work& work, Movable& owner, const std::function<void()>& interrupted, bool gives_up);
 
   std::atomic<uint64_t>& outstanding() { return outstanding_; }  // works that have not ended
-
-  // By every thread that submits. While it has been one thread only, nobody else can submit what that thread waits for.
-  void note_submitter();
-  bool is_single_threaded() const;
 
   // Under the progress lock.
   std::vector<std::shared_ptr<void>>& trash() { return trash_; }
   bool is_dead(int local_rank);
   void sever_tensors(const std::vector<size_t>& offsets, const Error& cause);
+  // "rank 1 waits in its collective call number 2 for rank 0", for those of `local_ranks` that do; empty if none.
+  std::string who_waits_for_me(uint64_t local_ranks, const Movable& beside) const;
   const std::vector<Movable*>& movables() const { return movables_; }
   uint64_t sleeps() const { return sleeps_.load(std::memory_order_relaxed); }
   void throw_if_forked() const;
@@ -101,11 +111,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool pass();
   void rest(Duration at_most, const std::function<bool()>& over);  // sleeps, unless something moves or `over()`
   void look_around();
+  void publish_waits();
+  void end_standstill(uint64_t stuck);
+  std::string describe_wait(int local_rank, const Standstill::Wait& wait, const Movable& beside) const;
   void wake_thread();
 
   std::shared_ptr<shm::Arena> arena_;
   int local_rank_, local_size_;
   Options options_;
+  CountCallers count_callers_;
   std::vector<std::unique_ptr<shm::PeerArena>> peers_;
   std::unique_ptr<Bell> bell_;
   bool lazy_ = false;            // no cores for the engines' threads beside the ranks' own
@@ -115,11 +129,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<Movable*> movables_;
   std::vector<std::shared_ptr<void>> trash_;  // what ended operations held
   uint64_t dead_ = 0;
+  struct Sleeper {
+    const Work& work;
+    const Movable& owner;
+    bool gives_up;
+    int callers = kUnknownCallers;  // as this thread has counted them
+  };
+  std::vector<const Sleeper*> sleepers_;  // threads that have waited for a while
+  std::unique_ptr<Standstill> standstill_;
 
   std::atomic<uint64_t> outstanding_{0};
   std::atomic<int> waiters_{0};
-  std::atomic<uint64_t> submitter_{0};  // the thread that submitted first
-  std::atomic<bool> several_submitters_{false};
   std::atomic<uint64_t> sleeps_{0};
   std::atomic<bool> stop_{false};
   std::atomic<uint32_t> thread_word_{0};  // futex word of the engine's thread when it has nothing to do

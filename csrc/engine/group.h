@@ -16,6 +16,7 @@ struct Group {
   int size;
   std::vector<int> global_ranks;         // of each member: its rank in the job, for messages
   std::vector<int> local_ranks;          // of each member: its index among the arenas
+  std::vector<uint64_t> offsets;         // of each member: where its block lies in its arena
   std::vector<shm::GroupBlock*> blocks;  // of each member
   std::vector<shm::PeerArena*> arenas;   // of each member; null for the own one
   shm::Arena* arena;                     // the own one

@@ -39,6 +39,12 @@ Lane::Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()
       trash_(trash),
       runner_(group.rank, group.size) {}
 
+void Lane::call(Item item) {
+  auto& called = own().called;
+  called.store(called.load(std::memory_order_relaxed) + 1, std::memory_order_release);  // relaxed: its only writer
+  enqueue(std::move(item));
+}
+
 bool Lane::advance(size_t budget) {
   moved_bytes_ = 0;
   bool moved = false, again = true;

@@ -34,6 +34,8 @@ class Lane {
     uint64_t key = kNoKey;  // announcement slot
   };
   void enqueue(Item item) { queue_.push_back(std::move(item)); }
+  // Enqueues a call of the program, and lets the peers know of it before it can open.
+  void call(Item item);
 
   // Does what can be done without waiting, about `budget` bytes of it. True if anything moved.
   bool advance(size_t budget);
@@ -42,7 +44,8 @@ class Lane {
   uint64_t missing(bool all) const;
   // Those that hold up the oldest chunk. Others may be missing only because they wait for the same ones.
   uint64_t culprits() const;
-  uint64_t opened() const { return opened_; }
+  // Members that have not made the call with this number.
+  uint64_t not_called(uint64_t number) const { return behind(&shm::LaneProgress::called, number + 1, true); }
   const Item* oldest() const {
     return active_.empty() ? (queue_.empty() ? nullptr : &queue_.front()) : &active_.front().item;
   }

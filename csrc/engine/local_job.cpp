@@ -35,14 +35,15 @@ LocalJob::Address parse(const std::string& text, int rank) {
 
 }  // namespace
 
-LocalJob::LocalJob(int rank, int size, Options options) : rank_(rank), size_(size), options_(options) {
+LocalJob::LocalJob(int rank, int size, Options options, CountCallers count_callers)
+    : rank_(rank), size_(size), options_(options) {
   if (size < 2 || size > shm::kMaxLocalRanks || rank < 0 || rank >= size)
     throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(rank) + " of " + std::to_string(size) +
                                              ": needs 2 to " + std::to_string(shm::kMaxLocalRanks) +
                                              " ranks on one host");
   arena_ = shm::Arena::create(arena_bytes(options));
   block_offset_ = arena_->allocate_group(sizeof(shm::GroupBlock));
-  engine_ = std::make_shared<Engine>(arena_, rank, size, options);
+  engine_ = std::make_shared<Engine>(arena_, rank, size, options, std::move(count_callers));
 }
 
 std::string LocalJob::address() const {

@@ -16,7 +16,8 @@ namespace syncengine {
 
 class LocalJob {
  public:
-  LocalJob(int rank, int size, Options options);
+  // Without `count_callers` nobody knows which thread may still make a call, and ranks that wait for each other time out.
+  LocalJob(int rank, int size, Options options, CountCallers count_callers = {});
 
   // Opaque bytes for the launcher to exchange; the same length on every rank.
   std::string address() const;

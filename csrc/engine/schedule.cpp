@@ -21,10 +21,12 @@ bool Schedule::advance() {
   return take_scheduled() || moved;
 }
 
-uint64_t Schedule::late(const Announced& announced, bool all) const {
+uint64_t Schedule::not_announced(uint64_t slot, uint64_t epoch) const { return late(slot, epoch, true); }
+
+uint64_t Schedule::late(uint64_t slot, uint64_t epoch, bool all) const {
   uint64_t members = 0;
   for (int member = 0; member < group_.size; ++member) {
-    if (group_.block(member).announced[announced.item.key].load(std::memory_order_acquire) >= announced.epoch) continue;
+    if (group_.block(member).announced[slot].load(std::memory_order_acquire) >= epoch) continue;
     members |= uint64_t{1} << member;
     if (!all) break;
   }
@@ -37,7 +39,7 @@ bool Schedule::append_ready() {
   uint64_t before = length;
   // Entries from taken_ on are this rank's own waiting operations that it has logged already.
   for (size_t i = length - taken_; i < waiting_.size(); ++i) {
-    if (late(waiting_[i], false)) continue;
+    if (late(waiting_[i].item.key, waiting_[i].epoch, false)) continue;
     for (int member = 0; member < group_.size; ++member) {
       uint64_t opened = group_.block(member).lanes[shm::kScheduledLane].progress.opened.load(std::memory_order_acquire);
       if (length - opened >= shm::kLogEntries) return length > before;  // the oldest entry may still be unread
@@ -70,7 +72,7 @@ bool Schedule::take_scheduled() {
 uint64_t Schedule::missing(bool all) const {
   uint64_t members = 0;
   for (const Announced& announced : waiting_) {
-    uint64_t others = late(announced, all || group_.rank == 0);
+    uint64_t others = late(announced.item.key, announced.epoch, all || group_.rank == 0);
     // Only rank 0 acts on the others' announcements; everybody else sleeps until rank 0 does.
     if (group_.rank == 0)
       members |= all ? others : others & -others;
@@ -82,7 +84,7 @@ uint64_t Schedule::missing(bool all) const {
 
 uint64_t Schedule::culprits() const {
   if (waiting_.empty()) return 0;
-  uint64_t members = late(waiting_.front(), true);
+  uint64_t members = late(waiting_.front().item.key, waiting_.front().epoch, true);
   return members || group_.rank == 0 ? members : 1;
 }
 

@@ -21,7 +21,8 @@ class Schedule {
   bool advance();
 
   uint64_t missing(bool all) const;
-  uint64_t culprits() const;  // of the oldest
+  uint64_t culprits() const;                                    // of the oldest
+  uint64_t not_announced(uint64_t slot, uint64_t epoch) const;  // members
   const Lane::Item* oldest() const { return waiting_.empty() ? nullptr : &waiting_.front().item; }
   void fail_all();  // hands its operations to the lane, which must fail them next
 
@@ -31,7 +32,7 @@ class Schedule {
     uint64_t epoch;
   };
   // Members that have not announced it yet: all of them, or the first.
-  uint64_t late(const Announced& announced, bool all) const;
+  uint64_t late(uint64_t slot, uint64_t epoch, bool all) const;
   bool append_ready();
   bool take_scheduled();
 

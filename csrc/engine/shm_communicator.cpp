@@ -18,6 +18,7 @@ Group make_group(Engine& engine, int rank, std::vector<int> global_ranks, std::v
               .size = static_cast<int>(local_ranks.size()),
               .global_ranks = std::move(global_ranks),
               .local_ranks = std::move(local_ranks),
+              .offsets = offsets,
               .blocks = {},
               .arenas = {},
               .arena = engine.arena().get(),
@@ -55,7 +56,6 @@ ShmCommunicator::~ShmCommunicator() {
 std::shared_ptr<Work> ShmCommunicator::enqueue(Operation operation, uint64_t slot) {
   engine_->throw_if_forked();
   require_supported(operation);
-  engine_->note_submitter();
   auto work = std::make_shared<Work>(engine_->outstanding());
   std::lock_guard lock(submit_mutex_);
   if (error_) {
@@ -108,7 +108,7 @@ void ShmCommunicator::wait(const std::shared_ptr<Work>& work, const std::functio
       throw;
     }
   };
-  engine_->wait(*work, guarded, [&](bool sleeping) { publish_waiting(work->place, sleeping); });
+  engine_->wait(*work, *this, guarded, at_most.has_value());
   work->rethrow_if_failed();
 }
 
@@ -162,7 +162,7 @@ bool ShmCommunicator::advance() {
   bool moved = !taken_.empty();
   for (Lane::Item& item : taken_) {
     if (item.key == Lane::kNoKey)
-      user_lane_.enqueue(std::move(item));
+      user_lane_.call(std::move(item));
     else
       schedule_.announce(std::move(item));
   }
@@ -188,7 +188,11 @@ uint64_t ShmCommunicator::missing(bool all) const {
 
 uint64_t ShmCommunicator::interest() const {
   if (ended_) return 0;
-  uint64_t local = 0, members = missing(false);
+  return local_ranks(missing(false));
+}
+
+uint64_t ShmCommunicator::local_ranks(uint64_t members) const {
+  uint64_t local = 0;
   for (int member = 0; member < group_.size; ++member) local |= (members >> member & 1) << group_.local_ranks[member];
   return local;
 }

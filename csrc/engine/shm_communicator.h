@@ -46,12 +46,14 @@ class ShmCommunicator final : public Communicator, private Movable {
   void lose_direct_memory(const Error& cause) override;
   void fail(ErrorKind kind, const std::string& text) override;
   void leave() override;
+  Standstill::Wait wait_of(const Work& work) const override;
+  bool has_block(int local_rank, uint64_t offset) const override;
+  std::string describe_wait(const Work& work) const override;
 
   std::shared_ptr<Work> enqueue(Operation operation, uint64_t slot);
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
   void heed_peers();
   void heed_deadline();
-  void heed_cycle();
   std::vector<size_t> direct_memory() const;
   // The operation that waits longest, and the members that hold it up.
   struct Pending {
@@ -61,9 +63,8 @@ class ShmCommunicator final : public Communicator, private Movable {
   Pending oldest() const;
   // "rank 0 waits for rank 2 since 5.0 s in all_reduce(...)"; empty if nothing is pending.
   std::string what_is_pending() const;
-  void publish_waiting(const Work::Place& place, bool waiting);
-  bool arrived_here(const Work::Place& place) const;
   uint64_t missing(bool all) const;
+  uint64_t local_ranks(uint64_t members) const;
   bool any_peer_failed() const;
 
   std::shared_ptr<Engine> engine_;
@@ -83,11 +84,6 @@ class ShmCommunicator final : public Communicator, private Movable {
   std::vector<Lane::Item> taken_;  // progress lock: reused by advance()
   bool ended_ = false;             // progress lock
   Clock::time_point logged_{};     // the operation that the log line was about
-
-  // The peer that seems to wait for this rank in another call, since when.
-  int cycle_member_ = -1;
-  uint64_t cycle_stamp_ = 0;
-  Clock::time_point cycle_since_{};
 };
 
 }  // namespace syncengine

@@ -30,6 +30,7 @@ class Work {
     int lane = 0;
     uint64_t number = 0;
     uint64_t epoch = 0;
+    bool operator==(const Place&) const = default;
   };
 
   // For the engine only, under its progress lock.

@@ -12,14 +12,15 @@
 
 namespace syncengine::testing {
 
-// Runs body(rank, communicator) on `size` ranks. A body that ends leaves its communicator.
-inline void run_job(int size, const Options& options, const std::function<void(int, Communicator&)>& body) {
+// Runs body(rank, communicator) on `size` ranks. A body that ends leaves its communicator. `count_callers`: see Engine.
+inline void run_job(int size, const Options& options, const std::function<void(int, Communicator&)>& body,
+                    const CountCallers& count_callers = {}) {
   std::vector<std::string> addresses(size);
   std::barrier ready(size);
   run_ranks(size, [&](int rank) {
     Options mine = options;
     if (mine.arena_bytes == 0) mine.arena_bytes = 256 << 20;
-    LocalJob job(rank, size, mine);
+    LocalJob job(rank, size, mine, count_callers);
     addresses[rank] = job.address();
     ready.arrive_and_wait();
     auto communicator = job.connect(addresses, Deadline::after(seconds(20)));

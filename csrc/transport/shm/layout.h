@@ -18,7 +18,8 @@ inline constexpr int kMaxLocalRanks = 64;  // one bit each in Doorbell::interest
 inline constexpr size_t kRecords = 64;     // operations in flight per lane
 inline constexpr size_t kSlots = 4;        // staging slots per lane
 inline constexpr size_t kSlotBytes =
-    256 << 10;  // four of them and the data that they stage fit a core's share of the cache
+    256 << 10;                             // four of them and the data that they stage fit a core's share of the cache
+inline constexpr size_t kBoardWaits = 15;  // sleeping threads of a rank that its peers hear of
 inline constexpr size_t kLogEntries = 1024;     // scheduled and not yet opened by every rank
 inline constexpr size_t kReadySlots = 1 << 20;  // announcement slots per communicator; sparse
 inline constexpr int kUserLane = 0;             // matched by order of submission
@@ -33,8 +34,9 @@ struct alignas(64) Doorbell {
   std::atomic<uint64_t> interest;  // peers (by local rank) whose next step a sleeping thread needs
 };
 
-// How far this rank is in one lane. `opened` and `compared` count operations, the others count chunks.
+// How far this rank is in one lane. `called`, `opened` and `compared` count operations, the others count chunks.
 struct alignas(64) LaneProgress {
+  std::atomic<uint64_t> called;    // user lane: calls made, of which only so many are open
   std::atomic<uint64_t> opened;    // its OpRecord is published
   std::atomic<uint64_t> staged;    // its contribution is readable
   std::atomic<uint64_t> reduced;   // its slice of the result is readable
@@ -64,14 +66,6 @@ struct alignas(64) Farewell {
 };
 static_assert(sizeof(Farewell) == 1024);
 
-// What a blocked thread of this rank waits for: odd `stamp` while it waits. Lets peers see cycles.
-struct alignas(64) Waiting {
-  std::atomic<uint64_t> stamp;
-  std::atomic<uint64_t> lane;
-  std::atomic<uint64_t> number;  // user lane: number of the operation; scheduled lane: announcement slot
-  std::atomic<uint64_t> epoch;   // scheduled lane: count of announcements of that slot
-};
-
 struct LaneBlock {
   LaneProgress progress;
   OpRecord records[kRecords];
@@ -86,17 +80,34 @@ struct Schedule {
 // One communicator's part of one member's arena.
 struct GroupBlock {
   Farewell farewell;
-  Waiting waiting;
   LaneBlock lanes[kLanes];
   Schedule schedule;
   alignas(kPage) std::atomic<uint64_t> announced[kReadySlots];  // count of announcements
   alignas(kPage) std::byte staging[kLanes][kSlots][kSlotBytes];
 };
 
+// What a sleeping thread waits for.
+struct Waiting {
+  std::atomic<uint64_t> group;  // offset of the communicator's block in this arena
+  std::atomic<uint64_t> lane;
+  std::atomic<uint64_t> number;   // user lane: number of the operation; scheduled lane: announcement slot
+  std::atomic<uint64_t> missing;  // local ranks that have not made this call
+};
+
+// What all of a rank's sleeping threads wait for: lets peers see that nobody can go on.
+struct alignas(64) WaitBoard {
+  std::atomic<uint64_t> version;    // changes with everything below but `looks`; odd meanwhile
+  std::atomic<uint64_t> looks;      // how often the owner has looked whether it is still so
+  std::atomic<uint64_t> everybody;  // 1: the process has no other thread that could make a call
+  std::atomic<uint64_t> count;
+  Waiting waits[kBoardWaits];
+};
+
 // The start of every arena.
 struct ArenaHeader {
   uint64_t magic;
   Doorbell doorbell;
+  WaitBoard board;
   // alive[w] is held by the owner as long as its process lives; local rank w watches it. One per watcher, since a watcher
   // that holds a dead owner's mutex would hide the death from the others.
   pthread_mutex_t alive[kMaxLocalRanks];
