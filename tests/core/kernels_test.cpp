@@ -10,11 +10,12 @@
 #include <string>
 #include <vector>
 
+#include "base/processor.h"
 #include "kernels/half.h"
 #include "kernels/reduce.h"
 #include "kernels_oracle.h"
 #include "test.h"
-#if defined(__x86_64__)
+#if SYNCENGINE_X86_64
 #include <xmmintrin.h>
 #endif
 
@@ -349,7 +350,7 @@ TEST(kernels_scale_every_half) {
   }
 }
 
-#if defined(__x86_64__)
+#if SYNCENGINE_X86_64
 // Sets the thread's floating-point state for a scope.
 class FpStateScope {
  public:
