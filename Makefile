@@ -1,9 +1,10 @@
 # What a developer runs. Needs python3 (3.10 or later), g++ (12 or later) and make; the rest is installed into .venv.
 #
 #   make train       train a small GPT on 2 ranks with syncengine and with DDP, compare
-#   make test        all tests: the C++ core plain and under sanitizers, then everything else
+#   make test        all tests: the C++ core plain, portable and under sanitizers, then everything else
 #   make build       the extension, in place, as users get it
 #   make core-test   only the C++ core's tests
+#   make arm-check   compiles the C++ core for ARM, if aarch64-linux-gnu-g++ is installed
 #   make lint        formatters and linters, changing nothing
 #   make format      formatters and linters, changing what they can
 #   make clean       removes what was built; `rm -r .venv*` removes the environments too
@@ -50,7 +51,7 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test core-test lint format clean
+.PHONY: train test core-test arm-check lint format clean
 train: build
 	$(PY) -m examples.train_gpt compare
 
@@ -60,6 +61,9 @@ test: build-for-tests .venv-openmpi/ready .venv-mpich/ready
 
 core-test:
 	$(MAKE) --no-print-directory -C tests/core
+
+arm-check:
+	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) arm-check
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import time
 import traceback
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pool import Rank
 
 import syncengine
 from syncengine import _C
@@ -100,6 +102,16 @@ def suffer(body: Callable[[Callable[[], None]], Any], **settings: Any) -> Outcom
     gc.collect()
     outcome.left = Resources.now().left_since(before)
     return outcome
+
+
+def interrupt(rank: Rank) -> float:
+    """Ctrl-C, which ends the rank's call at once and leaves nothing behind. Returns when it was pressed."""
+    pressed_at = time.monotonic()
+    rank.signal(signal.SIGINT)
+    outcome = rank.result()
+    assert (outcome.error, outcome.left) == ("KeyboardInterrupt", []), outcome
+    assert outcome.at - pressed_at < WITHIN
+    return pressed_at
 
 
 def wait_for_file(path: str, timeout: float = 30.0) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import WITHIN, Outcome, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
+from faults import WITHIN, Outcome, interrupt, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
 from torch import nn
 
 import syncengine
@@ -254,11 +254,7 @@ def test_ctrl_c_at_backwards_end(pool, tmp_path):
         for waiting in (0, 2):
             wait_for_file(f"{come}.{waiting}")
             wait_until("S", ranks[waiting].pid)
-        interrupted_at = time.monotonic()
-        ranks[0].signal(signal.SIGINT)
-        outcome = ranks[0].result()
-        assert (outcome.error, outcome.left) == ("KeyboardInterrupt", [])
-        assert outcome.at - interrupted_at < WITHIN
+        interrupt(ranks[0])
         come.touch()
         for peer in ranks[1:]:
             told = peer.result()

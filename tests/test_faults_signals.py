@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import WITHIN, Outcome, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
+from faults import WITHIN, Outcome, interrupt, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
 
 import syncengine
 
@@ -46,11 +46,7 @@ def test_ctrl_c_ends_the_wait(pool, tmp_path, kind):
         for waiting in (0, 2):
             wait_for_file(f"{come}.{waiting}")
             wait_until("S", ranks[waiting].pid)
-        interrupted_at = time.monotonic()
-        ranks[0].signal(signal.SIGINT)
-        outcome = ranks[0].result()
-        assert (outcome.error, outcome.left) == ("KeyboardInterrupt", [])
-        assert outcome.at - interrupted_at < WITHIN
+        interrupted_at = interrupt(ranks[0])
         waiting = ranks[2].result()
         assert waiting.at - interrupted_at < WITHIN
         come.touch()
@@ -72,11 +68,7 @@ def test_ctrl_c_ends_init(pool, tmp_path):
         for waiting in (0, 2):
             wait_for_file(f"{come}.{waiting}")
         time.sleep(0.3)
-        interrupted_at = time.monotonic()
-        ranks[0].signal(signal.SIGINT)
-        outcome = ranks[0].result()
-        assert (outcome.error, outcome.left) == ("KeyboardInterrupt", [])
-        assert outcome.at - interrupted_at < WITHIN
+        interrupted_at = interrupt(ranks[0])
         waiting = ranks[2].result()
         assert waiting.at - interrupted_at < WITHIN
         come.touch()
@@ -105,11 +97,7 @@ def test_ctrl_c_while_connecting(pool, tmp_path, point):
         time.sleep(0.3)
         later = 0 if Path(f"{connected}.0").exists() else 1
         first = 1 - later
-        interrupted_at = time.monotonic()
-        ranks[first].signal(signal.SIGINT)
-        outcome = ranks[first].result()
-        assert (outcome.error, outcome.left) == ("KeyboardInterrupt", [])
-        assert outcome.at - interrupted_at < WITHIN
+        interrupted_at = interrupt(ranks[first])
         told = ranks[later].result()
         assert told.at - interrupted_at < WITHIN
         assert told.left == []
@@ -138,11 +126,7 @@ def test_ctrl_c_in_a_long_transfer(pool, tmp_path):
     with pool.spawn_ranks(ctrl_c_in_queued_work, str(come), world=2, settings=None) as ranks:
         wait_for_file(f"{come}.0")
         time.sleep(0.5)
-        interrupted_at = time.monotonic()
-        ranks[0].signal(signal.SIGINT)
-        outcome = ranks[0].result()
-        assert (outcome.error, outcome.left) == ("KeyboardInterrupt", [])
-        assert outcome.at - interrupted_at < WITHIN
+        interrupt(ranks[0])
         told = ranks[1].result()
         assert (told.error, told.left) == ("Aborted", [])
 

@@ -1,4 +1,4 @@
-"""Includes and imports point only downwards: each folder is a layer."""
+"""Includes and imports point only downwards: each folder is a layer. One file asks which processor this is."""
 
 import ast
 import re
@@ -61,6 +61,12 @@ def test_includes_point_downwards(path):
 def test_violations_are_found(path, include):
     text = include if "#" in include else f"#include {include}"
     assert len(violations(path, f"#include <vector>\n{text}\n")) == 1
+
+
+def test_one_file_asks_which_processor_this_is():
+    """The portable build of the core relies on it."""
+    asks = re.compile(r"\b(__x86_64__|__amd64__|__i386__|__aarch64__|__arm__|__ARM_\w+|__SSE\w+|__AVX\w+)\b")
+    assert [path for path in SOURCES if asks.search(path.read_text())] == [ROOT / "csrc" / "base" / "processor.h"]
 
 
 def imports(path: Path) -> set[str]:

@@ -42,6 +42,15 @@ def process_id():
     return os.getpid()
 
 
+def set_variable():
+    os.environ["LEFT_BY_THE_FUNCTION"] = "1"
+    return os.environ["LEFT_BY_THE_TEST"]
+
+
+def variables_left():
+    return [name for name in os.environ if name.startswith("LEFT_")]
+
+
 def is_initialized():
     return syncengine.is_initialized()
 
@@ -60,6 +69,11 @@ def test_processes_are_kept(pool):
     first = pool.run(process_id, world=3)
     assert len(set(first)) == 3
     assert pool.run(process_id, world=3) == first
+
+
+def test_no_variable_stays_for_the_next_test(pool):
+    assert pool.run(set_variable, environ={"LEFT_BY_THE_TEST": "2"}) == ["2", "2"]
+    assert pool.run(variables_left) == [[], []]
 
 
 def test_init_is_left_to_the_function_if_it_wants(pool):

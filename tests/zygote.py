@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+_ENVIRON = dict(os.environ)
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -109,7 +110,8 @@ def _call(task: Task) -> Any:
     import syncengine
     from syncengine.launch import store as launch_store
 
-    os.environ.update(task.environ)
+    os.environ.clear()  # of what the task before has left
+    os.environ.update(_ENVIRON | task.environ)
     sys.path[:] = task.modules
     # A file instead of MASTER_ADDR's TCP server, for which torch asks DNS for names: seconds where DNS is slow.
     store = dist.FileStore(task.store, -1)

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "base/deadline.h"
+#include "base/processor.h"
 
 namespace syncengine {
 
@@ -14,9 +15,9 @@ void futex_wake_all(const std::atomic<uint32_t>& word);
 
 // One polite turn of a short busy wait.
 inline void cpu_pause() {
-#if defined(__x86_64__) || defined(__i386__)
+#if SYNCENGINE_X86_64
   __builtin_ia32_pause();
-#elif defined(__aarch64__)
+#elif SYNCENGINE_AARCH64
   asm volatile("yield");
 #endif
 }

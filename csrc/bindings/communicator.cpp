@@ -14,6 +14,7 @@
 #include "bindings/errors.h"
 #include "bindings/tensor.h"
 #include "engine/communicator.h"
+#include "reducer/python_error.h"
 
 namespace py = pybind11;
 

@@ -1,28 +1,12 @@
 #include "bindings/errors.h"
 
-#include <string_view>
-
+#include "base/error.h"
 #include "bindings/bindings.h"
+#include "reducer/python_error.h"
 
 namespace py = pybind11;
 
 namespace syncengine {
-
-py::object error_class(ErrorKind kind) { return py::module_::import("syncengine.errors").attr(name(kind)); }
-
-// A peer's text may have been cut in the middle of a character.
-py::object to_python(const Error& error) {
-  std::string_view text = error.what();
-  auto decoded = py::reinterpret_steal<py::object>(
-      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
-  if (!decoded) throw py::error_already_set();
-  return error_class(error.kind())(decoded);
-}
-
-void set_python_error(const Error& error) {
-  py::object raised = to_python(error);
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
-}
 
 std::function<void()> check_signals() {
   return [] {

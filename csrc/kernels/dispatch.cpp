@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/processor.h"
 #include "kernels/fp_state.h"
 #include "kernels/isa.h"
 #include "kernels/reduce.h"
@@ -23,7 +24,7 @@ ReduceFunction reduce_function(Isa isa) {
   return nullptr;
 }
 
-#if defined(__x86_64__)
+#if SYNCENGINE_X86_64
 bool processor_has(Isa isa) {
   switch (isa) {
     case Isa::Scalar: return true;

@@ -4,21 +4,22 @@
 // not inlined into the scope.
 #pragma once
 
-#if defined(__x86_64__)
-#include <xmmintrin.h>
-#elif !defined(__aarch64__)
 #include <cfenv>
-#endif
 #include <cstdint>
+
+#include "base/processor.h"
+#if SYNCENGINE_X86_64
+#include <xmmintrin.h>
+#endif
 
 namespace syncengine::kernels {
 
-#if defined(__x86_64__)
+#if SYNCENGINE_X86_64
 using FpState = uint32_t;
 inline FpState read_fp_state() { return _mm_getcsr() & ~0x3fu; }  // without the sticky exception flags
 inline void write_fp_state(FpState state) { _mm_setcsr(state); }
 inline constexpr FpState kDefaultFpState = 0x1f80;
-#elif defined(__aarch64__)
+#elif SYNCENGINE_AARCH64
 using FpState = uint64_t;
 inline FpState read_fp_state() {
   FpState state;

@@ -1,7 +1,8 @@
 // AVX2: 32-byte vectors, float16 by F16C.
+#include "base/processor.h"
 #include "kernels/isa.h"
 
-#if defined(__x86_64__)
+#if SYNCENGINE_X86_64
 
 #include <immintrin.h>
 

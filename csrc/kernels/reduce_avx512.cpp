@@ -1,7 +1,8 @@
 // AVX-512 (F, BW, DQ, VL): 64-byte vectors, float16 by its own conversions.
+#include "base/processor.h"
 #include "kernels/isa.h"
 
-#if defined(__x86_64__)
+#if SYNCENGINE_X86_64
 
 #if !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // g++ 12 warns of an unused register in its own header

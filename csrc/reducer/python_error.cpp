@@ -4,8 +4,6 @@
 
 #include <string_view>
 
-#include "base/error.h"
-
 namespace syncengine {
 
 namespace {
@@ -18,17 +16,30 @@ namespace {
 
 }  // namespace
 
+pybind11::object to_python(const Error& error) {
+  std::string_view bytes = error.what();
+  // A peer's text may have been cut in the middle of a character.
+  auto text = pybind11::reinterpret_steal<pybind11::object>(
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+  if (!text) throw pybind11::error_already_set();
+  return pybind11::module_::import("syncengine.errors").attr(name(error.kind()))(text);
+}
+
+void set_python_error(const Error& error) {
+  try {
+    pybind11::object raised = to_python(error);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+  } catch (pybind11::error_already_set& other) {
+    other.restore();
+  }
+}
+
 void rethrow_for_autograd() {
   try {
     throw;
   } catch (const Error& error) {
     pybind11::gil_scoped_acquire gil;
-    auto type = pybind11::module_::import("syncengine.errors").attr(name(error.kind()));
-    // A peer's text may have been cut in the middle of a character.
-    std::string_view bytes = error.what();
-    auto text = pybind11::reinterpret_steal<pybind11::object>(
-        PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
-    if (text) PyErr_SetObject(type.ptr(), type(text).ptr());
+    set_python_error(error);
     throw_current_python_error();
   }
 }

@@ -1,10 +1,20 @@
-// Errors on their way from autograd's threads to Python.
+// Errors on their way to Python, also from autograd's threads.
 //
 // A foreign C++ exception that crosses autograd becomes a plain RuntimeError; torch's python_error passes unchanged.
-// Thread-safety: any thread; the GIL is taken inside, so it must not be waited for by a holder of the caller's locks.
+// Thread-safety: any thread. Where nothing else is said the GIL is taken inside, so it must not be waited for by a holder of the caller's locks.
 #pragma once
 
+#include <pybind11/pybind11.h>
+
+#include "base/error.h"
+
 namespace syncengine {
+
+// The exception object, of the class of that name in syncengine.errors. Needs the GIL.
+pybind11::object to_python(const Error& error);
+
+// Makes `error` the pending Python exception. Needs the GIL.
+void set_python_error(const Error& error);
 
 // To be called in a catch block of a hook or callback: rethrows an Error as the class of that name in syncengine.errors,
 // anything else as it is.

@@ -34,14 +34,8 @@ TEST(bool_has_no_sum) {
 }
 
 TEST(system_error_says_what_failed_and_why) {
-  try {
-    throw_system_error("opening the arena", EMFILE);
-  } catch (const Error& error) {
-    CHECK(error.kind() == ErrorKind::InvalidUsage);
-    CHECK_EQ(std::string(error.what()), std::string("opening the arena: ") + std::strerror(EMFILE));
-    return;
-  }
-  CHECK(false);
+  const auto text = CHECK_THROWS(throw_system_error("opening the arena", EMFILE), ErrorKind::InvalidUsage);
+  CHECK_EQ(text, std::string("opening the arena: ") + std::strerror(EMFILE));
 }
 
 // Every range of a span list over pieces of 3, 0, 1 and 4 bytes visits exactly its bytes, in order.

@@ -14,6 +14,7 @@
 
 namespace syncengine {
 
+using testing::contains;
 using testing::run_job;
 
 namespace {
@@ -27,18 +28,6 @@ std::unique_ptr<shm::PeerArena> peer_of(const shm::Arena& arena) {
 }
 
 char* chars(const std::shared_ptr<void>& memory) { return static_cast<char*>(memory.get()); }
-
-std::string message(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    CHECK(error.kind() == ErrorKind::InvalidUsage);
-    return error.what();
-  }
-  return "";
-}
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 // A memfd as a peer might send it, with a sound header unless told otherwise.
 UniqueFd memfd(size_t bytes, int seals, uint64_t magic = shm::kMagic) {
@@ -147,16 +136,16 @@ TEST(arena_outlives_its_owner_while_a_tensor_lives) {
 
 TEST(too_much_memory_is_an_error_with_numbers) {
   auto arena = shm::Arena::create(kArena);
-  std::string no_room = message([&] { arena->allocate_tensor(kArena + 1); });
+  std::string no_room = CHECK_THROWS(arena->allocate_tensor(kArena + 1), ErrorKind::InvalidUsage);
   CHECK(contains(no_room, std::to_string(kArena + 1)) && contains(no_room, std::to_string(kArena)));
   CHECK(contains(no_room, "SYNCENGINE_ARENA_BYTES"));
   for (size_t bytes : {size_t{1} << 60, SIZE_MAX - 4095, SIZE_MAX - 1, SIZE_MAX}) {
-    std::string no_memory = message([&] { arena->allocate_tensor(bytes); });
+    std::string no_memory = CHECK_THROWS(arena->allocate_tensor(bytes), ErrorKind::InvalidUsage);
     CHECK(contains(no_memory, std::to_string(bytes) + " bytes of shared memory wanted") &&
           contains(no_memory, "available"));
   }
-  CHECK(contains(message([&] { arena->allocate_group(kArena); }), "SYNCENGINE_ARENA_BYTES"));
-  std::string no_arena = message([] { shm::Arena::create(size_t{1} << 62); });
+  CHECK(contains(CHECK_THROWS(arena->allocate_group(kArena), ErrorKind::InvalidUsage), "SYNCENGINE_ARENA_BYTES"));
+  std::string no_arena = CHECK_THROWS(shm::Arena::create(size_t{1} << 62), ErrorKind::InvalidUsage);
   CHECK(contains(no_arena, std::to_string(size_t{1} << 62)) && contains(no_arena, "SYNCENGINE_ARENA_BYTES"));
 }
 
@@ -300,20 +289,23 @@ TEST(an_owner_that_lets_go_is_not_dead) {
 
 TEST(a_peers_arena_is_checked_before_it_is_believed) {
   constexpr size_t kBytes = 1 << 20;
+  auto refusal = [](const UniqueFd& fd, size_t bytes) {
+    return CHECK_THROWS(shm::PeerArena(fd.get(), bytes), ErrorKind::InvalidUsage);
+  };
   CHECK_EQ(shm::PeerArena(memfd(kBytes, kSeals).get(), kBytes).header().magic, shm::kMagic);
   for (int missing : {F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL}) {
     UniqueFd fd = memfd(kBytes, kSeals & ~missing);
-    CHECK(contains(message([&] { shm::PeerArena(fd.get(), kBytes); }), "unsealed"));
+    CHECK(contains(refusal(fd, kBytes), "unsealed"));
   }
   UniqueFd sound = memfd(kBytes, kSeals);
-  CHECK(contains(message([&] { shm::PeerArena(sound.get(), kBytes + 4096); }), "another size"));
-  CHECK(contains(message([&] { shm::PeerArena(sound.get(), kBytes - 4096); }), "another size"));
+  CHECK(contains(refusal(sound, kBytes + 4096), "another size"));
+  CHECK(contains(refusal(sound, kBytes - 4096), "another size"));
   UniqueFd tiny = memfd(64, kSeals);
-  CHECK(contains(message([&] { shm::PeerArena(tiny.get(), 64); }), "another size"));
+  CHECK(contains(refusal(tiny, 64), "another size"));
   UniqueFd foreign = memfd(kBytes, kSeals, shm::kMagic + 1);
-  CHECK(contains(message([&] { shm::PeerArena(foreign.get(), kBytes); }), "another layout"));
+  CHECK(contains(refusal(foreign, kBytes), "another layout"));
   UniqueFd null(open("/dev/null", O_RDWR | O_CLOEXEC));
-  CHECK(contains(message([&] { shm::PeerArena(null.get(), kBytes); }), "unsealed"));
+  CHECK(contains(refusal(null, kBytes), "unsealed"));
 }
 
 TEST(a_peers_offsets_are_checked) {

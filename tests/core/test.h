@@ -65,12 +65,15 @@ void check_equal(const A& a, const B& b, const char* text, const char* file, int
   if (!(a == b)) fail(file, line, std::string(text) + ": " + show(a) + " != " + show(b));
 }
 
+inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// Returns the error's text.
 template <class Call>
-void check_throws(Call&& call, ErrorKind kind, const char* text, const char* file, int line) {
+std::string check_throws(Call&& call, ErrorKind kind, const char* text, const char* file, int line) {
   try {
     call();
   } catch (const Error& error) {
-    if (error.kind() == kind) return;
+    if (error.kind() == kind) return error.what();
     fail(file, line, std::string(text) + " threw " + name(error.kind()) + ", not " + name(kind) + ": " + error.what());
   }
   fail(file, line, std::string(text) + " did not throw " + name(kind));
@@ -107,5 +110,6 @@ inline void run_ranks(int size, const std::function<void(int)>& body) {
 
 #define CHECK_EQ(a, b) ::syncengine::testing::check_equal((a), (b), #a " == " #b, __FILE__, __LINE__)
 
+// Gives the error's text.
 #define CHECK_THROWS(expression, kind) \
   ::syncengine::testing::check_throws([&] { (void)(expression); }, (kind), #expression, __FILE__, __LINE__)
