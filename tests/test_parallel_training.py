@@ -509,9 +509,9 @@ def test_dtype_may_change_after_wrapping():
 
 def replace_parameters() -> str:
     model = syncengine.Parallel(small())
-    backwards(model)
-    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
-    with pytest.raises(SyncError) as error:  # this rank's own, or what the other says
+    with pytest.raises(SyncError) as error:  # this rank's own, or what the other says, who may be one backward ahead
+        backwards(model)
+        model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
         backwards(model)
     return str(error.value)
 
