@@ -1,8 +1,10 @@
 """A rank is killed at each state of the protocol: every other rank raises PeerLost naming it, at once."""
 
 import os
+import resource
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,13 +133,42 @@ def init_only(victim, fault) -> Outcome:
 
 @needs_hooks
 @pytest.mark.parametrize("world", [2, 3, 8])
-@pytest.mark.parametrize("point", ["listening:1", "connecting:1", "handed:1", "handed:2"])
+@pytest.mark.parametrize("point", ["listening:1", "connecting:1", "handed:1", "handed:2", "joining:1"])
 def test_killed_while_connecting(pool, world, point):
     if point == "handed:2" and world == 2:
         pytest.skip("there is nobody else to hand the memory to")
     victim = world - 1
     with pool.spawn_ranks(init_only, victim, f"{point}:kill", world=world, settings=None) as ranks:
         check(ranks, victim, "kill")
+
+
+def out_of_address_space(victim) -> Outcome:
+    """The victim can map its own arena but not the others'; those have its memory already."""
+    arena_bytes = 4 << 30
+    if my_rank() == victim:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + arena_bytes * 3 // 2
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    def body(step):
+        step()
+        syncengine.barrier()
+
+    return suffer(body, timeout=20.0, arena_bytes=arena_bytes)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_can_not_map_the_others_memory(pool, world):
+    victim = world - 1
+    with pool.spawn_ranks(out_of_address_space, victim, world=world, settings=None) as ranks:
+        outcomes = [rank.result() for rank in ranks]
+    mine = outcomes.pop(victim)
+    assert (mine.error, mine.left) == ("InvalidUsage", [])
+    assert "can't map 4294967296 bytes of shared memory" in mine.text and "SYNCENGINE_ARENA_BYTES" in mine.text
+    for outcome in outcomes:
+        assert (outcome.error, outcome.left) == ("Aborted", [])
+        assert outcome.text == f"rank {victim} failed in init: InvalidUsage: {mine.text}"
+        assert outcome.seconds < WITHIN
 
 
 def two_die(victims, fault) -> Outcome:

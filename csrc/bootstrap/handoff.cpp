@@ -13,7 +13,6 @@
 #include <map>
 #include <set>
 
-#include "base/error.h"
 #include "base/sync_point.h"
 #include "bootstrap/process.h"
 
@@ -173,6 +172,11 @@ UniqueFd call(const std::string& name, int rank, int peer) {
 
 }  // namespace
 
+Error for_peers(int rank, const Error& error) {
+  if (error.kind() != ErrorKind::InvalidUsage) return error;
+  return {ErrorKind::Aborted, "rank " + std::to_string(rank) + " failed in init: InvalidUsage: " + error.what()};
+}
+
 Handoff::Handoff() : name_(random_name()), listener_(open_socket()) {
   sockaddr_un address;
   socklen_t length = fill(address, name_);
@@ -189,7 +193,8 @@ std::vector<UniqueFd> Handoff::exchange(int rank, const std::vector<std::string>
     say_goodbye(served, Goodbye{});
     return memories;
   } catch (const Error& error) {
-    say_goodbye(served, error.kind(), error.what());
+    Error told = for_peers(rank, error);
+    say_goodbye(served, told.kind(), told.what());
     throw;
   } catch (...) {
     say_goodbye(served, ErrorKind::Aborted, "rank " + std::to_string(rank) + " was interrupted (Ctrl-C) in init()");

@@ -10,9 +10,13 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/error.h"
 #include "base/fd.h"
 
 namespace syncengine {
+
+// What the peers of `rank` raise when this error ends its init(): as it is if it is about other ranks, else in its words.
+Error for_peers(int rank, const Error& error);
 
 class Handoff {
  public:

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <new>
 
 #include "base/resources.h"
 #include "base/sync_point.h"
@@ -79,7 +80,12 @@ std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& 
   try {
     return join(handoff_.exchange(rank_, names, arena_->fd(), deadline, interrupted), parsed, global_ranks);
   } catch (const Error& error) {
-    say_farewell(farewell, shm::Standing::Failed, error.kind(), error.what());
+    Error told = for_peers(rank_, error);
+    say_farewell(farewell, shm::Standing::Failed, told.kind(), told.what());
+    throw;
+  } catch (const std::bad_alloc&) {
+    say_farewell(farewell, shm::Standing::Failed, ErrorKind::Aborted,
+                 "rank " + std::to_string(rank_) + " failed in init: out of memory");
     throw;
   } catch (...) {
     say_farewell(farewell, shm::Standing::Failed, ErrorKind::Aborted,

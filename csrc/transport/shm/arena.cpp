@@ -31,7 +31,7 @@ UniqueFd create_sealed(size_t bytes) {
   return fd;
 }
 
-Mapping map_own(int fd, size_t bytes) {
+Mapping map_arena(int fd, size_t bytes) {
   try {
     return Mapping(fd, bytes);
   } catch (const Error& error) {
@@ -47,7 +47,7 @@ PeerArena::PeerArena(int fd, size_t bytes) {
   bool sound = (fcntl(fd, F_GET_SEALS) & kSeals) == kSeals && fstat(fd, &status) == 0 &&
                static_cast<size_t>(status.st_size) == bytes && bytes > kHeapBegin;
   if (!sound) throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
-  mapping_ = Mapping(fd, bytes);
+  mapping_ = map_arena(fd, bytes);
   if (header().magic != kMagic)
     throw Error(ErrorKind::InvalidUsage,
                 "a peer's shared memory has another layout: do all ranks run the same syncengine?");
@@ -68,7 +68,7 @@ std::shared_ptr<Arena> Arena::create(size_t bytes) {
 }
 
 Arena::Arena(UniqueFd fd, size_t bytes)
-    : fd_(std::move(fd)), mapping_(map_own(fd_.get(), bytes)), heap_(kHeapBegin, bytes) {
+    : fd_(std::move(fd)), mapping_(map_arena(fd_.get(), bytes)), heap_(kHeapBegin, bytes) {
   header().magic = kMagic;
   ForkGuard::add(this);
 }
