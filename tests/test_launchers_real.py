@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = str(ROOT / "tests" / "launched_script.py")
+EXCHANGE = str(ROOT / "tests" / "mpi_exchange_script.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -58,6 +59,39 @@ def test_torchrun(torch_distributed):
 def test_mpirun(name):
     mpirun, python = mpi(name)
     assert run([*mpirun, python, SCRIPT, "never"]) == answers(2)
+
+
+TOLD = "Aborted: rank 1 failed in init: ValueError: the disk is full"
+AWAY = "Timeout: rank 1 did not join (did its process call syncengine.init?) within 3 s"
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("told", [[TOLD, TOLD], ["told", "told"]]),
+        ("stale", [[AWAY, "[b'new 0', b'new 1']"], ["away", "[b'new 0', b'new 1']"]]),
+    ],
+)
+def test_mpi_exchange(name, case, expected):
+    mpirun, python = mpi(name)
+    assert [answer["answers"] for answer in run([*mpirun, python, EXCHANGE, case])] == expected
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+def test_mpirun_init_after_one_that_failed(name):
+    mpirun, python = mpi(name)
+    told, own = (answer["answers"] for answer in run([*mpirun, python, EXCHANGE, "init_again"]))
+    assert told[0] == f"Aborted: rank 1 failed in init: {own[0]}"
+    assert own[0].startswith("InvalidUsage: ")
+    assert told[1] == own[1] == "2"
+
+
+def test_mpi_exchange_with_a_rank_that_takes_nothing():
+    """Open MPI, which sends no 64 KiB ahead."""
+    mpirun, python = mpi("openmpi")
+    (waited, _) = run([*mpirun, python, EXCHANGE, "untaken"])
+    assert waited["answers"] == [AWAY, "in time"]
 
 
 def test_mpi4py_of_another_mpi_is_refused():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable
 from types import ModuleType
 
 from syncengine.errors import InvalidUsage
@@ -9,8 +11,19 @@ from syncengine.launch.arrivals import as_error, farewell, wait_for_ranks
 
 MAX_PAYLOAD = 64 * 1024  # bytes; addresses and settings are far smaller
 
-# Any numbers that a user's own first messages are unlikely to carry; within MPI's guaranteed 32767.
-_TAG, _FAILED = 21091, 21092
+# Tags that a user's own first messages are unlikely to carry, within MPI's guaranteed 32767: two for each exchange, so
+# that what one left behind (a failure that nobody waited for, an address that nobody took) is none of the next one's.
+_FIRST_TAG, _EXCHANGES = 21091, 5000
+_opened = itertools.count()
+
+_unfinished: list = []  # sends that nobody waits for: MPI may read their buffers until the process ends
+_failed_tags: set[int] = set()  # of exchanges that failed here, whose messages may still come
+
+
+def _next_tags() -> tuple[int, int]:
+    """For addresses and for failures of the next exchange: the n-th on one rank meets the n-th on all others."""
+    tag = _FIRST_TAG + 2 * (next(_opened) % _EXCHANGES)
+    return tag, tag + 1
 
 
 def _load(started_as: str) -> ModuleType:
@@ -38,7 +51,7 @@ class MPIExchange:
         self._comm = self._mpi.COMM_WORLD
         self._rank, self._peers = rank, [peer for peer in range(world_size) if peer != rank]
         self._timeout, self._log_after = timeout, log_after
-        self._farewells: list = []  # sends that nobody waits for
+        self._tag, self._failed = _next_tags()
         really = self._comm.Get_rank(), self._comm.Get_size()
         if really != (rank, world_size):
             raise InvalidUsage(
@@ -53,37 +66,49 @@ class MPIExchange:
         # Point to point, not one collective: only so a timeout can tell who is missing.
         MPI, comm, peers = self._mpi, self._comm, self._peers
         buffers = {peer: bytearray(MAX_PAYLOAD) for peer in peers}
-        receives = {peer: comm.Irecv([buffers[peer], MPI.BYTE], source=peer, tag=_TAG) for peer in peers}
-        sends = [comm.Isend([payload, MPI.BYTE], dest=peer, tag=_TAG) for peer in peers]
+        receives = {peer: comm.Irecv([buffers[peer], MPI.BYTE], source=peer, tag=self._tag) for peer in peers}
+        sends = {peer: comm.Isend([payload, MPI.BYTE], dest=peer, tag=self._tag) for peer in peers}
         values = {self._rank: payload}
 
         def arrived(missing: set[int]) -> set[int]:
-            if comm.Iprobe(tag=_FAILED):
+            if comm.Iprobe(tag=self._failed):
                 text = bytearray(4096)
                 status = MPI.Status()
-                comm.Recv([text, MPI.BYTE], tag=_FAILED, status=status)
+                comm.Recv([text, MPI.BYTE], tag=self._failed, status=status)
                 raise as_error(bytes(text[: status.Get_count(MPI.BYTE)]))
-            for peer in missing:
+            for peer in missing - values.keys():
                 status = MPI.Status()
                 if receives[peer].Test(status):
                     values[peer] = bytes(buffers[peer][: status.Get_count(MPI.BYTE)])
-            return missing & values.keys()
+            return {peer for peer in missing & values.keys() if sends[peer].Test()}
 
         what = "join (did its process call syncengine.init?)"
         try:
             wait_for_ranks(set(peers), arrived, what, self._timeout, self._log_after)
         except BaseException:
-            self._farewells += sends  # MPI may still read them
+            self._leave_behind(sends.values())
             for receive in receives.values():  # and must not write into buffers that are gone
                 if receive != MPI.REQUEST_NULL:
                     receive.Cancel()
                     receive.Wait()
             raise
-        MPI.Request.Waitall(sends)
+        self._clear_away()
         return [values[peer] for peer in sorted(values)]
 
     def fail(self, error: BaseException) -> None:
         """Makes the others' waits end with this rank's error."""
         payload = farewell(self._rank, error)
-        for peer in self._peers:
-            self._farewells.append(self._comm.Isend([payload, self._mpi.BYTE], dest=peer, tag=_FAILED))
+        self._leave_behind(
+            self._comm.Isend([payload, self._mpi.BYTE], dest=peer, tag=self._failed) for peer in self._peers
+        )
+
+    def _leave_behind(self, sends: Iterable) -> None:
+        _unfinished.extend(sends)
+        _failed_tags.update((self._tag, self._failed))
+
+    def _clear_away(self) -> None:
+        """Takes what earlier exchanges left behind. It has come: each rank sent it before its part of this one."""
+        for tag in _failed_tags:
+            while self._comm.Iprobe(tag=tag):
+                self._comm.Recv([bytearray(MAX_PAYLOAD), self._mpi.BYTE], tag=tag)
+        _failed_tags.clear()

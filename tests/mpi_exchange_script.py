@@ -1,0 +1,77 @@
+"""What goes wrong while ranks meet through MPI: one case, each rank prints how it ended. See test_launchers_real.py."""
+
+import json
+import os
+import sys
+import time
+
+import syncengine
+from syncengine.errors import SyncError
+from syncengine.launch import mpi
+
+RANK = mpi._load("test").COMM_WORLD.Get_rank()
+TIMEOUT = 3.0
+
+
+def exchange() -> mpi.MPIExchange:
+    return mpi.MPIExchange(RANK, 2, TIMEOUT, log_after=60.0)
+
+
+def ended(call) -> str:
+    try:
+        return repr(call())
+    except SyncError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def init_again() -> list[str]:
+    """Rank 1 fails in its first init(); what the ranks told each other then must not reach the second."""
+    first = ended(lambda: syncengine.init(timeout=20, arena_bytes=4096 if RANK == 1 else None))
+    return [first, ended(lambda: syncengine.init(timeout=20).size)]
+
+
+def told() -> list[str]:
+    """Rank 1 can't come, and says so to one that waits already, or does not wait yet."""
+    answers = []
+    for late in (0, 1):
+        own = exchange()
+        time.sleep(0.3 if late == RANK else 0.0)
+        if RANK == 1:
+            own.fail(ValueError("the disk is full"))
+            answers.append("told")
+        else:
+            answers.append(ended(lambda: own(b"hello")))  # noqa: B023
+    return answers
+
+
+def stale() -> list[str]:
+    """Both fail for reasons of their own, with addresses under way, and then meet."""
+    own = exchange()
+    if RANK == 0:
+        first = ended(lambda: own(b"old"))  # rank 1 does not come
+        own.fail(ValueError("rank 0 gave up"))
+    else:
+        first = "away"
+        time.sleep(TIMEOUT + 0.5)
+        own.fail(ValueError("rank 1 was away"))
+    return [first, ended(lambda: exchange()(f"new {RANK}".encode()))]
+
+
+def untaken() -> list[str]:
+    """Rank 1 sends its address but takes rank 0's, which is too large to be sent without it, too late."""
+    own = exchange()
+    if RANK == 1:
+        own._comm.Send([b"hello", own._mpi.BYTE], dest=0, tag=own._tag)
+        time.sleep(TIMEOUT + 2)
+        own._comm.Recv([bytearray(mpi.MAX_PAYLOAD), own._mpi.BYTE], source=0, tag=own._tag)
+        return ["slept"]
+    start = time.monotonic()
+    answer = ended(lambda: own(b"x" * mpi.MAX_PAYLOAD))
+    return [answer, "in time" if time.monotonic() - start < TIMEOUT + 1 else "late"]
+
+
+CASES = {case.__name__: case for case in (init_again, told, stale, untaken)}
+
+if __name__ == "__main__":
+    answer = {"rank": RANK, "answers": CASES[sys.argv[1]]()}
+    os.write(1, json.dumps(answer).encode() + b"\n")
