@@ -9,6 +9,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdio>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -80,6 +81,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Under the progress lock.
   std::vector<std::shared_ptr<void>>& trash() { return trash_; }
+  void log(const std::string& line) { log_ += "[syncengine] " + line + "\n"; }
   bool is_dead(int local_rank);
   void sever_tensors(const std::vector<size_t>& offsets, const Error& cause);
   // "rank 1 waits in its collective call number 2 for rank 0", for those of `local_ranks` that do; empty if none.
@@ -89,16 +91,20 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void throw_if_forked() const;
 
  private:
-  // The progress lock. Drops the trash when it has let go of it: a tensor's last reference may wait for Python's lock.
+  // The progress lock. When it has let go of it, it drops the trash, since a tensor's last reference may wait for Python's
+  // lock, and writes the log, since stderr may be a full pipe.
   class Locked {
    public:
     explicit Locked(Engine& engine) : engine_(engine), lock_(engine.mutex_) {}
     Locked(Engine& engine, std::try_to_lock_t) : engine_(engine), lock_(engine.mutex_, std::try_to_lock) {}
     ~Locked() {
       std::vector<std::shared_ptr<void>> trash;
+      std::string log;
       if (!lock_) return;
       trash.swap(engine_.trash_);
+      log.swap(engine_.log_);
       lock_.unlock();
+      if (!log.empty()) std::fputs(log.c_str(), stderr);
     }
     explicit operator bool() const { return lock_.owns_lock(); }
 
@@ -128,6 +134,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::mutex mutex_;  // the progress lock
   std::vector<Movable*> movables_;
   std::vector<std::shared_ptr<void>> trash_;  // what ended operations held
+  std::string log_;
   uint64_t dead_ = 0;
   struct Sleeper {
     const Work& work;

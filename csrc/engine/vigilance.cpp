@@ -75,7 +75,7 @@ void ShmCommunicator::heed_deadline() {
   }
   if (logged_ == item->since) return;
   logged_ = item->since;
-  std::fprintf(stderr, "[syncengine] %s\n", what_is_pending().c_str());
+  engine_->log(what_is_pending());
 }
 
 Standstill::Wait ShmCommunicator::wait_of(const Work& work) const {

@@ -1,4 +1,7 @@
 // The engine with ranks as threads: every collective on every path against sums computed here, and any order of buckets.
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <numeric>
 #include <random>
 
@@ -39,6 +42,33 @@ void check_all_reduce(Communicator& communicator, float* data, size_t count) {
   communicator.run(all_reduce_of(data, count * sizeof(float), DType::Float32));
   check_values(data, count, [&](size_t i) { return sum_of_values(communicator.size(), i); });
 }
+
+// While it lives, writing to stderr blocks, until restore().
+class FullStderr {
+ public:
+  FullStderr() {
+    CHECK(pipe2(pipe_, O_NONBLOCK | O_CLOEXEC) == 0);
+    char bytes[4096] = {};
+    while (write(pipe_[1], bytes, sizeof(bytes)) > 0) continue;
+    fcntl(pipe_[1], F_SETFL, 0);
+    dup2(pipe_[1], STDERR_FILENO);
+  }
+  ~FullStderr() {
+    restore();
+    close(saved_);
+    close(pipe_[0]);
+    close(pipe_[1]);
+  }
+  void restore() {
+    dup2(saved_, STDERR_FILENO);
+    char bytes[4096];
+    while (read(pipe_[0], bytes, sizeof(bytes)) > 0) continue;
+  }
+
+ private:
+  int saved_ = dup(STDERR_FILENO);
+  int pipe_[2];
+};
 
 }  // namespace
 
@@ -222,6 +252,39 @@ TEST(leaving_and_aborting_reach_those_who_wait) {
         CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 400, DType::Float32)), ErrorKind::Aborted);
     CHECK_EQ(text, "rank 0: ValueError: bad batch");
   });
+}
+
+// Rank 0's first thread has something to say about its wait, but stderr takes no more. Its second thread goes on.
+TEST(a_line_that_nobody_reads_holds_up_no_other_thread) {
+  Options options;
+  options.log_after = seconds(0.3);
+  FullStderr full;
+  std::atomic<bool> done{false};
+  std::jthread rescue([&] {
+    for (int i = 0; i < 1000 && !done; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    full.restore();
+  });
+  Duration took{};
+  run_job(2, options, [&](int rank, Communicator& communicator) {
+    auto slow = communicator.split({0, 1}), quick = communicator.split({0, 1});
+    float a = 1.0f, b = 1.0f;
+    auto wait_for_long = [&] { slow->run(all_reduce_of(&a, 4, DType::Float32)); };
+    auto work = [&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(700));
+      auto start = Clock::now();
+      quick->run(all_reduce_of(&b, 4, DType::Float32));
+      if (rank == 0) took = Clock::now() - start;
+      done = true;
+    };
+    if (rank == 0) {
+      testing::run_ranks(2, [&](int thread) { thread == 0 ? wait_for_long() : work(); });
+    } else {
+      work();
+      wait_for_long();
+    }
+    CHECK_EQ(a + b, 4.0f);
+  });
+  CHECK(took < seconds(5));
 }
 
 // A failure cuts loose the tensors that it left half done. Whoever uses the same memory elsewhere fails with it, nobody else.
