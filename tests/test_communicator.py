@@ -90,9 +90,9 @@ def test_work_on_strided_parameters(pool):
 
 
 def endless_timeout():
-    work = syncengine.all_reduce(torch.ones(5), async_op=True)
     if syncengine.rank() == 1:
-        time.sleep(0.3)
+        time.sleep(0.3)  # the other one shall sleep, and look at the clock
+    work = syncengine.all_reduce(torch.ones(5), async_op=True)
     work.wait(timeout=float("inf"))
     syncengine.barrier()
 

@@ -313,25 +313,4 @@ TEST(a_failed_group_takes_along_direct_operations_in_the_same_memory) {
   }
 }
 
-// More calls than a lane opens at once: that a peer's later ones are not open yet does not mean that it never makes them.
-TEST(who_waits_further_on_is_no_cycle) {
-  constexpr int kCalls = 100;
-  run_job(3, {}, [](int rank, Communicator& communicator) {
-    std::vector<float> data(kCalls, 1.0f);
-    std::vector<std::shared_ptr<Work>> works;
-    auto submit_until = [&](int count) {
-      while (static_cast<int>(works.size()) < count)
-        works.push_back(communicator.submit(all_reduce_of(&data[works.size()], sizeof(float), DType::Float32)));
-    };
-    if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(900));
-    if (rank == 1) {
-      submit_until(81);
-      communicator.wait(works[80]);
-    }
-    submit_until(kCalls);
-    communicator.wait(works[kCalls - 1]);
-    for (float value : data) CHECK_EQ(value, 3.0f);
-  });
-}
-
 }  // namespace syncengine

@@ -216,6 +216,28 @@ TEST(a_wait_with_a_timeout_of_its_own_is_no_cycle) {
   run_job(2, {}, body, count_threads);
 }
 
+// More calls than a lane opens at once: that a peer's later ones are not open yet does not mean that it never makes them.
+TEST(who_waits_further_on_is_no_cycle) {
+  constexpr int kCalls = 100;
+  auto body = [](int rank, Communicator& communicator) {
+    std::vector<float> data(kCalls, 1.0f);
+    std::vector<std::shared_ptr<Work>> works;
+    auto submit_until = [&](int count) {
+      while (static_cast<int>(works.size()) < count)
+        works.push_back(communicator.submit(all_reduce_of(&data[works.size()], sizeof(float), DType::Float32)));
+    };
+    if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(900));
+    if (rank == 1) {
+      submit_until(81);
+      communicator.wait(works[80]);
+    }
+    submit_until(kCalls);
+    communicator.wait(works[kCalls - 1]);
+    for (float value : data) CHECK_EQ(value, 3.0f);
+  };
+  run_job(3, {}, body, count_threads);
+}
+
 // Long waits, here and there, that all end: boards and calls change under those who read them.
 TEST(slow_but_valid_programs_are_left_alone) {
   constexpr int kRounds = 24, kSize = 3;
