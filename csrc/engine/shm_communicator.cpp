@@ -51,6 +51,20 @@ ShmCommunicator::~ShmCommunicator() {
   if (engine_->arena()->forked()) return;
   engine_->locked([&] { leave(); });
   engine_->remove(this);
+  if (origin_ == Origin::Split) give_back_block();
+}
+
+// The own block, once every member is as far; until then some may still read results from it.
+void ShmCommunicator::give_back_block() {
+  uint64_t everybody = group_.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group_.size) - 1;
+  uint64_t me = uint64_t{1} << group_.rank;
+  for (int member = 0; member < group_.size; ++member) {
+    if (member != group_.rank) group_.block(member).gone.fetch_or(me, std::memory_order_release);  // release: our reads
+  }
+  auto& gone = group_.own().gone;
+  group_.arena->retire_group(group_.offsets[group_.rank], sizeof(shm::GroupBlock), [&gone, everybody, me] {
+    return (gone.load(std::memory_order_acquire) | me) == everybody;  // acquire: theirs
+  });
 }
 
 std::shared_ptr<Work> ShmCommunicator::enqueue(Operation operation, uint64_t slot) {

@@ -51,6 +51,7 @@ class ShmCommunicator final : public Communicator, private Movable {
   std::string describe_wait(const Work& work) const override;
 
   std::shared_ptr<Work> enqueue(Operation operation, uint64_t slot);
+  void give_back_block();
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
   void heed_peers();
   void heed_deadline();

@@ -84,6 +84,7 @@ int64_t Arena::offset_of(const void* data, size_t bytes) const {
 }
 
 std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
+  reclaim_groups();
   size_t available = available_memory();
   if (bytes > available)
     throw Error(ErrorKind::InvalidUsage, "syncengine.empty: " + std::to_string(bytes) +
@@ -116,11 +117,30 @@ void Arena::release_tensor(size_t offset, size_t bytes) {
 }
 
 size_t Arena::allocate_group(size_t bytes) {
+  reclaim_groups();
   auto offset = heap_.allocate(whole_pages(bytes), kPage);
   if (!offset)
     throw Error(ErrorKind::InvalidUsage, "no room for another communicator in an arena of " +
                                              std::to_string(this->bytes()) + " bytes; raise SYNCENGINE_ARENA_BYTES");
   return *offset;
+}
+
+void Arena::retire_group(size_t offset, size_t bytes, std::function<bool()> is_unused) {
+  {
+    std::lock_guard lock(mutex_);
+    retired_.push_back({offset, whole_pages(bytes), std::move(is_unused)});
+  }
+  reclaim_groups();
+}
+
+void Arena::reclaim_groups() {
+  std::lock_guard lock(mutex_);
+  std::erase_if(retired_, [this](const RetiredGroup& group) {
+    if (!group.is_unused()) return false;
+    madvise(at(group.offset), group.bytes, MADV_REMOVE);
+    heap_.release(group.offset, group.bytes);
+    return true;
+  });
 }
 
 const std::pair<const size_t, Arena::TensorMemory>* Arena::find_tensor(size_t offset) const {

@@ -6,9 +6,11 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "base/fd.h"
 #include "base/mapping.h"
@@ -50,8 +52,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   // Whole pages. Checks the machine's and the cgroup's free memory before it hands them out.
   std::shared_ptr<void> allocate_tensor(size_t bytes);
-  // Zeroed memory for a communicator; never handed out again, so that a late reader sees what it expects.
+  // Zeroed memory for a communicator.
   size_t allocate_group(size_t bytes);
+  // Gives it back, some time after `is_unused` says that no peer will touch it any more.
+  void retire_group(size_t offset, size_t bytes, std::function<bool()> is_unused);
 
   // Cuts the tensor that lies at `offset` loose from the peers: a private copy at the same address. A rank that was stopped
   // in the middle of a collective can write into it no more. Nobody may write to it meanwhile.
@@ -76,7 +80,13 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   mutable std::mutex mutex_;
   std::map<size_t, TensorMemory> tensors_;  // by offset
-  std::atomic<bool> any_severed_ = false;   // spares offset_of() the lock
+  struct RetiredGroup {
+    size_t offset, bytes;
+    std::function<bool()> is_unused;
+  };
+  void reclaim_groups();
+  std::vector<RetiredGroup> retired_;
+  std::atomic<bool> any_severed_ = false;  // spares offset_of() the lock
   bool forked_ = false;
 };
 

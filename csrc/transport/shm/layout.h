@@ -1,6 +1,6 @@
 // The shared memory of one rank: what lies where in its arena, and who may write it.
 //
-// Everything here is written by the arena's owner alone, except Doorbell::rings (anybody), and staging slots and tensors of
+// Everything here is written by the arena's owner alone, except Doorbell::rings and GroupBlock::gone (anybody), and staging slots and tensors of
 // `allocate` (by the owner of a slice, during an all-reduce). Counters never reset, so a reader can never mistake an old round for a
 // new one. Fresh pages of a memfd are zero, which is the valid first state of all of it.
 #pragma once
@@ -80,6 +80,7 @@ struct Schedule {
 // One communicator's part of one member's arena.
 struct GroupBlock {
   Farewell farewell;
+  alignas(64) std::atomic<uint64_t> gone;  // members that will touch this block no more
   LaneBlock lanes[kLanes];
   Schedule schedule;
   alignas(kPage) std::atomic<uint64_t> announced[kReadySlots];  // count of announcements
