@@ -12,7 +12,7 @@ from syncengine.errors import InvalidUsage, SyncError, Timeout
 
 def test_defaults():
     config = Config.read({})
-    assert config == Config("auto", "rank_order", None, 0, 5.0)
+    assert config == Config("auto", "rank_order", None, 0)
     options = config.options(DEFAULT_TIMEOUT)
     assert options["timeout"] == DEFAULT_TIMEOUT
     assert options["arena_bytes"] == 0
@@ -21,7 +21,7 @@ def test_defaults():
 def test_argument_wins_over_variable_wins_over_default():
     environ = {"SYNCENGINE_NUMERICS": "ring", "SYNCENGINE_TIMEOUT": "7.5", "SYNCENGINE_ARENA_BYTES": "4096"}
     config = Config.read(environ, timeout=3, algorithm=None)
-    assert config == Config("auto", "ring", 3.0, 4096, 5.0)
+    assert config == Config("auto", "ring", 3.0, 4096)
     assert config.options(DEFAULT_TIMEOUT)["timeout"] == 3.0
 
 

@@ -43,7 +43,14 @@ void plan_direct_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
                  .input = chunk.begin + begin,
                  .output = chunk.begin + begin,
                  .bytes = end - begin,
-                 .into_peers = true};
+                 .into_peers = !chunk.pull_only};
+  if (!chunk.pull_only) return;
+  // The other way: each slice's owner keeps the result, and the others read it there.
+  for (int peer = 0; peer < chunk.world; ++peer) {
+    auto [from, to] = slice(chunk.length, chunk.world, peer);
+    if (peer != chunk.rank && from < to) plan.pull.push_back({peer, chunk.begin + from, chunk.begin + from, to - from});
+  }
+  plan.peers_read_user = true;
 }
 
 void plan_reduce_scatter(const Chunk& chunk, ChunkPlan& plan) {

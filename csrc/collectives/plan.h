@@ -29,6 +29,7 @@ struct Chunk {
   size_t block;    // bytes of the operation's block (see block_bytes)
   size_t begin;    // this chunk's part of the block
   size_t length;
+  bool pull_only;  // direct path: nobody writes another rank's tensors
   bool stage_all;  // contributions are scaled while they are staged, so a rank stages its own slice too
 };
 

@@ -22,6 +22,10 @@
 
 namespace syncengine {
 
+namespace shm {
+class Pool;
+}
+
 // What calls on a closed communicator say.
 inline constexpr const char* kClosed = "the communicator is closed: call syncengine.init() again";
 
@@ -64,6 +68,10 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Memory that all local peers can read and write in place. Freed by the deleter of the returned pointer, any time.
   virtual std::shared_ptr<void> allocate(size_t bytes) = 0;
+
+  // Where gradients shall lie while a synchronized backward runs; null: wherever torch puts them. Never destroyed.
+  virtual shm::Pool* gradient_pool() const { return nullptr; }
+  virtual bool pool_is_shared() const { return false; }  // with the peers
 
   // What this rank did so far: operations, bytes by path, sleeps. For tests and tuning.
   virtual std::map<std::string, uint64_t> counters() const = 0;

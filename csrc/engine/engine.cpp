@@ -65,12 +65,20 @@ class Tick {
 Engine::Engine(std::shared_ptr<shm::Arena> arena, int local_rank, int local_size, Options options)
     : arena_(std::move(arena)), local_rank_(local_rank), local_size_(local_size), options_(options) {
   shm::prepare_liveness(arena_->header());
+  switch (options_.gradient_memory) {
+    case GradientMemory::Torch: break;
+    case GradientMemory::Arena:
+    case GradientMemory::ArenaPull: gradient_pool_ = &arena_->create_pool(); break;
+    case GradientMemory::Recycled: gradient_pool_ = &shm::Pool::create_private(false); break;
+    case GradientMemory::RecycledHuge: gradient_pool_ = &shm::Pool::create_private(true); break;
+  }
   thread_ = std::thread(&Engine::thread_main, this);
   // No peer may look for signs of life before the thread gives them.
   while (thread_word_.load(std::memory_order_acquire) == 0) futex_wait(thread_word_, 0, kTick);
 }
 
 Engine::~Engine() {
+  if (gradient_pool_) gradient_pool_->close();
   if (arena_->forked()) {
     thread_.detach();  // it runs in the parent only
     return;
@@ -242,9 +250,9 @@ bool Engine::is_single_threaded() const {
   return !several_submitters_.load(std::memory_order_relaxed) && waiters_.load(std::memory_order_relaxed) <= 1;
 }
 
-void Engine::sever_tensors(const std::vector<size_t>& offsets, const Error& cause) {
-  if (offsets.empty()) return;
-  for (size_t offset : offsets) arena_->sever_tensor(offset);
+void Engine::sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause) {
+  if (ranges.empty()) return;
+  for (auto [offset, bytes] : ranges) arena_->sever_tensor(offset, bytes);
   for (Movable* movable : movables_) movable->lose_direct_memory(cause);
 }
 

@@ -18,6 +18,7 @@
 
 #include "base/error.h"
 #include "engine/bell.h"
+#include "engine/group.h"
 #include "engine/options.h"
 #include "engine/work.h"
 #include "transport/shm/arena.h"
@@ -49,6 +50,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   shm::PeerArena* peer(int local_rank) const { return peers_[local_rank].get(); }
   int local_rank() const { return local_rank_; }
   Bell& bell() { return *bell_; }
+  shm::Pool* gradient_pool() const { return gradient_pool_; }
 
   void add(Movable* movable);
   void remove(Movable* movable);
@@ -73,7 +75,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Under the progress lock.
   std::vector<std::shared_ptr<void>>& trash() { return trash_; }
   bool is_dead(int local_rank);
-  void sever_tensors(const std::vector<size_t>& offsets, const Error& cause);
+  void sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause);
   const std::vector<Movable*>& movables() const { return movables_; }
   uint64_t sleeps() const { return sleeps_.load(std::memory_order_relaxed); }
   void throw_if_forked() const;
@@ -108,6 +110,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Options options_;
   std::vector<std::unique_ptr<shm::PeerArena>> peers_;
   std::unique_ptr<Bell> bell_;
+  shm::Pool* gradient_pool_ = nullptr;
   bool lazy_ = false;            // no cores for the engines' threads beside the ranks' own
   bool cores_to_spare_ = false;  // enough for every rank's waiting thread to spin
 

@@ -16,12 +16,22 @@ enum class Algorithm : uint8_t {
   OneShot,  // always everybody reduces everything
 };
 
+// Where autograd's gradients lie while a synchronized backward runs. An experiment: see docs/gradient_memory.md.
+enum class GradientMemory : uint8_t {
+  Torch,         // wherever torch's allocator puts them; staged
+  Arena,         // in the arena; the owner of a slice reads and writes all ranks' gradients
+  ArenaPull,     // in the arena; ranks only read each other's gradients
+  Recycled,      // in private memory whose pages are kept; staged
+  RecycledHuge,  // the same in huge pages
+};
+
 struct Options {
   Numerics numerics = Numerics::RankOrder;
   Algorithm algorithm = Algorithm::Auto;
   Duration timeout = seconds(1800);
   Duration log_after = seconds(5);  // one line on stderr about who is missing
-  size_t arena_bytes = 0;           // address space of this rank's arena; 0: the machine's memory
+  GradientMemory gradient_memory = GradientMemory::Torch;
+  size_t arena_bytes = 0;  // address space of this rank's arena; 0: the machine's memory
 };
 
 }  // namespace syncengine

@@ -38,10 +38,9 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::
       origin_(origin),
       group_(make_group(*engine_, rank, std::move(global_ranks), std::move(local_ranks), offsets)),
       user_lane_(
-          group_, shm::kUserLane, engine_->options().algorithm, [this] { return any_peer_failed(); }, engine_->trash()),
+          group_, shm::kUserLane, engine_->options(), [this] { return any_peer_failed(); }, engine_->trash()),
       scheduled_lane_(
-          group_, shm::kScheduledLane, engine_->options().algorithm, [this] { return any_peer_failed(); },
-          engine_->trash()),
+          group_, shm::kScheduledLane, engine_->options(), [this] { return any_peer_failed(); }, engine_->trash()),
       schedule_(group_, scheduled_lane_) {
   engine_->add(this);
 }
@@ -201,15 +200,15 @@ bool ShmCommunicator::any_peer_failed() const {
   return false;
 }
 
-std::vector<size_t> ShmCommunicator::direct_memory() const {
-  std::vector<size_t> offsets;
+std::vector<ArenaRange> ShmCommunicator::direct_memory() const {
+  std::vector<ArenaRange> offsets;
   user_lane_.add_direct_memory(offsets);
   scheduled_lane_.add_direct_memory(offsets);
   return offsets;
 }
 
 void ShmCommunicator::lose_direct_memory(const Error& cause) {
-  for (size_t offset : direct_memory()) {
+  for (auto [offset, bytes] : direct_memory()) {
     if (group_.arena->is_severed(offset)) return fail(cause.kind(), cause.what());
   }
 }

@@ -35,6 +35,11 @@ class ShmCommunicator final : public Communicator, private Movable {
   void throw_if_failed() const override;
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>& interrupted) override;
   std::shared_ptr<void> allocate(size_t bytes) override;
+  shm::Pool* gradient_pool() const override { return engine_->gradient_pool(); }
+  bool pool_is_shared() const override {
+    auto memory = engine_->options().gradient_memory;
+    return memory == GradientMemory::Arena || memory == GradientMemory::ArenaPull;
+  }
   std::map<std::string, uint64_t> counters() const override;
   void close() override;
 
@@ -52,7 +57,7 @@ class ShmCommunicator final : public Communicator, private Movable {
   void heed_peers();
   void heed_deadline();
   void heed_cycle();
-  std::vector<size_t> direct_memory() const;
+  std::vector<ArenaRange> direct_memory() const;
   // The operation that waits longest, and the members that hold it up.
   struct Pending {
     const Lane::Item* item = nullptr;

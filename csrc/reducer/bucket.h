@@ -47,6 +47,7 @@ struct Bucket {
   size_t missing = 0;  // gradients that this backward has not brought yet
   std::shared_ptr<Work> work;
   std::shared_ptr<std::vector<at::Tensor>> memory;  // kept alive for the engine
+  std::shared_ptr<std::byte> small;                 // copies of small gradients, side by side; or none
 };
 
 }  // namespace syncengine

@@ -2,9 +2,11 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <cstring>
 #include <utility>
 
 #include "base/error.h"
+#include "reducer/cpu_allocator.h"
 #include "reducer/plan.h"
 #include "reducer/python_error.h"
 
@@ -34,6 +36,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shar
     : communicator_(std::move(communicator)),
       names_(std::make_shared<const ModelNames>(std::move(names))),
       find_unused_parameters_(find_unused_parameters),
+      pool_(communicator_->gradient_pool()),
       first_slot_(communicator_->reserve_slots(parameters.size() + 1)),
       gradients_(make_gradients(std::move(parameters))),
       hooks_(gradients_.size()),
@@ -41,7 +44,9 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shar
       bucket_of_(gradients_.size()),
       reachable_(gradients_.size()),
       used_here_(gradients_.size()),
-      used_anywhere_(std::make_shared<std::vector<uint8_t>>(gradients_.size())) {}
+      used_anywhere_(std::make_shared<std::vector<uint8_t>>(gradients_.size())) {
+  if (pool_ != nullptr) gradient_memory::install();
+}
 
 Reducer::~Reducer() { remove_hooks(); }
 
@@ -141,6 +146,7 @@ void Reducer::on_output() {
   if (!whole_graph_runs()) return;
   if (phase_ == Phase::Consumed) throw_consumed();
   if (phase_ != Phase::Armed) return;
+  gradient_memory::switch_on(pool_);
   // From here on the peers expect us: an error anywhere in this backward must reach them.
   watch_this_backward();
   // If no parameter at all is used here, no other hook will run.
@@ -164,6 +170,7 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
       if (!outputs_hooked_) throw_consumed();  // as far as one can tell
       return;                                  // a backward that is none of ours: on_output has not run
     case Phase::Armed:
+      gradient_memory::switch_on(pool_);
       watch_this_backward();
       begin_backward();
       break;
@@ -221,9 +228,13 @@ void Reducer::announce(Bucket& bucket) {
   scale = 1.0 / communicator_->size();
   bucket.memory = std::make_shared<std::vector<at::Tensor>>();
   bucket.memory->reserve(layout.parameters.size());
+  bucket.small = gather_small(layout);
+  std::byte* copy = bucket.small.get();
   for (size_t i : layout.parameters) {
     const Gradient& gradient = gradients_[i];
-    operation.output.add(gradient.data(), gradient.memory().nbytes());
+    size_t bytes = gradient.memory().nbytes();
+    bool copied = bucket.small && bytes < gradient_memory::kSmallest;
+    operation.output.add(copied ? std::exchange(copy, copy + bytes) : gradient.data(), bytes);
     bucket.memory->push_back(gradient.memory());
   }
   statistics_.reduced_bytes += operation.output.bytes();
@@ -231,8 +242,46 @@ void Reducer::announce(Bucket& bucket) {
   operation.layout_hash = layout.hash;
   operation.describe = [layout = bucket.layout] { return layout->describe(); };
   operation.keepalive = bucket.memory;
+  if (bucket.small)
+    operation.keepalive =
+        std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(bucket.memory, bucket.small);
   bucket.work = communicator_->announce(first_slot_ + layout.index, std::move(operation));
   bucket.state = Bucket::State::InFlight;
+}
+
+// A bucket can be reduced in place if its large gradients lie in the pool. Then the small ones, which do not, are copied there.
+std::shared_ptr<std::byte> Reducer::gather_small(const BucketLayout& layout) {
+  if (pool_ == nullptr || !communicator_->pool_is_shared() || communicator_->numerics() != Numerics::RankOrder)
+    return nullptr;
+  size_t small = 0, large = 0;
+  for (size_t i : layout.parameters) {
+    const Gradient& gradient = gradients_[i];
+    size_t bytes = gradient.memory().nbytes();
+    (bytes < gradient_memory::kSmallest ? small : large) += bytes;
+    if (bytes >= gradient_memory::kSmallest && !pool_->owns(gradient.data(), bytes)) return nullptr;
+  }
+  if (small == 0 || large < 4 * small) return nullptr;  // staging costs as much
+  auto* memory = static_cast<std::byte*>(pool_->allocate(small));
+  if (memory == nullptr) return nullptr;
+  std::byte* next = memory;
+  for (size_t i : layout.parameters) {
+    const Gradient& gradient = gradients_[i];
+    size_t bytes = gradient.memory().nbytes();
+    if (bytes < gradient_memory::kSmallest) std::memcpy(std::exchange(next, next + bytes), gradient.data(), bytes);
+  }
+  statistics_.count_copy(CopyReason::Small, small);
+  return {memory, [pool = pool_](std::byte* block) { pool->release(block); }};
+}
+
+void Reducer::scatter_small(Bucket& bucket) {
+  if (!bucket.small) return;
+  const std::byte* next = bucket.small.get();
+  for (size_t i : bucket.layout->parameters) {
+    const Gradient& gradient = gradients_[i];
+    size_t bytes = gradient.memory().nbytes();
+    if (bytes < gradient_memory::kSmallest) std::memcpy(gradient.data(), std::exchange(next, next + bytes), bytes);
+  }
+  bucket.small.reset();
 }
 
 void Reducer::announce_usage() {
@@ -262,6 +311,7 @@ void Reducer::watch_this_backward() {
 }
 
 void Reducer::on_backward_end() {
+  gradient_memory::switch_off();
   {
     std::lock_guard lock(mutex_);
     --tasks_watched_;
@@ -292,6 +342,7 @@ void Reducer::wait_for_buckets() {
 }
 
 void Reducer::deliver(Bucket& bucket) {
+  scatter_small(bucket);
   for (size_t i : bucket.layout->parameters) {
     gradients_[i].deliver(!find_unused_parameters_ || (*used_anywhere_)[i] != 0);
   }
@@ -302,6 +353,7 @@ void Reducer::deliver(Bucket& bucket) {
 }
 
 void Reducer::on_backward_abandoned() noexcept {
+  gradient_memory::switch_off();
   try {
     std::lock_guard lock(mutex_);
     --tasks_watched_;
@@ -322,6 +374,7 @@ void Reducer::settle_after_failure() {
     for (size_t i : bucket.layout->parameters) gradients_[i].discard();
     bucket.work.reset();
     bucket.memory.reset();  // not cleared: the engine keeps what it might still touch
+    bucket.small.reset();
   }
   phase_ = Phase::Consumed;
 }

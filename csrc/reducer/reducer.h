@@ -75,6 +75,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void collect(size_t index, const at::Tensor& incoming);
   void count_collected(size_t index);
   void announce(Bucket& bucket);
+  std::shared_ptr<std::byte> gather_small(const BucketLayout& layout);
+  void scatter_small(Bucket& bucket);
   void announce_usage();
   void watch_this_backward();
   void wait_for_buckets();
@@ -90,6 +92,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const std::shared_ptr<Communicator> communicator_;
   const std::shared_ptr<const ModelNames> names_;
   const bool find_unused_parameters_;
+  shm::Pool* const pool_;      // where autograd's gradients go while a synchronized backward runs, or null
   const uint64_t first_slot_;  // one for each bucket there may be, and the last for usage
 
   mutable std::mutex mutex_;
