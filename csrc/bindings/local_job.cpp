@@ -32,12 +32,7 @@ Options parse(const py::dict& options) {
                                         {"direct", Algorithm::Direct},
                                         {"staged", Algorithm::Staged},
                                         {"one_shot", Algorithm::OneShot}});
-  result.gradient_memory = choose<GradientMemory>(options, "gradient_memory",
-                                                  {{"torch", GradientMemory::Torch},
-                                                   {"arena", GradientMemory::Arena},
-                                                   {"arena_pull", GradientMemory::ArenaPull},
-                                                   {"recycled", GradientMemory::Recycled},
-                                                   {"recycled_huge", GradientMemory::RecycledHuge}});
+  result.gradient_memory = gradient_memory_of(options["gradient_memory"].cast<std::string>());
   result.timeout = seconds(options["timeout"].cast<double>());
   result.log_after = seconds(options["log_after"].cast<double>());
   result.arena_bytes = options["arena_bytes"].cast<size_t>();

@@ -31,6 +31,7 @@ struct Operation {
   int root = 0;            // Broadcast only: rank in the communicator
   double prescale = 1.0;   // factor on each contribution before it is added (rounded to dtype)
   double postscale = 1.0;  // factor on the result
+  bool pull_only = false;  // direct path: no rank writes another's tensors (an experiment)
   SpanList input = {};     // AllReduce, Broadcast: the same spans as output
   SpanList output = {};
   uint64_t layout_hash = 0;                    // anything else that must agree between ranks (a bucket's parameters)

@@ -18,6 +18,7 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "collectives/operation.h"
+#include "engine/options.h"
 #include "engine/work.h"
 
 namespace syncengine {
@@ -70,8 +71,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual std::shared_ptr<void> allocate(size_t bytes) = 0;
 
   // Where gradients shall lie while a synchronized backward runs; null: wherever torch puts them. Never destroyed.
-  virtual shm::Pool* gradient_pool() const { return nullptr; }
-  virtual bool pool_is_shared() const { return false; }  // with the peers
+  virtual GradientMemory gradient_memory() const { return GradientMemory::Torch; }  // as init() was told
+  virtual shm::Pool* gradient_pool(GradientMemory) { return nullptr; }
 
   // What this rank did so far: operations, bytes by path, sleeps. For tests and tuning.
   virtual std::map<std::string, uint64_t> counters() const = 0;

@@ -65,20 +65,13 @@ class Tick {
 Engine::Engine(std::shared_ptr<shm::Arena> arena, int local_rank, int local_size, Options options)
     : arena_(std::move(arena)), local_rank_(local_rank), local_size_(local_size), options_(options) {
   shm::prepare_liveness(arena_->header());
-  switch (options_.gradient_memory) {
-    case GradientMemory::Torch: break;
-    case GradientMemory::Arena:
-    case GradientMemory::ArenaPull: gradient_pool_ = &arena_->create_pool(); break;
-    case GradientMemory::Recycled: gradient_pool_ = &shm::Pool::create_private(false); break;
-    case GradientMemory::RecycledHuge: gradient_pool_ = &shm::Pool::create_private(true); break;
-  }
   thread_ = std::thread(&Engine::thread_main, this);
   // No peer may look for signs of life before the thread gives them.
   while (thread_word_.load(std::memory_order_acquire) == 0) futex_wait(thread_word_, 0, kTick);
 }
 
 Engine::~Engine() {
-  if (gradient_pool_) gradient_pool_->close();
+  for (auto [memory, pool] : gradient_pools_) pool->close();
   if (arena_->forked()) {
     thread_.detach();  // it runs in the parent only
     return;
@@ -96,6 +89,18 @@ void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers) {
   bell_ = std::make_unique<Bell>(std::move(doorbells), local_rank_);
   cores_to_spare_ = available_cores() >= local_size_;
   lazy_ = available_cores() < 2 * local_size_;
+}
+
+shm::Pool* Engine::gradient_pool(GradientMemory memory) {
+  if (memory == GradientMemory::Torch) return nullptr;
+  if (memory == GradientMemory::ArenaPull) memory = GradientMemory::Arena;
+  Locked lock(*this);
+  shm::Pool*& pool = gradient_pools_[memory];
+  if (pool == nullptr) {
+    pool = memory == GradientMemory::Arena ? &arena_->create_pool()
+                                           : &shm::Pool::create_private(memory == GradientMemory::RecycledHuge);
+  }
+  return pool;
 }
 
 void Engine::add(Movable* movable) {

@@ -10,6 +10,7 @@
 
 #include <atomic>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -50,7 +51,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   shm::PeerArena* peer(int local_rank) const { return peers_[local_rank].get(); }
   int local_rank() const { return local_rank_; }
   Bell& bell() { return *bell_; }
-  shm::Pool* gradient_pool() const { return gradient_pool_; }
+  shm::Pool* gradient_pool(GradientMemory memory);
 
   void add(Movable* movable);
   void remove(Movable* movable);
@@ -110,7 +111,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Options options_;
   std::vector<std::unique_ptr<shm::PeerArena>> peers_;
   std::unique_ptr<Bell> bell_;
-  shm::Pool* gradient_pool_ = nullptr;
+  std::map<GradientMemory, shm::Pool*> gradient_pools_;  // under mutex_
   bool lazy_ = false;            // no cores for the engines' threads beside the ranks' own
   bool cores_to_spare_ = false;  // enough for every rank's waiting thread to spin
 

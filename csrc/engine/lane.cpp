@@ -24,11 +24,10 @@ Path wanted_path(Algorithm algorithm, const Operation& operation, bool in_arena)
 
 }  // namespace
 
-Lane::Lane(const Group& group, int id, const Options& options, std::function<bool()> stop, Trash& trash)
+Lane::Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash)
     : group_(group),
       id_(id),
-      algorithm_(options.algorithm),
-      pull_only_(options.gradient_memory == GradientMemory::ArenaPull),
+      algorithm_(algorithm),
       stop_(std::move(stop)),
       trash_(trash),
       runner_(group.rank, group.size) {}
@@ -149,7 +148,7 @@ size_t Lane::prepare(const Active& active, const Cursor& cursor) {
               .block = block,
               .begin = begin,
               .length = std::min(block - begin, active.chunk_bytes),
-              .pull_only = pull_only_,
+              .pull_only = operation.pull_only,
               .stage_all = operation.prescale != 1.0};
   plan_chunk(chunk, plan_);
   for (int member = 0; member < group_.size; ++member) {

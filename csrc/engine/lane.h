@@ -24,7 +24,7 @@ class Lane {
 
   // What keeps an ended operation's memory alive goes to `trash`, to be dropped once the progress lock is free: a tensor's last
   // reference may take Python's lock.
-  Lane(const Group& group, int id, const Options& options, std::function<bool()> stop, Trash& trash);
+  Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash);
 
   static constexpr uint64_t kNoKey = ~uint64_t{0};
   struct Item {
@@ -99,7 +99,6 @@ class Lane {
   const Group& group_;
   int id_;
   Algorithm algorithm_;
-  bool pull_only_;
   std::function<bool()> stop_;
   Trash& trash_;
   Runner runner_;

@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "base/deadline.h"
+#include "base/error.h"
 #include "collectives/operation.h"
 
 namespace syncengine {
@@ -24,6 +26,14 @@ enum class GradientMemory : uint8_t {
   Recycled,      // in private memory whose pages are kept; staged
   RecycledHuge,  // the same in huge pages
 };
+
+// From its name in lower case. Throws InvalidUsage.
+inline GradientMemory gradient_memory_of(const std::string& name) {
+  const char* names[] = {"torch", "arena", "arena_pull", "recycled", "recycled_huge"};
+  for (int i = 0; i < 5; ++i)
+    if (name == names[i]) return static_cast<GradientMemory>(i);
+  throw Error(ErrorKind::InvalidUsage, "gradient_memory='" + name + "' is unknown");
+}
 
 struct Options {
   Numerics numerics = Numerics::RankOrder;

@@ -35,11 +35,8 @@ class ShmCommunicator final : public Communicator, private Movable {
   void throw_if_failed() const override;
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>& interrupted) override;
   std::shared_ptr<void> allocate(size_t bytes) override;
-  shm::Pool* gradient_pool() const override { return engine_->gradient_pool(); }
-  bool pool_is_shared() const override {
-    auto memory = engine_->options().gradient_memory;
-    return memory == GradientMemory::Arena || memory == GradientMemory::ArenaPull;
-  }
+  GradientMemory gradient_memory() const override { return engine_->options().gradient_memory; }
+  shm::Pool* gradient_pool(GradientMemory memory) override { return engine_->gradient_pool(memory); }
   std::map<std::string, uint64_t> counters() const override;
   void close() override;
 

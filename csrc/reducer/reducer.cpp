@@ -32,11 +32,12 @@ bool whole_graph_runs() {
 }  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shared_ptr<Communicator> communicator,
-                 bool find_unused_parameters)
+                 bool find_unused_parameters, GradientMemory gradient_memory)
     : communicator_(std::move(communicator)),
       names_(std::make_shared<const ModelNames>(std::move(names))),
       find_unused_parameters_(find_unused_parameters),
-      pool_(communicator_->gradient_pool()),
+      gradient_memory_(gradient_memory),
+      pool_(communicator_->gradient_pool(gradient_memory)),
       first_slot_(communicator_->reserve_slots(parameters.size() + 1)),
       gradients_(make_gradients(std::move(parameters))),
       hooks_(gradients_.size()),
@@ -237,6 +238,7 @@ void Reducer::announce(Bucket& bucket) {
     operation.output.add(copied ? std::exchange(copy, copy + bytes) : gradient.data(), bytes);
     bucket.memory->push_back(gradient.memory());
   }
+  operation.pull_only = gradient_memory_ == GradientMemory::ArenaPull;
   statistics_.reduced_bytes += operation.output.bytes();
   operation.input = operation.output;
   operation.layout_hash = layout.hash;
@@ -251,8 +253,8 @@ void Reducer::announce(Bucket& bucket) {
 
 // A bucket can be reduced in place if its large gradients lie in the pool. Then the small ones, which do not, are copied there.
 std::shared_ptr<std::byte> Reducer::gather_small(const BucketLayout& layout) {
-  if (pool_ == nullptr || !communicator_->pool_is_shared() || communicator_->numerics() != Numerics::RankOrder)
-    return nullptr;
+  bool shared = gradient_memory_ == GradientMemory::Arena || gradient_memory_ == GradientMemory::ArenaPull;
+  if (pool_ == nullptr || !shared || communicator_->numerics() != Numerics::RankOrder) return nullptr;
   size_t small = 0, large = 0;
   for (size_t i : layout.parameters) {
     const Gradient& gradient = gradients_[i];

@@ -35,7 +35,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   // All the parameters that might ever be synchronized, whether they require a gradient now or not; the same on all ranks.
   Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shared_ptr<Communicator> communicator,
-          bool find_unused_parameters);
+          bool find_unused_parameters, GradientMemory gradient_memory);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -92,6 +92,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const std::shared_ptr<Communicator> communicator_;
   const std::shared_ptr<const ModelNames> names_;
   const bool find_unused_parameters_;
+  const GradientMemory gradient_memory_;
   shm::Pool* const pool_;      // where autograd's gradients go while a synchronized backward runs, or null
   const uint64_t first_slot_;  // one for each bucket there may be, and the last for usage
 

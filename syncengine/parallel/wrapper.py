@@ -118,6 +118,8 @@ class Parallel(DistributedDataParallel):
 
     # --- Construction
 
+    _gradient_memory: str | None = None  # None: as init() was told. For benchmarks, which compare several
+
     def _build_reducer(self) -> None:
         """Everything that pickling leaves out."""
         named = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
@@ -138,6 +140,7 @@ class Parallel(DistributedDataParallel):
                 self._parameter_names,
                 self.process_group,
                 self.find_unused_parameters,
+                self._gradient_memory,
             )
 
     def _replicate(self, with_buffers: bool) -> None:
