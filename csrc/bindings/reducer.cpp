@@ -45,8 +45,7 @@ void bind_reducer(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer")
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("model_name"), py::arg("parameter_names"),
-           py::arg("communicator"), py::arg("find_unused_parameters"),
-           py::arg("gradient_memory") = py::none(), NoGil())
+           py::arg("communicator"), py::arg("find_unused_parameters"), py::arg("gradient_memory") = py::none(), NoGil())
       .def("begin_forward", &Reducer::begin_forward, py::arg("synchronize"), NoGil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), NoGil())
       .def("install_plan", &Reducer::install_plan, py::arg("buckets"), py::arg("provisional"), NoGil())

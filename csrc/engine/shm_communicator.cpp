@@ -40,7 +40,8 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::
       user_lane_(
           group_, shm::kUserLane, engine_->options().algorithm, [this] { return any_peer_failed(); }, engine_->trash()),
       scheduled_lane_(
-          group_, shm::kScheduledLane, engine_->options().algorithm, [this] { return any_peer_failed(); }, engine_->trash()),
+          group_, shm::kScheduledLane, engine_->options().algorithm, [this] { return any_peer_failed(); },
+          engine_->trash()),
       schedule_(group_, scheduled_lane_) {
   engine_->add(this);
 }
