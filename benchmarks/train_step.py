@@ -11,6 +11,7 @@ that syncengine and DDP trained must agree in every bit.
 
 import argparse
 import contextlib
+import resource
 import sys
 import time
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from benchmarks.support.start_line import StartLine
 from benchmarks.support.workloads import WORKLOADS, Workload
 
 ENGINES = ("plain", "syncengine", "ddp")
+VARIANTS = ("arena", "arena_pull", "recycled", "recycled_huge")  # of gradient_memory, each beside the default
 WARMUP_PAIRS = 5  # gradient buckets settle after the first steps
 BATCHES = 8  # different ones, used in turn
 
@@ -39,6 +41,9 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     sync: list[float] = field(default_factory=list)
     no_sync: list[float] = field(default_factory=list)
+    sync_faults: list[float] = field(default_factory=list)  # pages that the kernel had to bring, in each step
+    no_sync_faults: list[float] = field(default_factory=list)
+    moved: dict[str, int] = field(default_factory=dict)  # bytes by their way, of the last synchronized step
     loss: float = 0.0
 
     def timed(self, workload: Workload, batch: tuple[Tensor, Tensor], synchronize: bool, start_line: StartLine) -> None:
@@ -46,6 +51,7 @@ class Trainee:
         quiet = self.engine != "plain" and not synchronize
         inputs, targets = batch
         with self.model.no_sync() if quiet else contextlib.nullcontext():
+            faults, counters = page_faults(), self.counters()
             start_line.wait()
             begin = time.perf_counter()
             self.optimizer.zero_grad()
@@ -53,8 +59,19 @@ class Trainee:
             loss.backward()
             seconds = time.perf_counter() - begin
         (self.sync if synchronize else self.no_sync).append(seconds)
+        (self.sync_faults if synchronize else self.no_sync_faults).append(page_faults() - faults)
         if synchronize:
             self.loss = loss.item()
+            self.moved = {name: bytes_ - counters[name] for name, bytes_ in self.counters().items()}
+            if self.moved:
+                self.moved["copied_bytes"] = sum(self.model.sync_stats()["copied_bytes"].values())
+
+    def counters(self) -> dict[str, int]:
+        """Bytes that the engine moved so far, by their way."""
+        if not is_ours(self.engine):
+            return {}
+        counters = self.model.process_group.counters()
+        return {name: counters[name] for name in ("direct_bytes", "staged_bytes", "one_shot_bytes")}
 
     def pair(self, round_: int, workload: Workload, batch: tuple[Tensor, Tensor], start_line: StartLine) -> None:
         """Both kinds of step on one batch, in alternating order; only the synchronized one moves the parameters."""
@@ -66,6 +83,11 @@ class Trainee:
                 self.optimizer.step()
 
 
+def page_faults() -> int:
+    """Of this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
 def main(argv: list[str] | None = None) -> int:
     """Parent: starts the ranks. Rank: measures; rank 0 reports."""
     argv = sys.argv[1:] if argv is None else argv
@@ -74,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         return ranks.run_ranks("benchmarks.train_step", options.ranks, options.launcher, [*argv, "--worker"])
 
     rank, size = ranks.join(options.launcher)
-    if "syncengine" in options.engines:
+    if any(map(is_ours, options.engines)):
         import syncengine
 
         # With 2 ranks there is only one order of summation; with more only the ring adds in Gloo's.
@@ -88,7 +110,7 @@ def main(argv: list[str] | None = None) -> int:
     if rank == 0:
         report(results, options)
     torch.distributed.barrier()
-    if "syncengine" in options.engines:
+    if any(map(is_ours, options.engines)):
         syncengine.shutdown()
     torch.distributed.destroy_process_group()
     return 0
@@ -100,7 +122,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="default %(default)s")
     parser.add_argument("--launcher", choices=ranks.LAUNCHERS, default="torchrun", help="default %(default)s")
     parser.add_argument("--models", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS))
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument(
+        "--engines", nargs="+", choices=(*ENGINES, *(f"syncengine:{variant}" for variant in VARIANTS)), default=ENGINES
+    )
     parser.add_argument("--pairs", type=int, default=100, help="steps with and without sync; default %(default)s")
     parser.add_argument("--out", type=Path, help="result file; default benchmarks/results/train_step-...json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -109,14 +133,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
+def is_ours(engine: str) -> bool:
+    """Whether this is syncengine, with the default for gradients' memory or with a variant."""
+    return engine.partition(":")[0] == "syncengine"
+
+
 def make_trainee(engine: str, workload: Workload) -> Trainee:
     """One engine around a model that starts like all others."""
     torch.manual_seed(0)
     model = workload.build()
-    if engine == "syncengine":
+    if is_ours(engine):
         import syncengine
 
-        model = syncengine.Parallel(model)
+        memory = engine.partition(":")[2] or None
+        model = type("Parallel", (syncengine.Parallel,), {"_gradient_memory": memory})(model)
     elif engine == "ddp":
         model = DistributedDataParallel(model)
     return Trainee(engine, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
@@ -172,7 +202,10 @@ def evaluate(trainees: dict[str, Trainee]) -> dict[str, dict]:
     no_sync = {engine: slowest_ms(trainee.no_sync) for engine, trainee in trainees.items()}
     results = {}
     for engine, trainee in trainees.items():
-        entry = {"no_sync_ms": stats.summary(no_sync[engine]), "loss": trainee.loss}
+        entry = {"no_sync_ms": stats.summary(no_sync[engine]), "loss": trainee.loss, "moved": trainee.moved}
+        entry["no_sync_faults"] = median_faults(trainee.no_sync_faults)
+        if trainee.sync_faults:
+            entry["sync_faults"] = median_faults(trainee.sync_faults)
         if engine != "plain":
             sync = slowest_ms(trainee.sync)
             entry["sync_ms"] = stats.summary(sync)
@@ -183,23 +216,28 @@ def evaluate(trainees: dict[str, Trainee]) -> dict[str, dict]:
     return results
 
 
+def median_faults(faults: list[float]) -> float:
+    """Page faults of a step, of the rank that had most."""
+    return float(np.median(ranks.slowest(torch.tensor(faults[WARMUP_PAIRS:], dtype=torch.float64)).numpy()))
+
+
 def interval(samples: np.ndarray) -> dict[str, float]:
     """A median with its 95 % bootstrap interval."""
     return dict(zip(("median", "lower", "upper"), stats.median_interval(samples), strict=True))
 
 
 def verify_equal(name: str, trainees: dict[str, Trainee]) -> None:
-    """Raises unless syncengine and DDP trained the same bits on every rank."""
-    if not {"syncengine", "ddp"} <= trainees.keys():
-        return
-    mine, theirs = (trainees[engine].model.module.state_dict() for engine in ("syncengine", "ddp"))
-    different = [key for key in mine if not equal_bits(mine[key], theirs[key])]
-    same_loss = trainees["syncengine"].loss == trainees["ddp"].loss
-    if not ranks.everywhere(not different and same_loss):
-        raise AssertionError(
-            f"{name}: syncengine and DDP trained different models; here loss {trainees['syncengine'].loss!r} against "
-            f"{trainees['ddp'].loss!r}, and {len(different)} of {len(mine)} tensors differ: {different[:5]}"
-        )
+    """Raises unless syncengine and DDP trained the same bits on every rank, and so did all variants."""
+    trained = [trainee for engine, trainee in trainees.items() if engine != "plain"]
+    for other in trained[1:]:
+        mine, theirs = (trainee.model.module.state_dict() for trainee in (trained[0], other))
+        different = [key for key in mine if not equal_bits(mine[key], theirs[key])]
+        if not ranks.everywhere(not different and trained[0].loss == other.loss):
+            raise AssertionError(
+                f"{name}: {trained[0].engine} and {other.engine} trained different models; here loss "
+                f"{trained[0].loss!r} against {other.loss!r}, and {len(different)} of {len(mine)} tensors differ: "
+                f"{different[:5]}"
+            )
 
 
 def equal_bits(one: Tensor, other: Tensor) -> bool:
@@ -218,13 +256,17 @@ def report(results: list[dict], options: argparse.Namespace) -> None:
     rows = [
         ("model", "M par.", "floor", "engine", "no sync", "/ plain", "sync", "overhead (95 %)", "/ floor", "of DDP's")
     ]
+    rows[0] = (*rows[0], "faults", "without", "direct", "staged", "copied")
     for result in results:
         engines, floor = result["engines"], result["floor_ms"]["p50"]
         for engine, entry in engines.items():
             row = (result["model"], f"{result['parameters'] / 1e6:.1f}", f"{floor:.2f}", engine)
             row += (f"{entry['no_sync_ms']['p50']:.1f}",)
+            faults = (f"{entry.get('sync_faults', 0):.0f}", f"{entry['no_sync_faults']:.0f}")
+            ways = ("direct_bytes", "staged_bytes", "copied_bytes")
+            faults += tuple(f"{entry['moved'].get(way, 0) / 1e6:.2f}" for way in ways)
             if engine == "plain":
-                rows.append((*row, "", "", "", "", ""))
+                rows.append((*row, "", "", "", "", "", *faults))
                 continue
             ratio, cost = entry.get("no_sync_over_plain"), entry["overhead_ms"]
             ddp = engines.get("ddp", {}).get("overhead_ms")
@@ -233,7 +275,7 @@ def report(results: list[dict], options: argparse.Namespace) -> None:
                 f"{cost['median']:.2f} ({cost['lower']:.2f} to {cost['upper']:.2f})",
                 f"{cost['median'] / floor:.1f}",
             )
-            rows.append((*row, f"{cost['median'] / ddp['median']:.2f}" if ddp else ""))
+            rows.append((*row, f"{cost['median'] / ddp['median']:.2f}" if ddp else "", *faults))
     print(f"\nmilliseconds of a step (forward and backward), medians of {options.pairs}; {options.ranks} ranks")
     print(output.table(rows))
     output.save(options.out, "train_step", vars(options), results)

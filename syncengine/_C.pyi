@@ -108,7 +108,7 @@ class Communicator:
 class LocalBootstrap:
     """How the ranks of one host find each other's memory: exchange addresses, then connect.
 
-    `options`: `numerics` and `algorithm` (str), `timeout` and `log_after` (seconds), `arena_bytes` (0: the machine's
+    `options`: `numerics` and `algorithm` (str), `timeout` and `log_after` (seconds), `gradient_memory` (str), `arena_bytes` (0: the machine's
     memory). All are needed.
     """
 
@@ -138,6 +138,7 @@ class Reducer:
         parameter_names: Sequence[str],
         communicator: Communicator,
         find_unused_parameters: bool,
+        gradients_in_arena: bool,
     ) -> None: ...
     def begin_forward(self, synchronize: bool) -> bool:
         """A forward with gradients enabled begins; `synchronize`: its backward will average.

@@ -41,6 +41,7 @@ def init(
     timeout: float | timedelta | None = None,
     arena_bytes: int | None = None,
     log_after: float | None = None,
+    gradient_memory: str | None = None,
 ) -> Communicator:
     """Connects all ranks of this launch and returns the default communicator.
 
@@ -64,6 +65,7 @@ def init(
         "timeout": timeout,
         "arena_bytes": arena_bytes,
         "log_after": log_after,
+        "gradient_memory": gradient_memory,
     }
     with _lock:
         _refuse_forked_child()

@@ -11,6 +11,7 @@ from syncengine.errors import InvalidUsage
 
 ALGORITHMS = ("auto", "direct", "staged", "one_shot")
 NUMERICS = ("rank_order", "ring")
+GRADIENT_MEMORY = ("arena", "torch")
 
 DEFAULT_TIMEOUT = 1800.0  # seconds: rank 0 may be evaluating or saving meanwhile
 _MAX_SECONDS = 1e9  # 30 years; the engine counts nanoseconds in 64 bits
@@ -24,6 +25,7 @@ class Config:
     numerics: str = "rank_order"  # order of summation: rank_order, ring
     timeout: float | None = None  # seconds a collective may wait; None: the process group's, else DEFAULT_TIMEOUT
     arena_bytes: int = 0  # most memory that `empty` and staging may take on this rank; 0: as much as the machine has
+    gradient_memory: str = "arena"  # where large gradients lie: arena (reduced in place), torch (staged)
     log_after: float = 5.0  # seconds of waiting after which one line says for whom
 
     @classmethod
@@ -51,6 +53,7 @@ class Config:
             "numerics": self.numerics,
             "timeout": timeout if self.timeout is None else self.timeout,
             "arena_bytes": self.arena_bytes,
+            "gradient_memory": self.gradient_memory,
             "log_after": self.log_after,
         }
 
@@ -95,5 +98,6 @@ _PARSE: dict[str, Callable[[Any, str], Any]] = {
     "numerics": _choice(NUMERICS),
     "timeout": _seconds,
     "arena_bytes": _bytes,
+    "gradient_memory": _choice(GRADIENT_MEMORY),
     "log_after": _seconds,
 }

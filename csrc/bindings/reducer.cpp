@@ -13,12 +13,13 @@ namespace {
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::string model_name,
                                       std::vector<std::string> parameter_names,
-                                      std::shared_ptr<Communicator> communicator, bool find_unused_parameters) {
+                                      std::shared_ptr<Communicator> communicator, bool find_unused_parameters,
+                                      bool gradients_in_arena) {
   if (parameters.size() != parameter_names.size()) {
     throw Error(ErrorKind::InvalidUsage, "Reducer needs one name for each parameter");
   }
   return std::make_shared<Reducer>(std::move(parameters), ModelNames{std::move(model_name), std::move(parameter_names)},
-                                   std::move(communicator), find_unused_parameters);
+                                   std::move(communicator), find_unused_parameters, gradients_in_arena);
 }
 
 py::dict statistics_dict(const Reducer& reducer) {
@@ -43,7 +44,7 @@ void bind_reducer(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer")
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("model_name"), py::arg("parameter_names"),
-           py::arg("communicator"), py::arg("find_unused_parameters"), NoGil())
+           py::arg("communicator"), py::arg("find_unused_parameters"), py::arg("gradients_in_arena"), NoGil())
       .def("begin_forward", &Reducer::begin_forward, py::arg("synchronize"), NoGil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), NoGil())
       .def("install_plan", &Reducer::install_plan, py::arg("buckets"), py::arg("provisional"), NoGil())

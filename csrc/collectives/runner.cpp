@@ -25,7 +25,7 @@ bool in_pieces(size_t bytes, const std::function<bool()>& stop, Visit&& visit) {
 void Runner::stage(const Operation& operation, const ChunkPlan& plan) {
   size_t element = element_size(operation.dtype);
   for (const Copy& copy : plan.stage) {
-    std::byte* slot = bases_[rank_] + copy.slot;
+    std::byte* slot = bases_[rank_].at(copy.slot);
     operation.input.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
       kernels::copy_scaled(operation.dtype, slot + offset, memory, bytes / element, operation.prescale);
     });
@@ -66,12 +66,12 @@ void Runner::reduce_piece(const Operation& operation, const Reduce& step, size_t
   for (int i = 0; i < world_; ++i) {
     int rank = order.empty() ? i : order[i];
     bool from_user = rank == rank_ && !step.own_from_slot;
-    sources_[i] = from_user ? own : bases_[rank] + step.slot + offset;
+    sources_[i] = from_user ? own : bases_[rank].at(step.slot + offset);
   }
   int count = 0;
   destinations_[count++] = out;
   for (int rank = 0; rank < world_ && step.into_peers; ++rank) {
-    if (rank != rank_) destinations_[count++] = bases_[rank] + step.slot + offset;
+    if (rank != rank_) destinations_[count++] = bases_[rank].at(step.slot + offset);
   }
   kernels::Reduction reduction{
       operation.dtype, operation.op,
@@ -83,10 +83,9 @@ void Runner::reduce_piece(const Operation& operation, const Reduce& step, size_t
 
 bool Runner::pull(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop) {
   for (const Pull& step : plan.pull) {
-    const std::byte* slot = bases_[step.peer] + step.slot;
     bool done = in_pieces(step.bytes, stop, [&](size_t piece, size_t piece_bytes) {
       operation.output.for_each(step.user + piece, piece_bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
-        const std::byte* source = slot + piece + offset;
+        const std::byte* source = bases_[step.peer].at(step.slot + piece + offset);
         if (memory != source) std::memcpy(memory, source, bytes);  // the same: an all-gather in place
       });
     });

@@ -16,8 +16,14 @@ class Runner {
  public:
   Runner(int rank, int world) : rank_(rank), world_(world), bases_(world), sources_(world), destinations_(world) {}
 
-  // Where a plan's `slot` offsets count from, for each rank: its staging slot or its tensor.
-  std::vector<std::byte*>& bases() { return bases_; }
+  // What a plan's `slot` offsets count in, for each rank: its staging slot, or its spans. All ranks' spans are of the same
+  // lengths, so what is contiguous in one is contiguous in all.
+  struct Base {
+    std::byte* slot = nullptr;
+    const SpanList* spans = nullptr;
+    std::byte* at(size_t offset) const { return spans ? spans->at(offset) : slot + offset; }
+  };
+  std::vector<Base>& bases() { return bases_; }
 
   void stage(const Operation& operation, const ChunkPlan& plan);
   // `stop` is asked between pieces of at most 256 KiB; true leaves the rest undone and returns false.
@@ -29,7 +35,7 @@ class Runner {
                     size_t bytes, const std::vector<int>& order);
 
   int rank_, world_;
-  std::vector<std::byte*> bases_;
+  std::vector<Base> bases_;
   std::vector<const void*> sources_;
   std::vector<void*> destinations_;
   std::vector<int> order_;

@@ -28,6 +28,13 @@ class SpanList {
   size_t bytes() const { return bytes_; }
   const std::vector<Span>& spans() const { return spans_; }
 
+  // The byte at `offset`, which is less than bytes().
+  std::byte* at(size_t offset) const {
+    if (spans_.size() == 1) return spans_[0].data + offset;
+    size_t i = std::upper_bound(starts_.begin(), starts_.end(), offset) - starts_.begin() - 1;
+    return spans_[i].data + (offset - starts_[i]);
+  }
+
   // Calls visit(std::byte* memory, size_t offset, size_t bytes) for each contiguous piece of [offset, offset + bytes),
   // in order; `offset` in the call is relative to the start of the range.
   template <class Visit>

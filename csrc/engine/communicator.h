@@ -22,6 +22,10 @@
 
 namespace syncengine {
 
+namespace shm {
+class Pool;
+}
+
 // What calls on a closed communicator say.
 inline constexpr const char* kClosed = "the communicator is closed: call syncengine.init() again";
 
@@ -64,6 +68,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Memory that all local peers can read and write in place. Freed by the deleter of the returned pointer, any time.
   virtual std::shared_ptr<void> allocate(size_t bytes) = 0;
+  // The same for gradients; never destroyed. Null: they may lie wherever torch puts them.
+  virtual shm::Pool* gradient_pool() { return nullptr; }
 
   // What this rank did so far: operations, bytes by path, sleeps. For tests and tuning.
   virtual std::map<std::string, uint64_t> counters() const = 0;

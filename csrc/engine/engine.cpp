@@ -78,6 +78,7 @@ Engine::Engine(std::shared_ptr<shm::Arena> arena, int local_rank, int local_size
 }
 
 Engine::~Engine() {
+  if (gradient_pool_ != nullptr) gradient_pool_->close();
   if (arena_->forked()) {
     thread_.detach();  // it runs in the parent only
     return;
@@ -101,6 +102,13 @@ void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers) {
   bell_ = std::make_unique<Bell>(std::move(doorbells), local_rank_);
   cores_to_spare_ = available_cores() >= local_size_;
   lazy_ = available_cores() < 2 * local_size_;
+}
+
+shm::Pool* Engine::gradient_pool() {
+  if (options_.gradient_memory != GradientMemory::Arena) return nullptr;
+  Locked lock(*this);
+  if (gradient_pool_ == nullptr) gradient_pool_ = &arena_->create_pool();
+  return gradient_pool_;
 }
 
 void Engine::add(Movable* movable) {
@@ -246,9 +254,9 @@ void Engine::thread_main() {
   shm::release_all(arena_->header(), local_size_);
 }
 
-void Engine::sever_tensors(const std::vector<size_t>& offsets, const Error& cause) {
-  if (offsets.empty()) return;
-  for (size_t offset : offsets) arena_->sever_tensor(offset);
+void Engine::sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause) {
+  if (ranges.empty()) return;
+  for (auto [offset, bytes] : ranges) arena_->sever_tensor(offset, bytes);
   for (Movable* movable : movables_) movable->lose_direct_memory(cause);
 }
 

@@ -20,6 +20,7 @@
 
 #include "base/error.h"
 #include "engine/bell.h"
+#include "engine/group.h"
 #include "engine/options.h"
 #include "engine/standstill.h"
 #include "engine/work.h"
@@ -62,6 +63,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   shm::PeerArena* peer(int local_rank) const { return peers_[local_rank].get(); }
   int local_rank() const { return local_rank_; }
   Bell& bell() { return *bell_; }
+  shm::Pool* gradient_pool();  // null if gradients are not to lie in the arena
 
   void add(Movable* movable);
   void remove(Movable* movable);
@@ -83,7 +85,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<std::shared_ptr<void>>& trash() { return trash_; }
   void log(const std::string& line) { log_ += "[syncengine] " + line + "\n"; }
   bool is_dead(int local_rank);
-  void sever_tensors(const std::vector<size_t>& offsets, const Error& cause);
+  void sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause);
   // "rank 1 waits in its collective call number 2 for rank 0", for those of `local_ranks` that do; empty if none.
   std::string who_waits_for_me(uint64_t local_ranks, const Movable& beside) const;
   const std::vector<Movable*>& movables() const { return movables_; }
@@ -128,8 +130,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   CountCallers count_callers_;
   std::vector<std::unique_ptr<shm::PeerArena>> peers_;
   std::unique_ptr<Bell> bell_;
-  bool lazy_ = false;            // no cores for the engines' threads beside the ranks' own
-  bool cores_to_spare_ = false;  // enough for every rank's waiting thread to spin
+  shm::Pool* gradient_pool_ = nullptr;  // made when it is asked for; under mutex_
+  bool lazy_ = false;                                    // no cores for the engines' threads beside the ranks' own
+  bool cores_to_spare_ = false;                          // enough for every rank's waiting thread to spin
 
   std::mutex mutex_;  // the progress lock
   std::vector<Movable*> movables_;

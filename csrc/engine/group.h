@@ -11,6 +11,11 @@
 
 namespace syncengine {
 
+// A piece of the own arena.
+struct ArenaRange {
+  size_t offset, bytes;
+};
+
 struct Group {
   int rank;
   int size;

@@ -22,13 +22,6 @@ Path wanted_path(Algorithm algorithm, const Operation& operation, bool in_arena)
   return Path::Staged;
 }
 
-// Where the memory that peers would read lies in the own arena, or -1. The direct path needs plain unscaled contributions.
-int64_t arena_offset(const Group& group, const Operation& operation) {
-  const auto& spans = operation.input.spans();
-  if (spans.size() != 1 || operation.prescale != 1.0) return -1;
-  return group.arena->offset_of(spans[0].data, spans[0].bytes);
-}
-
 }  // namespace
 
 Lane::Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash)
@@ -65,23 +58,47 @@ uint64_t Lane::record_users(bool all) const {
   return opened_ < shm::kRecords ? 0 : behind(&shm::LaneProgress::compared, opened_ - shm::kRecords + 1, all);
 }
 
+// Tells the peers where in the own arena the operation's spans lie; false if not all of them do. The direct path needs plain
+// unscaled contributions.
+bool Lane::publish_spans(const Operation& operation, uint64_t number) {
+  const auto& spans = operation.input.spans();
+  if (spans.empty() || spans.size() > shm::kMaxSpans || operation.prescale != 1.0) return false;
+  if (spans.size() > 1 && operation.collective != Collective::AllReduce) return false;
+  int64_t* offsets = group_.own().lanes[id_].span_offsets[number % shm::kRecords];
+  for (const Span& span : spans) {
+    *offsets = group_.arena->offset_of(span.data, span.bytes);
+    if (*offsets++ < 0) return false;
+  }
+  return true;
+}
+
+// Where `member` has the operation's spans, as it says: bounds are checked, the lengths are the own ones.
+SpanList Lane::spans_of(int member, uint64_t operation, const Operation& asked) const {
+  if (member == group_.rank) return asked.input;
+  const int64_t* offsets = group_.block(member).lanes[id_].span_offsets[operation % shm::kRecords];
+  SpanList spans;
+  for (const Span& own : asked.input.spans()) spans.add(group_.memory(member, *offsets++, own.bytes), own.bytes);
+  return spans;
+}
+
 bool Lane::open() {
   if (queue_.empty() || active_.size() == shm::kRecords || record_users(false)) return false;
-  Active active{.item = std::move(queue_.front()), .arena_offset = -1, .tensors = {}};
+  Active active{.item = std::move(queue_.front()), .in_arena = false, .spans = {}};
   queue_.pop_front();
   const Operation& operation = active.item.operation;
-  active.arena_offset = arena_offset(group_, operation);
-  group_.own().lanes[id_].records[opened_ % shm::kRecords] = {.key = active.item.key,
-                                                              .bytes = block_bytes(operation),
-                                                              .layout_hash = operation.layout_hash,
-                                                              .arena_offset = active.arena_offset,
-                                                              .prescale = operation.prescale,
-                                                              .postscale = operation.postscale,
-                                                              .root = operation.root,
-                                                              .collective = static_cast<uint8_t>(operation.collective),
-                                                              .dtype = static_cast<uint8_t>(operation.dtype),
-                                                              .op = static_cast<uint8_t>(operation.op),
-                                                              .numerics = static_cast<uint8_t>(operation.numerics)};
+  active.in_arena = publish_spans(operation, opened_);
+  group_.own().lanes[id_].records[opened_ % shm::kRecords] = {
+      .key = active.item.key,
+      .bytes = block_bytes(operation),
+      .layout_hash = operation.layout_hash,
+      .spans = active.in_arena ? static_cast<int64_t>(operation.input.spans().size()) : -1,
+      .prescale = operation.prescale,
+      .postscale = operation.postscale,
+      .root = operation.root,
+      .collective = static_cast<uint8_t>(operation.collective),
+      .dtype = static_cast<uint8_t>(operation.dtype),
+      .op = static_cast<uint8_t>(operation.op),
+      .numerics = static_cast<uint8_t>(operation.numerics)};
   active.item.work->start();
   active_.push_back(std::move(active));
   own().opened.store(++opened_, std::memory_order_release);  // release: the record is complete
@@ -93,16 +110,18 @@ bool Lane::open() {
 bool Lane::choose_path(uint64_t operation, Active& active) {
   if (active.path_known) return true;
   const Operation& asked = active.item.operation;
-  active.path = wanted_path(algorithm_, asked, active.arena_offset >= 0);
+  active.path = wanted_path(algorithm_, asked, active.in_arena);
   if (active.path == Path::Direct) {
     if (is_behind(&shm::LaneProgress::opened, operation + 1)) return false;
     verify(operation, active);
     for (int member = 0; member < group_.size && active.path == Path::Direct; ++member) {
-      int64_t offset = group_.block(member).lanes[id_].records[operation % shm::kRecords].arena_offset;
-      if (offset < 0)
+      int64_t spans = group_.block(member).lanes[id_].records[operation % shm::kRecords].spans;
+      if (spans < 0)
         active.path = Path::Staged;
+      else if (static_cast<size_t>(spans) != asked.input.spans().size())
+        throw Error(ErrorKind::Mismatch, group_.name(member) + " has " + describe(asked) + " in other pieces");
       else
-        active.tensors.push_back(group_.memory(member, offset, asked.input.bytes()));
+        active.spans.push_back(spans_of(member, operation, asked));
     }
   }
   size_t block = block_bytes(asked);
@@ -139,8 +158,8 @@ size_t Lane::prepare(const Active& active, const Cursor& cursor) {
   plan_chunk(chunk, plan_);
   for (int member = 0; member < group_.size; ++member) {
     runner_.bases()[member] = active.path == Path::Direct
-                                  ? active.tensors[member]
-                                  : group_.block(member).staging[id_][cursor.total % shm::kSlots];
+                                  ? Runner::Base{.spans = &active.spans[member]}
+                                  : Runner::Base{.slot = group_.block(member).staging[id_][cursor.total % shm::kSlots]};
   }
   return chunk.length;
 }
@@ -295,10 +314,12 @@ uint64_t Lane::culprits() const {
 }
 
 // An offset that was published is known to the peers, even if this rank has not chosen its path yet.
-void Lane::add_direct_memory(std::vector<size_t>& offsets) const {
+void Lane::add_direct_memory(std::vector<ArenaRange>& ranges) const {
   for (const Active& active : active_) {
-    bool direct = active.path_known ? active.path == Path::Direct : active.arena_offset >= 0;
-    if (direct) offsets.push_back(static_cast<size_t>(active.arena_offset));
+    bool direct = active.path_known ? active.path == Path::Direct : active.in_arena;
+    if (!direct) continue;
+    for (const Span& span : active.item.operation.input.spans())
+      ranges.push_back({static_cast<size_t>(span.data - group_.arena->at(0)), span.bytes});
   }
 }
 

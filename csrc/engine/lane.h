@@ -49,8 +49,8 @@ class Lane {
   const Item* oldest() const {
     return active_.empty() ? (queue_.empty() ? nullptr : &queue_.front()) : &active_.front().item;
   }
-  // Adds the arena offsets of this rank's tensors that peers may still read or write.
-  void add_direct_memory(std::vector<size_t>& offsets) const;
+  // Adds this rank's memory that peers may still read or write.
+  void add_direct_memory(std::vector<ArenaRange>& ranges) const;
   void fail_all(const std::exception_ptr& error);
 
   struct Counters {
@@ -61,7 +61,7 @@ class Lane {
  private:
   struct Active {
     Item item;
-    int64_t arena_offset;
+    bool in_arena;          // all its spans, as published
     uint64_t verified = 0;  // peers whose record agreed
     bool path_known = false;
     Path path = Path::Staged;
@@ -69,7 +69,7 @@ class Lane {
     size_t chunk_bytes = 0;
     uint64_t end = 0;  // chunks of the lane up to and with this operation
     bool reduces = false, pulls = false, peers_read_user = false;
-    std::vector<std::byte*> tensors;  // direct path: each rank's
+    std::vector<SpanList> spans;  // direct path: each rank's
   };
   struct Cursor {
     uint64_t operation = 0;  // of the lane
@@ -82,6 +82,8 @@ class Lane {
   const Active& at(uint64_t operation) const { return active_[operation - retired_]; }
   bool open();
   uint64_t record_users(bool all) const;
+  bool publish_spans(const Operation& operation, uint64_t number);
+  SpanList spans_of(int member, uint64_t operation, const Operation& asked) const;
   bool choose_path(uint64_t operation, Active& active);
   bool stage_one();
   bool reduce_one();

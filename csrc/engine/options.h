@@ -16,11 +16,18 @@ enum class Algorithm : uint8_t {
   OneShot,  // always everybody reduces everything
 };
 
+// Where autograd's gradients lie while a synchronized backward runs.
+enum class GradientMemory : uint8_t {
+  Arena,  // in a pool in the arena: the owner of a slice reads and writes all ranks' gradients in place
+  Torch,  // wherever torch puts them: they are staged
+};
+
 struct Options {
   Numerics numerics = Numerics::RankOrder;
   Algorithm algorithm = Algorithm::Auto;
   Duration timeout = seconds(1800);
   Duration log_after = seconds(5);  // one line on stderr about who is missing
+  GradientMemory gradient_memory = GradientMemory::Arena;
   size_t arena_bytes = 0;           // address space of this rank's arena; 0: the machine's memory
 };
 

@@ -219,15 +219,15 @@ bool ShmCommunicator::any_peer_failed() const {
   return false;
 }
 
-std::vector<size_t> ShmCommunicator::direct_memory() const {
-  std::vector<size_t> offsets;
+std::vector<ArenaRange> ShmCommunicator::direct_memory() const {
+  std::vector<ArenaRange> offsets;
   user_lane_.add_direct_memory(offsets);
   scheduled_lane_.add_direct_memory(offsets);
   return offsets;
 }
 
 void ShmCommunicator::lose_direct_memory(const Error& cause) {
-  for (size_t offset : direct_memory()) {
+  for (auto [offset, bytes] : direct_memory()) {
     if (group_.arena->is_severed(offset)) return fail(cause.kind(), cause.what());
   }
 }

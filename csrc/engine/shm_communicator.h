@@ -35,6 +35,7 @@ class ShmCommunicator final : public Communicator, private Movable {
   void throw_if_failed() const override;
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>& interrupted) override;
   std::shared_ptr<void> allocate(size_t bytes) override;
+  shm::Pool* gradient_pool() override { return engine_->gradient_pool(); }
   std::map<std::string, uint64_t> counters() const override;
   void close() override;
 
@@ -55,7 +56,7 @@ class ShmCommunicator final : public Communicator, private Movable {
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
   void heed_peers();
   void heed_deadline();
-  std::vector<size_t> direct_memory() const;
+  std::vector<ArenaRange> direct_memory() const;
   // The operation that waits longest, and the members that hold it up.
   struct Pending {
     const Lane::Item* item = nullptr;

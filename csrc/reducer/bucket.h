@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "reducer/small_gradients.h"
 #include "engine/work.h"
 
 namespace at {
@@ -47,6 +48,7 @@ struct Bucket {
   size_t missing = 0;  // gradients that this backward has not brought yet
   std::shared_ptr<Work> work;
   std::shared_ptr<std::vector<at::Tensor>> memory;  // kept alive for the engine
+  SmallGradients small;
 };
 
 }  // namespace syncengine

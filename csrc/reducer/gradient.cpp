@@ -3,10 +3,10 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <c10/core/CPUAllocator.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include "base/error.h"
+#include "reducer/cpu_allocator.h"
 
 namespace syncengine {
 
@@ -53,8 +53,7 @@ bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming) {
     if (has_one_holder(base) && shares_storage(grad, base)) ++known_holders;
   }
   const auto& storage = grad.storage();
-  return storage.use_count() == known_holders &&
-         storage.data_ptr().get_deleter() == c10::GetCPUAllocator()->raw_deleter();
+  return storage.use_count() == known_holders && gradient_memory::is_tensor_memory(storage.data_ptr());
 }
 
 void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, const std::string& name) {

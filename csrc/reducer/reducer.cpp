@@ -31,10 +31,11 @@ bool whole_graph_runs() {
 }  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shared_ptr<Communicator> communicator,
-                 bool find_unused_parameters)
+                 bool find_unused_parameters, bool gradients_in_arena)
     : communicator_(std::move(communicator)),
       names_(std::make_shared<const ModelNames>(std::move(names))),
       find_unused_parameters_(find_unused_parameters),
+      pool_(gradients_in_arena ? communicator_->gradient_pool() : nullptr),
       first_slot_(communicator_->reserve_slots(parameters.size() + 1)),
       gradients_(make_gradients(std::move(parameters))),
       hooks_(gradients_.size()),
@@ -42,9 +43,15 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shar
       bucket_of_(gradients_.size()),
       reachable_(gradients_.size()),
       used_here_(gradients_.size()),
-      used_anywhere_(std::make_shared<std::vector<uint8_t>>(gradients_.size())) {}
+      used_anywhere_(std::make_shared<std::vector<uint8_t>>(gradients_.size())) {
+  if (pool_) gradient_memory::install();
+}
 
-Reducer::~Reducer() { remove_hooks(); }
+Reducer::~Reducer() {
+  remove_hooks();
+  end_grant();
+  if (pool_) pool_->trim();
+}
 
 // --- Forward
 
@@ -122,12 +129,15 @@ void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool
   buckets_ = make_buckets(buckets, gradients_, names_);
   provisional_ = provisional;
   planned_.assign(planned_.size(), false);
+  gradient_memory::Sizes sizes;
   for (size_t b = 0; b < buckets_.size(); ++b) {
     for (size_t i : buckets_[b].layout->parameters) {
       planned_[i] = true;
       bucket_of_[i] = b;
+      sizes.insert(gradients_[i].parameter().nbytes());
     }
   }
+  pooled_sizes_ = std::make_shared<const gradient_memory::Sizes>(std::move(sizes));
   ready_order_.reserve(gradients_.size());
 }
 
@@ -162,6 +172,10 @@ void Reducer::on_output() {
   if (!whole_graph_runs()) return;
   if (phase_ == Phase::Consumed) throw_consumed();
   if (phase_ != Phase::Armed) return;
+  if (pool_) {
+    if (!grant_) grant_ = std::make_shared<gradient_memory::Grant>(*pool_, pooled_sizes_);
+    gradient_memory::use(grant_);
+  }
   // From here on the peers expect us: an error anywhere in this backward must reach them.
   watch_this_backward();
   // If no parameter at all is used here, no other hook will run.
@@ -242,16 +256,19 @@ void Reducer::announce(Bucket& bucket) {
   scale = 1.0 / communicator_->size();
   bucket.memory = std::make_shared<std::vector<at::Tensor>>();
   bucket.memory->reserve(layout.parameters.size());
-  for (size_t i : layout.parameters) {
-    const Gradient& gradient = gradients_[i];
-    operation.output.add(gradient.data(), gradient.memory().nbytes());
-    bucket.memory->push_back(gradient.memory());
+  for (size_t i : layout.parameters) bucket.memory->push_back(gradients_[i].memory());
+  if (pool_ && operation.prescale == 1.0) bucket.small = SmallGradients::gather(*pool_, *bucket.memory, statistics_);
+  for (size_t i = 0; i < bucket.memory->size(); ++i) {
+    operation.output.add(bucket.small.place(*bucket.memory, i), (*bucket.memory)[i].nbytes());
   }
   statistics_.reduced_bytes += operation.output.bytes();
   operation.input = operation.output;
   operation.layout_hash = layout.hash;
   operation.describe = [layout = bucket.layout] { return layout->describe(); };
   operation.keepalive = bucket.memory;
+  if (bucket.small.memory())
+    operation.keepalive = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
+        bucket.memory, bucket.small.memory());
   bucket.work = communicator_->announce(first_slot_ + layout.index, std::move(operation));
   bucket.state = Bucket::State::InFlight;
 }
@@ -282,10 +299,15 @@ void Reducer::watch_this_backward() {
   ++tasks_watched_;
 }
 
+void Reducer::end_grant() {
+  if (grant_) grant_->revoke();
+  grant_.reset();
+}
+
 void Reducer::on_backward_end() {
   {
     std::lock_guard lock(mutex_);
-    --tasks_watched_;
+    if (--tasks_watched_ == 0) end_grant();
     brought_nothing_ = phase_ == Phase::Armed;
     if (phase_ != Phase::Syncing || buckets_missing_ > 0) return;
     phase_ = Phase::Finalizing;
@@ -314,6 +336,7 @@ void Reducer::wait_for_buckets() {
 }
 
 void Reducer::deliver(Bucket& bucket) {
+  bucket.small.scatter(*bucket.memory);
   for (size_t i : bucket.layout->parameters) {
     gradients_[i].deliver(!find_unused_parameters_ || (*used_anywhere_)[i] != 0);
   }
@@ -321,12 +344,13 @@ void Reducer::deliver(Bucket& bucket) {
   bucket.work.reset();
   bucket.memory->clear();  // the engine may hold the operation a little longer
   bucket.memory.reset();
+  bucket.small = {};
 }
 
 void Reducer::on_backward_abandoned() noexcept {
   try {
     std::lock_guard lock(mutex_);
-    --tasks_watched_;
+    if (--tasks_watched_ == 0) end_grant();
     if (phase_ != Phase::Armed && phase_ != Phase::Syncing) return;
     tell_peers("backward aborted");
     settle_after_failure();
@@ -344,6 +368,7 @@ void Reducer::settle_after_failure() {
     for (size_t i : bucket.layout->parameters) gradients_[i].discard();
     bucket.work.reset();
     bucket.memory.reset();  // not cleared: the engine keeps what it might still touch
+    bucket.small = {};
   }
   phase_ = Phase::Consumed;
 }

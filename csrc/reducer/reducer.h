@@ -24,6 +24,7 @@
 
 #include "engine/communicator.h"
 #include "reducer/bucket.h"
+#include "reducer/cpu_allocator.h"
 #include "reducer/gradient.h"
 #include "reducer/hooks.h"
 #include "reducer/statistics.h"
@@ -35,7 +36,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   // All the parameters that might ever be synchronized, whether they require a gradient now or not; the same on all ranks.
   Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shared_ptr<Communicator> communicator,
-          bool find_unused_parameters);
+          bool find_unused_parameters, bool gradients_in_arena);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -79,6 +80,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void announce(Bucket& bucket);
   void announce_usage();
   void watch_this_backward();
+  void end_grant();
   void wait_for_buckets();
   void deliver(Bucket& bucket);
   void settle_after_failure();
@@ -92,6 +94,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const std::shared_ptr<Communicator> communicator_;
   const std::shared_ptr<const ModelNames> names_;
   const bool find_unused_parameters_;
+  shm::Pool* const pool_;  // where large gradients are to lie, or null
   const uint64_t first_slot_;  // one for each bucket there may be, and the last for usage
 
   mutable std::mutex mutex_;
@@ -108,6 +111,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   size_t tasks_watched_ = 0;      // graph tasks that hold one and have not ended
   bool outputs_hooked_ = false;   // on_output will tell of a backward through the last forward
   bool brought_nothing_ = false;  // the last backward through our outputs ended without any gradient
+  std::shared_ptr<const gradient_memory::Sizes> pooled_sizes_;  // of the planned parameters
+  std::shared_ptr<gradient_memory::Grant> grant_;  // of this backward, to allocate from pool_
   Statistics statistics_;
 
   // find_unused_parameters only

@@ -12,15 +12,17 @@ enum class CopyReason : uint8_t {
   SharedStorage,  // something else holds the memory, and might still read it in this backward
   Layout,         // strides are not the parameter's: ranks would disagree on the order of elements
   Graph,          // part of a graph (create_graph=True)
+  Small,          // less than a page, in a bucket that is otherwise reduced in place
   Unused,         // no gradient here: zeros, or what an earlier backward left, stand in
 };
-inline constexpr size_t kCopyReasons = 4;
+inline constexpr size_t kCopyReasons = 5;
 
 constexpr const char* name(CopyReason reason) {
   switch (reason) {
     case CopyReason::SharedStorage: return "shared storage";
     case CopyReason::Layout: return "layout";
     case CopyReason::Graph: return "graph";
+    case CopyReason::Small: return "small";
     case CopyReason::Unused: return "unused";
   }
   return "unknown";

@@ -121,6 +121,8 @@ class Parallel(DistributedDataParallel):
         self.forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
         return self.forward_sync_buffers
 
+    _gradients_in_arena = True  # as far as init() was told so; for benchmarks that compare
+
     # --- Construction
 
     def _build_reducer(self) -> None:
@@ -143,6 +145,7 @@ class Parallel(DistributedDataParallel):
                 self._parameter_names,
                 self.communicator,
                 self.find_unused_parameters,
+                self._gradients_in_arena,
             )
 
     def _replicate(self, with_buffers: bool) -> None:

@@ -150,11 +150,45 @@ const std::pair<const size_t, Arena::TensorMemory>* Arena::find_tensor(size_t of
   return offset < tensor.first + tensor.second.bytes ? &tensor : nullptr;
 }
 
-void Arena::sever_tensor(size_t offset) {
+Pool& Arena::create_pool() {
+  size_t reserved = whole_pages(bytes() / 2);
+  auto offset = heap_.allocate(reserved, kHugePage);
+  if (!offset) return Pool::create({});
+  {
+    std::lock_guard lock(mutex_);
+    tensors_.emplace(*offset, TensorMemory{.bytes = 0, .pool = true});
+  }
+  auto commit = [this, offset = *offset](size_t bytes) {
+    std::lock_guard lock(mutex_);
+    size_t& committed = tensors_[offset].bytes;
+    if (bytes - committed > available_memory()) return false;
+    committed = bytes;
+    return true;
+  };
+  auto lost = [this](const void* block) {
+    return any_severed_ && is_severed(static_cast<const std::byte*>(block) - mapping_.data());
+  };
+  return Pool::create({.data = at(*offset),
+                       .bytes = reserved,
+                       .keepalive = shared_from_this(),
+                       .commit = commit,
+                       .lost = lost,
+                       .discard = [](void* data, size_t bytes) { madvise(data, bytes, MADV_REMOVE); }});
+}
+
+void Arena::sever_tensor(size_t offset, size_t bytes) {
   std::lock_guard lock(mutex_);
   const auto* tensor = find_tensor(offset);
   if (!tensor || tensor->second.severed) return;
   auto [begin, memory] = *tensor;
+  if (memory.pool) {
+    size_t first = offset / kPage * kPage, length = whole_pages(offset + bytes - first);
+    if (!make_private(at(first), length)) make_inaccessible(at(first), length);
+    size_t& severed = severed_pages_[first];
+    severed = std::max(severed, length);
+    any_severed_ = true;
+    return;
+  }
   // Short of memory: better no content than somebody else's.
   if (!make_private(at(begin), memory.bytes)) make_inaccessible(at(begin), memory.bytes);
   tensors_[begin].severed = any_severed_ = true;
@@ -163,7 +197,12 @@ void Arena::sever_tensor(size_t offset) {
 bool Arena::is_severed(size_t offset) const {
   std::lock_guard lock(mutex_);
   const auto* tensor = find_tensor(offset);
-  return tensor && tensor->second.severed;
+  if (!tensor) return false;
+  if (!tensor->second.pool) return tensor->second.severed;
+  auto after = severed_pages_.upper_bound(offset);
+  if (after == severed_pages_.begin()) return false;
+  auto [begin, length] = *std::prev(after);
+  return offset < begin + length;
 }
 
 }  // namespace syncengine::shm

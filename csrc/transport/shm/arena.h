@@ -16,6 +16,7 @@
 #include "base/mapping.h"
 #include "transport/shm/heap.h"
 #include "transport/shm/layout.h"
+#include "transport/shm/pool.h"
 
 namespace syncengine::shm {
 
@@ -59,8 +60,12 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   // Cuts the tensor that lies at `offset` loose from the peers: a private copy at the same address. A rank that was stopped
   // in the middle of a collective can write into it no more. Nobody may write to it meanwhile.
-  void sever_tensor(size_t offset);
+  // Of a pool, only the pages of [offset, offset + bytes).
+  void sever_tensor(size_t offset, size_t bytes = 1);
   bool is_severed(size_t offset) const;
+
+  // Half of the arena's addresses for gradients. Once.
+  Pool& create_pool();
 
   bool forked() const { return forked_; }
 
@@ -75,6 +80,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   struct TensorMemory {
     size_t bytes;
     bool severed = false;
+    bool pool = false;
   };
   const std::pair<const size_t, TensorMemory>* find_tensor(size_t offset) const;  // under mutex_
 
@@ -86,7 +92,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   };
   void reclaim_groups();
   std::vector<RetiredGroup> retired_;
-  std::atomic<bool> any_severed_ = false;  // spares offset_of() the lock
+  std::map<size_t, size_t> severed_pages_;  // of pools: offset -> bytes
+  std::atomic<bool> any_severed_ = false;   // spares offset_of() the lock
   bool forked_ = false;
 };
 

@@ -22,6 +22,7 @@ inline constexpr size_t kSlotBytes =
 inline constexpr size_t kBoardWaits = 15;  // sleeping threads of a rank that its peers hear of
 inline constexpr size_t kLogEntries = 1024;     // scheduled and not yet opened by every rank
 inline constexpr size_t kReadySlots = 1 << 20;  // announcement slots per communicator; sparse
+inline constexpr size_t kMaxSpans = 512;        // of an operation on the direct path
 inline constexpr int kUserLane = 0;             // matched by order of submission
 inline constexpr int kScheduledLane = 1;        // announced in any order, run in the order of the schedule
 inline constexpr int kLanes = 2;
@@ -49,7 +50,7 @@ struct alignas(64) OpRecord {
   uint64_t key;    // announcement slot, or ~0
   uint64_t bytes;  // of the operation's block
   uint64_t layout_hash;
-  int64_t arena_offset;  // of the input in the owner's arena, or -1: an ordinary tensor
+  int64_t spans;  // of the input, all in the owner's arena at LaneBlock::span_offsets; or -1: ordinary memory
   double prescale, postscale;
   int32_t root;
   uint8_t collective, dtype, op, numerics;
@@ -69,6 +70,7 @@ static_assert(sizeof(Farewell) == 1024);
 struct LaneBlock {
   LaneProgress progress;
   OpRecord records[kRecords];
+  alignas(kPage) int64_t span_offsets[kRecords][kMaxSpans];
 };
 
 // The order in which announced operations run, written by the communicator's rank 0 alone.

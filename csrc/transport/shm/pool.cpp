@@ -1,0 +1,193 @@
+#include "transport/shm/pool.h"
+
+#include <pthread.h>
+
+#include "transport/shm/layout.h"
+
+namespace syncengine::shm {
+
+namespace {
+
+constexpr size_t kStep = 4 << 20;  // committed at a time
+
+unsigned forks = 0;  // between this process and the one that loaded the library, since the first pool
+std::mutex create_mutex;
+std::atomic<Pool*> first{nullptr};
+
+size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+}  // namespace
+
+Pool& Pool::create(Memory memory) {
+  [[maybe_unused]] static int once = pthread_atfork(nullptr, nullptr, [] { ++forks; });
+  std::lock_guard lock(create_mutex);
+  Pool* pool = first.load();
+  while (pool && pool->begin_.load() != nullptr) pool = pool->next_;  // an abandoned one serves again
+  bool fresh = pool == nullptr;
+  if (fresh) pool = new Pool;
+  {
+    std::lock_guard inner(pool->mutex_);
+    pool->memory_ = std::move(memory);
+    pool->open_ = true;
+    pool->forks_ = forks;
+    pool->used_ = pool->committed_ = pool->live_ = 0;
+    pool->sizes_.clear();
+    pool->recent_.clear();
+    pool->free_.clear();
+    pool->by_size_.clear();
+    pool->end_.store(pool->memory_.data + pool->memory_.bytes);
+    pool->begin_.store(pool->memory_.data);
+  }
+  if (fresh) {
+    pool->next_ = first.load();
+    first.store(pool);
+  }
+  return *pool;
+}
+
+Pool* Pool::find(const void* block) {
+  for (Pool* pool = first.load(std::memory_order_acquire); pool; pool = pool->next_) {
+    if (pool->owns(block, 1)) return pool;
+  }
+  return nullptr;
+}
+
+bool Pool::owns(const void* data, size_t bytes) const {
+  const auto* memory = static_cast<const std::byte*>(data);
+  const std::byte* begin = begin_.load(std::memory_order_relaxed);
+  return begin && memory >= begin && memory + bytes <= end_.load(std::memory_order_relaxed);
+}
+
+void* Pool::allocate(size_t bytes) {
+  if (forked()) return nullptr;
+  std::lock_guard lock(mutex_);
+  if (!open_) return nullptr;
+  void* block = take(whole_pages(bytes));
+  if (block) ++live_;
+  return block;
+}
+
+void* Pool::take(size_t bytes) {
+  if (auto recent = recent_.find(bytes); recent != recent_.end() && !recent->second.empty()) {
+    size_t offset = recent->second.back();
+    recent->second.pop_back();
+    return memory_.data + offset;
+  }
+  if (void* block = carve(bytes)) return block;
+  flush();
+  if (void* block = carve(bytes)) return block;
+  // Nothing free is large enough: what is free in pieces gives its pages back. One at the end is part of the new block.
+  discard_free();
+  size_t begin = used_;
+  if (!free_.empty()) {
+    auto last = std::prev(free_.end());
+    if (last->first + last->second == used_) {
+      begin = last->first;
+      by_size_.erase({last->second, last->first});
+      free_.erase(last);
+    }
+  }
+  size_t end = begin + bytes;
+  if (end > committed_) {
+    size_t wanted = (end + kStep - 1) / kStep * kStep;
+    if (wanted > memory_.bytes || !memory_.commit(wanted)) {
+      if (begin < used_) coalesce(begin, used_ - begin);
+      return nullptr;
+    }
+    committed_ = wanted;
+  }
+  used_ = end;
+  sizes_[begin] = bytes;
+  return memory_.data + begin;
+}
+
+// The smallest free piece that is large enough.
+void* Pool::carve(size_t bytes) {
+  auto found = by_size_.lower_bound({bytes, 0});
+  if (found == by_size_.end()) return nullptr;
+  auto [length, offset] = *found;
+  by_size_.erase(found);
+  free_.erase(offset);
+  if (length > bytes) {
+    free_.emplace(offset + bytes, length - bytes);
+    by_size_.emplace(length - bytes, offset + bytes);
+  }
+  sizes_[offset] = bytes;
+  return memory_.data + offset;
+}
+
+void Pool::flush() {
+  for (auto& [bytes, offsets] : recent_) {
+    for (size_t offset : offsets) {
+      sizes_.erase(offset);
+      coalesce(offset, bytes);
+    }
+    offsets.clear();
+  }
+}
+
+void Pool::discard_free() {
+  for (auto [offset, bytes] : free_) memory_.discard(memory_.data + offset, bytes);
+}
+
+void Pool::trim() {
+  if (forked()) return;
+  std::lock_guard lock(mutex_);
+  if (!memory_.data) return;
+  flush();
+  discard_free();
+}
+
+void Pool::coalesce(size_t offset, size_t bytes) {
+  auto next = free_.lower_bound(offset);
+  if (next != free_.end() && next->first == offset + bytes) {
+    bytes += next->second;
+    by_size_.erase({next->second, next->first});
+    next = free_.erase(next);
+  }
+  if (next != free_.begin()) {
+    auto previous = std::prev(next);
+    if (previous->first + previous->second == offset) {
+      by_size_.erase({previous->second, previous->first});
+      offset = previous->first;
+      bytes += previous->second;
+      free_.erase(previous);
+    }
+  }
+  free_.emplace(offset, bytes);
+  by_size_.emplace(bytes, offset);
+}
+
+void Pool::release(void* block) {
+  if (forked()) return;  // a forked child: its parent's lock may be held for ever
+  std::shared_ptr<void> memory;
+  std::lock_guard lock(mutex_);
+  size_t offset = static_cast<std::byte*>(block) - memory_.data;
+  auto size = sizes_.find(offset);
+  if (memory_.lost(block)) {
+    sizes_.erase(size);
+  } else {
+    recent_[size->second].push_back(offset);
+  }
+  --live_;
+  drop_if_over();
+}
+
+void Pool::close() {
+  if (forked()) return;
+  std::lock_guard lock(mutex_);
+  open_ = false;
+  drop_if_over();
+}
+
+void Pool::drop_if_over() {
+  if (open_ || live_ > 0) return;
+  Memory memory = std::move(memory_);
+  memory_ = {};
+  end_.store(nullptr);
+  begin_.store(nullptr);
+}
+
+bool Pool::forked() const { return forks_ != forks; }
+
+}  // namespace syncengine::shm

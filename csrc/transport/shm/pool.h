@@ -1,0 +1,67 @@
+// Blocks of whole pages for gradients, in the arena, where peers reach them. Released ones keep their pages for the next
+// step: until their addresses are needed for blocks of other sizes, or trim().
+//
+// Ownership: pools are never destroyed, so that a block may be released at any time: also after close(), when the last one
+// lets go of the memory, and in forked children, where it does nothing. Thread-safety: any thread; find() takes no lock.
+// Failure: allocate() returns null when the pool is closed, forked or full, or memory is short.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <unordered_map>
+#include <vector>
+
+namespace syncengine::shm {
+
+class Pool {
+ public:
+  // Where a pool has its memory. `commit` is asked before pages beyond the given count of bytes are handed out.
+  struct Memory {
+    std::byte* data = nullptr;
+    size_t bytes = 0;
+    std::shared_ptr<void> keepalive = {};
+    std::function<bool(size_t bytes)> commit = {};
+    std::function<bool(const void* block)> lost = {};  // true: never to be handed out again
+    std::function<void(void* data, size_t bytes)> discard = {};  // gives pages back; their content is lost
+  };
+  static Pool& create(Memory memory);
+
+  static Pool* find(const void* block);
+  bool owns(const void* data, size_t bytes) const;
+
+  void* allocate(size_t bytes);
+  void release(void* block);
+  void close();
+  // Gives back the pages of all that is released.
+  void trim();
+
+ private:
+  Pool() = default;
+  void* take(size_t bytes);
+  void* carve(size_t bytes);
+  void coalesce(size_t offset, size_t bytes);
+  void flush();
+  void discard_free();
+  void drop_if_over();
+  bool forked() const;
+
+  std::atomic<std::byte*> begin_{nullptr}, end_{nullptr};
+  Pool* next_ = nullptr;
+  unsigned forks_ = 0;  // of this process when it was created
+
+  mutable std::mutex mutex_;
+  Memory memory_;
+  bool open_ = false;
+  size_t used_ = 0, committed_ = 0, live_ = 0;
+  std::unordered_map<size_t, size_t> sizes_;                // of each block, handed out or recent, by offset
+  std::unordered_map<size_t, std::vector<size_t>> recent_;  // released blocks by size, the warmest last
+  std::map<size_t, size_t> free_;                           // what is neither, coalesced: offset -> bytes
+  std::set<std::pair<size_t, size_t>> by_size_;             // the same as (bytes, offset)
+};
+
+}  // namespace syncengine::shm
