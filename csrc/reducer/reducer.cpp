@@ -40,6 +40,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shar
       hooks_(gradients_.size()),
       planned_(gradients_.size()),
       bucket_of_(gradients_.size()),
+      divisor_(communicator_->size()),
       reachable_(gradients_.size()),
       used_here_(gradients_.size()),
       used_anywhere_(std::make_shared<std::vector<uint8_t>>(gradients_.size())) {}
@@ -59,11 +60,12 @@ bool Reducer::begin_forward(bool synchronize) {
   }
   communicator_->throw_if_failed();
   if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
+  if (synchronize) timeline_.begin_forward(statistics_.backwards);
   follow_requires_grad();
   for (size_t i = 0; i < hooks_.size(); ++i) {
     if ((hooks_[i] != nullptr) != planned_[i]) return true;
   }
-  return provisional_ && !ready_order_.empty();
+  return provisional_ && plan_used_;
 }
 
 // A parameter's AccumulateGrad node exists only while it requires a gradient, and changes with its dtype (model.double()).
@@ -121,6 +123,7 @@ void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool
   }
   buckets_ = make_buckets(buckets, gradients_, names_);
   provisional_ = provisional;
+  plan_used_ = false;
   planned_.assign(planned_.size(), false);
   for (size_t b = 0; b < buckets_.size(); ++b) {
     for (size_t i : buckets_[b].layout->parameters) {
@@ -134,6 +137,16 @@ void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool
 std::vector<size_t> Reducer::ready_order() const {
   std::lock_guard lock(mutex_);
   return ready_order_;
+}
+
+Timeline Reducer::timeline() const {
+  std::lock_guard lock(mutex_);
+  return timeline_;
+}
+
+void Reducer::set_sample_rate(uint64_t rate) {
+  std::lock_guard lock(mutex_);
+  timeline_.set_sample_rate(rate);
 }
 
 Statistics Reducer::statistics() const {
@@ -195,12 +208,14 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
 
 void Reducer::begin_backward() {
   phase_ = Phase::Syncing;
+  plan_used_ = true;
   for (auto& bucket : buckets_) {
     bucket.state = Bucket::State::Filling;
     bucket.missing = bucket.layout->parameters.size();
   }
   buckets_missing_ = buckets_.size();
   ready_order_.clear();
+  timeline_.begin_backward(statistics_.backwards, gradients_.size());
   statistics_ = Statistics{.backwards = statistics_.backwards + 1, .buckets = buckets_.size()};
   if (!find_unused_parameters_) return;
   for (size_t i = 0; i < planned_.size(); ++i) {
@@ -220,6 +235,7 @@ void Reducer::collect(size_t index, const at::Tensor& incoming) {
     throw;
   }
   ready_order_.push_back(index);
+  timeline_.gradient();
   count_collected(index);
 }
 
@@ -227,6 +243,7 @@ void Reducer::count_collected(size_t index) {
   Bucket& bucket = buckets_[bucket_of_[index]];
   if (--bucket.missing > 0) return;
   bucket.state = Bucket::State::Ready;
+  if (weight_ != 1.0) weigh(bucket);
   announce(bucket);
   if (--buckets_missing_ == 0 && find_unused_parameters_) announce_usage();
 }
@@ -239,7 +256,7 @@ void Reducer::announce(Bucket& bucket) {
   operation.numerics = communicator_->numerics();
   // DDP scales each contribution as it copies it into the bucket; rank_order scales the sum, and so rounds once.
   double& scale = operation.numerics == Numerics::Ring ? operation.prescale : operation.postscale;
-  scale = 1.0 / communicator_->size();
+  scale = 1.0 / divisor_;
   bucket.memory = std::make_shared<std::vector<at::Tensor>>();
   bucket.memory->reserve(layout.parameters.size());
   for (size_t i : layout.parameters) {
@@ -252,6 +269,7 @@ void Reducer::announce(Bucket& bucket) {
   operation.layout_hash = layout.hash;
   operation.describe = [layout = bucket.layout] { return layout->describe(); };
   operation.keepalive = bucket.memory;
+  timeline_.bucket();
   bucket.work = communicator_->announce(first_slot_ + layout.index, std::move(operation));
   bucket.state = Bucket::State::InFlight;
 }
@@ -290,6 +308,13 @@ void Reducer::on_backward_end() {
     if (phase_ != Phase::Syncing || buckets_missing_ > 0) return;
     phase_ = Phase::Finalizing;
   }
+  finalize();
+  for (const auto& bucket : buckets_) {
+    for (size_t i : bucket.layout->parameters) run_postponed(gradients_[i].parameter());
+  }
+}
+
+void Reducer::finalize() {
   try {
     wait_for_buckets();
   } catch (...) {
@@ -301,10 +326,10 @@ void Reducer::on_backward_end() {
     std::lock_guard lock(mutex_);
     for (auto& bucket : buckets_) deliver(bucket);
     used_here_.assign(used_here_.size(), false);
+    timeline_.end();
+    divisor_ = communicator_->size();
+    weight_ = 1.0;
     phase_ = Phase::Consumed;
-  }
-  for (const auto& bucket : buckets_) {
-    for (size_t i : bucket.layout->parameters) run_postponed(gradients_[i].parameter());
   }
 }
 
