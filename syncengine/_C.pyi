@@ -158,11 +158,31 @@ class Reducer:
     def ready_order(self) -> list[int]:
         """Parameters in the order in which the last synchronized backward brought their gradients."""
 
+    def average_over(self, divisor: float, weight: float) -> None:
+        """The next synchronized backward gives the sum over ranks of weight * gradient, divided by `divisor`.
+
+        `divisor` is the same on all ranks; by default it is their number.
+        """
+
+    def shadow_backward(self) -> None:
+        """Takes part in a synchronized backward of the others without a gradient of its own."""
+
     def check_finalized(self) -> None:
         """Raises InvalidUsage, naming the parameters, if a synchronized backward is not complete."""
 
     def remove_hooks(self) -> None:
         """Stops listening to autograd."""
+
+    def timeline(self) -> dict[str, Any]:
+        """When things happened in the last timed step, in nanoseconds.
+
+        `steps`: how many were timed. Since the epoch: `forward_start`, `backward_start`, `backward_end` (the last
+        gradient), `comm_start` (the first bucket), `comm_end`, and `ready`, a list in the order of readiness. How
+        long: `forward`, `backward`, `comm` and `overlap` (of the last two), each a pair of last one and average.
+        """
+
+    def set_sample_rate(self, rate: int) -> None:
+        """Times the first 10 steps, and then one of `rate`."""
 
     def statistics(self) -> dict[str, Any]:
         """What the last synchronized backward moved.

@@ -15,7 +15,23 @@ TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 
 # Modules of the package, bottom first; a folder counts as one.
 MODULES = ["errors", "_C", "config", "launch", "connect", "groups", "communicator", "parallel", "__init__"]
-PARALLEL_MODULES = ["outputs", "refusal", "groups", "buckets", "replication", "wrapper", "__init__"]
+PARALLEL_MODULES = [
+    "outputs",
+    "refusal",
+    "groups",
+    "buckets",
+    "replication",
+    "join",
+    "weights",
+    "uneven",
+    "logging",
+    "reducer",
+    "tools",
+    "tuning",
+    "planning",
+    "wrapper",
+    "__init__",
+]
 LAUNCH_MODULES = ["variables", "slurm", "arrivals", "store", "mpi", "environment", "__init__"]
 
 SOURCES = sorted([*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")])

@@ -16,7 +16,6 @@ from syncengine.errors import InvalidUsage
 REFUSED_ARGUMENTS: dict[str, Any] = {
     "gradient_as_bucket_view": True,
     "static_graph": True,
-    "check_reduction": True,
     "batched_grad_copy": True,
     "skip_all_reduce_unused_params": True,
     "mixed_precision": object(),
@@ -54,7 +53,7 @@ def refused_modules() -> None:
 
 def refused_methods() -> None:
     model = syncengine.Parallel(nn.Linear(1, 1))
-    for name in ("join", "register_comm_hook", "_set_static_graph", "_register_fused_optim", "_get_ddp_logging_data"):
+    for name in ("register_comm_hook", "_set_static_graph", "_register_fused_optim"):
         with pytest.raises(InvalidUsage, match=f"{name}.*not support|not support.*{name}"):
             getattr(model, name)()
 

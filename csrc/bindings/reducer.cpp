@@ -1,5 +1,6 @@
 // syncengine._C.Reducer
 #include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/bindings.h"
@@ -22,6 +23,16 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::s
                                    std::move(communicator), find_unused_parameters, gradients_in_arena);
 }
 
+void shadow_backward(Reducer& reducer) {
+  try {
+    py::gil_scoped_release no_gil;
+    reducer.shadow_backward();
+  } catch (python_error& error) {  // Ctrl-C, in the form that autograd wants
+    error.restore();
+    throw py::error_already_set();
+  }
+}
+
 py::dict statistics_dict(const Reducer& reducer) {
   Statistics statistics;
   {
@@ -38,6 +49,30 @@ py::dict statistics_dict(const Reducer& reducer) {
   return result;
 }
 
+py::dict timeline_dict(const Reducer& reducer) {
+  Timeline timeline;
+  {
+    py::gil_scoped_release no_gil;
+    timeline = reducer.timeline();
+  }
+  const auto& step = timeline.last();
+  const auto& totals = timeline.totals();
+  auto average = [&](int64_t total) { return totals.steps ? total / totals.steps : 0; };
+  py::dict result;
+  result["steps"] = totals.steps;
+  result["forward_start"] = step.forward_start;
+  result["backward_start"] = step.backward_start;
+  result["backward_end"] = step.backward_end;
+  result["comm_start"] = step.comm_start;
+  result["comm_end"] = step.comm_end;
+  result["ready"] = step.ready;
+  result["forward"] = std::make_pair(step.forward(), average(totals.forward));
+  result["backward"] = std::make_pair(step.backward(), average(totals.backward));
+  result["comm"] = std::make_pair(step.comm(), average(totals.comm));
+  result["overlap"] = std::make_pair(step.overlap(), average(totals.overlap));
+  return result;
+}
+
 }  // namespace
 
 void bind_reducer(py::module_& module) {
@@ -49,8 +84,12 @@ void bind_reducer(py::module_& module) {
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), NoGil())
       .def("install_plan", &Reducer::install_plan, py::arg("buckets"), py::arg("provisional"), NoGil())
       .def("ready_order", &Reducer::ready_order, NoGil())
+      .def("average_over", &Reducer::average_over, py::arg("divisor"), py::arg("weight"), NoGil())
+      .def("shadow_backward", &shadow_backward)
       .def("check_finalized", &Reducer::check_finalized, NoGil())
       .def("remove_hooks", &Reducer::remove_hooks, NoGil())
+      .def("timeline", &timeline_dict)
+      .def("set_sample_rate", &Reducer::set_sample_rate, py::arg("rate"), NoGil())
       .def("statistics", &statistics_dict);
 }
 

@@ -93,6 +93,20 @@ void Gradient::collect_unused(Statistics& statistics) {
   copy_out(Source::Unused, CopyReason::Unused, parameter_.grad(), statistics);
 }
 
+void Gradient::collect_absent() {
+  at::NoGradGuard no_grad;
+  source_ = Source::Absent;
+  memory_ = empty_like_parameter(parameter_).zero_();
+}
+
+void Gradient::weigh(double weight) {
+  if (weight == 0.0) {
+    memory_.zero_();
+  } else {
+    memory_.mul_(weight);
+  }
+}
+
 void Gradient::copy_out(Source source, CopyReason reason, const at::Tensor& grad, Statistics& statistics) {
   at::NoGradGuard no_grad;
   source_ = source;
@@ -108,7 +122,7 @@ void Gradient::copy_out(Source source, CopyReason reason, const at::Tensor& grad
 void Gradient::deliver(bool used) {
   at::NoGradGuard no_grad;
   at::Tensor& grad = parameter_.mutable_grad();
-  if (source_ == Source::Unused && !used) {
+  if (source_ == Source::Absent || (source_ == Source::Unused && !used)) {
     // Nobody used it: as DDP, leave .grad alone.
   } else if (!grad.defined()) {
     grad = memory_;
@@ -122,7 +136,7 @@ void Gradient::deliver(bool used) {
 }
 
 void Gradient::discard() {
-  parameter_.mutable_grad().reset();
+  if (source_ != Source::Absent) parameter_.mutable_grad().reset();
   source_ = Source::None;
   memory_.reset();
 }

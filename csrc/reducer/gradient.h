@@ -31,6 +31,10 @@ class Gradient {
   void collect(const at::Tensor& incoming, const std::string& name, Statistics& statistics);
   // Stands in for a gradient that this rank does not have.
   void collect_unused(Statistics& statistics);
+  // Stands in for the gradient of a rank that has no batch: zeros, and .grad is nobody's business.
+  void collect_absent();
+  // Multiplies what was collected; nothing is left of it at zero, not even a NaN.
+  void weigh(double weight);
   // The average is in data(): puts it into .grad. `used` is false if no rank had a gradient: then .grad stays as it is.
   void deliver(bool used);
   // The average will never be complete: .grad becomes None.
@@ -43,6 +47,7 @@ class Gradient {
     Replace,  // a private tensor whose memory .grad takes over: the old memory stays as autograd left it for others
     Copy,     // a private tensor to be copied into .grad, which keeps its memory and strides
     Unused,   // a private tensor; becomes .grad if another rank had a gradient
+    Absent,   // a private tensor that is forgotten
   };
 
   void copy_out(Source source, CopyReason reason, const at::Tensor& grad, Statistics& statistics);

@@ -41,6 +41,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shar
       hooks_(gradients_.size()),
       planned_(gradients_.size()),
       bucket_of_(gradients_.size()),
+      divisor_(communicator_->size()),
       reachable_(gradients_.size()),
       used_here_(gradients_.size()),
       used_anywhere_(std::make_shared<std::vector<uint8_t>>(gradients_.size())) {
@@ -66,11 +67,12 @@ bool Reducer::begin_forward(bool synchronize) {
   }
   communicator_->throw_if_failed();
   if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
+  if (synchronize) timeline_.begin_forward(statistics_.backwards);
   follow_requires_grad();
   for (size_t i = 0; i < hooks_.size(); ++i) {
     if ((hooks_[i] != nullptr) != planned_[i]) return true;
   }
-  return provisional_ && !ready_order_.empty();
+  return provisional_ && plan_used_;
 }
 
 // A parameter's AccumulateGrad node exists only while it requires a gradient, and changes with its dtype (model.double()).
@@ -128,6 +130,7 @@ void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool
   }
   buckets_ = make_buckets(buckets, gradients_, names_);
   provisional_ = provisional;
+  plan_used_ = false;
   planned_.assign(planned_.size(), false);
   gradient_memory::Sizes sizes;
   for (size_t b = 0; b < buckets_.size(); ++b) {
@@ -144,6 +147,16 @@ void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool
 std::vector<size_t> Reducer::ready_order() const {
   std::lock_guard lock(mutex_);
   return ready_order_;
+}
+
+Timeline Reducer::timeline() const {
+  std::lock_guard lock(mutex_);
+  return timeline_;
+}
+
+void Reducer::set_sample_rate(uint64_t rate) {
+  std::lock_guard lock(mutex_);
+  timeline_.set_sample_rate(rate);
 }
 
 Statistics Reducer::statistics() const {
@@ -209,12 +222,14 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
 
 void Reducer::begin_backward() {
   phase_ = Phase::Syncing;
+  plan_used_ = true;
   for (auto& bucket : buckets_) {
     bucket.state = Bucket::State::Filling;
     bucket.missing = bucket.layout->parameters.size();
   }
   buckets_missing_ = buckets_.size();
   ready_order_.clear();
+  timeline_.begin_backward(statistics_.backwards, gradients_.size());
   statistics_ = Statistics{.backwards = statistics_.backwards + 1, .buckets = buckets_.size()};
   if (!find_unused_parameters_) return;
   for (size_t i = 0; i < planned_.size(); ++i) {
@@ -234,6 +249,7 @@ void Reducer::collect(size_t index, const at::Tensor& incoming) {
     throw;
   }
   ready_order_.push_back(index);
+  timeline_.gradient();
   count_collected(index);
 }
 
@@ -241,6 +257,7 @@ void Reducer::count_collected(size_t index) {
   Bucket& bucket = buckets_[bucket_of_[index]];
   if (--bucket.missing > 0) return;
   bucket.state = Bucket::State::Ready;
+  if (weight_ != 1.0) weigh(bucket);
   announce(bucket);
   if (--buckets_missing_ == 0 && find_unused_parameters_) announce_usage();
 }
@@ -253,7 +270,7 @@ void Reducer::announce(Bucket& bucket) {
   operation.numerics = communicator_->numerics();
   // DDP scales each contribution as it copies it into the bucket; rank_order scales the sum, and so rounds once.
   double& scale = operation.numerics == Numerics::Ring ? operation.prescale : operation.postscale;
-  scale = 1.0 / communicator_->size();
+  scale = 1.0 / divisor_;
   bucket.memory = std::make_shared<std::vector<at::Tensor>>();
   bucket.memory->reserve(layout.parameters.size());
   for (size_t i : layout.parameters) bucket.memory->push_back(gradients_[i].memory());
@@ -269,6 +286,7 @@ void Reducer::announce(Bucket& bucket) {
   if (bucket.small.memory())
     operation.keepalive = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
         bucket.memory, bucket.small.memory());
+  timeline_.bucket();
   bucket.work = communicator_->announce(first_slot_ + layout.index, std::move(operation));
   bucket.state = Bucket::State::InFlight;
 }
@@ -312,6 +330,13 @@ void Reducer::on_backward_end() {
     if (phase_ != Phase::Syncing || buckets_missing_ > 0) return;
     phase_ = Phase::Finalizing;
   }
+  finalize();
+  for (const auto& bucket : buckets_) {
+    for (size_t i : bucket.layout->parameters) run_postponed(gradients_[i].parameter());
+  }
+}
+
+void Reducer::finalize() {
   try {
     wait_for_buckets();
   } catch (...) {
@@ -323,10 +348,10 @@ void Reducer::on_backward_end() {
     std::lock_guard lock(mutex_);
     for (auto& bucket : buckets_) deliver(bucket);
     used_here_.assign(used_here_.size(), false);
+    timeline_.end();
+    divisor_ = communicator_->size();
+    weight_ = 1.0;
     phase_ = Phase::Consumed;
-  }
-  for (const auto& bucket : buckets_) {
-    for (size_t i : bucket.layout->parameters) run_postponed(gradients_[i].parameter());
   }
 }
 

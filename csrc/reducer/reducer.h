@@ -28,6 +28,7 @@
 #include "reducer/gradient.h"
 #include "reducer/hooks.h"
 #include "reducer/statistics.h"
+#include "reducer/timeline.h"
 #include "reducer/unused.h"
 
 namespace syncengine {
@@ -51,6 +52,16 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional);
   // Parameters in the order in which the last synchronized backward brought them; those that it did not bring are missing.
   std::vector<size_t> ready_order() const;
+
+  // When things happened in the last timed step; times the first 10 and then one of `rate`.
+  Timeline timeline() const;
+  void set_sample_rate(uint64_t rate);
+
+  // The next synchronized backward gives the sum of weight * gradient over all ranks, divided by `divisor`: the same on all
+  // ranks, and by default their number. Then everything is as by default again.
+  void average_over(double divisor, double weight);
+  // Takes part in a synchronized backward of the others without a gradient of its own. Blocks.
+  void shadow_backward();
 
   void check_finalized() const;
   void remove_hooks();
@@ -81,6 +92,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void announce_usage();
   void watch_this_backward();
   void end_grant();
+  void weigh(const Bucket& bucket);
+  void finalize();
   void wait_for_buckets();
   void deliver(Bucket& bucket);
   void settle_after_failure();
@@ -102,6 +115,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Gradient> gradients_;                   // by parameter
   std::vector<std::unique_ptr<GradientHook>> hooks_;  // by parameter; none while it does not require a gradient
   bool provisional_ = false;                          // the plan waits for ready_order_
+  bool plan_used_ = false;                            // there was a backward since it was installed
   std::vector<bool> planned_;                         // by parameter: whether it is in a bucket
   std::vector<size_t> bucket_of_;                     // by parameter
   std::vector<Bucket> buckets_;
@@ -114,6 +128,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::shared_ptr<const gradient_memory::Sizes> pooled_sizes_;  // of the planned parameters
   std::shared_ptr<gradient_memory::Grant> grant_;  // of this backward, to allocate from pool_
   Statistics statistics_;
+  Timeline timeline_;
+  double divisor_;
+  double weight_ = 1.0;  // of this rank's gradients
 
   // find_unused_parameters only
   AccumulatorIndex accumulators_;

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,10 @@ class BucketPlanner:
         else:
             first_cap, cap = MIB, (25 * MIB if follows_ddp else MIB)
         return cls(parameters, first_cap, cap, follows_ddp, find_unused)
+
+    def with_cap(self, cap: int) -> "BucketPlanner":
+        """The same, but for the size of its buckets."""
+        return replace(self, first_cap=cap, cap=cap)
 
     @property
     def rebuilds(self) -> bool:

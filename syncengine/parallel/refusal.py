@@ -9,7 +9,6 @@ from syncengine.errors import InvalidUsage
 
 # Argument: its value in an ordinary call, and what to do instead.
 _ARGUMENTS: dict[str, tuple[Any, str]] = {
-    "check_reduction": (False, "it has no effect in DDP either: leave it out"),
     "gradient_as_bucket_view": (
         False,
         "gradients are averaged in their own memory, without bucket memory: leave it out",
@@ -27,18 +26,12 @@ _ARGUMENTS: dict[str, tuple[Any, str]] = {
 }
 
 _METHODS: dict[str, str] = {
-    "join": "give every rank the same number of batches",
-    "join_hook": "give every rank the same number of batches",
     "register_comm_hook": "change gradients after backward, or in a hook of the parameter",
     "_register_builtin_comm_hook": "change gradients after backward, or in a hook of the parameter",
     "_register_buffer_comm_hook": "reduce buffers with syncengine.all_reduce, and pass forward_sync_buffers=False",
     "_register_fused_optim": "step the optimizer after backward, or in register_post_accumulate_grad_hook",
     "_set_static_graph": "use find_unused_parameters=True, and checkpoint(use_reentrant=False)",
     "_set_sparse_metadata": "use dense gradients",
-    "_update_process_group": "wrap the module anew",
-    "_get_ddp_logging_data": "use sync_stats()",
-    "_set_ddp_runtime_logging_sample_rate": "use sync_stats()",
-    "_sync_final_model": "give every rank the same number of batches",
 }
 
 
@@ -48,6 +41,8 @@ def check_arguments(device_ids: Any, output_device: Any, bucket_cap_mb: float | 
         usual, advice = _ARGUMENTS[name]
         if value is not usual and value != usual:
             _refuse(f"argument {name}={value!r}", advice)
+    if device_ids is not None and len(device_ids) > 1:
+        raise InvalidUsage("device_ids can only be None or contain a single element.")
     if device_ids or output_device is not None:
         raise InvalidUsage(
             f"DistributedDataParallel device_ids and output_device arguments only work with GPU modules, which are not "

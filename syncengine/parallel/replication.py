@@ -44,7 +44,7 @@ def check_same_on_all_ranks(communicator: Communicator, what: str, lines: Sequen
 
 
 class StateBroadcast:
-    """Copies rank 0's values of these tensors to all ranks, as often as called. Small tensors travel in one message."""
+    """Copies one rank's values of these tensors to all, as often as called. Small tensors travel in one message."""
 
     def __init__(self, communicator: Communicator, tensors: Iterable[torch.Tensor]) -> None:
         self.tensors = list(tensors)
@@ -67,17 +67,17 @@ class StateBroadcast:
         ]
 
     @torch.no_grad()
-    def __call__(self) -> None:
-        """Collective: every rank calls it."""
-        root = self._communicator.rank == 0
+    def __call__(self, root: int = 0) -> None:
+        """Copies those of rank `root`. Collective: every rank calls it."""
+        is_root = self._communicator.rank == root
         if self._small:
-            if root:
+            if is_root:
                 torch._foreach_copy_(self._views, self._small)
-            self._communicator.broadcast(self._packed, 0)
-            if not root:
+            self._communicator.broadcast(self._packed, root)
+            if not is_root:
                 torch._foreach_copy_(self._small, self._views)
         for tensor in self._large:
-            self._communicator.broadcast(tensor, 0)
+            self._communicator.broadcast(tensor, root)
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -10,16 +10,22 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from syncengine._C import Reducer
 from syncengine.communicator import default_communicator
-from syncengine.errors import InvalidUsage, Mismatch
-from syncengine.parallel.buckets import BucketPlanner
+from syncengine.errors import InvalidUsage
+from syncengine.parallel.buckets import BucketPlanner, Plan
 from syncengine.parallel.groups import Group, check_group, localize_parameters, resolve_group
+from syncengine.parallel.logging import Logger
 from syncengine.parallel.outputs import tensors_in, through_sink
+from syncengine.parallel.planning import PlansBuckets
+from syncengine.parallel.reducer import ModelReducer
 from syncengine.parallel.refusal import check_arguments, check_module, refuse_methods
 from syncengine.parallel.replication import StateBroadcast, check_same_on_all_ranks, describe_tensor
+from syncengine.parallel.tools import ForTools
+from syncengine.parallel.tuning import Tuner
+from syncengine.parallel.uneven import UnevenData
 
 
 @refuse_methods
-class Parallel(DistributedDataParallel):
+class Parallel(PlansBuckets, UnevenData, ForTools):
     """Trains ``module`` data-parallel: each backward averages the gradients over all ranks while it still runs.
 
     The arguments, attributes and errors are those of ``DistributedDataParallel``; what is not supported yet is
@@ -63,7 +69,6 @@ class Parallel(DistributedDataParallel):
             device_ids=device_ids,
             output_device=output_device,
             bucket_cap_mb=bucket_cap_mb,
-            check_reduction=check_reduction,
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
             delay_all_reduce_named_params=delay_all_reduce_named_params,
@@ -73,6 +78,13 @@ class Parallel(DistributedDataParallel):
             bucket_cap_mb_list=bucket_cap_mb_list,
             batched_grad_copy=batched_grad_copy,
         )
+        if check_reduction:
+            warnings.warn(
+                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using "
+                "it.",
+                FutureWarning,
+                stacklevel=2,
+            )
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         self.module = module
@@ -94,12 +106,16 @@ class Parallel(DistributedDataParallel):
         self.gradient_as_bucket_view = False
         self.batched_grad_copy = False
         self.skip_all_reduce_unused_params = False
+        self.use_side_stream_for_tensor_copies = False
+        self.broadcast_bucket_size = 250 * 1024 * 1024  # nothing depends on it
         self.find_unused_parameters = find_unused_parameters
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.logger = None
+        self.logger = Logger(self)
         self._bucket_cap_mb = bucket_cap_mb
         self._ddp_sink_clone = True
+        self._comm_hooks: list[Any] = []
+        self._delay_all_reduce_params: list[torch.Tensor] = []
         sync_initial_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self._assign_modules_buffers()
         self._build_reducer()
@@ -134,12 +150,16 @@ class Parallel(DistributedDataParallel):
             self._module_parameters, self.communicator.numerics, self._bucket_cap_mb, self.find_unused_parameters
         )
         self.bucket_bytes_cap = self._planner.cap
-        self._has_plan = False
+        self.bucket_bytes_cap_list: list[int] = []
+        self.bucket_bytes_cap_default = self._bucket_cap_mb is None
+        self._plan: Plan | None = None
+        self._tuner = Tuner() if self._bucket_cap_mb is None and not self._planner.follows_ddp else None
         self._has_rebuilt_buckets = False
         self._buffer_broadcast: StateBroadcast | None = None
         self.reducer = None
         if self.communicator.size > 1:
-            self.reducer = Reducer(
+            self.reducer = ModelReducer(
+                self,
                 self._module_parameters,
                 f"Parallel({type(self.module).__name__})",
                 self._parameter_names,
@@ -171,12 +191,13 @@ class Parallel(DistributedDataParallel):
         state = self.__dict__.copy()
         for name in ("process_group", "communicator", "reducer", "logger", "_planner", "_buffer_broadcast"):
             del state[name]
+        state.pop("_weight", None)  # on its way
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(self, state)
         self.communicator, self.process_group = resolve_group(None, None)
-        self.logger = None
+        self.logger = Logger(self)
         self._build_reducer()
 
     # --- Forward
@@ -184,103 +205,55 @@ class Parallel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the module; whether its backward will synchronize is decided here, as in DDP."""
         if self.reducer is None:
-            return self.module(*inputs, **kwargs)
-        synchronize = False
-        if torch.is_grad_enabled():
-            synchronize = self.require_backward_grad_sync
-            self._begin_forward(synchronize)
-        if self.will_sync_module_buffers():
-            self._sync_buffers()
+            return self._call_module(inputs, kwargs)
+        synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
+        self._begin_forward(synchronize)
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
         self.require_forward_param_sync = synchronize
         if not synchronize:
-            return self.module(*inputs, **kwargs)
+            return self._call_module(inputs, kwargs)
         try:
-            output = self.module(*inputs, **kwargs)
+            output = self._call_module(inputs, kwargs)
         except _StopRecomputationError:  # how checkpointing ends a forward early, in backward
             raise
         except BaseException as error:
             rank = self.communicator.global_ranks[self.communicator.rank]
             self.communicator.abort(f"rank {rank} raised in forward: {type(error).__name__}: {error}")
             raise
-        self.reducer.prepare_for_backward([output] if isinstance(output, torch.Tensor) else list(tensors_in(output)))
+        self._use_weights()
+        Reducer.prepare_for_backward(
+            self.reducer, [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
+        )
         return through_sink(output, self._ddp_sink_clone) if self.find_unused_parameters else output
 
+    def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the module, while torch.compile sees DDP at work: DDPOptimizer cuts its graphs."""
+        outer = DistributedDataParallel._active_ddp_module
+        DistributedDataParallel._active_ddp_module = self
+        try:
+            return self.module(*inputs, **kwargs)
+        finally:
+            DistributedDataParallel._active_ddp_module = outer
+
     def _begin_forward(self, synchronize: bool) -> None:
-        needs_plan = self.reducer.begin_forward(synchronize)
-        if needs_plan and synchronize:
-            self._plan_buckets()
+        needs_plan = torch.is_grad_enabled() and self.reducer.begin_forward(synchronize)
+        plans, sends_buffers = needs_plan and synchronize, self.will_sync_module_buffers()
+        current = self._tell_joined(synchronize, plans, sends_buffers) if self._join_config.enable else None
+        if plans:
+            self._plan_buckets(current)
+        if sends_buffers:
+            self._sync_buffers(0 if current is None else current.buffers_from)
+        if current is not None and synchronize:
+            self._set_average(current)
 
-    def _plan_buckets(self) -> None:
-        """The first plan is by registration; later ones by rank 0's order of readiness."""
-        trainable = [i for i, p in enumerate(self._module_parameters) if p.requires_grad]
-        if not self._has_plan:
-            self.reducer.install_plan(self._planner.initial(trainable), provisional=self._planner.rebuilds)
-            self._has_plan = True
-            return
-        order = self._agree_on_order(trainable)
-        self.reducer.install_plan(self._planner.rebuilt(order), provisional=False)
-        self._has_rebuilt_buckets = True
-
-    def _agree_on_order(self, trainable: list[int]) -> list[int]:
-        """Rank 0's order of its trainable parameters: last backward's, then what it did not bring."""
-        wanted = set(trainable)
-        brought = [i for i in self.reducer.ready_order() if i in wanted]
-        missing = wanted.difference(brought)
-        order = brought + [i for i in reversed(trainable) if i in missing]
-        message = torch.tensor(order + [-1] * (len(self._module_parameters) - len(order)))
-        self.communicator.broadcast(message, 0)
-        agreed = [i for i in message.tolist() if i >= 0]
-        if difference := sorted(set(agreed) ^ set(trainable)):
-            ranks = self.communicator.global_ranks
-            name, here = self._parameter_names[difference[0]], difference[0] in trainable
-            with_grad, without = (ranks[self.communicator.rank], ranks[0])[:: 1 if here else -1]
-            text = f"parameter {name} requires a gradient on rank {with_grad}, but not on rank {without}"
-            self.communicator.abort(text)
-            raise Mismatch(f"{text}: freeze and unfreeze on all ranks alike")
-        return agreed
-
-    def _sync_buffers(self) -> None:
+    def _sync_buffers(self, root: int = 0) -> None:
         self._assign_modules_buffers()  # modules may have replaced theirs
         buffers = self.modules_buffers
         cached = self._buffer_broadcast
         if cached is None or len(cached.tensors) != len(buffers) or any(map(_is_not, cached.tensors, buffers)):
             cached = self._buffer_broadcast = StateBroadcast(self.communicator, buffers)
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-            cached()
-
-    # --- What others ask
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """DDP's older name of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def _distributed_rank(self) -> int:
-        return self.communicator.rank
-
-    def sync_stats(self) -> dict[str, Any]:
-        """What the last synchronized backward moved.
-
-        ``backwards`` (so far), ``buckets``, ``reduced_bytes``, and ``copied_bytes`` by the reason for which gradients
-        could not be reduced where autograd left them.
-        """
-        if self.reducer is None:
-            return {"backwards": 0, "buckets": 0, "reduced_bytes": 0, "copied_bytes": {}}
-        return self.reducer.statistics()
-
-    def _check_reducer_finalized(self) -> None:
-        if self.reducer is not None:
-            self.reducer.check_finalized()
-
-    def _remove_autograd_hooks(self) -> None:
-        if self.reducer is not None:
-            self.reducer.remove_hooks()
+            cached(root)
 
 
 def _is_not(a: object, b: object) -> bool:

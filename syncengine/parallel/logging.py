@@ -1,0 +1,119 @@
+"""What DDP keeps in ``model.logger``: facts about a model and the times of its steps, under DDP's keys."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+_ENVIRONMENT = {
+    "master_addr": "MASTER_ADDR",
+    "master_port": "MASTER_PORT",
+    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
+    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+    "gloo_socket_ifname": "GLOO_SOCKET_IFNAME",
+}
+_DTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
+
+
+class Logger:
+    """Gives a model's logging data, and notes what tools tell it."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = weakref.ref(model)
+        self._strings: dict[str, str] = {}
+        self._numbers: dict[str, int] = {}
+
+    def _get_ddp_logging_data(self) -> SimpleNamespace:
+        """``strs_map`` and ``ints_map``, as torch's."""
+        model = self._model()
+        strings, numbers = _construction(model)
+        if model.reducer is not None:
+            _add_runtime(model, strings, numbers)
+            numbers.update(_times(model.reducer.timeline()))
+        return SimpleNamespace(strs_map={**strings, **self._strings}, ints_map={**numbers, **self._numbers})
+
+    def set_error_and_log(self, text: str) -> None:
+        """Notes an error."""
+        self._strings["error"] = text
+        self._numbers["has_error"] = 1
+
+    def _set_uneven_input_join(self) -> None:
+        self._numbers["join_uneven_inputs"] = 1
+
+    def _set_static_graph(self) -> None:
+        self._numbers["static_graph"] = 1
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        self._strings["comm_hook"] = name
+
+
+def _construction(model: DistributedDataParallel) -> tuple[dict[str, str], dict[str, int]]:
+    parameters = [p for p in model._module_parameters if p.requires_grad]
+    group = model.process_group
+    strings = {
+        "module_name": type(model.module).__name__,
+        "backend_name": dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "syncengine",
+        "dtypes": ", ".join(dict.fromkeys(_DTYPES.get(p.dtype, str(p.dtype)) for p in parameters)),
+        "device_ids": "",
+        **{key: os.environ.get(variable, "N/A") for key, variable in _ENVIRONMENT.items()},
+    }
+    numbers = {
+        "world_size": model.communicator.size,
+        "rank": model.communicator.rank,
+        "num_parameter_tensors": len(parameters),
+        "total_parameter_size_bytes": sum(p.nbytes for p in parameters),
+        "bucket_cap_bytes": model.bucket_bytes_cap,
+        "find_unused_parameters": int(model.find_unused_parameters),
+        "gradient_as_bucket_view": int(model.gradient_as_bucket_view),
+        "broadcast_buffers": int(model.forward_sync_buffers),
+        "is_multi_device_module": 0,
+        "output_device": -1,
+        "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.module.modules())),
+        "iteration": 0,
+    }
+    if model.static_graph:
+        numbers["static_graph"] = 1
+    return strings, numbers
+
+
+def _add_runtime(model: DistributedDataParallel, strings: dict[str, str], numbers: dict[str, int]) -> None:
+    statistics = model.reducer.statistics()
+    parameters = model._module_parameters
+    sizes = [sum(parameters[i].nbytes for i in bucket) for bucket in model._plan or ()]
+    prefix = "rebuilt_" if model._has_rebuilt_buckets else ""
+    strings[f"{prefix}bucket_sizes"] = ", ".join(map(str, sizes))
+    numbers["iteration"] = statistics["backwards"]
+    numbers["num_buckets_reduced"] = statistics["buckets"]
+    numbers["has_rebuilt_buckets"] = int(model._has_rebuilt_buckets)
+    numbers["unused_parameter_size"] = statistics["copied_bytes"].get("unused", 0)
+    order = model.reducer.ready_order()
+    if order:
+        strings["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
+    if model._has_rebuilt_buckets:
+        buckets = (" ".join(map(str, bucket)) for bucket in model._plan)
+        strings["rebuilt_per_bucket_param_indices"] = ", ".join(buckets)
+
+
+def _times(timeline: dict[str, Any]) -> dict[str, int]:
+    if not timeline["steps"]:
+        return {}
+    names = {
+        "forward": "forward_compute_time",
+        "backward": "backward_compute_time",
+        "comm": "backward_comm_time",
+        "overlap": "backward_compute_comm_overlap_time",
+    }
+    times = {}
+    for ours, theirs in names.items():
+        times[theirs], times[f"avg_{theirs}"] = timeline[ours]
+    for ours, theirs in names.items():
+        for moment in ("start", "end"):
+            if (at := timeline.get(f"{ours}_{moment}")) is not None:
+                times[f"{theirs}_{moment}"] = at
+    return times

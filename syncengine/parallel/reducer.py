@@ -1,0 +1,41 @@
+"""``model.reducer``: the engine's reducer, with the private methods of DDP's that other tools call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from syncengine._C import Reducer
+
+
+class ModelReducer(Reducer):
+    """The reducer of one ``Parallel``."""
+
+    def __init__(self, model: DistributedDataParallel, *args: Any) -> None:
+        super().__init__(*args)
+        self._model = weakref.ref(model)
+
+    def _rebuild_buckets(self) -> bool:
+        """Plans new buckets if it is time to; returns whether it was. Collective."""
+        needed = self.begin_forward(True)
+        if needed:
+            self._model()._plan_buckets()
+        return needed
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """The next backward will average, whatever the forward before it was told. Collective."""
+        self._rebuild_buckets()
+        super().prepare_for_backward(outputs)
+
+    def _check_reducer_finalized(self) -> None:
+        self.check_finalized()
+
+    def _remove_autograd_hooks(self) -> None:
+        self.remove_hooks()
+
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        self.set_sample_rate(rate)

@@ -1,0 +1,66 @@
+"""What torch and other tools ask of a DDP model, mostly by private names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from syncengine._C import Communicator, Reducer
+from syncengine.errors import InvalidUsage
+from syncengine.parallel.groups import Group, check_group, resolve_group
+
+
+class ForTools(DistributedDataParallel):
+    """To be inherited from."""
+
+    communicator: Communicator
+    reducer: Reducer | None
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """DDP's older name of ``forward_sync_buffers``."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self.communicator.rank
+
+    def sync_stats(self) -> dict[str, Any]:
+        """What the last synchronized backward moved.
+
+        ``backwards`` (so far), ``buckets``, ``reduced_bytes``, and ``copied_bytes`` by the reason for which gradients
+        could not be reduced where autograd left them.
+        """
+        if self.reducer is None:
+            return {"backwards": 0, "buckets": 0, "reduced_bytes": 0, "copied_bytes": {}}
+        return self.reducer.statistics()
+
+    def _check_reducer_finalized(self) -> None:
+        if self.reducer is not None:
+            self.reducer.check_finalized()
+
+    def _remove_autograd_hooks(self) -> None:
+        if self.reducer is not None:
+            self.reducer.remove_hooks()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Times the first 10 steps for ``_get_ddp_logging_data``, and then one of ``sample_rate``."""
+        if sample_rate < 1:
+            raise InvalidUsage("DDP runtime logging sample rate should be equal or greater than 1")
+        if self.reducer is not None:
+            self.reducer.set_sample_rate(sample_rate)
+
+    def _update_process_group(self, new_process_group: Group) -> None:
+        """From now on gradients are averaged over another group. Ranks that are not in it stay as they are."""
+        if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            return
+        check_group(new_process_group)
+        self._remove_autograd_hooks()
+        self.communicator, self.process_group = resolve_group(new_process_group, None)
+        self._build_reducer()

@@ -1,0 +1,114 @@
+"""The methods of ``Parallel`` for ranks with different amounts of data: numbers of batches, and sizes of batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from syncengine._C import Communicator, Reducer
+from syncengine.errors import InvalidUsage
+from syncengine.parallel.join import (
+    Intent,
+    ParallelJoinHook,
+    Round,
+    UnevenInputs,
+    check_torch_join,
+    common_rank,
+    tell,
+)
+from syncengine.parallel.replication import StateBroadcast
+from syncengine.parallel.weights import WeightExchange, averaging, check_weight
+
+
+class UnevenData(DistributedDataParallel):
+    """To be inherited from."""
+
+    communicator: Communicator
+    reducer: Reducer | None
+
+    _divide_by_initial_world_size = True
+    _weight: float | WeightExchange | None = None  # what weight() was given last, until a forward synchronizes
+
+    def weight(self, n: float) -> None:
+        """The next synchronized backward counts this rank's gradients ``n`` times: ``sum(n * gradient) / sum(n)``.
+
+        Call it before the forward, on every rank, usually with the number of samples (or tokens) over which this rank's
+        loss is a mean; then the average is the gradient of the mean over all samples. It holds for one synchronized
+        forward. A rank with 0 brings nothing, whatever its gradients are (say, NaN from an empty batch). Where several
+        backwards are accumulated under ``no_sync``, ``n`` is for their sum.
+
+        Raises ``InvalidUsage`` unless 0 <= n < inf, and in the forward if all ranks give 0.
+        """
+        weight = check_weight(n)
+        if self.reducer is not None:
+            in_join = self._join_config.enable  # then it travels with what the ranks tell each other anyway
+            self._weight = weight if in_join else WeightExchange(self.communicator, weight)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> UnevenInputs:
+        """A context in which ranks may have different numbers of batches, as in DDP.
+
+        A rank that leaves it follows the others until they leave, too: it brings zeros to their averages, which are
+        divided by the number of all ranks, or, without ``divide_by_initial_world_size``, of those that have a batch;
+        with ``weight()``, by the weights of those. Then all get the model of the last one. With
+        ``throw_on_early_termination`` all raise instead as soon as one has no batch. For several models or a
+        ``ZeroRedundancyOptimizer`` use ``torch.distributed.algorithms.Join``.
+        """
+        self._divide_by_initial_world_size = divide_by_initial_world_size
+        return UnevenInputs(self, enable, throw_on_early_termination)
+
+    def join_hook(self, **kwargs: Any) -> ParallelJoinHook:
+        """For torch's ``Join``; takes ``divide_by_initial_world_size``."""
+        check_torch_join(self.process_group)
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return ParallelJoinHook(self)
+
+    def _tell_joined(self, synchronize: bool, plans: bool, sends_buffers: bool) -> Round:
+        """Tells ranks that have joined what this forward and its backward will do."""
+        if notice := Join.notify_join_context(self):  # torch's Join only
+            notice.wait()
+        weight = -1.0
+        if synchronize and self._weight is not None:
+            weight, self._weight = self._weight if isinstance(self._weight, float) else self._own_weight(), None
+        intent = Intent(1.0, float(synchronize), float(plans), float(sends_buffers), weight)
+        current = tell(self.communicator, intent)
+        if self._join_config.throw_on_early_termination and len(current.training) < self.communicator.size:
+            raise InvalidUsage("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
+        current.check()
+        return current
+
+    def _own_weight(self) -> float:
+        """Of a weight() that was called before the join context began."""
+        return self._weight.wait()[self.communicator.rank]
+
+    def _use_weights(self) -> None:
+        """The backward of this forward makes the mean with the weights that were exchanged, if any."""
+        if isinstance(self._weight, WeightExchange):
+            weights, self._weight = self._weight.wait(), None
+            self._average_with(weights)
+
+    def _set_average(self, current: Round) -> None:
+        """What the next backward in a join context divides by."""
+        if current.weights is not None:
+            self._average_with(current.weights)
+        elif not self._divide_by_initial_world_size:
+            self.reducer.average_over(len(current.training), 1.0)
+
+    def _average_with(self, weights: list[float]) -> None:
+        divisor, weight = averaging(weights, self.communicator.rank)
+        if getattr(self, "_comm_hooks", ()):  # hooks divide by the number of ranks themselves
+            divisor, weight = self.communicator.size, weight * (self.communicator.size / divisor)
+        self.reducer.average_over(divisor, weight)
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        """Gives all ranks the parameters, and buffers if they are synchronized, of the last rank to join."""
+        self._authoritative_rank = common_rank(self.communicator, is_last_joiner)
+        self._assign_modules_buffers()
+        tensors = [*self._module_parameters, *(self.modules_buffers if self.forward_sync_buffers else [])]
+        StateBroadcast(self.communicator, tensors)(self._authoritative_rank)

@@ -1,0 +1,150 @@
+"""docs/ddp_parity.md is held against torch's DDP and against what Parallel does."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pool import RankPool
+from test_parallel_refusal import REFUSED_ARGUMENTS
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+from syncengine.errors import InvalidUsage
+from syncengine.parallel import refusal
+
+TESTS = Path(__file__).resolve().parent
+PAGE = TESTS.parent / "docs" / "ddp_parity.md"
+
+# Private names of DDP that torch, Lightning, Accelerate and torchft use.
+PRIVATE = {
+    "_get_ddp_logging_data",
+    "_set_ddp_runtime_logging_sample_rate",
+    "_set_static_graph",
+    "_set_params_and_buffers_to_ignore_for_model",
+    "_register_builtin_comm_hook",
+    "_register_buffer_comm_hook",
+    "_register_fused_optim",
+    "_set_sparse_metadata",
+    "_check_reducer_finalized",
+    "_remove_autograd_hooks",
+    "_update_process_group",
+    "_set_ddp_sink_clone",
+    "_get_active_ddp_module",
+    "_delay_all_reduce_params",
+    "__getstate__",
+    "__setstate__",
+    "reducer._rebuild_buckets",
+    "reducer.prepare_for_backward",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    section: str
+    names: tuple[str, ...]  # those in backticks in the first column
+    status: str
+    tests: tuple[str, ...]
+
+
+def rows_of(text: str) -> list[Row]:
+    rows, section = [], ""
+    for line in text.splitlines():
+        if line.startswith("## "):
+            section = line[3:]
+        elif line.startswith("| ") and not line.startswith(
+            ("| ---", "| argument |", "| name |", "| what |", "| asked")
+        ):
+            first, status, _, tests = (cell.strip() for cell in line.strip("|").split("|"))
+            rows.append(
+                Row(section, tuple(re.findall(r"`([^`]+)`", first)), status, tuple(re.findall(r"`([^`]+)`", tests)))
+            )
+    return rows
+
+
+ROWS = rows_of(PAGE.read_text())
+
+
+def names(section: str, status: str | None = None) -> list[str]:
+    chosen = [row for row in ROWS if row.section == section and status in (None, row.status)]
+    return [name for row in chosen for name in row.names]
+
+
+def test_each_row_is_well_formed():
+    assert len({row.section for row in ROWS}) == 6
+    for row in ROWS:
+        assert row.status in ("works", "better", "refused"), row
+        assert row.tests, row
+
+
+def test_each_named_test_exists():
+    for row in ROWS:
+        for test in row.tests:
+            file, _, function = test.partition("::")
+            defined = {
+                n.name for n in ast.parse((TESTS / f"{file}.py").read_text()).body if isinstance(n, ast.FunctionDef)
+            }
+            assert function in defined, test
+
+
+def test_each_argument_of_ddp_has_a_row():
+    theirs = list(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]
+    assert names("Constructor arguments") == theirs
+
+
+def test_each_public_method_of_ddp_has_a_row():
+    public = {name for name in vars(DistributedDataParallel) if not name.startswith("_")}
+    assert set(names("Methods and properties")) == public
+
+
+def test_each_private_name_has_a_row():
+    assert set(names("Private names that tools use")) >= PRIVATE
+
+
+def attributes_of_both() -> None:
+    theirs = {name for name in vars(DistributedDataParallel(nn.Linear(1, 1))) if not name.startswith("_")} - {
+        "training"
+    }
+    assert theirs <= set(names("Attributes"))
+    model = syncengine.Parallel(nn.Linear(1, 1))
+    for name in {*names("Attributes"), *names("Methods and properties"), *names("Private names that tools use")}:
+        if name == "device_mesh":
+            continue
+        value = model
+        for part in name.split("."):
+            value = getattr(value, part)
+
+
+def test_each_attribute_of_ddp_has_a_row_and_is_there(pool: RankPool):
+    pool.run(attributes_of_both, gloo=True)
+
+
+def refused() -> None:
+    for name in names("Constructor arguments", "refused"):
+        with pytest.raises(InvalidUsage, match=name):
+            syncengine.Parallel(nn.Linear(1, 1), **{name: REFUSED_ARGUMENTS[name]})
+    model = syncengine.Parallel(nn.Linear(1, 1))
+    for name in names("Methods and properties", "refused") + names("Private names that tools use", "refused"):
+        with pytest.raises(InvalidUsage, match=name):
+            getattr(model, name)()
+
+
+def test_what_the_page_calls_refused_is_refused(pool: RankPool):
+    pool.run(refused)
+
+
+def test_what_is_refused_is_called_so():
+    methods = set(names("Methods and properties", "refused") + names("Private names that tools use", "refused"))
+    assert methods == set(refusal._METHODS)
+    arguments = set(names("Constructor arguments", "refused"))
+    assert arguments == {"device_ids", "output_device", *refusal._ARGUMENTS}
+
+
+def test_rows_are_read_as_they_are_meant():
+    text = "## Things\n| name | | what | test |\n| --- | --- | --- | --- |\n| `a`, `b` and c | works | `d` | `f::g` |\n"
+    assert rows_of(text) == [Row("Things", ("a", "b"), "works", ("f::g",))]

@@ -1,0 +1,221 @@
+"""Uneven inputs: ranks that run out of batches shadow the others, and everybody ends with DDP's bits."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from parallel_models import Conv, Mlp, different_bits
+from pool import RankPool
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+from syncengine.errors import InvalidUsage, Mismatch
+
+
+class Branches(nn.Module):
+    """Rank 0 uses one branch, the others another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.left, self.right, self.never = (nn.Linear(24, 24) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.left if syncengine.rank() == 0 else self.right)(self.stem(x))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "conv": Conv, "branches": Branches}
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """One training with different numbers of batches: two rounds, so that joined ranks come back."""
+
+    model: str = "mlp"
+    batches: tuple[int, ...] = (1, 3)  # by rank
+    accumulate: int = 1
+    join: tuple[tuple[str, Any], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    zero: bool = False  # torch's Join with a ZeroRedundancyOptimizer
+
+
+def data(step: int) -> torch.Tensor:
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + syncengine.rank()))
+
+
+def train(wrap: Callable[..., nn.Module], run: Uneven) -> list[torch.Tensor]:
+    torch.manual_seed(3)
+    model = wrap(MODELS[run.model](), **dict(run.options))
+    if run.zero:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if run.model == "branches" else 0.9)
+    history = []
+    for number in range(2):
+        context = Join([model, optimizer], **dict(run.join)) if run.zero else model.join(**dict(run.join))
+        with context:
+            for step in range(run.batches[syncengine.rank()]):
+                for micro in range(run.accumulate - 1):
+                    with model.no_sync():
+                        model(data(500 + 10 * step + micro)).square().mean().backward()
+                model(data(10 * number + step)).square().mean().backward()
+                # DDP gives zeros to parameters that only joined ranks have used before; here they stay without.
+                history += [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+        history += [t.detach().clone() for t in model.state_dict().values()]
+    return history
+
+
+def compare(runs: list[Uneven]) -> dict[Uneven, int]:
+    return {run: different_bits(train(syncengine.Parallel, run), train(DistributedDataParallel, run)) for run in runs}
+
+
+def runs_of(world: int) -> list[Uneven]:
+    batches = {2: [(1, 3), (4, 2), (0, 2), (3, 0)], 3: [(1, 4, 2), (0, 2, 3), (3, 0, 1)]}[world]
+    effective = (("divide_by_initial_world_size", False),)
+    return [
+        *(Uneven("mlp", counts, accumulate=1 + i % 2) for i, counts in enumerate(batches)),
+        *(Uneven("conv", counts, join=effective) for counts in batches),
+        *(Uneven("branches", counts, options=(("find_unused_parameters", True),)) for counts in batches),
+        Uneven("mlp", batches[0], zero=True),
+        Uneven("conv", batches[1], options=(("forward_sync_buffers", False),)),
+        Uneven("mlp", (2,) * world, join=(("enable", False),)),
+    ]
+
+
+@pytest.mark.parametrize(("world", "mode"), [(2, "rank_order"), (2, "ring"), (3, "ring")])
+def test_uneven_inputs_train_as_under_ddp(pool: RankPool, world: int, mode: str):
+    answers = pool.run(compare, runs_of(world), world=world, gloo=True, settings={"timeout": 30.0, "numerics": mode})
+    assert not {(rank, run): n for rank, answer in enumerate(answers) for run, n in answer.items() if n}
+
+
+def average_of_some(batches: tuple[int, ...], divide: bool) -> list[list[float]]:
+    model = syncengine.Parallel(nn.Linear(1, 1, bias=False))
+    seen = []
+    with model.join(divide_by_initial_world_size=divide):
+        for _ in range(batches[syncengine.rank()]):
+            model.zero_grad()
+            model(torch.full((1, 1), 12.0 * (syncengine.rank() + 1))).sum().backward()
+            seen.append(model.module.weight.grad.item())
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("divide", "expected"), [(True, [24.0, 20.0, 12.0]), (False, [24.0, 30.0, 36.0])], ids=["initial", "effective"]
+)
+def test_what_is_divided_by(pool: RankPool, divide: bool, expected: list[float]):
+    """Without torch.distributed."""
+    answers = pool.run(average_of_some, (1, 2, 3), divide, world=3)
+    assert answers == [expected[:1], expected[:2], expected]
+
+
+def last_model() -> None:
+    model = syncengine.Parallel(nn.Linear(2, 2, bias=False), forward_sync_buffers=False)
+    with torch.no_grad(), model.join():
+        for _ in range([1, 3, 2][syncengine.rank()]):
+            model(torch.ones(1, 2))
+            model.module.weight.fill_(syncengine.rank())
+    assert model.module.weight.unique().item() == 1.0  # who came last
+    with torch.no_grad(), model.join():
+        model.module.weight.fill_(syncengine.rank())
+    assert model.module.weight.unique().item() == 2.0  # all came last: the highest of them
+    assert not model._join_config.enable
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def test_all_end_with_the_model_of_the_last(pool: RankPool):
+    pool.run(last_model, world=3)
+
+
+def terminates_early(torchs: bool) -> tuple[int, str]:
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    steps = 0
+    make = (
+        (lambda: Join([model], throw_on_early_termination=True))
+        if torchs
+        else (lambda: model.join(throw_on_early_termination=True))
+    )
+    with pytest.raises(RuntimeError) as error, make():
+        for step in range(2 + syncengine.rank()):
+            model(data(step)).sum().backward()
+            steps += 1
+    model._join_config = type(model._join_config).construct_disabled_join_config()
+    model(data(0)).sum().backward()  # nothing is broken
+    return steps, str(error.value)
+
+
+@pytest.mark.parametrize("torchs", [True, False])
+def test_throw_on_early_termination(pool: RankPool, torchs: bool):
+    assert pool.run(terminates_early, torchs, world=3, gloo=True) == [
+        (2, "Rank 0 exhausted all inputs."),
+        *[(2, "Detected at least one rank that exhausted inputs. Throwing across all ranks.")] * 2,
+    ]
+
+
+def disagrees(how: str) -> str:
+    model = syncengine.Parallel(Conv())
+    with pytest.raises(Mismatch) as error, model.join():
+        if syncengine.rank() < 2:
+            model.require_backward_grad_sync = how != "no_sync" or syncengine.rank() == 0
+            model.forward_sync_buffers = how != "buffers" or syncengine.rank() == 0
+            model(data(0)).sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("no_sync", "rank 0 synchronizes its gradients, but rank 1 does not"),
+        ("buffers", "rank 0 synchronizes its buffers, but rank 1 does not"),
+    ],
+)
+def test_ranks_that_disagree_are_told_so(pool: RankPool, how: str, text: str):
+    for answer in pool.run(disagrees, how, world=3):
+        assert text in answer
+
+
+def freezes_meanwhile() -> None:
+    """Ranks that have joined take the others' word for what requires a gradient."""
+    model = syncengine.Parallel(Mlp())
+    with model.join():
+        for step in range([1, 5, 5][syncengine.rank()]):
+            model.module.head.requires_grad_(step != 3)
+            model.zero_grad()
+            model(data(step)).sum().backward()
+            assert (model.module.head.weight.grad is None) == (step == 3)
+
+
+def test_freezing_after_a_rank_has_joined(pool: RankPool):
+    pool.run(freezes_meanwhile, world=3)
+
+
+def no_group() -> None:
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    with pytest.raises(InvalidUsage, match=r"pass one as process_group.*or use model.join"):
+        Join([model])
+
+
+def test_torchs_join_needs_a_torch_group(pool: RankPool):
+    pool.run(no_group)
+
+
+def alone() -> None:
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with model.join():
+            model(data(0)).sum().backward()
+        with Join([model]):
+            model(data(0)).sum().backward()
+
+
+def test_alone_nobody_is_waited_for(pool: RankPool):
+    pool.run(alone, world=1, gloo=True)

@@ -1,0 +1,170 @@
+"""The size of buckets is chosen from measurements; bits never depend on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from parallel_models import Mlp
+from pool import RankPool
+from torch import nn
+
+import syncengine
+from syncengine.parallel import planning, tuning
+from syncengine.parallel.tuning import CAPS, MIB, Link, choose_cap, end_of_backward
+
+FAST = Link((1024, MIB, 16 * MIB), (1e-6, 1e-4, 1.6e-3))  # 10 GB/s, and nothing to start
+SLOW_START = Link((1024, MIB, 16 * MIB), (1e-2, 1.01e-2, 1.16e-2))  # the same, and 10 ms to start
+
+
+def plan_of(sizes: list[int]) -> Any:
+    def plan(cap: int) -> list[list[int]]:
+        buckets: list[list[int]] = [[]]
+        for i in range(len(sizes)):
+            buckets[-1].append(i)
+            if sum(sizes[j] for j in buckets[-1]) >= cap:
+                buckets.append([])
+        return [bucket for bucket in buckets if bucket]
+
+    return plan
+
+
+SIZES = [256 * 1024] * 128  # 32 MiB
+EVENLY = {i: i * 1e-4 for i in range(128)}  # seconds: 12.8 ms in all
+
+
+def choose(link: Link, ready: dict[int, float], overlaps: bool) -> int:
+    return choose_cap(MIB, plan_of(SIZES), ready, SIZES, link, overlaps)
+
+
+def test_what_costs_to_start_is_started_seldom():
+    assert choose(SLOW_START, EVENLY, overlaps=True) > 8 * MIB
+    assert choose(SLOW_START, EVENLY, overlaps=False) == 32 * MIB
+
+
+def test_what_costs_nothing_to_start_is_started_early():
+    assert choose(FAST, EVENLY, overlaps=True) <= MIB
+    slower = Link(FAST.sizes, [4 * s for s in FAST.seconds])  # the link is what backward waits for
+    assert choose(slower, EVENLY, overlaps=True) <= MIB
+
+
+def test_the_usual_cap_stays_unless_another_is_clearly_better():
+    at_once = dict.fromkeys(EVENLY, 0.0)
+    for overlaps in (True, False):
+        assert choose(FAST, at_once, overlaps) == MIB
+
+
+def test_costs_between_and_beyond_what_was_measured():
+    assert FAST.cost(1) == 1e-6
+    assert FAST.cost(MIB) == 1e-4
+    assert FAST.cost(32 * MIB) == pytest.approx(3.2e-3)
+    assert 1e-4 < FAST.cost(2 * MIB) < 1.6e-3
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 64 * MIB)), min_size=1, max_size=20))
+def test_overlapping_is_never_slower(buckets: list[tuple[float, int]]):
+    ready, sizes = zip(*buckets, strict=True)
+    with_, without = (end_of_backward(ready, sizes, FAST, overlaps) for overlaps in (True, False))
+    assert max(ready) <= with_ <= without + 1e-12
+
+
+def data(step: int) -> torch.Tensor:
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + syncengine.rank()))
+
+
+def train(steps: int, **options: Any) -> tuple[syncengine.Parallel, list[torch.Tensor], list[int]]:
+    torch.manual_seed(0)
+    model = syncengine.Parallel(Mlp(), **options)
+    seen = []
+    for i in range(steps):
+        model.zero_grad()
+        model(data(i)).square().mean().backward()
+        seen.append(model.sync_stats()["buckets"])
+    return model, [p.grad.clone() for p in model.parameters()], seen
+
+
+def chosen_by_rank_0() -> tuple[int, list[int]]:
+    """Ranks that measure differently; rank 0's choice is everybody's."""
+    other = 8 * MIB if syncengine.rank() == 0 else 256 * 1024
+    asked = []
+
+    def choose(*args: Any) -> int:
+        asked.append(args)
+        return other
+
+    real, planning.choose_cap = planning.choose_cap, choose
+    try:
+        model, tuned, seen = train(8)
+    finally:
+        planning.choose_cap = real
+    assert len(asked) == 1
+    usual, plan_of, ready, sizes, link, overlaps = asked[0]
+    assert usual == MIB
+    assert set(ready) == set(range(len(sizes)))
+    assert all(0 <= at < 60 for at in ready.values())
+    assert list(link.seconds) == sorted(link.seconds) or min(link.seconds) > 0
+    assert real(usual, plan_of, ready, sizes, link, overlaps) in CAPS
+    for cap in (0.1, None):
+        _, pinned, _ = train(8, bucket_cap_mb=cap)
+        assert all(torch.equal(a, b) for a, b in zip(tuned, pinned, strict=True))
+    return model._planner.cap, seen
+
+
+def test_all_ranks_take_rank_0s_choice(pool: RankPool):
+    for cap, seen in pool.run(chosen_by_rank_0, world=3):
+        assert cap == 8 * MIB
+        assert seen == [3, 3, 3, 1, 1, 1, 1, 1]
+
+
+def never_measured(**options: Any) -> None:
+    def fail(*args: Any) -> None:
+        raise AssertionError("measured")
+
+    real, planning.measure_link = planning.measure_link, fail
+    try:
+        model, _, _ = train(6, **options)
+    finally:
+        planning.measure_link = real
+    assert model._planner.cap == (25 * MIB if not options else 3 * MIB)
+
+
+def pinned() -> None:
+    never_measured(bucket_cap_mb=3)
+
+
+def test_bucket_cap_mb_pins_the_plan(pool: RankPool):
+    pool.run(pinned)
+
+
+def test_ring_follows_ddp(pool: RankPool):
+    pool.run(never_measured, settings={"numerics": "ring"})
+
+
+def freezes_while_timing() -> None:
+    model = syncengine.Parallel(Mlp())
+    for i in range(8):
+        model.module.head.requires_grad_(i not in (2, 5))
+        model.zero_grad()
+        model(data(i)).square().mean().backward()
+        assert (model.module.head.weight.grad is None) == (i in (2, 5))
+
+
+def test_parameters_may_be_frozen_while_backwards_are_timed(pool: RankPool):
+    pool.run(freezes_while_timing)
+
+
+def measured() -> None:
+    communicator = syncengine.default_communicator()
+    link = tuning.measure_link(communicator)
+    before = communicator.counters()["operations"]
+    assert tuning.measure_link(communicator) is link
+    assert communicator.counters()["operations"] == before
+    assert all(0 < seconds < 10 for seconds in link.seconds)
+    syncengine.Parallel(nn.Linear(24, 2))
+
+
+def test_a_link_is_measured_once(pool: RankPool):
+    pool.run(measured)

@@ -1,0 +1,173 @@
+"""Batches of different sizes: the weighted mean, against float64 and against the plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from parallel_models import Mlp, different_bits
+from pool import RankPool
+from torch import nn
+
+import syncengine
+from syncengine.errors import InvalidUsage, Mismatch, SyncError
+
+SIZES = [5, 1, 9, 3]  # of the batches, by rank
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(SIZES[rank], 24, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters()]
+
+
+def errors_against_all_samples() -> tuple[float, float]:
+    """Largest relative distance of gradients from those over all samples at once in float64: weighted, and not."""
+    rank, world = syncengine.rank(), syncengine.world_size()
+    torch.manual_seed(0)
+    exact = Mlp().double()
+    torch.manual_seed(0)
+    model = syncengine.Parallel(Mlp())
+    worst = [0.0, 0.0]
+    for weighted in (True, False):
+        for step in range(3):
+            exact.zero_grad()
+            loss_of(exact, torch.cat([batch(r, step) for r in range(world)]).double()).backward()
+            model.zero_grad()
+            if weighted:
+                model.weight(SIZES[rank])
+            loss_of(model, batch(rank, step)).backward()
+            for p, q in zip(model.parameters(), exact.parameters(), strict=True):
+                distance = ((p.grad - q.grad).norm() / q.grad.norm()).item()
+                worst[0 if weighted else 1] = max(worst[0 if weighted else 1], distance)
+    return worst[0], worst[1]
+
+
+@pytest.mark.parametrize("mode", ["rank_order", "ring"])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_weighted_mean_is_that_over_all_samples(pool: RankPool, world: int, mode: str):
+    for weighted, plain in pool.run(errors_against_all_samples, world=world, settings={"numerics": mode}):
+        assert weighted < 2e-6
+        assert plain > 1e-2  # so the sizes do matter here
+
+
+def equal_weights(dtype: torch.dtype) -> int:
+    results = []
+    for weight in (None, 1, 7, 0.1):
+        torch.manual_seed(0)
+        model = syncengine.Parallel(Mlp().to(dtype))
+        for step in range(3):
+            model.zero_grad()
+            if weight is not None:
+                model.weight(weight)
+            loss_of(model, batch(syncengine.rank(), step).to(dtype)).backward()
+        results.append(gradients(model))
+    return sum(different_bits(results[0], other) for other in results[1:])
+
+
+@pytest.mark.parametrize("mode", ["rank_order", "ring"])
+def test_equal_weights_have_the_bits_of_none(pool: RankPool, mode: str):
+    for dtype in (torch.float32, torch.bfloat16):
+        assert pool.run(equal_weights, dtype, world=3, settings={"numerics": mode}) == [0, 0, 0]
+
+
+def weight_of_nothing() -> None:
+    """A batch without samples: its mean is NaN, and nobody shall see it."""
+    rank = syncengine.rank()
+    model = syncengine.Parallel(nn.Linear(24, 3))
+    model.weight(0 if rank == 1 else 4)
+    x = torch.empty(0, 24) if rank == 1 else torch.full((4, 24), float(rank))
+    loss = model(x).mean()
+    assert loss.isnan().item() == (rank == 1)
+    loss.backward()
+    assert torch.allclose(model.module.weight.grad, torch.full((3, 24), (0 + 2) / 2 / 3))
+
+
+def test_a_rank_without_samples_brings_nothing(pool: RankPool):
+    pool.run(weight_of_nothing, world=3)
+
+
+def only_once() -> None:
+    rank = syncengine.rank()
+    model = syncengine.Parallel(nn.Linear(1, 1, bias=False))
+    x = torch.full((1, 1), 12.0 * rank)
+    model.weight(1 + 2 * rank)  # 1, 3
+    with torch.no_grad():
+        model(x)
+    with model.no_sync():
+        model(x).backward()  # neither uses it up
+    model(x).backward()
+    assert model.module.weight.grad.item() == 3 * 24 / 4
+    model.zero_grad()
+    model(x).backward()
+    assert model.module.weight.grad.item() == 12 / 2
+
+
+def test_a_weight_holds_for_one_synchronized_forward(pool: RankPool):
+    pool.run(only_once)
+
+
+def weights_in_join() -> list[float]:
+    rank = syncengine.rank()
+    model = syncengine.Parallel(nn.Linear(1, 1, bias=False))
+    model.weight(rank + 1)
+    seen = []
+    with model.join():
+        for step in range(rank + 1):
+            model.zero_grad()
+            if step:
+                model.weight(rank + 1)
+            model(torch.full((1, 1), 6.0 * rank)).backward()
+            seen.append(model.module.weight.grad.item())
+    return seen
+
+
+def test_weights_in_a_join_context(pool: RankPool):
+    first, second, third = 6.0 * (0 * 1 + 1 * 2 + 2 * 3) / 6, 6.0 * (1 * 2 + 2 * 3) / 5, 12.0
+    for seen, expected in zip(
+        pool.run(weights_in_join, world=3), ([first], [first, second], [first, second, third]), strict=True
+    ):
+        assert seen == pytest.approx(expected)
+
+
+def refused() -> None:
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    for weight in (-1, float("nan"), float("inf"), "many", None):
+        with pytest.raises(InvalidUsage, match=r"weight\(.*finite number"):
+            model.weight(weight)
+    model.weight(0)
+    if model.reducer is not None:
+        with pytest.raises(InvalidUsage, match="no mean with such weights"):
+            model(batch(0))
+    model(batch(0)).sum().backward()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_is_no_weight_is_refused(pool: RankPool, world: int):
+    pool.run(refused, world=world)
+
+
+def on_one_rank_only(joined: bool) -> str:
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    context = model.join(enable=joined)
+    with pytest.raises(SyncError) as error, context:
+        if syncengine.rank() < 2:
+            if syncengine.rank() == 0:
+                model.weight(3)
+            model(batch(0)).sum().backward()
+        elif not joined:
+            model(batch(0)).sum().backward()
+    assert isinstance(error.value, Mismatch)
+    return str(error.value)
+
+
+def test_a_weight_on_one_rank_only_is_an_error_on_all(pool: RankPool):
+    for text in pool.run(on_one_rank_only, True, world=3, timeout=20.0):
+        assert "rank 0 called weight(), but rank 1 did not" in text
+    for text in pool.run(on_one_rank_only, False, world=3, timeout=20.0):
+        assert "all_gather" in text or "collective call" in text
