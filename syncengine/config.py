@@ -25,8 +25,8 @@ class Config:
     numerics: str = "rank_order"  # order of summation: rank_order, ring
     timeout: float | None = None  # seconds a collective may wait; None: the process group's, else DEFAULT_TIMEOUT
     arena_bytes: int = 0  # most memory that `empty` and staging may take on this rank; 0: as much as the machine has
-    gradient_memory: str = "arena"  # where large gradients lie: arena (reduced in place), torch (staged)
     log_after: float = 5.0  # seconds of waiting after which one line says for whom
+    gradient_memory: str = "arena"  # where large gradients lie: arena (reduced in place), torch (staged)
 
     @classmethod
     def read(cls, environ: Mapping[str, str], **given: Any) -> Config:

@@ -206,6 +206,8 @@ def test_only_shared_or_strided_gradients_are_copied(pool: RankPool):
     size = 4 * sum(p.numel() for p in Mlp().parameters())
     for found in pool.run(check_copies):
         copied = {name: {k: n for k, n in stats["copied_bytes"].items() if n} for name, stats in found.items()}
+        small = sum(p.nbytes for p in Mlp().parameters() if p.nbytes < 4096)
+        assert all(reasons.pop("small", 0) <= small for reasons in copied.values())
         assert copied["plain True"] == copied["plain False"] == copied["hooked"] == {}
         assert found["plain True"]["reduced_bytes"] == size
         assert copied["shared"] == {"shared storage": 4 * 64}

@@ -78,16 +78,18 @@ COPIES: dict[str, tuple[Callable[[], nn.Module], torch.Tensor, dict[str, int]]] 
 }
 
 
-def copied_bytes(name: str) -> list[tuple[dict[str, int], int, int]]:
+def copied_bytes(name: str) -> list[tuple[dict[str, int], int, int, int]]:
     build, inputs, _ = COPIES[name]
     torch.manual_seed(0)
     model = syncengine.Parallel(build())
     gradient_bytes = sum(p.nbytes for p in model.parameters())
+    below_a_page = sum(p.nbytes for p in model.parameters() if p.nbytes < 4096)
     found = []
     for _ in range(3):  # the first plan, the rebuilt one, and memory that was used before
         model(inputs).square().sum().backward()
         stats = model.sync_stats()
-        found.append(({k: n for k, n in stats["copied_bytes"].items() if n}, stats["reduced_bytes"], gradient_bytes))
+        copied = {reason: n for reason, n in stats["copied_bytes"].items() if n}
+        found.append((copied, stats["reduced_bytes"], gradient_bytes, below_a_page))
         model.zero_grad()
     return found
 
@@ -95,7 +97,8 @@ def copied_bytes(name: str) -> list[tuple[dict[str, int], int, int]]:
 @pytest.mark.parametrize("name", COPIES)
 def test_what_is_copied(pool: RankPool, name: str):
     for answer in pool.run(copied_bytes, name):
-        for copied, reduced, gradient_bytes in answer:
+        for copied, reduced, gradient_bytes, below_a_page in answer:
+            assert copied.pop("small", 0) <= below_a_page
             assert copied == COPIES[name][2]
             assert reduced == gradient_bytes
 
