@@ -26,8 +26,15 @@ from benchmarks.support import output, ranks, stats
 from benchmarks.support.start_line import StartLine
 from benchmarks.support.workloads import WORKLOADS, Workload
 
-ENGINES = ("plain", "syncengine", "ddp")
-VARIANTS = ("arena", "arena_pull", "recycled", "recycled_huge")  # of gradient_memory, each beside the default
+ENGINES = ("plain", "waiting", "syncengine", "staged", "ddp")
+MEANING = {
+    "plain": "torch without any wrapper",
+    "waiting": "the same; after backward the ranks wait for each other: an engine of no cost",
+    "syncengine": "syncengine.Parallel",
+    "staged": "the same with gradients where torch puts them (gradient_memory=torch)",
+    "ddp": "DistributedDataParallel over Gloo",
+}
+OURS = ("syncengine", "staged")
 WARMUP_PAIRS = 5  # gradient buckets settle after the first steps
 BATCHES = 8  # different ones, used in turn
 
@@ -48,7 +55,7 @@ class Trainee:
 
     def timed(self, workload: Workload, batch: tuple[Tensor, Tensor], synchronize: bool, start_line: StartLine) -> None:
         """Clears the gradients, then forward and backward; the optimizer is left out: it is the same for all."""
-        quiet = self.engine != "plain" and not synchronize
+        quiet = self.engine in (*OURS, "ddp") and not synchronize
         inputs, targets = batch
         with self.model.no_sync() if quiet else contextlib.nullcontext():
             faults, counters = page_faults(), self.counters()
@@ -57,6 +64,8 @@ class Trainee:
             self.optimizer.zero_grad()
             loss = workload.loss(self.model(inputs), targets)
             loss.backward()
+            if self.engine == "waiting" and synchronize:
+                start_line.wait()
             seconds = time.perf_counter() - begin
         (self.sync if synchronize else self.no_sync).append(seconds)
         (self.sync_faults if synchronize else self.no_sync_faults).append(page_faults() - faults)
@@ -68,9 +77,9 @@ class Trainee:
 
     def counters(self) -> dict[str, int]:
         """Bytes that the engine moved so far, by their way."""
-        if not is_ours(self.engine):
+        if self.engine not in OURS:
             return {}
-        counters = self.model.process_group.counters()
+        counters = self.model.communicator.counters()
         return {name: counters[name] for name in ("direct_bytes", "staged_bytes", "one_shot_bytes")}
 
     def pair(self, round_: int, workload: Workload, batch: tuple[Tensor, Tensor], start_line: StartLine) -> None:
@@ -96,7 +105,7 @@ def main(argv: list[str] | None = None) -> int:
         return ranks.run_ranks("benchmarks.train_step", options.ranks, options.launcher, [*argv, "--worker"])
 
     rank, size = ranks.join(options.launcher)
-    if any(map(is_ours, options.engines)):
+    if {*OURS} & {*options.engines}:
         import syncengine
 
         # With 2 ranks there is only one order of summation; with more only the ring adds in Gloo's.
@@ -110,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     if rank == 0:
         report(results, options)
     torch.distributed.barrier()
-    if any(map(is_ours, options.engines)):
+    if {*OURS} & {*options.engines}:
         syncengine.shutdown()
     torch.distributed.destroy_process_group()
     return 0
@@ -122,9 +131,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="default %(default)s")
     parser.add_argument("--launcher", choices=ranks.LAUNCHERS, default="torchrun", help="default %(default)s")
     parser.add_argument("--models", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS))
-    parser.add_argument(
-        "--engines", nargs="+", choices=(*ENGINES, *(f"syncengine:{variant}" for variant in VARIANTS)), default=ENGINES
-    )
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--pairs", type=int, default=100, help="steps with and without sync; default %(default)s")
     parser.add_argument("--out", type=Path, help="result file; default benchmarks/results/train_step-...json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -133,20 +140,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def is_ours(engine: str) -> bool:
-    """Whether this is syncengine, with the default for gradients' memory or with a variant."""
-    return engine.partition(":")[0] == "syncengine"
-
-
 def make_trainee(engine: str, workload: Workload) -> Trainee:
     """One engine around a model that starts like all others."""
     torch.manual_seed(0)
     model = workload.build()
-    if is_ours(engine):
+    if engine in OURS:
         import syncengine
 
-        memory = engine.partition(":")[2] or None
-        model = type("Parallel", (syncengine.Parallel,), {"_gradient_memory": memory})(model)
+        way = type("Parallel", (syncengine.Parallel,), {"_gradients_in_arena": engine == "syncengine"})
+        model = way(model)
     elif engine == "ddp":
         model = DistributedDataParallel(model)
     return Trainee(engine, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
@@ -228,7 +230,7 @@ def interval(samples: np.ndarray) -> dict[str, float]:
 
 def verify_equal(name: str, trainees: dict[str, Trainee]) -> None:
     """Raises unless syncengine and DDP trained the same bits on every rank, and so did all variants."""
-    trained = [trainee for engine, trainee in trainees.items() if engine != "plain"]
+    trained = [trainee for engine, trainee in trainees.items() if engine in (*OURS, "ddp")]
     for other in trained[1:]:
         mine, theirs = (trainee.model.module.state_dict() for trainee in (trained[0], other))
         different = [key for key in mine if not equal_bits(mine[key], theirs[key])]
@@ -254,9 +256,11 @@ def describe(result: dict) -> str:
 def report(results: list[dict], options: argparse.Namespace) -> None:
     """One table on the terminal, and the result file."""
     rows = [
-        ("model", "M par.", "floor", "engine", "no sync", "/ plain", "sync", "overhead (95 %)", "/ floor", "of DDP's")
+        (
+            *("model", "M par.", "floor", "engine", "no sync", "/ plain", "sync", "overhead (95 %)", "/ floor"),
+            *("of DDP's", "page faults", "without", "MB direct", "staged", "copied"),
+        )
     ]
-    rows[0] = (*rows[0], "faults", "without", "direct", "staged", "copied")
     for result in results:
         engines, floor = result["engines"], result["floor_ms"]["p50"]
         for engine, entry in engines.items():
@@ -277,7 +281,8 @@ def report(results: list[dict], options: argparse.Namespace) -> None:
             )
             rows.append((*row, f"{cost['median'] / ddp['median']:.2f}" if ddp else "", *faults))
     print(f"\nmilliseconds of a step (forward and backward), medians of {options.pairs}; {options.ranks} ranks")
-    print(output.table(rows))
+    print(output.table(rows), end="\n\n")
+    print("\n".join(f"{engine:<12}{MEANING[engine]}" for engine in options.engines))
     output.save(options.out, "train_step", vars(options), results)
 
 
