@@ -149,6 +149,9 @@ class Reducer:
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """The forward has ended with these outputs."""
 
+    def prepare_for_local_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """A forward whose backward will not average has ended with these outputs."""
+
     def install_plan(self, buckets: Sequence[Sequence[int]], provisional: bool) -> None:
         """Sets the buckets: indices of parameters, in the order in which they are expected to be ready.
 

@@ -81,6 +81,7 @@ void bind_reducer(py::module_& module) {
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("model_name"), py::arg("parameter_names"),
            py::arg("communicator"), py::arg("find_unused_parameters"), py::arg("gradients_in_arena"), NoGil())
       .def("begin_forward", &Reducer::begin_forward, py::arg("synchronize"), NoGil())
+      .def("prepare_for_local_backward", &Reducer::prepare_for_local_backward, py::arg("outputs"), NoGil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), NoGil())
       .def("install_plan", &Reducer::install_plan, py::arg("buckets"), py::arg("provisional"), NoGil())
       .def("ready_order", &Reducer::ready_order, NoGil())

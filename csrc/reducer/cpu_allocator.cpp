@@ -3,12 +3,13 @@
 #include <c10/core/CPUAllocator.h>
 
 #include <mutex>
+#include <vector>
 
 namespace syncengine::gradient_memory {
 
 namespace {
 
-thread_local std::shared_ptr<const Grant> in_use;
+thread_local std::vector<std::shared_ptr<const Grant>> in_use;  // of several models, or of tasks within tasks
 c10::Allocator* previous = nullptr;
 
 void release_block(void* block) {
@@ -21,18 +22,22 @@ void release_block(void* block) {
   }
 }
 
+shm::Pool* pool_for(size_t bytes) {
+  std::erase_if(in_use, [](const auto& grant) { return grant->pool() == nullptr; });
+  for (const auto& grant : in_use) {
+    if (grant->covers(bytes)) return grant->pool();
+  }
+  return nullptr;
+}
+
 class PoolAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    if (in_use && in_use->covers(bytes)) {
-      shm::Pool* pool = in_use->pool();
-      if (!pool) in_use.reset();
-      if (void* block = pool ? pool->allocate(bytes) : nullptr) {
-        c10::profiledCPUMemoryReporter().New(block, bytes);
-        return {block, block, &release_block, c10::Device(c10::DeviceType::CPU)};
-      }
-    }
-    return previous->allocate(bytes);
+    shm::Pool* pool = in_use.empty() || bytes < kSmallest ? nullptr : pool_for(bytes);
+    void* block = pool ? pool->allocate(bytes) : nullptr;
+    if (block == nullptr) return previous->allocate(bytes);
+    c10::profiledCPUMemoryReporter().New(block, bytes);
+    return {block, block, &release_block, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release_block; }
   void copy_data(void* to, const void* from, size_t bytes) const override { previous->copy_data(to, from, bytes); }
@@ -49,7 +54,7 @@ void install() {
   });
 }
 
-void use(const std::shared_ptr<const Grant>& grant) { in_use = grant; }
+void use(const std::shared_ptr<const Grant>& grant) { in_use.push_back(grant); }
 
 bool is_tensor_memory(const c10::DataPtr& data) {
   auto* deleter = data.get_deleter();

@@ -24,7 +24,7 @@ using Sizes = std::unordered_set<size_t>;
 class Grant {
  public:
   Grant(shm::Pool& pool, std::shared_ptr<const Sizes> sizes) : pool_(pool), sizes_(std::move(sizes)) {}
-  bool covers(size_t bytes) const { return bytes >= kSmallest && sizes_->count(bytes) > 0; }
+  bool covers(size_t bytes) const { return sizes_->count(bytes) > 0; }
   shm::Pool* pool() const { return valid_.load(std::memory_order_relaxed) ? &pool_ : nullptr; }
   void revoke() { valid_.store(false, std::memory_order_relaxed); }  // relaxed: a late allocation does no harm
 
@@ -37,7 +37,7 @@ class Grant {
 // Idempotent; on any thread, while no other thread allocates tensors for the first time.
 void install();
 
-// For the calling thread, until another one takes its place or it is revoked.
+// For the calling thread, until it is revoked.
 void use(const std::shared_ptr<const Grant>& grant);
 
 // True for the memory of a plain tensor: torch's own, or a pool's.

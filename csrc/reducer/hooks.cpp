@@ -38,15 +38,16 @@ class AfterAccumulate : public torch::autograd::FunctionPostHook {
 
 class BeforeOutput : public torch::autograd::FunctionPreHook {
  public:
-  explicit BeforeOutput(std::weak_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
+  BeforeOutput(std::weak_ptr<Reducer> reducer, void (Reducer::*call)()) : reducer_(std::move(reducer)), call_(call) {}
 
   variable_list operator()(const variable_list& grads) override {
-    if (auto reducer = reducer_.lock()) call_from_autograd([&] { reducer->on_output(); });
+    if (auto reducer = reducer_.lock()) call_from_autograd([&] { (*reducer.*call_)(); });
     return grads;
   }
 
  private:
   std::weak_ptr<Reducer> reducer_;
+  void (Reducer::*call_)();
 };
 
 // Lives in the callback of one graph task, which destroys it either way.
@@ -104,10 +105,22 @@ GradientHook::GradientHook(Reducer& reducer, size_t index, const at::Tensor& par
 
 GradientHook::~GradientHook() { node_->del_post_hook(key_); }
 
-bool hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output) {
+bool hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output, void (Reducer::*call)()) {
   const auto& node = output.grad_fn();
-  if (node) node->add_pre_hook(std::make_unique<BeforeOutput>(reducer));
+  if (node) node->add_pre_hook(std::make_unique<BeforeOutput>(reducer, call));
   return node != nullptr;
+}
+
+void pool_gradients_of_this_task(shm::Pool& pool, const std::shared_ptr<const gradient_memory::Sizes>& sizes) {
+  struct Revocation {
+    std::shared_ptr<gradient_memory::Grant> grant;
+    ~Revocation() { grant->revoke(); }
+  };
+  auto grant = std::make_shared<gradient_memory::Grant>(pool, sizes);
+  gradient_memory::use(grant);
+  // The task drops its callbacks when it ends, also when it fails.
+  auto revocation = std::make_shared<const Revocation>(grant);
+  torch::autograd::Engine::get_default_engine().queue_callback([revocation] { revocation->grant->revoke(); });
 }
 
 void queue_backward_end(std::shared_ptr<Reducer> reducer) {

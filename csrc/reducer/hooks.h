@@ -10,6 +10,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "reducer/cpu_allocator.h"
+
 namespace syncengine {
 
 class Reducer;
@@ -33,8 +35,11 @@ class GradientHook {
   at::ScalarType dtype_;
 };
 
-// Listens to the start of the backward that goes through `output`. False if it has no graph.
-bool hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output);
+// Listens to the start of the backward that goes through `output`: `call` runs. False if it has no graph.
+bool hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output, void (Reducer::*call)());
+
+// The graph task on this thread puts gradients of `sizes` into `pool`, until it ends.
+void pool_gradients_of_this_task(shm::Pool& pool, const std::shared_ptr<const gradient_memory::Sizes>& sizes);
 
 // Queues Reducer::on_backward_end in the graph task that runs on this thread; on_backward_abandoned is called instead if the
 // task ends without it.

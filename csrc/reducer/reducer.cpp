@@ -50,7 +50,6 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shar
 
 Reducer::~Reducer() {
   remove_hooks();
-  end_grant();
   if (pool_) pool_->trim();
 }
 
@@ -103,7 +102,7 @@ void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   if (brought_nothing_) check_parameters_take_part(outputs);
   phase_ = Phase::Armed;
   outputs_hooked_ = false;
-  for (const auto& output : outputs) outputs_hooked_ |= hook_output(weak_from_this(), output);
+  for (const auto& output : outputs) outputs_hooked_ |= hook_output(weak_from_this(), output, &Reducer::on_output);
 }
 
 // A module whose parameters were replaced would train without ever being synchronized.
@@ -122,6 +121,11 @@ void Reducer::check_parameters_take_part(const std::vector<at::Tensor>& outputs)
 
 // Checkpointing runs forward again while the backward that needs it is on its way: nothing begins.
 bool Reducer::recomputing() const { return phase_ == Phase::Syncing && inside_backward(); }
+
+void Reducer::prepare_for_local_backward(const std::vector<at::Tensor>& outputs) {
+  if (!pool_) return;
+  for (const auto& output : outputs) hook_output(weak_from_this(), output, &Reducer::on_local_output);
+}
 
 void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional) {
   std::lock_guard lock(mutex_);
@@ -185,14 +189,23 @@ void Reducer::on_output() {
   if (!whole_graph_runs()) return;
   if (phase_ == Phase::Consumed) throw_consumed();
   if (phase_ != Phase::Armed) return;
-  if (pool_) {
-    if (!grant_) grant_ = std::make_shared<gradient_memory::Grant>(*pool_, pooled_sizes_);
-    gradient_memory::use(grant_);
-  }
+  pool_gradients();
   // From here on the peers expect us: an error anywhere in this backward must reach them.
   watch_this_backward();
   // If no parameter at all is used here, no other hook will run.
   if (find_unused_parameters_) begin_backward();
+}
+
+void Reducer::on_local_output() {
+  std::lock_guard lock(mutex_);
+  pool_gradients();
+}
+
+// From here on this backward's gradients lie where peers reach them.
+void Reducer::pool_gradients() {
+  if (!pool_ || !pooled_sizes_) return;
+  int task = torch::autograd::get_current_graph_task_id();
+  if (std::exchange(pooled_task_, task) != task) pool_gradients_of_this_task(*pool_, pooled_sizes_);
 }
 
 bool Reducer::postpones(size_t index) const {
@@ -317,15 +330,10 @@ void Reducer::watch_this_backward() {
   ++tasks_watched_;
 }
 
-void Reducer::end_grant() {
-  if (grant_) grant_->revoke();
-  grant_.reset();
-}
-
 void Reducer::on_backward_end() {
   {
     std::lock_guard lock(mutex_);
-    if (--tasks_watched_ == 0) end_grant();
+    --tasks_watched_;
     brought_nothing_ = phase_ == Phase::Armed;
     if (phase_ != Phase::Syncing || buckets_missing_ > 0) return;
     phase_ = Phase::Finalizing;
@@ -375,7 +383,7 @@ void Reducer::deliver(Bucket& bucket) {
 void Reducer::on_backward_abandoned() noexcept {
   try {
     std::lock_guard lock(mutex_);
-    if (--tasks_watched_ == 0) end_grant();
+    --tasks_watched_;
     if (phase_ != Phase::Armed && phase_ != Phase::Syncing) return;
     tell_peers("backward aborted");
     settle_after_failure();

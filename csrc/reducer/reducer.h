@@ -48,6 +48,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool begin_forward(bool synchronize);
   // It has ended with these outputs (needed in full only to find unused parameters).
   void prepare_for_backward(const std::vector<at::Tensor>& outputs);
+  // The same for one whose backward will not average: it accumulates where a later one does.
+  void prepare_for_local_backward(const std::vector<at::Tensor>& outputs);
 
   void install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional);
   // Parameters in the order in which the last synchronized backward brought them; those that it did not bring are missing.
@@ -69,6 +71,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // For hooks only.
   void on_output();
+  void on_local_output();
   void on_gradient(size_t index, const at::Tensor& incoming);
   bool postpones(size_t index) const;
   void on_backward_end();
@@ -91,7 +94,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void announce(Bucket& bucket);
   void announce_usage();
   void watch_this_backward();
-  void end_grant();
+  void pool_gradients();
   void weigh(const Bucket& bucket);
   void finalize();
   void wait_for_buckets();
@@ -126,7 +129,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool outputs_hooked_ = false;   // on_output will tell of a backward through the last forward
   bool brought_nothing_ = false;  // the last backward through our outputs ended without any gradient
   std::shared_ptr<const gradient_memory::Sizes> pooled_sizes_;  // of the planned parameters
-  std::shared_ptr<gradient_memory::Grant> grant_;  // of this backward, to allocate from pool_
+  int pooled_task_ = -1;  // the graph task that puts gradients into pool_
   Statistics statistics_;
   Timeline timeline_;
   double divisor_;

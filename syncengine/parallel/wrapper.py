@@ -211,7 +211,10 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
         self.require_forward_param_sync = synchronize
         if not synchronize:
-            return self._call_module(inputs, kwargs)
+            output = self._call_module(inputs, kwargs)
+            if torch.is_grad_enabled():
+                self.reducer.prepare_for_local_backward(_outputs(output))
+            return output
         try:
             output = self._call_module(inputs, kwargs)
         except _StopRecomputationError:  # how checkpointing ends a forward early, in backward
@@ -221,9 +224,7 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
             self.communicator.abort(f"rank {rank} raised in forward: {type(error).__name__}: {error}")
             raise
         self._use_weights()
-        Reducer.prepare_for_backward(
-            self.reducer, [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
-        )
+        Reducer.prepare_for_backward(self.reducer, _outputs(output))
         return through_sink(output, self._ddp_sink_clone) if self.find_unused_parameters else output
 
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -254,6 +255,10 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
             cached = self._buffer_broadcast = StateBroadcast(self.communicator, buffers)
         with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
             cached(root)
+
+
+def _outputs(output: Any) -> list[torch.Tensor]:
+    return [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
 
 
 def _is_not(a: object, b: object) -> bool:
