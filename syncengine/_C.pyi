@@ -108,8 +108,8 @@ class Communicator:
 class LocalBootstrap:
     """How the ranks of one host find each other's memory: exchange addresses, then connect.
 
-    `options`: `numerics` and `algorithm` (str), `timeout` and `log_after` (seconds), `gradient_memory` (str), `arena_bytes` (0: the machine's
-    memory). All are needed.
+    `options`: `numerics`, `algorithm` and `gradient_memory` (str), `timeout` and `log_after` (seconds), `arena_bytes`
+    (0: the machine's memory). All are needed.
     """
 
     def __init__(self, rank: int, size: int, options: dict[str, Any]) -> None: ...

@@ -52,8 +52,11 @@ def init(
     - `numerics` ("rank_order"): order of summation: "rank_order", or "ring" for the bits of torch's DDP over Gloo.
     - `timeout`: seconds (or a timedelta) that anything may wait for other ranks; the timeout of an initialised
       torch.distributed, else 1800.
-    - `arena_bytes`: most memory for `empty` and staging on this rank; as much as the machine has. Taken when used.
+    - `arena_bytes`: most memory for `empty`, gradients and staging on this rank; as much as the machine has. Taken when
+      used.
     - `log_after` (5): seconds of waiting after which one line says for whom and for what.
+    - `gradient_memory` ("arena"): where Parallel's large gradients lie: "arena", where peers reduce them in place, or
+      "torch", wherever torch puts them; they are staged then. Never changes the bits.
 
     Raises InvalidUsage (bad setting or launch variable), Mismatch (ranks with other settings), Timeout (naming the
     ranks that did not come), PeerLost and Aborted (a rank ended or failed meanwhile).

@@ -33,8 +33,8 @@ Options parse(const py::dict& options) {
                                         {"direct", Algorithm::Direct},
                                         {"staged", Algorithm::Staged},
                                         {"one_shot", Algorithm::OneShot}});
-  result.gradient_memory = choose<GradientMemory>(
-      options, "gradient_memory", {{"arena", GradientMemory::Arena}, {"torch", GradientMemory::Torch}});
+  result.gradient_memory = choose<GradientMemory>(options, "gradient_memory",
+                                                  {{"arena", GradientMemory::Arena}, {"torch", GradientMemory::Torch}});
   result.timeout = seconds(options["timeout"].cast<double>());
   result.log_after = seconds(options["log_after"].cast<double>());
   result.arena_bytes = options["arena_bytes"].cast<size_t>();

@@ -131,8 +131,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<std::unique_ptr<shm::PeerArena>> peers_;
   std::unique_ptr<Bell> bell_;
   shm::Pool* gradient_pool_ = nullptr;  // made when it is asked for; under mutex_
-  bool lazy_ = false;                                    // no cores for the engines' threads beside the ranks' own
-  bool cores_to_spare_ = false;                          // enough for every rank's waiting thread to spin
+  bool lazy_ = false;                   // no cores for the engines' threads beside the ranks' own
+  bool cores_to_spare_ = false;         // enough for every rank's waiting thread to spin
 
   std::mutex mutex_;  // the progress lock
   std::vector<Movable*> movables_;

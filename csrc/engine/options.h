@@ -28,7 +28,7 @@ struct Options {
   Duration timeout = seconds(1800);
   Duration log_after = seconds(5);  // one line on stderr about who is missing
   GradientMemory gradient_memory = GradientMemory::Arena;
-  size_t arena_bytes = 0;           // address space of this rank's arena; 0: the machine's memory
+  size_t arena_bytes = 0;  // address space of this rank's arena; 0: the machine's memory
 };
 
 }  // namespace syncengine

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "base/dtype.h"
-#include "reducer/small_gradients.h"
 #include "engine/work.h"
+#include "reducer/small_gradients.h"
 
 namespace at {
 class Tensor;

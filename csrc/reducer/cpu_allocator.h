@@ -15,7 +15,8 @@
 
 namespace syncengine::gradient_memory {
 
-inline constexpr size_t kSmallest = 4096;  // bytes. Less would share a page with others, and can't be severed from peers
+inline constexpr size_t kSmallest =
+    4096;  // bytes. Less would share a page with others, and can't be severed from peers
 
 // Bytes of the gradients that belong into the pool.
 using Sizes = std::unordered_set<size_t>;

@@ -297,8 +297,8 @@ void Reducer::announce(Bucket& bucket) {
   operation.describe = [layout = bucket.layout] { return layout->describe(); };
   operation.keepalive = bucket.memory;
   if (bucket.small.memory())
-    operation.keepalive = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(
-        bucket.memory, bucket.small.memory());
+    operation.keepalive =
+        std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(bucket.memory, bucket.small.memory());
   timeline_.bucket();
   bucket.work = communicator_->announce(first_slot_ + layout.index, std::move(operation));
   bucket.state = Bucket::State::InFlight;

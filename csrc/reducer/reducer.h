@@ -110,7 +110,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   const std::shared_ptr<Communicator> communicator_;
   const std::shared_ptr<const ModelNames> names_;
   const bool find_unused_parameters_;
-  shm::Pool* const pool_;  // where large gradients are to lie, or null
+  shm::Pool* const pool_;      // where large gradients are to lie, or null
   const uint64_t first_slot_;  // one for each bucket there may be, and the last for usage
 
   mutable std::mutex mutex_;
@@ -129,7 +129,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool outputs_hooked_ = false;   // on_output will tell of a backward through the last forward
   bool brought_nothing_ = false;  // the last backward through our outputs ended without any gradient
   std::shared_ptr<const gradient_memory::Sizes> pooled_sizes_;  // of the planned parameters
-  int pooled_task_ = -1;  // the graph task that puts gradients into pool_
+  int pooled_task_ = -1;                                        // the graph task that puts gradients into pool_
   Statistics statistics_;
   Timeline timeline_;
   double divisor_;

@@ -26,7 +26,7 @@ class Pool {
     size_t bytes = 0;
     std::shared_ptr<void> keepalive = {};
     std::function<bool(size_t bytes)> commit = {};
-    std::function<bool(const void* block)> lost = {};  // true: never to be handed out again
+    std::function<bool(const void* block)> lost = {};            // true: never to be handed out again
     std::function<void(void* data, size_t bytes)> discard = {};  // gives pages back; their content is lost
   };
   static Pool& create(Memory memory);
