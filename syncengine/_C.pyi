@@ -128,7 +128,8 @@ class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.
 
     `parameters` and `parameter_names` are the same on all ranks, whether they require a gradient now or not;
-    `model_name` is for messages.
+    `model_name` is for messages. `sparse` says of each parameter whether its gradients are of sparse layout. The
+    options are those of DDP.
     """
 
     def __init__(
@@ -137,8 +138,14 @@ class Reducer:
         model_name: str,
         parameter_names: Sequence[str],
         communicator: Communicator,
-        find_unused_parameters: bool,
-        gradients_in_arena: bool,
+        sparse: Sequence[bool],
+        *,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        skip_all_reduce_unused_params: bool = False,
+        gradient_as_bucket_view: bool = False,
+        batched_grad_copy: bool = False,
+        gradients_in_arena: bool = True,
     ) -> None: ...
     def begin_forward(self, synchronize: bool) -> bool:
         """A forward with gradients enabled begins; `synchronize`: its backward will average.
@@ -169,6 +176,23 @@ class Reducer:
 
     def shadow_backward(self) -> None:
         """Takes part in a synchronized backward of the others without a gradient of its own."""
+    def set_comm_hook(self, state: Any, hook: Any) -> None:
+        """All buckets go through `hook(state, bucket)` instead of the engine. At most one of these three, once."""
+
+    def set_compression(self, dtype: torch.dtype) -> None:
+        """Gradients travel as `dtype`: float16 or bfloat16."""
+
+    def set_all_reduce_hook(self) -> None:
+        """As without a hook, but rounded as torch's all-reduce hook does, which divides."""
+
+    def set_static_graph(self) -> None:
+        """As the option; before the first backward."""
+
+    def install_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
+        """Waited for at the end of the next synchronized backward."""
+
+    def has_averaged(self) -> bool:
+        """Whether the last backward has averaged: for hooks that run after it."""
 
     def check_finalized(self) -> None:
         """Raises InvalidUsage, naming the parameters, if a synchronized backward is not complete."""

@@ -6,7 +6,7 @@
 
 import torch  # noqa: F401  (loads the libraries that the extension needs)
 
-from syncengine import errors
+from syncengine import errors, hooks
 from syncengine._C import Communicator, Work
 from syncengine.communicator import (
     all_gather,
@@ -36,6 +36,7 @@ __all__ = [
     "default_communicator",
     "empty",
     "errors",
+    "hooks",
     "init",
     "is_initialized",
     "local_rank",

@@ -14,13 +14,16 @@ WITH_TORCH = {"reducer", "bindings"}
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 
 # Modules of the package, bottom first; a folder counts as one.
-MODULES = ["errors", "_C", "config", "launch", "connect", "groups", "communicator", "parallel", "__init__"]
+MODULES = ["errors", "_C", "config", "launch", "connect", "groups", "communicator", "hooks", "parallel", "__init__"]
 PARALLEL_MODULES = [
     "outputs",
     "refusal",
     "groups",
     "buckets",
     "replication",
+    "delayed",
+    "optimizers",
+    "comm_hooks",
     "join",
     "weights",
     "uneven",

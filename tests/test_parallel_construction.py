@@ -144,8 +144,8 @@ def alone() -> None:
     assert not any(p.grad is None for p in module.parameters())
     assert threading.active_count() == 1
     pickle.loads(pickle.dumps(model))(torch.ones(2, 24)).sum().backward()
-    with pytest.raises(InvalidUsage, match="static_graph"):
-        syncengine.Parallel(module, static_graph=True)
+    with pytest.raises(InvalidUsage, match="mixed_precision"):
+        syncengine.Parallel(module, mixed_precision=object())
 
 
 def test_alone_it_is_the_module(pool: RankPool):

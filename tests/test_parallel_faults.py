@@ -202,7 +202,7 @@ def sparse_gradient() -> None:
 
     model = syncengine.Parallel(Functional())
     time.sleep(LATER)
-    with pytest.raises(SyncError, match="parameter table got a Sparse gradient"):
+    with pytest.raises(SyncError, match="parameter table got a Sparse one"):
         model(torch.tensor([1, 2])).sum().backward()
 
 

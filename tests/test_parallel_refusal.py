@@ -14,15 +14,11 @@ import syncengine
 from syncengine.errors import InvalidUsage
 
 REFUSED_ARGUMENTS: dict[str, Any] = {
-    "gradient_as_bucket_view": True,
-    "static_graph": True,
-    "batched_grad_copy": True,
-    "skip_all_reduce_unused_params": True,
     "mixed_precision": object(),
     "device_mesh": object(),
     "delay_all_reduce_named_params": [],
     "param_to_hook_all_reduce": torch.zeros(1),
-    "bucket_cap_mb_list": [1],
+    "bucket_cap_mb_list": [1, 0],
     "bucket_cap_mb": 0,
     "device_ids": [0],
     "output_device": 0,
@@ -37,7 +33,6 @@ def refused_arguments() -> None:
 
 
 REFUSED_MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "sparse": (lambda: nn.Sequential(nn.Embedding(3, 3, sparse=True)), "sparse gradients .0, sparse=True"),
     "lazy": (lambda: nn.LazyLinear(3), "weight is not initialized"),
     "frozen": (lambda: nn.Linear(1, 1).requires_grad_(False), "doesn't have any parameter that requires a gradient"),
     "meta": (lambda: nn.Linear(1, 1, device="meta"), "weight on meta"),
@@ -53,7 +48,7 @@ def refused_modules() -> None:
 
 def refused_methods() -> None:
     model = syncengine.Parallel(nn.Linear(1, 1))
-    for name in ("register_comm_hook", "_set_static_graph", "_register_fused_optim"):
+    for name in ("_set_sparse_metadata",):
         with pytest.raises(InvalidUsage, match=f"{name}.*not support|not support.*{name}"):
             getattr(model, name)()
 

@@ -1,9 +1,11 @@
 // syncengine._C.Reducer
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/bindings.h"
+#include "bindings/python_hook.h"
 #include "reducer/reducer.h"
 
 namespace syncengine {
@@ -14,13 +16,36 @@ namespace {
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::string model_name,
                                       std::vector<std::string> parameter_names,
-                                      std::shared_ptr<Communicator> communicator, bool find_unused_parameters,
-                                      bool gradients_in_arena) {
-  if (parameters.size() != parameter_names.size()) {
-    throw Error(ErrorKind::InvalidUsage, "Reducer needs one name for each parameter");
+                                      std::shared_ptr<Communicator> communicator, const std::vector<bool>& sparse,
+                                      bool find_unused_parameters, bool static_graph,
+                                      bool skip_all_reduce_unused_params, bool gradient_as_bucket_view,
+                                      bool batched_grad_copy, bool gradients_in_arena) {
+  if (parameters.size() != parameter_names.size() || parameters.size() != sparse.size()) {
+    throw Error(ErrorKind::InvalidUsage, "Reducer needs one name and one layout for each parameter");
   }
+  ReducerOptions options{.find_unused_parameters = find_unused_parameters,
+                         .static_graph = static_graph,
+                         .skip_all_reduce_unused_params = skip_all_reduce_unused_params,
+                         .gradient_as_bucket_view = gradient_as_bucket_view,
+                         .batched_grad_copy = batched_grad_copy,
+                         .gradients_in_arena = gradients_in_arena};
   return std::make_shared<Reducer>(std::move(parameters), ModelNames{std::move(model_name), std::move(parameter_names)},
-                                   std::move(communicator), find_unused_parameters, gradients_in_arena);
+                                   std::move(communicator), sparse, options);
+}
+
+void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {
+  auto python_hook = std::make_unique<PythonHook>(std::move(state), std::move(hook));
+  py::gil_scoped_release no_gil;
+  reducer.set_comm_hook(std::make_unique<CommHook>(std::move(python_hook)));
+}
+
+void set_compression(Reducer& reducer, at::ScalarType dtype) { reducer.set_compression(Compression(dtype)); }
+
+void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<torch::jit::PythonFutureWrapper>>& futures) {
+  std::vector<TorchFuture> unwrapped;
+  for (const auto& future : futures) unwrapped.push_back(future->fut);
+  py::gil_scoped_release no_gil;
+  reducer.install_futures(std::move(unwrapped));
 }
 
 void shadow_backward(Reducer& reducer) {
@@ -79,7 +104,10 @@ void bind_reducer(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer")
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("model_name"), py::arg("parameter_names"),
-           py::arg("communicator"), py::arg("find_unused_parameters"), py::arg("gradients_in_arena"), NoGil())
+           py::arg("communicator"), py::arg("sparse"), py::kw_only(), py::arg("find_unused_parameters") = false,
+           py::arg("static_graph") = false, py::arg("skip_all_reduce_unused_params") = false,
+           py::arg("gradient_as_bucket_view") = false, py::arg("batched_grad_copy") = false,
+           py::arg("gradients_in_arena") = true, NoGil())
       .def("begin_forward", &Reducer::begin_forward, py::arg("synchronize"), NoGil())
       .def("prepare_for_local_backward", &Reducer::prepare_for_local_backward, py::arg("outputs"), NoGil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), NoGil())
@@ -87,6 +115,12 @@ void bind_reducer(py::module_& module) {
       .def("ready_order", &Reducer::ready_order, NoGil())
       .def("average_over", &Reducer::average_over, py::arg("divisor"), py::arg("weight"), NoGil())
       .def("shadow_backward", &shadow_backward)
+      .def("set_comm_hook", &set_comm_hook, py::arg("state"), py::arg("hook"))
+      .def("set_compression", &set_compression, py::arg("dtype"), NoGil())
+      .def("set_all_reduce_hook", &Reducer::set_all_reduce_hook, NoGil())
+      .def("set_static_graph", &Reducer::set_static_graph, NoGil())
+      .def("install_futures", &install_futures, py::arg("futures"))
+      .def("has_averaged", &Reducer::has_averaged, NoGil())
       .def("check_finalized", &Reducer::check_finalized, NoGil())
       .def("remove_hooks", &Reducer::remove_hooks, NoGil())
       .def("timeline", &timeline_dict)

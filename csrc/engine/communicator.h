@@ -60,6 +60,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // What fails or closes the communicator of the whole job does so with all that came of it by split().
   virtual void abort(ErrorKind kind, const std::string& text) = 0;
   virtual void throw_if_failed() const = 0;
+  // The same, after a look at the peers: for a rank that waits for something else than this communicator's work.
+  virtual void check_peers() { throw_if_failed(); }
 
   // Collective over this communicator. Every rank names the group it will be in (ranks of this communicator, its own among
   // them), or none and gets nullptr. Blocks.

@@ -141,6 +141,12 @@ void ShmCommunicator::throw_if_failed() const {
   if (error_) std::rethrow_exception(error_);
 }
 
+void ShmCommunicator::check_peers() {
+  engine_->throw_if_forked();
+  engine_->locked([&] { look_around(); });
+  throw_if_failed();
+}
+
 void ShmCommunicator::close() {
   if (engine_->arena()->forked()) return;
   engine_->locked([&] {

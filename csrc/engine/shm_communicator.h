@@ -33,6 +33,7 @@ class ShmCommunicator final : public Communicator, private Movable {
             std::optional<Duration> at_most) override;
   void abort(ErrorKind kind, const std::string& text) override;
   void throw_if_failed() const override;
+  void check_peers() override;
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>& interrupted) override;
   std::shared_ptr<void> allocate(size_t bytes) override;
   shm::Pool* gradient_pool() override { return engine_->gradient_pool(); }

@@ -29,6 +29,7 @@ struct BucketLayout {
   size_t index;
   DType dtype;
   std::vector<size_t> parameters;  // in the order in which they lie in the concatenation
+  bool sparse;                     // of one gradient of sparse layout
   uint64_t hash;                   // of indices, sizes and dtype: equal on all ranks, or the reduction is a Mismatch
 
   // "bucket 3 of Parallel(GPT) (layer.weight, layer.bias, ...)"
@@ -39,8 +40,9 @@ struct Bucket {
   enum class State : uint8_t {
     Filling,   // waits for gradients
     Ready,     // has all of them
-    InFlight,  // announced to the peers
+    InFlight,  // announced to the peers, or handed to the communication hook
     Reduced,   // averages are in place
+    Skipped,   // nobody has a gradient in it
   };
 
   std::shared_ptr<const BucketLayout> layout;

@@ -1,9 +1,12 @@
 #include "reducer/gradient.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/utils/grad_layout_contract.h>
+
+#include <utility>
 
 #include "base/error.h"
 #include "reducer/cpu_allocator.h"
@@ -18,6 +21,14 @@ at::Tensor empty_like_parameter(const at::Tensor& parameter) {
     return at::empty_strided(parameter.sizes(), parameter.strides(), parameter.options());
   }
   return at::empty(parameter.sizes(), parameter.options());
+}
+
+// The sparse gradient of a table that was not looked into.
+at::Tensor empty_rows(const at::Tensor& table) {
+  auto values = table.sizes().vec();
+  values[0] = 0;
+  return at::_sparse_coo_tensor_unsafe(at::empty({1, 0}, table.options().dtype(at::kLong)),
+                                       at::empty(values, table.options()), table.sizes(), table.options());
 }
 
 bool follows_layout(const at::Tensor& grad, const at::Tensor& parameter) {
@@ -39,7 +50,8 @@ bool has_one_holder(const at::TensorBase& tensor) {
 }
 
 bool shares_storage(const at::TensorBase& a, const at::TensorBase& b) {
-  return b.defined() && b.has_storage() && a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+  return a.has_storage() && b.defined() && b.has_storage() &&
+         a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
 }
 
 // Whether `grad`, which took over the memory of `incoming`, is all that will ever look at that memory: every holder is
@@ -56,11 +68,19 @@ bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming) {
   return storage.use_count() == known_holders && gradient_memory::is_tensor_memory(storage.data_ptr());
 }
 
-void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, const std::string& name) {
-  if (grad.layout() != c10::kStrided) {
-    throw Error(ErrorKind::InvalidUsage,
-                "parameter " + name + " got a " + c10::str(grad.layout()) +
-                    " gradient; only dense gradients are supported (for nn.Embedding: sparse=False)");
+// Whether something else may still look at the memory that `grad` took over from `incoming`, if it did.
+bool is_shared(const at::Tensor& grad, const at::Tensor& incoming) {
+  return shares_storage(grad, incoming) && !took_over_exclusively(grad, incoming);
+}
+
+void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, bool sparse, const std::string& name) {
+  if (grad.layout() != (sparse ? c10::kSparse : c10::kStrided)) {
+    throw Error(
+        ErrorKind::InvalidUsage,
+        "Expected variable to have " + std::string(sparse ? "sparse" : "dense") + " gradient: parameter " + name +
+            " got a " + c10::str(grad.layout()) +
+            " one. The weight of an nn.Embedding or nn.EmbeddingBag with sparse=True always gets a sparse one, and "
+            "no other parameter does, nor one that is used elsewhere, too");
   }
   if (grad.scalar_type() != parameter.scalar_type() || !grad.is_cpu()) {
     throw Error(ErrorKind::InvalidUsage, "the gradient of parameter " + name + " is " + c10::str(grad.scalar_type()) +
@@ -74,12 +94,30 @@ void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, const 
 void Gradient::collect(const at::Tensor& incoming, const std::string& name, Statistics& statistics) {
   const at::Tensor& grad = parameter_.grad();
   if (!grad.defined()) return collect_unused(statistics);
-  check_reducible(grad, parameter_, name);
-  if (!follows_layout(grad, parameter_)) {
+  collect(!sparse_ && is_shared(grad, incoming), name, statistics);
+}
+
+void Gradient::note(const at::Tensor& incoming) {
+  const at::Tensor& grad = parameter_.grad();
+  if (grad.defined() && grad.layout() == c10::kStrided) shared_ |= is_shared(grad, incoming);
+}
+
+void Gradient::collect_noted(const std::string& name, Statistics& statistics) {
+  if (!parameter_.grad().defined()) return collect_unused(statistics);
+  collect(std::exchange(shared_, false), name, statistics);
+}
+
+void Gradient::collect(bool shared, const std::string& name, Statistics& statistics) {
+  const at::Tensor& grad = parameter_.grad();
+  check_reducible(grad, parameter_, sparse_, name);
+  if (sparse_) {
+    source_ = Source::Own;
+    memory_ = grad;
+  } else if (!follows_layout(grad, parameter_)) {
     copy_out(Source::Copy, CopyReason::Layout, grad, statistics);
   } else if (grad.requires_grad()) {
     copy_out(Source::Copy, CopyReason::Graph, grad, statistics);
-  } else if (shares_storage(grad, incoming) && !took_over_exclusively(grad, incoming)) {
+  } else if (shared) {
     copy_out(Source::Replace, CopyReason::SharedStorage, grad, statistics);
   } else {
     // Either taken over from `incoming`, or a .grad that existed before (or was made by a copy) and that autograd itself
@@ -96,7 +134,7 @@ void Gradient::collect_unused(Statistics& statistics) {
 void Gradient::collect_absent() {
   at::NoGradGuard no_grad;
   source_ = Source::Absent;
-  memory_ = empty_like_parameter(parameter_).zero_();
+  memory_ = sparse_ ? empty_rows(parameter_) : empty_like_parameter(parameter_).zero_();
 }
 
 void Gradient::weigh(double weight) {
@@ -110,6 +148,10 @@ void Gradient::weigh(double weight) {
 void Gradient::copy_out(Source source, CopyReason reason, const at::Tensor& grad, Statistics& statistics) {
   at::NoGradGuard no_grad;
   source_ = source;
+  if (sparse_) {
+    memory_ = grad.defined() ? grad.clone() : empty_rows(parameter_);
+    return;
+  }
   memory_ = empty_like_parameter(parameter_);
   if (grad.defined()) {
     memory_.copy_(grad);
@@ -135,8 +177,21 @@ void Gradient::deliver(bool used) {
   memory_.reset();
 }
 
+void Gradient::keep() {
+  const at::Tensor& grad = parameter_.grad();
+  if (grad.defined() && grad.has_storage()) kept_ = grad.storage().getWeakStorageImpl();
+}
+
+bool Gradient::is_kept() const {
+  const at::Tensor& grad = parameter_.grad();
+  if (!grad.defined() || !grad.has_storage()) return false;
+  auto kept = kept_.lock();
+  return kept && kept.get() == grad.storage().unsafeGetStorageImpl();
+}
+
 void Gradient::discard() {
   if (source_ != Source::Absent) parameter_.mutable_grad().reset();
+  shared_ = false;
   source_ = Source::None;
   memory_.reset();
 }

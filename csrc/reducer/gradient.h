@@ -20,15 +20,24 @@ namespace syncengine {
 
 class Gradient {
  public:
-  explicit Gradient(at::Tensor parameter) : parameter_(std::move(parameter)) {}
+  // `sparse`: expected to be of sparse layout (nn.Embedding(sparse=True)), and then never of another.
+  Gradient(at::Tensor parameter, bool sparse) : parameter_(std::move(parameter)), sparse_(sparse) {}
 
   const at::Tensor& parameter() const { return parameter_; }
+  bool sparse() const { return sparse_; }
   bool collected() const { return source_ != Source::None; }
   std::byte* data() const { return static_cast<std::byte*>(memory_.mutable_data_ptr()); }
   const at::Tensor& memory() const { return memory_; }
 
+  // Whether collect_unused() was the last to be called.
+  bool stands_in() const { return source_ == Source::Unused; }
+
   // Takes what autograd left in .grad. `incoming` is the tensor that was accumulated: .grad may have taken over its memory.
   void collect(const at::Tensor& incoming, const std::string& name, Statistics& statistics);
+  // The same in two steps, for a gradient that may be accumulated several times in one backward: what was accumulated is
+  // noted each time, and collected when all has come.
+  void note(const at::Tensor& incoming);
+  void collect_noted(const std::string& name, Statistics& statistics);
   // Stands in for a gradient that this rank does not have.
   void collect_unused(Statistics& statistics);
   // Stands in for the gradient of a rank that has no batch: zeros, and .grad is nobody's business.
@@ -40,6 +49,10 @@ class Gradient {
   // The average will never be complete: .grad becomes None.
   void discard();
 
+  // Remembers .grad's memory; is_kept: .grad still lies in it.
+  void keep();
+  bool is_kept() const;
+
  private:
   enum class Source : uint8_t {
     None,     // not collected
@@ -50,11 +63,15 @@ class Gradient {
     Absent,   // a private tensor that is forgotten
   };
 
+  void collect(bool shared, const std::string& name, Statistics& statistics);
   void copy_out(Source source, CopyReason reason, const at::Tensor& grad, Statistics& statistics);
 
   at::Tensor parameter_;
   at::Tensor memory_;
   Source source_ = Source::None;
+  bool sparse_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> kept_{c10::intrusive_ptr<c10::StorageImpl>()};
+  bool shared_ = false;  // noted: something else holds .grad's memory
 };
 
 }  // namespace syncengine

@@ -29,9 +29,12 @@ BucketLayout make_layout(size_t index, const std::vector<size_t>& parameters, co
     if (!own) fail(names->parameters[i] + " has dtype " + c10::toString(parameter.scalar_type()) + ", not supported");
     if (dtype && own != dtype) fail(names->parameters[i] + " differs in dtype from the parameters before it");
     dtype = own;
+    if (gradients[i].sparse() && parameters.size() > 1) {
+      fail("the sparse gradient of " + names->parameters[i] + " needs a bucket of its own");
+    }
     hash = mix(mix(mix(hash, i), parameter.nbytes()), static_cast<uint64_t>(*own));
   }
-  return {names, index, *dtype, parameters, hash};
+  return {names, index, *dtype, parameters, gradients[parameters[0]].sparse(), hash};
 }
 
 }  // namespace

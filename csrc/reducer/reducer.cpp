@@ -7,37 +7,31 @@
 
 #include "base/error.h"
 #include "reducer/plan.h"
-#include "reducer/python_error.h"
 
 namespace syncengine {
 
 namespace {
 
-std::vector<Gradient> make_gradients(std::vector<at::Tensor> parameters) {
+std::vector<Gradient> make_gradients(std::vector<at::Tensor> parameters, const std::vector<bool>& sparse) {
   std::vector<Gradient> gradients;
   gradients.reserve(parameters.size());
-  for (auto& parameter : parameters) gradients.emplace_back(std::move(parameter));
+  for (size_t i = 0; i < parameters.size(); ++i) gradients.emplace_back(std::move(parameters[i]), sparse[i]);
   return gradients;
 }
 
 bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
 
-// True in backward() without `inputs`: it accumulates into every leaf. autograd.grad() and backward(inputs=...) do not.
-bool whole_graph_runs() {
-  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  return chosen == nullptr || chosen->empty();
-}
-
 }  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shared_ptr<Communicator> communicator,
-                 bool find_unused_parameters, bool gradients_in_arena)
+                 const std::vector<bool>& sparse, const ReducerOptions& options)
     : communicator_(std::move(communicator)),
       names_(std::make_shared<const ModelNames>(std::move(names))),
-      find_unused_parameters_(find_unused_parameters),
-      pool_(gradients_in_arena ? communicator_->gradient_pool() : nullptr),
+      options_(options),
+      scaling_(scaling_of(options, communicator_->numerics())),
+      pool_(options.gradients_in_arena ? communicator_->gradient_pool() : nullptr),
       first_slot_(communicator_->reserve_slots(parameters.size() + 1)),
-      gradients_(make_gradients(std::move(parameters))),
+      gradients_(make_gradients(std::move(parameters), sparse)),
       hooks_(gradients_.size()),
       planned_(gradients_.size()),
       bucket_of_(gradients_.size()),
@@ -46,6 +40,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shar
       used_here_(gradients_.size()),
       used_anywhere_(std::make_shared<std::vector<uint8_t>>(gradients_.size())) {
   if (pool_) gradient_memory::install();
+  if (options.static_graph) static_graph_ = std::make_unique<StaticGraph>(gradients_.size());
 }
 
 Reducer::~Reducer() {
@@ -68,6 +63,14 @@ bool Reducer::begin_forward(bool synchronize) {
   if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
   if (synchronize) timeline_.begin_forward(statistics_.backwards);
   follow_requires_grad();
+  bool wanted_plan = std::exchange(wants_plan_, plan_is_outdated());
+  if (wants_plan_ && !wanted_plan && scaling_ == Scaling::DivideViewed) {
+    for (Gradient& gradient : gradients_) gradient.keep();  // here DDP makes buckets, and moves them there
+  }
+  return wants_plan_;
+}
+
+bool Reducer::plan_is_outdated() const {
   for (size_t i = 0; i < hooks_.size(); ++i) {
     if ((hooks_[i] != nullptr) != planned_[i]) return true;
   }
@@ -95,7 +98,7 @@ void Reducer::follow_requires_grad() {
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   std::lock_guard lock(mutex_);
   if (recomputing()) return;
-  if (find_unused_parameters_) {
+  if (finds_unused()) {
     if (phase_ != Phase::Armed) reachable_.assign(reachable_.size(), false);
     mark_used(outputs, accumulators_, reachable_);
   }
@@ -141,10 +144,17 @@ void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool
     for (size_t i : buckets_[b].layout->parameters) {
       planned_[i] = true;
       bucket_of_[i] = b;
-      sizes.insert(gradients_[i].parameter().nbytes());
+      if (!gradients_[i].sparse()) sizes.insert(gradients_[i].parameter().nbytes());
     }
   }
   pooled_sizes_ = std::make_shared<const gradient_memory::Sizes>(std::move(sizes));
+  sparse_.clear();
+  for (const auto& bucket : buckets_) {
+    if (bucket.layout->sparse) sparse_.push_back(bucket.layout->parameters[0]);
+  }
+  std::sort(sparse_.begin(), sparse_.end());
+  if (comm_hook_) comm_hook_->reset(buckets_.size());
+  wants_plan_ = false;
   ready_order_.reserve(gradients_.size());
 }
 
@@ -173,6 +183,57 @@ void Reducer::check_finalized() const {
   if (phase_ == Phase::Syncing) throw Error(ErrorKind::InvalidUsage, unfinished_text());
 }
 
+void Reducer::set_comm_hook(std::unique_ptr<CommHook> hook) {
+  std::lock_guard lock(mutex_);
+  check_no_hook();
+  hook->reset(buckets_.size());
+  comm_hook_ = std::move(hook);
+}
+
+void Reducer::set_compression(Compression compression) {
+  std::lock_guard lock(mutex_);
+  check_no_hook();
+  for (size_t i = 0; i < gradients_.size(); ++i) compression.check(gradients_[i].parameter(), name(i));
+  compression_ = compression;
+  divide_contributions();
+}
+
+void Reducer::set_all_reduce_hook() {
+  std::lock_guard lock(mutex_);
+  check_no_hook();
+  all_reduce_hook_ = true;
+  divide_contributions();
+}
+
+// torch's own hooks divide; see Scaling.
+void Reducer::divide_contributions() { scaling_ = scaling_of({.batched_grad_copy = true}, communicator_->numerics()); }
+
+void Reducer::check_no_hook() const {
+  if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing) {
+    throw Error(ErrorKind::InvalidUsage, names_->model + ": hooks can't be registered in the middle of a backward");
+  }
+  if (comm_hook_ || compression_ || all_reduce_hook_) {
+    throw Error(ErrorKind::InvalidUsage, "register_comm_hook or register_builtin_comm_hook can only be called once.");
+  }
+}
+
+void Reducer::set_static_graph() {
+  std::lock_guard lock(mutex_);
+  if (statistics_.backwards > 0 || phase_ == Phase::Syncing) {
+    throw Error(ErrorKind::InvalidUsage,
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                "constructed.");
+  }
+  if (!static_graph_) static_graph_ = std::make_unique<StaticGraph>(gradients_.size());
+}
+
+void Reducer::install_futures(std::vector<TorchFuture> futures) {
+  std::lock_guard lock(mutex_);
+  for (auto& future : futures) futures_.push_back(std::move(future));
+}
+
+bool Reducer::has_averaged() const { return phase_ == Phase::Consumed; }
+
 void Reducer::remove_hooks() {
   std::lock_guard lock(mutex_);
   accumulators_.clear();
@@ -180,276 +241,6 @@ void Reducer::remove_hooks() {
     hooks_[i].reset();
     restore_user_hooks(gradients_[i].parameter());
   }
-}
-
-// --- Backward
-
-void Reducer::on_output() {
-  std::lock_guard lock(mutex_);
-  if (!whole_graph_runs()) return;
-  if (phase_ == Phase::Consumed) throw_consumed();
-  if (phase_ != Phase::Armed) return;
-  pool_gradients();
-  // From here on the peers expect us: an error anywhere in this backward must reach them.
-  watch_this_backward();
-  // If no parameter at all is used here, no other hook will run.
-  if (find_unused_parameters_) begin_backward();
-}
-
-void Reducer::on_local_output() {
-  std::lock_guard lock(mutex_);
-  pool_gradients();
-}
-
-// From here on this backward's gradients lie where peers reach them.
-void Reducer::pool_gradients() {
-  if (!pool_ || !pooled_sizes_) return;
-  int task = torch::autograd::get_current_graph_task_id();
-  if (std::exchange(pooled_task_, task) != task) pool_gradients_of_this_task(*pool_, pooled_sizes_);
-}
-
-bool Reducer::postpones(size_t index) const {
-  std::lock_guard lock(mutex_);
-  return planned_[index] && (phase_ == Phase::Armed || phase_ == Phase::Syncing);
-}
-
-void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
-  if (phase_.load(std::memory_order_relaxed) == Phase::Local && !find_unused_parameters_) return;  // set by this thread
-  std::lock_guard lock(mutex_);
-  if (find_unused_parameters_ && gradients_[index].parameter().grad().defined()) used_here_[index] = true;
-  switch (phase_) {
-    case Phase::Local: return;
-    case Phase::Finalizing: throw_collected_twice(index);
-    case Phase::Consumed:
-      if (tasks_watched_ > 0) throw_collected_twice(index);
-      if (!outputs_hooked_) throw_consumed();  // as far as one can tell
-      return;                                  // a backward that is none of ours: on_output has not run
-    case Phase::Armed:
-      watch_this_backward();
-      begin_backward();
-      break;
-    case Phase::Syncing: watch_this_backward();
-  }
-  collect(index, incoming);
-}
-
-void Reducer::begin_backward() {
-  phase_ = Phase::Syncing;
-  plan_used_ = true;
-  for (auto& bucket : buckets_) {
-    bucket.state = Bucket::State::Filling;
-    bucket.missing = bucket.layout->parameters.size();
-  }
-  buckets_missing_ = buckets_.size();
-  ready_order_.clear();
-  timeline_.begin_backward(statistics_.backwards, gradients_.size());
-  statistics_ = Statistics{.backwards = statistics_.backwards + 1, .buckets = buckets_.size()};
-  if (!find_unused_parameters_) return;
-  for (size_t i = 0; i < planned_.size(); ++i) {
-    if (!planned_[i] || reachable_[i]) continue;
-    gradients_[i].collect_unused(statistics_);
-    count_collected(i);
-  }
-}
-
-void Reducer::collect(size_t index, const at::Tensor& incoming) {
-  Gradient& gradient = gradients_[index];
-  if (gradient.collected() || !planned_[index]) throw_collected_twice(index);
-  try {
-    gradient.collect(incoming, name(index), statistics_);
-  } catch (const Error& error) {
-    tell_peers(error.what());
-    throw;
-  }
-  ready_order_.push_back(index);
-  timeline_.gradient();
-  count_collected(index);
-}
-
-void Reducer::count_collected(size_t index) {
-  Bucket& bucket = buckets_[bucket_of_[index]];
-  if (--bucket.missing > 0) return;
-  bucket.state = Bucket::State::Ready;
-  if (weight_ != 1.0) weigh(bucket);
-  announce(bucket);
-  if (--buckets_missing_ == 0 && find_unused_parameters_) announce_usage();
-}
-
-void Reducer::announce(Bucket& bucket) {
-  const BucketLayout& layout = *bucket.layout;
-  Operation operation;
-  operation.dtype = layout.dtype;
-  operation.op = ReduceOp::Avg;
-  operation.numerics = communicator_->numerics();
-  // DDP scales each contribution as it copies it into the bucket; rank_order scales the sum, and so rounds once.
-  double& scale = operation.numerics == Numerics::Ring ? operation.prescale : operation.postscale;
-  scale = 1.0 / divisor_;
-  bucket.memory = std::make_shared<std::vector<at::Tensor>>();
-  bucket.memory->reserve(layout.parameters.size());
-  for (size_t i : layout.parameters) bucket.memory->push_back(gradients_[i].memory());
-  if (pool_ && operation.prescale == 1.0) bucket.small = SmallGradients::gather(*pool_, *bucket.memory, statistics_);
-  for (size_t i = 0; i < bucket.memory->size(); ++i) {
-    operation.output.add(bucket.small.place(*bucket.memory, i), (*bucket.memory)[i].nbytes());
-  }
-  statistics_.reduced_bytes += operation.output.bytes();
-  operation.input = operation.output;
-  operation.layout_hash = layout.hash;
-  operation.describe = [layout = bucket.layout] { return layout->describe(); };
-  operation.keepalive = bucket.memory;
-  if (bucket.small.memory())
-    operation.keepalive =
-        std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(bucket.memory, bucket.small.memory());
-  timeline_.bucket();
-  bucket.work = communicator_->announce(first_slot_ + layout.index, std::move(operation));
-  bucket.state = Bucket::State::InFlight;
-}
-
-void Reducer::announce_usage() {
-  for (size_t i = 0; i < used_here_.size(); ++i) (*used_anywhere_)[i] = used_here_[i];
-  Operation operation;
-  operation.dtype = DType::UInt8;
-  operation.op = ReduceOp::Max;
-  operation.numerics = communicator_->numerics();
-  operation.output.add(used_anywhere_->data(), used_anywhere_->size());
-  operation.input = operation.output;
-  operation.describe = [names = names_] { return "used parameters of " + names->model; };
-  operation.keepalive = used_anywhere_;
-  usage_work_ = communicator_->announce(first_slot_ + gradients_.size(), std::move(operation));
-}
-
-// --- Backward's end
-//
-// Callbacks run at the end of the graph task they were queued in. Reentrant checkpointing nests tasks, and an inner one may
-// end before later hooks run or bring the last gradient itself. So each task that we see gets a callback, and the first to
-// find all buckets announced finalizes. That may be an inner task: nothing written here is read by an outer one.
-
-void Reducer::watch_this_backward() {
-  int task = torch::autograd::get_current_graph_task_id();
-  if (std::exchange(watched_task_, task) == task) return;
-  queue_backward_end(shared_from_this());
-  ++tasks_watched_;
-}
-
-void Reducer::on_backward_end() {
-  {
-    std::lock_guard lock(mutex_);
-    --tasks_watched_;
-    brought_nothing_ = phase_ == Phase::Armed;
-    if (phase_ != Phase::Syncing || buckets_missing_ > 0) return;
-    phase_ = Phase::Finalizing;
-  }
-  finalize();
-  for (const auto& bucket : buckets_) {
-    for (size_t i : bucket.layout->parameters) run_postponed(gradients_[i].parameter());
-  }
-}
-
-void Reducer::finalize() {
-  try {
-    wait_for_buckets();
-  } catch (...) {
-    std::lock_guard lock(mutex_);
-    settle_after_failure();
-    throw;
-  }
-  {
-    std::lock_guard lock(mutex_);
-    for (auto& bucket : buckets_) deliver(bucket);
-    used_here_.assign(used_here_.size(), false);
-    timeline_.end();
-    divisor_ = communicator_->size();
-    weight_ = 1.0;
-    phase_ = Phase::Consumed;
-  }
-}
-
-void Reducer::wait_for_buckets() {
-  for (const auto& bucket : buckets_) communicator_->wait(bucket.work, raise_pending_signal);
-  if (find_unused_parameters_) communicator_->wait(usage_work_, raise_pending_signal);
-}
-
-void Reducer::deliver(Bucket& bucket) {
-  bucket.small.scatter(*bucket.memory);
-  for (size_t i : bucket.layout->parameters) {
-    gradients_[i].deliver(!find_unused_parameters_ || (*used_anywhere_)[i] != 0);
-  }
-  bucket.state = Bucket::State::Reduced;
-  bucket.work.reset();
-  bucket.memory->clear();  // the engine may hold the operation a little longer
-  bucket.memory.reset();
-  bucket.small = {};
-}
-
-void Reducer::on_backward_abandoned() noexcept {
-  try {
-    std::lock_guard lock(mutex_);
-    --tasks_watched_;
-    if (phase_ != Phase::Armed && phase_ != Phase::Syncing) return;
-    tell_peers("backward aborted");
-    settle_after_failure();
-  } catch (...) {
-    // In a destructor, on the way of the error that ended this backward.
-  }
-}
-
-void Reducer::settle_after_failure() {
-  for (auto& bucket : buckets_) {
-    if (bucket.work && bucket.work->state() == Work::State::Done && !find_unused_parameters_) {
-      deliver(bucket);
-      continue;
-    }
-    for (size_t i : bucket.layout->parameters) gradients_[i].discard();
-    bucket.work.reset();
-    bucket.memory.reset();  // not cleared: the engine keeps what it might still touch
-    bucket.small = {};
-  }
-  phase_ = Phase::Consumed;
-}
-
-// --- Texts
-
-// They wait for gradients that this rank will not bring.
-void Reducer::tell_peers(const std::string& text) const {
-  auto rank = communicator_->global_ranks()[communicator_->rank()];
-  communicator_->abort(ErrorKind::Aborted, "rank " + std::to_string(rank) + ": " + text);
-}
-
-std::string Reducer::unfinished_text() const {
-  std::string indices, missing;
-  size_t next = 0;  // DDP counts only parameters that require a gradient
-  for (size_t i = 0; i < gradients_.size(); ++i) {
-    size_t index = next;
-    if (!planned_[i] || (++next, gradients_[i].collected())) continue;
-    indices += " " + std::to_string(index);
-    missing += (missing.empty() ? "" : ", ") + name(i);
-  }
-  auto rank = std::to_string(communicator_->global_ranks()[communicator_->rank()]);
-  return "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
-         "that "
-         "your module has parameters that were not used in producing loss. You can enable unused parameter detection "
-         "by "
-         "passing the keyword argument `find_unused_parameters=True` to `syncengine.Parallel`, and by making sure all "
-         "`forward` function outputs participate in calculating loss.\nParameter indices which did not receive grad "
-         "for "
-         "rank " +
-         rank + ":" + indices + "\nParameters which did not receive grad for rank " + rank + ": " + missing;
-}
-
-void Reducer::throw_collected_twice(size_t index) const {
-  std::string text = "Expected to mark a variable ready only once. Parameter " + std::to_string(index) + " (" +
-                     name(index) + ") of " + names_->model +
-                     " got another gradient when its average was already on its way: it is used " +
-                     "outside of the module's forward, or in several reentrant checkpoints (use_reentrant=False helps)";
-  tell_peers(text);
-  throw Error(ErrorKind::InvalidUsage, text);
-}
-
-void Reducer::throw_consumed() const {
-  throw Error(
-      ErrorKind::InvalidUsage,
-      "this backward runs through a forward of " + names_->model + " that an earlier backward has already " +
-          "synchronized, so its gradients would differ between ranks. Run one backward over the sum of the losses, "
-          "or the earlier forwards and backwards under no_sync()");
 }
 
 }  // namespace syncengine

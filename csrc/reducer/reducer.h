@@ -19,14 +19,21 @@
 #include <cstddef>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "engine/communicator.h"
 #include "reducer/bucket.h"
+#include "reducer/comm_hook.h"
+#include "reducer/compression.h"
 #include "reducer/cpu_allocator.h"
+#include "reducer/future.h"
 #include "reducer/gradient.h"
 #include "reducer/hooks.h"
+#include "reducer/options.h"
+#include "reducer/scaling.h"
+#include "reducer/static_graph.h"
 #include "reducer/statistics.h"
 #include "reducer/timeline.h"
 #include "reducer/unused.h"
@@ -36,8 +43,9 @@ namespace syncengine {
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   // All the parameters that might ever be synchronized, whether they require a gradient now or not; the same on all ranks.
+  // `sparse`, of each: whether its gradients are of sparse layout.
   Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shared_ptr<Communicator> communicator,
-          bool find_unused_parameters, bool gradients_in_arena);
+          const std::vector<bool>& sparse, const ReducerOptions& options);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -65,6 +73,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Takes part in a synchronized backward of the others without a gradient of its own. Blocks.
   void shadow_backward();
 
+  // At most one of these, once: all buckets go through a hook; or travel in a smaller dtype; or as without, but scaled as
+  // torch's all-reduce hook scales.
+  void set_comm_hook(std::unique_ptr<CommHook> hook);
+  void set_compression(Compression compression);
+  void set_all_reduce_hook();
+  // Before the first backward.
+  void set_static_graph();
+  // Waited for at the end of the next synchronized backward.
+  void install_futures(std::vector<TorchFuture> futures);
+
+  // Whether the last backward has averaged: what post-accumulate hooks of the user see.
+  bool has_averaged() const;
   void check_finalized() const;
   void remove_hooks();
   Statistics statistics() const;
@@ -87,29 +107,47 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
 
   bool recomputing() const;
+  bool plan_is_outdated() const;
   void check_parameters_take_part(const std::vector<at::Tensor>& outputs);
+  bool finds_unused() const { return options_.find_unused_parameters && !static_graph_; }
+  bool tracks_usage() const { return options_.find_unused_parameters || static_graph_; }
   void begin_backward();
+  void collect_missing();
+  bool is_last_fire(size_t index, const at::Tensor& incoming);
+  void collect_observed();
+  void collect_unused(size_t index);
   void collect(size_t index, const at::Tensor& incoming);
   void count_collected(size_t index);
+  bool skips(const Bucket& bucket) const;
   void announce(Bucket& bucket);
+  void scale_one_by_one(const Bucket& bucket) const;
+  void run_comm_hooks();
   void announce_usage();
   void watch_this_backward();
   void pool_gradients();
   void weigh(const Bucket& bucket);
   void finalize();
   void wait_for_buckets();
+  void wait_for_hooks();
+  void check_skipped() const;
   void deliver(Bucket& bucket);
   void settle_after_failure();
   void follow_requires_grad();
+  void check_no_hook() const;
+  void divide_contributions();
   void tell_peers(const std::string& text) const;
   std::string unfinished_text() const;
+  std::string missing_text() const;
+  [[noreturn]] void throw_cant_shadow(const std::string& option) const;
+  [[noreturn]] void throw_graph_changed(size_t index) const;
   [[noreturn]] void throw_collected_twice(size_t index) const;
   [[noreturn]] void throw_consumed() const;
   const std::string& name(size_t index) const { return names_->parameters[index]; }
 
   const std::shared_ptr<Communicator> communicator_;
   const std::shared_ptr<const ModelNames> names_;
-  const bool find_unused_parameters_;
+  const ReducerOptions options_;
+  Scaling scaling_;
   shm::Pool* const pool_;      // where large gradients are to lie, or null
   const uint64_t first_slot_;  // one for each bucket there may be, and the last for usage
 
@@ -119,6 +157,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<std::unique_ptr<GradientHook>> hooks_;  // by parameter; none while it does not require a gradient
   bool provisional_ = false;                          // the plan waits for ready_order_
   bool plan_used_ = false;                            // there was a backward since it was installed
+  bool wants_plan_ = false;                           // begin_forward has asked for one
   std::vector<bool> planned_;                         // by parameter: whether it is in a bucket
   std::vector<size_t> bucket_of_;                     // by parameter
   std::vector<Bucket> buckets_;
@@ -133,9 +172,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   Statistics statistics_;
   Timeline timeline_;
   double divisor_;
-  double weight_ = 1.0;  // of this rank's gradients
+  double weight_ = 1.0;               // of this rank's gradients
+  std::vector<size_t> sparse_;        // parameters in sparse buckets, in order
+  std::vector<TorchFuture> futures_;  // install_futures
 
-  // find_unused_parameters only
+  std::unique_ptr<CommHook> comm_hook_;
+  std::optional<Compression> compression_;
+  bool all_reduce_hook_ = false;
+  size_t next_hooked_ = 0;  // bucket that comes next to comm_hook_
+  bool hook_runs_ = false;
+  std::unique_ptr<StaticGraph> static_graph_;  // null if the graph may change
+
+  // find_unused_parameters and static graphs only
   AccumulatorIndex accumulators_;
   std::vector<bool> reachable_;  // by parameter: from the outputs since the last synchronization
   std::vector<bool> used_here_;  // by parameter: had a gradient since the last synchronization

@@ -11,7 +11,8 @@ void Reducer::shadow_backward() {
     if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing)
       throw Error(ErrorKind::InvalidUsage, unfinished_text());
     communicator_->throw_if_failed();
-    reachable_.assign(reachable_.size(), true);  // nothing stands in for what this rank did not use
+    if (options_.skip_all_reduce_unused_params) throw_cant_shadow("skip_all_reduce_unused_params=True");
+    if (static_graph_ && !static_graph_->observed()) throw_cant_shadow("static_graph=True before its first batch");
     used_here_.assign(used_here_.size(), false);
     begin_backward();
     for (size_t i = 0; i < planned_.size(); ++i) {
@@ -23,6 +24,13 @@ void Reducer::shadow_backward() {
     phase_ = Phase::Finalizing;
   }
   finalize();
+}
+
+// It does not know what the others leave out.
+void Reducer::throw_cant_shadow(const std::string& option) const {
+  std::string text = names_->model + ": a rank without a batch can't follow the others in join() with " + option;
+  tell_peers(text);
+  throw Error(ErrorKind::InvalidUsage, text);
 }
 
 void Reducer::average_over(double divisor, double weight) {

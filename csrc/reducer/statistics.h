@@ -14,8 +14,10 @@ enum class CopyReason : uint8_t {
   Graph,          // part of a graph (create_graph=True)
   Small,          // less than a page, in a bucket that is otherwise reduced in place
   Unused,         // no gradient here: zeros, or what an earlier backward left, stand in
+  CommHook,       // a communication hook gets the bucket's gradients in one piece
+  Compression,    // what travels is of another dtype
 };
-inline constexpr size_t kCopyReasons = 5;
+inline constexpr size_t kCopyReasons = 7;
 
 constexpr const char* name(CopyReason reason) {
   switch (reason) {
@@ -24,6 +26,8 @@ constexpr const char* name(CopyReason reason) {
     case CopyReason::Graph: return "graph";
     case CopyReason::Small: return "small";
     case CopyReason::Unused: return "unused";
+    case CopyReason::CommHook: return "comm hook";
+    case CopyReason::Compression: return "compression";
   }
   return "unknown";
 }

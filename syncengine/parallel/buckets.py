@@ -17,30 +17,44 @@ class BucketPlanner:
     """Plans the buckets of one model.
 
     In ``rank_order`` the bits do not depend on the plan, so it is the fastest: buckets small enough to be reduced
-    while their gradients are still in the cache. In ``ring`` they do, and it is DDP's own timeline.
+    while their gradients are still in the cache. In ``ring`` they do, and it is DDP's own timeline; so it is for a
+    communication hook, which sees the buckets.
     """
 
     parameters: Sequence[torch.Tensor]
-    first_cap: int  # bytes after which the first bucket is closed
-    cap: int  # the same for all others
+    sparse: Sequence[bool]  # of each parameter: its gradient is of sparse layout, and goes alone
+    caps: tuple[int, ...]  # bytes after which each bucket is closed; the last one for all that follow
     follows_ddp: bool
-    find_unused_parameters: bool
+    looks_for_unused: bool  # at each forward
+    given_caps: bool  # one for each bucket, from the user
 
     @classmethod
     def create(
-        cls, parameters: Sequence[torch.Tensor], numerics: str, bucket_cap_mb: float | None, find_unused: bool
+        cls,
+        parameters: Sequence[torch.Tensor],
+        sparse: Sequence[bool],
+        follows_ddp: bool,
+        looks_for_unused: bool,
+        bucket_cap_mb: float | None,
+        bucket_cap_mb_list: Sequence[float] | None,
     ) -> "BucketPlanner":
-        """A planner with the caps that ``numerics`` asks for, or with the user's own."""
-        follows_ddp = numerics == "ring"
-        if bucket_cap_mb is not None:
-            first_cap = cap = int(bucket_cap_mb * MIB)
+        """A planner with the user's caps, or with its own."""
+        if bucket_cap_mb_list:
+            caps = tuple(int(cap * MIB) for cap in bucket_cap_mb_list)
+        elif bucket_cap_mb is not None:
+            caps = (int(bucket_cap_mb * MIB),)
         else:
-            first_cap, cap = MIB, (25 * MIB if follows_ddp else MIB)
-        return cls(parameters, first_cap, cap, follows_ddp, find_unused)
+            caps = (MIB, 25 * MIB if follows_ddp else MIB)
+        return cls(parameters, sparse, caps, follows_ddp, looks_for_unused, bool(bucket_cap_mb_list))
+
+    @property
+    def cap(self) -> int:
+        """What DDP calls ``bucket_bytes_cap``."""
+        return max(self.caps) if self.given_caps else self.caps[-1]
 
     def with_cap(self, cap: int) -> "BucketPlanner":
         """The same, but for the size of its buckets."""
-        return replace(self, first_cap=cap, cap=cap)
+        return replace(self, caps=(cap,))
 
     @property
     def rebuilds(self) -> bool:
@@ -48,25 +62,33 @@ class BucketPlanner:
 
         Always but where DDP's own does not: with unused parameters.
         """
-        return not (self.follows_ddp and self.find_unused_parameters)
+        return not (self.follows_ddp and self.looks_for_unused)
 
     def initial(self, trainable: Sequence[int]) -> Plan:
         """The plan before any order of readiness is known; ``trainable`` in order of registration."""
         if not self.follows_ddp:  # backward mostly runs in reverse
-            return self._assign(trainable[::-1], [self.first_cap, self.cap])
-        if not self.find_unused_parameters:
-            caps = [sys.maxsize]
-        else:
-            caps = [self.first_cap, self.cap] if self.first_cap < self.cap else [self.cap]
-        # As DDP: buckets of neighbors from the front, then the list of buckets reversed.
-        relative = dist._compute_bucket_assignment_by_size([self.parameters[i] for i in trainable], caps)[0]
-        return [[trainable[i] for i in bucket] for bucket in reversed(relative)]
+            return self._assign(trainable[::-1], self.caps)
+        caps = self.caps if self.given_caps or self.looks_for_unused else (sys.maxsize,)
+        # As DDP: buckets of neighbors from the front, by their first parameter, then the list of buckets reversed.
+        return sorted(self._assign(trainable, caps), key=min, reverse=True)
 
     def rebuilt(self, order: Sequence[int]) -> Plan:
         """The plan for parameters that become ready in ``order``."""
-        return self._assign(order, [self.first_cap, self.cap])
+        return self._assign(order, self.caps)
 
-    def _assign(self, order: Sequence[int], caps: list[int]) -> Plan:
+    def _assign(self, order: Sequence[int], caps: Sequence[int]) -> Plan:
         """Cuts ``order`` into buckets of one dtype, each closed as soon as it holds its cap."""
         tensors = [self.parameters[i] for i in order]
-        return dist._compute_bucket_assignment_by_size(tensors, caps, [], list(order))[0]
+        sparse = [self.sparse[i] for i in order]
+        plan = dist._compute_bucket_assignment_by_size(tensors, list(caps), sparse, list(range(len(order))))[0]
+        return [[order[i] for i in bucket] for bucket in plan]
+
+
+def sparse_parameters(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Of each parameter: whether the first module that has it is an embedding with sparse gradients."""
+    owners: dict[torch.Tensor, torch.nn.Module] = {}
+    for submodule in module.modules():
+        for parameter in submodule.parameters(recurse=False):
+            owners.setdefault(parameter, submodule)
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return [isinstance(owner := owners.get(p), kinds) and bool(owner.sparse) for p in parameters]

@@ -15,15 +15,16 @@ from syncengine._C import Reducer
 class ModelReducer(Reducer):
     """The reducer of one ``Parallel``."""
 
-    def __init__(self, model: DistributedDataParallel, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, model: DistributedDataParallel, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._model = weakref.ref(model)
 
     def _rebuild_buckets(self) -> bool:
         """Plans new buckets if it is time to; returns whether it was. Collective."""
-        needed = self.begin_forward(True)
+        model = self._model()
+        needed = self.begin_forward(True) or model._plan is None
         if needed:
-            self._model()._plan_buckets()
+            model._plan_buckets()
         return needed
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:

@@ -9,33 +9,17 @@ from syncengine.errors import InvalidUsage
 
 # Argument: its value in an ordinary call, and what to do instead.
 _ARGUMENTS: dict[str, tuple[Any, str]] = {
-    "gradient_as_bucket_view": (
-        False,
-        "gradients are averaged in their own memory, without bucket memory: leave it out",
-    ),
-    "static_graph": (
-        False,
-        "use find_unused_parameters=True for unused parameters, and checkpoint(use_reentrant=False)",
-    ),
-    "delay_all_reduce_named_params": (None, "leave it out"),
-    "param_to_hook_all_reduce": (None, "leave it out"),
     "mixed_precision": (None, "use torch.autocast, or cast the module before wrapping it"),
-    "skip_all_reduce_unused_params": (False, "use find_unused_parameters=True, or freeze the parameters"),
-    "bucket_cap_mb_list": (None, "use bucket_cap_mb"),
-    "batched_grad_copy": (False, "gradients are not copied at all: leave it out"),
 }
 
 _METHODS: dict[str, str] = {
-    "register_comm_hook": "change gradients after backward, or in a hook of the parameter",
-    "_register_builtin_comm_hook": "change gradients after backward, or in a hook of the parameter",
-    "_register_buffer_comm_hook": "reduce buffers with syncengine.all_reduce, and pass forward_sync_buffers=False",
-    "_register_fused_optim": "step the optimizer after backward, or in register_post_accumulate_grad_hook",
-    "_set_static_graph": "use find_unused_parameters=True, and checkpoint(use_reentrant=False)",
-    "_set_sparse_metadata": "use dense gradients",
+    "_set_sparse_metadata": "indices are gathered in each backward: leave it out",
 }
 
 
-def check_arguments(device_ids: Any, output_device: Any, bucket_cap_mb: float | None, **others: Any) -> None:
+def check_arguments(
+    device_ids: Any, output_device: Any, bucket_cap_mb: float | None, bucket_cap_mb_list: Any, **others: Any
+) -> None:
     """Raises ``InvalidUsage`` for the first argument that is not supported."""
     for name, value in others.items():
         usual, advice = _ARGUMENTS[name]
@@ -50,9 +34,11 @@ def check_arguments(device_ids: Any, output_device: Any, bucket_cap_mb: float | 
         )
     if bucket_cap_mb is not None and not bucket_cap_mb > 0:
         raise InvalidUsage(f"bucket_cap_mb must be a positive number of MiB, but is {bucket_cap_mb!r}")
+    if bucket_cap_mb_list and not all(cap > 0 for cap in bucket_cap_mb_list):
+        raise InvalidUsage(f"bucket_cap_mb_list must be positive numbers of MiB, but is {bucket_cap_mb_list!r}")
 
 
-def check_module(module: torch.nn.Module, ignored: set[str]) -> None:
+def check_module(module: torch.nn.Module, ignored: set[str], all_delayed: bool) -> None:
     """Raises ``InvalidUsage`` for a module that can't be trained yet, naming the parameter or submodule."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
     for name, parameter in named:
@@ -67,13 +53,11 @@ def check_module(module: torch.nn.Module, ignored: set[str]) -> None:
             _refuse(f"parameter {name} on {parameter.device}", "move the module to the CPU before wrapping it")
         if parameter.layout is not torch.strided:
             _refuse(f"parameter {name} with layout {parameter.layout}", "use dense parameters")
-    if not any(parameter.requires_grad for _, parameter in named):
+    if not all_delayed and not any(parameter.requires_grad for _, parameter in named):
         raise InvalidUsage(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
         )
     for name, submodule in module.named_modules():
-        if getattr(submodule, "sparse", False) and isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
-            _refuse(f"sparse gradients ({name or type(submodule).__name__}, sparse=True)", "use sparse=False")
         if isinstance(submodule, torch.nn.SyncBatchNorm):
             raise InvalidUsage(f"SyncBatchNorm layers only work with GPU modules ({name}): use BatchNorm")
 

@@ -11,9 +11,12 @@ from torch.utils.checkpoint import _StopRecomputationError
 from syncengine._C import Reducer
 from syncengine.communicator import default_communicator
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.buckets import BucketPlanner, Plan
+from syncengine.parallel.buckets import BucketPlanner, Plan, sparse_parameters
+from syncengine.parallel.comm_hooks import CommHooks
+from syncengine.parallel.delayed import DelayedParameters, check_delayed
 from syncengine.parallel.groups import Group, check_group, localize_parameters, resolve_group
 from syncengine.parallel.logging import Logger
+from syncengine.parallel.optimizers import adopt_optimizers
 from syncengine.parallel.outputs import tensors_in, through_sink
 from syncengine.parallel.planning import PlansBuckets
 from syncengine.parallel.reducer import ModelReducer
@@ -25,7 +28,7 @@ from syncengine.parallel.uneven import UnevenData
 
 
 @refuse_methods
-class Parallel(PlansBuckets, UnevenData, ForTools):
+class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
     """Trains ``module`` data-parallel: each backward averages the gradients over all ranks while it still runs.
 
     The arguments, attributes and errors are those of ``DistributedDataParallel``; what is not supported yet is
@@ -69,14 +72,8 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
             device_ids=device_ids,
             output_device=output_device,
             bucket_cap_mb=bucket_cap_mb,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
             bucket_cap_mb_list=bucket_cap_mb_list,
-            batched_grad_copy=batched_grad_copy,
+            mixed_precision=mixed_precision,
         )
         if check_reduction:
             warnings.warn(
@@ -85,6 +82,7 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
                 FutureWarning,
                 stacklevel=2,
             )
+        delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         self.module = module
@@ -93,7 +91,8 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
             self.device_mesh = device_mesh
             localize_parameters(module, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        check_module(module, self.parameters_to_ignore)
+        self.parameters_to_ignore.update(name for name, _ in delayed)
+        check_module(module, self.parameters_to_ignore, all_delayed=bool(delayed))
 
         self.dim = dim
         self.device_ids = None
@@ -101,11 +100,11 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
         self.device = torch.device("cpu")
         self.device_type = "cpu"
         self.is_multi_device_module = False
-        self.static_graph = False
+        self.static_graph = static_graph
         self.mixed_precision = None
-        self.gradient_as_bucket_view = False
-        self.batched_grad_copy = False
-        self.skip_all_reduce_unused_params = False
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.use_side_stream_for_tensor_copies = False
         self.broadcast_bucket_size = 250 * 1024 * 1024  # nothing depends on it
         self.find_unused_parameters = find_unused_parameters
@@ -113,14 +112,16 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
         self.require_forward_param_sync = True
         self.logger = Logger(self)
         self._bucket_cap_mb = bucket_cap_mb
+        self._bucket_cap_mb_list = bucket_cap_mb_list
         self._ddp_sink_clone = True
-        self._comm_hooks: list[Any] = []
-        self._delay_all_reduce_params: list[torch.Tensor] = []
+        self._comm_hooks: list[tuple[Any, Any]] = []  # hook and state
+        self._delay_all_reduce_params = [parameter for _, parameter in delayed]
         sync_initial_buffers = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self._assign_modules_buffers()
         self._build_reducer()
         if init_sync and self.communicator.size > 1:
             self._replicate(sync_initial_buffers)
+        self._delayed = DelayedParameters(self.communicator, delayed, param_to_hook_all_reduce) if delayed else None
 
     def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
         """Sets forward_sync_buffers; returns whether buffers are copied at construction. As DDP since 2.13."""
@@ -146,27 +147,49 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
         named = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         self._parameter_names = [name for name, _ in named]
         self._module_parameters = [parameter for _, parameter in named]
-        self._planner = BucketPlanner.create(
-            self._module_parameters, self.communicator.numerics, self._bucket_cap_mb, self.find_unused_parameters
-        )
-        self.bucket_bytes_cap = self._planner.cap
-        self.bucket_bytes_cap_list: list[int] = []
-        self.bucket_bytes_cap_default = self._bucket_cap_mb is None
-        self._plan: Plan | None = None
-        self._tuner = Tuner() if self._bucket_cap_mb is None and not self._planner.follows_ddp else None
+        self._sparse_parameters = sparse_parameters(self.module, self._module_parameters)
+        self._set_planner(follows_ddp=self.communicator.numerics == "ring")
+        self._optimizers_adopted = False
         self._has_rebuilt_buckets = False
         self._buffer_broadcast: StateBroadcast | None = None
         self.reducer = None
-        if self.communicator.size > 1:
-            self.reducer = ModelReducer(
-                self,
-                self._module_parameters,
-                f"Parallel({type(self.module).__name__})",
-                self._parameter_names,
-                self.communicator,
-                self.find_unused_parameters,
-                self._gradients_in_arena,
-            )
+        if self.communicator.size > 1 and named:
+            self._make_reducer()
+        hooks, self._comm_hooks = self._comm_hooks, []
+        for hook, state in hooks:  # of the group before, see _update_process_group
+            self._install_hook(state, hook)
+
+    def _make_reducer(self) -> None:
+        self.reducer = ModelReducer(
+            self,
+            self._module_parameters,
+            f"Parallel({type(self.module).__name__})",
+            self._parameter_names,
+            self.communicator,
+            self._sparse_parameters,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
+            skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            batched_grad_copy=self.batched_grad_copy,
+            gradients_in_arena=self._gradients_in_arena,
+        )
+
+    def _set_planner(self, follows_ddp: bool) -> None:
+        """Buckets are planned anew before the next forward."""
+        self._planner = BucketPlanner.create(
+            self._module_parameters,
+            self._sparse_parameters,
+            follows_ddp,
+            self.find_unused_parameters and not self.static_graph,
+            self._bucket_cap_mb,
+            self._bucket_cap_mb_list,
+        )
+        self.bucket_bytes_cap = self._planner.cap
+        self.bucket_bytes_cap_list = list(self._planner.caps) if self._planner.given_caps else []
+        self.bucket_bytes_cap_default = self._bucket_cap_mb is None and not self._planner.given_caps
+        self._plan: Plan | None = None
+        self._tuner = Tuner() if self.bucket_bytes_cap_default and not follows_ddp else None
 
     def _replicate(self, with_buffers: bool) -> None:
         """Checks that all ranks have the same model, and gives them rank 0's values."""
@@ -175,7 +198,10 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
             named += self.named_module_buffers.items()
         settings = (
             f"find_unused_parameters={self.find_unused_parameters}, bucket_cap_mb={self._bucket_cap_mb}, "
-            f"forward_sync_buffers={self.forward_sync_buffers}"
+            f"forward_sync_buffers={self.forward_sync_buffers}, bucket_cap_mb_list={self._bucket_cap_mb_list}, "
+            f"static_graph={self.static_graph}, gradient_as_bucket_view={self.gradient_as_bucket_view}, "
+            f"batched_grad_copy={self.batched_grad_copy}, "
+            f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}"
         )
         model = f"Parallel({type(self.module).__name__})"
         lines = [settings, *(describe_tensor(name, tensor) for name, tensor in named)]
@@ -188,10 +214,19 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
                 "Parallel can only be pickled with the default communicator: the copy would not know which one to use. "
                 "Save model.module.state_dict() instead"
             )
+        if self._delayed is not None:
+            raise InvalidUsage(
+                "Parallel with delay_all_reduce_named_params can't be pickled: save model.module instead"
+            )
+        if self._comm_hooks:
+            warnings.warn(
+                "the copy of a Parallel has no communication hook: register it again", UserWarning, stacklevel=2
+            )
         state = self.__dict__.copy()
         for name in ("process_group", "communicator", "reducer", "logger", "_planner", "_buffer_broadcast"):
             del state[name]
         state.pop("_weight", None)  # on its way
+        state["_comm_hooks"] = []
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -204,17 +239,21 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the module; whether its backward will synchronize is decided here, as in DDP."""
+        if not self._optimizers_adopted:
+            self._optimizers_adopted = True
+            adopt_optimizers(self)
+        if self._delayed is not None:
+            self._delayed.synchronizes = self.require_backward_grad_sync
+            self._delayed.hold_gradients()
         if self.reducer is None:
             return self._call_module(inputs, kwargs)
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
+        sync_buffers_after = self._check_sync_bufs_post_fwd()
         self._begin_forward(synchronize)
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
         self.require_forward_param_sync = synchronize
-        if not synchronize:
-            output = self._call_module(inputs, kwargs)
-            if torch.is_grad_enabled():
-                self.reducer.prepare_for_local_backward(_outputs(output))
-            return output
+        if not synchronize and not sync_buffers_after:
+            return self._local_forward(inputs, kwargs)
         try:
             output = self._call_module(inputs, kwargs)
         except _StopRecomputationError:  # how checkpointing ends a forward early, in backward
@@ -223,9 +262,21 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
             rank = self.communicator.global_ranks[self.communicator.rank]
             self.communicator.abort(f"rank {rank} raised in forward: {type(error).__name__}: {error}")
             raise
+        if sync_buffers_after:
+            self._sync_buffers()
+        if not synchronize:
+            return output
         self._use_weights()
         Reducer.prepare_for_backward(self.reducer, _outputs(output))
-        return through_sink(output, self._ddp_sink_clone) if self.find_unused_parameters else output
+        if self.find_unused_parameters and not self.static_graph:
+            return through_sink(output, self._ddp_sink_clone)
+        return output
+
+    def _local_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = self._call_module(inputs, kwargs)
+        if torch.is_grad_enabled():
+            self.reducer.prepare_for_local_backward(_outputs(output))
+        return output
 
     def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the module, while torch.compile sees DDP at work: DDPOptimizer cuts its graphs."""
@@ -237,8 +288,8 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
             DistributedDataParallel._active_ddp_module = outer
 
     def _begin_forward(self, synchronize: bool) -> None:
-        needs_plan = torch.is_grad_enabled() and self.reducer.begin_forward(synchronize)
-        plans, sends_buffers = needs_plan and synchronize, self.will_sync_module_buffers()
+        needs_plan = torch.is_grad_enabled() and (self.reducer.begin_forward(synchronize) or self._plan is None)
+        plans, sends_buffers = needs_plan and synchronize, self._check_sync_bufs_pre_fwd()
         current = self._tell_joined(synchronize, plans, sends_buffers) if self._join_config.enable else None
         if plans:
             self._plan_buckets(current)
@@ -249,6 +300,9 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
 
     def _sync_buffers(self, root: int = 0) -> None:
         self._assign_modules_buffers()  # modules may have replaced theirs
+        if hasattr(self, "buffer_hook"):
+            self._run_buffer_hook()
+            return
         buffers = self.modules_buffers
         cached = self._buffer_broadcast
         if cached is None or len(cached.tensors) != len(buffers) or any(map(_is_not, cached.tensors, buffers)):

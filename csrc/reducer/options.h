@@ -1,0 +1,15 @@
+// What a user may ask of a reducer.
+#pragma once
+
+namespace syncengine {
+
+struct ReducerOptions {
+  bool find_unused_parameters = false;         // look for them at each forward
+  bool static_graph = false;                   // look for them once, and count how often each hook fires
+  bool skip_all_reduce_unused_params = false;  // buckets of nothing but unused parameters are not reduced
+  bool gradient_as_bucket_view = false;        // these two: only for how DDP rounds, see Scaling
+  bool batched_grad_copy = false;
+  bool gradients_in_arena = true;  // as far as the communicator has room for them
+};
+
+}  // namespace syncengine

@@ -1,0 +1,36 @@
+"""Gradients that travel in 16 bits."""
+
+import torch
+import torch.distributed as dist
+
+from syncengine._C import Communicator
+from syncengine.communicator import default_communicator
+from syncengine.hooks.futures import completed
+
+
+class Compress:
+    """Casts each bucket to ``dtype``, averages it, and casts it back: half the bytes, fewer digits.
+
+    Each contribution is divided by the number of ranks in ``dtype``, as torch's compressing hooks do. Registered with a
+    ``Parallel``, the engine does it without calling back into Python; called by anyone else it blocks, over the
+    communicator that is given as ``state``, or the default one.
+    """
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.dtype = dtype
+
+    def __call__(self, state: Communicator | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Averages one bucket, blocking."""
+        communicator = default_communicator() if state is None else state
+        buffer = bucket.buffer()
+        compressed = buffer.to(self.dtype).div_(communicator.size)
+        communicator.all_reduce(compressed, "sum")
+        return completed(buffer.copy_(compressed))
+
+    def __repr__(self) -> str:
+        return f"syncengine.hooks.{self.__name__}"
+
+
+fp16_compress = Compress("fp16_compress", torch.float16)
+bf16_compress = Compress("bf16_compress", torch.bfloat16)

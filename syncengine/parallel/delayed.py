@@ -1,0 +1,72 @@
+"""``delay_all_reduce_named_params``: gradients in one buffer, which is reduced when another parameter's is there."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from syncengine._C import Communicator
+from syncengine.errors import InvalidUsage
+from syncengine.parallel.replication import StateBroadcast
+
+
+class DelayedParameters:
+    """Keeps ``.grad`` of ``parameters`` in one buffer, which is averaged when ``trigger`` gets its gradient."""
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        named_parameters: Sequence[tuple[str, torch.nn.Parameter]],
+        trigger: torch.nn.Parameter,
+    ) -> None:
+        self.synchronizes = True  # whether the last forward's backward will
+        self._communicator = communicator
+        self._parameters = [parameter for _, parameter in named_parameters]
+        first_name, first = named_parameters[0]
+        for name, parameter in named_parameters:
+            if parameter.dtype != first.dtype:
+                raise InvalidUsage(
+                    f"delay_all_reduce_named_params must be of one dtype: {first_name} is {first.dtype}, {name} is "
+                    f"{parameter.dtype}"
+                )
+        self._buffer = torch.zeros(sum(p.numel() for p in self._parameters), dtype=first.dtype)
+        parts = self._buffer.split([p.numel() for p in self._parameters])
+        self._views = [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
+        if communicator.size > 1:
+            StateBroadcast(communicator, self._parameters)()
+            trigger.register_hook(self._reduce)
+
+    def hold_gradients(self) -> None:
+        """Before each backward: ``.grad`` is the buffer, zeroed where it was None."""
+        without = [view for view, p in zip(self._views, self._parameters, strict=True) if p.grad is None]
+        if len(without) == len(self._views):
+            self._buffer.zero_()
+        elif without:
+            torch._foreach_zero_(without)
+        for view, parameter in zip(self._views, self._parameters, strict=True):
+            if parameter.grad is None:
+                parameter.grad = view
+
+    def _reduce(self, gradient: torch.Tensor) -> torch.Tensor:
+        if self.synchronizes:
+            communicator = self._communicator
+            if communicator.numerics == "ring":  # DDP divides first
+                work = communicator.all_reduce(self._buffer.div_(communicator.size), async_op=True)
+            else:
+                work = communicator.all_reduce(self._buffer, "avg", async_op=True)
+            torch.autograd.Variable._execution_engine.queue_callback(work.wait)
+        return gradient
+
+
+def check_delayed(
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None, trigger: torch.nn.Parameter | None
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The parameters to delay; raises ``InvalidUsage`` where the two arguments do not go together."""
+    if (named_parameters is None) != (trigger is None):
+        raise InvalidUsage(
+            "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+        )
+    delayed = [] if named_parameters is None else list(named_parameters)
+    for name, parameter in delayed:
+        if parameter is trigger:
+            raise InvalidUsage(f"param_to_hook_all_reduce is {name}, which is delayed itself")
+    return delayed

@@ -1,0 +1,205 @@
+"""Arguments of DDP about memory and buckets: accepted, with its bits, in this engine's ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parallel_models import CAP, Branches, Mlp, Run, both, data, different_bits, gradients, train
+from pool import RankPool, run_on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+from syncengine.errors import InvalidUsage, SyncError
+
+Options = tuple[tuple[str, Any], ...]
+
+OPTIONS: dict[str, Options] = {
+    "view": (("gradient_as_bucket_view", True),),
+    "batched": (("batched_grad_copy", True),),
+    "view and batched": (("gradient_as_bucket_view", True), ("batched_grad_copy", True)),
+    "list": (("bucket_cap_mb_list", [0.2, 0.6]),),
+    "list and cap": (("bucket_cap_mb_list", [1]), ("bucket_cap_mb", 0.1)),
+    "list and unused": (("bucket_cap_mb_list", (0.2, 0.6)), ("find_unused_parameters", True)),
+    "view and unused": (("gradient_as_bucket_view", True), ("find_unused_parameters", True)),
+    "view and static": (("gradient_as_bucket_view", True), ("static_graph", True)),
+    "skip": (("skip_all_reduce_unused_params", True), ("find_unused_parameters", True)),
+}
+
+
+def differences(name: str) -> list[int]:
+    options = OPTIONS[name]
+    accumulations = (1,) if "static" in name else (1, 2)  # DDP: an assertion of its own
+    runs = [Run(set_to_none=s, accumulate=a, options=options) for s in (True, False) for a in accumulations]
+    runs += [Run(dtype=torch.bfloat16, set_to_none=False, options=options)]
+    return [different_bits(train(syncengine.Parallel, run), train(DistributedDataParallel, run)) for run in runs]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_train_to_the_bits_of_ddp(pool: RankPool, name: str):
+    for mode, world in (("rank_order", 2), ("ring", 3)):
+        settings = {"timeout": 60.0, "numerics": mode}
+        for answer in pool.run(differences, name, world=world, gloo=True, settings=settings):
+            assert not any(answer), (mode, answer)
+
+
+@run_on_ranks()
+def test_gradients_stay_where_they_are():
+    """What users of gradient_as_bucket_view rely on: no second copy, and addresses that last."""
+    model = syncengine.Parallel(Mlp(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    addresses = []
+    for i in range(4):
+        optimizer.zero_grad(set_to_none=False)
+        model(data(i)).square().mean().backward()
+        optimizer.step()
+        addresses.append([p.grad.data_ptr() for p in model.parameters()])
+        copied = model.sync_stats()["copied_bytes"]
+        assert copied.pop("small") <= sum(p.nbytes for p in model.parameters() if p.nbytes < 4096)
+        assert not any(copied.values())
+    assert addresses[0] == addresses[1] == addresses[2] == addresses[3]
+
+
+@run_on_ranks(gloo=True)
+def test_unused_parameters_with_views():
+    """A kept gradient of a parameter that is unused now is divided where DDP divides it."""
+
+    def step(model: nn.Module) -> None:
+        for i in range(4):
+            model.zero_grad(set_to_none=i == 2)
+            model(data(i), (syncengine.rank() + i) % 2 == 0).square().mean().backward()
+
+    both(Branches, step, find_unused_parameters=True, gradient_as_bucket_view=True)
+
+
+test_unused_parameters_with_views_in_ring = run_on_ranks(
+    world=3, gloo=True, settings={"timeout": 60.0, "numerics": "ring"}
+)(test_unused_parameters_with_views.on_ranks)
+
+
+# --- skip_all_reduce_unused_params
+
+
+@run_on_ranks()
+def test_unused_buckets_are_skipped():
+    reduced = []
+    for skip in (False, True):
+        model = syncengine.Parallel(Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=skip, **CAP)
+        model(data(), True).sum().backward()
+        reduced.append(model.sync_stats()["reduced_bytes"])
+        assert model.module.right.weight.grad is None
+        assert model.module.left.weight.grad is not None
+    assert reduced[0] - reduced[1] == 2 * 4 * (24 * 24 + 24)
+
+
+def skips_on_one_rank() -> str:
+    model = syncengine.Parallel(Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **CAP)
+    with pytest.raises(SyncError) as error:
+        model(data(), syncengine.rank() == 0).sum().backward()
+    return str(error.value)
+
+
+def test_ranks_that_skip_different_buckets_hear_of_it(pool: RankPool):
+    """DDP hangs."""
+    for text in pool.run(skips_on_one_rank, timeout=20.0):
+        assert "is used on some ranks and not on others" in text
+
+
+# --- delay_all_reduce_named_params
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Linear(24, 16), nn.Linear(16, 4)
+        self.first = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x * self.first))
+
+
+def delayed_training(wrap: Any, names: list[str], optimizer_steps: int = 4) -> list[torch.Tensor]:
+    torch.manual_seed(syncengine.rank())
+    module = TwoParts()
+    delayed = [(n, p) for n, p in module.named_parameters() if n in names]
+    model = wrap(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    history = []
+    for i in range(optimizer_steps):
+        optimizer.zero_grad(set_to_none=i % 2 == 0)
+        model(data(i)).square().mean().backward()
+        if wrap is DistributedDataParallel:
+            torch.distributed.barrier()  # DDP does not wait for what it delays
+        history += gradients(model)
+        optimizer.step()
+    return history
+
+
+@run_on_ranks(gloo=True)
+def test_delayed_parameters():
+    names = ["table.weight", "table.bias", "head.weight"]
+    ours, theirs = (delayed_training(wrap, names) for wrap in (syncengine.Parallel, DistributedDataParallel))
+    assert not different_bits(ours, theirs)
+
+
+test_delayed_parameters_in_ring = run_on_ranks(world=3, gloo=True, settings={"timeout": 60.0, "numerics": "ring"})(
+    test_delayed_parameters.on_ranks
+)
+
+
+@run_on_ranks()
+def test_delayed_parameters_follow_no_sync_and_share_one_buffer():
+    module = TwoParts()
+    delayed = [("table.weight", module.table.weight), ("table.bias", module.table.bias)]
+    model = syncengine.Parallel(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first)
+    with model.no_sync():
+        model(data(1)).square().mean().backward()
+    local = module.table.weight.grad.clone()
+    everyone = torch.empty(2, 16, 24)
+    syncengine.all_gather(everyone, local)
+    assert not torch.equal(everyone[0], everyone[1])
+    model(data(2)).square().mean().backward()
+    syncengine.all_gather(everyone, module.table.weight.grad)
+    assert torch.equal(everyone[0], everyone[1])
+    assert module.table.weight.grad.untyped_storage().data_ptr() == module.table.bias.grad.untyped_storage().data_ptr()
+
+
+@run_on_ranks()
+def test_delayed_parameters_are_checked():
+    module = TwoParts()
+    with pytest.raises(InvalidUsage, match="need to be set at the same time"):
+        syncengine.Parallel(module, delay_all_reduce_named_params=[])
+    with pytest.raises(InvalidUsage, match="first, which is delayed itself"):
+        syncengine.Parallel(
+            module, delay_all_reduce_named_params=[("first", module.first)], param_to_hook_all_reduce=module.first
+        )
+    mixed = [("a", module.first), ("b", nn.Parameter(torch.zeros(1, dtype=torch.float64)))]
+    with pytest.raises(InvalidUsage, match="b is torch.float64"):
+        syncengine.Parallel(module, delay_all_reduce_named_params=mixed, param_to_hook_all_reduce=module.head.bias)
+
+
+# --- Higher-order gradients
+
+
+@run_on_ranks()
+def test_double_and_complex_gradients_of_gradients():
+    """A penalty on the gradient: backward through a backward, then the average of the whole."""
+    for dtype in (torch.float64, torch.complex128):
+        torch.manual_seed(0)
+        module = nn.Linear(24, 3, dtype=dtype)
+
+        def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            x = x.to(dtype).requires_grad_()  # noqa: B023 (called at once)
+            out = model(x).abs().square().sum()
+            (slope,) = torch.autograd.grad(out, x, create_graph=True)
+            return out + slope.abs().square().sum()
+
+        expected = 0
+        for rank in range(2):
+            x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
+            expected = expected + torch.autograd.grad(loss(module, x), module.weight)[0] / 2
+        model = syncengine.Parallel(module)
+        loss(model, data()).backward()
+        torch.testing.assert_close(module.weight.grad, expected)

@@ -1,0 +1,179 @@
+"""Sparse gradients are averaged as DDP does: gathered, summed, coalesced."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool, run_on_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+from syncengine.errors import SyncError
+
+
+class Tables(nn.Module):
+    """Two tables, a dense layer between them; `unused` ids leave the second one out."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 6, sparse=True, dtype=dtype)
+        self.mix = nn.Linear(6, 6, dtype=dtype)
+        self.bags = nn.EmbeddingBag(30, 6, mode="sum", sparse=True, dtype=dtype)
+
+    def forward(self, ids: torch.Tensor, use_bags: bool = True) -> torch.Tensor:
+        hidden = self.mix(self.words(ids).sum(0))
+        return hidden * self.bags(ids % 30, torch.tensor([0]))[0] if use_bags else hidden
+
+
+def ids(step: int, rank: int | None = None) -> torch.Tensor:
+    """Repeated ones, a different number on each rank, none at all on rank 1 in step 2."""
+    rank = syncengine.rank() if rank is None else rank
+    count = 0 if (step, rank) == (2, 1) else 3 + 4 * rank + step
+    return torch.randint(50, (count,), generator=torch.Generator().manual_seed(10 * step + rank)) % 7
+
+
+def history(wrap: Callable[..., nn.Module], dtype: torch.dtype, set_to_none: bool, hook: Any = None) -> list[Any]:
+    torch.manual_seed(0)
+    model = wrap(Tables(dtype))
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    seen: list[Any] = []
+    for step in range(5):
+        if step == 3:
+            with model.no_sync():
+                model(ids(step + 10)).square().sum().backward()
+        model(ids(step)).square().sum().backward()
+        for parameter in model.parameters():
+            grad = parameter.grad
+            seen += [grad.layout, grad.dtype, grad.shape]
+            if grad.is_sparse:
+                seen += [grad.is_coalesced(), grad._indices().tolist(), grad._values().tolist()]
+            else:
+                seen.append(grad.tolist())
+            with torch.no_grad():
+                parameter.add_(grad, alpha=-0.0001)
+        model.zero_grad(set_to_none=set_to_none)
+    return seen
+
+
+def check_like_ddp(dtype: torch.dtype, hook: Any) -> None:
+    for set_to_none in (True, False):
+        ours = history(syncengine.Parallel, dtype, set_to_none, hook)
+        theirs = history(DistributedDataParallel, dtype, set_to_none, hook)
+        assert len(ours) == len(theirs)
+        different = [(i, a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b]
+        assert not different, different[:2]
+        assert torch.sparse_coo in ours
+
+
+@pytest.mark.parametrize("hook", [None, default_hooks.allreduce_hook], ids=["engine", "hook"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("mode", ["rank_order", "ring"])
+def test_sparse_gradients_are_ddps(pool: RankPool, mode: str, dtype: torch.dtype, hook: Any):
+    pool.run(check_like_ddp, dtype, hook, gloo=True, settings={"timeout": 60.0, "numerics": mode})
+
+
+def test_sparse_gradients_are_ddps_on_3_ranks_in_ring(pool: RankPool):
+    settings = {"timeout": 60.0, "numerics": "ring"}
+    pool.run(check_like_ddp, torch.float32, None, world=3, gloo=True, settings=settings)
+
+
+@run_on_ranks(world=3)
+def test_all_ranks_have_the_mean():
+    torch.manual_seed(0)
+    module = Tables()
+    expected = torch.zeros(50, 6)
+    for rank in range(3):
+        module(ids(0, rank)).sum().backward()
+        expected += module.words.weight.grad.to_dense() / 3
+        module.zero_grad()
+    model = syncengine.Parallel(module)
+    before = model.sync_stats()["reduced_bytes"]
+    model(ids(0)).sum().backward()
+    assert model.sync_stats()["reduced_bytes"] > before + 4 * (36 + 6)
+    torch.testing.assert_close(module.words.weight.grad.to_dense(), expected)
+
+
+@run_on_ranks(world=3)
+def test_weights_and_ranks_without_a_batch():
+    """Sparse averages follow weight() and join() as dense ones do."""
+    rank = syncengine.rank()
+    histories = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        module = Tables()
+        module.words.sparse = module.bags.sparse = sparse
+        model = syncengine.Parallel(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with model.join(divide_by_initial_world_size=False):
+            for step in range(3, 4 + rank):
+                model.weight(rank + step)
+                optimizer.zero_grad()
+                model(ids(step)).square().sum().backward()
+                optimizer.step()
+        histories.append([p.detach().clone() for p in model.parameters()])
+    for sparse, dense in zip(*histories, strict=True):
+        torch.testing.assert_close(sparse, dense)
+
+
+@run_on_ranks()
+def test_a_table_that_a_rank_does_not_use():
+    """DDP raises: "Expected sparse gradient to be defined"."""
+    torch.manual_seed(0)
+    rank = syncengine.rank()
+    model = syncengine.Parallel(Tables(), find_unused_parameters=True)
+    for step in range(2):
+        model.zero_grad()
+        model(ids(step), use_bags=rank == 0).sum().backward()
+        local = Tables()
+        local.load_state_dict(model.module.state_dict())
+        local(ids(step, 0)).sum().backward()
+        grad = model.module.bags.weight.grad
+        assert grad.is_sparse
+        torch.testing.assert_close(grad.to_dense(), local.bags.weight.grad.to_dense() / 2)
+    model.zero_grad()
+    model(ids(3), use_bags=False).sum().backward()
+    assert model.module.bags.weight.grad is None
+
+
+def unexpected(make: Callable[[], nn.Module], text: str) -> None:
+    model = syncengine.Parallel(make())
+    time.sleep(0.5)  # until all ranks have come as far
+    with pytest.raises(SyncError, match=text):
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+class Functional(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(5, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x, self.table, sparse=True)
+
+
+class UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3, sparse=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(x) @ self.table.weight.t()
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (Functional, "Expected variable to have dense gradient: parameter table"),
+        (UsedTwice, "Expected variable to have sparse gradient: parameter table.weight"),
+    ],
+)
+def test_a_gradient_of_the_other_layout_is_named(pool: RankPool, make: Callable[[], nn.Module], text: str):
+    pool.run(partial(unexpected, make, text), timeout=20.0)
