@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 MIB = 1024 * 1024
 
+DDP_CAP = 25 * MIB
+
 Plan = list[list[int]]  # indices of parameters, one list a bucket, in the order in which buckets are expected to fill
 
 
@@ -35,7 +37,7 @@ class BucketPlanner:
         if bucket_cap_mb is not None:
             first_cap = cap = int(bucket_cap_mb * MIB)
         else:
-            first_cap, cap = MIB, (25 * MIB if follows_ddp else MIB)
+            first_cap, cap = MIB, (DDP_CAP if follows_ddp else MIB)
         return cls(parameters, first_cap, cap, follows_ddp, find_unused)
 
     def with_cap(self, cap: int) -> "BucketPlanner":

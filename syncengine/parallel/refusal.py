@@ -74,8 +74,6 @@ def check_module(module: torch.nn.Module, ignored: set[str]) -> None:
     for name, submodule in module.named_modules():
         if getattr(submodule, "sparse", False) and isinstance(submodule, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
             _refuse(f"sparse gradients ({name or type(submodule).__name__}, sparse=True)", "use sparse=False")
-        if isinstance(submodule, torch.nn.SyncBatchNorm):
-            raise InvalidUsage(f"SyncBatchNorm layers only work with GPU modules ({name}): use BatchNorm")
 
 
 def refuse_methods(cls: type) -> type:

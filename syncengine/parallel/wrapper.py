@@ -11,7 +11,8 @@ from torch.utils.checkpoint import _StopRecomputationError
 from syncengine._C import Reducer
 from syncengine.communicator import default_communicator
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.buckets import BucketPlanner, Plan
+from syncengine.parallel.buckets import DDP_CAP, BucketPlanner, Plan
+from syncengine.parallel.compiled import call_module, not_compiled
 from syncengine.parallel.groups import Group, check_group, localize_parameters, resolve_group
 from syncengine.parallel.logging import Logger
 from syncengine.parallel.outputs import tensors_in, through_sink
@@ -19,6 +20,7 @@ from syncengine.parallel.planning import PlansBuckets
 from syncengine.parallel.reducer import ModelReducer
 from syncengine.parallel.refusal import check_arguments, check_module, refuse_methods
 from syncengine.parallel.replication import StateBroadcast, check_same_on_all_ranks, describe_tensor
+from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.tuning import Tuner
 from syncengine.parallel.uneven import UnevenData
@@ -94,6 +96,7 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
             localize_parameters(module, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         check_module(module, self.parameters_to_ignore)
+        adopt_sync_batch_norm(module)
 
         self.dim = dim
         self.device_ids = None
@@ -149,7 +152,8 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
         self._planner = BucketPlanner.create(
             self._module_parameters, self.communicator.numerics, self._bucket_cap_mb, self.find_unused_parameters
         )
-        self.bucket_bytes_cap = self._planner.cap
+        # Dynamo cuts compiled graphs by it: into pieces as large as DDP's, whatever the size of our buckets.
+        self.bucket_bytes_cap = DDP_CAP if self._bucket_cap_mb is None else self._planner.cap
         self.bucket_bytes_cap_list: list[int] = []
         self.bucket_bytes_cap_default = self._bucket_cap_mb is None
         self._plan: Plan | None = None
@@ -202,39 +206,35 @@ class Parallel(PlansBuckets, UnevenData, ForTools):
 
     # --- Forward
 
+    @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the module; whether its backward will synchronize is decided here, as in DDP."""
         if self.reducer is None:
-            return self._call_module(inputs, kwargs)
+            return call_module(self, inputs, kwargs)
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
         self._begin_forward(synchronize)
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
         self.require_forward_param_sync = synchronize
         if not synchronize:
-            output = self._call_module(inputs, kwargs)
+            output = call_module(self, inputs, kwargs)
             if torch.is_grad_enabled():
                 self.reducer.prepare_for_local_backward(_outputs(output))
             return output
         try:
-            output = self._call_module(inputs, kwargs)
+            output = call_module(self, inputs, kwargs)
         except _StopRecomputationError:  # how checkpointing ends a forward early, in backward
             raise
         except BaseException as error:
             rank = self.communicator.global_ranks[self.communicator.rank]
             self.communicator.abort(f"rank {rank} raised in forward: {type(error).__name__}: {error}")
             raise
+        if not self.require_backward_grad_sync:  # the module has switched it off: Lightning's manual optimization
+            self.require_forward_param_sync = False
+            self.reducer.begin_forward(False)
+            return output
         self._use_weights()
         Reducer.prepare_for_backward(self.reducer, _outputs(output))
         return through_sink(output, self._ddp_sink_clone) if self.find_unused_parameters else output
-
-    def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the module, while torch.compile sees DDP at work: DDPOptimizer cuts its graphs."""
-        outer = DistributedDataParallel._active_ddp_module
-        DistributedDataParallel._active_ddp_module = self
-        try:
-            return self.module(*inputs, **kwargs)
-        finally:
-            DistributedDataParallel._active_ddp_module = outer
 
     def _begin_forward(self, synchronize: bool) -> None:
         needs_plan = torch.is_grad_enabled() and self.reducer.begin_forward(synchronize)
