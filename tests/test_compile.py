@@ -15,11 +15,13 @@ from models.workload import same_bits
 from parallel_models import data, gradients
 from pool import RankPool, run_on_ranks
 from torch import nn
+from torch._dynamo import compiled_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import syncengine
+from syncengine.errors import InvalidUsage
 
 
 class Wide(nn.Module):
@@ -198,8 +200,33 @@ def test_the_wrapper_itself_is_not_traced():
         called = [target for graph in graphs for target in graph]
         assert len(called) == 9, called
         assert sum("linear" in target for target in called) == 4
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="its module is compiled"):
-            torch.compile(model._orig_mod, backend="eager", fullgraph=True)(data())
+
+
+@run_on_ranks()
+def test_the_whole_module_may_be_asked_for_in_one_graph():
+    """DDP can't: fullgraph=True takes the wrapper for part of the graph."""
+    for optimize_ddp, graphs in ((True, 2), (False, 1)):
+        with fresh_dynamo(optimize_ddp):
+            counter = CompileCounterWithBackend("eager")
+            model = torch.compile(syncengine.Parallel(Wide()), backend=counter, fullgraph=True)
+            model(data()).sum().backward()
+            assert counter.frame_count == graphs
+
+
+@run_on_ranks()
+def test_compiled_autograd_is_refused_by_name():
+    with fresh_dynamo("python_reducer"):
+        model = syncengine.Parallel(Wide())
+        model(data()).square().sum().backward()  # without it the option changes nothing
+        everyone = torch.empty(2, 5)
+        syncengine.all_gather(everyone, model.module.second[3].bias.grad)
+        assert torch.equal(everyone[0], everyone[1])
+        loss = model(data()).sum()
+        with (
+            compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")),
+            pytest.raises(InvalidUsage, match="does not work with compiled autograd"),
+        ):
+            loss.backward()
 
 
 @run_on_ranks()

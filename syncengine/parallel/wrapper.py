@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import _StopRecomputationError
 
 from syncengine._C import Reducer
