@@ -86,8 +86,8 @@ class Unused(nn.Module):
 def test_the_text_that_lightning_replaces():
     model = syncengine.Parallel(Unused())
     model(data()).sum().backward()
-    syncengine.barrier()  # the first to find out ends what the others do
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(RuntimeError) as error:  # this rank's own, or what the other says
+        syncengine.barrier()
         model(data())
     (text,) = error.value.args
     assert re.match(r".*Expected to have finished reduction in the prior iteration.*", text, re.DOTALL)
