@@ -189,3 +189,18 @@ def both(make: Callable[[], nn.Module], step: Callable[[nn.Module], Any], **opti
     ]:
         assert same_bits(mine, other), name
     return ours
+
+
+def small() -> nn.Module:
+    """Two layers that take `data`."""
+    return nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 24))
+
+
+def backwards(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
+    """Plain steps without an optimizer, as many as the buckets need to settle; returns the losses."""
+    losses = []
+    for i in range(steps):
+        model.zero_grad()
+        losses.append(model(data(i)).square().mean())
+        losses[-1].backward()
+    return losses

@@ -16,6 +16,7 @@ TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 # Modules of the package, bottom first; a folder counts as one.
 MODULES = ["errors", "_C", "config", "launch", "connect", "groups", "communicator", "hooks", "parallel", "__init__"]
 PARALLEL_MODULES = [
+    "compiled",
     "outputs",
     "refusal",
     "groups",
@@ -32,6 +33,7 @@ PARALLEL_MODULES = [
     "tools",
     "tuning",
     "planning",
+    "sync_batch_norm",
     "wrapper",
     "__init__",
 ]

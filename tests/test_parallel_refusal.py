@@ -36,7 +36,6 @@ REFUSED_MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: nn.LazyLinear(3), "weight is not initialized"),
     "frozen": (lambda: nn.Linear(1, 1).requires_grad_(False), "doesn't have any parameter that requires a gradient"),
     "meta": (lambda: nn.Linear(1, 1, device="meta"), "weight on meta"),
-    "sync batch norm": (lambda: nn.Sequential(nn.SyncBatchNorm(3)), "SyncBatchNorm"),
 }
 
 

@@ -22,6 +22,18 @@ void call_from_autograd(Call&& call) {
   }
 }
 
+// Compiled autograd asks every hook for a form that it can trace.
+[[noreturn]] void refuse_compiled_autograd() {
+  try {
+    throw Error(ErrorKind::InvalidUsage,
+                "syncengine.Parallel does not work with compiled autograd, which runs backward as one graph instead of "
+                "while gradients are averaged: leave torch._dynamo.config.compiled_autograd off. torch.compile "
+                "compiles the model's forward and backward without it, also with optimize_ddp=\"python_reducer\"");
+  } catch (const Error&) {
+    rethrow_for_autograd();
+  }
+}
+
 class AfterAccumulate : public torch::autograd::FunctionPostHook {
  public:
   AfterAccumulate(Reducer& reducer, size_t index) : reducer_(reducer), index_(index) {}
@@ -30,6 +42,7 @@ class AfterAccumulate : public torch::autograd::FunctionPostHook {
     call_from_autograd([&] { reducer_.on_gradient(index_, inputs[0]); });
     return outputs;
   }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
 
  private:
   Reducer& reducer_;
@@ -44,6 +57,7 @@ class BeforeOutput : public torch::autograd::FunctionPreHook {
     if (auto reducer = reducer_.lock()) call_from_autograd([&] { (*reducer.*call_)(); });
     return grads;
   }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
 
  private:
   std::weak_ptr<Reducer> reducer_;

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 MIB = 1024 * 1024
 
+DDP_CAP = 25 * MIB
+
 Plan = list[list[int]]  # indices of parameters, one list a bucket, in the order in which buckets are expected to fill
 
 
@@ -44,7 +46,7 @@ class BucketPlanner:
         elif bucket_cap_mb is not None:
             caps = (int(bucket_cap_mb * MIB),)
         else:
-            caps = (MIB, 25 * MIB if follows_ddp else MIB)
+            caps = (MIB, DDP_CAP if follows_ddp else MIB)
         return cls(parameters, sparse, caps, follows_ddp, looks_for_unused, bool(bucket_cap_mb_list))
 
     @property

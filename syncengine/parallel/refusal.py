@@ -57,9 +57,6 @@ def check_module(module: torch.nn.Module, ignored: set[str], all_delayed: bool) 
         raise InvalidUsage(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
         )
-    for name, submodule in module.named_modules():
-        if isinstance(submodule, torch.nn.SyncBatchNorm):
-            raise InvalidUsage(f"SyncBatchNorm layers only work with GPU modules ({name}): use BatchNorm")
 
 
 def refuse_methods(cls: type) -> type:

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import _StopRecomputationError
 
 from syncengine._C import Reducer
 from syncengine.communicator import default_communicator
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.buckets import BucketPlanner, Plan, sparse_parameters
+from syncengine.parallel.buckets import DDP_CAP, BucketPlanner, Plan, sparse_parameters
 from syncengine.parallel.comm_hooks import CommHooks
+from syncengine.parallel.compiled import call_module, not_compiled
 from syncengine.parallel.delayed import DelayedParameters, check_delayed
 from syncengine.parallel.groups import Group, check_group, localize_parameters, resolve_group
 from syncengine.parallel.logging import Logger
@@ -22,6 +22,7 @@ from syncengine.parallel.planning import PlansBuckets
 from syncengine.parallel.reducer import ModelReducer
 from syncengine.parallel.refusal import check_arguments, check_module, refuse_methods
 from syncengine.parallel.replication import StateBroadcast, check_same_on_all_ranks, describe_tensor
+from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.tuning import Tuner
 from syncengine.parallel.uneven import UnevenData
@@ -93,6 +94,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
         check_module(module, self.parameters_to_ignore, all_delayed=bool(delayed))
+        adopt_sync_batch_norm(module)
 
         self.dim = dim
         self.device_ids = None
@@ -185,7 +187,9 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             self._bucket_cap_mb,
             self._bucket_cap_mb_list,
         )
-        self.bucket_bytes_cap = self._planner.cap
+        # Dynamo cuts compiled graphs by it: into pieces as large as DDP's, whatever the size of our buckets.
+        given = self._bucket_cap_mb is not None or self._planner.given_caps
+        self.bucket_bytes_cap = self._planner.cap if given else DDP_CAP
         self.bucket_bytes_cap_list = list(self._planner.caps) if self._planner.given_caps else []
         self.bucket_bytes_cap_default = self._bucket_cap_mb is None and not self._planner.given_caps
         self._plan: Plan | None = None
@@ -237,6 +241,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
 
     # --- Forward
 
+    @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the module; whether its backward will synchronize is decided here, as in DDP."""
         if not self._optimizers_adopted:
@@ -246,16 +251,16 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             self._delayed.synchronizes = self.require_backward_grad_sync
             self._delayed.hold_gradients()
         if self.reducer is None:
-            return self._call_module(inputs, kwargs)
+            return call_module(self, inputs, kwargs)
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
         sync_buffers_after = self._check_sync_bufs_post_fwd()
         self._begin_forward(synchronize)
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
         self.require_forward_param_sync = synchronize
         if not synchronize and not sync_buffers_after:
-            return self._local_forward(inputs, kwargs)
+            return self._local(call_module(self, inputs, kwargs))
         try:
-            output = self._call_module(inputs, kwargs)
+            output = call_module(self, inputs, kwargs)
         except _StopRecomputationError:  # how checkpointing ends a forward early, in backward
             raise
         except BaseException as error:
@@ -264,28 +269,23 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             raise
         if sync_buffers_after:
             self._sync_buffers()
+        if synchronize and not self.require_backward_grad_sync:
+            # The module has switched it off: Lightning's manual optimization.
+            self.require_forward_param_sync = synchronize = False
+            self.reducer.begin_forward(False)
         if not synchronize:
-            return output
+            return self._local(output)
         self._use_weights()
         Reducer.prepare_for_backward(self.reducer, _outputs(output))
         if self.find_unused_parameters and not self.static_graph:
             return through_sink(output, self._ddp_sink_clone)
         return output
 
-    def _local_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = self._call_module(inputs, kwargs)
+    def _local(self, output: Any) -> Any:
+        """The output of a forward whose backward will not average."""
         if torch.is_grad_enabled():
             self.reducer.prepare_for_local_backward(_outputs(output))
         return output
-
-    def _call_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the module, while torch.compile sees DDP at work: DDPOptimizer cuts its graphs."""
-        outer = DistributedDataParallel._active_ddp_module
-        DistributedDataParallel._active_ddp_module = self
-        try:
-            return self.module(*inputs, **kwargs)
-        finally:
-            DistributedDataParallel._active_ddp_module = outer
 
     def _begin_forward(self, synchronize: bool) -> None:
         needs_plan = torch.is_grad_enabled() and (self.reducer.begin_forward(synchronize) or self._plan is None)

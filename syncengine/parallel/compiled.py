@@ -1,0 +1,64 @@
+"""torch.compile over and under the wrapper: the module is compiled, the wrapper's own code runs as it is.
+
+Dynamo would trace whatever Python code a compiled call reaches: to no use in the wrapper, whose work is done in C++ and
+in collectives, and at the price of a graph break at each of them. So forward turns dynamo off for itself, and on again
+for the module.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+# Not torch.compiler.disable: that imports all of dynamo, for seconds, also where nothing is compiled.
+_eval_frame = torch._C._dynamo.eval_frame
+
+
+class _Caller(threading.local):
+    """Dynamo's callback in the code that called the wrapper: None outside of torch.compile."""
+
+    callback: Any = None
+
+
+_caller = _Caller()
+
+
+def not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the wrapper's forward: dynamo leaves it alone, and all that it calls, but for ``call_module``."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        outer = _caller.callback
+        _caller.callback = _eval_frame.set_eval_frame(None)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _eval_frame.set_eval_frame(_caller.callback)
+            _caller.callback = outer
+
+    skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
+    _eval_frame.set_code_exec_strategy(run.__code__, skip)
+    run._torchdynamo_disable = True
+    run._torchdynamo_disable_msg = "syncengine.Parallel.forward runs as it is; its module is compiled"
+    return run
+
+
+def call_module(wrapper: DistributedDataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Calls the wrapped module, compiled if the wrapper is.
+
+    Dynamo's DDPOptimizer sees the wrapper as DDP's: it cuts the graph, so that gradients come while backward runs.
+    """
+    outer = DistributedDataParallel._active_ddp_module
+    if wrapper.reducer is not None:
+        DistributedDataParallel._active_ddp_module = wrapper
+    _eval_frame.set_eval_frame(_caller.callback)
+    try:
+        return wrapper.module(*inputs, **kwargs)
+    finally:
+        _eval_frame.set_eval_frame(None)
+        DistributedDataParallel._active_ddp_module = outer

@@ -1,0 +1,151 @@
+"""``torch.nn.SyncBatchNorm`` between CPU ranks, where torch itself has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from syncengine._C import Communicator
+from syncengine.parallel.compiled import not_compiled
+from syncengine.parallel.groups import resolve_group
+
+
+class SyncBatchNorm(torch.nn.SyncBatchNorm):
+    """Normalizes by the mean and variance of all ranks' batches together, each sample counting once.
+
+    ``Parallel`` makes these of the ``torch.nn.SyncBatchNorm`` in its module, in place; parameters, buffers, state_dict
+    and the meaning of all attributes stay. ``process_group`` may also be a ``syncengine.Communicator``; ``None`` is all
+    ranks. Batches may differ in size between ranks, or be empty.
+
+    Every training forward and its backward are collective: all ranks run these layers in the same order.
+    """
+
+    @not_compiled
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalizes; with other ranks only in training mode and on the CPU."""
+        if not self.training or input.device.type != "cpu":
+            return super().forward(input)
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        communicator = self._communicator()
+        if communicator.size == 1:
+            return _BatchNorm.forward(self, input)
+        normalized, mean, variance = _Normalize.apply(input, self.weight, self.bias, self.eps, communicator)
+        self._update_running_statistics(mean, variance)
+        return normalized
+
+    def _communicator(self) -> Communicator:
+        """Found once: the first time is collective for a process group that is not all ranks."""
+        if "_found_communicator" not in self.__dict__:
+            self._found_communicator = resolve_group(self.process_group, None)[0]
+        return self._found_communicator
+
+    @torch.no_grad()
+    def _update_running_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        if not self.track_running_stats:
+            return
+        self.num_batches_tracked += 1
+        # As in every BatchNorm, momentum=None asks for the plain average over all batches.
+        weight = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_found_communicator"}
+
+
+def adopt_sync_batch_norm(module: torch.nn.Module) -> None:
+    """Makes every ``torch.nn.SyncBatchNorm`` in ``module`` one that works on CPU ranks. Collective."""
+    for layer in module.modules():
+        if type(layer) is torch.nn.SyncBatchNorm:
+            layer.__class__ = SyncBatchNorm  # in place: the model may refer to it from anywhere
+        if isinstance(layer, SyncBatchNorm):
+            layer.__dict__.pop("_found_communicator", None)  # perhaps of an earlier init()
+            layer._communicator()
+
+
+class _Normalize(torch.autograd.Function):
+    """Returns the normalized input, and the mean and unbiased variance for the running statistics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        communicator: Communicator,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        total, mean, variance = _statistics(x, communicator)
+        ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt())
+        ctx.total, ctx.communicator = total, communicator
+        computed = _computed_dtype(x)
+        # The kernel of evaluation, which takes the statistics as given.
+        normalized = F.batch_norm(
+            x,
+            mean.to(computed),
+            variance.to(computed),
+            None if weight is None else weight.to(computed),
+            None if bias is None else bias.to(computed),
+            eps=eps,
+        )
+        unbiased = variance * (total / (total - 1))
+        ctx.mark_non_differentiable(mean, unbiased)
+        return normalized, mean, unbiased
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+        x, weight, mean, inverse_deviation = ctx.saved_tensors
+        dtype = _computed_dtype(x)
+        grad, centered = grad.to(dtype), x.to(dtype) - _per_channel(mean, x)
+        sums = torch.stack([grad.sum(_all_but_channels(x)), (grad * centered).sum(_all_but_channels(x))]).double()
+        grad_bias, grad_weight = sums[0].clone(), sums[1] * inverse_deviation  # this rank's own: the reducer averages
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            ctx.communicator.all_reduce(sums)
+            through_mean, through_variance = sums / ctx.total
+            slope = inverse_deviation if weight is None else inverse_deviation * weight
+            grad_x = grad - _per_channel(through_mean, x)
+            grad_x -= centered.mul_(_per_channel(through_variance * inverse_deviation**2, x))
+            grad_x = grad_x.mul_(_per_channel(slope, x)).to(x.dtype)
+        if weight is not None:
+            grad_weight, grad_bias = grad_weight.to(weight.dtype), grad_bias.to(weight.dtype)
+        wanted = ctx.needs_input_grad
+        return grad_x, grad_weight if wanted[1] else None, grad_bias if wanted[2] else None, None, None
+
+
+def _statistics(x: torch.Tensor, communicator: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Number of values per channel, mean and biased variance over all ranks: the same bits on each."""
+    channels = x.shape[1]
+    count = x.numel() // channels
+    own = torch.zeros(3, channels, dtype=torch.float64)  # how many, their mean, their squared distances from it
+    if count > 0:
+        variance, mean = torch.var_mean(x.to(_computed_dtype(x)), _all_but_channels(x), correction=0)
+        own[0], own[1], own[2] = count, mean, variance.double() * count
+    everyone = torch.empty(communicator.size, 3, channels, dtype=torch.float64)
+    communicator.all_gather(everyone, own)
+    counts, means, distances = everyone.unbind(1)
+    total = int(counts[:, 0].sum())
+    if total < 2:
+        raise ValueError(f"Expected more than 1 value per channel over all ranks when training, got {total}")
+    mean = (counts * means).sum(0) / total
+    variance = (distances + counts * (means - mean) ** 2).sum(0) / total
+    return total, mean, variance
+
+
+def _computed_dtype(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [0, *range(2, x.dim())]
+
+
+def _per_channel(values: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """To be broadcast over `x`."""
+    return values.to(_computed_dtype(x)).view(1, -1, *[1] * (x.dim() - 2))

@@ -1,0 +1,257 @@
+"""torch.compile over, under and inside the wrapper: the bits of DDP under the same compiler, and the same graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from models.workload import same_bits
+from parallel_models import data, gradients
+from pool import RankPool, run_on_ranks
+from torch import nn
+from torch._dynamo import compiled_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import syncengine
+from syncengine.errors import InvalidUsage
+
+
+class Wide(nn.Module):
+    """Two layers of over a MiB: DDPOptimizer cuts between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(24, 600), nn.ReLU(), nn.Linear(600, 600), nn.ReLU())
+        self.second = nn.Sequential(nn.Linear(600, 600), nn.BatchNorm1d(600), nn.Tanh(), nn.Linear(600, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class Checkpointed(Wide):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(checkpoint(self.first, x, use_reentrant=False))
+
+
+Compile = Callable[[nn.Module], nn.Module]
+
+
+def over(wrap: Compile, module: nn.Module, backend: Any) -> nn.Module:
+    return torch.compile(wrap(module), backend=backend)
+
+
+def over_in_place(wrap: Compile, module: nn.Module, backend: Any) -> nn.Module:
+    model = wrap(module)
+    model.compile(backend=backend)
+    return model
+
+
+def under(wrap: Compile, module: nn.Module, backend: Any) -> nn.Module:
+    return wrap(torch.compile(module, backend=backend, fullgraph=True))
+
+
+def parts(wrap: Compile, module: nn.Module, backend: Any) -> nn.Module:
+    module.first = torch.compile(module.first, backend=backend)
+    module.second.compile(backend=backend)
+    return wrap(module)
+
+
+PLACES = {f.__name__: f for f in (over, over_in_place, under, parts)}
+
+
+@dataclass
+class Outcome:
+    tensors: list[torch.Tensor]  # losses, gradients and state of all steps
+    graphs: int
+    names: list[str]
+
+
+@contextmanager
+def fresh_dynamo(optimize_ddp: bool | str) -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(optimize_ddp=optimize_ddp), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    torch._dynamo.reset()
+
+
+def outcome(
+    wrap: Callable[..., nn.Module],
+    place: str,
+    backend: str,
+    optimize_ddp: bool | str,
+    make: Callable[[], nn.Module] = Wide,
+    modes: bool = False,
+    **options: Any,
+) -> Outcome:
+    """Trains for three steps; with `modes` also under no_sync and without gradients, which compiles anew."""
+    with fresh_dynamo(optimize_ddp):
+        torch.manual_seed(0)
+        counter = CompileCounterWithBackend(backend)
+        model = PLACES[place](lambda module: wrap(module, **options), make(), counter)
+        tensors = []
+        for i in range(3):
+            model.zero_grad()
+            if modes and i > 0:
+                with model.no_sync():
+                    model(data(i + 10)).square().mean().backward()
+            loss = model(data(i)).square().mean()
+            loss.backward()
+            tensors += [loss.detach(), *gradients(model)]
+        if modes:
+            with torch.no_grad():
+                tensors.append(model.eval()(data(9)))
+        state = model.state_dict()
+        return Outcome([*tensors, *(t.clone() for t in state.values())], counter.frame_count, list(state))
+
+
+def compared(place: str, backend: str, optimize_ddp: bool | str, options: dict[str, Any]) -> tuple[int, int]:
+    """Checks that our outcome has the bits of DDP's; returns the numbers of graphs."""
+    ours = outcome(syncengine.Parallel, place, backend, optimize_ddp, **options)
+    theirs = outcome(DistributedDataParallel, place, backend, optimize_ddp, **options)
+    assert ours.names == theirs.names
+    assert all(same_bits(a, b) for a, b in zip(ours.tensors, theirs.tensors, strict=True))
+    return ours.graphs, theirs.graphs
+
+
+FINE = {"bucket_cap_mb": 1}
+
+
+@pytest.mark.parametrize(
+    ("place", "backend", "optimize_ddp", "options"),
+    [
+        ("over", "aot_eager", True, FINE),
+        ("over", "eager", False, {"modes": True}),
+        ("over_in_place", "eager", "ddp_optimizer", {"modes": True}),
+        ("under", "aot_eager", True, FINE),
+        ("under", "eager", "no_optimization", {}),
+        ("parts", "eager", True, FINE),
+        ("over", "eager", True, {"find_unused_parameters": True}),
+        ("under", "aot_eager", True, {"make": Checkpointed}),
+    ],
+)
+def test_compiled_training_has_the_bits_and_graphs_of_ddp(
+    pool: RankPool, place: str, backend: str, optimize_ddp: bool | str, options: dict[str, Any]
+):
+    for ours, theirs in pool.run(compared, place, backend, optimize_ddp, options, gloo=True):
+        assert ours == theirs > 0
+
+
+def cut(place: str) -> list[int]:
+    return [outcome(syncengine.Parallel, place, "eager", True, **options).graphs for options in (FINE, {})]
+
+
+def test_graphs_are_cut_by_the_bucket_cap(pool: RankPool):
+    """So that gradients come while backward runs."""
+    for fine, coarse in pool.run(cut, "over"):
+        assert fine > coarse
+
+
+def test_inductor(pool: RankPool):
+    for ours, theirs in pool.run(compared, "over", "inductor", True, {}, gloo=True, timeout=300):
+        assert ours == theirs
+
+
+@run_on_ranks(gloo=True)
+def test_a_compiled_training_step():
+    results = []
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        with fresh_dynamo(True):
+            torch.manual_seed(0)
+            model = wrap(Wide())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            counter = CompileCounterWithBackend("eager")
+
+            @torch.compile(backend=counter)
+            def step(x: torch.Tensor, model=model, optimizer=optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                return loss
+
+            results.append([*(step(data(i)) for i in range(3)), *model.state_dict().values()])
+            assert counter.frame_count > 0
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+
+
+@run_on_ranks()
+def test_the_wrapper_itself_is_not_traced():
+    """Only the module is compiled, once: none of the wrapper's own calculations."""
+    with fresh_dynamo(True):
+        graphs = []
+
+        def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+            graphs.append([str(node.target) for node in graph.graph.nodes if node.op.startswith("call")])
+            return graph.forward
+
+        model = torch.compile(syncengine.Parallel(Wide(), find_unused_parameters=True), backend=backend)
+        for i in range(3):
+            model(data(i)).sum().backward()
+        assert len(graphs) == 2  # cut after DDP's first MiB
+        called = [target for graph in graphs for target in graph]
+        assert len(called) == 9, called
+        assert sum("linear" in target for target in called) == 4
+
+
+@run_on_ranks()
+def test_the_whole_module_may_be_asked_for_in_one_graph():
+    """DDP can't: fullgraph=True takes the wrapper for part of the graph."""
+    for optimize_ddp, graphs in ((True, 2), (False, 1)):
+        with fresh_dynamo(optimize_ddp):
+            counter = CompileCounterWithBackend("eager")
+            model = torch.compile(syncengine.Parallel(Wide()), backend=counter, fullgraph=True)
+            model(data()).sum().backward()
+            assert counter.frame_count == graphs
+
+
+@run_on_ranks()
+def test_compiled_autograd_is_refused_by_name():
+    with fresh_dynamo("python_reducer"):
+        model = syncengine.Parallel(Wide())
+        model(data()).square().sum().backward()  # without it the option changes nothing
+        everyone = torch.empty(2, 5)
+        syncengine.all_gather(everyone, model.module.second[3].bias.grad)
+        assert torch.equal(everyone[0], everyone[1])
+        loss = model(data()).sum()
+        with (
+            compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")),
+            pytest.raises(InvalidUsage, match="does not work with compiled autograd"),
+        ):
+            loss.backward()
+
+
+@run_on_ranks()
+def test_a_module_that_raises_leaves_the_compiler_as_it_was():
+    class Raising(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no")
+
+    model = syncengine.Parallel(Raising(2, 2))
+    with pytest.raises(ValueError, match="no"), torch.no_grad():
+        model(torch.ones(1, 2))
+    assert DistributedDataParallel._active_ddp_module is None
+    with fresh_dynamo(True):
+        counter = CompileCounterWithBackend("eager")
+        torch.compile(nn.Linear(2, 2), backend=counter)(torch.ones(1, 2))
+        assert counter.frame_count == 1
+
+
+def alone() -> None:
+    with fresh_dynamo(True):
+        counter = CompileCounterWithBackend("eager")
+        model = torch.compile(syncengine.Parallel(Wide()), backend=counter)
+        model(data()).sum().backward()
+        assert counter.frame_count == 1
+
+
+def test_alone_the_module_is_compiled_too(pool: RankPool):
+    pool.run(alone, world=1)

@@ -1,0 +1,94 @@
+"""What Lightning and Accelerate do with the model that they think is DDP's, as their sources have it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from parallel_models import Mlp, both, data
+from pool import run_on_ranks
+from torch import nn
+
+import syncengine
+
+
+def flat(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad.clone() for p in model.parameters()]
+
+
+class Redirected(nn.Module):
+    """Lightning's forward under manual optimization: synchronization is switched off inside of it, until its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp()
+        self.wrapper: list[nn.Module] = []  # in a list, not to be a submodule
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x)
+        self.wrapper[0].require_backward_grad_sync = False
+        return out
+
+
+@run_on_ranks(gloo=True)
+def test_lightnings_manual_optimization():
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        model.module.wrapper = [model]
+        results = []
+        for i in range(3):
+            model.zero_grad()
+            loss = model(data(i)).square().mean()
+            model.require_backward_grad_sync = True
+            if i == 1:  # a backward without Lightning's manual_backward: stays local
+                loss.backward(retain_graph=True)
+                results += flat(model)
+                model.zero_grad()
+            model.require_forward_param_sync = True
+            model.reducer._rebuild_buckets()
+            model.reducer.prepare_for_backward([])
+            loss.backward()
+            results += flat(model)
+        model.module.wrapper = []
+        return results
+
+    both(Redirected, step)
+
+
+@run_on_ranks(gloo=True)
+def test_accelerates_trigger_sync_in_backward():
+    """Which steps on a forward that ran under no_sync."""
+
+    def step(model: nn.Module) -> None:
+        for i in range(3):
+            with model.no_sync():
+                losses = [model(data(10 * i + j)).square().mean() for j in range(3)]
+                losses[0].backward()
+            before = model.require_backward_grad_sync, model.require_forward_param_sync
+            model.require_backward_grad_sync, model.require_forward_param_sync = True, True
+            model.reducer.prepare_for_backward([])
+            (losses[1] + losses[2]).backward()
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    both(Mlp, step)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(24, 2), nn.Linear(24, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+@run_on_ranks()
+def test_the_text_that_lightning_replaces():
+    model = syncengine.Parallel(Unused())
+    model(data()).sum().backward()
+    with pytest.raises(RuntimeError) as error:  # this rank's own, or what the other says
+        syncengine.barrier()
+        model(data())
+    (text,) = error.value.args
+    assert re.match(r".*Expected to have finished reduction in the prior iteration.*", text, re.DOTALL)
+    assert re.search(r"Parameter indices which did not receive grad for rank \d+: 2 3\n", text)

@@ -1,0 +1,156 @@
+"""Autograd in its corners, each with the bits of DDP."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import torch
+from parallel_models import CAP, Conv, Mlp, backwards, both, data, small
+from pool import run_on_ranks
+from torch import nn
+
+import syncengine
+
+
+@run_on_ranks(gloo=True)
+def test_higher_order_gradients():
+    def penalty_on_inputs(model: nn.Module, with_loss: bool) -> None:
+        for i in range(3):
+            model.zero_grad()
+            x = data(i).requires_grad_()
+            out = model(x)
+            (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+            penalty = (slope.norm(dim=1) - 1).square().mean()
+            (penalty + out.square().mean() if with_loss else penalty).backward()
+
+    def penalty_on_gradients(model: nn.Module) -> None:
+        for i in range(3):
+            model.zero_grad()
+            loss = model(data(i)).square().sum()
+            slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            (loss + sum(s.square().sum() for s in slopes)).backward()
+
+    def hessian_times_vector(model: nn.Module) -> tuple[torch.Tensor, ...]:
+        loss = model(data()).square().sum()
+        parameters = list(model.parameters())
+        slopes = torch.autograd.grad(loss, parameters, create_graph=True)
+        return torch.autograd.grad(slopes, parameters, [torch.ones_like(s) for s in slopes])
+
+    both(Mlp, partial(penalty_on_inputs, with_loss=True))
+    both(Mlp, partial(penalty_on_inputs, with_loss=False))
+    both(small, penalty_on_gradients, **CAP)
+    both(small, hessian_times_vector)
+
+
+@run_on_ranks()
+def test_gradients_keep_their_graph_on_this_rank():
+    """With create_graph=True the average has this rank's own graph: DDP fails in such a backward."""
+    torch.manual_seed(0)
+    model = syncengine.Parallel(small())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's about reference cycles
+        with model.no_sync():
+            model(data()).square().sum().backward(create_graph=True)
+    slopes = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    (model(data(1)).sum() + sum(s.square().sum() for s in slopes)).backward()
+    everyone = torch.empty(2, 24, 24)
+    for layer in (model.module[0], model.module[2]):
+        syncengine.all_gather(everyone, layer.weight.grad)
+        assert torch.equal(everyone[0], everyone[1])
+
+
+@run_on_ranks(gloo=True)
+def test_a_retained_graph():
+    def under_no_sync(model: nn.Module) -> None:
+        with model.no_sync():
+            out = model(data(1))
+            out.sum().backward(retain_graph=True)
+            out.square().sum().backward()
+        model(data(2)).sum().backward()
+
+    def looked_at_later(model: nn.Module) -> tuple[torch.Tensor, ...]:
+        x = data().requires_grad_()
+        out = model(x)
+        out.square().sum().backward(retain_graph=True)
+        return torch.autograd.grad(out.sum(), [x, *model.parameters()])
+
+    both(Mlp, under_no_sync)
+    both(Mlp, looked_at_later)
+
+
+@run_on_ranks(gloo=True)
+def test_backward_with_chosen_inputs():
+    def step(model: nn.Module) -> None:
+        for i in range(3):
+            model.zero_grad()
+            model(data(i)).square().sum().backward(inputs=list(model.parameters()))
+
+    both(Mlp, step)
+
+
+@run_on_ranks(gloo=True)
+def test_hooks_on_modules_and_tensors():
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        seen = []
+        model.register_full_backward_hook(lambda module, inputs, outputs: seen.append(outputs[0].clone()))
+        model.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        model.register_forward_hook(lambda module, args, out: out * 2)
+        head = model.module.head
+        head.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 2,))
+        head.register_full_backward_hook(lambda module, inputs, outputs: seen.append(inputs[0].clone()))
+        head.weight.register_hook(lambda grad: grad * 3)
+        return [*backwards(model), *seen]
+
+    assert len(both(Mlp, step)) == 3 + 2 * 3
+    both(Mlp, step, find_unused_parameters=True)
+
+
+@run_on_ranks(gloo=True)
+def test_autograd_modes():
+    def anomaly(model: nn.Module) -> list[torch.Tensor]:
+        with torch.autograd.detect_anomaly(check_nan=True):
+            return backwards(model)
+
+    def saved_elsewhere(model: nn.Module) -> list[torch.Tensor]:
+        with torch.autograd.graph.save_on_cpu():
+            return backwards(model)
+
+    def evaluation_between(model: nn.Module) -> list[torch.Tensor]:
+        results = []
+        for i in range(3):
+            results += backwards(model.train(), 1)
+            with torch.inference_mode() if i % 2 else torch.no_grad():
+                results.append(model.eval()(data(i)))
+        return results
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that anomaly mode is slow
+        both(Mlp, anomaly)
+    both(Mlp, saved_elsewhere)
+    both(Conv, evaluation_between)
+
+
+@run_on_ranks(gloo=True)
+def test_functional_calls():
+    def reparametrized(model: nn.Module) -> None:
+        for i in range(3):
+            model.zero_grad()
+            doubled = {name: 2 * p for name, p in model.named_parameters()}
+            torch.func.functional_call(model, doubled, (data(i),)).square().sum().backward()
+
+    def function_transforms(model: nn.Module) -> Any:
+        def loss(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+        parameters = {name: p.detach() for name, p in model.named_parameters()}
+        results = [torch.func.grad(loss)(parameters, data())]
+        with torch.no_grad():
+            results += [torch.func.vmap(model)(data()), torch.func.jacrev(model)(data())]
+        backwards(model)
+        return results
+
+    both(Mlp, reparametrized)
+    both(small, function_transforms)

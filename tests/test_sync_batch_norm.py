@@ -1,0 +1,212 @@
+"""SyncBatchNorm between CPU ranks: one process's BatchNorm over all ranks' samples is the reference, in float64."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool, run_on_ranks
+from torch import nn
+
+import syncengine
+
+CHANNELS = 6
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+def batch(rank: int, step: int, size: int, *shape: int) -> torch.Tensor:
+    """Samples far from zero, of different scale in each rank: sums of squares would lose them."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return (torch.randn(size, CHANNELS, *shape, generator=generator, dtype=torch.float64) * (rank + 1)) + 30 + 5 * rank
+
+
+def make(dtype: torch.dtype, **options: Any) -> nn.Module:
+    """A plain BatchNorm with something behind it, all in `dtype`."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(CHANNELS, **options)
+    if norm.affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    return nn.Sequential(norm, nn.Conv2d(CHANNELS, CHANNELS, 1), nn.Tanh()).to(dtype)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).double().pow(3).sum()
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-3)).item() if b.numel() else 0.0
+
+
+def errors(sizes: list[int], dtype: torch.dtype, channels_last: bool, options: dict[str, Any]) -> dict[str, float]:
+    """How far our training, evaluation and state are from those of one process with the whole batch, in float64."""
+    rank, world = syncengine.rank(), syncengine.world_size()
+    alone = make(torch.float64, **options)
+    model = make(dtype, **options)
+    model.load_state_dict(alone.state_dict())
+    alone.load_state_dict(model.state_dict())  # with what `dtype` leaves of them
+    model = syncengine.Parallel(nn.SyncBatchNorm.convert_sync_batchnorm(model))
+    found = {}
+    for step in range(3):
+        parts = [batch(r, step, sizes[r], 3, 2).to(dtype) for r in range(world)]
+        whole = torch.cat(parts).double().requires_grad_()
+        alone.zero_grad()
+        (loss_of(alone, whole) / world).backward()  # the average over ranks, as gradients are
+        own = parts[rank].clone().requires_grad_()
+        x = own.to(memory_format=torch.channels_last) if channels_last else own
+        model.zero_grad()
+        loss_of(model, x).backward()
+        expected = whole.grad.split(sizes)[rank] * world
+        found[f"input {step}"] = distance(own.grad, expected)
+        for (name, p), q in zip(model.module.named_parameters(), alone.parameters(), strict=True):
+            found[f"{name} {step}"] = distance(p.grad, q.grad)
+    for name, tensor in alone.state_dict().items():
+        found[name] = distance(model.state_dict()[f"module.{name}"], tensor)
+    x = batch(rank, 9, 4, 3, 2)
+    found["evaluation"] = distance(model.eval()(x.to(dtype)), alone.eval()(x.to(dtype).double()))
+    return found
+
+
+CASES: dict[str, tuple[list[int], dict[str, Any]]] = {
+    "even": ([4, 4], {}),
+    "uneven": ([3, 7, 1], {}),
+    "one rank without samples": ([3, 0, 2], {}),
+    "one sample each": ([1, 1], {}),
+    "cumulative average": ([3, 5], {"momentum": None}),
+    "large momentum and eps": ([3, 5], {"momentum": 0.7, "eps": 0.5}),
+    "without weight and bias": ([3, 5], {"affine": False}),
+    "without running statistics": ([3, 5], {"track_running_stats": False}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_statistics_and_gradients_are_those_of_the_whole_batch(pool: RankPool, name: str):
+    sizes, options = CASES[name]
+    for dtype in (torch.float64, torch.float32):
+        for found in pool.run(errors, sizes, dtype, name == "even", options, world=len(sizes)):
+            assert max(found.values()) < TOLERANCE[dtype], found
+
+
+def test_low_precision(pool: RankPool):
+    """As near as the values' own 8 bits allow; statistics are never rounded to them on the way."""
+    for found in pool.run(errors, [4, 6], torch.bfloat16, False, {"momentum": 1.0}):
+        assert max(found.values()) < 0.05, found
+
+
+@run_on_ranks()
+def test_mixed_precision_under_autocast():
+    torch.manual_seed(0)
+    model = syncengine.Parallel(nn.SyncBatchNorm.convert_sync_batchnorm(make(torch.float32)))
+    x = batch(syncengine.rank(), 0, 4, 3, 2).float()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert model.module[0].weight.grad.dtype == torch.float32
+    everyone = torch.empty(2, CHANNELS)
+    syncengine.all_gather(everyone, model.module[0].running_mean)
+    assert torch.equal(everyone[0], everyone[1])
+
+
+@run_on_ranks()
+def test_other_dimensions():
+    for shape in ((), (5,), (2, 3, 2)):
+        x = batch(syncengine.rank(), 0, 4, *shape).requires_grad_()
+        model = syncengine.Parallel(nn.Sequential(nn.SyncBatchNorm(CHANNELS)).double())
+        model(x).pow(3).sum().backward()
+        whole = torch.cat([batch(r, 0, 4, *shape) for r in range(2)]).requires_grad_()
+        nn.functional.batch_norm(whole, None, None, training=True).pow(3).sum().backward()
+        torch.testing.assert_close(x.grad, whole.grad[4 * syncengine.rank() :][:4])
+    with pytest.raises(ValueError, match="at least 2D"):
+        model.module(torch.ones(3))
+
+
+@run_on_ranks()
+def test_too_few_samples():
+    model = syncengine.Parallel(nn.SyncBatchNorm(CHANNELS))
+    with pytest.raises(ValueError, match="more than 1 value per channel over all ranks"):
+        model.module(torch.ones(1 - syncengine.rank(), CHANNELS))
+
+
+@run_on_ranks()
+def test_it_is_torchs_in_all_else():
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(nn.ModuleDict({"a": make(torch.float32), "b": nn.Linear(2, 2)}))
+    norm, before = module["a"][0], copy.deepcopy(module.state_dict())
+    model = syncengine.Parallel(module)
+    assert model.module["a"][0] is norm
+    assert isinstance(norm, nn.SyncBatchNorm)
+    assert list(module.state_dict()) == list(before)
+    assert repr(norm) == repr(nn.SyncBatchNorm(CHANNELS))
+    x = batch(syncengine.rank(), 0, 4, 3, 2).float()
+    expected = module["a"](x)
+    module["a"].load_state_dict({name.removeprefix("a."): t for name, t in before.items() if name.startswith("a.")})
+    for other in (pickle.loads(pickle.dumps(module["a"])), copy.deepcopy(module["a"])):
+        assert torch.equal(other(x), expected)
+    with torch.no_grad():
+        assert torch.equal(module["a"](x), expected)
+    assert isinstance(nn.SyncBatchNorm.convert_sync_batchnorm(module)["a"][0], nn.SyncBatchNorm)
+
+
+@run_on_ranks(world=4)
+def test_its_process_group():
+    rank = syncengine.rank()
+    pair = syncengine.default_communicator().split([0, 1] if rank < 2 else [2, 3])
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(CHANNELS)), pair)
+    model = syncengine.Parallel(model)
+    model(torch.full((2, CHANNELS), float(rank))).sum().backward()
+    means = torch.empty(4, CHANNELS)
+    syncengine.all_gather(means, model.module[0].running_mean)
+    assert torch.allclose(means[:, 0], torch.tensor([0.05, 0.05, 0.25, 0.25]))
+
+
+@run_on_ranks(world=4, gloo=True)
+def test_its_torch_process_group():
+    import torch.distributed as dist
+
+    rank = syncengine.rank()
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    norm = nn.SyncBatchNorm(CHANNELS, process_group=groups[rank // 2])
+    model = syncengine.Parallel(nn.Sequential(norm), forward_sync_buffers=False)
+    model(torch.full((2, CHANNELS), float(rank))).sum().backward()
+    assert torch.allclose(norm.running_mean, torch.full((CHANNELS,), 0.05 if rank < 2 else 0.25))
+
+
+@run_on_ranks()
+def test_with_checkpoints_accumulation_and_compile():
+    from torch.utils.checkpoint import checkpoint
+
+    results = []
+    for way in ("plain", "checkpointed", "compiled"):
+        torch.manual_seed(0)
+        module = nn.SyncBatchNorm.convert_sync_batchnorm(make(torch.float64, momentum=1.0))
+        model = syncengine.Parallel(module)
+        if way == "compiled":
+            model = torch.compile(model, backend="eager")
+        for step in range(3):
+            model.zero_grad()
+            x = batch(syncengine.rank(), step, 4, 3, 2).requires_grad_()
+            with model.no_sync():
+                loss_of(model, x + 1).backward()
+            out = checkpoint(model, x, use_reentrant=False) if way == "checkpointed" else model(x)
+            out.pow(3).sum().backward()
+        results.append([p.grad for p in module.parameters()] + [module[0].running_var])
+    for other in results[1:]:
+        for ours, expected in zip(other, results[0], strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-10)
+
+
+def alone() -> None:
+    x = torch.randn(5, CHANNELS)
+    model = syncengine.Parallel(nn.SyncBatchNorm(CHANNELS))
+    assert torch.equal(model(x), nn.BatchNorm1d(CHANNELS)(x))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.eval()(x)
+
+
+def test_alone_it_is_batch_norm(pool: RankPool):
+    pool.run(alone, world=1)
