@@ -195,6 +195,10 @@ class RankPool:
         self._start(ranks, function, args, environ, settings=settings, gloo=gloo, stay=False)
         return ranks
 
+    def refresh(self) -> None:
+        """The next `run` gets new processes: for tests after which threads or caches stay."""
+        self._end_workers()
+
     def close(self) -> None:
         """Ends every process."""
         self._end_workers()

@@ -44,6 +44,13 @@ class Checkpointed(Wide):
 Compile = Callable[[nn.Module], nn.Module]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_processes(pool: RankPool) -> Iterator[None]:
+    """Compilers leave threads, and caches that hold gradients."""
+    yield
+    pool.refresh()
+
+
 def over(wrap: Compile, module: nn.Module, backend: Any) -> nn.Module:
     return torch.compile(wrap(module), backend=backend)
 

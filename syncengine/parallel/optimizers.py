@@ -11,6 +11,7 @@ class Model(Protocol):
     """What is needed of a ``Parallel`` here."""
 
     _module_parameters: list[torch.nn.Parameter]
+    _backward_steps: list[Callable[[torch.nn.Parameter], Any]]
 
     def _has_averaged(self) -> bool: ...
 
@@ -19,12 +20,15 @@ def step_after_reduction(
     model: Model, parameter: torch.nn.Parameter, step: Callable[[torch.nn.Parameter], Any]
 ) -> None:
     """Calls ``step(parameter)`` whenever its gradient is averaged; not in a backward under ``no_sync``."""
-    weak = weakref.ref(model)
+    # A parameter holds its hooks; were the optimizer, which holds parameters, among what they hold, nothing would go.
+    weak, steps = weakref.ref(model), model.__dict__.setdefault("_backward_steps", [])
+    index = len(steps)
+    steps.append(step)
 
     def hook(parameter: torch.Tensor) -> None:
         owner = weak()
         if owner is not None and owner._has_averaged():
-            step(parameter)
+            owner._backward_steps[index](parameter)
 
     parameter.register_post_accumulate_grad_hook(hook)
 

@@ -230,6 +230,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         for name in ("process_group", "communicator", "reducer", "logger", "_planner", "_buffer_broadcast"):
             del state[name]
         state.pop("_weight", None)  # on its way
+        state.pop("_backward_steps", None)  # parameters' hooks are not pickled either
         state["_comm_hooks"] = []
         return state
 
