@@ -9,6 +9,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   syncengine::bind_communicator(module);
   syncengine::bind_local_job(module);
   syncengine::bind_reducer(module);
+  syncengine::bind_backend(module);
   module.def(
       "instruction_set", [] { return syncengine::kernels::name(syncengine::kernels::active_isa()); },
       "The instruction set of the reduction kernels: 'scalar', 'avx2' or 'avx512' (SYNCENGINE_ISA chooses).");

@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 
@@ -80,7 +81,7 @@ int64_t Arena::offset_of(const void* data, size_t bytes) const {
   bool inside = memory >= mapping_.data() && memory + bytes <= mapping_.data() + mapping_.bytes();
   if (!inside) return -1;
   int64_t offset = memory - mapping_.data();
-  return any_severed_ && is_severed(static_cast<size_t>(offset)) ? -1 : offset;
+  return any_severed_ && is_severed(static_cast<size_t>(offset), bytes) ? -1 : offset;
 }
 
 std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
@@ -109,9 +110,8 @@ std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
 void Arena::release_tensor(size_t offset, size_t bytes) {
   if (forked_) return;
   std::lock_guard lock(mutex_);
-  auto tensor = tensors_.find(offset);
-  if (tensor->second.severed) return;  // private memory now, and for ever: no use for a new tensor
-  tensors_.erase(tensor);
+  if (severed({offset, offset + bytes})) return;  // private memory now, and for ever: no use for a new tensor
+  tensors_.erase(offset);
   madvise(at(offset), bytes, MADV_REMOVE);
   heap_.release(offset, bytes);
 }
@@ -150,10 +150,10 @@ const std::pair<const size_t, Arena::TensorMemory>* Arena::find_tensor(size_t of
   return offset < tensor.first + tensor.second.bytes ? &tensor : nullptr;
 }
 
-Pool& Arena::create_pool() {
+Pool* Arena::create_pool() {
   size_t reserved = whole_pages(bytes() / 2);
   auto offset = heap_.allocate(reserved, kHugePage);
-  if (!offset) return Pool::create({});
+  if (!offset) return nullptr;
   {
     std::lock_guard lock(mutex_);
     tensors_.emplace(*offset, TensorMemory{.bytes = 0, .pool = true});
@@ -165,44 +165,40 @@ Pool& Arena::create_pool() {
     committed = bytes;
     return true;
   };
-  auto lost = [this](const void* block) {
-    return any_severed_ && is_severed(static_cast<const std::byte*>(block) - mapping_.data());
+  auto lost = [this](const void* block, size_t bytes) {
+    return any_severed_ && is_severed(static_cast<const std::byte*>(block) - mapping_.data(), bytes);
   };
-  return Pool::create({.data = at(*offset),
-                       .bytes = reserved,
-                       .keepalive = shared_from_this(),
-                       .commit = commit,
-                       .lost = lost,
-                       .discard = [](void* data, size_t bytes) { madvise(data, bytes, MADV_REMOVE); }});
+  return &Pool::create({.data = at(*offset),
+                        .bytes = reserved,
+                        .keepalive = shared_from_this(),
+                        .commit = commit,
+                        .lost = lost,
+                        .discard = [](void* data, size_t bytes) { madvise(data, bytes, MADV_REMOVE); }});
 }
 
 void Arena::sever_tensor(size_t offset, size_t bytes) {
   std::lock_guard lock(mutex_);
   const auto* tensor = find_tensor(offset);
-  if (!tensor || tensor->second.severed) return;
+  if (!tensor) return;
   auto [begin, memory] = *tensor;
-  if (memory.pool) {
-    size_t first = offset / kPage * kPage, length = whole_pages(offset + bytes - first);
-    if (!make_private(at(first), length)) make_inaccessible(at(first), length);
-    size_t& severed = severed_pages_[first];
-    severed = std::max(severed, length);
-    any_severed_ = true;
-    return;
-  }
+  Range range{begin, begin + memory.bytes};
+  if (memory.pool) range = {offset / kPage * kPage, whole_pages(offset + bytes)};
+  if (!memory.pool && severed(range)) return;
   // Short of memory: better no content than somebody else's.
-  if (!make_private(at(begin), memory.bytes)) make_inaccessible(at(begin), memory.bytes);
-  tensors_[begin].severed = any_severed_ = true;
+  size_t length = range.end - range.begin;
+  if (!make_private(at(range.begin), length)) make_inaccessible(at(range.begin), length);
+  severed_.push_back(range);
+  any_severed_ = true;
 }
 
-bool Arena::is_severed(size_t offset) const {
+bool Arena::is_severed(size_t offset, size_t bytes) const {
   std::lock_guard lock(mutex_);
-  const auto* tensor = find_tensor(offset);
-  if (!tensor) return false;
-  if (!tensor->second.pool) return tensor->second.severed;
-  auto after = severed_pages_.upper_bound(offset);
-  if (after == severed_pages_.begin()) return false;
-  auto [begin, length] = *std::prev(after);
-  return offset < begin + length;
+  return severed({offset, offset + bytes});
+}
+
+bool Arena::severed(Range range) const {
+  return std::any_of(severed_.begin(), severed_.end(),
+                     [&](Range other) { return range.begin < other.end && other.begin < range.end; });
 }
 
 }  // namespace syncengine::shm

@@ -62,10 +62,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // in the middle of a collective can write into it no more. Nobody may write to it meanwhile.
   // Of a pool, only the pages of [offset, offset + bytes).
   void sever_tensor(size_t offset, size_t bytes = 1);
-  bool is_severed(size_t offset) const;
+  bool is_severed(size_t offset, size_t bytes = 1) const;  // any of it
 
-  // Half of the arena's addresses for gradients. Once.
-  Pool& create_pool();
+  // Half of the arena's addresses for gradients; null if there is no room. Once.
+  Pool* create_pool();
 
   bool forked() const { return forked_; }
 
@@ -79,9 +79,12 @@ class Arena : public std::enable_shared_from_this<Arena> {
   Heap heap_;
   struct TensorMemory {
     size_t bytes;
-    bool severed = false;
     bool pool = false;
   };
+  struct Range {
+    size_t begin, end;
+  };
+  bool severed(Range range) const;                                                // any of it; under mutex_
   const std::pair<const size_t, TensorMemory>* find_tensor(size_t offset) const;  // under mutex_
 
   mutable std::mutex mutex_;
@@ -92,8 +95,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   };
   void reclaim_groups();
   std::vector<RetiredGroup> retired_;
-  std::map<size_t, size_t> severed_pages_;  // of pools: offset -> bytes
-  std::atomic<bool> any_severed_ = false;   // spares offset_of() the lock
+  std::vector<Range> severed_;
+  std::atomic<bool> any_severed_ = false;  // spares offset_of() the lock
   bool forked_ = false;
 };
 

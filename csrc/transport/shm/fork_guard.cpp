@@ -66,7 +66,8 @@ void ForkGuard::in_child() {
     size_t position = 0;
     for (auto [offset, memory] : arena->tensors_) {
       make_inaccessible(arena->at(position), offset - position);
-      if (!memory.severed && !make_private(arena->at(offset), memory.bytes))
+      bool is_private = !memory.pool && arena->severed({offset, offset + memory.bytes});
+      if (!is_private && !make_private(arena->at(offset), memory.bytes))
         make_inaccessible(arena->at(offset), memory.bytes);
       position = offset + memory.bytes;
     }

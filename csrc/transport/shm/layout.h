@@ -11,6 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "transport/shm/mailbox.h"
+
 namespace syncengine::shm {
 
 inline constexpr size_t kPage = 4096;
@@ -23,10 +25,13 @@ inline constexpr size_t kBoardWaits = 15;  // sleeping threads of a rank that it
 inline constexpr size_t kLogEntries = 1024;     // scheduled and not yet opened by every rank
 inline constexpr size_t kReadySlots = 1 << 20;  // announcement slots per communicator; sparse
 inline constexpr size_t kMaxSpans = 512;        // of an operation on the direct path
+inline constexpr size_t kFlagWords = 64;        // of an operation, at most
 inline constexpr int kUserLane = 0;             // matched by order of submission
 inline constexpr int kScheduledLane = 1;        // announced in any order, run in the order of the schedule
 inline constexpr int kLanes = 2;
+inline constexpr int kMessages = 2;  // no lane: messages between two ranks
 
+static_assert(kMailboxes == kMaxLocalRanks);
 static_assert(std::atomic<uint64_t>::is_always_lock_free && std::atomic<uint32_t>::is_always_lock_free);
 
 // Where the threads of a rank sleep. A peer rings after it published something, if its bit is in `interest`.
@@ -54,6 +59,7 @@ struct alignas(64) OpRecord {
   double prescale, postscale;
   int32_t root;
   uint8_t collective, dtype, op, numerics;
+  uint64_t flag_words;  // at LaneBlock::flags
 };
 static_assert(sizeof(OpRecord) == 64);
 
@@ -71,6 +77,7 @@ struct LaneBlock {
   LaneProgress progress;
   OpRecord records[kRecords];
   alignas(kPage) int64_t span_offsets[kRecords][kMaxSpans];
+  alignas(kPage) uint64_t flags[kRecords][kFlagWords];  // sparse
 };
 
 // The order in which announced operations run, written by the communicator's rank 0 alone.
@@ -86,6 +93,7 @@ struct GroupBlock {
   LaneBlock lanes[kLanes];
   Schedule schedule;
   alignas(kPage) std::atomic<uint64_t> announced[kReadySlots];  // count of announcements
+  alignas(kPage) Mailboxes messages;
   alignas(kPage) std::byte staging[kLanes][kSlots][kSlotBytes];
 };
 

@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include <utility>
+
 #include "transport/shm/layout.h"
 
 namespace syncengine::shm {
@@ -160,32 +162,33 @@ void Pool::coalesce(size_t offset, size_t bytes) {
 
 void Pool::release(void* block) {
   if (forked()) return;  // a forked child: its parent's lock may be held for ever
-  std::shared_ptr<void> memory;
+  Memory last;           // goes after the lock
   std::lock_guard lock(mutex_);
   size_t offset = static_cast<std::byte*>(block) - memory_.data;
   auto size = sizes_.find(offset);
-  if (memory_.lost(block)) {
+  if (memory_.lost(block, size->second)) {
     sizes_.erase(size);
   } else {
     recent_[size->second].push_back(offset);
   }
   --live_;
-  drop_if_over();
+  last = take_if_over();
 }
 
 void Pool::close() {
   if (forked()) return;
+  Memory last;
   std::lock_guard lock(mutex_);
   open_ = false;
-  drop_if_over();
+  last = take_if_over();
 }
 
-void Pool::drop_if_over() {
-  if (open_ || live_ > 0) return;
-  Memory memory = std::move(memory_);
-  memory_ = {};
+// The memory, once nothing more will be handed out of it and nothing is.
+Pool::Memory Pool::take_if_over() {
+  if (open_ || live_ > 0) return {};
   end_.store(nullptr);
   begin_.store(nullptr);
+  return std::exchange(memory_, {});
 }
 
 bool Pool::forked() const { return forks_ != forks; }

@@ -26,10 +26,10 @@ class Pool {
     size_t bytes = 0;
     std::shared_ptr<void> keepalive = {};
     std::function<bool(size_t bytes)> commit = {};
-    std::function<bool(const void* block)> lost = {};            // true: never to be handed out again
-    std::function<void(void* data, size_t bytes)> discard = {};  // gives pages back; their content is lost
+    std::function<bool(const void* block, size_t bytes)> lost = {};  // true: never to be handed out again
+    std::function<void(void* data, size_t bytes)> discard = {};      // gives pages back; their content is lost
   };
-  static Pool& create(Memory memory);
+  static Pool& create(Memory memory);  // of at least a page
 
   static Pool* find(const void* block);
   bool owns(const void* data, size_t bytes) const;
@@ -47,7 +47,7 @@ class Pool {
   void coalesce(size_t offset, size_t bytes);
   void flush();
   void discard_free();
-  void drop_if_over();
+  Memory take_if_over();
   bool forked() const;
 
   std::atomic<std::byte*> begin_{nullptr}, end_{nullptr};

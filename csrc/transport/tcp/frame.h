@@ -1,0 +1,52 @@
+// The wire format after the handshake: frames of a header of 40 bytes and what `payload` says. Pure functions.
+//
+// Each frame has one encoding: fields that its kind does not use are zero, and decode() refuses what encode() could not have
+// written for the connection it came on. So nothing is allocated, looked up or indexed by a number that is out of bounds.
+//
+// A small transfer (up to kEagerBytes) is sent at once, as Eager, while the receiver's credit lasts. Without credit the sender
+// Asks. What was asked for, and all larger transfers, wait for the receiver's Ready, which gives the receive's handle; then
+// they come as Chunks, over whichever data connection is free.
+//
+// Who leaves says Goodbye; who gives the other up sends a Verdict: why, in words. The connections' ends follow.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "transport/interhost.h"
+
+namespace syncengine::tcp {
+
+inline constexpr uint16_t kVersion = 1;
+inline constexpr size_t kFrameBytes = 40;
+inline constexpr uint32_t kChunkBytes = 256 << 10;
+inline constexpr uint32_t kEagerBytes = 16 << 10;
+inline constexpr uint32_t kEagerWindow = 1 << 20;  // what a receiver holds for a peer before anybody wants it
+inline constexpr uint32_t kMaxVerdict = 1 << 10;
+inline constexpr uint32_t kEagerCost = 64;  // that each Eager takes of it beside its bytes
+
+enum class Kind : uint8_t { Heartbeat, Message, Ready, Ask, Credit, Goodbye, Verdict, Eager, Chunk };
+
+enum class Channel : uint8_t { Control, Data };
+
+struct Frame {
+  Kind kind = Kind::Heartbeat;
+  uint32_t payload = 0;   // bytes that follow: of a message, or of data
+  uint32_t checksum = 0;  // CRC-32C of the payload of Eager and Chunk, if the ranks agreed on checksums
+  uint64_t tag = 0;       // Ready, Ask, Eager
+  uint64_t handle = 0;    // Ready, Chunk: names a receive, from 1
+  uint32_t offset = 0;    // Chunk: where in the transfer
+  uint32_t size = 0;      // Ready: bytes of the receive; Credit: bytes given back; Verdict: the kind of error
+
+  bool operator==(const Frame&) const = default;
+};
+
+std::string encode(const Frame& frame);
+
+// Nothing if the bytes (kFrameBytes of them) are no frame of ours for such a connection.
+std::optional<Frame> decode(std::string_view bytes, Channel channel);
+
+}  // namespace syncengine::tcp

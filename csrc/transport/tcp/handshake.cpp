@@ -1,0 +1,125 @@
+#include "transport/tcp/handshake.h"
+
+#include <utility>
+
+#include "transport/tcp/codec.h"
+#include "transport/tcp/frame.h"
+#include "transport/tcp/sha256.h"
+
+namespace syncengine::tcp {
+
+namespace {
+
+constexpr uint64_t kMagic = 0x656e69676e65636e;  // "ncengine"
+constexpr size_t kNonceBytes = 32;
+constexpr size_t kHelloBytes = 8 + 2 + 2 + 4 + 4 + 1 + 1 + kNonceBytes + kDigestBytes;
+constexpr size_t kChallengeBytes = 8 + 2 + 1 + kNonceBytes + kDigestBytes;
+constexpr size_t kAnswerBytes = 1 + kDigestBytes;
+constexpr size_t kWelcomeBytes = 1;
+
+std::string untagged(const Hello& hello) {
+  return Writer()
+      .u64(kMagic)
+      .u16(hello.version)
+      .u16(hello.connection)
+      .u32(hello.client)
+      .u32(hello.server)
+      .u8(hello.sockets)
+      .u8(hello.checksum)
+      .bytes(hello.nonce)
+      .text();
+}
+
+std::string challenge_head(uint16_t version, Verdict verdict, const std::string& nonce) {
+  return Writer().u64(kMagic).u16(version).u8(static_cast<uint8_t>(verdict)).bytes(nonce).text();
+}
+
+std::string proof_of(const char* side, const PairKeys& keys, const std::string& said) {
+  return hmac_sha256(keys.proof, side + said);
+}
+
+// An answer that says only why not.
+std::string refusal(Verdict verdict) {
+  return challenge_head(kVersion, verdict, std::string(kNonceBytes, '\0')) + std::string(kDigestBytes, '\0');
+}
+
+std::string answer(Verdict verdict, const std::string& proof) {
+  return Writer().u8(static_cast<uint8_t>(verdict)).bytes(proof).text();
+}
+
+}  // namespace
+
+ClientHandshake::ClientHandshake(Hello hello, PairKeys keys) {
+  hello_ = std::move(hello);
+  keys_ = std::move(keys);
+  said_ = untagged(hello_);
+  said_ += hmac_sha256(keys_.ticket, said_);
+  wanted_ = kChallengeBytes;
+}
+
+std::string ClientHandshake::receive(std::string_view message) {
+  Reader reader(message);
+  if (answered_) {
+    uint8_t verdict = reader.u8();
+    bool fine = reader.whole() && verdict == static_cast<uint8_t>(Verdict::Fine);
+    return end(fine ? Verdict::Fine : Verdict::Secret);
+  }
+  uint64_t magic = reader.u64();
+  uint16_t version = reader.u16();
+  auto verdict = static_cast<Verdict>(reader.u8());
+  std::string nonce = reader.bytes(kNonceBytes), proof = reader.bytes(kDigestBytes);
+  if (!reader.whole() || magic != kMagic) return end(Verdict::Stranger);
+  if (version != kVersion) return end(Verdict::Version);
+  if (verdict != Verdict::Fine) return end(verdict == Verdict::Settings ? verdict : Verdict::Stranger);
+  std::string said = said_ + challenge_head(version, verdict, nonce);
+  if (!equal_digests(proof, proof_of("server", keys_, said)))
+    return end(Verdict::Secret, answer(Verdict::Secret, std::string(kDigestBytes, '\0')));
+  said_ = said + proof;
+  answered_ = true;
+  wanted_ = kWelcomeBytes;
+  return answer(Verdict::Fine, proof_of("client", keys_, said_));
+}
+
+ServerHandshake::ServerHandshake(uint8_t sockets, bool checksum, std::string nonce, Admit admit)
+    : sockets_(sockets), checksum_(checksum), nonce_(std::move(nonce)), admit_(std::move(admit)) {
+  wanted_ = kHelloBytes;
+}
+
+std::string ServerHandshake::receive(std::string_view message) {
+  if (!has_ticket_) return challenge(message);
+  Reader reader(message);
+  uint8_t verdict = reader.u8();
+  std::string proof = reader.bytes(kDigestBytes);
+  bool proved = reader.whole() && verdict == static_cast<uint8_t>(Verdict::Fine) &&
+                equal_digests(proof, proof_of("client", keys_, said_));
+  Verdict mine = proved ? Verdict::Fine : Verdict::Secret;
+  return end(mine, Writer().u8(static_cast<uint8_t>(mine)).text());
+}
+
+std::string ServerHandshake::challenge(std::string_view message) {
+  Reader reader(message);
+  uint64_t magic = reader.u64();
+  hello_.version = reader.u16();
+  hello_.connection = reader.u16();
+  hello_.client = reader.u32();
+  hello_.server = reader.u32();
+  hello_.sockets = reader.u8();
+  hello_.checksum = reader.u8();
+  hello_.nonce = reader.bytes(kNonceBytes);
+  std::string ticket = reader.bytes(kDigestBytes);
+  if (!reader.whole() || magic != kMagic) return end(Verdict::Stranger);
+  if (hello_.version != kVersion) return end(Verdict::Version, refusal(Verdict::Version));
+  auto keys = admit_(hello_);
+  if (!keys || !equal_digests(ticket, hmac_sha256(keys->ticket, untagged(hello_)))) return end(Verdict::Stranger);
+  has_ticket_ = true;
+  if (hello_.sockets != sockets_ || hello_.checksum != checksum_)
+    return end(Verdict::Settings, refusal(Verdict::Settings));
+  keys_ = std::move(*keys);
+  said_ = std::string(message) + challenge_head(kVersion, Verdict::Fine, nonce_);
+  std::string proof = proof_of("server", keys_, said_);
+  said_ += proof;
+  wanted_ = kAnswerBytes;
+  return challenge_head(kVersion, Verdict::Fine, nonce_) + proof;
+}
+
+}  // namespace syncengine::tcp

@@ -1,0 +1,155 @@
+#include "transport/tcp/inbox.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace syncengine::tcp {
+
+namespace {
+
+constexpr size_t kMostAsked = 1 << 20;
+
+uint32_t cost_of(uint32_t bytes) { return bytes + kEagerCost; }
+
+}  // namespace
+
+void Receive::fail(const Error& error) {
+  data = nullptr;
+  if (transfer) transfer->fail(error);
+  transfer.reset();
+}
+
+void Inbox::post(uint64_t tag, std::byte* data, size_t bytes, std::shared_ptr<Interhost::Transfer> transfer) {
+  auto size = static_cast<uint32_t>(bytes);
+  auto receive = std::make_shared<Receive>(Receive{tag, data, size, std::move(transfer)});
+  receive->left = size;
+  posted_[tag] = receive;
+  if (auto early = unexpected_.find(tag); early != unexpected_.end()) {
+    auto unexpected = std::move(early->second);
+    unexpected_.erase(early);
+    take(receive, unexpected);
+  } else if (size > kEagerBytes || asked_.erase(tag) > 0) {
+    get_ready(receive);
+  }
+}
+
+void Inbox::get_ready(const std::shared_ptr<Receive>& receive) {
+  receive->handle = ++handles_;
+  by_handle_[receive->handle] = receive;
+  control_ += encode({.kind = Kind::Ready, .tag = receive->tag, .handle = receive->handle, .size = receive->bytes});
+}
+
+void Inbox::on_ask(const Frame& frame) {
+  if (shared_.is_withdrawn(frame.tag)) return;
+  if (auto found = posted_.find(frame.tag); found != posted_.end()) {
+    if (found->second->handle == 0) get_ready(found->second);
+  } else {
+    if (asked_.size() >= kMostAsked) throw garbage(peer_, "more sends than can be");
+    asked_.insert(frame.tag);
+  }
+}
+
+Arrival Inbox::begin(const Frame& frame) {
+  Arrival arrival{.frame = frame};
+  if (frame.kind == Kind::Chunk) {
+    auto found = by_handle_.find(frame.handle);
+    if (found == by_handle_.end()) {
+      if (frame.handle > handles_) throw garbage(peer_, "data that nobody asked for");
+      return arrival;  // withdrawn meanwhile
+    }
+    Receive& receive = *found->second;
+    uint32_t bit = 1u << (frame.offset / kChunkBytes);
+    bool fits = frame.offset <= receive.bytes && frame.payload == std::min(kChunkBytes, receive.bytes - frame.offset);
+    if (!fits || (receive.chunks & bit)) throw garbage(peer_, "data that does not fit its place");
+    receive.chunks |= bit;
+    arrival.receive = found->second;
+    return arrival;
+  }
+  if (held_ + cost_of(frame.payload) > kEagerWindow) throw garbage(peer_, "more than it has credit for");
+  held_ += cost_of(frame.payload);
+  if (shared_.is_withdrawn(frame.tag)) return arrival;
+  auto found = posted_.find(frame.tag);
+  if (found == posted_.end()) {
+    arrival.unasked = std::make_unique_for_overwrite<std::byte[]>(frame.payload);
+    return arrival;
+  }
+  Receive& receive = *found->second;
+  if (receive.bytes != frame.payload) throw size_mismatch(peer_, frame.payload, shared_.rank, receive.bytes);
+  if (receive.handle != 0 || receive.chunks) throw garbage(peer_, "one transfer twice");
+  receive.chunks = 1;
+  arrival.receive = found->second;
+  return arrival;
+}
+
+void Inbox::end(Arrival& arrival) {
+  const Frame& frame = arrival.frame;
+  if (arrival.receive) {
+    Receive& receive = *arrival.receive;
+    receive.left -= frame.payload;
+    if (receive.left == 0 && receive.transfer) finish(receive);
+  } else if (arrival.unasked) {
+    Unexpected unexpected{std::move(arrival.unasked), frame.payload};
+    auto posted = posted_.find(frame.tag);  // while it came
+    if (posted != posted_.end()) {
+      take(posted->second, unexpected);
+    } else if (!shared_.is_withdrawn(frame.tag)) {
+      if (!unexpected_.emplace(frame.tag, std::move(unexpected)).second) throw garbage(peer_, "one transfer twice");
+      return;  // its credit is given back when it is taken
+    } else {
+      give_credit(cost_of(frame.payload));
+    }
+    return;
+  }
+  if (frame.kind == Kind::Eager) give_credit(cost_of(frame.payload));
+}
+
+void Inbox::take(const std::shared_ptr<Receive>& receive, const Unexpected& unexpected) {
+  if (receive->bytes != unexpected.size) throw size_mismatch(peer_, unexpected.size, shared_.rank, receive->bytes);
+  if (unexpected.size > 0) std::memcpy(receive->data, unexpected.bytes.get(), unexpected.size);
+  receive->left = 0;
+  finish(*receive);
+  give_credit(cost_of(unexpected.size));
+}
+
+void Inbox::finish(Receive& receive) {
+  receive.data = nullptr;
+  receive.transfer->finish();
+  receive.transfer.reset();
+  shared_.news = true;
+  if (receive.handle) by_handle_.erase(receive.handle);
+  posted_.erase(receive.tag);  // last: it may be what keeps the receive
+}
+
+void Inbox::give_credit(uint32_t bytes) {
+  owed_ += bytes;
+  if (owed_ < kEagerWindow / 2) return;
+  control_ += encode({.kind = Kind::Credit, .size = owed_});
+  held_ -= owed_;
+  owed_ = 0;
+}
+
+void Inbox::withdraw(uint64_t first, uint64_t last, const Error& error) {
+  auto is_meant = [&](uint64_t tag) { return first <= tag && tag <= last; };
+  std::erase_if(posted_, [&](auto& item) {
+    if (!is_meant(item.first)) return false;
+    if (item.second->handle) by_handle_.erase(item.second->handle);
+    item.second->fail(error);
+    return true;
+  });
+  std::erase_if(asked_, is_meant);
+  std::erase_if(unexpected_, [&](auto& item) {
+    if (!is_meant(item.first)) return false;
+    give_credit(cost_of(item.second.size));
+    return true;
+  });
+}
+
+void Inbox::fail(const Error& error) {
+  for (auto& [tag, receive] : posted_) receive->fail(error);
+  posted_.clear();
+  by_handle_.clear();
+  unexpected_.clear();
+}
+
+}  // namespace syncengine::tcp

@@ -1,0 +1,234 @@
+#include "transport/tcp/meeting.h"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "base/sync_point.h"
+#include "transport/tcp/frame.h"
+#include "transport/tcp/sha256.h"
+#include "transport/tcp/shared.h"
+#include "transport/tcp/socket.h"
+
+namespace syncengine::tcp {
+
+namespace {
+
+constexpr int kPollMs = 50;
+constexpr Duration kPause = std::chrono::milliseconds(50);  // before a call is tried again
+
+}  // namespace
+
+Meeting::Meeting(const Options& options, int rank, const Address& own, std::map<int, Address> peers, int listener)
+    : options_(options), rank_(rank), own_(own), peers_(std::move(peers)), listener_(listener) {
+  for (const auto& [peer, address] : peers_) {
+    keys_[peer] = pair_keys(rank, own, peer, address, options.secret);
+    sockets_[peer].resize(1 + options.sockets);
+    missing_ += sockets_[peer].size();
+    if (peer > rank) continue;
+    for (int connection = 0; connection <= options.sockets; ++connection) {
+      calls_.emplace_back();
+      calls_.back().peer = peer;
+      calls_.back().connection = connection;
+    }
+  }
+}
+
+std::map<int, Sockets> Meeting::meet(Deadline deadline, const std::function<void()>& interrupted) {
+  sync_point("tcp_meeting");
+  while (missing_ > 0) {
+    std::vector<pollfd> waits{{listener_, POLLIN, 0}};
+    for (const Call& call : calls_) {
+      if (call.fd) waits.push_back({call.fd.get(), static_cast<short>(call.connecting ? POLLOUT : POLLIN), 0});
+    }
+    for (const Call& stranger : strangers_) waits.push_back({stranger.fd.get(), POLLIN, 0});
+    size_t first_open = waits.size();
+    std::vector<int> owners;
+    for (const auto& [peer, sockets] : sockets_) {
+      for (const UniqueFd& socket : sockets) {
+        if (!socket) continue;
+        waits.push_back({socket.get(), POLLRDHUP, 0});
+        owners.push_back(peer);
+      }
+    }
+    poll(waits.data(), waits.size(), kPollMs);
+    if (interrupted) interrupted();
+    for (size_t i = 0; i < owners.size(); ++i) {
+      if (waits[first_open + i].revents)
+        throw Error(ErrorKind::PeerLost,
+                    rank_name(owners[i]) + " broke off while the ranks connected: see its own error");
+    }
+    accept_callers();
+    for (auto* calls : {&calls_, &strangers_}) {
+      calls->remove_if([&](Call& call) { return advance(call); });
+    }
+    if (missing_ > 0 && deadline.passed())
+      throw Error(ErrorKind::Timeout, rank_name(rank_) + " waited in init() for " + missing_names());
+  }
+  return std::move(sockets_);
+}
+
+void Meeting::accept_callers() {
+  auto is_silent = [](const Call& call) { return !call.server->has_ticket(); };
+  for (;;) {
+    auto oldest = std::find_if(strangers_.begin(), strangers_.end(), is_silent);
+    bool full = strangers_.size() >= missing_ + static_cast<size_t>(options_.strangers);
+    if (full && oldest == strangers_.end()) return;
+    UniqueFd fd(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!fd) return;
+    if (full) strangers_.erase(oldest);  // whoever has been silent longest; a rank would call again
+    strangers_.emplace_back();
+    Call& call = strangers_.back();
+    call.fd = std::move(fd);
+    call.limit = Clock::now() + seconds(options_.handshake);
+    call.server = std::make_unique<ServerHandshake>(
+        own_.sockets, own_.checksum, random_bytes(kDigestBytes), [this](const Hello& hello) -> std::optional<PairKeys> {
+          auto client = static_cast<int>(hello.client);
+          bool expected = hello.server == static_cast<uint32_t>(rank_) && client > rank_ && keys_.count(client) &&
+                          hello.connection < sockets_[client].size() && !nonces_.count(hello.nonce);
+          return expected ? std::optional(keys_[client]) : std::nullopt;
+        });
+  }
+}
+
+void Meeting::dial(Call& call) {
+  const Address& address = peers_.at(call.peer);
+  call.fd = begin_connect(own_.ip, address.ip, address.port);
+  call.connecting = true;
+  call.read.clear();
+  if (!call.fd) break_off(call, errno);
+}
+
+void Meeting::break_off(Call& call, int code) {
+  const Address& address = peers_.at(call.peer);
+  std::string where = text(address.ip, address.port);
+  if (code == ECONNREFUSED) {
+    throw Error(ErrorKind::PeerLost, rank_name(call.peer) + " refused the connection from " + rank_name(rank_) + " (" +
+                                         where +
+                                         "): its process ended or its init() failed (see its own error), or a "
+                                         "firewall stands between");
+  }
+  reasons_[call.peer] = where + ": " + (code ? std::strerror(code) : "closed by the other side");
+  call.fd.reset();
+  call.again = Clock::now() + kPause;
+}
+
+bool Meeting::advance(Call& call) {
+  if (!call.fd) {
+    if (Clock::now() < call.again) return false;
+    dial(call);
+    if (!call.fd) return false;
+  }
+  if (call.connecting) {
+    pollfd wait{call.fd.get(), POLLOUT, 0};
+    if (poll(&wait, 1, 0) == 0) return false;
+    int code = connect_error(call.fd);
+    if (code) {
+      break_off(call, code);
+      return false;
+    }
+    greet(call);
+  }
+  int code = 0;
+  if (talk(call, code)) return settle(call);
+  bool broken = code != EAGAIN;
+  if (call.client) {
+    if (broken) break_off(call, code);
+    return false;
+  }
+  return broken || Clock::now() >= call.limit;
+}
+
+void Meeting::greet(Call& call) {
+  Hello hello{.version = kVersion,
+              .connection = static_cast<uint16_t>(call.connection),
+              .client = static_cast<uint32_t>(rank_),
+              .server = static_cast<uint32_t>(call.peer),
+              .sockets = own_.sockets,
+              .checksum = own_.checksum,
+              .nonce = random_bytes(kDigestBytes)};
+  call.connecting = false;
+  call.client = std::make_unique<ClientHandshake>(hello, keys_.at(call.peer));
+  const std::string& words = call.client->first_words();
+  (void)!send(call.fd.get(), words.data(), words.size(), MSG_NOSIGNAL);  // fits into an empty queue; else it breaks off
+}
+
+// True once the handshake is over; else `code` says why not: EAGAIN for now, 0 if the other side closed.
+bool Meeting::talk(Call& call, int& code) {
+  Handshake& handshake = call.handshake();
+  while (handshake.wanted() > 0) {
+    // Never more than the handshake: what follows is for the connection's next owner.
+    char buffer[256];
+    ssize_t got = recv(call.fd.get(), buffer, handshake.wanted() - call.read.size(), 0);
+    if (got <= 0) {
+      code = got == 0 ? 0 : errno == EINTR ? EAGAIN : errno;
+      return false;
+    }
+    call.read.append(buffer, got);
+    if (call.read.size() < handshake.wanted()) continue;
+    std::string message;
+    message.swap(call.read);
+    std::string reply = call.client ? call.client->receive(message) : call.server->receive(message);
+    if (call.server && call.server->has_ticket()) nonces_.insert(handshake.hello().nonce);
+    if (!reply.empty() && send(call.fd.get(), reply.data(), reply.size(), MSG_NOSIGNAL) < 0) {
+      code = errno == EAGAIN ? EPIPE : errno;
+      return false;
+    }
+  }
+  return true;
+}
+
+bool Meeting::settle(Call& call) {
+  Handshake& handshake = call.handshake();
+  bool believed = call.client || call.server->has_ticket();
+  int peer = call.client ? call.peer : static_cast<int>(handshake.hello().client);
+  switch (handshake.verdict()) {
+    case Verdict::Fine: {
+      UniqueFd& place = sockets_.at(peer)[handshake.hello().connection];
+      if (!place) --missing_;
+      place = std::move(call.fd);  // called again: the first attempt broke off unseen
+      return true;
+    }
+    case Verdict::Secret:
+      if (!believed) break;
+      throw Error(ErrorKind::InvalidUsage, rank_name(peer) + " and " + rank_name(rank_) +
+                                               " have different secrets: set SYNCENGINE_SECRET (or what is in "
+                                               "SYNCENGINE_SECRET_FILE) to the same on all ranks");
+    case Verdict::Version:
+      if (!call.client) break;
+      throw Error(ErrorKind::Mismatch, rank_name(peer) + " has another version of the TCP protocol than " +
+                                           rank_name(rank_) + ": install the same syncengine on all hosts");
+    case Verdict::Settings:
+      if (!believed) break;
+      throw Error(ErrorKind::Mismatch, rank_name(peer) + " has other TCP settings than " + rank_name(rank_) +
+                                           " (number of sockets, checksum): give all ranks the same");
+    case Verdict::Stranger: break;
+  }
+  if (call.server) return true;  // nobody of ours
+  reasons_[peer] = text(peers_.at(peer).ip, peers_.at(peer).port) + ": something else answers there";
+  call.fd.reset();
+  call.again = Clock::now() + kPause;
+  return false;
+}
+
+std::string Meeting::missing_names() const {
+  std::string names;
+  int count = 0;
+  for (const auto& [peer, sockets] : sockets_) {
+    bool is_missing = std::any_of(sockets.begin(), sockets.end(), [](const UniqueFd& fd) { return !fd; });
+    if (!is_missing) continue;
+    auto reason = reasons_.find(peer);
+    names += (names.empty() ? "" : ", ") + std::to_string(peer);
+    if (reason != reasons_.end())
+      names += " (" + reason->second + ")";
+    else if (peer < rank_)
+      names += " (" + text(peers_.at(peer).ip, peers_.at(peer).port) + " does not answer)";
+    ++count;
+  }
+  return (count == 1 ? "rank " : "ranks ") + names;
+}
+
+}  // namespace syncengine::tcp

@@ -1,0 +1,76 @@
+// The sending half of a peer: which bytes may go, and in which frames. No sockets.
+//
+// Ownership: as Interhost has it: the data is the caller's until its transfer ends. Thread-safety: under the endpoint's
+// progress lock. Failure: throws what is wrong with the peer.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <unordered_map>
+
+#include "transport/tcp/frame.h"
+#include "transport/tcp/shared.h"
+
+namespace syncengine::tcp {
+
+struct Send {
+  uint64_t tag;
+  const std::byte* data;
+  uint32_t bytes;
+  std::shared_ptr<Interhost::Transfer> transfer;  // none once it was withdrawn
+  uint64_t handle = 0;                            // of the peer's receive; 0 while it has none, and for Eager
+  uint32_t given = 0;                             // bytes given to connections
+  uint32_t left = 0;                              // bytes that the kernel has not taken
+  std::unique_ptr<std::byte[]> copy;              // of what was withdrawn half-way
+
+  void fail(const Error& error);
+  // Gives the caller's memory back: what is still to be sent comes from a copy.
+  void detach(const Error& error);
+};
+
+// A frame to be written, with its payload.
+struct Piece {
+  Frame frame;
+  std::shared_ptr<Send> send;
+  const std::byte* payload() const { return send->data + frame.offset; }
+};
+
+class Outbox {
+ public:
+  // Frames for the control connection are appended to `control`.
+  Outbox(Shared& shared, int peer, std::string& control) : shared_(shared), peer_(peer), control_(control) {}
+
+  void post(uint64_t tag, const std::byte* data, size_t bytes, std::shared_ptr<Interhost::Transfer> transfer);
+  void on_ready(const Frame& frame);
+  void on_credit(const Frame& frame);
+
+  bool has_next() const { return !queue_.empty(); }
+  Piece next();
+  void written(const Piece& piece);
+
+  // Pieces that were given out are their holder's to detach or fail.
+  void withdraw(uint64_t first, uint64_t last, const Error& error);
+  void fail(const Error& error);
+  void fail_unready(const Error& error);  // those that the peer has not asked for
+
+ private:
+  struct Ready {
+    uint64_t handle;
+    uint32_t size;
+  };
+
+  void enqueue(const std::shared_ptr<Send>& send, const Ready& ready);
+
+  Shared& shared_;
+  int peer_;
+  std::string& control_;
+  uint32_t credit_ = kEagerWindow;
+  std::deque<std::shared_ptr<Send>> queue_;                      // may go; the first may be half gone
+  std::unordered_map<uint64_t, std::shared_ptr<Send>> unready_;  // by tag: the peer has to be ready first
+  std::unordered_map<uint64_t, Ready> ready_;                    // by tag: the peer is, the send is still to come
+};
+
+}  // namespace syncengine::tcp

@@ -1,0 +1,271 @@
+#include "transport/tcp/peer.h"
+
+#include <sys/epoll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "transport/tcp/crc32c.h"
+#include "transport/tcp/socket.h"
+
+namespace syncengine::tcp {
+
+namespace {
+
+constexpr size_t kReadBytes = 16 << 10;    // of control frames at a time
+constexpr size_t kKeepWritten = 64 << 10;  // of `out` before it is moved to its front
+constexpr Duration kGoodbyeDelay = std::chrono::milliseconds(500);
+
+}  // namespace
+
+Peer::Peer(Shared& shared, int rank, std::vector<UniqueFd> sockets)
+    : shared_(shared), rank_(rank), outbox_(shared, rank, control_.out), inbox_(shared, rank, control_.out) {
+  for (auto& socket : sockets) send_at_once(socket);
+  control_.fd = ParentFd(std::move(sockets.front()));
+  for (size_t i = 1; i < sockets.size(); ++i) {
+    keep_short_queue(sockets[i], kChunkBytes);
+    data_.emplace_back(std::move(sockets[i]));
+  }
+}
+
+void Peer::tell(const std::string& message) {
+  control_.out += encode({.kind = Kind::Message, .payload = static_cast<uint32_t>(message.size())});
+  control_.out += message;
+}
+
+void Peer::withdraw(uint64_t first, uint64_t last, const Error& error) {
+  outbox_.withdraw(first, last, error);
+  for (auto& channel : data_) {
+    Send* send = channel.writing();
+    if (send && first <= send->tag && send->tag <= last) send->detach(error);
+  }
+  inbox_.withdraw(first, last, error);
+}
+
+std::vector<int> Peer::descriptors() const {
+  std::vector<int> all{control_.fd.get()};
+  for (const auto& channel : data_) all.push_back(channel.fd());
+  return all;
+}
+
+void Peer::on_event(size_t connection, uint32_t events) {
+  bool readable = events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR);
+  bool writable = events & (EPOLLOUT | EPOLLHUP | EPOLLERR);
+  if (connection == 0) {
+    control_.readable |= readable;
+    control_.writable |= writable;
+    return;
+  }
+  DataChannel& channel = data_[connection - 1];
+  channel.readable |= readable;
+  channel.writable |= writable;
+  channel.hung_up |= (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
+}
+
+bool Peer::step() {
+  if (control_.readable && !control_.ended) read_control();
+  bool more = control_.readable && !control_.ended;
+  for (auto& channel : data_) {
+    if (channel.readable && channel.status == Status::Open) read_data(channel);
+    if (channel.writable && channel.status != Status::Broken && !data_ended_) write_data(channel);
+    more |= channel.readable && channel.status == Status::Open;
+    more |= channel.writable && channel.status != Status::Broken && (channel.is_writing() || outbox_.has_next());
+  }
+  if (control_.writable && !control_.out.empty()) write_control();
+  more |= control_.writable && !control_.out.empty();
+  if (leaving_) say_goodbye();
+  bool all_ended = control_.ended && std::all_of(data_.begin(), data_.end(), [](const DataChannel& channel) {
+                     return channel.status != Status::Open;
+                   });
+  if (peer_left_ && all_ended && !leaving_) {
+    throw Error(ErrorKind::PeerLost, rank_name(rank_) + " has left (it exited, or called syncengine.shutdown())");
+  }
+  return more;
+}
+
+void Peer::read_control() {
+  size_t had = control_.in.size();
+  control_.in.resize(had + kReadBytes);
+  ssize_t got = recv(control_.fd.get(), control_.in.data() + had, kReadBytes, 0);
+  int code = errno;
+  control_.in.resize(had + std::max<ssize_t>(got, 0));
+  if (got > 0) {
+    heard_something();
+    on_control_frames();
+  } else if (got == 0) {
+    control_.ended = true;
+    if (!peer_left_ && !leaving_) throw_lost("its connection was closed");
+  } else if (code != EINTR) {
+    control_.readable = false;
+    if (code == EAGAIN) return;
+    control_.ended = true;
+    if (!peer_left_ && !leaving_) throw_lost(std::strerror(code));
+  }
+}
+
+void Peer::on_control_frames() {
+  std::string_view rest = control_.in;
+  while (rest.size() >= kFrameBytes) {
+    auto frame = decode(rest.substr(0, kFrameBytes), Channel::Control);
+    if (!frame) throw garbage(rank_, "something that is no frame of syncengine's");
+    if (rest.size() < kFrameBytes + frame->payload) break;
+    on_control_frame(*frame, rest.substr(kFrameBytes, frame->payload));
+    rest.remove_prefix(kFrameBytes + frame->payload);
+  }
+  control_.in.erase(0, control_.in.size() - rest.size());
+}
+
+void Peer::on_control_frame(const Frame& frame, std::string_view payload) {
+  switch (frame.kind) {
+    case Kind::Message:
+      shared_.heard.push_back({rank_, std::string(payload)});
+      shared_.news = true;
+      break;
+    case Kind::Ready: outbox_.on_ready(frame); break;
+    case Kind::Ask: inbox_.on_ask(frame); break;
+    case Kind::Credit: outbox_.on_credit(frame); break;
+    case Kind::Goodbye: peer_left_ = true; break;
+    case Kind::Verdict: on_verdict(static_cast<ErrorKind>(frame.size), std::string(payload)); break;
+    default: break;  // a heartbeat: that it came is all
+  }
+}
+
+void Peer::on_verdict(ErrorKind kind, const std::string& text) const {
+  throw Error(kind == ErrorKind::Mismatch ? kind : ErrorKind::PeerLost,
+              rank_name(rank_) + " closed its connection to " + rank_name(shared_.rank) + ": " + text);
+}
+
+void Peer::write_control() {
+  ssize_t sent = send(control_.fd.get(), control_.out.data() + control_.written, control_.out.size() - control_.written,
+                      MSG_NOSIGNAL);
+  if (sent < 0) {
+    if (errno == EINTR) return;
+    control_.writable = false;
+    if (errno == EAGAIN || peer_left_ || leaving_) return;
+    throw_lost(std::strerror(errno));
+  }
+  control_.written += static_cast<size_t>(sent);
+  if (control_.written == control_.out.size() || control_.written >= kKeepWritten) {
+    control_.out.erase(0, control_.written);
+    control_.written = 0;
+  }
+}
+
+void Peer::read_data(DataChannel& channel) {
+  bool heard = channel.read(shared_.scratch);
+  if (channel.status != Status::Open) return on_end(channel);
+  if (!heard) return;
+  heard_something();
+  for (;;) {
+    if (Arrival* arrival = channel.ended_frame()) {
+      const Frame& frame = arrival->frame;
+      std::byte* place = arrival->place();
+      if (shared_.options.checksum && place && crc32c(place, frame.payload) != frame.checksum)
+        throw garbage(rank_, "data whose checksum differs");
+      inbox_.end(*arrival);
+      channel.receive(std::nullopt);
+    } else if (auto header = channel.begun_frame(); header && !channel.is_reading()) {
+      auto frame = decode(*header, Channel::Data);
+      if (!frame) throw garbage(rank_, "something that is no frame of syncengine's");
+      channel.receive(inbox_.begin(*frame));
+    } else {
+      return;
+    }
+  }
+}
+
+void Peer::write_data(DataChannel& channel) {
+  if (!channel.is_writing()) {
+    if (!outbox_.has_next()) return;
+    channel.start(outbox_.next());
+  }
+  if (auto piece = channel.write()) outbox_.written(*piece);
+  if (channel.status == Status::Broken) on_end(channel);
+}
+
+// Of one data connection. If the peer left in order, the control connection knows, or will in a moment.
+void Peer::on_end(DataChannel& channel) {
+  if (channel.status == Status::Broken && how_broken_.empty()) how_broken_ = std::strerror(errno);
+  if (!broken_) broken_ = Clock::now();
+}
+
+void Peer::beat() {
+  if (!leaving_) control_.out += encode({.kind = Kind::Heartbeat});
+}
+
+void Peer::look_at_clock(Clock::time_point now) {
+  if (leaving_) return;
+  if (broken_ && !peer_left_ && now - *broken_ > kGoodbyeDelay)
+    throw_lost(how_broken_.empty() ? "a connection was closed" : how_broken_);
+  const Options& options = shared_.options;
+  if (!last_heard_ || now - *last_heard_ < seconds(options.silence)) return;
+  char text[200];
+  std::snprintf(text, sizeof(text),
+                " has been silent for %.1f s (a heartbeat is due every %.2f s): its process is stopped, or its host or "
+                "the network to it is down",
+                std::chrono::duration<double>(now - *last_heard_).count(), options.heartbeat);
+  throw Error(ErrorKind::PeerLost, rank_name(rank_) + text);
+}
+
+void Peer::excuse(Clock::time_point now) {
+  if (last_heard_) last_heard_ = now;
+}
+
+void Peer::throw_lost(const std::string& how) const {
+  throw Error(ErrorKind::PeerLost, rank_name(rank_) + " died, or the network to it broke (" + how + ")");
+}
+
+void Peer::fail(const Error& error) {
+  open_ = false;
+  if (!peer_left_ && !leaving_) give_verdict(error);
+  outbox_.fail(error);
+  inbox_.fail(error);
+  for (auto& channel : data_) {
+    if (Send* send = channel.writing()) send->fail(error);
+    channel.close();
+  }
+  control_.fd.reset();
+  shared_.news = true;
+}
+
+// If there is anybody to hear it, and room for it at once.
+void Peer::give_verdict(const Error& error) {
+  std::string text = std::string(error.what()).substr(0, kMaxVerdict);
+  control_.out += encode({.kind = Kind::Verdict,
+                          .payload = static_cast<uint32_t>(text.size()),
+                          .size = static_cast<uint32_t>(error.kind())});
+  control_.out += text;
+  (void)!send(control_.fd.get(), control_.out.data() + control_.written, control_.out.size() - control_.written,
+              MSG_NOSIGNAL);
+}
+
+void Peer::take_leave(const Error& error) {
+  leaving_ = true;
+  outbox_.fail_unready(error);
+  inbox_.fail(error);
+  control_.out += encode({.kind = Kind::Goodbye});
+}
+
+// The end of a connection follows what is still to go out on it.
+void Peer::say_goodbye() {
+  if (control_.out.empty() && !control_ended_) {
+    shutdown(control_.fd.get(), SHUT_WR);
+    control_ended_ = true;
+  }
+  bool idle = !outbox_.has_next() &&
+              std::none_of(data_.begin(), data_.end(), [](const DataChannel& c) { return c.is_writing(); });
+  if (!idle || data_ended_) return;
+  for (auto& channel : data_) channel.end_writing();
+  data_ended_ = true;
+}
+
+bool Peer::gone() const {
+  return control_.ended && std::none_of(data_.begin(), data_.end(),
+                                        [](const DataChannel& channel) { return channel.status == Status::Open; });
+}
+
+}  // namespace syncengine::tcp

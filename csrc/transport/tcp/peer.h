@@ -1,0 +1,86 @@
+// A connected peer: one connection for control (messages, heartbeats, who is ready for what), several for data.
+//
+// Ownership: owns the sockets. Thread-safety: under the endpoint's progress lock. Failure: throws the Error that ends the
+// peer; the endpoint then calls fail(), which closes everything.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "transport/tcp/data_channel.h"
+#include "transport/tcp/inbox.h"
+#include "transport/tcp/outbox.h"
+#include "transport/tcp/shared.h"
+
+namespace syncengine::tcp {
+
+class Peer {
+ public:
+  Peer(Shared& shared, int rank, std::vector<UniqueFd> sockets);
+
+  Outbox& outbox() { return outbox_; }
+  Inbox& inbox() { return inbox_; }
+  void tell(const std::string& message);
+  void withdraw(uint64_t first, uint64_t last, const Error& error);
+
+  // Descriptors and what the kernel says of them; the first is for control.
+  std::vector<int> descriptors() const;
+  void on_event(size_t connection, uint32_t events);
+
+  // At most one system call each way on each connection. True if there may be more to do at once.
+  bool step();
+
+  void beat();                            // says that this rank is alive
+  void look_at_clock(Clock::time_point);  // is the peer?
+  void excuse(Clock::time_point now);     // this process did not run: silence proves nothing
+
+  bool is_open() const { return open_; }
+  void fail(const Error& error);
+
+  // Ends it in order: what is under way is sent, then a goodbye, then the connections' ends; gone() once the peer has
+  // answered with its own.
+  void take_leave(const Error& error);
+  bool gone() const;
+
+ private:
+  struct Control {
+    ParentFd fd;
+    bool readable = true;
+    bool writable = true;
+    bool ended = false;
+    std::string in, out;
+    size_t written = 0;  // of `out`
+  };
+
+  void read_control();
+  void write_control();
+  void on_control_frames();
+  void on_control_frame(const Frame& frame, std::string_view payload);
+  void read_data(DataChannel& channel);
+  void write_data(DataChannel& channel);
+  void on_end(DataChannel& channel);
+  void on_verdict(ErrorKind kind, const std::string& text) const;
+  void give_verdict(const Error& error);
+  void say_goodbye();
+  void heard_something() { last_heard_ = Clock::now(); }
+  [[noreturn]] void throw_lost(const std::string& how) const;
+
+  Shared& shared_;
+  int rank_;
+  bool open_ = true;
+  Control control_;
+  std::vector<DataChannel> data_;
+  Outbox outbox_;
+  Inbox inbox_;
+  std::optional<Clock::time_point> last_heard_;  // nothing before its first sign of life: it may still be connecting
+  std::optional<Clock::time_point> broken_;      // a data connection ended without a goodbye, which may be on its way
+  std::string how_broken_;
+  bool peer_left_ = false;                           // it said goodbye
+  bool leaving_ = false;                             // this rank did
+  bool control_ended_ = false, data_ended_ = false;  // what say_goodbye() has done
+};
+
+}  // namespace syncengine::tcp

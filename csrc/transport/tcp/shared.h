@@ -1,0 +1,45 @@
+// What the parts of an endpoint share. All of it is touched under the endpoint's progress lock only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/interhost.h"
+#include "transport/tcp/tcp.h"
+
+namespace syncengine::tcp {
+
+struct Shared {
+  Options options;
+  int rank = -1;
+  bool news = false;                                                  // the engine is to be told
+  std::vector<Interhost::Message> heard;                              // on their way to it
+  std::vector<std::pair<uint64_t, uint64_t>> withdrawn;               // ranges of tags that nobody will use again
+  std::vector<std::byte> scratch = std::vector<std::byte>(64 << 10);  // where bytes go that nobody wants any more
+
+  bool is_withdrawn(uint64_t tag) const {
+    for (auto [first, last] : withdrawn) {
+      if (first <= tag && tag <= last) return true;
+    }
+    return false;
+  }
+};
+
+// Whom an error is about: "rank 3".
+inline std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
+
+inline Error garbage(int peer, const std::string& what) {
+  return {ErrorKind::PeerLost, rank_name(peer) + " sent " + what +
+                                   " over TCP: its memory or the network is faulty, or somebody interferes; its "
+                                   "connections were closed (SYNCENGINE_CHECKSUM=1 tells more)"};
+}
+
+inline Error size_mismatch(int from, uint64_t sent, int to, uint64_t wanted) {
+  return {ErrorKind::Mismatch, rank_name(from) + " sends " + std::to_string(sent) + " bytes where " + rank_name(to) +
+                                   " expects " + std::to_string(wanted)};
+}
+
+}  // namespace syncengine::tcp

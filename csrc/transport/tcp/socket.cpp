@@ -1,0 +1,80 @@
+#include "transport/tcp/socket.h"
+
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "base/error.h"
+
+namespace syncengine::tcp {
+
+namespace {
+
+constexpr int kBacklog = 1024;
+
+UniqueFd open_socket(const Ip& ip) {
+  UniqueFd fd(socket(ip.v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) throw_system_error("can't open a TCP socket", errno);
+  return fd;
+}
+
+void set(const UniqueFd& socket, int level, int option, int value) {
+  setsockopt(socket.get(), level, option, &value, sizeof(value));  // best effort: none changes what is right
+}
+
+}  // namespace
+
+UniqueFd listen_on(const Ip& ip) {
+  UniqueFd fd = open_socket(ip);
+  if (ip.v6) set(fd, IPPROTO_IPV6, IPV6_V6ONLY, 1);
+  SocketAddress address = socket_address(ip, 0);
+  if (bind(fd.get(), address.get(), address.length) != 0 || listen(fd.get(), kBacklog) != 0)
+    throw_system_error("can't listen on " + ip.text(), errno);
+  return fd;
+}
+
+uint16_t port_of(const UniqueFd& listener) {
+  sockaddr_storage storage{};
+  socklen_t length = sizeof(storage);
+  if (getsockname(listener.get(), reinterpret_cast<sockaddr*>(&storage), &length) != 0)
+    throw_system_error("can't find the own port", errno);
+  uint16_t port;
+  if (storage.ss_family == AF_INET6) {
+    port = reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port;
+  } else {
+    port = reinterpret_cast<const sockaddr_in*>(&storage)->sin_port;
+  }
+  return ntohs(port);
+}
+
+UniqueFd begin_connect(const Ip& from, const Ip& to, uint16_t port) {
+  UniqueFd fd = open_socket(to);
+  SocketAddress own = socket_address(from, 0), address = socket_address(to, port);
+  // From the interface that was chosen, if the two addresses go together at all; many connections may share a port then.
+  if (from.v6 == to.v6 && from.is_loopback() == to.is_loopback()) {
+    set(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
+    if (bind(fd.get(), own.get(), own.length) != 0) throw_system_error("can't connect from " + from.text(), errno);
+  }
+  if (connect(fd.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
+    int code = errno;
+    fd.reset();
+    errno = code;
+  }
+  return fd;
+}
+
+int connect_error(const UniqueFd& socket) {
+  int code = 0;
+  socklen_t length = sizeof(code);
+  if (getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &code, &length) != 0) return errno;
+  return code;
+}
+
+void send_at_once(const UniqueFd& socket) { set(socket, IPPROTO_TCP, TCP_NODELAY, 1); }
+
+void keep_short_queue(const UniqueFd& socket, int bytes) { set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, bytes); }
+
+}  // namespace syncengine::tcp

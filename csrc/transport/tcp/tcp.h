@@ -1,0 +1,52 @@
+// Data between hosts over TCP: from settings to a connected Interhost.
+//
+// What is protected, and what is not, is said in SECURITY.md: ranks are authenticated when they connect; what they send
+// afterwards is neither encrypted nor signed.
+//
+// Thread-safety: one thread. Failure: throws InvalidUsage, Mismatch, PeerLost or Timeout, naming the ranks.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "transport/interhost.h"
+#include "transport/tcp/address.h"
+#include "transport/tcp/parent_fd.h"
+
+namespace syncengine::tcp {
+
+struct Options {
+  std::string interface;    // where to listen, as choose_ip() has it; "" is loopback
+  int sockets = 4;          // data connections a peer, 1 .. kMaxSockets; the same on all ranks
+  bool checksum = false;    // CRC-32C of all data, beside TCP's own weak sum; the same on all ranks
+  double heartbeat = 0.25;  // seconds
+  double silence = 2.0;     // seconds without a sign of life after which a peer is lost
+  double handshake = 5.0;   // seconds that a caller has to prove who it is
+  int strangers = 64;       // connections that have not proved it yet, at most, beside those that are expected
+  std::string secret;       // see load_secret()
+};
+
+class Listener {
+ public:
+  explicit Listener(const Options& options);
+
+  std::string address() const { return encode(address_); }  // for the other ranks; at most 256 bytes
+
+ private:
+  friend std::unique_ptr<Interhost> connect(Listener, int, const std::vector<std::string>&, Deadline,
+                                            const std::function<void()>&);
+
+  Options options_;
+  Address address_;
+  ParentFd fd_;
+};
+
+// Connects with every rank that has an address (none: it is no peer; the own does not matter). Stops listening when all have
+// come. `interrupted` is called now and then and may throw. Then run() must follow soon: nothing moves before.
+std::unique_ptr<Interhost> connect(Listener listener, int rank, const std::vector<std::string>& addresses,
+                                   Deadline deadline, const std::function<void()>& interrupted = {});
+
+}  // namespace syncengine::tcp

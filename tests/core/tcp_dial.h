@@ -1,0 +1,100 @@
+// A TCP peer that keeps to the protocol as far as a test wants, and no further: blocking sockets, by hand.
+#pragma once
+
+#include <sys/socket.h>
+#include <sys/time.h>
+
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "test.h"
+#include "transport/tcp/frame.h"
+#include "transport/tcp/handshake.h"
+#include "transport/tcp/socket.h"
+#include "transport/tcp/tcp.h"
+
+namespace syncengine::testing {
+
+// A blocking connection to whoever listens there; reads fail after 5 s.
+inline UniqueFd dial(const tcp::Address& address) {
+  UniqueFd fd(socket(address.ip.v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  timeval limit{.tv_sec = 5, .tv_usec = 0};
+  setsockopt(fd.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+  auto to = tcp::socket_address(address.ip, address.port);
+  CHECK_EQ(connect(fd.get(), to.get(), to.length), 0);
+  return fd;
+}
+
+inline void put(const UniqueFd& fd, const std::string& bytes) {
+  size_t sent = 0;
+  while (sent < bytes.size()) {
+    ssize_t count = send(fd.get(), bytes.data() + sent, bytes.size() - sent, MSG_NOSIGNAL);
+    CHECK(count > 0);
+    sent += static_cast<size_t>(count);
+  }
+}
+
+// Fewer if the other side closed.
+inline std::string get(const UniqueFd& fd, size_t bytes) {
+  std::string text(bytes, '\0');
+  size_t got = 0;
+  while (got < bytes) {
+    ssize_t count = recv(fd.get(), text.data() + got, bytes - got, 0);
+    if (count <= 0) break;
+    got += static_cast<size_t>(count);
+  }
+  text.resize(got);
+  return text;
+}
+
+inline bool is_closed(const UniqueFd& fd) {
+  char byte;
+  ssize_t got = recv(fd.get(), &byte, 1, 0);
+  return got == 0 || (got < 0 && errno != EAGAIN);
+}
+
+// A rank of the job that is played by a test. Its own address is only a key.
+class Actor {
+ public:
+  Actor(int rank, const tcp::Options& options) : rank_(rank), options_(options), listener_(options) {}
+
+  std::string address() const { return listener_.address(); }
+
+  // All connections to `server`, proved.
+  std::vector<UniqueFd> join(int server, const std::string& address) {
+    std::vector<UniqueFd> connections;
+    for (int connection = 0; connection <= options_.sockets; ++connection)
+      connections.push_back(join_one(server, address, connection));
+    return connections;
+  }
+
+  UniqueFd join_one(int server, const std::string& address, int connection) {
+    UniqueFd fd = dial(tcp::decode_address(server, address));
+    tcp::ClientHandshake handshake = greet(server, address, connection);
+    put(fd, handshake.first_words());
+    put(fd, handshake.receive(get(fd, handshake.wanted())));
+    handshake.receive(get(fd, handshake.wanted()));
+    CHECK(handshake.verdict() == tcp::Verdict::Fine);
+    return fd;
+  }
+
+  tcp::ClientHandshake greet(int server, const std::string& address, int connection) {
+    tcp::Hello hello{.version = tcp::kVersion,
+                     .connection = static_cast<uint16_t>(connection),
+                     .client = static_cast<uint32_t>(rank_),
+                     .server = static_cast<uint32_t>(server),
+                     .sockets = static_cast<uint8_t>(options_.sockets),
+                     .checksum = options_.checksum,
+                     .nonce = tcp::random_bytes(32)};
+    auto own = tcp::decode_address(rank_, listener_.address()), other = tcp::decode_address(server, address);
+    return {hello, tcp::pair_keys(rank_, own, server, other, options_.secret)};
+  }
+
+ private:
+  int rank_;
+  tcp::Options options_;
+  tcp::Listener listener_;
+};
+
+}  // namespace syncengine::testing

@@ -1,0 +1,268 @@
+// What can go wrong between ranks that are connected: each is an error that names the rank, others go on, nothing is left.
+#include <dirent.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <fstream>
+#include <thread>
+
+#include "interhost_conformance.h"
+#include "tcp_dial.h"
+
+namespace syncengine::testing {
+
+namespace {
+
+using tcp::Frame;
+using tcp::Kind;
+using tcp::Options;
+
+// Rank 0, which runs, with rank 1 played by the test and an honest rank 2.
+struct Stage {
+  Options options;
+  Actor actor;
+  std::unique_ptr<Running> zero, two;
+  std::vector<UniqueFd> connections;  // of rank 1 to rank 0
+
+  explicit Stage(Options given = {.sockets = 2, .silence = 20}) : options(given), actor(1, given) {
+    tcp::Listener listeners[] = {tcp::Listener(options), tcp::Listener(options)};
+    std::vector<std::string> addresses{listeners[0].address(), actor.address(), listeners[1].address()};
+    std::unique_ptr<Interhost> ends[2];
+    std::jthread play([&] { connections = actor.join(0, addresses[0]); });
+    std::vector<std::string> pair = addresses;
+    pair[1].clear();  // ranks 1 and 2 don't know each other
+    run_ranks(2, [&](int i) {
+      ends[i] = tcp::connect(std::move(listeners[i]), 2 * i, i == 0 ? addresses : pair, Deadline::after(seconds(20)));
+    });
+    play.join();
+    zero = std::make_unique<Running>(std::move(ends[0]));
+    two = std::make_unique<Running>(std::move(ends[1]));
+  }
+
+  const UniqueFd& control() { return connections[0]; }
+  const UniqueFd& data() { return connections[1]; }
+
+  // Rank 0 finds rank 1 lost; ranks 0 and 2 go on.
+  std::string lost(ErrorKind kind = ErrorKind::PeerLost) {
+    std::byte byte{};
+    Error error = zero->wait_failed((*zero)->receive(1, 77, &byte, 1));
+    CHECK(error.kind() == kind);
+    CHECK(contains(error.what(), "rank 1"));
+    CHECK_EQ((*zero)->failure(1)->what(), std::string(error.what()));
+    Bytes sent = pattern(1 << 20, 4), got(1 << 20);
+    auto receive = (*two)->receive(0, 5, got.data(), got.size());
+    auto send = (*zero)->send(2, 5, sent.data(), sent.size());
+    two->wait_done(receive);
+    zero->wait_done(send);
+    CHECK(got == sent);
+    return error.what();
+  }
+};
+
+std::string frame(const Frame& frame) { return encode(frame); }
+
+size_t count_of(const char* folder) {
+  size_t count = 0;
+  DIR* directory = opendir(folder);
+  while (readdir(directory)) ++count;
+  closedir(directory);
+  return count;
+}
+
+void reset(UniqueFd& fd) {
+  linger abort{.l_onoff = 1, .l_linger = 0};
+  setsockopt(fd.get(), SOL_SOCKET, SO_LINGER, &abort, sizeof(abort));
+  fd.reset();
+}
+
+}  // namespace
+
+TEST(tcp_garbage_on_any_connection_is_named) {
+  for (size_t connection : {0, 1, 2}) {
+    Stage stage;
+    put(stage.connections[connection], std::string(100, 'g'));
+    CHECK(contains(stage.lost(), "rank 1 sent something that is no frame"));
+  }
+}
+
+TEST(tcp_data_that_nobody_asked_for_is_named) {
+  Stage stage;
+  put(stage.data(), frame({.kind = Kind::Chunk, .payload = 1, .handle = 1}) + "x");
+  CHECK(contains(stage.lost(), "data that nobody asked for"));
+}
+
+TEST(tcp_more_than_the_credit_is_named) {
+  Stage stage;
+  std::string frames;
+  for (uint64_t tag = 0; tag < 65; ++tag) {
+    frames += frame({.kind = Kind::Eager, .payload = tcp::kEagerBytes, .tag = 1000 + tag});
+    frames += std::string(tcp::kEagerBytes, 'x');
+  }
+  std::jthread writer([&] { (void)!send(stage.data().get(), frames.data(), frames.size(), MSG_NOSIGNAL); });
+  std::string text = stage.lost();
+  writer.join();
+  CHECK(contains(text, "more than it has credit for"));
+}
+
+TEST(tcp_wrong_checksum_is_named) {
+  for (bool honest : {true, false}) {
+    Stage stage({.sockets = 2, .checksum = true, .silence = 20});
+    std::byte place[3];
+    auto receive = (*stage.zero)->receive(1, 8, place, 3);
+    put(stage.data(),
+        frame({.kind = Kind::Eager, .payload = 3, .checksum = honest ? 0x364b3fb7u : 1, .tag = 8}) + "abc");
+    if (honest) {
+      stage.zero->wait_done(receive);
+      CHECK(std::memcmp(place, "abc", 3) == 0);
+    } else {
+      CHECK(contains(stage.zero->wait_failed(receive).what(), "checksum"));
+      CHECK(contains(stage.lost(), "data whose checksum differs"));
+    }
+  }
+}
+
+TEST(tcp_reset_is_named) {
+  for (size_t connection : {0, 1}) {
+    Stage stage;
+    reset(stage.connections[connection]);
+    CHECK(contains(stage.lost(), "rank 1 died, or the network to it broke (Connection reset by peer)"));
+  }
+}
+
+TEST(tcp_end_without_goodbye_is_named) {
+  for (size_t connection : {0, 1}) {
+    Stage stage;
+    stage.connections[connection].reset();
+    CHECK(contains(stage.lost(), "rank 1 died, or the network to it broke"));
+  }
+}
+
+// In the middle of a transfer: what has come of it counts for nothing.
+TEST(tcp_end_in_mid_transfer_is_named) {
+  Stage stage;
+  Bytes place(300000);
+  auto receive = (*stage.zero)->receive(1, 8, place.data(), place.size());
+  std::string ready;
+  for (;;) {  // heartbeats come, too
+    ready = get(stage.control(), tcp::kFrameBytes);
+    auto header = tcp::decode(ready, tcp::Channel::Control);
+    CHECK(header);
+    if (header->kind == Kind::Ready) break;
+  }
+  put(stage.data(), frame({.kind = Kind::Chunk, .payload = tcp::kChunkBytes, .handle = 1}) + std::string(1000, 'x'));
+  for (auto& fd : stage.connections) fd.reset();
+  CHECK(contains(stage.zero->wait_failed(receive).what(), "rank 1 died"));
+  stage.lost();
+}
+
+// Words and fault in one read: whoever sees the fault can hear the words.
+TEST(tcp_last_words_come_before_a_fault) {
+  for (int round = 0; round < 10; ++round) {
+    Stage stage;
+    put(stage.control(), frame({.kind = Kind::Message, .payload = 3}) + "bye" + std::string(100, 'g'));
+    while (!(*stage.zero)->failure(1)) continue;
+    auto heard = (*stage.zero)->hear();
+    CHECK(heard && heard->bytes == "bye");
+  }
+}
+
+TEST(tcp_silence_is_named) {
+  Stage stage({.sockets = 2, .heartbeat = 0.05, .silence = 0.4});
+  auto begin = Clock::now();
+  put(stage.control(), frame({.kind = Kind::Heartbeat}));
+  std::string text = stage.lost();
+  CHECK(contains(text, "rank 1 has been silent for 0.") && contains(text, "a heartbeat is due every 0.05 s"));
+  CHECK(Clock::now() - begin >= seconds(0.35));
+}
+
+// Before its first heartbeat a rank may still be connecting with others.
+TEST(tcp_silence_counts_from_the_first_sign_of_life) {
+  Stage stage({.sockets = 2, .heartbeat = 0.05, .silence = 0.3});
+  std::this_thread::sleep_for(std::chrono::milliseconds(700));
+  CHECK(!(*stage.zero)->failure(1));
+  put(stage.control(), frame({.kind = Kind::Heartbeat}));
+  stage.lost();
+}
+
+TEST(tcp_honest_ranks_are_never_silent) {
+  Stage stage({.sockets = 2, .heartbeat = 0.05, .silence = 2});
+  std::this_thread::sleep_for(std::chrono::milliseconds(2500));
+  CHECK(!(*stage.zero)->failure(2) && !(*stage.two)->failure(0));
+}
+
+// The other side learns why it was given up.
+TEST(tcp_verdict_comes_with_words) {
+  Stage stage;
+  std::string words = "rank 0 has sent garbage";
+  put(stage.control(),
+      frame({.kind = Kind::Verdict, .payload = static_cast<uint32_t>(words.size()), .size = 0}) + words);
+  CHECK(contains(stage.lost(), "rank 1 closed its connection to rank 0: rank 0 has sent garbage"));
+
+  Stage other;
+  put(other.data(), std::string(100, 'g'));
+  other.lost();
+  std::string heard = get(other.control(), 4096);  // until the end
+  CHECK(contains(heard, "rank 1 sent something that is no frame"));
+}
+
+TEST(tcp_stop_does_not_wait_for_the_deaf) {
+  Stage stage;
+  auto begin = Clock::now();
+  stage.zero->leave();
+  CHECK(Clock::now() - begin < seconds(10));
+  std::string heard;
+  for (std::string next; !(next = get(stage.control(), tcp::kFrameBytes)).empty();) heard = next;
+  CHECK(tcp::decode(heard, tcp::Channel::Control)->kind == Kind::Goodbye);
+}
+
+TEST(tcp_leaves_no_descriptor_and_starts_no_thread) {
+  size_t descriptors = count_of("/proc/self/fd"), threads = count_of("/proc/self/task");
+  {
+    Stage stage;
+    CHECK_EQ(count_of("/proc/self/task"), threads + 2);  // the two that run
+    reset(stage.connections[0]);
+    stage.lost();
+  }
+  CHECK_EQ(count_of("/proc/self/fd"), descriptors);
+  CHECK_EQ(count_of("/proc/self/task"), threads);
+}
+
+// A DataLoader worker does not keep its parent's connections open: who dies or gives up is seen to at once.
+TEST(tcp_forked_child_keeps_no_connection) {
+  int ends[2];
+  CHECK_EQ(pipe2(ends, O_CLOEXEC), 0);
+  UniqueFd done(ends[0]), hold(ends[1]);
+  Stage stage;
+  pid_t child = fork();
+  if (child == 0) {
+    hold.reset();
+    char byte;
+    (void)!read(done.get(), &byte, 1);  // lives until the test is over
+    _exit(0);
+  }
+  CHECK(child > 0);
+  put(stage.data(), std::string(100, 'g'));
+  stage.lost();
+  bool closed = true;
+  for (auto& connection : stage.connections) {
+    get(connection, 1 << 16);  // up to the end, or in vain
+    closed &= is_closed(connection);
+  }
+  hold.reset();
+  CHECK_EQ(waitpid(child, nullptr, 0), child);
+  CHECK(closed);
+}
+
+TEST(tcp_peers_that_are_none_are_refused) {
+  Stage stage;
+  std::byte byte{};
+  for (int peer : {0, 3, -1}) {
+    CHECK_THROWS((*stage.zero)->send(peer, 1, &byte, 1), ErrorKind::InvalidUsage);
+    CHECK_THROWS((*stage.zero)->tell(peer, ""), ErrorKind::InvalidUsage);
+  }
+}
+
+}  // namespace syncengine::testing

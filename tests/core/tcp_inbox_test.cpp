@@ -1,0 +1,134 @@
+// Matching without sockets: what a peer may send, and what not.
+#include "test.h"
+#include "transport/tcp/inbox.h"
+#include "transport/tcp/outbox.h"
+
+namespace syncengine::tcp {
+
+using testing::contains;
+
+namespace {
+
+using Transfer = std::shared_ptr<Interhost::Transfer>;
+
+struct Side {
+  Shared shared{.rank = 0};
+  std::string control;
+  Inbox inbox{shared, 1, control};
+  Outbox outbox{shared, 1, control};
+  std::vector<std::byte> memory = std::vector<std::byte>(1 << 20);
+
+  Transfer receive(uint64_t tag, size_t bytes) {
+    auto transfer = std::make_shared<Interhost::Transfer>();
+    inbox.post(tag, memory.data(), bytes, transfer);
+    return transfer;
+  }
+  Transfer send(uint64_t tag, size_t bytes) {
+    auto transfer = std::make_shared<Interhost::Transfer>();
+    outbox.post(tag, memory.data(), bytes, transfer);
+    return transfer;
+  }
+  void arrive(const Frame& frame) {
+    Arrival arrival = inbox.begin(frame);
+    inbox.end(arrival);
+  }
+  // The frames for the other side's control connection, which are gone then.
+  std::vector<Frame> told() {
+    std::vector<Frame> frames;
+    for (; !control.empty(); control.erase(0, kFrameBytes))
+      frames.push_back(*decode(control.substr(0, kFrameBytes), Channel::Control));
+    return frames;
+  }
+};
+
+Frame chunk(uint64_t handle, uint32_t number, uint32_t bytes = kChunkBytes) {
+  return {.kind = Kind::Chunk, .payload = bytes, .handle = handle, .offset = number * kChunkBytes};
+}
+
+}  // namespace
+
+TEST(tcp_inbox_takes_chunks_in_any_order_once) {
+  Side side;
+  auto transfer = side.receive(5, 3 * kChunkBytes - 7);
+  auto told = side.told();
+  CHECK_EQ(told.size(), 1u);
+  CHECK(told[0] == (Frame{.kind = Kind::Ready, .tag = 5, .handle = 1, .size = 3 * kChunkBytes - 7}));
+  side.arrive(chunk(1, 2, kChunkBytes - 7));
+  side.arrive(chunk(1, 0));
+  CHECK(contains(CHECK_THROWS(side.arrive(chunk(1, 0)), ErrorKind::PeerLost), "does not fit its place"));
+  CHECK(!transfer->ended());
+  side.arrive(chunk(1, 1));
+  CHECK(transfer->state() == Interhost::Transfer::State::Done);
+}
+
+TEST(tcp_inbox_refuses_chunks_that_do_not_fit) {
+  for (Frame frame : {chunk(1, 2), chunk(1, 2, 100), chunk(1, 0, 100), chunk(1, 3, kChunkBytes), chunk(2, 0)}) {
+    Side side;
+    side.receive(5, 3 * kChunkBytes - 7);
+    CHECK(contains(CHECK_THROWS(side.arrive(frame), ErrorKind::PeerLost), "rank 1"));
+  }
+}
+
+TEST(tcp_inbox_refuses_one_transfer_twice) {
+  Frame eager{.kind = Kind::Eager, .payload = 8, .tag = 5};
+  Side early;
+  early.arrive(eager);
+  CHECK_THROWS(early.arrive(eager), ErrorKind::PeerLost);
+
+  Side begun;
+  begun.receive(5, 8);
+  Arrival first = begun.inbox.begin(eager);
+  CHECK_THROWS(begun.inbox.begin(eager), ErrorKind::PeerLost);
+
+  Side asked;  // it was to come in chunks
+  asked.receive(5, 8);
+  asked.inbox.on_ask({.kind = Kind::Ask, .tag = 5});
+  CHECK_THROWS(asked.arrive(eager), ErrorKind::PeerLost);
+}
+
+TEST(tcp_inbox_gives_credit_back_for_what_nobody_wants_any_more) {
+  Side side;
+  side.receive(5, 8);
+  side.shared.withdrawn.emplace_back(5, 9);
+  side.inbox.withdraw(5, 9, {ErrorKind::Aborted, "over"});
+  uint32_t credit = 0;
+  for (int round = 0; round < 1000; ++round) {  // far more than the window
+    side.arrive({.kind = Kind::Eager, .payload = kEagerBytes, .tag = 7});
+    for (const Frame& frame : side.told()) credit += frame.size;
+  }
+  CHECK(credit > 999 * kEagerBytes - kEagerWindow);
+}
+
+TEST(tcp_outbox_asks_when_its_credit_is_gone) {
+  Side side;
+  std::vector<Transfer> sends;
+  for (uint64_t tag = 0; tag < 100; ++tag) sends.push_back(side.send(tag, kEagerBytes));
+  auto told = side.told();
+  size_t eager = kEagerWindow / (kEagerBytes + kEagerCost);
+  CHECK_EQ(told.size(), 100 - eager);
+  CHECK(told[0] == (Frame{.kind = Kind::Ask, .tag = eager}));
+  for (size_t i = 0; i < eager; ++i) side.outbox.written(side.outbox.next());
+  CHECK(!side.outbox.has_next());
+  side.outbox.on_ready({.kind = Kind::Ready, .tag = 99, .handle = 4, .size = kEagerBytes});
+  CHECK(side.outbox.next().frame == chunk(4, 0, kEagerBytes));
+  side.outbox.on_credit({.kind = Kind::Credit, .size = 1000});
+  CHECK_THROWS(side.outbox.on_credit({.kind = Kind::Credit, .size = kEagerWindow}), ErrorKind::PeerLost);
+}
+
+// The caller may free its memory; the peer gets the rest of what it has begun to read.
+TEST(tcp_outbox_goes_on_from_a_copy) {
+  Side side;
+  side.memory[kChunkBytes] = std::byte{42};
+  auto begun = side.send(5, 2 * kChunkBytes), waits = side.send(6, 2 * kChunkBytes);
+  side.outbox.on_ready({.kind = Kind::Ready, .tag = 5, .handle = 1, .size = 2 * kChunkBytes});
+  side.outbox.on_ready({.kind = Kind::Ready, .tag = 6, .handle = 2, .size = 2 * kChunkBytes});
+  Piece first = side.outbox.next();
+  side.outbox.withdraw(0, 9, {ErrorKind::Aborted, "over"});
+  CHECK(begun->ended() && waits->ended());
+  side.memory.assign(side.memory.size(), std::byte{0});
+  Piece second = side.outbox.next();
+  CHECK(second.frame == chunk(1, 1) && second.payload()[0] == std::byte{42});
+  CHECK(!side.outbox.has_next());
+}
+
+}  // namespace syncengine::tcp
