@@ -166,8 +166,7 @@ UniqueFd call(const std::string& name, int rank, int peer) {
   if (!dead.empty()) throw_lost(unreachable, dead);
   throw Error(ErrorKind::PeerLost,
               "rank " + std::to_string(rank) + " can't reach " + names_of(unreachable) +
-                  " through this host's memory: it died or broke off, or runs on another host or in "
-                  "another network namespace; all ranks must share one host");
+                  " through this host's memory, though it runs on the same host: it died or broke off");
 }
 
 }  // namespace
@@ -211,7 +210,7 @@ std::vector<UniqueFd> Handoff::meet(int rank, const std::vector<std::string>& na
   std::map<int, std::string> processes;
   sync_point("listening");
   for (int peer = 0; peer < size; ++peer) {
-    if (peer == rank) continue;
+    if (peer == rank || names[peer].empty()) continue;
     processes[peer] = process_of(names[peer]);
     calls[peer] = call(names[peer], rank, peer);
     if (!calls[peer]) lost.insert(peer);

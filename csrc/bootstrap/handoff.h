@@ -24,7 +24,8 @@ class Handoff {
 
   const std::string& name() const { return name_; }
 
-  // Gives `own` to every other rank and returns theirs by rank (nothing for this one). `names` by rank.
+  // Gives `own` to every other rank and returns theirs by rank (nothing for this one). `names` by rank; those without one are
+  // left out.
   // `interrupted` is called now and then and may throw.
   std::vector<UniqueFd> exchange(int rank, const std::vector<std::string>& names, int own, Deadline deadline,
                                  const std::function<void()>& interrupted);

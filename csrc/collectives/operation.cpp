@@ -15,7 +15,18 @@ const char* name(Collective collective) {
   return "unknown";
 }
 
+const char* name(Numerics numerics) {
+  switch (numerics) {
+    case Numerics::RankOrder: return "rank_order";
+    case Numerics::Ring: return "ring";
+    case Numerics::Fast: return "fast";
+  }
+  return "unknown";
+}
+
 void require_supported(const Operation& operation) {
+  if (operation.flag_words > kMaxFlagWords)
+    throw Error(ErrorKind::InvalidUsage, "at most " + std::to_string(64 * kMaxFlagWords) + " flags fit an operation");
   bool reduces = operation.collective == Collective::AllReduce || operation.collective == Collective::ReduceScatter;
   if (!reduces || is_supported(operation.dtype, operation.op)) return;
   throw Error(ErrorKind::InvalidUsage,

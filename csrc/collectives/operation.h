@@ -1,6 +1,6 @@
 // What one rank asks of its peers: a collective on memory. Plain data; the same on every rank but for memory and keepalive.
 //
-// Ownership: `keepalive` keeps the memory behind `input` and `output` alive until the operation has ended. It is let go of by
+// Ownership: `keepalive` keeps the memory behind `input`, `output` and `flags` alive until the operation has ended. It is let go of by
 // whichever thread makes progress, so it must not own a communicator.
 // Aliasing: input and output are the same spans (in place) or do not overlap.
 #pragma once
@@ -21,7 +21,11 @@ const char* name(Collective collective);
 enum class Numerics : uint8_t {
   RankOrder,  // ((g0 + g1) + g2) + ..., 16-bit floats in float32, scaled and rounded once at the end
   Ring,       // Gloo's ring order per chunk, rounded at every hop
+  Fast,       // each host's sum, rounded, then these in the order of hosts; RankOrder on one host
 };
+const char* name(Numerics numerics);  // as in init(): "rank_order"
+
+inline constexpr size_t kMaxFlagWords = 64;
 
 struct Operation {
   Collective collective = Collective::AllReduce;
@@ -33,6 +37,10 @@ struct Operation {
   double postscale = 1.0;  // factor on the result
   SpanList input = {};     // AllReduce, Broadcast: the same spans as output
   SpanList output = {};
+  // AllReduce: a few bits that travel with the operation's fingerprint. When it has ended, every rank has those that any rank
+  // set. At most kMaxFlagWords, the same number on all ranks.
+  uint64_t* flags = nullptr;
+  size_t flag_words = 0;
   uint64_t layout_hash = 0;                    // anything else that must agree between ranks (a bucket's parameters)
   std::function<std::string()> describe = {};  // for errors: "bucket 3 (layer.weight, layer.bias)"; may be empty
   std::shared_ptr<void> keepalive = {};

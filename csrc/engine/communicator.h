@@ -17,6 +17,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
+#include "collectives/message.h"
 #include "collectives/operation.h"
 #include "engine/work.h"
 
@@ -28,6 +29,7 @@ class Pool;
 
 // What calls on a closed communicator say.
 inline constexpr const char* kClosed = "the communicator is closed: call syncengine.init() again";
+inline constexpr const char* kNoMessages = "this communicator has no point-to-point messages";
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
@@ -43,6 +45,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // waking the engine's thread.
   virtual std::shared_ptr<Work> submit(Operation operation) = 0;
   virtual void run(Operation operation, const std::function<void()>& interrupted = {}) = 0;
+
+  // One message to or from another member, or this rank itself. Sends end when their memory may be used again, which for
+  // large ones is when the receiver has them. Never block. Not every communicator has them.
+  virtual std::shared_ptr<Work> send(Message) { throw Error(ErrorKind::InvalidUsage, kNoMessages); }
+  virtual std::shared_ptr<Work> receive(Message) { throw Error(ErrorKind::InvalidUsage, kNoMessages); }
 
   // Collectives that match by (slot, count of announcements of that slot) and may be announced in any order on each rank:
   // gradient buckets. `first_slot = reserve_slots(n)` must be called in the same order on all ranks. One announcement of a

@@ -64,13 +64,8 @@ class Tick {
 
 }  // namespace
 
-Engine::Engine(std::shared_ptr<shm::Arena> arena, int local_rank, int local_size, Options options,
-               CountCallers count_callers)
-    : arena_(std::move(arena)),
-      local_rank_(local_rank),
-      local_size_(local_size),
-      options_(options),
-      count_callers_(std::move(count_callers)) {
+Engine::Engine(std::shared_ptr<shm::Arena> arena, int most_watchers, Options options, CountCallers count_callers)
+    : arena_(std::move(arena)), watchers_(most_watchers), options_(options), count_callers_(std::move(count_callers)) {
   shm::prepare_liveness(arena_->header());
   thread_ = std::thread(&Engine::thread_main, this);
   // No peer may look for signs of life before the thread gives them.
@@ -89,8 +84,11 @@ Engine::~Engine() {
   thread_.join();
 }
 
-void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers) {
+void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names) {
   peers_ = std::move(peers);
+  local_rank_ = local_rank;
+  names_ = std::move(names);
+  int local_size = static_cast<int>(peers_.size());
   std::vector<shm::Doorbell*> doorbells;
   std::vector<shm::WaitBoard*> boards;
   for (auto& peer : peers_) {
@@ -100,14 +98,16 @@ void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers) {
   }
   standstill_ = std::make_unique<Standstill>(std::move(boards), local_rank_);
   bell_ = std::make_unique<Bell>(std::move(doorbells), local_rank_);
-  cores_to_spare_ = available_cores() >= local_size_;
-  lazy_ = available_cores() < 2 * local_size_;
+  cores_to_spare_ = available_cores() >= local_size;
+  lazy_ = available_cores() < 2 * local_size;
 }
+
+void Engine::expect_io_thread() { cores_to_spare_ = available_cores() >= 2 * static_cast<int>(peers_.size()); }
 
 shm::Pool* Engine::gradient_pool() {
   if (options_.gradient_memory != GradientMemory::Arena) return nullptr;
   Locked lock(*this);
-  if (gradient_pool_ == nullptr) gradient_pool_ = &arena_->create_pool();
+  if (gradient_pool_ == nullptr) gradient_pool_ = arena_->create_pool();
   return gradient_pool_;
 }
 
@@ -228,7 +228,7 @@ void Engine::thread_main() {
     sigdelset(&all, fault);                     // but its own faults are its own
   pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
   pthread_setname_np(pthread_self(), "syncengine");
-  shm::hold_all(arena_->header(), local_size_);
+  shm::hold_all(arena_->header(), watchers_);
   thread_word_.fetch_add(1, std::memory_order_release);
   futex_wake_all(thread_word_);
   Tick tick;
@@ -251,7 +251,7 @@ void Engine::thread_main() {
     look_around();
     rest(kTick, [this] { return stop_.load(std::memory_order_seq_cst); });
   }
-  shm::release_all(arena_->header(), local_size_);
+  shm::release_all(arena_->header(), watchers_);
 }
 
 void Engine::sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause) {

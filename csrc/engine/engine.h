@@ -51,12 +51,16 @@ inline constexpr int kUnknownCallers = std::numeric_limits<int>::max();
 
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  Engine(std::shared_ptr<shm::Arena> arena, int local_rank, int local_size, Options options,
-         CountCallers count_callers = {});
+  // `most_watchers`: no more ranks than that will share this host.
+  Engine(std::shared_ptr<shm::Arena> arena, int most_watchers, Options options, CountCallers count_callers = {});
   ~Engine();
 
-  // Once, before any communicator: the other local ranks' arenas, by local rank; null for the own one.
-  void attach(std::vector<std::unique_ptr<shm::PeerArena>> peers);
+  // Once, before any communicator: the other local ranks' arenas, by local rank; null for the own one. `names` is what messages
+  // call the local ranks.
+  void attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names);
+
+  // Another thread of this process will move bytes: waiting threads leave it a core.
+  void expect_io_thread();
 
   const Options& options() const { return options_; }
   const std::shared_ptr<shm::Arena>& arena() const { return arena_; }
@@ -122,10 +126,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void publish_waits();
   void end_standstill(uint64_t stuck);
   std::string describe_wait(int local_rank, const Standstill::Wait& wait, const Movable& beside) const;
+  std::string name_of(int local_rank) const { return "rank " + std::to_string(names_[local_rank]); }
   void wake_thread();
 
   std::shared_ptr<shm::Arena> arena_;
-  int local_rank_, local_size_;
+  int watchers_;  // who may look whether this process lives
+  int local_rank_ = 0;
+  std::vector<int> names_;  // of the local ranks, for messages
   Options options_;
   CountCallers count_callers_;
   std::vector<std::unique_ptr<shm::PeerArena>> peers_;

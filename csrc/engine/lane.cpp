@@ -1,5 +1,7 @@
 #include "engine/lane.h"
 
+#include <algorithm>
+
 #include "base/error.h"
 #include "base/sync_point.h"
 #include "engine/mismatch.h"
@@ -7,6 +9,8 @@
 namespace syncengine {
 
 namespace {
+
+static_assert(shm::kFlagWords == kMaxFlagWords);
 
 constexpr size_t kOneShotBytes = 1 << 10;  // up to here one exchange beats reading less
 constexpr size_t kDirectBytes = 1 << 20;   // of a rank's slice: how often a direct operation looks around
@@ -87,6 +91,7 @@ bool Lane::open() {
   queue_.pop_front();
   const Operation& operation = active.item.operation;
   active.in_arena = publish_spans(operation, opened_);
+  std::copy_n(operation.flags, operation.flag_words, group_.own().lanes[id_].flags[opened_ % shm::kRecords]);
   group_.own().lanes[id_].records[opened_ % shm::kRecords] = {
       .key = active.item.key,
       .bytes = block_bytes(operation),
@@ -98,7 +103,8 @@ bool Lane::open() {
       .collective = static_cast<uint8_t>(operation.collective),
       .dtype = static_cast<uint8_t>(operation.dtype),
       .op = static_cast<uint8_t>(operation.op),
-      .numerics = static_cast<uint8_t>(operation.numerics)};
+      .numerics = static_cast<uint8_t>(operation.numerics),
+      .flag_words = operation.flag_words};
   active.item.work->start();
   active_.push_back(std::move(active));
   own().opened.store(++opened_, std::memory_order_release);  // release: the record is complete
@@ -106,26 +112,12 @@ bool Lane::open() {
   return true;
 }
 
-// Every rank comes to the same path: it follows from what all ranks published.
 bool Lane::choose_path(uint64_t operation, Active& active) {
   if (active.path_known) return true;
   const Operation& asked = active.item.operation;
-  active.path = wanted_path(algorithm_, asked, active.in_arena);
-  if (active.path == Path::Direct) {
-    if (is_behind(&shm::LaneProgress::opened, operation + 1)) return false;
-    verify(operation, active);
-    for (int member = 0; member < group_.size && active.path == Path::Direct; ++member) {
-      int64_t spans = group_.block(member).lanes[id_].records[operation % shm::kRecords].spans;
-      if (spans < 0)
-        active.path = Path::Staged;
-      else if (static_cast<size_t>(spans) != asked.input.spans().size())
-        throw Error(ErrorKind::Mismatch, group_.name(member) + " has " + describe(asked) + " in other pieces");
-      else
-        active.spans.push_back(spans_of(member, operation, asked));
-    }
-  }
+  active.chunk_bytes = cut(operation, active);
+  if (active.chunk_bytes == 0) return false;
   size_t block = block_bytes(asked);
-  active.chunk_bytes = chunk_bytes(asked.collective, active.path, group_.size, shm::kSlotBytes, kDirectBytes);
   active.chunks = std::max<uint64_t>(1, (block + active.chunk_bytes - 1) / active.chunk_bytes);
   active.end = staged_.total + active.chunks;
   active.path_known = true;
@@ -137,6 +129,31 @@ bool Lane::choose_path(uint64_t operation, Active& active) {
                 : active.path == Path::OneShot ? counters_.one_shot_bytes
                                                : counters_.staged_bytes;
   bytes += asked.input.bytes();
+  return true;
+}
+
+// Every rank comes to the same path: it follows from what all ranks published.
+size_t Lane::cut(uint64_t operation, Active& active) {
+  const Operation& asked = active.item.operation;
+  active.path = wanted_path(algorithm_, asked, active.in_arena);
+  if (active.path == Path::Direct && !find_peers_spans(operation, active)) return 0;
+  return chunk_bytes(asked.collective, active.path, group_.size, slot_bytes_, kDirectBytes);
+}
+
+// Where all ranks have their spans; the path is staged if one has not all of them in its arena. False: not yet known.
+bool Lane::find_peers_spans(uint64_t operation, Active& active) {
+  const Operation& asked = active.item.operation;
+  if (is_behind(&shm::LaneProgress::opened, operation + 1)) return false;
+  verify(operation, active);
+  for (int member = 0; member < group_.size && active.path == Path::Direct; ++member) {
+    int64_t spans = group_.block(member).lanes[id_].records[operation % shm::kRecords].spans;
+    if (spans < 0)
+      active.path = Path::Staged;
+    else if (static_cast<size_t>(spans) != asked.input.spans().size())
+      throw Error(ErrorKind::Mismatch, group_.name(member) + " has " + describe(asked) + " in other pieces");
+    else
+      active.spans.push_back(spans_of(member, operation, asked));
+  }
   return true;
 }
 
@@ -155,13 +172,18 @@ size_t Lane::prepare(const Active& active, const Cursor& cursor) {
               .begin = begin,
               .length = std::min(block - begin, active.chunk_bytes),
               .stage_all = operation.prescale != 1.0};
-  plan_chunk(chunk, plan_);
-  for (int member = 0; member < group_.size; ++member) {
-    runner_.bases()[member] = active.path == Path::Direct
-                                  ? Runner::Base{.spans = &active.spans[member]}
-                                  : Runner::Base{.slot = group_.block(member).staging[id_][cursor.total % shm::kSlots]};
-  }
+  plan(chunk);
+  point_bases(active, cursor.total);
   return chunk.length;
+}
+
+void Lane::point_bases(const Active& active, uint64_t chunk) {
+  for (int member = 0; member < group_.size; ++member) {
+    runner_.bases()[member] =
+        active.path == Path::Direct
+            ? Runner::Base{.spans = &active.spans[member]}
+            : Runner::Base{.slot = group_.block(member).staging[id_][0] + chunk % slots_ * slot_bytes_};
+  }
 }
 
 void Lane::step(Cursor& cursor, Field field, const char* point) {
@@ -180,10 +202,10 @@ bool Lane::stage_one() {
   if (staged_.operation == opened_) return false;
   Active& active = at(staged_.operation);
   if (!choose_path(staged_.operation, active)) return false;
-  if (active.path != Path::Direct) {
+  if (active.path != Path::Direct || always_slots_) {
     // The slot's last chunk must have been read by everybody, this rank included.
-    if (staged_.total >= shm::kSlots) {
-      uint64_t needed = staged_.total - shm::kSlots + 1;
+    if (staged_.total >= slots_) {
+      uint64_t needed = staged_.total - slots_ + 1;
       if (pulled_.total < needed || is_behind(&shm::LaneProgress::pulled, needed)) return false;
     }
     moved_bytes_ += prepare(active, staged_);
@@ -249,7 +271,7 @@ bool Lane::retire() {
   return true;
 }
 
-// Compares the peers' records with the own one as they come in. True once all agreed.
+// Compares the peers' records with the own one as they come in, and takes over their flags. True once all agreed.
 bool Lane::verify(uint64_t operation, Active& active) {
   uint64_t everybody =
       (group_.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group_.size) - 1) & ~(uint64_t{1} << group_.rank);
@@ -259,9 +281,11 @@ bool Lane::verify(uint64_t operation, Active& active) {
     uint64_t bit = uint64_t{1} << member;
     if (member == group_.rank || active.verified & bit) continue;
     if (peer(member).opened.load(std::memory_order_acquire) <= operation) continue;  // acquire: the record
-    require_same(group_, mine, member, group_.block(member).lanes[id_].records[operation % shm::kRecords],
-                 active.item.operation);
+    require_same(group_.global_ranks[group_.rank], mine, group_.global_ranks[member],
+                 group_.block(member).lanes[id_].records[operation % shm::kRecords], active.item.operation);
     active.verified |= bit;
+    const uint64_t* flags = group_.block(member).lanes[id_].flags[operation % shm::kRecords];
+    for (size_t i = 0; i < mine.flag_words; ++i) active.item.operation.flags[i] |= flags[i];
   }
   return active.verified == everybody;
 }
@@ -284,8 +308,8 @@ uint64_t Lane::missing(bool all) const {
   if (staged_.operation < opened_) {
     if (!at(staged_.operation).path_known) {
       members |= behind(&shm::LaneProgress::opened, staged_.operation + 1, all);
-    } else if (staged_.total >= shm::kSlots) {
-      members |= behind(&shm::LaneProgress::pulled, staged_.total - shm::kSlots + 1, all);
+    } else if (staged_.total >= slots_) {
+      members |= behind(&shm::LaneProgress::pulled, staged_.total - slots_ + 1, all);
     }
   }
   if (reduced_.total < staged_.total && at(reduced_.operation).reduces)
@@ -316,7 +340,7 @@ uint64_t Lane::culprits() const {
 // An offset that was published is known to the peers, even if this rank has not chosen its path yet.
 void Lane::add_direct_memory(std::vector<ArenaRange>& ranges) const {
   for (const Active& active : active_) {
-    bool direct = active.path_known ? active.path == Path::Direct : active.in_arena;
+    bool direct = active.in_arena && (!active.path_known || active.path == Path::Direct);
     if (!direct) continue;
     for (const Span& span : active.item.operation.input.spans())
       ranges.push_back({static_cast<size_t>(span.data - group_.arena->at(0)), span.bytes});

@@ -25,6 +25,7 @@ class Lane {
   // What keeps an ended operation's memory alive goes to `trash`, to be dropped once the progress lock is free: a tensor's last
   // reference may take Python's lock.
   Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash);
+  virtual ~Lane() = default;
 
   static constexpr uint64_t kNoKey = ~uint64_t{0};
   struct Item {
@@ -51,14 +52,16 @@ class Lane {
   }
   // Adds this rank's memory that peers may still read or write.
   void add_direct_memory(std::vector<ArenaRange>& ranges) const;
-  void fail_all(const std::exception_ptr& error);
+  virtual void fail_all(const std::exception_ptr& error);
+  uint64_t retired() const { return retired_; }  // operations that have ended
 
   struct Counters {
     uint64_t operations = 0, staged_bytes = 0, direct_bytes = 0, one_shot_bytes = 0;
+    uint64_t interhost_bytes = 0;  // sent to other hosts
   };
   const Counters& counters() const { return counters_; }
 
- private:
+ protected:  // hosts/host_lane.h puts hops between hosts in the place of the reduce phase
   struct Active {
     Item item;
     bool in_arena;          // all its spans, as published
@@ -80,24 +83,28 @@ class Lane {
 
   Active& at(uint64_t operation) { return active_[operation - retired_]; }
   const Active& at(uint64_t operation) const { return active_[operation - retired_]; }
-  bool open();
+  virtual bool open();
   uint64_t record_users(bool all) const;
   bool publish_spans(const Operation& operation, uint64_t number);
   SpanList spans_of(int member, uint64_t operation, const Operation& asked) const;
   bool choose_path(uint64_t operation, Active& active);
+  virtual size_t cut(uint64_t operation, Active& active);  // settles the path; the bytes of a chunk, or 0: not yet
+  bool find_peers_spans(uint64_t operation, Active& active);
   bool stage_one();
-  bool reduce_one();
+  virtual bool reduce_one();
   bool pull_one();
   bool retire();
-  bool verify(uint64_t operation, Active& active);
+  virtual bool verify(uint64_t operation, Active& active);
   size_t prepare(const Active& active, const Cursor& cursor);
+  void point_bases(const Active& active, uint64_t chunk);  // `chunk` of the lane
+  virtual void plan(const Chunk& chunk) { plan_chunk(chunk, plan_); }
   void step(Cursor& cursor, Field field, const char* point);
 
   shm::LaneProgress& own() const { return group_.block(group_.rank).lanes[id_].progress; }
   const shm::LaneProgress& peer(int rank) const { return group_.block(rank).lanes[id_].progress; }
   uint64_t behind(Field field, uint64_t count, bool all) const;
   bool is_behind(Field field, uint64_t count) const { return behind(field, count, false) != 0; }
-  uint64_t pull_blockers(bool all) const;
+  virtual uint64_t pull_blockers(bool all) const;
 
   const Group& group_;
   int id_;
@@ -113,6 +120,8 @@ class Lane {
   uint64_t retired_ = 0, opened_ = 0;
   Cursor staged_, reduced_, pulled_;
   size_t moved_bytes_ = 0;
+  size_t slots_ = shm::kSlots, slot_bytes_ = shm::kSlotBytes;
+  bool always_slots_ = false;  // a chunk takes a slot's turn on the direct path, too
 };
 
 }  // namespace syncengine

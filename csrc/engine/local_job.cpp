@@ -4,10 +4,13 @@
 
 #include <cstring>
 #include <new>
+#include <numeric>
 
 #include "base/resources.h"
 #include "base/sync_point.h"
+#include "bootstrap/host.h"
 #include "engine/farewell.h"
+#include "engine/hosts/host_communicator.h"
 #include "engine/shm_communicator.h"
 
 namespace syncengine {
@@ -18,7 +21,8 @@ struct LocalJob::Address {
   uint64_t block_offset = 0;
   uint8_t numerics = 0, algorithm = 0;
   char socket[62] = {};
-  char host[64] = {};
+  char host[64] = {};                // its name, for messages
+  char host_key[kMostHostKey] = {};  // who shares memory
 };
 
 namespace {
@@ -31,20 +35,20 @@ LocalJob::Address parse(const std::string& text, int rank) {
     throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(rank) + " runs another version of syncengine");
   std::memcpy(&address, text.data(), sizeof(address));
   address.socket[sizeof(address.socket) - 1] = address.host[sizeof(address.host) - 1] = '\0';
+  address.host_key[sizeof(address.host_key) - 1] = '\0';
   return address;
 }
 
 }  // namespace
 
-LocalJob::LocalJob(int rank, int size, Options options, CountCallers count_callers)
-    : rank_(rank), size_(size), options_(options) {
+LocalJob::LocalJob(int rank, int size, Options options, CountCallers count_callers, const std::string& host_id)
+    : rank_(rank), size_(size), options_(options), host_key_(host_key(host_id)) {
   if (size < 2 || size > shm::kMaxLocalRanks || rank < 0 || rank >= size)
     throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(rank) + " of " + std::to_string(size) +
-                                             ": needs 2 to " + std::to_string(shm::kMaxLocalRanks) +
-                                             " ranks on one host");
+                                             ": needs 2 to " + std::to_string(shm::kMaxLocalRanks) + " ranks");
   arena_ = shm::Arena::create(arena_bytes(options));
   block_offset_ = arena_->allocate_group(sizeof(shm::GroupBlock));
-  engine_ = std::make_shared<Engine>(arena_, rank, size, options, std::move(count_callers));
+  engine_ = std::make_shared<Engine>(arena_, size, options, std::move(count_callers));
 }
 
 std::string LocalJob::address() const {
@@ -55,20 +59,36 @@ std::string LocalJob::address() const {
   address.algorithm = static_cast<uint8_t>(options_.algorithm);
   handoff_.name().copy(address.socket, sizeof(address.socket) - 1);
   gethostname(address.host, sizeof(address.host) - 1);
+  host_key_.copy(address.host_key, sizeof(address.host_key) - 1);
   return {reinterpret_cast<const char*>(&address), sizeof(address)};
+}
+
+std::vector<int> LocalJob::hosts(const std::vector<std::string>& addresses) const {
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < size_; ++rank) keys.emplace_back(parse(addresses.at(rank), rank).host_key);
+  return number_hosts(keys);
+}
+
+bool LocalJob::on_one_network(const std::vector<std::string>& addresses) const {
+  std::string own = network_of(host_key_);
+  for (int rank = 0; rank < size_; ++rank)
+    if (network_of(parse(addresses.at(rank), rank).host_key) != own) return false;
+  return true;
 }
 
 std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& addresses, Deadline deadline,
                                                 const std::function<void()>& interrupted,
-                                                const std::vector<int>& global_ranks) {
+                                                const std::vector<int>& global_ranks,
+                                                const MakeInterhost& make_interhost) {
   if (!global_ranks.empty() && global_ranks.size() != static_cast<size_t>(size_))
     throw Error(ErrorKind::InvalidUsage,
                 "connect() needs one global rank for each of the " + std::to_string(size_) + " ranks");
   std::vector<Address> parsed;
   std::vector<std::string> names;
+  std::vector<int> on = hosts(addresses);
   for (int rank = 0; rank < size_; ++rank) {
     parsed.push_back(parse(addresses.at(rank), rank));
-    names.emplace_back(parsed[rank].socket);
+    names.emplace_back(on[rank] == on[rank_] ? parsed[rank].socket : "");
     if (parsed[rank].numerics != static_cast<uint8_t>(options_.numerics) ||
         parsed[rank].algorithm != static_cast<uint8_t>(options_.algorithm))
       throw Error(ErrorKind::Mismatch, "rank " + std::to_string(rank) + " on " + parsed[rank].host + " and rank " +
@@ -78,7 +98,14 @@ std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& 
   // Peers that have this rank's memory already believe in a communicator: they must hear if there will be none.
   auto& farewell = reinterpret_cast<shm::GroupBlock*>(arena_->at(block_offset_))->farewell;
   try {
-    return join(handoff_.exchange(rank_, names, arena_->fd(), deadline, interrupted), parsed, global_ranks);
+    auto joined = join(handoff_.exchange(rank_, names, arena_->fd(), deadline, interrupted), parsed, on, global_ranks,
+                       make_interhost);
+    if (on == std::vector<int>(size_, 0)) return joined;
+    // Nobody leaves before all are connected with each other: to those who are not yet it would look like a failure.
+    Operation barrier{.collective = Collective::Barrier};
+    barrier.describe = [] { return std::string("syncengine.init()"); };
+    joined->run(std::move(barrier), interrupted);
+    return joined;
   } catch (const Error& error) {
     Error told = for_peers(rank_, error);
     say_farewell(farewell, shm::Standing::Failed, told.kind(), told.what());
@@ -95,22 +122,43 @@ std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& 
 }
 
 std::shared_ptr<Communicator> LocalJob::join(const std::vector<UniqueFd>& memories,
-                                             const std::vector<Address>& addresses,
-                                             const std::vector<int>& global_ranks) {
+                                             const std::vector<Address>& addresses, const std::vector<int>& host_of,
+                                             const std::vector<int>& global_ranks,
+                                             const MakeInterhost& make_interhost) {
   sync_point("joining");
-  std::vector<std::unique_ptr<shm::PeerArena>> peers(size_);
-  std::vector<int> ranks;
+  std::vector<std::unique_ptr<shm::PeerArena>> peers;
+  std::vector<int> names = global_ranks, local_names, local_ranks;
+  if (names.empty()) {
+    names.resize(size_);
+    std::iota(names.begin(), names.end(), 0);
+  }
   std::vector<uint64_t> offsets;
+  std::vector<hosts::Member> members;
+  int local_rank = 0;
+  bool one_host = true;
   for (int rank = 0; rank < size_; ++rank) {
-    if (rank != rank_)
-      peers[rank] = std::make_unique<shm::PeerArena>(memories[rank].get(), addresses[rank].arena_bytes);
-    ranks.push_back(rank);
+    members.push_back({.label = host_of[rank], .job_rank = rank, .global_rank = names[rank]});
+    if (host_of[rank] != host_of[rank_]) {
+      one_host = false;
+      continue;
+    }
+    if (rank == rank_) local_rank = static_cast<int>(peers.size());
+    members[rank].local_rank = static_cast<int>(peers.size());
+    members[rank].offset = addresses[rank].block_offset;
+    local_ranks.push_back(static_cast<int>(peers.size()));
+    local_names.push_back(names[rank]);
     offsets.push_back(addresses[rank].block_offset);
+    peers.push_back(
+        rank == rank_ ? nullptr : std::make_unique<shm::PeerArena>(memories[rank].get(), addresses[rank].arena_bytes));
   }
   arena_->close_fd();
-  engine_->attach(std::move(peers));
-  return std::make_shared<ShmCommunicator>(engine_, rank_, global_ranks.empty() ? ranks : global_ranks, ranks, offsets,
-                                           ShmCommunicator::Origin::Job);
+  engine_->attach(std::move(peers), local_rank, std::move(local_names));
+  if (one_host)
+    return std::make_shared<ShmCommunicator>(engine_, rank_, names, local_ranks, offsets, ShmCommunicator::Origin::Job);
+  if (!make_interhost)
+    throw Error(ErrorKind::InvalidUsage, "the ranks run on several hosts, and nothing connects these");
+  auto network = std::make_shared<hosts::Network>(engine_, make_interhost());
+  return hosts::HostCommunicator::create(std::move(network), 0, rank_, members, ShmCommunicator::Origin::Job);
 }
 
 }  // namespace syncengine

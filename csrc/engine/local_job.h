@@ -1,4 +1,5 @@
-// How the ranks of one host become a communicator: publish an address, learn everybody's, connect.
+// How the ranks of a job become a communicator: publish an address, learn everybody's, connect: those of a host through its
+// memory, hosts among each other through an Interhost.
 //
 // Ownership: the communicator outlives it. Thread-safety: one thread. Failure: throws; nothing is left behind.
 #pragma once
@@ -11,30 +12,44 @@
 #include "bootstrap/handoff.h"
 #include "engine/communicator.h"
 #include "engine/engine.h"
+#include "transport/interhost.h"
 
 namespace syncengine {
 
 class LocalJob {
  public:
   // Without `count_callers` nobody knows which thread may still make a call, and ranks that wait for each other time out.
-  LocalJob(int rank, int size, Options options, CountCallers count_callers = {});
+  // `host_id`: see bootstrap/host.h.
+  LocalJob(int rank, int size, Options options, CountCallers count_callers = {}, const std::string& host_id = "");
 
   // Opaque bytes for the launcher to exchange; the same length on every rank.
   std::string address() const;
 
+  // The host of each rank, numbered from 0 in the order of ranks.
+  std::vector<int> hosts(const std::vector<std::string>& addresses) const;
+  // Whether the hosts are parts of one machine, in one network namespace.
+  bool on_one_network(const std::vector<std::string>& addresses) const;
+
+  // Connects this rank with those of other hosts. Called once the host's own ranks have each other's memory.
+  using MakeInterhost = std::function<std::unique_ptr<Interhost>()>;
+
   // `addresses` by rank, the own one among them; `global_ranks` is what messages call the ranks (empty: as they are). Once.
+  // `make_interhost` is needed if there are several hosts.
   std::shared_ptr<Communicator> connect(const std::vector<std::string>& addresses, Deadline deadline,
                                         const std::function<void()>& interrupted = {},
-                                        const std::vector<int>& global_ranks = {});
+                                        const std::vector<int>& global_ranks = {},
+                                        const MakeInterhost& make_interhost = {});
 
   struct Address;  // what address() is made of
 
  private:
   std::shared_ptr<Communicator> join(const std::vector<UniqueFd>& memories, const std::vector<Address>& addresses,
-                                     const std::vector<int>& global_ranks);
+                                     const std::vector<int>& host_of, const std::vector<int>& global_ranks,
+                                     const MakeInterhost& make_interhost);
 
   int rank_, size_;
   Options options_;
+  std::string host_key_;
   std::shared_ptr<shm::Arena> arena_;
   std::shared_ptr<Engine> engine_;
   uint64_t block_offset_;

@@ -31,17 +31,17 @@ std::string describe(const Operation& operation) {
   return describe(record);
 }
 
-void require_same(const Group& group, const shm::OpRecord& mine, int member, const shm::OpRecord& theirs,
+void require_same(int me, const shm::OpRecord& mine, int peer, const shm::OpRecord& theirs,
                   const Operation& operation) {
   bool same = mine.key == theirs.key && mine.bytes == theirs.bytes && mine.layout_hash == theirs.layout_hash &&
               mine.prescale == theirs.prescale && mine.postscale == theirs.postscale && mine.root == theirs.root &&
               mine.collective == theirs.collective && mine.dtype == theirs.dtype && mine.op == theirs.op &&
-              mine.numerics == theirs.numerics;
+              mine.numerics == theirs.numerics && mine.flag_words == theirs.flag_words;
   if (same) return;
   std::string here = describe(operation), there = describe(theirs);
   if (describe(mine) == there) there += " with another layout";
-  throw Error(ErrorKind::Mismatch, group.name(group.rank) + " called " + here + " where " + group.name(member) +
-                                       " called " + there +
+  throw Error(ErrorKind::Mismatch, "rank " + std::to_string(me) + " called " + here + " where rank " +
+                                       std::to_string(peer) + " called " + there +
                                        ": all ranks must make the same calls in the same order with the same shapes");
 }
 

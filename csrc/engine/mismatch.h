@@ -4,15 +4,15 @@
 #include <string>
 
 #include "collectives/operation.h"
-#include "engine/group.h"
+#include "transport/shm/layout.h"
 
 namespace syncengine {
 
 // "all_reduce(sum, float32, 1000 elements)", or the operation's own words.
 std::string describe(const Operation& operation);
 
-// Throws Mismatch, naming both sides, unless `member`'s record agrees with the own one of `operation`.
-void require_same(const Group& group, const shm::OpRecord& mine, int member, const shm::OpRecord& theirs,
-                  const Operation& operation);
+// Throws Mismatch, naming both sides by their ranks in the job, unless the peer's record agrees with the own one of
+// `operation`. Every operation comes here once for each peer.
+void require_same(int me, const shm::OpRecord& mine, int peer, const shm::OpRecord& theirs, const Operation& operation);
 
 }  // namespace syncengine

@@ -33,6 +33,15 @@ uint64_t Schedule::late(uint64_t slot, uint64_t epoch, bool all) const {
   return members;
 }
 
+bool Schedule::has_room() const {
+  uint64_t length = group_.own().schedule.length.load(std::memory_order_relaxed);  // relaxed: its only writer
+  for (int member = 0; member < group_.size; ++member) {
+    uint64_t opened = group_.block(member).lanes[shm::kScheduledLane].progress.opened.load(std::memory_order_acquire);
+    if (length - opened >= shm::kLogEntries) return false;
+  }
+  return true;
+}
+
 bool Schedule::append_ready() {
   shm::Schedule& log = group_.own().schedule;
   uint64_t length = log.length.load(std::memory_order_relaxed);  // relaxed: its only writer
@@ -40,10 +49,7 @@ bool Schedule::append_ready() {
   // Entries from taken_ on are this rank's own waiting operations that it has logged already.
   for (size_t i = length - taken_; i < waiting_.size(); ++i) {
     if (late(waiting_[i].item.key, waiting_[i].epoch, false)) continue;
-    for (int member = 0; member < group_.size; ++member) {
-      uint64_t opened = group_.block(member).lanes[shm::kScheduledLane].progress.opened.load(std::memory_order_acquire);
-      if (length - opened >= shm::kLogEntries) return length > before;  // the oldest entry may still be unread
-    }
+    if (!has_room()) return length > before;
     log.slots[length % shm::kLogEntries] = waiting_[i].item.key;
     std::rotate(waiting_.begin() + static_cast<long>(length - taken_), waiting_.begin() + static_cast<long>(i),
                 waiting_.begin() + static_cast<long>(i) + 1);

@@ -15,6 +15,7 @@ namespace syncengine {
 class Schedule {
  public:
   Schedule(const Group& group, Lane& lane) : group_(group), lane_(lane) {}
+  virtual ~Schedule() = default;
 
   // Publishes that this rank is ready for `item.key`. Returns the count of announcements of that slot.
   uint64_t announce(Lane::Item item);
@@ -26,14 +27,15 @@ class Schedule {
   const Lane::Item* oldest() const { return waiting_.empty() ? nullptr : &waiting_.front().item; }
   void fail_all();  // hands its operations to the lane, which must fail them next
 
- private:
+ protected:  // hosts/host_schedule.h agrees with other hosts before it appends
   struct Announced {
     Lane::Item item;
     uint64_t epoch;
   };
   // Members that have not announced it yet: all of them, or the first.
   uint64_t late(uint64_t slot, uint64_t epoch, bool all) const;
-  bool append_ready();
+  virtual bool append_ready();
+  bool has_room() const;  // for another entry: the oldest may be unread
   bool take_scheduled();
 
   const Group& group_;

@@ -12,8 +12,10 @@ namespace {
 // Bytes of one pass: bounds how long a submitter or another lane waits for the lock.
 constexpr size_t kBudget = 1 << 20;
 
-Group make_group(Engine& engine, int rank, std::vector<int> global_ranks, std::vector<int> local_ranks,
-                 const std::vector<uint64_t>& offsets) {
+}  // namespace
+
+Group ShmCommunicator::make_group(Engine& engine, int rank, std::vector<int> global_ranks, std::vector<int> local_ranks,
+                                  const std::vector<uint64_t>& offsets) {
   Group group{.rank = rank,
               .size = static_cast<int>(local_ranks.size()),
               .global_ranks = std::move(global_ranks),
@@ -31,21 +33,28 @@ Group make_group(Engine& engine, int rank, std::vector<int> global_ranks, std::v
   return group;
 }
 
-}  // namespace
-
 ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::vector<int> global_ranks,
                                  std::vector<int> local_ranks, const std::vector<uint64_t>& offsets, Origin origin)
-    : engine_(std::move(engine)),
-      origin_(origin),
-      group_(make_group(*engine_, rank, std::move(global_ranks), std::move(local_ranks), offsets)),
-      user_lane_(
-          group_, shm::kUserLane, engine_->options().algorithm, [this] { return any_peer_failed(); }, engine_->trash()),
-      scheduled_lane_(
-          group_, shm::kScheduledLane, engine_->options().algorithm, [this] { return any_peer_failed(); },
-          engine_->trash()),
-      schedule_(group_, scheduled_lane_) {
+    : ShmCommunicator(
+          engine, make_group(*engine, rank, std::move(global_ranks), std::move(local_ranks), offsets), origin,
+          [algorithm = engine->options().algorithm](const Group& group, const auto& stop, Lane::Trash& trash) {
+            Parts parts;
+            parts.user_lane = std::make_unique<Lane>(group, shm::kUserLane, algorithm, stop, trash);
+            parts.scheduled_lane = std::make_unique<Lane>(group, shm::kScheduledLane, algorithm, stop, trash);
+            parts.schedule = std::make_unique<Schedule>(group, *parts.scheduled_lane);
+            return parts;
+          }) {
   engine_->add(this);
 }
+
+ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, const Group& group, Origin origin,
+                                 const MakeParts& make_parts)
+    : engine_(std::move(engine)),
+      origin_(origin),
+      group_(group),
+      parts_(make_parts(
+          group_, [this] { return any_peer_failed(); }, engine_->trash())),
+      messenger_(group_, [this] { return any_peer_failed(); }, engine_->trash()) {}
 
 ShmCommunicator::~ShmCommunicator() {
   if (engine_->arena()->forked()) return;
@@ -62,9 +71,11 @@ void ShmCommunicator::give_back_block() {
     if (member != group_.rank) group_.block(member).gone.fetch_or(me, std::memory_order_release);  // release: our reads
   }
   auto& gone = group_.own().gone;
-  group_.arena->retire_group(group_.offsets[group_.rank], sizeof(shm::GroupBlock), [&gone, everybody, me] {
+  auto unused = [&gone, everybody, me] {
     return (gone.load(std::memory_order_acquire) | me) == everybody;  // acquire: theirs
-  });
+  };
+  for (size_t offset : messenger_.parcels()) group_.arena->retire_group(offset, Messenger::kParcelsBytes, unused);
+  group_.arena->retire_group(group_.offsets[group_.rank], sizeof(shm::GroupBlock), unused);
 }
 
 std::shared_ptr<Work> ShmCommunicator::enqueue(Operation operation, uint64_t slot) {
@@ -90,6 +101,29 @@ std::shared_ptr<Work> ShmCommunicator::submit(Operation operation) {
 
 void ShmCommunicator::run(Operation operation, const std::function<void()>& interrupted) {
   wait(enqueue(std::move(operation), Lane::kNoKey), interrupted, {});
+}
+
+std::shared_ptr<Work> ShmCommunicator::post(Message message, bool sends) {
+  engine_->throw_if_forked();
+  bool any = !sends && message.peer == Message::kAnySource;
+  if (!any && (message.peer < 0 || message.peer >= group_.size))
+    throw Error(ErrorKind::InvalidUsage, message.describe() + ": rank " + std::to_string(message.peer) +
+                                             " is not in 0.." + std::to_string(group_.size - 1));
+  auto work = std::make_shared<Work>(engine_->outstanding());
+  Lane::Item item{.operation = {}, .work = work, .since = Clock::now()};
+  item.operation.describe = message.describe;
+  item.operation.keepalive = message.keepalive;
+  {
+    std::lock_guard lock(submit_mutex_);
+    if (error_) {
+      work->fail(error_);
+      std::rethrow_exception(error_);
+    }
+    work->place = {shm::kMessages, 0, 0};
+    posts_.push_back({std::move(message), sends, std::move(item)});
+  }
+  engine_->poke();
+  return work;
 }
 
 uint64_t ShmCommunicator::reserve_slots(size_t count) {
@@ -169,6 +203,9 @@ std::map<std::string, uint64_t> ShmCommunicator::counters() const {
                                            {"staged_bytes", user.staged_bytes + scheduled.staged_bytes},
                                            {"direct_bytes", user.direct_bytes + scheduled.direct_bytes},
                                            {"one_shot_bytes", user.one_shot_bytes + scheduled.one_shot_bytes},
+                                           {"messages", messenger_.counters().messages},
+                                           {"direct_messages", messenger_.counters().direct},
+                                           {"interhost_bytes", user.interhost_bytes + scheduled.interhost_bytes},
                                            {"sleeps", engine_->sleeps()}};
   });
 }
@@ -178,6 +215,7 @@ bool ShmCommunicator::advance() {
   {
     std::lock_guard lock(submit_mutex_);
     taken_.swap(submissions_);
+    taken_posts_.swap(posts_);
   }
   bool moved = !taken_.empty();
   for (Lane::Item& item : taken_) {
@@ -187,10 +225,13 @@ bool ShmCommunicator::advance() {
       schedule_.announce(std::move(item));
   }
   taken_.clear();
+  for (Messenger::Post& post : taken_posts_) messenger_.post(std::move(post));
+  taken_posts_.clear();
   try {
     moved |= user_lane_.advance(kBudget);
     moved |= schedule_.advance();
     moved |= scheduled_lane_.advance(kBudget);
+    moved |= messenger_.advance(kBudget);
   } catch (const Error& error) {
     fail(error.kind(), error.what());
     return true;
@@ -203,12 +244,12 @@ bool ShmCommunicator::advance() {
 }
 
 uint64_t ShmCommunicator::missing(bool all) const {
-  return user_lane_.missing(all) | schedule_.missing(all) | scheduled_lane_.missing(all);
+  return user_lane_.missing(all) | schedule_.missing(all) | scheduled_lane_.missing(all) | messenger_.missing();
 }
 
 uint64_t ShmCommunicator::interest() const {
   if (ended_) return 0;
-  return local_ranks(missing(false));
+  return local_ranks(missing(false) | messenger_.interest());
 }
 
 uint64_t ShmCommunicator::local_ranks(uint64_t members) const {
@@ -229,12 +270,13 @@ std::vector<ArenaRange> ShmCommunicator::direct_memory() const {
   std::vector<ArenaRange> offsets;
   user_lane_.add_direct_memory(offsets);
   scheduled_lane_.add_direct_memory(offsets);
+  messenger_.add_direct_memory(offsets);
   return offsets;
 }
 
 void ShmCommunicator::lose_direct_memory(const Error& cause) {
   for (auto [offset, bytes] : direct_memory()) {
-    if (group_.arena->is_severed(offset)) return fail(cause.kind(), cause.what());
+    if (group_.arena->is_severed(offset, bytes)) return fail(cause.kind(), cause.what());
   }
 }
 
@@ -261,15 +303,19 @@ void ShmCommunicator::end(shm::Standing standing, const Error& for_peers, const 
   if (standing == shm::Standing::Failed) engine_->sever_tensors(direct_memory(), for_peers);
   auto error = std::make_exception_ptr(raised_here);
   std::vector<Lane::Item> late;
+  std::vector<Messenger::Post> late_posts;
   {
     std::lock_guard lock(submit_mutex_);
     error_ = error;
     late.swap(submissions_);
+    late_posts.swap(posts_);
   }
+  for (Messenger::Post& post : late_posts) messenger_.post(std::move(post));
   for (Lane::Item& item : late) user_lane_.enqueue(std::move(item));
   schedule_.fail_all();
   user_lane_.fail_all(error);
   scheduled_lane_.fail_all(error);
+  messenger_.fail_all(error);
   group_.bell->ring_all();
 }
 

@@ -7,17 +7,24 @@
 #include "engine/engine.h"
 #include "engine/group.h"
 #include "engine/lane.h"
+#include "engine/messenger.h"
 #include "engine/schedule.h"
 
 namespace syncengine {
 
-class ShmCommunicator final : public Communicator, private Movable {
+class ShmCommunicator : public Communicator, protected Movable {
  public:
   enum class Origin { Job, Split };
   // `offsets` of each member's GroupBlock in its arena; `local_ranks` of each member among the engine's arenas.
   ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::vector<int> global_ranks, std::vector<int> local_ranks,
                   const std::vector<uint64_t>& offsets, Origin origin);
   ~ShmCommunicator() override;
+
+  // What moves its operations, one of each.
+  struct Parts {
+    std::unique_ptr<Lane> user_lane, scheduled_lane;
+    std::unique_ptr<Schedule> schedule;
+  };
 
   int rank() const override { return group_.rank; }
   int size() const override { return group_.size; }
@@ -27,6 +34,8 @@ class ShmCommunicator final : public Communicator, private Movable {
 
   std::shared_ptr<Work> submit(Operation operation) override;
   void run(Operation operation, const std::function<void()>& interrupted) override;
+  std::shared_ptr<Work> send(Message message) override { return post(std::move(message), true); }
+  std::shared_ptr<Work> receive(Message message) override { return post(std::move(message), false); }
   uint64_t reserve_slots(size_t count) override;
   std::shared_ptr<Work> announce(uint64_t slot, Operation operation) override;
   void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted,
@@ -40,7 +49,13 @@ class ShmCommunicator final : public Communicator, private Movable {
   std::map<std::string, uint64_t> counters() const override;
   void close() override;
 
- private:
+ protected:  // hosts/host_communicator.h reaches over hosts; its group is that of its own host
+  using MakeParts = std::function<Parts(const Group& group, const std::function<bool()>& stop, Lane::Trash& trash)>;
+  // Is not moved before the engine has it: its constructor's last act.
+  ShmCommunicator(std::shared_ptr<Engine> engine, const Group& group, Origin origin, const MakeParts& make_parts);
+  static Group make_group(Engine& engine, int rank, std::vector<int> global_ranks, std::vector<int> local_ranks,
+                          const std::vector<uint64_t>& offsets);
+
   // Movable: under the progress lock.
   bool advance() override;
   uint64_t interest() const override;
@@ -53,8 +68,9 @@ class ShmCommunicator final : public Communicator, private Movable {
   std::string describe_wait(const Work& work) const override;
 
   std::shared_ptr<Work> enqueue(Operation operation, uint64_t slot);
+  std::shared_ptr<Work> post(Message message, bool sends);
   void give_back_block();
-  void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
+  virtual void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
   void heed_peers();
   void heed_deadline();
   std::vector<ArenaRange> direct_memory() const;
@@ -64,29 +80,44 @@ class ShmCommunicator final : public Communicator, private Movable {
     uint64_t culprits = 0;
   };
   Pending oldest() const;
+  // "rank 2", "ranks 1, 3": for whom it waits; empty if that is nobody.
+  virtual std::string names_of_culprits(const Pending& pending) const;
   // "rank 0 waits for rank 2 since 5.0 s in all_reduce(...)"; empty if nothing is pending.
   std::string what_is_pending() const;
   uint64_t missing(bool all) const;
   uint64_t local_ranks(uint64_t members) const;
   bool any_peer_failed() const;
 
+  // Of split(): what a member offers, and how the members come together. `members`: ranks of this communicator.
+  struct Ticket {
+    uint64_t offset = 0;   // of this rank's block for the new group
+    uint64_t members = 0;  // bit per rank of the parent; 0: stays out
+    uint64_t number = 0;   // over hosts: none that this rank has used for a communicator
+  };
+  virtual uint64_t unused_number() const { return 0; }
+  virtual std::shared_ptr<Communicator> join(const std::vector<int>& members, const std::vector<Ticket>& tickets);
+
   std::shared_ptr<Engine> engine_;
   Origin origin_;
   Group group_;
-  Lane user_lane_;
-  Lane scheduled_lane_;
-  Schedule schedule_;
+  Parts parts_;
+  Lane& user_lane_ = *parts_.user_lane;
+  Lane& scheduled_lane_ = *parts_.scheduled_lane;
+  Schedule& schedule_ = *parts_.schedule;
+  Messenger messenger_;
 
-  mutable std::mutex submit_mutex_;  // guards the next five; never held together with work under the progress lock
+  mutable std::mutex submit_mutex_;  // guards the next six; never held together with work under the progress lock
   std::vector<Lane::Item> submissions_;
+  std::vector<Messenger::Post> posts_;
   std::exception_ptr error_;
   uint64_t submitted_ = 0;
   uint64_t next_slot_ = 0;
   std::map<uint64_t, uint64_t> announced_;  // count per slot
 
-  std::vector<Lane::Item> taken_;  // progress lock: reused by advance()
-  bool ended_ = false;             // progress lock
-  Clock::time_point logged_{};     // the operation that the log line was about
+  std::vector<Lane::Item> taken_;             // progress lock: reused by advance()
+  std::vector<Messenger::Post> taken_posts_;  // the same
+  bool ended_ = false;                        // progress lock
+  Clock::time_point logged_{};                // the operation that the log line was about
 };
 
 }  // namespace syncengine

@@ -6,15 +6,6 @@
 
 namespace syncengine {
 
-namespace {
-
-struct Ticket {
-  uint64_t offset = 0;   // of this rank's block for the new group
-  uint64_t members = 0;  // bit per rank of the parent; 0: stays out
-};
-
-}  // namespace
-
 std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ranks,
                                                      const std::function<void()>& interrupted) {
   throw_if_failed();
@@ -31,6 +22,7 @@ std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ran
     throw Error(ErrorKind::InvalidUsage, "split: rank " + std::to_string(rank()) +
                                              " must be among the ranks it names, or pass none to stay out");
   if (mine.members) mine.offset = engine_->arena()->allocate_group(sizeof(shm::GroupBlock));
+  mine.number = unused_number();
 
   auto tickets = std::make_shared<std::vector<Ticket>>(size());
   Operation gather{.collective = Collective::AllGather,
@@ -42,23 +34,39 @@ std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ran
   run(std::move(gather), interrupted);
   if (!mine.members) return nullptr;
 
-  std::vector<int> members, locals;
-  std::vector<uint64_t> offsets;
+  auto name = [&](int rank) { return "rank " + std::to_string(global_ranks()[rank]); };
+  auto names = [&](uint64_t mask) {
+    std::string list;
+    for (int rank = 0; rank < size(); ++rank)
+      if (mask >> rank & 1) list += (list.empty() ? "" : ", ") + std::to_string(global_ranks()[rank]);
+    return (mask == 0 ? "none" : (mask & (mask - 1)) == 0 ? "rank " : "ranks ") + list;
+  };
+  std::vector<int> members;
   for (int rank = 0; rank < size(); ++rank) {
     if (!(mine.members >> rank & 1)) continue;
     if ((*tickets)[rank].members != mine.members) {
-      std::string text = "split: " + group_.name(this->rank()) + " named " + group_.names(mine.members) + ", " +
-                         group_.name(rank) + " named " +
-                         ((*tickets)[rank].members ? group_.names((*tickets)[rank].members) : "none");
+      std::string text = "split: " + name(this->rank()) + " named " + names(mine.members) + ", " + name(rank) +
+                         " named " + names((*tickets)[rank].members);
       abort(ErrorKind::Mismatch, text);
       throw Error(ErrorKind::Mismatch, text);
     }
-    members.push_back(group_.global_ranks[rank]);
-    locals.push_back(group_.local_ranks[rank]);
-    offsets.push_back((*tickets)[rank].offset);
+    members.push_back(rank);
   }
-  int rank_in_group = static_cast<int>(std::count_if(ranks.begin(), ranks.end(), [&](int r) { return r < rank(); }));
-  return std::make_shared<ShmCommunicator>(engine_, rank_in_group, members, locals, offsets, Origin::Split);
+  return join(members, *tickets);
+}
+
+std::shared_ptr<Communicator> ShmCommunicator::join(const std::vector<int>& members,
+                                                    const std::vector<Ticket>& tickets) {
+  std::vector<int> globals, locals;
+  std::vector<uint64_t> offsets;
+  for (int member : members) {
+    globals.push_back(group_.global_ranks[member]);
+    locals.push_back(group_.local_ranks[member]);
+    offsets.push_back(tickets[member].offset);
+  }
+  auto own = std::find(members.begin(), members.end(), group_.rank);
+  int rank = static_cast<int>(own - members.begin());
+  return std::make_shared<ShmCommunicator>(engine_, rank, globals, locals, offsets, Origin::Split);
 }
 
 }  // namespace syncengine

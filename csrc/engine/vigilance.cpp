@@ -35,13 +35,21 @@ ShmCommunicator::Pending ShmCommunicator::oldest() const {
   consider(user_lane_);
   consider(scheduled_lane_);
   consider(schedule_);
+  consider(messenger_);
+  oldest.culprits &= ~(uint64_t{1} << group_.rank);
   return oldest;
 }
 
+std::string ShmCommunicator::names_of_culprits(const Pending& pending) const {
+  return pending.culprits ? group_.names(pending.culprits) : "";
+}
+
 std::string ShmCommunicator::what_is_pending() const {
-  auto [item, culprits] = oldest();
+  Pending pending = oldest();
+  auto [item, culprits] = pending;
   if (!item) return "";
-  std::string who = group_.name(group_.rank) + (culprits ? " waits for " + group_.names(culprits) : " is not done");
+  std::string names = names_of_culprits(pending);
+  std::string who = group_.name(group_.rank) + (names.empty() ? " is not done" : " waits for " + names);
   std::string crosswise = engine_->who_waits_for_me(local_ranks(culprits), *this);
   return who + " since " + seconds_text(Clock::now() - item->since) + " in " + describe(item->operation) +
          (crosswise.empty() ? "" : "; meanwhile " + crosswise);
@@ -84,6 +92,8 @@ Standstill::Wait ShmCommunicator::wait_of(const Work& work) const {
     members = 0;
   else if (work.place.lane == shm::kUserLane)
     members = user_lane_.not_called(work.place.number);
+  else if (work.place.lane == shm::kMessages)
+    members = 0;  // it can't be seen for certain that a message will never come
   else
     members = schedule_.not_announced(work.place.number, work.place.epoch);
   return {group_.offsets[group_.rank], work.place, local_ranks(members & ~(uint64_t{1} << group_.rank))};

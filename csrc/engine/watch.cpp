@@ -8,13 +8,6 @@
 
 namespace syncengine {
 
-namespace {
-
-// The ranks of a job share one host, so its local ranks are the job's.
-std::string name_of(int local_rank) { return "rank " + std::to_string(local_rank); }
-
-}  // namespace
-
 void Engine::look_around() {
   Locked lock(*this);
   auto movables = movables_;  // a failure may reach others

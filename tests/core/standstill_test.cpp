@@ -48,6 +48,19 @@ ErrorKind kind_of(const std::function<void()>& call, std::string* text = nullptr
   std::abort();
 }
 
+// Rank 0 makes a call, rank 1 waits for a bucket: neither comes for the other's. Returns the error.
+ErrorKind wait_crosswise(int rank, Communicator& communicator, std::string& text) {
+  uint64_t slot = communicator.reserve_slots(1);
+  std::vector<float> data(100);
+  auto call = [&] {
+    if (rank == 0)
+      communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
+    else
+      communicator.wait(communicator.announce(slot, all_reduce_of(data.data(), 400, DType::Float32)));
+  };
+  return kind_of(call, &text);
+}
+
 }  // namespace
 
 TEST(a_standstill_is_believed_once_every_rank_has_looked_again) {
@@ -109,17 +122,9 @@ TEST(a_change_starts_the_search_anew) {
 
 TEST(cycles_are_mismatches_not_timeouts) {
   auto body = [](int rank, Communicator& communicator) {
-    uint64_t slot = communicator.reserve_slots(1);
-    std::vector<float> data(100);
     auto start = Clock::now();
     std::string text;
-    auto call = [&] {
-      if (rank == 0)
-        communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
-      else
-        communicator.wait(communicator.announce(slot, all_reduce_of(data.data(), 400, DType::Float32)));
-    };
-    CHECK(kind_of(call, &text) == ErrorKind::Mismatch);
+    CHECK(wait_crosswise(rank, communicator, text) == ErrorKind::Mismatch);
     CHECK(text.find("rank 0 waits in") != std::string::npos || text.find("rank 1 waits in") != std::string::npos);
     CHECK(text.find("for rank 0") != std::string::npos && text.find("for rank 1") != std::string::npos);
     CHECK(Clock::now() - start < seconds(5));  // the timeout is 30 minutes
@@ -186,16 +191,8 @@ TEST(uncertain_cycles_are_timeouts_that_name_both_sides) {
   Options options;
   options.timeout = seconds(0.8);
   auto body = [](int rank, Communicator& communicator) {
-    uint64_t slot = communicator.reserve_slots(1);
-    std::vector<float> data(100);
     std::string text;
-    auto call = [&] {
-      if (rank == 0)
-        communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
-      else
-        communicator.wait(communicator.announce(slot, all_reduce_of(data.data(), 400, DType::Float32)));
-    };
-    CHECK(kind_of(call, &text) == ErrorKind::Timeout);
+    CHECK(wait_crosswise(rank, communicator, text) == ErrorKind::Timeout);
     CHECK(text.find("; meanwhile rank ") != std::string::npos);
   };
   run_job(2, options, body);

@@ -1,0 +1,23 @@
+// Which ranks share memory: those of one kernel and one network namespace, unless the user splits the machine.
+//
+// Thread-safety: any thread. Failure: InvalidUsage where the system does not tell.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace syncengine {
+
+// Equal on two ranks only if shared memory can be handed over between them: abstract sockets end at the network namespace.
+// `host_id` (SYNCENGINE_HOST_ID) makes several hosts out of one; it never joins two. At most kMostHostKey bytes.
+std::string host_key(const std::string& host_id);
+inline constexpr size_t kMostHostKey = 160;
+inline constexpr size_t kMostHostId = 64;
+
+// The part of a key that tells one machine's network from others.
+std::string network_of(const std::string& key);
+
+// By rank: equal numbers for equal keys, counted from 0 in the order of ranks.
+std::vector<int> number_hosts(const std::vector<std::string>& keys);
+
+}  // namespace syncengine

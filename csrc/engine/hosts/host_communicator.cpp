@@ -1,0 +1,223 @@
+#include "engine/hosts/host_communicator.h"
+
+#include <algorithm>
+
+#include "engine/mismatch.h"
+
+namespace syncengine::hosts {
+
+namespace {
+
+constexpr auto kLate = std::chrono::milliseconds(100);  // of waiting: then the other hosts hear for whom
+
+}  // namespace
+
+std::shared_ptr<HostCommunicator> HostCommunicator::create(std::shared_ptr<Network> network, uint32_t group, int rank,
+                                                           const std::vector<Member>& members, Origin origin) {
+  std::vector<int> labels, job_ranks, global_ranks;
+  for (const Member& member : members) {
+    labels.push_back(member.label);
+    job_ranks.push_back(member.job_rank);
+    global_ranks.push_back(member.global_rank);
+  }
+  Links links{.placement = Placement(rank, labels),
+              .group = group,
+              .job_ranks = std::move(job_ranks),
+              .global_ranks = std::move(global_ranks),
+              .counterparts = counterparts(Placement(rank, labels)),
+              .network = std::move(network)};
+  std::vector<int> names, locals;
+  std::vector<uint64_t> offsets;
+  for (int local : links.placement.locals()) {
+    names.push_back(members[local].global_rank);
+    locals.push_back(members[local].local_rank);
+    offsets.push_back(members[local].offset);
+  }
+  auto engine = links.network->engine();
+  Group own = make_group(*engine, links.placement.local_index(rank), names, locals, offsets);
+  std::shared_ptr<HostCommunicator> made(new HostCommunicator(std::move(links), own, origin));
+  engine->locked([&] { made->links_.network->enroll(group, made.get()); });
+  engine->add(made.get());
+  return made;
+}
+
+HostCommunicator::HostCommunicator(Links links, const Group& locals, Origin origin)
+    : LinksHolder{std::move(links)},
+      ShmCommunicator(
+          links_.network->engine(), locals, origin, [this](const Group& group, const auto& stop, Lane::Trash& trash) {
+            Algorithm algorithm = links_.network->engine()->options().algorithm;
+            auto lane = [&](int id) { return std::make_unique<HostLane>(links_, group, id, algorithm, stop, trash); };
+            Parts parts{lane(shm::kUserLane), lane(shm::kScheduledLane), nullptr};
+            parts.schedule = std::make_unique<HostSchedule>(links_, group, *parts.scheduled_lane);
+            return parts;
+          }) {
+  for (int member = 0; member < size(); ++member) member_of_[links_.job_ranks[member]] = member;
+}
+
+HostCommunicator::~HostCommunicator() {
+  if (engine_->arena()->forked()) return;
+  engine_->locked([&] { leave(); });
+  engine_->remove(this);
+}
+
+std::shared_ptr<Work> HostCommunicator::send(Message message) {
+  throw Error(ErrorKind::InvalidUsage,
+              message.describe() +
+                  ": point-to-point messages, and the collectives made of them (gather, scatter, "
+                  "all_to_all), do not work between hosts yet; use a group whose ranks share a host");
+}
+
+void HostCommunicator::hear(int peer, const std::string& message) {
+  auto found = member_of_.find(peer);
+  if (found == member_of_.end()) throw Error(ErrorKind::PeerLost, "a message came from outside the communicator");
+  int member = found->second;
+  Head head;
+  std::memcpy(&head, message.data(), sizeof(head));
+  auto& schedule = static_cast<HostSchedule&>(schedule_);
+  switch (head.kind) {
+    case Kind::Opened: {
+      auto opened = read<Opened>(message);
+      if (opened.lane >= shm::kLanes) break;
+      return host_lane(static_cast<int>(opened.lane)).hear(member, opened);
+    }
+    case Kind::Flags: {
+      auto flags = read<Flags>(message);
+      if (flags.lane >= shm::kLanes) break;
+      return host_lane(static_cast<int>(flags.lane)).hear(member, flags);
+    }
+    case Kind::Ready: return schedule.hear(member, read<Ready>(message));
+    case Kind::Scheduled: return schedule.hear(member, read<Scheduled>(message));
+    case Kind::Late: late_[member] = read<Late>(message).members; return;
+    case Kind::Ended: return hear_ended(member, read<Ended>(message));
+  }
+  throw Error(ErrorKind::PeerLost, links_.name(member) + " sent an unknown message");
+}
+
+void HostCommunicator::hear_ended(int member, const Ended& ended) {
+  if (ended.standing == static_cast<uint32_t>(shm::Standing::Failed)) {
+    std::string text(ended.text, strnlen(ended.text, sizeof(ended.text)));
+    return ShmCommunicator::fail(static_cast<ErrorKind>(std::min(ended.error, uint32_t{4})), text);
+  }
+  std::copy_n(ended.completed, shm::kLanes, left_[member].begin());
+}
+
+void HostCommunicator::look_around() {
+  ShmCommunicator::look_around();
+  if (!ended_) heed_remote_peers();
+  if (!ended_) tell_who_is_late();
+}
+
+void HostCommunicator::heed_remote_peers() {
+  const Lane::Item* item = oldest().item;
+  std::string what = item ? " while " + links_.name(rank()) + " was in " + describe(item->operation) : "";
+  bool pending[] = {user_lane_.oldest() != nullptr, scheduled_lane_.oldest() || schedule_.oldest()};
+  for (int member = 0; member < size(); ++member) {
+    if (!links_.is_remote(member)) continue;
+    auto error = links_.network->interhost().failure(links_.job_ranks[member]);
+    if (error && !left_.contains(member)) links_.network->hear_all();  // its last words came before
+    if (ended_) return;
+    auto left = left_.find(member);
+    if (left == left_.end()) {
+      if (error) return fail(error->kind(), error->what() + what);
+      continue;
+    }
+    // What it had completed, it has sent.
+    for (int id = 0; id < shm::kLanes; ++id) {
+      if (pending[id] && left->second[id] <= host_lane(id).retired())
+        return fail(ErrorKind::PeerLost,
+                    links_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
+    }
+  }
+}
+
+// A rank that waits for another one of its host holds up ranks elsewhere that can't see that one.
+void HostCommunicator::tell_who_is_late() {
+  const Lane::Item* item = oldest().item;
+  uint64_t members = item && Clock::now() - item->since > kLate ? absent_here() : 0;
+  if (members == told_late_) return;
+  told_late_ = members;
+  for (int member : links_.counterparts) links_.tell(member, Late{.head = {}, .members = members});
+}
+
+// Members of the own host that have not made the call that is waited for.
+uint64_t HostCommunicator::absent_here() const {
+  const Lane::Item* item = oldest().item;
+  uint64_t locals = 0;
+  if (item == user_lane_.oldest())
+    locals = user_lane_.not_called(user_lane_.retired());
+  else if (item == schedule_.oldest())
+    locals = schedule_.not_announced(item->work->place.number, item->work->place.epoch);
+  uint64_t members = 0;
+  for (int i = 0; i < group_.size; ++i) members |= (locals >> i & 1) << links_.placement.locals()[i];
+  return members;
+}
+
+std::string HostCommunicator::names_of_culprits(const Pending& pending) const {
+  uint64_t members = absent_here();
+  for (auto [member, others] : late_) members |= others;
+  if (members == 0) {
+    for (int i = 0; i < group_.size; ++i) members |= (pending.culprits >> i & 1) << links_.placement.locals()[i];
+    if (pending.item && pending.item == schedule_.oldest())
+      members |= static_cast<const HostSchedule&>(schedule_).remote_culprits();
+    else if (pending.item)
+      members |= host_lane(pending.item->key == Lane::kNoKey ? shm::kUserLane : shm::kScheduledLane).remote_culprits();
+  }
+  members &= ~(uint64_t{1} << rank());
+  std::string list;
+  int count = 0;
+  for (int member = 0; member < size(); ++member)
+    if (members >> member & 1) list += (count++ ? ", " : "") + std::to_string(links_.global_ranks[member]);
+  return list.empty() ? "" : (count == 1 ? "rank " : "ranks ") + list;
+}
+
+// A peer that failed has said why before its connection ended.
+void HostCommunicator::fail(ErrorKind kind, const std::string& text) {
+  if (kind == ErrorKind::PeerLost && !ended_) links_.network->hear_all();
+  ShmCommunicator::fail(kind, text);
+}
+
+// Nothing that comes from another host may touch this rank's memory when its callers hear of the end.
+void HostCommunicator::end(shm::Standing standing, const Error& for_peers, const Error& raised_here) {
+  if (ended_) return;
+  links_.network->forget(links_.group);
+  links_.network->withdraw(links_.group, for_peers);
+  Ended ended{.head = {},
+              .standing = static_cast<uint32_t>(standing),
+              .error = static_cast<uint32_t>(for_peers.kind()),
+              .completed = {user_lane_.retired(), scheduled_lane_.retired()},
+              .text = {}};
+  std::string(for_peers.what()).copy(ended.text, sizeof(ended.text) - 1);
+  for (int member = 0; member < size(); ++member)
+    if (links_.is_remote(member)) links_.tell(member, ended);
+  ShmCommunicator::end(standing, for_peers, raised_here);
+}
+
+// Members that all live on this host need no network.
+std::shared_ptr<Communicator> HostCommunicator::join(const std::vector<int>& members,
+                                                     const std::vector<Ticket>& tickets) {
+  uint64_t number = 0;
+  bool all_here = true;
+  std::vector<Member> joined;
+  for (int member : members) {
+    bool here = !links_.is_remote(member);
+    all_here &= here;
+    number = std::max(number, tickets[member].number);
+    joined.push_back({.label = links_.placement.host_of[member],
+                      .job_rank = links_.job_ranks[member],
+                      .global_rank = links_.global_ranks[member],
+                      .local_rank = here ? group_.local_ranks[links_.placement.local_index(member)] : -1,
+                      .offset = tickets[member].offset});
+  }
+  int rank_in_group = static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
+  if (!all_here) return create(links_.network, static_cast<uint32_t>(number), rank_in_group, joined, Origin::Split);
+  std::vector<int> globals, locals;
+  std::vector<uint64_t> offsets;
+  for (const Member& member : joined) {
+    globals.push_back(member.global_rank);
+    locals.push_back(member.local_rank);
+    offsets.push_back(member.offset);
+  }
+  return std::make_shared<ShmCommunicator>(engine_, rank_in_group, globals, locals, offsets, Origin::Split);
+}
+
+}  // namespace syncengine::hosts

@@ -1,0 +1,71 @@
+// A communicator whose members live on several hosts: a communicator of this host's members in shared memory, whose lanes and
+// schedule reach over to the others.
+//
+// It fails as one: what fails it here is told to all members on other hosts at once, and so to theirs.
+#pragma once
+
+#include <array>
+#include <map>
+
+#include "engine/hosts/host_lane.h"
+#include "engine/hosts/host_schedule.h"
+#include "engine/hosts/links.h"
+#include "engine/shm_communicator.h"
+
+namespace syncengine::hosts {
+
+// A member, as it is known on every rank.
+struct Member {
+  int label;            // equal for two members if and only if they share memory
+  int job_rank;         // in the job
+  int global_rank;      // for messages
+  int local_rank = -1;  // among the engine's arenas, if it shares this rank's host
+  uint64_t offset = 0;  // of its block in its arena; the same
+};
+
+struct LinksHolder {  // a base, since the lanes refer to it
+  Links links_;
+};
+
+class HostCommunicator final : private LinksHolder, public ShmCommunicator, private Listener {
+ public:
+  static std::shared_ptr<HostCommunicator> create(std::shared_ptr<Network> network, uint32_t group, int rank,
+                                                  const std::vector<Member>& members, Origin origin);
+  ~HostCommunicator() override;
+
+  int rank() const override { return links_.placement.rank; }
+  int size() const override { return links_.placement.size; }
+  const std::vector<int>& global_ranks() const override { return links_.global_ranks; }
+
+  // Messages do not cross hosts yet.
+  std::shared_ptr<Work> send(Message message) override;
+  std::shared_ptr<Work> receive(Message message) override { return send(std::move(message)); }
+
+ private:
+  HostCommunicator(Links links, const Group& locals, Origin origin);
+
+  void hear(int peer, const std::string& message) override;
+  void give_up(const Error& error) override { ShmCommunicator::fail(error.kind(), error.what()); }
+  void hear_ended(int member, const Ended& ended);
+
+  void look_around() override;
+  void fail(ErrorKind kind, const std::string& text) override;
+  void end(shm::Standing standing, const Error& for_peers, const Error& raised_here) override;
+  void heed_remote_peers();
+  void tell_who_is_late();
+  uint64_t absent_here() const;
+  std::string names_of_culprits(const Pending& pending) const override;
+  uint64_t unused_number() const override { return links_.network->unused_group(); }
+  std::shared_ptr<Communicator> join(const std::vector<int>& members, const std::vector<Ticket>& tickets) override;
+
+  HostLane& host_lane(int id) const {
+    return static_cast<HostLane&>(id == shm::kUserLane ? user_lane_ : scheduled_lane_);
+  }
+
+  std::map<int, int> member_of_;                           // by rank of the job
+  std::map<int, std::array<uint64_t, shm::kLanes>> left_;  // members that left, and what they had completed
+  std::map<int, uint64_t> late_;                           // for whom members of other hosts wait
+  uint64_t told_late_ = 0;
+};
+
+}  // namespace syncengine::hosts

@@ -1,0 +1,77 @@
+// One process's connections to the ranks of other hosts: the thread that moves the bytes, and whose message is whose.
+//
+// Ownership: shared by the communicators that reach over hosts; keeps the engine. Thread-safety: all calls under the engine's
+// progress lock. Failure: garbage from a peer fails all communicators; what else fails a peer is told by Interhost::failure().
+#pragma once
+
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/engine.h"
+#include "transport/interhost.h"
+
+namespace syncengine::hosts {
+
+// Hears the messages of one communicator, under the progress lock.
+class Listener {
+ public:
+  virtual ~Listener() = default;
+  virtual void hear(int peer, const std::string& message) = 0;  // `peer`: rank of the job; may throw PeerLost
+  virtual void give_up(const Error& error) = 0;                 // nothing that comes can be relied on any more
+};
+
+// A transfer's tag: communicator, lane, chunk of the lane, parcel of the chunk.
+inline constexpr int kGroupBits = 20, kLaneBits = 2, kChunkBits = 24, kParcelBits = 18;
+static_assert(kGroupBits + kLaneBits + kChunkBits + kParcelBits == 64);
+inline constexpr int kGroupShift = 64 - kGroupBits;
+constexpr uint64_t tag_of(uint32_t group, int lane, uint64_t chunk, uint32_t parcel) {
+  uint64_t turn = chunk % (uint64_t{1} << kChunkBits);  // far more than are ever under way
+  return uint64_t{group} << kGroupShift | static_cast<uint64_t>(lane) << (kChunkBits + kParcelBits) |
+         turn << kParcelBits | parcel;
+}
+
+class Network final : private Movable {
+ public:
+  Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost);
+  ~Network() override;
+
+  const std::shared_ptr<Engine>& engine() const { return engine_; }
+  Interhost& interhost() { return *interhost_; }
+
+  // A number for a new communicator is one that none of its members has used.
+  uint32_t unused_group() const { return next_group_; }
+  // Throws InvalidUsage if there were too many. Hands over what came before.
+  void enroll(uint32_t group, Listener* listener);
+  void forget(uint32_t group);
+
+  void hear_all();  // hands all that has come to its listeners
+  void withdraw(uint32_t group, const Error& error);
+
+ private:
+  void deliver(Interhost::Message message);
+
+  // Movable, under the progress lock: messages are heard before anything else is done.
+  bool advance() override;
+  uint64_t interest() const override { return 0; }
+  void look_around() override {}
+  void lose_direct_memory(const Error&) override {}
+  void fail(ErrorKind, const std::string&) override {}
+  void leave() override {}
+  Standstill::Wait wait_of(const Work&) const override { return {}; }
+  bool has_block(int, uint64_t) const override { return false; }
+  std::string describe_wait(const Work&) const override { return ""; }
+
+  std::shared_ptr<Engine> engine_;
+  std::unique_ptr<Interhost> interhost_;
+  std::map<uint32_t, Listener*> listeners_;
+  std::map<uint32_t, std::vector<Interhost::Message>> early_;  // of communicators that this rank is about to make
+  uint32_t next_group_ = 0;
+  bool heard_ = false;
+  std::thread thread_;
+};
+
+}  // namespace syncengine::hosts

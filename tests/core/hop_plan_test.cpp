@@ -1,0 +1,163 @@
+// Plans of hops between hosts, walked for many placements without a process.
+#include <map>
+#include <set>
+#include <tuple>
+
+#include "collectives/hop_plan.h"
+#include "kernels/wide.h"
+#include "kernels_oracle.h"
+#include "test.h"
+
+namespace syncengine {
+
+namespace {
+
+const char* const kPlacements[] = {"ab",    "abc",      "aab",      "aabb",      "aaab",      "abbb",
+                                   "abab",  "abba",     "aaaabbbb", "aabbccdd",  "abcabcabc", "aaaaab",
+                                   "aabbb", "abcdefgh", "aaabbc",   "abbcccdddd"};
+
+std::vector<Placement> everybodys(const std::string& hosts) {
+  std::vector<int> labels(hosts.begin(), hosts.end());
+  std::vector<Placement> placements;
+  for (size_t rank = 0; rank < hosts.size(); ++rank) placements.emplace_back(static_cast<int>(rank), labels);
+  return placements;
+}
+
+// Every parcel that is sent is received by the other side, with the same size, and nothing else is.
+void check_parcels(const std::vector<Placement>& placements, const HopChunk& chunk) {
+  using Parcels = std::map<std::tuple<int, int, uint32_t>, std::pair<size_t, bool>>;  // from, to, id: bytes, partial
+  Parcels sent, received;
+  for (const Placement& placement : placements) {
+    std::vector<HopCell> cells;
+    plan_hop(placement, chunk, cells);
+    auto known = counterparts(placement);
+    auto note = [&](Parcels& parcels, int from, int to, int other, const Parcel& parcel, const HopCell& cell) {
+      bool partial = parcel.content == Content::Partial;
+      CHECK(parcels.insert({{from, to, parcel.id}, {cell.bytes, partial}}).second);
+      CHECK(parcel.id < parcel_ids(placement));
+      CHECK(placement.host_of[other] != placement.host);
+      CHECK(std::count(known.begin(), known.end(), other) == 1);
+    };
+    for (const HopCell& cell : cells) {
+      for (const HopStep& step : cell.steps) {
+        for (const Parcel& parcel : step.sends) note(sent, placement.rank, parcel.peer, parcel.peer, parcel, cell);
+        for (const Parcel& parcel : step.receives)
+          note(received, parcel.peer, placement.rank, parcel.peer, parcel, cell);
+      }
+    }
+  }
+  CHECK(sent == received);
+}
+
+}  // namespace
+
+TEST(stripes_of_a_host_cover_everything_once) {
+  for (const char* hosts : kPlacements) {
+    auto placements = everybodys(hosts);
+    for (size_t length : {size_t{0}, size_t{1}, size_t{64}, size_t{1000}, size_t{131072}}) {
+      for (const auto& ranks : placements[0].members) {
+        size_t end = 0;
+        for (int rank : ranks) {
+          auto [first, past] = stripes_of(placements[rank], length, rank);
+          CHECK_EQ(first, end);
+          end = past;
+        }
+        CHECK_EQ(end, length);
+      }
+    }
+  }
+}
+
+TEST(counterparts_know_each_other) {
+  for (const char* hosts : kPlacements) {
+    auto placements = everybodys(hosts);
+    for (const Placement& placement : placements) {
+      std::set<int> reached;
+      for (int peer : counterparts(placement)) {
+        auto theirs = counterparts(placements[peer]);
+        CHECK(std::count(theirs.begin(), theirs.end(), placement.rank) == 1);
+        reached.insert(placement.host_of[peer]);
+      }
+      CHECK_EQ(static_cast<int>(reached.size()), placement.hosts() - 1);  // so it compares with every host
+    }
+  }
+}
+
+TEST(what_is_sent_is_received) {
+  for (const char* hosts : kPlacements) {
+    auto placements = everybodys(hosts);
+    int size = static_cast<int>(placements.size());
+    for (size_t length : {size_t{0}, size_t{4}, size_t{100}, size_t{65536}}) {
+      HopChunk chunk{.way = Way::Exchange, .root = 0, .block = 2 * length, .begin = length, .length = length};
+      for (Way way : {Way::Exchange, Way::Chain, Way::Sums}) {
+        if (way == Way::Chain && !placements[0].contiguous) continue;
+        chunk.way = way;
+        chunk.collective = Collective::AllReduce;
+        check_parcels(placements, chunk);
+        if (way == Way::Chain) continue;
+        chunk.collective = Collective::ReduceScatter;
+        check_parcels(placements, chunk);
+      }
+      chunk.way = Way::Exchange;
+      for (Collective collective : {Collective::AllGather, Collective::Barrier}) {
+        chunk.collective = collective;
+        check_parcels(placements, chunk);
+      }
+      chunk.collective = Collective::Broadcast;
+      for (chunk.root = 0; chunk.root < size; ++chunk.root) {
+        for (bool relay : {false, true}) {
+          chunk.relay = relay;
+          check_parcels(placements, chunk);
+        }
+      }
+      chunk.root = 0;
+    }
+  }
+}
+
+TEST(the_chain_is_taken_where_it_sends_less) {
+  Operation operation{};
+  std::vector<std::byte> memory(1 << 20);
+  operation.input = operation.output = SpanList(memory.data(), memory.size());
+  auto way = [&](const std::string& hosts, DType dtype) {
+    operation.dtype = dtype;
+    return choose_way(everybodys(hosts)[0], operation);
+  };
+  CHECK(way("ab", DType::Float32) == Way::Exchange);
+  CHECK(way("aabb", DType::Float32) == Way::Chain);
+  CHECK(way("aabb", DType::BFloat16) == Way::Exchange);
+  CHECK(way("aaaabbbb", DType::BFloat16) == Way::Chain);
+  CHECK(way("abab", DType::Float32) == Way::Exchange);  // no chain through interleaved ranks
+  operation.numerics = Numerics::Ring;
+  CHECK(way("aabb", DType::Float32) == Way::Exchange);
+  operation.numerics = Numerics::Fast;
+  CHECK(way("abab", DType::Float32) == Way::Sums);
+  operation.numerics = Numerics::RankOrder;
+  operation.input = operation.output = SpanList(memory.data(), 4096);
+  CHECK(way("aabb", DType::Float32) == Way::Exchange);  // few hops rather than few bytes
+}
+
+TEST(halves_are_widened_exactly_and_narrowed_as_the_kernels_do) {
+  for (auto [dtype, format] : {std::pair{DType::Float16, testing::kFloat16}, {DType::BFloat16, testing::kBFloat16}}) {
+    std::vector<uint16_t> halves(65537), back(halves.size());
+    for (size_t i = 0; i < halves.size(); ++i) halves[i] = static_cast<uint16_t>(i);
+    std::vector<float> wide(halves.size());
+    kernels::widen(dtype, wide.data(), halves.data(), halves.size());
+    kernels::narrow(dtype, back.data(), wide.data(), wide.size());
+    for (size_t i = 0; i < halves.size(); ++i) {
+      double value = testing::decode(format, halves[i]);
+      if (value != value) {
+        CHECK(wide[i] != wide[i]);
+        continue;
+      }
+      CHECK_EQ(static_cast<double>(wide[i]), value);
+      CHECK_EQ(back[i], halves[i]);
+    }
+    for (size_t i = 0; i + 1 < wide.size(); ++i) wide[i] = wide[i] * 1.0003f + wide[i + 1] * 0.001f;  // to be rounded
+    kernels::narrow(dtype, back.data(), wide.data(), wide.size());
+    for (size_t i = 0; i < wide.size(); ++i)
+      if (wide[i] == wide[i]) CHECK_EQ(back[i], testing::encode(format, static_cast<double>(wide[i])));
+  }
+}
+
+}  // namespace syncengine

@@ -1,0 +1,373 @@
+// Communicators over several hosts, with ranks as threads: the bits, the other collectives, buckets, groups, bytes sent.
+#include <atomic>
+
+#include "hosts_job.h"
+#include "order_oracle.h"
+
+namespace syncengine {
+
+using testing::all_reduce_of, testing::Bytes, testing::Case, testing::check_everywhere, testing::contains;
+using testing::operation_of, testing::oracle, testing::run_hosts;
+
+namespace {
+
+const bool kQuick = testing::kSlowdown > 1;
+
+// The same four ranks: on one host each, two and two, three and one, and so that neighbors never share a host.
+const std::vector<std::string> kPlacements =
+    kQuick ? std::vector<std::string>{"ab", "aabb", "aaab", "abab"}
+           : std::vector<std::string>{"ab",   "abc",  "aab",  "abcd",     "aabb",    "aaab",
+                                      "abbb", "abab", "abba", "aaaabbbb", "aabbccdd"};
+
+float value(int rank, size_t i) { return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13) % 64); }
+
+float sum_of_values(int size, size_t i) {
+  float sum = 0;
+  for (int rank = 0; rank < size; ++rank) sum += value(rank, i);
+  return sum;
+}
+
+void fill(std::vector<float>& data, int rank) {
+  for (size_t i = 0; i < data.size(); ++i) data[i] = value(rank, i);
+}
+
+Operation collective_of(Collective collective, std::vector<float>& input, std::vector<float>& output, int root = 0) {
+  Operation operation{};
+  operation.collective = collective;
+  operation.root = root;
+  operation.input = SpanList(input.data(), input.size() * sizeof(float));
+  operation.output = SpanList(output.data(), output.size() * sizeof(float));
+  return operation;
+}
+
+template <class Expected>
+void check_values(const std::vector<float>& data, Expected&& expected) {
+  for (size_t i = 0; i < data.size(); ++i)
+    if (data[i] != expected(i)) CHECK_EQ(data[i], expected(i));
+}
+
+}  // namespace
+
+TEST(bits_do_not_depend_on_the_placement) {
+  for (const auto& hosts : kPlacements) {
+    int world = static_cast<int>(hosts.size());
+    std::vector<Case> cases;
+    for (DType dtype : {DType::Float32, DType::BFloat16, DType::Float16}) {
+      for (size_t count : {size_t{1}, size_t{1001}, size_t{150001}})
+        cases.push_back({dtype, ReduceOp::Sum, count, 1.0, 1.0 / world});
+      cases.push_back({dtype, ReduceOp::Sum, 70003, 1.0 / world, 1.0});  // scaled first, as DDP does
+    }
+    cases.push_back({DType::Int64, ReduceOp::Max, 613});
+    cases.push_back({DType::Float64, ReduceOp::Product, 613});
+    cases.push_back({DType::Bool, ReduceOp::Min, 613});
+    for (Numerics numerics : {Numerics::RankOrder, Numerics::Ring}) {
+      std::vector<Bytes> wanted;
+      for (const Case& what : cases) wanted.push_back(oracle(what, numerics, world));
+      Options options;
+      options.numerics = numerics;
+      run_hosts(hosts, options, [&](int, Communicator& communicator) {
+        for (size_t i = 0; i < cases.size(); ++i) check_everywhere(communicator, cases[i], wanted[i]);
+      });
+    }
+  }
+}
+
+TEST(other_collectives_over_hosts) {
+  for (const auto& hosts : kPlacements) {
+    for (Numerics numerics : {Numerics::RankOrder, Numerics::Fast}) {
+      Options options;
+      options.numerics = numerics;
+      run_hosts(hosts, options, [&](int rank, Communicator& communicator) {
+        int size = communicator.size();
+        for (size_t count : {size_t{0}, size_t{1}, size_t{3}, size_t{1000}, size_t{70001}}) {
+          std::vector<float> part(count), whole(count * size);
+          for (int root : {0, size - 1}) {
+            fill(part, rank);
+            communicator.run(collective_of(Collective::Broadcast, part, part, root));
+            check_values(part, [&](size_t i) { return value(root, i); });
+          }
+          fill(part, rank);
+          communicator.run(collective_of(Collective::AllGather, part, whole));
+          check_values(whole, [&](size_t i) { return value(static_cast<int>(i / count), i % count); });
+          fill(whole, rank);
+          Operation scatter = collective_of(Collective::ReduceScatter, whole, part);
+          scatter.numerics = numerics;
+          communicator.run(scatter);
+          check_values(part, [&](size_t i) { return sum_of_values(size, rank * count + i); });
+          fill(whole, rank);
+          Operation reduce = collective_of(Collective::AllReduce, whole, whole);
+          reduce.numerics = numerics;
+          communicator.run(reduce);
+          check_values(whole, [&](size_t i) { return sum_of_values(size, i); });
+        }
+      });
+    }
+  }
+}
+
+TEST(a_barrier_over_hosts_waits_for_everybody) {
+  for (const auto& hosts : kPlacements) {
+    std::atomic<int> came{0};
+    run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
+      for (int round = 1; round <= 3; ++round) {
+        if (rank == round % communicator.size()) std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        ++came;
+        communicator.run(Operation{.collective = Collective::Barrier});
+        CHECK(came >= round * communicator.size());
+      }
+    });
+  }
+}
+
+// Payload that each host sent for one collective, by host.
+std::vector<uint64_t> bytes_sent(const std::string& hosts, const Options& options, Operation operation, size_t count) {
+  std::vector<uint64_t> sent(hosts.size());
+  run_hosts(hosts, options, [&](int rank, Communicator& communicator) {
+    size_t size = hosts.size(), element = element_size(operation.dtype);
+    std::vector<float> in(count * size), out(count * size);
+    Operation mine = operation;
+    bool gathers = mine.collective == Collective::AllGather, scatters = mine.collective == Collective::ReduceScatter;
+    mine.numerics = options.numerics;
+    mine.input = SpanList(in.data(), count * element * (scatters ? size : 1));
+    mine.output = gathers || scatters ? SpanList(out.data(), count * element * (gathers ? size : 1)) : mine.input;
+    uint64_t before = communicator.counters().at("interhost_bytes");
+    communicator.run(mine);
+    sent[rank] = communicator.counters().at("interhost_bytes") - before;
+  });
+  std::vector<uint64_t> by_host(hosts.back() - 'a' + 1);
+  for (size_t rank = 0; rank < hosts.size(); ++rank) by_host[hosts[rank] - 'a'] += sent[rank];
+  return by_host;
+}
+
+TEST(no_byte_crosses_more_often_than_the_order_of_addition_needs) {
+  constexpr size_t kCount = 240000;
+  struct Row {
+    const char* hosts;
+    Numerics numerics;
+    DType dtype;
+    std::vector<double> sent;  // by host, for each byte of the tensor
+  };
+  for (const Row& row :
+       std::vector<Row>{{"ab", Numerics::RankOrder, DType::Float32, {1, 1}},  // 2 (n - 1) / n
+                        {"abc", Numerics::RankOrder, DType::Float32, {4 / 3.0, 4 / 3.0, 4 / 3.0}},
+                        {"abcd", Numerics::Ring, DType::Float32, {1.5, 1.5, 1.5, 1.5}},
+                        {"aabb", Numerics::RankOrder, DType::Float32, {1, 1}},       // prefix there, result back
+                        {"aabb", Numerics::RankOrder, DType::BFloat16, {1.5, 1.5}},  // raw: the prefix would be float32
+                        {"aaaabbbb", Numerics::RankOrder, DType::BFloat16, {2, 1}},  // prefix in float32
+                        {"aaab", Numerics::RankOrder, DType::Float32, {1, 1}},
+                        {"aabbccdd", Numerics::RankOrder, DType::Float32, {1, 2, 2, 1}},
+                        {"abab", Numerics::RankOrder, DType::Float32, {1.5, 1.5}},  // interleaved: raw
+                        {"aabb", Numerics::Fast, DType::BFloat16, {1, 1}},
+                        {"aabbccdd", Numerics::Fast, DType::Float32, {1.5, 1.5, 1.5, 1.5}}}) {
+    Options options;
+    options.numerics = row.numerics;
+    auto sent = bytes_sent(row.hosts, options, Operation{.dtype = row.dtype}, kCount);
+    for (size_t host = 0; host < sent.size(); ++host) {
+      double wanted = row.sent[host] * static_cast<double>(kCount * element_size(row.dtype));
+      if (static_cast<double>(sent[host]) > 1.001 * wanted || static_cast<double>(sent[host]) < 0.95 * wanted)
+        throw testing::Failure(std::string(row.hosts) + ": host " + std::to_string(host) + " sent " +
+                               std::to_string(sent[host]) + " bytes, " + std::to_string(wanted) + " expected");
+    }
+  }
+}
+
+TEST(copies_cross_once_for_each_host) {
+  constexpr size_t kCount = 60000;
+  using Sent = std::vector<uint64_t>;
+  auto bytes = [](const char* hosts, Collective collective) {
+    return bytes_sent(hosts, {}, Operation{.collective = collective, .root = 1}, kCount);
+  };
+  constexpr uint64_t kBytes = kCount * sizeof(float);
+  CHECK((bytes("aabb", Collective::AllGather) == Sent{2 * kBytes, 2 * kBytes}));
+  CHECK((bytes("aaab", Collective::AllGather) == Sent{3 * kBytes, kBytes}));
+  CHECK((bytes("aabbcc", Collective::Broadcast) == Sent{kBytes, kBytes, 0}));  // from host to host
+  CHECK((bytes("ab", Collective::ReduceScatter) == Sent{kBytes, kBytes}));
+}
+
+TEST(mismatches_between_hosts_name_both_sides) {
+  for (const char* hosts : {"ab", "aabb", "abbb"}) {
+    run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
+      std::vector<float> data(100);
+      int other = communicator.size() - 1;
+      size_t count = rank == other ? 99 : 100;
+      const auto text =
+          CHECK_THROWS(communicator.run(all_reduce_of(data.data(), count * 4, DType::Float32)), ErrorKind::Mismatch);
+      CHECK(contains(text, "100 elements") && contains(text, "99 elements"));
+      CHECK(contains(text, "rank " + std::to_string(other)));
+      CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 4, DType::Float32)), ErrorKind::Mismatch);
+    });
+  }
+}
+
+TEST(timeouts_name_missing_ranks_of_other_hosts) {
+  Options options;
+  options.timeout = seconds(0.5);
+  run_hosts("aabb", options, [](int rank, Communicator& communicator) {
+    if (rank == 3) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1200));
+      return;
+    }
+    std::vector<float> data(100);
+    const auto text =
+        CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 400, DType::Float32)), ErrorKind::Timeout);
+    CHECK(contains(text, "waits for rank 3 "));
+  });
+}
+
+TEST(leaving_and_aborting_reach_other_hosts) {
+  for (int who : {0, 3}) {
+    run_hosts("aabb", {}, [&](int rank, Communicator& communicator) {
+      std::vector<float> data(100);
+      if (rank == who) return;  // leaves
+      const auto text =
+          CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 400, DType::Float32)), ErrorKind::PeerLost);
+      CHECK(contains(text, "rank " + std::to_string(who) + " has left"));
+    });
+    std::atomic<int> connected{0};
+    run_hosts("aabb", {}, [&](int rank, Communicator& communicator) {
+      std::vector<float> data(100);
+      ++connected;
+      while (rank == who && connected < communicator.size()) std::this_thread::yield();
+      if (rank == who) return communicator.abort(ErrorKind::Aborted, "rank 0: ValueError: bad batch");
+      const auto text =
+          CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 400, DType::Float32)), ErrorKind::Aborted);
+      CHECK_EQ(text, "rank 0: ValueError: bad batch");
+    });
+  }
+}
+
+// One host's end takes along what waits for it, and nothing is written into memory that its owner has back.
+TEST(a_dead_peer_of_another_host_ends_every_wait) {
+  testing::HostsJob job("aabb");
+  job.run([&](int rank, Communicator& communicator) {
+    std::vector<float> data(300000);
+    if (rank == 3) {
+      communicator.run(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+      job.network().cut(3);
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      return;
+    }
+    auto run = [&] {
+      for (int i = 0; i < 1000; ++i) communicator.run(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+    };
+    const auto text = CHECK_THROWS(run(), ErrorKind::PeerLost);
+    CHECK(contains(text, "rank 3"));
+  });
+}
+
+TEST(buckets_in_any_order_over_hosts) {
+  constexpr int kBuckets = 40, kSteps = 6;
+  for (const char* hosts : {"ab", "aabb", "abbb", "abab"}) {
+    run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
+      std::mt19937 random(rank);
+      std::vector<std::vector<float>> buckets(kBuckets);
+      std::vector<int> order(kBuckets);
+      std::iota(order.begin(), order.end(), 0);
+      uint64_t first = communicator.reserve_slots(kBuckets);
+      for (int step = 0; step < kSteps / (kQuick ? 2 : 1); ++step) {
+        std::vector<std::shared_ptr<Work>> works(kBuckets);
+        std::shuffle(order.begin(), order.end(), random);
+        for (int bucket : order) {
+          buckets[bucket].resize(1 + static_cast<size_t>(bucket) * 571);
+          fill(buckets[bucket], rank + bucket);
+          works[bucket] = communicator.announce(
+              first + bucket, all_reduce_of(buckets[bucket].data(), buckets[bucket].size() * 4, DType::Float32));
+          if (bucket % 7 == 0) communicator.run(Operation{.collective = Collective::Barrier});
+        }
+        for (int bucket = 0; bucket < kBuckets; ++bucket) {
+          communicator.wait(works[bucket]);
+          check_values(buckets[bucket], [&](size_t i) {
+            float sum = 0;
+            for (int other = 0; other < communicator.size(); ++other) sum += value(other + bucket, i);
+            return sum;
+          });
+        }
+      }
+    });
+  }
+}
+
+TEST(flags_travel_over_hosts) {
+  for (const char* hosts : {"ab", "aabb", "abbb"}) {
+    run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
+      uint64_t slot = communicator.reserve_slots(1);
+      for (uint64_t round = 0; round < 3 * shm::kRecords; ++round) {
+        float data = 1.0f;
+        std::vector<uint64_t> flags = {uint64_t{1} << rank, round};
+        Operation operation = all_reduce_of(&data, sizeof(data), DType::Float32);
+        operation.flags = flags.data();
+        operation.flag_words = flags.size();
+        communicator.wait(round % 2 ? communicator.announce(slot, operation) : communicator.submit(operation));
+        CHECK_EQ(flags[0], (uint64_t{1} << communicator.size()) - 1);
+        CHECK_EQ(flags[1], round);
+        CHECK_EQ(data, static_cast<float>(communicator.size()));
+      }
+    });
+  }
+}
+
+TEST(messages_between_hosts_are_refused_by_name) {
+  run_hosts("aab", {}, [](int, Communicator& communicator) {
+    float data = 1.0f;
+    Message message{.peer = 0, .memory = SpanList(&data, sizeof(data)), .describe = [] { return std::string("send"); }};
+    const auto text = CHECK_THROWS(communicator.send(message), ErrorKind::InvalidUsage);
+    CHECK(contains(text, "send: point-to-point messages") && contains(text, "between hosts"));
+    CHECK_THROWS(communicator.receive(message), ErrorKind::InvalidUsage);
+  });
+}
+
+TEST(groups_within_and_across_hosts) {
+  run_hosts("aabbc", {}, [](int rank, Communicator& communicator) {
+    auto check = [&](Communicator& group, const std::vector<int>& members) {
+      std::vector<float> data(40000);
+      fill(data, rank);
+      group.run(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+      check_values(data, [&](size_t i) {
+        float sum = 0;
+        for (int member : members) sum += value(member, i);
+        return sum;
+      });
+    };
+    for (int round = 0; round < 3; ++round) {
+      auto mine = [&](const std::vector<std::vector<int>>& groups) {
+        for (const auto& members : groups)
+          if (std::count(members.begin(), members.end(), rank)) return members;
+        return std::vector<int>{};
+      };
+      for (const auto& members : {mine({{0, 1}, {2, 3}}), mine({{0, 2, 4}, {1, 3}}), mine({{3, 4}})}) {
+        auto group = communicator.split(members);
+        CHECK_EQ(group != nullptr, !members.empty());
+        if (!group) continue;
+        check(*group, members);
+        if (members.size() == 3) {
+          auto pair = group->split(rank == 2 ? std::vector<int>{} : std::vector<int>{0, 2});
+          if (pair) check(*pair, {0, 4});
+        }
+        check(*group, members);
+      }
+      check(communicator, {0, 1, 2, 3, 4});
+    }
+    auto within = communicator.split(rank < 2 ? std::vector<int>{0, 1} : std::vector<int>{});
+    if (!within) return;
+    check(*within, {0, 1});
+    CHECK_EQ(within->counters().at("interhost_bytes"), uint64_t{0});
+  });
+}
+
+TEST(a_failed_group_leaves_other_groups_over_hosts_alone) {
+  run_hosts("aabb", {}, [](int rank, Communicator& communicator) {
+    auto pair = communicator.split(rank % 2 ? std::vector<int>{1, 3} : std::vector<int>{0, 2});
+    std::vector<float> data(200000);
+    for (int round = 0; round < 5; ++round) {
+      fill(data, rank);
+      auto work = communicator.submit(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+      if (round == 2 && rank == 0) pair->abort(ErrorKind::Aborted, "enough");
+      communicator.wait(work);
+      check_values(data, [&](size_t i) { return sum_of_values(4, i); });
+    }
+    std::vector<float> other(10);
+    if (rank % 2 == 0) CHECK_THROWS(pair->run(all_reduce_of(other.data(), 40, DType::Float32)), ErrorKind::Aborted);
+  });
+}
+
+}  // namespace syncengine

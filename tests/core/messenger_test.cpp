@@ -1,0 +1,204 @@
+// Messages between ranks as threads: any size and order, matched by source and tag, and named errors when they can't come.
+#include <numeric>
+
+#include "job.h"
+
+namespace syncengine {
+
+using testing::contains;
+using testing::run_job;
+
+namespace {
+
+constexpr size_t kSizes[] = {0, 1, 984, 985, 100000, 700001, 3 << 20};
+
+unsigned char byte_of(int source, int destination, uint64_t tag, size_t i) {
+  return static_cast<unsigned char>(i * 31 + i / 251 + source * 7 + destination * 57 + tag * 101);
+}
+
+Message message(const char* what, int peer, uint64_t tag, void* data, size_t bytes) {
+  return {.peer = peer,
+          .tag = tag,
+          .memory = {data, bytes},
+          .source = std::make_shared<std::atomic<int>>(-1),
+          .describe = [what] { return std::string(what); }};
+}
+
+void fill(unsigned char* data, size_t bytes, int source, int destination, uint64_t tag) {
+  for (size_t i = 0; i < bytes; ++i) data[i] = byte_of(source, destination, tag, i);
+}
+
+void check(const unsigned char* data, size_t bytes, int source, int destination, uint64_t tag) {
+  for (size_t i = 0; i < bytes; ++i) {
+    if (data[i] != byte_of(source, destination, tag, i)) CHECK_EQ(data[i], byte_of(source, destination, tag, i));
+  }
+}
+
+std::shared_ptr<Work> send(Communicator& c, int to, uint64_t tag, std::vector<unsigned char>& data) {
+  return c.send(message("send()", to, tag, data.data(), data.size()));
+}
+std::shared_ptr<Work> receive(Communicator& c, int from, uint64_t tag, std::vector<unsigned char>& data) {
+  return c.receive(message("receive()", from, tag, data.data(), data.size()));
+}
+
+Operation barrier() { return {.collective = Collective::Barrier}; }
+
+}  // namespace
+
+TEST(messages_between_all_ranks_at_once) {
+  for (int size : {2, 3, 8}) {
+    run_job(size, {}, [size](int rank, Communicator& communicator) {
+      for (bool in_arena : {false, true}) {
+        for (size_t bytes : kSizes) {
+          if (size == 8 && bytes > 200000) continue;
+          std::vector<std::shared_ptr<Work>> works;
+          std::vector<std::shared_ptr<void>> memory;
+          std::vector<unsigned char*> received(size);
+          auto allocate = [&] {
+            memory.push_back(in_arena ? communicator.allocate(bytes)
+                                      : std::shared_ptr<void>(new char[bytes + 1], std::default_delete<char[]>()));
+            return static_cast<unsigned char*>(memory.back().get());
+          };
+          for (int peer = 0; peer < size; ++peer) {  // itself too
+            received[peer] = allocate();
+            works.push_back(communicator.receive(message("receive()", peer, 5, received[peer], bytes)));
+            unsigned char* data = allocate();
+            fill(data, bytes, rank, peer, 5);
+            works.push_back(communicator.send(message("send()", peer, 5, data, bytes)));
+          }
+          for (auto& work : works) communicator.wait(work);
+          for (int peer = 0; peer < size; ++peer) check(received[peer], bytes, peer, rank, 5);
+        }
+      }
+    });
+  }
+}
+
+TEST(messages_match_by_tag_in_order) {
+  run_job(2, {}, [](int rank, Communicator& communicator) {
+    constexpr int kCount = 100;  // more than may be announced at once
+    std::vector<std::vector<unsigned char>> data(2 * kCount);
+    std::vector<std::shared_ptr<Work>> works;
+    for (int i = 0; i < kCount; ++i) {
+      for (uint64_t tag : {1, 2}) {
+        auto& buffer = data[2 * i + tag - 1];
+        buffer.resize(i % 3 == 0 ? 5000 + i : 10 + i);
+        if (rank == 0) fill(buffer.data(), buffer.size(), i, 0, tag);
+        if (rank == 0) works.push_back(send(communicator, 1, tag, buffer));
+      }
+    }
+    if (rank == 0) communicator.run(barrier());  // nobody waits for a message yet
+    if (rank == 1) {
+      communicator.run(barrier());
+      for (uint64_t tag : {2, 1})
+        for (int i = 0; i < kCount; ++i) works.push_back(receive(communicator, 0, tag, data[2 * i + tag - 1]));
+    }
+    for (auto& work : works) communicator.wait(work);
+    for (int i = 0; i < kCount; ++i)
+      for (uint64_t tag : {1, 2}) check(data[2 * i + tag - 1].data(), data[2 * i + tag - 1].size(), i, 0, tag);
+  });
+}
+
+TEST(messages_of_any_source_say_whose_they_are) {
+  run_job(4, {}, [](int rank, Communicator& communicator) {
+    for (size_t bytes : {size_t{8}, size_t{300000}}) {
+      std::vector<unsigned char> data(bytes);
+      communicator.run(barrier());
+      if (rank != 0) {
+        fill(data.data(), bytes, rank, 0, 9);
+        communicator.wait(send(communicator, 0, 9, data));
+        continue;
+      }
+      int seen = 0;
+      for (int i = 1; i < 4; ++i) {
+        Message any = message("receive()", Message::kAnySource, 9, data.data(), bytes);
+        auto source = any.source;
+        communicator.wait(communicator.receive(any));
+        check(data.data(), bytes, *source, 0, 9);
+        seen |= 1 << *source;
+      }
+      CHECK_EQ(seen, 0b1110);
+    }
+  });
+}
+
+TEST(messages_beside_collectives_and_in_split_groups) {
+  run_job(4, {}, [](int rank, Communicator& communicator) {
+    for (int round = 0; round < 3; ++round) {
+      std::vector<unsigned char> out(600000), in(600000);
+      fill(out.data(), out.size(), rank, round, 1);
+      auto half = communicator.split(rank < 2 ? std::vector<int>{0, 1} : std::vector<int>{2, 3});
+      auto received = receive(*half, 1 - half->rank(), 1, in), sent = send(*half, 1 - half->rank(), 1, out);
+      float sum = 1;
+      communicator.run(testing::all_reduce_of(&sum, sizeof(sum), DType::Float32));
+      CHECK_EQ(sum, 4.0f);
+      half->wait(received);
+      half->wait(sent);
+      check(in.data(), in.size(), rank ^ 1, round, 1);
+    }
+  });
+}
+
+TEST(messages_of_other_sizes_are_a_mismatch) {
+  for (size_t bytes : {size_t{10}, size_t{5000}}) {
+    run_job(2, {}, [bytes](int rank, Communicator& communicator) {
+      std::vector<unsigned char> data(bytes + static_cast<size_t>(rank));
+      std::string text = CHECK_THROWS(
+          [&] {
+            if (rank == 0) communicator.wait(send(communicator, 1, 3, data));
+            if (rank == 1) communicator.wait(receive(communicator, 0, 3, data));
+            communicator.run(barrier());
+          }(),
+          ErrorKind::Mismatch);
+      if (bytes == 10) return;
+      CHECK(contains(text, "rank 1 called receive() for 5001 bytes where rank 0 sent 5000 bytes"));
+    });
+  }
+}
+
+TEST(a_message_that_does_not_come_times_out_and_names_the_source) {
+  Options options;
+  options.timeout = seconds(0.3);
+  run_job(3, options, [](int rank, Communicator& communicator) {
+    if (rank == 2) return;
+    std::vector<unsigned char> data(10);
+    std::string text = CHECK_THROWS(communicator.wait(receive(communicator, 1 - rank, 3, data)), ErrorKind::Timeout);
+    CHECK(contains(text, "waits for rank") && contains(text, "in receive()"));
+  });
+}
+
+TEST(who_leaves_is_lost_to_those_that_wait_for_its_message_only) {
+  run_job(2, {}, [](int rank, Communicator& communicator) {
+    std::vector<unsigned char> first(10, 1), second(10);
+    if (rank == 1) return communicator.wait(send(communicator, 0, 1, first));
+    communicator.wait(receive(communicator, 1, 1, second));
+    CHECK_EQ(second, first);
+    std::string text = CHECK_THROWS(communicator.wait(receive(communicator, 1, 2, second)), ErrorKind::PeerLost);
+    CHECK(contains(text, "rank 1 has left"));
+  });
+}
+
+TEST(a_large_message_from_the_arena_is_not_copied_by_its_sender) {
+  run_job(2, {}, [](int rank, Communicator& communicator) {
+    constexpr size_t kBytes = 1 << 20;
+    auto memory = communicator.allocate(kBytes);
+    auto* data = static_cast<unsigned char*>(memory.get());
+    if (rank == 0) {
+      fill(data, kBytes, 0, 1, 4);
+      auto work = communicator.send(message("send()", 1, 4, data, kBytes));
+      communicator.run(barrier());
+      CHECK(!work->ended());
+      communicator.run(barrier());
+      communicator.wait(work);
+    } else {
+      communicator.run(barrier());
+      communicator.run(barrier());
+      communicator.wait(communicator.receive(message("receive()", 0, 4, data, kBytes)));
+      check(data, kBytes, 0, 1, 4);
+    }
+    CHECK_EQ(communicator.counters().at("messages"), uint64_t{1});
+    CHECK_EQ(communicator.counters().at("direct_messages"), static_cast<uint64_t>(rank));
+  });
+}
+
+}  // namespace syncengine

@@ -1,0 +1,144 @@
+// What a sum's bits must be: an oracle that shares no code with the engine, and an all-reduce held against it on every kind of
+// memory.
+#pragma once
+
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "gloo_ring.h"
+#include "job.h"
+#include "kernels_oracle.h"
+
+namespace syncengine::testing {
+
+using Bytes = std::vector<uint8_t>;
+
+struct Case {
+  DType dtype;
+  ReduceOp op;
+  size_t count;
+  double prescale = 1.0, postscale = 1.0;
+};
+
+// What every rank contributes. Floats of mixed size, so that the order of addition shows; bit patterns for the rest.
+inline Bytes contribution(const Case& what, int rank) {
+  const size_t size = element_size(what.dtype);
+  Bytes bytes(what.count * size);
+  std::mt19937_64 random(what.count * 100 + static_cast<size_t>(rank));
+  std::normal_distribution<float> normal;
+  for (size_t i = 0; i < what.count; ++i) {
+    uint64_t bits = random();
+    const float value = std::ldexp(normal(random), static_cast<int>(bits % 12) - 6);
+    if (what.dtype == DType::Bool) bits &= 1;
+    if (what.dtype == DType::Float16) bits = encode(kFloat16, value);
+    if (what.dtype == DType::BFloat16) bits = encode(kBFloat16, value);
+    if (what.dtype == DType::Float32) std::memcpy(&bits, &value, 4);
+    if (what.dtype == DType::Float64) {
+      const double wide = value * (1 + std::ldexp(static_cast<double>(bits >> 32), -40));
+      std::memcpy(&bits, &wide, 8);
+    }
+    std::memcpy(bytes.data() + i * size, &bits, size);
+  }
+  return bytes;
+}
+
+inline Bytes oracle(const Case& what, Numerics numerics, int world) {
+  const bool ring = numerics == Numerics::Ring;
+  std::vector<Bytes> parts;
+  for (int rank = 0; rank < world; ++rank) {
+    parts.push_back(contribution(what, rank));
+    if (what.prescale != 1.0)
+      parts.back() = expected({what.dtype, ReduceOp::Sum, kernels::Rounding::Once, what.prescale},
+                              {parts.back().data()}, what.count);
+  }
+  std::vector<int> rank_order(world);
+  std::iota(rank_order.begin(), rank_order.end(), 0);
+  const size_t size = element_size(what.dtype), bytes = what.count * size;
+  std::vector<GlooSegment> segments{{0, bytes, rank_order}};
+  if (ring) segments = gloo_ring(bytes, size, world);
+  Bytes result;
+  for (const auto& segment : segments) {
+    std::vector<const void*> sources;
+    for (int rank : segment.order) sources.push_back(parts[rank].data() + segment.begin);
+    const auto rounding = ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once;
+    Bytes piece =
+        expected({what.dtype, what.op, rounding, what.postscale}, sources, (segment.end - segment.begin) / size);
+    result.insert(result.end(), piece.begin(), piece.end());
+  }
+  return result;
+}
+
+// Pieces of odd numbers of elements with holes between them.
+struct Scattered {
+  Scattered(const Bytes& content, size_t element) : memory(content.size() * 2 + 64) {
+    std::mt19937 random(static_cast<unsigned>(content.size()));
+    size_t place = element;
+    for (size_t begin = 0; begin < content.size();) {
+      const size_t length = std::min(content.size() - begin, (2 * (random() % 40) + 1) * element);
+      std::memcpy(memory.data() + place, content.data() + begin, length);
+      spans.add(memory.data() + place, length);
+      begin += length;
+      place += length + element * (random() % 2);
+    }
+  }
+  Bytes content() const {
+    Bytes result;
+    for (const Span& span : spans.spans()) {
+      auto* data = reinterpret_cast<const uint8_t*>(span.data);
+      result.insert(result.end(), data, data + span.bytes);
+    }
+    return result;
+  }
+  Bytes memory;
+  SpanList spans;
+};
+
+inline Operation operation_of(const Case& what) {
+  Operation operation{};
+  operation.dtype = what.dtype;
+  operation.op = what.op;
+  operation.prescale = what.prescale;
+  operation.postscale = what.postscale;
+  return operation;
+}
+
+inline void check_bits(const Case& what, const Bytes& got, const Bytes& wanted, const char* how) {
+  CHECK_EQ(got.size(), wanted.size());
+  const long place = first_difference(what.dtype, got.data(), wanted.data(), what.count);
+  if (place >= 0)
+    throw Failure(std::string(how) + ": " + name(what.dtype) + " " + name(what.op) + " of " +
+                  std::to_string(what.count) + " elements differs from the oracle at " + std::to_string(place));
+}
+
+// The same all-reduce on ordinary memory, in the arena, on many small spans, and announced: the same bits.
+inline void check_everywhere(Communicator& communicator, const Case& what, const Bytes& wanted) {
+  const Bytes mine = contribution(what, communicator.rank());
+  Operation operation = operation_of(what);
+  operation.numerics = communicator.numerics();
+
+  Bytes ordinary = mine;
+  operation.input = operation.output = SpanList(ordinary.data(), ordinary.size());
+  communicator.run(operation);
+  check_bits(what, ordinary, wanted, "ordinary memory");
+
+  auto shared = communicator.allocate(mine.size());
+  auto* data = static_cast<uint8_t*>(shared.get());
+  std::copy(mine.begin(), mine.end(), data);
+  operation.input = operation.output = SpanList(data, mine.size());
+  communicator.run(operation);
+  check_bits(what, Bytes(data, data + mine.size()), wanted, "arena");
+
+  Scattered scattered(mine, element_size(what.dtype));
+  operation.input = operation.output = scattered.spans;
+  communicator.run(operation);
+  check_bits(what, scattered.content(), wanted, "spans");
+
+  ordinary = mine;
+  operation.input = operation.output = SpanList(ordinary.data(), ordinary.size());
+  communicator.wait(communicator.announce(communicator.reserve_slots(1), operation));
+  check_bits(what, ordinary, wanted, "announced");
+}
+
+}  // namespace syncengine::testing

@@ -1,0 +1,289 @@
+"""Several hosts: one machine split by SYNCENGINE_HOST_ID, connected over loopback. Bits, bytes, training, faults."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from faults import needs_hooks, set_fault, suffer
+from pool import RankPool
+
+import syncengine
+
+PLACEMENTS = ["ab", "aab", "aabb", "aaab", "abab", "abcd"]
+
+
+def live_on(hosts: str) -> str:
+    """This rank's host, before init(): the letter at its place in `hosts`."""
+    host = hosts[int(os.environ["RANK"])]
+    os.environ["SYNCENGINE_HOST_ID"] = host
+    return host
+
+
+def run(pool: RankPool, function: Callable[..., Any], hosts: str, *args: Any) -> list[Any]:
+    """One rank for each letter of `hosts`; equal letters share a host."""
+    return pool.run(function, hosts, *args, world=len(hosts), settings=None)
+
+
+def start(hosts: str, **settings) -> syncengine.Communicator:
+    live_on(hosts)
+    return syncengine.init(**{"timeout": 60.0, **settings})
+
+
+def sums(dtype: torch.dtype, count: int, op: str) -> torch.Tensor:
+    """Of numbers whose order of addition shows."""
+    generator = torch.Generator().manual_seed(syncengine.rank())
+    tensor = (
+        torch.randn(count, generator=generator).mul_(torch.randint(1, 1000, (count,), generator=generator)).to(dtype)
+    )
+    syncengine.all_reduce(tensor, op)
+    return tensor
+
+
+def reduce_all(hosts: str, numerics: str) -> list[torch.Tensor]:
+    start(hosts, numerics=numerics)
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32]
+    results = [sums(dtype, count, "sum") for dtype in dtypes for count in (1, 1000, 300_001)]
+    return [*results, sums(torch.bfloat16, 100_000, "avg"), sums(torch.float32, 1000, "max")]
+
+
+@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+def test_bits_do_not_depend_on_placement(pool: RankPool, numerics: str) -> None:
+    for world in (2, 3, 4):
+        alone = run(pool, reduce_all, "a" * world, numerics)
+        for hosts in (placement for placement in PLACEMENTS if len(placement) == world):
+            for got in run(pool, reduce_all, hosts, numerics):
+                for mine, wanted in zip(got, alone[0], strict=True):
+                    assert torch.equal(mine, wanted), hosts
+
+
+def use_everything(hosts: str) -> None:
+    communicator = start(hosts)
+    rank, size = communicator.rank, communicator.size
+    assert (rank, size) == (int(os.environ["RANK"]), len(hosts))
+    for count in (1, 1000, 200_000):
+        tensor = torch.full((count,), float(rank))
+        syncengine.broadcast(tensor, size - 1)
+        assert tensor.eq(size - 1).all()
+        part, whole = torch.full((count,), float(rank)), torch.empty(size * count)
+        syncengine.all_gather(whole, part)
+        assert torch.equal(whole, torch.arange(size).repeat_interleave(count).float())
+        syncengine.reduce_scatter(part, whole)
+        assert part.eq(size * rank).all()
+        works = [syncengine.all_reduce(torch.ones(count), async_op=True) for _ in range(5)]
+        shared = syncengine.empty(count).fill_(2.0)
+        syncengine.all_reduce(shared, "avg")
+        assert shared.eq(2.0).all()
+        strided = torch.ones(count, 2)[:, 0]
+        syncengine.all_reduce(strided)
+        assert strided.eq(size).all()
+        for work in works:
+            work.wait()
+        syncengine.barrier()
+    group = communicator.split([r for r in range(size) if r % 2 == rank % 2])
+    tensor = torch.ones(10_000)
+    group.all_reduce(tensor)
+    assert tensor.eq(group.size).all()
+    assert group.global_ranks == [r for r in range(size) if r % 2 == rank % 2]
+
+
+@pytest.mark.parametrize("hosts", PLACEMENTS)
+def test_every_collective(pool: RankPool, hosts: str) -> None:
+    run(pool, use_everything, hosts)
+
+
+def local_rank(hosts: str) -> int:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    start(hosts)
+    return syncengine.local_rank()
+
+
+def test_local_ranks_count_within_a_host(pool: RankPool) -> None:
+    assert run(pool, local_rank, "abab") == [0, 0, 1, 1]
+
+
+def train(hosts: str, numerics: str, **arguments) -> tuple[list[float], list[torch.Tensor]]:
+    start(hosts, numerics=numerics)
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(64, 64) for _ in range(4)]
+    model = syncengine.Parallel(torch.nn.Sequential(*layers, torch.nn.Linear(64, 8)), **arguments)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    torch.manual_seed(syncengine.rank())
+    losses = []
+    for _ in range(6):
+        loss = model(torch.randn(16, 64)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+def test_training_is_that_of_one_host(pool: RankPool, numerics: str) -> None:
+    alone = run(pool, train, "aaaa", numerics)
+    for hosts in ("aabb", "aaab", "abcd"):
+        for (losses, got), (wanted_losses, wanted) in zip(run(pool, train, hosts, numerics), alone, strict=True):
+            assert losses == wanted_losses
+            assert all(torch.equal(mine, other) for mine, other in zip(got, wanted, strict=True))
+
+
+def test_fast_trains_and_is_named_so(pool: RankPool) -> None:
+    losses = [losses for losses, _ in run(pool, train, "aabb", "fast")]
+    wanted = [losses for losses, _ in run(pool, train, "aaaa", "rank_order")]
+    assert torch.allclose(torch.tensor(losses), torch.tensor(wanted), rtol=1e-4)
+    assert run(pool, numerics_of, "ab") == ["fast", "fast"]
+
+
+def numerics_of(hosts: str) -> str:
+    return start(hosts, numerics="fast").numerics
+
+
+def bytes_sent(hosts: str, count: int) -> int:
+    communicator = start(hosts)
+    syncengine.all_reduce(torch.ones(count))
+    return communicator.counters()["interhost_bytes"]
+
+
+@pytest.mark.parametrize(("hosts", "shares"), [("ab", [1, 1]), ("aabb", [1, 1]), ("abcd", [1.5] * 4), ("aaab", [1, 1])])
+def test_bytes_between_hosts_are_those_on_paper(pool: RankPool, hosts: str, shares: list[float]) -> None:
+    count = 1 << 20
+    sent = run(pool, bytes_sent, hosts, count)
+    for host, share in zip(sorted(set(hosts)), shares, strict=True):
+        by_host = sum(bytes for rank, bytes in enumerate(sent) if hosts[rank] == host)
+        assert by_host == pytest.approx(share * 4 * count, rel=0.001)
+
+
+def all_reduce_for_long(hosts, fault):
+    live_on(hosts)
+    if fault:
+        set_fault(len(hosts) - 1, fault)
+
+    def body(step):
+        tensor = torch.ones(200_000)
+        for _ in range(100_000):
+            step()
+            syncengine.all_reduce(tensor)
+
+    return suffer(body, timeout=30.0)
+
+
+def check_all_lost(ranks, victim: int, killed_at: float | None = None) -> None:
+    for number, rank in enumerate(ranks):
+        if number == victim:
+            continue
+        outcome = rank.result()
+        assert outcome.error == "PeerLost", outcome
+        assert f"rank {victim}" in outcome.text, outcome
+        assert outcome.left == []
+        if killed_at is not None:
+            assert outcome.at - killed_at < 2.0, outcome
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aabb", "aaab"])
+def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
+    with pool.spawn_ranks(all_reduce_for_long, hosts, None, world=len(hosts), settings=None) as ranks:
+        time.sleep(1.0)
+        victim = len(hosts) - 1
+        killed_at = time.monotonic()
+        ranks[victim].signal(signal.SIGKILL)
+        check_all_lost(ranks, victim, killed_at)
+
+
+@needs_hooks
+@pytest.mark.parametrize("point", ["opened", "staged", "reducing", "reduced", "pulled", "finished"])
+def test_killed_at_each_state(pool: RankPool, point: str) -> None:
+    with pool.spawn_ranks(all_reduce_for_long, "aabb", f"{point}:5:kill", world=4, settings=None) as ranks:
+        check_all_lost(ranks, 3)
+
+
+def differ(hosts):
+    live_on(hosts)
+    count = 99 if int(os.environ["RANK"]) == len(hosts) - 1 else 100
+    return suffer(lambda step: syncengine.all_reduce(torch.ones(count)), timeout=30.0)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aabb"])
+def test_mismatch_across_hosts(pool: RankPool, hosts: str) -> None:
+    with pool.spawn_ranks(differ, hosts, world=len(hosts), settings=None) as ranks:
+        for outcome in (rank.result() for rank in ranks):
+            assert outcome.error == "Mismatch", outcome
+            assert "100 elements" in outcome.text
+            assert "99 elements" in outcome.text
+
+
+def raise_on_last(hosts):
+    live_on(hosts)
+
+    def body(step):
+        syncengine.all_reduce(torch.ones(10))
+        if syncengine.rank() == len(hosts) - 1:
+            syncengine.default_communicator().abort("rank 3: ValueError: the data set is empty")
+        syncengine.all_reduce(torch.ones(10))
+
+    return suffer(body, timeout=30.0)
+
+
+def test_an_aborts_text_crosses_hosts(pool: RankPool) -> None:
+    with pool.spawn_ranks(raise_on_last, "aabb", world=4, settings=None) as ranks:
+        for outcome in (rank.result() for rank in ranks):
+            assert (outcome.error, outcome.text) == ("Aborted", "rank 3: ValueError: the data set is empty")
+            assert outcome.left == []
+
+
+def wait_for_one(hosts):
+    live_on(hosts)
+
+    def body(step):
+        syncengine.barrier()
+        if syncengine.rank() == len(hosts) - 1:
+            time.sleep(4.5)
+        syncengine.all_reduce(torch.ones(10))
+
+    return suffer(body, timeout=3.0)  # for init, too, where other tests share the cores
+
+
+def test_a_timeout_names_the_rank_on_another_host(pool: RankPool) -> None:
+    with pool.spawn_ranks(wait_for_one, "aabb", world=4, settings=None) as ranks:
+        for rank in ranks:
+            outcome = rank.result()
+            assert outcome.error == "Timeout", outcome
+            assert "waits for rank 3 " in outcome.text
+
+
+def other_settings(hosts):
+    live_on(hosts)
+    sockets = 2 + int(os.environ["RANK"])
+    return suffer(lambda step: None, timeout=20.0, sockets=sockets)
+
+
+def test_settings_between_hosts_must_agree(pool: RankPool) -> None:
+    with pool.spawn_ranks(other_settings, "ab", settings=None) as ranks:
+        for outcome in (rank.result() for rank in ranks):
+            assert outcome.error == "Mismatch", outcome
+            assert "sockets=2" in outcome.text
+
+
+def init_only(hosts, fault):
+    live_on(hosts)
+    set_fault(len(hosts) - 1, fault)
+    return suffer(lambda step: syncengine.barrier(), timeout=8.0)
+
+
+@needs_hooks
+@pytest.mark.parametrize("hosts", ["ab", "aabb"])
+def test_killed_while_hosts_connect(pool: RankPool, hosts: str) -> None:
+    with pool.spawn_ranks(init_only, hosts, "joining:1:kill", world=len(hosts), settings=None) as ranks:
+        victim = len(hosts) - 1
+        for number, rank in enumerate(ranks):
+            if number == victim:
+                continue
+            outcome = rank.result()
+            # Who only waits to be called can't know that nobody is there any more, but for the deadline.
+            assert outcome.error in ("PeerLost", "Timeout"), outcome
+            assert "rank" in outcome.text
+            assert outcome.left == []
