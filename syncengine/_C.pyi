@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Backend as _Backend
 
 has_test_hooks: bool
 """Whether this build has the fault-injection hooks that the tests use."""
@@ -16,6 +17,9 @@ def instruction_set() -> str:
 
 def solo(options: dict[str, Any]) -> Communicator:
     """The communicator of a job of one rank: no thread, no shared memory. `options` as for LocalBootstrap."""
+
+def backend_communicators() -> list[Communicator]:
+    """The communicators below all backends of this process that have not been shut down."""
 
 class Work:
     """The future of one asynchronous collective. Dropping it does not cancel the collective."""
@@ -57,7 +61,7 @@ class Communicator:
 
     @property
     def numerics(self) -> str:
-        """The order of summation: "rank_order" or "ring"."""
+        """The order of summation: "rank_order", "ring" or "fast"."""
 
     @property
     def timeout(self) -> float:
@@ -101,28 +105,64 @@ class Communicator:
     def counters(self) -> dict[str, int]:
         """What this rank did so far.
 
-        `operations`; with several ranks also `staged_bytes`, `direct_bytes` and `one_shot_bytes` (of inputs, by path)
-        and `sleeps` (of all communicators of this process).
+        `operations`; with several ranks also `staged_bytes`, `direct_bytes` and `one_shot_bytes` (of inputs, by path),
+        `messages` that have ended well, `direct_messages` received straight out of the sender's arena,
+        `interhost_bytes` (sent to other hosts, without the transport's own) and `sleeps` (of all communicators of this
+        process).
         """
 
 class LocalBootstrap:
-    """How the ranks of one host find each other's memory: exchange addresses, then connect.
+    """How the ranks of a job find each other: exchange addresses, then, if there are several hosts, what listen()
+    gives, then connect.
 
     `options`: `numerics`, `algorithm` and `gradient_memory` (str), `timeout` and `log_after` (seconds), `arena_bytes`
-    (0: the machine's memory). All are needed.
+    (0: the machine's memory), `host_id` (str: makes several hosts of one; "" for one). All are needed.
     """
 
     def __init__(self, rank: int, size: int, options: dict[str, Any]) -> None: ...
     def address(self) -> bytes:
         """Opaque bytes, less than 4 KiB, that every other rank needs."""
 
+    def hosts(self, addresses: Sequence[bytes]) -> list[int]:
+        """The host of each rank, numbered from 0 in the order of ranks. `addresses` by rank."""
+
+    def on_one_network(self, addresses: Sequence[bytes]) -> bool:
+        """Whether the hosts are parts of one machine, whose loopback interface reaches them all."""
+
+    def listen(self, options: dict[str, Any]) -> bytes:
+        """Listens for ranks of other hosts. Opaque bytes, at most 256, that every other rank needs.
+
+        `options`: `interface` (str: name, prefix or address; "" is loopback), `sockets` (int: connections a peer),
+        `checksum` (bool), `secret` and `secret_file` (str: "" for none). All are needed.
+        """
+
     def connect(
-        self, addresses: Sequence[bytes], timeout: float, global_ranks: Sequence[int] | None = None
+        self,
+        addresses: Sequence[bytes],
+        timeout: float,
+        global_ranks: Sequence[int] | None = None,
+        network_addresses: Sequence[bytes] | None = None,
     ) -> Communicator:
         """The communicator of all ranks. `addresses` by rank, the own one among them; `timeout` in seconds. Once.
 
-        `global_ranks` is what messages call the ranks; None: as they are.
+        `global_ranks` is what messages call the ranks; None: as they are. `network_addresses`: what listen() gave, by
+        rank; needed where there are several hosts.
         """
+
+class Backend(_Backend):
+    """The torch.distributed backend "syncengine": a communicator with c10d's face. Made by init_process_group.
+
+    What c10d offers of a backend is inherited: monitored_barrier(), abort(), shutdown(), set_timeout(), ...
+    """
+
+    def __init__(self, communicator: Communicator) -> None: ...
+    @property
+    def communicator(self) -> Communicator:
+        """The engine's communicator below."""
+
+    @property
+    def options(self) -> _Backend.Options:
+        """What torch keeps of its settings."""
 
 class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.

@@ -4,7 +4,7 @@
 `model = syncengine.Parallel(model)` has the signature of DistributedDataParallel. No other line of a script changes.
 """
 
-import torch  # noqa: F401  (loads the libraries that the extension needs)
+import torch  # loads the libraries that the extension needs
 
 from syncengine import errors, hooks
 from syncengine._C import Communicator, Work
@@ -24,6 +24,10 @@ from syncengine.communicator import (
     world_size,
 )
 from syncengine.parallel import Parallel
+from syncengine.torch_backend import register as _register
+
+if torch.distributed.is_available():
+    _register()
 
 __all__ = [
     "Communicator",

@@ -15,11 +15,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from syncengine._C import Communicator, Work
+from syncengine._C import Communicator, Work, backend_communicators
 from syncengine.config import DEFAULT_TIMEOUT, Config
 from syncengine.connect import connect
 from syncengine.errors import InvalidUsage
-from syncengine.groups import all_group_communicators, communicator_of, forget_groups
+from syncengine.groups import (
+    all_group_communicators,
+    backend_communicator,
+    communicator_of,
+    forget_groups,
+)
 from syncengine.launch import Launch, find_launch, group_timeout, open_exchange, with_local_ranks
 
 
@@ -42,6 +47,10 @@ def init(
     arena_bytes: int | None = None,
     log_after: float | None = None,
     gradient_memory: str | None = None,
+    interhost: str | None = None,
+    interface: str | None = None,
+    sockets: int | None = None,
+    checksum: bool | None = None,
 ) -> Communicator:
     """Connects all ranks of this launch and returns the default communicator.
 
@@ -49,7 +58,8 @@ def init(
     is. What is None comes from the variable SYNCENGINE_<NAME>, else from the default:
 
     - `algorithm` ("auto"): how bytes move, never the bits of a result: "auto", "direct", "staged", "one_shot".
-    - `numerics` ("rank_order"): order of summation: "rank_order", or "ring" for the bits of torch's DDP over Gloo.
+    - `numerics` ("rank_order"): order of summation: "rank_order", "ring" for the bits of torch's DDP over Gloo, or
+      "fast": sums per host first, so that the bits depend on which ranks share one.
     - `timeout`: seconds (or a timedelta) that anything may wait for other ranks; the timeout of an initialised
       torch.distributed, else 1800.
     - `arena_bytes`: most memory for `empty`, gradients and staging on this rank; as much as the machine has. Taken when
@@ -57,6 +67,16 @@ def init(
     - `log_after` (5): seconds of waiting after which one line says for whom and for what.
     - `gradient_memory` ("arena"): where Parallel's large gradients lie: "arena", where peers reduce them in place, or
       "torch", wherever torch puts them; they are staged then. Never changes the bits.
+
+    Where the ranks are on several hosts, which is found out by itself:
+
+    - `interhost` ("tcp"): what connects the hosts.
+    - `interface`: where this rank listens: a name ("eth0"), names or prefixes ("eth,ib", "^docker,lo"), or an address.
+      By default GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the address from which this host reaches MASTER_ADDR.
+    - `sockets` (4): connections between two ranks.
+    - `checksum` (False): check all data by CRC-32C, beside TCP's own sum.
+
+    The secret that ranks prove to know when they connect comes from SYNCENGINE_SECRET or SYNCENGINE_SECRET_FILE alone.
 
     Raises InvalidUsage (bad setting or launch variable), Mismatch (ranks with other settings), Timeout (naming the
     ranks that did not come), PeerLost and Aborted (a rank ended or failed meanwhile).
@@ -69,34 +89,42 @@ def init(
         "arena_bytes": arena_bytes,
         "log_after": log_after,
         "gradient_memory": gradient_memory,
+        "interhost": interhost,
+        "interface": interface,
+        "sockets": sockets,
+        "checksum": checksum,
     }
     with _lock:
-        _refuse_forked_child()
+        refuse_forked_child()
         if _default is None:
             config = Config.read(os.environ, **given)
             communicator, launch = _connect(find_launch(), config)
             _default = _Default(communicator, config, launch, os.getpid())
-            _install_hooks()
+            install_hooks()
         else:
             _check_unchanged(_default.config, given)
         return _default.communicator
 
 
 def group_communicator(group: dist.ProcessGroup) -> Communicator:
-    """The communicator of a torch.distributed process group: the default one, initialized if need be, if it has all
-    ranks; else one of its own, with the settings of init() or of the environment. Collective over the group.
+    """The communicator of a torch.distributed process group: the one below it, if its backend is syncengine; else the
+    default one, initialized if need be, if it has all ranks; else one of its own, with the settings of init() or of the
+    environment. Collective over the group.
     """
+    communicator = backend_communicator(group)
+    if communicator is not None:
+        return communicator
     if dist.get_process_group_ranks(group) == list(range(dist.get_world_size())):
         return init()
     with _lock:
-        _refuse_forked_child()
+        refuse_forked_child()
         config = _default.config if _default is not None else Config.read(os.environ)
         communicator = communicator_of(group, config)
-        _install_hooks()
+        install_hooks()
         return communicator
 
 
-def _refuse_forked_child() -> None:
+def refuse_forked_child() -> None:
     """Remembers the first process that comes here; its forked children, which hold its connections, may not."""
     global _owner
     if _owner is None:
@@ -218,21 +246,29 @@ def _check_unchanged(config: Config, given: dict[str, Any]) -> None:
             )
 
 
+def _end() -> None:
+    shutdown()
+    if _owner == os.getpid():
+        for communicator in backend_communicators():  # torch leaves groups that nobody destroyed as they are
+            communicator.close()
+
+
 _hooks_installed = False
 
 
-def _install_hooks() -> None:
+def install_hooks() -> None:
+    """Once: what happens when this process ends, by itself or by an uncaught error."""
     global _hooks_installed
     if _hooks_installed:
         return
     _hooks_installed = True
-    atexit.register(shutdown)
+    atexit.register(_end)
     previous = sys.excepthook
 
     def tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """An uncaught error ends this process: the others shall raise its text now, not wait."""
         current = _default
-        communicators = all_group_communicators() if _owner == os.getpid() else []
+        communicators = [*all_group_communicators(), *backend_communicators()] if _owner == os.getpid() else []
         if current is not None and current.pid == os.getpid():
             communicators.append(current.communicator)
         text = "".join(traceback.format_exception_only(kind, error)).strip()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any
 
 from syncengine.errors import InvalidUsage
 
 ALGORITHMS = ("auto", "direct", "staged", "one_shot")
-NUMERICS = ("rank_order", "ring")
+NUMERICS = ("rank_order", "ring", "fast")
+INTERHOST = ("tcp",)
+MOST_SOCKETS = 16
 GRADIENT_MEMORY = ("arena", "torch")
 
 DEFAULT_TIMEOUT = 1800.0  # seconds: rank 0 may be evaluating or saving meanwhile
@@ -19,14 +21,23 @@ _MAX_SECONDS = 1e9  # 30 years; the engine counts nanoseconds in 64 bits
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a communicator. Every rank must have the same `algorithm` and `numerics`."""
+    """Settings of a communicator. Every rank must have the same `algorithm`, `numerics`, `interhost`, `sockets` and
+    `checksum`; what follows `interhost` matters only where there are several hosts.
+    """
 
     algorithm: str = "auto"  # how bytes move, never the bits: auto, direct, staged, one_shot
-    numerics: str = "rank_order"  # order of summation: rank_order, ring
+    numerics: str = "rank_order"  # order of summation: rank_order, ring, fast
     timeout: float | None = None  # seconds a collective may wait; None: the process group's, else DEFAULT_TIMEOUT
     arena_bytes: int = 0  # most memory that `empty` and staging may take on this rank; 0: as much as the machine has
     log_after: float = 5.0  # seconds of waiting after which one line says for whom
     gradient_memory: str = "arena"  # where large gradients lie: arena (reduced in place), torch (staged)
+    host_id: str = ""  # ranks with different ones are on different hosts, though they share a machine
+    interhost: str = "tcp"  # what connects hosts
+    interface: str = ""  # where to listen: a name, a prefix, an address; "": see connect.py
+    sockets: int = 4  # connections a peer
+    checksum: bool = False  # of all data between hosts, beside TCP's own
+    secret: str = field(default="", repr=False)  # that the ranks prove to each other to know
+    secret_file: str = ""  # where it stands
 
     @classmethod
     def read(cls, environ: Mapping[str, str], **given: Any) -> Config:
@@ -35,13 +46,13 @@ class Config:
         Raises InvalidUsage naming the argument or variable, its value, and what is allowed.
         """
         values = {}
-        for field in fields(cls):
-            name, variable = field.name, f"SYNCENGINE_{field.name.upper()}"
+        for setting in fields(cls):
+            name, variable = setting.name, f"SYNCENGINE_{setting.name.upper()}"
             if given.get(name) is not None:
                 values[name] = _PARSE[name](given[name], name)
             elif variable in environ:
                 values[name] = _PARSE[name](environ[variable], variable)
-        unknown = given.keys() - {field.name for field in fields(cls)}
+        unknown = given.keys() - {setting.name for setting in fields(cls)}
         if unknown:
             raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}")
         return cls(**values)
@@ -55,6 +66,21 @@ class Config:
             "arena_bytes": self.arena_bytes,
             "gradient_memory": self.gradient_memory,
             "log_after": self.log_after,
+            "host_id": self.host_id,
+        }
+
+    def shared(self) -> dict[str, Any]:
+        """The settings that all ranks must have alike."""
+        return {name: getattr(self, name) for name in ("algorithm", "numerics", "interhost", "sockets", "checksum")}
+
+    def network(self, interface: str) -> dict[str, Any]:
+        """The extension's options for listening to other hosts; `interface` is what "" stands for."""
+        return {
+            "interface": self.interface or interface,
+            "sockets": self.sockets,
+            "checksum": self.checksum,
+            "secret": self.secret,
+            "secret_file": self.secret_file,
         }
 
 
@@ -93,6 +119,29 @@ def _bytes(value: Any, name: str) -> int:
     return parsed
 
 
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise InvalidUsage(f"{name} must be a str, not {type(value).__name__}")
+    return value
+
+
+def _sockets(value: Any, name: str) -> int:
+    try:
+        parsed = int(value)
+    except (TypeError, ValueError, OverflowError):
+        parsed = 0
+    if not 1 <= parsed <= MOST_SOCKETS or isinstance(value, float):
+        raise _invalid(name, value, f"a whole number from 1 to {MOST_SOCKETS}")
+    return parsed
+
+
+def _flag(value: Any, name: str) -> bool:
+    parsed = {"0": False, "1": True}.get(value, value) if isinstance(value, str) else value
+    if not isinstance(parsed, bool):
+        raise _invalid(name, value, "True or False (1 or 0 in a variable)")
+    return parsed
+
+
 _PARSE: dict[str, Callable[[Any, str], Any]] = {
     "algorithm": _choice(ALGORITHMS),
     "numerics": _choice(NUMERICS),
@@ -100,4 +149,11 @@ _PARSE: dict[str, Callable[[Any, str], Any]] = {
     "arena_bytes": _bytes,
     "gradient_memory": _choice(GRADIENT_MEMORY),
     "log_after": _seconds,
+    "host_id": _text,
+    "interhost": _choice(INTERHOST),
+    "interface": _text,
+    "sockets": _sockets,
+    "checksum": _flag,
+    "secret": _text,
+    "secret_file": _text,
 }

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
+import logging
+import os
 import socket
-from pathlib import Path
+from collections.abc import Mapping
 
 from syncengine._C import Communicator, LocalBootstrap, solo
 from syncengine.config import Config
-from syncengine.errors import Mismatch
+from syncengine.errors import InvalidUsage, Mismatch
 from syncengine.launch import Exchange
+
+logger = logging.getLogger("syncengine")
 
 
 def connect(
@@ -31,17 +37,20 @@ def connect(
     try:
         # Listens before it is heard of: a rank that dies after its first sign of life breaks connections.
         bootstrap = LocalBootstrap(rank, size, options)
-        hosts, addresses = _agree(exchange, config, bootstrap.address())
-        return bootstrap.connect(addresses, timeout, global_ranks), hosts
+        names, addresses = _agree(exchange, config, bootstrap.address())
+        hosts = bootstrap.hosts(addresses)
+        network = _meet(exchange, rank, config, bootstrap, addresses, names) if max(hosts) > 0 else None
+        communicator = bootstrap.connect(addresses, timeout, global_ranks, network)
+        return communicator, [f"{host} {name}" for host, name in zip(hosts, names, strict=True)]
     except BaseException as error:
         exchange.fail(error)  # else the others wait
         raise
 
 
 def _agree(exchange: Exchange, config: Config, address: bytes) -> tuple[list[str], list[bytes]]:
-    """Checks that all ranks have the settings that must be equal; returns each rank's host and address."""
-    own = {"algorithm": config.algorithm, "numerics": config.numerics}
-    answers = exchange(json.dumps({"settings": own, "host": _host()}).encode() + b"\n" + address)
+    """Checks that all ranks have the settings that must be equal; returns each rank's host name and address."""
+    own = config.shared()
+    answers = exchange(json.dumps({"settings": own, "host": socket.gethostname()}).encode() + b"\n" + address)
     heads, _, addresses = zip(*(answer.partition(b"\n") for answer in answers), strict=True)
     everyone = [json.loads(head) for head in heads]
     for name in own:
@@ -54,6 +63,36 @@ def _agree(exchange: Exchange, config: Config, address: bytes) -> tuple[list[str
     return [other["host"] for other in everyone], list(addresses)
 
 
-def _host() -> str:
-    """The same on two ranks only if they share a kernel."""
-    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+def _meet(
+    exchange: Exchange, rank: int, config: Config, bootstrap: LocalBootstrap, addresses: list[bytes], names: list[str]
+) -> list[bytes]:
+    """Listens for the ranks of other hosts; returns where each rank does."""
+    hosts = bootstrap.hosts(addresses)
+    interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
+    if not interface and not config.interface and not bootstrap.on_one_network(addresses):
+        interface = _reachable_address(os.environ)
+    logger.log(
+        logging.INFO if rank == 0 else logging.DEBUG,
+        "%d ranks on %d hosts (%s); numerics=%s%s",
+        len(hosts),
+        max(hosts) + 1,
+        ", ".join(f"{names[hosts.index(host)]}: {hosts.count(host)}" for host in range(max(hosts) + 1)),
+        config.numerics,
+        ": sums per host, so bits depend on which ranks share one" if config.numerics == "fast" else "",
+    )
+    return exchange(bootstrap.listen(config.network(interface)))
+
+
+def _reachable_address(environ: Mapping[str, str]) -> str:
+    """This machine's address on the way to the rank where all meet, or that of its own name."""
+    for host in (environ.get("MASTER_ADDR"), socket.gethostname()):
+        for family in (socket.AF_INET, socket.AF_INET6):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))  # sends nothing
+                address = probe.getsockname()[0]
+                if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
+                    return address
+    raise InvalidUsage(
+        "there are several hosts, and this one knows itself only by a loopback address: name the network interface "
+        "that the others reach it by, in init(interface=...) or SYNCENGINE_INTERFACE (as in GLOO_SOCKET_IFNAME)"
+    )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 import torch.distributed as dist
 
-from syncengine._C import Communicator
+from syncengine._C import Backend, Communicator
 from syncengine.config import DEFAULT_TIMEOUT, Config
 from syncengine.connect import connect
 from syncengine.errors import InvalidUsage
@@ -15,6 +16,15 @@ from syncengine.launch.store import StoreExchange
 
 # One for each group for as long as the group is there.
 _communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+
+
+def backend_communicator(group: dist.ProcessGroup) -> Communicator | None:
+    """The communicator below `group`, where its CPU tensors are syncengine's."""
+    if torch.device("cpu") not in group._device_types:
+        return None
+    backend = group._get_backend(torch.device("cpu"))
+    backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    return backend.communicator if isinstance(backend, Backend) else None
 
 
 def communicator_of(group: dist.ProcessGroup, config: Config) -> Communicator:

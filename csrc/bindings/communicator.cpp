@@ -177,8 +177,7 @@ void bind_communicator(py::module_& module) {
       .def_property_readonly("size", &Communicator::size, "Number of ranks in the group.")
       .def_property_readonly("global_ranks", &Communicator::global_ranks, "Of each member, its rank in the whole job.")
       .def_property_readonly(
-          "numerics", [](const Communicator& c) { return c.numerics() == Numerics::Ring ? "ring" : "rank_order"; },
-          "'rank_order' or 'ring'.")
+          "numerics", [](const Communicator& c) { return name(c.numerics()); }, "'rank_order', 'ring' or 'fast'.")
       .def_property_readonly(
           "timeout", [](const Communicator& c) { return std::chrono::duration<double>(c.timeout()).count(); },
           "Seconds after which a collective gives up.")
@@ -242,7 +241,7 @@ void bind_communicator(py::module_& module) {
           "Fails everything pending, here and on all peers, which raise Aborted with `text`.")
       .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>(), "Leaves in good order.")
       .def("counters", &Communicator::counters, py::call_guard<py::gil_scoped_release>(),
-           "What this rank did so far: operations, bytes by path, sleeps.");
+           "What this rank did so far: operations, bytes by path, bytes sent to other hosts, sleeps.");
 }
 
 }  // namespace syncengine

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from syncengine._C import Communicator
-from syncengine.communicator import group_communicator, init
+from syncengine.communicator import group_communicator, init, is_initialized
 from syncengine.errors import InvalidUsage
+from syncengine.groups import backend_communicator
 
 Group = Communicator | dist.ProcessGroup
 
@@ -27,6 +28,11 @@ def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Commun
         return process_group, process_group
     if process_group is not None:
         return group_communicator(process_group), process_group
+    if not is_initialized() and dist.is_available() and dist.is_initialized():
+        group = dist.distributed_c10d._get_default_group()
+        communicator = backend_communicator(group)
+        if communicator is not None:
+            return communicator, group
     communicator = init()
     return communicator, _default_group(communicator) or communicator
 

@@ -1,0 +1,174 @@
+#include "c10d/backend.h"
+
+#include "reducer/python_error.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr auto kGroupTimeout = ::c10d::kUnsetTimeout;
+
+std::chrono::milliseconds milliseconds_of(Duration duration) {
+  return std::chrono::duration_cast<std::chrono::milliseconds>(duration);
+}
+
+struct OpenCommunicators {
+  std::mutex mutex;
+  std::vector<std::weak_ptr<Communicator>> list;
+};
+// Never destroyed: backends may outlive the end of main().
+OpenCommunicators& open() {
+  static auto* open = new OpenCommunicators;
+  return *open;
+}
+
+}  // namespace
+
+std::vector<std::shared_ptr<Communicator>> TorchBackend::open_communicators() {
+  std::lock_guard lock(open().mutex);
+  std::vector<std::shared_ptr<Communicator>> alive;
+  for (const auto& communicator : open().list) {
+    if (auto held = communicator.lock()) alive.push_back(std::move(held));
+  }
+  return alive;
+}
+
+TorchBackend::TorchBackend(std::shared_ptr<Communicator> communicator)
+    : ::c10d::Backend(communicator->rank(), communicator->size()),
+      communicator_(std::move(communicator)),
+      options_(c10::make_intrusive<Options>("syncengine", milliseconds_of(communicator_->timeout()))),
+      timeout_ms_(options_->timeout.count()) {
+  for (int rank : communicator_->global_ranks()) options_->global_ranks_in_group.push_back(rank);
+  std::lock_guard lock(open().mutex);
+  open().list.push_back(communicator_);
+}
+
+TorchBackend::~TorchBackend() { shutdown(); }
+
+void TorchBackend::shutdown() {
+  {
+    std::lock_guard lock(open().mutex);
+    std::erase_if(open().list, [this](const auto& other) { return other.lock() == communicator_; });
+  }
+  std::optional<pybind11::gil_scoped_release> nogil;  // the completer's thread may wait for the GIL
+  if (PyGILState_Check()) nogil.emplace();
+  communicator_->close();
+  collectives_->stop();
+  messages_->stop();
+}
+
+void TorchBackend::abort() {
+  std::string who = "rank " + std::to_string(communicator_->global_ranks()[rank_]);
+  communicator_->abort(ErrorKind::Aborted, who + " aborted the process group");
+}
+
+void TorchBackend::setTimeout(std::chrono::milliseconds timeout) {
+  if (timeout > milliseconds_of(communicator_->timeout()))
+    throw Error(ErrorKind::InvalidUsage,
+                "the timeout of a syncengine process group can be lowered only, from the one it was made with: give "
+                "init_process_group or new_group a longer one");
+  timeout_ms_.store(timeout.count(), std::memory_order_relaxed);
+  options_->timeout = timeout;
+}
+
+// Nothing where the communicator's own timeout, which needs no wait to be noticed, is the one that holds.
+std::optional<Duration> TorchBackend::at_most(std::chrono::milliseconds timeout) const {
+  std::chrono::milliseconds group(timeout_ms_.load(std::memory_order_relaxed));
+  if (timeout == kGroupTimeout || timeout == kNoTimeout) timeout = group;
+  if (timeout >= milliseconds_of(communicator_->timeout())) return std::nullopt;
+  return timeout;
+}
+
+int TorchBackend::require_rank(int64_t rank, const char* call) const {
+  if (rank >= 0 && rank < size_) return static_cast<int>(rank);
+  throw Error(ErrorKind::InvalidUsage, std::string(call) + ": rank " + std::to_string(rank) +
+                                           " of the group is not in 0.." + std::to_string(size_ - 1));
+}
+
+const at::Tensor& TorchBackend::require_only(const Tensors& tensors, const char* call) {
+  if (tensors.size() == 1) return tensors[0];
+  throw Error(ErrorKind::InvalidUsage,
+              std::string(call) + ": takes one tensor a rank, got " + std::to_string(tensors.size()));
+}
+
+void TorchBackend::require_lists(const char* call, size_t tensors, int wanted) {
+  if (tensors == static_cast<size_t>(wanted)) return;
+  throw Error(ErrorKind::InvalidUsage, std::string(call) + ": got a list of " + std::to_string(tensors) +
+                                           " where one of " + std::to_string(wanted) + " is needed");
+}
+
+void TorchBackend::require_same_dtype(const char* call, const at::Tensor& a, const at::Tensor& b) {
+  if (a.scalar_type() == b.scalar_type()) return;
+  throw Error(ErrorKind::InvalidUsage, std::string(call) + ": input and output differ in dtype, " +
+                                           c10::toString(b.scalar_type()) + " and " + c10::toString(a.scalar_type()));
+}
+
+void TorchBackend::require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times) {
+  require_same_dtype(call, whole, part);
+  if (whole.numel() == part.numel() * times) return;
+  throw Error(ErrorKind::InvalidUsage, std::string(call) + ": the larger tensor has " + std::to_string(whole.numel()) +
+                                           " elements; it needs " + std::to_string(times) + " times " +
+                                           std::to_string(part.numel()));
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
+  uint64_t number = sequence_.fetch_add(how.counted == Counted::Yes, std::memory_order_relaxed);
+  auto limit = at_most(how.timeout);
+  auto& operations = call.operations();
+  if (!how.async && !coalesced_ && !limit && operations.size() == 1) {
+    communicator_->run(std::move(operations[0]), raise_pending_signal);
+    call.deliver();
+    return nullptr;
+  }
+  std::vector<std::shared_ptr<syncengine::Work>> works;
+  for (Operation& operation : operations) works.push_back(communicator_->submit(std::move(operation)));
+  operations.clear();
+  for (Call::Mail& mail : call.mail()) {
+    works.push_back(mail.sends ? communicator_->send(std::move(mail.message))
+                               : communicator_->receive(std::move(mail.message)));
+  }
+  bool sends_messages = !call.mail().empty();
+  call.mail().clear();
+  if (coalesced_) {
+    std::move(works.begin(), works.end(), std::back_inserter(coalesced_->works));
+    coalesced_->call.absorb(std::move(call));
+    return nullptr;
+  }
+  auto work = c10::make_intrusive<TorchWork>(
+      TorchWork::Origin{communicator_, sends_messages ? messages_ : collectives_, how.type, number, limit},
+      std::move(call), std::move(works));
+  if (how.async) return work;
+  work->wait();
+  return nullptr;
+}
+
+void TorchBackend::startCoalescing() {
+  if (coalesced_) throw Error(ErrorKind::InvalidUsage, "coalescing has begun already");
+  coalesced_.emplace();
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
+  if (!coalesced_) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun");
+  Coalesced coalesced = std::move(*coalesced_);
+  coalesced_.reset();
+  TorchWork::Origin origin{communicator_, messages_, ::c10d::OpType::COALESCED,
+                           sequence_.load(std::memory_order_relaxed), at_most(kGroupTimeout)};
+  return c10::make_intrusive<TorchWork>(std::move(origin), std::move(coalesced.call), std::move(coalesced.works));
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::barrier(const ::c10d::BarrierOptions& options) {
+  Call call("barrier");
+  call.add({.collective = Collective::Barrier});
+  return start(std::move(call), {::c10d::OpType::BARRIER, options.timeout, options.asyncOp});
+}
+
+// Names every rank that is missing, so there is no need to fail at the first.
+void TorchBackend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool) {
+  Call call("monitored_barrier");
+  Operation operation{.collective = Collective::Barrier};
+  operation.describe = [] { return std::string("monitored_barrier()"); };
+  call.add(std::move(operation));
+  start(std::move(call), {::c10d::OpType::BARRIER, options.timeout, false});
+}
+
+}  // namespace syncengine

@@ -1,0 +1,114 @@
+// The torch.distributed backend "syncengine": translates c10d's calls to the engine's.
+//
+// Ownership: c10::intrusive_ptr, as c10d has it; shares the communicator with its works. Thread-safety: as Communicator.
+// Calls without asyncOp wait here and return no work. Failure: throws the engine's Error, which becomes the class of that name
+// in syncengine.errors; after one out of a collective the group stays failed. To be called without the GIL.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "c10d/completer.h"
+#include "c10d/torch_work.h"
+#include "engine/communicator.h"
+
+namespace syncengine {
+
+class TorchBackend final : public ::c10d::Backend {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<std::vector<at::Tensor>>;
+  using TorchWorkPtr = c10::intrusive_ptr<::c10d::Work>;
+
+  explicit TorchBackend(std::shared_ptr<Communicator> communicator);
+  ~TorchBackend() override;
+
+  const std::shared_ptr<Communicator>& communicator() const { return communicator_; }
+
+  // Those below all backends of this process that have not been shut down.
+  static std::vector<std::shared_ptr<Communicator>> open_communicators();
+
+  const std::string getBackendName() const override { return "syncengine"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+
+  // Reductions, and what moves the same amount everywhere: collectives.cpp.
+  TorchWorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) override;
+  TorchWorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& options) override;
+  TorchWorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& options) override;
+  TorchWorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) override;
+  TorchWorkPtr allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& options) override;
+  TorchWorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& options) override;
+  TorchWorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                               const ::c10d::AllgatherOptions& options) override;
+  TorchWorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                              const ::c10d::ReduceScatterOptions& options) override;
+  TorchWorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                    const ::c10d::ReduceScatterOptions& options) override;
+  TorchWorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                               const ::c10d::ReduceScatterOptions& options) override;
+  TorchWorkPtr barrier(const ::c10d::BarrierOptions& options) override;
+
+  // What is made of messages: exchanges.cpp.
+  TorchWorkPtr send(Tensors& tensors, int destination, int tag) override;
+  TorchWorkPtr recv(Tensors& tensors, int source, int tag) override;
+  TorchWorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  TorchWorkPtr gather(TensorLists& outputs, Tensors& inputs, const ::c10d::GatherOptions& options) override;
+  TorchWorkPtr scatter(Tensors& outputs, TensorLists& inputs, const ::c10d::ScatterOptions& options) override;
+  TorchWorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                             std::vector<int64_t>& input_sizes, const ::c10d::AllToAllOptions& options) override;
+  TorchWorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& options) override;
+
+  // The rest: backend.cpp.
+  void monitoredBarrier(const ::c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  TorchWorkPtr endCoalescing() override;
+  void setSequenceNumberForGroup() override {}  // every rank counts from 0
+  uint64_t getSequenceNumberForGroup() override { return sequence_.load(std::memory_order_relaxed); }
+  void abort() override;
+  void shutdown() override;
+
+ private:
+  enum class Counted { No, Yes };  // by the sequence number, which must be the same on all ranks
+  struct How {
+    ::c10d::OpType type;
+    std::chrono::milliseconds timeout;
+    bool async;
+    Counted counted = Counted::Yes;
+  };
+  TorchWorkPtr start(Call call, const How& how);
+  std::optional<Duration> at_most(std::chrono::milliseconds timeout) const;
+  int require_rank(int64_t rank, const char* call) const;
+  Numerics numerics() const { return communicator_->numerics(); }
+  static const at::Tensor& require_only(const Tensors& tensors, const char* call);
+  static void require_lists(const char* call, size_t tensors, int wanted);
+  // `whole` must have `times` as many elements.
+  static void require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times);
+  static void require_same_dtype(const char* call, const at::Tensor& a, const at::Tensor& b);
+  void add_all_to_all(Call& call, std::vector<SpanList> sent, std::vector<SpanList> received);
+  void add_all_reduce(Call& call, const Tensors& tensors, const ::c10d::ReduceOp& op);
+  void add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, const at::Tensor& target,
+                              const ::c10d::ReduceOp& op);
+  void add_broadcast(Call& call, const at::Tensor& tensor, int root);
+  void add_all_gather(Call& call, const Tensors& outputs, const at::Tensor& input);
+  void add_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs, const ::c10d::ReduceOp& op);
+
+  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Completer> collectives_ = std::make_shared<Completer>(Completer::Order::AsAdded);
+  std::shared_ptr<Completer> messages_ = std::make_shared<Completer>(Completer::Order::AsEnded);
+  c10::intrusive_ptr<Options> options_;
+  std::atomic<int64_t> timeout_ms_;
+  std::atomic<uint64_t> sequence_{0};
+  // Between startCoalescing() and endCoalescing(), on the thread that calls them.
+  struct Coalesced {
+    Call call{"coalesced calls"};
+    std::vector<std::shared_ptr<syncengine::Work>> works;
+  };
+  std::optional<Coalesced> coalesced_;
+};
+
+}  // namespace syncengine

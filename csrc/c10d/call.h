@@ -1,0 +1,82 @@
+// One call of torch.distributed in the engine's words: operations on memory, and what is left to do when they have ended.
+//
+// Ownership: keeps every tensor until the call has ended. Thread-safety: one thread. Aliasing: as torch.distributed has it.
+// Failure: InvalidUsage for tensors that are not dense ones of the CPU.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Storage.h>
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "c10d/torch_dtype.h"
+#include "collectives/message.h"
+#include "collectives/operation.h"
+
+namespace syncengine {
+
+class Call {
+ public:
+  // `name` is for messages, and outlives the call.
+  explicit Call(const char* name) : name_(name) {}
+
+  const char* name() const { return name_; }
+  std::vector<at::Tensor>& results() { return results_; }
+
+  // A tensor's elements, row by row: its own memory, or that of a copy if it is not contiguous. What is written to a copy is
+  // put into the tensor by deliver().
+  void read(const at::Tensor& tensor, SpanList& spans);
+  void write(const at::Tensor& tensor, SpanList& spans);
+  void update(const at::Tensor& tensor, SpanList& spans);
+  // The copy instead of the tensor's elements; the result is put into the tensor.
+  void update_through(const at::Tensor& tensor, const at::Tensor& copy, SpanList& spans);
+
+  // Memory that becomes a tensor's value only by what is done after it was filled.
+  void write_apart(const at::Tensor& scratch, SpanList& spans) { keep(scratch, spans); }
+  // Run by deliver(), before anything is put into tensors.
+  void afterwards(std::function<void()> step) { steps_.push_back(std::move(step)); }
+
+  // Sets what follows from dtype and reduction.
+  Operation moving(Collective collective, c10::ScalarType type) const;
+  Operation reducing(Collective collective, c10::ScalarType type, const ::c10d::ReduceOp& op, int world,
+                     Numerics numerics) const;
+  void add(Operation operation);
+  std::vector<Operation>& operations() { return operations_; }
+  void send(Message message) { add({std::move(message), true}); }
+  void receive(Message message) { add({std::move(message), false}); }
+  struct Mail {
+    Message message;
+    bool sends;
+  };
+  std::vector<Mail>& mail() { return mail_; }
+  // The sender of the last message to receive; -1 while that is not known.
+  int source() const { return source_ ? source_->load(std::memory_order_relaxed) : -1; }
+
+  // Takes over what another call left to be done.
+  void absorb(Call other);
+
+  // Once, after all operations have ended well.
+  void deliver();
+
+ private:
+  struct Delivery {
+    at::Tensor target, result;
+  };
+  void add(Mail mail);
+  void keep(const at::Tensor& tensor, SpanList& spans);
+
+  const char* name_;
+  std::vector<Operation> operations_;
+  std::vector<Mail> mail_;
+  std::shared_ptr<std::atomic<int>> source_;
+  // The engine holds memory, not tensors: any thread may let go of it, and the last reference to a tensor besides Python's
+  // would make torch wait for the GIL there.
+  std::shared_ptr<std::vector<c10::Storage>> memory_ = std::make_shared<std::vector<c10::Storage>>();
+  std::vector<std::function<void()>> steps_;
+  std::vector<Delivery> deliveries_;
+  std::vector<at::Tensor> results_;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,214 @@
+// TorchBackend's point-to-point calls, and the collectives that are made of messages: every pair of ranks that has something
+// to say exchanges one message a call. A rank's own part is copied at once.
+#include <cstring>
+
+#include "base/error.h"
+#include "c10d/backend.h"
+
+namespace syncengine {
+
+namespace {
+
+using ::c10d::OpType;
+
+// Channel 0 is the program's. On channel 1 messages match by the order of the calls, and the fingerprint says of which.
+constexpr uint64_t kCollectives = 1;
+enum class Kind : uint64_t { Gather = 1, Scatter, AllToAll };
+
+void copy_own(const SpanList& from, const SpanList& to) {
+  from.for_each(0, from.bytes(), [&](std::byte* source, size_t offset, size_t bytes) {
+    to.for_each(offset, bytes, [&](std::byte* target, size_t skip, size_t length) {
+      if (target != source + skip) std::memmove(target, source + skip, length);
+    });
+  });
+}
+
+SpanList part(const SpanList& whole, size_t offset, size_t bytes) {
+  SpanList spans;
+  whole.for_each(offset, bytes, [&](std::byte* data, size_t, size_t length) { spans.add(data, length); });
+  return spans;
+}
+
+std::function<std::string()> describe(const char* call, const char* direction, int peer, int64_t tag) {
+  return [=] {
+    std::string whom = peer == Message::kAnySource ? "any rank" : "rank " + std::to_string(peer) + " of the group";
+    return std::string(call) + "(" + direction + " " + whom + (tag < 0 ? "" : ", tag " + std::to_string(tag)) + ")";
+  };
+}
+
+Message own_message(const char* call, bool sends, int peer, int tag, SpanList memory) {
+  return {.peer = peer,
+          .tag = static_cast<uint64_t>(static_cast<uint32_t>(tag)),
+          .memory = std::move(memory),
+          .describe = describe(call, sends ? "to" : "from", peer, tag)};
+}
+
+Message part_of_collective(const char* call, Kind kind, bool sends, int peer, SpanList memory) {
+  return {.peer = peer,
+          .channel = kCollectives,
+          .fingerprint = static_cast<uint64_t>(kind),
+          .memory = std::move(memory),
+          .describe = describe(call, sends ? "to" : "from", peer, -1)};
+}
+
+// Bytes of each rank's part: equal parts where no sizes are given.
+std::vector<size_t> split_bytes(const char* call, const at::Tensor& tensor, const std::vector<int64_t>& sizes,
+                                int world) {
+  std::vector<size_t> bytes(world);
+  int64_t rows = tensor.dim() > 0 ? tensor.size(0) : 1;
+  size_t row_bytes = rows > 0 ? tensor.nbytes() / rows : 0;
+  if (sizes.empty()) {
+    if (rows % world != 0)
+      throw Error(ErrorKind::InvalidUsage, std::string(call) + ": " + std::to_string(rows) + " rows don't go into " +
+                                               std::to_string(world) + " equal parts: give split sizes");
+    std::fill(bytes.begin(), bytes.end(), rows / world * row_bytes);
+    return bytes;
+  }
+  int64_t sum = 0;
+  for (int64_t size : sizes) sum += size;
+  bool negative = std::any_of(sizes.begin(), sizes.end(), [](int64_t size) { return size < 0; });
+  if (static_cast<int>(sizes.size()) != world || negative || sum != rows)
+    throw Error(ErrorKind::InvalidUsage, std::string(call) + ": needs " + std::to_string(world) +
+                                             " split sizes that add up to " + std::to_string(rows) + " rows");
+  for (int rank = 0; rank < world; ++rank) bytes[rank] = sizes[rank] * row_bytes;
+  return bytes;
+}
+
+}  // namespace
+
+TorchBackend::TorchWorkPtr TorchBackend::send(Tensors& tensors, int destination, int tag) {
+  Call call("send");
+  SpanList memory;
+  call.read(require_only(tensors, call.name()), memory);
+  call.send(own_message(call.name(), true, require_rank(destination, call.name()), tag, std::move(memory)));
+  return start(std::move(call), {OpType::SEND, ::c10d::kUnsetTimeout, true, Counted::No});
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::recv(Tensors& tensors, int source, int tag) {
+  Call call("recv");
+  SpanList memory;
+  call.write(require_only(tensors, call.name()), memory);
+  call.receive(own_message(call.name(), false, require_rank(source, call.name()), tag, std::move(memory)));
+  call.results() = tensors;
+  return start(std::move(call), {OpType::RECV, ::c10d::kUnsetTimeout, true, Counted::No});
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag) {
+  Call call("recv");
+  SpanList memory;
+  call.write(require_only(tensors, call.name()), memory);
+  call.receive(own_message(call.name(), false, Message::kAnySource, tag, std::move(memory)));
+  call.results() = tensors;
+  return start(std::move(call), {OpType::RECVANYSOURCE, ::c10d::kUnsetTimeout, true, Counted::No});
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& inputs,
+                                                const ::c10d::GatherOptions& options) {
+  Call call("gather");
+  int root = require_rank(options.rootRank, call.name());
+  const at::Tensor& input = require_only(inputs, call.name());
+  SpanList mine;
+  call.read(input, mine);
+  if (rank_ != root) {
+    require_lists(call.name(), outputs.size(), 0);
+    call.send(part_of_collective(call.name(), Kind::Gather, true, root, std::move(mine)));
+  } else {
+    require_lists(call.name(), outputs.size(), 1);
+    require_lists(call.name(), outputs[0].size(), size_);
+    for (int peer = 0; peer < size_; ++peer) {
+      SpanList memory;
+      call.write(outputs[0][peer], memory);
+      if (peer == rank_ && memory.bytes() != mine.bytes())
+        throw Error(ErrorKind::InvalidUsage, "gather: the input is of another size than its place in the outputs");
+      if (peer == rank_)
+        copy_own(mine, memory);
+      else
+        call.receive(part_of_collective(call.name(), Kind::Gather, false, peer, std::move(memory)));
+    }
+    call.results() = outputs[0];
+  }
+  return start(std::move(call), {OpType::GATHER, options.timeout, options.asyncOp});
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& inputs,
+                                                 const ::c10d::ScatterOptions& options) {
+  Call call("scatter");
+  int root = require_rank(options.rootRank, call.name());
+  const at::Tensor& output = require_only(outputs, call.name());
+  SpanList mine;
+  call.write(output, mine);
+  call.results() = outputs;
+  if (rank_ != root) {
+    require_lists(call.name(), inputs.size(), 0);
+    call.receive(part_of_collective(call.name(), Kind::Scatter, false, root, std::move(mine)));
+  } else {
+    require_lists(call.name(), inputs.size(), 1);
+    require_lists(call.name(), inputs[0].size(), size_);
+    for (int peer = 0; peer < size_; ++peer) {
+      SpanList memory;
+      call.read(inputs[0][peer], memory);
+      if (peer == rank_ && memory.bytes() != mine.bytes())
+        throw Error(ErrorKind::InvalidUsage, "scatter: the output is of another size than its place in the inputs");
+      if (peer == rank_)
+        copy_own(memory, mine);
+      else
+        call.send(part_of_collective(call.name(), Kind::Scatter, true, peer, std::move(memory)));
+    }
+  }
+  return start(std::move(call), {OpType::SCATTER, options.timeout, options.asyncOp});
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                       std::vector<int64_t>& output_sizes,
+                                                       std::vector<int64_t>& input_sizes,
+                                                       const ::c10d::AllToAllOptions& options) {
+  Call call("all_to_all");
+  require_same_dtype(call.name(), output, input);
+  auto out_bytes = split_bytes(call.name(), output, output_sizes, size_);
+  auto in_bytes = split_bytes(call.name(), input, input_sizes, size_);
+  SpanList from, to;
+  call.read(input, from);
+  call.write(output, to);
+  std::vector<SpanList> sent(size_), received(size_);
+  size_t in_offset = 0, out_offset = 0;
+  for (int peer = 0; peer < size_; ++peer) {
+    sent[peer] = part(from, in_offset, in_bytes[peer]);
+    received[peer] = part(to, out_offset, out_bytes[peer]);
+    in_offset += in_bytes[peer];
+    out_offset += out_bytes[peer];
+  }
+  add_all_to_all(call, std::move(sent), std::move(received));
+  call.results() = {output};
+  return start(std::move(call), {OpType::ALLTOALL_BASE, options.timeout, options.asyncOp});
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::alltoall(Tensors& outputs, Tensors& inputs,
+                                                  const ::c10d::AllToAllOptions& options) {
+  Call call("all_to_all");
+  require_lists(call.name(), outputs.size(), size_);
+  require_lists(call.name(), inputs.size(), size_);
+  std::vector<SpanList> sent(size_), received(size_);
+  for (int peer = 0; peer < size_; ++peer) {
+    call.read(inputs[peer], sent[peer]);
+    call.write(outputs[peer], received[peer]);
+  }
+  add_all_to_all(call, std::move(sent), std::move(received));
+  call.results() = outputs;
+  return start(std::move(call), {OpType::ALLTOALL, options.timeout, options.asyncOp});
+}
+
+// Each rank begins with its neighbor, so that not all turn to the same one.
+void TorchBackend::add_all_to_all(Call& call, std::vector<SpanList> sent, std::vector<SpanList> received) {
+  if (sent[rank_].bytes() != received[rank_].bytes())
+    throw Error(ErrorKind::InvalidUsage, std::string(call.name()) + ": this rank sends itself " +
+                                             std::to_string(sent[rank_].bytes()) + " bytes, but has room for " +
+                                             std::to_string(received[rank_].bytes()));
+  copy_own(sent[rank_], received[rank_]);
+  for (int step = 1; step < size_; ++step) {
+    int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;
+    call.receive(part_of_collective(call.name(), Kind::AllToAll, false, from, std::move(received[from])));
+    call.send(part_of_collective(call.name(), Kind::AllToAll, true, to, std::move(sent[to])));
+  }
+}
+
+}  // namespace syncengine

@@ -1,0 +1,123 @@
+#include "c10d/torch_dtype.h"
+
+#include <ATen/ops/bitwise_and.h>
+#include <ATen/ops/bitwise_or.h>
+#include <ATen/ops/bitwise_xor.h>
+#include <ATen/ops/mul.h>
+
+#include <optional>
+#include <string>
+
+#include "base/error.h"
+
+namespace syncengine {
+
+namespace {
+
+std::optional<DType> same_dtype(c10::ScalarType type) {
+  switch (type) {
+    case c10::ScalarType::Half: return DType::Float16;
+    case c10::ScalarType::BFloat16: return DType::BFloat16;
+    case c10::ScalarType::Float: return DType::Float32;
+    case c10::ScalarType::Double: return DType::Float64;
+    case c10::ScalarType::Char: return DType::Int8;
+    case c10::ScalarType::Short: return DType::Int16;
+    case c10::ScalarType::Int: return DType::Int32;
+    case c10::ScalarType::Long: return DType::Int64;
+    case c10::ScalarType::Byte: return DType::UInt8;
+    case c10::ScalarType::Bool: return DType::Bool;
+    default: return std::nullopt;
+  }
+}
+
+// A complex number is two real ones.
+std::optional<DType> parts_of_complex(c10::ScalarType type) {
+  switch (type) {
+    case c10::ScalarType::ComplexHalf: return DType::Float16;
+    case c10::ScalarType::ComplexFloat: return DType::Float32;
+    case c10::ScalarType::ComplexDouble: return DType::Float64;
+    default: return std::nullopt;
+  }
+}
+
+// Sums, products and bits of unsigned integers are those of signed ones.
+std::optional<DType> signed_twin(c10::ScalarType type) {
+  switch (type) {
+    case c10::ScalarType::UInt16: return DType::Int16;
+    case c10::ScalarType::UInt32: return DType::Int32;
+    case c10::ScalarType::UInt64: return DType::Int64;
+    default: return std::nullopt;
+  }
+}
+
+std::optional<ReduceOp> engine_op(::c10d::ReduceOp::RedOpType op) {
+  switch (op) {
+    case ::c10d::ReduceOp::SUM:
+    case ::c10d::ReduceOp::PREMUL_SUM: return ReduceOp::Sum;
+    case ::c10d::ReduceOp::AVG: return ReduceOp::Avg;
+    case ::c10d::ReduceOp::PRODUCT: return ReduceOp::Product;
+    case ::c10d::ReduceOp::MIN: return ReduceOp::Min;
+    case ::c10d::ReduceOp::MAX: return ReduceOp::Max;
+    default: return std::nullopt;
+  }
+}
+
+const char* name(::c10d::ReduceOp::RedOpType op) {
+  constexpr const char* kNames[] = {"SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"};
+  return op < std::size(kNames) ? kNames[op] : "UNUSED";
+}
+
+[[noreturn]] void refuse(const ::c10d::ReduceOp& op, c10::ScalarType type, const char* call) {
+  throw Error(ErrorKind::InvalidUsage, std::string(call) + ": ReduceOp." + name(op) + " has no meaning for dtype " +
+                                           c10::toString(type) + " in syncengine");
+}
+
+}  // namespace
+
+DType moved_as(c10::ScalarType type) {
+  if (auto dtype = same_dtype(type)) return *dtype;
+  if (auto dtype = parts_of_complex(type)) return *dtype;
+  if (auto dtype = signed_twin(type)) return *dtype;
+  return DType::UInt8;
+}
+
+TorchReduction reduction_of(const ::c10d::ReduceOp& torch_op, c10::ScalarType type, int world, const char* call) {
+  auto op = engine_op(torch_op);
+  auto dtype = same_dtype(type);
+  if (op && !dtype && (*op == ReduceOp::Sum || *op == ReduceOp::Avg)) dtype = parts_of_complex(type);
+  if (op && !dtype && *op != ReduceOp::Min && *op != ReduceOp::Max) dtype = signed_twin(type);
+  if (op && dtype == DType::Bool && *op == ReduceOp::Sum) op = ReduceOp::Max;
+  bool scales = ::c10d::ReduceOp::RedOpType(torch_op) == ::c10d::ReduceOp::PREMUL_SUM;
+  if (!op || !dtype || !is_supported(*dtype, *op) || (scales && !is_floating(*dtype))) refuse(torch_op, type, call);
+  return {*dtype, *op, *op == ReduceOp::Avg ? 1.0 / world : 1.0};
+}
+
+bool is_bitwise(const ::c10d::ReduceOp& op, c10::ScalarType type, const char* call) {
+  ::c10d::ReduceOp::RedOpType kind = op;
+  if (kind != ::c10d::ReduceOp::BAND && kind != ::c10d::ReduceOp::BOR && kind != ::c10d::ReduceOp::BXOR) return false;
+  if (!c10::isIntegralType(type, /*includeBool=*/true)) refuse(op, type, call);
+  return true;
+}
+
+at::Tensor combined_bits(const ::c10d::ReduceOp& op, const at::Tensor& parts) {
+  ::c10d::ReduceOp::RedOpType kind = op;
+  at::Tensor result = parts[0];
+  for (int64_t i = 1; i < parts.size(0); ++i) {
+    result = kind == ::c10d::ReduceOp::BAND  ? at::bitwise_and(result, parts[i])
+             : kind == ::c10d::ReduceOp::BOR ? at::bitwise_or(result, parts[i])
+                                             : at::bitwise_xor(result, parts[i]);
+  }
+  return result;
+}
+
+at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
+  if (op != ::c10d::ReduceOp::PREMUL_SUM) return {};
+  const auto* supplement = dynamic_cast<const ::c10d::PreMulSumSupplement*>(op.supplement_.get());
+  if (supplement == nullptr) throw Error(ErrorKind::InvalidUsage, "ReduceOp.PREMUL_SUM without a factor");
+  const at::Tensor& factor = supplement->tensor_factor;
+  at::Tensor scaled = factor.defined() ? at::mul(tensor, factor.to(tensor.scalar_type()))
+                                       : at::mul(tensor, at::Scalar(supplement->double_factor));
+  return scaled.contiguous();
+}
+
+}  // namespace syncengine

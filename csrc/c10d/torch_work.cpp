@@ -1,0 +1,83 @@
+#include "c10d/torch_work.h"
+
+#include "c10d/completer.h"
+#include "reducer/python_error.h"
+
+namespace syncengine {
+
+TorchWork::TorchWork(Origin origin, Call call, std::vector<std::shared_ptr<syncengine::Work>> works)
+    : ::c10d::Work(origin.communicator->rank(), origin.type),
+      origin_(std::move(origin)),
+      works_(std::move(works)),
+      deadline_(origin_.at_most ? Deadline::after(*origin_.at_most) : Deadline::never()),
+      call_(std::move(call)) {}
+
+bool TorchWork::ended() const {
+  return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->ended(); });
+}
+
+bool TorchWork::isCompleted() {
+  if (!ended()) return false;
+  if (isSuccess()) deliver();
+  return true;
+}
+
+bool TorchWork::isSuccess() const {
+  return std::all_of(works_.begin(), works_.end(),
+                     [](const auto& work) { return work->state() == syncengine::Work::State::Done; });
+}
+
+std::exception_ptr TorchWork::exception() const {
+  for (const auto& work : works_) {
+    if (work->state() == syncengine::Work::State::Failed) return work->error();
+  }
+  return nullptr;
+}
+
+std::vector<at::Tensor> TorchWork::result() { return call_.results(); }
+
+bool TorchWork::wait(std::chrono::milliseconds timeout) {
+  std::optional<Duration> at_most;
+  if (timeout > kNoTimeout) at_most = timeout;
+  wait_for_works(at_most, raise_pending_signal);
+  deliver();
+  return true;
+}
+
+void TorchWork::wait_for_works(std::optional<Duration> at_most, const std::function<void()>& interrupted) {
+  if (origin_.at_most) at_most = deadline_.left(at_most.value_or(*origin_.at_most));
+  for (const auto& work : works_) origin_.communicator->wait(work, interrupted, at_most);
+}
+
+void TorchWork::deliver() {
+  std::call_once(delivered_, [this] { call_.deliver(); });
+}
+
+void TorchWork::abort() {
+  auto& communicator = *origin_.communicator;
+  communicator.abort(ErrorKind::Aborted, "rank " + std::to_string(communicator.global_ranks()[communicator.rank()]) +
+                                             " aborted its " + call_.name());
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
+  std::call_once(future_made_, [this] {
+    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (ended())
+      complete_future();
+    else
+      origin_.completer->add(c10::intrusive_ptr<TorchWork>::unsafe_reclaim_from_nonowning(this));
+  });
+  return future_;
+}
+
+void TorchWork::complete_future() {
+  try {
+    wait_for_works({}, {});
+    deliver();
+  } catch (...) {
+    return future_->setError(std::current_exception());
+  }
+  future_->markCompleted(c10::IValue(call_.results()));
+}
+
+}  // namespace syncengine

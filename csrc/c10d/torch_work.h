@@ -1,0 +1,61 @@
+// What torch.distributed holds of a call: the engine's works, and the delivery of their results.
+//
+// Ownership: shared; dropping it does not cancel the call, but drops what deliver() would have done. Thread-safety: any thread.
+// Failure: wait() throws the engine's Error; a future gets it.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "c10d/call.h"
+#include "engine/communicator.h"
+
+namespace syncengine {
+
+class Completer;
+
+class TorchWork final : public ::c10d::Work {
+ public:
+  struct Origin {
+    std::shared_ptr<Communicator> communicator;
+    std::shared_ptr<Completer> completer;
+    ::c10d::OpType type;
+    uint64_t number;
+    std::optional<Duration> at_most;  // from now on; past it a wait fails the communicator
+  };
+  TorchWork(Origin origin, Call call, std::vector<std::shared_ptr<syncengine::Work>> works);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override { return call_.source(); }
+  std::vector<at::Tensor> result() override;
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override { wait(); }
+  void abort() override;
+  uint64_t getSequencenumber() const override { return origin_.number; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+
+  // For the completer: waits, then completes the future.
+  void complete_future();
+  bool ended() const;
+
+ private:
+  void wait_for_works(std::optional<Duration> at_most, const std::function<void()>& interrupted);
+  void deliver();
+
+  Origin origin_;
+  std::vector<std::shared_ptr<syncengine::Work>> works_;
+  Deadline deadline_;
+  std::once_flag delivered_;
+  Call call_;
+  std::once_flag future_made_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,49 @@
+"""The torch.distributed backend "syncengine": registered when syncengine is imported, made when a group is.
+
+import syncengine
+torch.distributed.init_process_group("syncengine")  # or "cpu:syncengine,cuda:nccl"
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from syncengine._C import Backend
+from syncengine.communicator import install_hooks, refuse_forked_child
+from syncengine.config import Config
+from syncengine.connect import connect
+from syncengine.errors import InvalidUsage
+from syncengine.launch.store import StoreExchange
+
+NAME = "syncengine"
+
+
+def register() -> None:
+    """Makes the name known to torch.distributed. CUDA tensors belong to another backend of the same group."""
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+
+
+def create(options: Any, backend_options: Any) -> Backend:
+    """The backend of one process group: its ranks meet through the group's store. Called by torch, on these ranks.
+
+    Settings are SYNCENGINE_*, but for the timeout, which is the group's.
+    """
+    if backend_options is not None:
+        raise InvalidUsage("pg_options are not for syncengine, which is configured by SYNCENGINE_* variables")
+    refuse_forked_child()
+    timeout = options.timeout.total_seconds()
+    config = replace(Config.read(os.environ), timeout=min(timeout, 1e9))
+    rank, size, global_ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
+    global_ranks = global_ranks or list(range(size))  # as torch leaves it for the group of all ranks
+    exchange = None
+    if size > 1:
+        call = "call init_process_group or new_group"
+        exchange = StoreExchange(options.store, rank, size, timeout, config.log_after, global_ranks, call)
+    communicator, _ = connect(exchange, rank, size, config, timeout, global_ranks)
+    install_hooks()
+    return Backend(communicator)

@@ -1,0 +1,198 @@
+"""The torch.distributed backend "syncengine": point-to-point calls, and the collectives that are made of messages."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankPool, run_on_ranks
+from test_torch_backend import COMPLEX, FLOATS, INTEGERS, OTHERS, equal, mine, ours, value
+
+from syncengine.errors import InvalidUsage, Mismatch, PeerLost, Timeout
+
+LARGE = 700_001  # elements: several staged pieces
+
+
+@run_on_ranks(world=3, gloo=True, settings=None)
+def test_send_and_receive() -> None:
+    group, rank = ours(), dist.get_rank()
+    for size in (0, 1, 100, 5000, LARGE):
+        if rank == 0:
+            dist.send(value(torch.float32, 0, size), 1, group)
+            dist.recv(answer := torch.empty(size), 1, group, tag=size)
+            assert equal(answer, value(torch.float32, 1, size))
+        elif rank == 1:
+            dist.recv(received := torch.empty(size), 0, group)
+            assert equal(received, value(torch.float32, 0, size))
+            dist.send(value(torch.float32, 1, size), 0, group, tag=size)
+    for dtype in (*FLOATS, *INTEGERS, *COMPLEX, *OTHERS):
+        if rank == 0:
+            dist.send(value(dtype, 0, 4, 6).t(), 2, group)
+        elif rank == 2:
+            received = torch.zeros(4, 6).to(dtype).t()
+            dist.recv(received, 0, group)
+            assert equal(received, value(dtype, 0, 4, 6).t()), dtype
+
+
+@run_on_ranks(world=4, gloo=True, settings=None)
+def test_receive_from_any_rank() -> None:
+    group, rank = ours(), dist.get_rank()
+    for size in (3, LARGE):
+        if rank:
+            dist.send(value(torch.float32, rank, size), 0, group, tag=size)
+        else:
+            sources = set()
+            for _ in range(3):
+                received = torch.empty(size)
+                source = dist.recv(received, group=group, tag=size)
+                assert equal(received, value(torch.float32, source, size))
+                sources.add(source)
+            assert sources == {1, 2, 3}
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_messages_match_by_tag_and_in_order() -> None:
+    group, rank, count = ours(), dist.get_rank(), 50
+    buffers = [torch.full((10 if i % 2 else 5000,), i if rank == 0 else -1) for i in range(count)]
+    if rank == 0:
+        works = [dist.isend(b, 1, group, tag=i % 4) for i, b in enumerate(buffers)]
+        dist.barrier(group)
+    else:
+        dist.barrier(group)
+        order = sorted(range(count), key=lambda i: (-(i % 4), i))  # the last tag first
+        works = [dist.irecv(buffers[i], 0, group, tag=i % 4) for i in order]
+    for work in reversed(works):
+        work.wait()
+    assert all(bool((b == i).all()) for i, b in enumerate(buffers))
+
+
+@run_on_ranks(world=3, gloo=True, settings=None)
+def test_batches_and_messages_to_oneself() -> None:
+    group, rank = ours(), dist.get_rank()
+    received = [torch.empty(LARGE) for _ in range(3)]
+    sent = [mine(torch.float32, LARGE) + peer for peer in range(3)]
+    operations = [dist.P2POp(dist.isend, sent[peer], peer, group) for peer in range(3)]
+    operations += [dist.P2POp(dist.irecv, received[peer], peer, group) for peer in range(3)]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    assert all(equal(received[peer], value(torch.float32, peer, LARGE) + rank) for peer in range(3))
+    # A future of a message that comes late does not hold up the others.
+    late = dist.irecv(first := torch.empty(5), (rank - 1) % 3, group, tag=1).get_future()
+    early = dist.irecv(torch.empty(5), (rank - 1) % 3, group, tag=2).get_future()
+    dist.send(torch.ones(5), (rank + 1) % 3, group, tag=2)
+    early.wait()
+    dist.send(torch.ones(5), (rank + 1) % 3, group, tag=1)
+    assert late.wait()[0] is first or equal(first, torch.ones(5))
+    future = dist.isend(sent[0], (rank + 1) % 3, group).get_future()
+    dist.recv(received[0], (rank - 1) % 3, group)
+    future.wait()
+
+
+@run_on_ranks(world=3, gloo=True, settings=None)
+def test_gather_and_scatter() -> None:
+    group, rank = ours(), dist.get_rank()
+    for root, size in ((0, 3), (2, LARGE), (1, 0)):
+        parts = [torch.empty(size, 2).t() for _ in range(3)] if rank == root else None
+        dist.gather(mine(torch.float32, size, 2).t(), parts, root, group)
+        if rank == root:
+            assert all(equal(parts[r], value(torch.float32, r, size, 2).t()) for r in range(3))
+        output = torch.empty(size)
+        whole = [value(torch.float32, r, size) for r in range(3)] if rank == root else None
+        work = dist.scatter(output, whole, root, group, async_op=True)
+        work.wait()
+        assert equal(output, mine(torch.float32, size))
+    objects: list[Any] | None = [None] * 3 if rank == 1 else None
+    dist.gather_object({"rank": rank}, objects, 1, group)
+    if rank == 1:
+        assert [o["rank"] for o in objects] == [0, 1, 2]
+    dist.scatter_object_list(out := [None], ["a", "b" * 1000, "c"] if rank == 2 else [None] * 3, 2, group)
+    assert out[0] == ("a", "b" * 1000, "c")[rank]
+    if rank == 0:
+        dist.send_object_list(["x", 3], 1, group)
+    elif rank == 1:
+        dist.recv_object_list(got := [None, None], 0, group)
+        assert got == ["x", 3]
+
+
+@run_on_ranks(world=3, gloo=True, settings=None)
+def test_all_to_all() -> None:
+    group, rank = ours(), dist.get_rank()
+    for dtype, rows in ((torch.float32, 1), (torch.int64, 40_000), (torch.bool, 5)):
+        output = torch.empty(3 * rows, 2, dtype=dtype)
+        dist.all_to_all_single(output, mine(dtype, 3 * rows, 2), group=group)
+        expected = torch.cat([value(dtype, r, 3 * rows, 2)[rank * rows : (rank + 1) * rows] for r in range(3)])
+        assert equal(output, expected)
+    # Rank r sends r + 2 * p rows to rank p: nothing from 0 to itself.
+    sizes = [[r + 2 * p for p in range(3)] for r in range(3)]
+    received = [sizes[r][rank] for r in range(3)]
+    output = torch.empty(sum(received), 3)
+    dist.all_to_all_single(output, mine(torch.float32, sum(sizes[rank]), 3), received, sizes[rank], group)
+    pieces = [value(torch.float32, r, sum(sizes[r]), 3).split(sizes[r])[rank] for r in range(3)]
+    assert equal(output, torch.cat(pieces))
+    outputs = [torch.empty(n, 3) for n in received]
+    work = dist.all_to_all(outputs, list(mine(torch.float32, sum(sizes[rank]), 3).split(sizes[rank])), group, True)
+    work.wait()
+    assert all(map(equal, outputs, pieces))
+
+
+def receive_what_was_not_sent(how: str) -> str | None:
+    group, rank = ours(), dist.get_rank()
+    dist.barrier()
+    if rank == 1:
+        if how == "size":
+            with pytest.raises(Mismatch):
+                dist.send(torch.ones(1000), 0, group)
+        elif how == "collective":
+            with pytest.raises(Mismatch):
+                dist.scatter(torch.ones(3), None, 0, group)
+        elif how == "die":
+            os._exit(1)
+        elif how == "late":
+            dist.barrier()
+        return None
+    kind = {"size": Mismatch, "collective": Mismatch, "die": PeerLost, "late": Timeout}[how]
+    with pytest.raises(kind) as error:
+        if how == "collective":
+            dist.scatter(torch.ones(3), [torch.ones(3), torch.ones(4)], 0, group)
+            dist.barrier(group)
+        elif how == "late":
+            from datetime import timedelta
+
+            dist.irecv(torch.ones(3), 1, group, tag=5).wait(timedelta(seconds=0.3))
+        else:
+            dist.recv(torch.ones(3), 1, group, tag=0)
+    if how == "late":
+        dist.barrier()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("size", "rank 0 called recv(from rank 1 of the group, tag 0) for 12 bytes where rank 1 sent 4000 bytes"),
+        ("collective", "rank 1 called scatter(from rank 0 of the group) for 12 bytes where rank 0 sent 16 bytes"),
+        ("die", "rank 1 died while rank 0 was in recv(from rank 1 of the group, tag 0)"),
+        ("late", "rank 0 waits for rank 1 since 0.3 s in recv(from rank 1 of the group, tag 5)"),
+    ],
+)
+def test_what_does_not_come_is_named(pool: RankPool, how: str, text: str):
+    with pool.spawn_ranks(receive_what_was_not_sent, how, gloo=True, settings=None) as ranks:
+        assert text in ranks[0].result()
+        if how != "die":
+            ranks[1].result()
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_wrong_calls_are_refused_on_the_rank_that_makes_them() -> None:
+    group = ours()
+    with pytest.raises(InvalidUsage, match=r"all_to_all: 3 rows don't go into 2 equal parts"):
+        dist.all_to_all_single(torch.ones(3), torch.ones(3), group=group)
+    with pytest.raises(InvalidUsage, match=r"needs 2 split sizes that add up to 4 rows"):
+        dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 2], [1, 2], group)
+    backend = group._get_backend(torch.device("cpu"))
+    with pytest.raises(InvalidUsage, match=r"rank 7 of the group is not in 0\.\.1"):
+        backend.send([torch.ones(1)], 7, 0)
+    dist.barrier(group)
