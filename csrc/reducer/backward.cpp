@@ -1,4 +1,4 @@
-// The Reducer while backward runs: gradients are collected, and their buckets announced or handed to the communication hook.
+// The Reducer while backward runs: gradients are collected, and counted in their buckets.
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <utility>
@@ -83,6 +83,7 @@ void Reducer::begin_backward() {
   phase_ = Phase::Syncing;
   // The first iteration of a static graph says nothing about the order in which gradients are ready.
   plan_used_ = !static_graph_ || static_graph_->observed();
+  asks_usage_ = finds_unused() || (static_graph_ && !static_graph_->observed());
   for (auto& bucket : buckets_) {
     bucket.state = Bucket::State::Filling;
     bucket.missing = bucket.layout->parameters.size();
@@ -136,7 +137,7 @@ void Reducer::collect_observed() try {
       collect_unused(i);
     }
   }
-  announce_usage();
+  if (!usage_travels()) announce_usage();
 } catch (const Error& error) {
   tell_peers(error.what());
   throw;
@@ -167,118 +168,21 @@ void Reducer::collect(size_t index, const at::Tensor& incoming) {
 
 void Reducer::count_collected(size_t index) {
   Bucket& bucket = buckets_[bucket_of_[index]];
+  if (!bucket.memory && !comm_hook_ && !bucket.layout->sparse) bucket.memory = make_memory(*bucket.layout);
+  if (weight_ == 1.0) copy_if_small(bucket, position_of_[index]);
   if (--bucket.missing > 0) return;
   bucket.state = Bucket::State::Ready;
   --buckets_missing_;
-  if (weight_ != 1.0) weigh(bucket);
+  if (weight_ != 1.0) {
+    weigh(bucket);
+    for (size_t k = 0; k < bucket.layout->parameters.size(); ++k) copy_if_small(bucket, k);
+  }
   if (skips(bucket)) {
     bucket.state = Bucket::State::Skipped;
   } else if (!comm_hook_ && !bucket.layout->sparse) {
     announce(bucket);
   }
-  if (buckets_missing_ == 0 && finds_unused()) announce_usage();
-}
-
-bool Reducer::skips(const Bucket& bucket) const {
-  if (!options_.skip_all_reduce_unused_params) return false;
-  for (size_t i : bucket.layout->parameters) {
-    if (!gradients_[i].stands_in()) return false;
-  }
-  return true;
-}
-
-void Reducer::announce(Bucket& bucket) {
-  const BucketLayout& layout = *bucket.layout;
-  Operation operation;
-  operation.dtype = compression_ ? compression_->dtype() : layout.dtype;
-  operation.op = ReduceOp::Avg;
-  operation.numerics = communicator_->numerics();
-  // DDP scales each contribution as it copies it into the bucket; rank_order scales the sum, and so rounds once.
-  double& scale = compression_ || operation.numerics == Numerics::Ring ? operation.prescale : operation.postscale;
-  bucket.memory = std::make_shared<std::vector<at::Tensor>>();
-  bucket.memory->reserve(layout.parameters.size());
-  if (compression_) {
-    for (size_t i : layout.parameters) {
-      bucket.memory->push_back(compression_->compress(gradients_[i].memory(), statistics_));
-    }
-  } else {
-    for (size_t i : layout.parameters) bucket.memory->push_back(gradients_[i].memory());
-  }
-  if (scaling_ == Scaling::Multiply || is_exact(divisor_)) {
-    scale = 1.0 / divisor_;
-  } else {
-    scale_one_by_one(bucket);
-  }
-  if (pool_ && operation.prescale == 1.0) bucket.small = SmallGradients::gather(*pool_, *bucket.memory, statistics_);
-  for (size_t i = 0; i < bucket.memory->size(); ++i) {
-    operation.output.add(bucket.small.place(*bucket.memory, i), (*bucket.memory)[i].nbytes());
-  }
-  statistics_.reduced_bytes += operation.output.bytes();
-  operation.input = operation.output;
-  operation.layout_hash = layout.hash;
-  operation.describe = [layout = bucket.layout] { return layout->describe(); };
-  operation.keepalive = bucket.memory;
-  if (bucket.small.memory())
-    operation.keepalive =
-        std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(bucket.memory, bucket.small.memory());
-  timeline_.bucket();
-  bucket.work = communicator_->announce(first_slot_ + layout.index, std::move(operation));
-  bucket.state = Bucket::State::InFlight;
-}
-
-void Reducer::scale_one_by_one(const Bucket& bucket) const {
-  at::NoGradGuard no_grad;
-  for (size_t k = 0; k < bucket.memory->size(); ++k) {
-    bool divide = scaling_ == Scaling::Divide || gradients_[bucket.layout->parameters[k]].is_kept();
-    scale((*bucket.memory)[k], divide, divisor_);
-  }
-}
-
-void Reducer::announce_usage() {
-  for (size_t i = 0; i < used_here_.size(); ++i) (*used_anywhere_)[i] = used_here_[i];
-  Operation operation;
-  operation.dtype = DType::UInt8;
-  operation.op = ReduceOp::Max;
-  operation.numerics = communicator_->numerics();
-  operation.output.add(used_anywhere_->data(), used_anywhere_->size());
-  operation.input = operation.output;
-  operation.describe = [names = names_] { return "used parameters of " + names->model; };
-  operation.keepalive = used_anywhere_;
-  usage_work_ = communicator_->announce(first_slot_ + gradients_.size(), std::move(operation));
-}
-
-// In the order of buckets, which is the same on all ranks, since what hooks send is matched by its order; and without the
-// lock, since a hook is anybody's code.
-void Reducer::run_comm_hooks() {
-  std::unique_lock lock(mutex_);
-  if (phase_ != Phase::Syncing && phase_ != Phase::Finalizing) return;
-  while (!hook_runs_ && next_hooked_ < buckets_.size() && buckets_[next_hooked_].state >= Bucket::State::Ready) {
-    Bucket& bucket = buckets_[next_hooked_++];
-    if (bucket.state == Bucket::State::Skipped) continue;
-    bucket.state = Bucket::State::InFlight;
-    bucket.memory = std::make_shared<std::vector<at::Tensor>>();
-    std::vector<at::Tensor> parameters;
-    for (size_t i : bucket.layout->parameters) {
-      bucket.memory->push_back(gradients_[i].memory());
-      parameters.push_back(gradients_[i].parameter());
-    }
-    statistics_.count_copy(CopyReason::CommHook, CommHook::bytes(*bucket.memory));
-    timeline_.bucket();
-    auto layout = bucket.layout;
-    auto memory = bucket.memory;
-    hook_runs_ = true;
-    lock.unlock();
-    try {
-      comm_hook_->start(*layout, std::move(parameters), *memory);
-    } catch (...) {
-      tell_peers("the communication hook raised " + current_error_text());
-      lock.lock();
-      hook_runs_ = false;
-      throw;
-    }
-    lock.lock();
-    hook_runs_ = false;
-  }
+  if (buckets_missing_ == 0 && finds_unused() && !usage_travels()) announce_usage();
 }
 
 }  // namespace syncengine

@@ -1,6 +1,8 @@
 // Gradients of one dtype that are reduced together, in the memory where they lie: a bucket has no memory of its own.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -10,10 +12,6 @@
 #include "base/dtype.h"
 #include "engine/work.h"
 #include "reducer/small_gradients.h"
-
-namespace at {
-class Tensor;
-}
 
 namespace syncengine {
 
@@ -30,10 +28,18 @@ struct BucketLayout {
   DType dtype;
   std::vector<size_t> parameters;  // in the order in which they lie in the concatenation
   bool sparse;                     // of one gradient of sparse layout
-  uint64_t hash;                   // of indices, sizes and dtype: equal on all ranks, or the reduction is a Mismatch
+  SmallLayout small;
+  uint64_t hash;  // of indices, sizes and dtype: equal on all ranks, or the reduction is a Mismatch
 
   // "bucket 3 of Parallel(GPT) (layer.weight, layer.bias, ...)"
   std::string describe() const;
+};
+
+// What the engine works on; it may hold it a little longer than the bucket.
+struct BucketMemory {
+  std::vector<at::Tensor> gradients;  // in the layout's order, those in `small` left out
+  SmallGradients small;
+  std::vector<uint64_t> used;  // a bit for each gradient: whether any rank has used the parameter; empty if nobody asks
 };
 
 struct Bucket {
@@ -49,8 +55,7 @@ struct Bucket {
   State state = State::Filling;
   size_t missing = 0;  // gradients that this backward has not brought yet
   std::shared_ptr<Work> work;
-  std::shared_ptr<std::vector<at::Tensor>> memory;  // kept alive for the engine
-  SmallGradients small;
+  std::shared_ptr<BucketMemory> memory;
 };
 
 }  // namespace syncengine

@@ -33,6 +33,7 @@ void Reducer::on_backward_end() {
     phase_ = Phase::Finalizing;
   }
   finalize();
+  if (!any_user_hooks_) return;
   for (const auto& bucket : buckets_) {
     for (size_t i : bucket.layout->parameters) run_postponed(gradients_[i].parameter());
   }
@@ -84,7 +85,7 @@ void Reducer::wait_for_buckets() {
 void Reducer::wait_for_hooks() {
   try {
     for (const auto& bucket : buckets_) {
-      if (bucket.memory) comm_hook_->finish(*bucket.layout, *bucket.memory, *communicator_);
+      if (bucket.memory) comm_hook_->finish(*bucket.layout, bucket.memory->gradients, *communicator_);
     }
   } catch (...) {
     tell_peers("the communication hook's future failed: " + current_error_text());
@@ -110,10 +111,17 @@ void Reducer::check_skipped() const {
 
 void Reducer::deliver(Bucket& bucket) {
   const auto& parameters = bucket.layout->parameters;
-  if (bucket.work) bucket.small.scatter(*bucket.memory);
-  if (compression_ && bucket.memory) {
-    at::NoGradGuard no_grad;
-    for (size_t k = 0; k < parameters.size(); ++k) gradients_[parameters[k]].memory().copy_((*bucket.memory)[k]);
+  if (bucket.memory) {
+    auto& [gradients, small, used] = *bucket.memory;
+    if (bucket.work) small.copy_out();
+    for (size_t k = 0; k < 64 * used.size() && k < parameters.size(); ++k) {
+      (*used_anywhere_)[parameters[k]] = used[k / 64] >> k % 64 & 1;
+    }
+    if (compression_ && bucket.work) {
+      at::NoGradGuard no_grad;
+      for (size_t k = 0; k < parameters.size(); ++k) gradients_[parameters[k]].memory().copy_(gradients[k]);
+    }
+    *bucket.memory = {};  // the engine may hold the operation a little longer
   }
   for (size_t i : parameters) {
     gradients_[i].deliver(!tracks_usage() || (*used_anywhere_)[i] != 0);
@@ -121,9 +129,7 @@ void Reducer::deliver(Bucket& bucket) {
   }
   bucket.state = Bucket::State::Reduced;
   bucket.work.reset();
-  if (bucket.memory) bucket.memory->clear();  // the engine may hold the operation a little longer
   bucket.memory.reset();
-  bucket.small = {};
 }
 
 void Reducer::on_backward_abandoned() noexcept {
@@ -147,7 +153,6 @@ void Reducer::settle_after_failure() {
     for (size_t i : bucket.layout->parameters) gradients_[i].discard();
     bucket.work.reset();
     bucket.memory.reset();  // not cleared: the engine keeps what it might still touch
-    bucket.small = {};
   }
   if (comm_hook_) comm_hook_->reset(buckets_.size());  // a hook's collectives may still write there
   phase_ = Phase::Consumed;

@@ -142,10 +142,12 @@ void queue_backward_end(std::shared_ptr<Reducer> reducer) {
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->reach(); });
 }
 
-void postpone_user_hooks(const std::weak_ptr<Reducer>& reducer, size_t index, const at::Tensor& parameter) {
+bool postpone_user_hooks(const std::weak_ptr<Reducer>& reducer, size_t index, const at::Tensor& parameter) {
   auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
-  if (!hook || postponed_hook(parameter) != nullptr) return;
-  hook = std::make_unique<PostponedHook>(reducer, index, std::move(hook));
+  if (hook && postponed_hook(parameter) == nullptr) {
+    hook = std::make_unique<PostponedHook>(reducer, index, std::move(hook));
+  }
+  return hook != nullptr;
 }
 
 void run_postponed(const at::Tensor& parameter) {

@@ -46,8 +46,9 @@ void pool_gradients_of_this_task(shm::Pool& pool, const std::shared_ptr<const gr
 void queue_backward_end(std::shared_ptr<Reducer> reducer);
 
 // Users' post-accumulate-grad hooks (an optimizer in backward, say) run before GradientHook, on the local gradient. This
-// makes them wait: calls Reducer::postpones(index), and if that is true, runs nothing until run_postponed.
-void postpone_user_hooks(const std::weak_ptr<Reducer>& reducer, size_t index, const at::Tensor& parameter);
+// makes them wait: calls Reducer::postpones(index), and if that is true, runs nothing until run_postponed. False if there are
+// none.
+bool postpone_user_hooks(const std::weak_ptr<Reducer>& reducer, size_t index, const at::Tensor& parameter);
 void run_postponed(const at::Tensor& parameter);
 // Undoes postpone_user_hooks.
 void restore_user_hooks(const at::Tensor& parameter);

@@ -20,6 +20,7 @@ BucketLayout make_layout(size_t index, const std::vector<size_t>& parameters, co
   if (parameters.empty()) fail("no parameters");
   uint64_t hash = mix(14695981039346656037u, index);
   std::optional<DType> dtype;
+  SmallLayout small;
   for (size_t i : parameters) {
     if (i >= gradients.size() || placed[i])
       fail("parameter index " + std::to_string(i) + " out of range or used twice");
@@ -33,8 +34,9 @@ BucketLayout make_layout(size_t index, const std::vector<size_t>& parameters, co
       fail("the sparse gradient of " + names->parameters[i] + " needs a bucket of its own");
     }
     hash = mix(mix(mix(hash, i), parameter.nbytes()), static_cast<uint64_t>(*own));
+    small.add(parameter.nbytes());
   }
-  return {names, index, *dtype, parameters, gradients[parameters[0]].sparse(), hash};
+  return {names, index, *dtype, parameters, gradients[parameters[0]].sparse(), std::move(small), hash};
 }
 
 }  // namespace

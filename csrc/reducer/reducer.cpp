@@ -35,10 +35,12 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shar
       hooks_(gradients_.size()),
       planned_(gradients_.size()),
       bucket_of_(gradients_.size()),
+      position_of_(gradients_.size()),
       divisor_(communicator_->size()),
       reachable_(gradients_.size()),
       used_here_(gradients_.size()),
       used_anywhere_(std::make_shared<std::vector<uint8_t>>(gradients_.size())) {
+  for (const Gradient& gradient : gradients_) attributes_.emplace_back(gradient.parameter());
   if (pool_) gradient_memory::install();
   if (options.static_graph) static_graph_ = std::make_unique<StaticGraph>(gradients_.size());
 }
@@ -62,7 +64,7 @@ bool Reducer::begin_forward(bool synchronize) {
   communicator_->throw_if_failed();
   if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
   if (synchronize) timeline_.begin_forward(statistics_.backwards);
-  follow_requires_grad();
+  follow_parameters();
   bool wanted_plan = std::exchange(wants_plan_, plan_is_outdated());
   if (wants_plan_ && !wanted_plan && scaling_ == Scaling::DivideViewed) {
     for (Gradient& gradient : gradients_) gradient.keep();  // here DDP makes buckets, and moves them there
@@ -70,29 +72,41 @@ bool Reducer::begin_forward(bool synchronize) {
   return wants_plan_;
 }
 
-bool Reducer::plan_is_outdated() const {
-  for (size_t i = 0; i < hooks_.size(); ++i) {
-    if ((hooks_[i] != nullptr) != planned_[i]) return true;
+bool Reducer::plan_is_outdated() {
+  if (std::exchange(hooks_or_plan_changed_, false)) {
+    plan_covers_hooks_ = true;
+    for (size_t i = 0; i < hooks_.size(); ++i) plan_covers_hooks_ &= (hooks_[i] != nullptr) == planned_[i];
   }
-  return provisional_ && plan_used_;
+  return !plan_covers_hooks_ || (provisional_ && plan_used_);
+}
+
+void Reducer::follow_parameters() {
+  constexpr size_t kSoon = 16, kNext = 8;
+  for (size_t i = 0; i < attributes_.size(); ++i) {
+    if (i + kSoon < attributes_.size()) attributes_[i + kSoon].prefetch_tensor();
+    if (i + kNext < attributes_.size()) attributes_[i + kNext].prefetch_autograd();
+    if (!attributes_[i].changed()) continue;
+    follow(i);
+    attributes_[i].changed();  // the reducer's own hooks are no news
+  }
 }
 
 // A parameter's AccumulateGrad node exists only while it requires a gradient, and changes with its dtype (model.double()).
-void Reducer::follow_requires_grad() {
-  for (size_t i = 0; i < hooks_.size(); ++i) {
-    const at::Tensor& parameter = gradients_[i].parameter();
-    bool wanted = parameter.requires_grad();
-    if (wanted) postpone_user_hooks(weak_from_this(), i, parameter);
-    if (hooks_[i] && (!wanted || hooks_[i]->dtype() != parameter.scalar_type())) {
-      accumulators_.erase(hooks_[i]->node());
-      hooks_[i].reset();
-      planned_[i] = planned_[i] && !wanted;
-    }
-    if (wanted && !hooks_[i]) {
-      hooks_[i] = std::make_unique<GradientHook>(*this, i, parameter);
-      accumulators_[hooks_[i]->node()] = i;
-    }
+void Reducer::follow(size_t index) {
+  const at::Tensor& parameter = gradients_[index].parameter();
+  auto& hook = hooks_[index];
+  bool wanted = parameter.requires_grad();
+  if (wanted && postpone_user_hooks(weak_from_this(), index, parameter)) any_user_hooks_ = true;
+  if (hook && (!wanted || hook->dtype() != parameter.scalar_type())) {
+    accumulators_.erase(hook->node());
+    hook.reset();
+    planned_[index] = planned_[index] && !wanted;
   }
+  if (wanted && !hook) {
+    hook = std::make_unique<GradientHook>(*this, index, parameter);
+    accumulators_[hook->node()] = index;
+  }
+  hooks_or_plan_changed_ = true;
 }
 
 void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
@@ -136,17 +150,23 @@ void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool
     throw Error(ErrorKind::InvalidUsage, names_->model + ": the buckets can't change in the middle of a backward");
   }
   buckets_ = make_buckets(buckets, gradients_, names_);
+  hooks_or_plan_changed_ = true;
   provisional_ = provisional;
   plan_used_ = false;
   planned_.assign(planned_.size(), false);
   gradient_memory::Sizes sizes;
   for (size_t b = 0; b < buckets_.size(); ++b) {
-    for (size_t i : buckets_[b].layout->parameters) {
+    const auto& parameters = buckets_[b].layout->parameters;
+    for (size_t k = 0; k < parameters.size(); ++k) {
+      size_t i = parameters[k];
       planned_[i] = true;
       bucket_of_[i] = b;
+      position_of_[i] = k;
       if (!gradients_[i].sparse()) sizes.insert(gradients_[i].parameter().nbytes());
     }
   }
+  flags_fit_ = std::all_of(buckets_.begin(), buckets_.end(),
+                           [](const Bucket& bucket) { return bucket.layout->parameters.size() <= 64 * kMaxFlagWords; });
   pooled_sizes_ = std::make_shared<const gradient_memory::Sizes>(std::move(sizes));
   sparse_.clear();
   for (const auto& bucket : buckets_) {
@@ -239,6 +259,7 @@ void Reducer::remove_hooks() {
   accumulators_.clear();
   for (size_t i = 0; i < hooks_.size(); ++i) {
     hooks_[i].reset();
+    attributes_[i] = Attributes(gradients_[i].parameter());
     restore_user_hooks(gradients_[i].parameter());
   }
 }

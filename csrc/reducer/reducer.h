@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "engine/communicator.h"
+#include "reducer/attributes.h"
 #include "reducer/bucket.h"
 #include "reducer/comm_hook.h"
 #include "reducer/compression.h"
@@ -107,7 +108,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   };
 
   bool recomputing() const;
-  bool plan_is_outdated() const;
+  bool plan_is_outdated();
   void check_parameters_take_part(const std::vector<at::Tensor>& outputs);
   bool finds_unused() const { return options_.find_unused_parameters && !static_graph_; }
   bool tracks_usage() const { return options_.find_unused_parameters || static_graph_; }
@@ -118,10 +119,15 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void collect_unused(size_t index);
   void collect(size_t index, const at::Tensor& incoming);
   void count_collected(size_t index);
+  std::shared_ptr<BucketMemory> make_memory(const BucketLayout& layout) const;
+  void copy_if_small(Bucket& bucket, size_t position);
   bool skips(const Bucket& bucket) const;
   void announce(Bucket& bucket);
+  void add_spans(Bucket& bucket, SpanList& spans);
   void scale_one_by_one(const Bucket& bucket) const;
   void run_comm_hooks();
+  bool usage_travels() const;
+  std::vector<uint64_t> usage_of(const BucketLayout& layout) const;
   void announce_usage();
   void watch_this_backward();
   void pool_gradients();
@@ -132,7 +138,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_skipped() const;
   void deliver(Bucket& bucket);
   void settle_after_failure();
-  void follow_requires_grad();
+  void follow_parameters();
+  void follow(size_t index);
   void check_no_hook() const;
   void divide_contributions();
   void tell_peers(const std::string& text) const;
@@ -159,7 +166,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool plan_used_ = false;                            // there was a backward since it was installed
   bool wants_plan_ = false;                           // begin_forward has asked for one
   std::vector<bool> planned_;                         // by parameter: whether it is in a bucket
-  std::vector<size_t> bucket_of_;                     // by parameter
+  std::vector<size_t> bucket_of_, position_of_;       // by parameter: its bucket, and its place there
+  std::vector<Attributes> attributes_;                // by parameter
+  bool any_user_hooks_ = false;                       // that wait for the averages, or did
+  bool hooks_or_plan_changed_ = true;
+  bool plan_covers_hooks_ = false;  // each hooked parameter is in a bucket, and no other
   std::vector<Bucket> buckets_;
   size_t buckets_missing_ = 0;  // not announced yet in this backward
   std::vector<size_t> ready_order_;
@@ -181,11 +192,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool all_reduce_hook_ = false;
   size_t next_hooked_ = 0;  // bucket that comes next to comm_hook_
   bool hook_runs_ = false;
+  bool flags_fit_ = true;                      // a bit for each parameter of each bucket
   std::unique_ptr<StaticGraph> static_graph_;  // null if the graph may change
 
   // find_unused_parameters and static graphs only
   AccumulatorIndex accumulators_;
   std::vector<bool> reachable_;  // by parameter: from the outputs since the last synchronization
+  bool asks_usage_ = false;      // this backward wants to know which parameters the ranks have used
   std::vector<bool> used_here_;  // by parameter: had a gradient since the last synchronization
   std::shared_ptr<std::vector<uint8_t>> used_anywhere_;  // by parameter: reduced over all ranks
   std::shared_ptr<Work> usage_work_;

@@ -1,11 +1,9 @@
-// A bucket whose large gradients lie in the pool is reduced in place. Its small ones share pages with other tensors, which
-// peers must not be let into: they travel as copies in the pool.
+// Gradients of less than a page share pages with other tensors, which peers must not be let into: they travel as copies, in a
+// block of the pool, made while they are still in the cache. So a bucket of nothing but small ones is one piece of memory.
 //
-// Ownership: holds the copies; shared with the operation that reduces them. Thread-safety: none. Failure: none; where there
-// is no room, the bucket is staged.
+// Ownership: holds the block. Aliasing: the gradients outlive it. Thread-safety: none. Failure: none; where there is no room,
+// nothing is copied and they are staged.
 #pragma once
-
-#include <ATen/core/Tensor.h>
 
 #include <cstddef>
 #include <memory>
@@ -16,20 +14,36 @@
 
 namespace syncengine {
 
+// Where in a bucket's block each of its gradients lies.
+struct SmallLayout {
+  static constexpr size_t kLarge = ~size_t{0};
+  std::vector<size_t> offsets;  // in the layout's order; kLarge: it lies elsewhere
+  size_t bytes = 0, count = 0;
+
+  void add(size_t gradient_bytes);
+};
+
 class SmallGradients {
  public:
-  // Copies the small ones of `gradients`, if the others lie in `pool` and are most of the bytes. Otherwise empty.
-  static SmallGradients gather(shm::Pool& pool, const std::vector<at::Tensor>& gradients, Statistics& statistics);
+  SmallGradients() = default;
+  SmallGradients(shm::Pool& pool, const SmallLayout& layout);
 
-  // Where the peers find gradients[i].
-  std::byte* place(const std::vector<at::Tensor>& gradients, size_t i) const;
-  const std::shared_ptr<void>& memory() const { return memory_; }
-  // The averages are in place: copies them back.
-  void scatter(const std::vector<at::Tensor>& gradients) const;
+  // Whether there is a block at all.
+  explicit operator bool() const { return block_ != nullptr; }
+  std::byte* at(size_t offset) const { return block_.get() + offset; }
+
+  void copy_in(size_t offset, std::byte* gradient, size_t bytes, Statistics& statistics);
+  // The averages are in the block: to where the gradients came from.
+  void copy_out() const;
 
  private:
-  std::shared_ptr<void> memory_;
-  std::vector<std::byte*> places_;  // by gradient; null for large ones
+  struct Piece {
+    size_t offset;
+    std::byte* gradient;
+    size_t bytes;
+  };
+  std::shared_ptr<std::byte> block_;
+  std::vector<Piece> pieces_;
 };
 
 }  // namespace syncengine

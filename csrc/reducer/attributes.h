@@ -1,0 +1,49 @@
+// What the reducer follows of each parameter from forward to forward: whether it requires a gradient, its dtype, the user's
+// hooks. Asked of ten thousand parameters in a row, so it must be cheap where nothing has changed: what costs is that neither a
+// tensor nor its autograd data is in the cache.
+//
+// Ownership: views; the parameters outlive them. Thread-safety: as a parameter's.
+#pragma once
+
+#include <torch/csrc/autograd/variable.h>
+
+namespace syncengine {
+
+class Attributes {
+ public:
+  explicit Attributes(const at::Tensor& parameter) : tensor_(parameter.unsafeGetTensorImpl()) {}
+
+  // Of what is looked at soon, and then of what is looked at next.
+  void prefetch_tensor() const {
+    __builtin_prefetch(tensor_);
+    __builtin_prefetch(reinterpret_cast<const char*>(tensor_) + kDtypeAt);
+  }
+  void prefetch_autograd() const {
+    __builtin_prefetch(reinterpret_cast<const char*>(tensor_->autograd_meta()) + kFlagsAt);
+  }
+
+  // Whether they are other than when it was last asked; true the first time.
+  bool changed() {
+    auto* meta = static_cast<const torch::autograd::AutogradMeta*>(tensor_->autograd_meta());
+    Values now{.dtype = tensor_->dtype(),
+               .hooks = meta ? meta->post_acc_grad_hooks_.get() : nullptr,
+               .requires_grad = meta && meta->requires_grad_};
+    if (now == last_) return false;
+    last_ = now;
+    return true;
+  }
+
+ private:
+  static constexpr size_t kDtypeAt = 128,
+                          kFlagsAt = 128;  // where these lie in torch's objects, by cache lines; a guess does no harm
+  struct Values {
+    caffe2::TypeMeta dtype;
+    const void* hooks = nullptr;
+    bool requires_grad = false;
+    bool operator==(const Values&) const = default;
+  };
+  c10::TensorImpl* tensor_;
+  Values last_;
+};
+
+}  // namespace syncengine
