@@ -114,7 +114,7 @@ def interrupt(rank: Rank) -> float:
     return pressed_at
 
 
-def wait_for_file(path: str, timeout: float = 30.0) -> None:
+def wait_for_file(path: str | Path, timeout: float = 30.0) -> None:
     """Blocks until another process has made the file."""
     deadline = time.monotonic() + timeout
     while not Path(path).exists():

@@ -25,6 +25,17 @@ def test_argument_wins_over_variable_wins_over_default():
     assert config.options(DEFAULT_TIMEOUT)["timeout"] == 3.0
 
 
+def test_settings_between_hosts():
+    environ = {"SYNCENGINE_CHECKSUM": "1", "SYNCENGINE_SOCKETS": "2", "SYNCENGINE_SECRET": "a secret of 16 bytes"}
+    config = Config.read(environ, interface="eth0")
+    assert (config.checksum, config.sockets, config.interface) == (True, 2, "eth0")
+    assert config.network("lo")["interface"] == "eth0"
+    assert Config.read(environ).network("lo")["interface"] == "lo"
+    assert config.network("")["secret"] == "a secret of 16 bytes"
+    assert "a secret" not in repr(config)
+    assert not Config.read({"SYNCENGINE_CHECKSUM": "0"}).checksum
+
+
 def test_timedelta_is_a_timeout():
     assert Config.read({}, timeout=timedelta(minutes=2)).timeout == 120.0
 
@@ -55,6 +66,11 @@ def test_variable_means_the_same_as_argument(algorithm, numerics, seconds):
         ("arena_bytes", "0", "bytes"),
         ("arena_bytes", str(2**47), "bytes"),
         ("log_after", "", "seconds"),
+        ("interhost", "udp", "tcp"),
+        ("sockets", "0", "from 1 to 16"),
+        ("sockets", "17", "from 1 to 16"),
+        ("sockets", "two", "from 1 to 16"),
+        ("checksum", "yes", "1 or 0"),
     ],
 )
 def test_bad_value_is_refused_by_name(name, value, allowed):

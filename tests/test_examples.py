@@ -182,6 +182,17 @@ def test_all_reduce_benchmark(tmp_path, launcher):
     assert ("mpi" in document["versions"]) == (launcher != "torchrun")
 
 
+def test_hosts_benchmark(tmp_path):
+    options = ["--rate", "none", "--sizes", "4Ki", "1Mi", "--rounds", 2, 3, "--seconds", 0.1]
+    document = benchmark("hosts", tmp_path / "result.json", *options)
+    for result, bytes_ in zip(document["results"], [4096, 2**20], strict=True):
+        assert result["bytes"] == bytes_
+        assert result["peers"].keys() == result["sent_over_paper"].keys() == {"pump", "tensor", "gloo"}
+        assert all(times["p50"] > 0 for times in result["peers"].values())
+        # Loopback counts what both ranks send.
+        assert result["sent_over_paper"]["tensor"] > 1.9
+
+
 def test_train_step_benchmark(tmp_path):
     document = benchmark("train_step", tmp_path / "result.json", "--models", "small", "--pairs", 3)
     (result,) = document["results"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from pathlib import Path
 
 import pytest
 import torch
+from faults import wait_for_file
 from parallel_models import Mlp, Run, train
 from pool import RankPool
 from torch import nn
@@ -181,16 +183,18 @@ def test_only_gradients_lie_in_the_arena(pool: RankPool):
     pool.run(check_only_gradients_lie_there)
 
 
-def check_failed_backward() -> None:
+def check_failed_backward(folder: Path) -> None:
     model = syncengine.Parallel(nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64)))
+    (folder / f"made {syncengine.rank()}").touch()
+    wait_for_file(folder / f"made {1 - syncengine.rank()}")  # else the other's failure may end this one's construction
     with pytest.raises(ArithmeticError, match="on purpose"):
         model(Failing.apply(torch.randn(5, 64, requires_grad=True))).sum().backward()
     assert not in_arena(torch.empty(300, 64))
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_failed_backward_leaves_the_allocator_as_it_was(pool: RankPool):
-    with pool.spawn_ranks(check_failed_backward) as ranks:
+def test_a_failed_backward_leaves_the_allocator_as_it_was(pool: RankPool, tmp_path: Path):
+    with pool.spawn_ranks(check_failed_backward, tmp_path) as ranks:
         for rank in ranks:
             rank.result()
 

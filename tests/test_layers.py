@@ -9,12 +9,24 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # Bottom first. A file may include its own layer and those before it.
-LAYERS = ["base", "kernels", "transport", "bootstrap", "collectives", "engine", "reducer", "bindings"]
-WITH_TORCH = {"reducer", "bindings"}
+LAYERS = ["base", "kernels", "transport", "bootstrap", "collectives", "engine", "reducer", "c10d", "bindings"]
+WITH_TORCH = {"reducer", "c10d", "bindings"}
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 
 # Modules of the package, bottom first; a folder counts as one.
-MODULES = ["errors", "_C", "config", "launch", "connect", "groups", "communicator", "hooks", "parallel", "__init__"]
+MODULES = [
+    "errors",
+    "_C",
+    "config",
+    "launch",
+    "connect",
+    "groups",
+    "communicator",
+    "torch_backend",
+    "hooks",
+    "parallel",
+    "__init__",
+]
 PARALLEL_MODULES = [
     "compiled",
     "outputs",

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 
-MODELS = ["resnet18", "resnet18_channels_last", "gpt", "recommender", "experts", "lstm"]
+MODELS = ["resnet18", "resnet18_channels_last", "gpt", "recommender", "recommender_sparse", "experts", "lstm"]
 
 
 def difference_from_ddp(name: str) -> tuple[str, list[str]]:

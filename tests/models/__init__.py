@@ -18,6 +18,7 @@ def workload(name: str) -> Workload:
         "resnet18_channels_last": resnet.ChannelsLastImages,
         "gpt": gpt.Text,
         "recommender": recommender.Clicks,
+        "recommender_sparse": recommender.SparseClicks,
         "experts": experts.Routed,
         "lstm": lstm.Sentences,
     }

@@ -16,9 +16,9 @@ DENSE_FEATURES = 13
 class Recommender(nn.Module):
     """Tables (several ids a bag), a network for dense features, dot products of all pairs, a network on top."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool) -> None:
         super().__init__()
-        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, WIDTH, mode="sum") for rows in ROWS)
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, WIDTH, mode="sum", sparse=sparse) for rows in ROWS)
         self.bottom = nn.Sequential(nn.Linear(DENSE_FEATURES, 64), nn.ReLU(), nn.Linear(64, WIDTH), nn.ReLU())
         vectors = len(ROWS) + 1
         self.top = nn.Sequential(nn.Linear(WIDTH + vectors * (vectors - 1) // 2, 64), nn.ReLU(), nn.Linear(64, 1))
@@ -35,9 +35,10 @@ class Recommender(nn.Module):
 
 class Clicks(Workload):
     batch = 24
+    sparse = False
 
     def model(self) -> nn.Module:
-        return Recommender()
+        return Recommender(self.sparse)
 
     def loss(self, model: nn.Module, generator: torch.Generator, step: int) -> torch.Tensor:
         dense = torch.randn(self.batch, DENSE_FEATURES, generator=generator)
@@ -45,3 +46,12 @@ class Clicks(Workload):
         ids = [torch.randint(rows, (3 * self.batch,), generator=generator) for rows in ROWS]
         clicked = torch.randint(2, (self.batch,), generator=generator).float()
         return F.binary_cross_entropy_with_logits(model(dense, ids, offsets), clicked)
+
+
+class SparseClicks(Clicks):
+    """The tables' gradients have only the rows that a batch looked up."""
+
+    sparse = True
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adagrad(model.parameters(), lr=0.02)  # one of those that take both kinds of gradient

@@ -1,0 +1,100 @@
+"""Hooks on buffers, and optimizers that run in backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from parallel_models import Mlp, data, different_bits, gradients
+from pool import run_on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(24, 2)
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += x[0, :2]
+        return self.layer(x)
+
+
+@run_on_ranks(gloo=True)
+def test_buffer_hooks():
+    from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
+
+    def hook(state: list[str], buffers: dict[str, torch.Tensor]) -> Any:
+        state += buffers
+        work = [dist.all_reduce(b, async_op=True) for b in buffers.values()]
+        return [w.get_future() for w in work]
+
+    def blocking_hook(state: list[str], buffers: dict[str, torch.Tensor]) -> None:
+        state += buffers
+        for buffer in buffers.values():
+            dist.all_reduce(buffer)
+
+    for function, location in ((hook, Location.POST_FORWARD), (blocking_hook, Location.PRE_FORWARD)):
+        results = []
+        for wrap in (syncengine.Parallel, DistributedDataParallel):
+            torch.manual_seed(0)
+            names: list[str] = []
+            model = wrap(Counting())
+            model._register_buffer_comm_hook(names, function, location)
+            for i in range(3):
+                model(data(i)).sum().backward()
+            results.append((names, [*gradients(model), model.module.seen]))
+        assert results[0][0] == results[1][0] == ["seen"] * 3
+        assert not different_bits(results[0][1], results[1][1])
+
+
+@run_on_ranks()
+def test_optimizers_that_torch_applies_in_backward():
+    """DDP raises on a CPU, where it asks for a stream."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    results = []
+    for in_backward in (True, False):
+        torch.manual_seed(0)
+        module = Mlp()
+        settings = {"lr": 0.1, "momentum": 0.9}
+        if in_backward:
+            _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), settings)
+        model = syncengine.Parallel(module)
+        optimizer = torch.optim.SGD(module.parameters(), **settings)
+        for i in range(3):
+            with model.no_sync():
+                model(data(10 + i)).square().mean().backward()  # no step
+            model(data(i)).square().mean().backward()
+            if in_backward:
+                assert all(p.grad is None for p in model.parameters())
+            else:
+                optimizer.step()
+                optimizer.zero_grad()
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert not different_bits(*results)
+
+
+@run_on_ranks()
+def test_a_fused_optimizer_without_torch_distributed():
+    for optimizer in (torch.optim.SGD, torch.optim.NAdam):  # of the second torch has no functional form
+        torch.manual_seed(0)
+        model, plain_model = syncengine.Parallel(Mlp()), syncengine.Parallel(Mlp())
+        plain_model.load_state_dict(model.state_dict())
+        head = list(model.module.head.parameters())
+        model._register_fused_optim(optimizer, 0.01, optim_params=head)
+        reference = optimizer(plain_model.module.head.parameters(), 0.01)
+        for i in range(3):
+            with model.no_sync():
+                model(data(i)).square().mean().backward()  # no step
+            for m in (model, plain_model):
+                m.zero_grad()
+                m(data(i)).square().mean().backward()
+            reference.step()
+        for ours, expected in zip(model.parameters(), plain_model.parameters(), strict=True):
+            torch.testing.assert_close(ours, expected)

@@ -1,0 +1,90 @@
+"""Communication hooks that need no torch.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_models import CAP, Mlp, data, gradients
+from pool import run_on_ranks
+from torch import nn
+
+import syncengine
+from syncengine.errors import InvalidUsage
+
+
+def averages(hook: Any, dtype: torch.dtype) -> None:
+    assert not dist.is_initialized()
+    torch.manual_seed(0)
+    module = Mlp()
+    local = []
+    for rank in range(2):
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
+        local.append(torch.autograd.grad(module(x).square().mean(), list(module.parameters())))
+    model = syncengine.Parallel(module, **CAP)
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        model.zero_grad()
+        model(data()).square().mean().backward()
+    for grad, *parts in zip(gradients(model), *local, strict=True):
+        halves = [part.to(dtype).div_(2) for part in parts]
+        assert torch.equal(grad, (halves[0] + halves[1]).to(grad.dtype))
+
+
+@run_on_ranks()
+def test_compression_over_the_engine():
+    averages(syncengine.hooks.fp16_compress, torch.float16)
+    averages(syncengine.hooks.bf16_compress, torch.bfloat16)
+    model = syncengine.Parallel(Mlp())
+    model.register_comm_hook(None, syncengine.hooks.bf16_compress)
+    model(data()).square().mean().backward()
+    stats = model.sync_stats()
+    assert stats["reduced_bytes"] == sum(p.nbytes for p in model.parameters()) // 2
+    assert stats["copied_bytes"]["compression"] == stats["reduced_bytes"]
+    with pytest.raises(InvalidUsage, match="state None"):
+        syncengine.Parallel(Mlp()).register_comm_hook(object(), syncengine.hooks.bf16_compress)
+
+
+@run_on_ranks()
+def test_a_hook_over_the_communicator():
+    def compress(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return syncengine.hooks.fp16_compress(state, bucket)  # called, not registered: blocks
+
+    averages(compress, torch.float16)
+
+    def average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        syncengine.all_reduce(bucket.buffer(), "avg")
+        return syncengine.hooks.completed(bucket.buffer())
+
+    averages(average, torch.float32)
+
+
+@run_on_ranks()
+def test_complex_gradients_are_not_compressed():
+    model = syncengine.Parallel(nn.Linear(24, 3, dtype=torch.complex64))
+    with pytest.raises(InvalidUsage, match="weight is complex"):
+        model.register_comm_hook(None, syncengine.hooks.fp16_compress)
+
+
+@run_on_ranks(world=1)
+def test_alone_hooks_run_as_well():
+    seen = []
+
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        seen.append(bucket.index())
+        return syncengine.hooks.completed(bucket.buffer().mul_(3))
+
+    module = nn.Linear(24, 2)
+    model = syncengine.Parallel(module)
+    model.register_comm_hook(None, hook)
+    for _ in range(2):
+        model.zero_grad()
+        model(data()).sum().backward()
+    assert seen == [0, 0]
+    tripled = module.weight.grad.clone()
+    module.weight.grad = None
+    model._remove_autograd_hooks()
+    module(data()).sum().backward()
+    assert torch.equal(tripled, 3 * module.weight.grad)
