@@ -48,6 +48,7 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     sync: list[float] = field(default_factory=list)
     no_sync: list[float] = field(default_factory=list)
+    forward: list[float] = field(default_factory=list)  # the part of the step that ends with the model's output
     sync_faults: list[float] = field(default_factory=list)  # pages that the kernel had to bring, in each step
     no_sync_faults: list[float] = field(default_factory=list)
     moved: dict[str, int] = field(default_factory=dict)  # bytes by their way, of the last synchronized step
@@ -62,12 +63,17 @@ class Trainee:
             start_line.wait()
             begin = time.perf_counter()
             self.optimizer.zero_grad()
-            loss = workload.loss(self.model(inputs), targets)
+            start = time.perf_counter()
+            outputs = self.model(inputs)
+            forward = time.perf_counter() - start
+            loss = workload.loss(outputs, targets)
             loss.backward()
             if self.engine == "waiting" and synchronize:
                 start_line.wait()
             seconds = time.perf_counter() - begin
         (self.sync if synchronize else self.no_sync).append(seconds)
+        if synchronize or self.engine == "plain":
+            self.forward.append(forward)
         (self.sync_faults if synchronize else self.no_sync_faults).append(page_faults() - faults)
         if synchronize:
             self.loss = loss.item()
@@ -159,7 +165,8 @@ def measure(workload: Workload, rank: int, start_line: StartLine, options: argpa
     generator = torch.Generator().manual_seed(rank)
     batches = [workload.batch(generator) for _ in range(BATCHES)]
     trainees = [make_trainee(engine, workload) for engine in options.engines]
-    parameters = sum(parameter.numel() for parameter in trainees[0].model.parameters())
+    tensors = list(trainees[0].model.parameters())
+    parameters = sum(parameter.numel() for parameter in tensors)
     floor = Floor(parameters)
 
     for round_ in range(WARMUP_PAIRS + options.pairs):
@@ -170,8 +177,8 @@ def measure(workload: Workload, rank: int, start_line: StartLine, options: argpa
 
     by_engine = {trainee.engine: trainee for trainee in trainees}
     verify_equal(workload.name, by_engine)
-    result = {"model": workload.name, "parameters": parameters, "floor_ms": stats.summary(slowest_ms(floor.seconds))}
-    return result | {"engines": evaluate(by_engine)}
+    result = {"model": workload.name, "parameters": parameters, "tensors": len(tensors)}
+    return result | {"floor_ms": stats.summary(slowest_ms(floor.seconds)), "engines": evaluate(by_engine)}
 
 
 class Floor:
@@ -214,6 +221,8 @@ def evaluate(trainees: dict[str, Trainee]) -> dict[str, dict]:
             entry["overhead_ms"] = interval(sync - no_sync[engine])
             if "plain" in trainees:
                 entry["no_sync_over_plain"] = interval(no_sync[engine] / no_sync["plain"])
+                extra = 1e3 * (slowest_ms(trainee.forward) - slowest_ms(trainees["plain"].forward))
+                entry["forward_overhead_us"] = interval(extra)
         results[engine] = entry
     return results
 
@@ -258,7 +267,7 @@ def report(results: list[dict], options: argparse.Namespace) -> None:
     rows = [
         (
             *("model", "M par.", "floor", "engine", "no sync", "/ plain", "sync", "overhead (95 %)", "/ floor"),
-            *("of DDP's", "page faults", "without", "MB direct", "staged", "copied"),
+            *("of DDP's", "forward +us", "us/tensor", "page faults", "without", "MB direct", "staged", "copied"),
         )
     ]
     for result in results:
@@ -270,7 +279,7 @@ def report(results: list[dict], options: argparse.Namespace) -> None:
             ways = ("direct_bytes", "staged_bytes", "copied_bytes")
             faults += tuple(f"{entry['moved'].get(way, 0) / 1e6:.2f}" for way in ways)
             if engine == "plain":
-                rows.append((*row, "", "", "", "", "", *faults))
+                rows.append((*row, *[""] * 7, *faults))
                 continue
             ratio, cost = entry.get("no_sync_over_plain"), entry["overhead_ms"]
             ddp = engines.get("ddp", {}).get("overhead_ms")
@@ -279,7 +288,10 @@ def report(results: list[dict], options: argparse.Namespace) -> None:
                 f"{cost['median']:.2f} ({cost['lower']:.2f} to {cost['upper']:.2f})",
                 f"{cost['median'] / floor:.1f}",
             )
-            rows.append((*row, f"{cost['median'] / ddp['median']:.2f}" if ddp else "", *faults))
+            forward = entry.get("forward_overhead_us")
+            row += (f"{cost['median'] / ddp['median']:.2f}" if ddp else "",)
+            row += (f"{forward['median']:.0f}" if forward else "",)
+            rows.append((*row, f"{1e3 * cost['median'] / result['tensors']:.2f}", *faults))
     print(f"\nmilliseconds of a step (forward and backward), medians of {options.pairs}; {options.ranks} ranks")
     print(output.table(rows), end="\n\n")
     print("\n".join(f"{engine:<12}{MEANING[engine]}" for engine in options.engines))

@@ -88,6 +88,13 @@ def installed() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit, with `-dirty` where the tree has changes; empty outside a git checkout."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    return subprocess.run(describe, check=False, cwd=REPOSITORY, capture_output=True, text=True).stdout.strip()
+    """The commit, with `-dirty` where anything but results has changed; empty outside a git checkout."""
+    head = git("rev-parse", "--short=12", "HEAD")
+    changes = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!README.md")
+    return f"{head}-dirty" if changes else head
+
+
+def git(*arguments: str) -> str:
+    """What git says; nothing where there is no repository."""
+    run = subprocess.run(["git", *arguments], check=False, cwd=REPOSITORY, capture_output=True, text=True)
+    return run.stdout.strip()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +29,9 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def many_small() -> nn.Module:
-    """500 layers of width 16: 1000 parameters, so the cost per gradient counts rather than the bytes."""
-    layers = [nn.Linear(16, 16) for _ in range(500)]
+def many_small(count: int) -> nn.Module:
+    """So many layers of width 16, two parameters each: the cost per gradient counts rather than the bytes."""
+    layers = [nn.Linear(16, 16) for _ in range(count)]
     for layer in layers:
         nn.init.orthogonal_(layer.weight)  # or values would vanish on so long a way
         nn.init.zeros_(layer.bias)
@@ -79,6 +80,7 @@ WORKLOADS = {
         Workload("mlp", mlp, F.mse_loss, vectors(32, 1024)),
         Workload("gpt", gpt, next_token_loss, windows),
         Workload("conv", conv_net, F.cross_entropy, images),
-        Workload("small", many_small, F.mse_loss, vectors(8, 16)),
+        Workload("small", partial(many_small, 500), F.mse_loss, vectors(8, 16)),
+        Workload("many", partial(many_small, 5000), F.mse_loss, vectors(8, 16)),
     )
 }

@@ -1,0 +1,271 @@
+"""All-reduce (sum, float32) between hosts, beside Gloo and a raw pump that moves as many bytes as the sum must.
+
+python -m benchmarks.hosts                              2 hosts on a link of 1 Gbit/s, made of network namespaces
+python -m benchmarks.hosts --hosts 4 --numerics ring    more of them, another mode
+python -m benchmarks.hosts --rate none                  2 virtual hosts on the loopback interface: what the CPU can move
+
+One rank a host. The pump sends 2 (n - 1) / n of the tensor's bytes to the next rank, over as many connections as we
+have, and receives as many from the one before: no all-reduce can take less. All peers take turns, in an order drawn
+anew each round; each result is checked. Bytes are counted at each host's interface. Namespaces need root, `ip`, `tc`.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.all_reduce import format_size, parse_size, pattern
+from benchmarks.support import output, ranks, stats
+from benchmarks.support.start_line import StartLine
+from tests.hosts import INTERFACE, Hosts
+
+PEERS = ("pump", "tensor", "gloo")
+MEANING = {
+    "pump": "raw sockets: 2 (n - 1) / n of the bytes to the next rank and from the one before",
+    "tensor": "syncengine, on ordinary tensors",
+    "gloo": "torch.distributed over Gloo",
+}
+WARMUP_ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One way to move `tensor`, made of `source` times a factor; what `call` returns must be `expected` times it."""
+
+    name: str
+    source: Tensor
+    tensor: Tensor
+    call: Callable[[], Tensor]
+    expected: Tensor
+
+
+class Pump:
+    """Connections to the next rank and from the one before."""
+
+    def __init__(self, rank: int, size: int, connections: int) -> None:
+        address = socket.getaddrinfo(own_address(), 0, type=socket.SOCK_STREAM)[0]
+        with socket.create_server(address[4][:2], family=address[0], backlog=connections) as server:
+            where: list = [None] * size
+            dist.all_gather_object(where, server.getsockname()[:2])
+            self._out = [socket.create_connection(where[(rank + 1) % size]) for _ in range(connections)]
+            self._in = [server.accept()[0] for _ in range(connections)]
+
+        for connection in [*self._out, *self._in]:
+            connection.setblocking(False)
+
+    def move(self, outgoing: Tensor, incoming: Tensor) -> None:
+        """Sends the one and receives the other, at once, an equal share by each connection."""
+        send, receive = memoryview(outgoing.numpy()).cast("B"), memoryview(incoming.numpy()).cast("B")
+        share = -(-len(send) // len(self._out))
+        rest = {c: send[i * share : (i + 1) * share] for i, c in enumerate(self._out)}
+        rest |= {c: receive[i * share : (i + 1) * share] for i, c in enumerate(self._in)}
+        while rest := {connection: memory for connection, memory in rest.items() if memory}:
+            waiting = select.select([c for c in self._in if c in rest], [c for c in self._out if c in rest], [])
+            for connection in waiting[0]:
+                got = connection.recv_into(rest[connection])
+                if got == 0:
+                    raise ConnectionError("the pump's peer has gone")
+                rest[connection] = rest[connection][got:]
+            for connection in waiting[1]:
+                rest[connection] = rest[connection][connection.send(rest[connection]) :]
+
+
+def own_address() -> str:
+    """Where other hosts reach this one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((os.environ["MASTER_ADDR"], 9))
+        return probe.getsockname()[0]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parent: makes hosts and starts a rank on each. Rank: measures; rank 0 reports."""
+    argv = sys.argv[1:] if argv is None else argv
+    options = parse(argv)
+    if options.worker:
+        return work(options)
+    with contextlib.ExitStack() as stack:
+        hosts = None if options.rate == "none" else stack.enter_context(Hosts(options.hosts, options.rate))
+        processes = [start(rank, hosts, options, [*argv, "--worker"]) for rank in range(options.hosts)]
+        try:
+            return max(abs(process.wait()) for process in processes)
+        finally:
+            for process in processes:
+                process.kill()
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """The command line; `--worker` marks the processes that `main` starts."""
+    parser = argparse.ArgumentParser(prog="benchmarks.hosts", description=__doc__.split("\n")[0])
+    parser.add_argument("--hosts", type=int, default=2, help="default %(default)s")
+    parser.add_argument("--rate", default="1gbit", help="of each link, as tc spells it; none: loopback, without limit")
+    parser.add_argument("--numerics", choices=("rank_order", "ring", "fast"), default="rank_order")
+    parser.add_argument("--sockets", type=int, default=4, help="connections a peer; default %(default)s")
+    parser.add_argument("--sizes", nargs="+", default=("64Ki", "1Mi", "4Mi", "64Mi"), help="bytes, Ki and Mi allowed")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--seconds", type=float, default=20, help="to spend on each size; default %(default)s")
+    parser.add_argument("--rounds", type=int, nargs=2, default=(5, 200), metavar=("LEAST", "MOST"))
+    parser.add_argument("--out", type=Path, help="result file; default benchmarks/results/hosts-...json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.hosts < 2:
+        parser.error("--hosts must be at least 2")
+    options.out = options.out or output.RESULTS / f"hosts-{options.hosts}-{options.rate}-{options.numerics}.json"
+    return options
+
+
+def start(rank: int, hosts: Hosts | None, options: argparse.Namespace, arguments: list[str]) -> subprocess.Popen:
+    """One rank on a host of its own."""
+    environ = os.environ | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(options.hosts),
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1" if hosts is None else "10.77.0.1",
+        "MASTER_PORT": "29511",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo" if hosts is None else INTERFACE,
+        "SYNCENGINE_HOST_ID": str(rank),
+    }
+    command = [sys.executable, "-m", "benchmarks.hosts", *arguments]
+    if hosts is None:
+        return subprocess.Popen(command, cwd=ranks.REPOSITORY, env=environ)
+    return hosts.start(rank, command, cwd=ranks.REPOSITORY, env=environ)
+
+
+def work(options: argparse.Namespace) -> int:
+    """What a rank does."""
+    import syncengine
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    syncengine.init(numerics=options.numerics, sockets=options.sockets)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pump, start_line = Pump(rank, size, options.sockets), StartLine(rank, size)
+    results = []
+    for bytes_ in map(parse_size, options.sizes):
+        peers = make_peers(options.peers, rank, size, bytes_, pump)
+        rounds, samples, sent = measure(peers, start_line, options)
+        on_paper = 2 * (size - 1) / size * bytes_
+        times = {name: stats.summary(values) for name, values in samples.items()}
+        shares = {name: value / on_paper for name, value in sent.items()}
+        results.append({"bytes": bytes_, "rounds": rounds, "peers": times, "sent_over_paper": shares})
+        if rank == 0:
+            print(f"{format_size(bytes_):>6}: {rounds} rounds, every result verified", flush=True)
+    if rank == 0:
+        report(results, options)
+    dist.barrier()
+    syncengine.shutdown()
+    dist.destroy_process_group()
+    return 0
+
+
+def make_peers(names: list[str], rank: int, size: int, bytes_: int, pump: Pump) -> list[Peer]:
+    """The chosen peers, each with memory of its own."""
+    import syncengine
+
+    elements = bytes_ // 4
+    own = pattern(elements, rank)
+    total = sum((pattern(elements, other) for other in range(size)), torch.zeros(elements))
+    peers = []
+    for name in names:
+        tensor = torch.empty(elements)
+        if name == "pump":
+            moved = 2 * (size - 1) * elements // size
+            tensor, incoming = torch.empty(moved), torch.empty(moved)
+            before = pattern(elements, (rank - 1) % size).repeat(2)[:moved]
+
+            def call(tensor: Tensor = tensor, incoming: Tensor = incoming) -> Tensor:
+                pump.move(tensor, incoming)
+                return incoming
+
+            peers.append(Peer(name, own.repeat(2)[:moved].clone(), tensor, call, before))
+        else:
+            reduce = dist.all_reduce if name == "gloo" else syncengine.all_reduce
+
+            def call(tensor: Tensor = tensor, reduce: Callable[[Tensor], object] = reduce) -> Tensor:
+                reduce(tensor)
+                return tensor
+
+            peers.append(Peer(name, own, tensor, call, total))
+    return peers
+
+
+def measure(
+    peers: list[Peer], start_line: StartLine, options: argparse.Namespace
+) -> tuple[int, dict[str, Tensor], dict[str, float]]:
+    """Rounds; each peer's microseconds of the slowest rank, call by call; the most bytes a host sent for a call."""
+    sent = torch.zeros(len(peers), dtype=torch.float64)
+    for round_ in range(WARMUP_ROUNDS):
+        begin = time.perf_counter()
+        one_round(round_, peers, start_line, sent)
+    per_round = ranks.slowest(torch.tensor(time.perf_counter() - begin)).item()
+    least, most = options.rounds
+    rounds = round(min(most, max(least, options.seconds / per_round)))
+    sent.zero_()
+    durations = torch.tensor([one_round(round_, peers, start_line, sent) for round_ in range(rounds)])
+    columns = ranks.slowest(durations).double().div(1e3).transpose(0, 1).numpy()
+    most_sent = ranks.slowest(sent / rounds).tolist()
+    names = [peer.name for peer in peers]
+    return rounds, dict(zip(names, columns, strict=True)), dict(zip(names, most_sent, strict=True))
+
+
+def one_round(round_: int, peers: list[Peer], start_line: StartLine, sent: Tensor) -> list[int]:
+    """This rank's nanoseconds of one call of each peer; adds to `sent` the bytes that its interface sent."""
+    nanoseconds = [0] * len(peers)
+    scale = 2.0 ** (round_ % 5 - 2)  # another input each time: a result left over from the last call would be noticed
+    for index in random.Random(round_).sample(range(len(peers)), len(peers)):  # the same order on all ranks
+        peer = peers[index]
+        torch.mul(peer.source, scale, out=peer.tensor)
+        start_line.wait()
+        before = interface_bytes()
+        begin = time.perf_counter_ns()
+        result = peer.call()
+        nanoseconds[index] = time.perf_counter_ns() - begin
+        start_line.wait()
+        sent[index] += interface_bytes() - before
+        if not torch.equal(result / scale, peer.expected):
+            raise AssertionError(f"{peer.name}: a wrong result of {peer.tensor.nbytes} bytes in round {round_}")
+    return nanoseconds
+
+
+def interface_bytes() -> int:
+    """Sent by this host's interface; by loopback, what all ranks sent."""
+    name = os.environ["GLOO_SOCKET_IFNAME"]
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    (fields,) = (line.split(":")[1].split() for line in lines if line.strip().startswith(f"{name}:"))
+    return int(fields[8])
+
+
+def report(results: list[dict], options: argparse.Namespace) -> None:
+    """Two tables on the terminal, and the result file."""
+    names = options.peers
+    rows = [("bytes", *names)]
+    ratios = [("bytes", *(f"pump/{name}" for name in names[1:]), *(f"sent by {name}" for name in names))]
+    for result in results:
+        cells = result["peers"]
+        rows.append((format_size(result["bytes"]), *(f"{cells[n]['p50'] / 1e3:.2f} ms" for n in names)))
+        shares = [cells["pump"]["p50"] / cells[name]["p50"] for name in names[1:]] if names[0] == "pump" else []
+        sent = (f"{result['sent_over_paper'][name]:.3f}" for name in names)
+        ratios.append((format_size(result["bytes"]), *(f"{share:.2f}" for share in shares), *sent))
+    print(f"\nmedian; {options.hosts} hosts, rate {options.rate}, {options.numerics}\n{output.table(rows)}\n")
+    print("\n".join(f"{name:<8}{MEANING[name]}" for name in names))
+    if names[0] == "pump":
+        print("\npart of the pump's speed, and bytes sent by the busiest host over those on paper")
+        print(output.table(ratios))
+    output.save(options.out, "hosts", vars(options), results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
