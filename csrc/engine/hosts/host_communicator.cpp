@@ -136,7 +136,8 @@ void HostCommunicator::tell_who_is_late() {
   uint64_t members = item && Clock::now() - item->since > kLate ? absent_here() : 0;
   if (members == told_late_) return;
   told_late_ = members;
-  for (int member : links_.counterparts) links_.tell(member, Late{.head = {}, .members = members});
+  for (int member = 0; member < size(); ++member)
+    if (links_.is_remote(member)) links_.tell(member, Late{.head = {}, .members = members});
 }
 
 // Members of the own host that have not made the call that is waited for.
