@@ -1,7 +1,8 @@
 # What a developer runs. Needs python3 (3.10 or later), g++ (12 or later) and make; the rest is installed into .venv.
 #
 #   make train       train a small GPT on 2 ranks with syncengine and with DDP, compare
-#   make test        all tests: the C++ core plain, portable and under sanitizers, then everything else
+#   make test        all tests: the C++ core's, then everything else
+#   make sanitize    the C++ core's tests under ThreadSanitizer and AddressSanitizer + UBSan, and the portable core's
 #   make build       the extension, in place, as users get it
 #   make core-test   only the C++ core's tests
 #   make arm-check   compiles the C++ core for ARM, if aarch64-linux-gnu-g++ is installed
@@ -51,7 +52,7 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test core-test arm-check lint format clean
+.PHONY: train test core-test sanitize arm-check lint format clean
 train: build
 	$(PY) -m examples.train_gpt compare
 
@@ -60,7 +61,10 @@ test: build-for-tests .venv-openmpi/ready .venv-mpich/ready
 	$(PY) -m pytest -q
 
 core-test:
-	$(MAKE) --no-print-directory -C tests/core
+	$(MAKE) --no-print-directory -C tests/core FLAVORS=plain
+
+sanitize:
+	$(MAKE) --no-print-directory -C tests/core FLAVORS="portable tsan asan"
 
 arm-check:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) arm-check
