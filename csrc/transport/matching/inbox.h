@@ -11,10 +11,10 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "transport/tcp/frame.h"
-#include "transport/tcp/shared.h"
+#include "transport/matching/frame.h"
+#include "transport/matching/shared.h"
 
-namespace syncengine::tcp {
+namespace syncengine::matching {
 
 struct Receive {
   uint64_t tag;
@@ -78,4 +78,4 @@ class Inbox {
   std::unordered_set<uint64_t> asked_;                                // tags
 };
 
-}  // namespace syncengine::tcp
+}  // namespace syncengine::matching
