@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from syncengine._C import Communicator, Work, backend_communicators
+from syncengine._C import Communicator, Work, backend_communicators, end_movers
 from syncengine.config import DEFAULT_TIMEOUT, Config
 from syncengine.connect import connect
 from syncengine.errors import InvalidUsage
@@ -70,7 +70,8 @@ def init(
 
     Where the ranks are on several hosts, which is found out by itself:
 
-    - `interhost` ("tcp"): what connects the hosts.
+    - `interhost` ("tcp"): what connects the hosts: "tcp", "mpi" (mpi4py, under mpirun) or "torch" (an initialized
+      torch.distributed whose backend moves CPU tensors). Never changes the bits.
     - `interface`: where this rank listens: a name ("eth0"), names or prefixes ("eth,ib", "^docker,lo"), or an address.
       By default GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the address from which this host reaches MASTER_ADDR.
     - `sockets` (4): connections between two ranks.
@@ -251,6 +252,7 @@ def _end() -> None:
     if _owner == os.getpid():
         for communicator in backend_communicators():  # torch leaves groups that nobody destroyed as they are
             communicator.close()
+        end_movers()  # while there is still an interpreter, and MPI
 
 
 _hooks_installed = False

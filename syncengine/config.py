@@ -11,7 +11,7 @@ from syncengine.errors import InvalidUsage
 
 ALGORITHMS = ("auto", "direct", "staged", "one_shot")
 NUMERICS = ("rank_order", "ring", "fast")
-INTERHOST = ("tcp",)
+INTERHOST = ("tcp", "mpi", "torch")
 MOST_SOCKETS = 16
 GRADIENT_MEMORY = ("arena", "torch")
 
@@ -32,7 +32,7 @@ class Config:
     log_after: float = 5.0  # seconds of waiting after which one line says for whom
     gradient_memory: str = "arena"  # where large gradients lie: arena (reduced in place), torch (staged)
     host_id: str = ""  # ranks with different ones are on different hosts, though they share a machine
-    interhost: str = "tcp"  # what connects hosts
+    interhost: str = "tcp"  # what connects hosts: tcp, mpi, torch
     interface: str = ""  # where to listen: a name, a prefix, an address; "": see connect.py
     sockets: int = 4  # connections a peer
     checksum: bool = False  # of all data between hosts, beside TCP's own
