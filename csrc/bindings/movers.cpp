@@ -99,6 +99,15 @@ class RegisteredEndpoint final : public packets::Endpoint {
   }
   ~RegisteredEndpoint() override { remove(); }
 
+  // Whoever drops the last communicator may hold the GIL, which run() needs to end, and joins its thread after this.
+  void stop() override {
+    Endpoint::stop();
+    if (!Py_IsInitialized() || !PyGILState_Check()) return;
+    py::gil_scoped_release nogil;
+    std::unique_lock lock(registry().mutex);
+    registry().changed.wait(lock, [this] { return !registry().running.contains(this); });
+  }
+
   void run(const std::function<void()>& progressed) override {
     Endpoint::run(progressed);
     remove();
@@ -114,7 +123,7 @@ class RegisteredEndpoint final : public packets::Endpoint {
 
 void end_movers() {
   std::unique_lock lock(registry().mutex);
-  for (auto* endpoint : registry().running) endpoint->stop();
+  for (auto* endpoint : registry().running) endpoint->Endpoint::stop();
   registry().changed.wait(lock, [] { return registry().running.empty(); });
 }
 

@@ -68,7 +68,7 @@ class MPIMover:
         self._requests: list = []  # of each id
 
     def step(self, posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]:
-        """Posts packets (id, peer, whether it is sent, memory); returns those that have ended, with errors ("": none)."""
+        """Posts packets (id, peer, whether it is sent, memory); says which have ended, with an error or ""."""
         if self._mpi.Is_finalized():
             raise RuntimeError("MPI was finalized: call syncengine.shutdown() before MPI.Finalize()")
         ends = []
@@ -102,7 +102,7 @@ class MPIMover:
             return []
         try:
             done = self._mpi.Request.Testsome(self._requests)
-            ended = {index: "" for index in done or ()}
+            ended = dict.fromkeys(done or (), "")
         except self._mpi.Exception:
             ended = self._test_each()
         if not ended:

@@ -21,9 +21,14 @@ def open_torch(global_ranks: list[int], checksum: bool, meet: Callable[[], objec
             f"{max(global_ranks) + 1}: initialize torch.distributed with all ranks, or give interhost='tcp'"
         )
     meet()
-    group = dist.new_group(global_ranks, backend=backend, use_local_synchronization=True)
+    everybody = len(global_ranks) == dist.get_world_size()
+    group = dist.new_group(global_ranks, backend=backend, use_local_synchronization=not everybody)
 
     def closed() -> None:
+        if (
+            not everybody
+        ):  # torch would give the next group of these ranks the same name, and find the old one's addresses
+            return
         with contextlib.suppress(AssertionError, ValueError):  # the program has destroyed all groups
             dist.destroy_process_group(group)
 
@@ -35,8 +40,8 @@ def _backend() -> str:
     """The default group's backend for CPU tensors."""
     if not (dist.is_available() and dist.is_initialized()):
         raise InvalidUsage(
-            "interhost='torch' needs an initialized torch.distributed: call torch.distributed.init_process_group('gloo') "
-            "before syncengine.init(), or give interhost='tcp'"
+            "interhost='torch' needs an initialized torch.distributed: call "
+            "torch.distributed.init_process_group('gloo') before syncengine.init(), or give interhost='tcp'"
         )
     group, cpu = dist.distributed_c10d._get_default_group(), torch.device("cpu")
     if cpu not in group._device_types:

@@ -29,17 +29,17 @@ class FakeWire {
 
   // Nothing comes through any more, from it or to it.
   void cut(int rank) {
-    std::unique_lock lock(mutex_);
+    std::lock_guard lock(mutex_);
     cut_.insert(rank);
     for (auto& [way, queues] : ways_) match(way.first, way.second);
-    call_all(lock);
+    call_all();
   }
   // What is sent stays where it is.
   void hold(bool held) {
-    std::unique_lock lock(mutex_);
+    std::lock_guard lock(mutex_);
     held_ = held;
     for (auto& [way, queues] : ways_) match(way.first, way.second);
-    call_all(lock);
+    call_all();
   }
   // How `rank` was closed: nothing before.
   std::optional<bool> closed(int rank) {
@@ -71,13 +71,10 @@ class FakeWire {
     }
   }
 
-  void call_all(std::unique_lock<std::mutex>& lock) {
-    std::vector<std::function<void()>> calls;
+  void call_all() {
     for (size_t rank = 0; rank < ends_.size(); ++rank) {
-      if (wake_[rank] && !ends_[rank].empty()) calls.push_back(wake_[rank]);
+      if (wake_[rank] && !ends_[rank].empty()) wake_[rank]();
     }
-    lock.unlock();
-    for (auto& call : calls) call();
   }
 
   How how_;
@@ -102,7 +99,7 @@ class FakeMover : public packets::Mover {
   }
 
   std::vector<End> step(const std::vector<Packet>& posts) override {
-    std::unique_lock lock(wire_->mutex_);
+    std::lock_guard lock(wire_->mutex_);
     for (const Packet& packet : posts) {
       CHECK(packet.bytes > 0);
       int from = packet.outgoing ? rank_ : packet.peer, to = packet.outgoing ? packet.peer : rank_;
@@ -111,7 +108,7 @@ class FakeMover : public packets::Mover {
       wire_->match(from, to);
     }
     auto ends = std::exchange(wire_->ends_[rank_], {});
-    if (!posts.empty()) wire_->call_all(lock);
+    if (!posts.empty()) wire_->call_all();
     if (wire_->how_.backwards) std::reverse(ends.begin(), ends.end());
     return ends;
   }
