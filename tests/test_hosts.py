@@ -16,9 +16,15 @@ import syncengine
 PLACEMENTS = ["ab", "aab", "aabb", "aaab", "abab", "abcd"]
 
 
+def launched_rank() -> int:
+    """This rank, before init(): as the pool says, or mpirun."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    return next(int(os.environ[name]) for name in names if name in os.environ)
+
+
 def live_on(hosts: str) -> str:
     """This rank's host, before init(): the letter at its place in `hosts`."""
-    host = hosts[int(os.environ["RANK"])]
+    host = hosts[launched_rank()]
     os.environ["SYNCENGINE_HOST_ID"] = host
     return host
 
@@ -63,7 +69,7 @@ def test_bits_do_not_depend_on_placement(pool: RankPool, numerics: str) -> None:
 def use_everything(hosts: str) -> None:
     communicator = start(hosts)
     rank, size = communicator.rank, communicator.size
-    assert (rank, size) == (int(os.environ["RANK"]), len(hosts))
+    assert (rank, size) == (launched_rank(), len(hosts))
     for count in (1, 1000, 200_000):
         tensor = torch.full((count,), float(rank))
         syncengine.broadcast(tensor, size - 1)
