@@ -3,11 +3,12 @@
 Calls that may wait release the GIL and react to Ctrl-C within about 50 ms. Errors are those of `syncengine.errors`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Backend as _Backend
+from torch._C._distributed_c10d import ProcessGroup
 
 has_test_hooks: bool
 """Whether this build has the fault-injection hooks that the tests use."""
@@ -142,12 +143,39 @@ class LocalBootstrap:
         timeout: float,
         global_ranks: Sequence[int] | None = None,
         network_addresses: Sequence[bytes] | None = None,
+        mover: Mover | None = None,
     ) -> Communicator:
         """The communicator of all ranks. `addresses` by rank, the own one among them; `timeout` in seconds. Once.
 
-        `global_ranks` is what messages call the ranks; None: as they are. `network_addresses`: what listen() gave, by
-        rank; needed where there are several hosts.
+        `global_ranks` is what messages call the ranks; None: as they are. Where there are several hosts it needs either
+        `network_addresses`, what listen() gave, by rank, or a `mover`.
         """
+
+class Mover:
+    """What moves packets between hosts, for one LocalBootstrap.connect()."""
+
+def python_mover(mover: object, by: str, checksum: bool) -> Mover:
+    """By an object with two methods, called on one thread of the engine's; what they raise loses all peers.
+
+    `step(posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]` posts packets, each with its number,
+    the peer's rank in the job, whether it is sent (else received), and its memory; and says which of all have ended,
+    with an error or "". It never blocks. Packets between two ranks stay in order; those that meet have the same size.
+    `close(in_order: bool)` comes last; if not `in_order`, packets are still under way.
+
+    `by` names the mover in errors. `checksum`: of all data.
+    """
+
+def torch_mover(
+    group: ProcessGroup, ranks: Sequence[int], closed: Callable[[], object], by: str, checksum: bool
+) -> Mover:
+    """By a process group that nobody else uses, on whose CPU tensors send and recv work.
+
+    `ranks`: in the group, of each rank of the job. `closed` is called once it is not needed any more. Else as
+    python_mover.
+    """
+
+def end_movers() -> None:
+    """Says goodbye to all ranks that movers reach, within a second. Before the interpreter ends."""
 
 class Backend(_Backend):
     """The torch.distributed backend "syncengine": a communicator with c10d's face. Made by init_process_group.

@@ -35,7 +35,7 @@ class Config:
     interhost: str = "tcp"  # what connects hosts: tcp, mpi, torch
     interface: str = ""  # where to listen: a name, a prefix, an address; "": see connect.py
     sockets: int = 4  # connections a peer
-    checksum: bool = False  # of all data between hosts, beside TCP's own
+    checksum: bool = False  # of all data between hosts, beside the transport's own
     secret: str = field(default="", repr=False)  # that the ranks prove to each other to know
     secret_file: str = ""  # where it stands
 

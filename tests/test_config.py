@@ -66,7 +66,7 @@ def test_variable_means_the_same_as_argument(algorithm, numerics, seconds):
         ("arena_bytes", "0", "bytes"),
         ("arena_bytes", str(2**47), "bytes"),
         ("log_after", "", "seconds"),
-        ("interhost", "udp", "tcp"),
+        ("interhost", "udp", "tcp, mpi, torch"),
         ("sockets", "0", "from 1 to 16"),
         ("sockets", "17", "from 1 to 16"),
         ("sockets", "two", "from 1 to 16"),

@@ -27,14 +27,11 @@ def answers(name, *cases, **environ):
 def test_bits_training_and_errors(name):
     """In one job, since each takes seconds to start. After the last one transfers are under way when MPI is to end."""
     cases = ["everything:aaab", "everything:abab", "train:abac", "beside_own_messages:abab"]
-    errors = ["raise_on_last:aabb", "wait_for_one:aaab", "leave_without_goodbye:aabb"]
+    errors = ["raise_on_last:aabb", "leave_without_goodbye:aabb"]
     for rank, own in enumerate(answers(name, *cases, *errors)):
         assert own[:4] == [None] * 4
         assert own[4] == ["Aborted", "rank 3: ValueError: the data set is empty"]
-        error, text = own[5]
-        assert error == "Timeout"
-        assert "waits for rank 3 " in text
-        assert own[6] == ("slept" if rank else "late")
+        assert ("waits for ranks 1, 2, 3 " in own[5]) if rank == 0 else (own[5] == "slept")
 
 
 @each_mpi
@@ -53,10 +50,12 @@ def test_mpi_that_was_finalized_is_named(name):
 def test_killed(name):
     """mpirun ends the others: MPI has no way to go on without one."""
     begun = time.monotonic()
-    # MPICH without shared memory of its own, of which it leaves a file when it is killed.
-    result = start(command(name, "kill_last:ab"), SYNCENGINE_INTERHOST="mpi", MPIR_CVAR_NOLOCAL="1")
+    before = set(Path("/dev/shm").glob("mpich_shm_*"))
+    result = start(command(name, "kill_last:ab"), SYNCENGINE_INTERHOST="mpi")
     assert result.returncode != 0
     assert time.monotonic() - begun < 60
+    for file in set(Path("/dev/shm").glob("mpich_shm_*")) - before:
+        file.unlink()  # MPICH's own, which it leaves when it is killed
 
 
 def test_a_thread_level_that_is_too_low_is_refused():
