@@ -72,8 +72,9 @@ def init(
 
     - `interhost` ("tcp"): what connects the hosts: "tcp", "mpi" (mpi4py, under mpirun) or "torch" (an initialized
       torch.distributed whose backend moves CPU tensors). Never changes the bits.
-    - `interface` (tcp only): where this rank listens: a name ("eth0"), names or prefixes ("eth,ib", "^docker,lo"), or an
-      address. By default GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the address from which this host reaches MASTER_ADDR.
+    - `interface` (tcp only): where this rank listens: a name ("eth0"), names or prefixes ("eth,ib", "^docker,lo"), or
+      an address. By default GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the address from which this host reaches
+      MASTER_ADDR.
     - `sockets` (4; tcp only): connections between two ranks.
     - `checksum` (False): check all data by CRC-32C, beside the transport's own sum.
 

@@ -31,7 +31,7 @@ def test_bits_training_and_errors(name):
     for rank, own in enumerate(answers(name, *cases, *errors)):
         assert own[:4] == [None] * 4
         assert own[4] == ["Aborted", "rank 3: ValueError: the data set is empty"]
-        assert ("waits for ranks 1, 2, 3 " in own[5]) if rank == 0 else (own[5] == "slept")
+        assert ("waits for rank" in own[5]) if rank == 0 else (own[5] == "slept")
 
 
 @each_mpi
