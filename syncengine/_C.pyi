@@ -166,12 +166,12 @@ def python_mover(mover: object, by: str, checksum: bool) -> Mover:
     """
 
 def torch_mover(
-    group: ProcessGroup, ranks: Sequence[int], closed: Callable[[], object], by: str, checksum: bool
+    group: ProcessGroup, ranks: Sequence[int], tag: int, closed: Callable[[], object], by: str, checksum: bool
 ) -> Mover:
-    """By a process group that nobody else uses, on whose CPU tensors send and recv work.
+    """By a process group on whose CPU tensors send and recv work.
 
-    `ranks`: in the group, of each rank of the job. `closed` is called once it is not needed any more. Else as
-    python_mover.
+    `ranks`: in the group, of each rank of the job. Nobody else uses `tag` there. `closed` is called once it is not
+    needed any more. Else as python_mover.
     """
 
 def end_movers() -> None:

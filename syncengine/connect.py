@@ -47,7 +47,7 @@ def connect(
                 network = _meet(exchange, config, bootstrap, addresses)
             else:
                 known_as = list(range(size)) if global_ranks is None else global_ranks
-                mover = open_mover(config.interhost, rank, known_as, config.checksum, lambda: exchange(b"ready"))
+                mover = open_mover(config.interhost, rank, known_as, config.checksum, exchange)
         communicator = bootstrap.connect(addresses, timeout, global_ranks, network, mover)
         return communicator, [f"{host} {name}" for host, name in zip(hosts, names, strict=True)]
     except BaseException as error:

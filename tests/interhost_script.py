@@ -79,17 +79,26 @@ def finalize_first(hosts):
         return [type(error).__name__, str(error)]
 
 
-def leave_without_goodbye(hosts):
-    """One rank's transfers are under way when it and the others go: MPI's own end must not wait for them."""
+def leave_while_one_is_stopped(hosts):
+    """With transfers under way and no answer to the Goodbye. MPI's own end must not wait for any of them."""
     communicator = start(hosts, timeout=3.0)
-    syncengine.barrier()
-    if communicator.rank == 0:
-        try:
-            syncengine.all_reduce(torch.ones(3_000_000))
-        except syncengine.errors.Timeout as error:
-            return str(error)
-    time.sleep(4.0)
-    return "slept"
+    pid = torch.tensor([os.getpid()])
+    last = len(hosts) - 1
+    syncengine.broadcast(pid, last)
+    outcome = ""
+    if communicator.rank == last:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        syncengine.all_reduce(torch.ones(3_000_000))
+    except syncengine.errors.SyncError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    del communicator
+    before = time.monotonic()
+    syncengine.shutdown()
+    left_within = time.monotonic() - before
+    if launched_rank() == 0:
+        os.kill(pid.item(), signal.SIGCONT)
+    return [outcome, left_within]
 
 
 def kill_last(hosts):
@@ -108,7 +117,7 @@ def init_only(hosts):
 
 
 CASES = [everything, train, raise_on_last, beside_own_messages, exit_without_shutdown, finalize_first]
-CASES += [leave_without_goodbye, kill_last, init_only]
+CASES += [leave_while_one_is_stopped, kill_last, init_only]
 
 if __name__ == "__main__":
     cases = {case.__name__: case for case in CASES}

@@ -79,6 +79,22 @@ def test_beside_the_programs_own_groups(pool: RankPool, debug: str) -> None:
             assert rank.exit_code() == 0
 
 
+def backend_over_gloo(hosts):
+    """Groups of the backend "syncengine" beside a default one of Gloo, which connects their hosts."""
+    live_on(hosts)
+    for ranks in ([0, 1, 2], [0, 2], [0, 2]):
+        group = dist.new_group(ranks, backend="syncengine")
+        if dist.get_rank() in ranks:
+            tensor = torch.ones(1000)
+            dist.all_reduce(tensor, group=group)
+            assert tensor.eq(len(ranks)).all()
+            dist.destroy_process_group(group)
+
+
+def test_below_the_torch_backend(pool: RankPool) -> None:
+    run(pool, backend_over_gloo, "aab")
+
+
 def init_twice(hosts):
     for _ in range(2):
         start(hosts)

@@ -147,8 +147,8 @@ void bind_movers(py::module_& module) {
       "By an object with step(posts) and close(in_order); `by` names it in errors.");
   module.def(
       "torch_mover",
-      [](c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, py::function closed, std::string by,
-         bool checksum) {
+      [](c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag, py::function closed,
+         std::string by, bool checksum) {
         auto call = std::make_shared<py::function>(std::move(closed));
         auto on_closed = [call] {
           py::gil_scoped_acquire gil;
@@ -159,11 +159,12 @@ void bind_movers(py::module_& module) {
           }
           *call = {};
         };
-        auto mover = std::make_unique<TorchMover>(std::move(group), std::move(ranks), on_closed);
+        auto mover = std::make_unique<TorchMover>(std::move(group), std::move(ranks), tag, on_closed);
         return MoverHandle{std::move(mover), {.by = std::move(by), .checksum = checksum, .silence = 2.0}};
       },
-      py::arg("group"), py::arg("ranks"), py::arg("closed"), py::arg("by"), py::arg("checksum"),
-      "By a process group that nobody else uses; `ranks` are those in it, of each rank of the job. `closed` is called "
+      py::arg("group"), py::arg("ranks"), py::arg("tag"), py::arg("closed"), py::arg("by"), py::arg("checksum"),
+      "By a process group; `ranks` are those in it, of each rank of the job; nobody else uses `tag` there. `closed` is "
+      "called "
       "when "
       "it is not needed any more.");
   module.def("end_movers", &end_movers, py::call_guard<py::gil_scoped_release>(),

@@ -17,7 +17,6 @@ namespace {
 
 using Work = c10::intrusive_ptr<::c10d::Work>;
 
-constexpr int kTag = 21090;                            // the group is ours alone
 constexpr std::chrono::hours kForEver(24 * 365 * 30);  // the engine has deadlines of its own
 
 std::string first_line(std::string text) { return text.substr(0, std::min<size_t>(text.find('\n'), 300)); }
@@ -119,9 +118,9 @@ class TorchMover::Lane : public std::enable_shared_from_this<Lane> {
   std::thread thread_;
 };
 
-TorchMover::TorchMover(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks,
+TorchMover::TorchMover(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag,
                        std::function<void()> closed)
-    : group_(std::move(group)), ranks_(std::move(ranks)), closed_(std::move(closed)) {}
+    : group_(std::move(group)), ranks_(std::move(ranks)), tag_(tag), closed_(std::move(closed)) {}
 
 TorchMover::~TorchMover() { close(false); }
 
@@ -142,7 +141,7 @@ std::vector<packets::Mover::End> TorchMover::step(const std::vector<Packet>& pos
     std::string error = words_of([&] {
       std::vector<at::Tensor> tensors{at::from_blob(packet.data, {static_cast<int64_t>(packet.bytes)}, at::kByte)};
       int peer = ranks_.at(packet.peer);
-      work = packet.outgoing ? group_->send(tensors, peer, kTag) : group_->recv(tensors, peer, kTag);
+      work = packet.outgoing ? group_->send(tensors, peer, tag_) : group_->recv(tensors, peer, tag_);
     });
     if (error.empty())
       lane(packet.peer, packet.outgoing).add(packet.id, std::move(work));

@@ -20,8 +20,9 @@ namespace syncengine {
 
 class TorchMover final : public packets::Mover {
  public:
-  // `ranks`: in the group, of each rank of the job.
-  TorchMover(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, std::function<void()> closed);
+  // `ranks`: in the group, of each rank of the job. Nobody else uses `tag` there.
+  TorchMover(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag,
+             std::function<void()> closed);
   ~TorchMover() override;
 
   bool start(std::function<void()> wake) override;
@@ -35,6 +36,7 @@ class TorchMover final : public packets::Mover {
 
   c10::intrusive_ptr<::c10d::ProcessGroup> group_;
   std::vector<int> ranks_;
+  int tag_;
   std::function<void()> closed_;
   std::shared_ptr<Ends> ends_;
   std::map<std::pair<int, bool>, std::shared_ptr<Lane>> lanes_;

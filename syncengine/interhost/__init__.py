@@ -14,11 +14,13 @@ from syncengine.errors import InvalidUsage
 __all__ = ["open_mover"]
 
 
-def open_mover(interhost: str, rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[], object]) -> Mover:
+def open_mover(
+    interhost: str, rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[bytes], list[bytes]]
+) -> Mover:
     """The mover that `interhost` names, for this rank of those that the launcher knows as `global_ranks`.
 
-    Collective. `meet` is called once it is clear that this rank can take part, and returns when all can. Raises
-    InvalidUsage if this one can't, and what `meet` raises.
+    Collective. `meet` is an Exchange, called once it is clear that this rank can take part. Raises InvalidUsage if it
+    can't, and what `meet` raises.
     """
     if interhost == "mpi":
         from syncengine.interhost.mpi import open_mpi

@@ -15,11 +15,11 @@ _CANCEL_SECONDS = 0.2
 _unfinished: list = []  # requests that could not be ended, and what they use: MPI may touch it until the process ends
 
 
-def open_mpi(rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[], object]) -> Mover:
+def open_mpi(rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[bytes], list[bytes]]) -> Mover:
     """See open_mover."""
     MPI = _load()
     _check(MPI, global_ranks[rank], max(global_ranks) + 1)
-    meet()
+    meet(b"ready")
     group = MPI.COMM_WORLD.Get_group()
     own = group.Incl(global_ranks)
     comm = MPI.COMM_WORLD.Create_group(own, _TAG)

@@ -1,8 +1,12 @@
-"""Packets between hosts through torch.distributed: a process group of our own, like the default one."""
+"""Packets between hosts through torch.distributed.
+
+All ranks use a process group of our own, like the default one; some of them, the default one, with tags of our own.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 
 import torch
@@ -11,29 +15,36 @@ import torch.distributed as dist
 from syncengine._C import Backend, Mover, torch_mover
 from syncengine.errors import InvalidUsage
 
+_FIRST_TAG, _TAGS = 21090, 10_000
+_next_tag = 0
 
-def open_torch(global_ranks: list[int], checksum: bool, meet: Callable[[], object]) -> Mover:
+
+def open_torch(global_ranks: list[int], checksum: bool, meet: Callable[[bytes], list[bytes]]) -> Mover:
     """See open_mover."""
+    global _next_tag
     backend = _backend()
     if max(global_ranks) >= dist.get_world_size():
         raise InvalidUsage(
             f"interhost='torch', but the default process group has {dist.get_world_size()} ranks, and this job "
             f"{max(global_ranks) + 1}: initialize torch.distributed with all ranks, or give interhost='tcp'"
         )
-    meet()
-    everybody = len(global_ranks) == dist.get_world_size()
-    group = dist.new_group(global_ranks, backend=backend, use_local_synchronization=not everybody)
+    number = max(int(answer) for answer in meet(str(_next_tag).encode()))  # which none of these ranks has used
+    _next_tag = number + 1
+    group, closed = dist.distributed_c10d._get_default_group(), _nothing
+    if len(global_ranks) == dist.get_world_size():  # else new_group would need the other ranks, too
+        group = dist.new_group(backend=backend)
+        closed = functools.partial(_destroy, group)
+    tag = _FIRST_TAG + number % _TAGS
+    return torch_mover(group, global_ranks, tag, closed, f"torch.distributed, {backend}", checksum)
 
-    def closed() -> None:
-        if (
-            not everybody
-        ):  # torch would give the next group of these ranks the same name, and find the old one's addresses
-            return
-        with contextlib.suppress(AssertionError, ValueError):  # the program has destroyed all groups
-            dist.destroy_process_group(group)
 
-    ranks = [dist.get_group_rank(group, rank) for rank in global_ranks]
-    return torch_mover(group, ranks, closed, f"torch.distributed, {backend}", checksum)
+def _nothing() -> None:
+    pass
+
+
+def _destroy(group: dist.ProcessGroup) -> None:
+    with contextlib.suppress(AssertionError, ValueError):  # the program has destroyed all groups
+        dist.destroy_process_group(group)
 
 
 def _backend() -> str:
