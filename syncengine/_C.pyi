@@ -68,6 +68,10 @@ class Communicator:
     def timeout(self) -> float:
         """Seconds after which a collective gives up."""
 
+    @property
+    def links(self) -> str:
+        """Between hosts: which way collectives take, and what was measured. Empty on one host."""
+
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
         """Reduces `tensor` in place over all ranks: the same shape, strides and dtype on each.
 
@@ -187,6 +191,15 @@ class Backend(_Backend):
     @property
     def communicator(self) -> Communicator:
         """The engine's communicator below."""
+
+    def split(self, ranks: Sequence[int]) -> Backend | None:
+        """The backend of `ranks` of this group, in ascending order; None on a rank that is not among them.
+
+        Every rank must call it.
+        """
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing. torch asks it of ranks that a new group leaves out, if the default group is bound to a CPU."""
 
     @property
     def options(self) -> _Backend.Options:

@@ -48,6 +48,7 @@ def init(
     log_after: float | None = None,
     gradient_memory: str | None = None,
     interhost: str | None = None,
+    host_algorithm: str | None = None,
     interface: str | None = None,
     sockets: int | None = None,
     checksum: bool | None = None,
@@ -72,6 +73,8 @@ def init(
 
     - `interhost` ("tcp"): what connects the hosts: "tcp", "mpi" (mpi4py, under mpirun) or "torch" (an initialized
       torch.distributed whose backend moves CPU tensors). Never changes the bits.
+    - `host_algorithm` ("auto"): how bytes go between them: "exchange" (directly), "chain" (from host to host where that
+      is possible), or, measured here, whichever is quicker. Never changes the bits of "rank_order".
     - `interface` (tcp only): where this rank listens: a name ("eth0"), names or prefixes ("eth,ib", "^docker,lo"), or
       an address. By default GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the address from which this host reaches
       MASTER_ADDR.
@@ -92,6 +95,7 @@ def init(
         "log_after": log_after,
         "gradient_memory": gradient_memory,
         "interhost": interhost,
+        "host_algorithm": host_algorithm,
         "interface": interface,
         "sockets": sockets,
         "checksum": checksum,

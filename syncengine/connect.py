@@ -49,6 +49,8 @@ def connect(
                 known_as = list(range(size)) if global_ranks is None else global_ranks
                 mover = open_mover(config.interhost, rank, known_as, config.checksum, exchange)
         communicator = bootstrap.connect(addresses, timeout, global_ranks, network, mover)
+        if communicator.links:
+            logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)
         return communicator, [f"{host} {name}" for host, name in zip(hosts, names, strict=True)]
     except BaseException as error:
         exchange.fail(error)  # else the others wait

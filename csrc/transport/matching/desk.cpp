@@ -1,7 +1,10 @@
 #include "transport/matching/desk.h"
 
+#include <cstring>
 #include <iterator>
 #include <utility>
+
+#include "transport/matching/shared.h"
 
 namespace syncengine::matching {
 
@@ -12,8 +15,8 @@ std::shared_ptr<Interhost::Transfer> Desk::post(Post post) {
   bool first;
   {
     std::lock_guard lock(mutex_);
-    if (auto failed = failures_.find(post.peer); failed != failures_.end()) {
-      if (transfer) transfer->fail(failed->second);
+    if (failures_.contains(post.peer)) {
+      end_late(post);
       return transfer;
     }
     first = posts_.empty();
@@ -63,9 +66,27 @@ void Desk::deliver(std::vector<Message>& heard) {
   heard.clear();
 }
 
-void Desk::note_failure(int peer, const Error& error) {
+void Desk::note_failure(int peer, const Error& error, Inbox::Unexpecteds sent) {
   std::lock_guard lock(mutex_);
   failures_.emplace(peer, error);
+  left_behind_.emplace(peer, std::move(sent));
+}
+
+void Desk::post_too_late(Post& post) {
+  std::lock_guard lock(mutex_);
+  end_late(post);
+}
+
+// Under the lock.
+void Desk::end_late(Post& post) {
+  if (!post.transfer) return;
+  auto& sent_by_peer = left_behind_.at(post.peer);
+  auto found = post.kind == Post::Receive ? sent_by_peer.extract(post.tag) : Inbox::Unexpecteds::node_type();
+  if (!found) return post.transfer->fail(failures_.at(post.peer));
+  const auto& sent = found.mapped();
+  if (sent.size != post.bytes) return post.transfer->fail(size_mismatch(post.peer, sent.size, rank_, post.bytes));
+  if (post.bytes > 0) std::memcpy(post.data, sent.bytes.get(), post.bytes);
+  post.transfer->finish();
 }
 
 }  // namespace syncengine::matching

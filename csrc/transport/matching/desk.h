@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "transport/interhost.h"
+#include "transport/matching/inbox.h"
 
 namespace syncengine::matching {
 
@@ -33,7 +34,8 @@ class Desk {
   };
 
   // `wake` is called after something was handed over while nothing waited to be taken.
-  explicit Desk(std::function<void()> wake) : wake_(std::move(wake)) {}
+  // `rank` is the own one, for messages.
+  Desk(int rank, std::function<void()> wake) : rank_(rank), wake_(std::move(wake)) {}
 
   // As Interhost has them; `peer` has been checked.
   std::shared_ptr<Transfer> send(int peer, uint64_t tag, const std::byte* data, size_t bytes);
@@ -45,16 +47,21 @@ class Desk {
   // For the thread that runs. What is posted for a peer after note_failure() fails at once.
   std::deque<Post> take();
   void deliver(std::vector<Message>& heard);  // leaves it empty
-  void note_failure(int peer, const Error& error);
+  // `sent`: what it sent before it left in order and nobody has asked for yet; a receive still gets it.
+  void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent);
+  void post_too_late(Post& post);  // after note_failure()
 
  private:
   std::shared_ptr<Transfer> post(Post post);
+  void end_late(Post& post);
 
+  int rank_;
   std::function<void()> wake_;
   mutable std::mutex mutex_;
   std::deque<Post> posts_;
   std::deque<Message> heard_;
   std::map<int, Error> failures_;
+  std::map<int, Inbox::Unexpecteds> left_behind_;
 };
 
 }  // namespace syncengine::matching

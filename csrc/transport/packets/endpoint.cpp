@@ -22,7 +22,7 @@ std::unique_ptr<Interhost> connect(std::unique_ptr<Mover> mover, const Options& 
 }
 
 Endpoint::Endpoint(std::unique_ptr<Mover> mover, const Options& options, int rank, const std::vector<int>& peers)
-    : options_(options), mover_(std::move(mover)) {
+    : options_(options), desk_(rank, [this] { wake(); }), mover_(std::move(mover)) {
   shared_.rank = rank;
   shared_.checksum = options.checksum;
   for (int peer : peers) peers_[peer] = std::make_unique<Peer>(shared_, traffic_, options_, peer);
@@ -156,7 +156,7 @@ void Endpoint::look_after_time() {
 void Endpoint::take_posts() {
   for (Desk::Post& post : desk_.take()) {
     if (!peers_.at(post.peer)->is_open()) {
-      if (post.transfer) post.transfer->fail(*desk_.failure(post.peer));
+      desk_.post_too_late(post);
       shared_.news = true;
       continue;
     }
@@ -176,9 +176,11 @@ void Endpoint::on_end(const Mover::End& end) {
 }
 
 void Endpoint::fail(int rank, const Error& error) {
-  desk_.deliver(shared_.heard);     // what it said before
-  desk_.note_failure(rank, error);  // before the transfers: who sees one fail finds the reason
-  peers_.at(rank)->fail(error);
+  desk_.deliver(shared_.heard);  // what it said before
+  Peer& peer = *peers_.at(rank);
+  // Before the transfers: who sees one fail finds the reason.
+  desk_.note_failure(rank, error, peer.has_left() ? peer.inbox().take_unexpected() : matching::Inbox::Unexpecteds());
+  peer.fail(error);
 }
 
 // True when everybody has said goodbye, or there was time enough.

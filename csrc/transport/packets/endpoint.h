@@ -52,7 +52,7 @@ class Endpoint : public Interhost {
   void guarded(int rank, const Call& call);
 
   Options options_;
-  matching::Desk desk_{[this] { wake(); }};
+  matching::Desk desk_;
   std::mutex turn_;
   std::mutex progress_;
   matching::Shared shared_;

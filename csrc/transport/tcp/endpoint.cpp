@@ -21,6 +21,7 @@ uint64_t event_key(int peer, size_t connection) { return static_cast<uint64_t>(p
 
 Endpoint::Endpoint(const Options& options, int rank, std::map<int, std::vector<UniqueFd>> sockets)
     : options_(options),
+      desk_(rank, [this] { wake(); }),
       epoll_(UniqueFd(epoll_create1(EPOLL_CLOEXEC))),
       alarm_(UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))) {
   if (!epoll_ || !alarm_) throw_system_error("can't make what TCP waits on", errno);
@@ -157,7 +158,7 @@ bool Endpoint::is_beat_due() {
 void Endpoint::take_posts() {
   for (Desk::Post& post : desk_.take()) {
     if (!peers_.at(post.peer)->is_open()) {
-      if (post.transfer) post.transfer->fail(*desk_.failure(post.peer));
+      desk_.post_too_late(post);
       shared_.news = true;
       continue;
     }
@@ -172,9 +173,11 @@ void Endpoint::take_posts() {
 }
 
 void Endpoint::fail(int rank, const Error& error) {
-  desk_.deliver(shared_.heard);     // what it said before
-  desk_.note_failure(rank, error);  // before the transfers: who sees one fail finds the reason
-  peers_.at(rank)->fail(error);
+  desk_.deliver(shared_.heard);  // what it said before
+  Peer& peer = *peers_.at(rank);
+  // Before the transfers: who sees one fail finds the reason.
+  desk_.note_failure(rank, error, peer.has_left() ? peer.inbox().take_unexpected() : Inbox::Unexpecteds());
+  peer.fail(error);
 }
 
 // True when everybody has heard the goodbye, or there was time enough.

@@ -51,7 +51,7 @@ class Endpoint : public Interhost {
   void guarded(int rank, const Call& call);
 
   Options options_;
-  Desk desk_{[this] { wake(); }};
+  Desk desk_;
   std::mutex turn_;
   std::mutex progress_;
   Shared shared_;
