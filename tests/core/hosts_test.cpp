@@ -306,16 +306,6 @@ TEST(flags_travel_over_hosts) {
   }
 }
 
-TEST(messages_between_hosts_are_refused_by_name) {
-  run_hosts("aab", {}, [](int, Communicator& communicator) {
-    float data = 1.0f;
-    Message message{.peer = 0, .memory = SpanList(&data, sizeof(data)), .describe = [] { return std::string("send"); }};
-    const auto text = CHECK_THROWS(communicator.send(message), ErrorKind::InvalidUsage);
-    CHECK(contains(text, "send: point-to-point messages") && contains(text, "between hosts"));
-    CHECK_THROWS(communicator.receive(message), ErrorKind::InvalidUsage);
-  });
-}
-
 TEST(groups_within_and_across_hosts) {
   run_hosts("aabbc", {}, [](int rank, Communicator& communicator) {
     auto check = [&](Communicator& group, const std::vector<int>& members) {
