@@ -160,6 +160,15 @@ class Backend(_Backend):
     def communicator(self) -> Communicator:
         """The engine's communicator below."""
 
+    def split(self, ranks: Sequence[int]) -> Backend | None:
+        """The backend of `ranks` of this group, in ascending order; None on a rank that is not among them.
+
+        Every rank must call it.
+        """
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing. torch asks it of ranks that a new group leaves out, if the default group is bound to a CPU."""
+
     @property
     def options(self) -> _Backend.Options:
         """What torch keeps of its settings."""

@@ -29,6 +29,7 @@ SHARED = {
         (2, "test_tensors_that_are_not_contiguous"),
         (3, "test_lists_and_coalesced_calls"),
         (3, "test_object_collectives"),
+        (3, "test_a_backend_is_split"),
         (2, "test_works_and_futures"),
         (4, "test_groups_of_some_ranks"),
     ],

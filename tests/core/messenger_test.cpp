@@ -192,14 +192,14 @@ TEST(who_leaves_is_lost_to_those_that_wait_for_its_message_only) {
 
 TEST(who_leaves_is_lost_to_those_that_send_it_what_it_does_not_take) {
   run_placed({"ab"}, {}, [](int rank, Communicator& communicator) {
-    std::vector<unsigned char> first(100000), second(2 << 20);
+    std::vector<unsigned char> first(100000), second(2 << 20), last(1);
     if (rank == 1) {
       communicator.wait(receive(communicator, 0, 1, first));
-      return communicator.run(barrier());
+      return communicator.wait(receive(communicator, 0, 3, last));
     }
     auto dropped = send(communicator, 1, 2, second);
     communicator.wait(send(communicator, 1, 1, first));
-    communicator.run(barrier());
+    communicator.wait(send(communicator, 1, 3, last));
     std::string text = CHECK_THROWS(communicator.wait(dropped), ErrorKind::PeerLost);
     CHECK(contains(text, "rank 1 has left"));
   });
