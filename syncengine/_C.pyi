@@ -67,6 +67,10 @@ class Communicator:
     def timeout(self) -> float:
         """Seconds after which a collective gives up."""
 
+    @property
+    def links(self) -> str:
+        """Between hosts: which way collectives take, and what was measured. Empty on one host."""
+
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
         """Reduces `tensor` in place over all ranks: the same shape, strides and dtype on each.
 

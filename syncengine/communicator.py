@@ -48,6 +48,7 @@ def init(
     log_after: float | None = None,
     gradient_memory: str | None = None,
     interhost: str | None = None,
+    host_algorithm: str | None = None,
     interface: str | None = None,
     sockets: int | None = None,
     checksum: bool | None = None,
@@ -71,6 +72,8 @@ def init(
     Where the ranks are on several hosts, which is found out by itself:
 
     - `interhost` ("tcp"): what connects the hosts.
+    - `host_algorithm` ("auto"): how bytes go between them: "exchange" (directly), "chain" (from host to host where that
+      is possible), or, measured here, whichever is quicker. Never changes the bits of "rank_order".
     - `interface`: where this rank listens: a name ("eth0"), names or prefixes ("eth,ib", "^docker,lo"), or an address.
       By default GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the address from which this host reaches MASTER_ADDR.
     - `sockets` (4): connections between two ranks.
@@ -90,6 +93,7 @@ def init(
         "log_after": log_after,
         "gradient_memory": gradient_memory,
         "interhost": interhost,
+        "host_algorithm": host_algorithm,
         "interface": interface,
         "sockets": sockets,
         "checksum": checksum,

@@ -41,6 +41,8 @@ def connect(
         hosts = bootstrap.hosts(addresses)
         network = _meet(exchange, rank, config, bootstrap, addresses, names) if max(hosts) > 0 else None
         communicator = bootstrap.connect(addresses, timeout, global_ranks, network)
+        if communicator.links:
+            logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)
         return communicator, [f"{host} {name}" for host, name in zip(hosts, names, strict=True)]
     except BaseException as error:
         exchange.fail(error)  # else the others wait

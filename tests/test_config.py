@@ -67,6 +67,7 @@ def test_variable_means_the_same_as_argument(algorithm, numerics, seconds):
         ("arena_bytes", str(2**47), "bytes"),
         ("log_after", "", "seconds"),
         ("interhost", "udp", "tcp"),
+        ("host_algorithm", "tree", "exchange"),
         ("sockets", "0", "from 1 to 16"),
         ("sockets", "17", "from 1 to 16"),
         ("sockets", "two", "from 1 to 16"),

@@ -35,6 +35,9 @@ Options parse(const py::dict& options) {
                                         {"direct", Algorithm::Direct},
                                         {"staged", Algorithm::Staged},
                                         {"one_shot", Algorithm::OneShot}});
+  result.host_algorithm = choose<HostAlgorithm>(
+      options, "host_algorithm",
+      {{"auto", HostAlgorithm::Auto}, {"exchange", HostAlgorithm::Exchange}, {"chain", HostAlgorithm::Chain}});
   result.gradient_memory = choose<GradientMemory>(options, "gradient_memory",
                                                   {{"arena", GradientMemory::Arena}, {"torch", GradientMemory::Torch}});
   result.timeout = seconds(options["timeout"].cast<double>());

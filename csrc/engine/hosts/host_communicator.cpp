@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "engine/hosts/measure.h"
 #include "engine/mismatch.h"
 
 namespace syncengine::hosts {
@@ -34,6 +35,8 @@ std::shared_ptr<HostCommunicator> HostCommunicator::create(std::shared_ptr<Netwo
     offsets.push_back(members[local].offset);
   }
   auto engine = links.network->engine();
+  links.choice = choose_hops(links.placement, engine->options().host_algorithm, links.network->speed(),
+                             HostLane::all_reduce_chunk(links.placement));
   Group own = make_group(*engine, links.placement.local_index(rank), names, locals, offsets);
   std::shared_ptr<HostCommunicator> made(new HostCommunicator(std::move(links), own, origin));
   engine->locked([&] { made->links_.network->enroll(group, made.get()); });
@@ -62,6 +65,24 @@ HostCommunicator::~HostCommunicator() {
   if (engine_->arena()->forked()) return;
   engine_->locked([&] { leave(); });
   engine_->remove(this);
+}
+
+void HostCommunicator::measure(const std::function<void()>& interrupted) {
+  HostAlgorithm algorithm = engine_->options().host_algorithm;
+  if (algorithm != HostAlgorithm::Auto || !speed_matters(links_.placement)) return;
+  LinkSpeed speed = measure_links(*this, links_.placement, interrupted);
+  engine_->locked([&] {
+    links_.network->set_speed(speed);
+    links_.choice = choose_hops(links_.placement, algorithm, speed, HostLane::all_reduce_chunk(links_.placement));
+  });
+}
+
+std::string HostCommunicator::describe_links() const {
+  return engine_->locked([&] {
+    const Network& network = *links_.network;
+    return syncengine::describe(links_.choice) +
+           (network.is_measured() ? "; measured " + syncengine::describe(network.speed()) : "");
+  });
 }
 
 void HostCommunicator::hear(int peer, const std::string& message) {

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <iterator>
 #include <utility>
 
@@ -57,8 +58,8 @@ std::shared_ptr<Interhost::Transfer> Endpoint::post(Post post) {
   bool first;
   {
     std::lock_guard lock(posts_mutex_);
-    if (auto failed = failures_.find(post.peer); failed != failures_.end()) {
-      if (transfer) transfer->fail(failed->second);
+    if (failures_.contains(post.peer)) {
+      post_too_late(post);
       return transfer;
     }
     first = posts_.empty();
@@ -66,6 +67,23 @@ std::shared_ptr<Interhost::Transfer> Endpoint::post(Post post) {
   }
   if (first) wake();
   return transfer;
+}
+
+// Its peer has failed, or has left: then what it sent before is still there. Under posts_mutex_.
+void Endpoint::post_too_late(Post& post) {
+  if (!post.transfer) return;
+  auto peers = left_behind_.find(post.peer);
+  if (post.kind == Post::Receive && peers != left_behind_.end()) {
+    if (auto found = peers->second.extract(post.tag)) {
+      const auto& sent = found.mapped();
+      if (sent.size != post.bytes)
+        return post.transfer->fail(
+            size_mismatch(post.peer, sent.size, shared_.rank, static_cast<uint32_t>(post.bytes)));
+      if (post.bytes > 0) std::memcpy(post.data, sent.bytes.get(), post.bytes);
+      return post.transfer->finish();
+    }
+  }
+  post.transfer->fail(failures_.at(post.peer));
 }
 
 std::shared_ptr<Interhost::Transfer> Endpoint::send(int peer, uint64_t tag, const std::byte* data, size_t bytes) {
@@ -194,7 +212,8 @@ void Endpoint::take_posts() {
   }
   for (Post& post : posts) {
     if (!peers_.at(post.peer)->is_open()) {
-      if (post.transfer) post.transfer->fail(*failure(post.peer));
+      std::lock_guard lock(posts_mutex_);
+      post_too_late(post);
       shared_.news = true;
       continue;
     }
@@ -210,11 +229,13 @@ void Endpoint::take_posts() {
 
 void Endpoint::fail(int rank, const Error& error) {
   deliver();  // what it said before
+  Peer& peer = *peers_.at(rank);
   {
     std::lock_guard lock(posts_mutex_);
     failures_.emplace(rank, error);  // before the transfers: who sees one fail finds the reason
+    if (peer.has_left()) left_behind_.emplace(rank, peer.inbox().take_unexpected());
   }
-  peers_.at(rank)->fail(error);
+  peer.fail(error);
 }
 
 // True when everybody has heard the goodbye, or there was time enough.

@@ -48,6 +48,7 @@ class Endpoint : public Interhost {
   };
 
   std::shared_ptr<Transfer> post(Post post);
+  void post_too_late(Post& post);
   void check_peer(int peer) const;
   void wake() const;
 
@@ -76,6 +77,7 @@ class Endpoint : public Interhost {
   std::deque<Post> posts_;
   std::deque<Message> heard_;
   std::map<int, Error> failures_;
+  std::map<int, Inbox::Unexpecteds> left_behind_;  // by peers that said goodbye: whole, but not asked for yet
 
   ParentFd alarm_;
   std::atomic<bool> stopping_{false};

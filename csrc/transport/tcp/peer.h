@@ -38,6 +38,7 @@ class Peer {
   void excuse(Clock::time_point now);     // this process did not run: silence proves nothing
 
   bool is_open() const { return open_; }
+  bool has_left() const { return peer_left_; }
   void fail(const Error& error);
 
   // Ends it in order: what is under way is sent, then a goodbye, then the connections' ends; gone() once the peer has
