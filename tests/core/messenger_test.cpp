@@ -205,6 +205,24 @@ TEST(who_leaves_is_lost_to_those_that_send_it_what_it_does_not_take) {
   });
 }
 
+TEST(messages_of_a_dead_host_end_with_its_name) {
+  testing::HostsJob job("ab");
+  job.run([&](int rank, Communicator& communicator) {
+    std::vector<unsigned char> out(20 << 20), in(20 << 20);
+    auto sent = send(communicator, 1 - rank, 1, out);
+    if (rank == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      job.network().cut(1);
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      return;
+    }
+    for (const auto& work : {receive(communicator, 1, 2, in), sent}) {
+      std::string text = CHECK_THROWS(communicator.wait(work), ErrorKind::PeerLost);
+      CHECK(contains(text, "rank 1 died"));
+    }
+  });
+}
+
 // However the memory is cut on each side.
 TEST(messages_from_and_into_several_pieces_of_memory) {
   run_placed({"ab"}, {}, [](int rank, Communicator& communicator) {
