@@ -9,7 +9,7 @@ import torch
 from parallel_models import different_bits
 from pool import RankPool
 from test_hosts import live_on
-from test_torch_backend import ours, whole_life
+from test_torch_backend import ours, wait_for_rank_1, whole_life
 from test_torch_backend_messages import NOT_SENT, receive_what_was_not_sent
 from test_torch_backend_training import train as train_some
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,6 +55,23 @@ def call_on_hosts(hosts: str, module: str, names: list[str]) -> None:
 def test_as_on_one_host(pool: RankPool, module: str, world: int) -> None:
     names = [name for size, name in SHARED[module] if size == world]
     pool.run(call_on_hosts, HOSTS[world], module, names, world=world, gloo=True, settings=None)
+
+
+def test_groups_within_hosts(pool: RankPool) -> None:
+    pool.run(
+        call_on_hosts, "abab", "test_torch_backend", ["test_groups_of_some_ranks"], world=4, gloo=True, settings=None
+    )
+
+
+def wait(hosts: str, how: str) -> str | None:
+    live_on(hosts)
+    return wait_for_rank_1(how)
+
+
+@pytest.mark.parametrize("how", ["group", "monitored"])
+def test_timeouts_name_the_rank_that_is_missing(pool: RankPool, how: str) -> None:
+    text = pool.run(wait, "ab", how, gloo=True, settings=None)[0]
+    assert "rank 0 waits for rank 1" in text
 
 
 def train(hosts: str, how: str) -> list[torch.Tensor]:
