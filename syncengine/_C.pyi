@@ -3,11 +3,12 @@
 Calls that may wait release the GIL and react to Ctrl-C within about 50 ms. Errors are those of `syncengine.errors`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Backend as _Backend
+from torch._C._distributed_c10d import ProcessGroup
 
 has_test_hooks: bool
 """Whether this build has the fault-injection hooks that the tests use."""
@@ -66,6 +67,10 @@ class Communicator:
     @property
     def timeout(self) -> float:
         """Seconds after which a collective gives up."""
+
+    @property
+    def links(self) -> str:
+        """Between hosts: which way collectives take, and what was measured. Empty on one host."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
         """Reduces `tensor` in place over all ranks: the same shape, strides and dtype on each.
@@ -142,12 +147,39 @@ class LocalBootstrap:
         timeout: float,
         global_ranks: Sequence[int] | None = None,
         network_addresses: Sequence[bytes] | None = None,
+        mover: Mover | None = None,
     ) -> Communicator:
         """The communicator of all ranks. `addresses` by rank, the own one among them; `timeout` in seconds. Once.
 
-        `global_ranks` is what messages call the ranks; None: as they are. `network_addresses`: what listen() gave, by
-        rank; needed where there are several hosts.
+        `global_ranks` is what messages call the ranks; None: as they are. Where there are several hosts it needs either
+        `network_addresses`, what listen() gave, by rank, or a `mover`.
         """
+
+class Mover:
+    """What moves packets between hosts, for one LocalBootstrap.connect()."""
+
+def python_mover(mover: object, by: str, checksum: bool) -> Mover:
+    """By an object with two methods, called on one thread of the engine's; what they raise loses all peers.
+
+    `step(posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]` posts packets, each with its number,
+    the peer's rank in the job, whether it is sent (else received), and its memory; and says which of all have ended,
+    with an error or "". It never blocks. Packets between two ranks stay in order; those that meet have the same size.
+    `close(in_order: bool)` comes last; if not `in_order`, packets are still under way.
+
+    `by` names the mover in errors. `checksum`: of all data.
+    """
+
+def torch_mover(
+    group: ProcessGroup, ranks: Sequence[int], tag: int, closed: Callable[[], object], by: str, checksum: bool
+) -> Mover:
+    """By a process group on whose CPU tensors send and recv work.
+
+    `ranks`: in the group, of each rank of the job. Nobody else uses `tag` there. `closed` is called once it is not
+    needed any more. Else as python_mover.
+    """
+
+def end_movers() -> None:
+    """Says goodbye to all ranks that movers reach, within a second. Before the interpreter ends."""
 
 class Backend(_Backend):
     """The torch.distributed backend "syncengine": a communicator with c10d's face. Made by init_process_group.
@@ -159,6 +191,15 @@ class Backend(_Backend):
     @property
     def communicator(self) -> Communicator:
         """The engine's communicator below."""
+
+    def split(self, ranks: Sequence[int]) -> Backend | None:
+        """The backend of `ranks` of this group, in ascending order; None on a rank that is not among them.
+
+        Every rank must call it.
+        """
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Nothing. torch asks it of ranks that a new group leaves out, if the default group is bound to a CPU."""
 
     @property
     def options(self) -> _Backend.Options:

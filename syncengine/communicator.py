@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from syncengine._C import Communicator, Work, backend_communicators
+from syncengine._C import Communicator, Work, backend_communicators, end_movers
 from syncengine.config import DEFAULT_TIMEOUT, Config
 from syncengine.connect import connect
 from syncengine.errors import InvalidUsage
@@ -48,6 +48,7 @@ def init(
     log_after: float | None = None,
     gradient_memory: str | None = None,
     interhost: str | None = None,
+    host_algorithm: str | None = None,
     interface: str | None = None,
     sockets: int | None = None,
     checksum: bool | None = None,
@@ -70,11 +71,15 @@ def init(
 
     Where the ranks are on several hosts, which is found out by itself:
 
-    - `interhost` ("tcp"): what connects the hosts.
-    - `interface`: where this rank listens: a name ("eth0"), names or prefixes ("eth,ib", "^docker,lo"), or an address.
-      By default GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the address from which this host reaches MASTER_ADDR.
-    - `sockets` (4): connections between two ranks.
-    - `checksum` (False): check all data by CRC-32C, beside TCP's own sum.
+    - `interhost` ("tcp"): what connects the hosts: "tcp", "mpi" (mpi4py, under mpirun) or "torch" (an initialized
+      torch.distributed whose backend moves CPU tensors). Never changes the bits.
+    - `host_algorithm` ("auto"): how bytes go between them: "exchange" (directly), "chain" (from host to host where that
+      is possible), or, measured here, whichever is quicker. Never changes the bits of "rank_order".
+    - `interface` (tcp only): where this rank listens: a name ("eth0"), names or prefixes ("eth,ib", "^docker,lo"), or
+      an address. By default GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the address from which this host reaches
+      MASTER_ADDR.
+    - `sockets` (4; tcp only): connections between two ranks.
+    - `checksum` (False): check all data by CRC-32C, beside the transport's own sum.
 
     The secret that ranks prove to know when they connect comes from SYNCENGINE_SECRET or SYNCENGINE_SECRET_FILE alone.
 
@@ -90,6 +95,7 @@ def init(
         "log_after": log_after,
         "gradient_memory": gradient_memory,
         "interhost": interhost,
+        "host_algorithm": host_algorithm,
         "interface": interface,
         "sockets": sockets,
         "checksum": checksum,
@@ -251,6 +257,7 @@ def _end() -> None:
     if _owner == os.getpid():
         for communicator in backend_communicators():  # torch leaves groups that nobody destroyed as they are
             communicator.close()
+        end_movers()  # while there is still an interpreter, and MPI
 
 
 _hooks_installed = False

@@ -11,7 +11,8 @@ from syncengine.errors import InvalidUsage
 
 ALGORITHMS = ("auto", "direct", "staged", "one_shot")
 NUMERICS = ("rank_order", "ring", "fast")
-INTERHOST = ("tcp",)
+INTERHOST = ("tcp", "mpi", "torch")
+HOST_ALGORITHMS = ("auto", "exchange", "chain")
 MOST_SOCKETS = 16
 GRADIENT_MEMORY = ("arena", "torch")
 
@@ -21,8 +22,8 @@ _MAX_SECONDS = 1e9  # 30 years; the engine counts nanoseconds in 64 bits
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a communicator. Every rank must have the same `algorithm`, `numerics`, `interhost`, `sockets` and
-    `checksum`; what follows `interhost` matters only where there are several hosts.
+    """Settings of a communicator. Every rank must have the same `algorithm`, `numerics`, `interhost`, `host_algorithm`,
+    `sockets` and `checksum`; what follows `interhost` matters only where there are several hosts.
     """
 
     algorithm: str = "auto"  # how bytes move, never the bits: auto, direct, staged, one_shot
@@ -32,10 +33,11 @@ class Config:
     log_after: float = 5.0  # seconds of waiting after which one line says for whom
     gradient_memory: str = "arena"  # where large gradients lie: arena (reduced in place), torch (staged)
     host_id: str = ""  # ranks with different ones are on different hosts, though they share a machine
-    interhost: str = "tcp"  # what connects hosts
+    interhost: str = "tcp"  # what connects hosts: tcp, mpi, torch
+    host_algorithm: str = "auto"  # how bytes go from host to host, never the bits of rank_order: auto, exchange, chain
     interface: str = ""  # where to listen: a name, a prefix, an address; "": see connect.py
     sockets: int = 4  # connections a peer
-    checksum: bool = False  # of all data between hosts, beside TCP's own
+    checksum: bool = False  # of all data between hosts, beside the transport's own
     secret: str = field(default="", repr=False)  # that the ranks prove to each other to know
     secret_file: str = ""  # where it stands
 
@@ -62,6 +64,7 @@ class Config:
         return {
             "algorithm": self.algorithm,
             "numerics": self.numerics,
+            "host_algorithm": self.host_algorithm,
             "timeout": timeout if self.timeout is None else self.timeout,
             "arena_bytes": self.arena_bytes,
             "gradient_memory": self.gradient_memory,
@@ -71,7 +74,7 @@ class Config:
 
     def shared(self) -> dict[str, Any]:
         """The settings that all ranks must have alike."""
-        return {name: getattr(self, name) for name in ("algorithm", "numerics", "interhost", "sockets", "checksum")}
+        return {name: getattr(self, name) for name in _SHARED}
 
     def network(self, interface: str) -> dict[str, Any]:
         """The extension's options for listening to other hosts; `interface` is what "" stands for."""
@@ -82,6 +85,9 @@ class Config:
             "secret": self.secret,
             "secret_file": self.secret_file,
         }
+
+
+_SHARED = ("algorithm", "numerics", "interhost", "host_algorithm", "sockets", "checksum")
 
 
 def _invalid(name: str, value: Any, allowed: str) -> InvalidUsage:
@@ -151,6 +157,7 @@ _PARSE: dict[str, Callable[[Any, str], Any]] = {
     "log_after": _seconds,
     "host_id": _text,
     "interhost": _choice(INTERHOST),
+    "host_algorithm": _choice(HOST_ALGORITHMS),
     "interface": _text,
     "sockets": _sockets,
     "checksum": _flag,

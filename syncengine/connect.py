@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from syncengine._C import Communicator, LocalBootstrap, solo
 from syncengine.config import Config
 from syncengine.errors import InvalidUsage, Mismatch
+from syncengine.interhost import open_mover
 from syncengine.launch import Exchange
 
 logger = logging.getLogger("syncengine")
@@ -39,8 +40,17 @@ def connect(
         bootstrap = LocalBootstrap(rank, size, options)
         names, addresses = _agree(exchange, config, bootstrap.address())
         hosts = bootstrap.hosts(addresses)
-        network = _meet(exchange, rank, config, bootstrap, addresses, names) if max(hosts) > 0 else None
-        communicator = bootstrap.connect(addresses, timeout, global_ranks, network)
+        network = mover = None
+        if max(hosts) > 0:
+            _log_hosts(rank, config, hosts, names)
+            if config.interhost == "tcp":
+                network = _meet(exchange, config, bootstrap, addresses)
+            else:
+                known_as = list(range(size)) if global_ranks is None else global_ranks
+                mover = open_mover(config.interhost, rank, known_as, config.checksum, exchange)
+        communicator = bootstrap.connect(addresses, timeout, global_ranks, network, mover)
+        if communicator.links:
+            logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)
         return communicator, [f"{host} {name}" for host, name in zip(hosts, names, strict=True)]
     except BaseException as error:
         exchange.fail(error)  # else the others wait
@@ -63,24 +73,25 @@ def _agree(exchange: Exchange, config: Config, address: bytes) -> tuple[list[str
     return [other["host"] for other in everyone], list(addresses)
 
 
-def _meet(
-    exchange: Exchange, rank: int, config: Config, bootstrap: LocalBootstrap, addresses: list[bytes], names: list[str]
-) -> list[bytes]:
+def _meet(exchange: Exchange, config: Config, bootstrap: LocalBootstrap, addresses: list[bytes]) -> list[bytes]:
     """Listens for the ranks of other hosts; returns where each rank does."""
-    hosts = bootstrap.hosts(addresses)
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
     if not interface and not config.interface and not bootstrap.on_one_network(addresses):
         interface = _reachable_address(os.environ)
+    return exchange(bootstrap.listen(config.network(interface)))
+
+
+def _log_hosts(rank: int, config: Config, hosts: list[int], names: list[str]) -> None:
     logger.log(
         logging.INFO if rank == 0 else logging.DEBUG,
-        "%d ranks on %d hosts (%s); numerics=%s%s",
+        "%d ranks on %d hosts (%s); interhost=%s; numerics=%s%s",
         len(hosts),
         max(hosts) + 1,
         ", ".join(f"{names[hosts.index(host)]}: {hosts.count(host)}" for host in range(max(hosts) + 1)),
+        config.interhost,
         config.numerics,
         ": sums per host, so bits depend on which ranks share one" if config.numerics == "fast" else "",
     )
-    return exchange(bootstrap.listen(config.network(interface)))
 
 
 def _reachable_address(environ: Mapping[str, str]) -> str:

@@ -1,6 +1,7 @@
 """Several hosts: one machine split by SYNCENGINE_HOST_ID, connected over loopback. Bits, bytes, training, faults."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -16,9 +17,15 @@ import syncengine
 PLACEMENTS = ["ab", "aab", "aabb", "aaab", "abab", "abcd"]
 
 
+def launched_rank() -> int:
+    """This rank, before init(): as the pool says, or mpirun."""
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+    return next(int(os.environ[name]) for name in names if name in os.environ)
+
+
 def live_on(hosts: str) -> str:
     """This rank's host, before init(): the letter at its place in `hosts`."""
-    host = hosts[int(os.environ["RANK"])]
+    host = hosts[launched_rank()]
     os.environ["SYNCENGINE_HOST_ID"] = host
     return host
 
@@ -43,8 +50,8 @@ def sums(dtype: torch.dtype, count: int, op: str) -> torch.Tensor:
     return tensor
 
 
-def reduce_all(hosts: str, numerics: str) -> list[torch.Tensor]:
-    start(hosts, numerics=numerics)
+def reduce_all(hosts: str, numerics: str, host_algorithm: str = "auto") -> list[torch.Tensor]:
+    start(hosts, numerics=numerics, host_algorithm=host_algorithm)
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32]
     results = [sums(dtype, count, "sum") for dtype in dtypes for count in (1, 1000, 300_001)]
     return [*results, sums(torch.bfloat16, 100_000, "avg"), sums(torch.float32, 1000, "max")]
@@ -60,10 +67,34 @@ def test_bits_do_not_depend_on_placement(pool: RankPool, numerics: str) -> None:
                     assert torch.equal(mine, wanted), hosts
 
 
+def test_bits_do_not_depend_on_the_way_between_hosts(pool: RankPool) -> None:
+    alone = run(pool, reduce_all, "aaaa", "rank_order")
+    for hosts in ("aabb", "aabc"):
+        for way in ("exchange", "chain"):
+            for got in run(pool, reduce_all, hosts, "rank_order", way):
+                assert all(torch.equal(mine, wanted) for mine, wanted in zip(got, alone[0], strict=True)), (hosts, way)
+
+
+def links(hosts: str, **settings: Any) -> str:
+    return start(hosts, **settings).links
+
+
+def test_the_way_between_hosts_is_measured_or_given(pool: RankPool) -> None:
+    assert run(pool, links, "aa") == ["", ""]
+    (measured, *others) = run(pool, links, "aabb")
+    assert re.fullmatch(
+        r"all_reduce by chain from \d+ KiB \(16-bit (never|from \d+ KiB)\), broadcast by relay never; "
+        r"measured \d+ us, \d+ MB/s, \d+\.\d us a transfer",
+        measured,
+    )
+    assert others == [measured] * 3
+    assert "measured" not in run(pool, links, "ab")[0]  # one way is better at any speed
+
+
 def use_everything(hosts: str) -> None:
     communicator = start(hosts)
     rank, size = communicator.rank, communicator.size
-    assert (rank, size) == (int(os.environ["RANK"]), len(hosts))
+    assert (rank, size) == (launched_rank(), len(hosts))
     for count in (1, 1000, 200_000):
         tensor = torch.full((count,), float(rank))
         syncengine.broadcast(tensor, size - 1)
@@ -145,8 +176,9 @@ def numerics_of(hosts: str) -> str:
 
 def bytes_sent(hosts: str, count: int) -> int:
     communicator = start(hosts)
+    before = communicator.counters()["interhost_bytes"]
     syncengine.all_reduce(torch.ones(count))
-    return communicator.counters()["interhost_bytes"]
+    return communicator.counters()["interhost_bytes"] - before
 
 
 @pytest.mark.parametrize(("hosts", "shares"), [("ab", [1, 1]), ("aabb", [1, 1]), ("abcd", [1.5] * 4), ("aaab", [1, 1])])

@@ -19,6 +19,7 @@ MODULES = [
     "_C",
     "config",
     "launch",
+    "interhost",
     "connect",
     "groups",
     "communicator",

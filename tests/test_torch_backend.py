@@ -361,6 +361,34 @@ def test_groups_of_some_ranks() -> None:
     dist.destroy_process_group(odds if rank % 2 else evens)
 
 
+@run_on_ranks(world=3, gloo=True, settings=None)
+def test_a_backend_is_split() -> None:
+    group, rank = ours(), dist.get_rank()
+    backend = group._get_backend(torch.device("cpu"))
+    half = backend.split([0, 2])
+    assert backend.supports_splitting
+    if rank == 1:
+        assert half is None
+    else:
+        assert isinstance(half, _C.Backend)
+        assert half.communicator.global_ranks == [0, 2]
+        half.allreduce([tensor := mine(torch.float32, 5)]).wait()
+        assert equal(tensor, value(torch.float32, 0, 5) + value(torch.float32, 2, 5))
+        half.shutdown()
+    # The way of torch's own split_group, whose Python front asks for an accelerator.
+    part = group.split_group([2, 1], timeout=timedelta(seconds=20), group_desc="two")
+    if rank == 0:
+        assert part is None
+    else:
+        assert (part.rank(), part.size(), part.group_desc) == (rank - 1, 2, "two")
+        part.broadcast(tensor := mine(torch.float32, 5), 1).wait()
+        assert equal(tensor, value(torch.float32, 2, 5))
+        part.shutdown()
+    with pytest.raises(InvalidUsage, match="can be lowered only"):
+        group.split_group([0, 1], timeout=timedelta(days=2))
+    dist.barrier(group)
+
+
 def whole_life(debug: bool) -> None:
     if debug:
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"

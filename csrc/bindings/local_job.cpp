@@ -3,6 +3,7 @@
 #include "bindings/bindings.h"
 #include "bindings/communicator.h"
 #include "bindings/errors.h"
+#include "bindings/movers.h"
 #include "bindings/python_threads.h"
 #include "engine/local_job.h"
 #include "engine/solo.h"
@@ -35,6 +36,9 @@ Options parse(const py::dict& options) {
                                         {"direct", Algorithm::Direct},
                                         {"staged", Algorithm::Staged},
                                         {"one_shot", Algorithm::OneShot}});
+  result.host_algorithm = choose<HostAlgorithm>(
+      options, "host_algorithm",
+      {{"auto", HostAlgorithm::Auto}, {"exchange", HostAlgorithm::Exchange}, {"chain", HostAlgorithm::Chain}});
   result.gradient_memory = choose<GradientMemory>(options, "gradient_memory",
                                                   {{"arena", GradientMemory::Arena}, {"torch", GradientMemory::Torch}});
   result.timeout = seconds(options["timeout"].cast<double>());
@@ -60,9 +64,16 @@ struct Bootstrap {
 
   std::shared_ptr<Communicator> connect(const std::vector<std::string>& addresses, double timeout,
                                         const std::vector<int>& global_ranks,
-                                        const std::vector<std::string>& network_addresses) {
+                                        const std::vector<std::string>& network_addresses, MoverHandle* mover) {
     auto deadline = Deadline::after(seconds(timeout));
     auto make_interhost = [&] {
+      if (mover) {
+        std::vector<int> peers;
+        auto hosts = job.hosts(addresses);
+        for (int peer = 0; peer < static_cast<int>(hosts.size()); ++peer)
+          if (hosts[peer] != hosts[rank]) peers.push_back(peer);
+        return connect_by(*mover, rank, peers);
+      }
       if (!listener || network_addresses.size() != addresses.size())
         throw Error(ErrorKind::InvalidUsage, "connect() needs listen() and its answers where there are several hosts");
       auto peers = network_addresses;
@@ -110,16 +121,15 @@ void bind_local_job(py::module_& module) {
           "connect",
           [](Bootstrap& self, const std::vector<std::string>& addresses, double timeout,
              const std::optional<std::vector<int>>& global_ranks,
-             const std::optional<std::vector<std::string>>& network_addresses) {
+             const std::optional<std::vector<std::string>>& network_addresses, MoverHandle* mover) {
             py::gil_scoped_release nogil;
             return for_python(self.connect(addresses, timeout, global_ranks.value_or(std::vector<int>{}),
-                                           network_addresses.value_or(std::vector<std::string>{})));
+                                           network_addresses.value_or(std::vector<std::string>{}), mover));
           },
           py::arg("addresses"), py::arg("timeout"), py::arg("global_ranks") = py::none(),
-          py::arg("network_addresses") = py::none(),
-          "The communicator of all ranks. `addresses` by rank; `timeout` in seconds; `network_addresses` from "
-          "listen(), "
-          "where there are several hosts.");
+          py::arg("network_addresses") = py::none(), py::arg("mover") = py::none(),
+          "The communicator of all ranks. `addresses` by rank; `timeout` in seconds. Where there are several hosts, "
+          "`network_addresses` from listen() or a mover.");
   module.def(
       "solo", [](const py::dict& options) { return make_solo_communicator(parse(options)); }, py::arg("options"),
       "The communicator of a job of one rank: no thread, no shared memory.");

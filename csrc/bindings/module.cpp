@@ -7,6 +7,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "syncengine's engine: collectives, communicators and the gradient reducer.";
   syncengine::bind_errors(module);
   syncengine::bind_communicator(module);
+  syncengine::bind_movers(module);
   syncengine::bind_local_job(module);
   syncengine::bind_reducer(module);
   syncengine::bind_backend(module);

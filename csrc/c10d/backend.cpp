@@ -62,11 +62,30 @@ void TorchBackend::abort() {
   communicator_->abort(ErrorKind::Aborted, who + " aborted the process group");
 }
 
+void TorchBackend::require_timeout(std::chrono::milliseconds timeout) const {
+  if (timeout <= milliseconds_of(communicator_->timeout())) return;
+  throw Error(ErrorKind::InvalidUsage,
+              "the timeout of a syncengine process group can be lowered only, from the one it was made or split with: "
+              "give init_process_group or new_group a longer one");
+}
+
+c10::intrusive_ptr<::c10d::Backend> TorchBackend::split(const c10::intrusive_ptr<::c10d::Store>&,
+                                                        const std::vector<int>& ranks,
+                                                        const c10::intrusive_ptr<Options>& options) {
+  if (options) require_timeout(options->timeout);
+  bool member = std::find(ranks.begin(), ranks.end(), rank_) != ranks.end();
+  auto group = communicator_->split(member ? ranks : std::vector<int>{}, raise_pending_signal);
+  if (!group) return nullptr;
+  auto backend = c10::make_intrusive<TorchBackend>(std::move(group));
+  if (options) {
+    backend->setTimeout(options->timeout);
+    backend->options_->group_name = options->group_name;
+  }
+  return backend;
+}
+
 void TorchBackend::setTimeout(std::chrono::milliseconds timeout) {
-  if (timeout > milliseconds_of(communicator_->timeout()))
-    throw Error(ErrorKind::InvalidUsage,
-                "the timeout of a syncengine process group can be lowered only, from the one it was made with: give "
-                "init_process_group or new_group a longer one");
+  require_timeout(timeout);
   timeout_ms_.store(timeout.count(), std::memory_order_relaxed);
   options_->timeout = timeout;
 }

@@ -32,7 +32,9 @@ class TorchBackend final : public ::c10d::Backend {
   static std::vector<std::shared_ptr<Communicator>> open_communicators();
 
   const std::string getBackendName() const override { return "syncengine"; }
-  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return c10::make_intrusive<Options>(*options_);  // splitGroup() changes what it gets
+  }
   void setTimeout(std::chrono::milliseconds timeout) override;
 
   // Reductions, and what moves the same amount everywhere: collectives.cpp.
@@ -64,6 +66,11 @@ class TorchBackend final : public ::c10d::Backend {
 
   // The rest: backend.cpp.
   void monitoredBarrier(const ::c10d::BarrierOptions& options, bool wait_all_ranks) override;
+  bool supportsSplitting() const override { return true; }
+  // Collective over this group; null on ranks that are not among `ranks`, which are taken in ascending order. Needs no store.
+  c10::intrusive_ptr<::c10d::Backend> split(const c10::intrusive_ptr<::c10d::Store>& store,
+                                            const std::vector<int>& ranks,
+                                            const c10::intrusive_ptr<Options>& options) override;
   bool supportsCoalescing() const override { return true; }
   void startCoalescing() override;
   TorchWorkPtr endCoalescing() override;
@@ -82,6 +89,7 @@ class TorchBackend final : public ::c10d::Backend {
   };
   TorchWorkPtr start(Call call, const How& how);
   std::optional<Duration> at_most(std::chrono::milliseconds timeout) const;
+  void require_timeout(std::chrono::milliseconds timeout) const;
   int require_rank(int64_t rank, const char* call) const;
   Numerics numerics() const { return communicator_->numerics(); }
   static const at::Tensor& require_only(const Tensors& tensors, const char* call);

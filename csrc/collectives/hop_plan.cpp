@@ -8,8 +8,6 @@ namespace syncengine {
 
 namespace {
 
-constexpr size_t kShortBytes = 64 << 10;  // up to here fewer hops beat fewer bytes
-
 // Plans one cell of a reduction. `handlers` by host.
 class Reduction {
  public:
@@ -211,22 +209,6 @@ void plan_barrier(const Placement& placement, std::vector<HopCell>& cells) {
 }
 
 }  // namespace
-
-bool is_long(const Operation& operation) { return operation.input.bytes() > kShortBytes; }
-
-Way choose_way(const Placement& placement, const Operation& operation) {
-  if (operation.numerics == Numerics::Ring) return Way::Exchange;
-  if (operation.numerics == Numerics::Fast) return Way::Sums;
-  bool may_chain = operation.collective == Collective::AllReduce && is_long(operation) && placement.contiguous;
-  if (!may_chain) return Way::Exchange;
-  // Bytes sent by the host that sends most, for each byte of the tensor.
-  double hosts = placement.hosts();
-  double exchange = (placement.stripes + 1) * (hosts - 1) / hosts;
-  bool is_half = operation.dtype == DType::Float16 || operation.dtype == DType::BFloat16;
-  double partial = is_half ? 2 : 1;  // in float32
-  double chain = hosts == 2 ? partial : partial + 1;
-  return chain < exchange ? Way::Chain : Way::Exchange;
-}
 
 std::pair<size_t, size_t> stripe_of(const Placement& placement, size_t length, int stripe) {
   return slice(length, placement.stripes, stripe);

@@ -9,23 +9,12 @@
 #include <cstdint>
 #include <vector>
 
+#include "collectives/hop_choice.h"
 #include "collectives/operation.h"
 #include "collectives/placement.h"
 #include "collectives/plan.h"
 
 namespace syncengine {
-
-// How contributions from several hosts become one sum. The first two give the same bits.
-enum class Way : uint8_t {
-  Exchange,  // a cell has a home, whose handler gets every rank's own bytes, adds them in order, and returns the result
-  Chain,     // the running sum goes from host to host, in the order of ranks; the result comes back the same way
-  Sums,      // as Exchange, but of each host's sum (numerics "fast")
-};
-
-// The way with the fewest bytes sent by the host that sends most. Reduce-scatter knows no Chain.
-Way choose_way(const Placement& placement, const Operation& operation);
-// Whether fewer bytes beat fewer hops.
-bool is_long(const Operation& operation);
 
 enum class Content : uint8_t {
   Raw,      // a rank's contribution; received into scratch

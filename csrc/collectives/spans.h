@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -48,6 +49,13 @@ class SpanList {
       visit(spans_[i].data + skip, done, length);
       done += length;
     }
+  }
+
+  void copy_to(std::byte* to, size_t offset, size_t bytes) const {
+    for_each(offset, bytes, [&](std::byte* from, size_t at, size_t length) { std::memcpy(to + at, from, length); });
+  }
+  void copy_from(const std::byte* from, size_t offset, size_t bytes) const {
+    for_each(offset, bytes, [&](std::byte* to, size_t at, size_t length) { std::memcpy(to, from + at, length); });
   }
 
  private:

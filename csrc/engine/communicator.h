@@ -40,6 +40,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual const std::vector<int>& global_ranks() const = 0;  // of each member, for messages
   virtual Numerics numerics() const = 0;
   virtual Duration timeout() const = 0;
+  // Between hosts: which collectives take which way, and what was measured. For logs; empty on one host.
+  virtual std::string describe_links() const { return ""; }
 
   // Collectives that match by the order of submission. submit() never blocks; run() is submit() and wait() in one, without
   // waking the engine's thread.

@@ -105,6 +105,7 @@ std::shared_ptr<Communicator> LocalJob::connect(const std::vector<std::string>& 
     Operation barrier{.collective = Collective::Barrier};
     barrier.describe = [] { return std::string("syncengine.init()"); };
     joined->run(std::move(barrier), interrupted);
+    static_cast<hosts::HostCommunicator&>(*joined).measure(interrupted);
     return joined;
   } catch (const Error& error) {
     Error told = for_peers(rank_, error);

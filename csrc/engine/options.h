@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "base/deadline.h"
+#include "collectives/hop_choice.h"
 #include "collectives/operation.h"
 
 namespace syncengine {
@@ -25,6 +26,7 @@ enum class GradientMemory : uint8_t {
 struct Options {
   Numerics numerics = Numerics::RankOrder;
   Algorithm algorithm = Algorithm::Auto;
+  HostAlgorithm host_algorithm = HostAlgorithm::Auto;
   Duration timeout = seconds(1800);
   Duration log_after = seconds(5);  // one line on stderr about who is missing
   GradientMemory gradient_memory = GradientMemory::Arena;

@@ -1,6 +1,7 @@
 #include "engine/shm_communicator.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "engine/farewell.h"
 #include "engine/mismatch.h"
@@ -42,6 +43,11 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, int rank, std::
             parts.user_lane = std::make_unique<Lane>(group, shm::kUserLane, algorithm, stop, trash);
             parts.scheduled_lane = std::make_unique<Lane>(group, shm::kScheduledLane, algorithm, stop, trash);
             parts.schedule = std::make_unique<Schedule>(group, *parts.scheduled_lane);
+            std::vector<int> ranks(group.size);
+            std::iota(ranks.begin(), ranks.end(), 0);
+            parts.messenger = std::make_unique<Messenger>(group.rank, group.global_ranks,
+                                                          std::make_unique<MailboxRoute>(group, std::move(ranks), stop),
+                                                          nullptr, trash);
             return parts;
           }) {
   engine_->add(this);
@@ -52,9 +58,7 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, const Group& gr
     : engine_(std::move(engine)),
       origin_(origin),
       group_(group),
-      parts_(make_parts(
-          group_, [this] { return any_peer_failed(); }, engine_->trash())),
-      messenger_(group_, [this] { return any_peer_failed(); }, engine_->trash()) {}
+      parts_(make_parts(group_, [this] { return any_peer_failed(); }, engine_->trash())) {}
 
 ShmCommunicator::~ShmCommunicator() {
   if (engine_->arena()->forked()) return;
@@ -74,7 +78,8 @@ void ShmCommunicator::give_back_block() {
   auto unused = [&gone, everybody, me] {
     return (gone.load(std::memory_order_acquire) | me) == everybody;  // acquire: theirs
   };
-  for (size_t offset : messenger_.parcels()) group_.arena->retire_group(offset, Messenger::kParcelsBytes, unused);
+  for (size_t offset : messenger_.near().parcels())
+    group_.arena->retire_group(offset, MailboxRoute::kParcelsBytes, unused);
   group_.arena->retire_group(group_.offsets[group_.rank], sizeof(shm::GroupBlock), unused);
 }
 
@@ -106,9 +111,9 @@ void ShmCommunicator::run(Operation operation, const std::function<void()>& inte
 std::shared_ptr<Work> ShmCommunicator::post(Message message, bool sends) {
   engine_->throw_if_forked();
   bool any = !sends && message.peer == Message::kAnySource;
-  if (!any && (message.peer < 0 || message.peer >= group_.size))
+  if (!any && (message.peer < 0 || message.peer >= size()))
     throw Error(ErrorKind::InvalidUsage, message.describe() + ": rank " + std::to_string(message.peer) +
-                                             " is not in 0.." + std::to_string(group_.size - 1));
+                                             " is not in 0.." + std::to_string(size() - 1));
   auto work = std::make_shared<Work>(engine_->outstanding());
   Lane::Item item{.operation = {}, .work = work, .since = Clock::now()};
   item.operation.describe = message.describe;
@@ -199,14 +204,15 @@ std::map<std::string, uint64_t> ShmCommunicator::counters() const {
   engine_->throw_if_forked();
   return engine_->locked([&] {
     auto user = user_lane_.counters(), scheduled = scheduled_lane_.counters();
-    return std::map<std::string, uint64_t>{{"operations", user.operations + scheduled.operations},
-                                           {"staged_bytes", user.staged_bytes + scheduled.staged_bytes},
-                                           {"direct_bytes", user.direct_bytes + scheduled.direct_bytes},
-                                           {"one_shot_bytes", user.one_shot_bytes + scheduled.one_shot_bytes},
-                                           {"messages", messenger_.counters().messages},
-                                           {"direct_messages", messenger_.counters().direct},
-                                           {"interhost_bytes", user.interhost_bytes + scheduled.interhost_bytes},
-                                           {"sleeps", engine_->sleeps()}};
+    return std::map<std::string, uint64_t>{
+        {"operations", user.operations + scheduled.operations},
+        {"staged_bytes", user.staged_bytes + scheduled.staged_bytes},
+        {"direct_bytes", user.direct_bytes + scheduled.direct_bytes},
+        {"one_shot_bytes", user.one_shot_bytes + scheduled.one_shot_bytes},
+        {"messages", messenger_.messages()},
+        {"direct_messages", messenger_.near().direct()},
+        {"interhost_bytes", user.interhost_bytes + scheduled.interhost_bytes + messenger_.interhost_bytes()},
+        {"sleeps", engine_->sleeps()}};
   });
 }
 
@@ -225,7 +231,7 @@ bool ShmCommunicator::advance() {
       schedule_.announce(std::move(item));
   }
   taken_.clear();
-  for (Messenger::Post& post : taken_posts_) messenger_.post(std::move(post));
+  for (Post& post : taken_posts_) messenger_.post(std::move(post));
   taken_posts_.clear();
   try {
     moved |= user_lane_.advance(kBudget);
@@ -270,7 +276,7 @@ std::vector<ArenaRange> ShmCommunicator::direct_memory() const {
   std::vector<ArenaRange> offsets;
   user_lane_.add_direct_memory(offsets);
   scheduled_lane_.add_direct_memory(offsets);
-  messenger_.add_direct_memory(offsets);
+  messenger_.near().add_direct_memory(offsets);
   return offsets;
 }
 
@@ -303,14 +309,14 @@ void ShmCommunicator::end(shm::Standing standing, const Error& for_peers, const 
   if (standing == shm::Standing::Failed) engine_->sever_tensors(direct_memory(), for_peers);
   auto error = std::make_exception_ptr(raised_here);
   std::vector<Lane::Item> late;
-  std::vector<Messenger::Post> late_posts;
+  std::vector<Post> late_posts;
   {
     std::lock_guard lock(submit_mutex_);
     error_ = error;
     late.swap(submissions_);
     late_posts.swap(posts_);
   }
-  for (Messenger::Post& post : late_posts) messenger_.post(std::move(post));
+  for (Post& post : late_posts) messenger_.post(std::move(post));
   for (Lane::Item& item : late) user_lane_.enqueue(std::move(item));
   schedule_.fail_all();
   user_lane_.fail_all(error);

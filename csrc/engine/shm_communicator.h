@@ -24,6 +24,7 @@ class ShmCommunicator : public Communicator, protected Movable {
   struct Parts {
     std::unique_ptr<Lane> user_lane, scheduled_lane;
     std::unique_ptr<Schedule> schedule;
+    std::unique_ptr<Messenger> messenger;
   };
 
   int rank() const override { return group_.rank; }
@@ -104,20 +105,20 @@ class ShmCommunicator : public Communicator, protected Movable {
   Lane& user_lane_ = *parts_.user_lane;
   Lane& scheduled_lane_ = *parts_.scheduled_lane;
   Schedule& schedule_ = *parts_.schedule;
-  Messenger messenger_;
+  Messenger& messenger_ = *parts_.messenger;
 
   mutable std::mutex submit_mutex_;  // guards the next six; never held together with work under the progress lock
   std::vector<Lane::Item> submissions_;
-  std::vector<Messenger::Post> posts_;
+  std::vector<Post> posts_;
   std::exception_ptr error_;
   uint64_t submitted_ = 0;
   uint64_t next_slot_ = 0;
   std::map<uint64_t, uint64_t> announced_;  // count per slot
 
-  std::vector<Lane::Item> taken_;             // progress lock: reused by advance()
-  std::vector<Messenger::Post> taken_posts_;  // the same
-  bool ended_ = false;                        // progress lock
-  Clock::time_point logged_{};                // the operation that the log line was about
+  std::vector<Lane::Item> taken_;  // progress lock: reused by advance()
+  std::vector<Post> taken_posts_;  // the same
+  bool ended_ = false;             // progress lock
+  Clock::time_point logged_{};     // the operation that the log line was about
 };
 
 }  // namespace syncengine

@@ -7,7 +7,8 @@
 // used again only after both sides ended, and never if it was withdrawn. Big sends stay at home until the receive is posted
 // and go straight into place.
 // Failure: what fails a peer (lost, silent for too long, garbage) fails its transfers, now and later, with one Error that
-// names the peer's global rank; other peers are not touched.
+// names the peer's global rank; other peers are not touched. A peer that leaves in order is failed when all has come that it
+// sent; of that, what nobody has asked for yet can still be received.
 #pragma once
 
 #include <atomic>

@@ -115,13 +115,16 @@ TEST(what_is_sent_is_received) {
   }
 }
 
-TEST(the_chain_is_taken_where_it_sends_less) {
+TEST(the_chain_is_taken_where_it_is_quicker) {
   Operation operation{};
   std::vector<std::byte> memory(1 << 20);
   operation.input = operation.output = SpanList(memory.data(), memory.size());
+  LinkSpeed speed;
+  HostAlgorithm algorithm = HostAlgorithm::Auto;
   auto way = [&](const std::string& hosts, DType dtype) {
     operation.dtype = dtype;
-    return choose_way(everybodys(hosts)[0], operation);
+    auto choice = choose_hops(everybodys(hosts)[0], algorithm, speed, 128 << 10);
+    return choose_way(choice, operation);
   };
   CHECK(way("ab", DType::Float32) == Way::Exchange);
   CHECK(way("aabb", DType::Float32) == Way::Chain);
@@ -134,7 +137,27 @@ TEST(the_chain_is_taken_where_it_sends_less) {
   CHECK(way("abab", DType::Float32) == Way::Sums);
   operation.numerics = Numerics::RankOrder;
   operation.input = operation.output = SpanList(memory.data(), 4096);
-  CHECK(way("aabb", DType::Float32) == Way::Exchange);  // few hops rather than few bytes
+  CHECK(way("aabb", DType::Float32) == Way::Exchange);  // what is one chunk crosses twice, one after the other
+  algorithm = HostAlgorithm::Chain;
+  CHECK(way("aabb", DType::Float32) == Way::Chain);
+  CHECK(way("abab", DType::Float32) == Way::Exchange);
+  algorithm = HostAlgorithm::Exchange;
+  operation.input = operation.output = SpanList(memory.data(), memory.size());
+  CHECK(way("aabb", DType::Float32) == Way::Exchange);
+  // Four hosts of four ranks: a slow wire wants few bytes, a distant one few hops.
+  algorithm = HostAlgorithm::Auto;
+  std::string many = "aaaabbbbccccdddd";
+  speed = {.latency = 20e-6, .bandwidth = 1e8, .overhead = 1e-6};
+  CHECK(way(many, DType::Float32) == Way::Chain);
+  CHECK(relays(choose_hops(everybodys(many)[0], algorithm, speed, 128 << 10), operation));
+  speed = {.latency = 20e-3, .bandwidth = 1e9, .overhead = 1e-6};
+  CHECK(way(many, DType::Float32) == Way::Exchange);
+  CHECK(!relays(choose_hops(everybodys(many)[0], algorithm, speed, 128 << 10), operation));
+  // Eight hosts of one rank: a chain sends a little more, in two transfers a chunk instead of fourteen.
+  speed = {.latency = 20e-6, .bandwidth = 1e9, .overhead = 8e-6};
+  operation.input = operation.output = SpanList(memory.data(), 64 << 20);  // nobody looks into it
+  CHECK(way("abcdefgh", DType::Float32) == Way::Chain);
+  CHECK(way("abc", DType::Float32) == Way::Exchange);
 }
 
 TEST(halves_are_widened_exactly_and_narrowed_as_the_kernels_do) {

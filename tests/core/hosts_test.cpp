@@ -48,7 +48,7 @@ void check_values(const std::vector<float>& data, Expected&& expected) {
 
 }  // namespace
 
-TEST(bits_do_not_depend_on_the_placement) {
+TEST(bits_do_not_depend_on_the_placement_or_the_way_between_hosts) {
   for (const auto& hosts : kPlacements) {
     int world = static_cast<int>(hosts.size());
     std::vector<Case> cases;
@@ -65,9 +65,13 @@ TEST(bits_do_not_depend_on_the_placement) {
       for (const Case& what : cases) wanted.push_back(oracle(what, numerics, world));
       Options options;
       options.numerics = numerics;
-      run_hosts(hosts, options, [&](int, Communicator& communicator) {
-        for (size_t i = 0; i < cases.size(); ++i) check_everywhere(communicator, cases[i], wanted[i]);
-      });
+      for (auto way : {HostAlgorithm::Exchange, HostAlgorithm::Chain}) {
+        options.host_algorithm = way;
+        run_hosts(hosts, options, [&](int, Communicator& communicator) {
+          for (size_t i = 0; i < cases.size(); ++i) check_everywhere(communicator, cases[i], wanted[i]);
+        });
+        if (numerics == Numerics::Ring) break;  // it knows no chain
+      }
     }
   }
 }
@@ -146,21 +150,25 @@ TEST(no_byte_crosses_more_often_than_the_order_of_addition_needs) {
     Numerics numerics;
     DType dtype;
     std::vector<double> sent;  // by host, for each byte of the tensor
+    HostAlgorithm algorithm = HostAlgorithm::Exchange;
   };
+  constexpr auto kChain = HostAlgorithm::Chain;
   for (const Row& row :
        std::vector<Row>{{"ab", Numerics::RankOrder, DType::Float32, {1, 1}},  // 2 (n - 1) / n
                         {"abc", Numerics::RankOrder, DType::Float32, {4 / 3.0, 4 / 3.0, 4 / 3.0}},
                         {"abcd", Numerics::Ring, DType::Float32, {1.5, 1.5, 1.5, 1.5}},
-                        {"aabb", Numerics::RankOrder, DType::Float32, {1, 1}},       // prefix there, result back
+                        {"aabb", Numerics::RankOrder, DType::Float32, {1, 1}, kChain},  // prefix there, result back
+                        {"aabb", Numerics::RankOrder, DType::Float32, {1.5, 1.5}},
                         {"aabb", Numerics::RankOrder, DType::BFloat16, {1.5, 1.5}},  // raw: the prefix would be float32
-                        {"aaaabbbb", Numerics::RankOrder, DType::BFloat16, {2, 1}},  // prefix in float32
-                        {"aaab", Numerics::RankOrder, DType::Float32, {1, 1}},
-                        {"aabbccdd", Numerics::RankOrder, DType::Float32, {1, 2, 2, 1}},
+                        {"aaaabbbb", Numerics::RankOrder, DType::BFloat16, {2, 1}, kChain},  // prefix in float32
+                        {"aaab", Numerics::RankOrder, DType::Float32, {1, 1}, kChain},
+                        {"aabbccdd", Numerics::RankOrder, DType::Float32, {1, 2, 2, 1}, kChain},
                         {"abab", Numerics::RankOrder, DType::Float32, {1.5, 1.5}},  // interleaved: raw
                         {"aabb", Numerics::Fast, DType::BFloat16, {1, 1}},
                         {"aabbccdd", Numerics::Fast, DType::Float32, {1.5, 1.5, 1.5, 1.5}}}) {
     Options options;
     options.numerics = row.numerics;
+    options.host_algorithm = row.algorithm;
     auto sent = bytes_sent(row.hosts, options, Operation{.dtype = row.dtype}, kCount);
     for (size_t host = 0; host < sent.size(); ++host) {
       double wanted = row.sent[host] * static_cast<double>(kCount * element_size(row.dtype));
@@ -174,8 +182,10 @@ TEST(no_byte_crosses_more_often_than_the_order_of_addition_needs) {
 TEST(copies_cross_once_for_each_host) {
   constexpr size_t kCount = 60000;
   using Sent = std::vector<uint64_t>;
-  auto bytes = [](const char* hosts, Collective collective) {
-    return bytes_sent(hosts, {}, Operation{.collective = collective, .root = 1}, kCount);
+  Options options;
+  options.host_algorithm = HostAlgorithm::Chain;  // a broadcast from host to host
+  auto bytes = [&](const char* hosts, Collective collective) {
+    return bytes_sent(hosts, options, Operation{.collective = collective, .root = 1}, kCount);
   };
   constexpr uint64_t kBytes = kCount * sizeof(float);
   CHECK((bytes("aabb", Collective::AllGather) == Sent{2 * kBytes, 2 * kBytes}));
@@ -304,16 +314,6 @@ TEST(flags_travel_over_hosts) {
       }
     });
   }
-}
-
-TEST(messages_between_hosts_are_refused_by_name) {
-  run_hosts("aab", {}, [](int, Communicator& communicator) {
-    float data = 1.0f;
-    Message message{.peer = 0, .memory = SpanList(&data, sizeof(data)), .describe = [] { return std::string("send"); }};
-    const auto text = CHECK_THROWS(communicator.send(message), ErrorKind::InvalidUsage);
-    CHECK(contains(text, "send: point-to-point messages") && contains(text, "between hosts"));
-    CHECK_THROWS(communicator.receive(message), ErrorKind::InvalidUsage);
-  });
 }
 
 TEST(groups_within_and_across_hosts) {

@@ -1,6 +1,7 @@
-// Messages between ranks as threads: any size and order, matched by source and tag, and named errors when they can't come.
+// Messages between ranks as threads, on one host and over several: any size and order, matched by source and tag, and named errors when they can't come.
 #include <numeric>
 
+#include "hosts_job.h"
 #include "job.h"
 
 namespace syncengine {
@@ -41,13 +42,19 @@ std::shared_ptr<Work> receive(Communicator& c, int from, uint64_t tag, std::vect
   return c.receive(message("receive()", from, tag, data.data(), data.size()));
 }
 
+// The body on ranks of one host, and with every other placement in `hosts`.
+void run_placed(std::vector<std::string> hosts, const Options& options, const testing::HostsJob::Body& body) {
+  hosts.emplace_back(hosts[0].size(), 'a');
+  for (const std::string& placement : hosts) testing::run_hosts(placement, options, body);
+}
+
 Operation barrier() { return {.collective = Collective::Barrier}; }
 
 }  // namespace
 
 TEST(messages_between_all_ranks_at_once) {
-  for (int size : {2, 3, 8}) {
-    run_job(size, {}, [size](int rank, Communicator& communicator) {
+  for (std::string hosts : {"ab", "aba", "aabbbccd"}) {
+    run_placed({hosts}, {}, [size = static_cast<int>(hosts.size())](int rank, Communicator& communicator) {
       for (bool in_arena : {false, true}) {
         for (size_t bytes : kSizes) {
           if (size == 8 && bytes > 200000) continue;
@@ -75,7 +82,7 @@ TEST(messages_between_all_ranks_at_once) {
 }
 
 TEST(messages_match_by_tag_in_order) {
-  run_job(2, {}, [](int rank, Communicator& communicator) {
+  run_placed({"ab"}, {}, [](int rank, Communicator& communicator) {
     constexpr int kCount = 100;  // more than may be announced at once
     std::vector<std::vector<unsigned char>> data(2 * kCount);
     std::vector<std::shared_ptr<Work>> works;
@@ -100,7 +107,7 @@ TEST(messages_match_by_tag_in_order) {
 }
 
 TEST(messages_of_any_source_say_whose_they_are) {
-  run_job(4, {}, [](int rank, Communicator& communicator) {
+  run_placed({"aabb", "abcd"}, {}, [](int rank, Communicator& communicator) {
     for (size_t bytes : {size_t{8}, size_t{300000}}) {
       std::vector<unsigned char> data(bytes);
       communicator.run(barrier());
@@ -123,7 +130,7 @@ TEST(messages_of_any_source_say_whose_they_are) {
 }
 
 TEST(messages_beside_collectives_and_in_split_groups) {
-  run_job(4, {}, [](int rank, Communicator& communicator) {
+  run_placed({"aabb", "abba"}, {}, [](int rank, Communicator& communicator) {
     for (int round = 0; round < 3; ++round) {
       std::vector<unsigned char> out(600000), in(600000);
       fill(out.data(), out.size(), rank, round, 1);
@@ -141,7 +148,7 @@ TEST(messages_beside_collectives_and_in_split_groups) {
 
 TEST(messages_of_other_sizes_are_a_mismatch) {
   for (size_t bytes : {size_t{10}, size_t{5000}}) {
-    run_job(2, {}, [bytes](int rank, Communicator& communicator) {
+    run_placed({"ab"}, {}, [bytes](int rank, Communicator& communicator) {
       std::vector<unsigned char> data(bytes + static_cast<size_t>(rank));
       std::string text = CHECK_THROWS(
           [&] {
@@ -159,7 +166,7 @@ TEST(messages_of_other_sizes_are_a_mismatch) {
 TEST(a_message_that_does_not_come_times_out_and_names_the_source) {
   Options options;
   options.timeout = seconds(0.3);
-  run_job(3, options, [](int rank, Communicator& communicator) {
+  run_placed({"aba", "aab"}, options, [](int rank, Communicator& communicator) {
     if (rank == 2) return;
     std::vector<unsigned char> data(10);
     std::string text = CHECK_THROWS(communicator.wait(receive(communicator, 1 - rank, 3, data)), ErrorKind::Timeout);
@@ -168,13 +175,72 @@ TEST(a_message_that_does_not_come_times_out_and_names_the_source) {
 }
 
 TEST(who_leaves_is_lost_to_those_that_wait_for_its_message_only) {
-  run_job(2, {}, [](int rank, Communicator& communicator) {
-    std::vector<unsigned char> first(10, 1), second(10);
-    if (rank == 1) return communicator.wait(send(communicator, 0, 1, first));
-    communicator.wait(receive(communicator, 1, 1, second));
-    CHECK_EQ(second, first);
-    std::string text = CHECK_THROWS(communicator.wait(receive(communicator, 1, 2, second)), ErrorKind::PeerLost);
+  for (size_t bytes : {10, 5 << 20}) {
+    run_placed({"ab", "aab"}, {}, [bytes](int rank, Communicator& communicator) {
+      std::vector<unsigned char> data(bytes);
+      int last = communicator.size() - 1;
+      if (rank == last) fill(data.data(), bytes, last, 0, 1);
+      if (rank == last) return communicator.wait(send(communicator, 0, 1, data));
+      if (rank > 0) return;
+      communicator.wait(receive(communicator, last, 1, data));
+      check(data.data(), bytes, last, 0, 1);
+      std::string text = CHECK_THROWS(communicator.wait(receive(communicator, last, 2, data)), ErrorKind::PeerLost);
+      CHECK(contains(text, "rank " + std::to_string(last) + " has left"));
+    });
+  }
+}
+
+TEST(who_leaves_is_lost_to_those_that_send_it_what_it_does_not_take) {
+  run_placed({"ab"}, {}, [](int rank, Communicator& communicator) {
+    std::vector<unsigned char> first(100000), second(2 << 20), last(1);
+    if (rank == 1) {
+      communicator.wait(receive(communicator, 0, 1, first));
+      return communicator.wait(receive(communicator, 0, 3, last));
+    }
+    auto dropped = send(communicator, 1, 2, second);
+    communicator.wait(send(communicator, 1, 1, first));
+    communicator.wait(send(communicator, 1, 3, last));
+    std::string text = CHECK_THROWS(communicator.wait(dropped), ErrorKind::PeerLost);
     CHECK(contains(text, "rank 1 has left"));
+  });
+}
+
+TEST(messages_of_a_dead_host_end_with_its_name) {
+  testing::HostsJob job("ab");
+  job.run([&](int rank, Communicator& communicator) {
+    std::vector<unsigned char> out(20 << 20), in(20 << 20);
+    auto sent = send(communicator, 1 - rank, 1, out);
+    if (rank == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      job.network().cut(1);
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));
+      return;
+    }
+    for (const auto& work : {receive(communicator, 1, 2, in), sent}) {
+      std::string text = CHECK_THROWS(communicator.wait(work), ErrorKind::PeerLost);
+      CHECK(contains(text, "rank 1 died"));
+    }
+  });
+}
+
+// However the memory is cut on each side.
+TEST(messages_from_and_into_several_pieces_of_memory) {
+  run_placed({"ab"}, {}, [](int rank, Communicator& communicator) {
+    for (size_t bytes : {size_t{1000}, size_t{2500001}}) {
+      std::vector<unsigned char> data(bytes);
+      Message mine = message(rank == 0 ? "send()" : "receive()", 1 - rank, 6, nullptr, 0);
+      size_t first = bytes / (rank + 2);
+      mine.memory.add(data.data() + first, bytes - first);
+      mine.memory.add(data.data(), first);
+      if (rank == 0) fill(data.data(), bytes, 0, 1, 6);
+      communicator.wait(rank == 0 ? communicator.send(mine) : communicator.receive(mine));
+      if (rank == 1) {
+        for (size_t i = 0; i < bytes; ++i) {
+          size_t sent_at = (i + bytes / 2) % bytes, got_at = (i + first) % bytes;
+          if (data[got_at] != byte_of(0, 1, 6, sent_at)) CHECK_EQ(data[got_at], byte_of(0, 1, 6, sent_at));
+        }
+      }
+    }
   });
 }
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "test.h"
-#include "transport/tcp/frame.h"
+#include "transport/matching/frame.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/tcp.h"

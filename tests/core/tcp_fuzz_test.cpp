@@ -167,9 +167,10 @@ TEST(tcp_fuzz_streams) {
       ours.emplace_back(pair[0]);
       theirs.emplace_back(pair[1]);
     }
+    Options options;
     Shared shared{.rank = 0};
-    shared.options.checksum = random() % 4 == 0;
-    Peer peer(shared, 1, std::move(ours));
+    shared.checksum = random() % 4 == 0;
+    Peer peer(shared, options, 1, std::move(ours));
     std::vector<std::unique_ptr<std::byte[]>> places;
     for (uint64_t tag = 0; tag < 4; ++tag) {
       size_t bytes = random() % 2 ? 100 : 20000;

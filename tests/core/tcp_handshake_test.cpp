@@ -2,7 +2,7 @@
 #include <random>
 
 #include "test.h"
-#include "transport/tcp/frame.h"
+#include "transport/matching/frame.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/sha256.h"
 

@@ -6,10 +6,10 @@
 
 #include "base/fd.h"
 #include "test.h"
+#include "transport/matching/codec.h"
+#include "transport/matching/crc32c.h"
+#include "transport/matching/frame.h"
 #include "transport/tcp/address.h"
-#include "transport/tcp/codec.h"
-#include "transport/tcp/crc32c.h"
-#include "transport/tcp/frame.h"
 #include "transport/tcp/ip.h"
 #include "transport/tcp/secret.h"
 #include "transport/tcp/sha256.h"

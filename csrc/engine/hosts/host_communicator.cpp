@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "engine/hosts/measure.h"
 #include "engine/mismatch.h"
 
 namespace syncengine::hosts {
@@ -34,6 +35,8 @@ std::shared_ptr<HostCommunicator> HostCommunicator::create(std::shared_ptr<Netwo
     offsets.push_back(members[local].offset);
   }
   auto engine = links.network->engine();
+  links.choice = choose_hops(links.placement, engine->options().host_algorithm, links.network->speed(),
+                             HostLane::all_reduce_chunk(links.placement));
   Group own = make_group(*engine, links.placement.local_index(rank), names, locals, offsets);
   std::shared_ptr<HostCommunicator> made(new HostCommunicator(std::move(links), own, origin));
   engine->locked([&] { made->links_.network->enroll(group, made.get()); });
@@ -47,8 +50,12 @@ HostCommunicator::HostCommunicator(Links links, const Group& locals, Origin orig
           links_.network->engine(), locals, origin, [this](const Group& group, const auto& stop, Lane::Trash& trash) {
             Algorithm algorithm = links_.network->engine()->options().algorithm;
             auto lane = [&](int id) { return std::make_unique<HostLane>(links_, group, id, algorithm, stop, trash); };
-            Parts parts{lane(shm::kUserLane), lane(shm::kScheduledLane), nullptr};
+            Parts parts{lane(shm::kUserLane), lane(shm::kScheduledLane), nullptr, nullptr};
             parts.schedule = std::make_unique<HostSchedule>(links_, group, *parts.scheduled_lane);
+            parts.messenger =
+                std::make_unique<Messenger>(links_.placement.rank, links_.global_ranks,
+                                            std::make_unique<MailboxRoute>(group, links_.placement.locals(), stop),
+                                            std::make_unique<HostRoute>(links_), trash);
             return parts;
           }) {
   for (int member = 0; member < size(); ++member) member_of_[links_.job_ranks[member]] = member;
@@ -60,11 +67,22 @@ HostCommunicator::~HostCommunicator() {
   engine_->remove(this);
 }
 
-std::shared_ptr<Work> HostCommunicator::send(Message message) {
-  throw Error(ErrorKind::InvalidUsage,
-              message.describe() +
-                  ": point-to-point messages, and the collectives made of them (gather, scatter, "
-                  "all_to_all), do not work between hosts yet; use a group whose ranks share a host");
+void HostCommunicator::measure(const std::function<void()>& interrupted) {
+  HostAlgorithm algorithm = engine_->options().host_algorithm;
+  if (algorithm != HostAlgorithm::Auto || !speed_matters(links_.placement)) return;
+  LinkSpeed speed = measure_links(*this, links_.placement, interrupted);
+  engine_->locked([&] {
+    links_.network->set_speed(speed);
+    links_.choice = choose_hops(links_.placement, algorithm, speed, HostLane::all_reduce_chunk(links_.placement));
+  });
+}
+
+std::string HostCommunicator::describe_links() const {
+  return engine_->locked([&] {
+    const Network& network = *links_.network;
+    return syncengine::describe(links_.choice) +
+           (network.is_measured() ? "; measured " + syncengine::describe(network.speed()) : "");
+  });
 }
 
 void HostCommunicator::hear(int peer, const std::string& message) {
@@ -89,6 +107,11 @@ void HostCommunicator::hear(int peer, const std::string& message) {
     case Kind::Scheduled: return schedule.hear(member, read<Scheduled>(message));
     case Kind::Late: late_[member] = read<Late>(message).members; return;
     case Kind::Ended: return hear_ended(member, read<Ended>(message));
+    case Kind::Announced: {
+      size_t head_bytes = std::min(message.size(), sizeof(Announced));
+      return host_route().hear(member, read<Announced>(message.substr(0, head_bytes)), message.substr(head_bytes));
+    }
+    case Kind::Heard: return host_route().hear(member, read<Heard>(message));
   }
   throw Error(ErrorKind::PeerLost, links_.name(member) + " sent an unknown message");
 }
@@ -98,7 +121,7 @@ void HostCommunicator::hear_ended(int member, const Ended& ended) {
     std::string text(ended.text, strnlen(ended.text, sizeof(ended.text)));
     return ShmCommunicator::fail(static_cast<ErrorKind>(std::min(ended.error, uint32_t{4})), text);
   }
-  std::copy_n(ended.completed, shm::kLanes, left_[member].begin());
+  left_[member] = ended;
 }
 
 void HostCommunicator::look_around() {
@@ -122,11 +145,12 @@ void HostCommunicator::heed_remote_peers() {
       continue;
     }
     // What it had completed, it has sent.
-    for (int id = 0; id < shm::kLanes; ++id) {
-      if (pending[id] && left->second[id] <= host_lane(id).retired())
-        return fail(ErrorKind::PeerLost,
-                    links_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
-    }
+    bool in_vain = host_route().waits_in_vain(messenger_.office(), member, left->second.tally);
+    for (int id = 0; id < shm::kLanes; ++id)
+      in_vain |= pending[id] && left->second.completed[id] <= host_lane(id).retired();
+    if (in_vain)
+      return fail(ErrorKind::PeerLost,
+                  links_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
   }
 }
 
@@ -154,11 +178,15 @@ uint64_t HostCommunicator::absent_here() const {
 }
 
 std::string HostCommunicator::names_of_culprits(const Pending& pending) const {
+  bool is_message = pending.item && pending.item == messenger_.oldest();
   uint64_t members = absent_here();
-  for (auto [member, others] : late_) members |= others;
+  if (!is_message)
+    for (auto [member, others] : late_) members |= others;
   if (members == 0) {
     for (int i = 0; i < group_.size; ++i) members |= (pending.culprits >> i & 1) << links_.placement.locals()[i];
-    if (pending.item && pending.item == schedule_.oldest())
+    if (is_message)
+      members |= host_route().remote_culprits(messenger_.office());
+    else if (pending.item && pending.item == schedule_.oldest())
       members |= static_cast<const HostSchedule&>(schedule_).remote_culprits();
     else if (pending.item)
       members |= host_lane(pending.item->key == Lane::kNoKey ? shm::kUserLane : shm::kScheduledLane).remote_culprits();
@@ -186,10 +214,14 @@ void HostCommunicator::end(shm::Standing standing, const Error& for_peers, const
               .standing = static_cast<uint32_t>(standing),
               .error = static_cast<uint32_t>(for_peers.kind()),
               .completed = {user_lane_.retired(), scheduled_lane_.retired()},
+              .tally = {},
               .text = {}};
   std::string(for_peers.what()).copy(ended.text, sizeof(ended.text) - 1);
-  for (int member = 0; member < size(); ++member)
-    if (links_.is_remote(member)) links_.tell(member, ended);
+  for (int member = 0; member < size(); ++member) {
+    if (!links_.is_remote(member)) continue;
+    ended.tally = host_route().tally(member);
+    links_.tell(member, ended);
+  }
   ShmCommunicator::end(standing, for_peers, raised_here);
 }
 

@@ -4,10 +4,10 @@
 // It fails as one: what fails it here is told to all members on other hosts at once, and so to theirs.
 #pragma once
 
-#include <array>
 #include <map>
 
 #include "engine/hosts/host_lane.h"
+#include "engine/hosts/host_route.h"
 #include "engine/hosts/host_schedule.h"
 #include "engine/hosts/links.h"
 #include "engine/shm_communicator.h"
@@ -36,10 +36,10 @@ class HostCommunicator final : private LinksHolder, public ShmCommunicator, priv
   int rank() const override { return links_.placement.rank; }
   int size() const override { return links_.placement.size; }
   const std::vector<int>& global_ranks() const override { return links_.global_ranks; }
+  std::string describe_links() const override;
 
-  // Messages do not cross hosts yet.
-  std::shared_ptr<Work> send(Message message) override;
-  std::shared_ptr<Work> receive(Message message) override { return send(std::move(message)); }
+  // Collective, before anything else: how fast the links are, for this communicator and all that are split from it.
+  void measure(const std::function<void()>& interrupted);
 
  private:
   HostCommunicator(Links links, const Group& locals, Origin origin);
@@ -61,10 +61,11 @@ class HostCommunicator final : private LinksHolder, public ShmCommunicator, priv
   HostLane& host_lane(int id) const {
     return static_cast<HostLane&>(id == shm::kUserLane ? user_lane_ : scheduled_lane_);
   }
+  HostRoute& host_route() const { return static_cast<HostRoute&>(*messenger_.far()); }
 
-  std::map<int, int> member_of_;                           // by rank of the job
-  std::map<int, std::array<uint64_t, shm::kLanes>> left_;  // members that left, and what they had completed
-  std::map<int, uint64_t> late_;                           // for whom members of other hosts wait
+  std::map<int, int> member_of_;  // by rank of the job
+  std::map<int, Ended> left_;     // members that left, and what they had completed
+  std::map<int, uint64_t> late_;  // for whom members of other hosts wait
   uint64_t told_late_ = 0;
 };
 

@@ -23,6 +23,8 @@ class HostLane final : public Lane {
   HostLane(const Links& links, const Group& locals, int id, Algorithm algorithm, std::function<bool()> stop,
            Trash& trash);
 
+  static size_t all_reduce_chunk(const Placement& placement);  // bytes, where it takes many
+
   void hear(int member, const Opened& opened);
   void hear(int member, const Flags& flags);
   // Members of other hosts that hold up the oldest operation.

@@ -20,6 +20,7 @@ struct Links {
   std::vector<int> global_ranks;  // of each member: what messages call it
   std::vector<int> counterparts;  // members
   std::shared_ptr<Network> network;
+  HopChoice choice = {};  // changes only when all members have run the same operations
 
   std::string name(int member) const { return "rank " + std::to_string(global_ranks[member]); }
   bool is_remote(int member) const { return placement.host_of[member] != placement.host; }
@@ -32,6 +33,7 @@ struct Links {
   void tell(int member, const Message& message) const {
     network->interhost().tell(job_ranks[member], write(group, message));
   }
+  void tell(int member, const std::string& message) const { network->interhost().tell(job_ranks[member], message); }
   std::shared_ptr<Interhost::Transfer> send(int member, uint64_t tag, const std::byte* data, size_t bytes) const {
     return network->interhost().send(job_ranks[member], tag, data, bytes);
   }

@@ -14,7 +14,7 @@
 
 namespace syncengine::hosts {
 
-enum class Kind : uint32_t { Opened, Flags, Ready, Scheduled, Late, Ended };
+enum class Kind : uint32_t { Opened, Flags, Ready, Scheduled, Late, Ended, Announced, Heard };
 
 struct Head {
   uint32_t group;
@@ -58,13 +58,35 @@ struct Late {
   uint64_t members;
 };
 
-// How the sender ended, and how many operations of each lane it has completed.
+// Messages with one member that went all the way, without those that came with their letters.
+struct Tally {
+  uint64_t sent = 0, received = 0;
+};
+
+// How the sender ended, how many operations of each lane it has completed, and what of its messages with the receiver.
 struct Ended {
   static constexpr Kind kKind = Kind::Ended;
   Head head;
   uint32_t standing, error;
   uint64_t completed[shm::kLanes];
+  Tally tally;
   char text[sizeof(shm::Farewell::text)];
+};
+
+// The sender has a message for the receiver: its content follows if it has at most kShortBytes, else it comes by transfers.
+inline constexpr size_t kShortBytes = 16 << 10;
+struct Announced {
+  static constexpr Kind kKind = Kind::Announced;
+  Head head;
+  uint64_t channel, tag, fingerprint, bytes;
+  uint64_t number;  // of those that come by transfers
+};
+
+// How many of the receiver's announcements the sender has taken in so far: there is room for more.
+struct Heard {
+  static constexpr Kind kKind = Kind::Heard;
+  Head head;
+  uint64_t count;
 };
 
 template <class Message>

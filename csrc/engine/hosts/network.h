@@ -6,11 +6,13 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "collectives/hop_choice.h"
 #include "engine/engine.h"
 #include "transport/interhost.h"
 
@@ -42,6 +44,11 @@ class Network final : private Movable {
   const std::shared_ptr<Engine>& engine() const { return engine_; }
   Interhost& interhost() { return *interhost_; }
 
+  // As measured when the job began.
+  LinkSpeed speed() const { return speed_.value_or(LinkSpeed{}); }
+  bool is_measured() const { return speed_.has_value(); }
+  void set_speed(const LinkSpeed& speed) { speed_ = speed; }
+
   // A number for a new communicator is one that none of its members has used.
   uint32_t unused_group() const { return next_group_; }
   // Throws InvalidUsage if there were too many. Hands over what came before.
@@ -71,6 +78,7 @@ class Network final : private Movable {
   std::map<uint32_t, std::vector<Interhost::Message>> early_;  // of communicators that this rank is about to make
   uint32_t next_group_ = 0;
   bool heard_ = false;
+  std::optional<LinkSpeed> speed_;
   std::thread thread_;
 };
 

@@ -7,8 +7,8 @@
 #include <fstream>
 
 #include "base/error.h"
-#include "transport/tcp/codec.h"
-#include "transport/tcp/frame.h"
+#include "transport/matching/codec.h"
+#include "transport/matching/frame.h"
 #include "transport/tcp/sha256.h"
 
 namespace syncengine::tcp {

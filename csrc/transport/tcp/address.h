@@ -7,9 +7,13 @@
 #include <cstdint>
 #include <string>
 
+#include "transport/matching/frame.h"
 #include "transport/tcp/ip.h"
 
 namespace syncengine::tcp {
+
+using namespace matching;  // frames and what is under way: the same for all transports
+using matching::encode;
 
 inline constexpr int kMaxSockets = 16;
 

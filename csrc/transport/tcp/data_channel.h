@@ -7,11 +7,13 @@
 #include <optional>
 
 #include "base/fd.h"
-#include "transport/tcp/inbox.h"
-#include "transport/tcp/outbox.h"
+#include "transport/matching/inbox.h"
+#include "transport/matching/outbox.h"
 #include "transport/tcp/parent_fd.h"
 
 namespace syncengine::tcp {
+
+using namespace matching;
 
 enum class Status : uint8_t {
   Open,

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <iterator>
 #include <utility>
 
 namespace syncengine::tcp {
@@ -21,9 +20,12 @@ uint64_t event_key(int peer, size_t connection) { return static_cast<uint64_t>(p
 }  // namespace
 
 Endpoint::Endpoint(const Options& options, int rank, std::map<int, std::vector<UniqueFd>> sockets)
-    : epoll_(UniqueFd(epoll_create1(EPOLL_CLOEXEC))), alarm_(UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))) {
+    : options_(options),
+      desk_(rank, [this] { wake(); }),
+      epoll_(UniqueFd(epoll_create1(EPOLL_CLOEXEC))),
+      alarm_(UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))) {
   if (!epoll_ || !alarm_) throw_system_error("can't make what TCP waits on", errno);
-  shared_.options = options;
+  shared_.checksum = options.checksum;
   shared_.rank = rank;
   auto watch = [&](int fd, uint32_t events, uint64_t key) {
     epoll_event event{.events = events, .data = {.u64 = key}};
@@ -31,7 +33,7 @@ Endpoint::Endpoint(const Options& options, int rank, std::map<int, std::vector<U
   };
   watch(alarm_.get(), EPOLLIN, kAlarm);
   for (auto& [peer, own] : sockets) {
-    auto& added = peers_[peer] = std::make_unique<Peer>(shared_, peer, std::move(own));
+    auto& added = peers_[peer] = std::make_unique<Peer>(shared_, options_, peer, std::move(own));
     auto descriptors = added->descriptors();
     for (size_t i = 0; i < descriptors.size(); ++i)
       watch(descriptors[i], EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, event_key(peer, i));
@@ -49,51 +51,19 @@ void Endpoint::wake() const {
   (void)!::write(alarm_.get(), &one, sizeof(one));
 }
 
-std::shared_ptr<Interhost::Transfer> Endpoint::post(Post post) {
-  check_peer(post.peer);
-  if (post.bytes > kMaxTransfer)
-    throw Error(ErrorKind::InvalidUsage, "a transfer has at most 1 MiB, this one " + std::to_string(post.bytes));
-  auto transfer = post.transfer;
-  bool first;
-  {
-    std::lock_guard lock(posts_mutex_);
-    if (auto failed = failures_.find(post.peer); failed != failures_.end()) {
-      if (transfer) transfer->fail(failed->second);
-      return transfer;
-    }
-    first = posts_.empty();
-    posts_.push_back(std::move(post));
-  }
-  if (first) wake();
-  return transfer;
-}
-
 std::shared_ptr<Interhost::Transfer> Endpoint::send(int peer, uint64_t tag, const std::byte* data, size_t bytes) {
-  return post({Post::Send, peer, tag, const_cast<std::byte*>(data), bytes, std::make_shared<Transfer>(), {}});
+  check_peer(peer);
+  return desk_.send(peer, tag, data, bytes);
 }
 
 std::shared_ptr<Interhost::Transfer> Endpoint::receive(int peer, uint64_t tag, std::byte* data, size_t bytes) {
-  return post({Post::Receive, peer, tag, data, bytes, std::make_shared<Transfer>(), {}});
+  check_peer(peer);
+  return desk_.receive(peer, tag, data, bytes);
 }
 
 void Endpoint::tell(int peer, const std::string& message) {
-  if (message.size() > kMaxMessage)
-    throw Error(ErrorKind::InvalidUsage, "a message has at most 64 KiB, this one " + std::to_string(message.size()));
-  post({Post::Tell, peer, 0, nullptr, 0, nullptr, message});
-}
-
-std::optional<Interhost::Message> Endpoint::hear() {
-  std::lock_guard lock(posts_mutex_);
-  if (heard_.empty()) return {};
-  Message message = std::move(heard_.front());
-  heard_.pop_front();
-  return message;
-}
-
-std::optional<Error> Endpoint::failure(int peer) const {
-  std::lock_guard lock(posts_mutex_);
-  auto found = failures_.find(peer);
-  return found == failures_.end() ? std::nullopt : std::optional(found->second);
+  check_peer(peer);
+  desk_.tell(peer, message);
 }
 
 void Endpoint::withdraw(uint64_t first, uint64_t last, const Error& error) {
@@ -118,7 +88,7 @@ void Endpoint::stop() {
 void Endpoint::run(const std::function<void()>& progressed) {
   epoll_event ready[kEvents];
   for (bool running = true; running;) {
-    int timeout = busy_ ? 0 : static_cast<int>(seconds(shared_.options.heartbeat) / std::chrono::milliseconds(1));
+    int timeout = busy_ ? 0 : static_cast<int>(seconds(options_.heartbeat) / std::chrono::milliseconds(1));
     int count = epoll_wait(epoll_.get(), ready, kEvents, std::max(timeout, busy_ ? 0 : 1));
     bool news;
     {
@@ -169,52 +139,45 @@ bool Endpoint::pass() {
     });
   }
   bool running = !stopping_ || !has_left();
-  deliver();
+  desk_.deliver(shared_.heard);
   return running;
 }
 
 bool Endpoint::is_beat_due() {
   auto now = Clock::now();
-  const Options& options = shared_.options;
   // Stopped, or starved of a processor: then the peers were not heard because nobody listened.
-  if (now - last_pass_ > seconds(options.silence) / 2) {
+  if (now - last_pass_ > seconds(options_.silence) / 2) {
     for (auto& [rank, peer] : peers_) peer->excuse(now);
   }
   last_pass_ = now;
   if (now < next_beat_) return false;
-  next_beat_ = now + seconds(options.heartbeat);
+  next_beat_ = now + seconds(options_.heartbeat);
   return true;
 }
 
 void Endpoint::take_posts() {
-  std::deque<Post> posts;
-  {
-    std::lock_guard lock(posts_mutex_);
-    posts.swap(posts_);
-  }
-  for (Post& post : posts) {
+  for (Desk::Post& post : desk_.take()) {
     if (!peers_.at(post.peer)->is_open()) {
-      if (post.transfer) post.transfer->fail(*failure(post.peer));
+      desk_.post_too_late(post);
       shared_.news = true;
       continue;
     }
     guarded(post.peer, [&](Peer& peer) {
       switch (post.kind) {
-        case Post::Send: peer.outbox().post(post.tag, post.data, post.bytes, std::move(post.transfer)); break;
-        case Post::Receive: peer.inbox().post(post.tag, post.data, post.bytes, std::move(post.transfer)); break;
-        case Post::Tell: peer.tell(post.message); break;
+        case Desk::Post::Send: peer.outbox().post(post.tag, post.data, post.bytes, std::move(post.transfer)); break;
+        case Desk::Post::Receive: peer.inbox().post(post.tag, post.data, post.bytes, std::move(post.transfer)); break;
+        case Desk::Post::Tell: peer.tell(post.message); break;
       }
     });
   }
 }
 
 void Endpoint::fail(int rank, const Error& error) {
-  deliver();  // what it said before
-  {
-    std::lock_guard lock(posts_mutex_);
-    failures_.emplace(rank, error);  // before the transfers: who sees one fail finds the reason
-  }
-  peers_.at(rank)->fail(error);
+  desk_.deliver(shared_.heard);  // what it said before
+  Peer& peer = *peers_.at(rank);
+  // Before the transfers: who sees one fail finds the reason.
+  desk_.note_failure(rank, error, peer.has_left() ? peer.inbox().take_unexpected() : Inbox::Unexpecteds());
+  peer.fail(error);
 }
 
 // True when everybody has heard the goodbye, or there was time enough.
@@ -237,13 +200,6 @@ bool Endpoint::has_left() {
     if (peer->is_open()) fail(rank, error);
   }
   return true;
-}
-
-void Endpoint::deliver() {
-  if (shared_.heard.empty()) return;
-  std::lock_guard lock(posts_mutex_);
-  std::move(shared_.heard.begin(), shared_.heard.end(), std::back_inserter(heard_));
-  shared_.heard.clear();
 }
 
 }  // namespace syncengine::tcp

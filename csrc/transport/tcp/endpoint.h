@@ -1,12 +1,10 @@
 // Interhost over TCP: one thread, in run(), moves everything; it sleeps in epoll, and calls from other threads wake it.
 //
 // Locks: a thread that holds one may take only those below it. `turn_` lets withdraw() in between two passes; `progress_`
-// guards the peers, for one pass: at most a system call each way on each connection; `posts_mutex_` guards what goes to and
-// from the passes, for a few stores.
+// guards the peers, for one pass: at most a system call each way on each connection; then the desk's.
 #pragma once
 
 #include <atomic>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,8 +15,10 @@
 #include "base/deadline.h"
 #include "base/fd.h"
 #include "transport/interhost.h"
+#include "transport/matching/desk.h"
+#include "transport/matching/shared.h"
 #include "transport/tcp/peer.h"
-#include "transport/tcp/shared.h"
+#include "transport/tcp/tcp.h"
 
 namespace syncengine::tcp {
 
@@ -30,24 +30,13 @@ class Endpoint : public Interhost {
   std::shared_ptr<Transfer> send(int peer, uint64_t tag, const std::byte* data, size_t bytes) override;
   std::shared_ptr<Transfer> receive(int peer, uint64_t tag, std::byte* data, size_t bytes) override;
   void tell(int peer, const std::string& message) override;
-  std::optional<Message> hear() override;
-  std::optional<Error> failure(int peer) const override;
+  std::optional<Message> hear() override { return desk_.hear(); }
+  std::optional<Error> failure(int peer) const override { return desk_.failure(peer); }
   void withdraw(uint64_t first, uint64_t last, const Error& error) override;
   void run(const std::function<void()>& progressed) override;
   void stop() override;
 
  private:
-  struct Post {
-    enum Kind : uint8_t { Send, Receive, Tell } kind;
-    int peer;
-    uint64_t tag = 0;
-    std::byte* data = nullptr;  // const in a Send
-    size_t bytes = 0;
-    std::shared_ptr<Transfer> transfer;
-    std::string message;
-  };
-
-  std::shared_ptr<Transfer> post(Post post);
   void check_peer(int peer) const;
   void wake() const;
 
@@ -58,10 +47,11 @@ class Endpoint : public Interhost {
   bool has_left();
   void take_posts();
   void fail(int rank, const Error& error);
-  void deliver();
   template <class Call>
   void guarded(int rank, const Call& call);
 
+  Options options_;
+  Desk desk_;
   std::mutex turn_;
   std::mutex progress_;
   Shared shared_;
@@ -71,11 +61,6 @@ class Endpoint : public Interhost {
   Clock::time_point next_beat_{};
   Clock::time_point last_pass_ = Clock::now();
   std::optional<Clock::time_point> leaving_until_;
-
-  mutable std::mutex posts_mutex_;
-  std::deque<Post> posts_;
-  std::deque<Message> heard_;
-  std::map<int, Error> failures_;
 
   ParentFd alarm_;
   std::atomic<bool> stopping_{false};

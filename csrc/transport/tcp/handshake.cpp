@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "transport/tcp/codec.h"
-#include "transport/tcp/frame.h"
+#include "transport/matching/codec.h"
+#include "transport/matching/frame.h"
 #include "transport/tcp/sha256.h"
 
 namespace syncengine::tcp {

@@ -8,9 +8,9 @@
 #include <cstring>
 
 #include "base/sync_point.h"
-#include "transport/tcp/frame.h"
+#include "transport/matching/frame.h"
+#include "transport/matching/shared.h"
 #include "transport/tcp/sha256.h"
-#include "transport/tcp/shared.h"
 #include "transport/tcp/socket.h"
 
 namespace syncengine::tcp {

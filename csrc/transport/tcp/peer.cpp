@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#include "transport/tcp/crc32c.h"
+#include "transport/matching/crc32c.h"
 #include "transport/tcp/socket.h"
 
 namespace syncengine::tcp {
@@ -22,8 +22,12 @@ constexpr Duration kGoodbyeDelay = std::chrono::milliseconds(500);
 
 }  // namespace
 
-Peer::Peer(Shared& shared, int rank, std::vector<UniqueFd> sockets)
-    : shared_(shared), rank_(rank), outbox_(shared, rank, control_.out), inbox_(shared, rank, control_.out) {
+Peer::Peer(Shared& shared, const Options& options, int rank, std::vector<UniqueFd> sockets)
+    : shared_(shared),
+      options_(options),
+      rank_(rank),
+      outbox_(shared, rank, control_.out),
+      inbox_(shared, rank, control_.out) {
   for (auto& socket : sockets) send_at_once(socket);
   control_.fd = ParentFd(std::move(sockets.front()));
   for (size_t i = 1; i < sockets.size(); ++i) {
@@ -164,7 +168,7 @@ void Peer::read_data(DataChannel& channel) {
     if (Arrival* arrival = channel.ended_frame()) {
       const Frame& frame = arrival->frame;
       std::byte* place = arrival->place();
-      if (shared_.options.checksum && place && crc32c(place, frame.payload) != frame.checksum)
+      if (shared_.checksum && place && crc32c(place, frame.payload) != frame.checksum)
         throw garbage(rank_, "data whose checksum differs");
       inbox_.end(*arrival);
       channel.receive(std::nullopt);
@@ -201,13 +205,12 @@ void Peer::look_at_clock(Clock::time_point now) {
   if (leaving_) return;
   if (broken_ && !peer_left_ && now - *broken_ > kGoodbyeDelay)
     throw_lost(how_broken_.empty() ? "a connection was closed" : how_broken_);
-  const Options& options = shared_.options;
-  if (!last_heard_ || now - *last_heard_ < seconds(options.silence)) return;
+  if (!last_heard_ || now - *last_heard_ < seconds(options_.silence)) return;
   char text[200];
   std::snprintf(text, sizeof(text),
                 " has been silent for %.1f s (a heartbeat is due every %.2f s): its process is stopped, or its host or "
                 "the network to it is down",
-                std::chrono::duration<double>(now - *last_heard_).count(), options.heartbeat);
+                std::chrono::duration<double>(now - *last_heard_).count(), options_.heartbeat);
   throw Error(ErrorKind::PeerLost, rank_name(rank_) + text);
 }
 

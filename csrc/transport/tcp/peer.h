@@ -10,16 +10,17 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "transport/matching/inbox.h"
+#include "transport/matching/outbox.h"
+#include "transport/matching/shared.h"
 #include "transport/tcp/data_channel.h"
-#include "transport/tcp/inbox.h"
-#include "transport/tcp/outbox.h"
-#include "transport/tcp/shared.h"
+#include "transport/tcp/tcp.h"
 
 namespace syncengine::tcp {
 
 class Peer {
  public:
-  Peer(Shared& shared, int rank, std::vector<UniqueFd> sockets);
+  Peer(Shared& shared, const Options& options, int rank, std::vector<UniqueFd> sockets);
 
   Outbox& outbox() { return outbox_; }
   Inbox& inbox() { return inbox_; }
@@ -38,6 +39,7 @@ class Peer {
   void excuse(Clock::time_point now);     // this process did not run: silence proves nothing
 
   bool is_open() const { return open_; }
+  bool has_left() const { return peer_left_; }
   void fail(const Error& error);
 
   // Ends it in order: what is under way is sent, then a goodbye, then the connections' ends; gone() once the peer has
@@ -69,6 +71,7 @@ class Peer {
   [[noreturn]] void throw_lost(const std::string& how) const;
 
   Shared& shared_;
+  const Options& options_;
   int rank_;
   bool open_ = true;
   Control control_;

@@ -5,7 +5,7 @@
 #include <iterator>
 
 #include "base/error.h"
-#include "transport/tcp/codec.h"
+#include "transport/matching/codec.h"
 #include "transport/tcp/sha256.h"
 
 namespace syncengine::tcp {

@@ -11,10 +11,10 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "transport/tcp/frame.h"
-#include "transport/tcp/shared.h"
+#include "transport/matching/frame.h"
+#include "transport/matching/shared.h"
 
-namespace syncengine::tcp {
+namespace syncengine::matching {
 
 struct Receive {
   uint64_t tag;
@@ -43,6 +43,13 @@ struct Arrival {
 
 class Inbox {
  public:
+  // What came whole before it was asked for.
+  struct Unexpected {
+    std::unique_ptr<std::byte[]> bytes;
+    uint32_t size;
+  };
+  using Unexpecteds = std::unordered_map<uint64_t, Unexpected>;  // by tag
+
   Inbox(Shared& shared, int peer, std::string& control) : shared_(shared), peer_(peer), control_(control) {}
 
   void post(uint64_t tag, std::byte* data, size_t bytes, std::shared_ptr<Interhost::Transfer> transfer);
@@ -54,13 +61,9 @@ class Inbox {
   // An arrival that has begun notices by itself that it has no place any more.
   void withdraw(uint64_t first, uint64_t last, const Error& error);
   void fail(const Error& error);
+  Unexpecteds take_unexpected() { return std::move(unexpected_); }
 
  private:
-  struct Unexpected {
-    std::unique_ptr<std::byte[]> bytes;
-    uint32_t size;
-  };
-
   void get_ready(const std::shared_ptr<Receive>& receive);
   void finish(Receive& receive);
   void take(const std::shared_ptr<Receive>& receive, const Unexpected& unexpected);
@@ -74,8 +77,8 @@ class Inbox {
   uint32_t owed_ = 0;     // of it: what may be given back
   std::unordered_map<uint64_t, std::shared_ptr<Receive>> posted_;     // by tag
   std::unordered_map<uint64_t, std::shared_ptr<Receive>> by_handle_;  // those of them that the peer was told
-  std::unordered_map<uint64_t, Unexpected> unexpected_;               // by tag
-  std::unordered_set<uint64_t> asked_;                                // tags
+  Unexpecteds unexpected_;
+  std::unordered_set<uint64_t> asked_;  // tags
 };
 
-}  // namespace syncengine::tcp
+}  // namespace syncengine::matching

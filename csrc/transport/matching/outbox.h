@@ -11,10 +11,10 @@
 #include <string>
 #include <unordered_map>
 
-#include "transport/tcp/frame.h"
-#include "transport/tcp/shared.h"
+#include "transport/matching/frame.h"
+#include "transport/matching/shared.h"
 
-namespace syncengine::tcp {
+namespace syncengine::matching {
 
 struct Send {
   uint64_t tag;
@@ -73,4 +73,4 @@ class Outbox {
   std::unordered_map<uint64_t, Ready> ready_;                    // by tag: the peer is, the send is still to come
 };
 
-}  // namespace syncengine::tcp
+}  // namespace syncengine::matching

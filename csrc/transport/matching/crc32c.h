@@ -4,9 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace syncengine::tcp {
+namespace syncengine::matching {
 
 uint32_t crc32c(const std::byte* data, size_t bytes);
 uint32_t crc32c_portable(const std::byte* data, size_t bytes);  // the same, for any processor
 
-}  // namespace syncengine::tcp
+}  // namespace syncengine::matching

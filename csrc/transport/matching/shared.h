@@ -8,13 +8,12 @@
 #include <vector>
 
 #include "transport/interhost.h"
-#include "transport/tcp/tcp.h"
 
-namespace syncengine::tcp {
+namespace syncengine::matching {
 
 struct Shared {
-  Options options;
   int rank = -1;
+  bool checksum = false;                                              // CRC-32C of all data
   bool news = false;                                                  // the engine is to be told
   std::vector<Interhost::Message> heard;                              // on their way to it
   std::vector<std::pair<uint64_t, uint64_t>> withdrawn;               // ranges of tags that nobody will use again
@@ -33,8 +32,8 @@ inline std::string rank_name(int rank) { return "rank " + std::to_string(rank); 
 
 inline Error garbage(int peer, const std::string& what) {
   return {ErrorKind::PeerLost, rank_name(peer) + " sent " + what +
-                                   " over TCP: its memory or the network is faulty, or somebody interferes; its "
-                                   "connections were closed (SYNCENGINE_CHECKSUM=1 tells more)"};
+                                   ": its memory or the network is faulty, or somebody interferes; it was given "
+                                   "up (SYNCENGINE_CHECKSUM=1 tells more)"};
 }
 
 inline Error size_mismatch(int from, uint64_t sent, int to, uint64_t wanted) {
@@ -42,4 +41,4 @@ inline Error size_mismatch(int from, uint64_t sent, int to, uint64_t wanted) {
                                    " expects " + std::to_string(wanted)};
 }
 
-}  // namespace syncengine::tcp
+}  // namespace syncengine::matching

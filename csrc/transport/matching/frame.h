@@ -18,7 +18,7 @@
 
 #include "transport/interhost.h"
 
-namespace syncengine::tcp {
+namespace syncengine::matching {
 
 inline constexpr uint16_t kVersion = 1;
 inline constexpr size_t kFrameBytes = 40;
@@ -49,4 +49,4 @@ std::string encode(const Frame& frame);
 // Nothing if the bytes (kFrameBytes of them) are no frame of ours for such a connection.
 std::optional<Frame> decode(std::string_view bytes, Channel channel);
 
-}  // namespace syncengine::tcp
+}  // namespace syncengine::matching

@@ -1,4 +1,4 @@
-#include "transport/tcp/crc32c.h"
+#include "transport/matching/crc32c.h"
 
 #include <array>
 #include <cstring>
@@ -9,7 +9,7 @@
 #include <nmmintrin.h>
 #endif
 
-namespace syncengine::tcp {
+namespace syncengine::matching {
 
 namespace {
 
@@ -67,4 +67,4 @@ uint32_t crc32c(const std::byte* data, size_t bytes) {
   return crc32c_portable(data, bytes);
 }
 
-}  // namespace syncengine::tcp
+}  // namespace syncengine::matching

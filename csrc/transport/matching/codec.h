@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-namespace syncengine::tcp {
+namespace syncengine::matching {
 
 class Writer {
  public:
@@ -70,4 +70,4 @@ class Reader {
   bool whole_ = true;
 };
 
-}  // namespace syncengine::tcp
+}  // namespace syncengine::matching

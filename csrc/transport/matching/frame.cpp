@@ -1,8 +1,8 @@
-#include "transport/tcp/frame.h"
+#include "transport/matching/frame.h"
 
-#include "transport/tcp/codec.h"
+#include "transport/matching/codec.h"
 
-namespace syncengine::tcp {
+namespace syncengine::matching {
 
 namespace {
 
@@ -84,4 +84,4 @@ std::optional<Frame> decode(std::string_view bytes, Channel channel) {
   return frame;
 }
 
-}  // namespace syncengine::tcp
+}  // namespace syncengine::matching

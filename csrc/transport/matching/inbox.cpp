@@ -1,10 +1,10 @@
-#include "transport/tcp/inbox.h"
+#include "transport/matching/inbox.h"
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
-namespace syncengine::tcp {
+namespace syncengine::matching {
 
 namespace {
 
@@ -152,4 +152,4 @@ void Inbox::fail(const Error& error) {
   unexpected_.clear();
 }
 
-}  // namespace syncengine::tcp
+}  // namespace syncengine::matching

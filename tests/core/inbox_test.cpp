@@ -1,9 +1,9 @@
 // Matching without sockets: what a peer may send, and what not.
+#include "transport/matching/inbox.h"
 #include "test.h"
-#include "transport/tcp/inbox.h"
-#include "transport/tcp/outbox.h"
+#include "transport/matching/outbox.h"
 
-namespace syncengine::tcp {
+namespace syncengine::matching {
 
 using testing::contains;
 
@@ -131,4 +131,4 @@ TEST(tcp_outbox_goes_on_from_a_copy) {
   CHECK(!side.outbox.has_next());
 }
 
-}  // namespace syncengine::tcp
+}  // namespace syncengine::matching

@@ -1,12 +1,12 @@
-#include "transport/tcp/outbox.h"
+#include "transport/matching/outbox.h"
 
 #include <algorithm>
 #include <cstring>
 #include <utility>
 
-#include "transport/tcp/crc32c.h"
+#include "transport/matching/crc32c.h"
 
-namespace syncengine::tcp {
+namespace syncengine::matching {
 
 namespace {
 
@@ -87,7 +87,7 @@ Piece Outbox::next() {
   }
   send->given += frame.payload;
   if (send->given == send->bytes) queue_.pop_front();
-  if (shared_.options.checksum) frame.checksum = crc32c(piece.payload(), frame.payload);
+  if (shared_.checksum) frame.checksum = crc32c(piece.payload(), frame.payload);
   return piece;
 }
 
@@ -130,4 +130,4 @@ void Outbox::fail(const Error& error) {
   queue_.clear();
 }
 
-}  // namespace syncengine::tcp
+}  // namespace syncengine::matching

@@ -1,0 +1,174 @@
+#include "bindings/movers.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include <condition_variable>
+#include <mutex>
+#include <set>
+
+#include "bindings/bindings.h"
+#include "c10d/torch_mover.h"
+#include "transport/packets/endpoint.h"
+
+namespace py = pybind11;
+
+namespace syncengine {
+
+namespace {
+
+// A mover written in Python, as _C.pyi describes it. Each call takes the GIL once; whatever it raises fails all that is under
+// way.
+class PythonMover final : public packets::Mover {
+ public:
+  explicit PythonMover(py::object mover) : mover_(std::move(mover)) {}
+  ~PythonMover() override {
+    if (mover_) drop();
+  }
+
+  bool start(std::function<void()>) override { return false; }
+
+  std::vector<End> step(const std::vector<Packet>& posts) override {
+    for (const Packet& packet : posts) pending_.insert(packet.id);
+    if (pending_.empty()) return {};
+    std::vector<End> ends;
+    try {
+      py::gil_scoped_acquire gil;
+      try {
+        py::list list;
+        for (const Packet& packet : posts) {
+          auto memory = py::memoryview::from_memory(packet.data, static_cast<py::ssize_t>(packet.bytes));
+          list.append(py::make_tuple(packet.id, packet.peer, packet.outgoing, memory));
+        }
+        for (auto& [id, error] : mover_.attr("step")(list).cast<std::vector<std::pair<uint64_t, std::string>>>())
+          if (pending_.erase(id)) ends.push_back({id, std::move(error)});
+      } catch (const std::exception& error) {  // destroyed while the GIL is held
+        fail_all(error.what(), ends);
+      }
+    } catch (const std::exception& error) {
+      fail_all(error.what(), ends);
+    }
+    return ends;
+  }
+
+  void close(bool in_order) override {
+    py::gil_scoped_acquire gil;
+    try {
+      mover_.attr("close")(in_order);
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable("syncengine: closing what connects hosts");
+    }
+    mover_ = {};
+  }
+
+ private:
+  void fail_all(const std::string& text, std::vector<End>& ends) {
+    for (uint64_t id : pending_) ends.push_back({id, text});
+    pending_.clear();
+  }
+  void drop() {
+    py::gil_scoped_acquire gil;
+    mover_ = {};
+  }
+
+  py::object mover_;
+  std::set<uint64_t> pending_;
+};
+
+// Endpoints that run, and so may take the GIL: all must have ended before the interpreter does.
+struct Registry {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::set<packets::Endpoint*> running;
+};
+
+Registry& registry() {
+  static auto* instance = new Registry;  // never destroyed: endpoints may outlive static destruction
+  return *instance;
+}
+
+class RegisteredEndpoint final : public packets::Endpoint {
+ public:
+  RegisteredEndpoint(std::unique_ptr<packets::Mover> mover, const packets::Options& options, int rank,
+                     const std::vector<int>& peers)
+      : Endpoint(std::move(mover), options, rank, peers) {
+    std::lock_guard lock(registry().mutex);
+    registry().running.insert(this);
+  }
+  ~RegisteredEndpoint() override { remove(); }
+
+  // Whoever drops the last communicator may hold the GIL, which run() needs to end, and joins its thread after this.
+  void stop() override {
+    Endpoint::stop();
+    if (!Py_IsInitialized() || !PyGILState_Check()) return;
+    py::gil_scoped_release nogil;
+    std::unique_lock lock(registry().mutex);
+    registry().changed.wait(lock, [this] { return !registry().running.contains(this); });
+  }
+
+  void run(const std::function<void()>& progressed) override {
+    Endpoint::run(progressed);
+    remove();
+  }
+
+ private:
+  void remove() {
+    std::lock_guard lock(registry().mutex);
+    registry().running.erase(this);
+    registry().changed.notify_all();
+  }
+};
+
+void end_movers() {
+  std::unique_lock lock(registry().mutex);
+  for (auto* endpoint : registry().running) endpoint->Endpoint::stop();
+  registry().changed.wait(lock, [] { return registry().running.empty(); });
+}
+
+}  // namespace
+
+std::unique_ptr<Interhost> connect_by(MoverHandle& handle, int rank, const std::vector<int>& peers) {
+  if (!handle.mover) throw Error(ErrorKind::InvalidUsage, "this mover has been used already");
+  return std::make_unique<RegisteredEndpoint>(std::move(handle.mover), handle.options, rank, peers);
+}
+
+void bind_movers(py::module_& module) {
+  py::module_::import("torch.distributed");  // knows the class of groups
+  py::class_<MoverHandle>(module, "Mover", "What moves packets between hosts, for LocalBootstrap.connect.");
+  module.def(
+      "python_mover",
+      [](py::object mover, std::string by, bool checksum) {
+        return MoverHandle{std::make_unique<PythonMover>(std::move(mover)),
+                           {.by = std::move(by), .checksum = checksum}};
+      },
+      py::arg("mover"), py::arg("by"), py::arg("checksum"),
+      "By an object with step(posts) and close(in_order); `by` names it in errors.");
+  module.def(
+      "torch_mover",
+      [](c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag, py::function closed,
+         std::string by, bool checksum) {
+        auto call = std::make_shared<py::function>(std::move(closed));
+        auto on_closed = [call] {
+          py::gil_scoped_acquire gil;
+          try {
+            (*call)();
+          } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("syncengine: closing what connects hosts");
+          }
+          *call = {};
+        };
+        auto mover = std::make_unique<TorchMover>(std::move(group), std::move(ranks), tag, on_closed);
+        return MoverHandle{std::move(mover), {.by = std::move(by), .checksum = checksum, .silence = 2.0}};
+      },
+      py::arg("group"), py::arg("ranks"), py::arg("tag"), py::arg("closed"), py::arg("by"), py::arg("checksum"),
+      "By a process group; `ranks` are those in it, of each rank of the job; nobody else uses `tag` there. `closed` is "
+      "called "
+      "when "
+      "it is not needed any more.");
+  module.def("end_movers", &end_movers, py::call_guard<py::gil_scoped_release>(),
+             "Says goodbye to all ranks that movers reach. Before the interpreter ends.");
+}
+
+}  // namespace syncengine

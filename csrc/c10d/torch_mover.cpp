@@ -1,0 +1,163 @@
+#include "c10d/torch_mover.h"
+
+#include <ATen/ops/from_blob.h>
+#include <c10/util/Exception.h>
+#include <pthread.h>
+#include <signal.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+namespace syncengine {
+
+namespace {
+
+using Work = c10::intrusive_ptr<::c10d::Work>;
+
+constexpr std::chrono::hours kForEver(24 * 365 * 30);  // the engine has deadlines of its own
+
+std::string first_line(std::string text) { return text.substr(0, std::min<size_t>(text.find('\n'), 300)); }
+
+// What `call` throws, in words; "" if it throws nothing.
+template <class Call>
+std::string words_of(const Call& call) {
+  try {
+    call();
+    return "";
+  } catch (const c10::Error& error) {
+    return first_line(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return first_line(error.what());
+  }
+}
+
+}  // namespace
+
+// What has ended, from all lanes.
+class TorchMover::Ends {
+ public:
+  explicit Ends(std::function<void()> wake) : wake_(std::move(wake)) {}
+
+  void add(End end) {
+    std::lock_guard lock(mutex_);
+    ends_.push_back(std::move(end));
+    if (wake_) wake_();
+  }
+  std::vector<End> take() {
+    std::lock_guard lock(mutex_);
+    return std::exchange(ends_, {});
+  }
+  void be_silent() {
+    std::lock_guard lock(mutex_);
+    wake_ = nullptr;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<End> ends_;
+  std::function<void()> wake_;
+};
+
+// One way of one peer: works end in the order in which they were posted. Its thread outlives it where a work can't be aborted.
+class TorchMover::Lane : public std::enable_shared_from_this<Lane> {
+ public:
+  explicit Lane(std::shared_ptr<Ends> ends) : ends_(std::move(ends)) {}
+
+  void add(uint64_t id, Work work) {
+    std::lock_guard lock(mutex_);
+    works_.emplace_back(id, std::move(work));
+    if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->run(); });
+    changed_.notify_one();
+  }
+
+  void close() {
+    bool stuck = false;
+    {
+      std::lock_guard lock(mutex_);
+      closing_ = true;
+      for (auto& [id, work] : works_) stuck |= !words_of([&, &work = work] { work->abort(); }).empty();
+      changed_.notify_one();
+    }
+    if (!thread_.joinable()) return;
+    if (stuck)
+      thread_.detach();
+    else
+      thread_.join();
+  }
+
+ private:
+  void run() {
+    sigset_t all;
+    sigfillset(&all);
+    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
+    pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
+    pthread_setname_np(pthread_self(), "syncengine-c10d");
+    std::unique_lock lock(mutex_);
+    for (;;) {
+      changed_.wait(lock, [&] { return closing_ || !works_.empty(); });
+      if (closing_) return;
+      auto [id, work] = works_.front();
+      lock.unlock();
+      bool done = false;
+      std::string error = words_of([&, &work = work] { done = work->wait(kForEver); });
+      if (error.empty() && !done) error = "the wait for it was aborted";
+      ends_->add({id, std::move(error)});
+      lock.lock();
+      works_.pop_front();
+    }
+  }
+
+  std::shared_ptr<Ends> ends_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::pair<uint64_t, Work>> works_;
+  bool closing_ = false;
+  std::thread thread_;
+};
+
+TorchMover::TorchMover(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag,
+                       std::function<void()> closed)
+    : group_(std::move(group)), ranks_(std::move(ranks)), tag_(tag), closed_(std::move(closed)) {}
+
+TorchMover::~TorchMover() { close(false); }
+
+bool TorchMover::start(std::function<void()> wake) {
+  ends_ = std::make_shared<Ends>(std::move(wake));
+  return true;
+}
+
+TorchMover::Lane& TorchMover::lane(int peer, bool outgoing) {
+  auto& lane = lanes_[{peer, outgoing}];
+  if (!lane) lane = std::make_shared<Lane>(ends_);
+  return *lane;
+}
+
+std::vector<packets::Mover::End> TorchMover::step(const std::vector<Packet>& posts) {
+  for (const Packet& packet : posts) {
+    Work work;
+    std::string error = words_of([&] {
+      std::vector<at::Tensor> tensors{at::from_blob(packet.data, {static_cast<int64_t>(packet.bytes)}, at::kByte)};
+      int peer = ranks_.at(packet.peer);
+      work = packet.outgoing ? group_->send(tensors, peer, tag_) : group_->recv(tensors, peer, tag_);
+    });
+    if (error.empty())
+      lane(packet.peer, packet.outgoing).add(packet.id, std::move(work));
+    else
+      ends_->add({packet.id, std::move(error)});
+  }
+  return ends_->take();
+}
+
+void TorchMover::close(bool) {
+  if (!group_) return;
+  if (ends_) ends_->be_silent();
+  for (auto& [way, lane] : lanes_) lane->close();
+  lanes_.clear();
+  group_.reset();
+  closed_();
+}
+
+}  // namespace syncengine

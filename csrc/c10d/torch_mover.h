@@ -1,0 +1,45 @@
+// Packets between hosts through a torch process group that sends and receives CPU tensors: Gloo's, or another's.
+//
+// Works are waited for, each way of each peer on a thread of its own: c10d has no test that all backends answer (Gloo's works
+// are complete only once somebody has waited). The GIL is not needed.
+// Ownership: keeps the group; `closed` is called last of all, on the thread that calls close(). Else as packets::Mover.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/packets/mover.h"
+
+namespace syncengine {
+
+class TorchMover final : public packets::Mover {
+ public:
+  // `ranks`: in the group, of each rank of the job. Nobody else uses `tag` there.
+  TorchMover(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag,
+             std::function<void()> closed);
+  ~TorchMover() override;
+
+  bool start(std::function<void()> wake) override;
+  std::vector<End> step(const std::vector<Packet>& posts) override;
+  void close(bool in_order) override;
+
+ private:
+  class Ends;
+  class Lane;
+  Lane& lane(int peer, bool outgoing);
+
+  c10::intrusive_ptr<::c10d::ProcessGroup> group_;
+  std::vector<int> ranks_;
+  int tag_;
+  std::function<void()> closed_;
+  std::shared_ptr<Ends> ends_;
+  std::map<std::pair<int, bool>, std::shared_ptr<Lane>> lanes_;
+};
+
+}  // namespace syncengine

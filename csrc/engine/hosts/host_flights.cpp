@@ -1,0 +1,190 @@
+// The part of a HostLane between staging and pulling: chunks on their way from host to host.
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/sync_point.h"
+#include "engine/hosts/host_lane.h"
+#include "engine/mismatch.h"
+
+namespace syncengine::hosts {
+
+bool HostLane::reduce_one() {
+  while (!flights_.empty() && flights_.front()->total < pulled_.total) {
+    landed_.push_back(std::move(flights_.front()));
+    flights_.pop_front();
+  }
+  start_flights();
+  bool moved = false;
+  for (auto& flight : flights_) moved |= advance(*flight);
+  if (reduced_.total == started_.total) return moved;
+  if (!flights_[reduced_.total - flights_.front()->total]->arrived()) return moved;
+  step(reduced_, &shm::LaneProgress::reduced, "reduced");
+  return true;
+}
+
+void HostLane::start_flights() {
+  for (; started_.total < staged_.total; ++started_.total) {
+    const Active& active = at(started_.operation);
+    const Operation& operation = active.item.operation;
+    if (landed_.empty()) landed_.push_back(std::make_unique<Flight>());
+    auto flight = std::move(landed_.back());
+    landed_.pop_back();
+    flight->operation = started_.operation;
+    flight->chunk = started_.chunk;
+    flight->total = started_.total;
+    size_t block = block_bytes(operation), begin = started_.chunk * active.chunk_bytes;
+    plan_hop(links_.placement,
+             {.collective = operation.collective,
+              .way = choose_way(links_.choice, operation),
+              .root = operation.root,
+              .block = block,
+              .begin = begin,
+              .length = std::min(block - begin, active.chunk_bytes),
+              .relay = relays(links_.choice, operation)},
+             flight->cells);
+    flight->progress.assign(flight->cells.size(), {});
+    flight->scratch.clear();
+    flights_.push_back(std::move(flight));
+    if (++started_.chunk == active.chunks) {
+      started_.chunk = 0;
+      ++started_.operation;
+    }
+  }
+}
+
+bool HostLane::advance(Flight& flight) {
+  bool moved = false;
+  for (size_t cell = 0; cell < flight.cells.size(); ++cell) moved |= advance(flight, cell);
+  return moved;
+}
+
+bool HostLane::advance(Flight& flight, size_t cell) {
+  using Phase = Flight::Progress::Phase;
+  Flight::Progress& progress = flight.progress[cell];
+  const auto& steps = flight.cells[cell].steps;
+  bool moved = false;
+  for (; progress.step < steps.size(); moved = true) {
+    const HopStep& step = steps[progress.step];
+    if (progress.phase == Phase::Entering) {
+      if (!may_receive(flight, step)) return moved;
+      post_receives(flight, cell);
+      progress.phase = Phase::Receiving;
+      continue;
+    }
+    for (const auto& transfer : progress.transfers) {
+      if (!transfer->ended()) return moved;
+      if (transfer->state() == Interhost::Transfer::State::Failed)
+        throw Error(transfer->error().kind(), std::string(transfer->error().what()) + " while " +
+                                                  links_.name(links_.placement.rank) + " was in " +
+                                                  describe(at(flight.operation).item.operation));
+    }
+    if (progress.phase == Phase::Sending) {
+      ++progress.step;
+      progress.phase = Phase::Entering;
+      continue;
+    }
+    if (step.staged) {
+      if (is_behind(&shm::LaneProgress::staged, flight.total + 1)) return moved;
+      verify(flight.operation, at(flight.operation));
+    }
+    act(flight, cell);
+    post_sends(flight, cell);
+    progress.phase = Phase::Sending;
+    progress.arrived = progress.step + 1 == steps.size();
+  }
+  return moved;
+}
+
+// What a peer sends is taken only if it means the same operation, and so the same bytes.
+bool HostLane::may_receive(const Flight& flight, const HopStep& step) {
+  if (step.receives.empty()) return true;
+  uint64_t members = agreed(flight.operation);
+  for (const Parcel& parcel : step.receives)
+    if (!(members >> parcel.peer & 1)) return false;
+  return true;
+}
+
+HopRunner::View HostLane::view(const Flight& flight, size_t cell) {
+  const Active& active = at(flight.operation);
+  point_bases(active, flight.total);
+  const Operation& operation = active.item.operation;
+  bool is_half = operation.dtype == DType::Float16 || operation.dtype == DType::BFloat16;
+  return {operation,
+          flight.cells[cell],
+          runner_.bases(),
+          active.path == Path::Direct,
+          operation.prescale != 1.0,
+          is_half && choose_way(links_.choice, operation) == Way::Chain};
+}
+
+void HostLane::post_receives(Flight& flight, size_t cell) {
+  auto& progress = flight.progress[cell];
+  const HopStep& step = flight.cells[cell].steps[progress.step];
+  progress.transfers.clear();
+  progress.received.clear();
+  if (step.receives.empty()) return;
+  auto where = view(flight, cell);
+  for (const Parcel& parcel : step.receives) {
+    bool into_output = parcel.content == Content::Result || parcel.content == Content::Block;
+    size_t bytes = parcel.content == Content::Partial ? HopRunner::partial_bytes(where) : where.cell.bytes;
+    std::byte* target = into_output ? hop_runner_.output(where) : nullptr;
+    bool in_place = target != nullptr;
+    if (!in_place) target = flight.scratch.take(bytes);
+    progress.received.push_back(in_place ? nullptr : target);
+    progress.transfers.push_back(links_.receive(parcel.peer, tag(flight, parcel), target, bytes));
+  }
+}
+
+void HostLane::act(Flight& flight, size_t cell) {
+  auto& progress = flight.progress[cell];
+  const HopStep& step = flight.cells[cell].steps[progress.step];
+  if (step.act == Act::Nothing) return;
+  auto where = view(flight, cell);
+  moved_bytes_ += where.cell.bytes;
+  sync_point("reducing");
+  switch (step.act) {
+    case Act::Nothing: return;
+    case Act::FoldPartial:
+      progress.partial = flight.scratch.take(HopRunner::partial_bytes(where));
+      return hop_runner_.fold_partial(where, step, progress.received, progress.partial);
+    case Act::FoldResult: return hop_runner_.fold_result(where, step, progress.received);
+    case Act::Spread: return hop_runner_.spread(where, progress.received[0]);
+  }
+}
+
+void HostLane::post_sends(Flight& flight, size_t cell) {
+  auto& progress = flight.progress[cell];
+  const HopStep& step = flight.cells[cell].steps[progress.step];
+  progress.transfers.clear();
+  if (step.sends.empty()) return;
+  auto where = view(flight, cell);
+  const std::byte* gathered = nullptr;  // the own output or input, where it is in pieces
+  for (const Parcel& parcel : step.sends) {
+    size_t bytes = where.cell.bytes;
+    const std::byte* source = nullptr;
+    if (parcel.content == Content::Partial) {
+      source = progress.partial;
+      bytes = HopRunner::partial_bytes(where);
+    } else if (parcel.content == Content::Result) {
+      source = hop_runner_.output(where);
+      if (!source && !gathered) {
+        std::byte* copy = flight.scratch.take(bytes);
+        hop_runner_.gather_output(where, copy);
+        gathered = copy;
+      }
+    } else {
+      int rank = parcel.content == Content::Raw ? parcel.rank : links_.placement.rank;
+      source = hop_runner_.contribution(where, rank);
+      if (!source && bytes > 0) {
+        std::byte* copy = flight.scratch.take(bytes);
+        hop_runner_.gather_contribution(where, rank, copy);
+        source = copy;
+      }
+    }
+    if (!source) source = gathered;
+    counters_.interhost_bytes += bytes;
+    progress.transfers.push_back(links_.send(parcel.peer, tag(flight, parcel), source, bytes));
+  }
+}
+
+}  // namespace syncengine::hosts

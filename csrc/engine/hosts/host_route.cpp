@@ -1,0 +1,212 @@
+#include "engine/hosts/host_route.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/sync_point.h"
+
+namespace syncengine::hosts {
+
+namespace {
+
+constexpr uint64_t kWindow = 32;  // letters that a rank keeps for a peer without having asked for them
+constexpr size_t kPieces = 8;     // of one message under way at once
+
+}  // namespace
+
+HostRoute::HostRoute(const Links& links) : links_(links) {
+  for (int member = 0; member < links.placement.size; ++member)
+    if (links.is_remote(member)) peers_[member];
+}
+
+void HostRoute::hear(int member, const Announced& announced, const std::string& content) {
+  Peer& peer = peers_.at(member);
+  bool whole = announced.bytes <= kShortBytes;
+  if (content.size() != (whole ? announced.bytes : 0) || peer.heard + peer.letters.size() - peer.told >= kWindow)
+    throw Error(ErrorKind::PeerLost, links_.name(member) + " sent a letter of a wrong size, or more than it may");
+  auto* bytes = reinterpret_cast<const std::byte*>(content.data());
+  peer.letters.push_back({.channel = announced.channel,
+                          .tag = announced.tag,
+                          .fingerprint = announced.fingerprint,
+                          .bytes = announced.bytes,
+                          .number = announced.number,
+                          .whole = whole,
+                          .content = {bytes, bytes + content.size()}});
+}
+
+void HostRoute::hear(int member, const Heard& heard) {
+  Peer& peer = peers_.at(member);
+  if (heard.count > peer.announced || heard.count < peer.taken_in)
+    throw Error(ErrorKind::PeerLost, links_.name(member) + " has taken in letters that it was not sent");
+  peer.taken_in = heard.count;
+}
+
+void HostRoute::send(Post post) { peers_.at(post.message.peer).waiting.push_back(std::move(post)); }
+
+void HostRoute::fetch(int source, Letter letter, Post receive) {
+  peers_.at(source).receiving.push_back({std::move(receive), letter.number});
+}
+
+bool HostRoute::advance(Office& office, size_t& moved_bytes) {
+  moved_bytes_ = 0;
+  bool moved = false;
+  for (auto& [member, peer] : peers_) {
+    moved |= announce(member, peer, office);
+    moved |= hear_letters(member, peer, office);
+    moved |= move(member, peer.sending, peer.ended.sent, office);
+    moved |= move(member, peer.receiving, peer.ended.received, office);
+  }
+  moved_bytes += moved_bytes_;
+  return moved;
+}
+
+bool HostRoute::announce(int member, Peer& peer, Office& office) {
+  bool moved = false;
+  for (; !peer.waiting.empty() && peer.announced - peer.taken_in < kWindow; moved = true) {
+    Post post = std::move(peer.waiting.front());
+    peer.waiting.pop_front();
+    const Message& message = post.message;
+    size_t bytes = message.memory.bytes();
+    bool whole = bytes <= kShortBytes;
+    std::string letter = write(links_.group, Announced{.head = {},
+                                                       .channel = message.channel,
+                                                       .tag = message.tag,
+                                                       .fingerprint = message.fingerprint,
+                                                       .bytes = bytes,
+                                                       .number = whole ? 0 : peer.numbers++});
+    if (whole) {
+      size_t head = letter.size();
+      letter.resize(head + bytes);
+      message.memory.copy_to(reinterpret_cast<std::byte*>(letter.data()) + head, 0, bytes);
+      moved_bytes_ += bytes;
+      interhost_bytes_ += bytes;
+    }
+    links_.tell(member, letter);
+    ++peer.announced;
+    sync_point("announced a message");
+    if (whole)
+      office.finish(post);
+    else
+      peer.sending.push_back({std::move(post), peer.numbers - 1});
+  }
+  return moved;
+}
+
+bool HostRoute::hear_letters(int member, Peer& peer, Office& office) {
+  bool moved = false;
+  for (; !peer.letters.empty() && office.listens(); moved = true) {
+    Letter letter = std::move(peer.letters.front());
+    peer.letters.pop_front();
+    if (++peer.heard - peer.told >= kWindow / 2) {
+      peer.told = peer.heard;
+      links_.tell(member, Heard{.head = {}, .count = peer.heard});
+    }
+    office.arrive(member, std::move(letter));
+  }
+  return moved;
+}
+
+bool HostRoute::move(int member, std::list<Transit>& transits, uint64_t& ended, Office& office) {
+  bool moved = false;
+  for (auto next = transits.begin(); next != transits.end();) {
+    auto transit = next++;
+    moved |= end_pieces(*transit);
+    size_t bytes = transit->post.message.memory.bytes();
+    for (; transit->posted < bytes && transit->pieces.size() < kPieces; moved = true) post_piece(member, *transit);
+    if (!transit->pieces.empty()) continue;
+    ++ended;
+    office.finish(transit->post);
+    transits.erase(transit);
+    moved = true;
+  }
+  return moved;
+}
+
+bool HostRoute::end_pieces(Transit& transit) {
+  bool moved = false;
+  for (; !transit.pieces.empty() && transit.pieces.front().transfer->ended(); moved = true) {
+    Piece& piece = transit.pieces.front();
+    const Message& message = transit.post.message;
+    if (piece.transfer->state() == Interhost::Transfer::State::Failed) {
+      const Error& error = piece.transfer->error();
+      throw Error(error.kind(), std::string(error.what()) + " while " + links_.name(links_.placement.rank) +
+                                    " was in " + message.describe());
+    }
+    if (piece.copy && !transit.post.sends) {
+      message.memory.copy_from(piece.copy.get(), piece.offset, piece.bytes);
+      moved_bytes_ += piece.bytes;
+    }
+    transit.pieces.pop_front();
+  }
+  return moved;
+}
+
+// Both sides cut a message alike. A piece's number may come again where a message has more than a tag can count: long after
+// its first turn ended.
+void HostRoute::post_piece(int member, Transit& transit) {
+  const SpanList& memory = transit.post.message.memory;
+  size_t offset = transit.posted, bytes = std::min(Interhost::kMaxTransfer, memory.bytes() - offset);
+  auto number = static_cast<uint32_t>(offset / Interhost::kMaxTransfer % (uint64_t{1} << kParcelBits));
+  uint64_t tag = tag_of(links_.group, shm::kMessages, transit.number, number);
+  Piece piece{.transfer = {}, .offset = offset, .bytes = bytes, .copy = {}};
+  std::byte* data = memory.at(offset);
+  if (memory.at(offset + bytes - 1) != data + bytes - 1) {
+    piece.copy = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    data = piece.copy.get();
+    if (transit.post.sends) memory.copy_to(data, offset, bytes);
+    moved_bytes_ += transit.post.sends ? bytes : 0;
+  }
+  if (transit.post.sends) interhost_bytes_ += bytes;
+  piece.transfer =
+      transit.post.sends ? links_.send(member, tag, data, bytes) : links_.receive(member, tag, data, bytes);
+  transit.posted += bytes;
+  transit.pieces.push_back(std::move(piece));
+}
+
+// What ended there before it left comes to its end here by itself.
+bool HostRoute::waits_in_vain(const Office& office, int member, const Tally& theirs) const {
+  const Peer& peer = peers_.at(member);
+  bool room = peer.announced - peer.taken_in < kWindow;
+  return ((office.awaited() >> member & 1) && peer.letters.empty()) || (!peer.waiting.empty() && !room) ||
+         (!peer.receiving.empty() && peer.ended.received >= theirs.sent) ||
+         (!peer.sending.empty() && peer.ended.sent >= theirs.received);
+}
+
+uint64_t HostRoute::remote_culprits(const Office& office) const {
+  uint64_t members = 0;
+  for (const auto& [member, peer] : peers_) {
+    bool awaited = (office.awaited() >> member & 1) && peer.letters.empty();
+    if (awaited || !peer.waiting.empty() || !peer.sending.empty() || !peer.receiving.empty())
+      members |= uint64_t{1} << member;
+  }
+  return members;
+}
+
+const Post* HostRoute::oldest() const {
+  const Post* oldest = nullptr;
+  auto consider = [&](const Post& post) {
+    if (!oldest || post.item.since < oldest->item.since) oldest = &post;
+  };
+  for (const auto& [member, peer] : peers_) {
+    if (!peer.waiting.empty()) consider(peer.waiting.front());
+    if (!peer.sending.empty()) consider(peer.sending.front().post);
+    if (!peer.receiving.empty()) consider(peer.receiving.front().post);
+  }
+  return oldest;
+}
+
+std::vector<Post> HostRoute::take_all() {
+  std::vector<Post> posts;
+  for (auto& [member, peer] : peers_) {
+    for (Post& post : peer.waiting) posts.push_back(std::move(post));
+    for (auto* transits : {&peer.sending, &peer.receiving}) {
+      for (Transit& transit : *transits) posts.push_back(std::move(transit.post));
+      transits->clear();
+    }
+    peer.waiting.clear();
+    peer.letters.clear();
+  }
+  return posts;
+}
+
+}  // namespace syncengine::hosts

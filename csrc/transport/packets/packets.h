@@ -1,0 +1,24 @@
+// Data between hosts by whatever moves packets in order.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/interhost.h"
+#include "transport/packets/mover.h"
+
+namespace syncengine::packets {
+
+struct Options {
+  std::string by = "";      // for messages: who moves the packets
+  bool checksum = false;    // CRC-32C of all data; the same on all ranks
+  double heartbeat = 0.25;  // seconds
+  double silence = 0;       // seconds without a sign of life after which a peer is lost; 0: never
+};
+
+// `peers` are the ranks of the job on other hosts. Then run() must follow soon: nothing moves before.
+std::unique_ptr<Interhost> connect(std::unique_ptr<Mover> mover, const Options& options, int rank,
+                                   const std::vector<int>& peers);
+
+}  // namespace syncengine::packets

@@ -1,0 +1,274 @@
+#include "transport/packets/peer.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "transport/matching/crc32c.h"
+
+namespace syncengine::packets {
+
+using matching::Arrival, matching::Channel, matching::Frame, matching::Kind, matching::kFrameBytes;
+using matching::encode, matching::garbage, matching::rank_name;
+
+namespace {
+
+constexpr size_t kRoom = kControlBytes - sizeof(uint32_t);  // behind the count of the bytes that are used
+constexpr uint32_t kInlineBytes = 512;                      // of a payload that needs no packet of its own
+constexpr int kMostAnnounced = 4;                           // payloads a packet of frames: more would hold up messages
+constexpr size_t kMostOutgoing = 16;                        // packets under way
+
+bool is_inline(const Frame& frame) { return frame.payload <= kInlineBytes; }
+
+bool is_data(Kind kind) { return kind == Kind::Eager || kind == Kind::Chunk; }
+
+}  // namespace
+
+Peer::Peer(matching::Shared& shared, Traffic& traffic, const Options& options, int rank)
+    : shared_(shared),
+      traffic_(traffic),
+      options_(options),
+      rank_(rank),
+      outbox_(shared, rank, out_),
+      inbox_(shared, rank, out_) {
+  receive(kControlBytes, {});
+}
+
+void Peer::tell(const std::string& message) {
+  out_ += encode({.kind = Kind::Message, .payload = static_cast<uint32_t>(message.size())});
+  out_ += message;
+}
+
+void Peer::withdraw(uint64_t first, uint64_t last, const Error& error) {
+  outbox_.withdraw(first, last, error);
+  inbox_.withdraw(first, last, error);
+}
+
+// ---- out ----
+
+void Peer::step() {
+  while (!broken_ && !said_goodbye_ && outgoing_ + 1 + kMostAnnounced <= kMostOutgoing) {
+    if (out_.empty() && !outbox_.has_next()) {
+      if (!leaving_) return;
+      said_goodbye_ = true;
+      out_ = encode({.kind = Kind::Goodbye});
+    }
+    send_packet();
+  }
+}
+
+// Frames of `out_` first, so that no message waits behind more than the payloads that are announced already.
+void Peer::send_packet() {
+  Buffer packet = traffic_.take(kControlBytes);
+  auto* start = reinterpret_cast<char*>(packet.data()) + sizeof(uint32_t);
+  size_t used = out_.copy(start, kRoom);
+  out_.erase(0, used);
+  auto add = [&](const void* bytes, size_t count) {
+    if (count > 0) std::memcpy(start + used, bytes, count);
+    used += count;
+  };
+  std::vector<std::pair<Buffer, size_t>> payloads;
+  while (out_.empty() && outbox_.has_next() && payloads.size() < kMostAnnounced &&
+         used + kFrameBytes + kInlineBytes <= kRoom) {
+    matching::Piece piece = outbox_.next();
+    add(encode(piece.frame).data(), kFrameBytes);
+    if (is_inline(piece.frame)) {
+      add(piece.payload(), piece.frame.payload);
+    } else {
+      payloads.emplace_back(traffic_.take(piece.frame.payload), piece.frame.payload);
+      std::memcpy(payloads.back().first.data(), piece.payload(), piece.frame.payload);
+    }
+    outbox_.written(piece);
+  }
+  auto count = static_cast<uint32_t>(used);
+  std::memcpy(packet.data(), &count, sizeof(count));
+  std::memset(start + used, 0, kRoom - used);  // nothing of this process's memory that nobody asked for
+  send(std::move(packet), kControlBytes);
+  for (auto& [buffer, bytes] : payloads) send(std::move(buffer), bytes);
+}
+
+void Peer::send(Buffer buffer, size_t bytes) {
+  traffic_.post(rank_, true, std::move(buffer), bytes);
+  ++outgoing_;
+}
+
+// ---- in ----
+
+void Peer::receive(size_t bytes, std::optional<Arrival> arrival) {
+  uint64_t id = traffic_.post(rank_, false, traffic_.take(bytes), bytes);
+  incoming_.push_back({.id = id, .arrival = std::move(arrival)});
+}
+
+void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
+  if (!error.empty()) {
+    broken_ = true;
+    throw Error(ErrorKind::PeerLost,
+                rank_name(rank_) + " died, or the way to it broke (" + options_.by + ": " + error + ")");
+  }
+  auto ended = std::find_if(incoming_.begin(), incoming_.end(), [&](const Incoming& each) { return each.id == id; });
+  if (ended == incoming_.end()) {
+    --outgoing_;
+    traffic_.give_back(std::move(buffer));
+    return;
+  }
+  last_heard_ = Clock::now();
+  ended->ended = true;
+  ended->buffer = std::move(buffer);
+  std::optional<Error> fault;
+  while (!incoming_.empty() && incoming_.front().ended && !broken_) {
+    Incoming next = std::move(incoming_.front());
+    incoming_.pop_front();
+    try {
+      take_incoming(std::move(next));
+    } catch (const Error& error) {
+      if (!fault) fault = error;
+      leaving_ = true;
+    }
+  }
+  if (fault) throw Error(*fault);
+}
+
+void Peer::take_incoming(Incoming incoming) {
+  if (incoming.arrival)
+    take_data(*incoming.arrival, incoming.buffer.data());
+  else
+    on_frames(incoming.buffer.data());
+  traffic_.give_back(std::move(incoming.buffer));
+}
+
+// Whatever a frame is worth, the payloads behind it come, and the Goodbye: the first fault is thrown last.
+void Peer::on_frames(const std::byte* packet) {
+  uint32_t used;
+  std::memcpy(&used, packet, sizeof(used));
+  if (used > kRoom) throw_out_of_step();
+  in_.append(reinterpret_cast<const char*>(packet) + sizeof(used), used);
+  announced_ = 0;
+  std::optional<Error> fault;
+  std::string payload;
+  while (auto frame = next_frame(payload)) {
+    try {
+      on_frame(*frame, payload);
+    } catch (const Error& error) {
+      if (broken_) throw;
+      if (!fault) fault = error;
+      leaving_ = true;
+    }
+  }
+  if (!peer_left_) receive(kControlBytes, {});
+  if (fault) throw Error(*fault);
+}
+
+// With its payload, unless that is a packet of its own.
+std::optional<Frame> Peer::next_frame(std::string& payload) {
+  if (in_.size() < kFrameBytes) return {};
+  std::string_view header(in_.data(), kFrameBytes);
+  auto frame = decode(header, Channel::Control);
+  if (!frame) frame = decode(header, Channel::Data);
+  if (!frame) throw_out_of_step();
+  size_t behind = is_data(frame->kind) && !is_inline(*frame) ? 0 : frame->payload;
+  if (in_.size() < kFrameBytes + behind) return {};
+  payload.assign(in_, kFrameBytes, behind);
+  in_.erase(0, kFrameBytes + behind);
+  return frame;
+}
+
+void Peer::on_frame(const Frame& frame, const std::string& payload) {
+  if (is_data(frame.kind)) {
+    if (!is_inline(frame) && ++announced_ > kMostAnnounced) throw_out_of_step();
+    Arrival arrival{.frame = frame};
+    std::optional<Error> fault;
+    try {
+      if (!leaving_) arrival = inbox_.begin(frame);
+    } catch (const Error& error) {
+      fault = error;  // its payload comes all the same
+    }
+    if (!is_inline(frame))
+      receive(frame.payload, std::move(arrival));
+    else if (!fault)
+      take_data(arrival, reinterpret_cast<const std::byte*>(payload.data()));
+    if (fault) throw Error(*fault);
+    return;
+  }
+  if (frame.kind == Kind::Goodbye) {
+    peer_left_ = true;
+    if (!leaving_)
+      throw Error(ErrorKind::PeerLost, rank_name(rank_) + " has left (it exited, or called syncengine.shutdown())");
+  }
+  if (leaving_) return;
+  switch (frame.kind) {
+    case Kind::Message:
+      shared_.heard.push_back({rank_, payload});
+      shared_.news = true;
+      break;
+    case Kind::Ready: outbox_.on_ready(frame); break;
+    case Kind::Ask: inbox_.on_ask(frame); break;
+    case Kind::Credit: outbox_.on_credit(frame); break;
+    case Kind::Verdict:
+      throw Error(static_cast<ErrorKind>(frame.size) == ErrorKind::Mismatch ? ErrorKind::Mismatch : ErrorKind::PeerLost,
+                  rank_name(rank_) + " gave " + rank_name(shared_.rank) + " up: " + payload);
+    default: break;  // a heartbeat: that it came is all
+  }
+}
+
+void Peer::take_data(Arrival& arrival, const std::byte* payload) {
+  if (leaving_) return;
+  const Frame& frame = arrival.frame;
+  std::byte* place = arrival.place();
+  if (place && frame.payload > 0) std::memcpy(place, payload, frame.payload);
+  if (shared_.checksum && place && matching::crc32c(place, frame.payload) != frame.checksum)
+    throw garbage(rank_, "data whose checksum differs");
+  inbox_.end(arrival);
+}
+
+// What comes next can't be received: nobody knows what it is.
+void Peer::throw_out_of_step() {
+  broken_ = true;
+  throw garbage(rank_, "something that is no frame of syncengine's");
+}
+
+// ---- the end ----
+
+void Peer::beat() {
+  if (options_.silence > 0 && !leaving_ && out_.empty() && outgoing_ == 0) out_ += encode({.kind = Kind::Heartbeat});
+}
+
+void Peer::look_at_clock(Clock::time_point now) const {
+  if (options_.silence <= 0 || leaving_ || !last_heard_ || now - *last_heard_ < seconds(options_.silence)) return;
+  char text[200];
+  std::snprintf(text, sizeof(text),
+                " has been silent for %.1f s (a heartbeat is due every %.2f s): its process is stopped, or its host or "
+                "the network to it is down",
+                std::chrono::duration<double>(now - *last_heard_).count(), options_.heartbeat);
+  throw Error(ErrorKind::PeerLost, rank_name(rank_) + text);
+}
+
+void Peer::excuse(Clock::time_point now) {
+  if (last_heard_) last_heard_ = now;
+}
+
+void Peer::fail(const Error& error) {
+  open_ = false;
+  leaving_ = true;
+  outbox_.fail(error);
+  inbox_.fail(error);
+  if (!broken_ && !peer_left_) {
+    std::string text = std::string(error.what()).substr(0, matching::kMaxVerdict);
+    out_ += encode({.kind = Kind::Verdict,
+                    .payload = static_cast<uint32_t>(text.size()),
+                    .size = static_cast<uint32_t>(error.kind())});
+    out_ += text;
+  }
+  shared_.news = true;
+}
+
+void Peer::take_leave(const Error& error) {
+  leaving_ = true;
+  outbox_.fail_unready(error);
+  inbox_.fail(error);
+}
+
+bool Peer::gone() const { return broken_ || (said_goodbye_ && peer_left_ && outgoing_ == 0 && incoming_.empty()); }
+
+}  // namespace syncengine::packets

@@ -1,0 +1,90 @@
+// A rank on another host, reached by packets.
+//
+// Each way is one sequence: packets of frames, of kControlBytes, and behind each of them the payloads that its frames announce,
+// as packets of their own. So every receive can be posted before its packet comes, with the right size. All of it goes by way
+// of the endpoint's own memory: callers have theirs back at once, and a mover that can't be stopped touches none of it.
+//
+// Both sides end with a Goodbye, their last packet: after both nothing is under way.
+//
+// Thread-safety: under the endpoint's progress lock. Failure: throws the Error that ends the peer; the endpoint then calls
+// fail(), after which only the Goodbyes matter.
+#pragma once
+
+#include <deque>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "base/deadline.h"
+#include "transport/matching/inbox.h"
+#include "transport/matching/outbox.h"
+#include "transport/matching/shared.h"
+#include "transport/packets/packets.h"
+#include "transport/packets/traffic.h"
+
+namespace syncengine::packets {
+
+class Peer {
+ public:
+  Peer(matching::Shared& shared, Traffic& traffic, const Options& options, int rank);
+
+  matching::Outbox& outbox() { return outbox_; }
+  matching::Inbox& inbox() { return inbox_; }
+  void tell(const std::string& message);
+  void withdraw(uint64_t first, uint64_t last, const Error& error);
+
+  // Posts what may go.
+  void step();
+  // One of its packets has ended.
+  void on_end(uint64_t id, Buffer buffer, const std::string& error);
+
+  void beat();                                  // says that this rank is alive
+  void look_at_clock(Clock::time_point) const;  // is the peer?
+  void excuse(Clock::time_point now);           // this process did not run: silence proves nothing
+
+  bool is_open() const { return open_; }
+  bool has_left() const { return peer_left_; }
+  void fail(const Error& error);
+  // Ends it in order: what is under way is sent, then the Goodbye.
+  void take_leave(const Error& error);
+  bool gone() const;  // nothing is under way, and nothing will be
+
+ private:
+  // A receive, in the order in which they were posted.
+  struct Incoming {
+    uint64_t id;
+    std::optional<matching::Arrival> arrival = {};  // none: a packet of frames
+    bool ended = false;
+    Buffer buffer = {};
+  };
+
+  void receive(size_t bytes, std::optional<matching::Arrival> arrival);
+  void take_incoming(Incoming incoming);
+  void on_frames(const std::byte* packet);
+  std::optional<matching::Frame> next_frame(std::string& payload);
+  void on_frame(const matching::Frame& frame, const std::string& payload);
+  void take_data(matching::Arrival& arrival, const std::byte* payload);
+  void send_packet();
+  void send(Buffer buffer, size_t bytes);
+  [[noreturn]] void throw_out_of_step();
+
+  matching::Shared& shared_;
+  Traffic& traffic_;
+  const Options& options_;
+  int rank_;
+  std::string out_;  // frames that wait to be sent
+  matching::Outbox outbox_;
+  matching::Inbox inbox_;
+  size_t outgoing_ = 0;  // packets under way
+  std::deque<Incoming> incoming_;
+  std::string in_;                               // of a frame that is not whole
+  int announced_ = 0;                            // payloads, in the packet of frames that is being read
+  std::optional<Clock::time_point> last_heard_;  // nothing before its first sign of life: it may still be starting
+  bool open_ = true;
+  bool leaving_ = false;       // nothing that comes matters any more, but for the Goodbye
+  bool said_goodbye_ = false;  // this rank
+  bool peer_left_ = false;     // it did
+  bool broken_ = false;        // no packet comes through any more
+};
+
+}  // namespace syncengine::packets

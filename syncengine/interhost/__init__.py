@@ -1,0 +1,33 @@
+"""What connects hosts other than TCP: movers of packets, which the extension drives.
+
+mpi.py      MPI, through mpi4py
+torch.py    a torch.distributed process group
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from syncengine._C import Mover
+from syncengine.errors import InvalidUsage
+
+__all__ = ["open_mover"]
+
+
+def open_mover(
+    interhost: str, rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[bytes], list[bytes]]
+) -> Mover:
+    """The mover that `interhost` names, for this rank of those that the launcher knows as `global_ranks`.
+
+    Collective. `meet` is an Exchange, called once it is clear that this rank can take part. Raises InvalidUsage if it
+    can't, and what `meet` raises.
+    """
+    if interhost == "mpi":
+        from syncengine.interhost.mpi import open_mpi
+
+        return open_mpi(rank, global_ranks, checksum, meet)
+    if interhost == "torch":
+        from syncengine.interhost.torch import open_torch
+
+        return open_torch(global_ranks, checksum, meet)
+    raise InvalidUsage(f"interhost={interhost!r} moves no packets")

@@ -1,0 +1,125 @@
+"""Packets between hosts through MPI: nonblocking calls of mpi4py on a communicator of our own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import ModuleType
+
+from syncengine._C import Mover, python_mover
+from syncengine.errors import InvalidUsage
+
+_TAG = 21090
+_CANCEL_SECONDS = 0.2
+
+_unfinished: list = []  # requests that could not be ended, and what they use: MPI may touch it until the process ends
+
+
+def open_mpi(rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[bytes], list[bytes]]) -> Mover:
+    """See open_mover."""
+    MPI = _load()
+    _check(MPI, global_ranks[rank], max(global_ranks) + 1)
+    meet(b"ready")
+    group = MPI.COMM_WORLD.Get_group()
+    own = group.Incl(global_ranks)
+    comm = MPI.COMM_WORLD.Create_group(own, _TAG)
+    own.Free()
+    group.Free()
+    comm.Set_errhandler(MPI.ERRORS_RETURN)  # else an error ends the process
+    return python_mover(MPIMover(MPI, comm), "MPI", checksum)
+
+
+def _load() -> ModuleType:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, the MPI library is not
+        raise InvalidUsage(
+            f"interhost='mpi', but mpi4py can't be used: {error}. Install mpi4py for the launcher's own MPI, or give "
+            "interhost='tcp'"
+        ) from error
+    return MPI
+
+
+def _check(MPI: ModuleType, rank: int, ranks: int) -> None:
+    if not MPI.Is_initialized() or MPI.Is_finalized():
+        raise InvalidUsage("interhost='mpi' needs MPI to be initialized, and not finalized, when init() is called")
+    level = MPI.Query_thread()
+    if level < MPI.THREAD_MULTIPLE:
+        names = {MPI.THREAD_SINGLE: "SINGLE", MPI.THREAD_FUNNELED: "FUNNELED", MPI.THREAD_SERIALIZED: "SERIALIZED"}
+        raise InvalidUsage(
+            f"interhost='mpi' calls MPI on a thread of its own and needs the thread level MULTIPLE, but MPI was "
+            f"initialized with {names[level]}: set mpi4py.rc.thread_level = 'multiple' before mpi4py.MPI is imported "
+            "(or MPI4PY_RC_THREAD_LEVEL=multiple), or give interhost='tcp'"
+        )
+    own, size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    if own != rank or size < ranks:
+        raise InvalidUsage(
+            f"interhost='mpi', but rank {rank} of {ranks} is rank {own} of {size} in MPI: start the ranks by mpirun "
+            "(or srun), each as the rank that MPI gives it, or give interhost='tcp'"
+        )
+
+
+class MPIMover:
+    """What the extension drives: see python_mover in _C.pyi. On one thread, which is not the program's."""
+
+    def __init__(self, MPI: ModuleType, comm) -> None:
+        self._mpi, self._comm = MPI, comm
+        self._ids: list[int] = []
+        self._requests: list = []  # of each id
+
+    def step(self, posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]:
+        """Posts packets (id, peer, whether it is sent, memory); says which have ended, with an error or ""."""
+        if self._mpi.Is_finalized():
+            raise RuntimeError("MPI was finalized: call syncengine.shutdown() before MPI.Finalize()")
+        ends = []
+        for number, peer, outgoing, memory in posts:
+            buffer = [memory, self._mpi.BYTE]
+            try:
+                post = self._comm.Isend if outgoing else self._comm.Irecv
+                self._requests.append(post(buffer, peer, _TAG))
+                self._ids.append(number)
+            except self._mpi.Exception as error:
+                ends.append((number, str(error)))
+        return ends + self._test()
+
+    def close(self, in_order: bool) -> None:
+        """Nothing is asked for any more. What MPI can't be stopped from doing may go on: the memory stays."""
+        if self._mpi.Is_finalized():
+            return
+        if in_order:
+            self._comm.Free()
+            return
+        for request in self._requests:
+            request.Cancel()  # MPI libraries cancel receives; sends go on
+        deadline = time.monotonic() + _CANCEL_SECONDS
+        while self._requests and time.monotonic() < deadline:
+            self._test()
+            time.sleep(0.001)
+        _unfinished.extend([self._requests, self._comm])
+
+    def _test(self) -> list[tuple[int, str]]:
+        if not self._requests:
+            return []
+        try:
+            done = self._mpi.Request.Testsome(self._requests)
+            ended = dict.fromkeys(done or (), "")
+        except self._mpi.Exception:
+            ended = self._test_each()
+        if not ended:
+            return []
+        ends = [(self._ids[index], error) for index, error in sorted(ended.items())]
+        rest = [index for index in range(len(self._ids)) if index not in ended]
+        self._ids = [self._ids[index] for index in rest]
+        self._requests = [self._requests[index] for index in rest]
+        return ends
+
+    def _test_each(self) -> dict[int, str]:
+        """Which requests have ended, when some have failed."""
+        ended = {}
+        for index, request in enumerate(self._requests):
+            try:
+                if request == self._mpi.REQUEST_NULL or request.Test():
+                    ended[index] = ""
+            except self._mpi.Exception as error:
+                ended[index] = str(error)
+        return ended

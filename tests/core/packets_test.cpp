@@ -1,0 +1,198 @@
+// Packets pass the suite of all transports between hosts, whatever moves them. And: what is special about them.
+#include <numeric>
+#include <random>
+
+#include "fake_mover.h"
+#include "interhost_conformance.h"
+#include "transport/matching/frame.h"
+#include "transport/packets/packets.h"
+#include "transport/packets/traffic.h"
+
+namespace syncengine::testing {
+
+namespace {
+
+using packets::Mover;
+
+std::unique_ptr<Interhost> endpoint(const std::shared_ptr<FakeWire>& wire, int rank, int size,
+                                    const packets::Options& options = {}) {
+  std::vector<int> peers(size);
+  std::iota(peers.begin(), peers.end(), 0);
+  std::erase(peers, rank);
+  return packets::connect(std::make_unique<FakeMover>(wire, rank), options, rank, peers);
+}
+
+Endpoints over(const std::shared_ptr<FakeWire>& wire, int size, const packets::Options& options = {}) {
+  Endpoints endpoints(size);
+  for (int rank = 0; rank < size; ++rank) endpoints[rank] = endpoint(wire, rank, size, options);
+  return endpoints;
+}
+
+Endpoints polled(int size) { return over(std::make_shared<FakeWire>(size, FakeWire::How{}), size); }
+Endpoints calling(int size) {
+  return over(std::make_shared<FakeWire>(size, FakeWire::How{.calls = true}), size, {.silence = 20});
+}
+Endpoints backwards(int size) {
+  return over(std::make_shared<FakeWire>(size, FakeWire::How{.backwards = true}), size, {.checksum = true});
+}
+
+// A rank that sends whatever the test likes.
+class Stranger {
+ public:
+  Stranger(std::shared_ptr<FakeWire> wire, int rank) : mover_(std::move(wire), rank) {}
+
+  void send(int peer, const std::string& bytes, size_t size = packets::kControlBytes) {
+    auto& memory = memory_.emplace_back(std::make_unique<std::byte[]>(size));
+    std::memcpy(memory.get(), bytes.data(), std::min(bytes.size(), size));
+    mover_.step({{++last_, peer, true, memory.get(), size}});
+  }
+  static std::string packet(const std::string& frames, size_t claimed) {
+    auto used = static_cast<uint32_t>(claimed);
+    return std::string(reinterpret_cast<const char*>(&used), sizeof(used)) + frames;
+  }
+  static std::string packet(const std::string& frames) { return packet(frames, frames.size()); }
+
+ private:
+  std::deque<std::unique_ptr<std::byte[]>> memory_;  // outlives what the mover has of it
+  FakeMover mover_;
+  uint64_t last_ = 0;
+};
+
+}  // namespace
+
+INTERHOST_CONFORMANCE(packets_polled, polled)
+INTERHOST_CONFORMANCE(packets_calling, calling)
+INTERHOST_CONFORMANCE(packets_backwards, backwards)
+
+TEST(packets_whose_mover_fails_end_the_peer_alone) {
+  auto wire = std::make_shared<FakeWire>(3, FakeWire::How{});
+  Running one(endpoint(wire, 0, 3)), two(endpoint(wire, 1, 3)), three(endpoint(wire, 2, 3));
+  two->tell(0, "last words");
+  CHECK_EQ(one.wait_message().bytes, "last words");
+  Bytes got(100), sent = pattern(100, 1);
+  auto lost = one->receive(1, 1, got.data(), got.size());
+  wire->cut(1);
+  Error error = one.wait_failed(lost);
+  CHECK(error.kind() == ErrorKind::PeerLost);
+  CHECK(contains(error.what(), "rank 1") && contains(error.what(), "the cable was cut"));
+  CHECK(one->failure(1) && !one->failure(2));
+  auto receive = one->receive(2, 1, got.data(), got.size());
+  three.wait_done(three->send(0, 1, sent.data(), sent.size()));
+  one.wait_done(receive);
+  CHECK(same(got, sent));
+}
+
+TEST(packets_leave_nothing_under_way_after_goodbyes) {
+  auto wire = std::make_shared<FakeWire>(3, FakeWire::How{});
+  {
+    Running one(endpoint(wire, 0, 3)), two(endpoint(wire, 1, 3)), three(endpoint(wire, 2, 3));
+    Bytes sent = pattern(1 << 20, 1), got(sent.size());
+    auto send = one->send(1, 1, sent.data(), sent.size());
+    two.wait_done(two->receive(0, 1, got.data(), got.size()));
+    auto never = one->send(2, 2, sent.data(), sent.size());
+    auto neither = three->receive(1, 3, got.data(), got.size());
+    two.leave();
+    three.leave();
+    CHECK(contains(one.wait_failed(never).what(), "rank 2 has left"));
+  }
+  for (int rank = 0; rank < 3; ++rank) CHECK(wire->closed(rank) == true);
+}
+
+// A rank that is slower than its peer finds what that one sent, and nothing more, though it has left meanwhile.
+TEST(packets_sent_before_a_goodbye_may_be_asked_for_after_it) {
+  Cluster hosts(polled, 2);
+  Bytes sent = pattern(4000, 8), got(4000);
+  hosts[1].wait_done(hosts[1]->send(0, 1, sent.data(), sent.size()));
+  hosts[1].leave();
+  hosts[0].wait([&] { return hosts[0]->failure(1).has_value(); }, "the end of rank 1");
+  hosts[0].wait_done(hosts[0]->receive(1, 1, got.data(), got.size()));
+  CHECK(same(got, sent));
+  CHECK(hosts[0].wait_failed(hosts[0]->receive(1, 1, got.data(), got.size())).kind() == ErrorKind::PeerLost);
+}
+
+TEST(packets_leave_without_a_peer_that_does_not_answer) {
+  auto wire = std::make_shared<FakeWire>(2, FakeWire::How{});
+  Running one(endpoint(wire, 0, 2));
+  auto before = Clock::now();
+  one.leave();
+  CHECK(wire->closed(0) == false);
+  CHECK(Clock::now() - before < seconds(10));
+}
+
+TEST(packets_name_a_silent_peer) {
+  auto wire = std::make_shared<FakeWire>(2, FakeWire::How{.calls = true});
+  packets::Options options{.heartbeat = 0.05, .silence = 0.5 * kSlowdown};
+  Running one(endpoint(wire, 0, 2, options)), two(endpoint(wire, 1, 2, options));
+  std::this_thread::sleep_for(std::chrono::milliseconds(1000 * kSlowdown));
+  CHECK(!one->failure(1));  // heartbeats
+  wire->hold(true);
+  one.wait([&] { return one->failure(1).has_value(); }, "the silence to be noticed");
+  CHECK(contains(one->failure(1)->what(), "rank 1 has been silent"));
+}
+
+// A size that differs is told to the other side, and both still say goodbye.
+TEST(packets_end_in_order_after_a_mismatch) {
+  auto wire = std::make_shared<FakeWire>(2, FakeWire::How{});
+  {
+    Running one(endpoint(wire, 0, 2)), two(endpoint(wire, 1, 2));
+    Bytes memory(1 << 20);
+    auto receive = two->receive(0, 3, memory.data(), 900000);
+    auto send = one->send(1, 3, memory.data(), 1000000);
+    CHECK(one.wait_failed(send).kind() == ErrorKind::Mismatch);
+    CHECK(contains(two.wait_failed(receive).what(), "rank 0 gave rank 1 up: rank 0 sends 1000000 bytes where rank 1"));
+  }
+  for (int rank = 0; rank < 2; ++rank) CHECK(wire->closed(rank) == true);
+}
+
+TEST(packets_of_garbage_end_the_peer) {
+  using matching::Kind;
+  std::string chunk = matching::encode({.kind = Kind::Chunk, .payload = 1000, .handle = 77});
+  std::string unasked = chunk + chunk + chunk + chunk;
+  for (const auto& packet :
+       {std::string(100, 'x'), Stranger::packet("", packets::kControlBytes), Stranger::packet(chunk),
+        Stranger::packet(unasked + chunk), Stranger::packet(std::string(40, '\0'))}) {
+    auto wire = std::make_shared<FakeWire>(2, FakeWire::How{});
+    Running one(endpoint(wire, 0, 2));
+    Stranger stranger(wire, 1);
+    stranger.send(0, packet);
+    one.wait([&] { return one->failure(1).has_value(); }, "garbage to be noticed");
+    CHECK(contains(one->failure(1)->what(), "rank 1 sent "));
+  }
+}
+
+// Frames that are nearly right, in packets of any length: an error or nothing, and no byte out of place.
+TEST(packets_fuzz) {
+  std::mt19937_64 random(7);
+  using matching::Kind;
+  for (int round = 0; round < 300 / kSlowdown; ++round) {
+    auto wire = std::make_shared<FakeWire>(2, FakeWire::How{});
+    Bytes memory(300000), unsent(300000);
+    Running one(endpoint(wire, 0, 2));
+    auto receive = one->receive(1, 1, memory.data(), memory.size());
+    auto small = one->receive(1, 2, memory.data(), 100);
+    auto send = one->send(1, 3, unsent.data(), unsent.size());
+    Stranger stranger(wire, 1);
+    for (int count = 0; count < 5; ++count) {
+      std::string frames;
+      for (int i = 0; i < 6; ++i) {
+        matching::Frame frame{.kind = static_cast<Kind>(random() % 9)};
+        if (random() % 2) frame.tag = 1 + random() % 4;
+        if (random() % 2) frame.handle = 1 + random() % 2;
+        if (random() % 3 == 0) frame.size = static_cast<uint32_t>(random() % 400000);
+        if (random() % 2) frame.payload = static_cast<uint32_t>(random() % 1200);
+        frames += matching::encode(frame);
+        bool is_data = frame.kind == Kind::Eager || frame.kind == Kind::Chunk;
+        if (!is_data || frame.payload <= 512) frames += std::string(frame.payload, 'p');
+      }
+      frames.resize(std::min<size_t>(frames.size(), packets::kControlBytes - 4));
+      stranger.send(0, Stranger::packet(frames));
+    }
+    if (random() % 2) one->withdraw(1, 1, {ErrorKind::Aborted, "enough"});
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    wire->cut(1);
+    one.wait([&] { return one->failure(1).has_value(); }, "the end");
+    for (auto& transfer : {receive, small, send}) one.wait_ended(transfer);
+  }
+}
+
+}  // namespace syncengine::testing

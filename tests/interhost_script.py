@@ -1,0 +1,131 @@
+"""One rank under mpirun: cases of test_interhost_mpi.py, each with the hosts on which the ranks are to live.
+
+    interhost_script.py train:aab raise_on_last:aab
+
+Prints how they ended, as one line of JSON.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import test_hosts
+import torch
+from faults import suffer
+from test_hosts import launched_rank, live_on, start
+
+import syncengine
+
+
+def everything(hosts):
+    test_hosts.use_everything(hosts)
+
+
+def train(hosts):
+    """The bits are those of one host."""
+    for numerics in ("rank_order", "ring"):
+        losses, parameters = test_hosts.train(hosts, numerics)
+        syncengine.shutdown()
+        wanted_losses, wanted = test_hosts.train("a" * len(hosts), numerics)
+        syncengine.shutdown()
+        assert losses == wanted_losses
+        assert all(torch.equal(mine, other) for mine, other in zip(parameters, wanted, strict=True))
+
+
+def raise_on_last(hosts):
+    outcome = test_hosts.raise_on_last(hosts)
+    return [outcome.error, outcome.text]
+
+
+def beside_own_messages(hosts):
+    """The program's own messages, of the same tag."""
+    from mpi4py import MPI
+
+    communicator = start(hosts, checksum=True)
+    world, rank = MPI.COMM_WORLD, communicator.rank
+    sent, got = torch.full((1000,), float(rank)), torch.empty(1000)
+    requests = [
+        world.Isend(sent.numpy(), (rank + 1) % world.size, tag=21090),
+        world.Irecv(got.numpy(), (rank - 1) % world.size, tag=21090),
+    ]
+    tensor = torch.ones(300_000)
+    for _ in range(5):
+        syncengine.all_reduce(tensor, "avg")
+        world.Barrier()
+    MPI.Request.Waitall(requests)
+    assert got.eq((rank - 1) % world.size).all()
+    assert tensor.eq(1).all()
+
+
+def exit_without_shutdown(hosts):
+    start(hosts)
+    global model
+    model = syncengine.Parallel(torch.nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def finalize_first(hosts):
+    from mpi4py import MPI
+
+    start(hosts)
+    syncengine.barrier()
+    MPI.Finalize()
+    try:
+        while True:
+            syncengine.all_reduce(torch.ones(10))
+    except syncengine.errors.SyncError as error:
+        return [type(error).__name__, str(error)]
+
+
+def leave_while_one_is_stopped(hosts):
+    """With transfers under way and no answer to the Goodbye. MPI's own end must not wait for any of them."""
+    communicator = start(hosts, timeout=3.0)
+    pid = torch.tensor([os.getpid()])
+    last = len(hosts) - 1
+    syncengine.broadcast(pid, last)
+    outcome = ""
+    if communicator.rank == last:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        syncengine.all_reduce(torch.ones(3_000_000))
+    except syncengine.errors.SyncError as error:
+        outcome = f"{type(error).__name__}: {error}"
+    del communicator
+    before = time.monotonic()
+    syncengine.shutdown()
+    left_within = time.monotonic() - before
+    if launched_rank() == 0:
+        os.kill(pid.item(), signal.SIGCONT)
+    return [outcome, left_within]
+
+
+def kill_last(hosts):
+    communicator = start(hosts)
+    for count in range(1_000_000):
+        syncengine.all_reduce(torch.ones(10_000))
+        if count == 50 and communicator.rank == len(hosts) - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def init_only(hosts):
+    live_on(hosts)
+    interhost = os.environ.pop("INTERHOST_OF_RANK_1", None) if launched_rank() == 1 else None
+    outcome = suffer(lambda step: None, timeout=20.0, interhost=interhost)
+    return [outcome.error, outcome.text]
+
+
+CASES = [everything, train, raise_on_last, beside_own_messages, exit_without_shutdown, finalize_first]
+CASES += [leave_while_one_is_stopped, kill_last, init_only]
+
+if __name__ == "__main__":
+    cases = {case.__name__: case for case in CASES}
+    answers = []
+    for argument in sys.argv[1:]:
+        name, hosts = argument.split(":")
+        answers.append(cases[name](hosts))
+        if argument != sys.argv[-1]:
+            syncengine.shutdown()
+    answer = {"rank": launched_rank(), "answers": answers}
+    os.write(1, json.dumps(answer).encode() + b"\n")

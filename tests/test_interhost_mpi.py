@@ -1,0 +1,76 @@
+"""interhost="mpi": virtual hosts that MPI connects, really under mpirun. Bits, training, faults."""
+
+import time
+from pathlib import Path
+
+import pytest
+from test_launchers_real import mpi, run, start
+
+SCRIPT = str(Path(__file__).resolve().parent / "interhost_script.py")
+
+each_mpi = pytest.mark.parametrize("name", ["openmpi", "mpich"])
+
+
+def command(name, *cases):
+    mpirun, python = mpi(name)
+    assert mpirun[-2:] == ["-n", "2"]
+    ranks = len(cases[0].partition(":")[2])
+    return [*mpirun[:-1], str(ranks), python, SCRIPT, *cases]
+
+
+def answers(name, *cases, **environ):
+    """What each rank says to each case. All ranks and mpirun end well."""
+    return [answer["answers"] for answer in run(command(name, *cases), SYNCENGINE_INTERHOST="mpi", **environ)]
+
+
+@each_mpi
+def test_bits_training_and_errors(name):
+    """In one job, since each takes seconds to start. After the last case transfers are under way when MPI ends."""
+    cases = ["everything:aaab", "everything:abab", "train:abac", "beside_own_messages:abab"]
+    errors = ["raise_on_last:aabb", "leave_while_one_is_stopped:aabb"]
+    for rank, own in enumerate(answers(name, *cases, *errors)):
+        assert own[:4] == [None] * 4
+        assert own[4] == ["Aborted", "rank 3: ValueError: the data set is empty"]
+        outcome, left_within = own[5]
+        assert outcome
+        assert left_within < 5.0
+        if rank == 0:
+            assert "Timeout" in outcome
+            assert "waits for rank" in outcome
+
+
+@each_mpi
+def test_exit_without_shutdown(name):
+    assert answers(name, "exit_without_shutdown:ab") == [[None]] * 2
+
+
+@each_mpi
+def test_mpi_that_was_finalized_is_named(name):
+    for ((error, text),) in answers(name, "finalize_first:ab"):
+        assert error == "PeerLost"
+        assert "MPI was finalized" in text
+
+
+@each_mpi
+def test_killed(name):
+    """mpirun ends the others: MPI has no way to go on without one."""
+    begun = time.monotonic()
+    before = set(Path("/dev/shm").glob("mpich_shm_*"))
+    result = start(command(name, "kill_last:ab"), SYNCENGINE_INTERHOST="mpi")
+    assert result.returncode != 0
+    assert time.monotonic() - begun < 60
+    for file in set(Path("/dev/shm").glob("mpich_shm_*")) - before:
+        file.unlink()  # MPICH's own, which it leaves when it is killed
+
+
+def test_a_thread_level_that_is_too_low_is_refused():
+    for ((error, text),) in answers("openmpi", "init_only:ab", MPI4PY_RC_THREAD_LEVEL="serialized"):
+        assert error == "InvalidUsage", text
+        assert "needs the thread level MULTIPLE" in text
+        assert "MPI4PY_RC_THREAD_LEVEL=multiple" in text
+
+
+def test_all_ranks_must_name_the_same():
+    for ((error, text),) in answers("openmpi", "init_only:ab", INTERHOST_OF_RANK_1="tcp"):
+        assert error == "Mismatch"
+        assert "rank 0 has interhost='mpi', rank 1 has interhost='tcp'" in text

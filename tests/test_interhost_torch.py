@@ -1,0 +1,196 @@
+"""interhost="torch": virtual hosts that a process group of Gloo connects. Bits, training, faults."""
+
+import os
+import signal
+import time
+
+import pytest
+import test_hosts
+import torch
+import torch.distributed as dist
+from faults import suffer
+from pool import RankPool
+from test_hosts import check_all_lost, live_on, start
+
+import syncengine
+
+TORCH = {"SYNCENGINE_INTERHOST": "torch"}
+
+
+def run(pool, function, hosts, *args, environ=TORCH, gloo=True):
+    """One rank for each letter of `hosts`; equal letters share a host."""
+    return pool.run(function, hosts, *args, world=len(hosts), settings=None, gloo=gloo, environ=environ)
+
+
+def spawn(pool, function, hosts, *args, environ=TORCH, gloo=True):
+    return pool.spawn_ranks(function, hosts, *args, world=len(hosts), settings=None, gloo=gloo, environ=environ)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aaab", "abab"])
+def test_every_collective(pool: RankPool, hosts: str) -> None:
+    run(pool, test_hosts.use_everything, hosts)
+
+
+@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+def test_bits_are_those_of_one_host(pool: RankPool, numerics: str) -> None:
+    alone = run(pool, test_hosts.reduce_all, "aaa", numerics)
+    for hosts in ("aab", "abc"):
+        for got in run(pool, test_hosts.reduce_all, hosts, numerics):
+            for mine, wanted in zip(got, alone[0], strict=True):
+                assert torch.equal(mine, wanted), hosts
+
+
+def test_training_is_that_of_one_host(pool: RankPool) -> None:
+    alone = run(pool, test_hosts.train, "aaaa", "rank_order")
+    for hosts in ("aaab", "abab"):
+        for (losses, got), (wanted_losses, wanted) in zip(
+            run(pool, test_hosts.train, hosts, "rank_order"), alone, strict=True
+        ):
+            assert losses == wanted_losses
+            assert all(torch.equal(mine, other) for mine, other in zip(got, wanted, strict=True))
+
+
+def use_other_groups(hosts):
+    """Beside the program's own messages, with groups of its own, and after it has destroyed all of them."""
+    communicator = start(hosts, checksum=True)
+    rank, peer = communicator.rank, 1 - communicator.rank % 2
+    theirs = torch.full((1000,), float(rank))
+    works = [dist.isend(theirs, peer, tag=21090), dist.irecv(got := torch.empty(1000), peer, tag=21090)]
+    tensor = torch.ones(300_000)
+    syncengine.all_reduce(tensor)
+    for work in works:
+        work.wait()
+    assert got.eq(peer).all()
+    assert tensor.eq(2).all()
+    model = syncengine.Parallel(torch.nn.Linear(8, 8), process_group=dist.new_group([0, 1]))
+    model(torch.ones(2, 8)).sum().backward()
+    dist.barrier()
+    dist.destroy_process_group()
+    syncengine.all_reduce(tensor)
+    assert tensor.eq(4).all()
+    syncengine.shutdown()
+
+
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])
+def test_beside_the_programs_own_groups(pool: RankPool, debug: str) -> None:
+    with spawn(pool, use_other_groups, "ab", environ={**TORCH, "TORCH_DISTRIBUTED_DEBUG": debug}) as ranks:
+        for rank in ranks:
+            rank.result()
+            assert rank.exit_code() == 0
+
+
+def backend_over_gloo(hosts):
+    """Groups of the backend "syncengine" beside a default one of Gloo, which connects their hosts."""
+    live_on(hosts)
+    for ranks in ([0, 1, 2], [0, 2], [0, 2]):
+        group = dist.new_group(ranks, backend="syncengine")
+        if dist.get_rank() in ranks:
+            tensor = torch.ones(1000)
+            dist.all_reduce(tensor, group=group)
+            assert tensor.eq(len(ranks)).all()
+            dist.destroy_process_group(group)
+
+
+def test_below_the_torch_backend(pool: RankPool) -> None:
+    run(pool, backend_over_gloo, "aab")
+
+
+def init_twice(hosts):
+    for _ in range(2):
+        start(hosts)
+        groups = len(dist.distributed_c10d._world.pg_map)
+        tensor = torch.ones(10)
+        syncengine.all_reduce(tensor)
+        assert tensor.eq(2).all()
+        syncengine.shutdown()
+    return groups
+
+
+def test_shutdown_gives_the_group_back(pool: RankPool) -> None:
+    assert run(pool, init_twice, "ab") == [2, 2]  # the program's and ours
+
+
+def leave_in_the_middle(hosts):
+    """An exit without shutdown(), with a model still there."""
+    start(hosts)
+    global model
+    model = syncengine.Parallel(torch.nn.Linear(8, 8))
+    model(torch.ones(2, 8)).sum().backward()
+
+
+def test_exit_without_shutdown(pool: RankPool) -> None:
+    with spawn(pool, leave_in_the_middle, "ab") as ranks:
+        for rank in ranks:
+            rank.result()
+            assert rank.exit_code() == 0, rank.output()
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aaab"])
+def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
+    with spawn(pool, test_hosts.all_reduce_for_long, hosts, None) as ranks:
+        time.sleep(1.0)
+        victim = len(hosts) - 1
+        killed_at = time.monotonic()
+        ranks[victim].signal(signal.SIGKILL)
+        check_all_lost(ranks, victim, killed_at)
+
+
+def test_stopped_on_another_host(pool: RankPool) -> None:
+    with spawn(pool, test_hosts.all_reduce_for_long, "aab", None) as ranks:
+        time.sleep(1.0)
+        stopped_at = time.monotonic()
+        ranks[2].signal(signal.SIGSTOP)
+        for rank in ranks[:2]:
+            outcome = rank.result()
+            assert outcome.error == "PeerLost", outcome
+            assert "rank 2 has been silent" in outcome.text
+            assert outcome.at - stopped_at < 5.0
+
+
+def test_an_aborts_text_crosses_hosts(pool: RankPool) -> None:
+    with spawn(pool, test_hosts.raise_on_last, "aabb") as ranks:
+        for outcome in (rank.result() for rank in ranks):
+            assert (outcome.error, outcome.text) == ("Aborted", "rank 3: ValueError: the data set is empty")
+            assert outcome.left == []
+
+
+def test_a_timeout_names_the_rank_on_another_host(pool: RankPool) -> None:
+    with spawn(pool, test_hosts.wait_for_one, "aabb", 0) as ranks:
+        for rank in ranks:
+            outcome = rank.result()
+            assert outcome.error == "Timeout", outcome
+            assert "waits for rank 3 " in outcome.text
+
+
+def only_init(hosts, group):
+    live_on(hosts)
+    if group == "syncengine":
+        os.environ["SYNCENGINE_INTERHOST"] = "tcp"
+        dist.init_process_group("syncengine")
+        os.environ["SYNCENGINE_INTERHOST"] = "torch"
+    return suffer(lambda step: None, timeout=20.0)
+
+
+@pytest.mark.parametrize(
+    ("group", "text"),
+    [("none", "needs an initialized torch.distributed"), ("syncengine", "is syncengine's own")],
+)
+def test_what_can_not_carry_it_is_refused(pool: RankPool, unused_port: int, group: str, text: str) -> None:
+    environ = {**TORCH, "MASTER_PORT": str(unused_port)}
+    with spawn(pool, only_init, "ab", group, environ=environ, gloo=False) as ranks:
+        outcomes = [rank.result() for rank in ranks]
+        assert any(outcome.error == "InvalidUsage" for outcome in outcomes), outcomes
+        assert all(text in outcome.text for outcome in outcomes), outcomes
+
+
+def other_settings(hosts):
+    live_on(hosts)
+    interhost = ("tcp", "torch")[int(os.environ["RANK"])]
+    return suffer(lambda step: None, timeout=20.0, interhost=interhost)
+
+
+def test_all_ranks_must_name_the_same(pool: RankPool) -> None:
+    with spawn(pool, other_settings, "ab") as ranks:
+        for outcome in (rank.result() for rank in ranks):
+            assert outcome.error == "Mismatch", outcome
+            assert "rank 0 has interhost='tcp', rank 1 has interhost='torch'" in outcome.text

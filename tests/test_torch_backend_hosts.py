@@ -1,0 +1,122 @@
+"""The torch.distributed backend "syncengine" over several hosts: one machine split by SYNCENGINE_HOST_ID."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from parallel_models import different_bits
+from pool import RankPool
+from test_hosts import live_on
+from test_torch_backend import ours, wait_for_rank_1, whole_life
+from test_torch_backend_messages import NOT_SENT, receive_what_was_not_sent
+from test_torch_backend_training import train as train_some
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+# What holds on one host holds on several: the tests of the one host, by module, and the hosts for a world of that size.
+HOSTS = {2: "ab", 3: "aba", 4: "aabb"}
+SHARED = {
+    "test_torch_backend": [
+        (4, "test_reductions_of_every_dtype"),
+        (3, "test_every_dtype_is_moved"),
+        (3, "test_bitwise_reductions"),
+        (3, "test_reduce_changes_the_destination_only"),
+        (3, "test_all_gather_of_different_sizes"),
+        (2, "test_premul_sum"),
+        (2, "test_tensors_that_are_not_contiguous"),
+        (3, "test_lists_and_coalesced_calls"),
+        (3, "test_object_collectives"),
+        (3, "test_a_backend_is_split"),
+        (2, "test_works_and_futures"),
+        (4, "test_groups_of_some_ranks"),
+    ],
+    "test_torch_backend_messages": [
+        (3, "test_send_and_receive"),
+        (4, "test_receive_from_any_rank"),
+        (2, "test_messages_match_by_tag_and_in_order"),
+        (3, "test_batches_and_messages_to_oneself"),
+        (3, "test_gather_and_scatter"),
+        (3, "test_all_to_all"),
+    ],
+}
+
+
+def call_on_hosts(hosts: str, module: str, names: list[str]) -> None:
+    live_on(hosts)
+    for name in names:
+        getattr(importlib.import_module(module), name).on_ranks()
+
+
+@pytest.mark.parametrize("world", HOSTS)
+@pytest.mark.parametrize("module", SHARED)
+def test_as_on_one_host(pool: RankPool, module: str, world: int) -> None:
+    names = [name for size, name in SHARED[module] if size == world]
+    pool.run(call_on_hosts, HOSTS[world], module, names, world=world, gloo=True, settings=None)
+
+
+def test_groups_within_hosts(pool: RankPool) -> None:
+    pool.run(
+        call_on_hosts, "abab", "test_torch_backend", ["test_groups_of_some_ranks"], world=4, gloo=True, settings=None
+    )
+
+
+def wait(hosts: str, how: str) -> str | None:
+    live_on(hosts)
+    return wait_for_rank_1(how)
+
+
+@pytest.mark.parametrize("how", ["group", "monitored"])
+def test_timeouts_name_the_rank_that_is_missing(pool: RankPool, how: str) -> None:
+    text = pool.run(wait, "ab", how, gloo=True, settings=None)[0]
+    assert "rank 0 waits for rank 1" in text
+
+
+def train(hosts: str, how: str) -> list[torch.Tensor]:
+    live_on(hosts)
+    group = ours()
+    if how == "ddp":
+        _, parameters = train_some(lambda module: DistributedDataParallel(module, process_group=group))
+    else:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        _, parameters = train_some(lambda module: fully_shard(module, mesh=mesh))
+    sent = group._get_backend(torch.device("cpu")).communicator.counters()["interhost_bytes"]
+    assert (sent > 0) == (len(set(hosts)) > 1)
+    return parameters
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+def test_training_has_the_bits_of_one_host(pool: RankPool, how: str) -> None:
+    alone = pool.run(train, "aaaa", how, world=4, gloo=True, settings=None)
+    over_hosts = pool.run(train, "aabb", how, world=4, gloo=True, settings=None)
+    for one, other in zip(alone, over_hosts, strict=True):
+        assert not different_bits(one, other)
+
+
+def lives_and_dies(hosts: str, debug: bool) -> None:
+    live_on(hosts)
+    whole_life(debug)
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_the_default_group(pool: RankPool, debug: bool) -> None:
+    with pool.spawn_ranks(lives_and_dies, "ab", debug, settings=None) as ranks:
+        for rank in ranks:
+            rank.result()
+            assert rank.exit_code() == 0, rank.output()
+
+
+def receive(hosts: str, how: str) -> str | None:
+    live_on(hosts)
+    return receive_what_was_not_sent(how)
+
+
+@pytest.mark.parametrize(("how", "text"), NOT_SENT)
+def test_what_does_not_come_is_named(pool: RankPool, how: str, text: str) -> None:
+    with pool.spawn_ranks(receive, "ab", how, gloo=True, settings=None) as ranks:
+        got = ranks[0].result()
+        assert all(part in got for part in text.split(" while "))  # why it is thought to be dead stands between them
+        if how != "die":
+            ranks[1].result()
