@@ -1,5 +1,8 @@
 """Builds the extension `syncengine._C` from every C++ file under csrc/.
 
+With a torch that has CUDA, and nvcc, it gets csrc/cuda/device/: for sm_80, sm_90 and as PTX for what comes later, or for what
+TORCH_CUDA_ARCH_LIST says. Otherwise csrc/cuda/absent/ stands in, and says so to whoever asks for CUDA.
+
 SYNCENGINE_TEST_HOOKS=1 in the environment gives the flavor that the tests use: with fault-injection hooks and asserts,
 and no warning tolerated.
 """
@@ -9,8 +12,9 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import torch
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, include_paths
 
 TEST_HOOKS = os.environ.get("SYNCENGINE_TEST_HOOKS") == "1"
 
@@ -32,22 +36,45 @@ FLAGS = [
 if TEST_HOOKS:
     FLAGS += ["-DSYNCENGINE_TEST_HOOKS", "-UNDEBUG", "-Werror"]
 
+WITH_CUDA = torch.version.cuda is not None and CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
+CUDA_LINK = []
+NVCC_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "--fmad=false",  # as -ffp-contract
+    "-Xcompiler=-ffp-contract=off,-fvisibility=hidden",
+]
+if WITH_CUDA:
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    FLAGS.append(f"-isystem{CUDA_HOME}/include")
+    libraries = next(path for path in (Path(CUDA_HOME, name) for name in ("lib64", "lib")) if path.exists())
+    # Static, and not to be seen from outside: torch has a runtime of its own, of whichever version.
+    CUDA_LINK = [f"-L{libraries}", "-lcudart_static", "-ldl", "-lrt", "-Wl,--exclude-libs,libcudart_static.a"]
+
+
+def sources() -> list[str]:
+    left_out = Path("csrc", "cuda", "absent" if WITH_CUDA else "device")
+    files = [*Path("csrc").rglob("*.cpp"), *Path("csrc").rglob("*.cu")]
+    return sorted(str(path) for path in files if left_out not in path.parents)
+
 
 class Build(BuildExtension):
     """Keeps object files between builds, one folder a flavor, so that ninja compiles only what changed."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.build_temp = str(Path("build", "extension-test-hooks" if TEST_HOOKS else "extension"))
+        flavor = "extension" + ("-cuda" if WITH_CUDA else "") + ("-test-hooks" if TEST_HOOKS else "")
+        self.build_temp = str(Path("build", flavor))
 
 
 setup(
     ext_modules=[
         CppExtension(
             "syncengine._C",
-            sources=sorted(str(path) for path in Path("csrc").rglob("*.cpp")),
+            sources=sources(),
             include_dirs=[str(Path("csrc").resolve())],
-            extra_compile_args=FLAGS,
+            extra_compile_args={"cxx": FLAGS, "nvcc": NVCC_FLAGS},
+            extra_link_args=CUDA_LINK,
         )
     ],
     cmdclass={"build_ext": Build},

@@ -19,6 +19,7 @@
 #include "base/error.h"
 #include "collectives/message.h"
 #include "collectives/operation.h"
+#include "engine/options.h"
 #include "engine/work.h"
 
 namespace syncengine {
@@ -40,6 +41,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual const std::vector<int>& global_ranks() const = 0;  // of each member, for messages
   virtual Numerics numerics() const = 0;
   virtual Duration timeout() const = 0;
+  virtual Duration log_after() const = 0;
+  virtual Algorithm algorithm() const = 0;
 
   // Collectives that match by the order of submission. submit() never blocks; run() is submit() and wait() in one, without
   // waking the engine's thread.
