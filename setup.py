@@ -1,7 +1,7 @@
 """Builds the extension `syncengine._C` from every C++ file under csrc/.
 
-With a torch that has CUDA, and nvcc, it gets csrc/cuda/device/: for sm_80, sm_90 and as PTX for what comes later, or for what
-TORCH_CUDA_ARCH_LIST says. Otherwise csrc/cuda/absent/ stands in, and says so to whoever asks for CUDA.
+With a torch that has CUDA, and nvcc, it gets csrc/cuda/device/: for sm_80, sm_90 and as PTX for what comes later, or
+for what TORCH_CUDA_ARCH_LIST says. Otherwise csrc/cuda/absent/ stands in, and says so to whoever asks for CUDA.
 
 SYNCENGINE_TEST_HOOKS=1 in the environment gives the flavor that the tests use: with fault-injection hooks and asserts,
 and no warning tolerated.

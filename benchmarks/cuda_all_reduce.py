@@ -1,12 +1,12 @@
-"""All-reduce (avg, float32, in place) of CUDA tensors on one GPU, ranks as threads, beside the floor: a device-to-device copy.
+"""All-reduce (avg, float32, in place) on one GPU, ranks as threads, beside the floor: a device-to-device copy.
 
 python -m benchmarks.cuda_all_reduce                          2, 4 and 8 ranks, 8 B to 1 GiB
 python -m benchmarks.cuda_all_reduce --ranks 2 --sizes 16Ki 64Mi
 
 `empty` is memory of syncengine.empty, `tensor` any tensor. Up to 1 MiB a turn is a graph of 100 chained calls, so that
-what the host does is not in it; above, calls one after the other. A turn's time is that of its slowest rank, by events of
-its stream; results are checked after each turn. The floor copies one half of all ranks' bytes onto the other and back:
-it moves as many bytes as reading and writing each once, on the same memory, with the whole device.
+what the host does is not in it; above, calls one after the other. A turn's time is that of its slowest rank, by events
+of its stream; results are checked after each turn. The floor copies one half of all ranks' bytes onto the other and
+back: it moves as many bytes as reading and writing each once, on the same memory, with the whole device.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import torch
 from benchmarks.support import output, stats
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from cuda_ranks import run_threads, why_no_gpu  # noqa: E402
+from cuda_ranks import run_threads, why_no_gpu
 
 SIZES = ("8", "4Ki", "16Ki", "64Ki", "256Ki", "1Mi", "4Mi", "16Mi", "64Mi", "256Mi", "1Gi")
 UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}

@@ -12,9 +12,9 @@ from datetime import timedelta
 
 import pytest
 import torch
+from cuda_ranks import run_threads, why_no_gpu
 
 import syncengine
-from cuda_ranks import run_threads, why_no_gpu
 from syncengine.errors import InvalidUsage, SyncError
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu() or "-")]

@@ -259,7 +259,7 @@ void bind_communicator(py::module_& module) {
             return counters;
           },
           py::call_guard<py::gil_scoped_release>(),
-           "What this rank did so far: operations, bytes by path, bytes sent to other hosts, sleeps.");
+          "What this rank did so far: operations, bytes by path, bytes sent to other hosts, sleeps.");
 }
 
 }  // namespace syncengine

@@ -161,7 +161,8 @@ class CudaWork final : public PyWork {
 };
 
 void keep_for(c10::Stream stream, const at::Tensor& tensor) {
-  if (tensor.storage().data()) c10::impl::VirtualGuardImpl(kDeviceType).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+  if (tensor.storage().data())
+    c10::impl::VirtualGuardImpl(kDeviceType).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
 }
 
 }  // namespace
@@ -226,7 +227,8 @@ void close_devices(const Communicator* communicator) {
   {
     std::lock_guard lock(registry().mutex);
     auto& queues = registry().queues;
-    for (auto entry = queues.lower_bound({communicator, -1}); entry != queues.end() && entry->first.first == communicator;)
+    for (auto entry = queues.lower_bound({communicator, -1});
+         entry != queues.end() && entry->first.first == communicator;)
       closing.push_back(std::move(entry->second)), entry = queues.erase(entry);
   }
   for (auto& queue : closing) queue->group().close();

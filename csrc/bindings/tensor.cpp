@@ -39,8 +39,8 @@ void require_one_device(const at::Tensor& input, const at::Tensor& output, const
                                                (tensor.defined() ? ", not one on " + tensor.device().str() : ""));
   }
   if (input.device() != output.device())
-    throw Error(ErrorKind::InvalidUsage, std::string(what) + ": input is on " + input.device().str() +
-                                             ", output on " + output.device().str() + "; move one of them");
+    throw Error(ErrorKind::InvalidUsage, std::string(what) + ": input is on " + input.device().str() + ", output on " +
+                                             output.device().str() + "; move one of them");
 }
 
 }  // namespace syncengine

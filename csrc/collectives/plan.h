@@ -30,8 +30,9 @@ struct Chunk {
   size_t begin;    // this chunk's part of the block
   size_t length;
   bool stage_all;  // contributions are scaled while they are staged, so a rank stages its own slice too
-  bool pull_results = false;  // an owner leaves its slice in its own memory, from where the peers pull it: for memory to which
-                              // peers can't write in order (GPUs)
+  bool pull_results =
+      false;  // an owner leaves its slice in its own memory, from where the peers pull it: for memory to which
+              // peers can't write in order (GPUs)
 };
 
 struct Copy {

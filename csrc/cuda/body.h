@@ -49,31 +49,40 @@ struct alignas(16) [[gnu::may_alias]] Pack {
   uint32_t words[4];
 };
 
+// Words of the control page, as kernels see them.
+SYNCENGINE_BOTH uint32_t get_word(const uint32_t* word) {
+#ifdef __CUDA_ARCH__
+  return *static_cast<const volatile uint32_t*>(word);
+#else
+  return load(*word);
+#endif
+}
+SYNCENGINE_BOTH void set_word(uint32_t* word, uint32_t value) {
+#ifdef __CUDA_ARCH__
+  *static_cast<volatile uint32_t*>(word) = value;
+#else
+  store(*word, value);
+#endif
+}
+
+SYNCENGINE_BOTH void tell_mismatch(uint32_t* words, int peer, uint32_t theirs, uint32_t own) {
+  set_word(words + 1, theirs);
+  set_word(words + 2, own);
+  set_word(words, 1 + static_cast<uint32_t>(peer));  // last: it is what the watchdog looks for
+}
+
 // Whether peer `i` of the gate sent something else than expected; the kernel asks for each peer by one thread.
 SYNCENGINE_BOTH bool is_shut(const Gate& gate, int i) {
   if (i == gate.rank) return false;
-#ifdef __CUDA_ARCH__
-  const uint32_t word = *static_cast<const volatile uint32_t*>(gate.words + i);
-#else
-  const uint32_t word = load(gate.words[i]);
-#endif
+  const uint32_t word = get_word(gate.words + i);
   if (word == gate.expected) return false;
-#ifdef __CUDA_ARCH__
-  if (word != kReleased) *static_cast<volatile uint32_t*>(gate.mismatch) = 1 + static_cast<uint32_t>(i);
-#else
-  if (word != kReleased) store(*gate.mismatch, 1 + static_cast<uint32_t>(i));
-#endif
+  if (word != kReleased) tell_mismatch(gate.mismatch, i, word, gate.expected);
   return true;
 }
 
 SYNCENGINE_BOTH void count_progress(const Gate& gate) {
   if (!gate.progress) return;
-#ifdef __CUDA_ARCH__
-  volatile uint32_t* progress = gate.progress;
-  *progress = *progress + 1;  // one writer
-#else
-  store(*gate.progress, load(*gate.progress) + 1);
-#endif
+  set_word(gate.progress, get_word(gate.progress) + 1);  // one writer
 }
 
 SYNCENGINE_BOTH bool is_packed(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }
@@ -114,18 +123,18 @@ struct PackReduction {
   Pack loaded[kHeld];
 
   SYNCENGINE_BOTH void load(const ReduceArgs& args, size_t v) {
-SYNCENGINE_UNROLL
+    SYNCENGINE_UNROLL
     for (int s = 0; s < kHeld; ++s) loaded[s] = in<Pack>(args, s)[v];
   }
   SYNCENGINE_BOTH void finish_into(const ReduceArgs& args, size_t v) {
     Value values[kLanes];
     take_first(values, loaded[0]);
-SYNCENGINE_UNROLL
+    SYNCENGINE_UNROLL
     for (int s = 1; s < kHeld; ++s) add(values, loaded[s]);
     if constexpr (kSources == 0)
       for (int s = 1; s < args.source_count; ++s) add(values, in<Pack>(args, s)[v]);
     Lanes result;
-SYNCENGINE_UNROLL
+    SYNCENGINE_UNROLL
     for (int i = 0; i < kLanes; ++i) result.of[i] = finish<Element>(values[i], args.scale);
     for (int d = 0; d < args.destination_count; ++d) out<Pack>(args, d)[v] = kernels::bits_as<Pack>(result);
   }
@@ -133,14 +142,13 @@ SYNCENGINE_UNROLL
  private:
   SYNCENGINE_BOTH static void take_first(Value (&values)[kLanes], Pack pack) {
     const Lanes lanes = kernels::bits_as<Lanes>(pack);
-SYNCENGINE_UNROLL
+    SYNCENGINE_UNROLL
     for (int i = 0; i < kLanes; ++i) values[i] = Element::widen(lanes.of[i]);
   }
   SYNCENGINE_BOTH static void add(Value (&values)[kLanes], Pack pack) {
     const Lanes lanes = kernels::bits_as<Lanes>(pack);
-SYNCENGINE_UNROLL
-    for (int i = 0; i < kLanes; ++i)
-      values[i] = hop<Element, Op, kRounding>(values[i], Element::widen(lanes.of[i]));
+    SYNCENGINE_UNROLL
+    for (int i = 0; i < kLanes; ++i) values[i] = hop<Element, Op, kRounding>(values[i], Element::widen(lanes.of[i]));
   }
 };
 
@@ -167,9 +175,9 @@ SYNCENGINE_BOTH void reduce_share(const ReduceArgs& args, size_t thread, size_t 
   size_t v = thread;
   for (; v + (kUnroll - 1) * threads < vectors; v += kUnroll * threads) {
     PackReduction<Element, Op, kRounding, kSources> packs[kUnroll];
-SYNCENGINE_UNROLL
+    SYNCENGINE_UNROLL
     for (int u = 0; u < kUnroll; ++u) packs[u].load(args, v + u * threads);
-SYNCENGINE_UNROLL
+    SYNCENGINE_UNROLL
     for (int u = 0; u < kUnroll; ++u) packs[u].finish_into(args, v + u * threads);
   }
   for (; v < vectors; v += threads) {
@@ -191,10 +199,7 @@ SYNCENGINE_BOTH void poison_share(const ReduceArgs& args, size_t element_bytes, 
     poison_bytes(args.destinations[d], args.count * element_bytes, thread, threads);
 }
 
-SYNCENGINE_BOTH void copy_share(const CopyArgs& args, int piece, size_t thread, size_t threads) {
-  const void* source = args.sources[piece];
-  void* destination = args.destinations[piece];
-  const size_t bytes = args.bytes[piece];
+SYNCENGINE_BOTH void copy_run(void* destination, const void* source, size_t bytes, size_t thread, size_t threads) {
   const size_t vectors = is_packed(source) && is_packed(destination) ? bytes / sizeof(Pack) : 0;
   constexpr int kUnroll = 8;
   const auto* from = static_cast<const Pack*>(source);
@@ -202,14 +207,18 @@ SYNCENGINE_BOTH void copy_share(const CopyArgs& args, int piece, size_t thread, 
   size_t v = thread;
   for (; v + (kUnroll - 1) * threads < vectors; v += kUnroll * threads) {
     Pack packs[kUnroll];
-SYNCENGINE_UNROLL
+    SYNCENGINE_UNROLL
     for (int u = 0; u < kUnroll; ++u) packs[u] = from[v + u * threads];
-SYNCENGINE_UNROLL
+    SYNCENGINE_UNROLL
     for (int u = 0; u < kUnroll; ++u) to[v + u * threads] = packs[u];
   }
   for (; v < vectors; v += threads) to[v] = from[v];
   for (size_t i = vectors * sizeof(Pack) + thread; i < bytes; i += threads)
     static_cast<unsigned char*>(destination)[i] = static_cast<const unsigned char*>(source)[i];
+}
+
+SYNCENGINE_BOTH void copy_share(const CopyArgs& args, int piece, size_t thread, size_t threads) {
+  copy_run(args.destinations[piece], args.sources[piece], args.bytes[piece], thread, threads);
 }
 
 }  // namespace syncengine::cuda

@@ -18,6 +18,7 @@ inline constexpr int kMaxRanks = 16;  // a set of words is one cache line
 inline constexpr int kSets = 3;
 
 inline constexpr uint32_t kArrived = 0x80000000;   // set in every fingerprint; waits look at this bit alone
+inline constexpr uint32_t kInKernel = kSets + 1;   // in `waiting`: cuda/one_shot.h
 inline constexpr uint32_t kReleased = 0xffffffff;  // no fingerprint: put there by an abort, ends every wait
 
 // What a call looked like, for the text of a mismatch. Seqlock-free: a torn text is read in a failing job only.
@@ -28,9 +29,12 @@ struct CallText {
 
 struct Control {
   alignas(64) uint32_t inbox[kSets][kMaxRanks];
-  alignas(64) uint32_t waiting;  // set + 1 that the stream waits for; 0: none. Written by the own stream
+  alignas(64) uint32_t waiting;  // set + 1 that the stream waits for, or kInKernel; 0: none. Written by the own stream
   uint32_t progress;             // kernels so far. Written by the own stream's kernels
-  uint32_t mismatch;             // 1 + the peer whose fingerprint was another one. Written by the own stream's kernels
+  uint32_t mismatch[3];      // 1 + a peer that called something else; its fingerprint; the own one. By the own kernels
+  uint32_t late[kMaxRanks];  // 1: a kernel waits for this peer for long. Written by the own stream's kernels
+  alignas(64) uint32_t aborted;            // 1: kernels do not wait any more. Written by the watchdog
+  std::atomic<uint32_t> latest;            // fingerprint of the latest call, for messages. Written by the own host
   alignas(64) std::atomic<uint32_t> gone;  // 1: this rank has let go of all peers' memory
   alignas(64) CallText calls[32];          // by fingerprint modulo 32; the latest stays
 };

@@ -66,7 +66,7 @@ class Sequence {
   Gate gate() {
     looked_ = true;
     return {.words = site_.control->inbox[set_],
-            .mismatch = &site_.control->mismatch,
+            .mismatch = site_.control->mismatch,
             .progress = &site_.control->progress,
             .expected = fingerprint_,
             .rank = site_.rank,
@@ -104,21 +104,20 @@ class Sequence {
                             ? ring_cut(operation_.input.bytes(), element, site_.world)
                             : RingCut{std::max(block_bytes(operation_), element)};
     operation_.input.for_each(step.input, step.bytes, [&](std::byte* own, size_t own_offset, size_t own_bytes) {
-      operation_.output.for_each(
-          step.output + own_offset, own_bytes, [&](std::byte* out, size_t offset, size_t bytes) {
-            for (size_t done = 0; done < bytes;) {
-              size_t begin = own_offset + offset + done, length = bytes - done;
-              order_.clear();
-              if (ring) {
-                const size_t position = step.input + begin;
-                const int chunk = cut.chunk_of(position);
-                length = std::min(length, (chunk + 1) * cut.chunk - position);
-                ring_order(chunk, site_.world, order_);
-              }
-              reduce_piece(begin, own + offset + done, out + done, length);
-              done += length;
-            }
-          });
+      operation_.output.for_each(step.output + own_offset, own_bytes, [&](std::byte* out, size_t offset, size_t bytes) {
+        for (size_t done = 0; done < bytes;) {
+          size_t begin = own_offset + offset + done, length = bytes - done;
+          order_.clear();
+          if (ring) {
+            const size_t position = step.input + begin;
+            const int chunk = cut.chunk_of(position);
+            length = std::min(length, (chunk + 1) * cut.chunk - position);
+            ring_order(chunk, site_.world, order_);
+          }
+          reduce_piece(begin, own + offset + done, out + done, length);
+          done += length;
+        }
+      });
     });
   }
 
@@ -185,6 +184,25 @@ class Sequence {
   bool looked_ = false;
 };
 
+bool fits_one_kernel(const Operation& operation, const Site& site, const Route& route) {
+  return route.path == Path::OneShot && !site.areas.empty() && operation.numerics != Numerics::Ring &&
+         operation.prescale == 1.0 && operation.input.spans().size() == 1 && operation.input.bytes() <= kOneShotBytes;
+}
+
+void run_one_shot(const Operation& operation, const Site& site, uint32_t fingerprint, Steps& steps) {
+  OneShotArgs args{};
+  std::copy(site.areas.begin(), site.areas.end(), args.areas);
+  args.control = site.control;
+  args.input = operation.input.at(0);
+  args.output = operation.output.at(0);
+  args.bytes = operation.input.bytes();
+  args.scale = operation.postscale;
+  args.fingerprint = fingerprint;
+  args.rank = site.rank;
+  args.world = site.world;
+  steps.one_shot({.dtype = operation.dtype, .op = operation.op}, args);
+}
+
 }  // namespace
 
 uint32_t fingerprint(const Operation& operation, Path path, uint64_t place) {
@@ -193,14 +211,17 @@ uint32_t fingerprint(const Operation& operation, Path path, uint64_t place) {
   for (uint64_t value :
        {static_cast<uint64_t>(operation.collective), static_cast<uint64_t>(operation.dtype),
         static_cast<uint64_t>(operation.op), static_cast<uint64_t>(operation.numerics),
-        static_cast<uint64_t>(operation.root), static_cast<uint64_t>(path), static_cast<uint64_t>(operation.input.bytes()),
-        static_cast<uint64_t>(operation.output.bytes()), operation.layout_hash, place,
-        kernels::bits_as<uint64_t>(operation.prescale), kernels::bits_as<uint64_t>(operation.postscale)})
+        static_cast<uint64_t>(operation.root), static_cast<uint64_t>(path),
+        static_cast<uint64_t>(operation.input.bytes()), static_cast<uint64_t>(operation.output.bytes()),
+        operation.layout_hash, place, kernels::bits_as<uint64_t>(operation.prescale),
+        kernels::bits_as<uint64_t>(operation.postscale)})
     mix(value);
   return (static_cast<uint32_t>(hash ^ (hash >> 32)) | kArrived) & ~1u;
 }
 
-void run_sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint, Steps& steps) {
+void run_sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint,
+                  Steps& steps) {
+  if (fits_one_kernel(operation, site, route)) return run_one_shot(operation, site, fingerprint, steps);
   Sequence(operation, site, route, fingerprint, steps).run();
 }
 

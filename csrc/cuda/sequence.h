@@ -17,15 +17,15 @@
 
 #include "collectives/operation.h"
 #include "collectives/plan.h"
-#include "cuda/body.h"
+#include "cuda/one_shot.h"
 
 namespace syncengine::cuda {
 
 struct Exchange {
-  int set;           // of the words
-  int reset;         // the set whose own words become 0 first; -1: none
-  uint32_t value;    // what peers find
-  bool last;         // own words of `set` become 0 as well, after they have been waited for
+  int set;         // of the words
+  int reset;       // the set whose own words become 0 first; -1: none
+  uint32_t value;  // what peers find
+  bool last;       // own words of `set` become 0 as well, after they have been waited for
 };
 
 class Steps {
@@ -34,15 +34,17 @@ class Steps {
   virtual void exchange(const Exchange& exchange) = 0;
   virtual void reduce(const kernels::Reduction& reduction, const ReduceArgs& args) = 0;
   virtual void copy(const CopyArgs& args) = 0;
+  virtual void one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) = 0;
 };
 
 // Where a rank stands. Addresses are as its kernels see them.
 struct Site {
   int rank = 0, world = 1;
-  Control* control = nullptr;         // the own one
-  std::vector<std::byte*> slots;      // of each rank, two halves of `slot_bytes` each
+  Control* control = nullptr;       // the own one
+  std::vector<std::byte*> slots;    // of each rank, two halves of `slot_bytes` each
+  std::vector<OneShotArea*> areas;  // of each rank; empty: small messages go the way of the others
   size_t slot_bytes = 0;
-  bool push = false;                  // kernels may write into peers' memory
+  bool push = false;  // kernels may write into peers' memory
 };
 
 struct Route {

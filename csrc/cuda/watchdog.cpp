@@ -1,5 +1,8 @@
 #include "cuda/watchdog.h"
 
+#include <pthread.h>
+#include <signal.h>
+
 #include <cstdio>
 #include <cstring>
 
@@ -10,6 +13,7 @@ namespace {
 // Often enough to end a wait long before a second has passed; rarely enough to cost nothing.
 constexpr auto kLook = std::chrono::milliseconds(5);
 // A released word is made 0 by a stream that goes on to its next wait: that one is released as soon.
+constexpr auto kCrosswise = std::chrono::milliseconds(500);
 constexpr auto kRelease = std::chrono::microseconds(200);
 
 }  // namespace
@@ -31,7 +35,7 @@ void Watchdog::stop() {
 }
 
 void Watchdog::publish(uint32_t fingerprint, const std::string& text) {
-  latest_.store(fingerprint, std::memory_order_relaxed);  // for messages only
+  own().latest.store(fingerprint, std::memory_order_relaxed);  // for messages only
   CallText& call = own().calls[fingerprint / 2 % std::size(own().calls)];
   if (call.fingerprint.load(std::memory_order_relaxed) == fingerprint) return;  // this rank alone writes it
   call.fingerprint.store(0, std::memory_order_relaxed);
@@ -40,6 +44,12 @@ void Watchdog::publish(uint32_t fingerprint, const std::string& text) {
 }
 
 void Watchdog::run() {
+  sigset_t all;
+  sigfillset(&all);
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT})
+    sigdelset(&all, fault);                     // but its own faults are its own
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
+  pthread_setname_np(pthread_self(), "syncengine-cuda");
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     lock.unlock();
@@ -61,14 +71,11 @@ void Watchdog::look() {
 }
 
 void Watchdog::heed_mismatch() {
-  const uint32_t found = load(own().mismatch);
+  const uint32_t found = load(own().mismatch[0]);
   if (found == 0) return;
   const int rank = communicator_->rank(), peer = static_cast<int>(found) - 1;
-  uint32_t theirs = 0;
-  for (auto& set : own().inbox)
-    if (load(set[peer])) theirs = load(set[peer]);
-  fail(ErrorKind::Mismatch, names({rank}) + " called " + text_of(rank, latest_.load(std::memory_order_relaxed)) + ", " +
-                                names({peer}) + " called " + text_of(peer, theirs));
+  fail(ErrorKind::Mismatch, names({rank}) + " called " + text_of(rank, load(own().mismatch[2])) + ", " + names({peer}) +
+                                " called " + text_of(peer, load(own().mismatch[1])));
 }
 
 void Watchdog::heed_wait() {
@@ -79,14 +86,20 @@ void Watchdog::heed_wait() {
     logged_ = false;
     return;
   }
-  const auto late = missing(now.waiting);
+  const auto late = missing();
   if (late.empty()) return;
-  const std::string what = text_of(communicator_->rank(), latest_.load(std::memory_order_relaxed));
+  const std::string what = latest_text(communicator_->rank());
   for (int peer : late) {
     if (controls_[peer]->gone.load(std::memory_order_acquire))  // acquire: what it did before it left
-      fail(ErrorKind::PeerLost, names({peer}) + " has left while " + names({communicator_->rank()}) + " was in " + what);
+      fail(ErrorKind::PeerLost,
+           names({peer}) + " has left while " + names({communicator_->rank()}) + " was in " + what);
   }
   const Duration age = Clock::now() - since_;
+  // Each has signalled before it waited: who waits for each other for so long is not in the same exchange.
+  for (int peer : late)
+    if (age >= kCrosswise && waits_for(peer, communicator_->rank()))
+      fail(ErrorKind::Mismatch, names({communicator_->rank()}) + " waits in " + what + ", " + names({peer}) + " in " +
+                                    latest_text(peer) + ", for each other");
   char seconds[32];
   std::snprintf(seconds, sizeof(seconds), "%.1f s", std::chrono::duration<double>(age).count());
   const std::string text =
@@ -109,14 +122,25 @@ void Watchdog::release() {
     if (peer == communicator_->rank()) continue;
     for (auto& set : own().inbox) store(set[peer], kReleased);
   }
+  store(own().aborted, 1);
 }
 
-std::vector<int> Watchdog::missing(uint32_t waiting) const {
+std::vector<int> Watchdog::missing() const {
   std::vector<int> late;
   for (int peer = 0; peer < communicator_->size(); ++peer)
-    if (peer != communicator_->rank() && waiting <= kSets && load(own().inbox[waiting - 1][peer]) == 0)
-      late.push_back(peer);
+    if (peer != communicator_->rank() && waits_for(communicator_->rank(), peer)) late.push_back(peer);
   return late;
+}
+
+bool Watchdog::waits_for(int rank, int peer) const {
+  const Control& control = *controls_[rank];
+  const uint32_t waiting = load(control.waiting);
+  if (waiting == kInKernel) return load(control.late[peer]) != 0;
+  return waiting > 0 && waiting <= kSets && load(control.inbox[waiting - 1][peer]) == 0;
+}
+
+std::string Watchdog::latest_text(int rank) const {
+  return text_of(rank, controls_[rank]->latest.load(std::memory_order_relaxed));
 }
 
 std::string Watchdog::names(const std::vector<int>& ranks) const {

@@ -30,7 +30,9 @@ class Watchdog {
   void publish(uint32_t fingerprint, const std::string& text);
 
   void throw_if_failed() const { communicator_->throw_if_failed(); }
-  bool has_failed() const { return failed_.load(std::memory_order_acquire); }  // acquire: after the communicator's error
+  bool has_failed() const {
+    return failed_.load(std::memory_order_acquire);
+  }  // acquire: after the communicator's error
 
   // Does not release streams any more. Idempotent.
   void stop();
@@ -47,7 +49,9 @@ class Watchdog {
   void heed_wait();
   void fail(ErrorKind kind, const std::string& text);
   void release();
-  std::vector<int> missing(uint32_t waiting) const;
+  std::vector<int> missing() const;
+  bool waits_for(int rank, int peer) const;
+  std::string latest_text(int rank) const;
   std::string names(const std::vector<int>& ranks) const;
   std::string text_of(int rank, uint32_t fingerprint) const;
   Control& own() const { return *controls_[communicator_->rank()]; }
@@ -55,7 +59,6 @@ class Watchdog {
   std::shared_ptr<Communicator> communicator_;
   std::vector<Control*> controls_;
   Duration log_after_;
-  std::atomic<uint32_t> latest_{0};  // fingerprint
   std::atomic<bool> failed_{false};
 
   // The thread's own.

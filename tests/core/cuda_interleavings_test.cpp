@@ -55,6 +55,7 @@ class Recorder : public cuda::Steps {
     }
     if (args.pieces) kernel(std::move(ranges));
   }
+  void one_shot(const kernels::Reduction&, const cuda::OneShotArgs&) override {}  // waits within a kernel
   void kernel(std::vector<Range> ranges) {
     actions.push_back({.kind = Action::Begin, .ranges = std::move(ranges)});
     actions.push_back({.kind = Action::End});
@@ -70,7 +71,8 @@ class Recorder : public cuda::Steps {
 
 class Explorer {
  public:
-  explicit Explorer(std::vector<std::vector<Action>> programs) : programs_(std::move(programs)), world_(programs_.size()) {}
+  explicit Explorer(std::vector<std::vector<Action>> programs)
+      : programs_(std::move(programs)), world_(programs_.size()) {}
 
   // The number of different states. Throws at the first bad one.
   size_t explore() {
@@ -166,13 +168,15 @@ void explore(int world, const std::vector<Call>& calls, bool push) {
       operation.collective = call.collective;
       bool in_place = call.collective == Collective::AllReduce || call.collective == Collective::Broadcast;
       if (call.collective != Collective::Barrier) {
-        operation.input = {inputs[rank].data(), call.bytes * (call.collective == Collective::ReduceScatter ? world : 1)};
+        operation.input = {inputs[rank].data(),
+                           call.bytes * (call.collective == Collective::ReduceScatter ? world : 1)};
         operation.output = in_place ? operation.input
                                     : SpanList(outputs[rank].data(),
                                                call.bytes * (call.collective == Collective::AllGather ? world : 1));
       }
       cuda::Route route{.path = call.path};
-      for (int peer = 0; peer < world; ++peer) route.memories.emplace_back(inputs[peer].data(), operation.input.bytes());
+      for (int peer = 0; peer < world; ++peer)
+        route.memories.emplace_back(inputs[peer].data(), operation.input.bytes());
       recorder.kernel({{inputs[rank].data(), kTensor, true}, {outputs[rank].data(), kTensor, true}});
       cuda::run_sequence(operation, site, route, cuda::fingerprint(operation, call.path, 0), recorder);
     }
@@ -202,8 +206,10 @@ TEST(cuda_interleavings_of_any_two_collectives) {
 
 TEST(cuda_interleavings_of_three_collectives) {
   explore(2, {{Collective::AllReduce, Path::Staged, 384}, {Collective::Barrier, Path::Staged}, kCalls[2]}, false);
-  explore(2, {{Collective::Barrier, Path::Staged}, {Collective::Barrier, Path::Staged}, {Collective::Barrier, Path::Staged}},
-          true);
+  explore(
+      2,
+      {{Collective::Barrier, Path::Staged}, {Collective::Barrier, Path::Staged}, {Collective::Barrier, Path::Staged}},
+      true);
 }
 
 TEST(cuda_interleavings_of_three_ranks) {
@@ -219,7 +225,8 @@ TEST(cuda_interleavings_find_a_lost_signal) {
   std::vector<std::vector<Action>> programs;
   for (int rank = 0; rank < 2; ++rank) {
     Recorder recorder(rank, 2);
-    for (int call = 0; call < 2; ++call) recorder.exchange({.set = 0, .reset = -1, .value = cuda::kArrived, .last = true});
+    for (int call = 0; call < 2; ++call)
+      recorder.exchange({.set = 0, .reset = -1, .value = cuda::kArrived, .last = true});
     programs.push_back(recorder.actions);
   }
   bool found = false;

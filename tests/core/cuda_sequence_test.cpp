@@ -25,6 +25,7 @@ struct Case {
   DType dtype = DType::Float32;
   size_t count = 0;  // elements of the smaller tensor
   double prescale = 1.0;
+  bool one_kernel = false;
 };
 
 // One rank's tensors of a case; the values depend on the round.
@@ -62,7 +63,7 @@ Operation operation_of(const Case& c, Tensors& tensors) {
   // Two spans: what is contiguous is cut in the middle.
   auto spans = [&](std::vector<std::byte>& memory) {
     SpanList list;
-    const size_t cut = memory.size() / 2 / 8 * 8;
+    const size_t cut = c.one_kernel ? memory.size() : memory.size() / 2 / 8 * 8;
     list.add(memory.data(), cut);
     list.add(memory.data() + cut, memory.size() - cut);
     return list;
@@ -96,9 +97,8 @@ std::vector<std::byte> expected(const Case& c, std::vector<Tensors>& before, int
       kernels::copy_scaled(c.dtype, &scaled[peer], before[peer].input.data() + start + at, 1, c.prescale);
       sources.push_back(&scaled[peer]);
     }
-    kernels::Reduction reduction{
-        c.dtype, ReduceOp::Sum,
-        c.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once};
+    kernels::Reduction reduction{c.dtype, ReduceOp::Sum,
+                                 c.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once};
     auto element_bytes = testing::expected(reduction, sources, 1);
     std::memcpy(result.data() + at, element_bytes.data(), element);
   }
@@ -113,7 +113,7 @@ cuda::Route route_of(const Case& c, std::vector<Operation>& operations) {
 }
 
 void run_case(const Case& c, int world) {
-  TwinGroup group(world, kSlot, c.push);
+  TwinGroup group(world, kSlot, c.push, c.one_kernel);
   std::vector<Tensors> tensors;
   for (int rank = 0; rank < world; ++rank) tensors.emplace_back(c, rank, world);
   std::vector<Operation> operations;
@@ -123,11 +123,12 @@ void run_case(const Case& c, int world) {
   const auto route = route_of(c, operations);
   run_ranks(world, [&](int rank) {
     TwinSteps steps(rank, group.controls);
-    cuda::run_sequence(operations[rank], group.site(rank), route, cuda::fingerprint(operations[rank], c.path, 0), steps);
+    cuda::run_sequence(operations[rank], group.site(rank), route, cuda::fingerprint(operations[rank], c.path, 0),
+                       steps);
   });
   for (int rank = 0; rank < world; ++rank) {
     CHECK(tensors[rank].result() == expected(c, before, rank));
-    CHECK(group.controls[rank]->mismatch == 0 && group.controls[rank]->progress > 0);
+    CHECK(group.controls[rank]->mismatch[0] == 0 && group.controls[rank]->progress > 0);
   }
 }
 
@@ -150,6 +151,18 @@ void run_cases(Collective collective) {
 }  // namespace
 
 TEST(cuda_sequences_of_all_reduce) { run_cases(Collective::AllReduce); }
+TEST(cuda_small_all_reduce_in_one_kernel) {
+  for (int world : {1, 2, 3, 8})
+    for (size_t count : {1, 5, 37, 150, 4000}) {
+      run_case({.collective = Collective::AllReduce, .path = Path::OneShot, .count = count, .one_kernel = true}, world);
+      run_case({.collective = Collective::AllReduce,
+                .path = Path::OneShot,
+                .dtype = DType::BFloat16,
+                .count = count,
+                .one_kernel = true},
+               world);
+    }
+}
 TEST(cuda_sequences_of_reduce_scatter) { run_cases(Collective::ReduceScatter); }
 TEST(cuda_sequences_of_all_gather) { run_cases(Collective::AllGather); }
 TEST(cuda_sequences_of_broadcast) { run_cases(Collective::Broadcast); }
@@ -161,13 +174,19 @@ TEST(cuda_graphs_replay_between_eager_calls) {
   const Case large{Collective::AllReduce, Path::Staged, false, Numerics::RankOrder, DType::Float32, 400};
   const Case direct{Collective::AllReduce, Path::Direct, true, Numerics::RankOrder, DType::Float32, 100};
   const Case barrier{Collective::Barrier, Path::Staged};
-  TwinGroup group(kWorld, kSlot, true);
-  std::vector<Tensors> a, b;
+  const Case small{.collective = Collective::AllReduce, .path = Path::OneShot, .count = 30};
+  TwinGroup group(kWorld, kSlot, true, true);
+  std::vector<Tensors> a, b, s;
   for (int rank = 0; rank < kWorld; ++rank) {
     a.emplace_back(large, rank, kWorld);
     b.emplace_back(direct, rank, kWorld);
+    s.emplace_back(small, rank, kWorld);
   }
-  std::vector<Operation> as, bs;
+  std::vector<Operation> as, bs, ss;
+  for (auto& tensors : s) {
+    ss.push_back(operation_of(small, tensors));
+    ss.back().input = ss.back().output = {tensors.input.data(), tensors.input.size()};  // one span
+  }
   for (auto& tensors : a) as.push_back(operation_of(large, tensors));
   for (auto& tensors : b) bs.push_back(operation_of(direct, tensors));
   const auto route = route_of(direct, bs);
@@ -177,9 +196,9 @@ TEST(cuda_graphs_replay_between_eager_calls) {
     Operation nothing = operation_of(barrier, a[rank]);
     auto all = [&](bool with_barrier) {
       cuda::run_sequence(as[rank], site, {}, cuda::fingerprint(as[rank], Path::Staged, 0), steps);
+      cuda::run_sequence(ss[rank], site, {.path = Path::OneShot}, cuda::fingerprint(ss[rank], Path::OneShot, 0), steps);
       cuda::run_sequence(bs[rank], site, route, cuda::fingerprint(bs[rank], Path::Direct, 0), steps);
-      if (with_barrier)
-        cuda::run_sequence(nothing, site, {}, cuda::fingerprint(nothing, Path::Staged, 0), steps);
+      if (with_barrier) cuda::run_sequence(nothing, site, {}, cuda::fingerprint(nothing, Path::Staged, 0), steps);
     };
     steps.begin_capture();
     all(true);
@@ -187,9 +206,11 @@ TEST(cuda_graphs_replay_between_eager_calls) {
     for (int round = 0; round < rounds; ++round) {
       a[rank].fill(DType::Float32, round);
       b[rank].fill(DType::Float32, round);
-      std::vector<Tensors> as_were, bs_were;
+      s[rank].fill(DType::Float32, round);
+      std::vector<Tensors> as_were, bs_were, ss_were;
       for (int peer = 0; peer < kWorld; ++peer) {
         as_were.emplace_back(large, peer, kWorld).fill(DType::Float32, round);
+        ss_were.emplace_back(small, peer, kWorld).fill(DType::Float32, round);
         bs_were.emplace_back(direct, peer, kWorld).fill(DType::Float32, round);
       }
       if (round % kWorld == rank) std::this_thread::sleep_for(std::chrono::microseconds(200));
@@ -199,6 +220,7 @@ TEST(cuda_graphs_replay_between_eager_calls) {
         steps.replay();
       }
       CHECK(a[rank].input == expected(large, as_were, rank));
+      CHECK(s[rank].input == expected(small, ss_were, rank));
       CHECK(b[rank].input == expected(direct, bs_were, rank));
     }
   });
@@ -216,7 +238,7 @@ TEST(cuda_mismatch_poisons_the_result) {
     TwinSteps steps(rank, group.controls);
     cuda::run_sequence(operation, group.site(rank), {.path = c.path}, cuda::fingerprint(operation, c.path, 0), steps);
     for (std::byte byte : tensors[rank].input) CHECK(byte == std::byte{0xff});
-    CHECK_EQ(group.controls[rank]->mismatch, 2u - rank);
+    CHECK_EQ(group.controls[rank]->mismatch[0], 2u - rank);
   });
 }
 
@@ -243,6 +265,7 @@ TEST(cuda_release_ends_all_waits_and_poisons) {
       std::this_thread::yield();
     }
   });
+  steps.orderly = false;
   for (int call = 0; call < 3; ++call)
     cuda::run_sequence(operation, group.site(0), {}, cuda::fingerprint(operation, Path::Staged, 0), steps);
   ended = true;

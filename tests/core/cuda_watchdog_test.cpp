@@ -32,7 +32,8 @@ struct TwinRank {
     watchdog->throw_if_failed();
     watchdog->publish(mark, text);
     TwinSteps steps(rank, controls);
-    cuda::Site site{.rank = rank, .world = static_cast<int>(controls.size()), .control = controls[rank], .slot_bytes = 64};
+    cuda::Site site{
+        .rank = rank, .world = static_cast<int>(controls.size()), .control = controls[rank], .slot_bytes = 64};
     site.slots.resize(site.world);
     cuda::run_sequence(operation, site, {}, mark, steps);
   }

@@ -70,7 +70,8 @@ void reduce_on_threads(int world, size_t count, bool direct, DType dtype, Reduce
     cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
     std::vector<uint32_t> result(count);
     for (int round = 0; round < 3; ++round) {
-      cuda::check(cudaMemcpyAsync(memory.get(), inputs[rank].data(), bytes, cudaMemcpyHostToDevice, stream), "copying in");
+      cuda::check(cudaMemcpyAsync(memory.get(), inputs[rank].data(), bytes, cudaMemcpyHostToDevice, stream),
+                  "copying in");
       group->run(on_device(Collective::AllReduce, dtype, op, memory.get(), bytes), stream);
       cuda::check(cudaMemcpyAsync(result.data(), memory.get(), bytes, cudaMemcpyDeviceToHost, stream), "copying out");
       cuda::check(cudaStreamSynchronize(stream), "waiting for a collective");

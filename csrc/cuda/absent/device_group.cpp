@@ -6,9 +6,10 @@ namespace syncengine::cuda {
 namespace {
 
 [[noreturn]] void refuse() {
-  throw Error(ErrorKind::InvalidUsage,
-              "this build of syncengine has no CUDA side: install a torch with CUDA and nvcc of the same CUDA version, then "
-              "build again (pip install --no-build-isolation --force-reinstall --no-deps syncengine)");
+  throw Error(
+      ErrorKind::InvalidUsage,
+      "this build of syncengine has no CUDA side: install a torch with CUDA and nvcc of the same CUDA version, then "
+      "build again (pip install --no-build-isolation --force-reinstall --no-deps syncengine)");
 }
 
 }  // namespace

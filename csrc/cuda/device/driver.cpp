@@ -14,8 +14,7 @@ template <class Function>
 void find(Function*& function, const char* name, unsigned int version) {
   void* address = nullptr;
   cudaDriverEntryPointQueryResult found{};
-  const cudaError_t status =
-      cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableDefault, &found);
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableDefault, &found);
   if (status != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr)
     refuse(std::string("the driver has no ") + name + "; install a newer one");
   function = reinterpret_cast<Function*>(address);

@@ -14,8 +14,7 @@ namespace {
 
 // Half of a rank's staging memory. Large, since each chunk costs two exchanges; not yet measured on a GPU.
 constexpr size_t kSlotBytes = 16 << 20;
-constexpr size_t kOneShotBytes = 128 << 10;  // up to here everybody reduces everything: an exchange less; not yet measured
-constexpr int kBlocks = 16;                  // the rest of the device is the model's
+constexpr int kBlocks = 16;  // the rest of the device is the model's
 constexpr auto kPatience = std::chrono::seconds(2);
 
 Control* control_of(const SharedPages& pages, int rank) { return reinterpret_cast<Control*>(pages.of(rank)); }
@@ -59,8 +58,8 @@ void require_device(int device) {
   int count = 0;
   check(cudaGetDeviceCount(&count), "counting devices");
   if (device < 0 || device >= count)
-    throw Error(ErrorKind::InvalidUsage, "CUDA: there is no device " + std::to_string(device) + ", only " +
-                                             std::to_string(count));
+    throw Error(ErrorKind::InvalidUsage,
+                "CUDA: there is no device " + std::to_string(device) + ", only " + std::to_string(count));
 }
 
 std::shared_ptr<DeviceGroup> connect(std::shared_ptr<Communicator> communicator, int device,
@@ -94,12 +93,15 @@ RealDeviceGroup::RealDeviceGroup(std::shared_ptr<Communicator> communicator, int
 }
 
 void RealDeviceGroup::prepare_staging(const std::function<void()>& interrupted) {
-  staging_ = std::make_unique<DeviceMemory>(2 * kSlotBytes);
+  staging_ = std::make_unique<DeviceMemory>(2 * kSlotBytes + sizeof(OneShotArea));
+  check(cudaMemset(staging_->data() + 2 * kSlotBytes, 0, sizeof(OneShotArea)), "clearing device memory");
+  check(cudaDeviceSynchronize(), "clearing device memory");  // before a peer hears of it
   peer_staging_ = std::make_unique<PeerMemory>(*communicator_, *staging_, interrupted);
   const std::string unreachable = prove_access(*communicator_, *peer_staging_, interrupted);
   if (unreachable.empty()) {
     site_.slots = peer_staging_->bases();
     site_.push = peer_staging_->on_one_device();
+    for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<OneShotArea*>(base + 2 * kSlotBytes));
     return;
   }
   if (site_.rank == 0)
@@ -132,7 +134,8 @@ void RealDeviceGroup::run(const Operation& operation, void* stream) {
   if (operation.flag_words > 0) throw Error(ErrorKind::InvalidUsage, "operations on devices carry no flags");
   const Choice choice = choose(operation);
   const uint32_t mark = fingerprint(operation, choice.route.path, choice.place);
-  watchdog_->publish(mark, describe(operation));
+  const char* where = choice.route.path == Path::Direct ? " in memory of syncengine.empty" : "";
+  watchdog_->publish(mark, describe(operation) + where);
   const UseDevice use(device_);
   StreamSteps steps(site_.rank, controls_, kBlocks, static_cast<cudaStream_t>(stream));
   run_sequence(operation, site_, choice.route, mark, steps);
@@ -161,8 +164,8 @@ RealDeviceGroup::Choice RealDeviceGroup::choose(const Operation& operation) {
     return choice;
   }
   const Algorithm algorithm = communicator_->algorithm();
-  const bool small = algorithm == Algorithm::OneShot ||
-                     (algorithm == Algorithm::Auto && operation.input.bytes() <= kOneShotBytes);
+  const bool small =
+      algorithm == Algorithm::OneShot || (algorithm == Algorithm::Auto && operation.input.bytes() <= kOneShotBytes);
   const bool one_shot = small && operation.collective == Collective::AllReduce;
   return {.route = {.path = one_shot ? Path::OneShot : Path::Staged}};
 }
@@ -269,7 +272,8 @@ void RealDeviceGroup::close() {
     std::lock_guard segments_lock(segments_->mutex);
     for (Segment& segment : segments_->list) segment.peers.reset();
   }
-  control_of(pages_, site_.rank)->gone.store(1, std::memory_order_release);  // release: after the last use of peers' memory
+  control_of(pages_, site_.rank)
+      ->gone.store(1, std::memory_order_release);  // release: after the last use of peers' memory
   wait_for_peers_to_leave();
   if (watchdog_) watchdog_->stop();
   pinned_staging_.clear();

@@ -44,6 +44,64 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
   }
 }
 
+// Some thousand looks are some milliseconds: then the watchdog is to know for whom.
+constexpr unsigned kLongWait = 1u << 14;
+constexpr unsigned kAbortEvery = 64;  // looks; the abort word lies beyond the bus
+
+// False if the peer called something else, or never comes.
+__device__ bool wait_for(const OneShotArgs& args, int peer, int block, uint32_t epoch) {
+  bool good = true;
+  unsigned looks = 0;
+  for (;; ++looks) {
+    const Arrival arrival = look_for(args, peer, block, epoch);
+    good = arrival != Arrival::Bad;
+    if (arrival != Arrival::NotYet) break;
+    if (looks % kAbortEvery == kAbortEvery - 1 && get_word(&args.control->aborted)) {
+      good = false;
+      break;
+    }
+    if (block == 0 && looks == kLongWait) {
+      set_word(&args.control->waiting, kInKernel);
+      set_word(&args.control->late[peer], 1);
+    }
+  }
+  if (block == 0 && looks >= kLongWait) set_word(&args.control->late[peer], 0);
+  return good;
+}
+
+template <class Element, class Op, kernels::Rounding kRounding, int kSources>
+__global__ void __launch_bounds__(kThreads) one_shot_kernel(const __grid_constant__ OneShotArgs args) {
+  const int block = blockIdx.x;
+  const size_t part = one_shot_part(args.bytes, gridDim.x);
+  const size_t begin = min(args.bytes, part * block), length = min(args.bytes, begin + part) - begin;
+  OneShotArea& own = *args.areas[args.rank];
+  const uint32_t epoch = own.epochs[block] + 1;
+  copy_run(own.slots[epoch & 1] + begin, static_cast<const unsigned char*>(args.input) + begin, length, threadIdx.x,
+           kThreads);
+  __syncthreads();  // all has been staged, and every thread knows the epoch
+  if (threadIdx.x == 0) own.epochs[block] = epoch;
+  bool bad = false;
+  if (threadIdx.x < args.world && threadIdx.x != args.rank) {
+    const int peer = threadIdx.x;
+    __threadfence_system();  // what the other threads staged comes before the mark
+    put_mark(&args.areas[peer]->marks[epoch & 1][block][args.rank],
+             static_cast<uint64_t>(epoch) << 32 | args.fingerprint);
+    bad = !wait_for(args, peer, block, epoch);
+  }
+  const bool open = !__syncthreads_or(bad);
+  if (block == 0 && threadIdx.x == 0) {
+    set_word(&args.control->waiting, 0);
+    set_word(&args.control->progress, get_word(&args.control->progress) + 1);
+  }
+  const ReduceArgs reduce = one_shot_reduction(args, begin, length, epoch, sizeof(typename Element::Stored));
+  if (open) {
+    reduce_share<Element, Op, kRounding, kSources>(reduce, threadIdx.x, kThreads);
+  } else {
+    poison_share(reduce, sizeof(typename Element::Stored), threadIdx.x, kThreads);
+  }
+}
+
+using OneShotKernel = void (*)(OneShotArgs);
 using ReduceKernel = void (*)(ReduceArgs);
 
 ReduceKernel find_kernel(const kernels::Reduction& reduction, int sources) {
@@ -51,6 +109,15 @@ ReduceKernel find_kernel(const kernels::Reduction& reduction, int sources) {
   visit_instance(reduction.dtype, reduction.op, reduction.rounding, sources, [&](auto instance) {
     using I = decltype(instance);
     found = reduce_kernel<typename I::Element, typename I::Op, I::kRounding, I::kSources>;
+  });
+  return found;
+}
+
+OneShotKernel find_one_shot(const kernels::Reduction& reduction, int sources) {
+  OneShotKernel found = nullptr;
+  visit_instance(reduction.dtype, reduction.op, kernels::Rounding::Once, sources, [&](auto instance) {
+    using I = decltype(instance);
+    found = one_shot_kernel<typename I::Element, typename I::Op, I::kRounding, I::kSources>;
   });
   return found;
 }
@@ -73,8 +140,10 @@ void load_kernels() {
                       DType::Int32, DType::Int64, DType::UInt8})
     for (ReduceOp op : {ReduceOp::Sum, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max})
       for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop})
-        for (int sources : {1, 2, 4, 8})
+        for (int sources : {1, 2, 4, 8}) {
           load_kernel(reinterpret_cast<const void*>(find_kernel({dtype, op, rounding}, sources)));
+          load_kernel(reinterpret_cast<const void*>(find_one_shot({dtype, op}, sources)));
+        }
   load_kernel(reinterpret_cast<const void*>(copy_kernel));
 }
 
@@ -83,6 +152,13 @@ void launch_reduce(const kernels::Reduction& reduction, const ReduceArgs& args, 
   const ReduceKernel kernel = find_kernel(reduction, args.source_count);
   kernel<<<grid, kThreads, 0, stream>>>(args);
   check(cudaGetLastError(), "launching a reduction");
+}
+
+void launch_one_shot(const kernels::Reduction& reduction, const OneShotArgs& args, cudaStream_t stream) {
+  const int grid = blocks_for(args.bytes, kOneShotBlocks);  // the same on all ranks: the fingerprint has the bytes
+  const OneShotKernel kernel = find_one_shot(reduction, args.world);
+  kernel<<<grid, kThreads, 0, stream>>>(args);
+  check(cudaGetLastError(), "launching a small reduction");
 }
 
 void launch_copy(const CopyArgs& args, int blocks, cudaStream_t stream) {

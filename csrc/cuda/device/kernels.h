@@ -1,4 +1,4 @@
-// Launches of the kernels whose bodies are in cuda/body.h.
+// Launches of the kernels whose bodies are in cuda/body.h and cuda/one_shot.h.
 //
 // Ownership: none; arguments are copied into the launch. Thread-safety: any thread, on the current device.
 // Failure: InvalidUsage with CUDA's own words for a launch that the device refuses.
@@ -6,7 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "cuda/body.h"
+#include "cuda/one_shot.h"
 
 namespace syncengine::cuda {
 
@@ -16,6 +16,7 @@ void load_kernels();
 
 // With at most `blocks` blocks.
 void launch_reduce(const kernels::Reduction& reduction, const ReduceArgs& args, int blocks, cudaStream_t stream);
+void launch_one_shot(const kernels::Reduction& reduction, const OneShotArgs& args, cudaStream_t stream);
 void launch_copy(const CopyArgs& args, int blocks, cudaStream_t stream);
 
 }  // namespace syncengine::cuda

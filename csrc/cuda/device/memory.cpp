@@ -56,8 +56,9 @@ DeviceMemory::DeviceMemory(size_t bytes) : bytes_(bytes) {
     cudaGetLastError();
     size_t free = 0, total = 0;
     cudaMemGetInfo(&free, &total);
-    throw Error(ErrorKind::InvalidUsage, "CUDA: no memory for " + std::to_string(bytes) + " bytes that peers can reach (" +
-                                             std::to_string(free) + " of " + std::to_string(total) +
+    throw Error(ErrorKind::InvalidUsage, "CUDA: no memory for " + std::to_string(bytes) +
+                                             " bytes that peers can reach (" + std::to_string(free) + " of " +
+                                             std::to_string(total) +
                                              " are free; torch keeps what it has freed: torch.cuda.empty_cache())");
   }
   check(status, "taking device memory");

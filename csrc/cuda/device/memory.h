@@ -75,6 +75,7 @@ class PeerMemory {
 
 // Whether this rank's kernels read in each peer's memory what the peer wrote there: drivers' own answers can be wrong. Collective;
 // uses the first 8 KiB of all. Returns an empty text, or whose memory could not be read, the same on all ranks.
-std::string prove_access(Communicator& communicator, const PeerMemory& memory, const std::function<void()>& interrupted);
+std::string prove_access(Communicator& communicator, const PeerMemory& memory,
+                         const std::function<void()>& interrupted);
 
 }  // namespace syncengine::cuda

@@ -27,6 +27,10 @@ void StreamSteps::reduce(const kernels::Reduction& reduction, const ReduceArgs& 
 
 void StreamSteps::copy(const CopyArgs& args) { launch_copy(args, blocks_, stream_); }
 
+void StreamSteps::one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) {
+  launch_one_shot(reduction, args, stream_);
+}
+
 void StreamSteps::write(const uint32_t* word, uint32_t value) {
   CUstreamBatchMemOpParams params{};
   params.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;

@@ -20,6 +20,7 @@ class StreamSteps : public Steps {
   void exchange(const Exchange& exchange) override;
   void reduce(const kernels::Reduction& reduction, const ReduceArgs& args) override;
   void copy(const CopyArgs& args) override;
+  void one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) override;
 
  private:
   void write(const uint32_t* word, uint32_t value);
