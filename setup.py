@@ -14,7 +14,22 @@ from pathlib import Path
 
 import torch
 from setuptools import setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, include_paths
+
+
+def find_cuda() -> str | None:
+    """Where nvcc and its headers are. An nvcc on the PATH may be a script that calls the real one."""
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    for home in filter(None, candidates):
+        if Path(home, "bin", "nvcc").exists() and Path(home, "include", "cuda_runtime.h").exists():
+            return home
+    return None
+
+
+CUDA = find_cuda() if torch.version.cuda is not None else None
+if CUDA is not None:
+    os.environ["CUDA_HOME"] = CUDA  # torch looks there when it is imported
+
+from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths  # noqa: E402
 
 TEST_HOOKS = os.environ.get("SYNCENGINE_TEST_HOOKS") == "1"
 
@@ -36,7 +51,6 @@ FLAGS = [
 if TEST_HOOKS:
     FLAGS += ["-DSYNCENGINE_TEST_HOOKS", "-UNDEBUG", "-Werror"]
 
-WITH_CUDA = torch.version.cuda is not None and CUDA_HOME is not None and Path(CUDA_HOME, "bin", "nvcc").exists()
 CUDA_LINK = []
 NVCC_FLAGS = [
     "-O3",
@@ -44,16 +58,16 @@ NVCC_FLAGS = [
     "--fmad=false",  # as -ffp-contract
     "-Xcompiler=-ffp-contract=off,-fvisibility=hidden",
 ]
-if WITH_CUDA:
+if CUDA is not None:
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-    FLAGS.append(f"-isystem{CUDA_HOME}/include")
-    libraries = next(path for path in (Path(CUDA_HOME, name) for name in ("lib64", "lib")) if path.exists())
+    FLAGS.append(f"-isystem{CUDA}/include")
+    libraries = next(path for path in (Path(CUDA, name) for name in ("lib64", "lib")) if path.exists())
     # Static, and not to be seen from outside: torch has a runtime of its own, of whichever version.
     CUDA_LINK = [f"-L{libraries}", "-lcudart_static", "-ldl", "-lrt", "-Wl,--exclude-libs,libcudart_static.a"]
 
 
 def sources() -> list[str]:
-    left_out = Path("csrc", "cuda", "absent" if WITH_CUDA else "device")
+    left_out = Path("csrc", "cuda", "absent" if CUDA is not None else "device")
     files = [*Path("csrc").rglob("*.cpp"), *Path("csrc").rglob("*.cu")]
     return sorted(str(path) for path in files if left_out not in path.parents)
 
@@ -63,7 +77,7 @@ class Build(BuildExtension):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        flavor = "extension" + ("-cuda" if WITH_CUDA else "") + ("-test-hooks" if TEST_HOOKS else "")
+        flavor = "extension" + ("-cuda" if CUDA is not None else "") + ("-test-hooks" if TEST_HOOKS else "")
         self.build_temp = str(Path("build", flavor))
 
 
