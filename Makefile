@@ -6,6 +6,8 @@
 #   make build       the extension, in place, as users get it
 #   make core-test   only the C++ core's tests
 #   make arm-check   compiles the C++ core for ARM, if aarch64-linux-gnu-g++ is installed
+#   make cuda-check  compiles and links the CUDA side, if nvcc is installed; needs no GPU
+#   make gpu         builds and runs the GPU tests and benchmarks with the present Python and torch; downloads nothing
 #   make lint        formatters and linters, changing nothing
 #   make format      formatters and linters, changing what they can
 #   make clean       removes what was built; `rm -r .venv*` removes the environments too
@@ -16,8 +18,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PY := .venv/bin/python
-SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h') setup.py pyproject.toml
-CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'tests/core/*.h' 'tests/core/*.cpp' 'benchmarks/*.cpp')
+SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu') setup.py pyproject.toml
+CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cuda/*.cpp' 'tests/core/*.h' 'tests/core/*.cpp' 'benchmarks/*.cpp')
 
 # ---- environments ----
 
@@ -52,7 +54,7 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test core-test sanitize arm-check lint format clean
+.PHONY: train test core-test sanitize arm-check cuda-check gpu lint format clean
 train: build
 	$(PY) -m examples.train_gpt compare
 
@@ -68,6 +70,16 @@ sanitize:
 
 arm-check:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) arm-check
+
+cuda-check:
+	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-check
+
+# With whatever python3 and torch are there, in place: a GPU machine often reaches no package index.
+gpu:
+	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-check
+	SYNCENGINE_TEST_HOOKS=1 $(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) -m pytest -q -m gpu --noconftest -p no:cacheprovider tests/test_cuda.py
+	$(PYTHON) -m benchmarks.cuda_all_reduce
 
 lint: .venv/ready
 	.venv/bin/ruff check .

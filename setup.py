@@ -1,5 +1,8 @@
 """Builds the extension `syncengine._C` from every C++ file under csrc/.
 
+With a torch that has CUDA, and nvcc, it gets csrc/cuda/device/: for sm_80, sm_90 and as PTX for what comes later, or
+for what TORCH_CUDA_ARCH_LIST says. Otherwise csrc/cuda/absent/ stands in, and says so to whoever asks for CUDA.
+
 SYNCENGINE_TEST_HOOKS=1 in the environment gives the flavor that the tests use: with fault-injection hooks and asserts,
 and no warning tolerated.
 """
@@ -9,8 +12,24 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import torch
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
+
+
+def find_cuda() -> str | None:
+    """Where nvcc and its headers are. An nvcc on the PATH may be a script that calls the real one."""
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    for home in filter(None, candidates):
+        if Path(home, "bin", "nvcc").exists() and Path(home, "include", "cuda_runtime.h").exists():
+            return home
+    return None
+
+
+CUDA = find_cuda() if torch.version.cuda is not None else None
+if CUDA is not None:
+    os.environ["CUDA_HOME"] = CUDA  # torch looks there when it is imported
+
+from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths  # noqa: E402
 
 TEST_HOOKS = os.environ.get("SYNCENGINE_TEST_HOOKS") == "1"
 
@@ -32,22 +51,44 @@ FLAGS = [
 if TEST_HOOKS:
     FLAGS += ["-DSYNCENGINE_TEST_HOOKS", "-UNDEBUG", "-Werror"]
 
+CUDA_LINK = []
+NVCC_FLAGS = [
+    "-O3",
+    "-std=c++20",
+    "--fmad=false",  # as -ffp-contract
+    "-Xcompiler=-ffp-contract=off,-fvisibility=hidden",
+]
+if CUDA is not None:
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+    FLAGS.append(f"-isystem{CUDA}/include")
+    libraries = next(path for path in (Path(CUDA, name) for name in ("lib64", "lib")) if path.exists())
+    # Static, and not to be seen from outside: torch has a runtime of its own, of whichever version.
+    CUDA_LINK = [f"-L{libraries}", "-lcudart_static", "-ldl", "-lrt", "-Wl,--exclude-libs,libcudart_static.a"]
+
+
+def sources() -> list[str]:
+    left_out = Path("csrc", "cuda", "absent" if CUDA is not None else "device")
+    files = [*Path("csrc").rglob("*.cpp"), *Path("csrc").rglob("*.cu")]
+    return sorted(str(path) for path in files if left_out not in path.parents)
+
 
 class Build(BuildExtension):
     """Keeps object files between builds, one folder a flavor, so that ninja compiles only what changed."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.build_temp = str(Path("build", "extension-test-hooks" if TEST_HOOKS else "extension"))
+        flavor = "extension" + ("-cuda" if CUDA is not None else "") + ("-test-hooks" if TEST_HOOKS else "")
+        self.build_temp = str(Path("build", flavor))
 
 
 setup(
     ext_modules=[
         CppExtension(
             "syncengine._C",
-            sources=sorted(str(path) for path in Path("csrc").rglob("*.cpp")),
+            sources=sources(),
             include_dirs=[str(Path("csrc").resolve())],
-            extra_compile_args=FLAGS,
+            extra_compile_args={"cxx": FLAGS, "nvcc": NVCC_FLAGS},
+            extra_link_args=CUDA_LINK,
         )
     ],
     cmdclass={"build_ext": Build},

@@ -10,6 +10,9 @@ import torch
 from torch._C._distributed_c10d import Backend as _Backend
 from torch._C._distributed_c10d import ProcessGroup
 
+has_cuda: bool
+"""Whether this build has a CUDA side. Without one, asking for CUDA raises InvalidUsage."""
+
 has_test_hooks: bool
 """Whether this build has the fault-injection hooks that the tests use."""
 
@@ -89,8 +92,8 @@ class Communicator:
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
         """Collects every rank's `input` in `output` (size * input.numel() elements), in rank order."""
 
-    def barrier(self, async_op: bool = False) -> Work | None:
-        """Returns when every rank has called it."""
+    def barrier(self, async_op: bool = False, device: torch.device | None = None) -> Work | None:
+        """Returns when every rank has called it; with a CUDA `device`, its current stream waits instead."""
 
     def split(self, ranks: Sequence[int]) -> Communicator | None:
         """A communicator of `ranks` of this one, this rank among them; None for an empty list.
@@ -98,8 +101,11 @@ class Communicator:
         Every rank must call it, and all members must name the same ranks. New ranks are in the order of the old ones.
         """
 
-    def empty(self, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """An uninitialized tensor in memory that the local peers read and write: collectives on it copy nothing."""
+    def empty(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        """An uninitialized tensor in memory that the local peers read and write: collectives on it copy nothing.
+
+        On a CUDA `device` a collective call: all ranks make the same tensors in the same order.
+        """
 
     def abort(self, text: str) -> None:
         """Fails everything pending, here and on all peers, which raise Aborted with `text`."""

@@ -216,9 +216,11 @@ def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False
     return default_communicator().all_gather(output, input, async_op)
 
 
-def barrier(async_op: bool = False) -> Work | None:
-    """Returns once every rank has called it. Else as `all_reduce`."""
-    return default_communicator().barrier(async_op)
+def barrier(async_op: bool = False, device: torch.device | str | None = None) -> Work | None:
+    """Returns once every rank has called it; with a CUDA `device`, its current stream waits instead. Else as
+    `all_reduce`.
+    """
+    return default_communicator().barrier(async_op, None if device is None else torch.device(device))
 
 
 def empty(
@@ -226,12 +228,14 @@ def empty(
 ) -> torch.Tensor:
     """An uninitialized tensor in memory that the other ranks of this host can read: collectives on it copy nothing.
 
-    `size` as for torch.empty; `dtype` None is torch's default dtype; `device` must be a CPU.
+    `size` as for torch.empty; `dtype` None is torch's default dtype; `device` is a CPU or a
+    CUDA device; on the latter this is a collective call: all ranks make the same tensors in the same order.
     """
-    if device is not None and torch.device(device).type != "cpu":
-        raise InvalidUsage(f"device={str(device)!r} is not allowed: syncengine.empty gives CPU memory only")
+    if device is not None and torch.device(device).type not in ("cpu", "cuda"):
+        raise InvalidUsage(f"device={str(device)!r} is not allowed: give a CPU or a CUDA device")
     sizes = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    return default_communicator().empty(list(sizes), dtype or torch.get_default_dtype())
+    where = None if device is None else torch.device(device)
+    return default_communicator().empty(list(sizes), dtype or torch.get_default_dtype(), where)
 
 
 def _connect(launch: Launch, config: Config) -> tuple[Communicator, Launch]:

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # Bottom first. A file may include its own layer and those before it.
-LAYERS = ["base", "kernels", "transport", "bootstrap", "collectives", "engine", "reducer", "c10d", "bindings"]
+LAYERS = ["base", "kernels", "transport", "bootstrap", "collectives", "engine", "cuda", "reducer", "c10d", "bindings"]
 WITH_TORCH = {"reducer", "c10d", "bindings"}
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 
@@ -52,7 +52,7 @@ PARALLEL_MODULES = [
 ]
 LAUNCH_MODULES = ["variables", "slurm", "arrivals", "store", "mpi", "environment", "__init__"]
 
-SOURCES = sorted([*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cpp")])
+SOURCES = sorted(path for kind in ("*.h", "*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(kind))
 
 
 def violations(path: str, text: str) -> list[str]:
@@ -95,6 +95,16 @@ def test_includes_point_downwards(path):
 def test_violations_are_found(path, include):
     text = include if "#" in include else f"#include {include}"
     assert len(violations(path, f"#include <vector>\n{text}\n")) == 1
+
+
+def test_cudas_headers_stay_in_one_folder():
+    """All else is compiled where there is no CUDA. kernels/element.h is for both."""
+    knows = [
+        path.relative_to(ROOT / "csrc").as_posix()
+        for path in SOURCES
+        if re.search(r"^\s*#\s*include\s*<cuda\w*\.h>", path.read_text(), re.MULTILINE)
+    ]
+    assert {path for path in knows if not path.startswith("cuda/device/")} == {"kernels/element.h"}
 
 
 def test_one_file_asks_which_processor_this_is():

@@ -11,6 +11,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/communicator.h"
+#include "bindings/device.h"
 #include "bindings/errors.h"
 #include "bindings/tensor.h"
 #include "engine/communicator.h"
@@ -22,24 +23,24 @@ namespace syncengine {
 
 namespace {
 
-// What Python holds of a collective: the engine's work, and where the result still has to go.
-class PyWork {
+// The engine's work, and where the result still has to go.
+class CpuWork final : public PyWork {
  public:
-  PyWork(std::shared_ptr<Communicator> communicator, std::shared_ptr<Work> work, at::Tensor target, at::Tensor result)
+  CpuWork(std::shared_ptr<Communicator> communicator, std::shared_ptr<Work> work, at::Tensor target, at::Tensor result)
       : communicator_(std::move(communicator)),
         work_(std::move(work)),
         target_(std::move(target)),
         result_(std::move(result)) {}
 
-  void wait(std::optional<double> timeout) {
+  void wait(std::optional<double> timeout) override {
     py::gil_scoped_release nogil;
     std::optional<Duration> at_most;
     if (timeout) at_most = seconds(*timeout);
     communicator_->wait(work_, check_signals(), at_most);
     deliver();
   }
-  bool is_completed() const { return work_->ended(); }
-  py::object exception() const {
+  bool is_completed() const override { return work_->ended(); }
+  py::object exception() const override {
     if (work_->state() != Work::State::Failed) return py::none();
     try {
       work_->rethrow_if_failed();
@@ -92,14 +93,13 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
                               const at::Tensor& input, const at::Tensor& output, ReduceOp op, int root, bool async_op) {
   const char* what = name(collective);
   Operation operation;
-  at::Tensor target = output, result;
+  at::Tensor from, to, target = output, result;
   {
     at::NoGradGuard no_grad;
     bool in_place = input.is_same(output);
-    require_cpu(input, what);
-    require_cpu(output, what);
-    at::Tensor from = in_place ? dense(input) : input.contiguous();
-    at::Tensor to = in_place ? from : output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+    require_one_device(input, output, what);
+    from = in_place ? dense(input) : input.contiguous();
+    to = in_place ? from : output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
     if (!to.is_same(output)) result = to;
     operation.collective = collective;
     operation.dtype = dtype_of(output.scalar_type(), what);
@@ -112,9 +112,10 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
     operation.layout_hash = in_place ? layout_hash(from) : 0;
     operation.keepalive = std::make_shared<Kept>(from.storage(), to.storage());
   }
+  if (from.is_cuda()) return run_on_device(communicator, std::move(operation), from, to, target, result, async_op);
   py::gil_scoped_release nogil;
   if (async_op)
-    return std::make_unique<PyWork>(communicator, communicator->submit(std::move(operation)), target, result);
+    return std::make_unique<CpuWork>(communicator, communicator->submit(std::move(operation)), target, result);
   communicator->run(std::move(operation), check_signals());
   if (result.defined()) {
     at::NoGradGuard no_grad;
@@ -137,14 +138,16 @@ void require_same_dtype(const char* what, const at::Tensor& a, const at::Tensor&
 }
 
 at::Tensor empty(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& sizes,
-                 at::ScalarType type) {
+                 at::ScalarType type, std::optional<c10::Device> device) {
   dtype_of(type, "empty");
   int64_t elements = 1;
   for (int64_t extent : sizes) {
     if (extent < 0) throw Error(ErrorKind::InvalidUsage, "empty: negative size " + std::to_string(extent));
     elements *= extent;
   }
-  auto memory = communicator->allocate(static_cast<size_t>(elements) * c10::elementSize(type));
+  const size_t bytes = static_cast<size_t>(elements) * c10::elementSize(type);
+  if (device && !device->is_cpu()) return empty_on_device(communicator, sizes, bytes, type, *device);
+  auto memory = communicator->allocate(bytes);
   return at::from_blob(
       memory.get(), sizes, [memory](void*) mutable { memory.reset(); }, at::TensorOptions().dtype(type));
 }
@@ -157,6 +160,7 @@ std::shared_ptr<Communicator> for_python(std::shared_ptr<Communicator> communica
   return {raw, [held = std::move(communicator)](Communicator*) mutable {
             std::optional<py::gil_scoped_release> nogil;
             if (PyGILState_Check()) nogil.emplace();
+            close_devices(held.get());
             held.reset();
           }};
 }
@@ -220,11 +224,12 @@ void bind_communicator(py::module_& module) {
           "Collects every rank's `input` in `output` (size() * input.numel() elements), in rank order.")
       .def(
           "barrier",
-          [](const Shared& self, bool async_op) {
-            auto nothing = at::empty({0}, at::kByte);
+          [](const Shared& self, bool async_op, std::optional<c10::Device> device) {
+            auto nothing = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device.value_or(at::kCPU)));
             return start(self, Collective::Barrier, nothing, nothing, ReduceOp::Sum, 0, async_op);
           },
-          py::arg("async_op") = false, "Returns when every rank has called it.")
+          py::arg("async_op") = false, py::arg("device") = py::none(),
+          "Returns when every rank has called it; with a CUDA `device` its current stream waits instead.")
       .def(
           "split",
           [](Communicator& self, const std::vector<int>& ranks) {
@@ -234,16 +239,29 @@ void bind_communicator(py::module_& module) {
           py::arg("ranks"),
           "A communicator of `ranks` (of this one, this rank among them); None for an empty list. Every rank must call "
           "it.")
-      .def("empty", &empty, py::arg("sizes"), py::arg("dtype"),
+      .def("empty", &empty, py::arg("sizes"), py::arg("dtype"), py::arg("device") = py::none(),
            "An uninitialized tensor in memory that the local peers read and write in place: collectives on it copy "
-           "nothing.")
+           "nothing. On a CUDA `device` a collective call.")
       .def(
           "abort", [](Communicator& c, const std::string& text) { c.abort(ErrorKind::Aborted, text); }, py::arg("text"),
           py::call_guard<py::gil_scoped_release>(),
           "Fails everything pending, here and on all peers, which raise Aborted with `text`.")
-      .def("close", &Communicator::close, py::call_guard<py::gil_scoped_release>(), "Leaves in good order.")
-      .def("counters", &Communicator::counters, py::call_guard<py::gil_scoped_release>(),
-           "What this rank did so far: operations, bytes by path, bytes sent to other hosts, sleeps.");
+      .def(
+          "close",
+          [](Communicator& self) {
+            close_devices(&self);
+            self.close();
+          },
+          py::call_guard<py::gil_scoped_release>(), "Leaves in good order.")
+      .def(
+          "counters",
+          [](const Communicator& self) {
+            auto counters = self.counters();
+            counters.merge(device_counters(&self));
+            return counters;
+          },
+          py::call_guard<py::gil_scoped_release>(),
+          "What this rank did so far: operations, bytes by path, bytes sent to other hosts, sleeps.");
 }
 
 }  // namespace syncengine

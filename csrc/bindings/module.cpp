@@ -1,6 +1,7 @@
 #include "bindings/bindings.h"
 
 #include "base/sync_point.h"
+#include "cuda/device_group.h"
 #include "kernels/reduce.h"
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -14,5 +15,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "instruction_set", [] { return syncengine::kernels::name(syncengine::kernels::active_isa()); },
       "The instruction set of the reduction kernels: 'scalar', 'avx2' or 'avx512' (SYNCENGINE_ISA chooses).");
+  module.attr("has_cuda") = syncengine::cuda::is_built();
   module.attr("has_test_hooks") = syncengine::has_test_hooks();
 }

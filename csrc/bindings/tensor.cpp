@@ -31,10 +31,16 @@ ReduceOp op_of(const std::string& text) {
   throw Error(ErrorKind::InvalidUsage, "op '" + text + "' is not one of 'sum', 'avg', 'product', 'min', 'max'");
 }
 
-void require_cpu(const at::Tensor& tensor, const char* what) {
-  if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.device().is_cpu())
-    throw Error(ErrorKind::InvalidUsage, std::string(what) + ": needs a dense CPU tensor" +
-                                             (tensor.defined() ? ", not one on " + tensor.device().str() : ""));
+void require_one_device(const at::Tensor& input, const at::Tensor& output, const char* what) {
+  for (const at::Tensor& tensor : {input, output}) {
+    const bool known = tensor.defined() && tensor.layout() == at::kStrided;
+    if (!known || !(tensor.device().is_cpu() || tensor.device().is_cuda()))
+      throw Error(ErrorKind::InvalidUsage, std::string(what) + ": needs a dense tensor on a CPU or CUDA device" +
+                                               (tensor.defined() ? ", not one on " + tensor.device().str() : ""));
+  }
+  if (input.device() != output.device())
+    throw Error(ErrorKind::InvalidUsage, std::string(what) + ": input is on " + input.device().str() + ", output on " +
+                                             output.device().str() + "; move one of them");
 }
 
 }  // namespace syncengine

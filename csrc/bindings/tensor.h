@@ -16,7 +16,7 @@ DType dtype_of(at::ScalarType type, const char* what);
 // "sum", "avg", "product", "min", "max"; throws InvalidUsage for anything else.
 ReduceOp op_of(const std::string& text);
 
-// A CPU tensor, not sparse. Throws InvalidUsage naming `what`.
-void require_cpu(const at::Tensor& tensor, const char* what);
+// Dense, both on CPUs or both on one CUDA device. Throws InvalidUsage naming `what`.
+void require_one_device(const at::Tensor& input, const at::Tensor& output, const char* what);
 
 }  // namespace syncengine

@@ -46,6 +46,20 @@ void plan_direct_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
                  .into_peers = true};
 }
 
+// Step 1: as above, but the result stays with the owner. Step 2: pull each peer's slice from where its owner left it.
+void pull_instead_of_push(const Chunk& chunk, ChunkPlan& plan) {
+  bool direct = chunk.path == Path::Direct;
+  plan.reduce.into_peers = false;
+  plan.reduce.into_own_slot = !direct;
+  plan.pull.clear();
+  for (int peer = 0; peer < chunk.world; ++peer) {
+    auto [begin, end] = slice(chunk.length, chunk.world, peer);
+    if (peer == chunk.rank || begin == end) continue;
+    plan.pull.push_back({peer, direct ? chunk.begin + begin : begin, chunk.begin + begin, end - begin});
+  }
+  plan.peers_read_user = direct;
+}
+
 void plan_reduce_scatter(const Chunk& chunk, ChunkPlan& plan) {
   bool direct = chunk.path == Path::Direct;
   for (int peer = 0; peer < chunk.world && !direct; ++peer) {
@@ -106,7 +120,9 @@ void plan_chunk(const Chunk& chunk, ChunkPlan& plan) {
   switch (chunk.collective) {
     case Collective::AllReduce:
       if (chunk.path == Path::OneShot) return plan_one_shot(chunk, plan);
-      return chunk.path == Path::Direct ? plan_direct_all_reduce(chunk, plan) : plan_staged_all_reduce(chunk, plan);
+      chunk.path == Path::Direct ? plan_direct_all_reduce(chunk, plan) : plan_staged_all_reduce(chunk, plan);
+      if (chunk.pull_results) pull_instead_of_push(chunk, plan);
+      return;
     case Collective::ReduceScatter: return plan_reduce_scatter(chunk, plan);
     case Collective::AllGather: return plan_all_gather(chunk, plan);
     case Collective::Broadcast: return plan_broadcast(chunk, plan);

@@ -30,6 +30,9 @@ struct Chunk {
   size_t begin;    // this chunk's part of the block
   size_t length;
   bool stage_all;  // contributions are scaled while they are staged, so a rank stages its own slice too
+  bool pull_results =
+      false;  // an owner leaves its slice in its own memory, from where the peers pull it: for memory to which
+              // peers can't write in order (GPUs)
 };
 
 struct Copy {
@@ -45,7 +48,8 @@ struct Reduce {
   size_t output = 0;  // where the result goes
   size_t bytes = 0;
   bool own_from_slot = false;
-  bool into_peers = false;  // the result also goes where each peer's contribution lay
+  bool into_peers = false;     // the result also goes where each peer's contribution lay
+  bool into_own_slot = false;  // the result also goes into the own slot, for the peers to pull
 };
 
 struct ChunkPlan {

@@ -19,6 +19,7 @@
 #include "base/error.h"
 #include "collectives/message.h"
 #include "collectives/operation.h"
+#include "engine/options.h"
 #include "engine/work.h"
 
 namespace syncengine {
@@ -40,6 +41,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual const std::vector<int>& global_ranks() const = 0;  // of each member, for messages
   virtual Numerics numerics() const = 0;
   virtual Duration timeout() const = 0;
+  virtual Duration log_after() const = 0;
+  virtual Algorithm algorithm() const = 0;
   // Between hosts: which collectives take which way, and what was measured. For logs; empty on one host.
   virtual std::string describe_links() const { return ""; }
 

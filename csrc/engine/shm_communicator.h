@@ -32,6 +32,8 @@ class ShmCommunicator : public Communicator, protected Movable {
   const std::vector<int>& global_ranks() const override { return group_.global_ranks; }
   Numerics numerics() const override { return engine_->options().numerics; }
   Duration timeout() const override { return engine_->options().timeout; }
+  Duration log_after() const override { return engine_->options().log_after; }
+  Algorithm algorithm() const override { return engine_->options().algorithm; }
 
   std::shared_ptr<Work> submit(Operation operation) override;
   void run(Operation operation, const std::function<void()>& interrupted) override;

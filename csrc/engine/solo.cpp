@@ -18,6 +18,8 @@ class SoloCommunicator final : public Communicator {
   const std::vector<int>& global_ranks() const override { return ranks_; }
   Numerics numerics() const override { return options_.numerics; }
   Duration timeout() const override { return options_.timeout; }
+  Duration log_after() const override { return options_.log_after; }
+  Algorithm algorithm() const override { return options_.algorithm; }
 
   std::shared_ptr<Work> submit(Operation operation) override {
     throw_if_failed();

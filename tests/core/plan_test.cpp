@@ -62,13 +62,14 @@ class Memory {
 
 class Walk {
  public:
-  Walk(Collective collective, Path path, int world, int root, size_t block, bool stage_all)
+  Walk(Collective collective, Path path, int world, int root, size_t block, bool stage_all, bool pull_results = false)
       : collective_(collective),
         path_(path),
         world_(world),
         root_(root),
         block_(block),
         stage_all_(stage_all),
+        pull_results_(pull_results),
         inputs_(world),
         outputs_(world),
         slots_(world) {
@@ -118,7 +119,8 @@ class Walk {
                   .block = block_,
                   .begin = begin,
                   .length = length,
-                  .stage_all = stage_all_},
+                  .stage_all = stage_all_,
+                  .pull_results = pull_results_},
                  plans_[rank]);
       slots_[rank].resize(kSlot);
     }
@@ -152,6 +154,7 @@ class Walk {
         result.ranks |= part.ranks;
       }
       output(rank).write(rank, step.output + i, result);
+      if (step.into_own_slot) slots_[rank].write(rank, step.slot + i, result);
       for (int peer = 0; peer < world_ && step.into_peers; ++peer)
         if (peer != rank) shared(peer).write(rank, step.slot + i, result);
     }
@@ -200,7 +203,7 @@ class Walk {
   Path path_;
   int world_, root_;
   size_t block_;
-  bool stage_all_;
+  bool stage_all_, pull_results_;
   std::vector<Memory> inputs_, outputs_, slots_;
   std::vector<ChunkPlan> plans_;
 };
@@ -208,14 +211,14 @@ class Walk {
 constexpr int kMaxWorld = 9;
 const std::vector<size_t> kBlocks = {0, 1, 63, 64, 65, 600, 640, 641, 1500};
 
-void walk_all(Collective collective, const std::vector<Path>& paths) {
+void walk_all(Collective collective, const std::vector<Path>& paths, bool pull_results = false) {
   for (int world = 1; world <= kMaxWorld; ++world) {
     for (Path path : paths) {
       for (size_t block : kBlocks) {
         for (bool stage_all : {false, true}) {
           if (stage_all && path == Path::Direct) continue;  // scaled contributions are never direct
           for (int root = 0; root < (collective == Collective::Broadcast ? world : 1); ++root)
-            Walk(collective, path, world, root, block, stage_all).run();
+            Walk(collective, path, world, root, block, stage_all, pull_results).run();
         }
       }
     }
@@ -225,6 +228,9 @@ void walk_all(Collective collective, const std::vector<Path>& paths) {
 }  // namespace
 
 TEST(plans_of_all_reduce) { walk_all(Collective::AllReduce, {Path::OneShot, Path::Staged, Path::Direct}); }
+TEST(plans_of_all_reduce_whose_results_are_pulled) {
+  walk_all(Collective::AllReduce, {Path::Staged, Path::Direct}, /*pull_results=*/true);
+}
 TEST(plans_of_reduce_scatter) { walk_all(Collective::ReduceScatter, {Path::OneShot, Path::Staged, Path::Direct}); }
 TEST(plans_of_all_gather) { walk_all(Collective::AllGather, {Path::OneShot, Path::Staged, Path::Direct}); }
 TEST(plans_of_broadcast) { walk_all(Collective::Broadcast, {Path::OneShot, Path::Staged, Path::Direct}); }

@@ -1,0 +1,37 @@
+// Collectives on CUDA tensors: torch's streams and events around cuda::DeviceGroup. Uses c10's device-generic classes alone, so
+// that it compiles against every torch.
+//
+// Ownership: a communicator's devices live until close_devices() or the last Python reference to it. Thread-safety: with or without
+// the GIL as said at each. Failure: InvalidUsage where there is no CUDA; the communicator's error.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/work.h"
+#include "engine/communicator.h"
+
+namespace syncengine {
+
+// Queues `operation`, whose memory is that of `from` and `to`, behind what the current stream of their device has. Then the result
+// in `result`, if that is defined, is copied to `target`. With the GIL. Null unless `async_op`: the current stream waits for it.
+// The first call for a device is collective, and waits for the other ranks.
+std::unique_ptr<PyWork> run_on_device(const std::shared_ptr<Communicator>& communicator, Operation operation,
+                                      const at::Tensor& from, const at::Tensor& to, const at::Tensor& target,
+                                      const at::Tensor& result, bool async_op);
+
+// A tensor in device memory that all peers reach. With the GIL. Collective.
+at::Tensor empty_on_device(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& sizes,
+                           size_t bytes, at::ScalarType type, c10::Device device);
+
+// Lets go of all devices of a communicator. Without the GIL; before Communicator::close().
+void close_devices(const Communicator* communicator);
+
+// Of all its devices, "cuda_..." in front of each name.
+std::map<std::string, uint64_t> device_counters(const Communicator* communicator);
+
+}  // namespace syncengine

@@ -1,0 +1,23 @@
+// What stands in for cuda/device/ where there was no nvcc, or no torch with CUDA, when syncengine was built.
+#include "cuda/device_group.h"
+
+namespace syncengine::cuda {
+
+namespace {
+
+[[noreturn]] void refuse() {
+  throw Error(
+      ErrorKind::InvalidUsage,
+      "this build of syncengine has no CUDA side: install a torch with CUDA and nvcc of the same CUDA version, then "
+      "build again (pip install --no-build-isolation --force-reinstall --no-deps syncengine)");
+}
+
+}  // namespace
+
+bool is_built() { return false; }
+
+void require_device(int) { refuse(); }
+
+std::shared_ptr<DeviceGroup> connect(std::shared_ptr<Communicator>, int, const std::function<void()>&) { refuse(); }
+
+}  // namespace syncengine::cuda

@@ -1,0 +1,224 @@
+// What the kernels do, as functions of one thread of a grid, for host and device: the core's tests run them on the CPU.
+//
+// Ownership: none. Aliasing: a destination may be exactly a source. Alignment: of an element; 16 bytes are faster.
+// Failure: none. A gate that does not find what it expects makes every thread write `all ones` (NaN in every floating dtype)
+// instead of a result.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "cuda/control.h"
+#include "kernels/element.h"
+#include "kernels/reduce.h"
+
+namespace syncengine::cuda {
+
+// What a kernel looks at before it uses a peer's bytes: the words that its stream has just waited for.
+struct Gate {
+  const uint32_t* words = nullptr;  // null: nothing to look at
+  uint32_t* mismatch = nullptr;
+  uint32_t* progress = nullptr;  // null: not counted
+  uint32_t expected = 0;
+  int rank = 0, world = 0;
+};
+
+struct ReduceArgs {
+  const void* sources[kMaxRanks];
+  void* destinations[kMaxRanks];
+  int source_count = 0, destination_count = 0;
+  size_t count = 0;  // elements
+  double scale = 1.0;
+  Gate gate;
+};
+
+// Pieces of memory, each a run of bytes.
+struct CopyArgs {
+  const void* sources[kMaxRanks];
+  void* destinations[kMaxRanks];
+  size_t bytes[kMaxRanks];
+  int pieces = 0;
+  Gate gate;
+};
+
+#ifdef __CUDACC__
+struct alignas(16) Pack {
+#else
+struct alignas(16) [[gnu::may_alias]] Pack {
+#endif
+  uint32_t words[4];
+};
+
+// Words of the control page, as kernels see them.
+SYNCENGINE_BOTH uint32_t get_word(const uint32_t* word) {
+#ifdef __CUDA_ARCH__
+  return *static_cast<const volatile uint32_t*>(word);
+#else
+  return load(*word);
+#endif
+}
+SYNCENGINE_BOTH void set_word(uint32_t* word, uint32_t value) {
+#ifdef __CUDA_ARCH__
+  *static_cast<volatile uint32_t*>(word) = value;
+#else
+  store(*word, value);
+#endif
+}
+
+SYNCENGINE_BOTH void tell_mismatch(uint32_t* words, int peer, uint32_t theirs, uint32_t own) {
+  set_word(words + 1, theirs);
+  set_word(words + 2, own);
+  set_word(words, 1 + static_cast<uint32_t>(peer));  // last: it is what the watchdog looks for
+}
+
+// Whether peer `i` of the gate sent something else than expected; the kernel asks for each peer by one thread.
+SYNCENGINE_BOTH bool is_shut(const Gate& gate, int i) {
+  if (i == gate.rank) return false;
+  const uint32_t word = get_word(gate.words + i);
+  if (word == gate.expected) return false;
+  if (word != kReleased) tell_mismatch(gate.mismatch, i, word, gate.expected);
+  return true;
+}
+
+SYNCENGINE_BOTH void count_progress(const Gate& gate) {
+  if (!gate.progress) return;
+  set_word(gate.progress, get_word(gate.progress) + 1);  // one writer
+}
+
+SYNCENGINE_BOTH bool is_packed(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }
+
+template <class Stored>
+SYNCENGINE_BOTH const Stored* in(const ReduceArgs& args, int s) {
+  return static_cast<const Stored*>(args.sources[s]);
+}
+template <class Stored>
+SYNCENGINE_BOTH Stored* out(const ReduceArgs& args, int d) {
+  return static_cast<Stored*>(args.destinations[d]);
+}
+
+template <class Element, class Op, kernels::Rounding kRounding>
+SYNCENGINE_BOTH typename Element::Value hop(typename Element::Value a, typename Element::Value b) {
+  auto value = Op::apply(a, b);
+  if constexpr (kRounding == kernels::Rounding::EveryHop) value = Element::widen(Element::narrow(value));
+  return value;
+}
+
+template <class Element>
+SYNCENGINE_BOTH typename Element::Stored finish(typename Element::Value value, double scale) {
+  if constexpr (Element::kFloating) value = value * static_cast<typename Element::Scale>(scale);
+  return Element::narrow(value);
+}
+
+// One 16-byte vector of each source, loads first: `kSources` at once if it is not 0.
+template <class Element, class Op, kernels::Rounding kRounding, int kSources>
+struct PackReduction {
+  using Stored = typename Element::Stored;
+  using Value = typename Element::Value;
+  static constexpr int kLanes = 16 / sizeof(Stored);
+  struct Lanes {
+    Stored of[kLanes];
+  };
+  static constexpr int kHeld = kSources ? kSources : 1;
+
+  Pack loaded[kHeld];
+
+  SYNCENGINE_BOTH void load(const ReduceArgs& args, size_t v) {
+    SYNCENGINE_UNROLL
+    for (int s = 0; s < kHeld; ++s) loaded[s] = in<Pack>(args, s)[v];
+  }
+  SYNCENGINE_BOTH void finish_into(const ReduceArgs& args, size_t v) {
+    Value values[kLanes];
+    take_first(values, loaded[0]);
+    SYNCENGINE_UNROLL
+    for (int s = 1; s < kHeld; ++s) add(values, loaded[s]);
+    if constexpr (kSources == 0)
+      for (int s = 1; s < args.source_count; ++s) add(values, in<Pack>(args, s)[v]);
+    Lanes result;
+    SYNCENGINE_UNROLL
+    for (int i = 0; i < kLanes; ++i) result.of[i] = finish<Element>(values[i], args.scale);
+    for (int d = 0; d < args.destination_count; ++d) out<Pack>(args, d)[v] = kernels::bits_as<Pack>(result);
+  }
+
+ private:
+  SYNCENGINE_BOTH static void take_first(Value (&values)[kLanes], Pack pack) {
+    const Lanes lanes = kernels::bits_as<Lanes>(pack);
+    SYNCENGINE_UNROLL
+    for (int i = 0; i < kLanes; ++i) values[i] = Element::widen(lanes.of[i]);
+  }
+  SYNCENGINE_BOTH static void add(Value (&values)[kLanes], Pack pack) {
+    const Lanes lanes = kernels::bits_as<Lanes>(pack);
+    SYNCENGINE_UNROLL
+    for (int i = 0; i < kLanes; ++i) values[i] = hop<Element, Op, kRounding>(values[i], Element::widen(lanes.of[i]));
+  }
+};
+
+template <class Element, class Op, kernels::Rounding kRounding>
+SYNCENGINE_BOTH void reduce_element(const ReduceArgs& args, size_t i) {
+  using Stored = typename Element::Stored;
+  auto value = Element::widen(in<Stored>(args, 0)[i]);
+  for (int s = 1; s < args.source_count; ++s)
+    value = hop<Element, Op, kRounding>(value, Element::widen(in<Stored>(args, s)[i]));
+  const Stored stored = finish<Element>(value, args.scale);
+  for (int d = 0; d < args.destination_count; ++d) out<Stored>(args, d)[i] = stored;
+}
+
+// This thread's share of a reduction; `threads` of them do all of it. kSources: how many sources, 0 for any number.
+template <class Element, class Op, kernels::Rounding kRounding, int kSources>
+SYNCENGINE_BOTH void reduce_share(const ReduceArgs& args, size_t thread, size_t threads) {
+  constexpr size_t kLanes = 16 / sizeof(typename Element::Stored);
+  // Enough loads in flight to keep the memory busy from few blocks, and few enough to stay in registers.
+  constexpr int kUnroll = kSources == 0 ? 2 : kSources >= 8 ? 1 : 8 / kSources;
+  bool packed = true;
+  for (int s = 0; s < args.source_count; ++s) packed &= is_packed(args.sources[s]);
+  for (int d = 0; d < args.destination_count; ++d) packed &= is_packed(args.destinations[d]);
+  const size_t vectors = packed ? args.count / kLanes : 0;
+  size_t v = thread;
+  for (; v + (kUnroll - 1) * threads < vectors; v += kUnroll * threads) {
+    PackReduction<Element, Op, kRounding, kSources> packs[kUnroll];
+    SYNCENGINE_UNROLL
+    for (int u = 0; u < kUnroll; ++u) packs[u].load(args, v + u * threads);
+    SYNCENGINE_UNROLL
+    for (int u = 0; u < kUnroll; ++u) packs[u].finish_into(args, v + u * threads);
+  }
+  for (; v < vectors; v += threads) {
+    PackReduction<Element, Op, kRounding, kSources> pack;
+    pack.load(args, v);
+    pack.finish_into(args, v);
+  }
+  for (size_t i = vectors * kLanes + thread; i < args.count; i += threads)
+    reduce_element<Element, Op, kRounding>(args, i);
+}
+
+SYNCENGINE_BOTH void poison_bytes(void* memory, size_t bytes, size_t thread, size_t threads) {
+  auto* data = static_cast<unsigned char*>(memory);
+  for (size_t i = thread; i < bytes; i += threads) data[i] = 0xff;
+}
+
+SYNCENGINE_BOTH void poison_share(const ReduceArgs& args, size_t element_bytes, size_t thread, size_t threads) {
+  for (int d = 0; d < args.destination_count; ++d)
+    poison_bytes(args.destinations[d], args.count * element_bytes, thread, threads);
+}
+
+SYNCENGINE_BOTH void copy_run(void* destination, const void* source, size_t bytes, size_t thread, size_t threads) {
+  const size_t vectors = is_packed(source) && is_packed(destination) ? bytes / sizeof(Pack) : 0;
+  constexpr int kUnroll = 8;
+  const auto* from = static_cast<const Pack*>(source);
+  auto* to = static_cast<Pack*>(destination);
+  size_t v = thread;
+  for (; v + (kUnroll - 1) * threads < vectors; v += kUnroll * threads) {
+    Pack packs[kUnroll];
+    SYNCENGINE_UNROLL
+    for (int u = 0; u < kUnroll; ++u) packs[u] = from[v + u * threads];
+    SYNCENGINE_UNROLL
+    for (int u = 0; u < kUnroll; ++u) to[v + u * threads] = packs[u];
+  }
+  for (; v < vectors; v += threads) to[v] = from[v];
+  for (size_t i = vectors * sizeof(Pack) + thread; i < bytes; i += threads)
+    static_cast<unsigned char*>(destination)[i] = static_cast<const unsigned char*>(source)[i];
+}
+
+SYNCENGINE_BOTH void copy_share(const CopyArgs& args, int piece, size_t thread, size_t threads) {
+  copy_run(args.destinations[piece], args.sources[piece], args.bytes[piece], thread, threads);
+}
+
+}  // namespace syncengine::cuda

@@ -1,0 +1,46 @@
+// The words by which GPU ranks wait for each other: one block of shared, pinned host memory per rank.
+//
+// Ownership: each rank owns its block; peers map it. Why host memory: an abort is a plain store by the CPU, which can't queue
+// behind a stream that waits.
+//
+// A word of `inbox[set][peer]` has two writers in turn: the peer's stream makes it a fingerprint, this rank's stream makes it
+// 0 again after it has waited for it. Nothing counts, so that a captured graph, in which all values are constants, leaves the
+// words as it found them. What keeps the two writers apart is in sequence.h.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace syncengine::cuda {
+
+inline constexpr int kMaxRanks = 16;  // a set of words is one cache line
+inline constexpr int kSets = 3;
+
+inline constexpr uint32_t kArrived = 0x80000000;   // set in every fingerprint; waits look at this bit alone
+inline constexpr uint32_t kInKernel = kSets + 1;   // in `waiting`: cuda/one_shot.h
+inline constexpr uint32_t kReleased = 0xffffffff;  // no fingerprint: put there by an abort, ends every wait
+
+// What a call looked like, for the text of a mismatch. Seqlock-free: a torn text is read in a failing job only.
+struct CallText {
+  std::atomic<uint32_t> fingerprint;
+  char text[124];
+};
+
+struct Control {
+  alignas(64) uint32_t inbox[kSets][kMaxRanks];
+  alignas(64) uint32_t waiting;  // set + 1 that the stream waits for, or kInKernel; 0: none. Written by the own stream
+  uint32_t progress;             // kernels so far. Written by the own stream's kernels
+  uint32_t mismatch[3];      // 1 + a peer that called something else; its fingerprint; the own one. By the own kernels
+  uint32_t late[kMaxRanks];  // 1: a kernel waits for this peer for long. Written by the own stream's kernels
+  alignas(64) uint32_t aborted;            // 1: kernels do not wait any more. Written by the watchdog
+  std::atomic<uint32_t> latest;            // fingerprint of the latest call, for messages. Written by the own host
+  alignas(64) std::atomic<uint32_t> gone;  // 1: this rank has let go of all peers' memory
+  alignas(64) CallText calls[32];          // by fingerprint modulo 32; the latest stays
+};
+
+// Plain words that devices, peers' devices and CPUs store to: the CPU's own accesses.
+inline uint32_t load(const uint32_t& word) { return __atomic_load_n(&word, __ATOMIC_ACQUIRE); }
+inline void store(uint32_t& word, uint32_t value) { __atomic_store_n(&word, value, __ATOMIC_RELEASE); }
+
+}  // namespace syncengine::cuda

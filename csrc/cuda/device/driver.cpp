@@ -1,0 +1,67 @@
+#include "cuda/device/driver.h"
+
+namespace syncengine::cuda {
+
+namespace {
+
+[[noreturn]] void refuse(const std::string& text) { throw Error(ErrorKind::InvalidUsage, "CUDA: " + text); }
+
+std::string version_text(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+}
+
+template <class Function>
+void find(Function*& function, const char* name, unsigned int version) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult found{};
+  const cudaError_t status = cudaGetDriverEntryPointByVersion(name, &address, version, cudaEnableDefault, &found);
+  if (status != cudaSuccess || found != cudaDriverEntryPointSuccess || address == nullptr)
+    refuse(std::string("the driver has no ") + name + "; install a newer one");
+  function = reinterpret_cast<Function*>(address);
+}
+
+void require_driver_and_device() {
+  int version = 0;
+  check(cudaDriverGetVersion(&version), "asking for the driver's version");
+  if (version == 0)
+    refuse("no driver; install NVIDIA's driver, and in a container pass the devices through (--gpus all)");
+  int count = 0;
+  const cudaError_t status = cudaGetDeviceCount(&count);
+  if (status == cudaErrorInsufficientDriver)
+    refuse("the driver knows CUDA " + version_text(version) + ", this build needs " + version_text(CUDART_VERSION) +
+           "; install a newer driver, or build with an older CUDA");
+  if (status == cudaErrorNoDevice || (status == cudaSuccess && count == 0))
+    refuse("the driver sees no device; look at CUDA_VISIBLE_DEVICES and nvidia-smi");
+  check(status, "counting devices");
+}
+
+Driver find_driver() {
+  require_driver_and_device();
+  Driver driver;
+  find(driver.stream_batch_mem_op, "cuStreamBatchMemOp", 11070);  // the second version: no opt-in by a module parameter
+  find(driver.device_get_attribute, "cuDeviceGetAttribute", 2000);
+  find(driver.get_error_name, "cuGetErrorName", 6000);
+  return driver;
+}
+
+}  // namespace
+
+const Driver& driver() {
+  static const Driver found = find_driver();
+  return found;
+}
+
+void check(cudaError_t status, const char* what) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // else the next call that looks would find it again
+  refuse(std::string(what) + ": " + cudaGetErrorName(status) + ", " + cudaGetErrorString(status));
+}
+
+void check(CUresult status, const char* what) {
+  if (status == CUDA_SUCCESS) return;
+  const char* name = nullptr;
+  if (driver().get_error_name(status, &name) != CUDA_SUCCESS) name = "unknown error";
+  refuse(std::string(what) + ": " + name);
+}
+
+}  // namespace syncengine::cuda

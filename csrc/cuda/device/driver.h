@@ -1,0 +1,29 @@
+// The CUDA driver's entry points, found at run time: a program that has them links without libcuda, and runs on a machine
+// without a driver up to a named error.
+//
+// Ownership: none. Thread-safety: any thread. Failure: InvalidUsage that says what is missing and what to do.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "base/error.h"
+
+namespace syncengine::cuda {
+
+struct Driver {
+  CUresult (*stream_batch_mem_op)(CUstream, unsigned int, CUstreamBatchMemOpParams*, unsigned int);
+  CUresult (*device_get_attribute)(int*, CUdevice_attribute, CUdevice);
+  CUresult (*get_error_name)(CUresult, const char**);
+};
+
+// Found once. Throws InvalidUsage: no driver, a driver older than this build's CUDA, no device.
+const Driver& driver();
+
+// Throws InvalidUsage naming `what` and CUDA's own words.
+void check(cudaError_t status, const char* what);
+void check(CUresult status, const char* what);
+
+}  // namespace syncengine::cuda

@@ -1,0 +1,304 @@
+#include "cuda/device/group.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <thread>
+
+#include "cuda/device/driver.h"
+#include "cuda/device/kernels.h"
+#include "cuda/device/stream_steps.h"
+
+namespace syncengine::cuda {
+
+namespace {
+
+// Half of a rank's staging memory. Large, since each chunk costs two exchanges; not yet measured on a GPU.
+constexpr size_t kSlotBytes = 16 << 20;
+constexpr int kBlocks = 16;  // the rest of the device is the model's
+constexpr auto kPatience = std::chrono::seconds(2);
+
+Control* control_of(const SharedPages& pages, int rank) { return reinterpret_cast<Control*>(pages.of(rank)); }
+
+std::vector<std::unique_ptr<PinnedMapping>> pin(const SharedPages& pages, int ranks) {
+  std::vector<std::unique_ptr<PinnedMapping>> pinned;
+  for (int rank = 0; rank < ranks; ++rank)
+    pinned.push_back(std::make_unique<PinnedMapping>(pages.of(rank), pages.bytes()));
+  return pinned;
+}
+
+// What keeps this rank from connecting would keep the others waiting.
+template <class Step>
+void tell_peers_if_it_fails(Communicator& communicator, Step&& step) {
+  try {
+    step();
+  } catch (const Error& error) {
+    const int rank = communicator.global_ranks()[communicator.rank()];
+    communicator.abort(ErrorKind::Aborted, "rank " + std::to_string(rank) + ": " + error.what());
+    throw;
+  }
+}
+
+std::string describe(const Operation& operation) {
+  if (operation.describe) return operation.describe();
+  std::string text = name(operation.collective);
+  if (operation.collective == Collective::Barrier) return text + "()";
+  text += std::string("(") + name(operation.dtype) + ", " + std::to_string(operation.input.bytes()) + " bytes";
+  if (operation.collective == Collective::AllReduce || operation.collective == Collective::ReduceScatter)
+    text += std::string(", ") + name(operation.op);
+  if (operation.collective == Collective::Broadcast) text += ", src=" + std::to_string(operation.root);
+  return text + ") on CUDA tensors";
+}
+
+}  // namespace
+
+bool is_built() { return true; }
+
+void require_device(int device) {
+  driver();
+  int count = 0;
+  check(cudaGetDeviceCount(&count), "counting devices");
+  if (device < 0 || device >= count)
+    throw Error(ErrorKind::InvalidUsage,
+                "CUDA: there is no device " + std::to_string(device) + ", only " + std::to_string(count));
+}
+
+std::shared_ptr<DeviceGroup> connect(std::shared_ptr<Communicator> communicator, int device,
+                                     const std::function<void()>& interrupted) {
+  require_device(device);
+  if (communicator->size() > kMaxRanks)
+    throw Error(ErrorKind::InvalidUsage, "CUDA: at most " + std::to_string(kMaxRanks) + " ranks a communicator, not " +
+                                             std::to_string(communicator->size()));
+  return std::make_shared<RealDeviceGroup>(std::move(communicator), device, interrupted);
+}
+
+RealDeviceGroup::RealDeviceGroup(std::shared_ptr<Communicator> communicator, int device,
+                                 const std::function<void()>& interrupted)
+    : communicator_(std::move(communicator)), device_(device), pages_(*communicator_, sizeof(Control), interrupted) {
+  const UseDevice use(device_);
+  const int size = communicator_->size();
+  std::vector<Control*> words;
+  tell_peers_if_it_fails(*communicator_, [&] {
+    load_kernels();
+    pinned_pages_ = pin(pages_, size);
+    for (int rank = 0; rank < size; ++rank) {
+      words.push_back(control_of(pages_, rank));
+      controls_.push_back(reinterpret_cast<Control*>(pinned_pages_[rank]->on_device()));
+    }
+  });
+  site_ = {.rank = communicator_->rank(), .world = size, .control = controls_[communicator_->rank()]};
+  site_.slot_bytes = kSlotBytes;
+  tell_peers_if_it_fails(*communicator_, [&] { prepare_staging(interrupted); });
+  watchdog_ = std::make_unique<Watchdog>(communicator_, std::move(words), communicator_->log_after());
+  tell_peers_if_it_fails(*communicator_, [&] { prove_signals(); });
+}
+
+void RealDeviceGroup::prepare_staging(const std::function<void()>& interrupted) {
+  staging_ = std::make_unique<DeviceMemory>(2 * kSlotBytes + sizeof(OneShotArea));
+  check(cudaMemset(staging_->data() + 2 * kSlotBytes, 0, sizeof(OneShotArea)), "clearing device memory");
+  check(cudaDeviceSynchronize(), "clearing device memory");  // before a peer hears of it
+  peer_staging_ = std::make_unique<PeerMemory>(*communicator_, *staging_, interrupted);
+  const std::string unreachable = prove_access(*communicator_, *peer_staging_, interrupted);
+  if (unreachable.empty()) {
+    site_.slots = peer_staging_->bases();
+    site_.push = peer_staging_->on_one_device();
+    for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<OneShotArea*>(base + 2 * kSlotBytes));
+    return;
+  }
+  if (site_.rank == 0)
+    std::fprintf(stderr, "syncengine: without peer access CUDA tensors go through pinned host memory: %s%s%s\n",
+                 unreachable.c_str(), peer_staging_->why().empty() ? "" : "; ", peer_staging_->why().c_str());
+  host_staging_ = std::make_unique<SharedPages>(*communicator_, 2 * kSlotBytes, interrupted);
+  pinned_staging_ = pin(*host_staging_, site_.world);
+  site_.slots.clear();
+  for (auto& pinned : pinned_staging_) site_.slots.push_back(pinned->on_device());
+}
+
+// A barrier by the words alone, before anything relies on them. A device that can't would fail here, or the watchdog's deadline.
+void RealDeviceGroup::prove_signals() {
+  Operation barrier;
+  barrier.collective = Collective::Barrier;
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+  run(barrier, stream);
+  const cudaError_t status = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  check(status, "waiting for the first signals");
+  watchdog_->throw_if_failed();
+}
+
+void RealDeviceGroup::run(const Operation& operation, void* stream) {
+  std::lock_guard lock(mutex_);
+  if (closed_) throw Error(ErrorKind::InvalidUsage, kClosed);
+  watchdog_->throw_if_failed();
+  require_supported(operation);
+  if (operation.flag_words > 0) throw Error(ErrorKind::InvalidUsage, "operations on devices carry no flags");
+  const Choice choice = choose(operation);
+  const uint32_t mark = fingerprint(operation, choice.route.path, choice.place);
+  const char* where = choice.route.path == Path::Direct ? " in memory of syncengine.empty" : "";
+  watchdog_->publish(mark, describe(operation) + where);
+  const UseDevice use(device_);
+  StreamSteps steps(site_.rank, controls_, kBlocks, static_cast<cudaStream_t>(stream));
+  run_sequence(operation, site_, choice.route, mark, steps);
+  ++counters_["operations"];
+  const char* const names[] = {"one_shot_bytes", "staged_bytes", "direct_bytes"};
+  counters_[names[static_cast<int>(choice.route.path)]] += operation.input.bytes();
+}
+
+bool RealDeviceGroup::is_capturing(void* stream) const {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), "asking whether a stream is captured");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+RealDeviceGroup::Choice RealDeviceGroup::choose(const Operation& operation) {
+  Choice choice;
+  choice.route.memories.resize(site_.world);
+  const bool allowed = communicator_->algorithm() == Algorithm::Auto || communicator_->algorithm() == Algorithm::Direct;
+  bool direct = allowed && !host_staging_ && operation.prescale == 1.0 && operation.input.bytes() > 0;
+  {
+    std::lock_guard lock(segments_->mutex);
+    for (const Span& span : operation.input.spans()) direct = direct && find(span, choice);
+  }
+  if (direct) {
+    choice.route.path = Path::Direct;
+    return choice;
+  }
+  const Algorithm algorithm = communicator_->algorithm();
+  const bool small =
+      algorithm == Algorithm::OneShot || (algorithm == Algorithm::Auto && operation.input.bytes() <= kOneShotBytes);
+  const bool one_shot = small && operation.collective == Collective::AllReduce;
+  return {.route = {.path = one_shot ? Path::OneShot : Path::Staged}};
+}
+
+// Adds to `choice` where `span` lies in each rank's memory, if it is a part of an allocation.
+bool RealDeviceGroup::find(const Span& span, Choice& choice) const {
+  for (const Segment& segment : segments_->list) {
+    const std::byte* begin = segment.own->data();
+    if (span.data < begin || span.data + span.bytes > begin + segment.own->bytes()) continue;
+    const size_t offset = span.data - begin;
+    for (int rank = 0; rank < site_.world; ++rank)
+      choice.route.memories[rank].add(segment.peers->bases()[rank] + offset, span.bytes);
+    choice.place = (choice.place * 31 + segment.number) * 0x100000001b3 + offset;
+    return true;
+  }
+  return false;
+}
+
+std::shared_ptr<void> RealDeviceGroup::allocate(size_t bytes, const std::function<void()>& interrupted) {
+  std::lock_guard lock(mutex_);
+  if (closed_) throw Error(ErrorKind::InvalidUsage, kClosed);
+  watchdog_->throw_if_failed();
+  const UseDevice use(device_);
+  Segment segment{.number = ++segments_so_far_};
+  tell_peers_if_it_fails(*communicator_, [&] {
+    give_back_dropped(interrupted);
+    const auto wanted = gather(*communicator_, static_cast<uint64_t>(bytes), "syncengine.empty on CUDA", interrupted);
+    for (int rank = 0; rank < site_.world; ++rank)
+      if (wanted[rank] != bytes)
+        throw Error(ErrorKind::Mismatch, "syncengine.empty on CUDA: this rank asked for " + std::to_string(bytes) +
+                                             " bytes, rank " + std::to_string(communicator_->global_ranks()[rank]) +
+                                             " for " + std::to_string(wanted[rank]) +
+                                             ": on CUDA all ranks make the same tensors in the same order");
+    segment.own = std::make_unique<DeviceMemory>(std::max<size_t>(bytes, 1));
+    segment.peers = std::make_unique<PeerMemory>(*communicator_, *segment.own, interrupted);
+    uint8_t reachable = std::count(segment.peers->bases().begin(), segment.peers->bases().end(), nullptr) == 0;
+    for (uint8_t theirs : gather(*communicator_, reachable, "syncengine.empty on CUDA", interrupted))
+      reachable &= theirs;
+    if (!reachable) segment.peers.reset();  // it is staged then, as any tensor
+  });
+  std::byte* data = segment.own->data();
+  std::lock_guard segments_lock(segments_->mutex);
+  if (!segment.peers) {
+    std::shared_ptr<DeviceMemory> own = std::move(segment.own);
+    return {data, [own, device = device_](void*) mutable {
+              const UseDevice use(device);
+              own.reset();
+            }};
+  }
+  segments_->list.push_back(std::move(segment));
+  return {data, [segments = segments_, number = segments_so_far_](void*) {
+            std::lock_guard lock(segments->mutex);
+            for (Segment& segment : segments->list) segment.dropped |= segment.number == number;
+          }};
+}
+
+// Peers may be in the middle of an operation on a tensor that this rank has dropped, so memory is freed in two steps, both by all
+// ranks: first all close what everybody has dropped, then the owners free it.
+void RealDeviceGroup::give_back_dropped(const std::function<void()>& interrupted) {
+  struct Dropped {
+    uint64_t numbers[32] = {};
+  };
+  Dropped mine;
+  {
+    std::lock_guard lock(segments_->mutex);
+    size_t count = 0;
+    for (const Segment& segment : segments_->list)
+      if (segment.dropped && count < std::size(mine.numbers)) mine.numbers[count++] = segment.number;
+  }
+  if (mine.numbers[0]) check(cudaDeviceSynchronize(), "waiting for the device");
+  const auto all = gather(*communicator_, mine, "syncengine.empty on CUDA", interrupted);
+  std::vector<std::unique_ptr<DeviceMemory>> given_back;
+  {
+    std::lock_guard lock(segments_->mutex);
+    auto is_everybodys = [&](const Segment& segment) {
+      return std::all_of(all.begin(), all.end(), [&](const Dropped& theirs) {
+        return std::count(std::begin(theirs.numbers), std::end(theirs.numbers), segment.number) > 0;
+      });
+    };
+    std::erase_if(segments_->list, [&](Segment& segment) {
+      if (!is_everybodys(segment)) return false;
+      given_back.push_back(std::move(segment.own));
+      segment.peers.reset();
+      return true;
+    });
+  }
+  if (!given_back.empty()) gather(*communicator_, uint8_t{0}, "syncengine.empty on CUDA", interrupted);
+}
+
+std::map<std::string, uint64_t> RealDeviceGroup::counters() const {
+  std::lock_guard lock(mutex_);
+  auto counters = counters_;
+  counters["host_staging"] = host_staging_ != nullptr;
+  return counters;
+}
+
+void RealDeviceGroup::close() {
+  std::lock_guard lock(mutex_);
+  if (std::exchange(closed_, true)) return;
+  const UseDevice use(device_);
+  cudaDeviceSynchronize();  // ends: the watchdog releases what waits for a peer that does not come
+  peer_staging_.reset();
+  {
+    std::lock_guard segments_lock(segments_->mutex);
+    for (Segment& segment : segments_->list) segment.peers.reset();
+  }
+  control_of(pages_, site_.rank)
+      ->gone.store(1, std::memory_order_release);  // release: after the last use of peers' memory
+  wait_for_peers_to_leave();
+  if (watchdog_) watchdog_->stop();
+  pinned_staging_.clear();
+  pinned_pages_.clear();
+}
+
+// Freeing memory that a peer has open is undefined. A peer that takes its time, or has died, costs this memory until the process
+// ends. Tensors that the program still holds stay as they are.
+void RealDeviceGroup::wait_for_peers_to_leave() {
+  const Deadline deadline = Deadline::after(kPatience);
+  auto all_gone = [&] {
+    for (int rank = 0; rank < site_.world; ++rank)
+      if (!control_of(pages_, rank)->gone.load(std::memory_order_acquire)) return false;  // acquire: as release above
+    return true;
+  };
+  while (!all_gone() && !deadline.passed() && !(watchdog_ && watchdog_->has_failed()))
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const bool safe = all_gone();
+  if (!safe && staging_) staging_->leak();
+  std::lock_guard lock(segments_->mutex);
+  std::erase_if(segments_->list, [&](Segment& segment) {
+    if (!segment.dropped) return false;
+    if (!safe) segment.own->leak();
+    return true;
+  });
+}
+
+}  // namespace syncengine::cuda

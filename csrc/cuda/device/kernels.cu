@@ -1,0 +1,173 @@
+#include <algorithm>
+#include <vector>
+
+#include "cuda/device/driver.h"
+#include "cuda/device/kernels.h"
+#include "cuda/kernel_choice.h"
+
+namespace syncengine::cuda {
+
+namespace {
+
+constexpr int kThreads = 512;
+
+// Each block asks for itself, once, whether the gate is open; block 0 counts. All threads return the same.
+__device__ __forceinline__ bool enter(const Gate& gate) {
+  if (!gate.words) return true;
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) count_progress(gate);
+  const bool shut = threadIdx.x < gate.world && is_shut(gate, threadIdx.x);
+  return !__syncthreads_or(shut);
+}
+
+template <class Element, class Op, kernels::Rounding kRounding, int kSources>
+__global__ void __launch_bounds__(kThreads) reduce_kernel(const __grid_constant__ ReduceArgs args) {
+  const size_t thread = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const size_t threads = static_cast<size_t>(gridDim.x) * kThreads;
+  if (enter(args.gate)) {
+    reduce_share<Element, Op, kRounding, kSources>(args, thread, threads);
+  } else {
+    poison_share(args, sizeof(typename Element::Stored), thread, threads);
+  }
+}
+
+// One row of blocks a piece.
+__global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ CopyArgs args) {
+  const size_t thread = static_cast<size_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const size_t threads = static_cast<size_t>(gridDim.x) * kThreads;
+  const bool open = enter(args.gate);
+  const int piece = blockIdx.y;
+  if (piece >= args.pieces) return;
+  if (open) {
+    copy_share(args, piece, thread, threads);
+  } else {
+    poison_bytes(args.destinations[piece], args.bytes[piece], thread, threads);
+  }
+}
+
+// Some thousand looks are some milliseconds: then the watchdog is to know for whom.
+constexpr unsigned kLongWait = 1u << 14;
+constexpr unsigned kAbortEvery = 64;  // looks; the abort word lies beyond the bus
+
+// False if the peer called something else, or never comes.
+__device__ bool wait_for(const OneShotArgs& args, int peer, int block, uint32_t epoch) {
+  bool good = true;
+  unsigned looks = 0;
+  for (;; ++looks) {
+    const Arrival arrival = look_for(args, peer, block, epoch);
+    good = arrival != Arrival::Bad;
+    if (arrival != Arrival::NotYet) break;
+    if (looks % kAbortEvery == kAbortEvery - 1 && get_word(&args.control->aborted)) {
+      good = false;
+      break;
+    }
+    if (block == 0 && looks == kLongWait) {
+      set_word(&args.control->waiting, kInKernel);
+      set_word(&args.control->late[peer], 1);
+    }
+  }
+  if (block == 0 && looks >= kLongWait) set_word(&args.control->late[peer], 0);
+  return good;
+}
+
+template <class Element, class Op, kernels::Rounding kRounding, int kSources>
+__global__ void __launch_bounds__(kThreads) one_shot_kernel(const __grid_constant__ OneShotArgs args) {
+  const int block = blockIdx.x;
+  const size_t part = one_shot_part(args.bytes, gridDim.x);
+  const size_t begin = min(args.bytes, part * block), length = min(args.bytes, begin + part) - begin;
+  OneShotArea& own = *args.areas[args.rank];
+  const uint32_t epoch = own.epochs[block] + 1;
+  copy_run(own.slots[epoch & 1] + begin, static_cast<const unsigned char*>(args.input) + begin, length, threadIdx.x,
+           kThreads);
+  __syncthreads();  // all has been staged, and every thread knows the epoch
+  if (threadIdx.x == 0) own.epochs[block] = epoch;
+  bool bad = false;
+  if (threadIdx.x < args.world && threadIdx.x != args.rank) {
+    const int peer = threadIdx.x;
+    __threadfence_system();  // what the other threads staged comes before the mark
+    put_mark(&args.areas[peer]->marks[epoch & 1][block][args.rank],
+             static_cast<uint64_t>(epoch) << 32 | args.fingerprint);
+    bad = !wait_for(args, peer, block, epoch);
+  }
+  const bool open = !__syncthreads_or(bad);
+  if (block == 0 && threadIdx.x == 0) {
+    set_word(&args.control->waiting, 0);
+    set_word(&args.control->progress, get_word(&args.control->progress) + 1);
+  }
+  const ReduceArgs reduce = one_shot_reduction(args, begin, length, epoch, sizeof(typename Element::Stored));
+  if (open) {
+    reduce_share<Element, Op, kRounding, kSources>(reduce, threadIdx.x, kThreads);
+  } else {
+    poison_share(reduce, sizeof(typename Element::Stored), threadIdx.x, kThreads);
+  }
+}
+
+using OneShotKernel = void (*)(OneShotArgs);
+using ReduceKernel = void (*)(ReduceArgs);
+
+ReduceKernel find_kernel(const kernels::Reduction& reduction, int sources) {
+  ReduceKernel found = nullptr;
+  visit_instance(reduction.dtype, reduction.op, reduction.rounding, sources, [&](auto instance) {
+    using I = decltype(instance);
+    found = reduce_kernel<typename I::Element, typename I::Op, I::kRounding, I::kSources>;
+  });
+  return found;
+}
+
+OneShotKernel find_one_shot(const kernels::Reduction& reduction, int sources) {
+  OneShotKernel found = nullptr;
+  visit_instance(reduction.dtype, reduction.op, kernels::Rounding::Once, sources, [&](auto instance) {
+    using I = decltype(instance);
+    found = one_shot_kernel<typename I::Element, typename I::Op, I::kRounding, I::kSources>;
+  });
+  return found;
+}
+
+// As many blocks as have 16 bytes for each thread, at least one.
+int blocks_for(size_t bytes, int most) {
+  const size_t wanted = (bytes + kThreads * sizeof(Pack) - 1) / (kThreads * sizeof(Pack));
+  return static_cast<int>(std::clamp<size_t>(wanted, 1, std::max(most, 1)));
+}
+
+void load_kernel(const void* kernel) {
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
+}
+
+}  // namespace
+
+void load_kernels() {
+  for (DType dtype : {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64, DType::Int8, DType::Int16,
+                      DType::Int32, DType::Int64, DType::UInt8})
+    for (ReduceOp op : {ReduceOp::Sum, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max})
+      for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop})
+        for (int sources : {1, 2, 4, 8}) {
+          load_kernel(reinterpret_cast<const void*>(find_kernel({dtype, op, rounding}, sources)));
+          load_kernel(reinterpret_cast<const void*>(find_one_shot({dtype, op}, sources)));
+        }
+  load_kernel(reinterpret_cast<const void*>(copy_kernel));
+}
+
+void launch_reduce(const kernels::Reduction& reduction, const ReduceArgs& args, int blocks, cudaStream_t stream) {
+  const int grid = blocks_for(args.count * element_size(reduction.dtype), blocks);
+  const ReduceKernel kernel = find_kernel(reduction, args.source_count);
+  kernel<<<grid, kThreads, 0, stream>>>(args);
+  check(cudaGetLastError(), "launching a reduction");
+}
+
+void launch_one_shot(const kernels::Reduction& reduction, const OneShotArgs& args, cudaStream_t stream) {
+  const int grid = blocks_for(args.bytes, kOneShotBlocks);  // the same on all ranks: the fingerprint has the bytes
+  const OneShotKernel kernel = find_one_shot(reduction, args.world);
+  kernel<<<grid, kThreads, 0, stream>>>(args);
+  check(cudaGetLastError(), "launching a small reduction");
+}
+
+void launch_copy(const CopyArgs& args, int blocks, cudaStream_t stream) {
+  size_t most = 0;
+  for (int piece = 0; piece < args.pieces; ++piece) most = std::max(most, args.bytes[piece]);
+  const int rows = std::max(args.pieces, 1);
+  const dim3 grid(blocks_for(most, blocks / rows), rows);
+  copy_kernel<<<grid, kThreads, 0, stream>>>(args);
+  check(cudaGetLastError(), "launching a copy");
+}
+
+}  // namespace syncengine::cuda

@@ -1,0 +1,81 @@
+// Device memory that other ranks reach, and host memory that the device reaches.
+//
+// Ownership: each class gives back what it took. Exported memory must outlive the peers' mappings of it: its owner frees it only
+// after they have said that they are done (device_group.cpp). Thread-safety: one thread at a time, any thread; device() is made
+// current by the caller. Failure: InvalidUsage with CUDA's own words.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "engine/communicator.h"
+
+namespace syncengine::cuda {
+
+// Makes `device` current while it lives.
+class UseDevice {
+ public:
+  explicit UseDevice(int device);
+  ~UseDevice();
+
+ private:
+  int before_ = -1;
+};
+
+// cudaMalloc.
+class DeviceMemory {
+ public:
+  explicit DeviceMemory(size_t bytes);
+  ~DeviceMemory();
+  DeviceMemory(const DeviceMemory&) = delete;
+  std::byte* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  void leak() { data_ = nullptr; }  // to the end of the process: a peer may still use it
+
+ private:
+  std::byte* data_ = nullptr;
+  size_t bytes_;
+};
+
+// Makes host memory pinned, and reachable by the device.
+class PinnedMapping {
+ public:
+  PinnedMapping(void* host, size_t bytes);
+  ~PinnedMapping();
+  PinnedMapping(const PinnedMapping&) = delete;
+  std::byte* on_device() const { return device_; }
+
+ private:
+  void* host_;
+  std::byte* device_ = nullptr;
+};
+
+// One rank's memory as every other rank's kernels reach it.
+class PeerMemory {
+ public:
+  // Collective: gives `own` to all, and takes theirs. A rank whose memory can't be reached is null, and `why` says why.
+  PeerMemory(Communicator& communicator, const DeviceMemory& own, const std::function<void()>& interrupted);
+  ~PeerMemory();
+  PeerMemory(const PeerMemory&) = delete;
+
+  const std::vector<std::byte*>& bases() const { return bases_; }  // by rank; the own one among them
+  const std::string& why() const { return why_; }
+  bool on_one_device() const { return one_device_; }  // all ranks are on the very same GPU
+
+ private:
+  std::vector<std::byte*> bases_;
+  std::vector<void*> opened_;
+  std::string why_;
+  bool one_device_ = true;
+};
+
+// Whether this rank's kernels read in each peer's memory what the peer wrote there: drivers' own answers can be wrong. Collective;
+// uses the first 8 KiB of all. Returns an empty text, or whose memory could not be read, the same on all ranks.
+std::string prove_access(Communicator& communicator, const PeerMemory& memory,
+                         const std::function<void()>& interrupted);
+
+}  // namespace syncengine::cuda

@@ -1,0 +1,57 @@
+#include "cuda/device/stream_steps.h"
+
+#include "cuda/device/kernels.h"
+
+namespace syncengine::cuda {
+
+// All of an exchange is one call of the driver, and one node of a graph. A write comes after all that the stream did before it,
+// for whoever sees the written word (the default of cuStreamWriteValue32); operations of a batch run in their order.
+void StreamSteps::exchange(const Exchange& exchange) {
+  const int world = static_cast<int>(controls_.size());
+  operations_.clear();
+  if (exchange.reset >= 0) reset(exchange.reset);
+  write(&controls_[rank_]->waiting, exchange.set + 1);
+  for (int peer = 0; peer < world; ++peer)
+    if (peer != rank_) write(&controls_[peer]->inbox[exchange.set][rank_], exchange.value);
+  for (int peer = 0; peer < world; ++peer)
+    if (peer != rank_) wait(&controls_[rank_]->inbox[exchange.set][peer]);
+  if (exchange.last) reset(exchange.set);
+  write(&controls_[rank_]->waiting, 0);
+  check(driver().stream_batch_mem_op(stream_, static_cast<unsigned>(operations_.size()), operations_.data(), 0),
+        "queueing signals");
+}
+
+void StreamSteps::reduce(const kernels::Reduction& reduction, const ReduceArgs& args) {
+  launch_reduce(reduction, args, blocks_, stream_);
+}
+
+void StreamSteps::copy(const CopyArgs& args) { launch_copy(args, blocks_, stream_); }
+
+void StreamSteps::one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) {
+  launch_one_shot(reduction, args, stream_);
+}
+
+void StreamSteps::write(const uint32_t* word, uint32_t value) {
+  CUstreamBatchMemOpParams params{};
+  params.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+  params.writeValue.address = reinterpret_cast<CUdeviceptr>(word);
+  params.writeValue.value = value;
+  params.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+  operations_.push_back(params);
+}
+
+void StreamSteps::wait(const uint32_t* word) {
+  CUstreamBatchMemOpParams params{};
+  params.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+  params.waitValue.address = reinterpret_cast<CUdeviceptr>(word);
+  params.waitValue.value = kArrived;
+  params.waitValue.flags = CU_STREAM_WAIT_VALUE_AND;
+  operations_.push_back(params);
+}
+
+void StreamSteps::reset(int set) {
+  for (int peer = 0; peer < static_cast<int>(controls_.size()); ++peer)
+    if (peer != rank_) write(&controls_[rank_]->inbox[set][peer], 0);
+}
+
+}  // namespace syncengine::cuda

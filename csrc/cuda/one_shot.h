@@ -1,0 +1,84 @@
+// All-reduce of few bytes by one kernel: each block stages its part, tells the peers' same block, waits for theirs, and reduces all
+// parts itself. The wait is in the kernel, since a stream's costs more than such a message; it looks at the abort word.
+//
+// Epochs are counted in device memory, by the kernel: a replayed graph goes on where the last call was. Slots and marks take turns:
+// a peer writes those of epoch e + 2 only after this rank's mark of e + 1, which this rank writes after it is done with e.
+//
+// Ownership: none. Aliasing: input and output are the same or do not overlap. Failure: as in body.h.
+#pragma once
+
+#include "cuda/body.h"
+
+namespace syncengine::cuda {
+
+inline constexpr int kOneShotBlocks = 16;
+inline constexpr size_t kOneShotBytes = 128 << 10;  // not yet tuned on a GPU
+
+// In device memory that all peers reach; zeros at first.
+struct OneShotArea {
+  alignas(64) uint64_t marks[2][kOneShotBlocks][kMaxRanks];  // of each peer, by it: epoch << 32 | fingerprint
+  alignas(64) uint32_t epochs[kOneShotBlocks];               // of each block, by the own kernels
+  alignas(64) unsigned char slots[2][kOneShotBytes];         // the own input
+};
+
+struct OneShotArgs {
+  OneShotArea* areas[kMaxRanks];
+  Control* control;
+  const void* input;
+  void* output;
+  size_t bytes;
+  double scale;
+  uint32_t fingerprint;
+  int rank, world;
+};
+
+// Bytes of one block's part, the same on all ranks whatever their tensors' alignment.
+SYNCENGINE_BOTH size_t one_shot_part(size_t bytes, int blocks) {
+  return ((bytes + blocks - 1) / blocks + 15) / 16 * 16;
+}
+
+// The words of the protocol, for the device and for the threads that stand in for it.
+#ifdef __CUDACC__
+__device__ __forceinline__ void put_mark(uint64_t* mark, uint64_t value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(mark), "l"(value) : "memory");
+}
+__device__ __forceinline__ uint64_t get_mark(const uint64_t* mark) {
+  uint64_t value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(mark) : "memory");
+  return value;
+}
+#else
+inline void put_mark(uint64_t* mark, uint64_t value) { __atomic_store_n(mark, value, __ATOMIC_RELEASE); }
+inline uint64_t get_mark(const uint64_t* mark) { return __atomic_load_n(mark, __ATOMIC_ACQUIRE); }
+#endif
+
+enum class Arrival : uint8_t { NotYet, Here, Bad };
+
+// What the mark of `peer` for `epoch` says.
+#ifdef __CUDACC__
+__device__ __forceinline__
+#else
+inline
+#endif
+    Arrival look_for(const OneShotArgs& args, int peer, int block, uint32_t epoch) {
+  const uint64_t mark = get_mark(&args.areas[args.rank]->marks[epoch & 1][block][peer]);
+  if (static_cast<uint32_t>(mark >> 32) != epoch) return Arrival::NotYet;
+  if (static_cast<uint32_t>(mark) == args.fingerprint) return Arrival::Here;
+  tell_mismatch(args.control->mismatch, peer, static_cast<uint32_t>(mark), args.fingerprint);
+  return Arrival::Bad;
+}
+
+// This block's part as a reduction of what the slots hold.
+SYNCENGINE_BOTH ReduceArgs one_shot_reduction(const OneShotArgs& args, size_t begin, size_t length, uint32_t epoch,
+                                              size_t element) {
+  ReduceArgs reduce;
+  reduce.source_count = args.world;
+  reduce.destination_count = 1;
+  reduce.count = length / element;
+  reduce.scale = args.scale;
+  for (int rank = 0; rank < args.world; ++rank) reduce.sources[rank] = args.areas[rank]->slots[epoch & 1] + begin;
+  reduce.destinations[0] = static_cast<unsigned char*>(args.output) + begin;
+  return reduce;
+}
+
+}  // namespace syncengine::cuda

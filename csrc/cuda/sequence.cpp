@@ -1,0 +1,228 @@
+#include "cuda/sequence.h"
+
+#include <algorithm>
+
+#include "collectives/order.h"
+
+namespace syncengine::cuda {
+
+namespace {
+
+class Sequence {
+ public:
+  Sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint, Steps& steps)
+      : operation_(operation), site_(site), route_(route), fingerprint_(fingerprint), steps_(steps) {}
+
+  void run() {
+    const size_t block = operation_.collective == Collective::Barrier ? 0 : block_bytes(operation_);
+    const size_t chunk = direct() ? std::max<size_t>(block, 1)
+                                  : chunk_bytes(operation_.collective, route_.path, site_.world, site_.slot_bytes, 0);
+    size_t begin = 0;
+    do {
+      run_chunk(block, begin, std::min(chunk, block - begin));
+      begin += chunk;
+      half_ ^= 1;
+    } while (begin < block);
+    exchange(2, /*last=*/true);  // peers are done with this rank's memory
+  }
+
+ private:
+  bool direct() const { return route_.path == Path::Direct; }
+
+  void run_chunk(size_t block, size_t begin, size_t length) {
+    const Chunk chunk{.collective = operation_.collective,
+                      .path = route_.path,
+                      .rank = site_.rank,
+                      .world = site_.world,
+                      .root = operation_.root,
+                      .element = element_size(operation_.dtype),
+                      .block = block,
+                      .begin = begin,
+                      .length = length,
+                      .stage_all = operation_.prescale != 1.0,
+                      .pull_results = !site_.push && route_.path != Path::OneShot};
+    plan_chunk(chunk, plan_);
+    stage();
+    exchange(next_set(), false);
+    looked_ = false;
+    if (plan_.reduces) reduce();
+    // Results that are pushed straight into tensors need no pull: the last exchange says that they have arrived.
+    if (plan_.reduces && plan_.pulls && !(direct() && site_.push)) {
+      if (!looked_) look();
+      exchange(next_set(), false);
+      looked_ = false;
+    }
+    pull();
+    if (!looked_) look();
+  }
+
+  int next_set() { return set_ == 0 ? 1 : 0; }
+
+  void exchange(int set, bool last) {
+    steps_.exchange({.set = set, .reset = set_, .value = fingerprint_, .last = last});
+    set_ = set;
+  }
+
+  Gate gate() {
+    looked_ = true;
+    return {.words = site_.control->inbox[set_],
+            .mismatch = site_.control->mismatch,
+            .progress = &site_.control->progress,
+            .expected = fingerprint_,
+            .rank = site_.rank,
+            .world = site_.world};
+  }
+
+  // A kernel that moves nothing, where a rank has nothing to move: fingerprints are compared all the same.
+  void look() { steps_.copy({.pieces = 0, .gate = gate()}); }
+
+  std::byte* at(int rank, size_t offset) const {
+    return direct() ? route_.memories[rank].at(offset) : site_.slots[rank] + half_ * site_.slot_bytes + offset;
+  }
+
+  void stage() {
+    for (const Copy& copy : plan_.stage) {
+      std::byte* slot = at(site_.rank, copy.slot);
+      operation_.input.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
+        if (operation_.prescale == 1.0) return add_piece(slot + offset, memory, bytes, /*gated=*/false);
+        ReduceArgs args{.source_count = 1, .destination_count = 1, .scale = operation_.prescale};
+        args.count = bytes / element_size(operation_.dtype);
+        args.sources[0] = memory;
+        args.destinations[0] = slot + offset;
+        steps_.reduce({.dtype = operation_.dtype, .op = ReduceOp::Sum}, args);
+      });
+    }
+    flush(/*gated=*/false);
+  }
+
+  void reduce() {
+    const Reduce& step = plan_.reduce;
+    const bool ring = operation_.numerics == Numerics::Ring;
+    // A reduce-scatter's block p is the ring's chunk p; an all-reduce is cut as Gloo cuts it.
+    const size_t element = element_size(operation_.dtype);
+    const RingCut cut = operation_.collective == Collective::AllReduce
+                            ? ring_cut(operation_.input.bytes(), element, site_.world)
+                            : RingCut{std::max(block_bytes(operation_), element)};
+    operation_.input.for_each(step.input, step.bytes, [&](std::byte* own, size_t own_offset, size_t own_bytes) {
+      operation_.output.for_each(step.output + own_offset, own_bytes, [&](std::byte* out, size_t offset, size_t bytes) {
+        for (size_t done = 0; done < bytes;) {
+          size_t begin = own_offset + offset + done, length = bytes - done;
+          order_.clear();
+          if (ring) {
+            const size_t position = step.input + begin;
+            const int chunk = cut.chunk_of(position);
+            length = std::min(length, (chunk + 1) * cut.chunk - position);
+            ring_order(chunk, site_.world, order_);
+          }
+          reduce_piece(begin, own + offset + done, out + done, length);
+          done += length;
+        }
+      });
+    });
+  }
+
+  void reduce_piece(size_t offset, std::byte* own, std::byte* out, size_t bytes) {
+    const Reduce& step = plan_.reduce;
+    ReduceArgs args{.source_count = site_.world, .scale = operation_.postscale, .gate = gate()};
+    args.count = bytes / element_size(operation_.dtype);
+    for (int i = 0; i < site_.world; ++i) {
+      const int rank = order_.empty() ? i : order_[i];
+      const bool from_user = rank == site_.rank && !step.own_from_slot;
+      args.sources[i] = from_user ? own : at(rank, step.slot + offset);
+    }
+    args.destinations[args.destination_count++] = out;
+    if (step.into_own_slot) args.destinations[args.destination_count++] = at(site_.rank, step.slot + offset);
+    for (int rank = 0; rank < site_.world && step.into_peers; ++rank)
+      if (rank != site_.rank) args.destinations[args.destination_count++] = at(rank, step.slot + offset);
+    steps_.reduce(
+        {.dtype = operation_.dtype,
+         .op = operation_.op,
+         .rounding = operation_.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once},
+        args);
+  }
+
+  void pull() {
+    for (const Pull& step : plan_.pull) {
+      operation_.output.for_each(step.user, step.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
+        // Peers' spans are of the same lengths as the own ones, so what is contiguous here is so there; an all-gather's input
+        // is cut otherwise than its output.
+        if (!direct()) return add_piece(memory, at(step.peer, step.slot + offset), bytes, /*gated=*/true);
+        route_.memories[step.peer].for_each(step.slot + offset, bytes,
+                                            [&](std::byte* source, size_t skip, size_t length) {
+                                              if (memory + skip != source)
+                                                add_piece(memory + skip, source, length, /*gated=*/true);
+                                            });
+      });
+    }
+    flush(/*gated=*/true);
+  }
+
+  void add_piece(std::byte* destination, const std::byte* source, size_t bytes, bool gated) {
+    if (copies_.pieces == kMaxRanks) flush(gated);
+    copies_.sources[copies_.pieces] = source;
+    copies_.destinations[copies_.pieces] = destination;
+    copies_.bytes[copies_.pieces++] = bytes;
+  }
+
+  // What is staged is the own tensor: no peer has had a say in it yet.
+  void flush(bool gated) {
+    if (copies_.pieces == 0) return;
+    copies_.gate = gated ? gate() : Gate{};
+    steps_.copy(copies_);
+    copies_.pieces = 0;
+  }
+
+  const Operation& operation_;
+  const Site& site_;
+  const Route& route_;
+  const uint32_t fingerprint_;
+  Steps& steps_;
+  ChunkPlan plan_;
+  CopyArgs copies_{};
+  std::vector<int> order_;
+  int set_ = -1, half_ = 0;
+  bool looked_ = false;
+};
+
+bool fits_one_kernel(const Operation& operation, const Site& site, const Route& route) {
+  return route.path == Path::OneShot && !site.areas.empty() && operation.numerics != Numerics::Ring &&
+         operation.prescale == 1.0 && operation.input.spans().size() == 1 && operation.input.bytes() <= kOneShotBytes;
+}
+
+void run_one_shot(const Operation& operation, const Site& site, uint32_t fingerprint, Steps& steps) {
+  OneShotArgs args{};
+  std::copy(site.areas.begin(), site.areas.end(), args.areas);
+  args.control = site.control;
+  args.input = operation.input.at(0);
+  args.output = operation.output.at(0);
+  args.bytes = operation.input.bytes();
+  args.scale = operation.postscale;
+  args.fingerprint = fingerprint;
+  args.rank = site.rank;
+  args.world = site.world;
+  steps.one_shot({.dtype = operation.dtype, .op = operation.op}, args);
+}
+
+}  // namespace
+
+uint32_t fingerprint(const Operation& operation, Path path, uint64_t place) {
+  uint64_t hash = 0xcbf29ce484222325;
+  auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0x100000001b3; };  // FNV-1a
+  for (uint64_t value :
+       {static_cast<uint64_t>(operation.collective), static_cast<uint64_t>(operation.dtype),
+        static_cast<uint64_t>(operation.op), static_cast<uint64_t>(operation.numerics),
+        static_cast<uint64_t>(operation.root), static_cast<uint64_t>(path),
+        static_cast<uint64_t>(operation.input.bytes()), static_cast<uint64_t>(operation.output.bytes()),
+        operation.layout_hash, place, kernels::bits_as<uint64_t>(operation.prescale),
+        kernels::bits_as<uint64_t>(operation.postscale)})
+    mix(value);
+  return (static_cast<uint32_t>(hash ^ (hash >> 32)) | kArrived) & ~1u;
+}
+
+void run_sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint,
+                  Steps& steps) {
+  if (fits_one_kernel(operation, site, route)) return run_one_shot(operation, site, fingerprint, steps);
+  Sequence(operation, site, route, fingerprint, steps).run();
+}
+
+}  // namespace syncengine::cuda

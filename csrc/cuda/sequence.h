@@ -1,0 +1,60 @@
+// A collective as what one rank asks of its stream, in order: exchanges of words with all peers, and kernels between them.
+// Knows no device: the core's tests run the same sequences on threads, and walk all their interleavings.
+//
+// Ownership: none. Thread-safety: reentrant; the steps of one group must reach its stream in one order.
+// Aliasing: as in Operation. Failure: what Steps throws.
+//
+// Why words that go back to 0 can't get lost. A rank puts a fingerprint into a peer's word, the peer waits for it, and later
+// makes it 0, in front of its own next signal to anybody. So the word may be used again as soon as this rank has waited for that
+// next signal. Exchanges are between all ranks, and two that follow each other never use the same set of words: within a
+// collective they take turns with sets 0 and 1, its last one takes set 2, and each collective has at least two. Therefore
+// between two uses of a word lies an exchange that was waited for. Nothing is counted on the host: a captured graph may be
+// replayed at any time, any number of times, between eager calls.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "collectives/operation.h"
+#include "collectives/plan.h"
+#include "cuda/one_shot.h"
+
+namespace syncengine::cuda {
+
+struct Exchange {
+  int set;         // of the words
+  int reset;       // the set whose own words become 0 first; -1: none
+  uint32_t value;  // what peers find
+  bool last;       // own words of `set` become 0 as well, after they have been waited for
+};
+
+class Steps {
+ public:
+  virtual ~Steps() = default;
+  virtual void exchange(const Exchange& exchange) = 0;
+  virtual void reduce(const kernels::Reduction& reduction, const ReduceArgs& args) = 0;
+  virtual void copy(const CopyArgs& args) = 0;
+  virtual void one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) = 0;
+};
+
+// Where a rank stands. Addresses are as its kernels see them.
+struct Site {
+  int rank = 0, world = 1;
+  Control* control = nullptr;       // the own one
+  std::vector<std::byte*> slots;    // of each rank, two halves of `slot_bytes` each
+  std::vector<OneShotArea*> areas;  // of each rank; empty: small messages go the way of the others
+  size_t slot_bytes = 0;
+  bool push = false;  // kernels may write into peers' memory
+};
+
+struct Route {
+  Path path = Path::Staged;
+  std::vector<SpanList> memories = {};  // direct only: of each rank, the operation's input
+};
+
+// What peers compare before they use a byte: everything that must agree. Never kReleased; has kArrived.
+uint32_t fingerprint(const Operation& operation, Path path, uint64_t place);
+
+void run_sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint, Steps& steps);
+
+}  // namespace syncengine::cuda

@@ -1,0 +1,86 @@
+#include "cuda/shared_pages.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "bootstrap/handoff.h"
+#include "bootstrap/host.h"
+
+namespace syncengine::cuda {
+
+namespace {
+
+constexpr size_t kPage = 4096;
+
+struct Address {
+  char socket[64] = {};
+  char host[kMostHostKey] = {};
+  uint64_t bytes = 0;
+};
+
+void put(char* field, size_t size, const std::string& text) { text.copy(field, size - 1); }
+
+UniqueFd create(size_t bytes) {
+  UniqueFd fd(memfd_create("syncengine-cuda", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd || ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0)
+    throw_system_error("can't create " + std::to_string(bytes) + " bytes of shared memory", errno);
+  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL) != 0)
+    throw_system_error("can't seal shared memory", errno);
+  return fd;
+}
+
+Mapping map_peer(int fd, size_t bytes) {
+  struct stat status{};
+  const bool sound = (fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK) && fstat(fd, &status) == 0 &&
+                     static_cast<size_t>(status.st_size) == bytes;
+  if (!sound) throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
+  return Mapping(fd, bytes);
+}
+
+}  // namespace
+
+std::vector<std::string> gather(Communicator& communicator, const std::string& own, const char* what,
+                                const std::function<void()>& interrupted) {
+  std::string input = own, output(own.size() * communicator.size(), '\0');
+  Operation operation{.collective = Collective::AllGather,
+                      .dtype = DType::UInt8,
+                      .input = {input.data(), input.size()},
+                      .output = {output.data(), output.size()}};
+  operation.describe = [what] { return std::string(what); };
+  operation.layout_hash = 0x63756461;  // "cuda": no other all_gather matches it
+  communicator.run(std::move(operation), interrupted);
+  std::vector<std::string> all;
+  for (int rank = 0; rank < communicator.size(); ++rank) all.push_back(output.substr(rank * own.size(), own.size()));
+  return all;
+}
+
+SharedPages::SharedPages(Communicator& communicator, size_t bytes, const std::function<void()>& interrupted) {
+  bytes = (bytes + kPage - 1) / kPage * kPage;
+  Handoff handoff;
+  Address own;
+  put(own.socket, sizeof(own.socket), handoff.name());
+  put(own.host, sizeof(own.host), host_key(""));
+  own.bytes = bytes;
+  const auto addresses = gather(communicator, own, "connecting GPU ranks", interrupted);
+  std::vector<std::string> names;
+  for (int rank = 0; rank < communicator.size(); ++rank) {
+    if (std::strcmp(addresses[rank].host, own.host) != 0)
+      throw Error(ErrorKind::InvalidUsage,
+                  "CUDA tensors need all ranks on one host, and rank " + std::to_string(rank) +
+                      " of this communicator is on another one: split() it by host, or reduce CPU tensors");
+    names.emplace_back(addresses[rank].socket);
+  }
+  const UniqueFd memory = create(bytes);
+  const auto descriptors =
+      handoff.exchange(communicator.rank(), names, memory.get(), Deadline::after(communicator.timeout()), interrupted);
+  for (int rank = 0; rank < communicator.size(); ++rank)
+    mappings_.push_back(rank == communicator.rank() ? Mapping(memory.get(), bytes)
+                                                    : map_peer(descriptors[rank].get(), bytes));
+}
+
+}  // namespace syncengine::cuda

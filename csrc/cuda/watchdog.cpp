@@ -1,0 +1,158 @@
+#include "cuda/watchdog.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <cstdio>
+#include <cstring>
+
+namespace syncengine::cuda {
+
+namespace {
+
+// Often enough to end a wait long before a second has passed; rarely enough to cost nothing.
+constexpr auto kLook = std::chrono::milliseconds(5);
+// A released word is made 0 by a stream that goes on to its next wait: that one is released as soon.
+constexpr auto kCrosswise = std::chrono::milliseconds(500);
+constexpr auto kRelease = std::chrono::microseconds(200);
+
+}  // namespace
+
+Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls, Duration log_after)
+    : communicator_(std::move(communicator)),
+      controls_(std::move(controls)),
+      log_after_(log_after),
+      since_(Clock::now()),
+      thread_([this] { run(); }) {}
+
+void Watchdog::stop() {
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  stopped_.notify_one();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Watchdog::publish(uint32_t fingerprint, const std::string& text) {
+  own().latest.store(fingerprint, std::memory_order_relaxed);  // for messages only
+  CallText& call = own().calls[fingerprint / 2 % std::size(own().calls)];
+  if (call.fingerprint.load(std::memory_order_relaxed) == fingerprint) return;  // this rank alone writes it
+  call.fingerprint.store(0, std::memory_order_relaxed);
+  call.text[text.copy(call.text, sizeof(call.text) - 1)] = '\0';
+  call.fingerprint.store(fingerprint, std::memory_order_release);  // release: the text before its key
+}
+
+void Watchdog::run() {
+  sigset_t all;
+  sigfillset(&all);
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT})
+    sigdelset(&all, fault);                     // but its own faults are its own
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
+  pthread_setname_np(pthread_self(), "syncengine-cuda");
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    lock.unlock();
+    if (!has_failed()) look();
+    if (has_failed()) release();
+    lock.lock();
+    stopped_.wait_for(lock, has_failed() ? Duration(kRelease) : Duration(kLook), [this] { return stopping_; });
+  }
+}
+
+void Watchdog::look() {
+  try {
+    communicator_->check_peers();
+    heed_mismatch();
+    heed_wait();
+  } catch (...) {  // the communicator has failed, and has the error
+    failed_.store(true, std::memory_order_release);
+  }
+}
+
+void Watchdog::heed_mismatch() {
+  const uint32_t found = load(own().mismatch[0]);
+  if (found == 0) return;
+  const int rank = communicator_->rank(), peer = static_cast<int>(found) - 1;
+  fail(ErrorKind::Mismatch, names({rank}) + " called " + text_of(rank, load(own().mismatch[2])) + ", " + names({peer}) +
+                                " called " + text_of(peer, load(own().mismatch[1])));
+}
+
+void Watchdog::heed_wait() {
+  const Stand now{load(own().waiting), load(own().progress)};
+  if (now.waiting == 0 || !(now == stand_)) {
+    stand_ = now;
+    since_ = Clock::now();
+    logged_ = false;
+    return;
+  }
+  const auto late = missing();
+  if (late.empty()) return;
+  const std::string what = latest_text(communicator_->rank());
+  for (int peer : late) {
+    if (controls_[peer]->gone.load(std::memory_order_acquire))  // acquire: what it did before it left
+      fail(ErrorKind::PeerLost,
+           names({peer}) + " has left while " + names({communicator_->rank()}) + " was in " + what);
+  }
+  const Duration age = Clock::now() - since_;
+  // Each has signalled before it waited: who waits for each other for so long is not in the same exchange.
+  for (int peer : late)
+    if (age >= kCrosswise && waits_for(peer, communicator_->rank()))
+      fail(ErrorKind::Mismatch, names({communicator_->rank()}) + " waits in " + what + ", " + names({peer}) + " in " +
+                                    latest_text(peer) + ", for each other");
+  char seconds[32];
+  std::snprintf(seconds, sizeof(seconds), "%.1f s", std::chrono::duration<double>(age).count());
+  const std::string text =
+      names({communicator_->rank()}) + " waits for " + names(late) + " since " + seconds + " in " + what;
+  if (age >= communicator_->timeout())
+    fail(ErrorKind::Timeout, text + ": a CUDA stream gave up after the timeout; look at what these ranks do");
+  if (age >= log_after_ && !logged_) {
+    logged_ = true;
+    std::fprintf(stderr, "syncengine: %s (CUDA stream)\n", text.c_str());
+  }
+}
+
+void Watchdog::fail(ErrorKind kind, const std::string& text) {
+  communicator_->abort(kind, text);
+  throw Error(kind, text);
+}
+
+void Watchdog::release() {
+  for (int peer = 0; peer < communicator_->size(); ++peer) {
+    if (peer == communicator_->rank()) continue;
+    for (auto& set : own().inbox) store(set[peer], kReleased);
+  }
+  store(own().aborted, 1);
+}
+
+std::vector<int> Watchdog::missing() const {
+  std::vector<int> late;
+  for (int peer = 0; peer < communicator_->size(); ++peer)
+    if (peer != communicator_->rank() && waits_for(communicator_->rank(), peer)) late.push_back(peer);
+  return late;
+}
+
+bool Watchdog::waits_for(int rank, int peer) const {
+  const Control& control = *controls_[rank];
+  const uint32_t waiting = load(control.waiting);
+  if (waiting == kInKernel) return load(control.late[peer]) != 0;
+  return waiting > 0 && waiting <= kSets && load(control.inbox[waiting - 1][peer]) == 0;
+}
+
+std::string Watchdog::latest_text(int rank) const {
+  return text_of(rank, controls_[rank]->latest.load(std::memory_order_relaxed));
+}
+
+std::string Watchdog::names(const std::vector<int>& ranks) const {
+  std::string list;
+  for (int rank : ranks) list += (list.empty() ? "" : ", ") + std::to_string(communicator_->global_ranks()[rank]);
+  return (ranks.size() == 1 ? "rank " : "ranks ") + list;
+}
+
+std::string Watchdog::text_of(int rank, uint32_t fingerprint) const {
+  const CallText& call = controls_[rank]->calls[fingerprint / 2 % std::size(controls_[rank]->calls)];
+  if (call.fingerprint.load(std::memory_order_acquire) != fingerprint) return "something else";
+  return std::string(call.text, strnlen(call.text, sizeof(call.text)));
+}
+
+}  // namespace syncengine::cuda

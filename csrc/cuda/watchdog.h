@@ -1,0 +1,75 @@
+// What looks after streams that wait for peers, since they can't look after themselves: a thread that turns a death, a mismatch
+// or a deadline into the communicator's named error, and then releases every wait of this rank's streams.
+//
+// Knows no device: words in shared memory are all that it reads and writes.
+//
+// Ownership: keeps the communicator alive; the words must outlive it. Its thread ends with stop() or the destructor.
+// Thread-safety: any thread. Failure: what it finds fails the communicator, and so all ranks; throw_if_failed() rethrows.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "cuda/control.h"
+#include "engine/communicator.h"
+
+namespace syncengine::cuda {
+
+class Watchdog {
+ public:
+  // `controls` of each rank. `log_after`: one line on stderr says for whom a stream waits.
+  Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls, Duration log_after);
+  ~Watchdog() { stop(); }
+
+  // What a call with this fingerprint is, for this rank's and its peers' messages. Before the call is queued.
+  void publish(uint32_t fingerprint, const std::string& text);
+
+  void throw_if_failed() const { communicator_->throw_if_failed(); }
+  bool has_failed() const {
+    return failed_.load(std::memory_order_acquire);
+  }  // acquire: after the communicator's error
+
+  // Does not release streams any more. Idempotent.
+  void stop();
+
+ private:
+  struct Stand {  // where the own stream is, as far as words tell
+    uint32_t waiting, progress;
+    bool operator==(const Stand&) const = default;
+  };
+
+  void run();
+  void look();
+  void heed_mismatch();
+  void heed_wait();
+  void fail(ErrorKind kind, const std::string& text);
+  void release();
+  std::vector<int> missing() const;
+  bool waits_for(int rank, int peer) const;
+  std::string latest_text(int rank) const;
+  std::string names(const std::vector<int>& ranks) const;
+  std::string text_of(int rank, uint32_t fingerprint) const;
+  Control& own() const { return *controls_[communicator_->rank()]; }
+
+  std::shared_ptr<Communicator> communicator_;
+  std::vector<Control*> controls_;
+  Duration log_after_;
+  std::atomic<bool> failed_{false};
+
+  // The thread's own.
+  Stand stand_{};
+  Clock::time_point since_;
+  bool logged_ = false;
+
+  std::mutex mutex_;
+  std::condition_variable stopped_;
+  bool stopping_ = false;
+  std::thread thread_;  // last: starts when the rest is ready
+};
+
+}  // namespace syncengine::cuda

@@ -1,0 +1,172 @@
+// A GPU rank's stream, on the CPU: the same sequences and kernel bodies, run by the rank's thread, with atomics for words.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "cuda/kernel_choice.h"
+#include "cuda/sequence.h"
+#include "test.h"
+
+namespace syncengine::testing {
+
+// A kernel by its bodies, as a grid of `threads` that run one after the other.
+inline void run_reduce(const kernels::Reduction& reduction, const cuda::ReduceArgs& args, int threads = 3) {
+  cuda::visit_instance(reduction.dtype, reduction.op, reduction.rounding, args.source_count, [&](auto instance) {
+    using I = decltype(instance);
+    for (int thread = 0; thread < threads; ++thread)
+      cuda::reduce_share<typename I::Element, typename I::Op, I::kRounding, I::kSources>(args, thread, threads);
+  });
+}
+
+inline bool passes(const cuda::Gate& gate) {
+  if (!gate.words) return true;
+  cuda::count_progress(gate);
+  bool shut = false;
+  for (int i = 0; i < gate.world; ++i) shut |= cuda::is_shut(gate, i);
+  return !shut;
+}
+
+class TwinSteps : public cuda::Steps {
+ public:
+  TwinSteps(int rank, std::vector<cuda::Control*> controls) : rank_(rank), controls_(std::move(controls)) {}
+
+  bool orderly = true;  // false: peers may have been released, and do not take signals away
+
+  // While capturing, steps are kept instead of run. replay() runs what was kept, as often as one likes.
+  void begin_capture() { capturing_ = true; }
+  void end_capture() { capturing_ = false; }
+  void replay() {
+    for (auto& step : captured_) step();
+  }
+
+  void exchange(const cuda::Exchange& exchange) override {
+    step([this, exchange] { run(exchange); });
+  }
+  void reduce(const kernels::Reduction& reduction, const cuda::ReduceArgs& args) override {
+    step([reduction, args] {
+      if (passes(args.gate)) return run_reduce(reduction, args);
+      cuda::poison_share(args, element_size(reduction.dtype), 0, 1);
+    });
+  }
+  void copy(const cuda::CopyArgs& args) override {
+    step([args] {
+      bool good = passes(args.gate);
+      for (int piece = 0; piece < args.pieces; ++piece) {
+        if (good) cuda::copy_share(args, piece, 0, 1);
+        if (!good) cuda::poison_bytes(args.destinations[piece], args.bytes[piece], 0, 1);
+      }
+    });
+  }
+  // Blocks run one after the other: none waits for another one.
+  void one_shot(const kernels::Reduction& reduction, const cuda::OneShotArgs& args) override {
+    step([this, reduction, args] {
+      constexpr int kBlocks = 3;
+      for (int block = 0; block < kBlocks; ++block) run_block(reduction, args, block, kBlocks);
+      cuda::store(own().progress, cuda::load(own().progress) + 1);
+    });
+  }
+
+ private:
+  void run_block(const kernels::Reduction& reduction, const cuda::OneShotArgs& args, int block, int blocks) {
+    const size_t part = cuda::one_shot_part(args.bytes, blocks);
+    const size_t begin = std::min(args.bytes, part * block), length = std::min(args.bytes, begin + part) - begin;
+    cuda::OneShotArea& area = *args.areas[args.rank];
+    const uint32_t epoch = area.epochs[block] + 1;
+    cuda::copy_run(area.slots[epoch & 1] + begin, static_cast<const unsigned char*>(args.input) + begin, length, 0, 1);
+    area.epochs[block] = epoch;
+    bool good = true;
+    for (int peer = 0; peer < args.world; ++peer)
+      if (peer != args.rank)
+        cuda::put_mark(&args.areas[peer]->marks[epoch & 1][block][args.rank], uint64_t{epoch} << 32 | args.fingerprint);
+    for (int peer = 0; peer < args.world; ++peer) {
+      if (peer == args.rank) continue;
+      auto arrival = cuda::Arrival::NotYet;
+      while ((arrival = cuda::look_for(args, peer, block, epoch)) == cuda::Arrival::NotYet) {
+        if (cuda::load(args.control->aborted)) arrival = cuda::Arrival::Bad;
+        if (arrival == cuda::Arrival::Bad) break;
+        std::this_thread::yield();
+      }
+      good &= arrival == cuda::Arrival::Here;
+    }
+    const size_t element = element_size(reduction.dtype);
+    const auto reduce = cuda::one_shot_reduction(args, begin, length, epoch, element);
+    if (good) return run_reduce(reduction, reduce);
+    cuda::poison_share(reduce, element, 0, 1);
+  }
+
+  void step(std::function<void()> run) {
+    if (capturing_) return captured_.push_back(std::move(run));
+    run();
+  }
+
+  void run(const cuda::Exchange& exchange) {
+    if (exchange.reset >= 0) reset(exchange.reset);
+    cuda::store(own().waiting, exchange.set + 1);
+    for (int peer = 0; peer < world(); ++peer) {
+      if (peer == rank_) continue;
+      uint32_t before =
+          __atomic_exchange_n(&controls_[peer]->inbox[exchange.set][rank_], exchange.value, __ATOMIC_ACQ_REL);
+      if (orderly) CHECK(before == 0 || before == cuda::kReleased);  // else a signal is lost
+    }
+    for (int peer = 0; peer < world(); ++peer) {
+      if (peer == rank_) continue;
+      while (!(cuda::load(own().inbox[exchange.set][peer]) & cuda::kArrived)) std::this_thread::yield();
+    }
+    if (exchange.last) reset(exchange.set);
+    cuda::store(own().waiting, 0);
+  }
+
+  void reset(int set) {
+    for (int peer = 0; peer < world(); ++peer)
+      if (peer != rank_) cuda::store(own().inbox[set][peer], 0);
+  }
+
+  int world() const { return static_cast<int>(controls_.size()); }
+  cuda::Control& own() { return *controls_[rank_]; }
+
+  int rank_;
+  std::vector<cuda::Control*> controls_;
+  bool capturing_ = false;
+  std::vector<std::function<void()>> captured_;
+};
+
+// The memory of `world` ranks: words and staging.
+struct TwinGroup {
+  // `one_kernel`: small messages take cuda/one_shot.h.
+  TwinGroup(int world, size_t slot_bytes, bool push, bool one_kernel = false) : slot_bytes(slot_bytes), push(push) {
+    for (int rank = 0; rank < world; ++rank) {
+      owned.push_back(std::make_unique<cuda::Control>());
+      std::memset(static_cast<void*>(owned.back().get()), 0, sizeof(cuda::Control));
+      controls.push_back(owned.back().get());
+      staging.emplace_back(2 * slot_bytes);
+      slots.push_back(staging.back().data());
+      owned_areas.push_back(std::make_unique<cuda::OneShotArea>());
+      if (one_kernel) areas.push_back(owned_areas.back().get());
+    }
+  }
+  cuda::Site site(int rank) const {
+    return {.rank = rank,
+            .world = static_cast<int>(controls.size()),
+            .control = controls[rank],
+            .slots = slots,
+            .areas = areas,
+            .slot_bytes = slot_bytes,
+            .push = push};
+  }
+
+  size_t slot_bytes;
+  bool push;
+  std::vector<std::unique_ptr<cuda::Control>> owned;
+  std::vector<cuda::Control*> controls;
+  std::vector<std::vector<std::byte>> staging;
+  std::vector<std::byte*> slots;
+  std::vector<std::unique_ptr<cuda::OneShotArea>> owned_areas;
+  std::vector<cuda::OneShotArea*> areas;
+};
+
+}  // namespace syncengine::testing

@@ -1,0 +1,125 @@
+// The watchdog of GPU ranks: what ends a stream's wait, and with which error. Ranks are threads, words lie in shared pages.
+#include <atomic>
+#include <chrono>
+
+#include "cuda/shared_pages.h"
+#include "cuda/watchdog.h"
+#include "cuda_twin.h"
+#include "job.h"
+
+namespace syncengine {
+
+namespace {
+
+using testing::contains;
+using testing::run_job;
+using testing::TwinSteps;
+
+// What DeviceGroup has, without a device.
+struct TwinRank {
+  TwinRank(Communicator& communicator, Duration log_after = seconds(60))
+      : rank(communicator.rank()), pages(communicator, sizeof(cuda::Control), {}) {
+    for (int peer = 0; peer < communicator.size(); ++peer)
+      controls.push_back(reinterpret_cast<cuda::Control*>(pages.of(peer)));
+    watchdog.emplace(communicator.shared_from_this(), controls, log_after);
+  }
+  // A barrier on the stream, which is this thread.
+  void barrier(double prescale = 1.0, const std::string& text = "barrier()") {
+    Operation operation;
+    operation.collective = Collective::Barrier;
+    operation.prescale = prescale;
+    const uint32_t mark = cuda::fingerprint(operation, Path::Staged, 0);
+    watchdog->throw_if_failed();
+    watchdog->publish(mark, text);
+    TwinSteps steps(rank, controls);
+    cuda::Site site{
+        .rank = rank, .world = static_cast<int>(controls.size()), .control = controls[rank], .slot_bytes = 64};
+    site.slots.resize(site.world);
+    cuda::run_sequence(operation, site, {}, mark, steps);
+  }
+
+  int rank;
+  cuda::SharedPages pages;
+  std::vector<cuda::Control*> controls;
+  std::optional<cuda::Watchdog> watchdog;
+};
+
+Options with_timeout(double timeout) {
+  Options options;
+  options.timeout = seconds(timeout);
+  options.log_after = seconds(60);
+  return options;
+}
+
+std::string error_of(TwinRank& rank, ErrorKind kind) {
+  const auto deadline = Deadline::after(seconds(10));
+  while (!rank.watchdog->has_failed() && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return CHECK_THROWS(rank.watchdog->throw_if_failed(), kind);
+}
+
+}  // namespace
+
+TEST(cuda_words_work_through_shared_pages) {
+  run_job(3, with_timeout(20), [](int, Communicator& communicator) {
+    TwinRank rank(communicator);
+    for (int round = 0; round < 100; ++round) rank.barrier();
+    rank.watchdog->throw_if_failed();
+  });
+}
+
+TEST(cuda_watchdog_names_who_is_late) {
+  std::atomic<bool> told = false;
+  run_job(2, with_timeout(0.3), [&](int me, Communicator& communicator) {
+    TwinRank rank(communicator, seconds(60));
+    if (me == 1) {
+      while (!told) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      return;
+    }
+    rank.barrier(1.0, "all_reduce(float32, 8 bytes)");  // is released
+    const std::string text = error_of(rank, ErrorKind::Timeout);
+    CHECK(contains(text, "rank 0 waits for rank 1 since") && contains(text, "all_reduce(float32, 8 bytes)"));
+    told = true;
+  });
+}
+
+TEST(cuda_watchdog_names_both_sides_of_a_mismatch) {
+  run_job(2, with_timeout(20), [](int me, Communicator& communicator) {
+    TwinRank rank(communicator);
+    rank.barrier(1.0 + me, me ? "broadcast(int8)" : "all_reduce(float32)");
+    const std::string text = error_of(rank, ErrorKind::Mismatch);
+    CHECK(contains(text, "rank 0 called all_reduce(float32)") && contains(text, "rank 1 called broadcast(int8)"));
+  });
+}
+
+TEST(cuda_watchdog_releases_after_a_peers_abort) {
+  run_job(2, with_timeout(60), [](int me, Communicator& communicator) {
+    TwinRank rank(communicator);
+    if (me == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(30));
+      communicator.abort(ErrorKind::Aborted, "rank 1: out of luck");
+      return;
+    }
+    const auto begin = Clock::now();
+    rank.barrier();
+    CHECK(Clock::now() - begin < seconds(10));  // the timeout is 60 s
+    CHECK(contains(error_of(rank, ErrorKind::Aborted), "out of luck"));
+    CHECK_THROWS(rank.barrier(), ErrorKind::Aborted);  // and every later call
+  });
+}
+
+TEST(cuda_watchdog_names_a_peer_that_left) {
+  std::atomic<bool> told = false;
+  run_job(2, with_timeout(60), [&](int me, Communicator& communicator) {
+    TwinRank rank(communicator);
+    if (me == 1) {
+      rank.controls[1]->gone.store(1);
+      while (!told) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      return;
+    }
+    rank.barrier();
+    CHECK(contains(error_of(rank, ErrorKind::PeerLost), "rank 1 has left while rank 0 was in barrier()"));
+    told = true;
+  });
+}
+
+}  // namespace syncengine

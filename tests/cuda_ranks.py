@@ -1,0 +1,67 @@
+"""GPU ranks as threads of one process, each with a stream of its own: for one GPU, and for raw collectives alone.
+
+What waits for the whole device (torch.cuda.synchronize, freeing memory) would wait for other ranks' streams, which may
+wait for this rank: bodies synchronize their stream, or do it where no rank can be ahead, between barriers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: else ranks' streams may share a queue
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
+import torch
+
+from syncengine._C import Communicator, LocalBootstrap, solo
+from syncengine.config import Config
+
+TIMEOUT = 60.0
+
+
+def why_no_gpu() -> str:
+    """Why tests on a GPU can't run here; empty if they can."""
+    from syncengine import _C
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return "" if _C.has_cuda else "syncengine was built without CUDA"
+
+
+def run_threads(
+    world: int, body: Callable[[int, Communicator], object], devices: int = 1, **settings: object
+) -> list[object]:
+    """Runs body(rank, communicator) on `world` threads, rank r on device r % devices; returns the results by rank.
+
+    A body that raises fails the others' communicator, as a process that ends would.
+    """
+    options = Config.read({}, **settings).options(TIMEOUT)
+    options["arena_bytes"] = options["arena_bytes"] or 256 << 20
+    addresses: list[bytes] = [b""] * world
+    ready = Barrier(world)
+
+    def connect(rank: int) -> Communicator:
+        bootstrap = LocalBootstrap(rank, world, options)
+        addresses[rank] = bootstrap.address()
+        ready.wait(TIMEOUT)
+        return bootstrap.connect(addresses, TIMEOUT)
+
+    def run(rank: int) -> object:
+        communicator = solo(options) if world == 1 else connect(rank)
+        torch.cuda.set_device(rank % devices)
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                result = body(rank, communicator)
+                torch.cuda.current_stream().synchronize()
+        except BaseException as error:
+            communicator.abort(f"rank {rank}: {error}")
+            raise
+        finally:
+            communicator.close()
+        return result
+
+    with ThreadPoolExecutor(world) as threads:
+        return [future.result() for future in [threads.submit(run, rank) for rank in range(world)]]
