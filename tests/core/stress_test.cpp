@@ -255,14 +255,15 @@ TEST(a_small_exchange_costs_one_sleep) {
   run_job(2, {}, [](int rank, Communicator& communicator) {
     std::vector<float> data(8, 1.0f);
     for (int late : {0, 1}) {
-      uint64_t fewest = UINT64_MAX;
-      for (int round = 0; round < 10; ++round) {
+      const uint64_t expected = rank == late ? 0 : 1;
+      bool seen = false;  // at least once: on a busy machine the other rank may be the late one, or somebody sleeps twice
+      for (int round = 0; round < 20; ++round) {
         const uint64_t before = communicator.counters().at("sleeps");
         if (rank == late) pause(3);
         communicator.run(all_reduce_of(data), {});
-        fewest = std::min(fewest, communicator.counters().at("sleeps") - before);
+        seen |= communicator.counters().at("sleeps") - before == expected;
       }
-      CHECK_EQ(fewest, uint64_t{rank == late ? 0u : 1u});
+      CHECK(seen);
     }
   });
 }
