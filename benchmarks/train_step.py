@@ -11,6 +11,8 @@ that syncengine and DDP trained must agree in every bit.
 
 import argparse
 import contextlib
+import functools
+import os
 import resource
 import sys
 import time
@@ -26,15 +28,17 @@ from benchmarks.support import output, ranks, stats
 from benchmarks.support.start_line import StartLine
 from benchmarks.support.workloads import WORKLOADS, Workload
 
-ENGINES = ("plain", "waiting", "syncengine", "staged", "ddp")
+ENGINES = ("plain", "waiting", "syncengine", "staged", "ddp", "backend")
 MEANING = {
     "plain": "torch without any wrapper",
     "waiting": "the same; after backward the ranks wait for each other: an engine of no cost",
     "syncengine": "syncengine.Parallel",
     "staged": "the same with gradients where torch puts them (gradient_memory=torch)",
     "ddp": "DistributedDataParallel over Gloo",
+    "backend": "DistributedDataParallel over the torch.distributed backend syncengine",
 }
 OURS = ("syncengine", "staged")
+TRAINED = (*OURS, "ddp", "backend")  # to the same bits
 WARMUP_PAIRS = 5  # gradient buckets settle after the first steps
 BATCHES = 8  # different ones, used in turn
 
@@ -56,7 +60,7 @@ class Trainee:
 
     def timed(self, workload: Workload, batch: tuple[Tensor, Tensor], synchronize: bool, start_line: StartLine) -> None:
         """Clears the gradients, then forward and backward; the optimizer is left out: it is the same for all."""
-        quiet = self.engine in (*OURS, "ddp") and not synchronize
+        quiet = self.engine in TRAINED and not synchronize
         inputs, targets = batch
         with self.model.no_sync() if quiet else contextlib.nullcontext():
             faults, counters = page_faults(), self.counters()
@@ -111,11 +115,12 @@ def main(argv: list[str] | None = None) -> int:
         return ranks.run_ranks("benchmarks.train_step", options.ranks, options.launcher, [*argv, "--worker"])
 
     rank, size = ranks.join(options.launcher)
+    # With 2 ranks there is only one order of summation; with more only the ring adds in Gloo's.
+    os.environ["SYNCENGINE_NUMERICS"] = "rank_order" if size == 2 else "ring"
     if {*OURS} & {*options.engines}:
         import syncengine
 
-        # With 2 ranks there is only one order of summation; with more only the ring adds in Gloo's.
-        syncengine.init(numerics="rank_order" if size == 2 else "ring")
+        syncengine.init()
     start_line = StartLine(rank, size)
     results = []
     for name in options.models:
@@ -157,7 +162,17 @@ def make_trainee(engine: str, workload: Workload) -> Trainee:
         model = way(model)
     elif engine == "ddp":
         model = DistributedDataParallel(model)
+    elif engine == "backend":
+        model = DistributedDataParallel(model, process_group=backend_group())
     return Trainee(engine, model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+
+
+@functools.cache
+def backend_group() -> torch.distributed.ProcessGroup:
+    """All ranks, on the torch.distributed backend."""
+    import syncengine  # noqa: F401  registers it
+
+    return torch.distributed.new_group(backend="syncengine")
 
 
 def measure(workload: Workload, rank: int, start_line: StartLine, options: argparse.Namespace) -> dict:
@@ -239,7 +254,7 @@ def interval(samples: np.ndarray) -> dict[str, float]:
 
 def verify_equal(name: str, trainees: dict[str, Trainee]) -> None:
     """Raises unless syncengine and DDP trained the same bits on every rank, and so did all variants."""
-    trained = [trainee for engine, trainee in trainees.items() if engine in (*OURS, "ddp")]
+    trained = [trainee for engine, trainee in trainees.items() if engine in TRAINED]
     for other in trained[1:]:
         mine, theirs = (trainee.model.module.state_dict() for trainee in (trained[0], other))
         different = [key for key in mine if not equal_bits(mine[key], theirs[key])]
