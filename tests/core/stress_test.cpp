@@ -256,7 +256,8 @@ TEST(a_small_exchange_costs_one_sleep) {
     std::vector<float> data(8, 1.0f);
     for (int late : {0, 1}) {
       const uint64_t expected = rank == late ? 0 : 1;
-      bool seen = false;  // at least once: on a busy machine the other rank may be the late one, or somebody sleeps twice
+      // At least once: on a busy machine the other rank may be the late one, or somebody sleeps twice.
+      bool seen = false;
       for (int round = 0; round < 20; ++round) {
         const uint64_t before = communicator.counters().at("sleeps");
         if (rank == late) pause(3);
