@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.support import output, ranks, stats
+from benchmarks.support.rounds import warm_up
 from benchmarks.support.start_line import StartLine
 
 SIZES = ("8", "64", "512", "4Ki", "16Ki", "64Ki", "256Ki", "1Mi", "4Mi", "16Mi", "25Mi", "64Mi", "256Mi")
@@ -142,14 +144,9 @@ def make_peers(names: list[str], rank: int, size: int, bytes_: int) -> list[Peer
 def measure(peers: list[Peer], start_line: StartLine, options: argparse.Namespace) -> tuple[int, dict[str, Tensor]]:
     """The number of rounds, and each peer's microseconds of the slowest rank, call by call."""
     source = pattern(len(peers[0].tensor), dist.get_rank())
-    for round_ in range(WARMUP_ROUNDS):
-        begin = time.perf_counter()
-        one_round(round_, peers, source, start_line)
-    per_round = ranks.slowest(torch.tensor(time.perf_counter() - begin)).item()
-    least, most = options.rounds
-    rounds = round(min(most, max(least, options.seconds / per_round)))
-
-    durations = torch.tensor([one_round(round_, peers, source, start_line) for round_ in range(rounds)])
+    play = partial(one_round, peers=peers, source=source, start_line=start_line)
+    rounds = warm_up(play, WARMUP_ROUNDS, options.seconds, options.rounds)
+    durations = torch.tensor([play(round_) for round_ in range(rounds)])
     columns = ranks.slowest(durations).double().div(1e3).transpose(0, 1).flatten(1).numpy()
     return rounds, {peer.name: column for peer, column in zip(peers, columns, strict=True)}
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from benchmarks.all_reduce import CALLS_IN_TURN, SIZES, SMALL, WARMUP_ROUNDS, format_size, parse_size, pattern
 from benchmarks.support import output, ranks, stats
+from benchmarks.support.rounds import warm_up
 from benchmarks.support.start_line import StartLine
 
 CALLS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send")
@@ -117,13 +119,9 @@ def make_job(call: str, peer: str, group: dist.ProcessGroup | None, rank: int, s
 def measure(jobs: list[Job], start_line: StartLine, options: argparse.Namespace) -> tuple[int, dict[str, Tensor]]:
     """The number of rounds, and each peer's microseconds of the slowest rank, call by call."""
     sources = [pattern(len(job.input), dist.get_rank()) for job in jobs]
-    for round_ in range(WARMUP_ROUNDS):
-        begin = time.perf_counter()
-        one_round(round_, jobs, sources, start_line)
-    per_round = ranks.slowest(torch.tensor(time.perf_counter() - begin)).item()
-    least, most = options.rounds
-    rounds = round(min(most, max(least, options.seconds / per_round)))
-    durations = torch.tensor([one_round(round_, jobs, sources, start_line) for round_ in range(rounds)])
+    play = partial(one_round, jobs=jobs, sources=sources, start_line=start_line)
+    rounds = warm_up(play, WARMUP_ROUNDS, options.seconds, options.rounds)
+    durations = torch.tensor([play(round_) for round_ in range(rounds)])
     columns = ranks.slowest(durations).double().div(1e3).transpose(0, 1).flatten(1).numpy()
     return rounds, {job.name: column for job, column in zip(jobs, columns, strict=True)}
 

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from benchmarks.all_reduce import format_size, parse_size, pattern
 from benchmarks.support import output, ranks, stats
+from benchmarks.support.rounds import warm_up
 from benchmarks.support.start_line import StartLine
 from tests.hosts import INTERFACE, Hosts
 
@@ -207,14 +209,10 @@ def measure(
 ) -> tuple[int, dict[str, Tensor], dict[str, float]]:
     """Rounds; each peer's microseconds of the slowest rank, call by call; the most bytes a host sent for a call."""
     sent = torch.zeros(len(peers), dtype=torch.float64)
-    for round_ in range(WARMUP_ROUNDS):
-        begin = time.perf_counter()
-        one_round(round_, peers, start_line, sent)
-    per_round = ranks.slowest(torch.tensor(time.perf_counter() - begin)).item()
-    least, most = options.rounds
-    rounds = round(min(most, max(least, options.seconds / per_round)))
+    play = partial(one_round, peers=peers, start_line=start_line, sent=sent)
+    rounds = warm_up(play, WARMUP_ROUNDS, options.seconds, options.rounds)
     sent.zero_()
-    durations = torch.tensor([one_round(round_, peers, start_line, sent) for round_ in range(rounds)])
+    durations = torch.tensor([play(round_) for round_ in range(rounds)])
     columns = ranks.slowest(durations).double().div(1e3).transpose(0, 1).numpy()
     most_sent = ranks.slowest(sent / rounds).tolist()
     names = [peer.name for peer in peers]
