@@ -83,6 +83,7 @@ void Reducer::add_spans(Bucket& bucket, SpanList& spans) {
       continue;
     }
     spans.add(begin, std::exchange(bytes, 0));
+    if (habits_ && !pool_->owns(gradient.data_ptr(), gradient.nbytes())) habits_->forget(gradient.nbytes());
     spans.add(gradient.mutable_data_ptr(), gradient.nbytes());
     gradients.push_back(gradient);
   }

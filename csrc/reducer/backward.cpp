@@ -43,9 +43,11 @@ void Reducer::on_local_output() {
 
 // From here on this backward's gradients lie where peers reach them.
 void Reducer::pool_gradients() {
-  if (!pool_ || !pooled_sizes_) return;
+  if (!pool_ || !habits_) return;
   int task = torch::autograd::get_current_graph_task_id();
-  if (std::exchange(pooled_task_, task) != task) pool_gradients_of_this_task(*pool_, pooled_sizes_);
+  if (std::exchange(pooled_task_, task) == task) return;
+  bool accumulates = !buckets_.empty() && gradients_[buckets_[0].layout->parameters[0]].parameter().grad().defined();
+  use_in_this_task(std::make_shared<gradient_memory::Grant>(*pool_, habits_, accumulates));
 }
 
 bool Reducer::postpones(size_t index) const {

@@ -162,12 +162,15 @@ void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool
       planned_[i] = true;
       bucket_of_[i] = b;
       position_of_[i] = k;
-      if (!gradients_[i].sparse()) sizes.insert(gradients_[i].parameter().nbytes());
+      const size_t bytes = gradients_[i].parameter().nbytes();
+      if (!gradients_[i].sparse() && bytes >= gradient_memory::kSmallest) sizes.insert(bytes);
     }
   }
   flags_fit_ = std::all_of(buckets_.begin(), buckets_.end(),
                            [](const Bucket& bucket) { return bucket.layout->parameters.size() <= 64 * kMaxFlagWords; });
-  pooled_sizes_ = std::make_shared<const gradient_memory::Sizes>(std::move(sizes));
+  if (pool_ && (!habits_ || habits_->sizes() != sizes)) {
+    habits_ = std::make_shared<gradient_memory::AllocationHabits>(std::move(sizes));
+  }
   sparse_.clear();
   for (const auto& bucket : buckets_) {
     if (bucket.layout->sparse) sparse_.push_back(bucket.layout->parameters[0]);

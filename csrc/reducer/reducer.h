@@ -178,8 +178,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   size_t tasks_watched_ = 0;      // graph tasks that hold one and have not ended
   bool outputs_hooked_ = false;   // on_output will tell of a backward through the last forward
   bool brought_nothing_ = false;  // the last backward through our outputs ended without any gradient
-  std::shared_ptr<const gradient_memory::Sizes> pooled_sizes_;  // of the planned parameters
-  int pooled_task_ = -1;                                        // the graph task that puts gradients into pool_
+  std::shared_ptr<gradient_memory::AllocationHabits>
+      habits_;            // of backward, with blocks of the planned gradients' sizes
+  int pooled_task_ = -1;  // the graph task that puts gradients into pool_
   Statistics statistics_;
   Timeline timeline_;
   double divisor_;
