@@ -96,8 +96,7 @@ std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicato
   std::shared_ptr<cuda::DeviceGroup> group;
   {
     py::gil_scoped_release nogil;
-    // The engine's own pointer: Python's would keep itself alive.
-    group = cuda::connect(communicator->shared_from_this(), device.index(), check_signals());
+    group = cuda::connect(communicator, device.index(), check_signals());
   }
   auto queue = std::make_shared<Queue>(std::move(group), device);
   std::lock_guard lock(registry().mutex);

@@ -24,7 +24,7 @@ void Reducer::copy_if_small(Bucket& bucket, size_t position) {
 }
 
 bool Reducer::skips(const Bucket& bucket) const {
-  if (!options_.skip_all_reduce_unused_params) return false;
+  if (!options_.skip_all_reduce_unused_params || shadowed_) return false;
   for (size_t i : bucket.layout->parameters) {
     if (!gradients_[i].stands_in()) return false;
   }

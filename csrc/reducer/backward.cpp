@@ -84,8 +84,9 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
 void Reducer::begin_backward() {
   phase_ = Phase::Syncing;
   // The first iteration of a static graph says nothing about the order in which gradients are ready.
-  plan_used_ = !static_graph_ || static_graph_->observed();
-  asks_usage_ = finds_unused() || (static_graph_ && !static_graph_->observed());
+  plan_used_ = !observes();
+  asks_usage_ = finds_unused() || observes();
+  if (observes()) static_graph_->begin_observation();
   for (auto& bucket : buckets_) {
     bucket.state = Bucket::State::Filling;
     bucket.missing = bucket.layout->parameters.size();
@@ -129,7 +130,7 @@ bool Reducer::is_last_fire(size_t index, const at::Tensor& incoming) {
 // The order in which they came is not the one in which later backwards will bring them, so it is not noted.
 void Reducer::collect_observed() try {
   std::lock_guard lock(mutex_);
-  static_graph_->end_of_observation();
+  if (!shadowed_) static_graph_->end_of_observation();
   for (size_t i = 0; i < planned_.size(); ++i) {
     if (!planned_[i]) continue;
     if (static_graph_->is_used(i)) {
@@ -139,7 +140,6 @@ void Reducer::collect_observed() try {
       collect_unused(i);
     }
   }
-  if (!usage_travels()) announce_usage();
 } catch (const Error& error) {
   tell_peers(error.what());
   throw;
@@ -184,7 +184,7 @@ void Reducer::count_collected(size_t index) {
   } else if (!comm_hook_ && !bucket.layout->sparse) {
     announce(bucket);
   }
-  if (buckets_missing_ == 0 && finds_unused() && !usage_travels()) announce_usage();
+  if (buckets_missing_ == 0 && asks_usage_ && !usage_travels()) announce_usage();
 }
 
 }  // namespace syncengine

@@ -109,17 +109,27 @@ void Reducer::follow(size_t index) {
   hooks_or_plan_changed_ = true;
 }
 
-void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
+std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   std::lock_guard lock(mutex_);
-  if (recomputing()) return;
-  if (finds_unused()) {
-    if (phase_ != Phase::Armed) reachable_.assign(reachable_.size(), false);
-    mark_used(outputs, accumulators_, reachable_);
-  }
+  if (recomputing()) return {};
+  std::vector<at::Tensor> strangers;
+  if (finds_unused() || observes()) strangers = strangers_behind(outputs);
   if (brought_nothing_) check_parameters_take_part(outputs);
   phase_ = Phase::Armed;
   outputs_hooked_ = false;
   for (const auto& output : outputs) outputs_hooked_ |= hook_output(weak_from_this(), output, &Reducer::on_output);
+  return strangers;
+}
+
+// Marks what they reach.
+std::vector<at::Tensor> Reducer::strangers_behind(const std::vector<at::Tensor>& outputs) {
+  if (phase_ != Phase::Armed) reachable_.assign(reachable_.size(), false);
+  auto others = mark_used(outputs, accumulators_, reachable_);
+  if (others.empty()) return {};
+  for (size_t i = 0; i < planned_.size(); ++i) {
+    if (planned_[i] && !reachable_[i]) return leaves_of(others);
+  }
+  return {};
 }
 
 // A module whose parameters were replaced would train without ever being synchronized.
