@@ -233,19 +233,20 @@ def test_killed_at_each_state(pool: RankPool, point: str) -> None:
         check_all_lost(ranks, 3)
 
 
-def differ(hosts):
+def differ(hosts, usual, last):
     live_on(hosts)
-    count = 99 if int(os.environ["RANK"]) == len(hosts) - 1 else 100
+    count = last if int(os.environ["RANK"]) == len(hosts) - 1 else usual
     return suffer(lambda step: syncengine.all_reduce(torch.ones(count)), timeout=30.0)
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb"])
-def test_mismatch_across_hosts(pool: RankPool, hosts: str) -> None:
-    with pool.spawn_ranks(differ, hosts, world=len(hosts), settings=None) as ranks:
+@pytest.mark.parametrize(("usual", "last"), [(100, 99), (100, 100000), (100000, 100), (100000, 99999)])
+def test_mismatch_across_hosts(pool: RankPool, hosts: str, usual: int, last: int) -> None:
+    with pool.spawn_ranks(differ, hosts, usual, last, world=len(hosts), settings=None) as ranks:
         for outcome in (rank.result() for rank in ranks):
             assert outcome.error == "Mismatch", outcome
-            assert "100 elements" in outcome.text
-            assert "99 elements" in outcome.text
+            assert f"{usual} elements" in outcome.text
+            assert f"{last} elements" in outcome.text
 
 
 def raise_on_last(hosts):

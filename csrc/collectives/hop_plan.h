@@ -37,7 +37,9 @@ enum class Act : uint8_t {
   Spread,       // what came into the own output, to the local peers
 };
 
-// In this order: all of `receives`; the local ranks' contributions, if `staged`; `act`; all of `sends`.
+// In this order: all of `receives`; the local ranks' contributions, if `staged`; `act`; all of `sends`. Peers answer: what a
+// step after the first receives leaves its peer only after that one has got all that the step before sends. So all receives of
+// a cell can be posted when it begins, even where they go into memory that is still to be sent.
 struct HopStep {
   bool staged = false;
   std::vector<Parcel> receives = {};

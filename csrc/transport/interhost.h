@@ -2,7 +2,8 @@
 //
 // Ownership: the memory of a transfer is the caller's, stays where it is and (sending) as it is until the transfer has ended
 // or withdraw() has returned. Messages are copied. Thread-safety: any thread may call anything but run(), which belongs to one
-// thread of the engine. Aliasing: transfers that run at the same time do not overlap, but for several sends of one memory.
+// thread of the engine. Aliasing: transfers that run at the same time do not overlap, but for several sends of one memory,
+// and for a receive of what the peer sends only after it has got the send.
 // Matching: a send and a receive of the same pair and tag are one transfer, in whatever order they were posted; a tag is
 // used again only after both sides ended, and never if it was withdrawn. Big sends stay at home until the receive is posted
 // and go straight into place.
@@ -29,6 +30,8 @@ class Interhost {
   // One piece of data on its way. What is bigger than kMaxTransfer the caller cuts, so that it may be reduced while it
   // arrives, and so that several connections share it.
   static constexpr size_t kMaxTransfer = size_t{1} << 20;
+  // What is at most that big is sent whether or not its receive is posted.
+  static constexpr size_t kMaxUnasked = size_t{16} << 10;
   static constexpr size_t kMaxMessage = size_t{64} << 10;
 
   class Transfer {

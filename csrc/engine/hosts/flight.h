@@ -31,13 +31,17 @@ struct Flight {
   uint64_t operation = 0, chunk = 0, total = 0;  // as in Lane::Cursor
   std::vector<HopCell> cells = {};
 
+  using Transfers = std::vector<std::shared_ptr<Interhost::Transfer>>;
+  struct Receives {  // of a step
+    Transfers transfers = {};
+    std::vector<std::byte*> places = {};  // null: in the output
+  };
   struct Progress {
-    enum class Phase : uint8_t { Entering, Receiving, Sending };
     size_t step = 0;
-    Phase phase = Phase::Entering;
-    bool arrived = false;  // its last act is done
-    std::vector<std::shared_ptr<Interhost::Transfer>> transfers = {};
-    std::vector<std::byte*> received = {};  // null: in the output
+    bool acted = false;                   // the step's act is done, and its sends are posted
+    bool arrived = false;                 // the last act is done
+    std::vector<Receives> receives = {};  // of the steps whose receives are posted: all of them as soon as possible
+    Transfers sends = {};
     std::byte* partial = nullptr;
   };
   std::vector<Progress> progress = {};

@@ -59,79 +59,93 @@ bool HostLane::advance(Flight& flight) {
 }
 
 bool HostLane::advance(Flight& flight, size_t cell) {
-  using Phase = Flight::Progress::Phase;
   Flight::Progress& progress = flight.progress[cell];
   const auto& steps = flight.cells[cell].steps;
   bool moved = false;
+  // All at once (hop_plan.h says why they may be): later the peer would hear of it behind data, milliseconds on a slow link.
+  while (progress.receives.size() < steps.size() && may_receive(flight, cell, steps[progress.receives.size()])) {
+    post_receives(flight, cell, steps[progress.receives.size()]);
+    moved = true;
+  }
   for (; progress.step < steps.size(); moved = true) {
     const HopStep& step = steps[progress.step];
-    if (progress.phase == Phase::Entering) {
-      if (!may_receive(flight, step)) return moved;
-      post_receives(flight, cell);
-      progress.phase = Phase::Receiving;
-      continue;
-    }
-    for (const auto& transfer : progress.transfers) {
-      if (!transfer->ended()) return moved;
-      if (transfer->state() == Interhost::Transfer::State::Failed)
-        throw Error(transfer->error().kind(), std::string(transfer->error().what()) + " while " +
-                                                  links_.name(links_.placement.rank) + " was in " +
-                                                  describe(at(flight.operation).item.operation));
-    }
-    if (progress.phase == Phase::Sending) {
+    if (progress.acted) {
+      if (!all_ended(flight, progress.sends)) return moved;
       ++progress.step;
-      progress.phase = Phase::Entering;
+      progress.acted = false;
       continue;
     }
+    bool is_posted = progress.step < progress.receives.size();
+    if (!is_posted || !all_ended(flight, progress.receives[progress.step].transfers)) return moved;
+    if (!may_send(flight, cell, step)) return moved;
     if (step.staged) {
       if (is_behind(&shm::LaneProgress::staged, flight.total + 1)) return moved;
       verify(flight.operation, at(flight.operation));
     }
     act(flight, cell);
     post_sends(flight, cell);
-    progress.phase = Phase::Sending;
+    progress.acted = true;
     progress.arrived = progress.step + 1 == steps.size();
   }
   return moved;
 }
 
-// What a peer sends is taken only if it means the same operation, and so the same bytes.
-bool HostLane::may_receive(const Flight& flight, const HopStep& step) {
-  if (step.receives.empty()) return true;
-  uint64_t members = agreed(flight.operation);
-  for (const Parcel& parcel : step.receives)
-    if (!(members >> parcel.peer & 1)) return false;
+bool HostLane::all_ended(const Flight& flight, const Flight::Transfers& transfers) const {
+  for (const auto& transfer : transfers) {
+    if (!transfer->ended()) return false;
+    if (transfer->state() == Interhost::Transfer::State::Failed)
+      throw Error(transfer->error().kind(), std::string(transfer->error().what()) + " while " +
+                                                links_.name(links_.placement.rank) + " was in " +
+                                                describe(at(flight.operation).item.operation));
+  }
   return true;
+}
+
+// Bytes move between two ranks only if both mean the same operation. What is sent unasked, the receiver takes only then; what
+// waits for a receive, the sender sends only then: it hears of the operation with the receive, so nobody waits longer.
+bool HostLane::may_receive(const Flight& flight, size_t cell, const HopStep& step) {
+  return std::all_of(step.receives.begin(), step.receives.end(), [&](const Parcel& parcel) {
+    return parcel_bytes(flight, cell, parcel) > Interhost::kMaxUnasked || agrees(flight.operation, parcel.peer);
+  });
+}
+
+bool HostLane::may_send(const Flight& flight, size_t cell, const HopStep& step) {
+  return std::all_of(step.sends.begin(), step.sends.end(), [&](const Parcel& parcel) {
+    return parcel_bytes(flight, cell, parcel) <= Interhost::kMaxUnasked || agrees(flight.operation, parcel.peer);
+  });
+}
+
+bool HostLane::is_wide(const Operation& operation) const {
+  bool is_half = operation.dtype == DType::Float16 || operation.dtype == DType::BFloat16;
+  return is_half && choose_way(links_.choice, operation) == Way::Chain;
 }
 
 HopRunner::View HostLane::view(const Flight& flight, size_t cell) {
   const Active& active = at(flight.operation);
   point_bases(active, flight.total);
   const Operation& operation = active.item.operation;
-  bool is_half = operation.dtype == DType::Float16 || operation.dtype == DType::BFloat16;
-  return {operation,
-          flight.cells[cell],
-          runner_.bases(),
-          active.path == Path::Direct,
-          operation.prescale != 1.0,
-          is_half && choose_way(links_.choice, operation) == Way::Chain};
+  return {
+      operation,         flight.cells[cell], runner_.bases(), active.path == Path::Direct, operation.prescale != 1.0,
+      is_wide(operation)};
 }
 
-void HostLane::post_receives(Flight& flight, size_t cell) {
-  auto& progress = flight.progress[cell];
-  const HopStep& step = flight.cells[cell].steps[progress.step];
-  progress.transfers.clear();
-  progress.received.clear();
+size_t HostLane::parcel_bytes(const Flight& flight, size_t cell, const Parcel& parcel) const {
+  size_t bytes = flight.cells[cell].bytes;
+  return parcel.content == Content::Partial && is_wide(at(flight.operation).item.operation) ? bytes * 2 : bytes;
+}
+
+void HostLane::post_receives(Flight& flight, size_t cell, const HopStep& step) {
+  auto& receives = flight.progress[cell].receives.emplace_back();
   if (step.receives.empty()) return;
   auto where = view(flight, cell);
   for (const Parcel& parcel : step.receives) {
     bool into_output = parcel.content == Content::Result || parcel.content == Content::Block;
-    size_t bytes = parcel.content == Content::Partial ? HopRunner::partial_bytes(where) : where.cell.bytes;
+    size_t bytes = parcel_bytes(flight, cell, parcel);
     std::byte* target = into_output ? hop_runner_.output(where) : nullptr;
     bool in_place = target != nullptr;
     if (!in_place) target = flight.scratch.take(bytes);
-    progress.received.push_back(in_place ? nullptr : target);
-    progress.transfers.push_back(links_.receive(parcel.peer, tag(flight, parcel), target, bytes));
+    receives.places.push_back(in_place ? nullptr : target);
+    receives.transfers.push_back(links_.receive(parcel.peer, tag(flight, parcel, bytes), target, bytes));
   }
 }
 
@@ -140,31 +154,31 @@ void HostLane::act(Flight& flight, size_t cell) {
   const HopStep& step = flight.cells[cell].steps[progress.step];
   if (step.act == Act::Nothing) return;
   auto where = view(flight, cell);
+  const auto& received = progress.receives[progress.step].places;
   moved_bytes_ += where.cell.bytes;
   sync_point("reducing");
   switch (step.act) {
     case Act::Nothing: return;
     case Act::FoldPartial:
       progress.partial = flight.scratch.take(HopRunner::partial_bytes(where));
-      return hop_runner_.fold_partial(where, step, progress.received, progress.partial);
-    case Act::FoldResult: return hop_runner_.fold_result(where, step, progress.received);
-    case Act::Spread: return hop_runner_.spread(where, progress.received[0]);
+      return hop_runner_.fold_partial(where, step, received, progress.partial);
+    case Act::FoldResult: return hop_runner_.fold_result(where, step, received);
+    case Act::Spread: return hop_runner_.spread(where, received[0]);
   }
 }
 
 void HostLane::post_sends(Flight& flight, size_t cell) {
   auto& progress = flight.progress[cell];
   const HopStep& step = flight.cells[cell].steps[progress.step];
-  progress.transfers.clear();
+  progress.sends.clear();
   if (step.sends.empty()) return;
   auto where = view(flight, cell);
   const std::byte* gathered = nullptr;  // the own output or input, where it is in pieces
   for (const Parcel& parcel : step.sends) {
-    size_t bytes = where.cell.bytes;
+    size_t bytes = parcel_bytes(flight, cell, parcel);
     const std::byte* source = nullptr;
     if (parcel.content == Content::Partial) {
       source = progress.partial;
-      bytes = HopRunner::partial_bytes(where);
     } else if (parcel.content == Content::Result) {
       source = hop_runner_.output(where);
       if (!source && !gathered) {
@@ -183,7 +197,7 @@ void HostLane::post_sends(Flight& flight, size_t cell) {
     }
     if (!source) source = gathered;
     counters_.interhost_bytes += bytes;
-    progress.transfers.push_back(links_.send(parcel.peer, tag(flight, parcel), source, bytes));
+    progress.sends.push_back(links_.send(parcel.peer, tag(flight, parcel, bytes), source, bytes));
   }
 }
 

@@ -160,12 +160,13 @@ uint64_t HostLane::remote_culprits() const {
   for (const auto& flight : flights_) {
     for (size_t i = 0; i < flight->cells.size(); ++i) {
       const auto& progress = flight->progress[i];
-      if (progress.step == flight->cells[i].steps.size() || progress.phase == Flight::Progress::Phase::Entering)
-        continue;
+      bool is_posted = progress.acted || progress.step < progress.receives.size();
+      if (progress.step == flight->cells[i].steps.size() || !is_posted) continue;
       const HopStep& step = flight->cells[i].steps[progress.step];
-      const auto& parcels = progress.phase == Flight::Progress::Phase::Sending ? step.sends : step.receives;
+      const auto& parcels = progress.acted ? step.sends : step.receives;
+      const auto& transfers = progress.acted ? progress.sends : progress.receives[progress.step].transfers;
       for (size_t k = 0; k < parcels.size(); ++k)
-        if (!progress.transfers[k]->ended()) members |= uint64_t{1} << parcels[k].peer;
+        if (!transfers[k]->ended()) members |= uint64_t{1} << parcels[k].peer;
     }
     if (members) break;
   }

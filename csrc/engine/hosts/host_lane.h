@@ -42,15 +42,20 @@ class HostLane final : public Lane {
   void start_flights();
   bool advance(Flight& flight);
   bool advance(Flight& flight, size_t cell);
-  bool may_receive(const Flight& flight, const HopStep& step);
-  void post_receives(Flight& flight, size_t cell);
+  bool may_receive(const Flight& flight, size_t cell, const HopStep& step);
+  bool may_send(const Flight& flight, size_t cell, const HopStep& step);
+  bool all_ended(const Flight& flight, const Flight::Transfers& transfers) const;
+  void post_receives(Flight& flight, size_t cell, const HopStep& step);
   void post_sends(Flight& flight, size_t cell);
   void act(Flight& flight, size_t cell);
   HopRunner::View view(const Flight& flight, size_t cell);
+  bool is_wide(const Operation& operation) const;  // partial sums are float32, though the dtype is not
+  size_t parcel_bytes(const Flight& flight, size_t cell, const Parcel& parcel) const;
   uint64_t agreed(uint64_t operation);  // members whose record is the same
+  bool agrees(uint64_t operation, int member) { return agreed(operation) >> member & 1; }
   bool merge_flags(uint64_t operation, Active& active, bool complete_here);
-  uint64_t tag(const Flight& flight, const Parcel& parcel) const {
-    return tag_of(links_.group, id_, flight.total, parcel.id);
+  uint64_t tag(const Flight& flight, const Parcel& parcel, size_t bytes) const {
+    return tag_of(links_.group, id_, flight.total, parcel.id, bytes);
   }
 
   const Links& links_;

@@ -147,7 +147,7 @@ void HostRoute::post_piece(int member, Transit& transit) {
   const SpanList& memory = transit.post.message.memory;
   size_t offset = transit.posted, bytes = std::min(Interhost::kMaxTransfer, memory.bytes() - offset);
   auto number = static_cast<uint32_t>(offset / Interhost::kMaxTransfer % (uint64_t{1} << kParcelBits));
-  uint64_t tag = tag_of(links_.group, shm::kMessages, transit.number, number);
+  uint64_t tag = tag_of(links_.group, shm::kMessages, transit.number, number, bytes);
   Piece piece{.transfer = {}, .offset = offset, .bytes = bytes, .copy = {}};
   std::byte* data = memory.at(offset);
   if (memory.at(offset + bytes - 1) != data + bytes - 1) {

@@ -26,14 +26,16 @@ class Listener {
   virtual void give_up(const Error& error) = 0;                 // nothing that comes can be relied on any more
 };
 
-// A transfer's tag: communicator, lane, chunk of the lane, parcel of the chunk.
-inline constexpr int kGroupBits = 20, kLaneBits = 2, kChunkBits = 24, kParcelBits = 18;
-static_assert(kGroupBits + kLaneBits + kChunkBits + kParcelBits == 64);
+// A transfer's tag: communicator, lane, chunk of the lane, parcel of the chunk, and whether it is sent unasked: of two ranks that
+// mean different operations one may send unasked what the other waits for in another size, and neither shall match.
+inline constexpr int kGroupBits = 20, kLaneBits = 2, kUnaskedBits = 1, kChunkBits = 23, kParcelBits = 18;
+static_assert(kGroupBits + kLaneBits + kUnaskedBits + kChunkBits + kParcelBits == 64);
 inline constexpr int kGroupShift = 64 - kGroupBits;
-constexpr uint64_t tag_of(uint32_t group, int lane, uint64_t chunk, uint32_t parcel) {
+constexpr uint64_t tag_of(uint32_t group, int lane, uint64_t chunk, uint32_t parcel, size_t bytes) {
+  uint64_t unasked = bytes <= Interhost::kMaxUnasked;
   uint64_t turn = chunk % (uint64_t{1} << kChunkBits);  // far more than are ever under way
-  return uint64_t{group} << kGroupShift | static_cast<uint64_t>(lane) << (kChunkBits + kParcelBits) |
-         turn << kParcelBits | parcel;
+  return uint64_t{group} << kGroupShift | static_cast<uint64_t>(lane) << (kUnaskedBits + kChunkBits + kParcelBits) |
+         unasked << (kChunkBits + kParcelBits) | turn << kParcelBits | parcel;
 }
 
 class Network final : private Movable {

@@ -23,7 +23,7 @@ namespace syncengine::matching {
 inline constexpr uint16_t kVersion = 1;
 inline constexpr size_t kFrameBytes = 40;
 inline constexpr uint32_t kChunkBytes = 256 << 10;
-inline constexpr uint32_t kEagerBytes = 16 << 10;
+inline constexpr uint32_t kEagerBytes = Interhost::kMaxUnasked;
 inline constexpr uint32_t kEagerWindow = 1 << 20;  // what a receiver holds for a peer before anybody wants it
 inline constexpr uint32_t kMaxVerdict = 1 << 10;
 inline constexpr uint32_t kEagerCost = 64;  // that each Eager takes of it beside its bytes

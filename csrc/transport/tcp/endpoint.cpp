@@ -131,6 +131,7 @@ bool Endpoint::pass() {
   take_posts();
   bool beat_due = is_beat_due();
   busy_ = false;
+  for (auto& item : peers_) guarded(item.first, [](Peer& peer) { peer.speak(); });
   for (auto& item : peers_) {
     guarded(item.first, [&](Peer& peer) {
       if (beat_due) peer.beat();

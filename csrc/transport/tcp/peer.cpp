@@ -70,6 +70,10 @@ void Peer::on_event(size_t connection, uint32_t events) {
   channel.hung_up |= (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
 }
 
+void Peer::speak() {
+  if (control_.writable && !control_.out.empty()) write_control();
+}
+
 bool Peer::step() {
   if (control_.readable && !control_.ended) read_control();
   bool more = control_.readable && !control_.ended;
@@ -79,7 +83,7 @@ bool Peer::step() {
     more |= channel.readable && channel.status == Status::Open;
     more |= channel.writable && channel.status != Status::Broken && (channel.is_writing() || outbox_.has_next());
   }
-  if (control_.writable && !control_.out.empty()) write_control();
+  speak();
   more |= control_.writable && !control_.out.empty();
   if (leaving_) say_goodbye();
   bool all_ended = control_.ended && std::all_of(data_.begin(), data_.end(), [](const DataChannel& channel) {
