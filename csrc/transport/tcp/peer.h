@@ -31,8 +31,8 @@ class Peer {
   std::vector<int> descriptors() const;
   void on_event(size_t connection, uint32_t events);
 
-  void
-  speak();  // writes what is to be said: before any peer is given data, behind which it would wait in the host's queue
+  // Writes what is to be said: before any peer is given data, behind which it would wait in the host's queue.
+  void speak();
 
   // At most one system call each way on each connection. True if there may be more to do at once.
   bool step();
