@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from parallel_models import (
     train,
 )
 from pool import RankPool
+from test_parallel_faults import LATER
 from test_parallel_join import compare as compare_uneven
 from test_parallel_join import runs_of as uneven_runs
 from test_parallel_weights import errors_against_all_samples
@@ -191,6 +193,7 @@ def fails_in_backward() -> str:
 
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            time.sleep(LATER)
             raise KeyError("bad")
 
     module = small()
@@ -208,6 +211,19 @@ def fails_in_backward() -> str:
 
 def test_an_error_in_backward_leaves_no_gradient(pool: RankPool):
     assert "rank 1: backward aborted" in pool.run(fails_in_backward)[0]
+
+
+def under_a_transform() -> None:
+    """The first forward, in which buckets are laid out, runs under torch.func's."""
+    with flat_buckets():
+        model = syncengine.Parallel(small())
+        parameters = dict(model.named_parameters())
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, (data(),)).sum())(parameters)
+        backwards(model)
+
+
+def test_a_first_forward_under_a_transform(pool: RankPool):
+    pool.run(under_a_transform)
 
 
 def refuses_hooks() -> None:

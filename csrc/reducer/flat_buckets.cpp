@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
 #include <utility>
@@ -36,6 +37,9 @@ std::vector<at::Tensor> memories(const Bucket& bucket, const std::vector<Gradien
 
 void FlatBuckets::lay_out(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients) {
   at::NoGradGuard no_grad;
+  // The forward that wants buckets may run under torch.func's transforms, which would wrap what is made here.
+  const c10::impl::ExcludeDispatchKeyGuard untransformed(c10::DispatchKeySet(
+      {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
   // What any other plan of the same parameters would need, too.
   size_t needed = 0;
   for (const Bucket& bucket : buckets) {
