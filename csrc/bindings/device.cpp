@@ -77,11 +77,6 @@ class CudaWork final : public PyWork {
   std::once_flag delivered_;
 };
 
-void keep_for(c10::Stream stream, const at::Tensor& tensor) {
-  if (tensor.storage().data())
-    c10::impl::VirtualGuardImpl(kDeviceType).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
-}
-
 }  // namespace
 
 std::unique_ptr<PyWork> run_on_device(const std::shared_ptr<Communicator>& communicator, Operation operation,

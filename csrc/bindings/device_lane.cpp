@@ -20,6 +20,7 @@ class DeviceLane final : public BucketLane {
   c10::Stream current() const override { return current_stream(device_); }
   c10::Stream own() const override { return queue_ ? queue_->side() : current(); }
   void order(c10::Stream leader, c10::Stream follower) override { order_streams(leader, follower); }
+  void keep_for(c10::Stream stream, const at::Tensor& tensor) override { syncengine::keep_for(stream, tensor); }
   void all_reduce(Operation operation) override { queue_->run(operation, queue_->side(), queue_->side_handle()); }
   void finish() override { communicator_->throw_if_failed(); }  // what the streams do is theirs to wait for
 

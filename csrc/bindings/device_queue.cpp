@@ -81,6 +81,11 @@ void order_streams(c10::Stream leader, c10::Stream follower) {
   reached.block(follower);
 }
 
+void keep_for(c10::Stream stream, const at::Tensor& tensor) {
+  if (tensor.storage().data())
+    c10::impl::VirtualGuardImpl(kDeviceType).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+}
+
 Queue::Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device)
     : group_(std::move(group)),
       device_(device),

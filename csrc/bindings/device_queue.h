@@ -32,6 +32,9 @@ c10::Stream current_stream(c10::Device device);
 // What `follower` gets from now on comes after what `leader` has by now.
 void order_streams(c10::Stream leader, c10::Stream follower);
 
+// Torch's allocator gives the memory to nobody before `stream` is done with what it has when the tensor is freed.
+void keep_for(c10::Stream stream, const at::Tensor& tensor);
+
 // One DeviceGroup. Without the GIL where nothing else is said.
 class Queue {
  public:

@@ -27,6 +27,9 @@ class BucketLane {
   // What `follower` gets from now on comes after what `leader` has by now.
   virtual void order(c10::Stream leader, c10::Stream follower) = 0;
 
+  // Whoever frees this memory, nobody gets it before `stream` is done with what it has by then.
+  virtual void keep_for(c10::Stream stream, const at::Tensor& tensor) = 0;
+
   // Reduces memory of allocate() in place: behind what its own stream has, and before what that gets after finish().
   virtual void all_reduce(Operation operation) = 0;
   virtual void finish() = 0;

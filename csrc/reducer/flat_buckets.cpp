@@ -108,8 +108,16 @@ void FlatBuckets::finish(const std::vector<Bucket>& buckets, const std::vector<G
     at::NoGradGuard no_grad;
     const c10::StreamGuard on(lane_->own());
     for (const Bucket& bucket : buckets) {
-      if (bucket.state == Bucket::State::InFlight)
-        at::_foreach_copy_(memories(bucket, gradients), flats_[bucket.layout->index].views);
+      if (bucket.state != Bucket::State::InFlight) continue;
+      const Flat& flat = flats_[bucket.layout->index];
+      const std::vector<at::Tensor> averages = memories(bucket, gradients);
+      at::_foreach_copy_(averages, flat.views);
+      // Memory that is freed goes back to the stream that has made it, which need not know of this one.
+      if (flat.streams.size() == 1 && flat.streams[0] == current) continue;
+      for (const at::Tensor& average : averages) {
+        lane_->keep_for(lane_->own(), average);
+        lane_->keep_for(current, average);
+      }
     }
   }
   lane_->order(lane_->own(), current);

@@ -4,8 +4,8 @@
 // Streams can't overtake, so buckets are to be started in one order on all ranks. Flat memory is touched by the lane's stream
 // alone, so one bucket of the next step can't run into this one's.
 //
-// Ownership: holds the memory and the lane; the gradients' memory must live until finish() has been ordered before whatever frees
-// it. Thread-safety: none. Failure: as BucketLane; lay_out() throws Error(InvalidUsage) for gradients that can't lie there.
+// Ownership: holds the memory and the lane; the gradients' memory must live until finish() returns. Thread-safety: none.
+// Failure: as BucketLane; lay_out() throws Error(InvalidUsage) for gradients that can't lie there.
 #pragma once
 
 #include <memory>

@@ -27,6 +27,7 @@ class HostLane final : public BucketLane {
   c10::Stream current() const override { return c10::Stream(c10::Stream::DEFAULT, c10::Device(c10::kCPU, -1)); }
   c10::Stream own() const override { return current(); }
   void order(c10::Stream /*leader*/, c10::Stream /*follower*/) override {}
+  void keep_for(c10::Stream /*stream*/, const at::Tensor& /*tensor*/) override {}
   void all_reduce(Operation operation) override { works_.push_back(communicator_->submit(std::move(operation))); }
   void finish() override {
     for (const auto& work : std::exchange(works_, {})) communicator_->wait(work, raise_pending_signal);
