@@ -1,11 +1,13 @@
-"""What wrapping a model costs in memory: growth of each rank's peak, for syncengine.Parallel and two settings of DDP.
+"""What an engine costs in memory: growth of each rank's peak, for syncengine.Parallel and two settings of DDP.
 
 python -m benchmarks.memory                            all models, 2 ranks
-python -m benchmarks.memory --models mlp --steps 10    one model, quicker
+python -m benchmarks.memory --models mlp --repeats 1   one model, quicker
 
-Each engine has processes of its own. They first train the plain model, then wrap it and go on; the growth is the peak
-while wrapped minus the peak before. Memory is counted as Pss, without program files: a page that ranks share counts for
-each in parts, so that the sum over the ranks is what the machine gives.
+Growth: from before the model is wrapped to the peak while it is wrapped and trained, less what the model grows by alone
+(gradients, activations, the optimizer's state). Each measurement has processes of its own, so that all find the same
+heap: one in which a model was trained before keeps its gradients' pages for whoever allocates there next. Memory is
+counted as Pss, without program files: a page that ranks share counts for each in parts, so that the sum over the ranks
+is what the machine gives.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -25,8 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.support import output, ranks
 from benchmarks.support.workloads import WORKLOADS, Workload
 
-ENGINES = ("syncengine", "ddp", "ddp_view")
+ENGINES = ("plain", "syncengine", "ddp", "ddp_view")
 MEANING = {
+    "plain": "the model alone; the others: what they grow by beyond that",
     "syncengine": "syncengine.Parallel",
     "ddp": "DistributedDataParallel",
     "ddp_view": "DistributedDataParallel with gradient_as_bucket_view=True",
@@ -80,21 +84,26 @@ def main(argv: list[str] | None = None) -> int:
 
     results = []
     for model in options.models:
-        engines = {}
-        for engine in options.engines:
-            with tempfile.NamedTemporaryFile(suffix=".json") as part:
-                arguments = ["--worker", "--models", model, "--engines", engine, f"--steps={options.steps}"]
-                status = ranks.run_ranks(
-                    "benchmarks.memory", options.ranks, "torchrun", [*arguments, "--out", part.name]
-                )
+        growth: dict[str, list[int]] = {engine: [] for engine in ENGINES}
+        for _ in range(options.repeats):
+            for engine in ENGINES:
+                status, bytes_ = measure(model, engine, options)
                 if status:
                     return status
-                engines[engine] = json.loads(Path(part.name).read_text())
-            print(f"{model}, {engine}: measured", flush=True)
+                growth[engine].append(bytes_)
+        print(f"{model}: measured", flush=True)
         parameters = sum(parameter.numel() for parameter in WORKLOADS[model].build().parameters())
-        results.append({"model": model, "gradient_bytes": 4 * parameters, "engines": engines})
+        results.append({"model": model, "gradient_bytes": 4 * parameters, "growth_bytes": growth})
     report(results, options)
     return 0
+
+
+def measure(model: str, engine: str, options: argparse.Namespace) -> tuple[int, int]:
+    """Exit status of processes made for it, and the growth of the rank that grew most, in bytes."""
+    with tempfile.NamedTemporaryFile(suffix=".json") as part:
+        arguments = ["--worker", "--models", model, "--engine", engine, f"--steps={options.steps}"]
+        status = ranks.run_ranks("benchmarks.memory", options.ranks, "torchrun", [*arguments, "--out", part.name])
+        return status, 0 if status else max(json.loads(Path(part.name).read_text()))
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -102,10 +111,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.memory", description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2, help="default %(default)s")
     parser.add_argument("--models", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS))
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
-    parser.add_argument("--steps", type=int, default=20, help="before and after wrapping; default %(default)s")
+    parser.add_argument("--steps", type=int, default=20, help="default %(default)s")
+    parser.add_argument("--repeats", type=int, default=3, help="sets of processes for each engine; default %(default)s")
     parser.add_argument("--out", type=Path, help="result file; default benchmarks/results/memory-...json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.out = options.out or output.RESULTS / f"memory-{options.ranks}ranks.json"
     return options
@@ -114,33 +124,30 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def work(options: argparse.Namespace) -> None:
     """One engine on one model, on this rank."""
     rank, size = ranks.join("torchrun")
-    (name,), (engine,) = options.models, options.engines
-    wrap = wrapper(engine)
+    wrap = wrapper(options.engine)
     dist.all_reduce(torch.ones(1))  # Gloo has its threads and buffers before the first look, whichever engine follows
 
-    workload = WORKLOADS[name]
+    workload = WORKLOADS[options.models[0]]
     torch.manual_seed(0)
     model = workload.build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     batch = workload.batch(torch.Generator().manual_seed(rank))
+    dist.barrier()
+    before = pss()
+    with PeakPss() as peak:
+        wrapped = wrap(model)
+        train(wrapped, workload, batch, options.steps, peak)
+        dist.barrier()  # no rank leaves pages that it shares to the others while they still look
+    if options.engine != "plain":
+        verify(model)
 
-    before = train(model, optimizer, workload, batch, options.steps)
-    optimizer.zero_grad()  # as scripts wrap their model: without gradients
-    wrapped = wrap(model)
-    after = train(wrapped, optimizer, workload, batch, options.steps)
-    verify(model)
-
-    mine = torch.tensor([before, after], dtype=torch.int64)
+    mine = torch.tensor([peak.bytes - before], dtype=torch.int64)
     every = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(every, mine)
     if rank == 0:
-        before_bytes, after_bytes = torch.stack(every).T.tolist()
-        growth = [after - before for before, after in zip(before_bytes, after_bytes, strict=True)]
-        result = {"peak_before_bytes": before_bytes, "peak_wrapped_bytes": after_bytes, "growth_bytes": growth}
-        options.out.write_text(json.dumps(result))
+        options.out.write_text(json.dumps(torch.cat(every).tolist()))
     dist.barrier()
     del wrapped
-    if engine == "syncengine":
+    if options.engine == "syncengine":
         import syncengine
 
         syncengine.shutdown()
@@ -154,23 +161,20 @@ def wrapper(engine: str) -> Callable[[nn.Module], nn.Module]:
 
         syncengine.init()
         return syncengine.Parallel
+    if engine == "plain":
+        return lambda model: model
     return lambda model: DistributedDataParallel(model, gradient_as_bucket_view=engine == "ddp_view")
 
 
-def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, workload: Workload, batch: tuple[Tensor, Tensor], steps: int
-) -> int:
-    """Trains, and returns this rank's peak."""
+def train(model: nn.Module, workload: Workload, batch: tuple[Tensor, Tensor], steps: int, peak: PeakPss) -> None:
+    """Steps as in any script."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     inputs, targets = batch
-    dist.barrier()
-    with PeakPss() as peak:
-        for _ in range(steps):
-            optimizer.zero_grad()
-            workload.loss(model(inputs), targets).backward()
-            peak.look()
-            optimizer.step()
-        dist.barrier()  # no rank leaves pages that it shares to the others while they still look
-    return peak.bytes
+    for _ in range(steps):
+        optimizer.zero_grad()
+        workload.loss(model(inputs), targets).backward()
+        peak.look()
+        optimizer.step()
 
 
 def verify(model: nn.Module) -> None:
@@ -185,15 +189,24 @@ def verify(model: nn.Module) -> None:
 
 def report(results: list[dict], options: argparse.Namespace) -> None:
     """One table on the terminal, and the result file."""
-    rows = [("model", "gradients", *options.engines)]
+    rows = [("model", "gradients", *ENGINES)]
     for result in results:
-        growth = [max(engine["growth_bytes"]) for engine in result["engines"].values()]
-        rows.append((result["model"], *(f"{bytes_ / MIB:.1f}" for bytes_ in (result["gradient_bytes"], *growth))))
+        growth = result["growth_bytes"]
+        plain = median(growth["plain"])
+        cells = [spread(growth["plain"], 0), *(spread(growth[engine], plain) for engine in ENGINES[1:])]
+        rows.append((result["model"], f"{result['gradient_bytes'] / MIB:.1f}", *cells))
     print(
-        f"\ngrowth of peak memory (Pss) of the rank that grew most, MiB; {options.ranks} ranks\n{output.table(rows)}\n"
+        f"\ngrowth of peak memory (Pss) of the rank that grew most, MiB, median (lowest to highest) of "
+        f"{options.repeats}; {options.ranks} ranks\n{output.table(rows)}\n"
     )
-    print("\n".join(f"{engine:<12}{MEANING[engine]}" for engine in options.engines))
+    print("\n".join(f"{engine:<12}{MEANING[engine]}" for engine in ENGINES))
     output.save(options.out, "memory", vars(options), results)
+
+
+def spread(growth: list[int], plain: float) -> str:
+    """Median and range of the growth beyond `plain`, in MiB."""
+    low, middle, high = ((bytes_ - plain) / MIB for bytes_ in (min(growth), median(growth), max(growth)))
+    return f"{middle:.1f} ({low:.1f} to {high:.1f})"
 
 
 if __name__ == "__main__":

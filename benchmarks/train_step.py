@@ -28,16 +28,17 @@ from benchmarks.support import output, ranks, stats
 from benchmarks.support.start_line import StartLine
 from benchmarks.support.workloads import WORKLOADS, Workload
 
-ENGINES = ("plain", "waiting", "syncengine", "staged", "ddp", "backend")
+ENGINES = ("plain", "waiting", "syncengine", "pinned", "staged", "ddp", "backend")
 MEANING = {
     "plain": "torch without any wrapper",
     "waiting": "the same; after backward the ranks wait for each other: an engine of no cost",
     "syncengine": "syncengine.Parallel",
-    "staged": "the same with gradients where torch puts them (gradient_memory=torch)",
+    "pinned": "the same with bucket_cap_mb=1: buckets of the usual size, whatever measurements say",
+    "staged": "syncengine.Parallel with gradients where torch puts them (gradient_memory=torch)",
     "ddp": "DistributedDataParallel over Gloo",
     "backend": "DistributedDataParallel over the torch.distributed backend syncengine",
 }
-OURS = ("syncengine", "staged")
+OURS = ("syncengine", "pinned", "staged")
 TRAINED = (*OURS, "ddp", "backend")  # to the same bits
 WARMUP_PAIRS = 5  # gradient buckets settle after the first steps
 BATCHES = 8  # different ones, used in turn
@@ -158,8 +159,8 @@ def make_trainee(engine: str, workload: Workload) -> Trainee:
     if engine in OURS:
         import syncengine
 
-        way = type("Parallel", (syncengine.Parallel,), {"_gradients_in_arena": engine == "syncengine"})
-        model = way(model)
+        way = type("Parallel", (syncengine.Parallel,), {"_gradients_in_arena": engine != "staged"})
+        model = way(model, bucket_cap_mb=1 if engine == "pinned" else None)
     elif engine == "ddp":
         model = DistributedDataParallel(model)
     elif engine == "backend":
@@ -230,6 +231,8 @@ def evaluate(trainees: dict[str, Trainee]) -> dict[str, dict]:
         entry["no_sync_faults"] = median_faults(trainee.no_sync_faults)
         if trainee.sync_faults:
             entry["sync_faults"] = median_faults(trainee.sync_faults)
+        if engine in OURS:
+            entry["buckets"] = trainee.model.sync_stats()["buckets"]
         if engine != "plain":
             sync = slowest_ms(trainee.sync)
             entry["sync_ms"] = stats.summary(sync)
@@ -283,6 +286,7 @@ def report(results: list[dict], options: argparse.Namespace) -> None:
         (
             *("model", "M par.", "floor", "engine", "no sync", "/ plain", "sync", "overhead (95 %)", "/ floor"),
             *("of DDP's", "forward +us", "us/tensor", "page faults", "without", "MB direct", "staged", "copied"),
+            "buckets",
         )
     ]
     for result in results:
@@ -292,7 +296,7 @@ def report(results: list[dict], options: argparse.Namespace) -> None:
             row += (f"{entry['no_sync_ms']['p50']:.1f}",)
             faults = (f"{entry.get('sync_faults', 0):.0f}", f"{entry['no_sync_faults']:.0f}")
             ways = ("direct_bytes", "staged_bytes", "copied_bytes")
-            faults += tuple(f"{entry['moved'].get(way, 0) / 1e6:.2f}" for way in ways)
+            faults += (*(f"{entry['moved'].get(way, 0) / 1e6:.2f}" for way in ways), str(entry.get("buckets", "")))
             if engine == "plain":
                 rows.append((*row, *[""] * 7, *faults))
                 continue

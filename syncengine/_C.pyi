@@ -242,8 +242,12 @@ class Reducer:
         True if a plan must be installed before such a forward runs.
         """
 
-    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The forward has ended with these outputs."""
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The forward has ended with these outputs.
+
+        Where unused parameters are looked for, and one is: the leaves that the outputs depend on and that are none of
+        the parameters.
+        """
 
     def prepare_for_local_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """A forward whose backward will not average has ended with these outputs."""
@@ -263,8 +267,12 @@ class Reducer:
         `divisor` is the same on all ranks; by default it is their number.
         """
 
+    def expect_shadows(self) -> None:
+        """In the next synchronized backward some rank has no batch: no bucket is skipped."""
+
     def shadow_backward(self) -> None:
         """Takes part in a synchronized backward of the others without a gradient of its own."""
+
     def set_comm_hook(self, state: Any, hook: Any) -> None:
         """All buckets go through `hook(state, bucket)` instead of the engine. At most one of these three, once."""
 

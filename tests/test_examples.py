@@ -198,7 +198,7 @@ def test_train_step_benchmark(tmp_path):
     (result,) = document["results"]
     assert (result["model"], result["parameters"]) == ("small", 500 * (16 * 16 + 16))
     engines = result["engines"]
-    assert engines.keys() == {"plain", "waiting", "syncengine", "staged", "ddp", "backend"}
+    assert engines.keys() == {"plain", "waiting", "syncengine", "pinned", "staged", "ddp", "backend"}
     assert engines["syncengine"]["loss"] == engines["ddp"]["loss"] == engines["backend"]["loss"]
     for engine in ("syncengine", "ddp"):
         assert engines[engine]["sync_ms"]["count"] == engines[engine]["no_sync_ms"]["count"] == 3
@@ -207,16 +207,13 @@ def test_train_step_benchmark(tmp_path):
             assert interval["lower"] <= interval["median"] <= interval["upper"]
 
 
-ENGINES = ["--engines", "syncengine", "ddp_view"]
-
-
 def test_memory_benchmark(tmp_path):
-    document = benchmark("memory", tmp_path / "result.json", "--models", "small", "--steps", 2, *ENGINES)
+    document = benchmark("memory", tmp_path / "result.json", "--models", "small", "--steps", 2, "--repeats", 1)
     (result,) = document["results"]
-    assert list(result["engines"]) == ENGINES[1:]
-    for engine in result["engines"].values():
-        assert len(engine["growth_bytes"]) == 2
-        assert min(engine["peak_before_bytes"]) > 10 * 2**20  # a process that has imported torch
+    growth = result["growth_bytes"]
+    assert list(growth) == ["plain", "syncengine", "ddp", "ddp_view"]
+    # SGD with momentum: gradients and as much again.
+    assert all(len(found) == 1 and found[0] > 2 * result["gradient_bytes"] for found in growth.values())
 
 
 class NoStartLine:

@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -250,3 +251,98 @@ def test_memory_goes_with_the_model(pool: RankPool):
     for before, during, after in pool.run(memory_over_a_model):
         assert 4 * 2**20 <= during - before < 9 * 2**20  # one gradient, or the two that follow each other
         assert after - before < 2**20
+
+
+class Convolving(torch.autograd.Function):
+    """Its backward makes temporaries of the gradient's size, before the gradient, as a convolution, or after it."""
+
+    temporaries_first = True
+    in_arena: ClassVar[list[bool]] = []  # of each temporary
+
+    @staticmethod
+    def forward(ctx: object, weight: torch.Tensor) -> torch.Tensor:
+        return weight.sum()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        def scratch() -> list[torch.Tensor]:
+            temporaries = [torch.ones(512, 512) for _ in range(2)]
+            Convolving.in_arena += map(in_arena, temporaries)
+            return temporaries[1:]
+
+        held = scratch() if Convolving.temporaries_first else []
+        result = torch.full((512, 512), syncengine.rank() + 1.0)
+        if not Convolving.temporaries_first:
+            scratch()
+        del held
+        return result
+
+
+class Weight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(512, 512))
+
+    def forward(self) -> torch.Tensor:
+        return Convolving.apply(self.weight)
+
+
+def step_of_convolving(model: nn.Module, expected: float = 1.5) -> tuple[list[bool], bool]:
+    """Where the temporaries and the gradient lay."""
+    Convolving.in_arena.clear()
+    model().backward()
+    grad = model.module.weight.grad
+    assert torch.equal(grad, torch.full_like(grad, expected))
+    return Convolving.in_arena.copy(), in_arena(grad)
+
+
+TEMPORARIES_OUT, ALL_IN = ([False, False], True), ([True, True], True)
+
+
+def check_temporaries() -> None:
+    Convolving.temporaries_first = True
+    model = syncengine.Parallel(Weight())
+
+    def step() -> tuple[list[bool], bool]:
+        model.zero_grad()
+        return step_of_convolving(model)
+
+    assert step() == ALL_IN
+    assert [step() for _ in range(3)] == [TEMPORARIES_OUT] * 3
+    # Backwards that accumulate make no gradient, only temporaries; each learns for its own kind.
+    for expected, temporaries in ((3.0, [True, True]), (4.5, [False, False])):
+        assert step_of_convolving(model, expected) == (temporaries, True)
+    assert [step() for _ in range(2)] == [TEMPORARIES_OUT] * 2
+    # Another order: a wrong guess costs one staged gradient, and is forgotten.
+    for first in (False, True):
+        Convolving.temporaries_first = first
+        assert not step()[1]
+        assert step() == ALL_IN
+        assert step() == TEMPORARIES_OUT
+    Convolving.temporaries_first = False
+    assert not step()[1]
+    assert [step() for _ in range(3)] == [ALL_IN] * 3  # the third: nothing is guessed any more
+
+
+def test_temporaries_of_a_gradients_size_stay_out_once_they_are_known(pool: RankPool):
+    pool.run(check_temporaries)
+
+
+def memory_over_convolving() -> int:
+    """That the arena has grown by, over three steps."""
+    Convolving.temporaries_first = True
+    model = syncengine.Parallel(Weight())
+    syncengine.barrier()
+    before = shared_memory()
+    for _ in range(3):
+        model.zero_grad()
+        step_of_convolving(model)
+    syncengine.barrier()
+    growth = shared_memory() - before
+    syncengine.barrier()
+    return growth
+
+
+def test_temporaries_take_no_memory_in_the_arena(pool: RankPool):
+    for growth in pool.run(memory_over_convolving):
+        assert growth < 1.75 * 2**20  # the gradient is of 1 MiB, each temporary, too

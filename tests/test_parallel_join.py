@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,17 +22,23 @@ from syncengine.errors import InvalidUsage, Mismatch
 
 
 class Branches(nn.Module):
-    """Rank 0 uses one branch, the others another."""
+    """Rank 0 uses one branch, the others another, or all the same."""
 
-    def __init__(self) -> None:
+    def __init__(self, agree: bool = False) -> None:
         super().__init__()
         self.stem, self.left, self.right, self.never = (nn.Linear(24, 24) for _ in range(4))
+        self.agree = agree
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.left if syncengine.rank() == 0 else self.right)(self.stem(x))
+        return (self.left if self.agree or syncengine.rank() == 0 else self.right)(self.stem(x))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"mlp": Mlp, "conv": Conv, "branches": Branches}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "mlp": Mlp,
+    "conv": Conv,
+    "branches": Branches,
+    "one branch": partial(Branches, agree=True),
+}
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Uneven:
     accumulate: int = 1
     join: tuple[tuple[str, Any], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
+    ddp_options: tuple[tuple[str, Any], ...] | None = None  # where DDP crashes with `options`
     zero: bool = False  # torch's Join with a ZeroRedundancyOptimizer
 
 
@@ -52,11 +60,12 @@ def data(step: int) -> torch.Tensor:
 
 def train(wrap: Callable[..., nn.Module], run: Uneven) -> list[torch.Tensor]:
     torch.manual_seed(3)
-    model = wrap(MODELS[run.model](), **dict(run.options))
+    options = run.options if run.ddp_options is None or wrap is syncengine.Parallel else run.ddp_options
+    model = wrap(MODELS[run.model](), **dict(options))
     if run.zero:
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
     else:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if run.model == "branches" else 0.9)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if "branch" in run.model else 0.9)
     history = []
     for number in range(2):
         context = Join([model, optimizer], **dict(run.join)) if run.zero else model.join(**dict(run.join))
@@ -81,10 +90,20 @@ def compare(runs: list[Uneven]) -> dict[Uneven, int]:
 def runs_of(world: int) -> list[Uneven]:
     batches = {2: [(1, 3), (4, 2), (0, 2), (3, 0)], 3: [(1, 4, 2), (0, 2, 3), (3, 0, 1)]}[world]
     effective = (("divide_by_initial_world_size", False),)
+    unused = (("find_unused_parameters", True),)
+    skip = (*unused, ("skip_all_reduce_unused_params", True))
+    one_each = (("bucket_cap_mb", 1e-6),)
+    static = (("static_graph", True),)
+    starts = [counts for counts in batches if min(counts) > 0]
     return [
         *(Uneven("mlp", counts, accumulate=1 + i % 2) for i, counts in enumerate(batches)),
         *(Uneven("conv", counts, join=effective) for counts in batches),
-        *(Uneven("branches", counts, options=(("find_unused_parameters", True),)) for counts in batches),
+        *(Uneven("branches", counts, options=unused) for counts in batches),
+        # DDP skips none of these buckets. Where it does, or a static graph begins with a joined rank, it crashes.
+        *(Uneven("one branch", counts, options=skip) for counts in batches[:2]),
+        *(Uneven("one branch", c, options=skip + one_each, ddp_options=unused + one_each) for c in batches),
+        *(Uneven(model, counts, options=static) for model in ("mlp", "branches") for counts in starts),
+        *(Uneven("branches", c, options=static, ddp_options=unused) for c in batches if c not in starts),
         Uneven("mlp", batches[0], zero=True),
         Uneven("conv", batches[1], options=(("forward_sync_buffers", False),)),
         Uneven("mlp", (2,) * world, join=(("enable", False),)),

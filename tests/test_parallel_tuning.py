@@ -57,6 +57,12 @@ def test_the_usual_cap_stays_unless_another_is_clearly_better():
         assert choose(FAST, at_once, overlaps) == MIB
 
 
+def test_all_reduces_between_hosts_need_no_processor():
+    assert tuning.can_overlap(10**6, between_hosts=True)
+    assert not tuning.can_overlap(10**6, between_hosts=False)
+    assert tuning.can_overlap(0, between_hosts=False)
+
+
 def test_costs_between_and_beyond_what_was_measured():
     assert FAST.cost(1) == 1e-6
     assert FAST.cost(MIB) == 1e-4

@@ -9,58 +9,58 @@ import torch
 from parallel_models import different_bits
 from pool import RankPool
 from test_hosts import live_on
-from test_torch_backend import ours, wait_for_rank_1, whole_life
+from test_torch_backend_groups import whole_life
 from test_torch_backend_messages import NOT_SENT, receive_what_was_not_sent
 from test_torch_backend_training import train as train_some
+from test_torch_backend_works import wait_for_rank_1
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch_backend_values import ours
 
-# What holds on one host holds on several: the tests of the one host, by module, and the hosts for a world of that size.
-HOSTS = {2: "ab", 3: "aba", 4: "aabb"}
+# What holds on one host holds on several: by the hosts that the ranks live on, the tests of one host, by module.
 SHARED = {
-    "test_torch_backend": [
-        (4, "test_reductions_of_every_dtype"),
-        (3, "test_every_dtype_is_moved"),
-        (3, "test_bitwise_reductions"),
-        (3, "test_reduce_changes_the_destination_only"),
-        (3, "test_all_gather_of_different_sizes"),
-        (2, "test_premul_sum"),
-        (2, "test_tensors_that_are_not_contiguous"),
-        (3, "test_lists_and_coalesced_calls"),
-        (3, "test_object_collectives"),
-        (3, "test_a_backend_is_split"),
-        (2, "test_works_and_futures"),
-        (4, "test_groups_of_some_ranks"),
-    ],
-    "test_torch_backend_messages": [
-        (3, "test_send_and_receive"),
-        (4, "test_receive_from_any_rank"),
-        (2, "test_messages_match_by_tag_and_in_order"),
-        (3, "test_batches_and_messages_to_oneself"),
-        (3, "test_gather_and_scatter"),
-        (3, "test_all_to_all"),
-    ],
+    "ab": {
+        "": ["test_premul_sum", "test_tensors_that_are_not_contiguous"],
+        "_works": ["test_works_and_futures"],
+        "_messages": ["test_messages_match_by_tag_and_in_order"],
+    },
+    "aba": {
+        "": [
+            "test_every_dtype_is_moved",
+            "test_bitwise_reductions",
+            "test_reduce_changes_the_destination_only",
+            "test_all_gather_of_different_sizes",
+            "test_lists_and_coalesced_calls",
+            "test_object_collectives",
+        ],
+        "_groups": ["test_a_backend_is_split"],
+        "_messages": [
+            "test_send_and_receive",
+            "test_batches_and_messages_to_oneself",
+            "test_gather_and_scatter",
+            "test_all_to_all",
+        ],
+    },
+    "aabb": {
+        "": ["test_reductions_of_every_dtype"],
+        "_groups": ["test_groups_of_some_ranks"],
+        "_messages": ["test_receive_from_any_rank"],
+    },
+    "abab": {"_groups": ["test_groups_of_some_ranks"]},  # of which each lives on one host
 }
 
 
-def call_on_hosts(hosts: str, module: str, names: list[str]) -> None:
+def call_on_hosts(hosts: str, tests: dict[str, list[str]]) -> None:
     live_on(hosts)
-    for name in names:
-        getattr(importlib.import_module(module), name).on_ranks()
+    for module, names in tests.items():
+        for name in names:
+            getattr(importlib.import_module(f"test_torch_backend{module}"), name).on_ranks()
 
 
-@pytest.mark.parametrize("world", HOSTS)
-@pytest.mark.parametrize("module", SHARED)
-def test_as_on_one_host(pool: RankPool, module: str, world: int) -> None:
-    names = [name for size, name in SHARED[module] if size == world]
-    pool.run(call_on_hosts, HOSTS[world], module, names, world=world, gloo=True, settings=None)
-
-
-def test_groups_within_hosts(pool: RankPool) -> None:
-    pool.run(
-        call_on_hosts, "abab", "test_torch_backend", ["test_groups_of_some_ranks"], world=4, gloo=True, settings=None
-    )
+@pytest.mark.parametrize("hosts", SHARED)
+def test_as_on_one_host(pool: RankPool, hosts: str) -> None:
+    pool.run(call_on_hosts, hosts, SHARED[hosts], world=len(hosts), gloo=True, settings=None)
 
 
 def wait(hosts: str, how: str) -> str | None:

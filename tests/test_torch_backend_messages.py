@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import RankPool, run_on_ranks
-from test_torch_backend import COMPLEX, FLOATS, INTEGERS, OTHERS, equal, mine, ours, value
+from torch_backend_values import COMPLEX, FLOATS, INTEGERS, OTHERS, equal, mine, ours, value
 
 from syncengine.errors import InvalidUsage, Mismatch, PeerLost, Timeout
 

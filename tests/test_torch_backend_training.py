@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from parallel_models import Mlp, different_bits
 from pool import RankPool, run_on_ranks
-from test_torch_backend import ours
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch_backend_values import ours
 
 STEPS = 4
 

@@ -10,7 +10,6 @@
 #include <optional>
 
 #include "bindings/bindings.h"
-#include "bindings/communicator.h"
 #include "bindings/device.h"
 #include "bindings/device_queue.h"
 #include "bindings/errors.h"
@@ -155,19 +154,11 @@ at::Tensor empty(const std::shared_ptr<Communicator>& communicator, const std::v
 
 }  // namespace
 
-std::shared_ptr<Communicator> for_python(std::shared_ptr<Communicator> communicator) {
-  if (!communicator) return nullptr;
-  Communicator* raw = communicator.get();
-  return {raw, [held = std::move(communicator)](Communicator*) mutable {
-            std::optional<py::gil_scoped_release> nogil;
-            if (PyGILState_Check()) nogil.emplace();
-            close_devices(held.get());
-            held.reset();
-          }};
-}
-
 void bind_communicator(py::module_& module) {
-  py::class_<PyWork>(module, "Work", "The future of one asynchronous collective.")
+  // Whoever may hold the last reference to a communicator goes without the GIL: its end is that of the engine's thread, which may
+  // be waiting for the GIL itself.
+  const py::release_gil_before_calling_cpp_dtor without_gil;
+  py::class_<PyWork>(module, "Work", "The future of one asynchronous collective.", without_gil)
       .def("wait", &PyWork::wait, py::arg("timeout") = py::none(),
            "Blocks until the collective has ended; raises its error. `timeout` in seconds: past it the communicator is "
            "aborted with Timeout, since the tensor is in use.")
@@ -177,7 +168,8 @@ void bind_communicator(py::module_& module) {
       .def("exception", &PyWork::exception, "The error it ended with, or None.");
 
   using Shared = std::shared_ptr<Communicator>;
-  py::class_<Communicator, Shared>(module, "Communicator", "A group of ranks that run collectives together.")
+  py::class_<Communicator, Shared>(module, "Communicator", "A group of ranks that run collectives together.",
+                                   without_gil)
       .def_property_readonly("rank", &Communicator::rank, "This process's rank in the group.")
       .def_property_readonly("size", &Communicator::size, "Number of ranks in the group.")
       .def_property_readonly("global_ranks", &Communicator::global_ranks, "Of each member, its rank in the whole job.")
@@ -235,7 +227,7 @@ void bind_communicator(py::module_& module) {
           "split",
           [](Communicator& self, const std::vector<int>& ranks) {
             py::gil_scoped_release nogil;
-            return for_python(self.split(ranks, check_signals()));
+            return self.split(ranks, check_signals());
           },
           py::arg("ranks"),
           "A communicator of `ranks` (of this one, this rank among them); None for an empty list. Every rank must call "

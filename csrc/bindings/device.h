@@ -1,7 +1,7 @@
 // Collectives on CUDA tensors: torch's streams and events around cuda::DeviceGroup. Uses c10's device-generic classes alone, so
 // that it compiles against every torch.
 //
-// Ownership: a communicator's devices live until close_devices() or the last Python reference to it. Thread-safety: with or without
+// Ownership: a communicator's devices live until close_devices(), and keep it alive. Thread-safety: with or without
 // the GIL as said at each. Failure: InvalidUsage where there is no CUDA; the communicator's error.
 #pragma once
 

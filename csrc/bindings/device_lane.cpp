@@ -34,7 +34,7 @@ class DeviceLane final : public BucketLane {
 
 std::unique_ptr<BucketLane> make_device_lane(const std::shared_ptr<Communicator>& communicator, c10::Device device) {
   cuda::require_device(device.index());
-  return std::make_unique<DeviceLane>(communicator->shared_from_this(), device);
+  return std::make_unique<DeviceLane>(communicator, device);
 }
 
 }  // namespace syncengine

@@ -44,8 +44,7 @@ std::shared_ptr<Queue> connect_queue(const std::shared_ptr<Communicator>& commun
   {
     std::optional<py::gil_scoped_release> nogil;
     if (PyGILState_Check()) nogil.emplace();
-    // The engine's own pointer: Python's would keep itself alive.
-    group = cuda::connect(communicator->shared_from_this(), device.index(), check_signals());
+    group = cuda::connect(communicator, device.index(), check_signals());
   }
   std::shared_ptr<Queue> queue;
   {

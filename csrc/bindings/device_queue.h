@@ -1,6 +1,6 @@
 // The devices of communicators: of each a cuda::DeviceGroup, and torch's streams around it. c10's device-generic classes alone.
 //
-// Ownership: a communicator's devices live until close_devices() or the last Python reference to it. Thread-safety: any thread;
+// Ownership: a communicator's devices live until close_devices(), and keep it alive. Thread-safety: any thread;
 // with or without the GIL as said at each. Failure: InvalidUsage where there is no CUDA; the communicator's error.
 #pragma once
 

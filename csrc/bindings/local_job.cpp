@@ -1,7 +1,6 @@
 #include <pybind11/stl.h>
 
 #include "bindings/bindings.h"
-#include "bindings/communicator.h"
 #include "bindings/errors.h"
 #include "bindings/movers.h"
 #include "bindings/python_threads.h"
@@ -123,8 +122,8 @@ void bind_local_job(py::module_& module) {
              const std::optional<std::vector<int>>& global_ranks,
              const std::optional<std::vector<std::string>>& network_addresses, MoverHandle* mover) {
             py::gil_scoped_release nogil;
-            return for_python(self.connect(addresses, timeout, global_ranks.value_or(std::vector<int>{}),
-                                           network_addresses.value_or(std::vector<std::string>{}), mover));
+            return self.connect(addresses, timeout, global_ranks.value_or(std::vector<int>{}),
+                                network_addresses.value_or(std::vector<std::string>{}), mover);
           },
           py::arg("addresses"), py::arg("timeout"), py::arg("global_ranks") = py::none(),
           py::arg("network_addresses") = py::none(), py::arg("mover") = py::none(),

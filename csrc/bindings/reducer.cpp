@@ -125,7 +125,7 @@ py::dict timeline_dict(const Reducer& reducer) {
 
 void bind_reducer(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
-  py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer")
+  py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("model_name"), py::arg("parameter_names"),
            py::arg("communicator"), py::arg("sparse"), py::kw_only(), py::arg("find_unused_parameters") = false,
            py::arg("static_graph") = false, py::arg("skip_all_reduce_unused_params") = false,
@@ -137,6 +137,7 @@ void bind_reducer(py::module_& module) {
       .def("install_plan", &Reducer::install_plan, py::arg("buckets"), py::arg("provisional"), NoGil())
       .def("ready_order", &Reducer::ready_order, NoGil())
       .def("average_over", &Reducer::average_over, py::arg("divisor"), py::arg("weight"), NoGil())
+      .def("expect_shadows", &Reducer::expect_shadows, NoGil())
       .def("shadow_backward", &shadow_backward)
       .def("set_comm_hook", &set_comm_hook, py::arg("state"), py::arg("hook"))
       .def("set_compression", &set_compression, py::arg("dtype"), NoGil())

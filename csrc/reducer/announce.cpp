@@ -26,7 +26,7 @@ void Reducer::copy_if_small(Bucket& bucket, size_t position) {
 }
 
 bool Reducer::skips(const Bucket& bucket) const {
-  if (!options_.skip_all_reduce_unused_params) return false;
+  if (!options_.skip_all_reduce_unused_params || shadowed_) return false;
   for (size_t i : bucket.layout->parameters) {
     if (!gradients_[i].stands_in()) return false;
   }
@@ -118,6 +118,7 @@ void Reducer::add_spans(Bucket& bucket, SpanList& spans) {
       continue;
     }
     spans.add(begin, std::exchange(bytes, 0));
+    if (habits_ && !pool_->owns(gradient.data_ptr(), gradient.nbytes())) habits_->forget(gradient.nbytes());
     spans.add(gradient.mutable_data_ptr(), gradient.nbytes());
     gradients.push_back(gradient);
   }

@@ -43,9 +43,11 @@ void Reducer::on_local_output() {
 
 // From here on this backward's gradients lie where peers reach them.
 void Reducer::pool_gradients() {
-  if (!pool_ || !pooled_sizes_) return;
+  if (!pool_ || !habits_) return;
   int task = torch::autograd::get_current_graph_task_id();
-  if (std::exchange(pooled_task_, task) != task) pool_gradients_of_this_task(*pool_, pooled_sizes_);
+  if (std::exchange(pooled_task_, task) == task) return;
+  bool accumulates = !buckets_.empty() && gradients_[buckets_[0].layout->parameters[0]].parameter().grad().defined();
+  use_in_this_task(std::make_shared<gradient_memory::Grant>(*pool_, habits_, accumulates));
 }
 
 bool Reducer::postpones(size_t index) const {
@@ -82,8 +84,9 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
 void Reducer::begin_backward() {
   phase_ = Phase::Syncing;
   // The first iteration of a static graph says nothing about the order in which gradients are ready.
-  plan_used_ = !static_graph_ || static_graph_->observed();
-  asks_usage_ = finds_unused() || (static_graph_ && !static_graph_->observed());
+  plan_used_ = !observes();
+  asks_usage_ = finds_unused() || observes();
+  if (observes()) static_graph_->begin_observation();
   for (auto& bucket : buckets_) {
     bucket.state = Bucket::State::Filling;
     bucket.missing = bucket.layout->parameters.size();
@@ -128,7 +131,7 @@ bool Reducer::is_last_fire(size_t index, const at::Tensor& incoming) {
 // The order in which they came is not the one in which later backwards will bring them, so it is not noted.
 void Reducer::collect_observed() try {
   std::lock_guard lock(mutex_);
-  static_graph_->end_of_observation();
+  if (!shadowed_) static_graph_->end_of_observation();
   for (size_t i = 0; i < planned_.size(); ++i) {
     if (!planned_[i]) continue;
     if (static_graph_->is_used(i)) {
@@ -138,7 +141,6 @@ void Reducer::collect_observed() try {
       collect_unused(i);
     }
   }
-  if (!usage_travels()) announce_usage();
 } catch (const Error& error) {
   tell_peers(error.what());
   throw;
@@ -189,7 +191,7 @@ void Reducer::count_collected(size_t index) {
     announce(bucket);
   }
   if (flat_) start_flat_buckets();
-  if (buckets_missing_ == 0 && finds_unused() && !usage_travels()) announce_usage();
+  if (buckets_missing_ == 0 && asks_usage_ && !usage_travels()) announce_usage();
 }
 
 }  // namespace syncengine

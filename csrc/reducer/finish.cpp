@@ -30,7 +30,7 @@ void Reducer::on_backward_end() {
     if (flat_ && phase_ == Phase::Consumed) flat_->join();
     if (phase_ != Phase::Syncing) return;
     // The outermost task, which on_output watches, ends last: only then all hooks have fired.
-    bool observed_now = static_graph_ && !static_graph_->observed() && tasks_watched_ == 0;
+    bool observed_now = observes() && tasks_watched_ == 0;
     if (buckets_missing_ > 0 && !observed_now) return;
     phase_ = Phase::Finalizing;
   }
@@ -58,6 +58,7 @@ void Reducer::finalize() {
     timeline_.end();
     divisor_ = communicator_->size();
     weight_ = 1.0;
+    shadowed_ = false;
     phase_ = Phase::Consumed;
   }
 }

@@ -125,16 +125,18 @@ bool hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output
   return node != nullptr;
 }
 
-void pool_gradients_of_this_task(shm::Pool& pool, const std::shared_ptr<const gradient_memory::Sizes>& sizes) {
+void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant) {
   struct Revocation {
     std::shared_ptr<gradient_memory::Grant> grant;
     ~Revocation() { grant->revoke(); }
   };
-  auto grant = std::make_shared<gradient_memory::Grant>(pool, sizes);
   gradient_memory::use(grant);
   // The task drops its callbacks when it ends, also when it fails.
   auto revocation = std::make_shared<const Revocation>(grant);
-  torch::autograd::Engine::get_default_engine().queue_callback([revocation] { revocation->grant->revoke(); });
+  torch::autograd::Engine::get_default_engine().queue_callback([revocation] {
+    revocation->grant->revoke();
+    revocation->grant->learn();
+  });
 }
 
 void queue_backward_end(std::shared_ptr<Reducer> reducer) {

@@ -38,8 +38,8 @@ class GradientHook {
 // Listens to the start of the backward that goes through `output`: `call` runs. False if it has no graph.
 bool hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output, void (Reducer::*call)());
 
-// The graph task on this thread puts gradients of `sizes` into `pool`, until it ends.
-void pool_gradients_of_this_task(shm::Pool& pool, const std::shared_ptr<const gradient_memory::Sizes>& sizes);
+// The graph task on this thread uses `grant` until it ends; if it ends well, the grant learns from it.
+void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant);
 
 // Queues Reducer::on_backward_end in the graph task that runs on this thread; on_backward_abandoned is called instead if the
 // task ends without it.

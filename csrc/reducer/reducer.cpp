@@ -127,17 +127,27 @@ void Reducer::follow_stream() {
   }
 }
 
-void Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
+std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   std::lock_guard lock(mutex_);
-  if (recomputing()) return;
-  if (finds_unused()) {
-    if (phase_ != Phase::Armed) reachable_.assign(reachable_.size(), false);
-    mark_used(outputs, accumulators_, reachable_);
-  }
+  if (recomputing()) return {};
+  std::vector<at::Tensor> strangers;
+  if (finds_unused() || observes()) strangers = strangers_behind(outputs);
   if (brought_nothing_) check_parameters_take_part(outputs);
   phase_ = Phase::Armed;
   outputs_hooked_ = false;
   for (const auto& output : outputs) outputs_hooked_ |= hook_output(weak_from_this(), output, &Reducer::on_output);
+  return strangers;
+}
+
+// Marks what they reach.
+std::vector<at::Tensor> Reducer::strangers_behind(const std::vector<at::Tensor>& outputs) {
+  if (phase_ != Phase::Armed) reachable_.assign(reachable_.size(), false);
+  auto others = mark_used(outputs, accumulators_, reachable_);
+  if (others.empty()) return {};
+  for (size_t i = 0; i < planned_.size(); ++i) {
+    if (planned_[i] && !reachable_[i]) return leaves_of(others);
+  }
+  return {};
 }
 
 // A module whose parameters were replaced would train without ever being synchronized.
@@ -181,12 +191,15 @@ void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool
       planned_[i] = true;
       bucket_of_[i] = b;
       position_of_[i] = k;
-      if (!gradients_[i].sparse()) sizes.insert(gradients_[i].parameter().nbytes());
+      const size_t bytes = gradients_[i].parameter().nbytes();
+      if (!gradients_[i].sparse() && bytes >= gradient_memory::kSmallest) sizes.insert(bytes);
     }
   }
   flags_fit_ = std::all_of(buckets_.begin(), buckets_.end(),
                            [](const Bucket& bucket) { return bucket.layout->parameters.size() <= 64 * kMaxFlagWords; });
-  pooled_sizes_ = std::make_shared<const gradient_memory::Sizes>(std::move(sizes));
+  if (pool_ && (!habits_ || habits_->sizes() != sizes)) {
+    habits_ = std::make_shared<gradient_memory::AllocationHabits>(std::move(sizes));
+  }
   sparse_.clear();
   for (const auto& bucket : buckets_) {
     if (bucket.layout->sparse) sparse_.push_back(bucket.layout->parameters[0]);

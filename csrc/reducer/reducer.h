@@ -57,8 +57,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // installed before such a forward runs: the parameters that require a gradient have changed, or the plan was provisional
   // and the order in which gradients are ready is now known.
   bool begin_forward(bool synchronize);
-  // It has ended with these outputs (needed in full only to find unused parameters).
-  void prepare_for_backward(const std::vector<at::Tensor>& outputs);
+  // It has ended with these outputs (needed in full only to find unused parameters). Returns the leaves behind them that are no
+  // parameters of ours, if a parameter is unused and is looked for: its replacement may be one of them.
+  std::vector<at::Tensor> prepare_for_backward(const std::vector<at::Tensor>& outputs);
   // The same for one whose backward will not average: it accumulates where a later one does.
   void prepare_for_local_backward(const std::vector<at::Tensor>& outputs);
 
@@ -73,6 +74,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // The next synchronized backward gives the sum of weight * gradient over all ranks, divided by `divisor`: the same on all
   // ranks, and by default their number. Then everything is as by default again.
   void average_over(double divisor, double weight);
+  // In the next synchronized backward some rank has no batch. It can't know what others leave out, nor what its own graph is
+  // like: no bucket is skipped, and a static graph is observed once more later.
+  void expect_shadows();
   // Takes part in a synchronized backward of the others without a gradient of its own. Blocks.
   void shadow_backward();
 
@@ -112,8 +116,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool recomputing() const;
   bool plan_is_outdated();
   void check_parameters_take_part(const std::vector<at::Tensor>& outputs);
+  std::vector<at::Tensor> strangers_behind(const std::vector<at::Tensor>& outputs);
   bool finds_unused() const { return options_.find_unused_parameters && !static_graph_; }
   bool tracks_usage() const { return options_.find_unused_parameters || static_graph_; }
+  bool observes() const { return static_graph_ && !static_graph_->observed(); }
   void begin_backward();
   void collect_missing();
   bool is_last_fire(size_t index, const at::Tensor& incoming);
@@ -152,7 +158,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void tell_peers(const std::string& text) const;
   std::string unfinished_text() const;
   std::string missing_text() const;
-  [[noreturn]] void throw_cant_shadow(const std::string& option) const;
   [[noreturn]] void throw_graph_changed(size_t index) const;
   [[noreturn]] void throw_collected_twice(size_t index) const;
   [[noreturn]] void throw_consumed() const;
@@ -185,12 +190,14 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   size_t tasks_watched_ = 0;      // graph tasks that hold one and have not ended
   bool outputs_hooked_ = false;   // on_output will tell of a backward through the last forward
   bool brought_nothing_ = false;  // the last backward through our outputs ended without any gradient
-  std::shared_ptr<const gradient_memory::Sizes> pooled_sizes_;  // of the planned parameters
-  int pooled_task_ = -1;                                        // the graph task that puts gradients into pool_
+  std::shared_ptr<gradient_memory::AllocationHabits>
+      habits_;            // of backward, with blocks of the planned gradients' sizes
+  int pooled_task_ = -1;  // the graph task that puts gradients into pool_
   Statistics statistics_;
   Timeline timeline_;
   double divisor_;
   double weight_ = 1.0;               // of this rank's gradients
+  bool shadowed_ = false;             // expect_shadows
   std::vector<size_t> sparse_;        // parameters in sparse buckets, in order
   std::vector<TorchFuture> futures_;  // install_futures
 

@@ -11,8 +11,6 @@ void Reducer::shadow_backward() {
     if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing)
       throw Error(ErrorKind::InvalidUsage, unfinished_text());
     communicator_->throw_if_failed();
-    if (options_.skip_all_reduce_unused_params) throw_cant_shadow("skip_all_reduce_unused_params=True");
-    if (static_graph_ && !static_graph_->observed()) throw_cant_shadow("static_graph=True before its first batch");
     used_here_.assign(used_here_.size(), false);
     begin_backward();
     for (size_t i = 0; i < planned_.size(); ++i) {
@@ -26,11 +24,9 @@ void Reducer::shadow_backward() {
   finalize();
 }
 
-// It does not know what the others leave out.
-void Reducer::throw_cant_shadow(const std::string& option) const {
-  std::string text = names_->model + ": a rank without a batch can't follow the others in join() with " + option;
-  tell_peers(text);
-  throw Error(ErrorKind::InvalidUsage, text);
+void Reducer::expect_shadows() {
+  std::lock_guard lock(mutex_);
+  shadowed_ = true;
 }
 
 void Reducer::average_over(double divisor, double weight) {

@@ -1,5 +1,6 @@
 // A graph that is the same in every iteration: the first synchronized backward shows how often each parameter's hook fires
-// (more than once under reentrant checkpoints), and the later ones count down.
+// (more than once under reentrant checkpoints), and the later ones count down. One in which a rank had no batch does not count
+// as the first: the graph is observed on all ranks in the same backward.
 #pragma once
 
 #include <cstddef>
@@ -13,6 +14,7 @@ class StaticGraph {
   explicit StaticGraph(size_t parameters) : fires_(parameters), left_(parameters) {}
 
   bool observed() const { return observed_; }
+  void begin_observation() { fires_.assign(fires_.size(), 0); }
   void observe(size_t parameter) { ++fires_[parameter]; }
   void end_of_observation() { observed_ = true; }
   bool is_used(size_t parameter) const { return fires_[parameter] > 0; }

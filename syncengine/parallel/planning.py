@@ -51,7 +51,8 @@ class PlansBuckets(DistributedDataParallel):
         ready, self._tuner = self._tuner.ready(), None
         sizes = [p.nbytes for p in self._module_parameters]
         plan_of = lambda cap: self._planner.with_cap(cap).rebuilt(order)  # noqa: E731
-        link, overlaps = measure_link(self.communicator), can_overlap(self.communicator.size)
+        link = measure_link(self.communicator)
+        overlaps = can_overlap(self.communicator.size, between_hosts=bool(self.communicator.links))
         cap = torch.tensor([choose_cap(self._planner.cap, plan_of, ready, sizes, link, overlaps)])
         self.communicator.broadcast(cap, 0)
         self._planner = self._planner.with_cap(cap.item())

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from syncengine._C import Communicator
-from syncengine.errors import Mismatch
+from syncengine.errors import InvalidUsage, Mismatch
 
 _PACKED_BYTES = 64 * 1024  # tensors up to this size travel together
 _ALIGNMENT = 64
@@ -41,6 +41,27 @@ def check_same_on_all_ranks(communicator: Communicator, what: str, lines: Sequen
             f"{what} differs between ranks: rank {ranks[0]} has [{ours}], rank {ranks[rank]} has [{theirs}]. "
             "Build the same model with the same arguments on every rank."
         )
+
+
+def check_not_replaced(
+    communicator: Communicator, module: torch.nn.Module, names: Sequence[str], leaves: Sequence[torch.Tensor]
+) -> None:
+    """Raises ``InvalidUsage``, here and on all ranks, if one of ``leaves`` is the parameter of one of ``names``.
+
+    For leaves that are none of the parameters that had these names when the module was wrapped.
+    """
+    if not any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves):
+        return
+    current = dict(module.named_parameters())
+    for name in names:
+        if any(leaf is current.get(name) for leaf in leaves):
+            rank = communicator.global_ranks[communicator.rank]
+            text = (
+                f"rank {rank}: parameter {name} of Parallel({type(module).__name__}) was replaced after wrapping, so "
+                "it would not be synchronized. Wrap the module again, or write new values into the old one with copy_()"
+            )
+            communicator.abort(text)
+            raise InvalidUsage(text)
 
 
 class StateBroadcast:

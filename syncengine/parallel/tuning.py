@@ -67,7 +67,7 @@ def measure_link(communicator: Communicator) -> Link:
 def end_of_backward(ready: Sequence[float], sizes: Sequence[int], link: Link, overlaps: bool) -> float:
     """When the last average is there. Of each bucket: when its last gradient is ready, and its size.
 
-    ``overlaps``: whether there are processors for all-reduces while backward computes; else they come on top.
+    ``overlaps``: whether all-reduces go on while backward computes; else they come on top.
     """
     if not overlaps:
         return max(ready) + sum(link.cost(size) for size in sizes)
@@ -99,9 +99,13 @@ def choose_cap(
     return best if end_with(best) < _WORTHWHILE * end_with(usual) else usual
 
 
-def can_overlap(ranks: int) -> bool:
-    """Whether each rank of this host has a second processor, as the engine asks before it works in the background."""
-    return len(os.sched_getaffinity(0)) >= 2 * ranks
+def can_overlap(ranks: int, between_hosts: bool) -> bool:
+    """Whether all-reduces go on while backward computes.
+
+    They do between hosts, where the wire is what takes the time, and where each rank has a second processor, as the
+    engine asks before it works in the background.
+    """
+    return between_hosts or len(os.sched_getaffinity(0)) >= 2 * ranks
 
 
 @dataclass

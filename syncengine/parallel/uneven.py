@@ -94,7 +94,9 @@ class UnevenData(DistributedDataParallel):
             self._average_with(weights)
 
     def _set_average(self, current: Round) -> None:
-        """What the next backward in a join context divides by."""
+        """What the next backward in a join context divides by, and whether ranks without a batch are part of it."""
+        if len(current.training) < self.communicator.size:
+            self.reducer.expect_shadows()
         if current.weights is not None:
             self._average_with(current.weights)
         elif not self._divide_by_initial_world_size:

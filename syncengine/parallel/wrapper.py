@@ -29,7 +29,12 @@ from syncengine.parallel.outputs import tensors_in, through_sink
 from syncengine.parallel.planning import PlansBuckets
 from syncengine.parallel.reducer import ModelReducer
 from syncengine.parallel.refusal import check_arguments, check_module, refuse_methods
-from syncengine.parallel.replication import StateBroadcast, check_same_on_all_ranks, describe_tensor
+from syncengine.parallel.replication import (
+    StateBroadcast,
+    check_not_replaced,
+    check_same_on_all_ranks,
+    describe_tensor,
+)
 from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.tuning import Tuner
@@ -297,7 +302,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         if not synchronize:
             return self._local(output)
         self._use_weights()
-        Reducer.prepare_for_backward(self.reducer, _outputs(output))
+        if strangers := Reducer.prepare_for_backward(self.reducer, _outputs(output)):
+            check_not_replaced(self.communicator, self.module, self._parameter_names, strangers)
         if self.find_unused_parameters and not self.static_graph:
             return through_sink(output, self._ddp_sink_clone)
         return output

@@ -1,0 +1,116 @@
+"""Arguments and private methods whose own tests look at this engine alone, beside DDP: same bits, same errors."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from parallel_models import Branches, Conv, Mlp, Wrap, backwards, both, data, small
+from pool import run_on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+
+WRAPS: tuple[Wrap, ...] = (syncengine.Parallel, DistributedDataParallel)
+
+
+def with_statistics(model: nn.Module) -> list[torch.Tensor]:
+    """Losses, and this rank's buffers after each step."""
+    return [*backwards(model, 2), *(b.clone() for b in model.buffers()), *backwards(model, 2)]
+
+
+def different() -> nn.Module:
+    """Another model on each rank."""
+    torch.manual_seed(syncengine.rank())
+    return Conv()
+
+
+@run_on_ranks(gloo=True)
+def test_arguments():
+    for synced in (True, False):
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):
+            both(different, with_statistics, broadcast_buffers=synced)
+        both(different, with_statistics, forward_sync_buffers=synced)
+    both(different, with_statistics, init_sync=False)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        both(Mlp, backwards, bucket_cap_mb=0.1, check_reduction=True)
+
+
+@run_on_ranks(gloo=True)
+def test_ignored_parameters():
+    def make() -> nn.Module:
+        torch.manual_seed(syncengine.rank())
+        module = Conv()
+        ignored = ["body.0.weight", "body.1.running_mean"]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
+        return module
+
+    both(make, with_statistics)
+
+
+@run_on_ranks(gloo=True)
+def test_kept_gradients():
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        kept = []
+        for i in range(5):
+            model.zero_grad()
+            model(data(i)).square().mean().backward()
+            kept += [p.grad for p in model.parameters()]  # no copies
+        return kept
+
+    both(Mlp, step)
+
+
+@run_on_ranks(gloo=True)
+def test_without_autograd_hooks():
+    def step(model: nn.Module) -> None:
+        backwards(model)
+        out = model(data(5))
+        model._remove_autograd_hooks()
+        out.sum().backward()
+
+    both(small, step)
+
+
+@run_on_ranks(gloo=True)
+def test_without_clones_behind_the_sink():
+    def step(model: nn.Module) -> None:
+        model._set_ddp_sink_clone(False)
+        for i in range(3):
+            model(data(i), i % 2 == 0).square().mean().backward()
+
+    both(Branches, step, find_unused_parameters=True)
+
+
+@run_on_ranks(gloo=True)
+def test_an_unfinished_reduction():
+    for wrap in WRAPS:
+        model = wrap(Branches())
+        model._check_reducer_finalized()
+        model(data(), True).sum().backward()
+        with pytest.raises(RuntimeError, match="Expected to have finished reduction in the prior iteration"):
+            model._check_reducer_finalized()
+
+
+@run_on_ranks(gloo=True)
+def test_a_static_graph_that_changes():
+    for wrap in WRAPS:
+        with pytest.raises(RuntimeError, match="training graph has changed in this iteration"):  # the other's, perhaps
+            model = wrap(Branches(), static_graph=True)
+            for i in range(5):
+                model(data(i), i < 3).sum().backward()
+
+
+@run_on_ranks(gloo=True)
+def test_private_attributes():
+    ours, theirs = (wrap(small()) for wrap in WRAPS)
+    for _ in range(3):
+        for name in ("_has_rebuilt_buckets", "_ddp_sink_clone", "_delay_all_reduce_params", "_comm_hooks"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours._distributed_rank == theirs._distributed_rank
+        assert ours._join_config == theirs._join_config
+        assert [p.shape for p in ours._module_parameters] == [p.shape for p in theirs._module_parameters]
+        for model in (ours, theirs):
+            backwards(model, 1)

@@ -1,0 +1,140 @@
+"""The torch.distributed backend "syncengine": works, futures, and what becomes of errors."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankPool, run_on_ranks
+from torch.distributed import ReduceOp
+from torch_backend_values import equal, ours
+
+import syncengine
+from syncengine.errors import InvalidUsage, Mismatch
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_works_and_futures() -> None:
+    group = ours()
+    tensor = torch.ones(3, 4).t()
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    done = work.get_future().then(lambda future: future.value()[0] * 2)
+    assert equal(done.wait(), torch.full((4, 3), 4.0))
+    assert work.is_completed()
+    assert work.is_success()
+    assert equal(tensor, torch.full((4, 3), 2.0))
+    assert work.result()[0] is tensor or equal(work.result()[0], tensor)
+    work = dist.barrier(group, async_op=True)
+    while not work.is_completed():
+        pass
+    assert work.get_future().wait() == []
+    backend = group._get_backend(torch.device("cpu"))
+    before = backend._get_sequence_number_for_group()
+    dist.barrier(group)
+    assert backend._get_sequence_number_for_group() == before + 1
+    backend._set_sequence_number_for_group()
+    assert backend.name() == "syncengine"
+    assert (backend.rank(), backend.size()) == (dist.get_rank(), 2)
+
+
+def fail_in_future() -> str:
+    group = ours()
+    future = dist.all_reduce(torch.ones(3 + dist.get_rank()), group=group, async_op=True).get_future()
+    with pytest.raises(Mismatch) as error:
+        future.wait()
+    with pytest.raises(Mismatch):
+        dist.barrier(group)
+    dist.barrier()  # Gloo's: not concerned
+    return str(error.value)
+
+
+def test_errors_reach_futures_and_later_calls(pool: RankPool):
+    for text in pool.run(fail_in_future, gloo=True, settings=None):
+        assert "all_reduce(sum, float32, 3 elements)" in text
+        assert "all_reduce(sum, float32, 4 elements)" in text
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_what_can_not_work_is_refused_by_name() -> None:
+    group = ours()
+    backend = group._get_backend(torch.device("cpu"))
+    with pytest.raises(InvalidUsage, match=r"all_reduce: ReduceOp.MAX has no meaning for dtype UInt16"):
+        dist.all_reduce(torch.ones(2, dtype=torch.uint16), ReduceOp.MAX, group)
+    with pytest.raises(InvalidUsage, match=r"ReduceOp.AVG has no meaning for dtype Int"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.AVG, group)
+    with pytest.raises(InvalidUsage, match="dense CPU tensors, not one on meta"):
+        backend.allreduce([torch.ones(2, device="meta")])
+    with pytest.raises(InvalidUsage, match="dense CPU tensors, not one of layout Sparse"):
+        backend.allreduce([torch.ones(2).to_sparse()])
+    with pytest.raises(InvalidUsage, match=r"the larger tensor has 5 elements; it needs 2 times 2"):
+        dist.all_gather_into_tensor(torch.empty(5), torch.ones(2), group)
+    dist.barrier(group)  # nothing has failed
+
+
+def group_at(timeout: float) -> dist.ProcessGroup:
+    return ours(timeout=timedelta(seconds=timeout))
+
+
+def wait_for_rank_1(how: str) -> str | None:
+    group = group_at(0.3 if how == "group" else 60)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return None
+    with pytest.raises(syncengine.errors.Timeout) as error:
+        if how == "group":
+            dist.all_reduce(torch.ones(1), group=group)
+        elif how == "set":
+            group._get_backend(torch.device("cpu")).set_timeout(timedelta(seconds=0.3))
+            dist.all_reduce(torch.ones(1), group=group)
+        elif how == "call":
+            dist.barrier(group, timeout=timedelta(seconds=0.3))
+        elif how == "wait":
+            dist.all_reduce(torch.ones(1), group=group, async_op=True).wait(timedelta(seconds=0.3))
+        elif how == "monitored":
+            group._get_backend(torch.device("cpu")).monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
+    assert isinstance(error.value, TimeoutError)
+    dist.barrier()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["group", "set", "call", "wait", "monitored"])
+def test_timeouts_name_the_rank_that_is_missing(pool: RankPool, how: str):
+    text = pool.run(wait_for_rank_1, how, gloo=True, settings=None)[0]
+    assert "rank 0 waits for rank 1" in text
+    assert ("monitored_barrier()" in text) == (how == "monitored")
+
+
+def leave_or_die(how: str) -> str | None:
+    group = ours()
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ValueError("the data set is empty")
+        if how == "die":
+            os._exit(1)
+        if how == "abort":
+            group.abort()
+            return None
+        dist.destroy_process_group(group)
+        return None
+    with pytest.raises(syncengine.errors.SyncError) as error:
+        for _ in range(2):
+            dist.all_reduce(torch.ones(1), group=group)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raise", "Aborted: rank 1: ValueError: the data set is empty"),
+        ("die", "PeerLost: rank 1 died while rank 0 was in all_reduce"),
+        ("abort", "Aborted: rank 1 aborted the process group"),
+        ("destroy", "PeerLost: rank 1 has left"),
+    ],
+)
+def test_a_rank_that_goes_is_named(pool: RankPool, how: str, text: str):
+    with pool.spawn_ranks(leave_or_die, how, gloo=True, settings=None) as ranks:
+        assert text in ranks[0].result()

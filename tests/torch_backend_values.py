@@ -1,0 +1,46 @@
+"""What tests of the torch.distributed backend share, inside rank processes: a group, and values with exact sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+COMPLEX = (torch.complex64, torch.complex128)
+OTHERS = (torch.bool, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def ours(**options: Any) -> dist.ProcessGroup:
+    """All ranks, over syncengine; the default group is Gloo's."""
+    return dist.new_group(backend="syncengine", **options)
+
+
+def value(dtype: torch.dtype, rank: int, *shape: int) -> torch.Tensor:
+    """Small integers, other ones on each rank: sums and products are exact in any order."""
+    count = torch.Size(shape).numel()
+    numbers = (torch.arange(count) * 3 + rank * 5 + 1) % 4
+    if dtype.is_complex:
+        return torch.complex(numbers.double(), 1 + numbers.double()).to(dtype).reshape(shape)
+    return numbers.to(dtype).reshape(shape)
+
+
+def values(dtype: torch.dtype, *shape: int) -> list[torch.Tensor]:
+    return [value(dtype, rank, *shape) for rank in range(dist.get_world_size())]
+
+
+def mine(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return value(dtype, dist.get_rank(), *shape)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Also for dtypes that torch.equal does not know."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.numel() == 0:
+        return True
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else bool(a == b)
