@@ -216,7 +216,8 @@ class Reducer:
 
     `parameters` and `parameter_names` are the same on all ranks, whether they require a gradient now or not;
     `model_name` is for messages. `sparse` says of each parameter whether its gradients are of sparse layout. The
-    options are those of DDP.
+    options are those of DDP. Parameters on CUDA get flat buckets; `flat_buckets` is for tests of these on the CPU, in a
+    build with test hooks.
     """
 
     def __init__(
@@ -233,6 +234,7 @@ class Reducer:
         gradient_as_bucket_view: bool = False,
         batched_grad_copy: bool = False,
         gradients_in_arena: bool = True,
+        flat_buckets: bool = False,
     ) -> None: ...
     def begin_forward(self, synchronize: bool) -> bool:
         """A forward with gradients enabled begins; `synchronize`: its backward will average.

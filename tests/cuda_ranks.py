@@ -1,19 +1,24 @@
-"""GPU ranks as threads of one process, each with a stream of its own: for one GPU, and for raw collectives alone.
+"""GPU ranks: as processes, on however many GPUs there are; or as threads of one process, each with a stream of its own.
 
-What waits for the whole device (torch.cuda.synchronize, freeing memory) would wait for other ranks' streams, which may
-wait for this rank: bodies synchronize their stream, or do it where no rank can be ahead, between barriers.
+Threads are for one GPU, and for raw collectives alone. What waits for the whole device (torch.cuda.synchronize, freeing
+memory) would wait for other ranks' streams, which may wait for this rank: bodies synchronize their stream, or do it
+where no rank can be ahead, between barriers.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from typing import Any, TypeVar
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: else ranks' streams may share a queue
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
+import pytest
 import torch
 
 from syncengine._C import Communicator, LocalBootstrap, solo
@@ -65,3 +70,52 @@ def run_threads(
 
     with ThreadPoolExecutor(world) as threads:
         return [future.result() for future in [threads.submit(run, rank) for rank in range(world)]]
+
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def marked(test: Test) -> Test:
+    """For tests that need a GPU."""
+    return pytest.mark.gpu(pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu() or "-")(test))
+
+
+def in_process(
+    rank: int, world: int, port: int, environ: Mapping[str, str], body: Callable[[int], Any], results: Any
+) -> None:
+    """What a process of run_processes does."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        **environ,
+    }
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    try:
+        results.put((rank, body(rank)))
+    except BaseException as error:
+        results.put((rank, f"{type(error).__name__}: {error}"))
+
+
+def run_processes(
+    world: int, body: Callable[[int], Any], killed: int | None = None, environ: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Results by rank of processes of their own; a text for an error. `killed` gives none, and does not live on."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=in_process, args=(r, world, port, environ or {}, body, results)) for r in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        found = dict(results.get(timeout=600) for _ in range(world - (killed is not None)))
+    finally:
+        for rank, process in enumerate(ranks):
+            process.join(0 if rank == killed else 60)
+            process.kill()
+    return [found.get(rank) for rank in range(world)]

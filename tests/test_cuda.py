@@ -3,7 +3,6 @@
 `make gpu` runs them with the present torch, without conftest.py and what it needs.
 """
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -12,19 +11,10 @@ from datetime import timedelta
 
 import pytest
 import torch
-from cuda_ranks import run_threads, why_no_gpu
+from cuda_ranks import marked, run_processes, run_threads, why_no_gpu
 
 import syncengine
 from syncengine.errors import InvalidUsage, SyncError
-
-gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu() or "-")]
-
-
-def marked(test):
-    for mark in gpu:
-        test = mark(test)
-    return test
-
 
 SIZES = [0, 1, 3, 1000, 100_003, 5_000_000]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -263,38 +253,6 @@ def test_memory_is_given_back():
 
 
 # ---- processes ----
-
-
-def in_process(rank, world, port, body, results):
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": str(rank),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    try:
-        results.put((rank, body(rank)))
-    except BaseException as error:
-        results.put((rank, f"{type(error).__name__}: {error}"))
-
-
-def run_processes(world, body, killed=None):
-    """Results by rank of processes of their own; a text for an error. `killed` gives none."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    ranks = [context.Process(target=in_process, args=(r, world, port, body, results)) for r in range(world)]
-    for process in ranks:
-        process.start()
-    found = dict(results.get(timeout=180) for _ in range(world - (killed is not None)))
-    for process in ranks:
-        process.join(60)
-    return [found.get(rank) for rank in range(world)]
 
 
 def train_on_bits(rank):

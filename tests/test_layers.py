@@ -32,6 +32,7 @@ PARALLEL_MODULES = [
     "compiled",
     "outputs",
     "refusal",
+    "devices",
     "groups",
     "buckets",
     "replication",

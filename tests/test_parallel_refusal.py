@@ -9,6 +9,7 @@ import pytest
 import torch
 from pool import RankPool, run_on_ranks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -54,7 +55,51 @@ def refused_methods() -> None:
             getattr(model, name)()
 
 
-@pytest.mark.parametrize("check", [refused_arguments, refused_modules, refused_methods])
+class On(nn.Module):
+    """Its parameters and its buffer say that they lie on these devices, which need not be there."""
+
+    def __init__(self, *devices: str, buffer: str | None = None, sparse: bool = False) -> None:
+        super().__init__()
+        with FakeTensorMode():
+            for i, device in enumerate(devices):
+                setattr(self, f"p{i}", nn.Parameter(torch.empty(2, 2, device=device)))
+            self.register_buffer("statistics", torch.empty(2, device=buffer or devices[0]))
+            if sparse:
+                self.table = nn.Embedding(2, 2, sparse=True, _weight=torch.empty(2, 2, device=devices[0]))
+
+
+REFUSED_ON_CUDA: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "mixed": (lambda: On("cuda:1", "cpu"), {}, "several devices: parameter p0 is on cuda:1, p1 on cpu"),
+    "two": (lambda: On("cuda:1", "cuda:0"), {}, "several devices: parameter p0 is on cuda:1, p1 on cuda:0"),
+    "other": (lambda: On("xpu"), {}, "parameter p0 on xpu"),
+    "ids": (lambda: On("cuda:1"), {"device_ids": [0]}, "device_ids says device 0, but the module is on cuda:1"),
+    "output": (lambda: On("cuda:1"), {"device_ids": [1], "output_device": 0}, "output_device says device 0"),
+    "output alone": (lambda: On("cuda:1"), {"output_device": 1}, "output_device 1 needs device_ids"),
+    "buffer": (lambda: On("cuda:1", buffer="cpu"), {}, "buffer statistics on cpu of a module on cuda:1"),
+    "sparse": (lambda: On("cuda:1", sparse=True), {}, "sparse gradient of table.weight"),
+}
+
+
+def refused_on_cuda() -> None:
+    for make, arguments, text in REFUSED_ON_CUDA.values():
+        with pytest.raises(InvalidUsage, match=text):
+            syncengine.Parallel(make(), **arguments)
+    module = On("cuda:1", "cuda:1")
+    with pytest.raises(InvalidUsage, match="delay_all_reduce_named_params for modules on CUDA"):
+        syncengine.Parallel(
+            module, delay_all_reduce_named_params=[("p0", module.p0)], param_to_hook_all_reduce=module.p1
+        )
+    if syncengine.world_size() == 1:
+        model = syncengine.Parallel(On("cuda:1"), device_ids=[1])
+        assert (model.device_ids, model.output_device, model.device) == ([1], 1, torch.device("cuda:1"))
+        with pytest.raises(InvalidUsage, match="communication hook"):
+            model.register_comm_hook(None, syncengine.hooks.bf16_compress)
+    elif not torch.cuda.is_available():
+        with pytest.raises(InvalidUsage, match="no CUDA side|no driver|no device"):
+            syncengine.Parallel(On("cuda:1"))
+
+
+@pytest.mark.parametrize("check", [refused_arguments, refused_modules, refused_methods, refused_on_cuda])
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_not_supported_is_refused_by_name(pool: RankPool, check: Callable[[], None], world: int):
     pool.run(check, world=world)

@@ -11,6 +11,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/device.h"
+#include "bindings/device_queue.h"
 #include "bindings/errors.h"
 #include "bindings/tensor.h"
 #include "engine/communicator.h"

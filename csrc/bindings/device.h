@@ -7,9 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <map>
 #include <memory>
-#include <string>
 #include <vector>
 
 #include "bindings/work.h"
@@ -27,11 +25,5 @@ std::unique_ptr<PyWork> run_on_device(const std::shared_ptr<Communicator>& commu
 // A tensor in device memory that all peers reach. With the GIL. Collective.
 at::Tensor empty_on_device(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& sizes,
                            size_t bytes, at::ScalarType type, c10::Device device);
-
-// Lets go of all devices of a communicator. Without the GIL; before Communicator::close().
-void close_devices(const Communicator* communicator);
-
-// Of all its devices, "cuda_..." in front of each name.
-std::map<std::string, uint64_t> device_counters(const Communicator* communicator);
 
 }  // namespace syncengine

@@ -5,8 +5,13 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/bindings.h"
+#include "bindings/device_lane.h"
 #include "bindings/python_hook.h"
 #include "reducer/reducer.h"
+
+#ifdef SYNCENGINE_TEST_HOOKS
+#include "reducer/host_lane.h"
+#endif
 
 namespace syncengine {
 
@@ -14,12 +19,28 @@ namespace py = pybind11;
 
 namespace {
 
+#ifdef SYNCENGINE_TEST_HOOKS
+std::unique_ptr<BucketLane> make_host_lane(const std::shared_ptr<Communicator>& communicator) {
+  return std::make_unique<HostLane>(communicator);
+}
+#else
+std::unique_ptr<BucketLane> make_host_lane(const std::shared_ptr<Communicator>&) {
+  throw Error(ErrorKind::InvalidUsage, "flat_buckets are for tests: build with SYNCENGINE_TEST_HOOKS=1");
+}
+#endif
+
+std::unique_ptr<BucketLane> make_lane(const std::vector<at::Tensor>& parameters,
+                                      const std::shared_ptr<Communicator>& communicator, bool flat_buckets) {
+  if (!parameters.empty() && !parameters[0].is_cpu()) return make_device_lane(communicator, parameters[0].device());
+  return flat_buckets ? make_host_lane(communicator) : nullptr;
+}
+
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::string model_name,
                                       std::vector<std::string> parameter_names,
                                       std::shared_ptr<Communicator> communicator, const std::vector<bool>& sparse,
                                       bool find_unused_parameters, bool static_graph,
                                       bool skip_all_reduce_unused_params, bool gradient_as_bucket_view,
-                                      bool batched_grad_copy, bool gradients_in_arena) {
+                                      bool batched_grad_copy, bool gradients_in_arena, bool flat_buckets) {
   if (parameters.size() != parameter_names.size() || parameters.size() != sparse.size()) {
     throw Error(ErrorKind::InvalidUsage, "Reducer needs one name and one layout for each parameter");
   }
@@ -29,8 +50,10 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::s
                          .gradient_as_bucket_view = gradient_as_bucket_view,
                          .batched_grad_copy = batched_grad_copy,
                          .gradients_in_arena = gradients_in_arena};
+  auto lane = make_lane(parameters, communicator, flat_buckets);
+  if (lane) options.gradients_in_arena = false;
   return std::make_shared<Reducer>(std::move(parameters), ModelNames{std::move(model_name), std::move(parameter_names)},
-                                   std::move(communicator), sparse, options);
+                                   std::move(communicator), sparse, options, std::move(lane));
 }
 
 void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {
@@ -107,7 +130,7 @@ void bind_reducer(py::module_& module) {
            py::arg("communicator"), py::arg("sparse"), py::kw_only(), py::arg("find_unused_parameters") = false,
            py::arg("static_graph") = false, py::arg("skip_all_reduce_unused_params") = false,
            py::arg("gradient_as_bucket_view") = false, py::arg("batched_grad_copy") = false,
-           py::arg("gradients_in_arena") = true, NoGil())
+           py::arg("gradients_in_arena") = true, py::arg("flat_buckets") = false, NoGil())
       .def("begin_forward", &Reducer::begin_forward, py::arg("synchronize"), NoGil())
       .def("prepare_for_local_backward", &Reducer::prepare_for_local_backward, py::arg("outputs"), NoGil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), NoGil())

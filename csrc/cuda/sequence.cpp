@@ -40,14 +40,14 @@ class Sequence {
                       .begin = begin,
                       .length = length,
                       .stage_all = operation_.prescale != 1.0,
-                      .pull_results = !site_.push && route_.path != Path::OneShot};
+                      .pull_results = (direct() || !site_.push) && route_.path != Path::OneShot};
     plan_chunk(chunk, plan_);
     stage();
     exchange(next_set(), false);
     looked_ = false;
     if (plan_.reduces) reduce();
-    // Results that are pushed straight into tensors need no pull: the last exchange says that they have arrived.
-    if (plan_.reduces && plan_.pulls && !(direct() && site_.push)) {
+    // Results are never pushed straight into tensors: what a peer that died has not pushed would look like a result.
+    if (plan_.reduces && plan_.pulls) {
       if (!looked_) look();
       exchange(next_set(), false);
       looked_ = false;

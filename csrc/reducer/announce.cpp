@@ -1,5 +1,7 @@
 // The Reducer while backward runs: what a bucket's operation works on, and how it gets to the engine or to the communication
 // hook.
+#include <c10/core/StreamGuard.h>
+
 #include <utility>
 
 #include "base/error.h"
@@ -33,10 +35,8 @@ bool Reducer::skips(const Bucket& bucket) const {
 
 void Reducer::announce(Bucket& bucket) {
   const BucketLayout& layout = *bucket.layout;
-  Operation operation;
-  operation.dtype = compression_ ? compression_->dtype() : layout.dtype;
-  operation.op = ReduceOp::Avg;
-  operation.numerics = communicator_->numerics();
+  Operation operation = operation_of(bucket);
+  if (compression_) operation.dtype = compression_->dtype();
   // DDP scales each contribution as it copies it into the bucket; rank_order scales the sum, and so rounds once.
   double& scale = compression_ || operation.numerics == Numerics::Ring ? operation.prescale : operation.postscale;
   auto memory = bucket.memory;
@@ -51,7 +51,7 @@ void Reducer::announce(Bucket& bucket) {
   if (scaling_ == Scaling::Multiply || is_exact(divisor_)) {
     scale = 1.0 / divisor_;
   } else {
-    scale_one_by_one(bucket);
+    scale_one_by_one(layout, gradients);
   }
   if (usage_travels()) {
     memory->used = usage_of(layout);
@@ -60,11 +60,46 @@ void Reducer::announce(Bucket& bucket) {
   }
   statistics_.reduced_bytes += operation.output.bytes();
   operation.input = operation.output;
-  operation.layout_hash = layout.hash;
-  operation.describe = [layout = bucket.layout] { return layout->describe(); };
   operation.keepalive = memory;
   timeline_.bucket();
   bucket.work = communicator_->announce(first_slot_ + layout.index, std::move(operation));
+  bucket.state = Bucket::State::InFlight;
+}
+
+Operation Reducer::operation_of(const Bucket& bucket) const {
+  Operation operation;
+  operation.dtype = bucket.layout->dtype;
+  operation.op = ReduceOp::Avg;
+  operation.numerics = communicator_->numerics();
+  operation.layout_hash = bucket.layout->hash;
+  operation.describe = [layout = bucket.layout] { return layout->describe(); };
+  return operation;
+}
+
+// In the order of buckets, which is the same on all ranks.
+void Reducer::start_flat_buckets() {
+  while (next_in_order_ < buckets_.size() && buckets_[next_in_order_].state >= Bucket::State::Ready) {
+    Bucket& bucket = buckets_[next_in_order_++];
+    if (bucket.state == Bucket::State::Ready) start_flat(bucket);
+  }
+}
+
+void Reducer::start_flat(Bucket& bucket) {
+  const size_t index = bucket.layout->index;
+  flat_->fill(bucket, gradients_);
+  Operation operation = operation_of(bucket);
+  operation.output = operation.input = flat_->span(index);
+  // As in announce(); but what is scaled beforehand is scaled where it lies, so that the peers may read it there.
+  if (operation.numerics != Numerics::Ring && (scaling_ == Scaling::Multiply || is_exact(divisor_))) {
+    operation.postscale = 1.0 / divisor_;
+  } else {
+    const c10::StreamGuard on(flat_->stream());
+    scale_one_by_one(*bucket.layout, flat_->views(index));
+  }
+  statistics_.reduced_bytes += operation.output.bytes();
+  statistics_.count_copy(CopyReason::Bucket, operation.output.bytes());
+  timeline_.bucket();
+  flat_->all_reduce(std::move(operation));
   bucket.state = Bucket::State::InFlight;
 }
 
@@ -90,18 +125,18 @@ void Reducer::add_spans(Bucket& bucket, SpanList& spans) {
   spans.add(begin, bytes);
 }
 
-void Reducer::scale_one_by_one(const Bucket& bucket) const {
+void Reducer::scale_one_by_one(const BucketLayout& layout, const std::vector<at::Tensor>& contributions) const {
   at::NoGradGuard no_grad;
-  const auto& gradients = bucket.memory->gradients;
-  for (size_t k = 0; k < gradients.size(); ++k) {
-    bool divide = scaling_ == Scaling::Divide || gradients_[bucket.layout->parameters[k]].is_kept();
-    scale(gradients[k], divide, divisor_);
+  for (size_t k = 0; k < contributions.size(); ++k) {
+    bool divide = scaling_ == Scaling::Divide || gradients_[layout.parameters[k]].is_kept();
+    scale(contributions[k], divide, divisor_);
   }
 }
 
 // With the bucket that it is about; all by itself where not every bucket is the engine's to reduce.
 bool Reducer::usage_travels() const {
-  return asks_usage_ && !comm_hook_ && sparse_.empty() && !options_.skip_all_reduce_unused_params && flags_fit_;
+  return asks_usage_ && !comm_hook_ && !flat_ && sparse_.empty() && !options_.skip_all_reduce_unused_params &&
+         flags_fit_;
 }
 
 std::vector<uint64_t> Reducer::usage_of(const BucketLayout& layout) const {
@@ -130,8 +165,8 @@ void Reducer::announce_usage() {
 void Reducer::run_comm_hooks() {
   std::unique_lock lock(mutex_);
   if (phase_ != Phase::Syncing && phase_ != Phase::Finalizing) return;
-  while (!hook_runs_ && next_hooked_ < buckets_.size() && buckets_[next_hooked_].state >= Bucket::State::Ready) {
-    Bucket& bucket = buckets_[next_hooked_++];
+  while (!hook_runs_ && next_in_order_ < buckets_.size() && buckets_[next_in_order_].state >= Bucket::State::Ready) {
+    Bucket& bucket = buckets_[next_in_order_++];
     if (bucket.state == Bucket::State::Skipped) continue;
     bucket.state = Bucket::State::InFlight;
     auto memory = bucket.memory = std::make_shared<BucketMemory>();

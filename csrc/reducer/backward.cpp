@@ -92,7 +92,8 @@ void Reducer::begin_backward() {
     bucket.missing = bucket.layout->parameters.size();
   }
   buckets_missing_ = buckets_.size();
-  next_hooked_ = 0;
+  next_in_order_ = 0;
+  if (flat_) flat_->begin();
   ready_order_.clear();
   timeline_.begin_backward(statistics_.backwards, gradients_.size());
   statistics_ = Statistics{.backwards = statistics_.backwards + 1, .buckets = buckets_.size()};
@@ -170,20 +171,26 @@ void Reducer::collect(size_t index, const at::Tensor& incoming) {
 
 void Reducer::count_collected(size_t index) {
   Bucket& bucket = buckets_[bucket_of_[index]];
-  if (!bucket.memory && !comm_hook_ && !bucket.layout->sparse) bucket.memory = make_memory(*bucket.layout);
+  if (flat_) {
+    flat_->note(bucket_of_[index]);
+    if (weight_ != 1.0) gradients_[index].weigh(weight_);  // on the stream that has made it
+  } else if (!bucket.memory && !comm_hook_ && !bucket.layout->sparse) {
+    bucket.memory = make_memory(*bucket.layout);
+  }
   if (weight_ == 1.0) copy_if_small(bucket, position_of_[index]);
   if (--bucket.missing > 0) return;
   bucket.state = Bucket::State::Ready;
   --buckets_missing_;
-  if (weight_ != 1.0) {
+  if (weight_ != 1.0 && !flat_) {
     weigh(bucket);
     for (size_t k = 0; k < bucket.layout->parameters.size(); ++k) copy_if_small(bucket, k);
   }
   if (skips(bucket)) {
     bucket.state = Bucket::State::Skipped;
-  } else if (!comm_hook_ && !bucket.layout->sparse) {
+  } else if (!comm_hook_ && !flat_ && !bucket.layout->sparse) {
     announce(bucket);
   }
+  if (flat_) start_flat_buckets();
   if (buckets_missing_ == 0 && asks_usage_ && !usage_travels()) announce_usage();
 }
 

@@ -116,6 +116,7 @@ void use(const std::shared_ptr<Grant>& grant) {
 
 bool is_tensor_memory(const c10::DataPtr& data) {
   auto* deleter = data.get_deleter();
+  if (!data.device().is_cpu()) return deleter == c10::GetAllocator(data.device().type())->raw_deleter();
   if (previous == nullptr) return deleter == c10::GetCPUAllocator()->raw_deleter();
   return deleter == &release_block || deleter == previous->raw_deleter();
 }

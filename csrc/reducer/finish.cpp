@@ -26,6 +26,8 @@ void Reducer::on_backward_end() {
     std::lock_guard lock(mutex_);
     --tasks_watched_;
     brought_nothing_ = phase_ == Phase::Armed;
+    // An inner task has finalized: this one may go on another stream.
+    if (flat_ && phase_ == Phase::Consumed) flat_->join();
     if (phase_ != Phase::Syncing) return;
     // The outermost task, which on_output watches, ends last: only then all hooks have fired.
     bool observed_now = observes() && tasks_watched_ == 0;
@@ -70,6 +72,7 @@ void Reducer::wait_for_buckets() {
       if (bucket.work) communicator_->wait(bucket.work, raise_pending_signal);
     }
   }
+  if (flat_) flat_->finish(buckets_, gradients_);
   if (usage_work_) communicator_->wait(usage_work_, raise_pending_signal);
   if (!comm_hook_ && !sparse_.empty()) {
     std::vector<at::Tensor> gradients;

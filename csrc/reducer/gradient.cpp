@@ -73,7 +73,8 @@ bool is_shared(const at::Tensor& grad, const at::Tensor& incoming) {
   return shares_storage(grad, incoming) && !took_over_exclusively(grad, incoming);
 }
 
-void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, bool sparse, const std::string& name) {
+void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, c10::Device device, bool sparse,
+                     const std::string& name) {
   if (grad.layout() != (sparse ? c10::kSparse : c10::kStrided)) {
     throw Error(
         ErrorKind::InvalidUsage,
@@ -82,10 +83,11 @@ void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, bool s
             " one. The weight of an nn.Embedding or nn.EmbeddingBag with sparse=True always gets a sparse one, and "
             "no other parameter does, nor one that is used elsewhere, too");
   }
-  if (grad.scalar_type() != parameter.scalar_type() || !grad.is_cpu()) {
+  if (grad.scalar_type() != parameter.scalar_type() || grad.device() != device) {
     throw Error(ErrorKind::InvalidUsage, "the gradient of parameter " + name + " is " + c10::str(grad.scalar_type()) +
                                              " on " + grad.device().str() + ", but the parameter is " +
-                                             c10::str(parameter.scalar_type()) + " on cpu; both must agree");
+                                             c10::str(parameter.scalar_type()) + " on " + device.str() +
+                                             "; both must agree, and stay where they were when the module was wrapped");
   }
 }
 
@@ -109,7 +111,7 @@ void Gradient::collect_noted(const std::string& name, Statistics& statistics) {
 
 void Gradient::collect(bool shared, const std::string& name, Statistics& statistics) {
   const at::Tensor& grad = parameter_.grad();
-  check_reducible(grad, parameter_, sparse_, name);
+  check_reducible(grad, parameter_, device_, sparse_, name);
   if (sparse_) {
     source_ = Source::Own;
     memory_ = grad;

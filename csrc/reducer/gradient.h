@@ -21,7 +21,8 @@ namespace syncengine {
 class Gradient {
  public:
   // `sparse`: expected to be of sparse layout (nn.Embedding(sparse=True)), and then never of another.
-  Gradient(at::Tensor parameter, bool sparse) : parameter_(std::move(parameter)), sparse_(sparse) {}
+  Gradient(at::Tensor parameter, bool sparse)
+      : parameter_(std::move(parameter)), device_(parameter_.device()), sparse_(sparse) {}
 
   const at::Tensor& parameter() const { return parameter_; }
   bool sparse() const { return sparse_; }
@@ -67,6 +68,7 @@ class Gradient {
   void copy_out(Source source, CopyReason reason, const at::Tensor& grad, Statistics& statistics);
 
   at::Tensor parameter_;
+  c10::Device device_;  // where the gradient has to be
   at::Tensor memory_;
   Source source_ = Source::None;
   bool sparse_;

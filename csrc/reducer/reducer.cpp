@@ -24,7 +24,7 @@ bool inside_backward() { return torch::autograd::get_current_graph_task_id() != 
 }  // namespace
 
 Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shared_ptr<Communicator> communicator,
-                 const std::vector<bool>& sparse, const ReducerOptions& options)
+                 const std::vector<bool>& sparse, const ReducerOptions& options, std::unique_ptr<BucketLane> lane)
     : communicator_(std::move(communicator)),
       names_(std::make_shared<const ModelNames>(std::move(names))),
       options_(options),
@@ -37,6 +37,7 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shar
       bucket_of_(gradients_.size()),
       position_of_(gradients_.size()),
       divisor_(communicator_->size()),
+      flat_(lane ? std::make_unique<FlatBuckets>(std::move(lane)) : nullptr),
       reachable_(gradients_.size()),
       used_here_(gradients_.size()),
       used_anywhere_(std::make_shared<std::vector<uint8_t>>(gradients_.size())) {
@@ -64,6 +65,7 @@ bool Reducer::begin_forward(bool synchronize) {
   communicator_->throw_if_failed();
   if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
   if (synchronize) timeline_.begin_forward(statistics_.backwards);
+  if (flat_) follow_stream();
   follow_parameters();
   bool wanted_plan = std::exchange(wants_plan_, plan_is_outdated());
   if (wants_plan_ && !wanted_plan && scaling_ == Scaling::DivideViewed) {
@@ -98,8 +100,7 @@ void Reducer::follow(size_t index) {
   bool wanted = parameter.requires_grad();
   if (wanted && postpone_user_hooks(weak_from_this(), index, parameter)) any_user_hooks_ = true;
   if (hook && (!wanted || hook->dtype() != parameter.scalar_type())) {
-    accumulators_.erase(hook->node());
-    hook.reset();
+    unhook(index);
     planned_[index] = planned_[index] && !wanted;
   }
   if (wanted && !hook) {
@@ -107,6 +108,23 @@ void Reducer::follow(size_t index) {
     accumulators_[hook->node()] = index;
   }
   hooks_or_plan_changed_ = true;
+}
+
+void Reducer::unhook(size_t index) {
+  accumulators_.erase(hooks_[index]->node());
+  hooks_[index].reset();
+}
+
+// An AccumulateGrad node runs on the stream that was current when it was made, and a graph can't be captured through one of
+// another stream that is the default one. So all are made anew where nobody else holds them.
+void Reducer::follow_stream() {
+  const c10::Stream stream = flat_->current();
+  if (std::exchange(hooked_on_, stream) == stream) return;
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    if (!hooks_[i]) continue;
+    unhook(i);
+    attributes_[i] = Attributes(gradients_[i].parameter());
+  }
 }
 
 std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
@@ -160,6 +178,7 @@ void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool
     throw Error(ErrorKind::InvalidUsage, names_->model + ": the buckets can't change in the middle of a backward");
   }
   buckets_ = make_buckets(buckets, gradients_, names_);
+  if (flat_) flat_->lay_out(buckets_, gradients_);
   hooks_or_plan_changed_ = true;
   provisional_ = provisional;
   plan_used_ = false;
@@ -244,6 +263,10 @@ void Reducer::divide_contributions() { scaling_ = scaling_of({.batched_grad_copy
 void Reducer::check_no_hook() const {
   if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing) {
     throw Error(ErrorKind::InvalidUsage, names_->model + ": hooks can't be registered in the middle of a backward");
+  }
+  if (flat_) {
+    throw Error(ErrorKind::InvalidUsage,
+                names_->model + ": communication hooks are not supported for a model on a device; leave them out");
   }
   if (comm_hook_ || compression_ || all_reduce_hook_) {
     throw Error(ErrorKind::InvalidUsage, "register_comm_hook or register_builtin_comm_hook can only be called once.");

@@ -26,9 +26,11 @@
 #include "engine/communicator.h"
 #include "reducer/attributes.h"
 #include "reducer/bucket.h"
+#include "reducer/bucket_lane.h"
 #include "reducer/comm_hook.h"
 #include "reducer/compression.h"
 #include "reducer/cpu_allocator.h"
+#include "reducer/flat_buckets.h"
 #include "reducer/future.h"
 #include "reducer/gradient.h"
 #include "reducer/hooks.h"
@@ -44,9 +46,9 @@ namespace syncengine {
 class Reducer : public std::enable_shared_from_this<Reducer> {
  public:
   // All the parameters that might ever be synchronized, whether they require a gradient now or not; the same on all ranks.
-  // `sparse`, of each: whether its gradients are of sparse layout.
+  // `sparse`, of each: whether its gradients are of sparse layout. `lane`: of the device where they lie; null for CPUs.
   Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shared_ptr<Communicator> communicator,
-          const std::vector<bool>& sparse, const ReducerOptions& options);
+          const std::vector<bool>& sparse, const ReducerOptions& options, std::unique_ptr<BucketLane> lane = nullptr);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -130,7 +132,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool skips(const Bucket& bucket) const;
   void announce(Bucket& bucket);
   void add_spans(Bucket& bucket, SpanList& spans);
-  void scale_one_by_one(const Bucket& bucket) const;
+  void scale_one_by_one(const BucketLayout& layout, const std::vector<at::Tensor>& contributions) const;
+  void start_flat_buckets();
+  void start_flat(Bucket& bucket);
+  Operation operation_of(const Bucket& bucket) const;
   void run_comm_hooks();
   bool usage_travels() const;
   std::vector<uint64_t> usage_of(const BucketLayout& layout) const;
@@ -146,6 +151,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void settle_after_failure();
   void follow_parameters();
   void follow(size_t index);
+  void follow_stream();
+  void unhook(size_t index);
   void check_no_hook() const;
   void divide_contributions();
   void tell_peers(const std::string& text) const;
@@ -194,10 +201,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<size_t> sparse_;        // parameters in sparse buckets, in order
   std::vector<TorchFuture> futures_;  // install_futures
 
+  std::unique_ptr<FlatBuckets> flat_;     // null on CPUs
+  std::optional<c10::Stream> hooked_on_;  // the current stream when parameters were hooked; with flat_ only
+
   std::unique_ptr<CommHook> comm_hook_;
   std::optional<Compression> compression_;
   bool all_reduce_hook_ = false;
-  size_t next_hooked_ = 0;  // bucket that comes next to comm_hook_
+  size_t next_in_order_ = 0;  // bucket that comes next to comm_hook_ or flat_
   bool hook_runs_ = false;
   bool flags_fit_ = true;                      // a bit for each parameter of each bucket
   std::unique_ptr<StaticGraph> static_graph_;  // null if the graph may change

@@ -16,8 +16,9 @@ enum class CopyReason : uint8_t {
   Unused,         // no gradient here: zeros, or what an earlier backward left, stand in
   CommHook,       // a communication hook gets the bucket's gradients in one piece
   Compression,    // what travels is of another dtype
+  Bucket,         // on a device buckets are flat
 };
-inline constexpr size_t kCopyReasons = 7;
+inline constexpr size_t kCopyReasons = 8;
 
 constexpr const char* name(CopyReason reason) {
   switch (reason) {
@@ -28,6 +29,7 @@ constexpr const char* name(CopyReason reason) {
     case CopyReason::Unused: return "unused";
     case CopyReason::CommHook: return "comm hook";
     case CopyReason::Compression: return "compression";
+    case CopyReason::Bucket: return "bucket";
   }
   return "unknown";
 }

@@ -39,14 +39,18 @@ class BucketPlanner:
         looks_for_unused: bool,
         bucket_cap_mb: float | None,
         bucket_cap_mb_list: Sequence[float] | None,
+        in_cache: bool = True,
     ) -> "BucketPlanner":
-        """A planner with the user's caps, or with its own."""
+        """A planner with the user's caps, or with its own.
+
+        `in_cache`: gradients are reduced where they lie, by the processor that has made them.
+        """
         if bucket_cap_mb_list:
             caps = tuple(int(cap * MIB) for cap in bucket_cap_mb_list)
         elif bucket_cap_mb is not None:
             caps = (int(bucket_cap_mb * MIB),)
         else:
-            caps = (MIB, DDP_CAP if follows_ddp else MIB)
+            caps = (MIB, MIB if in_cache and not follows_ddp else DDP_CAP)
         return cls(parameters, sparse, caps, follows_ddp, looks_for_unused, bool(bucket_cap_mb_list))
 
     @property

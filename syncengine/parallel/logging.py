@@ -60,7 +60,7 @@ def _construction(model: DistributedDataParallel) -> tuple[dict[str, str], dict[
         "module_name": type(model.module).__name__,
         "backend_name": dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "syncengine",
         "dtypes": ", ".join(dict.fromkeys(_DTYPES.get(p.dtype, str(p.dtype)) for p in parameters)),
-        "device_ids": "",
+        "device_ids": ", ".join(map(str, model.device_ids or ())),
         **{key: os.environ.get(variable, "N/A") for key, variable in _ENVIRONMENT.items()},
     }
     numbers = {
@@ -73,7 +73,7 @@ def _construction(model: DistributedDataParallel) -> tuple[dict[str, str], dict[
         "gradient_as_bucket_view": int(model.gradient_as_bucket_view),
         "broadcast_buffers": int(model.forward_sync_buffers),
         "is_multi_device_module": 0,
-        "output_device": -1,
+        "output_device": -1 if model.output_device is None else model.output_device,
         "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.module.modules())),
         "iteration": 0,
     }

@@ -17,9 +17,7 @@ _METHODS: dict[str, str] = {
 }
 
 
-def check_arguments(
-    device_ids: Any, output_device: Any, bucket_cap_mb: float | None, bucket_cap_mb_list: Any, **others: Any
-) -> None:
+def check_arguments(device_ids: Any, bucket_cap_mb: float | None, bucket_cap_mb_list: Any, **others: Any) -> None:
     """Raises ``InvalidUsage`` for the first argument that is not supported."""
     for name, value in others.items():
         usual, advice = _ARGUMENTS[name]
@@ -27,11 +25,6 @@ def check_arguments(
             _refuse(f"argument {name}={value!r}", advice)
     if device_ids is not None and len(device_ids) > 1:
         raise InvalidUsage("device_ids can only be None or contain a single element.")
-    if device_ids or output_device is not None:
-        raise InvalidUsage(
-            f"DistributedDataParallel device_ids and output_device arguments only work with GPU modules, which are not "
-            f"supported yet, but got device_ids {device_ids}, output_device {output_device}: leave both out"
-        )
     if bucket_cap_mb is not None and not bucket_cap_mb > 0:
         raise InvalidUsage(f"bucket_cap_mb must be a positive number of MiB, but is {bucket_cap_mb!r}")
     if bucket_cap_mb_list and not all(cap > 0 for cap in bucket_cap_mb_list):
@@ -49,8 +42,6 @@ def check_module(module: torch.nn.Module, ignored: set[str], all_delayed: bool) 
             )
         if is_traceable_wrapper_subclass(parameter):
             _refuse(f"parameter {name} of type {type(parameter).__name__}", "pass plain parameters")
-        if parameter.device.type != "cpu":
-            _refuse(f"parameter {name} on {parameter.device}", "move the module to the CPU before wrapping it")
         if parameter.layout is not torch.strided:
             _refuse(f"parameter {name} with layout {parameter.layout}", "use dense parameters")
     if not all_delayed and not any(parameter.requires_grad for _, parameter in named):

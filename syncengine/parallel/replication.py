@@ -65,7 +65,10 @@ def check_not_replaced(
 
 
 class StateBroadcast:
-    """Copies one rank's values of these tensors to all, as often as called. Small tensors travel in one message."""
+    """Copies one rank's values of these tensors to all, as often as called. Small tensors travel in one message.
+
+    All are on one device, the same on all ranks but for its number. On CUDA the constructor is collective.
+    """
 
     def __init__(self, communicator: Communicator, tensors: Iterable[torch.Tensor]) -> None:
         self.tensors = list(tensors)
@@ -81,7 +84,8 @@ class StateBroadcast:
             self._small.append(tensor)
             offsets.append(size)
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        self._packed = communicator.empty([size], torch.uint8)
+        device = self.tensors[0].device if self.tensors else None
+        self._packed = communicator.empty([size], torch.uint8, device)
         self._views = [
             self._packed[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for offset, tensor in zip(offsets, self._small, strict=True)

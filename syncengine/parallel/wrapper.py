@@ -14,6 +14,14 @@ from syncengine.parallel.buckets import DDP_CAP, BucketPlanner, Plan, sparse_par
 from syncengine.parallel.comm_hooks import CommHooks
 from syncengine.parallel.compiled import call_module, not_compiled
 from syncengine.parallel.delayed import DelayedParameters, check_delayed
+from syncengine.parallel.devices import (
+    check_device_ids,
+    check_not_capturing,
+    check_on_cuda,
+    device_of,
+    move_inputs,
+    refuse_on_cuda,
+)
 from syncengine.parallel.groups import Group, check_group, localize_parameters, resolve_group
 from syncengine.parallel.logging import Logger
 from syncengine.parallel.optimizers import adopt_optimizers
@@ -76,7 +84,6 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         check_group(process_group)
         check_arguments(
             device_ids=device_ids,
-            output_device=output_device,
             bucket_cap_mb=bucket_cap_mb,
             bucket_cap_mb_list=bucket_cap_mb_list,
             mixed_precision=mixed_precision,
@@ -99,13 +106,15 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
         check_module(module, self.parameters_to_ignore, all_delayed=bool(delayed))
-        adopt_sync_batch_norm(module)
+        self.device = device_of([*self._named_to_synchronize(), *delayed])
+        self.device_type = self.device.type
+        self.device_ids, self.output_device = check_device_ids(self.device, device_ids, output_device)
+        if delayed and self.device_type == "cuda":
+            refuse_on_cuda("delay_all_reduce_named_params", "leave it out: buckets overlap with backward anyway")
+        if self.device_type == "cpu":  # torch's own works on CUDA, over its process group
+            adopt_sync_batch_norm(module)
 
         self.dim = dim
-        self.device_ids = None
-        self.output_device = None
-        self.device = torch.device("cpu")
-        self.device_type = "cpu"
         self.is_multi_device_module = False
         self.static_graph = static_graph
         self.mixed_precision = None
@@ -146,15 +155,21 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         return self.forward_sync_buffers
 
     _gradients_in_arena = True  # as far as init() was told so; for benchmarks that compare
+    _flat_buckets = False  # for tests: on the CPU as on a device, in a build with test hooks
 
     # --- Construction
 
+    def _named_to_synchronize(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+
     def _build_reducer(self) -> None:
         """Everything that pickling leaves out."""
-        named = [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
+        named = self._named_to_synchronize()
         self._parameter_names = [name for name, _ in named]
         self._module_parameters = [parameter for _, parameter in named]
         self._sparse_parameters = sparse_parameters(self.module, self._module_parameters)
+        if self.device_type == "cuda":
+            check_on_cuda(named, self._sparse_parameters, self.named_module_buffers)
         self._set_planner(follows_ddp=self.communicator.numerics == "ring")
         self._optimizers_adopted = False
         self._has_rebuilt_buckets = False
@@ -180,6 +195,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             batched_grad_copy=self.batched_grad_copy,
             gradients_in_arena=self._gradients_in_arena,
+            flat_buckets=self._flat_buckets,
         )
 
     def _set_planner(self, follows_ddp: bool) -> None:
@@ -191,6 +207,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             self.find_unused_parameters and not self.static_graph,
             self._bucket_cap_mb,
             self._bucket_cap_mb_list,
+            in_cache=self.device_type == "cpu",
         )
         # Dynamo cuts compiled graphs by it: into pieces as large as DDP's, whatever the size of our buckets.
         given = self._bucket_cap_mb is not None or self._planner.given_caps
@@ -198,7 +215,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self.bucket_bytes_cap_list = list(self._planner.caps) if self._planner.given_caps else []
         self.bucket_bytes_cap_default = self._bucket_cap_mb is None and not self._planner.given_caps
         self._plan: Plan | None = None
-        self._tuner = Tuner() if self.bucket_bytes_cap_default and not follows_ddp else None
+        tunes = self.bucket_bytes_cap_default and not follows_ddp and self.device_type == "cpu"
+        self._tuner = Tuner() if tunes else None
 
     def _replicate(self, with_buffers: bool) -> None:
         """Checks that all ranks have the same model, and gives them rank 0's values."""
@@ -210,7 +228,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             f"forward_sync_buffers={self.forward_sync_buffers}, bucket_cap_mb_list={self._bucket_cap_mb_list}, "
             f"static_graph={self.static_graph}, gradient_as_bucket_view={self.gradient_as_bucket_view}, "
             f"batched_grad_copy={self.batched_grad_copy}, "
-            f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}"
+            f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, device_type={self.device_type}"
         )
         model = f"Parallel({type(self.module).__name__})"
         lines = [settings, *(describe_tensor(name, tensor) for name, tensor in named)]
@@ -256,6 +274,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         if self._delayed is not None:
             self._delayed.synchronizes = self.require_backward_grad_sync
             self._delayed.hold_gradients()
+        if self.device_ids:
+            inputs, kwargs = move_inputs(inputs, kwargs, self.device)
         if self.reducer is None:
             return call_module(self, inputs, kwargs)
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -297,6 +317,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
     def _begin_forward(self, synchronize: bool) -> None:
         needs_plan = torch.is_grad_enabled() and (self.reducer.begin_forward(synchronize) or self._plan is None)
         plans, sends_buffers = needs_plan and synchronize, self._check_sync_bufs_pre_fwd()
+        if plans and self.device_type == "cuda":
+            check_not_capturing(f"Parallel({type(self.module).__name__})")
         current = self._tell_joined(synchronize, plans, sends_buffers) if self._join_config.enable else None
         if plans:
             self._plan_buckets(current)

@@ -274,4 +274,46 @@ TEST(cuda_release_ends_all_waits_and_poisons) {
   for (std::byte byte : tensors.input) CHECK(byte == std::byte{0xff});
 }
 
+// A peer dies after it has let this rank read its tensor, and before it has reduced its part: of what it owed nothing looks like
+// a result.
+TEST(cuda_death_between_exchanges_poisons_what_the_peer_owed) {
+  for (bool push : {false, true}) {
+    TwinGroup group(2, kSlot, push);
+    const Case c{Collective::AllReduce, Path::Direct, push, Numerics::RankOrder, DType::Float32, 100};
+    std::vector<Tensors> tensors{{c, 0, 2}, {c, 1, 2}};
+    std::vector<Operation> operations;
+    for (auto& mine : tensors) {
+      mine.fill(DType::Float32, 0);
+      operations.push_back(operation_of(c, mine));
+    }
+    auto before = tensors;
+    const auto result = expected(c, before, 0);
+    const uint32_t mark = cuda::fingerprint(operations[0], c.path, 0);
+    cuda::store(group.controls[0]->inbox[0][1], mark);  // all that the peer still did
+    std::atomic<bool> ended = false;
+    std::thread watchdog([&] {
+      while (cuda::load(group.controls[0]->progress) == 0) std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the own part is reduced
+      while (!ended.load(std::memory_order_relaxed)) {
+        for (auto& set : group.controls[0]->inbox) cuda::store(set[1], cuda::kReleased);
+        std::this_thread::yield();
+      }
+    });
+    TwinSteps steps(0, group.controls);
+    steps.orderly = false;
+    cuda::run_sequence(operations[0], group.site(0), route_of(c, operations), mark, steps);
+    ended = true;
+    watchdog.join();
+    const auto& got = tensors[0].input;
+    size_t poisoned = 0;
+    for (size_t i = 0; i < got.size(); i += 4) {
+      const bool is_result = std::equal(&got[i], &got[i] + 4, &result[i]);
+      const bool is_poison = std::all_of(&got[i], &got[i] + 4, [](std::byte b) { return b == std::byte{0xff}; });
+      CHECK(is_result || is_poison);
+      poisoned += is_poison;
+    }
+    CHECK(poisoned > 0 && poisoned < 100);
+  }
+}
+
 }  // namespace syncengine

@@ -1,0 +1,169 @@
+#include "bindings/device_queue.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "bindings/errors.h"
+#include "cuda/shared_pages.h"
+
+namespace py = pybind11;
+
+namespace syncengine {
+
+namespace {
+
+// Of a communicator's device: number 0 for its own calls, the others for whoever took them.
+using Key = std::tuple<const Communicator*, int, int>;
+
+struct Registry {
+  std::mutex mutex;
+  std::map<Key, std::shared_ptr<Queue>> queues;
+};
+Registry& registry() {
+  static auto& instance = *new Registry;  // outlives the CUDA context, which is gone when static objects are destroyed
+  return instance;
+}
+
+std::shared_ptr<Queue> find_queue(const Key& key) {
+  std::lock_guard lock(registry().mutex);
+  auto found = registry().queues.find(key);
+  return found == registry().queues.end() ? nullptr : found->second;
+}
+
+// Collective. With or without the GIL.
+std::shared_ptr<Queue> connect_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device,
+                                     int number) {
+  cuda::require_device(device.index());
+  std::shared_ptr<cuda::DeviceGroup> group;
+  {
+    std::optional<py::gil_scoped_release> nogil;
+    if (PyGILState_Check()) nogil.emplace();
+    group = cuda::connect(communicator, device.index(), check_signals());
+  }
+  std::shared_ptr<Queue> queue;
+  {
+    py::gil_scoped_acquire gil;
+    queue = std::make_shared<Queue>(std::move(group), device);
+  }
+  std::lock_guard lock(registry().mutex);
+  return registry().queues.try_emplace({communicator.get(), device.index(), number}, queue).first->second;
+}
+
+}  // namespace
+
+// Asks Python, once a stream: c10 has no way to ask that all torch versions share.
+void* handle_of(c10::Stream stream) {
+  static auto& known = *new std::map<std::pair<int, int64_t>, void*>;  // outlives Python
+  auto [entry, is_new] = known.try_emplace({stream.device_index(), stream.id()}, nullptr);
+  if (is_new) {
+    auto wrapped = py::module_::import("torch.cuda")
+                       .attr("Stream")(py::arg("stream_id") = stream.id(),
+                                       py::arg("device_index") = static_cast<int>(stream.device_index()),
+                                       py::arg("device_type") = static_cast<int>(stream.device_type()));
+    entry->second = reinterpret_cast<void*>(wrapped.attr("cuda_stream").cast<uintptr_t>());
+  }
+  return entry->second;
+}
+
+c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(kDeviceType).getStream(device); }
+
+void order_streams(c10::Stream leader, c10::Stream follower) {
+  if (leader == follower) return;
+  c10::Event reached(kDeviceType);
+  reached.record(leader);
+  reached.block(follower);
+}
+
+void keep_for(c10::Stream stream, const at::Tensor& tensor) {
+  if (tensor.storage().data())
+    c10::impl::VirtualGuardImpl(kDeviceType).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+}
+
+Queue::Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device)
+    : group_(std::move(group)),
+      device_(device),
+      side_(c10::impl::VirtualGuardImpl(kDeviceType).getStreamFromGlobalPool(device, /*isHighPriority=*/true)),
+      side_handle_(handle_of(side_)),
+      last_(kDeviceType) {}
+
+// Collectives of a group must run one after the other: what ran before on another stream comes first. Across the edges of a
+// capture that is up to whoever replays it (docs/cuda.md).
+void Queue::run(const Operation& operation, c10::Stream stream, void* handle) {
+  std::lock_guard lock(mutex_);
+  const bool capturing = group_->is_capturing(handle);
+  if (!capturing && last_stream_ && *last_stream_ != stream) last_.block(stream);
+  group_->run(operation, handle);
+  if (capturing) return;
+  last_.record(stream);
+  last_stream_ = stream;
+}
+
+at::Tensor Queue::empty(const std::vector<int64_t>& sizes, size_t bytes, at::ScalarType type) {
+  std::shared_ptr<void> memory = group_->allocate(bytes, check_signals());
+  void* data = memory.get();
+  return at::for_blob(data, sizes)
+      .deleter([memory = std::move(memory)](void*) mutable { memory.reset(); })
+      .options(at::TensorOptions().dtype(type).device(device_))
+      .target_device(device_)
+      .make_tensor();
+}
+
+std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicator, c10::Device device) {
+  if (auto queue = find_queue({communicator.get(), device.index(), 0})) return queue;
+  return connect_queue(communicator, device, 0);
+}
+
+// Ranks drop theirs at different times, so one is taken again only if all ranks have dropped it.
+std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device) {
+  struct Numbers {
+    uint64_t free = 0;  // a bit for each of the first 64
+    int used = 0;
+  } mine;
+  {
+    std::lock_guard lock(registry().mutex);
+    for (const auto& [key, queue] : registry().queues) {
+      const auto& [owner, index, number] = key;
+      if (owner != communicator.get() || index != device.index() || number == 0) continue;
+      mine.used = std::max(mine.used, number);
+      if (queue.use_count() == 1 && number <= 64) mine.free |= uint64_t{1} << (number - 1);
+    }
+  }
+  for (const Numbers& theirs : cuda::gather(*communicator, mine, "Parallel on CUDA", check_signals())) {
+    mine.free &= theirs.free;
+    mine.used = std::max(mine.used, theirs.used);
+  }
+  for (int number = 1; number <= 64; ++number) {
+    if (mine.free >> (number - 1) & 1) return find_queue({communicator.get(), device.index(), number});
+  }
+  return connect_queue(communicator, device, mine.used + 1);
+}
+
+void close_devices(const Communicator* communicator) {
+  std::vector<std::shared_ptr<Queue>> closing;
+  {
+    std::lock_guard lock(registry().mutex);
+    std::erase_if(registry().queues, [&](auto& entry) {
+      if (std::get<0>(entry.first) != communicator) return false;
+      closing.push_back(std::move(entry.second));
+      return true;
+    });
+  }
+  for (auto& queue : closing) queue->group().close();
+}
+
+std::map<std::string, uint64_t> device_counters(const Communicator* communicator) {
+  std::map<std::string, uint64_t> counters;
+  std::lock_guard lock(registry().mutex);
+  for (auto& [key, queue] : registry().queues)
+    if (std::get<0>(key) == communicator)
+      for (auto& [name, value] : queue->group().counters()) counters["cuda_" + name] += value;
+  return counters;
+}
+
+}  // namespace syncengine

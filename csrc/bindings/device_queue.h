@@ -1,0 +1,77 @@
+// The devices of communicators: of each a cuda::DeviceGroup, and torch's streams around it. c10's device-generic classes alone.
+//
+// Ownership: a communicator's devices live until close_devices(), and keep it alive. Thread-safety: any thread;
+// with or without the GIL as said at each. Failure: InvalidUsage where there is no CUDA; the communicator's error.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cuda/device_group.h"
+#include "engine/communicator.h"
+
+namespace syncengine {
+
+inline constexpr c10::DeviceType kDeviceType = c10::DeviceType::CUDA;
+
+// The cudaStream_t of a torch stream. With the GIL.
+void* handle_of(c10::Stream stream);
+
+// Torch's current stream of this thread.
+c10::Stream current_stream(c10::Device device);
+
+// What `follower` gets from now on comes after what `leader` has by now.
+void order_streams(c10::Stream leader, c10::Stream follower);
+
+// Torch's allocator gives the memory to nobody before `stream` is done with what it has when the tensor is freed.
+void keep_for(c10::Stream stream, const at::Tensor& tensor);
+
+// One DeviceGroup. Without the GIL where nothing else is said.
+class Queue {
+ public:
+  Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device);  // with the GIL
+
+  cuda::DeviceGroup& group() { return *group_; }
+  c10::Stream side() const { return side_; }  // of a high priority, for whoever wants another one than the current
+  void* side_handle() const { return side_handle_; }
+
+  // Queues a collective on `stream`, whose handle is given, behind those that were queued before.
+  void run(const Operation& operation, c10::Stream stream, void* handle);
+
+  // A tensor in memory that all peers reach. Collective, blocks.
+  at::Tensor empty(const std::vector<int64_t>& sizes, size_t bytes, at::ScalarType type);
+
+ private:
+  std::shared_ptr<cuda::DeviceGroup> group_;
+  c10::Device device_;
+  c10::Stream side_;
+  void* side_handle_;
+  std::mutex mutex_;
+  c10::Event last_;
+  std::optional<c10::Stream> last_stream_;
+};
+
+// The queue of a communicator's own calls. The first call is collective, and waits for the other ranks. With the GIL, which is
+// released for that.
+std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicator, c10::Device device);
+
+// One that nobody else uses, so that what is queued there needs no common order with other collectives: its own words and
+// staging. Free again when the pointer is dropped. Always collective, blocks. Without the GIL.
+std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device);
+
+// Lets go of all devices of a communicator. Without the GIL; before Communicator::close().
+void close_devices(const Communicator* communicator);
+
+// Of all its devices, "cuda_..." in front of each name.
+std::map<std::string, uint64_t> device_counters(const Communicator* communicator);
+
+}  // namespace syncengine

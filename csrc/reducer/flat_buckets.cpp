@@ -1,0 +1,126 @@
+#include "reducer/flat_buckets.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr size_t kAlignment = 256;  // of each bucket, as cudaMalloc's
+
+size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+// The part of `flat` from `offset` on, in elements, as a tensor like the parameter: in the order of elements in which
+// Gradient::memory() has them.
+at::Tensor view_of(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter) {
+  const at::Tensor part = flat.narrow(0, offset, parameter.numel());
+  if (!parameter.is_non_overlapping_and_dense()) return part.view(parameter.sizes());
+  return part.as_strided(parameter.sizes(), parameter.strides());
+}
+
+std::vector<at::Tensor> memories(const Bucket& bucket, const std::vector<Gradient>& gradients) {
+  std::vector<at::Tensor> all;
+  all.reserve(bucket.layout->parameters.size());
+  for (size_t i : bucket.layout->parameters) all.push_back(gradients[i].memory());
+  return all;
+}
+
+}  // namespace
+
+void FlatBuckets::lay_out(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients) {
+  at::NoGradGuard no_grad;
+  // The forward that wants buckets may run under torch.func's transforms, which would wrap what is made here.
+  const c10::impl::ExcludeDispatchKeyGuard untransformed(c10::DispatchKeySet(
+      {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
+  // What any other plan of the same parameters would need, too.
+  size_t needed = 0;
+  for (const Bucket& bucket : buckets) {
+    if (bucket.layout->sparse)
+      throw Error(ErrorKind::InvalidUsage, bucket.layout->describe() + " is sparse, and lies on a device");
+    for (size_t i : bucket.layout->parameters) needed += gradients[i].parameter().nbytes() + kAlignment;
+  }
+  if (!memory_.defined() || memory_.nbytes() < needed) {
+    flats_.clear();
+    memory_.reset();
+    memory_ = lane_->allocate(needed);
+  }
+  flats_.clear();
+  size_t begin = 0;
+  for (const Bucket& bucket : buckets) {
+    size_t bytes = 0;
+    for (size_t i : bucket.layout->parameters) bytes += gradients[i].parameter().nbytes();
+    Flat flat{.bytes = memory_.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(bytes))};
+    const at::Tensor& first = gradients[bucket.layout->parameters[0]].parameter();
+    const at::Tensor elements = flat.bytes.view(first.scalar_type());
+    int64_t offset = 0;
+    for (size_t i : bucket.layout->parameters) {
+      const at::Tensor& parameter = gradients[i].parameter();
+      flat.views.push_back(view_of(elements, offset, parameter));
+      offset += parameter.numel();
+    }
+    flats_.push_back(std::move(flat));
+    begin += aligned(bytes);
+  }
+}
+
+void FlatBuckets::begin() {
+  for (Flat& flat : flats_) flat.streams.clear();
+}
+
+void FlatBuckets::note(size_t bucket) {
+  auto& streams = flats_[bucket].streams;
+  const c10::Stream stream = lane_->current();
+  if (std::find(streams.begin(), streams.end(), stream) == streams.end()) streams.push_back(stream);
+}
+
+void FlatBuckets::fill(const Bucket& bucket, const std::vector<Gradient>& gradients) {
+  Flat& flat = flats_[bucket.layout->index];
+  for (c10::Stream stream : flat.streams) lane_->order(stream, lane_->own());
+  at::NoGradGuard no_grad;
+  const c10::StreamGuard on(lane_->own());
+  at::_foreach_copy_(flat.views, memories(bucket, gradients));
+}
+
+SpanList FlatBuckets::span(size_t bucket) const {
+  const at::Tensor& bytes = flats_[bucket].bytes;
+  return {bytes.mutable_data_ptr(), bytes.nbytes()};
+}
+
+void FlatBuckets::all_reduce(Operation operation) {
+  operation.keepalive = std::make_shared<c10::Storage>(memory_.storage());
+  lane_->all_reduce(std::move(operation));
+}
+
+void FlatBuckets::finish(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients) {
+  lane_->finish();
+  // Backward may have queued kernels that still read what is going to be overwritten; the current stream knows of them all.
+  const c10::Stream current = lane_->current();
+  lane_->order(current, lane_->own());
+  {
+    at::NoGradGuard no_grad;
+    const c10::StreamGuard on(lane_->own());
+    for (const Bucket& bucket : buckets) {
+      if (bucket.state != Bucket::State::InFlight) continue;
+      const Flat& flat = flats_[bucket.layout->index];
+      const std::vector<at::Tensor> averages = memories(bucket, gradients);
+      at::_foreach_copy_(averages, flat.views);
+      // Memory that is freed goes back to the stream that has made it, which need not know of this one.
+      if (flat.streams.size() == 1 && flat.streams[0] == current) continue;
+      for (const at::Tensor& average : averages) {
+        lane_->keep_for(lane_->own(), average);
+        lane_->keep_for(current, average);
+      }
+    }
+  }
+  lane_->order(lane_->own(), current);
+}
+
+}  // namespace syncengine

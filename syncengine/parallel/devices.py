@@ -1,0 +1,99 @@
+"""Where a module lies: one device, a CPU or a CUDA device; and what can't be done there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._utils import _get_device_index
+from torch.distributed.utils import _to_kwargs
+
+from syncengine.errors import InvalidUsage
+
+_TYPES = ("cpu", "cuda")
+
+
+def device_of(named: Iterable[tuple[str, torch.Tensor]]) -> torch.device:
+    """The device of all these parameters; CPU if there are none.
+
+    Raises ``InvalidUsage`` naming the parameters that lie elsewhere.
+    """
+    first = None
+    for name, parameter in named:
+        if parameter.device.type not in _TYPES:
+            raise InvalidUsage(
+                f"syncengine.Parallel does not support parameter {name} on {parameter.device}; move the module to the "
+                "CPU or to a CUDA device before wrapping it"
+            )
+        first = first or (name, parameter.device)
+        if parameter.device != first[1]:
+            raise InvalidUsage(
+                f"syncengine.Parallel does not support modules on several devices: parameter {first[0]} is on "
+                f"{first[1]}, {name} on {parameter.device}; move the module to one device before wrapping it"
+            )
+    return torch.device("cpu") if first is None else first[1]
+
+
+def check_device_ids(
+    device: torch.device, device_ids: Sequence[Any] | None, output_device: Any
+) -> tuple[list[int] | None, int | None]:
+    """The attributes of that name, as DDP has them; raises ``InvalidUsage`` if they are not the module's device."""
+    if device.type == "cpu":
+        if device_ids or output_device is not None:
+            raise InvalidUsage(
+                "DistributedDataParallel device_ids and output_device arguments only work with GPU modules, but got "
+                f"device_ids {device_ids}, output_device {output_device} for a module on the CPU: leave both out"
+            )
+        return None, None
+    if not device_ids:
+        if output_device is not None:
+            raise InvalidUsage(f"output_device {output_device} needs device_ids: leave it out, or give both")
+        return None, None
+    output_device = device_ids[0] if output_device is None else output_device
+    index, output = (_get_device_index(x, True) for x in (device_ids[0], output_device))
+    for name, value in (("device_ids", index), ("output_device", output)):
+        if value != device.index:
+            raise InvalidUsage(f"{name} says device {value}, but the module is on {device}: move it there before")
+    return [index], output
+
+
+def check_on_cuda(
+    named: Iterable[tuple[str, torch.Tensor]], sparse: Iterable[bool], buffers: Mapping[str, torch.Tensor]
+) -> None:
+    """Raises ``InvalidUsage``, by name, for what is supported on CPUs only."""
+    device = None
+    for (name, parameter), is_sparse in zip(named, sparse, strict=True):
+        device = parameter.device
+        if is_sparse:
+            refuse_on_cuda(f"the sparse gradient of {name}", "make the embedding with sparse=False")
+    for name, buffer in buffers.items():
+        if device is not None and buffer.device != device:
+            raise InvalidUsage(
+                f"syncengine.Parallel can't synchronize buffer {name} on {buffer.device} of a module on {device}; move "
+                "it there, or name it in the module's _ddp_params_and_buffers_to_ignore"
+            )
+
+
+def refuse_on_cuda(what: str, advice: str) -> None:
+    """Raises ``InvalidUsage``."""
+    raise InvalidUsage(f"syncengine.Parallel does not support {what} for modules on CUDA yet; {advice}")
+
+
+def check_not_capturing(model: str) -> None:
+    """Raises ``InvalidUsage`` while a CUDA graph is captured: `model` needs new buckets, which take memory."""
+    if torch.cuda.is_current_stream_capturing():
+        raise InvalidUsage(
+            f"{model}: its buckets are not final yet, and can't change while a CUDA graph is captured: run 3 steps "
+            "that synchronize before, and do not freeze or unfreeze parameters in between"
+        )
+
+
+def move_inputs(
+    inputs: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What DDP does with ``device_ids``: tensors, also in containers, go to the module's device."""
+    if not inputs and not kwargs:
+        return inputs, kwargs
+    moved, moved_kwargs = _to_kwargs(inputs, kwargs, device, False)
+    return moved[0], moved_kwargs[0]

@@ -1,0 +1,509 @@
+"""``Parallel(model.cuda())``: bits, streams, graphs, faults. Ranks are processes, on however many GPUs there are.
+
+Skipped where there is no GPU; `make gpu` runs them. What needs none of it is in test_flat_buckets.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuda_ranks import marked, run_processes
+from models.workload import same_bits
+from parallel_models import CAP, Branches, Conv, Mixed, Mlp, Tied
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+from syncengine.errors import Aborted, InvalidUsage, PeerLost, SyncError, Timeout
+
+LONG = 2_000_000_000  # cycles that a GPU sleeps: about a second
+
+
+def deterministic() -> None:
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+
+
+@contextlib.contextmanager
+def job(timeout: float = 60.0) -> Iterator[None]:
+    """syncengine and Gloo, which is the oracle: it takes CUDA tensors over the host."""
+    deterministic()
+    dist.init_process_group("gloo")
+    syncengine.init(timeout=timeout)
+    yield
+    torch.cuda.synchronize()
+    syncengine.shutdown()
+    dist.destroy_process_group()
+
+
+def batch(step: int, rank: int | None = None, size: int = 6) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + (dist.get_rank() if rank is None else rank))
+    return torch.randn(size, 24, generator=generator).cuda()
+
+
+# ---- the same as DDP ----
+
+
+@dataclass(frozen=True)
+class Run:
+    model: Callable[[], nn.Module] = Mlp
+    optimizer: tuple[str, tuple[tuple[str, Any], ...]] = ("SGD", (("lr", 0.05), ("momentum", 0.9)))
+    dtype: torch.dtype | None = torch.float32
+    accumulate: int = 1
+    set_to_none: bool = True
+    autocast: torch.dtype | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+ADAM = ("AdamW", (("lr", 0.01), ("fused", True)))
+FOREACH = ("SGD", (("lr", 0.05), ("foreach", True)))
+RUNS = [
+    Run(),
+    Run(optimizer=ADAM),
+    Run(optimizer=FOREACH, accumulate=3, set_to_none=False),
+    Run(dtype=torch.bfloat16),
+    Run(dtype=torch.float64, options=tuple(CAP.items())),
+    Run(model=Conv),
+    Run(model=Tied),
+    Run(model=Mixed, dtype=None),
+    Run(autocast=torch.float16),
+    Run(autocast=torch.float16, optimizer=ADAM, accumulate=2),
+    Run(autocast=torch.bfloat16, optimizer=FOREACH),
+    Run(options=(("find_unused_parameters", True),)),
+    Run(options=(("static_graph", True),)),
+    Run(options=(("gradient_as_bucket_view", True), ("bucket_cap_mb", 0.5))),
+]
+
+
+def train(wrap: Callable[..., nn.Module], run: Run, steps: int = 4) -> list[torch.Tensor]:
+    """All gradients of all steps, and what becomes of the model."""
+    torch.manual_seed(7)
+    module = run.model().cuda()
+    ids = [torch.cuda.current_device()]
+    model = wrap(module.to(run.dtype) if run.dtype else module, device_ids=ids, **dict(run.options))
+    name, arguments = run.optimizer
+    optimizer = getattr(torch.optim, name)(model.parameters(), **dict(arguments))
+    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, enabled=run.autocast is torch.float16)
+    history = []
+    for step in range(steps):
+        for micro in range(run.accumulate):
+            last = micro == run.accumulate - 1
+            x = batch(10 * step + micro).to(run.dtype or torch.float32)
+            with contextlib.nullcontext() if last else model.no_sync():
+                with torch.autocast("cuda", run.autocast, enabled=run.autocast is not None):
+                    loss = model(x.cpu()).float().square().mean()  # device_ids: moved to the GPU
+                scaler.scale(loss).backward()
+        history += [p.grad.clone() for p in model.parameters()]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=run.set_to_none)
+    return history + [t.detach().clone() for t in model.state_dict().values()]
+
+
+def trains_as_ddp(rank: int) -> list[str]:
+    different = []
+    with job():
+        for run in RUNS:
+            ours, theirs = train(syncengine.Parallel, run), train(DistributedDataParallel, run)
+            if len(ours) != len(theirs) or not all(map(same_bits, ours, theirs)):
+                different.append(str(run))
+    return different
+
+
+@marked
+def test_two_ranks_train_bit_equal_to_ddp_over_gloo():
+    assert run_processes(2, trains_as_ddp) == [[], []]
+
+
+# ---- the average, in any world, on any stream ----
+
+
+class Opposite(nn.Module):
+    """Gradients become ready in the opposite order on odd ranks, and late ones at that."""
+
+    def __init__(self, parts: int = 7) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(24))
+        self.parts = nn.ModuleList([nn.Linear(24, 24) for _ in range(parts)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = list(self.parts)[:: 1 if dist.get_rank() % 2 else -1]
+        return torch.stack([Sleep.apply(part(x * self.scale), LONG // 10_000) for part in order])
+
+
+class Sleep(torch.autograd.Function):
+    """Keeps the GPU from going on in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cycles: int) -> torch.Tensor:
+        ctx.cycles = cycles
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        torch.cuda._sleep(ctx.cycles)
+        return grad, None
+
+
+def local_gradients(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    return [g.clone() for g in torch.autograd.grad(module(x).square().mean(), list(module.parameters()))]
+
+
+def exact_average(module: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """In rank order, from what Gloo gathers: nothing of the engine's."""
+    averages = []
+    for grad in local_gradients(module, x):
+        everyone = [torch.empty_like(grad, device="cpu") for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, grad.cpu())
+        total = everyone[0]
+        for other in everyone[1:]:
+            total = total + other
+        averages.append(total * (1.0 / len(everyone)))
+    return averages
+
+
+def check_average(module: nn.Module, expected: list[torch.Tensor]) -> None:
+    for (name, p), average in zip(module.named_parameters(), expected, strict=True):
+        assert same_bits(p.grad.cpu(), average), name
+
+
+def averages(rank: int) -> str:
+    with job():
+        for make in (Mlp, Opposite):
+            for options in ({}, CAP):
+                torch.manual_seed(0)
+                model = syncengine.Parallel(make().cuda(), **options)
+                for step in range(4):
+                    model.zero_grad()
+                    expected = exact_average(model.module, batch(step))
+                    model(batch(step)).square().mean().backward()
+                    check_average(model.module, expected)
+        if syncengine.world_size() > 1:
+            assert model.sync_stats()["buckets"] == 15  # one for each parameter
+    return "good"
+
+
+@marked
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_gradients_are_the_average_in_rank_order(world: int):
+    assert run_processes(world, averages) == ["good"] * world
+
+
+@marked
+@pytest.mark.parametrize("world", [2, 3])
+def test_opposite_orders_of_readiness_with_a_single_hardware_queue(world: int):
+    assert run_processes(world, averages, environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) == ["good"] * world
+
+
+def averages_on_streams(rank: int) -> str:
+    with job():
+        model = syncengine.Parallel(Opposite().cuda(), **CAP)
+        one, two = torch.cuda.Stream(), torch.cuda.Stream()
+        main = torch.cuda.current_stream()
+        for step, (forward, backward) in enumerate([(one, one), (main, two), (two, main), (one, two), (main, main)]):
+            model.zero_grad()
+            expected = exact_average(model.module, batch(step))
+            forward.wait_stream(main)
+            with torch.cuda.stream(forward):
+                loss = model(batch(step)).square().mean()
+            backward.wait_stream(forward)
+            with torch.cuda.stream(backward):
+                loss.backward()
+                grads = [p.grad * 1 for p in model.parameters()]  # read where backward was called, without waiting
+            main.wait_stream(backward)
+            for grad, average in zip(grads, expected, strict=True):
+                assert same_bits(grad.cpu(), average), step
+    return "good"
+
+
+@marked
+def test_averages_on_streams_that_are_not_the_default_one():
+    assert run_processes(2, averages_on_streams) == ["good"] * 2
+
+
+def host_runs_ahead(rank: int) -> str:
+    """A whole step is queued while the GPU has not even begun with it: nothing in it waits on the host."""
+    with job():
+        model = syncengine.Parallel(nn.Sequential(Mlp(), nn.BatchNorm1d(7)).cuda(), bucket_cap_mb=0.5)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        x = batch(0)
+        for step in range(5):
+            torch.cuda.synchronize()
+            syncengine.barrier()
+            torch.cuda._sleep(LONG if step == 4 else 1)
+            begun = torch.cuda.Event()
+            begun.record()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 4:
+                assert not begun.query(), "the host has waited for the device"
+    return "good"
+
+
+@marked
+def test_the_host_never_waits_in_a_step():
+    assert run_processes(2, host_runs_ahead) == ["good"] * 2
+
+
+def overlaps(rank: int) -> str:
+    from torch.profiler import ProfilerActivity, profile
+
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(24, 24), nn.Linear(24, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(Sleep.apply(self.first(x), LONG))
+
+    with job():
+        model = syncengine.Parallel(Slow().cuda(), **CAP)
+        for step in range(3):
+            model(batch(step)).sum().backward()
+        torch.cuda.synchronize()
+        syncengine.barrier()
+        with profile(activities=[ProfilerActivity.CUDA]) as trace:
+            model(batch(3)).sum().backward()
+            torch.cuda.synchronize()
+    kernels = [(e.name, e.time_range) for e in trace.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    slept = next(span for name, span in kernels if "spin" in name)
+    reduced = [span.start for name, span in kernels if "reduce_kernel" in name and "syncengine" in name]
+    assert min(reduced) < slept.end < max(reduced), kernels
+    return "good"
+
+
+@marked
+def test_buckets_are_reduced_while_backward_runs():
+    assert run_processes(2, overlaps) == ["good"] * 2
+
+
+# ---- graphs ----
+
+
+def graph_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def replays(rank: int, warm_up_aside: bool) -> str:
+    with job():
+        trained = []
+        for captured in (True, False):
+            torch.manual_seed(3)
+            model = syncengine.Parallel(Opposite(2).cuda(), **CAP)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            x = torch.empty(6, 24, device="cuda")
+            stream = torch.cuda.Stream() if warm_up_aside else torch.cuda.current_stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for step in range(4):
+                    x.copy_(batch(step))
+                    graph_step(model, optimizer, x)
+            torch.cuda.current_stream().wait_stream(stream)
+            assert model.sync_stats()["buckets"] == 5
+            step = lambda: graph_step(model, optimizer, x)  # noqa: B023, E731
+            if captured:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    step()
+                eager, step = step, graph.replay
+            for turn in range(1000):
+                x.copy_(batch(turn % 7))
+                if turn % 100 == 50 and rank == turn // 100 % dist.get_world_size():
+                    torch.cuda.synchronize()
+                    time.sleep(0.05)  # this rank is late
+                step()
+            torch.cuda.synchronize()
+            if captured:
+                new = syncengine.Parallel(nn.Linear(24, 1).cuda())
+                with pytest.raises(InvalidUsage, match="run 3 steps"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+                    new(x)
+                x.copy_(batch(0))
+                eager()  # and eager steps go on where the replays ended
+            else:
+                x.copy_(batch(0))
+                step()
+            trained.append([p.detach().cpu() for p in model.parameters()])
+        assert all(map(same_bits, *trained))
+    return "good"
+
+
+def replays_after_default_stream(rank: int) -> str:
+    return replays(rank, False)
+
+
+def replays_after_side_stream(rank: int) -> str:
+    return replays(rank, True)
+
+
+@marked
+@pytest.mark.parametrize("body", [replays_after_default_stream, replays_after_side_stream])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_captured_step_replayed_a_thousand_times_equals_eager_ones(world: int, body: Callable[[int], str]):
+    assert run_processes(world, body) == ["good"] * world
+
+
+# ---- faults ----
+
+FAULT_AT = 3  # the step in which rank 1 fails
+
+
+def raise_in_backward(model: nn.Module) -> None:
+    model.module.head.weight.register_hook(lambda grad: 1 / 0)
+
+
+FAULTS: dict[str, Callable[[nn.Module], None]] = {
+    "killed": lambda model: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda model: os.kill(os.getpid(), signal.SIGSTOP),
+    "forward": lambda model: model.module.register_forward_pre_hook(lambda module, inputs: 1 / 0),
+    "backward": raise_in_backward,
+}
+
+
+def suffers(kind: str) -> tuple[str, str, float, bool]:
+    """The survivor's error, its text, how long after the step it came, and whether all it has trained since is NaN."""
+    deterministic()
+    syncengine.init(timeout=15.0)  # connecting, with a CUDA context to be made, takes some of it
+    rank = syncengine.rank()
+    torch.manual_seed(0)
+    model = syncengine.Parallel(Mlp().cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(6, 24, device="cuda")
+    for _ in range(FAULT_AT):
+        graph_step(model, optimizer, x)
+    torch.cuda.synchronize()
+    good = [p.detach().clone() for p in model.parameters()]
+    if rank == 1:
+        FAULTS[kind](model)
+    begin, steps = time.monotonic(), 0
+    try:
+        while time.monotonic() < begin + 60:
+            graph_step(model, optimizer, x)
+            torch.cuda.synchronize()  # no stream waits for ever
+            steps += 1
+    except (SyncError, ZeroDivisionError) as error:
+        took = time.monotonic() - begin
+        unreduced = [
+            p.isnan().all().item() if steps else torch.equal(p, q)
+            for p, q in zip(model.parameters(), good, strict=True)
+        ]
+        return type(error).__name__, str(error), took, all(unreduced)
+    return "no error", "", 60.0, False
+
+
+def suffers_killed(rank: int) -> Any:
+    return suffers("killed")
+
+
+def suffers_stopped(rank: int) -> Any:
+    return suffers("stopped")
+
+
+def suffers_forward(rank: int) -> Any:
+    return suffers("forward")
+
+
+def suffers_backward(rank: int) -> Any:
+    return suffers("backward")
+
+
+@marked
+@pytest.mark.parametrize(
+    ("body", "error", "text", "within"),
+    [
+        (suffers_killed, PeerLost, "rank 1", 1.5),
+        (suffers_stopped, Timeout, "rank 1", 17.0),
+        (suffers_forward, Aborted, "rank 1 raised in forward: ZeroDivisionError", 1.5),
+        (suffers_backward, Aborted, "rank 1: backward aborted", 1.5),
+    ],
+)
+def test_a_failing_rank(body: Callable[[int], Any], error: type[SyncError], text: str, within: float):
+    killed = 1 if body in (suffers_killed, suffers_stopped) else None
+    name, said, took, is_nan = run_processes(2, body, killed=killed)[0]
+    assert name == error.__name__ and text in said
+    assert is_nan, "trained on gradients that were not reduced"
+    assert took < within
+
+
+# ---- what is refused ----
+
+
+def refusals(rank: int) -> str:
+    with job():
+        mixed = nn.Sequential(nn.Linear(24, 24).cuda(), nn.Linear(24, 1))
+        with pytest.raises(InvalidUsage, match=r"several devices: parameter 0.weight is on cuda:\d, 1.weight on cpu"):
+            syncengine.Parallel(mixed)
+        with pytest.raises(InvalidUsage, match="sparse gradient of weight"):
+            syncengine.Parallel(nn.Embedding(3, 3, sparse=True).cuda())
+        with pytest.raises(InvalidUsage, match="device_ids says device 99"):
+            syncengine.Parallel(nn.Linear(1, 1).cuda(), device_ids=[99])
+        norm = nn.BatchNorm1d(3).cuda()
+        norm.running_mean = norm.running_mean.cpu()
+        with pytest.raises(InvalidUsage, match="buffer running_mean on cpu"):
+            syncengine.Parallel(norm)
+        model = syncengine.Parallel(nn.Linear(24, 24).cuda())
+        with pytest.raises(InvalidUsage, match="communication hook"):
+            model.register_comm_hook(None, syncengine.hooks.bf16_compress)
+        model.cpu()
+        with pytest.raises(SyncError, match="stay where they were"):
+            model(batch(0).cpu()).sum().backward()
+    return "good"
+
+
+@marked
+def test_what_is_not_supported_is_refused_by_name():
+    assert run_processes(2, refusals) == ["good"] * 2
+
+
+def runs_out_of_memory(rank: int) -> str:
+    syncengine.init(timeout=60)
+    model = syncengine.Parallel(nn.Linear(4096, 32768, bias=False).cuda())  # half a gibibyte of buckets
+    x = torch.ones(1, 4096, device="cuda")
+    left = torch.cuda.mem_get_info()[0] - (300 << 20)
+    hog = torch.empty(left if rank == 0 else 0, dtype=torch.uint8, device="cuda")
+    syncengine.barrier()
+    try:
+        model(x).sum().backward()
+    except SyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return f"no error with {hog.nbytes} bytes taken"
+
+
+@marked
+def test_too_little_memory_is_an_error_on_all_ranks():
+    for text in run_processes(2, runs_out_of_memory):
+        assert "memory" in text and text.split(":")[0] in ("InvalidUsage", "Aborted"), text
+
+
+def unused(rank: int) -> str:
+    with job():
+        model = syncengine.Parallel(Branches().cuda(), find_unused_parameters=True, **CAP)
+        for step in range(3):
+            model.zero_grad()
+            model(batch(step), rank == 0).sum().backward()
+        inner = model.module
+        assert inner.never.weight.grad is None
+        for layer in (inner.left, inner.right, inner.stem):
+            everyone = torch.empty(2, 24, 24, device="cuda")
+            syncengine.all_gather(everyone, layer.weight.grad)
+            assert everyone[0].any() and torch.equal(everyone[0], everyone[1])
+        with model.join():
+            for step in range(1 + rank):
+                model(batch(step), True).sum().backward()
+    return "good"
+
+
+@marked
+def test_unused_parameters_and_uneven_inputs():
+    assert run_processes(2, unused) == ["good"] * 2

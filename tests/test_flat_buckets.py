@@ -1,0 +1,241 @@
+"""Flat buckets, as on a device, but in host memory: all of that path but streams and kernels, against DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from faults import needs_hooks
+from parallel_models import (
+    CAP,
+    Branches,
+    Run,
+    backwards,
+    bits_between_ours_and_ddp,
+    both,
+    data,
+    different_bits,
+    small,
+    train,
+)
+from pool import RankPool
+from test_parallel_faults import LATER
+from test_parallel_join import compare as compare_uneven
+from test_parallel_join import runs_of as uneven_runs
+from test_parallel_weights import errors_against_all_samples
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import syncengine
+from syncengine.errors import Aborted, InvalidUsage, SyncError
+
+pytestmark = needs_hooks
+
+
+@contextlib.contextmanager
+def flat_buckets() -> Iterator[None]:
+    syncengine.Parallel._flat_buckets = True
+    try:
+        yield
+    finally:
+        syncengine.Parallel._flat_buckets = False
+
+
+def flat(body: Callable[..., Any], *arguments: Any) -> Any:
+    """`body` on a rank, every Parallel in it with flat buckets."""
+    with flat_buckets():
+        return body(*arguments)
+
+
+def numerics(mode: str) -> dict[str, object]:
+    return {"timeout": 60.0, "numerics": mode}
+
+
+RUNS = [
+    Run(),
+    Run(dtype=torch.bfloat16, optimizer="adamw", accumulate=3, set_to_none=False),
+    Run(dtype=torch.float64, options=(("bucket_cap_mb", 0.5),)),
+    Run(model="conv"),
+    Run(model="tied", accumulate=2),
+    Run(model="mixed", dtype=None),
+    Run(options=(("find_unused_parameters", True),)),
+    Run(options=(("static_graph", True),)),
+    Run(options=(("gradient_as_bucket_view", True), ("bucket_cap_mb", 0.5))),
+]
+
+
+@pytest.mark.parametrize(("mode", "world"), [("rank_order", 2), ("ring", 2), ("ring", 3)])
+def test_training_has_the_bits_of_ddp(pool: RankPool, mode: str, world: int):
+    for answer in pool.run(flat, bits_between_ours_and_ddp, RUNS, world=world, gloo=True, settings=numerics(mode)):
+        assert not any(answer.values()), answer
+
+
+def the_same_as_in_place(runs: list[Run]) -> None:
+    for run in runs:
+        in_place = train(syncengine.Parallel, run)
+        with flat_buckets():
+            assert different_bits(train(syncengine.Parallel, run), in_place) == 0, run
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_rank_order_has_the_bits_of_buckets_in_place(pool: RankPool, world: int):
+    pool.run(the_same_as_in_place, [*RUNS, Run(dtype=torch.float16)], world=world)
+
+
+class Opposite(nn.Module):
+    """Gradients become ready in the opposite order on odd ranks."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(24, 24) for _ in range(parts)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = list(self.parts)[:: 1 if syncengine.rank() % 2 else -1]
+        return torch.stack([part(x) for part in order])
+
+
+def opposite_orders() -> list[int]:
+    with flat_buckets():
+        for options in ({}, CAP):
+            both(partial(Opposite, 7), backwards, **options)
+        model = syncengine.Parallel(Opposite(7), **CAP)
+        backwards(model)
+        assert model.sync_stats()["copied_bytes"]["bucket"] == model.sync_stats()["reduced_bytes"] > 0
+        assert model.sync_stats()["buckets"] == 14
+        return model.reducer.ready_order()
+
+
+def test_ranks_whose_gradients_are_ready_in_opposite_orders(pool: RankPool):
+    """Buckets are reduced in the order in which they are started: it has to be one for all ranks."""
+    first, second = pool.run(opposite_orders, gloo=True)
+    assert first != second
+
+
+def unused_parameters() -> None:
+    rank = syncengine.rank()
+
+    def step(choose: Callable[[int], bool], model: nn.Module) -> None:
+        for i in range(3):
+            model.zero_grad()
+            model(data(i), choose(i)).square().mean().backward()
+
+    with flat_buckets():
+        for choose in (lambda i: rank == 0, lambda i: (rank + i) % 2 == 0):
+            both(Branches, partial(step, choose), find_unused_parameters=True, **CAP)
+
+
+def test_unused_parameters(pool: RankPool):
+    pool.run(unused_parameters, gloo=True)
+
+
+class Checkpointed(nn.Module):
+    """Reentrant checkpoints: tasks within tasks of autograd; an inner one may be the last to bring a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        return checkpoint(self.second, checkpoint(self.first, x, use_reentrant=True), use_reentrant=True)
+
+
+def checkpoints() -> None:
+    with flat_buckets():
+        for options in ({}, CAP, {"static_graph": True}):
+            both(Checkpointed, backwards, **options)
+
+
+def test_reentrant_checkpoints(pool: RankPool):
+    pool.run(checkpoints, gloo=True)
+
+
+@pytest.mark.parametrize("mode", ["rank_order", "ring"])
+def test_weights(pool: RankPool, mode: str):
+    for weighted, plain in pool.run(flat, errors_against_all_samples, world=3, settings={"numerics": mode}):
+        assert weighted < 2e-6
+        assert plain > 1e-2
+
+
+def test_uneven_inputs(pool: RankPool):
+    for answer in pool.run(flat, compare_uneven, uneven_runs(2), gloo=True, settings={"timeout": 30.0}):
+        assert not any(answer.values()), answer
+
+
+def gradients_keep_their_own_memory() -> None:
+    with flat_buckets():
+        model = syncengine.Parallel(small())
+        backwards(model)
+        kept = [p.grad for p in model.parameters()]
+        values = [grad.clone() for grad in kept]
+        model.zero_grad()
+        backwards(model, 1)
+        assert all(torch.equal(a, b) for a, b in zip(kept, values, strict=True))
+        for grad in kept:
+            grad.detach_()
+            assert grad.untyped_storage().nbytes() == grad.nbytes
+
+
+def test_a_kept_gradient_does_not_change(pool: RankPool):
+    pool.run(gradients_keep_their_own_memory)
+
+
+def fails_in_backward() -> str:
+    class Bad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            time.sleep(LATER)
+            raise KeyError("bad")
+
+    module = small()
+    with flat_buckets():
+        model = syncengine.Parallel(module, **CAP)
+    if syncengine.rank() == 1:
+        module[1].register_forward_hook(lambda layer, inputs, output: Bad.apply(output))
+    with pytest.raises(KeyError if syncengine.rank() == 1 else Aborted) as error:
+        backwards(model, 1)
+    assert all(p.grad is None for p in module.parameters())
+    with pytest.raises(SyncError):
+        model(data())
+    return str(error.value)
+
+
+def test_an_error_in_backward_leaves_no_gradient(pool: RankPool):
+    assert "rank 1: backward aborted" in pool.run(fails_in_backward)[0]
+
+
+def under_a_transform() -> None:
+    """The first forward, in which buckets are laid out, runs under torch.func's."""
+    with flat_buckets():
+        model = syncengine.Parallel(small())
+        parameters = dict(model.named_parameters())
+        torch.func.grad(lambda p: torch.func.functional_call(model, p, (data(),)).sum())(parameters)
+        backwards(model)
+
+
+def test_a_first_forward_under_a_transform(pool: RankPool):
+    pool.run(under_a_transform)
+
+
+def refuses_hooks() -> None:
+    with flat_buckets():
+        model = syncengine.Parallel(small())
+    for register in (
+        lambda: model.register_comm_hook(None, lambda state, bucket: None),
+        lambda: model.register_comm_hook(None, syncengine.hooks.bf16_compress),
+    ):
+        with pytest.raises(InvalidUsage, match="hooks are not supported"):
+            register()
+
+
+def test_communication_hooks_are_refused(pool: RankPool):
+    pool.run(refuses_hooks)
