@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.support import output, ranks
 from benchmarks.support.workloads import WORKLOADS, Workload
 
-ENGINES = ("plain", "syncengine", "ddp", "ddp_view")
+ENGINES = ("syncengine", "ddp", "ddp_view")
 MEANING = {
     "plain": "the model alone; the others: what they grow by beyond that",
     "syncengine": "syncengine.Parallel",
@@ -84,9 +84,9 @@ def main(argv: list[str] | None = None) -> int:
 
     results = []
     for model in options.models:
-        growth: dict[str, list[int]] = {engine: [] for engine in ENGINES}
+        growth: dict[str, list[int]] = {engine: [] for engine in ("plain", *options.engines)}
         for _ in range(options.repeats):
-            for engine in ENGINES:
+            for engine in growth:
                 status, bytes_ = measure(model, engine, options)
                 if status:
                     return status
@@ -111,11 +111,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="benchmarks.memory", description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2, help="default %(default)s")
     parser.add_argument("--models", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--steps", type=int, default=20, help="default %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="sets of processes for each engine; default %(default)s")
     parser.add_argument("--out", type=Path, help="result file; default benchmarks/results/memory-...json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--engine", choices=ENGINES, help=argparse.SUPPRESS)
+    parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.out = options.out or output.RESULTS / f"memory-{options.ranks}ranks.json"
     return options
@@ -189,17 +190,18 @@ def verify(model: nn.Module) -> None:
 
 def report(results: list[dict], options: argparse.Namespace) -> None:
     """One table on the terminal, and the result file."""
-    rows = [("model", "gradients", *ENGINES)]
+    shown = ["plain", *options.engines]
+    rows = [("model", "gradients", *shown)]
     for result in results:
         growth = result["growth_bytes"]
         plain = median(growth["plain"])
-        cells = [spread(growth["plain"], 0), *(spread(growth[engine], plain) for engine in ENGINES[1:])]
+        cells = [spread(growth["plain"], 0), *(spread(growth[engine], plain) for engine in options.engines)]
         rows.append((result["model"], f"{result['gradient_bytes'] / MIB:.1f}", *cells))
     print(
         f"\ngrowth of peak memory (Pss) of the rank that grew most, MiB, median (lowest to highest) of "
         f"{options.repeats}; {options.ranks} ranks\n{output.table(rows)}\n"
     )
-    print("\n".join(f"{engine:<12}{MEANING[engine]}" for engine in ENGINES))
+    print("\n".join(f"{engine:<12}{MEANING[engine]}" for engine in shown))
     output.save(options.out, "memory", vars(options), results)
 
 
