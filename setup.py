@@ -8,14 +8,12 @@ and no warning tolerated.
 """
 
 import os
-import shlex
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import torch
-from setuptools import Extension, setup
+from setuptools import setup
 
 
 def find_cuda() -> str | None:
@@ -31,7 +29,7 @@ CUDA = find_cuda() if torch.version.cuda is not None else None
 if CUDA is not None:
     os.environ["CUDA_HOME"] = CUDA  # torch looks there when it is imported
 
-from torch.utils.cpp_extension import BuildExtension, CppExtension, get_cxx_compiler, include_paths  # noqa: E402
+from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths  # noqa: E402
 
 TEST_HOOKS = os.environ.get("SYNCENGINE_TEST_HOOKS") == "1"
 
@@ -52,18 +50,6 @@ FLAGS = [
 ]
 if TEST_HOOKS:
     FLAGS += ["-DSYNCENGINE_TEST_HOOKS", "-UNDEBUG", "-Werror"]
-
-# Reading them is most of the work of compiling a file in one of these folders.
-TORCH_FACING = ("reducer", "c10d", "bindings")
-TORCH_HEADERS = """
-#include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/comm.hpp>
-"""
 
 CUDA_LINK = []
 NVCC_FLAGS = [
@@ -87,39 +73,12 @@ def sources() -> list[str]:
 
 
 class Build(BuildExtension):
-    """Keeps object files between builds, one folder a flavor, so that ninja compiles only what changed.
-
-    What includes torch is compiled after the rest, with torch's headers precompiled.
-    """
+    """Keeps object files between builds, one folder a flavor, so that ninja compiles only what changed."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
         flavor = "extension" + ("-cuda" if CUDA is not None else "") + ("-test-hooks" if TEST_HOOKS else "")
         self.build_temp = str(Path("build", flavor))
-
-    def build_extension(self, ext: Extension) -> None:
-        core = [path for path in ext.sources if Path(path).parts[1] not in TORCH_FACING]
-        ext.extra_objects = self.compiler.compile(
-            core,
-            output_dir=str(Path(self.build_temp, "core")),
-            include_dirs=ext.include_dirs,
-            extra_postargs=ext.extra_compile_args,
-        )
-        ext.sources = [path for path in ext.sources if path not in core]
-        flags = ext.extra_compile_args["cxx"]
-        flags += ["-Winvalid-pch", "-include", self.precompile(flags)]
-        super().build_extension(ext)
-
-    def precompile(self, flags: list[str]) -> str:
-        """TORCH_HEADERS as a file, with what the compiler made of them beside it, where it looks for that."""
-        header = Path(self.build_temp, "torch.h").resolve()
-        precompiled = header.with_name("torch.h.gch")
-        compiler = [get_cxx_compiler(), *self.compiler.compiler_so[1:], *flags]
-        text = f"// torch {torch.__version__}: {shlex.join(compiler)}\n{TORCH_HEADERS}"
-        if not (precompiled.exists() and header.read_text() == text):
-            header.write_text(text)
-            subprocess.run([*compiler, "-x", "c++-header", str(header), "-o", str(precompiled)], check=True)
-        return str(header)
 
 
 setup(
