@@ -78,7 +78,7 @@ cuda-check:
 gpu:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-check
 	SYNCENGINE_TEST_HOOKS=1 $(PYTHON) setup.py -q build_ext --inplace
-	$(PYTHON) -m pytest -q -m gpu --noconftest -p no:cacheprovider tests/test_cuda.py tests/test_cuda_parallel.py
+	$(PYTHON) -m pytest -q -m gpu --noconftest -p no:cacheprovider tests/test_cuda*.py
 	$(PYTHON) -m benchmarks.cuda_all_reduce
 
 lint: .venv/ready

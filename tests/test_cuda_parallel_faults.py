@@ -1,0 +1,153 @@
+"""``Parallel(model.cuda())`` when a rank fails, or where something is not supported or does not fit.
+
+Skipped where there is no GPU; `make gpu` runs them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cuda_ranks import marked, run_processes
+from cuda_training import batch, deterministic, graph_step, job
+from parallel_models import Mlp
+from torch import nn
+
+import syncengine
+from syncengine.errors import Aborted, InvalidUsage, PeerLost, SyncError, Timeout
+
+# ---- faults ----
+
+FAULT_AT = 3  # the step in which rank 1 fails
+
+
+def raise_in_backward(model: nn.Module) -> None:
+    model.module.head.weight.register_hook(lambda grad: 1 / 0)
+
+
+FAULTS: dict[str, Callable[[nn.Module], None]] = {
+    "killed": lambda model: os.kill(os.getpid(), signal.SIGKILL),
+    "stopped": lambda model: os.kill(os.getpid(), signal.SIGSTOP),
+    "forward": lambda model: model.module.register_forward_pre_hook(lambda module, inputs: 1 / 0),
+    "backward": raise_in_backward,
+}
+
+
+def suffers(kind: str) -> tuple[str, str, float, bool]:
+    """The survivor's error, its text, how long after the step it came, and whether all it has trained since is NaN."""
+    deterministic()
+    syncengine.init(timeout=15.0)  # connecting, with a CUDA context to be made, takes some of it
+    rank = syncengine.rank()
+    torch.manual_seed(0)
+    model = syncengine.Parallel(Mlp().cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x = torch.randn(6, 24, device="cuda")
+    for _ in range(FAULT_AT):
+        graph_step(model, optimizer, x)
+    torch.cuda.synchronize()
+    good = [p.detach().clone() for p in model.parameters()]
+    if rank == 1:
+        FAULTS[kind](model)
+    begin, steps = time.monotonic(), 0
+    try:
+        while time.monotonic() < begin + 60:
+            graph_step(model, optimizer, x)
+            torch.cuda.synchronize()  # no stream waits for ever
+            steps += 1
+    except (SyncError, ZeroDivisionError) as error:
+        took = time.monotonic() - begin
+        unreduced = [
+            p.isnan().all().item() if steps else torch.equal(p, q)
+            for p, q in zip(model.parameters(), good, strict=True)
+        ]
+        return type(error).__name__, str(error), took, all(unreduced)
+    return "no error", "", 60.0, False
+
+
+def suffers_killed(rank: int) -> Any:
+    return suffers("killed")
+
+
+def suffers_stopped(rank: int) -> Any:
+    return suffers("stopped")
+
+
+def suffers_forward(rank: int) -> Any:
+    return suffers("forward")
+
+
+def suffers_backward(rank: int) -> Any:
+    return suffers("backward")
+
+
+@marked
+@pytest.mark.parametrize(
+    ("body", "error", "text", "within"),
+    [
+        (suffers_killed, PeerLost, "rank 1", 1.5),
+        (suffers_stopped, Timeout, "rank 1", 17.0),
+        (suffers_forward, Aborted, "rank 1 raised in forward: ZeroDivisionError", 1.5),
+        (suffers_backward, Aborted, "rank 1: backward aborted", 1.5),
+    ],
+)
+def test_a_failing_rank(body: Callable[[int], Any], error: type[SyncError], text: str, within: float):
+    killed = 1 if body in (suffers_killed, suffers_stopped) else None
+    name, said, took, is_nan = run_processes(2, body, killed=killed)[0]
+    assert name == error.__name__ and text in said
+    assert is_nan, "trained on gradients that were not reduced"
+    assert took < within
+
+
+# ---- what is refused ----
+
+
+def refusals(rank: int) -> str:
+    with job():
+        mixed = nn.Sequential(nn.Linear(24, 24).cuda(), nn.Linear(24, 1))
+        with pytest.raises(InvalidUsage, match=r"several devices: parameter 0.weight is on cuda:\d, 1.weight on cpu"):
+            syncengine.Parallel(mixed)
+        with pytest.raises(InvalidUsage, match="sparse gradient of weight"):
+            syncengine.Parallel(nn.Embedding(3, 3, sparse=True).cuda())
+        with pytest.raises(InvalidUsage, match="device_ids says device 99"):
+            syncengine.Parallel(nn.Linear(1, 1).cuda(), device_ids=[99])
+        norm = nn.BatchNorm1d(3).cuda()
+        norm.running_mean = norm.running_mean.cpu()
+        with pytest.raises(InvalidUsage, match="buffer running_mean on cpu"):
+            syncengine.Parallel(norm)
+        model = syncengine.Parallel(nn.Linear(24, 24).cuda())
+        with pytest.raises(InvalidUsage, match="communication hook"):
+            model.register_comm_hook(None, syncengine.hooks.bf16_compress)
+        model.cpu()
+        with pytest.raises(SyncError, match="stay where they were"):
+            model(batch(0).cpu()).sum().backward()
+    return "good"
+
+
+@marked
+def test_what_is_not_supported_is_refused_by_name():
+    assert run_processes(2, refusals) == ["good"] * 2
+
+
+def runs_out_of_memory(rank: int) -> str:
+    syncengine.init(timeout=60)
+    model = syncengine.Parallel(nn.Linear(4096, 32768, bias=False).cuda())  # half a gibibyte of buckets
+    x = torch.ones(1, 4096, device="cuda")
+    left = torch.cuda.mem_get_info()[0] - (300 << 20)
+    hog = torch.empty(left if rank == 0 else 0, dtype=torch.uint8, device="cuda")
+    syncengine.barrier()
+    try:
+        model(x).sum().backward()
+    except SyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return f"no error with {hog.nbytes} bytes taken"
+
+
+@marked
+def test_too_little_memory_is_an_error_on_all_ranks():
+    for text in run_processes(2, runs_out_of_memory):
+        assert "memory" in text and text.split(":")[0] in ("InvalidUsage", "Aborted"), text
