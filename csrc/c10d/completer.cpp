@@ -9,12 +9,10 @@
 
 namespace syncengine {
 
-Completer::~Completer() { stop(); }
-
 void Completer::add(c10::intrusive_ptr<TorchWork> work) {
   std::lock_guard lock(mutex_);
   works_.push_back(std::move(work));
-  if (!thread_.joinable() && !stopped_) thread_ = std::thread(&Completer::run, this);
+  if (!thread_.joinable() && !stopped_) thread_ = std::thread([self = shared_from_this()] { self->run(); });
   changed_.notify_one();
 }
 
@@ -28,7 +26,7 @@ void Completer::stop() {
   }
   if (!thread.joinable()) return;
   if (thread.get_id() == std::this_thread::get_id())
-    thread.detach();  // a callback dropped the last reference
+    thread.detach();  // a callback dropped the last reference to the backend
   else
     thread.join();
 }

@@ -1,7 +1,7 @@
 // The thread that completes futures. Their callbacks may run Python, wait for the GIL, or make calls, none of which the
 // engine's own thread may do; and it drives the engine while it waits, as every thread does.
 //
-// Ownership: shared by the backend and its works; the thread begins with the first future, and ends with stop().
+// Ownership: shared by the backend, its works and the thread, which begins with the first future, and ends after stop().
 // Thread-safety: any thread. Failure: a work's error goes to its future.
 #pragma once
 
@@ -9,6 +9,7 @@
 
 #include <condition_variable>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -16,19 +17,18 @@ namespace syncengine {
 
 class TorchWork;
 
-class Completer {
+class Completer : public std::enable_shared_from_this<Completer> {
  public:
   enum class Order {
     AsAdded,  // collectives end in the order of their calls: waits for the first
     AsEnded,  // messages don't: looks at all of them, every millisecond while there are any
   };
   explicit Completer(Order order) : order_(order) {}
-  ~Completer();
 
   // Completes its future once it has ended.
   void add(c10::intrusive_ptr<TorchWork> work);
 
-  // After all works have ended, well or not; without the GIL.
+  // After all works have ended, well or not; without the GIL. To be called once at least, or the thread stays.
   void stop();
 
  private:
