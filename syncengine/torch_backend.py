@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from syncengine._C import Backend
+from syncengine._C import Backend, has_cuda
 from syncengine.communicator import install_hooks, refuse_forked_child
 from syncengine.config import Config
 from syncengine.connect import connect
@@ -23,9 +23,10 @@ NAME = "syncengine"
 
 
 def register() -> None:
-    """Makes the name known to torch.distributed. CUDA tensors belong to another backend of the same group."""
+    """Makes the name known to torch.distributed: for CPU tensors, and for CUDA tensors where that side is built."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu"])
+        devices = ["cpu", "cuda"] if has_cuda else ["cpu"]
+        dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
 
 
 def create(options: Any, backend_options: Any) -> Backend:

@@ -11,11 +11,11 @@
 
 #include "bindings/bindings.h"
 #include "bindings/device.h"
-#include "bindings/device_queue.h"
 #include "bindings/errors.h"
 #include "bindings/tensor.h"
 #include "engine/communicator.h"
 #include "reducer/python_error.h"
+#include "streams/queue.h"
 
 namespace py = pybind11;
 

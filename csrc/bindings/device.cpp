@@ -8,12 +8,11 @@
 
 #include <mutex>
 #include <optional>
-#include <thread>
 
-#include "bindings/device_queue.h"
 #include "bindings/errors.h"
 #include "cuda/device_group.h"
 #include "reducer/python_error.h"
+#include "streams/queue.h"
 
 namespace py = pybind11;
 
@@ -37,7 +36,10 @@ class CudaWork final : public PyWork {
   // The current stream waits, not the host: unless there is a limit, which only a host can keep.
   void wait(std::optional<double> timeout) override {
     communicator_->throw_if_failed();
-    if (timeout) wait_on_host(Deadline::after(seconds(*timeout)));
+    if (timeout) {
+      py::gil_scoped_release nogil;
+      wait_on_host(*communicator_, done_, Deadline::after(seconds(*timeout)), "Work.wait(timeout)", check_signals());
+    }
     done_.block(current_stream(target_.device()));
     std::call_once(delivered_, [this] {
       at::NoGradGuard no_grad;
@@ -56,21 +58,6 @@ class CudaWork final : public PyWork {
   }
 
  private:
-  void wait_on_host(Deadline deadline) {
-    py::gil_scoped_release nogil;
-    auto interrupted = check_signals();
-    while (!done_.query()) {
-      communicator_->throw_if_failed();
-      interrupted();
-      if (deadline.passed()) {
-        const std::string text = "Work.wait(timeout): a CUDA collective has not ended in time";
-        communicator_->abort(ErrorKind::Timeout, text);
-        throw Error(ErrorKind::Timeout, text);
-      }
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-  }
-
   std::shared_ptr<Communicator> communicator_;
   c10::Event done_;
   at::Tensor from_, to_, target_, result_;
@@ -91,16 +78,15 @@ std::unique_ptr<PyWork> run_on_device(const std::shared_ptr<Communicator>& commu
     require_supported(operation);
     if (!to.is_same(from)) to.view({-1}).copy_(from.reshape({-1}));
   } else {
-    auto queue = queue_of(communicator, device);
+    py::gil_scoped_release nogil;
+    auto queue = queue_of(communicator, device, check_signals());
     if (async_op) {
       stream = queue->side();
       order_streams(current, stream);
-      keep_for(stream, from);
-      keep_for(stream, to);
+      keep_for(stream, from.storage());
+      keep_for(stream, to.storage());
     }
-    void* handle = handle_of(stream);
-    py::gil_scoped_release nogil;
-    queue->run(operation, stream, handle);
+    queue->run(operation, stream, handle_of(stream));
   }
   if (async_op) return std::make_unique<CudaWork>(communicator, stream, from, to, target, result);
   if (result.defined()) target.copy_(result);
@@ -117,9 +103,8 @@ at::Tensor empty_on_device(const std::shared_ptr<Communicator>& communicator, co
   }
   cuda::require_device(device.index());
   if (communicator->size() == 1) return at::empty(sizes, at::TensorOptions().dtype(type).device(device));
-  auto queue = queue_of(communicator, device);
   py::gil_scoped_release nogil;
-  return queue->empty(sizes, bytes, type);
+  return queue_of(communicator, device, check_signals())->empty(sizes, bytes, type, check_signals());
 }
 
 }  // namespace syncengine

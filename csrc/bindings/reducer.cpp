@@ -5,8 +5,8 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "bindings/bindings.h"
-#include "bindings/device_lane.h"
 #include "bindings/python_hook.h"
+#include "reducer/device_lane.h"
 #include "reducer/reducer.h"
 
 #ifdef SYNCENGINE_TEST_HOOKS

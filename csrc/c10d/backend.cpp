@@ -1,6 +1,7 @@
 #include "c10d/backend.h"
 
 #include "reducer/python_error.h"
+#include "streams/queue.h"
 
 namespace syncengine {
 
@@ -52,6 +53,7 @@ void TorchBackend::shutdown() {
   }
   std::optional<pybind11::gil_scoped_release> nogil;  // the completer's thread may wait for the GIL
   if (PyGILState_Check()) nogil.emplace();
+  close_devices(communicator_.get());
   communicator_->close();
   collectives_->stop();
   messages_->stop();
@@ -132,6 +134,7 @@ void TorchBackend::require_parts(const char* call, const at::Tensor& whole, cons
 
 TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   uint64_t number = sequence_.fetch_add(how.counted == Counted::Yes, std::memory_order_relaxed);
+  if (!call.device().is_cpu()) return start_on_device(std::move(call), how, number);
   auto limit = at_most(how.timeout);
   auto& operations = call.operations();
   if (!how.async && !coalesced_ && !limit && operations.size() == 1) {
@@ -170,8 +173,13 @@ TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
   if (!coalesced_) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun");
   Coalesced coalesced = std::move(*coalesced_);
   coalesced_.reset();
-  TorchWork::Origin origin{communicator_, messages_, ::c10d::OpType::COALESCED,
-                           sequence_.load(std::memory_order_relaxed), at_most(kGroupTimeout)};
+  const uint64_t number = sequence_.load(std::memory_order_relaxed);
+  constexpr auto kType = ::c10d::OpType::COALESCED;
+  if (!coalesced.call.device().is_cpu()) {
+    const c10::Stream stream = stream_aside(coalesced.call);
+    return finish_on_device(std::move(coalesced.call), stream, kType, number);
+  }
+  TorchWork::Origin origin{communicator_, messages_, kType, number, at_most(kGroupTimeout)};
   return c10::make_intrusive<TorchWork>(std::move(origin), std::move(coalesced.call), std::move(coalesced.works));
 }
 

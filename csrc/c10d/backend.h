@@ -1,11 +1,13 @@
 // The torch.distributed backend "syncengine": translates c10d's calls to the engine's.
 //
 // Ownership: c10::intrusive_ptr, as c10d has it; shares the communicator with its works. Thread-safety: as Communicator.
-// Calls without asyncOp wait here and return no work. Failure: throws the engine's Error, which becomes the class of that name
+// Calls without asyncOp wait here and return no work; on CUDA tensors streams wait, not the host. Failure: throws the engine's Error, which becomes the class of that name
 // in syncengine.errors; after one out of a collective the group stays failed. To be called without the GIL.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <c10/core/Stream.h>
 
 #include <atomic>
 #include <memory>
@@ -88,6 +90,10 @@ class TorchBackend final : public ::c10d::Backend {
     Counted counted = Counted::Yes;
   };
   TorchWorkPtr start(Call call, const How& how);
+  // On CUDA tensors: device_work.cpp.
+  TorchWorkPtr start_on_device(Call call, const How& how, uint64_t number);
+  TorchWorkPtr finish_on_device(Call call, c10::Stream stream, ::c10d::OpType type, uint64_t number);
+  c10::Stream stream_aside(const Call& call);
   std::optional<Duration> at_most(std::chrono::milliseconds timeout) const;
   void require_timeout(std::chrono::milliseconds timeout) const;
   int require_rank(int64_t rank, const char* call) const;

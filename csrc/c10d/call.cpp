@@ -4,20 +4,11 @@
 #include <ATen/ops/empty.h>
 
 #include "base/error.h"
+#include "cuda/device_group.h"
 
 namespace syncengine {
 
 namespace {
-
-void require_dense_cpu(const at::Tensor& tensor, const char* call) {
-  if (tensor.defined() && tensor.layout() == at::kStrided && tensor.device().is_cpu()) return;
-  std::string what = !tensor.defined()                 ? "an undefined tensor"
-                     : tensor.layout() != at::kStrided ? "one of layout " + c10::str(tensor.layout())
-                                                       : "one on " + tensor.device().str();
-  throw Error(ErrorKind::InvalidUsage, std::string(call) + ": syncengine takes dense CPU tensors, not " + what +
-                                           "; for other devices give init_process_group a backend for each, as in "
-                                           "\"cpu:syncengine,cuda:nccl\"");
-}
 
 // Row by row in memory, with no sign or conjugation still to be applied.
 bool is_plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
@@ -29,33 +20,66 @@ at::Tensor plain(const at::Tensor& tensor) {
 
 }  // namespace
 
+void Call::require_dense(const at::Tensor& tensor) {
+  const bool cuda_too = devices_ == Devices::All && cuda::is_built();
+  auto refuse = [&](const std::string& what) {
+    throw Error(
+        ErrorKind::InvalidUsage,
+        std::string(name_) + ": syncengine takes dense " + (cuda_too ? "CPU or CUDA" : "CPU") + " tensors, not " +
+            what +
+            "; for other devices give init_process_group a backend for each, as in \"cpu:syncengine,cuda:nccl\"");
+  };
+  if (!tensor.defined()) refuse("an undefined tensor");
+  if (tensor.layout() != at::kStrided) refuse("one of layout " + c10::str(tensor.layout()));
+  const c10::Device device = tensor.device();
+  if (!device.is_cpu() && !(device.is_cuda() && cuda_too)) refuse("one on " + device.str());
+  stay_on(device);
+}
+
+void Call::stay_on(c10::Device device) {
+  if (device_.value_or(device) != device)
+    throw Error(ErrorKind::InvalidUsage, std::string(name_) + ": tensors on " + device_->str() + " and on " +
+                                             device.str() + " in one call; all must be on the same device");
+  device_ = device;
+}
+
 void Call::keep(const at::Tensor& tensor, SpanList& spans) {
   spans.add(tensor.data_ptr(), tensor.nbytes());
   memory_->push_back(tensor.storage());
 }
 
 void Call::read(const at::Tensor& tensor, SpanList& spans) {
-  require_dense_cpu(tensor, name_);
+  require_dense(tensor);
   keep(plain(tensor), spans);
 }
 
 void Call::write(const at::Tensor& tensor, SpanList& spans) {
-  require_dense_cpu(tensor, name_);
+  require_dense(tensor);
   if (is_plain(tensor)) return keep(tensor, spans);
   at::Tensor copy = at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
-  deliveries_.push_back({tensor, copy});
+  deliver_later(tensor, copy);
   keep(copy, spans);
 }
 
 void Call::update(const at::Tensor& tensor, SpanList& spans) {
-  require_dense_cpu(tensor, name_);
+  require_dense(tensor);
   if (is_plain(tensor)) return keep(tensor, spans);
   update_through(tensor, plain(tensor), spans);
 }
 
 void Call::update_through(const at::Tensor& tensor, const at::Tensor& copy, SpanList& spans) {
-  deliveries_.push_back({tensor, copy});
+  deliver_later(tensor, copy);
   keep(copy, spans);
+}
+
+void Call::deliver_later(const at::Tensor& target, const at::Tensor& result) {
+  deliveries_.push_back({target, result});
+  memory_->push_back(target.storage());
+}
+
+void Call::afterwards(const at::Tensor& target, std::function<void()> step) {
+  steps_.push_back(std::move(step));
+  memory_->push_back(target.storage());
 }
 
 Operation Call::moving(Collective collective, c10::ScalarType type) const {
@@ -89,6 +113,7 @@ void Call::add(Mail mail) {
 }
 
 void Call::absorb(Call other) {
+  if (other.device_) stay_on(*other.device_);
   std::move(other.deliveries_.begin(), other.deliveries_.end(), std::back_inserter(deliveries_));
   std::move(other.steps_.begin(), other.steps_.end(), std::back_inserter(steps_));
   std::move(other.results_.begin(), other.results_.end(), std::back_inserter(results_));

@@ -1,13 +1,14 @@
 // One call of torch.distributed in the engine's words: operations on memory, and what is left to do when they have ended.
 //
 // Ownership: keeps every tensor until the call has ended. Thread-safety: one thread. Aliasing: as torch.distributed has it.
-// Failure: InvalidUsage for tensors that are not dense ones of the CPU.
+// Failure: InvalidUsage for tensors that are not dense, or not all on one device, the CPU or a CUDA one.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -19,10 +20,14 @@ namespace syncengine {
 
 class Call {
  public:
+  enum class Devices { All, Cpu };
   // `name` is for messages, and outlives the call.
-  explicit Call(const char* name) : name_(name) {}
+  explicit Call(const char* name, Devices devices = Devices::All) : name_(name), devices_(devices) {}
 
   const char* name() const { return name_; }
+  c10::Device device() const { return device_.value_or(c10::Device(c10::kCPU)); }
+  // What operations and deliveries use.
+  const std::vector<c10::Storage>& memory() const { return *memory_; }
   std::vector<at::Tensor>& results() { return results_; }
 
   // A tensor's elements, row by row: its own memory, or that of a copy if it is not contiguous. What is written to a copy is
@@ -35,8 +40,8 @@ class Call {
 
   // Memory that becomes a tensor's value only by what is done after it was filled.
   void write_apart(const at::Tensor& scratch, SpanList& spans) { keep(scratch, spans); }
-  // Run by deliver(), before anything is put into tensors.
-  void afterwards(std::function<void()> step) { steps_.push_back(std::move(step)); }
+  // Run by deliver(), before anything is put into tensors; writes to `target`.
+  void afterwards(const at::Tensor& target, std::function<void()> step);
 
   // Sets what follows from dtype and reduction.
   Operation moving(Collective collective, c10::ScalarType type) const;
@@ -65,9 +70,14 @@ class Call {
     at::Tensor target, result;
   };
   void add(Mail mail);
+  void require_dense(const at::Tensor& tensor);
+  void stay_on(c10::Device device);
   void keep(const at::Tensor& tensor, SpanList& spans);
+  void deliver_later(const at::Tensor& target, const at::Tensor& result);
 
   const char* name_;
+  Devices devices_;
+  std::optional<c10::Device> device_;
   std::vector<Operation> operations_;
   std::vector<Mail> mail_;
   std::shared_ptr<std::atomic<int>> source_;

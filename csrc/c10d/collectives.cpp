@@ -79,7 +79,7 @@ void TorchBackend::add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, 
   call.read(tensor, operation.input);
   call.write_apart(parts, operation.output);
   call.add(std::move(operation));
-  call.afterwards([this_rank = rank_, parts, target, op] {
+  call.afterwards(target, [this_rank = rank_, parts, target, op] {
     at::Tensor result = combined_bits(op, parts);
     target.copy_(target.sizes() == result.sizes() ? result : result[this_rank].view(target.sizes()));
   });

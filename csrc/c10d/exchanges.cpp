@@ -77,7 +77,7 @@ std::vector<size_t> split_bytes(const char* call, const at::Tensor& tensor, cons
 }  // namespace
 
 TorchBackend::TorchWorkPtr TorchBackend::send(Tensors& tensors, int destination, int tag) {
-  Call call("send");
+  Call call("send", Call::Devices::Cpu);
   SpanList memory;
   call.read(require_only(tensors, call.name()), memory);
   call.send(own_message(call.name(), true, require_rank(destination, call.name()), tag, std::move(memory)));
@@ -85,7 +85,7 @@ TorchBackend::TorchWorkPtr TorchBackend::send(Tensors& tensors, int destination,
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::recv(Tensors& tensors, int source, int tag) {
-  Call call("recv");
+  Call call("recv", Call::Devices::Cpu);
   SpanList memory;
   call.write(require_only(tensors, call.name()), memory);
   call.receive(own_message(call.name(), false, require_rank(source, call.name()), tag, std::move(memory)));
@@ -94,7 +94,7 @@ TorchBackend::TorchWorkPtr TorchBackend::recv(Tensors& tensors, int source, int 
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag) {
-  Call call("recv");
+  Call call("recv", Call::Devices::Cpu);
   SpanList memory;
   call.write(require_only(tensors, call.name()), memory);
   call.receive(own_message(call.name(), false, Message::kAnySource, tag, std::move(memory)));
@@ -104,7 +104,7 @@ TorchBackend::TorchWorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag
 
 TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& inputs,
                                                 const ::c10d::GatherOptions& options) {
-  Call call("gather");
+  Call call("gather", Call::Devices::Cpu);
   int root = require_rank(options.rootRank, call.name());
   const at::Tensor& input = require_only(inputs, call.name());
   SpanList mine;
@@ -132,7 +132,7 @@ TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& i
 
 TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                                  const ::c10d::ScatterOptions& options) {
-  Call call("scatter");
+  Call call("scatter", Call::Devices::Cpu);
   int root = require_rank(options.rootRank, call.name());
   const at::Tensor& output = require_only(outputs, call.name());
   SpanList mine;
@@ -162,7 +162,7 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall_base(at::Tensor& output, at::T
                                                        std::vector<int64_t>& output_sizes,
                                                        std::vector<int64_t>& input_sizes,
                                                        const ::c10d::AllToAllOptions& options) {
-  Call call("all_to_all");
+  Call call("all_to_all", Call::Devices::Cpu);
   require_same_dtype(call.name(), output, input);
   auto out_bytes = split_bytes(call.name(), output, output_sizes, size_);
   auto in_bytes = split_bytes(call.name(), input, input_sizes, size_);
@@ -184,7 +184,7 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall_base(at::Tensor& output, at::T
 
 TorchBackend::TorchWorkPtr TorchBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                                   const ::c10d::AllToAllOptions& options) {
-  Call call("all_to_all");
+  Call call("all_to_all", Call::Devices::Cpu);
   require_lists(call.name(), outputs.size(), size_);
   require_lists(call.name(), inputs.size(), size_);
   std::vector<SpanList> sent(size_), received(size_);

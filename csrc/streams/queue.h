@@ -1,14 +1,17 @@
 // The devices of communicators: of each a cuda::DeviceGroup, and torch's streams around it. c10's device-generic classes alone.
 //
-// Ownership: a communicator's devices live until close_devices(), and keep it alive. Thread-safety: any thread;
-// with or without the GIL as said at each. Failure: InvalidUsage where there is no CUDA; the communicator's error.
+// Ownership: a communicator's devices live until close_devices(), and keep it alive. Thread-safety: any thread, without the GIL;
+// `interrupted` is called now and then while the host waits, and may throw. Failure: InvalidUsage where there is no CUDA; the
+// communicator's error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Event.h>
+#include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,7 +26,9 @@ namespace syncengine {
 
 inline constexpr c10::DeviceType kDeviceType = c10::DeviceType::CUDA;
 
-// The cudaStream_t of a torch stream. With the GIL.
+using Interrupted = std::function<void()>;
+
+// The cudaStream_t of a torch stream. Takes the GIL.
 void* handle_of(c10::Stream stream);
 
 // Torch's current stream of this thread.
@@ -33,12 +38,17 @@ c10::Stream current_stream(c10::Device device);
 void order_streams(c10::Stream leader, c10::Stream follower);
 
 // Torch's allocator gives the memory to nobody before `stream` is done with what it has when the tensor is freed.
-void keep_for(c10::Stream stream, const at::Tensor& tensor);
+void keep_for(c10::Stream stream, const c10::Storage& memory);
 
-// One DeviceGroup. Without the GIL where nothing else is said.
+// Blocks the host until a collective's end has been recorded in `done` and reached. Past the deadline the communicator is aborted
+// with a Timeout that names `call`. Without the GIL.
+void wait_on_host(Communicator& communicator, const c10::Event& done, Deadline deadline, const char* call,
+                  const Interrupted& interrupted);
+
+// One DeviceGroup.
 class Queue {
  public:
-  Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device);  // with the GIL
+  Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device);
 
   cuda::DeviceGroup& group() { return *group_; }
   c10::Stream side() const { return side_; }  // of a high priority, for whoever wants another one than the current
@@ -48,7 +58,8 @@ class Queue {
   void run(const Operation& operation, c10::Stream stream, void* handle);
 
   // A tensor in memory that all peers reach. Collective, blocks.
-  at::Tensor empty(const std::vector<int64_t>& sizes, size_t bytes, at::ScalarType type);
+  at::Tensor empty(const std::vector<int64_t>& sizes, size_t bytes, at::ScalarType type,
+                   const Interrupted& interrupted);
 
  private:
   std::shared_ptr<cuda::DeviceGroup> group_;
@@ -60,15 +71,16 @@ class Queue {
   std::optional<c10::Stream> last_stream_;
 };
 
-// The queue of a communicator's own calls. The first call is collective, and waits for the other ranks. With the GIL, which is
-// released for that.
-std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicator, c10::Device device);
+// The queue of a communicator's own calls. The first call is collective, and waits for the other ranks.
+std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicator, c10::Device device,
+                                const Interrupted& interrupted);
 
 // One that nobody else uses, so that what is queued there needs no common order with other collectives: its own words and
-// staging. Free again when the pointer is dropped. Always collective, blocks. Without the GIL.
-std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device);
+// staging. Free again when the pointer is dropped. Always collective, blocks.
+std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device,
+                                      const Interrupted& interrupted);
 
-// Lets go of all devices of a communicator. Without the GIL; before Communicator::close().
+// Lets go of all devices of a communicator. Before Communicator::close().
 void close_devices(const Communicator* communicator);
 
 // Of all its devices, "cuda_..." in front of each name.

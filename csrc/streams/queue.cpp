@@ -1,4 +1,4 @@
-#include "bindings/device_queue.h"
+#include "streams/queue.h"
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/from_blob.h>
@@ -6,10 +6,11 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
+#include <thread>
 #include <tuple>
 #include <utility>
 
-#include "bindings/errors.h"
+#include "base/error.h"
 #include "cuda/shared_pages.h"
 
 namespace py = pybind11;
@@ -36,21 +37,11 @@ std::shared_ptr<Queue> find_queue(const Key& key) {
   return found == registry().queues.end() ? nullptr : found->second;
 }
 
-// Collective. With or without the GIL.
-std::shared_ptr<Queue> connect_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device,
-                                     int number) {
+// Collective.
+std::shared_ptr<Queue> connect_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device, int number,
+                                     const Interrupted& interrupted) {
   cuda::require_device(device.index());
-  std::shared_ptr<cuda::DeviceGroup> group;
-  {
-    std::optional<py::gil_scoped_release> nogil;
-    if (PyGILState_Check()) nogil.emplace();
-    group = cuda::connect(communicator, device.index(), check_signals());
-  }
-  std::shared_ptr<Queue> queue;
-  {
-    py::gil_scoped_acquire gil;
-    queue = std::make_shared<Queue>(std::move(group), device);
-  }
+  auto queue = std::make_shared<Queue>(cuda::connect(communicator, device.index(), interrupted), device);
   std::lock_guard lock(registry().mutex);
   return registry().queues.try_emplace({communicator.get(), device.index(), number}, queue).first->second;
 }
@@ -59,6 +50,7 @@ std::shared_ptr<Queue> connect_queue(const std::shared_ptr<Communicator>& commun
 
 // Asks Python, once a stream: c10 has no way to ask that all torch versions share.
 void* handle_of(c10::Stream stream) {
+  py::gil_scoped_acquire gil;
   static auto& known = *new std::map<std::pair<int, int64_t>, void*>;  // outlives Python
   auto [entry, is_new] = known.try_emplace({stream.device_index(), stream.id()}, nullptr);
   if (is_new) {
@@ -80,9 +72,22 @@ void order_streams(c10::Stream leader, c10::Stream follower) {
   reached.block(follower);
 }
 
-void keep_for(c10::Stream stream, const at::Tensor& tensor) {
-  if (tensor.storage().data())
-    c10::impl::VirtualGuardImpl(kDeviceType).recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+void keep_for(c10::Stream stream, const c10::Storage& memory) {
+  if (memory.data()) c10::impl::VirtualGuardImpl(kDeviceType).recordDataPtrOnStream(memory.data_ptr(), stream);
+}
+
+void wait_on_host(Communicator& communicator, const c10::Event& done, Deadline deadline, const char* call,
+                  const Interrupted& interrupted) {
+  while (!done.query()) {
+    communicator.throw_if_failed();
+    interrupted();
+    if (deadline.passed()) {
+      const std::string text = std::string(call) + ": a CUDA collective has not ended in time";
+      communicator.abort(ErrorKind::Timeout, text);
+      throw Error(ErrorKind::Timeout, text);
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
 }
 
 Queue::Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device)
@@ -104,8 +109,9 @@ void Queue::run(const Operation& operation, c10::Stream stream, void* handle) {
   last_stream_ = stream;
 }
 
-at::Tensor Queue::empty(const std::vector<int64_t>& sizes, size_t bytes, at::ScalarType type) {
-  std::shared_ptr<void> memory = group_->allocate(bytes, check_signals());
+at::Tensor Queue::empty(const std::vector<int64_t>& sizes, size_t bytes, at::ScalarType type,
+                        const Interrupted& interrupted) {
+  std::shared_ptr<void> memory = group_->allocate(bytes, interrupted);
   void* data = memory.get();
   return at::for_blob(data, sizes)
       .deleter([memory = std::move(memory)](void*) mutable { memory.reset(); })
@@ -114,13 +120,15 @@ at::Tensor Queue::empty(const std::vector<int64_t>& sizes, size_t bytes, at::Sca
       .make_tensor();
 }
 
-std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicator, c10::Device device) {
+std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicator, c10::Device device,
+                                const Interrupted& interrupted) {
   if (auto queue = find_queue({communicator.get(), device.index(), 0})) return queue;
-  return connect_queue(communicator, device, 0);
+  return connect_queue(communicator, device, 0, interrupted);
 }
 
 // Ranks drop theirs at different times, so one is taken again only if all ranks have dropped it.
-std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device) {
+std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device,
+                                      const Interrupted& interrupted) {
   struct Numbers {
     uint64_t free = 0;  // a bit for each of the first 64
     int used = 0;
@@ -134,14 +142,14 @@ std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& commu
       if (queue.use_count() == 1 && number <= 64) mine.free |= uint64_t{1} << (number - 1);
     }
   }
-  for (const Numbers& theirs : cuda::gather(*communicator, mine, "Parallel on CUDA", check_signals())) {
+  for (const Numbers& theirs : cuda::gather(*communicator, mine, "Parallel on CUDA", interrupted)) {
     mine.free &= theirs.free;
     mine.used = std::max(mine.used, theirs.used);
   }
   for (int number = 1; number <= 64; ++number) {
     if (mine.free >> (number - 1) & 1) return find_queue({communicator.get(), device.index(), number});
   }
-  return connect_queue(communicator, device, mine.used + 1);
+  return connect_queue(communicator, device, mine.used + 1, interrupted);
 }
 
 void close_devices(const Communicator* communicator) {

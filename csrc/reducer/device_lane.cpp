@@ -1,8 +1,9 @@
-#include "bindings/device_lane.h"
+#include "reducer/device_lane.h"
 
 #include <utility>
 
-#include "bindings/device_queue.h"
+#include "reducer/python_error.h"
+#include "streams/queue.h"
 
 namespace syncengine {
 
@@ -14,13 +15,15 @@ class DeviceLane final : public BucketLane {
       : communicator_(std::move(communicator)), device_(device) {}
 
   at::Tensor allocate(size_t bytes) override {
-    if (!queue_) queue_ = take_own_queue(communicator_, device_);
-    return queue_->empty({static_cast<int64_t>(bytes)}, bytes, at::kByte);
+    if (!queue_) queue_ = take_own_queue(communicator_, device_, raise_pending_signal);
+    return queue_->empty({static_cast<int64_t>(bytes)}, bytes, at::kByte, raise_pending_signal);
   }
   c10::Stream current() const override { return current_stream(device_); }
   c10::Stream own() const override { return queue_ ? queue_->side() : current(); }
   void order(c10::Stream leader, c10::Stream follower) override { order_streams(leader, follower); }
-  void keep_for(c10::Stream stream, const at::Tensor& tensor) override { syncengine::keep_for(stream, tensor); }
+  void keep_for(c10::Stream stream, const at::Tensor& tensor) override {
+    syncengine::keep_for(stream, tensor.storage());
+  }
   void all_reduce(Operation operation) override { queue_->run(operation, queue_->side(), queue_->side_handle()); }
   void finish() override { communicator_->throw_if_failed(); }  // what the streams do is theirs to wait for
 
