@@ -276,8 +276,8 @@ class Reducer:
     def set_comm_hook(self, state: Any, hook: Any) -> None:
         """All buckets go through `hook(state, bucket)` instead of the engine. At most one of these three, once."""
 
-    def set_compression(self, dtype: torch.dtype) -> None:
-        """Gradients travel as `dtype`: float16 or bfloat16."""
+    def set_compression(self, dtype: torch.dtype, divides_first: bool = True) -> None:
+        """Gradients travel as `dtype`: float16 or bfloat16; each is divided by the number of ranks, or their sum is."""
 
     def set_all_reduce_hook(self) -> None:
         """As without a hook, but rounded as torch's all-reduce hook does, which divides."""

@@ -55,6 +55,7 @@ PARALLEL_MODULES = [
     "weights",
     "uneven",
     "logging",
+    "mixed_precision",
     "reducer",
     "tools",
     "tuning",

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from pool import RankPool, run_on_ranks
+from pool import RankPool
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
 
 import syncengine
 from syncengine.errors import InvalidUsage
@@ -103,11 +101,3 @@ def refused_on_cuda() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_not_supported_is_refused_by_name(pool: RankPool, check: Callable[[], None], world: int):
     pool.run(check, world=world)
-
-
-@run_on_ranks(gloo=True)
-def test_ddp_has_no_mixed_precision_on_cpu_either():
-    """Should torch learn it, this is to be offered."""
-    model = DistributedDataParallel(nn.Linear(1, 1), mixed_precision=_MixedPrecision(param_dtype=torch.bfloat16))
-    with pytest.raises(RuntimeError, match="cpu backend doesn't support events"):
-        model(torch.ones(1, 1))

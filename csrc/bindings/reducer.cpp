@@ -62,7 +62,10 @@ void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {
   reducer.set_comm_hook(std::make_unique<CommHook>(std::move(python_hook)));
 }
 
-void set_compression(Reducer& reducer, at::ScalarType dtype) { reducer.set_compression(Compression(dtype)); }
+void set_compression(Reducer& reducer, at::ScalarType dtype, bool divides_first) {
+  using Divides = Compression::Divides;
+  reducer.set_compression(Compression(dtype, divides_first ? Divides::First : Divides::Last));
+}
 
 void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<torch::jit::PythonFutureWrapper>>& futures) {
   std::vector<TorchFuture> unwrapped;
@@ -140,7 +143,7 @@ void bind_reducer(py::module_& module) {
       .def("expect_shadows", &Reducer::expect_shadows, NoGil())
       .def("shadow_backward", &shadow_backward)
       .def("set_comm_hook", &set_comm_hook, py::arg("state"), py::arg("hook"))
-      .def("set_compression", &set_compression, py::arg("dtype"), NoGil())
+      .def("set_compression", &set_compression, py::arg("dtype"), py::arg("divides_first") = true, NoGil())
       .def("set_all_reduce_hook", &Reducer::set_all_reduce_hook, NoGil())
       .def("set_static_graph", &Reducer::set_static_graph, NoGil())
       .def("install_futures", &install_futures, py::arg("futures"))

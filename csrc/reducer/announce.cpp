@@ -38,7 +38,8 @@ void Reducer::announce(Bucket& bucket) {
   Operation operation = operation_of(bucket);
   if (compression_) operation.dtype = compression_->dtype();
   // DDP scales each contribution as it copies it into the bucket; rank_order scales the sum, and so rounds once.
-  double& scale = compression_ || operation.numerics == Numerics::Ring ? operation.prescale : operation.postscale;
+  const bool divides_first = compression_ && compression_->divides() == Compression::Divides::First;
+  double& scale = divides_first || operation.numerics == Numerics::Ring ? operation.prescale : operation.postscale;
   auto memory = bucket.memory;
   auto& gradients = memory->gradients;
   gradients.reserve(layout.parameters.size());

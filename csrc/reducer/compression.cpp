@@ -7,7 +7,7 @@
 
 namespace syncengine {
 
-Compression::Compression(c10::ScalarType type) : type_(type) {
+Compression::Compression(c10::ScalarType type, Divides divides) : type_(type), divides_(divides) {
   auto dtype = gradient_dtype(type);
   if (!dtype || c10::isComplexType(type) || c10::elementSize(type) != 2) {
     throw Error(ErrorKind::InvalidUsage,

@@ -1,5 +1,4 @@
-// Buckets that travel in a smaller dtype: each contribution divided by the number of ranks in that dtype, as torch's
-// compressing hooks do, reduced by the engine, and cast back.
+// Buckets that travel in a smaller dtype, are reduced by the engine, and cast back.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,10 +14,15 @@ namespace syncengine {
 
 class Compression {
  public:
+  enum class Divides {
+    First,  // each contribution by the number of ranks, in that dtype, as torch's compressing hooks do
+    Last,   // their sum, as all-reduces without a hook
+  };
   // Float16 or BFloat16; throws Error(InvalidUsage) for another.
-  explicit Compression(c10::ScalarType type);
+  Compression(c10::ScalarType type, Divides divides);
 
   DType dtype() const { return dtype_; }
+  Divides divides() const { return divides_; }
   // Throws Error(InvalidUsage), naming it, for a parameter whose gradient can't be compressed.
   void check(const at::Tensor& parameter, const std::string& name) const;
   // A copy of one gradient's memory, element by element in the same order.
@@ -27,6 +31,7 @@ class Compression {
  private:
   c10::ScalarType type_;
   DType dtype_;
+  Divides divides_;
 };
 
 }  // namespace syncengine

@@ -247,7 +247,7 @@ void Reducer::set_compression(Compression compression) {
   check_no_hook();
   for (size_t i = 0; i < gradients_.size(); ++i) compression.check(gradients_[i].parameter(), name(i));
   compression_ = compression;
-  divide_contributions();
+  if (compression.divides() == Compression::Divides::First) divide_contributions();
 }
 
 void Reducer::set_all_reduce_hook() {

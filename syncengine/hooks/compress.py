@@ -11,21 +11,24 @@ from syncengine.hooks.futures import completed
 class Compress:
     """Casts each bucket to ``dtype``, averages it, and casts it back: half the bytes, fewer digits.
 
-    Each contribution is divided by the number of ranks in ``dtype``, as torch's compressing hooks do. Registered with a
-    ``Parallel``, the engine does it without calling back into Python; called by anyone else it blocks, over the
-    communicator that is given as ``state``, or the default one.
+    Each contribution is divided by the number of ranks in ``dtype``, as torch's compressing hooks do; or, unless
+    ``divides_first``, their sum. Registered with a ``Parallel``, the engine does it without calling back into Python;
+    called by anyone else it blocks, over the communicator that is given as ``state``, or the default one.
     """
 
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, divides_first: bool = True) -> None:
         self.__name__ = self.__qualname__ = name
         self.dtype = dtype
+        self.divides_first = divides_first
 
     def __call__(self, state: Communicator | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Averages one bucket, blocking."""
         communicator = default_communicator() if state is None else state
         buffer = bucket.buffer()
-        compressed = buffer.to(self.dtype).div_(communicator.size)
-        communicator.all_reduce(compressed, "sum")
+        compressed = buffer.to(self.dtype)
+        if self.divides_first:
+            compressed.div_(communicator.size)
+        communicator.all_reduce(compressed, "sum" if self.divides_first else "avg")
         return completed(buffer.copy_(compressed))
 
     def __repr__(self) -> str:

@@ -65,7 +65,7 @@ class CommHooks(DistributedDataParallel):
         elif hook == dist.BuiltinCommHookType.FP16_COMPRESS:
             self.reducer.set_compression(torch.float16)
         elif isinstance(hook, Compress):
-            self.reducer.set_compression(hook.dtype)
+            self.reducer.set_compression(hook.dtype, hook.divides_first)
         else:
             self.reducer.set_comm_hook(state, hook)
             self._set_planner(follows_ddp=True)  # the hook sees the buckets

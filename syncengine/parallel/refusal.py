@@ -7,22 +7,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from syncengine.errors import InvalidUsage
 
-# Argument: its value in an ordinary call, and what to do instead.
-_ARGUMENTS: dict[str, tuple[Any, str]] = {
-    "mixed_precision": (None, "use torch.autocast, or cast the module before wrapping it"),
-}
-
 _METHODS: dict[str, str] = {
     "_set_sparse_metadata": "indices are gathered in each backward: leave it out",
 }
 
 
-def check_arguments(device_ids: Any, bucket_cap_mb: float | None, bucket_cap_mb_list: Any, **others: Any) -> None:
-    """Raises ``InvalidUsage`` for the first argument that is not supported."""
-    for name, value in others.items():
-        usual, advice = _ARGUMENTS[name]
-        if value is not usual and value != usual:
-            _refuse(f"argument {name}={value!r}", advice)
+def check_arguments(device_ids: Any, bucket_cap_mb: float | None, bucket_cap_mb_list: Any) -> None:
+    """Raises ``InvalidUsage`` for the first argument that can't work."""
     if device_ids is not None and len(device_ids) > 1:
         raise InvalidUsage("device_ids can only be None or contain a single element.")
     if bucket_cap_mb is not None and not bucket_cap_mb > 0:

@@ -24,6 +24,7 @@ from syncengine.parallel.devices import (
 )
 from syncengine.parallel.groups import Group, check_group, localize_parameters, resolve_group
 from syncengine.parallel.logging import Logger
+from syncengine.parallel.mixed_precision import MixedPrecision
 from syncengine.parallel.optimizers import adopt_optimizers
 from syncengine.parallel.outputs import tensors_in, through_sink
 from syncengine.parallel.planning import PlansBuckets
@@ -86,7 +87,6 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             device_ids=device_ids,
             bucket_cap_mb=bucket_cap_mb,
             bucket_cap_mb_list=bucket_cap_mb_list,
-            mixed_precision=mixed_precision,
         )
         if check_reduction:
             warnings.warn(
@@ -117,7 +117,10 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self.dim = dim
         self.is_multi_device_module = False
         self.static_graph = static_graph
-        self.mixed_precision = None
+        self.mixed_precision = mixed_precision
+        self._mixed_precision = None
+        if mixed_precision is not None:
+            self._mixed_precision = MixedPrecision(mixed_precision, module, self.parameters_to_ignore)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -178,6 +181,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         if self.communicator.size > 1 and named:
             self._make_reducer()
         hooks, self._comm_hooks = self._comm_hooks, []
+        if not hooks and self._mixed_precision is not None and self._mixed_precision.compress is not None:
+            hooks = [(self._mixed_precision.compress, None)]
         for hook, state in hooks:  # of the group before, see _update_process_group
             self._install_hook(state, hook)
 
@@ -228,7 +233,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             f"forward_sync_buffers={self.forward_sync_buffers}, bucket_cap_mb_list={self._bucket_cap_mb_list}, "
             f"static_graph={self.static_graph}, gradient_as_bucket_view={self.gradient_as_bucket_view}, "
             f"batched_grad_copy={self.batched_grad_copy}, "
-            f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, device_type={self.device_type}"
+            f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, device_type={self.device_type}, "
+            f"mixed_precision={self.mixed_precision}"
         )
         model = f"Parallel({type(self.module).__name__})"
         lines = [settings, *(describe_tensor(name, tensor) for name, tensor in named)]
@@ -245,7 +251,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             raise InvalidUsage(
                 "Parallel with delay_all_reduce_named_params can't be pickled: save model.module instead"
             )
-        if self._comm_hooks:
+        if any(hook is not getattr(self._mixed_precision, "compress", None) for hook, _ in self._comm_hooks):
             warnings.warn(
                 "the copy of a Parallel has no communication hook: register it again", UserWarning, stacklevel=2
             )
@@ -276,6 +282,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             self._delayed.hold_gradients()
         if self.device_ids:
             inputs, kwargs = move_inputs(inputs, kwargs, self.device)
+        if self._mixed_precision is not None:
+            inputs, kwargs = self._mixed_precision.cast_inputs(inputs, kwargs)
         if self.reducer is None:
             return call_module(self, inputs, kwargs)
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync

@@ -1,0 +1,108 @@
+"""DDP's ``mixed_precision``: forward and backward in a smaller dtype, parameters, ``.grad`` and optimizer in their own.
+
+DDP exchanges the memory behind each parameter, from forward to somewhere in backward. Here parameters stay what they
+are: modules see casts of them while they are called, through which autograd takes gradients back. So accumulated
+gradients keep their dtype, a forward without a backward leaves nothing behind, and it works on CPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.utils import _cast_forward_inputs
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from syncengine.errors import InvalidUsage
+from syncengine.hooks import Compress
+
+_COMPRESSED = (torch.float16, torch.bfloat16)
+
+
+class MixedPrecision:
+    """What the settings make of one module. Raises ``InvalidUsage``, before anything is changed, if they can't hold."""
+
+    def __init__(self, settings: _MixedPrecision, module: nn.Module, ignored: set[str]) -> None:
+        _check(settings)
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self._ignored = {tensor for name, tensor in named if name in ignored}
+        self.dtype: torch.dtype | None = settings.param_dtype
+        self.compress = _compression(settings, filter(self._takes_part, module.parameters()))
+        self._calls: list[nn.Module] = []  # of modules, the outermost first
+        self._hidden: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # behind casts during the outermost call
+        for buffer in module.buffers():
+            if settings.buffer_dtype is not None and self._takes_part(buffer):
+                buffer.data = buffer.to(settings.buffer_dtype)
+        if self.dtype is not None:
+            for submodule in module.modules():
+                submodule.register_forward_pre_hook(self._enter, prepend=True)
+                submodule.register_forward_hook(self._leave, always_call=True)
+
+    def cast_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Floating-point tensors, also in containers, get ``param_dtype``."""
+        return _cast_forward_inputs(self.dtype, *inputs, **kwargs)
+
+    def _takes_part(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_floating_point() and tensor not in self._ignored
+
+    # The outermost call is the wrapper's; or, where a checkpoint is recomputed, that of a part of the model.
+    def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        self._calls.append(module)
+        if len(self._calls) == 1:
+            self._hide_behind_casts(module)
+
+    def _leave(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if not self._calls or self._calls[-1] is not module:
+            return  # a hook before _enter has raised
+        self._calls.pop()
+        if not self._calls:
+            for parameters, name, parameter in self._hidden:
+                parameters[name] = parameter
+            self._hidden.clear()
+            _renew_flat_weights(module)
+
+    def _hide_behind_casts(self, module: nn.Module) -> None:
+        casts: dict[int, torch.Tensor] = {}  # a shared parameter has one, which adds up its gradients
+        for submodule in module.modules():
+            for name, parameter in submodule._parameters.items():
+                if parameter is None or parameter.dtype == self.dtype or not self._takes_part(parameter):
+                    continue
+                if id(parameter) not in casts:
+                    casts[id(parameter)] = parameter.to(self.dtype)
+                self._hidden.append((submodule._parameters, name, parameter))
+                submodule._parameters[name] = casts[id(parameter)]
+        _renew_flat_weights(module)
+
+
+def _renew_flat_weights(module: nn.Module) -> None:
+    for submodule in module.modules():
+        if isinstance(submodule, nn.RNNBase):  # keeps its parameters in a list as well
+            submodule._flat_weights = [getattr(submodule, name, None) for name in submodule._flat_weights_names]
+
+
+def _check(settings: Any) -> None:
+    if not isinstance(settings, _MixedPrecision):
+        raise InvalidUsage(
+            f"mixed_precision={settings!r} is not a torch.nn.parallel.distributed._MixedPrecision: that, or None"
+        )
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
+        dtype = getattr(settings, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise InvalidUsage(f"mixed_precision: {name}={dtype!r} is not a floating-point dtype")
+
+
+def _compression(settings: _MixedPrecision, parameters: Iterable[nn.Parameter]) -> Compress | None:
+    """How gradients travel: None where they do in the parameters' own dtype."""
+    dtype = settings.reduce_dtype or settings.param_dtype
+    own = {parameter.dtype for parameter in parameters if parameter.requires_grad}
+    if dtype is None or own <= {dtype}:
+        return None
+    if dtype not in _COMPRESSED:
+        raise InvalidUsage(
+            f"mixed_precision: gradients of {', '.join(sorted(map(str, own)))} can't be reduced in {dtype}: "
+            "give reduce_dtype torch.float16, torch.bfloat16 or the parameters' own dtype (16-bit gradients are added "
+            "in float32 anyway)"
+        )
+    return Compress("mixed_precision", dtype, divides_first=False)

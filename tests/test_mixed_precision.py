@@ -1,0 +1,251 @@
+"""``mixed_precision``, with the bits of modules that are cast as a whole.
+
+DDP's needs streams, which CPUs don't have: it is the reference on a GPU, in test_cuda_parallel.py. Here it is a copy
+of the module in the small dtype, for each step and rank, whose gradients are averaged as the settings say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models.lstm import Sentences
+from models.workload import same_bits
+from parallel_models import CAP, Conv, Mlp, Tied, gradients
+from pool import RankPool, run_on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.checkpoint import checkpoint
+
+import syncengine
+from syncengine.errors import InvalidUsage, Mismatch
+
+BF16 = _MixedPrecision(param_dtype=torch.bfloat16)
+BF16_REDUCED_IN_FP32 = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP16 = _MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
+
+# What a model makes of a step's batch of one rank. `dtype`: of floating-point inputs; None leaves the cast to Parallel.
+Call = Callable[[nn.Module, int, int, torch.dtype | None], torch.Tensor]
+
+
+def data(step: int, rank: int) -> torch.Tensor:
+    return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def on_data(model: nn.Module, step: int, rank: int, dtype: torch.dtype | None) -> torch.Tensor:
+    return model(data(step, rank).to(dtype))
+
+
+def on_dict(model: nn.Module, step: int, rank: int, dtype: torch.dtype | None) -> torch.Tensor:
+    return model({"x": data(step, rank).to(dtype), "scale": 3})
+
+
+def on_sentences(model: nn.Module, step: int, rank: int, _: torch.dtype | None) -> torch.Tensor:
+    return Sentences().loss(model.eval(), torch.Generator().manual_seed(rank), step)  # eval: no dropout
+
+
+def steps(model: nn.Module, call: Call, count: int = 3) -> list[torch.Tensor]:
+    """Losses, and the last gradients. They are large enough for float16."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0001, momentum=0.9)
+    losses = []
+    for step in range(count):
+        optimizer.zero_grad()
+        losses.append(call(model, step, syncengine.rank(), None).float().square().sum())
+        losses[-1].backward()
+        optimizer.step()
+    return losses + gradients(model)
+
+
+def expected(module: nn.Module, call: Call, precision: _MixedPrecision, count: int = 3) -> list[torch.Tensor]:
+    """The same without Parallel, of both ranks' batches."""
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0001, momentum=0.9)
+    losses = []
+    for step in range(count):
+        optimizer.zero_grad()
+        for rank in range(2):
+            low = copy.deepcopy(module)
+            for name, parameter in low.named_parameters():
+                parameter.data = parameter if name in ignored else parameter.to(precision.param_dtype)
+            loss = call(low, step, rank, precision.param_dtype).float().square().sum()
+            loss.backward()
+            is_own = rank == syncengine.rank()
+            losses += [loss] * is_own
+            for (name, mine), its_low in zip(module.named_parameters(), low.parameters(), strict=True):
+                if its_low.grad is not None and (is_own or name not in ignored):
+                    mine.grad = its_low.grad.float() + (0 if mine.grad is None else mine.grad)
+        for name, mine in module.named_parameters():
+            if mine.grad is not None and name not in ignored:
+                mine.grad = (mine.grad / 2).to(precision.reduce_dtype or precision.param_dtype).float()
+        optimizer.step()
+    return losses + gradients(module)
+
+
+class Checkpointed(Mlp):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(checkpoint(self.layers, x.requires_grad_(), use_reentrant=self.reentrant))
+
+
+class Partly(nn.Module):
+    """One part frozen, one that DDP leaves alone, and inputs in a dict beside a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.ignored = nn.Linear(24, 24)
+        self.head = nn.Linear(24, 5)
+        names = ("ignored.weight", "ignored.bias")
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)
+
+    def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+        assert inputs["x"].dtype == self.head.weight.dtype == torch.bfloat16
+        hidden = self.ignored(self.frozen(inputs["x"]).float())
+        return self.head(hidden.bfloat16()) * inputs["scale"]
+
+
+CASES: list[tuple[Callable[[], nn.Module], Call, _MixedPrecision, dict[str, Any]]] = [
+    (Mlp, on_data, BF16, {}),
+    (Mlp, on_data, BF16, CAP),
+    (Mlp, on_data, BF16, {"static_graph": True}),
+    (Mlp, on_data, BF16, {"find_unused_parameters": True}),
+    (Mlp, on_data, BF16_REDUCED_IN_FP32, {}),
+    (Mlp, on_data, FP16, {}),
+    (Tied, on_data, BF16, {}),
+    (Tied, on_data, FP16, {"gradient_as_bucket_view": True}),
+    (partial(Checkpointed, True), on_data, BF16, {}),
+    (partial(Checkpointed, False), on_data, BF16, {}),
+    (Partly, on_dict, BF16, {}),
+    (Sentences().model, on_sentences, BF16, {}),
+]
+
+
+@run_on_ranks()
+def test_the_bits_are_those_of_modules_in_the_small_dtype():
+    for make, call, precision, options in CASES:
+        torch.manual_seed(0)
+        module = make()
+        theirs = expected(copy.deepcopy(module), call, precision)
+        ours = steps(syncengine.Parallel(module, mixed_precision=precision, **options), call)
+        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            assert same_bits(a, b), (make, precision, options, i)
+
+
+@run_on_ranks()
+def test_gradients_may_travel_in_the_small_dtype_alone():
+    """Averages of plain float32 backwards, each contribution rounded."""
+    torch.manual_seed(0)
+    module = nn.Linear(24, 7)
+    precision = _MixedPrecision(reduce_dtype=torch.bfloat16)
+    model = syncengine.Parallel(copy.deepcopy(module), mixed_precision=precision)
+    assert model(data(0, 0)).dtype == torch.float32
+    on_data(model, 0, syncengine.rank(), None).square().sum().backward()
+    sums = [torch.zeros_like(p) for p in module.parameters()]
+    for rank in range(2):
+        module.zero_grad()
+        on_data(module, 0, rank, None).square().sum().backward()
+        for total, parameter in zip(sums, module.parameters(), strict=True):
+            total += parameter.grad.bfloat16()
+    for mine, total in zip(gradients(model), sums, strict=True):
+        assert torch.equal(mine, (total / 2).bfloat16().float())
+
+
+@run_on_ranks()
+def test_buffers_are_cast_for_good():
+    """DDP casts counters, too."""
+    precision = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
+    model = syncengine.Parallel(Conv(), mixed_precision=precision)
+    steps(model, on_data)
+    assert {str(b.dtype) for b in model.buffers()} == {"torch.bfloat16", "torch.int64"}
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@run_on_ranks()
+def test_gradients_accumulate_in_the_parameters_dtype():
+    """DDP adds them up in bfloat16."""
+    torch.manual_seed(0)
+    model = syncengine.Parallel(nn.Linear(24, 3), mixed_precision=BF16_REDUCED_IN_FP32)
+    mine = [torch.zeros_like(p) for p in model.parameters()]
+    for step in range(3):
+        low = copy.deepcopy(model.module).bfloat16()
+        on_data(low, step, syncengine.rank(), torch.bfloat16).square().sum().backward()
+        for total, parameter in zip(mine, low.parameters(), strict=True):
+            total += parameter.grad.float()
+        with model.no_sync() if step < 2 else contextlib.nullcontext():
+            on_data(model, step, syncengine.rank(), None).square().sum().backward()
+    for total in mine:
+        syncengine.all_reduce(total, "avg")
+    assert all(map(torch.equal, gradients(model), mine))
+
+
+@run_on_ranks()
+def test_nothing_stays_behind_a_forward():
+    model = syncengine.Parallel(Mlp(), mixed_precision=BF16)
+    before = dict(model.named_parameters())
+
+    def check() -> None:
+        assert all(value is before[name] for name, value in model.named_parameters())
+        assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
+
+    assert model(data(0, 0)).dtype == torch.bfloat16
+    check()
+    with torch.no_grad():
+        model(data(0, 0))
+    check()
+    assert model.module.head(torch.ones(1, 500, dtype=torch.bfloat16)).dtype == torch.bfloat16  # one part alone
+    check()
+    copied = pickle.loads(pickle.dumps(model))
+    assert [str(hook) for hook, _ in copied._comm_hooks] == ["syncengine.hooks.mixed_precision"]
+    assert copied(data(0, 0)).dtype == torch.bfloat16
+
+
+def raising() -> None:
+    model = syncengine.Parallel(Mlp(), mixed_precision=BF16)
+    before = list(model.parameters())
+    model.module.head.register_forward_pre_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        model(data(0, 0))
+    assert all(map(lambda a, b: a is b, before, model.parameters()))
+
+
+def test_an_exception_in_forward_leaves_the_parameters_in_place(pool: RankPool):
+    pool.run(raising, world=1)
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (torch.bfloat16, "not a torch.nn.parallel.distributed._MixedPrecision"),
+    (_MixedPrecision(param_dtype=torch.int8), "param_dtype=torch.int8 is not a floating-point dtype"),
+    (_MixedPrecision(param_dtype=torch.float64), "can't be reduced in torch.float64"),
+]
+
+
+def refused() -> None:
+    for precision, text in REFUSED:
+        with pytest.raises(InvalidUsage, match=text):
+            syncengine.Parallel(nn.Linear(1, 1), mixed_precision=precision)
+
+
+def different() -> None:
+    with pytest.raises(Mismatch, match="mixed_precision"):
+        syncengine.Parallel(nn.Linear(1, 1), mixed_precision=BF16 if syncengine.rank() else None)
+
+
+def second_hook() -> None:
+    model = syncengine.Parallel(nn.Linear(1, 1), mixed_precision=BF16)
+    with pytest.raises(RuntimeError, match="comm_hook"):
+        model.register_comm_hook(None, syncengine.hooks.fp16_compress)
+
+
+@pytest.mark.parametrize("check", [refused, different, second_hook])
+def test_what_can_not_work_is_refused_by_name(pool: RankPool, check: Callable[[], None]):
+    pool.run(check)
