@@ -23,9 +23,10 @@ CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cuda
 
 # ---- environments ----
 
+# Not compiled: Python does that with what is imported, a small part of torch.
 .venv/ready: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
-	$(PY) -m pip install -qq --requirement requirements-dev.txt
+	$(PY) -m pip install -qq --no-compile --requirement requirements-dev.txt
 	touch $@
 
 # Open MPI's and MPICH's packages install the same files: one small environment each, with .venv's packages behind it.
@@ -54,13 +55,19 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test core-test sanitize arm-check cuda-check gpu lint format clean
+.PHONY: train test core-build core-test sanitize arm-check cuda-check gpu lint format clean
 train: build
 	$(PY) -m examples.train_gpt compare
 
-test: build-for-tests .venv-openmpi/ready .venv-mpich/ready
-	$(MAKE) core-test
+# The core's tests need no Python: they are compiled while packages come in.
+test:
+	$(MAKE) --no-print-directory -j$(shell nproc) --output-sync=target \
+	  core-build build-for-tests .venv-openmpi/ready .venv-mpich/ready
+	$(MAKE) --no-print-directory core-test
 	$(PY) -m pytest -q
+
+core-build:
+	$(MAKE) --no-print-directory -C tests/core FLAVORS=plain build
 
 core-test:
 	$(MAKE) --no-print-directory -C tests/core FLAVORS=plain

@@ -1,5 +1,9 @@
 """Builds the extension `syncengine._C` from every C++ file under csrc/.
 
+The files of a folder are compiled as one, since most of a compiler's time goes into the headers that they share,
+torch's above all: no two of them may use a name of internal linkage for different things. What includes them is written
+to build/units/.
+
 With a torch that has CUDA, and nvcc, it gets csrc/cuda/device/: for sm_80, sm_90 and as PTX for what comes later, or
 for what TORCH_CUDA_ARCH_LIST says. Otherwise csrc/cuda/absent/ stands in, and says so to whoever asks for CUDA.
 
@@ -10,6 +14,7 @@ and no warning tolerated.
 import os
 import sys
 import sysconfig
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -66,10 +71,30 @@ if CUDA is not None:
     CUDA_LINK = [f"-L{libraries}", "-lcudart_static", "-ldl", "-lrt", "-Wl,--exclude-libs,libcudart_static.a"]
 
 
+def unit(folder: Path, files: list[Path]) -> Path:
+    """A file that includes `files`. Written only if it changes, so that ninja compiles nothing in vain."""
+    path = Path("build", "units", "-".join(folder.relative_to("csrc").parts) + ".cpp")
+    text = "".join(f'#include "{file.relative_to("csrc").as_posix()}"\n' for file in files)
+    if not path.exists() or path.read_text() != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return path
+
+
 def sources() -> list[str]:
+    """What is compiled, the longest first, so that no core waits for one at the end."""
     left_out = Path("csrc", "cuda", "absent" if CUDA is not None else "device")
-    files = [*Path("csrc").rglob("*.cpp"), *Path("csrc").rglob("*.cu")]
-    return sorted(str(path) for path in files if left_out not in path.parents)
+    alone = [*Path("csrc", "kernels").glob("*.cpp")]  # each for an instruction set of its own
+    found, sizes = defaultdict(list), {}
+    for file in sorted(Path("csrc").rglob("*.cpp")):
+        if file not in alone and left_out not in file.parents:
+            found[file.parent].append(file)
+    for folder, files in found.items():
+        sizes[unit(folder, files)] = sum(file.stat().st_size for file in files)
+    if CUDA is not None:
+        alone += Path("csrc").rglob("*.cu")
+    sizes |= {file: file.stat().st_size for file in alone}
+    return [str(path) for path in sorted(sizes, key=lambda path: (-sizes[path], path))]
 
 
 class Build(BuildExtension):

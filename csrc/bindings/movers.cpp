@@ -78,14 +78,14 @@ class PythonMover final : public packets::Mover {
 };
 
 // Endpoints that run, and so may take the GIL: all must have ended before the interpreter does.
-struct Registry {
+struct EndpointRegistry {
   std::mutex mutex;
   std::condition_variable changed;
   std::set<packets::Endpoint*> running;
 };
 
-Registry& registry() {
-  static auto* instance = new Registry;  // never destroyed: endpoints may outlive static destruction
+EndpointRegistry& endpoint_registry() {
+  static auto* instance = new EndpointRegistry;  // never destroyed: endpoints may outlive static destruction
   return *instance;
 }
 
@@ -94,8 +94,8 @@ class RegisteredEndpoint final : public packets::Endpoint {
   RegisteredEndpoint(std::unique_ptr<packets::Mover> mover, const packets::Options& options, int rank,
                      const std::vector<int>& peers)
       : Endpoint(std::move(mover), options, rank, peers) {
-    std::lock_guard lock(registry().mutex);
-    registry().running.insert(this);
+    std::lock_guard lock(endpoint_registry().mutex);
+    endpoint_registry().running.insert(this);
   }
   ~RegisteredEndpoint() override { remove(); }
 
@@ -104,8 +104,8 @@ class RegisteredEndpoint final : public packets::Endpoint {
     Endpoint::stop();
     if (!Py_IsInitialized() || !PyGILState_Check()) return;
     py::gil_scoped_release nogil;
-    std::unique_lock lock(registry().mutex);
-    registry().changed.wait(lock, [this] { return !registry().running.contains(this); });
+    std::unique_lock lock(endpoint_registry().mutex);
+    endpoint_registry().changed.wait(lock, [this] { return !endpoint_registry().running.contains(this); });
   }
 
   void run(const std::function<void()>& progressed) override {
@@ -115,16 +115,16 @@ class RegisteredEndpoint final : public packets::Endpoint {
 
  private:
   void remove() {
-    std::lock_guard lock(registry().mutex);
-    registry().running.erase(this);
-    registry().changed.notify_all();
+    std::lock_guard lock(endpoint_registry().mutex);
+    endpoint_registry().running.erase(this);
+    endpoint_registry().changed.notify_all();
   }
 };
 
 void end_movers() {
-  std::unique_lock lock(registry().mutex);
-  for (auto* endpoint : registry().running) endpoint->Endpoint::stop();
-  registry().changed.wait(lock, [] { return registry().running.empty(); });
+  std::unique_lock lock(endpoint_registry().mutex);
+  for (auto* endpoint : endpoint_registry().running) endpoint->Endpoint::stop();
+  endpoint_registry().changed.wait(lock, [] { return endpoint_registry().running.empty(); });
 }
 
 }  // namespace

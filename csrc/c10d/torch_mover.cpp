@@ -15,7 +15,7 @@ namespace syncengine {
 
 namespace {
 
-using Work = c10::intrusive_ptr<::c10d::Work>;
+using GroupWork = c10::intrusive_ptr<::c10d::Work>;
 
 constexpr std::chrono::hours kForEver(24 * 365 * 30);  // the engine has deadlines of its own
 
@@ -66,7 +66,7 @@ class TorchMover::Lane : public std::enable_shared_from_this<Lane> {
  public:
   explicit Lane(std::shared_ptr<Ends> ends) : ends_(std::move(ends)) {}
 
-  void add(uint64_t id, Work work) {
+  void add(uint64_t id, GroupWork work) {
     std::lock_guard lock(mutex_);
     works_.emplace_back(id, std::move(work));
     if (!thread_.joinable()) thread_ = std::thread([self = shared_from_this()] { self->run(); });
@@ -113,7 +113,7 @@ class TorchMover::Lane : public std::enable_shared_from_this<Lane> {
   std::shared_ptr<Ends> ends_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<std::pair<uint64_t, Work>> works_;
+  std::deque<std::pair<uint64_t, GroupWork>> works_;
   bool closing_ = false;
   std::thread thread_;
 };
@@ -137,7 +137,7 @@ TorchMover::Lane& TorchMover::lane(int peer, bool outgoing) {
 
 std::vector<packets::Mover::End> TorchMover::step(const std::vector<Packet>& posts) {
   for (const Packet& packet : posts) {
-    Work work;
+    GroupWork work;
     std::string error = words_of([&] {
       std::vector<at::Tensor> tensors{at::from_blob(packet.data, {static_cast<int64_t>(packet.bytes)}, at::kByte)};
       int peer = ranks_.at(packet.peer);

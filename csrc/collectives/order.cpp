@@ -1,12 +1,12 @@
 #include "collectives/order.h"
 
+#include "base/alignment.h"
+
 namespace syncengine {
 
 namespace {
 
 constexpr size_t kGlooSegment = 1 << 20;
-
-size_t round_up(size_t value, size_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 }  // namespace
 

@@ -1,10 +1,10 @@
 #include "collectives/plan.h"
 
+#include "base/alignment.h"
+
 namespace syncengine {
 
 namespace {
-
-constexpr size_t kLine = 64;
 
 void plan_one_shot(const Chunk& chunk, ChunkPlan& plan) {
   plan.stage.push_back({chunk.begin, 0, chunk.length});
@@ -105,11 +105,11 @@ size_t block_bytes(const Operation& operation) {
 size_t chunk_bytes(Collective collective, Path path, int world, size_t slot_bytes, size_t direct_bytes) {
   if (path == Path::Direct) return direct_bytes * (collective == Collective::AllReduce ? world : 1);
   if (collective != Collective::ReduceScatter) return slot_bytes;
-  return slot_bytes / world / kLine * kLine;  // a slot holds one part for each rank
+  return slot_bytes / world / kCacheLine * kCacheLine;  // a slot holds one part for each rank
 }
 
 std::pair<size_t, size_t> slice(size_t length, int world, int rank) {
-  size_t share = ((length + world - 1) / world + kLine - 1) / kLine * kLine;
+  size_t share = round_up((length + world - 1) / world, kCacheLine);
   return {std::min(length, share * rank), std::min(length, share * (rank + 1))};
 }
 

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/alignment.h"
 #include "bootstrap/handoff.h"
 #include "bootstrap/host.h"
 
@@ -60,7 +61,7 @@ std::vector<std::string> gather(Communicator& communicator, const std::string& o
 }
 
 SharedPages::SharedPages(Communicator& communicator, size_t bytes, const std::function<void()>& interrupted) {
-  bytes = (bytes + kPage - 1) / kPage * kPage;
+  bytes = round_up(bytes, kPage);
   Handoff handoff;
   Address own;
   put(own.socket, sizeof(own.socket), handoff.name());

@@ -8,15 +8,14 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/alignment.h"
 #include "base/error.h"
 
 namespace syncengine {
 
 namespace {
 
-constexpr size_t kAlignment = 256;  // of each bucket, as cudaMalloc's
-
-size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+constexpr size_t kBucketAlignment = 256;  // of each bucket, as cudaMalloc's
 
 // The part of `flat` from `offset` on, in elements, as a tensor like the parameter: in the order of elements in which
 // Gradient::memory() has them.
@@ -45,7 +44,7 @@ void FlatBuckets::lay_out(const std::vector<Bucket>& buckets, const std::vector<
   for (const Bucket& bucket : buckets) {
     if (bucket.layout->sparse)
       throw Error(ErrorKind::InvalidUsage, bucket.layout->describe() + " is sparse, and lies on a device");
-    for (size_t i : bucket.layout->parameters) needed += gradients[i].parameter().nbytes() + kAlignment;
+    for (size_t i : bucket.layout->parameters) needed += gradients[i].parameter().nbytes() + kBucketAlignment;
   }
   if (!memory_.defined() || memory_.nbytes() < needed) {
     flats_.clear();
@@ -67,7 +66,7 @@ void FlatBuckets::lay_out(const std::vector<Bucket>& buckets, const std::vector<
       offset += parameter.numel();
     }
     flats_.push_back(std::move(flat));
-    begin += aligned(bytes);
+    begin += round_up(bytes, kBucketAlignment);
   }
 }
 

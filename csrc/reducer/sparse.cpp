@@ -7,15 +7,14 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/alignment.h"
 #include "reducer/python_error.h"
 
 namespace syncengine {
 
 namespace {
 
-constexpr size_t kAlignment = 16;
-
-size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+constexpr size_t kPartAlignment = 16;
 
 // Where the parts of one rank's gradient lie in what that rank sends.
 struct Place {
@@ -25,8 +24,8 @@ struct Place {
     int64_t row = 1;  // elements of one value
     for (int64_t i = like.sparse_dim(); i < like.dim(); ++i) row *= like.size(i);
     indices = begin;
-    values = indices + aligned(like.sparse_dim() * nonzeros * sizeof(int64_t));
-    end = values + aligned(row * nonzeros * like.element_size());
+    values = indices + round_up(like.sparse_dim() * nonzeros * sizeof(int64_t), kPartAlignment);
+    end = values + round_up(row * nonzeros * like.element_size(), kPartAlignment);
   }
 };
 

@@ -22,19 +22,20 @@ namespace {
 // Of a communicator's device: number 0 for its own calls, the others for whoever took them.
 using Key = std::tuple<const Communicator*, int, int>;
 
-struct Registry {
+struct QueueRegistry {
   std::mutex mutex;
   std::map<Key, std::shared_ptr<Queue>> queues;
 };
-Registry& registry() {
-  static auto& instance = *new Registry;  // outlives the CUDA context, which is gone when static objects are destroyed
+QueueRegistry& queue_registry() {
+  static auto& instance =
+      *new QueueRegistry;  // outlives the CUDA context, which is gone when static objects are destroyed
   return instance;
 }
 
 std::shared_ptr<Queue> find_queue(const Key& key) {
-  std::lock_guard lock(registry().mutex);
-  auto found = registry().queues.find(key);
-  return found == registry().queues.end() ? nullptr : found->second;
+  std::lock_guard lock(queue_registry().mutex);
+  auto found = queue_registry().queues.find(key);
+  return found == queue_registry().queues.end() ? nullptr : found->second;
 }
 
 // Collective.
@@ -42,8 +43,8 @@ std::shared_ptr<Queue> connect_queue(const std::shared_ptr<Communicator>& commun
                                      const Interrupted& interrupted) {
   cuda::require_device(device.index());
   auto queue = std::make_shared<Queue>(cuda::connect(communicator, device.index(), interrupted), device);
-  std::lock_guard lock(registry().mutex);
-  return registry().queues.try_emplace({communicator.get(), device.index(), number}, queue).first->second;
+  std::lock_guard lock(queue_registry().mutex);
+  return queue_registry().queues.try_emplace({communicator.get(), device.index(), number}, queue).first->second;
 }
 
 }  // namespace
@@ -134,8 +135,8 @@ std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& commu
     int used = 0;
   } mine;
   {
-    std::lock_guard lock(registry().mutex);
-    for (const auto& [key, queue] : registry().queues) {
+    std::lock_guard lock(queue_registry().mutex);
+    for (const auto& [key, queue] : queue_registry().queues) {
       const auto& [owner, index, number] = key;
       if (owner != communicator.get() || index != device.index() || number == 0) continue;
       mine.used = std::max(mine.used, number);
@@ -155,8 +156,8 @@ std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& commu
 void close_devices(const Communicator* communicator) {
   std::vector<std::shared_ptr<Queue>> closing;
   {
-    std::lock_guard lock(registry().mutex);
-    std::erase_if(registry().queues, [&](auto& entry) {
+    std::lock_guard lock(queue_registry().mutex);
+    std::erase_if(queue_registry().queues, [&](auto& entry) {
       if (std::get<0>(entry.first) != communicator) return false;
       closing.push_back(std::move(entry.second));
       return true;
@@ -167,8 +168,8 @@ void close_devices(const Communicator* communicator) {
 
 std::map<std::string, uint64_t> device_counters(const Communicator* communicator) {
   std::map<std::string, uint64_t> counters;
-  std::lock_guard lock(registry().mutex);
-  for (auto& [key, queue] : registry().queues)
+  std::lock_guard lock(queue_registry().mutex);
+  for (auto& [key, queue] : queue_registry().queues)
     if (std::get<0>(key) == communicator)
       for (auto& [name, value] : queue->group().counters()) counters["cuda_" + name] += value;
   return counters;

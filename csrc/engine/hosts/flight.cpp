@@ -2,17 +2,18 @@
 
 #include <algorithm>
 
+#include "base/alignment.h"
+
 namespace syncengine::hosts {
 
 namespace {
 
-constexpr size_t kLine = 64;
 constexpr size_t kBlockBytes = 256 << 10;
 
 }  // namespace
 
 std::byte* Scratch::take(size_t bytes) {
-  bytes = (bytes + kLine - 1) / kLine * kLine;
+  bytes = round_up(bytes, kCacheLine);
   while (block_ < blocks_.size() && blocks_[block_].bytes - used_ < bytes) {
     ++block_;
     used_ = 0;

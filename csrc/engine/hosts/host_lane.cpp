@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/alignment.h"
 #include "base/error.h"
 #include "engine/mismatch.h"
 
@@ -19,9 +20,7 @@ static_assert(kHopSlots * kHopSlotBytes == shm::kSlots * shm::kSlotBytes);
 constexpr size_t kCellBytes = 256 << 10;
 constexpr size_t kScratchBytes = 2 << 20;  // of a chunk of reduce-scatter
 
-constexpr size_t kLine = 64;
-
-size_t whole_lines(size_t bytes) { return std::max(kLine, bytes / kLine * kLine); }
+size_t whole_lines(size_t bytes) { return std::max(kCacheLine, bytes / kCacheLine * kCacheLine); }
 
 size_t chunk_bytes_alone(Collective collective, const Placement& placement) {
   size_t size = static_cast<size_t>(placement.size);

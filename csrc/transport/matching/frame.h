@@ -28,6 +28,8 @@ inline constexpr uint32_t kEagerWindow = 1 << 20;  // what a receiver holds for 
 inline constexpr uint32_t kMaxVerdict = 1 << 10;
 inline constexpr uint32_t kEagerCost = 64;  // that each Eager takes of it beside its bytes
 
+constexpr uint32_t window_cost(uint32_t bytes) { return bytes + kEagerCost; }
+
 enum class Kind : uint8_t { Heartbeat, Message, Ready, Ask, Credit, Goodbye, Verdict, Eager, Chunk };
 
 enum class Channel : uint8_t { Control, Data };

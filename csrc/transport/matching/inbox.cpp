@@ -10,8 +10,6 @@ namespace {
 
 constexpr size_t kMostAsked = 1 << 20;
 
-uint32_t cost_of(uint32_t bytes) { return bytes + kEagerCost; }
-
 }  // namespace
 
 void Receive::fail(const Error& error) {
@@ -66,8 +64,8 @@ Arrival Inbox::begin(const Frame& frame) {
     arrival.receive = found->second;
     return arrival;
   }
-  if (held_ + cost_of(frame.payload) > kEagerWindow) throw garbage(peer_, "more than it has credit for");
-  held_ += cost_of(frame.payload);
+  if (held_ + window_cost(frame.payload) > kEagerWindow) throw garbage(peer_, "more than it has credit for");
+  held_ += window_cost(frame.payload);
   if (shared_.is_withdrawn(frame.tag)) return arrival;
   auto found = posted_.find(frame.tag);
   if (found == posted_.end()) {
@@ -97,11 +95,11 @@ void Inbox::end(Arrival& arrival) {
       if (!unexpected_.emplace(frame.tag, std::move(unexpected)).second) throw garbage(peer_, "one transfer twice");
       return;  // its credit is given back when it is taken
     } else {
-      give_credit(cost_of(frame.payload));
+      give_credit(window_cost(frame.payload));
     }
     return;
   }
-  if (frame.kind == Kind::Eager) give_credit(cost_of(frame.payload));
+  if (frame.kind == Kind::Eager) give_credit(window_cost(frame.payload));
 }
 
 void Inbox::take(const std::shared_ptr<Receive>& receive, const Unexpected& unexpected) {
@@ -109,7 +107,7 @@ void Inbox::take(const std::shared_ptr<Receive>& receive, const Unexpected& unex
   if (unexpected.size > 0) std::memcpy(receive->data, unexpected.bytes.get(), unexpected.size);
   receive->left = 0;
   finish(*receive);
-  give_credit(cost_of(unexpected.size));
+  give_credit(window_cost(unexpected.size));
 }
 
 void Inbox::finish(Receive& receive) {
@@ -140,7 +138,7 @@ void Inbox::withdraw(uint64_t first, uint64_t last, const Error& error) {
   std::erase_if(asked_, is_meant);
   std::erase_if(unexpected_, [&](auto& item) {
     if (!is_meant(item.first)) return false;
-    give_credit(cost_of(item.second.size));
+    give_credit(window_cost(item.second.size));
     return true;
   });
 }

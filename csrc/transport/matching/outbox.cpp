@@ -12,8 +12,6 @@ namespace {
 
 constexpr size_t kMostReady = 1 << 20;  // receives that a peer has posted and we know nothing of
 
-uint32_t cost_of(uint32_t bytes) { return bytes + kEagerCost; }
-
 }  // namespace
 
 void Send::fail(const Error& error) {
@@ -37,8 +35,8 @@ void Outbox::post(uint64_t tag, const std::byte* data, size_t bytes, std::shared
   if (auto ready = ready_.find(tag); ready != ready_.end()) {
     enqueue(send, ready->second);
     ready_.erase(ready);
-  } else if (size <= kEagerBytes && credit_ >= cost_of(size)) {
-    credit_ -= cost_of(size);
+  } else if (size <= kEagerBytes && credit_ >= window_cost(size)) {
+    credit_ -= window_cost(size);
     queue_.push_back(send);
   } else {
     if (size <= kEagerBytes) control_ += encode({.kind = Kind::Ask, .tag = tag});
@@ -113,7 +111,7 @@ void Outbox::withdraw(uint64_t first, uint64_t last, const Error& error) {
       send->detach(error);  // the peer is to get what it has begun to read
       return false;
     }
-    if (send->handle == 0) credit_ += cost_of(send->bytes);
+    if (send->handle == 0) credit_ += window_cost(send->bytes);
     send->fail(error);
     return true;
   });

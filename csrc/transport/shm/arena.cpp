@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/alignment.h"
 #include "base/error.h"
 #include "base/resources.h"
 #include "transport/shm/fork_guard.h"
@@ -18,9 +19,7 @@ namespace {
 
 constexpr size_t kHugePage = 2 << 20;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-constexpr size_t kHeapBegin = (sizeof(ArenaHeader) + kPage - 1) / kPage * kPage;
-
-size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+constexpr size_t kHeapBegin = round_up(sizeof(ArenaHeader), kPage);
 
 UniqueFd create_sealed(size_t bytes) {
   UniqueFd fd(memfd_create("syncengine", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -64,7 +63,7 @@ std::byte* PeerArena::at(uint64_t offset, size_t bytes) const {
 }
 
 std::shared_ptr<Arena> Arena::create(size_t bytes) {
-  bytes = whole_pages(bytes);
+  bytes = round_up(bytes, kPage);
   return std::shared_ptr<Arena>(new Arena(create_sealed(bytes), bytes));
 }
 
@@ -91,7 +90,7 @@ std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
     throw Error(ErrorKind::InvalidUsage, "syncengine.empty: " + std::to_string(bytes) +
                                              " bytes of shared memory wanted, " + std::to_string(available) +
                                              " available on this machine (or in this cgroup)");
-  size_t length = whole_pages(std::max<size_t>(bytes, 1));
+  size_t length = round_up(std::max<size_t>(bytes, 1), kPage);
   auto offset = heap_.allocate(length, length >= kHugePage ? kHugePage : kPage);
   if (!offset)
     throw Error(ErrorKind::InvalidUsage, "syncengine.empty: no room for " + std::to_string(bytes) +
@@ -118,7 +117,7 @@ void Arena::release_tensor(size_t offset, size_t bytes) {
 
 size_t Arena::allocate_group(size_t bytes) {
   reclaim_groups();
-  auto offset = heap_.allocate(whole_pages(bytes), kPage);
+  auto offset = heap_.allocate(round_up(bytes, kPage), kPage);
   if (!offset)
     throw Error(ErrorKind::InvalidUsage, "no room for another communicator in an arena of " +
                                              std::to_string(this->bytes()) + " bytes; raise SYNCENGINE_ARENA_BYTES");
@@ -128,7 +127,7 @@ size_t Arena::allocate_group(size_t bytes) {
 void Arena::retire_group(size_t offset, size_t bytes, std::function<bool()> is_unused) {
   {
     std::lock_guard lock(mutex_);
-    retired_.push_back({offset, whole_pages(bytes), std::move(is_unused)});
+    retired_.push_back({offset, round_up(bytes, kPage), std::move(is_unused)});
   }
   reclaim_groups();
 }
@@ -151,7 +150,7 @@ const std::pair<const size_t, Arena::TensorMemory>* Arena::find_tensor(size_t of
 }
 
 Pool* Arena::create_pool() {
-  size_t reserved = whole_pages(bytes() / 2);
+  size_t reserved = round_up(bytes() / 2, kPage);
   auto offset = heap_.allocate(reserved, kHugePage);
   if (!offset) return nullptr;
   {
@@ -182,7 +181,7 @@ void Arena::sever_tensor(size_t offset, size_t bytes) {
   if (!tensor) return;
   auto [begin, memory] = *tensor;
   Range range{begin, begin + memory.bytes};
-  if (memory.pool) range = {offset / kPage * kPage, whole_pages(offset + bytes)};
+  if (memory.pool) range = {offset / kPage * kPage, round_up(offset + bytes, kPage)};
   if (!memory.pool && severed(range)) return;
   // Short of memory: better no content than somebody else's.
   size_t length = range.end - range.begin;

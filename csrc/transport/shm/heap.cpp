@@ -1,12 +1,14 @@
 #include "transport/shm/heap.h"
 
+#include "base/alignment.h"
+
 namespace syncengine::shm {
 
 std::optional<size_t> Heap::allocate(size_t bytes, size_t alignment) {
   std::lock_guard lock(mutex_);
   for (auto range = free_.begin(); range != free_.end(); ++range) {
     auto [begin, length] = *range;
-    size_t offset = (begin + alignment - 1) / alignment * alignment;
+    size_t offset = round_up(begin, alignment);
     if (offset + bytes > begin + length) continue;
     free_.erase(range);
     if (offset > begin) free_.emplace(begin, offset - begin);

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "base/alignment.h"
 #include "transport/shm/layout.h"
 
 namespace syncengine::shm {
@@ -15,8 +16,6 @@ constexpr size_t kStep = 4 << 20;  // committed at a time
 unsigned forks = 0;  // between this process and the one that loaded the library, since the first pool
 std::mutex create_mutex;
 std::atomic<Pool*> first{nullptr};
-
-size_t whole_pages(size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
 }  // namespace
 
@@ -64,7 +63,7 @@ void* Pool::allocate(size_t bytes) {
   if (forked()) return nullptr;
   std::lock_guard lock(mutex_);
   if (!open_) return nullptr;
-  void* block = take(whole_pages(bytes));
+  void* block = take(round_up(bytes, kPage));
   if (block) ++live_;
   return block;
 }
@@ -91,7 +90,7 @@ void* Pool::take(size_t bytes) {
   }
   size_t end = begin + bytes;
   if (end > committed_) {
-    size_t wanted = (end + kStep - 1) / kStep * kStep;
+    size_t wanted = round_up(end, kStep);
     if (wanted > memory_.bytes || !memory_.commit(wanted)) {
       if (begin < used_) coalesce(begin, used_ - begin);
       return nullptr;

@@ -15,7 +15,7 @@ namespace syncengine::tcp {
 
 namespace {
 
-constexpr uint32_t kMagic = 0x61636e73;  // "snca"
+constexpr uint32_t kAddressMagic = 0x61636e73;  // "snca"
 
 [[noreturn]] void throw_differ(const char* what, const char* setting, int rank, int value, int peer, int other) {
   throw Error(ErrorKind::Mismatch, "rank " + std::to_string(rank) + " has " + what + " " + std::to_string(value) +
@@ -28,7 +28,7 @@ constexpr uint32_t kMagic = 0x61636e73;  // "snca"
 std::string encode(const Address& address) {
   std::string ip(address.ip.bytes.begin(), address.ip.bytes.end());
   return Writer()
-      .u32(kMagic)
+      .u32(kAddressMagic)
       .u16(kVersion)
       .u8(address.ip.v6)
       .bytes(ip)
@@ -43,7 +43,7 @@ std::string encode(const Address& address) {
 
 Address decode_address(int peer, const std::string& bytes) {
   Reader reader(bytes);
-  bool ours = reader.u32() == kMagic;
+  bool ours = reader.u32() == kAddressMagic;
   if (uint16_t version = reader.u16(); ours && !reader.is_past_end() && version != kVersion) {
     throw Error(ErrorKind::Mismatch, "rank " + std::to_string(peer) + " has version " + std::to_string(version) +
                                          " of the TCP protocol, this one has " + std::to_string(kVersion) +

@@ -10,7 +10,7 @@ namespace syncengine::tcp {
 
 namespace {
 
-constexpr uint64_t kMagic = 0x656e69676e65636e;  // "ncengine"
+constexpr uint64_t kHandshakeMagic = 0x656e69676e65636e;  // "ncengine"
 constexpr size_t kNonceBytes = 32;
 constexpr size_t kHelloBytes = 8 + 2 + 2 + 4 + 4 + 1 + 1 + kNonceBytes + kDigestBytes;
 constexpr size_t kChallengeBytes = 8 + 2 + 1 + kNonceBytes + kDigestBytes;
@@ -19,7 +19,7 @@ constexpr size_t kWelcomeBytes = 1;
 
 std::string untagged(const Hello& hello) {
   return Writer()
-      .u64(kMagic)
+      .u64(kHandshakeMagic)
       .u16(hello.version)
       .u16(hello.connection)
       .u32(hello.client)
@@ -31,7 +31,7 @@ std::string untagged(const Hello& hello) {
 }
 
 std::string challenge_head(uint16_t version, Verdict verdict, const std::string& nonce) {
-  return Writer().u64(kMagic).u16(version).u8(static_cast<uint8_t>(verdict)).bytes(nonce).text();
+  return Writer().u64(kHandshakeMagic).u16(version).u8(static_cast<uint8_t>(verdict)).bytes(nonce).text();
 }
 
 std::string proof_of(const char* side, const PairKeys& keys, const std::string& said) {
@@ -68,7 +68,7 @@ std::string ClientHandshake::receive(std::string_view message) {
   uint16_t version = reader.u16();
   auto verdict = static_cast<Verdict>(reader.u8());
   std::string nonce = reader.bytes(kNonceBytes), proof = reader.bytes(kDigestBytes);
-  if (!reader.whole() || magic != kMagic) return end(Verdict::Stranger);
+  if (!reader.whole() || magic != kHandshakeMagic) return end(Verdict::Stranger);
   if (version != kVersion) return end(Verdict::Version);
   if (verdict != Verdict::Fine) return end(verdict == Verdict::Settings ? verdict : Verdict::Stranger);
   std::string said = said_ + challenge_head(version, verdict, nonce);
@@ -107,7 +107,7 @@ std::string ServerHandshake::challenge(std::string_view message) {
   hello_.checksum = reader.u8();
   hello_.nonce = reader.bytes(kNonceBytes);
   std::string ticket = reader.bytes(kDigestBytes);
-  if (!reader.whole() || magic != kMagic) return end(Verdict::Stranger);
+  if (!reader.whole() || magic != kHandshakeMagic) return end(Verdict::Stranger);
   if (hello_.version != kVersion) return end(Verdict::Version, refusal(Verdict::Version));
   auto keys = admit_(hello_);
   if (!keys || !equal_digests(ticket, hmac_sha256(keys->ticket, untagged(hello_)))) return end(Verdict::Stranger);
