@@ -81,7 +81,7 @@ def finalize_first(hosts):
 
 def leave_while_one_is_stopped(hosts):
     """With transfers under way and no answer to the Goodbye. MPI's own end must not wait for any of them."""
-    communicator = start(hosts, timeout=3.0)
+    communicator = start(hosts, timeout=2.0)
     pid = torch.tensor([os.getpid()])
     last = len(hosts) - 1
     syncengine.broadcast(pid, last)
@@ -109,15 +109,18 @@ def kill_last(hosts):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def init_only(hosts):
+def init_only(hosts, interhost=None):
     live_on(hosts)
-    interhost = os.environ.pop("INTERHOST_OF_RANK_1", None) if launched_rank() == 1 else None
     outcome = suffer(lambda step: None, timeout=20.0, interhost=interhost)
     return [outcome.error, outcome.text]
 
 
+def name_tcp_on_rank_1(hosts):
+    return init_only(hosts, "tcp" if launched_rank() == 1 else None)
+
+
 CASES = [everything, train, raise_on_last, beside_own_messages, exit_without_shutdown, finalize_first]
-CASES += [leave_while_one_is_stopped, kill_last, init_only]
+CASES += [leave_while_one_is_stopped, kill_last, init_only, name_tcp_on_rank_1]
 
 if __name__ == "__main__":
     cases = {case.__name__: case for case in CASES}

@@ -1,4 +1,10 @@
-"""A user's script, the same under every launcher: prints one JSON line per rank. See test_launchers_real.py."""
+"""A user's script, the same under every launcher. See test_launchers_real.py.
+
+    launched_script.py never before
+
+Says when the script itself initialises torch.distributed: "before", "after" or "never"; for each, in turn, every rank
+prints a line of JSON. The last one's communicator is left to the process's end.
+"""
 
 import json
 import os
@@ -11,7 +17,7 @@ import syncengine
 
 
 def main(torch_distributed: str) -> None:
-    """`torch_distributed`: when the script itself initialises torch.distributed: "before", "after" or "never"."""
+    """One job."""
     if torch_distributed == "before":
         dist.init_process_group("gloo")
     communicator = syncengine.init(timeout=30)
@@ -30,6 +36,7 @@ def main(torch_distributed: str) -> None:
         dist.destroy_process_group()  # torch's Gloo may crash at exit without
     answer = {
         "rank": rank,
+        "torch_distributed": torch_distributed,
         "world_size": world_size,
         "local_rank": syncengine.local_rank(),
         "numerics": communicator.numerics,
@@ -39,4 +46,6 @@ def main(torch_distributed: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for argument in sys.argv[1:]:
+        syncengine.shutdown()
+        main(argument)

@@ -1,16 +1,22 @@
 """The main job and the benchmarks, each in a tiny size: what they compute and write, never how fast."""
 
+import contextlib
+import importlib
+import io
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from pool import RankPool
 
 from benchmarks import all_reduce, train_step
-from benchmarks.support import ranks, stats
+from benchmarks.support import output, ranks, stats
 from examples import train_gpt
 from examples.gpt.compare import difference
 from examples.gpt.data import ALPHABET, Batches, decode, encode, load_text
@@ -18,11 +24,10 @@ from examples.gpt.train import load
 
 REPOSITORY = Path(__file__).parents[1]
 TINY = ["--steps=24", "--layers=1", "--width=32", "--batch=2"]
-TORCHRUN = ranks.launch_command("torchrun", 2)
 
 
-def run(*command: object, timeout: float = 120) -> str:
-    """The standard output of a command that must succeed."""
+def run(*command: object, timeout: float = 120) -> None:
+    """A command that must succeed."""
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -37,7 +42,28 @@ def run(*command: object, timeout: float = 120) -> str:
         text=True,
     )
     assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
-    return finished.stdout
+
+
+def said_by(*arguments: object) -> str:
+    """The standard output of `python -m examples.train_gpt arguments`, which must succeed, in this process."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert train_gpt.main([str(argument) for argument in arguments]) == 0
+    return said.getvalue()
+
+
+def call_main(module: str, arguments: list[str]) -> None:
+    """`python -m module arguments` on a rank of the pool; a process group that is there stays."""
+    initialized = dist.is_initialized()
+    sys.argv[1:] = arguments
+    assert importlib.import_module(module).main() == 0
+    assert dist.is_initialized() == initialized
+
+
+def call_main_alone(module: str, arguments: list[str]) -> None:
+    """The same where no launcher has been."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    call_main(module, arguments)
 
 
 def mpi_command(launcher: str) -> list[str]:
@@ -55,9 +81,9 @@ def same_bits(checkpoint: Path, other: Path) -> bool:
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """(folder, output) of one comparison."""
+    """(folder, output) of one comparison, for which torchrun really starts ranks."""
     out = tmp_path_factory.mktemp("compare")
-    return out, run(sys.executable, "-m", "examples.train_gpt", "compare", "--out", out, *TINY)
+    return out, said_by("compare", "--out", out, *TINY)
 
 
 def test_compare_trains_the_same_bits(compared):
@@ -86,7 +112,7 @@ def test_the_model_learns(compared):
 def test_a_plain_process_loads_the_checkpoint(compared):
     out, _ = compared
     checkpoint = out / "syncengine" / "checkpoint.pt"
-    text = run(sys.executable, "-m", "examples.train_gpt", "sample", "--checkpoint", checkpoint, "--length", 20)
+    text = said_by("sample", "--checkpoint", checkpoint, "--length", 20)
     loss = json.loads((out / "syncengine" / "metrics.json").read_text())["validation_loss"]
     assert text.startswith(f"validation loss {loss:.6f}\n\ndef ")
     assert len(text.split("\n\n", 1)[1]) == len("def ") + 20 + len("\n")
@@ -98,22 +124,13 @@ def test_mpirun_trains_the_same_bits_as_torchrun(compared, tmp_path, launcher):
     assert same_bits(tmp_path / "checkpoint.pt", compared[0] / "syncengine" / "checkpoint.pt")
 
 
-def test_inside_an_initialized_process_group(compared, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, torch.distributed as dist\n"
-        "from examples.train_gpt import main\n"
-        "dist.init_process_group('gloo')\n"
-        "main(sys.argv[1:])\n"
-        "assert dist.is_initialized()\n"
-        "dist.destroy_process_group()\n"
-    )
-    run("env", f"PYTHONPATH={REPOSITORY}", *TORCHRUN, script, "train", "--out", tmp_path, *TINY)
+def test_inside_an_initialized_process_group(pool, compared, tmp_path):
+    pool.run(call_main, "examples.train_gpt", ["train", f"--out={tmp_path}", *TINY], gloo=True, settings=None)
     assert same_bits(tmp_path / "checkpoint.pt", compared[0] / "syncengine" / "checkpoint.pt")
 
 
-def test_a_single_process_trains_too(tmp_path):
-    run(sys.executable, "-m", "examples.train_gpt", "train", "--out", tmp_path, *TINY)
+def test_a_single_process_trains_too(pool, tmp_path):
+    pool.run(call_main_alone, "examples.train_gpt", ["train", f"--out={tmp_path}", *TINY], world=1, settings=None)
     metrics = json.loads((tmp_path / "metrics.json").read_text())
     assert metrics["ranks"] == 1
     assert metrics["losses"][-1] < metrics["losses"][0]
@@ -155,7 +172,8 @@ def test_batches_depend_on_the_seed_only():
 
 def benchmark(name: str, out: Path, *arguments: object) -> dict:
     """The result file of a tiny run."""
-    run(sys.executable, "-m", f"benchmarks.{name}", "--out", out, *arguments)
+    module = importlib.import_module(f"benchmarks.{name}")
+    assert module.main(["--out", str(out), *map(str, arguments)]) == 0
     document = json.loads(out.read_text())
     assert document["benchmark"] == name
     assert f"benchmarks.{name}" in document["command"]
@@ -163,6 +181,31 @@ def benchmark(name: str, out: Path, *arguments: object) -> dict:
     assert document["machine"]["kernel"]
     assert document["versions"]["torch"] == torch.__version__
     return document
+
+
+def call_benchmark(module: str, arguments: list[str]) -> None:
+    output.round_trip = lambda: None  # a compiler's run, which other benchmarks have
+    call_main(module, arguments)
+
+
+@pytest.fixture
+def on_the_pool(pool: RankPool, monkeypatch: pytest.MonkeyPatch, unused_port: int) -> Iterator[None]:
+    """Ranks that torchrun would start are new processes of the pool, which have torch imported.
+
+    The test of the benchmark all_reduce has real ones.
+    """
+
+    def run_ranks(module: str, count: int, launcher: str, arguments: list[str]) -> int:
+        assert launcher == "torchrun"
+        pool.refresh()
+        environ = {"MASTER_PORT": str(unused_port)}
+        pool.run(call_benchmark, module, arguments, world=count, settings=None, environ=environ)
+        return 0
+
+    monkeypatch.setattr(output, "round_trip", lambda: None)
+    monkeypatch.setattr(ranks, "run_ranks", run_ranks)
+    yield
+    pool.refresh()
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "openmpi", "mpich"])
@@ -193,6 +236,7 @@ def test_hosts_benchmark(tmp_path):
         assert result["sent_over_paper"]["tensor"] > 1.9
 
 
+@pytest.mark.usefixtures("on_the_pool")
 def test_train_step_benchmark(tmp_path):
     document = benchmark("train_step", tmp_path / "result.json", "--models", "small", "--pairs", 3)
     (result,) = document["results"]
@@ -207,6 +251,7 @@ def test_train_step_benchmark(tmp_path):
             assert interval["lower"] <= interval["median"] <= interval["upper"]
 
 
+@pytest.mark.usefixtures("on_the_pool")
 def test_memory_benchmark(tmp_path):
     options = ["--models", "small", "--engines", "syncengine", "--steps", 2, "--repeats", 1]
     (result,) = benchmark("memory", tmp_path / "result.json", *options)["results"]

@@ -142,14 +142,15 @@ def train(hosts: str, numerics: str, **arguments) -> tuple[list[float], list[tor
     torch.manual_seed(7)
     layers = [torch.nn.Linear(64, 64) for _ in range(4)]
     model = syncengine.Parallel(torch.nn.Sequential(*layers, torch.nn.Linear(64, 8)), **arguments)
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     torch.manual_seed(syncengine.rank())
     losses = []
     for _ in range(6):
         loss = model(torch.randn(16, 64)).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        with torch.no_grad():  # not torch.optim, which imports all of torch._dynamo: for seconds, under mpirun
+            for parameter in model.parameters():
+                parameter -= 0.5 * parameter.grad
+                parameter.grad = None
         losses.append(loss.item())
     return losses, [parameter.detach().clone() for parameter in model.parameters()]
 
@@ -197,11 +198,20 @@ def all_reduce_for_long(hosts, fault):
 
     def body(step):
         tensor = torch.ones(200_000)
-        for _ in range(100_000):
+        for number in range(100_000):
             step()
             syncengine.all_reduce(tensor)
+            if number == 20:
+                print("busy", flush=True)
 
     return suffer(body, timeout=30.0)
+
+
+def wait_until_busy(ranks) -> None:
+    """All are in the middle of `all_reduce_for_long`."""
+    for rank in ranks:
+        while "busy" not in rank.output():
+            assert rank.exit_code(0.01) is None, rank.output()
 
 
 def check_all_lost(ranks, victim: int, killed_at: float | None = None) -> None:
@@ -219,7 +229,7 @@ def check_all_lost(ranks, victim: int, killed_at: float | None = None) -> None:
 @pytest.mark.parametrize("hosts", ["ab", "aabb", "aaab"])
 def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
     with pool.spawn_ranks(all_reduce_for_long, hosts, None, world=len(hosts), settings=None) as ranks:
-        time.sleep(1.0)
+        wait_until_busy(ranks)
         victim = len(hosts) - 1
         killed_at = time.monotonic()
         ranks[victim].signal(signal.SIGKILL)
@@ -273,10 +283,10 @@ def wait_for_one(hosts, first):
 
     def body(step):
         syncengine.barrier()
-        time.sleep({first: 0.0, len(hosts) - 1: 4.5}.get(syncengine.rank(), 0.5))
+        time.sleep({first: 0.0, len(hosts) - 1: 3.0}.get(syncengine.rank(), 0.4))
         syncengine.all_reduce(torch.ones(10))
 
-    return suffer(body, timeout=3.0)  # for init, too, where other tests share the cores
+    return suffer(body, timeout=2.0)  # for init, too, where other tests share the cores
 
 
 @pytest.mark.parametrize("first", [0, 1])  # it comes to its deadline before the others
@@ -304,7 +314,7 @@ def test_settings_between_hosts_must_agree(pool: RankPool) -> None:
 def init_only(hosts, fault):
     live_on(hosts)
     set_fault(len(hosts) - 1, fault)
-    return suffer(lambda step: syncengine.barrier(), timeout=8.0)
+    return suffer(lambda step: syncengine.barrier(), timeout=3.0)
 
 
 @needs_hooks

@@ -27,11 +27,14 @@ def answers(name, *cases, **environ):
 def test_bits_training_and_errors(name):
     """In one job, since each takes seconds to start. After the last case transfers are under way when MPI ends."""
     cases = ["everything:aaab", "everything:abab", "train:abac", "beside_own_messages:abab"]
-    errors = ["raise_on_last:aabb", "leave_while_one_is_stopped:aabb"]
+    errors = ["raise_on_last:aabb", "name_tcp_on_rank_1:aabb", "leave_while_one_is_stopped:aabb"]
     for rank, own in enumerate(answers(name, *cases, *errors)):
         assert own[:4] == [None] * 4
         assert own[4] == ["Aborted", "rank 3: ValueError: the data set is empty"]
-        outcome, left_within = own[5]
+        error, text = own[5]
+        assert error == "Mismatch"
+        assert "rank 0 has interhost='mpi', rank 1 has interhost='tcp'" in text
+        outcome, left_within = own[6]
         assert outcome
         assert left_within < 5.0
         if rank == 0:
@@ -68,9 +71,3 @@ def test_a_thread_level_that_is_too_low_is_refused():
         assert error == "InvalidUsage", text
         assert "needs the thread level MULTIPLE" in text
         assert "MPI4PY_RC_THREAD_LEVEL=multiple" in text
-
-
-def test_all_ranks_must_name_the_same():
-    for ((error, text),) in answers("openmpi", "init_only:ab", INTERHOST_OF_RANK_1="tcp"):
-        assert error == "Mismatch"
-        assert "rank 0 has interhost='mpi', rank 1 has interhost='tcp'" in text

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from faults import suffer
 from pool import RankPool
-from test_hosts import check_all_lost, live_on, start
+from test_hosts import check_all_lost, live_on, start, wait_until_busy
 
 import syncengine
 
@@ -128,7 +128,7 @@ def test_exit_without_shutdown(pool: RankPool) -> None:
 @pytest.mark.parametrize("hosts", ["ab", "aaab"])
 def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
     with spawn(pool, test_hosts.all_reduce_for_long, hosts, None) as ranks:
-        time.sleep(1.0)
+        wait_until_busy(ranks)
         victim = len(hosts) - 1
         killed_at = time.monotonic()
         ranks[victim].signal(signal.SIGKILL)
@@ -137,7 +137,7 @@ def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
 
 def test_stopped_on_another_host(pool: RankPool) -> None:
     with spawn(pool, test_hosts.all_reduce_for_long, "aab", None) as ranks:
-        time.sleep(1.0)
+        wait_until_busy(ranks)
         stopped_at = time.monotonic()
         ranks[2].signal(signal.SIGSTOP)
         for rank in ranks[:2]:

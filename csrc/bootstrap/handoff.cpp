@@ -94,7 +94,8 @@ struct Envelope {
   }
 };
 
-void send_fd(int socket, int rank, int fd) {
+// Whether the peer is still there.
+bool send_fd(int socket, int rank, int fd) {
   Envelope envelope;
   envelope.hello.rank = rank;
   cmsghdr* header = CMSG_FIRSTHDR(&envelope.message);
@@ -102,8 +103,9 @@ void send_fd(int socket, int rank, int fd) {
   header->cmsg_type = SCM_RIGHTS;
   header->cmsg_len = CMSG_LEN(sizeof(int));
   std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
-  if (sendmsg(socket, &envelope.message, MSG_NOSIGNAL) < 0)
-    throw_system_error("can't hand shared memory to a peer", errno);
+  if (sendmsg(socket, &envelope.message, MSG_NOSIGNAL) >= 0) return true;
+  if (errno != EPIPE && errno != ECONNRESET) throw_system_error("can't hand shared memory to a peer", errno);
+  return false;
 }
 
 enum class Answer { None, Came, BrokeOff };
@@ -237,7 +239,10 @@ std::vector<UniqueFd> Handoff::meet(int rank, const std::vector<std::string>& na
       ssize_t got = recv(stranger.get(), &hello, sizeof(hello), 0);
       if (got < 0 && (errno == EAGAIN || errno == EINTR)) return false;
       if (got == sizeof(hello) && hello.magic == Hello{}.magic && unserved.erase(hello.rank)) {
-        send_fd(stranger.get(), rank, own);
+        if (!send_fd(stranger.get(), rank, own)) {
+          lost.insert(hello.rank);
+          return true;
+        }
         served.push_back(std::move(stranger));
         sync_point("handed");
       }

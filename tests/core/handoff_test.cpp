@@ -182,6 +182,16 @@ TEST(a_rank_that_breaks_off_is_named) {
   CHECK(text.starts_with("rank 1 "));
 }
 
+TEST(a_rank_that_has_called_and_is_gone_is_named) {
+  Handoff handoff, silent;
+  const std::vector<std::string> names{handoff.name(), silent.name()};
+  UniqueFd own = memory_of(0);
+  dial_and_say(handoff.name(), Hello{.rank = 1});
+  const auto text =
+      CHECK_THROWS(handoff.exchange(0, names, own.get(), Deadline::after(kPatience), {}), ErrorKind::PeerLost);
+  CHECK(text.starts_with("rank 1 "));
+}
+
 TEST(connecting_can_be_interrupted) {
   Handoff handoff, silent;
   const std::vector<std::string> names{handoff.name(), silent.name()};
