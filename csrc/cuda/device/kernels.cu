@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) one_shot_kernel(const __grid_constan
   copy_run(own.slots[epoch & 1] + begin, static_cast<const unsigned char*>(args.input) + begin, length, threadIdx.x,
            kThreads);
   __syncthreads();  // all has been staged, and every thread knows the epoch
-  if (threadIdx.x == 0) own.epochs[block] = epoch;
+  count_epoch(own, block, gridDim.x, threadIdx.x, epoch);
   bool bad = false;
   if (threadIdx.x < args.world && threadIdx.x != args.rank) {
     const int peer = threadIdx.x;

@@ -1,9 +1,11 @@
-#include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <mutex>
+#include <random>
 #include <set>
 #include <sstream>
+#include <thread>
 
 #include "machine.h"
 
@@ -30,7 +32,11 @@ Peers peers() {
   return value == "refused" ? Peers::Refused : value == "lying" ? Peers::Lying : Peers::Allowed;
 }
 
-int jitter_us() { return std::stoi(setting("SOFTWARE_CUDA_JITTER_US", "0")); }
+void dawdle() {
+  const int most = std::stoi(setting("SOFTWARE_CUDA_JITTER_US", "0"));
+  thread_local std::minstd_rand random(static_cast<unsigned>(std::hash<std::thread::id>{}(std::this_thread::get_id())));
+  if (most > 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % most));
+}
 
 std::vector<int> visible_devices() {
   std::vector<int> devices;

@@ -85,6 +85,7 @@ void take_turns(Block& block, size_t count) {
     }
     if (!alive) return;
     if (moved) continue;
+    dawdle();
     block.result = std::exchange(block.vote, false);
     for (size_t i = 0; i < count; ++i) block.threads[i]->waits = false;
   }

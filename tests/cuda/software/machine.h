@@ -10,7 +10,7 @@
 //   CUDA_VISIBLE_DEVICES     as on devices: numbers of the machine's eight, "0" if not set; "" means none
 //   SOFTWARE_CUDA_PEERS      allowed (default), refused, or lying: access is granted, and reads find something else
 //   SOFTWARE_CUDA_DRIVER     the driver's version, 0 for none (default: that of the headers)
-//   SOFTWARE_CUDA_JITTER_US  each step of a stream may be late by up to that
+//   SOFTWARE_CUDA_JITTER_US  each step of a stream, and each block after a barrier, may be late by up to that
 //
 // Ownership: everything lives until the process ends. Thread-safety: any thread, as in CUDA.
 #pragma once
@@ -38,7 +38,7 @@ cudaError_t fail(cudaError_t status);
 
 enum class Peers { Allowed, Refused, Lying };
 Peers peers();
-int jitter_us();
+void dawdle();  // for up to that
 std::vector<int> visible_devices();  // by CUDA's number: the machine's number
 int current_device();
 // Whether kernels on `device` may use memory of `other`, in this process.

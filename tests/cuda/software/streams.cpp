@@ -1,11 +1,9 @@
 // Streams, each worked off by a thread, and graphs, which are recorded steps.
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <map>
 #include <mutex>
-#include <random>
 #include <thread>
 
 #include "machine.h"
@@ -51,7 +49,6 @@ struct Stream {
     changed.notify_all();
   }
   void work() {
-    std::minstd_rand random(static_cast<unsigned>(reinterpret_cast<uintptr_t>(this) >> 4));
     std::unique_lock lock(mutex);
     for (;;) {
       changed.wait(lock, [&] { return !steps.empty() || closing; });
@@ -59,7 +56,7 @@ struct Stream {
       const Step step = std::move(steps.front());
       steps.pop_front();
       lock.unlock();
-      if (const int most = jitter_us()) std::this_thread::sleep_for(std::chrono::microseconds(random() % most));
+      dawdle();
       step();
       lock.lock();
       ++done;
