@@ -170,4 +170,22 @@ TEST(gpu_memory_is_given_back) {
   CHECK(ends == (std::vector<int>{0, 0}));
 }
 
+// At each point of connecting and of taking memory: the others get an error, and give nothing back that somebody may have open.
+TEST(gpu_process_that_is_killed_while_it_connects) {
+  for (int step = 1; step <= 30; ++step) {
+    setenv("FAULT_OF_RANK_1", ("finished:" + std::to_string(step) + ":kill").c_str(), 0);
+    const auto ends = run_processes("gpu_process_that_is_killed_while_it_connects", 3, with_timeout(30),
+                                    [](int, Communicator& communicator, Meeting&) {
+                                      try {
+                                        GpuRank gpu(communicator);
+                                        for (;;) gpu.group().allocate(5000, {});
+                                      } catch (const Error& error) {
+                                        CHECK(contains(error.what(), "rank 1"));
+                                      }
+                                    });
+    unsetenv("FAULT_OF_RANK_1");
+    CHECK(ends == (std::vector<int>{0, SIGKILL, 0}));
+  }
+}
+
 }  // namespace syncengine

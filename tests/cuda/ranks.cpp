@@ -68,6 +68,7 @@ Meeting& map(int fd) {
 
 [[noreturn]] void be_rank(int rank, int world, Options options, const ProcessBody& body) {
   int status = 0;
+  if (const char* fault = std::getenv("FAULT_OF_RANK_1"); fault && rank == 1) setenv("SYNCENGINE_TEST_FAULT", fault, 1);
   try {
     Meeting& meeting = map(std::atoi(std::getenv(kMeeting)));
     if (options.arena_bytes == 0) options.arena_bytes = 256 << 20;
