@@ -78,8 +78,7 @@ class TwinSteps : public cuda::Steps {
     cuda::OneShotArea& area = *args.areas[args.rank];
     const uint32_t epoch = area.epochs[block] + 1;
     cuda::copy_run(area.slots[epoch & 1] + begin, static_cast<const unsigned char*>(args.input) + begin, length, 0, 1);
-    for (int thread = 0; thread < cuda::kOneShotBlocks; ++thread)
-      cuda::count_epoch(area, block, blocks, thread, epoch);
+    for (int thread = 0; thread < cuda::kOneShotBlocks; ++thread) cuda::count_epoch(area, block, blocks, thread, epoch);
     bool good = true;
     for (int peer = 0; peer < args.world; ++peer)
       if (peer != args.rank)

@@ -39,7 +39,8 @@ struct Tensors {
 };
 
 void check_results(GpuRank& gpu, const Tensors& tensors, int rank, int world) {
-  for (size_t i = 0; i < 3; ++i) gpu.put(tensors.memories[i], floats(Tensors::kCounts[i], static_cast<float>(rank + 1)));
+  for (size_t i = 0; i < 3; ++i)
+    gpu.put(tensors.memories[i], floats(Tensors::kCounts[i], static_cast<float>(rank + 1)));
   for (size_t i = 0; i < 3; ++i) gpu.run(tensors.operation(i));
   const auto sum = static_cast<float>(world * (world + 1) / 2);
   for (size_t i = 0; i < 3; ++i)
@@ -86,33 +87,33 @@ TEST(gpu_processes_reduce_in_each_others_memory) {
 }
 
 TEST(gpu_process_that_is_killed) {
-  const auto ends = run_processes(
-      "gpu_process_that_is_killed", 3, with_timeout(60), [](int rank, Communicator& communicator, Meeting& meeting) {
-        GpuRank gpu(communicator);
-        const Tensors tensors(gpu);
-        check_results(gpu, tensors, rank, 3);
-        if (rank == 1) {
-          while (meeting.flags[0] < 2) usleep(1000);
-          kill(getpid(), SIGKILL);
-        }
-        ++meeting.flags[0];
-        const std::string text = error_without_peer(gpu, tensors, ErrorKind::PeerLost);
-        CHECK(contains(text, "rank 1"));
-      });
+  const auto ends = run_processes("gpu_process_that_is_killed", 3, with_timeout(60),
+                                  [](int rank, Communicator& communicator, Meeting& meeting) {
+                                    GpuRank gpu(communicator);
+                                    const Tensors tensors(gpu);
+                                    check_results(gpu, tensors, rank, 3);
+                                    if (rank == 1) {
+                                      while (meeting.flags[0] < 2) usleep(1000);
+                                      kill(getpid(), SIGKILL);
+                                    }
+                                    ++meeting.flags[0];
+                                    const std::string text = error_without_peer(gpu, tensors, ErrorKind::PeerLost);
+                                    CHECK(contains(text, "rank 1"));
+                                  });
   CHECK(ends == (std::vector<int>{0, SIGKILL, 0}));
 }
 
 TEST(gpu_process_that_is_stopped) {
-  const auto ends = run_processes(
-      "gpu_process_that_is_stopped", 2, with_timeout(1), [](int rank, Communicator& communicator, Meeting& meeting) {
-        GpuRank gpu(communicator);
-        const Tensors tensors(gpu);
-        check_results(gpu, tensors, rank, 2);
-        if (rank == 1) kill(getpid(), SIGSTOP);
-        const std::string text = error_without_peer(gpu, tensors, ErrorKind::Timeout);
-        CHECK(contains(text, "rank 0 waits for rank 1"));
-        kill(meeting.pids[1], SIGKILL);
-      });
+  const auto ends = run_processes("gpu_process_that_is_stopped", 2, with_timeout(1),
+                                  [](int rank, Communicator& communicator, Meeting& meeting) {
+                                    GpuRank gpu(communicator);
+                                    const Tensors tensors(gpu);
+                                    check_results(gpu, tensors, rank, 2);
+                                    if (rank == 1) kill(getpid(), SIGSTOP);
+                                    const std::string text = error_without_peer(gpu, tensors, ErrorKind::Timeout);
+                                    CHECK(contains(text, "rank 0 waits for rank 1"));
+                                    kill(meeting.pids[1], SIGKILL);
+                                  });
   CHECK(ends == (std::vector<int>{0, SIGKILL}));
 }
 
@@ -133,15 +134,15 @@ TEST(gpu_process_that_calls_something_else) {
 }
 
 TEST(gpu_process_that_leaves) {
-  const auto ends = run_processes("gpu_process_that_leaves", 2, with_timeout(30),
-                                  [](int rank, Communicator& communicator, Meeting&) {
-                                    GpuRank gpu(communicator);
-                                    const Tensors tensors(gpu);
-                                    check_results(gpu, tensors, rank, 2);
-                                    if (rank == 1) return;
-                                    const auto text = error_without_peer(gpu, tensors, ErrorKind::PeerLost);
-                                    CHECK(contains(text, "rank 1 has left"));
-                                  });
+  const auto ends =
+      run_processes("gpu_process_that_leaves", 2, with_timeout(30), [](int rank, Communicator& communicator, Meeting&) {
+        GpuRank gpu(communicator);
+        const Tensors tensors(gpu);
+        check_results(gpu, tensors, rank, 2);
+        if (rank == 1) return;
+        const auto text = error_without_peer(gpu, tensors, ErrorKind::PeerLost);
+        CHECK(contains(text, "rank 1 has left"));
+      });
   CHECK(ends == (std::vector<int>{0, 0}));
 }
 

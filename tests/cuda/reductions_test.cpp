@@ -71,7 +71,8 @@ void check_case(GpuRank& gpu, const testing::Case& c, int rank, int world, int r
   const auto result = gpu.get(output, mine.result().size());
   if (c.collective != Collective::Barrier && result != testing::expected(c, before, rank))
     throw testing::Failure(std::string(name(c.collective)) + ", " + name(c.numerics) + ", path " +
-                           std::to_string(static_cast<int>(c.path)) + ", " + std::to_string(c.count) + " elements, rank " + std::to_string(rank) + " of " + std::to_string(world));
+                           std::to_string(static_cast<int>(c.path)) + ", " + std::to_string(c.count) +
+                           " elements, rank " + std::to_string(rank) + " of " + std::to_string(world));
 }
 
 }  // namespace

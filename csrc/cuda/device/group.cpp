@@ -33,7 +33,9 @@ void tell_peers_if_it_fails(Communicator& communicator, Step&& step) {
     step();
   } catch (const Error& error) {
     const int rank = communicator.global_ranks()[communicator.rank()];
-    communicator.abort(ErrorKind::Aborted, "rank " + std::to_string(rank) + ": " + error.what());
+    // A mismatch is everybody's, whoever finds it first.
+    const ErrorKind kind = error.kind() == ErrorKind::Mismatch ? ErrorKind::Mismatch : ErrorKind::Aborted;
+    communicator.abort(kind, "rank " + std::to_string(rank) + ": " + error.what());
     throw;
   }
 }

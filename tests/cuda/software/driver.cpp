@@ -53,8 +53,10 @@ void run(const CUstreamBatchMemOpParams& params, int device) {
   }
   for (int looks = 0; !is_met(__atomic_load_n(word, __ATOMIC_ACQUIRE), params.waitValue.value, params.waitValue.flags);
        ++looks)
-    if (looks < 100) std::this_thread::yield();
-    else std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (looks < 100)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
   if (key) __tsan_acquire(key);
 }
 

@@ -41,7 +41,8 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Args), dim3 grid, dim3 block, void**
   const int device = software::current_device();
   if (!stream || software::device_of(*stream) != device) return software::fail(cudaErrorInvalidResourceHandle);
   const size_t threads = size_t{block.x} * block.y * block.z;
-  if (!kernel || threads == 0 || threads > 1024 || size_t{grid.x} * grid.y * grid.z == 0 || grid.y > 65535 || shared != 0)
+  if (!kernel || threads == 0 || threads > 1024 || size_t{grid.x} * grid.y * grid.z == 0 || grid.y > 65535 ||
+      shared != 0)
     return software::fail(cudaErrorInvalidConfiguration);
   Args args = *static_cast<Args*>(arguments[0]);
   software::enqueue(stream, [=] {

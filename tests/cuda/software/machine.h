@@ -38,7 +38,7 @@ cudaError_t fail(cudaError_t status);
 
 enum class Peers { Allowed, Refused, Lying };
 Peers peers();
-void dawdle();  // for up to that
+void dawdle();                       // for up to that
 std::vector<int> visible_devices();  // by CUDA's number: the machine's number
 int current_device();
 // Whether kernels on `device` may use memory of `other`, in this process.

@@ -39,8 +39,8 @@ Pages pages_at(const std::byte* address) {
     uint64_t begin, end, offset, inode;
     unsigned major, minor;
     char modes[5];
-    if (std::sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s %" SCNx64 " %x:%x %" SCNu64, &begin, &end, modes, &offset, &major,
-                    &minor, &inode) != 7)
+    if (std::sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s %" SCNx64 " %x:%x %" SCNu64, &begin, &end, modes, &offset,
+                    &major, &minor, &inode) != 7)
       continue;
     const auto at = reinterpret_cast<uint64_t>(address);
     if (at < begin || at >= end) continue;
@@ -59,8 +59,7 @@ std::byte* key_of(const Pages& pages, size_t bytes) {
   static auto& keys = *new std::map<std::tuple<uint64_t, uint64_t, uint64_t>, std::byte*>;
   auto& key = keys[{pages.device, pages.inode, pages.offset}];
   if (!key)
-    key = static_cast<std::byte*>(
-        mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    key = static_cast<std::byte*>(mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
   return key;
 }
 
@@ -72,8 +71,8 @@ using namespace software;
 
 cudaError_t cudaHostRegister(void* host, size_t bytes, unsigned flags) {
   if (spoils_capture()) return fail(cudaErrorStreamCaptureUnsupported);
-  constexpr unsigned kKnown = cudaHostRegisterPortable | cudaHostRegisterMapped | cudaHostRegisterIoMemory |
-                              cudaHostRegisterReadOnly;
+  constexpr unsigned kKnown =
+      cudaHostRegisterPortable | cudaHostRegisterMapped | cudaHostRegisterIoMemory | cudaHostRegisterReadOnly;
   auto* begin = static_cast<std::byte*>(host);
   if (!host || bytes == 0 || (flags & ~kKnown)) return fail(cudaErrorInvalidValue);
   std::lock_guard lock(mutex);

@@ -39,7 +39,7 @@ TEST(software_device_refuses_memory_operations_as_a_driver_does) {
     const cuda::PinnedMapping pinned(page.data, 4096);
     words = pinned.on_device();
     CHECK_EQ(queue(stream, write_to(words + 8)), CUDA_SUCCESS);
-    CHECK_EQ(queue(stream, write_to(words + 2)), CUDA_ERROR_INVALID_VALUE);   // unaligned
+    CHECK_EQ(queue(stream, write_to(words + 2)), CUDA_ERROR_INVALID_VALUE);  // unaligned
     CHECK_EQ(queue(stream, write_to(page.data)), CUDA_ERROR_INVALID_VALUE);  // the host's address
     auto wait = write_to(words + 8);
     wait.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;

@@ -125,7 +125,8 @@ uint64_t enqueue(const std::shared_ptr<Stream>& stream, Step step) {
   auto& other = defaults[stream->device];
   if (stream == other) {
     for (auto& [handle, candidate] : streams)
-      if (candidate->device == stream->device && candidate->blocking) before.emplace_back(candidate, candidate->count());
+      if (candidate->device == stream->device && candidate->blocking)
+        before.emplace_back(candidate, candidate->count());
   } else if (stream->blocking && other) {
     before.emplace_back(other, other->count());
   }
@@ -135,9 +136,7 @@ uint64_t enqueue(const std::shared_ptr<Stream>& stream, Step step) {
   });
 }
 
-void run_and_wait(const std::shared_ptr<Stream>& stream, Step step) {
-  stream->wait(enqueue(stream, std::move(step)));
-}
+void run_and_wait(const std::shared_ptr<Stream>& stream, Step step) { stream->wait(enqueue(stream, std::move(step))); }
 
 void synchronize(int device) {
   std::vector<std::pair<std::shared_ptr<Stream>, uint64_t>> all;
