@@ -133,6 +133,38 @@ TEST(gpu_process_that_calls_something_else) {
   CHECK(ends == (std::vector<int>{0, 0}));
 }
 
+// One waits in a kernel, the other one's stream for a word.
+TEST(gpu_processes_that_wait_crosswise) {
+  const auto ends = run_processes(
+      "gpu_processes_that_wait_crosswise", 2, with_timeout(30), [](int rank, Communicator& communicator, Meeting&) {
+        GpuRank gpu(communicator);
+        const Tensors tensors(gpu);
+        gpu.put(tensors.memories[rank], floats(Tensors::kCounts[rank], 1));
+        gpu.run(tensors.operation(rank));
+        CHECK(all_nan(gpu.get(tensors.memories[rank], 4 * Tensors::kCounts[rank])));
+        const auto text = CHECK_THROWS(gpu.run(tensors.operation(rank)), ErrorKind::Mismatch);
+        CHECK(contains(text, "400 bytes") && contains(text, "400000 bytes"));
+      });
+  CHECK(ends == (std::vector<int>{0, 0}));
+}
+
+TEST(gpu_processes_reduce_on_the_default_stream) {
+  const auto ends = run_processes("gpu_processes_reduce_on_the_default_stream", 2, with_timeout(30),
+                                  [](int rank, Communicator& communicator, Meeting&) {
+                                    GpuRank gpu(communicator);
+                                    const Tensors tensors(gpu);
+                                    for (size_t i = 0; i < 3; ++i) {
+                                      const size_t bytes = 4 * Tensors::kCounts[i];
+                                      auto content = floats(Tensors::kCounts[i], static_cast<float>(rank + 1));
+                                      cudaMemcpy(tensors.memories[i], content.data(), bytes, cudaMemcpyHostToDevice);
+                                      gpu.group().run(tensors.operation(i), nullptr);
+                                      cudaMemcpy(content.data(), tensors.memories[i], bytes, cudaMemcpyDeviceToHost);
+                                      CHECK(content == floats(Tensors::kCounts[i], 3));
+                                    }
+                                  });
+  CHECK(ends == (std::vector<int>{0, 0}));
+}
+
 TEST(gpu_process_that_leaves) {
   const auto ends =
       run_processes("gpu_process_that_leaves", 2, with_timeout(30), [](int rank, Communicator& communicator, Meeting&) {

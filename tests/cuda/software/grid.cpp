@@ -40,23 +40,29 @@ struct Block {
 };
 thread_local Block* current = nullptr;
 
+// Asked anew each time: a thread goes on where it was left, and that may be another thread of the host.
+[[gnu::noinline]] Block& here_and_now() {
+  asm volatile("" ::: "memory");
+  return *current;
+}
+
 [[gnu::noinline, noreturn]] void go_to(Left& place) { __builtin_longjmp(place.words, 1); }
 
 [[gnu::noinline]] void leave() {
-  if (__builtin_setjmp(current->running->left.words) == 0) go_to(current->scheduler);
+  if (__builtin_setjmp(here_and_now().running->left.words) == 0) go_to(here_and_now().scheduler);
 }
 
 [[gnu::noinline]] void enter(Thread& thread) {
-  current->running = &thread;
-  if (__builtin_setjmp(current->scheduler.words) != 0) return;
+  here_and_now().running = &thread;
+  if (__builtin_setjmp(here_and_now().scheduler.words) != 0) return;
   if (std::exchange(thread.started, true)) go_to(thread.left);
   setcontext(&thread.start);
 }
 
 void run_for_ever() {
   for (;;) {
-    (*current->body)();
-    current->running->done = true;
+    (*here_and_now().body)();
+    here_and_now().running->done = true;
     leave();
   }
 }
@@ -116,13 +122,13 @@ std::unique_ptr<Block> take_block() {
 
 }  // namespace
 
-Place& here() { return current->running->place; }
+Place& here() { return here_and_now().running->place; }
 
 bool barrier(bool vote) {
-  current->vote |= vote;
-  current->running->waits = true;
+  here_and_now().vote |= vote;
+  here_and_now().running->waits = true;
   leave();
-  return current->result;
+  return here_and_now().result;
 }
 
 void pause() {
