@@ -2,11 +2,12 @@
 #
 #   make train       train a small GPT on 2 ranks with syncengine and with DDP, compare
 #   make test        all tests: the C++ core's, then everything else
-#   make sanitize    the C++ core's tests under ThreadSanitizer and AddressSanitizer + UBSan, and the portable core's
+#   make sanitize    the C++ core's tests under ThreadSanitizer and AddressSanitizer + UBSan, and the portable core's; the CUDA side's
+#                    on a device in software under ThreadSanitizer, if nvcc is installed
 #   make build       the extension, in place, as users get it
 #   make core-test   only the C++ core's tests
 #   make arm-check   compiles the C++ core for ARM, if aarch64-linux-gnu-g++ is installed
-#   make cuda-check  compiles and links the CUDA side, if nvcc is installed; needs no GPU
+#   make cuda-check  compiles and links the CUDA side, and runs it on a device in software, if nvcc is installed; needs no GPU
 #   make gpu         builds and runs the GPU tests and benchmarks with the present Python and torch; downloads nothing
 #   make lint        formatters and linters, changing nothing
 #   make format      formatters and linters, changing what they can
@@ -19,7 +20,7 @@ SHELL := /bin/bash
 
 PY := .venv/bin/python
 SOURCES := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu') setup.py pyproject.toml
-CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cuda/*.cpp' 'tests/core/*.h' 'tests/core/*.cpp' 'benchmarks/*.cpp')
+CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cuda/*.h' 'tests/cuda/*.cpp' 'tests/core/*.h' 'tests/core/*.cpp' 'benchmarks/*.cpp')
 
 # ---- environments ----
 
@@ -74,6 +75,7 @@ core-test:
 
 sanitize:
 	$(MAKE) --no-print-directory -C tests/core FLAVORS="portable tsan asan"
+	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-software FLAVORS=tsan
 
 arm-check:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) arm-check

@@ -2,7 +2,8 @@
 // parts itself. The wait is in the kernel, since a stream's costs more than such a message; it looks at the abort word.
 //
 // Epochs are counted in device memory, by the kernel: a replayed graph goes on where the last call was. Slots and marks take turns:
-// a peer writes those of epoch e + 2 only after this rank's mark of e + 1, which this rank writes after it is done with e.
+// a peer writes those of epoch e + 2 only after this rank's mark of e + 1, which this rank writes after it is done with e. Each call
+// cuts the slots anew, so all blocks are always in the same epoch, those too that a small call does without.
 //
 // Ownership: none. Aliasing: input and output are the same or do not overlap. Failure: as in body.h.
 #pragma once
@@ -35,6 +36,12 @@ struct OneShotArgs {
 // Bytes of one block's part, the same on all ranks whatever their tensors' alignment.
 SYNCENGINE_BOTH size_t one_shot_part(size_t bytes, int blocks) {
   return ((bytes + blocks - 1) / blocks + 15) / 16 * 16;
+}
+
+// What thread `thread` of a block does once the block is in `epoch`.
+SYNCENGINE_BOTH void count_epoch(OneShotArea& area, int block, int blocks, int thread, uint32_t epoch) {
+  if (thread == 0) area.epochs[block] = epoch;
+  if (block == 0 && thread >= blocks && thread < kOneShotBlocks) area.epochs[thread] = epoch;
 }
 
 // The words of the protocol, for the device and for the threads that stand in for it.

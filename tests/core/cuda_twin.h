@@ -65,8 +65,8 @@ class TwinSteps : public cuda::Steps {
   // Blocks run one after the other: none waits for another one.
   void one_shot(const kernels::Reduction& reduction, const cuda::OneShotArgs& args) override {
     step([this, reduction, args] {
-      constexpr int kBlocks = 3;
-      for (int block = 0; block < kBlocks; ++block) run_block(reduction, args, block, kBlocks);
+      const int blocks = 1 + static_cast<int>(args.bytes / 128 % 3);
+      for (int block = 0; block < blocks; ++block) run_block(reduction, args, block, blocks);
       cuda::store(own().progress, cuda::load(own().progress) + 1);
     });
   }
@@ -78,7 +78,7 @@ class TwinSteps : public cuda::Steps {
     cuda::OneShotArea& area = *args.areas[args.rank];
     const uint32_t epoch = area.epochs[block] + 1;
     cuda::copy_run(area.slots[epoch & 1] + begin, static_cast<const unsigned char*>(args.input) + begin, length, 0, 1);
-    area.epochs[block] = epoch;
+    for (int thread = 0; thread < cuda::kOneShotBlocks; ++thread) cuda::count_epoch(area, block, blocks, thread, epoch);
     bool good = true;
     for (int peer = 0; peer < args.world; ++peer)
       if (peer != args.rank)

@@ -39,7 +39,6 @@ Driver find_driver() {
   require_driver_and_device();
   Driver driver;
   find(driver.stream_batch_mem_op, "cuStreamBatchMemOp", 11070);  // the second version: no opt-in by a module parameter
-  find(driver.device_get_attribute, "cuDeviceGetAttribute", 2000);
   find(driver.get_error_name, "cuGetErrorName", 6000);
   return driver;
 }

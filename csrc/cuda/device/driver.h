@@ -15,7 +15,6 @@ namespace syncengine::cuda {
 
 struct Driver {
   CUresult (*stream_batch_mem_op)(CUstream, unsigned int, CUstreamBatchMemOpParams*, unsigned int);
-  CUresult (*device_get_attribute)(int*, CUdevice_attribute, CUdevice);
   CUresult (*get_error_name)(CUresult, const char**);
 };
 

@@ -33,7 +33,9 @@ void tell_peers_if_it_fails(Communicator& communicator, Step&& step) {
     step();
   } catch (const Error& error) {
     const int rank = communicator.global_ranks()[communicator.rank()];
-    communicator.abort(ErrorKind::Aborted, "rank " + std::to_string(rank) + ": " + error.what());
+    // A mismatch is everybody's, whoever finds it first.
+    const ErrorKind kind = error.kind() == ErrorKind::Mismatch ? ErrorKind::Mismatch : ErrorKind::Aborted;
+    communicator.abort(kind, "rank " + std::to_string(rank) + ": " + error.what());
     throw;
   }
 }
@@ -204,7 +206,11 @@ std::shared_ptr<void> RealDeviceGroup::allocate(size_t bytes, const std::functio
     uint8_t reachable = std::count(segment.peers->bases().begin(), segment.peers->bases().end(), nullptr) == 0;
     for (uint8_t theirs : gather(*communicator_, reachable, "syncengine.empty on CUDA", interrupted))
       reachable &= theirs;
-    if (!reachable) segment.peers.reset();  // it is staged then, as any tensor
+    if (!reachable) {  // it is staged then, as any tensor
+      segment.peers.reset();
+      gather(*communicator_, uint8_t{0}, "syncengine.empty on CUDA", interrupted);
+      segment.own->unshare();
+    }
   });
   std::byte* data = segment.own->data();
   std::lock_guard segments_lock(segments_->mutex);
@@ -252,7 +258,9 @@ void RealDeviceGroup::give_back_dropped(const std::function<void()>& interrupted
       return true;
     });
   }
-  if (!given_back.empty()) gather(*communicator_, uint8_t{0}, "syncengine.empty on CUDA", interrupted);
+  if (given_back.empty()) return;
+  gather(*communicator_, uint8_t{0}, "syncengine.empty on CUDA", interrupted);
+  for (auto& memory : given_back) memory->unshare();
 }
 
 std::map<std::string, uint64_t> RealDeviceGroup::counters() const {
@@ -291,14 +299,12 @@ void RealDeviceGroup::wait_for_peers_to_leave() {
   };
   while (!all_gone() && !deadline.passed() && !(watchdog_ && watchdog_->has_failed()))
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  const bool safe = all_gone();
-  if (!safe && staging_) staging_->leak();
   std::lock_guard lock(segments_->mutex);
-  std::erase_if(segments_->list, [&](Segment& segment) {
-    if (!segment.dropped) return false;
-    if (!safe) segment.own->leak();
-    return true;
-  });
+  if (all_gone()) {
+    if (staging_) staging_->unshare();
+    for (Segment& segment : segments_->list) segment.own->unshare();
+  }
+  std::erase_if(segments_->list, [](const Segment& segment) { return segment.dropped; });
 }
 
 }  // namespace syncengine::cuda

@@ -56,9 +56,12 @@ __device__ bool wait_for(const OneShotArgs& args, int peer, int block, uint32_t 
     const Arrival arrival = look_for(args, peer, block, epoch);
     good = arrival != Arrival::Bad;
     if (arrival != Arrival::NotYet) break;
-    if (looks % kAbortEvery == kAbortEvery - 1 && get_word(&args.control->aborted)) {
-      good = false;
-      break;
+    if (looks % kAbortEvery == kAbortEvery - 1) {
+      if (get_word(&args.control->aborted)) {
+        good = false;
+        break;
+      }
+      __nanosleep(0);  // the block's other threads have peers to look for, too
     }
     if (block == 0 && looks == kLongWait) {
       set_word(&args.control->waiting, kInKernel);
@@ -79,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) one_shot_kernel(const __grid_constan
   copy_run(own.slots[epoch & 1] + begin, static_cast<const unsigned char*>(args.input) + begin, length, threadIdx.x,
            kThreads);
   __syncthreads();  // all has been staged, and every thread knows the epoch
-  if (threadIdx.x == 0) own.epochs[block] = epoch;
+  count_epoch(own, block, gridDim.x, threadIdx.x, epoch);
   bool bad = false;
   if (threadIdx.x < args.world && threadIdx.x != args.rank) {
     const int peer = threadIdx.x;
@@ -128,6 +131,13 @@ int blocks_for(size_t bytes, int most) {
   return static_cast<int>(std::clamp<size_t>(wanted, 1, std::max(most, 1)));
 }
 
+// Not by <<<>>>, so that this file is C++ to a compiler that gives it CUDA's words (tests/cuda/software).
+template <class Args>
+void launch(void (*kernel)(Args), dim3 grid, const Args& args, cudaStream_t stream, const char* what) {
+  void* arguments[] = {const_cast<Args*>(&args)};
+  check(cudaLaunchKernel(kernel, grid, dim3(kThreads), arguments, 0, stream), what);
+}
+
 void load_kernel(const void* kernel) {
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
@@ -148,17 +158,13 @@ void load_kernels() {
 }
 
 void launch_reduce(const kernels::Reduction& reduction, const ReduceArgs& args, int blocks, cudaStream_t stream) {
-  const int grid = blocks_for(args.count * element_size(reduction.dtype), blocks);
-  const ReduceKernel kernel = find_kernel(reduction, args.source_count);
-  kernel<<<grid, kThreads, 0, stream>>>(args);
-  check(cudaGetLastError(), "launching a reduction");
+  const dim3 grid = blocks_for(args.count * element_size(reduction.dtype), blocks);
+  launch(find_kernel(reduction, args.source_count), grid, args, stream, "launching a reduction");
 }
 
 void launch_one_shot(const kernels::Reduction& reduction, const OneShotArgs& args, cudaStream_t stream) {
-  const int grid = blocks_for(args.bytes, kOneShotBlocks);  // the same on all ranks: the fingerprint has the bytes
-  const OneShotKernel kernel = find_one_shot(reduction, args.world);
-  kernel<<<grid, kThreads, 0, stream>>>(args);
-  check(cudaGetLastError(), "launching a small reduction");
+  const dim3 grid = blocks_for(args.bytes, kOneShotBlocks);  // the same on all ranks: the fingerprint has the bytes
+  launch(find_one_shot(reduction, args.world), grid, args, stream, "launching a small reduction");
 }
 
 void launch_copy(const CopyArgs& args, int blocks, cudaStream_t stream) {
@@ -166,8 +172,7 @@ void launch_copy(const CopyArgs& args, int blocks, cudaStream_t stream) {
   for (int piece = 0; piece < args.pieces; ++piece) most = std::max(most, args.bytes[piece]);
   const int rows = std::max(args.pieces, 1);
   const dim3 grid(blocks_for(most, blocks / rows), rows);
-  copy_kernel<<<grid, kThreads, 0, stream>>>(args);
-  check(cudaGetLastError(), "launching a copy");
+  launch(copy_kernel, grid, args, stream, "launching a copy");
 }
 
 }  // namespace syncengine::cuda

@@ -66,7 +66,7 @@ DeviceMemory::DeviceMemory(size_t bytes) : bytes_(bytes) {
 }
 
 DeviceMemory::~DeviceMemory() {
-  if (data_) cudaFree(data_);
+  if (data_ && !shared_) cudaFree(data_);
 }
 
 PinnedMapping::PinnedMapping(void* host, size_t bytes) : host_(host) {
@@ -80,7 +80,7 @@ PinnedMapping::PinnedMapping(void* host, size_t bytes) : host_(host) {
 
 PinnedMapping::~PinnedMapping() { cudaHostUnregister(host_); }
 
-PeerMemory::PeerMemory(Communicator& communicator, const DeviceMemory& own, const std::function<void()>& interrupted) {
+PeerMemory::PeerMemory(Communicator& communicator, DeviceMemory& own, const std::function<void()>& interrupted) {
   Offer offer;
   offer.process = process_token();
   offer.pointer = reinterpret_cast<uint64_t>(own.data());
@@ -91,6 +91,7 @@ PeerMemory::PeerMemory(Communicator& communicator, const DeviceMemory& own, cons
   const cudaError_t exported = cudaIpcGetMemHandle(&offer.handle, own.data());
   if (exported != cudaSuccess) why_ = "its memory can't be exported: " + words(exported);
 
+  own.share();
   const auto offers = gather(communicator, offer, "exchanging device memory", interrupted);
   for (int rank = 0; rank < communicator.size(); ++rank) {
     const Offer& theirs = offers[rank];

@@ -1,7 +1,7 @@
 // Device memory that other ranks reach, and host memory that the device reaches.
 //
-// Ownership: each class gives back what it took. Exported memory must outlive the peers' mappings of it: its owner frees it only
-// after they have said that they are done (device_group.cpp). Thread-safety: one thread at a time, any thread; device() is made
+// Ownership: each class gives back what it took. Exported memory must outlive the peers' mappings of it: it is freed only if they
+// have said that they are done (group.cpp), else it stays to the end of the process. Thread-safety: one thread at a time, any thread; device() is made
 // current by the caller. Failure: InvalidUsage with CUDA's own words.
 #pragma once
 
@@ -26,7 +26,7 @@ class UseDevice {
   int before_ = -1;
 };
 
-// cudaMalloc.
+// cudaMalloc. Memory that peers may have open is not freed: that would be undefined.
 class DeviceMemory {
  public:
   explicit DeviceMemory(size_t bytes);
@@ -34,11 +34,13 @@ class DeviceMemory {
   DeviceMemory(const DeviceMemory&) = delete;
   std::byte* data() const { return data_; }
   size_t bytes() const { return bytes_; }
-  void leak() { data_ = nullptr; }  // to the end of the process: a peer may still use it
+  void share() { shared_ = true; }     // before peers hear of it
+  void unshare() { shared_ = false; }  // all peers have closed it
 
  private:
   std::byte* data_ = nullptr;
   size_t bytes_;
+  bool shared_ = false;
 };
 
 // Makes host memory pinned, and reachable by the device.
@@ -58,7 +60,7 @@ class PinnedMapping {
 class PeerMemory {
  public:
   // Collective: gives `own` to all, and takes theirs. A rank whose memory can't be reached is null, and `why` says why.
-  PeerMemory(Communicator& communicator, const DeviceMemory& own, const std::function<void()>& interrupted);
+  PeerMemory(Communicator& communicator, DeviceMemory& own, const std::function<void()>& interrupted);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
 

@@ -1,0 +1,224 @@
+// Ranks as processes: memory by IPC handles, deaths and stops, what is left afterwards.
+#include <signal.h>
+#include <unistd.h>
+
+#include <cmath>
+
+#include "ranks.h"
+
+namespace syncengine {
+
+namespace {
+
+using testing::contains;
+using testing::GpuRank;
+using testing::Meeting;
+using testing::run_processes;
+
+Options with_timeout(double timeout) {
+  Options options;
+  options.timeout = seconds(timeout);
+  options.log_after = seconds(60);
+  return options;
+}
+
+std::vector<std::byte> floats(size_t count, float value) {
+  const std::vector<float> content(count, value);
+  const auto* bytes = reinterpret_cast<const std::byte*>(content.data());
+  return {bytes, bytes + 4 * count};
+}
+
+// In one kernel, staged, direct.
+struct Tensors {
+  explicit Tensors(GpuRank& gpu) {
+    for (size_t i = 0; i < 3; ++i) memories.push_back(gpu.take(4 * kCounts[i], i == 2));
+  }
+  static constexpr size_t kCounts[] = {100, 100'000, 5000};
+  std::vector<std::byte*> memories;
+  Operation operation(size_t i) const { return testing::all_reduce_of(memories[i], 4 * kCounts[i], DType::Float32); }
+};
+
+void check_results(GpuRank& gpu, const Tensors& tensors, int rank, int world) {
+  for (size_t i = 0; i < 3; ++i)
+    gpu.put(tensors.memories[i], floats(Tensors::kCounts[i], static_cast<float>(rank + 1)));
+  for (size_t i = 0; i < 3; ++i) gpu.run(tensors.operation(i));
+  const auto sum = static_cast<float>(world * (world + 1) / 2);
+  for (size_t i = 0; i < 3; ++i)
+    CHECK(gpu.get(tensors.memories[i], 4 * Tensors::kCounts[i]) == floats(Tensors::kCounts[i], sum));
+}
+
+bool all_nan(const std::vector<std::byte>& bytes) {
+  for (size_t at = 0; at < bytes.size(); at += 4) {
+    float value;
+    std::memcpy(&value, &bytes[at], 4);
+    if (!std::isnan(value)) return false;
+  }
+  return true;
+}
+
+// Calls each kind of all-reduce without its peer; every stream has to end, with NaN, and the next call gives the error.
+std::string error_without_peer(GpuRank& gpu, const Tensors& tensors, ErrorKind kind) {
+  const auto begin = Clock::now();
+  for (size_t i = 0; i < 3; ++i) {
+    gpu.put(tensors.memories[i], floats(Tensors::kCounts[i], 1));
+    gpu.run(tensors.operation(i));
+  }
+  gpu.wait();
+  CHECK(Clock::now() - begin < seconds(20));
+  for (size_t i = 0; i < 3; ++i) CHECK(all_nan(gpu.get(tensors.memories[i], 4 * Tensors::kCounts[i])));
+  return CHECK_THROWS(gpu.run(tensors.operation(0)), kind);
+}
+
+}  // namespace
+
+TEST(gpu_processes_reduce_in_each_others_memory) {
+  constexpr int kWorld = 4;
+  const auto ends = run_processes("gpu_processes_reduce_in_each_others_memory", kWorld, with_timeout(60),
+                                  [](int rank, Communicator& communicator, Meeting&) {
+                                    GpuRank gpu(communicator);
+                                    CHECK_EQ(gpu.group().counters().at("host_staging"), uint64_t{0});
+                                    const Tensors tensors(gpu);
+                                    for (int round = 0; round < 20; ++round) check_results(gpu, tensors, rank, kWorld);
+                                    const auto counters = gpu.group().counters();
+                                    for (const char* path : {"one_shot_bytes", "staged_bytes", "direct_bytes"})
+                                      CHECK(counters.at(path) > 0);
+                                  });
+  CHECK(ends == std::vector<int>(kWorld, 0));
+}
+
+TEST(gpu_process_that_is_killed) {
+  const auto ends = run_processes("gpu_process_that_is_killed", 3, with_timeout(60),
+                                  [](int rank, Communicator& communicator, Meeting& meeting) {
+                                    GpuRank gpu(communicator);
+                                    const Tensors tensors(gpu);
+                                    check_results(gpu, tensors, rank, 3);
+                                    if (rank == 1) {
+                                      while (meeting.flags[0] < 2) usleep(1000);
+                                      kill(getpid(), SIGKILL);
+                                    }
+                                    ++meeting.flags[0];
+                                    const std::string text = error_without_peer(gpu, tensors, ErrorKind::PeerLost);
+                                    CHECK(contains(text, "rank 1"));
+                                  });
+  CHECK(ends == (std::vector<int>{0, SIGKILL, 0}));
+}
+
+TEST(gpu_process_that_is_stopped) {
+  const auto ends = run_processes("gpu_process_that_is_stopped", 2, with_timeout(1),
+                                  [](int rank, Communicator& communicator, Meeting& meeting) {
+                                    GpuRank gpu(communicator);
+                                    const Tensors tensors(gpu);
+                                    check_results(gpu, tensors, rank, 2);
+                                    if (rank == 1) kill(getpid(), SIGSTOP);
+                                    const std::string text = error_without_peer(gpu, tensors, ErrorKind::Timeout);
+                                    CHECK(contains(text, "rank 0 waits for rank 1"));
+                                    kill(meeting.pids[1], SIGKILL);
+                                  });
+  CHECK(ends == (std::vector<int>{0, SIGKILL}));
+}
+
+TEST(gpu_process_that_calls_something_else) {
+  const auto ends = run_processes("gpu_process_that_calls_something_else", 2, with_timeout(30),
+                                  [](int rank, Communicator& communicator, Meeting&) {
+                                    GpuRank gpu(communicator);
+                                    const Tensors tensors(gpu);
+                                    auto operation = tensors.operation(1);
+                                    gpu.put(tensors.memories[1], floats(Tensors::kCounts[1], 1));
+                                    if (rank == 1) operation.op = ReduceOp::Max;
+                                    gpu.run(operation);
+                                    CHECK(all_nan(gpu.get(tensors.memories[1], 4 * Tensors::kCounts[1])));
+                                    const auto text = CHECK_THROWS(gpu.run(operation), ErrorKind::Mismatch);
+                                    CHECK(contains(text, "sum") && contains(text, "max"));
+                                  });
+  CHECK(ends == (std::vector<int>{0, 0}));
+}
+
+// One waits in a kernel, the other one's stream for a word.
+TEST(gpu_processes_that_wait_crosswise) {
+  const auto ends = run_processes(
+      "gpu_processes_that_wait_crosswise", 2, with_timeout(30), [](int rank, Communicator& communicator, Meeting&) {
+        GpuRank gpu(communicator);
+        const Tensors tensors(gpu);
+        gpu.put(tensors.memories[rank], floats(Tensors::kCounts[rank], 1));
+        gpu.run(tensors.operation(rank));
+        CHECK(all_nan(gpu.get(tensors.memories[rank], 4 * Tensors::kCounts[rank])));
+        const auto text = CHECK_THROWS(gpu.run(tensors.operation(rank)), ErrorKind::Mismatch);
+        CHECK(contains(text, "400 bytes") && contains(text, "400000 bytes"));
+      });
+  CHECK(ends == (std::vector<int>{0, 0}));
+}
+
+TEST(gpu_processes_reduce_on_the_default_stream) {
+  const auto ends = run_processes("gpu_processes_reduce_on_the_default_stream", 2, with_timeout(30),
+                                  [](int rank, Communicator& communicator, Meeting&) {
+                                    GpuRank gpu(communicator);
+                                    const Tensors tensors(gpu);
+                                    for (size_t i = 0; i < 3; ++i) {
+                                      const size_t bytes = 4 * Tensors::kCounts[i];
+                                      auto content = floats(Tensors::kCounts[i], static_cast<float>(rank + 1));
+                                      cudaMemcpy(tensors.memories[i], content.data(), bytes, cudaMemcpyHostToDevice);
+                                      gpu.group().run(tensors.operation(i), nullptr);
+                                      cudaMemcpy(content.data(), tensors.memories[i], bytes, cudaMemcpyDeviceToHost);
+                                      CHECK(content == floats(Tensors::kCounts[i], 3));
+                                    }
+                                  });
+  CHECK(ends == (std::vector<int>{0, 0}));
+}
+
+TEST(gpu_process_that_leaves) {
+  const auto ends =
+      run_processes("gpu_process_that_leaves", 2, with_timeout(30), [](int rank, Communicator& communicator, Meeting&) {
+        GpuRank gpu(communicator);
+        const Tensors tensors(gpu);
+        check_results(gpu, tensors, rank, 2);
+        if (rank == 1) return;
+        const auto text = error_without_peer(gpu, tensors, ErrorKind::PeerLost);
+        CHECK(contains(text, "rank 1 has left"));
+      });
+  CHECK(ends == (std::vector<int>{0, 0}));
+}
+
+// What is dropped by all is given back; a closed group keeps nothing.
+TEST(gpu_memory_is_given_back) {
+  const auto ends = run_processes(
+      "gpu_memory_is_given_back", 2, with_timeout(30), [](int rank, Communicator& communicator, Meeting&) {
+        cuda::require_device(0);
+        const size_t before = testing::free_memory();
+        {
+          GpuRank gpu(communicator);
+          for (int round = 0; round < 50; ++round) {
+            auto memory = gpu.group().allocate(1 << 20, {});
+            auto* data = static_cast<std::byte*>(memory.get());
+            gpu.put(data, floats(1000, static_cast<float>(rank)));
+            gpu.run(testing::all_reduce_of(data, 4000, DType::Float32));
+            CHECK(gpu.get(data, 4000) == floats(1000, 1));
+          }
+          CHECK_EQ(gpu.group().counters().at("direct_bytes"), uint64_t{50 * 4000});
+          CHECK(before - testing::free_memory() < (40 << 20));  // staging, and one or two of these
+          const auto text = CHECK_THROWS(gpu.group().allocate(rank + 1, {}), ErrorKind::Mismatch);
+          CHECK(contains(text, "all ranks make the same tensors in the same order"));
+        }
+        CHECK_EQ(testing::free_memory(), before);
+      });
+  CHECK(ends == (std::vector<int>{0, 0}));
+}
+
+// At each point of connecting and of taking memory: the others get an error, and give nothing back that somebody may have open.
+TEST(gpu_process_that_is_killed_while_it_connects) {
+  for (int step = 1; step <= 30; ++step) {
+    setenv("FAULT_OF_RANK_1", ("finished:" + std::to_string(step) + ":kill").c_str(), 0);
+    const auto ends = run_processes("gpu_process_that_is_killed_while_it_connects", 3, with_timeout(30),
+                                    [](int, Communicator& communicator, Meeting&) {
+                                      try {
+                                        GpuRank gpu(communicator);
+                                        for (;;) gpu.group().allocate(5000, {});
+                                      } catch (const Error& error) {
+                                        CHECK(contains(error.what(), "rank 1"));
+                                      }
+                                    });
+    unsetenv("FAULT_OF_RANK_1");
+    CHECK(ends == (std::vector<int>{0, SIGKILL, 0}));
+  }
+}
+
+}  // namespace syncengine

@@ -1,0 +1,127 @@
+// The driver's functions that are looked up by name: memory operations of streams.
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "machine.h"
+
+#if defined(__SANITIZE_THREAD__)
+extern "C" void __tsan_acquire(void*);
+extern "C" void __tsan_release(void*);
+#else
+static void __tsan_acquire(void*) {}
+static void __tsan_release(void*) {}
+#endif
+
+namespace software {
+
+namespace {
+
+struct Word {
+  uint32_t* word;
+  void* key;
+};
+
+// The word at a device address that `device` can use; null if there is none.
+Word word_at(CUdeviceptr address, int device) {
+  const auto range = find(reinterpret_cast<void*>(address));
+  if (!range || range->kind == Kind::Gone || range->kind == Kind::PinnedHost || address % 4 != 0) return {};
+  if (range->kind == Kind::PinnedDevice && !range->portable && range->device != device) return {};
+  if (range->kind == Kind::Device && !reaches(device, range->device)) return {};
+  auto* word = reinterpret_cast<uint32_t*>(address);
+  return {word, range->key ? range->key + (reinterpret_cast<std::byte*>(word) - range->begin) : nullptr};
+}
+
+bool is_met(uint32_t now, uint32_t value, unsigned how) {
+  switch (how) {
+    case CU_STREAM_WAIT_VALUE_GEQ: return static_cast<int32_t>(now - value) >= 0;
+    case CU_STREAM_WAIT_VALUE_EQ: return now == value;
+    case CU_STREAM_WAIT_VALUE_AND: return (now & value) != 0;
+    default: return ~(now | value) != 0;  // NOR
+  }
+}
+
+void run(const CUstreamBatchMemOpParams& params, int device) {
+  const auto [word, key] = word_at(params.waitValue.address, device);
+  if (!word) undefined("a stream's memory operation on memory that was given back");
+  if (params.operation == CU_STREAM_MEM_OP_WRITE_VALUE_32) {
+    if (key) __tsan_release(key);
+    const bool bare = params.writeValue.flags == CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER;
+    __atomic_store_n(word, params.writeValue.value, bare ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
+    return;
+  }
+  for (int looks = 0; !is_met(__atomic_load_n(word, __ATOMIC_ACQUIRE), params.waitValue.value, params.waitValue.flags);
+       ++looks)
+    if (looks < 100)
+      std::this_thread::yield();
+    else
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+  if (key) __tsan_acquire(key);
+}
+
+CUresult verdict(const CUstreamBatchMemOpParams& params, int device) {
+  switch (params.operation) {
+    case CU_STREAM_MEM_OP_WRITE_VALUE_32:
+      if (params.writeValue.flags & ~CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER) return CUDA_ERROR_INVALID_VALUE;
+      break;
+    case CU_STREAM_MEM_OP_WAIT_VALUE_32:
+      if (params.waitValue.flags & CU_STREAM_WAIT_VALUE_FLUSH) return CUDA_ERROR_NOT_SUPPORTED;
+      if (params.waitValue.flags > CU_STREAM_WAIT_VALUE_NOR) return CUDA_ERROR_INVALID_VALUE;
+      break;
+    default: return CUDA_ERROR_NOT_SUPPORTED;
+  }
+  return word_at(params.waitValue.address, device).word ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult stream_batch_mem_op(CUstream handle, unsigned count, CUstreamBatchMemOpParams* list, unsigned flags) {
+  const auto stream = stream_of(handle);
+  if (!stream || device_of(*stream) != current_device()) return CUDA_ERROR_INVALID_HANDLE;
+  if (count == 0 || count >= 256 || flags != 0) return CUDA_ERROR_INVALID_VALUE;
+  const int device = current_device();
+  for (unsigned i = 0; i < count; ++i)
+    if (CUresult wrong = verdict(list[i], device); wrong != CUDA_SUCCESS) return wrong;
+  enqueue(stream, [operations = std::vector<CUstreamBatchMemOpParams>(list, list + count), device] {
+    for (const auto& operation : operations) run(operation, device);
+  });
+  return CUDA_SUCCESS;
+}
+
+CUresult get_error_name(CUresult status, const char** name) {
+  switch (status) {
+    case CUDA_SUCCESS: *name = "CUDA_SUCCESS"; break;
+    case CUDA_ERROR_INVALID_VALUE: *name = "CUDA_ERROR_INVALID_VALUE"; break;
+    case CUDA_ERROR_INVALID_HANDLE: *name = "CUDA_ERROR_INVALID_HANDLE"; break;
+    case CUDA_ERROR_NOT_SUPPORTED: *name = "CUDA_ERROR_NOT_SUPPORTED"; break;
+    default: *name = nullptr; return CUDA_ERROR_INVALID_VALUE;
+  }
+  return CUDA_SUCCESS;
+}
+
+struct Entry {
+  const char* name;
+  unsigned since;  // earlier versions have no such function, or another one
+  void* address;
+};
+const Entry kEntries[] = {
+    {"cuStreamBatchMemOp", 11070, reinterpret_cast<void*>(stream_batch_mem_op)},
+    {"cuGetErrorName", 6000, reinterpret_cast<void*>(get_error_name)},
+};
+
+}  // namespace
+
+}  // namespace software
+
+cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** address, unsigned version,
+                                             unsigned long long flags, cudaDriverEntryPointQueryResult* result) {
+  if (flags > cudaEnablePerThreadDefaultStream) return software::fail(cudaErrorInvalidValue);
+  *address = nullptr;
+  *result = cudaDriverEntryPointSymbolNotFound;
+  for (const auto& entry : software::kEntries) {
+    if (std::strcmp(entry.name, symbol) != 0) continue;
+    *result = version < entry.since || version > CUDA_VERSION ? cudaDriverEntryPointVersionNotSufficent
+                                                              : cudaDriverEntryPointSuccess;
+    if (*result == cudaDriverEntryPointSuccess) *address = entry.address;
+  }
+  return cudaSuccess;
+}
