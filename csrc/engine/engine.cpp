@@ -159,6 +159,7 @@ void Engine::poke() {
 // Once for all that has come: what is sent on should not wait for more of it.
 void Engine::carry_on() {
   bool ended = false, moved = true;
+  pokes_.fetch_add(1, std::memory_order_relaxed);
   {
     Locked lock(*this);
     uint64_t before = tally_.ended.load(std::memory_order_relaxed);  // relaxed: works end under the lock
