@@ -56,6 +56,15 @@ size_t quicker_from(const Usual& usual, const Other& other) {
   return from;
 }
 
+// What a host's link moves in about a millisecond, of each of a chunk's cells the same. With few bytes under way, no peer gets far ahead
+// of the others, so the link stays full until the end; where the latency is high, more has to be.
+size_t cell_bytes(const LinkSpeed& speed, int hosts) {
+  double bytes = speed.bandwidth * (1e-3 + speed.latency) / hosts;
+  size_t cell = HopChoice::kMostCell;
+  while (cell > HopChoice::kLeastCell && static_cast<double>(cell) > bytes) cell /= 2;
+  return cell;
+}
+
 std::string size_text(size_t bytes) {
   if (bytes == HopChoice::kNever) return "never";
   return bytes < 1024 ? "always" : "from " + std::to_string(bytes >> 10) + " KiB";
@@ -67,6 +76,7 @@ HopChoice choose_hops(const Placement& placement, HostAlgorithm algorithm, const
   HopChoice choice;
   if (algorithm == HostAlgorithm::Exchange) return choice;
   bool always = algorithm == HostAlgorithm::Chain;
+  if (placement.hosts() > 2) choice.cell = cell_bytes(speed, placement.hosts());
   Cost cost(placement, speed, chunk_bytes);
   auto exchange = [&](double bytes) { return cost.exchange(bytes); };
   if (placement.contiguous) {

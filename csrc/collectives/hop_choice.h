@@ -32,12 +32,14 @@ struct LinkSpeed {
   double overhead = 5e-6;  // seconds that one more transfer takes the rank that sends it
 };
 
-// The sizes in bytes from which on something is done.
+// The sizes in bytes from which on something is done, and `cell`.
 struct HopChoice {
   static constexpr size_t kNever = ~size_t{0};
+  static constexpr size_t kMostCell = 256 << 10, kLeastCell = 32 << 10;
   size_t chain = kNever;       // all-reduce in rank order takes Chain
   size_t chain_half = kNever;  // the same for 16-bit floats, whose running sum is in float32
   size_t relay = kNever;       // broadcast goes from host to host, not from the root's to all
+  size_t cell = kMostCell;     // of an all-reduce by Exchange or Sums between ranks that are alone on their hosts
 };
 
 // `chunk_bytes` of an all-reduce that takes many of them.

@@ -28,9 +28,13 @@ void Bell::ring_self() const { ring(own_); }
 uint32_t Bell::listen(uint64_t interest) {
   uint32_t ticket = own_.rings.load(std::memory_order_seq_cst);
   listeners_.fetch_add(1, std::memory_order_seq_cst);
+  listen_for(interest);
+  return ticket;
+}
+
+void Bell::listen_for(uint64_t interest) {
   own_.interest.store(interest, std::memory_order_relaxed);  // relaxed: the fence orders it
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  return ticket;
 }
 
 void Bell::sleep(uint32_t ticket, Duration at_most) const { futex_wait(own_.rings, ticket, at_most); }

@@ -27,6 +27,7 @@ class Bell {
 
   // Sleeping, in three steps, so that no publication falls between: listen, look again, sleep.
   uint32_t listen(uint64_t interest);
+  void listen_for(uint64_t interest);  // instead: what the listeners need has changed; look again afterwards
   void sleep(uint32_t ticket, Duration at_most) const;
   void stop_listening();
   bool anybody_listens() const { return listeners_.load(std::memory_order_seq_cst) > 0; }

@@ -20,6 +20,7 @@ namespace {
 constexpr auto kSpin = std::chrono::microseconds(
     200);  // longer than a wake-up takes (60 us in a virtual machine), or ranks keep missing each other
 constexpr auto kGrace = std::chrono::milliseconds(10);  // how long a lazy thread leaves new work to the others
+constexpr int kCarryPasses = 64;                        // of one carry_on(): bounds how long bytes may lie unread
 constexpr int kPokePasses = 4;                          // of one poke: bounds how long a hook may take
 constexpr auto kTick = std::chrono::milliseconds(50);   // how late a death, an abort or Ctrl-C may be noticed
 
@@ -102,7 +103,10 @@ void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int loca
   lazy_ = available_cores() < 2 * local_size;
 }
 
-void Engine::expect_io_thread() { cores_to_spare_ = available_cores() >= 2 * static_cast<int>(peers_.size()); }
+void Engine::expect_io_thread() {
+  io_thread_ = true;
+  cores_to_spare_ = available_cores() >= 2 * static_cast<int>(peers_.size());
+}
 
 shm::Pool* Engine::gradient_pool() {
   if (options_.gradient_memory != GradientMemory::Arena) return nullptr;
@@ -152,15 +156,36 @@ void Engine::poke() {
   }
 }
 
+// Once for all that has come: what is sent on should not wait for more of it.
+void Engine::carry_on() {
+  bool ended = false, moved = true;
+  pokes_.fetch_add(1, std::memory_order_relaxed);
+  {
+    Locked lock(*this);
+    uint64_t before = tally_.ended.load(std::memory_order_relaxed);  // relaxed: works end under the lock
+    for (int passes = 0; moved && passes < kCarryPasses; ++passes) {
+      if (bell_->anybody_listens()) bell_->listen_for(interest());  // to what the sleepers need now
+      moved = false;
+      for (Movable* movable : movables_) moved |= movable->advance();
+    }
+    ended = tally_.ended.load(std::memory_order_relaxed) != before;
+  }
+  if ((moved || ended) && bell_->anybody_listens()) bell_->ring_self();
+}
+
+uint64_t Engine::interest() const {
+  uint64_t ranks = 0;
+  for (Movable* movable : movables_) ranks |= movable->interest();
+  return ranks;
+}
+
 void Engine::rest(Duration at_most, const std::function<bool()>& over) {
   uint32_t ticket = 0;
   bool moved = false;
   {
     // One critical section: a thread that changes what this one waits for does so before, and is seen, or after, and rings.
     Locked lock(*this);
-    uint64_t interest = 0;
-    for (Movable* movable : movables_) interest |= movable->interest();
-    ticket = bell_->listen(interest);
+    ticket = bell_->listen(interest());
     for (Movable* movable : movables_) moved |= movable->advance();
   }
   if (!moved && !over()) {
@@ -196,7 +221,7 @@ void Engine::wait(const Work& work, Movable& owner, const std::function<void()>&
         });
       }
       engine.waiters_.fetch_sub(1, std::memory_order_seq_cst);
-      if (engine.outstanding_.load(std::memory_order_seq_cst) > 0) engine.wake_thread();
+      if (engine.tally_.outstanding.load(std::memory_order_seq_cst) > 0) engine.wake_thread();
     }
   } waiter(*this, {work, owner, gives_up});
   Spin spin(cores_to_spare_);
@@ -204,7 +229,8 @@ void Engine::wait(const Work& work, Movable& owner, const std::function<void()>&
   std::optional<Deadline> settled;  // most waits end before that
   while (!work.ended()) {
     bool moved = pass();
-    if (moved) spin.reset();
+    // Who waits for other hosts alone spins once; then its core is for the thread that moves bytes.
+    if (moved && !(io_thread_ && locked([this] { return interest() == 0; }))) spin.reset();
     bool idle = !moved && !work.ended() && !spin.again();
     if (!idle && !tick.due()) continue;
     if (idle && !settled) settled = Deadline::after(kTick);
@@ -236,7 +262,8 @@ void Engine::thread_main() {
   while (!stop_.load(std::memory_order_seq_cst)) {
     uint32_t ticket = thread_word_.load(std::memory_order_seq_cst);
     thread_parked_.store(true, std::memory_order_seq_cst);
-    bool needed = outstanding_.load(std::memory_order_seq_cst) > 0 && waiters_.load(std::memory_order_seq_cst) == 0;
+    bool needed =
+        tally_.outstanding.load(std::memory_order_seq_cst) > 0 && waiters_.load(std::memory_order_seq_cst) == 0;
     if (!needed) {
       if (!stop_.load(std::memory_order_seq_cst)) futex_wait(thread_word_, ticket, std::chrono::hours(1));
       continue;

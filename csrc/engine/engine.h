@@ -59,7 +59,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // call the local ranks.
   void attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names);
 
-  // Another thread of this process will move bytes: waiting threads leave it a core.
+  // Another thread of this process will move bytes between hosts, and call carry_on(). A thread that waits for other hosts alone
+  // then sleeps, and is woken when something has ended.
   void expect_io_thread();
 
   const Options& options() const { return options_; }
@@ -80,10 +81,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // One pass now, if nobody is at it; wakes the engine's thread for the rest. After submitting asynchronous work.
   void poke();
+  // By the thread that moves bytes: does what they allow, in the place of threads that sleep.
+  void carry_on();
   // Drives until `work` of `owner` ended. `gives_up`: `interrupted` will end it some time.
   void wait(const Work& work, Movable& owner, const std::function<void()>& interrupted, bool gives_up);
 
-  std::atomic<uint64_t>& outstanding() { return outstanding_; }  // works that have not ended
+  Work::Tally& tally() { return tally_; }
 
   // Under the progress lock.
   std::vector<std::shared_ptr<void>>& trash() { return trash_; }
@@ -121,6 +124,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   void thread_main();
   bool pass();
+  uint64_t interest() const;                                       // under the progress lock
   void rest(Duration at_most, const std::function<bool()>& over);  // sleeps, unless something moves or `over()`
   void look_around();
   void publish_waits();
@@ -140,6 +144,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   shm::Pool* gradient_pool_ = nullptr;  // made when it is asked for; under mutex_
   bool lazy_ = false;                   // no cores for the engines' threads beside the ranks' own
   bool cores_to_spare_ = false;         // enough for every rank's waiting thread to spin
+  bool io_thread_ = false;
 
   std::mutex mutex_;  // the progress lock
   std::vector<Movable*> movables_;
@@ -155,7 +160,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<const Sleeper*> sleepers_;  // threads that have waited for a while
   std::unique_ptr<Standstill> standstill_;
 
-  std::atomic<uint64_t> outstanding_{0};
+  Work::Tally tally_;
   std::atomic<int> waiters_{0};
   std::atomic<uint64_t> sleeps_{0};
   std::atomic<bool> stop_{false};

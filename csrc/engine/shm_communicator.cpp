@@ -86,7 +86,7 @@ void ShmCommunicator::give_back_block() {
 std::shared_ptr<Work> ShmCommunicator::enqueue(Operation operation, uint64_t slot) {
   engine_->throw_if_forked();
   require_supported(operation);
-  auto work = std::make_shared<Work>(engine_->outstanding());
+  auto work = std::make_shared<Work>(engine_->tally());
   std::lock_guard lock(submit_mutex_);
   if (error_) {
     work->fail(error_);
@@ -114,7 +114,7 @@ std::shared_ptr<Work> ShmCommunicator::post(Message message, bool sends) {
   if (!any && (message.peer < 0 || message.peer >= size()))
     throw Error(ErrorKind::InvalidUsage, message.describe() + ": rank " + std::to_string(message.peer) +
                                              " is not in 0.." + std::to_string(size() - 1));
-  auto work = std::make_shared<Work>(engine_->outstanding());
+  auto work = std::make_shared<Work>(engine_->tally());
   Lane::Item item{.operation = {}, .work = work, .since = Clock::now()};
   item.operation.describe = message.describe;
   item.operation.keepalive = message.keepalive;

@@ -11,9 +11,13 @@ namespace syncengine {
 
 class Work {
  public:
+  struct Tally {
+    std::atomic<uint64_t> outstanding{0}, ended{0};
+  };
+
   Work() = default;
-  // Counts itself in `outstanding` until it has ended.
-  explicit Work(std::atomic<uint64_t>& outstanding) : outstanding_(&outstanding) { ++outstanding; }
+  // Counts itself in `tally`, as outstanding until it has ended.
+  explicit Work(Tally& tally) : tally_(&tally) { ++tally.outstanding; }
   Work(const Work&) = delete;
 
   enum class State : uint8_t { Queued, Running, Done, Failed };
@@ -44,11 +48,14 @@ class Work {
 
  private:
   void end(State state) {
-    if (outstanding_) --*outstanding_;
+    if (tally_) {
+      ++tally_->ended;
+      --tally_->outstanding;
+    }
     state_.store(state, std::memory_order_release);  // release: results and error before the state; last touch of *this
   }
 
-  std::atomic<uint64_t>* outstanding_ = nullptr;
+  Tally* tally_ = nullptr;
   std::atomic<State> state_{State::Queued};
   std::exception_ptr error_;
 };

@@ -181,6 +181,18 @@ TEST(later_receives_are_answers) {
   }
 }
 
+TEST(cells_take_a_link_about_a_millisecond) {
+  auto cell = [](const std::string& hosts, double latency, double bandwidth) {
+    LinkSpeed speed{.latency = latency, .bandwidth = bandwidth, .overhead = 5e-6};
+    return choose_hops(everybodys(hosts)[0], HostAlgorithm::Auto, speed, 1 << 20).cell;
+  };
+  CHECK_EQ(cell("abcd", 100e-6, 120e6), size_t{32} << 10);
+  CHECK_EQ(cell("abcd", 100e-6, 600e6), size_t{128} << 10);
+  CHECK_EQ(cell("abcd", 100e-6, 1e10), size_t{256} << 10);
+  CHECK_EQ(cell("abcd", 20e-3, 120e6), size_t{256} << 10);  // a distant host
+  CHECK_EQ(cell("ab", 100e-6, 120e6), size_t{256} << 10);   // one peer can't get ahead of others
+}
+
 TEST(the_chain_is_taken_where_it_is_quicker) {
   Operation operation{};
   std::vector<std::byte> memory(1 << 20);

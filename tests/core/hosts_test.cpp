@@ -1,5 +1,6 @@
 // Communicators over several hosts, with ranks as threads: the bits, the other collectives, buckets, groups, bytes sent.
 #include <atomic>
+#include <thread>
 
 #include "hosts_job.h"
 #include "order_oracle.h"
@@ -192,6 +193,33 @@ TEST(copies_cross_once_for_each_host) {
   CHECK((bytes("aaab", Collective::AllGather) == Sent{3 * kBytes, kBytes}));
   CHECK((bytes("aabbcc", Collective::Broadcast) == Sent{kBytes, kBytes, 0}));  // from host to host
   CHECK((bytes("ab", Collective::ReduceScatter) == Sent{kBytes, kBytes}));
+}
+
+// What comes meanwhile is the business of the thread that moves bytes. Every 50 ms a wait looks around.
+TEST(a_wait_for_other_hosts_sleeps_until_its_end) {
+  run_hosts("ab", {}, [](int rank, Communicator& communicator) {
+    constexpr size_t kNotes = 40;
+    std::vector<float> notes(kNotes), data(1000);
+    auto note = [&](size_t i) {
+      return Message{.peer = 1 - rank, .tag = 1, .memory = SpanList(&notes[i], sizeof(float)), .describe = [] {
+                       return std::string("a note");
+                     }};
+    };
+    fill(data, rank);
+    std::vector<std::shared_ptr<Work>> works;
+    for (size_t i = 0; rank == 1 && i < kNotes; ++i) {
+      works.push_back(communicator.send(note(i)));
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    }
+    uint64_t before = communicator.counters().at("sleeps");
+    auto begin = Clock::now();
+    communicator.run(all_reduce_of(data.data(), data.size() * sizeof(float), DType::Float32));
+    auto looks = static_cast<uint64_t>((Clock::now() - begin) / std::chrono::milliseconds(50));
+    CHECK(rank == 1 || communicator.counters().at("sleeps") - before <= kNotes / 4 + looks);
+    check_values(data, [](size_t i) { return sum_of_values(2, i); });
+    for (size_t i = 0; rank == 0 && i < kNotes; ++i) works.push_back(communicator.receive(note(i)));
+    for (const auto& work : works) communicator.wait(work);
+  });
 }
 
 TEST(mismatches_between_hosts_name_both_sides) {

@@ -61,6 +61,37 @@ TEST(tcp_inbox_takes_chunks_in_any_order_once) {
   CHECK(transfer->state() == Interhost::Transfer::State::Done);
 }
 
+TEST(tcp_inbox_takes_chunks_of_any_sizes) {
+  Side side;
+  constexpr uint32_t kBytes = 5 * kChunkUnit + 3;
+  auto transfer = side.receive(5, kBytes);
+  auto part = [](uint32_t unit, uint32_t bytes) {
+    return Frame{.kind = Kind::Chunk, .payload = bytes, .handle = 1, .offset = unit * kChunkUnit};
+  };
+  side.arrive(part(1, 2 * kChunkUnit));
+  for (Frame frame : {part(0, 2 * kChunkUnit), part(2, kChunkUnit), part(2, kBytes - 2 * kChunkUnit),
+                      part(0, kChunkUnit - 1), part(0, 0), part(5, 2), part(5, 0), part(4, kChunkUnit + 4)})
+    CHECK(contains(CHECK_THROWS(side.arrive(frame), ErrorKind::PeerLost), "does not fit its place"));
+  side.arrive(part(3, kBytes - 3 * kChunkUnit));
+  CHECK(!transfer->ended());
+  side.arrive(part(0, kChunkUnit));
+  CHECK(transfer->state() == Interhost::Transfer::State::Done);
+
+  Side whole;
+  whole.receive(5, 1 << 20);
+  CHECK_THROWS(whole.arrive(part(16, 0)), ErrorKind::PeerLost);
+}
+
+TEST(tcp_outbox_gives_as_much_as_is_asked_for) {
+  Side side;
+  side.send(5, kChunkBytes + 1);
+  side.outbox.on_ready({.kind = Kind::Ready, .tag = 5, .handle = 1, .size = kChunkBytes + 1});
+  CHECK(side.outbox.next(kChunkUnit).frame == chunk(1, 0, kChunkUnit));
+  Frame second = side.outbox.next().frame;
+  CHECK(second.offset == kChunkUnit && second.payload == kChunkBytes - kChunkUnit + 1);
+  CHECK(!side.outbox.has_next());
+}
+
 TEST(tcp_inbox_refuses_chunks_that_do_not_fit) {
   for (Frame frame : {chunk(1, 2), chunk(1, 2, 100), chunk(1, 0, 100), chunk(1, 3, kChunkBytes), chunk(2, 0)}) {
     Side side;

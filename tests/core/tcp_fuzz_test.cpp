@@ -42,8 +42,8 @@ Frame some_frame(Random& random) {
     case Kind::Eager: frame.tag = random() % 8, frame.payload = random() % 2 ? 100 : some_number(random) % 20000; break;
     case Kind::Chunk:
       frame.handle = 1 + random() % 6;
-      frame.offset = kChunkBytes * (random() % 5);
-      frame.payload = random() % 4 ? kChunkBytes : some_number(random);
+      frame.offset = random() % 2 ? kChunkBytes * (random() % 5) : kChunkUnit * (random() % 17);
+      frame.payload = random() % 4 ? kChunkBytes : random() % 2 ? kChunkUnit * (random() % 5) : some_number(random);
       break;
     default: break;
   }

@@ -17,7 +17,7 @@ constexpr size_t kHopSlots = 8;
 constexpr size_t kHopSlotBytes = 128 << 10;
 static_assert(kHopSlots * kHopSlotBytes == shm::kSlots * shm::kSlotBytes);
 // Where no rank needs slots, since each is alone on its host.
-constexpr size_t kCellBytes = 256 << 10;
+constexpr size_t kCellBytes = HopChoice::kMostCell;
 constexpr size_t kScratchBytes = 2 << 20;  // of a chunk of reduce-scatter
 
 size_t whole_lines(size_t bytes) { return std::max(kCacheLine, bytes / kCacheLine * kCacheLine); }
@@ -86,7 +86,11 @@ size_t HostLane::cut(uint64_t operation, Active& active) {
     active.path = Path::Direct;
     if (!find_peers_spans(operation, active)) return 0;
   }
-  if (placement.stripes == 1 && plain) return chunk_bytes_alone(asked.collective, placement);
+  if (placement.stripes == 1 && plain) {
+    bool in_cells = asked.collective == Collective::AllReduce && choose_way(links_.choice, asked) != Way::Chain;
+    size_t most = chunk_bytes_alone(asked.collective, placement);
+    return in_cells ? std::min(most, links_.choice.cell * static_cast<size_t>(placement.size)) : most;
+  }
   bool in_parts = asked.collective == Collective::ReduceScatter || asked.collective == Collective::AllGather;
   return in_parts ? whole_lines(slot_bytes_ / placement.size) : slot_bytes_;
 }

@@ -20,7 +20,7 @@ Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> inte
     interhost_->run([this] {
       // What ended is stored, then it is seen whether anybody sleeps: the mirror image of Bell::listen().
       std::atomic_thread_fence(std::memory_order_seq_cst);
-      engine_->poke();
+      engine_->carry_on();
     });
   });
 }

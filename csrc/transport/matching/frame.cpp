@@ -45,7 +45,7 @@ bool fields_fit(const Frame& frame) {
       plain.checksum = frame.checksum;
       plain.handle = frame.handle;
       plain.offset = frame.offset;
-      if (frame.handle == 0 || frame.payload > kChunkBytes || frame.offset % kChunkBytes != 0) return false;
+      if (frame.handle == 0 || frame.payload > kChunkBytes || frame.offset % kChunkUnit != 0) return false;
       if (frame.offset > Interhost::kMaxTransfer - frame.payload) return false;
       break;
   }

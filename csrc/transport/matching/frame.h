@@ -22,7 +22,8 @@ namespace syncengine::matching {
 
 inline constexpr uint16_t kVersion = 1;
 inline constexpr size_t kFrameBytes = 40;
-inline constexpr uint32_t kChunkBytes = 256 << 10;
+inline constexpr uint32_t kChunkBytes = 256 << 10;  // at most
+inline constexpr uint32_t kChunkUnit = 64 << 10;  // chunks begin at multiples of it, and end there or with the transfer
 inline constexpr uint32_t kEagerBytes = Interhost::kMaxUnasked;
 inline constexpr uint32_t kEagerWindow = 1 << 20;  // what a receiver holds for a peer before anybody wants it
 inline constexpr uint32_t kMaxVerdict = 1 << 10;

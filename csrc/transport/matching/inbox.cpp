@@ -10,6 +10,13 @@ namespace {
 
 constexpr size_t kMostAsked = 1 << 20;
 
+// A bit for each unit that a chunk fills, wholly or in part; for a chunk of no bytes, one.
+static_assert(Interhost::kMaxTransfer / kChunkUnit < 32);
+uint32_t units_of(const Frame& chunk) {
+  uint32_t count = std::max(1u, (chunk.payload + kChunkUnit - 1) / kChunkUnit);
+  return ((1u << count) - 1) << (chunk.offset / kChunkUnit);
+}
+
 }  // namespace
 
 void Receive::fail(const Error& error) {
@@ -57,10 +64,12 @@ Arrival Inbox::begin(const Frame& frame) {
       return arrival;  // withdrawn meanwhile
     }
     Receive& receive = *found->second;
-    uint32_t bit = 1u << (frame.offset / kChunkBytes);
-    bool fits = frame.offset <= receive.bytes && frame.payload == std::min(kChunkBytes, receive.bytes - frame.offset);
-    if (!fits || (receive.chunks & bit)) throw garbage(peer_, "data that does not fit its place");
-    receive.chunks |= bit;
+    bool fits = frame.offset <= receive.bytes && frame.payload <= receive.bytes - frame.offset &&
+                (frame.payload % kChunkUnit == 0 || frame.payload == receive.bytes - frame.offset) &&
+                (frame.payload > 0 || receive.bytes == 0);
+    uint32_t units = fits ? units_of(frame) : 0;
+    if (!fits || (receive.units & units)) throw garbage(peer_, "data that does not fit its place");
+    receive.units |= units;
     arrival.receive = found->second;
     return arrival;
   }
@@ -74,8 +83,8 @@ Arrival Inbox::begin(const Frame& frame) {
   }
   Receive& receive = *found->second;
   if (receive.bytes != frame.payload) throw size_mismatch(peer_, frame.payload, shared_.rank, receive.bytes);
-  if (receive.handle != 0 || receive.chunks) throw garbage(peer_, "one transfer twice");
-  receive.chunks = 1;
+  if (receive.handle != 0 || receive.units) throw garbage(peer_, "one transfer twice");
+  receive.units = 1;
   arrival.receive = found->second;
   return arrival;
 }

@@ -23,7 +23,7 @@ struct Receive {
   std::shared_ptr<Interhost::Transfer> transfer;
   uint64_t handle = 0;  // that the peer was told; 0: it comes as Eager
   uint32_t left = 0;    // bytes that are still to come
-  uint32_t chunks = 0;  // a bit for each that has begun
+  uint32_t units = 0;   // a bit for each kChunkUnit that has begun to come
 
   void fail(const Error& error);
 };

@@ -71,7 +71,7 @@ void Outbox::on_credit(const Frame& frame) {
   credit_ += frame.size;
 }
 
-Piece Outbox::next() {
+Piece Outbox::next(uint32_t most) {
   auto send = queue_.front();
   Piece piece{.frame = {}, .send = send};
   Frame& frame = piece.frame;
@@ -79,7 +79,7 @@ Piece Outbox::next() {
     frame = {.kind = Kind::Eager, .payload = send->bytes, .tag = send->tag};
   } else {
     frame = {.kind = Kind::Chunk,
-             .payload = std::min(kChunkBytes, send->bytes - send->given),
+             .payload = std::min(most, send->bytes - send->given),
              .handle = send->handle,
              .offset = send->given};
   }

@@ -48,7 +48,7 @@ class Outbox {
   void on_credit(const Frame& frame);
 
   bool has_next() const { return !queue_.empty(); }
-  Piece next();
+  Piece next(uint32_t most = kChunkBytes);  // `most`: bytes of a chunk, a multiple of kChunkUnit
   void written(const Piece& piece);
 
   // Pieces that were given out are their holder's to detach or fail.

@@ -6,6 +6,7 @@
 #include <array>
 #include <optional>
 
+#include "base/deadline.h"
 #include "base/fd.h"
 #include "transport/matching/inbox.h"
 #include "transport/matching/outbox.h"
@@ -23,7 +24,7 @@ enum class Status : uint8_t {
 
 class DataChannel {
  public:
-  explicit DataChannel(UniqueFd fd) : fd_(std::move(fd)) {}
+  explicit DataChannel(UniqueFd fd) : fd_(std::move(fd)) { give_at_a_time(kChunkBytes); }
 
   int fd() const { return fd_.get(); }
 
@@ -45,12 +46,18 @@ class DataChannel {
   void start(Piece piece);
   // One system call. The piece, once it is out.
   std::optional<Piece> write();
+  // How much to give it at a time: what it sends in about a millisecond. What a slow connection has been given early can't go by
+  // another one any more.
+  uint32_t piece_bytes() const { return piece_bytes_; }
   Send* writing() { return piece_ ? piece_->send.get() : nullptr; }
 
   void end_writing();  // the other side sees the end
   void close() { fd_.reset(); }
 
  private:
+  void measure();
+  void give_at_a_time(uint32_t bytes);
+
   ParentFd fd_;
   // In: a header, then its payload.
   std::array<char, kFrameBytes> header_in_;
@@ -61,6 +68,10 @@ class DataChannel {
   std::optional<Piece> piece_;
   std::string header_out_;
   size_t sent_ = 0;  // of header and payload
+  Clock::time_point started_;
+  bool waited_ = false;  // for room, since started_
+  double speed_ = 0;     // bytes a second; 0: not known
+  uint32_t piece_bytes_ = 0;
 };
 
 }  // namespace syncengine::tcp

@@ -30,10 +30,7 @@ Peer::Peer(Shared& shared, const Options& options, int rank, std::vector<UniqueF
       inbox_(shared, rank, control_.out) {
   for (auto& socket : sockets) send_at_once(socket);
   control_.fd = ParentFd(std::move(sockets.front()));
-  for (size_t i = 1; i < sockets.size(); ++i) {
-    keep_short_queue(sockets[i], kChunkBytes);
-    data_.emplace_back(std::move(sockets[i]));
-  }
+  for (size_t i = 1; i < sockets.size(); ++i) data_.emplace_back(std::move(sockets[i]));
 }
 
 void Peer::tell(const std::string& message) {
@@ -189,7 +186,7 @@ void Peer::read_data(DataChannel& channel) {
 void Peer::write_data(DataChannel& channel) {
   if (!channel.is_writing()) {
     if (!outbox_.has_next()) return;
-    channel.start(outbox_.next());
+    channel.start(outbox_.next(channel.piece_bytes()));
   }
   if (auto piece = channel.write()) outbox_.written(*piece);
   if (channel.status == Status::Broken) on_end(channel);

@@ -21,15 +21,15 @@ UniqueFd open_socket(const Ip& ip) {
   return fd;
 }
 
-void set(const UniqueFd& socket, int level, int option, int value) {
-  setsockopt(socket.get(), level, option, &value, sizeof(value));  // best effort: none changes what is right
+void set(int socket, int level, int option, int value) {
+  setsockopt(socket, level, option, &value, sizeof(value));  // best effort: none changes what is right
 }
 
 }  // namespace
 
 UniqueFd listen_on(const Ip& ip) {
   UniqueFd fd = open_socket(ip);
-  if (ip.v6) set(fd, IPPROTO_IPV6, IPV6_V6ONLY, 1);
+  if (ip.v6) set(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
   SocketAddress address = socket_address(ip, 0);
   if (bind(fd.get(), address.get(), address.length) != 0 || listen(fd.get(), kBacklog) != 0)
     throw_system_error("can't listen on " + ip.text(), errno);
@@ -55,7 +55,7 @@ UniqueFd begin_connect(const Ip& from, const Ip& to, uint16_t port) {
   SocketAddress own = socket_address(from, 0), address = socket_address(to, port);
   // From the interface that was chosen, if the two addresses go together at all; many connections may share a port then.
   if (from.v6 == to.v6 && from.is_loopback() == to.is_loopback()) {
-    set(fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
+    set(fd.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
     if (bind(fd.get(), own.get(), own.length) != 0) throw_system_error("can't connect from " + from.text(), errno);
   }
   if (connect(fd.get(), address.get(), address.length) != 0 && errno != EINPROGRESS) {
@@ -73,8 +73,8 @@ int connect_error(const UniqueFd& socket) {
   return code;
 }
 
-void send_at_once(const UniqueFd& socket) { set(socket, IPPROTO_TCP, TCP_NODELAY, 1); }
+void send_at_once(const UniqueFd& socket) { set(socket.get(), IPPROTO_TCP, TCP_NODELAY, 1); }
 
-void keep_short_queue(const UniqueFd& socket, int bytes) { set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, bytes); }
+void keep_short_queue(int socket, int bytes) { set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, bytes); }
 
 }  // namespace syncengine::tcp

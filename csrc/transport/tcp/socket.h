@@ -16,7 +16,7 @@ uint16_t port_of(const UniqueFd& listener);
 UniqueFd begin_connect(const Ip& from, const Ip& to, uint16_t port);
 int connect_error(const UniqueFd& socket);  // 0 if it has succeeded
 
-void send_at_once(const UniqueFd& socket);                 // nothing is held back to fill a packet
-void keep_short_queue(const UniqueFd& socket, int bytes);  // writable only while less than that is unsent
+void send_at_once(const UniqueFd& socket);     // nothing is held back to fill a packet
+void keep_short_queue(int socket, int bytes);  // writable only while less than that is unsent
 
 }  // namespace syncengine::tcp
