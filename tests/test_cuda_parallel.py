@@ -20,6 +20,7 @@ from models.workload import same_bits
 from parallel_models import CAP, Branches, Conv, Mixed, Mlp, Tied
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import syncengine
 from syncengine.errors import InvalidUsage
@@ -58,6 +59,7 @@ RUNS = [
     Run(options=(("find_unused_parameters", True),)),
     Run(options=(("static_graph", True),)),
     Run(options=(("gradient_as_bucket_view", True), ("bucket_cap_mb", 0.5))),
+    Run(options=(("mixed_precision", _MixedPrecision(torch.bfloat16, torch.float32, torch.float32)),)),
 ]
 
 
