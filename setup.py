@@ -82,19 +82,15 @@ def unit(folder: Path, files: list[Path]) -> Path:
 
 
 def sources() -> list[str]:
-    """What is compiled, the longest first, so that no core waits for one at the end."""
     left_out = Path("csrc", "cuda", "absent" if CUDA is not None else "device")
-    alone = [*Path("csrc", "kernels").glob("*.cpp")]  # each for an instruction set of its own
-    found, sizes = defaultdict(list), {}
+    folders = defaultdict(list)
     for file in sorted(Path("csrc").rglob("*.cpp")):
-        if file not in alone and left_out not in file.parents:
-            found[file.parent].append(file)
-    for folder, files in found.items():
-        sizes[unit(folder, files)] = sum(file.stat().st_size for file in files)
+        if left_out not in file.parents:
+            folders[file.parent].append(file)
+    alone = folders.pop(Path("csrc", "kernels"))  # each for an instruction set of its own
     if CUDA is not None:
         alone += Path("csrc").rglob("*.cu")
-    sizes |= {file: file.stat().st_size for file in alone}
-    return [str(path) for path in sorted(sizes, key=lambda path: (-sizes[path], path))]
+    return sorted(str(path) for path in [*alone, *(unit(*folder) for folder in folders.items())])
 
 
 class Build(BuildExtension):
