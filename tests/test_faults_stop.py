@@ -1,5 +1,6 @@
 """A rank is stopped past the deadline and then woken: the others have raised Timeout, and their memory is theirs."""
 
+import contextlib
 import signal
 import time
 from pathlib import Path
@@ -41,33 +42,41 @@ def stopped_in_a_collective(victim, fault, in_arena, woken) -> Outcome:
     return suffer(body, timeout=TIMEOUT)
 
 
+POINTS = [("reducing:2", True), ("reduced:2", True), ("staged:2", True), ("reducing:3", False), ("pulled:2", False)]
+
+
 @needs_hooks
-@pytest.mark.parametrize("world", [2, 3, 8])
-@pytest.mark.parametrize(
-    ("point", "in_arena"),
-    [("reducing:2", True), ("reduced:2", True), ("staged:2", True), ("reducing:3", False), ("pulled:2", False)],
-)
-def test_woken_rank_changes_nobodys_memory(pool, tmp_path, world, point, in_arena):
+@pytest.mark.parametrize(("world", "points"), [(2, POINTS), (3, POINTS), *((8, [point]) for point in POINTS)])
+def test_woken_rank_changes_nobodys_memory(pool, tmp_path, world, points):
+    """Small jobs come to their deadlines side by side."""
     victim = 1
-    woken = tmp_path / "woken"
-    with pool.spawn_ranks(
-        stopped_in_a_collective, victim, f"{point}:stop", in_arena, str(woken), world=world, settings=None
-    ) as ranks:
-        survivors = [number for number in range(world) if number != victim]
-        for number in survivors:
-            wait_for_file(f"{woken}.{number}")
-        ranks[victim].signal(signal.SIGCONT)
-        late = ranks[victim].result()
-        assert late.error == "Timeout", late
-        assert f"waits for rank {victim} " in late.text  # its peers' words
-        assert late.left == []
-        woken.touch()
-        for number in survivors:
-            outcome = ranks[number].result()
-            assert outcome.error == "Timeout", outcome
-            assert f"waits for rank {victim} " in outcome.text, "names another rank, or more than one"
-            assert "all_reduce(sum, float32, 1500000 elements)" in outcome.text
-            assert outcome.left == []
+    with contextlib.ExitStack() as stack:
+        jobs = {}
+        for number, (point, in_arena) in enumerate(points):
+            woken = tmp_path / f"woken {number}"
+            arguments = (victim, f"{point}:stop", in_arena, str(woken))
+            ranks = pool.spawn_ranks(stopped_in_a_collective, *arguments, world=world, settings=None)
+            jobs[woken] = stack.enter_context(ranks)
+        for woken, ranks in jobs.items():
+            wake(ranks, victim, woken)
+
+
+def wake(ranks, victim, woken):
+    survivors = [number for number in range(len(ranks)) if number != victim]
+    for number in survivors:
+        wait_for_file(f"{woken}.{number}")
+    ranks[victim].signal(signal.SIGCONT)
+    late = ranks[victim].result()
+    assert late.error == "Timeout", late
+    assert f"waits for rank {victim} " in late.text  # its peers' words
+    assert late.left == []
+    woken.touch()
+    for number in survivors:
+        outcome = ranks[number].result()
+        assert outcome.error == "Timeout", outcome
+        assert f"waits for rank {victim} " in outcome.text, "names another rank, or more than one"
+        assert "all_reduce(sum, float32, 1500000 elements)" in outcome.text
+        assert outcome.left == []
 
 
 def stopped_while_computing(woken) -> Outcome:

@@ -168,7 +168,7 @@ def lacks_peer() -> str:
     model = syncengine.Parallel(Mlp())
     loss = model(data()).sum()
     if syncengine.rank() == 1:
-        time.sleep(2.5)
+        time.sleep(1.8)
         return ""
     with pytest.raises(Timeout) as error:
         loss.backward()
@@ -176,7 +176,7 @@ def lacks_peer() -> str:
 
 
 def test_a_missing_backward_names_bucket_and_parameters(pool: RankPool):
-    text, _ = pool.run(lacks_peer, settings={"timeout": 1.5})
+    text, _ = pool.run(lacks_peer, settings={"timeout": 1.0})
     assert "rank 1" in text
     assert "bucket 0 of Parallel(Mlp) (head.bias, head.weight, layers.5.bias, ...)" in text
 
