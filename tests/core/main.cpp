@@ -1,4 +1,5 @@
-// Runs the registered tests: all, or those whose name or file contains one of the arguments.
+// Runs the registered tests: all, or those whose name or file contains one of the arguments. TEST_PART=1/2 in the environment
+// runs every second one of them, TEST_PART=2/2 the others.
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -51,6 +52,20 @@ bool is_selected(const Test& test, int argc, char** argv) {
   return false;
 }
 
+struct Part {
+  int number = 1, of = 1;
+};
+
+Part part_from_environment() {
+  const char* text = std::getenv("TEST_PART");
+  Part part;
+  if (!text) return part;
+  if (std::sscanf(text, "%d/%d", &part.number, &part.of) == 2 && part.number >= 1 && part.number <= part.of)
+    return part;
+  std::fprintf(stderr, "TEST_PART=%s is not a part such as 1/2\n", text);
+  std::exit(2);
+}
+
 std::string run(const Test& test) {
   Watchdog watchdog(test.name);
   try {
@@ -66,8 +81,10 @@ std::string run(const Test& test) {
 int run_all(int argc, char** argv) {
   int passed = 0;
   int failed = 0;
+  int selected = 0;
+  const Part part = part_from_environment();
   for (const Test& test : registry()) {
-    if (!is_selected(test, argc, argv)) continue;
+    if (!is_selected(test, argc, argv) || selected++ % part.of != part.number - 1) continue;
     std::string problem = run(test);
     if (problem.empty()) {
       ++passed;
