@@ -2,8 +2,7 @@
 #
 #   make train       train a small GPT on 2 ranks with syncengine and with DDP, compare
 #   make test        all tests: the C++ core's, then everything else
-#   make sanitize    the C++ core's tests under ThreadSanitizer and AddressSanitizer + UBSan, and the portable core's; the CUDA side's
-#                    on a device in software under ThreadSanitizer, if nvcc is installed
+#   make sanitize    the C++ core's tests under ThreadSanitizer and AddressSanitizer + UBSan, and the portable core's
 #   make build       the extension, in place, as users get it
 #   make core-test   only the C++ core's tests
 #   make arm-check   compiles the C++ core for ARM, if aarch64-linux-gnu-g++ is installed
@@ -75,7 +74,6 @@ core-test:
 
 sanitize:
 	$(MAKE) --no-print-directory -C tests/core FLAVORS="portable tsan asan"
-	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-software FLAVORS=tsan
 
 arm-check:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) arm-check

@@ -1,4 +1,4 @@
-// Ranks as processes: memory by IPC handles, deaths and stops, what is left afterwards.
+// Ranks as processes: memory by IPC handles, deaths and stops.
 #include <signal.h>
 #include <unistd.h>
 
@@ -11,6 +11,7 @@ namespace syncengine {
 namespace {
 
 using testing::contains;
+using testing::floats;
 using testing::GpuRank;
 using testing::Meeting;
 using testing::run_processes;
@@ -20,12 +21,6 @@ Options with_timeout(double timeout) {
   options.timeout = seconds(timeout);
   options.log_after = seconds(60);
   return options;
-}
-
-std::vector<std::byte> floats(size_t count, float value) {
-  const std::vector<float> content(count, value);
-  const auto* bytes = reinterpret_cast<const std::byte*>(content.data());
-  return {bytes, bytes + 4 * count};
 }
 
 // In one kernel, staged, direct.
@@ -174,31 +169,6 @@ TEST(gpu_process_that_leaves) {
         if (rank == 1) return;
         const auto text = error_without_peer(gpu, tensors, ErrorKind::PeerLost);
         CHECK(contains(text, "rank 1 has left"));
-      });
-  CHECK(ends == (std::vector<int>{0, 0}));
-}
-
-// What is dropped by all is given back; a closed group keeps nothing.
-TEST(gpu_memory_is_given_back) {
-  const auto ends = run_processes(
-      "gpu_memory_is_given_back", 2, with_timeout(30), [](int rank, Communicator& communicator, Meeting&) {
-        cuda::require_device(0);
-        const size_t before = testing::free_memory();
-        {
-          GpuRank gpu(communicator);
-          for (int round = 0; round < 50; ++round) {
-            auto memory = gpu.group().allocate(1 << 20, {});
-            auto* data = static_cast<std::byte*>(memory.get());
-            gpu.put(data, floats(1000, static_cast<float>(rank)));
-            gpu.run(testing::all_reduce_of(data, 4000, DType::Float32));
-            CHECK(gpu.get(data, 4000) == floats(1000, 1));
-          }
-          CHECK_EQ(gpu.group().counters().at("direct_bytes"), uint64_t{50 * 4000});
-          CHECK(before - testing::free_memory() < (40 << 20));  // staging, and one or two of these
-          const auto text = CHECK_THROWS(gpu.group().allocate(rank + 1, {}), ErrorKind::Mismatch);
-          CHECK(contains(text, "all ranks make the same tensors in the same order"));
-        }
-        CHECK_EQ(testing::free_memory(), before);
       });
   CHECK(ends == (std::vector<int>{0, 0}));
 }

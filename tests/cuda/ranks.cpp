@@ -49,11 +49,10 @@ std::vector<std::byte> GpuRank::get(const void* memory, size_t bytes) {
 
 void GpuRank::wait() { cuda::check(cudaStreamSynchronize(stream_), "waiting for a stream"); }
 
-size_t free_memory(int device) {
-  size_t free = 0, total = 0;
-  cuda::check(cudaSetDevice(device), "choosing a device");
-  cuda::check(cudaMemGetInfo(&free, &total), "asking for free memory");
-  return free;
+std::vector<std::byte> floats(size_t count, float value) {
+  const std::vector<float> content(count, value);
+  const auto* bytes = reinterpret_cast<const std::byte*>(content.data());
+  return {bytes, bytes + 4 * count};
 }
 
 namespace {

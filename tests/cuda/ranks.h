@@ -39,8 +39,8 @@ class GpuRank {
   std::vector<std::shared_ptr<void>> taken_;
 };
 
-// Device memory that this process has free, on `device`.
-size_t free_memory(int device = 0);
+// `count` times `value`, as bytes.
+std::vector<std::byte> floats(size_t count, float value);
 
 // What processes of a test share.
 struct Meeting {

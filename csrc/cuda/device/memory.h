@@ -1,8 +1,9 @@
 // Device memory that other ranks reach, and host memory that the device reaches.
 //
 // Ownership: each class gives back what it took. Exported memory must outlive the peers' mappings of it: it is freed only if they
-// have said that they are done (group.cpp), else it stays to the end of the process. Thread-safety: one thread at a time, any thread; device() is made
-// current by the caller. Failure: InvalidUsage with CUDA's own words.
+// have said that they are done (group.cpp), else it stays to the end of the process.
+// Thread-safety: one thread at a time, any thread; device() is made current by the caller.
+// Failure: InvalidUsage with CUDA's own words.
 #pragma once
 
 #include <cuda_runtime_api.h>
