@@ -71,6 +71,7 @@ def finalize_first(hosts):
 
     start(hosts)
     syncengine.barrier()
+    time.sleep(0.5)  # what the barrier has sent must have left: its own rank does not wait for that
     MPI.Finalize()
     try:
         while True:
