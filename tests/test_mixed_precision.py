@@ -44,7 +44,7 @@ def on_data(model: nn.Module, step: int, rank: int, dtype: torch.dtype | None) -
 
 
 def on_dict(model: nn.Module, step: int, rank: int, dtype: torch.dtype | None) -> torch.Tensor:
-    return model({"x": data(step, rank).to(dtype), "scale": 3})
+    return model({"x": data(step, rank).to(dtype), "scale": 3}, dtype="a name that is the model's own")
 
 
 def on_sentences(model: nn.Module, step: int, rank: int, _: torch.dtype | None) -> torch.Tensor:
@@ -108,7 +108,7 @@ class Partly(nn.Module):
         names = ("ignored.weight", "ignored.bias")
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)
 
-    def forward(self, inputs: dict[str, Any]) -> torch.Tensor:
+    def forward(self, inputs: dict[str, Any], dtype: str) -> torch.Tensor:
         assert inputs["x"].dtype == self.head.weight.dtype == torch.bfloat16
         hidden = self.ignored(self.frozen(inputs["x"]).float())
         return self.head(hidden.bfloat16()) * inputs["scale"]

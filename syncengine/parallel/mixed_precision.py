@@ -47,7 +47,8 @@ class MixedPrecision:
 
     def cast_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Floating-point tensors, also in containers, get ``param_dtype``."""
-        return _cast_forward_inputs(self.dtype, *inputs, **kwargs)
+        (inputs, kwargs), _ = _cast_forward_inputs(self.dtype, inputs, kwargs)  # as two: one may be called `dtype`
+        return inputs, kwargs
 
     def _takes_part(self, tensor: torch.Tensor) -> bool:
         return tensor.is_floating_point() and tensor not in self._ignored
