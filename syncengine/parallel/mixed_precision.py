@@ -25,9 +25,10 @@ _COMPRESSED = (torch.float16, torch.bfloat16)
 class MixedPrecision:
     """What the settings make of one module. Raises ``InvalidUsage``, before anything is changed, if they can't hold."""
 
-    def __init__(self, settings: _MixedPrecision, module: nn.Module, ignored: set[str], device_type: str) -> None:
+    def __init__(self, settings: _MixedPrecision, module: nn.Module, device_type: str) -> None:
         _check(settings)
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # delayed parameters are cast as the others
         self._ignored = {tensor for name, tensor in named if name in ignored}
         self.dtype: torch.dtype | None = settings.param_dtype
         self.compress = _compression(settings, filter(self._takes_part, module.parameters()))

@@ -120,7 +120,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self.mixed_precision = mixed_precision
         self._mixed_precision = None
         if mixed_precision is not None:
-            self._mixed_precision = MixedPrecision(mixed_precision, module, self.parameters_to_ignore, self.device_type)
+            self._mixed_precision = MixedPrecision(mixed_precision, module, self.device_type)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
