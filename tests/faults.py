@@ -45,8 +45,8 @@ class Resources:
     """What of this process the engine could leave behind."""
 
     descriptors: set[str]
-    mappings: list[str]
-    threads: list[str]
+    mappings: set[str]
+    threads: set[str]
 
     @classmethod
     def now(cls) -> Resources:
@@ -56,13 +56,14 @@ class Resources:
                 descriptors.add(f"{entry.name} -> {entry.readlink()}")
             except OSError:
                 continue  # the directory's own
-        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:syncengine" in line]
-        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-        return cls(descriptors, maps, [name for name in names if name == "syncengine"])
+        maps = {line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:syncengine" in line}
+        names = {f"{task.name} {(task / 'comm').read_text().strip()}" for task in Path("/proc/self/task").iterdir()}
+        return cls(descriptors, maps, {name for name in names if name.endswith(" syncengine")})
 
     def left_since(self, before: Resources) -> list[str]:
         """Differences that a shutdown must not leave."""
-        return [*sorted(self.descriptors - before.descriptors), *self.mappings, *self.threads]
+        now, then = (vars(resources) for resources in (self, before))
+        return [one for kind in now for one in sorted(now[kind] - then[kind])]
 
 
 @dataclass
