@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import CAP, Branches, Mlp, Run, both, data, different_bits, gradients, train
+from parallel_models import CAP, Branches, Mlp, Run, backwards, both, data, different_bits, gradients, train
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
@@ -27,6 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 from syncengine.errors import Aborted
+
+pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
 Register = Callable[[nn.Module], Any]
 
@@ -213,6 +216,34 @@ def test_hooks_run_in_the_order_of_buckets():
             assert order == list(range(len(order)))
 
     both(Crossed, step, bucket_cap_mb=1e-6)
+
+
+@run_on_ranks(gloo=True)
+def test_futures_may_be_completed_late_and_in_any_order():
+    """By another thread, after backward has come to its end, the last bucket's first."""
+
+    def step(model: nn.Module) -> None:
+        open_futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+
+        def complete(futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]]) -> None:
+            time.sleep(0.05)
+            for future, average in reversed(futures):
+                time.sleep(0.002)
+                future.set_result(average)
+
+        def hook(state, bucket):
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            dist.all_reduce(bucket.buffer())
+            open_futures.append((future, bucket.buffer() / 2))
+            if bucket.is_last():
+                threading.Thread(target=complete, args=(open_futures[:],)).start()
+                open_futures.clear()
+            return future
+
+        model.register_comm_hook(None, hook)
+        backwards(model)
+
+    both(Mlp, step, **CAP)
 
 
 @run_on_ranks(gloo=True)
