@@ -10,8 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from flat import flat
 from hypothesis import settings
 from pool import RankPool
+
+from syncengine import _C
 
 # torch asks DNS for the names of the addresses that its stores connect: don't wait long where there is no good answer.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -27,6 +30,17 @@ def pool(nothing_is_left: None) -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(params=["in place", "flat"])
+def kinds_of_buckets(pool: RankPool, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Runs a test twice: with the buckets of CPUs, and with those of devices, in host memory."""
+    if request.param == "flat":
+        if not _C.has_test_hooks:
+            pytest.skip("no test hooks in the extension: build it with SYNCENGINE_TEST_HOOKS=1 (make test does)")
+        pool.through = flat
+    yield
+    pool.through = None
 
 
 @pytest.fixture

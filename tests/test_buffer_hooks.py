@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import Mlp, data, different_bits, gradients
@@ -12,6 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
+
+pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
 
 class Counting(nn.Module):

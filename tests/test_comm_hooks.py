@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 import time
+import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import CAP, Branches, Mlp, Run, both, data, different_bits, gradients, train
+from parallel_models import CAP, Branches, Mlp, Run, backwards, both, data, different_bits, gradients, train
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
@@ -27,6 +30,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 from syncengine.errors import Aborted
+
+pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
 Register = Callable[[nn.Module], Any]
 
@@ -123,6 +128,13 @@ BROKEN_HOOKS: dict[str, tuple[Register, str]] = {
 }
 
 
+def wait_until_no_callback_holds(group: dist.ProcessGroup) -> None:
+    """Gloo's threads run the callbacks of torch's hooks. One that is the last to hold the group would join itself."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(isinstance(x, types.CellType) for x in gc.get_referrers(group)):
+        time.sleep(0.01)
+
+
 def fails_with_ddp_too(name: str) -> None:
     register, text = BROKEN_HOOKS[name]
     for wrap in (DistributedDataParallel, syncengine.Parallel):
@@ -134,6 +146,8 @@ def fails_with_ddp_too(name: str) -> None:
         except Exception as error:
             seen = f"{type(error).__name__}: {error}"
         assert text in seen, (wrap, seen)
+    del model
+    wait_until_no_callback_holds(dist.group.WORLD)
 
 
 @pytest.mark.parametrize("name", BROKEN_HOOKS)
@@ -213,6 +227,34 @@ def test_hooks_run_in_the_order_of_buckets():
             assert order == list(range(len(order)))
 
     both(Crossed, step, bucket_cap_mb=1e-6)
+
+
+@run_on_ranks(gloo=True)
+def test_futures_may_be_completed_late_and_in_any_order():
+    """By another thread, after backward has come to its end, the last bucket's first."""
+
+    def step(model: nn.Module) -> None:
+        open_futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = []
+
+        def complete(futures: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]]) -> None:
+            time.sleep(0.05)
+            for future, average in reversed(futures):
+                time.sleep(0.002)
+                future.set_result(average)
+
+        def hook(state, bucket):
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            dist.all_reduce(bucket.buffer())
+            open_futures.append((future, bucket.buffer() / 2))
+            if bucket.is_last():
+                threading.Thread(target=complete, args=(open_futures[:],)).start()
+                open_futures.clear()
+            return future
+
+        model.register_comm_hook(None, hook)
+        backwards(model)
+
+    both(Mlp, step, **CAP)
 
 
 @run_on_ranks(gloo=True)

@@ -60,6 +60,7 @@ RUNS = [
     Run(options=(("static_graph", True),)),
     Run(options=(("gradient_as_bucket_view", True), ("bucket_cap_mb", 0.5))),
     Run(options=(("mixed_precision", _MixedPrecision(torch.bfloat16, torch.float32, torch.float32)),)),
+    Run(options=(("mixed_precision", _MixedPrecision(torch.bfloat16)),)),
 ]
 
 

@@ -14,6 +14,8 @@ from torch import nn
 import syncengine
 from syncengine.errors import InvalidUsage
 
+pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
+
 
 def averages(hook: Any, dtype: torch.dtype) -> None:
     assert not dist.is_initialized()
@@ -66,6 +68,18 @@ def test_complex_gradients_are_not_compressed():
     model = syncengine.Parallel(nn.Linear(24, 3, dtype=torch.complex64))
     with pytest.raises(InvalidUsage, match="weight is complex"):
         model.register_comm_hook(None, syncengine.hooks.fp16_compress)
+
+
+@run_on_ranks(world=1)
+def test_alone_gradients_are_rounded_as_well():
+    torch.manual_seed(0)
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    model.register_comm_hook(None, syncengine.hooks.bf16_compress)
+    local = torch.autograd.grad(model.module(data()).square().sum(), list(model.parameters()))
+    for _ in range(2):
+        model.zero_grad()
+        model(data()).square().sum().backward()
+        assert all(map(torch.equal, gradients(model), [grad.bfloat16().float() for grad in local]))
 
 
 @run_on_ranks(world=1)

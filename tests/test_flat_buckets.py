@@ -1,16 +1,21 @@
-"""Flat buckets, as on a device, but in host memory: all of that path but streams and kernels, against DDP."""
+"""Flat buckets, as on a device, but in host memory: all of that path but streams and kernels, against DDP.
+
+What works the same in both kinds of buckets (hooks, sparse gradients, mixed precision) is tested with both where it is
+at home: see the fixture `kinds_of_buckets`.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from faults import needs_hooks
+from flat import flat, flat_buckets
 from parallel_models import (
     CAP,
     Branches,
@@ -24,32 +29,19 @@ from parallel_models import (
     train,
 )
 from pool import RankPool
+from test_comm_hooks import with_hook
 from test_parallel_faults import LATER
 from test_parallel_join import compare as compare_uneven
 from test_parallel_join import runs_of as uneven_runs
 from test_parallel_weights import errors_against_all_samples
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
 
 import syncengine
-from syncengine.errors import Aborted, InvalidUsage, SyncError
+from syncengine.errors import Aborted, SyncError
 
 pytestmark = needs_hooks
-
-
-@contextlib.contextmanager
-def flat_buckets() -> Iterator[None]:
-    syncengine.Parallel._flat_buckets = True
-    try:
-        yield
-    finally:
-        syncengine.Parallel._flat_buckets = False
-
-
-def flat(body: Callable[..., Any], *arguments: Any) -> Any:
-    """`body` on a rank, every Parallel in it with flat buckets."""
-    with flat_buckets():
-        return body(*arguments)
 
 
 def numerics(mode: str) -> dict[str, object]:
@@ -85,6 +77,52 @@ def the_same_as_in_place(runs: list[Run]) -> None:
 @pytest.mark.parametrize("world", [3, 4])
 def test_rank_order_has_the_bits_of_buckets_in_place(pool: RankPool, world: int):
     pool.run(the_same_as_in_place, [*RUNS, Run(dtype=torch.float16)], world=world)
+
+
+HOOKS: dict[str, Callable[[Any], None]] = {
+    "native all-reduce": lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+    "native fp16": lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
+    "bf16": lambda model: model.register_comm_hook(None, syncengine.hooks.bf16_compress),
+    "mixed precision": lambda model: None,
+}
+
+
+def hooks_have_the_bits_of_buckets_in_place(name: str) -> None:
+    options = (("mixed_precision", _MixedPrecision(torch.bfloat16)),) if name == "mixed precision" else ()
+    for run in (Run(options=options), Run(accumulate=2, set_to_none=False, options=options)):
+        in_place = train(partial(with_hook, syncengine.Parallel, HOOKS[name]), run)
+        with flat_buckets():
+            assert different_bits(train(partial(with_hook, syncengine.Parallel, HOOKS[name]), run), in_place) == 0
+
+
+@pytest.mark.parametrize("name", HOOKS)
+@pytest.mark.parametrize(("mode", "world"), [("rank_order", 3), ("ring", 3)])
+def test_hooks_of_the_engine_have_the_bits_of_buckets_in_place(pool: RankPool, mode: str, world: int, name: str):
+    """Where 1/N is not exact, the order of scaling and rounding shows."""
+    pool.run(hooks_have_the_bits_of_buckets_in_place, name, world=world, settings=numerics(mode))
+
+
+def compresses_from_the_third_step_on() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = syncengine.Parallel(small(), **CAP)
+    backwards(model)
+    exact = [p.grad for p in model.parameters()]
+    HOOKS["bf16"](model)
+    backwards(model)
+    rounded = [p.grad for p in model.parameters()]
+    assert not all(map(torch.equal, exact, rounded))
+    assert all(torch.equal(grad, grad.bfloat16().float()) for grad in rounded)
+    return rounded
+
+
+def compresses_later() -> None:
+    in_place = compresses_from_the_third_step_on()
+    with flat_buckets():
+        assert different_bits(compresses_from_the_third_step_on(), in_place) == 0
+
+
+def test_compression_may_come_when_buckets_are_there(pool: RankPool):
+    pool.run(compresses_later)
 
 
 class Opposite(nn.Module):
@@ -224,18 +262,3 @@ def under_a_transform() -> None:
 
 def test_a_first_forward_under_a_transform(pool: RankPool):
     pool.run(under_a_transform)
-
-
-def refuses_hooks() -> None:
-    with flat_buckets():
-        model = syncengine.Parallel(small())
-    for register in (
-        lambda: model.register_comm_hook(None, lambda state, bucket: None),
-        lambda: model.register_comm_hook(None, syncengine.hooks.bf16_compress),
-    ):
-        with pytest.raises(InvalidUsage, match="hooks are not supported"):
-            register()
-
-
-def test_communication_hooks_are_refused(pool: RankPool):
-    pool.run(refuses_hooks)

@@ -27,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 import syncengine
 from syncengine.errors import InvalidUsage, Mismatch
 
+pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
+
 BF16 = _MixedPrecision(param_dtype=torch.bfloat16)
 BF16_REDUCED_IN_FP32 = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = _MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)

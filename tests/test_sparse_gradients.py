@@ -17,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 import syncengine
 from syncengine.errors import SyncError
 
+pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
+
 
 class Tables(nn.Module):
     """Two tables, a dense layer between them; `unused` ids leave the second one out."""

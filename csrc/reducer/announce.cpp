@@ -36,10 +36,7 @@ bool Reducer::skips(const Bucket& bucket) const {
 void Reducer::announce(Bucket& bucket) {
   const BucketLayout& layout = *bucket.layout;
   Operation operation = operation_of(bucket);
-  if (compression_) operation.dtype = compression_->dtype();
-  // DDP scales each contribution as it copies it into the bucket; rank_order scales the sum, and so rounds once.
-  const bool divides_first = compression_ && compression_->divides() == Compression::Divides::First;
-  double& scale = divides_first || operation.numerics == Numerics::Ring ? operation.prescale : operation.postscale;
+  double& scale = scales_first() ? operation.prescale : operation.postscale;
   auto memory = bucket.memory;
   auto& gradients = memory->gradients;
   gradients.reserve(layout.parameters.size());
@@ -69,7 +66,7 @@ void Reducer::announce(Bucket& bucket) {
 
 Operation Reducer::operation_of(const Bucket& bucket) const {
   Operation operation;
-  operation.dtype = bucket.layout->dtype;
+  operation.dtype = compression_ ? compression_->dtype() : bucket.layout->dtype;
   operation.op = ReduceOp::Avg;
   operation.numerics = communicator_->numerics();
   operation.layout_hash = bucket.layout->hash;
@@ -77,11 +74,22 @@ Operation Reducer::operation_of(const Bucket& bucket) const {
   return operation;
 }
 
-// In the order of buckets, which is the same on all ranks.
+// DDP scales each contribution as it copies it into the bucket; rank_order scales the sum, and so rounds once.
+bool Reducer::scales_first() const {
+  return communicator_->numerics() == Numerics::Ring ||
+         (compression_ && compression_->divides() == Compression::Divides::First);
+}
+
+void Reducer::lay_out_flat_buckets() {
+  if (comm_hook_) return flat_->lay_out_nothing(buckets_.size());
+  flat_->lay_out(buckets_, gradients_, compression_ ? std::optional(compression_->type()) : std::nullopt);
+}
+
+// In the order of buckets, which is the same on all ranks. Sparse ones wait for backward's end.
 void Reducer::start_flat_buckets() {
   while (next_in_order_ < buckets_.size() && buckets_[next_in_order_].state >= Bucket::State::Ready) {
     Bucket& bucket = buckets_[next_in_order_++];
-    if (bucket.state == Bucket::State::Ready) start_flat(bucket);
+    if (bucket.state == Bucket::State::Ready && !bucket.layout->sparse) start_flat(bucket);
   }
 }
 
@@ -91,14 +99,14 @@ void Reducer::start_flat(Bucket& bucket) {
   Operation operation = operation_of(bucket);
   operation.output = operation.input = flat_->span(index);
   // As in announce(); but what is scaled beforehand is scaled where it lies, so that the peers may read it there.
-  if (operation.numerics != Numerics::Ring && (scaling_ == Scaling::Multiply || is_exact(divisor_))) {
+  if (!scales_first() && (scaling_ == Scaling::Multiply || is_exact(divisor_))) {
     operation.postscale = 1.0 / divisor_;
   } else {
     const c10::StreamGuard on(flat_->stream());
     scale_one_by_one(*bucket.layout, flat_->views(index));
   }
   statistics_.reduced_bytes += operation.output.bytes();
-  statistics_.count_copy(CopyReason::Bucket, operation.output.bytes());
+  statistics_.count_copy(compression_ ? CopyReason::Compression : CopyReason::Bucket, operation.output.bytes());
   timeline_.bucket();
   flat_->all_reduce(std::move(operation));
   bucket.state = Bucket::State::InFlight;
@@ -170,6 +178,7 @@ void Reducer::run_comm_hooks() {
     Bucket& bucket = buckets_[next_in_order_++];
     if (bucket.state == Bucket::State::Skipped) continue;
     bucket.state = Bucket::State::InFlight;
+    if (flat_) flat_->take_over(bucket, gradients_);
     auto memory = bucket.memory = std::make_shared<BucketMemory>();
     std::vector<at::Tensor> parameters;
     for (size_t i : bucket.layout->parameters) {

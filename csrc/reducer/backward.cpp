@@ -190,7 +190,7 @@ void Reducer::count_collected(size_t index) {
   } else if (!comm_hook_ && !flat_ && !bucket.layout->sparse) {
     announce(bucket);
   }
-  if (flat_) start_flat_buckets();
+  if (flat_ && !comm_hook_) start_flat_buckets();
   if (buckets_missing_ == 0 && asks_usage_ && !usage_travels()) announce_usage();
 }
 

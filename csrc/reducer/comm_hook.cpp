@@ -1,6 +1,8 @@
 #include "reducer/comm_hook.h"
 
+#include <ATen/DeviceGuard.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_copy.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -55,6 +57,7 @@ size_t CommHook::bytes(const std::vector<at::Tensor>& memory) {
 
 void CommHook::start(const BucketLayout& layout, std::vector<at::Tensor> parameters,
                      const std::vector<at::Tensor>& memory) {
+  const c10::OptionalDeviceGuard on_device(at::device_of(memory[0]));  // the hook's, too
   Flight& flight = flights_[layout.index];
   std::vector<size_t> offsets, lengths;
   std::vector<c10::IntArrayRef> sizes;
@@ -71,8 +74,7 @@ void CommHook::start(const BucketLayout& layout, std::vector<at::Tensor> paramet
       }
       for (const at::Tensor& parameter : parameters) sizes.push_back(parameter.sizes());
       if (!flight.flat.defined()) flight.flat = at::empty({static_cast<int64_t>(length)}, memory[0].options());
-      auto parts = parts_of(flight.flat, memory);
-      for (size_t i = 0; i < parts.size(); ++i) parts[i].copy_(memory[i]);
+      at::_foreach_copy_(parts_of(flight.flat, memory), memory);
     }
   }
   at::Tensor buffer = flight.flat.is_complex() ? at::view_as_real(flight.flat).view(-1) : flight.flat;  // as DDP
@@ -81,25 +83,27 @@ void CommHook::start(const BucketLayout& layout, std::vector<at::Tensor> paramet
   flight.future = keeping_python_errors([&] { return hook_->runHook(bucket); });
 }
 
-void CommHook::finish(const BucketLayout& layout, const std::vector<at::Tensor>& memory, Communicator& communicator) {
+at::Tensor CommHook::finish(const BucketLayout& layout, const std::vector<at::Tensor>& memory,
+                            Communicator& communicator) {
   Flight& flight = flights_[layout.index];
   auto what = [&] { return "the communication hook's future of " + layout.describe(); };
-  keeping_python_errors([&] {
+  return keeping_python_errors([&] {
     wait_for_future(flight.future, communicator, what);
     at::NoGradGuard no_grad;
     at::Tensor result = hook_->parseHookResult(flight.future->value());
     flight.future.reset();
     if (layout.sparse) {
       memory[0].copy_(result);
-      return;
+      return result;
     }
     if (memory[0].is_complex() && !result.is_complex()) result = at::view_as_complex(result.reshape({-1, 2}));
     if (result.numel() != flight.flat.numel()) {
       throw Error(ErrorKind::InvalidUsage, what() + " gave " + std::to_string(result.numel()) +
                                                " elements instead of " + std::to_string(flight.flat.numel()));
     }
-    auto parts = parts_of(result.contiguous().view(-1), memory);
-    for (size_t i = 0; i < parts.size(); ++i) memory[i].copy_(parts[i]);
+    result = result.contiguous().view(-1);
+    at::_foreach_copy_(memory, parts_of(result, memory));
+    return result;
   });
 }
 

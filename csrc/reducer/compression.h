@@ -21,6 +21,7 @@ class Compression {
   // Float16 or BFloat16; throws Error(InvalidUsage) for another.
   Compression(c10::ScalarType type, Divides divides);
 
+  c10::ScalarType type() const { return type_; }
   DType dtype() const { return dtype_; }
   Divides divides() const { return divides_; }
   // Throws Error(InvalidUsage), naming it, for a parameter whose gradient can't be compressed.

@@ -1,5 +1,7 @@
 #include "reducer/device_lane.h"
 
+#include <ATen/ops/empty.h>
+
 #include <utility>
 
 #include "reducer/python_error.h"
@@ -15,8 +17,10 @@ class DeviceLane final : public BucketLane {
       : communicator_(std::move(communicator)), device_(device) {}
 
   at::Tensor allocate(size_t bytes) override {
+    const auto size = static_cast<int64_t>(bytes);
+    if (communicator_->size() == 1) return at::empty({size}, at::TensorOptions().dtype(at::kByte).device(device_));
     if (!queue_) queue_ = take_own_queue(communicator_, device_, raise_pending_signal);
-    return queue_->empty({static_cast<int64_t>(bytes)}, bytes, at::kByte, raise_pending_signal);
+    return queue_->empty({size}, bytes, at::kByte, raise_pending_signal);
   }
   c10::Stream current() const override { return current_stream(device_); }
   c10::Stream own() const override { return queue_ ? queue_->side() : current(); }
@@ -24,7 +28,9 @@ class DeviceLane final : public BucketLane {
   void keep_for(c10::Stream stream, const at::Tensor& tensor) override {
     syncengine::keep_for(stream, tensor.storage());
   }
-  void all_reduce(Operation operation) override { queue_->run(operation, queue_->side(), queue_->side_handle()); }
+  void all_reduce(Operation operation) override {
+    if (queue_) queue_->run(operation, queue_->side(), queue_->side_handle());  // else there is one rank
+  }
   void finish() override { communicator_->throw_if_failed(); }  // what the streams do is theirs to wait for
 
  private:

@@ -67,16 +67,20 @@ void Reducer::wait_for_buckets() {
   if (options_.skip_all_reduce_unused_params) check_skipped();
   if (comm_hook_) {
     wait_for_hooks();
+  } else if (flat_) {
+    flat_->finish(buckets_, gradients_);
   } else {
     for (const auto& bucket : buckets_) {
       if (bucket.work) communicator_->wait(bucket.work, raise_pending_signal);
     }
   }
-  if (flat_) flat_->finish(buckets_, gradients_);
   if (usage_work_) communicator_->wait(usage_work_, raise_pending_signal);
   if (!comm_hook_ && !sparse_.empty()) {
     std::vector<at::Tensor> gradients;
-    for (size_t i : sparse_) gradients.push_back(gradients_[i].memory());
+    for (size_t i : sparse_) {
+      if (flat_) flat_->take_over(buckets_[bucket_of_[i]], gradients_);
+      gradients.push_back(gradients_[i].memory());
+    }
     size_t bytes = average_sparse(gradients, *communicator_, divisor_, names_->model);
     std::lock_guard lock(mutex_);
     statistics_.reduced_bytes += bytes;
@@ -89,7 +93,10 @@ void Reducer::wait_for_buckets() {
 void Reducer::wait_for_hooks() {
   try {
     for (const auto& bucket : buckets_) {
-      if (bucket.memory) comm_hook_->finish(*bucket.layout, bucket.memory->gradients, *communicator_);
+      if (!bucket.memory) continue;
+      if (flat_) flat_->take_over(bucket, gradients_);
+      const at::Tensor result = comm_hook_->finish(*bucket.layout, bucket.memory->gradients, *communicator_);
+      if (flat_) flat_->keep(result);
     }
   } catch (...) {
     tell_peers("the communication hook's future failed: " + current_error_text());

@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "base/alignment.h"
-#include "base/error.h"
 
 namespace syncengine {
 
@@ -34,7 +33,8 @@ std::vector<at::Tensor> memories(const Bucket& bucket, const std::vector<Gradien
 
 }  // namespace
 
-void FlatBuckets::lay_out(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients) {
+void FlatBuckets::lay_out(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients,
+                          std::optional<at::ScalarType> type) {
   at::NoGradGuard no_grad;
   // The forward that wants buckets may run under torch.func's transforms, which would wrap what is made here.
   const c10::impl::ExcludeDispatchKeyGuard untransformed(c10::DispatchKeySet(
@@ -42,32 +42,39 @@ void FlatBuckets::lay_out(const std::vector<Bucket>& buckets, const std::vector<
   // What any other plan of the same parameters would need, too.
   size_t needed = 0;
   for (const Bucket& bucket : buckets) {
-    if (bucket.layout->sparse)
-      throw Error(ErrorKind::InvalidUsage, bucket.layout->describe() + " is sparse, and lies on a device");
+    if (bucket.layout->sparse) continue;
     for (size_t i : bucket.layout->parameters) needed += gradients[i].parameter().nbytes() + kBucketAlignment;
   }
-  if (!memory_.defined() || memory_.nbytes() < needed) {
+  if (needed > 0 && (!memory_.defined() || memory_.nbytes() < needed)) {
     flats_.clear();
     memory_.reset();
     memory_ = lane_->allocate(needed);
   }
-  flats_.clear();
+  flats_.assign(buckets.size(), {});
   size_t begin = 0;
   for (const Bucket& bucket : buckets) {
-    size_t bytes = 0;
-    for (size_t i : bucket.layout->parameters) bytes += gradients[i].parameter().nbytes();
-    Flat flat{.bytes = memory_.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(bytes))};
-    const at::Tensor& first = gradients[bucket.layout->parameters[0]].parameter();
-    const at::Tensor elements = flat.bytes.view(first.scalar_type());
+    if (bucket.layout->sparse) continue;
+    const auto& parameters = bucket.layout->parameters;
+    const at::ScalarType own = gradients[parameters[0]].parameter().scalar_type();
+    int64_t length = 0;
+    for (size_t i : parameters) length += gradients[i].parameter().numel();
+    const size_t bytes = length * c10::elementSize(type.value_or(own));
+    Flat& flat = flats_[bucket.layout->index];
+    flat.bytes = memory_.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(bytes));
+    const at::Tensor elements = flat.bytes.view(type.value_or(own));
     int64_t offset = 0;
-    for (size_t i : bucket.layout->parameters) {
+    for (size_t i : parameters) {
       const at::Tensor& parameter = gradients[i].parameter();
       flat.views.push_back(view_of(elements, offset, parameter));
       offset += parameter.numel();
     }
-    flats_.push_back(std::move(flat));
     begin += round_up(bytes, kBucketAlignment);
   }
+}
+
+void FlatBuckets::lay_out_nothing(size_t buckets) {
+  flats_.assign(buckets, {});
+  memory_.reset();
 }
 
 void FlatBuckets::begin() {
@@ -120,6 +127,28 @@ void FlatBuckets::finish(const std::vector<Bucket>& buckets, const std::vector<G
     }
   }
   lane_->order(lane_->own(), current);
+  written_on_ = current;
+}
+
+void FlatBuckets::take_over(const Bucket& bucket, const std::vector<Gradient>& gradients) {
+  const c10::Stream current = lane_->current();
+  written_on_ = current;
+  auto& streams = flats_[bucket.layout->index].streams;
+  if (streams.size() == 1 && streams[0] == current) return;
+  for (c10::Stream stream : streams) lane_->order(stream, current);
+  for (const at::Tensor& memory : memories(bucket, gradients)) keep(memory);
+  note(bucket.layout->index);
+}
+
+void FlatBuckets::keep(const at::Tensor& tensor) {
+  const c10::Stream current = lane_->current();
+  if (!tensor.is_sparse()) return lane_->keep_for(current, tensor);
+  lane_->keep_for(current, tensor._indices());
+  lane_->keep_for(current, tensor._values());
+}
+
+void FlatBuckets::join() {
+  if (written_on_) lane_->order(*written_on_, lane_->current());
 }
 
 }  // namespace syncengine

@@ -4,11 +4,15 @@
 // Streams can't overtake, so buckets are to be started in one order on all ranks. Flat memory is touched by the lane's stream
 // alone, so one bucket of the next step can't run into this one's.
 //
+// What is not reduced here (sparse gradients, and all buckets of a communication hook) has no flat memory: whoever reduces it
+// takes it over on the current stream.
+//
 // Ownership: holds the memory and the lane; the gradients' memory must live until finish() returns. Thread-safety: none.
-// Failure: as BucketLane; lay_out() throws Error(InvalidUsage) for gradients that can't lie there.
+// Failure: as BucketLane.
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "reducer/bucket.h"
@@ -21,8 +25,12 @@ class FlatBuckets {
  public:
   explicit FlatBuckets(std::unique_ptr<BucketLane> lane) : lane_(std::move(lane)) {}
 
-  // New buckets. Takes memory only if there is not enough of it yet. Collective.
-  void lay_out(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients);
+  // New buckets, whose elements travel as `type`, which is not wider than their own; by default as that. Collective, unless the
+  // memory that there is is enough, as it is for any buckets of the same parameters.
+  void lay_out(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients,
+               std::optional<at::ScalarType> type);
+  // New buckets, none of which is reduced here. Lets go of the memory.
+  void lay_out_nothing(size_t buckets);
 
   c10::Stream current() const { return lane_->current(); }
   c10::Stream stream() const { return lane_->own(); }
@@ -41,19 +49,24 @@ class FlatBuckets {
 
   // All that were reduced are copied back to the gradients' memory, before what the current stream gets from now on.
   void finish(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients);
-  // The current stream waits for what finish() has queued on behalf of another one.
-  void join() { lane_->order(lane_->own(), lane_->current()); }
+  // The current stream may read and write the gradients' memory from now on: it comes after all that have touched it.
+  void take_over(const Bucket& bucket, const std::vector<Gradient>& gradients);
+  // The current stream reads this memory, whoever made it: it is not given to others before that.
+  void keep(const at::Tensor& tensor);
+  // The current stream waits for the one that was current when averages were last written.
+  void join();
 
  private:
   struct Flat {
     at::Tensor bytes;
     std::vector<at::Tensor> views;     // of each gradient, in its parameter's layout
-    std::vector<c10::Stream> streams;  // that have made gradients in this backward
+    std::vector<c10::Stream> streams;  // that have made gradients in this backward, or have taken them over
   };
 
   std::unique_ptr<BucketLane> lane_;
   at::Tensor memory_;  // of all buckets
   std::vector<Flat> flats_;
+  std::optional<c10::Stream> written_on_;  // see join()
 };
 
 }  // namespace syncengine

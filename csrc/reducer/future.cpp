@@ -42,6 +42,7 @@ void wait_for_future(const TorchFuture& future, Communicator& communicator, cons
     }
   }
   if (future->hasError()) std::rethrow_exception(future->exception_ptr());
+  future->wait();  // for the current streams: the host is through
 }
 
 }  // namespace syncengine

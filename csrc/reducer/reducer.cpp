@@ -178,7 +178,7 @@ void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool
     throw Error(ErrorKind::InvalidUsage, names_->model + ": the buckets can't change in the middle of a backward");
   }
   buckets_ = make_buckets(buckets, gradients_, names_);
-  if (flat_) flat_->lay_out(buckets_, gradients_);
+  if (flat_) lay_out_flat_buckets();
   hooks_or_plan_changed_ = true;
   provisional_ = provisional;
   plan_used_ = false;
@@ -247,6 +247,7 @@ void Reducer::set_compression(Compression compression) {
   check_no_hook();
   for (size_t i = 0; i < gradients_.size(); ++i) compression.check(gradients_[i].parameter(), name(i));
   compression_ = compression;
+  if (flat_ && !buckets_.empty()) lay_out_flat_buckets();
   if (compression.divides() == Compression::Divides::First) divide_contributions();
 }
 
@@ -263,10 +264,6 @@ void Reducer::divide_contributions() { scaling_ = scaling_of({.batched_grad_copy
 void Reducer::check_no_hook() const {
   if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing) {
     throw Error(ErrorKind::InvalidUsage, names_->model + ": hooks can't be registered in the middle of a backward");
-  }
-  if (flat_) {
-    throw Error(ErrorKind::InvalidUsage,
-                names_->model + ": communication hooks are not supported for a model on a device; leave them out");
   }
   if (comm_hook_ || compression_ || all_reduce_hook_) {
     throw Error(ErrorKind::InvalidUsage, "register_comm_hook or register_builtin_comm_hook can only be called once.");

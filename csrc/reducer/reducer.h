@@ -133,9 +133,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void announce(Bucket& bucket);
   void add_spans(Bucket& bucket, SpanList& spans);
   void scale_one_by_one(const BucketLayout& layout, const std::vector<at::Tensor>& contributions) const;
+  void lay_out_flat_buckets();
   void start_flat_buckets();
   void start_flat(Bucket& bucket);
   Operation operation_of(const Bucket& bucket) const;
+  bool scales_first() const;
   void run_comm_hooks();
   bool usage_travels() const;
   std::vector<uint64_t> usage_of(const BucketLayout& layout) const;

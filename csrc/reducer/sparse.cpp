@@ -73,7 +73,7 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
   std::vector<at::Tensor> own;
   at::Tensor counts = at::empty({static_cast<int64_t>(gradients.size())}, at::kLong);
   for (size_t i = 0; i < gradients.size(); ++i) {
-    own.push_back((ring ? gradients[i].div(divisor) : gradients[i]).coalesce());
+    own.push_back((ring ? gradients[i].div(divisor) : gradients[i]).coalesce().cpu());
     counts.mutable_data_ptr<int64_t>()[i] = own.back()._nnz();
   }
   at::Tensor all_counts = gather(counts, communicator, "sizes of the sparse gradients of " + model);

@@ -1,4 +1,5 @@
-// Sparse gradients: every rank's indices and values are gathered, and summed here in the order of ranks.
+// Sparse gradients: every rank's indices and values are gathered, and summed here in the order of ranks. Those of a device are
+// copied to the host and back, and the host waits for that, on the current stream.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 from syncengine._C import Communicator, Reducer
 from syncengine.errors import InvalidUsage
 from syncengine.hooks import Compress
-from syncengine.parallel.devices import refuse_on_cuda
 from syncengine.parallel.optimizers import fuse_optimizer
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
@@ -56,8 +55,6 @@ class CommHooks(DistributedDataParallel):
         self._install_hook(None, comm_hook_type)
 
     def _install_hook(self, state: Any, hook: Hook | dist.BuiltinCommHookType) -> None:
-        if self.device_type == "cuda":
-            refuse_on_cuda(f"communication hook {hook!r}", "leave it out")
         if self.reducer is None:  # with one rank; but a hook may do more than to communicate
             self._make_reducer()
         if hook == dist.BuiltinCommHookType.ALLREDUCE:

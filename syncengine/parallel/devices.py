@@ -58,26 +58,22 @@ def check_device_ids(
     return [index], output
 
 
-def check_on_cuda(
-    named: Iterable[tuple[str, torch.Tensor]], sparse: Iterable[bool], buffers: Mapping[str, torch.Tensor]
-) -> None:
-    """Raises ``InvalidUsage``, by name, for what is supported on CPUs only."""
-    device = None
-    for (name, parameter), is_sparse in zip(named, sparse, strict=True):
-        device = parameter.device
-        if is_sparse:
-            refuse_on_cuda(f"the sparse gradient of {name}", "make the embedding with sparse=False")
+def check_buffers_on(device: torch.device, buffers: Mapping[str, torch.Tensor]) -> None:
+    """Raises ``InvalidUsage`` naming a buffer that lies elsewhere."""
     for name, buffer in buffers.items():
-        if device is not None and buffer.device != device:
+        if buffer.device != device:
             raise InvalidUsage(
                 f"syncengine.Parallel can't synchronize buffer {name} on {buffer.device} of a module on {device}; move "
                 "it there, or name it in the module's _ddp_params_and_buffers_to_ignore"
             )
 
 
-def refuse_on_cuda(what: str, advice: str) -> None:
+def refuse_delayed_on_cuda() -> None:
     """Raises ``InvalidUsage``."""
-    raise InvalidUsage(f"syncengine.Parallel does not support {what} for modules on CUDA yet; {advice}")
+    raise InvalidUsage(
+        "syncengine.Parallel does not support delay_all_reduce_named_params for modules on CUDA yet; leave it out: "
+        "buckets overlap with backward anyway"
+    )
 
 
 def check_not_capturing(model: str) -> None:

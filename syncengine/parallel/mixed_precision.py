@@ -17,7 +17,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from syncengine.errors import InvalidUsage
 from syncengine.hooks import Compress
-from syncengine.parallel.devices import refuse_on_cuda
 
 _COMPRESSED = (torch.float16, torch.bfloat16)
 
@@ -25,17 +24,13 @@ _COMPRESSED = (torch.float16, torch.bfloat16)
 class MixedPrecision:
     """What the settings make of one module. Raises ``InvalidUsage``, before anything is changed, if they can't hold."""
 
-    def __init__(self, settings: _MixedPrecision, module: nn.Module, device_type: str) -> None:
+    def __init__(self, settings: _MixedPrecision, module: nn.Module) -> None:
         _check(settings)
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # delayed parameters are cast as the others
         self._ignored = {tensor for name, tensor in named if name in ignored}
         self.dtype: torch.dtype | None = settings.param_dtype
         self.compress = _compression(settings, filter(self._takes_part, module.parameters()))
-        if self.compress is not None and device_type == "cuda":
-            refuse_on_cuda(
-                f"mixed_precision that reduces gradients in {self.compress.dtype}", "give it reduce_dtype=torch.float32"
-            )
         self._calls: list[nn.Module] = []  # of modules, the outermost first
         self._hidden: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # behind casts during the outermost call
         for buffer in module.buffers():

@@ -15,12 +15,12 @@ from syncengine.parallel.comm_hooks import CommHooks
 from syncengine.parallel.compiled import call_module, not_compiled
 from syncengine.parallel.delayed import DelayedParameters, check_delayed
 from syncengine.parallel.devices import (
+    check_buffers_on,
     check_device_ids,
     check_not_capturing,
-    check_on_cuda,
     device_of,
     move_inputs,
-    refuse_on_cuda,
+    refuse_delayed_on_cuda,
 )
 from syncengine.parallel.groups import Group, check_group, localize_parameters, resolve_group
 from syncengine.parallel.logging import Logger
@@ -110,7 +110,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self.device_type = self.device.type
         self.device_ids, self.output_device = check_device_ids(self.device, device_ids, output_device)
         if delayed and self.device_type == "cuda":
-            refuse_on_cuda("delay_all_reduce_named_params", "leave it out: buckets overlap with backward anyway")
+            refuse_delayed_on_cuda()
         if self.device_type == "cpu":  # torch's own works on CUDA, over its process group
             adopt_sync_batch_norm(module)
 
@@ -120,7 +120,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self.mixed_precision = mixed_precision
         self._mixed_precision = None
         if mixed_precision is not None:
-            self._mixed_precision = MixedPrecision(mixed_precision, module, self.device_type)
+            self._mixed_precision = MixedPrecision(mixed_precision, module)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -171,8 +171,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self._parameter_names = [name for name, _ in named]
         self._module_parameters = [parameter for _, parameter in named]
         self._sparse_parameters = sparse_parameters(self.module, self._module_parameters)
-        if self.device_type == "cuda":
-            check_on_cuda(named, self._sparse_parameters, self.named_module_buffers)
+        if named and self.device_type == "cuda":
+            check_buffers_on(named[0][1].device, self.named_module_buffers)
         self._set_planner(follows_ddp=self.communicator.numerics == "ring")
         self._optimizers_adopted = False
         self._has_rebuilt_buckets = False

@@ -1,0 +1,294 @@
+"""Communication hooks and sparse gradients of ``Parallel(model.cuda())``: bits, streams, errors.
+
+Skipped where there is no GPU; `make gpu` runs them. What needs none of it is in test_comm_hooks.py and
+test_sparse_gradients.py, on flat buckets too.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuda_ranks import marked, run_processes
+from cuda_training import batch, job
+from models.workload import same_bits
+from parallel_models import CAP, Mlp
+from test_comm_hooks import TORCH_HOOKS, with_hook
+from test_cuda_parallel import LONG, Opposite, Run, check_average, exact_average, local_gradients, train
+from test_sparse_gradients import Tables, ids
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+
+def runs_of(name: str) -> list[Run]:
+    if "PowerSGD" in name:  # as in test_comm_hooks
+        return [Run(accumulate=a, options=(("bucket_cap_mb", 100),)) for a in (1, 2)]
+    if "fused" in name:
+        return [Run()]
+    return [Run(), Run(accumulate=2, set_to_none=False, options=tuple(CAP.items()))]
+
+
+def hooks_train_as_under_ddp(rank: int) -> list[str]:
+    different = []
+    with job():
+        for name, register in TORCH_HOOKS.items():
+            for run in runs_of(name):
+                ours, theirs = (
+                    train(partial(with_hook, wrap, register), run)
+                    for wrap in (syncengine.Parallel, DistributedDataParallel)
+                )
+                if len(ours) != len(theirs) or not all(map(same_bits, ours, theirs)):
+                    different.append(f"{name}: {run}")
+    return different
+
+
+@marked
+def test_torchs_hooks_train_bit_equal_to_ddp_over_gloo():
+    assert run_processes(2, hooks_train_as_under_ddp) == [[], []]
+
+
+# ---- streams ----
+
+
+def average_at_once(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """On the stream that is current in the hook."""
+    assert bucket.buffer().is_cuda
+    assert all(part.is_cuda for part in bucket.gradients())
+    syncengine.all_reduce(bucket.buffer(), "avg")
+    return syncengine.hooks.completed(bucket.buffer())
+
+
+def average_aside(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """On another stream, into memory of that stream, late."""
+    buffer, side = bucket.buffer(), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    buffer.record_stream(side)
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG // 1000)
+        average = buffer.clone()
+        syncengine.all_reduce(average, "avg")
+        return syncengine.hooks.completed(average)
+
+
+def average_in_a_thread(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The future is completed when backward has come to its end, and before the device has."""
+    buffer, side = bucket.buffer(), torch.cuda.Stream()
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[buffer.device])
+    side.wait_stream(torch.cuda.current_stream())
+    syncengine.all_reduce(buffer, "avg")  # in the order of buckets: threads have none
+    side.wait_stream(torch.cuda.current_stream())
+
+    def complete() -> None:
+        time.sleep(0.02)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LONG // 1000)
+            future.set_result(buffer.clone())
+
+    threading.Thread(target=complete).start()
+    return future
+
+
+def averages_on_streams(rank: int, hook: Hook) -> str:
+    with job():
+        model = syncengine.Parallel(Opposite().cuda(), **CAP)
+        model.register_comm_hook(None, hook)
+        one, two = torch.cuda.Stream(), torch.cuda.Stream()
+        main = torch.cuda.current_stream()
+        for step, (forward, backward) in enumerate([(main, main), (one, one), (main, two), (two, main), (one, two)]):
+            model.zero_grad()
+            expected = exact_average(model.module, batch(step))
+            forward.wait_stream(main)
+            with torch.cuda.stream(forward):
+                loss = model(batch(step)).square().mean()
+            backward.wait_stream(forward)
+            with torch.cuda.stream(backward):
+                loss.backward()
+                grads = [p.grad * 1 for p in model.parameters()]  # read where backward was called, without waiting
+            main.wait_stream(backward)
+            for grad, average in zip(grads, expected, strict=True):
+                assert same_bits(grad.cpu(), average), step
+        assert model.sync_stats()["copied_bytes"]["bucket"] == 0
+    return "good"
+
+
+def averages_at_once(rank: int) -> str:
+    return averages_on_streams(rank, average_at_once)
+
+
+def averages_aside(rank: int) -> str:
+    return averages_on_streams(rank, average_aside)
+
+
+def averages_in_a_thread(rank: int) -> str:
+    return averages_on_streams(rank, average_in_a_thread)
+
+
+@marked
+@pytest.mark.parametrize("body", [averages_at_once, averages_aside, averages_in_a_thread])
+def test_backwards_stream_waits_for_what_a_hook_has_queued_anywhere(body: Callable[[int], str]):
+    assert run_processes(2, body) == ["good"] * 2
+
+
+def host_runs_ahead_of_hooks(rank: int) -> str:
+    with job():
+        model = syncengine.Parallel(Mlp().cuda(), bucket_cap_mb=0.5)
+        model.register_comm_hook(None, average_aside)
+        for step in range(5):
+            torch.cuda.synchronize()
+            syncengine.barrier()
+            torch.cuda._sleep(LONG if step == 4 else 1)
+            begun = torch.cuda.Event()
+            begun.record()
+            expected = None if step == 4 else exact_average(model.module, batch(0))
+            model.zero_grad()
+            model(batch(0)).square().mean().backward()
+            if step == 4:
+                assert not begun.query(), "the host has waited for the device"
+            else:
+                check_average(model.module, expected)
+    return "good"
+
+
+@marked
+def test_the_host_does_not_wait_for_futures_that_are_complete():
+    assert run_processes(2, host_runs_ahead_of_hooks) == ["good"] * 2
+
+
+# ---- alone, later, and failing ----
+
+
+def alone(rank: int) -> str:
+    with job():
+        for register, change in (
+            (lambda model: model.register_comm_hook(None, average_at_once), lambda grad: grad),
+            (
+                lambda model: model.register_comm_hook(None, syncengine.hooks.bf16_compress),
+                lambda grad: grad.bfloat16().float(),
+            ),
+        ):
+            model = syncengine.Parallel(Mlp().cuda())
+            register(model)
+            local = local_gradients(model.module, batch(0))
+            for _ in range(2):
+                model.zero_grad()
+                model(batch(0)).square().mean().backward()
+                for parameter, grad in zip(model.parameters(), local, strict=True):
+                    assert same_bits(parameter.grad, change(grad))
+    return "good"
+
+
+@marked
+def test_one_rank_runs_its_hook_too():
+    assert run_processes(1, alone) == ["good"]
+
+
+def a_hook_comes_later(rank: int) -> str:
+    with job():
+        for register in (
+            lambda model: model.register_comm_hook(None, average_at_once),
+            lambda model: model.register_comm_hook(None, syncengine.hooks.bf16_compress),
+        ):
+            model = syncengine.Parallel(Mlp().cuda(), bucket_cap_mb=0.5)
+            plain = [torch.zeros_like(p) for p in model.parameters()]
+            for step in range(6):
+                if step == 3:
+                    plain = [p.grad.clone() for p in model.parameters()]
+                    register(model)
+                model.zero_grad()
+                model(batch(0)).square().mean().backward()
+            for parameter, grad in zip(model.parameters(), plain, strict=True):
+                torch.testing.assert_close(parameter.grad, grad, rtol=0.02, atol=1e-4)
+    return "good"
+
+
+@marked
+def test_a_hook_may_come_after_some_steps():
+    assert run_processes(2, a_hook_comes_later) == ["good"] * 2
+
+
+def raises_in_a_hook(rank: int) -> str:
+    def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if rank == 1:
+            raise KeyError("no such bucket")
+        return torch.futures.Future(devices=[bucket.buffer().device])  # never completed
+
+    with job():
+        model = syncengine.Parallel(nn.Linear(24, 3).cuda())
+        model.register_comm_hook(None, hook)
+        loss = model(batch(0)).sum()
+        dist.barrier()
+        with pytest.raises(KeyError if rank == 1 else syncengine.errors.Aborted, match="no such bucket"):
+            loss.backward()
+        assert all(p.grad is None for p in model.parameters())
+    return "good"
+
+
+@marked
+def test_an_error_of_a_hook_reaches_every_rank():
+    assert run_processes(2, raises_in_a_hook) == ["good"] * 2
+
+
+# ---- sparse gradients ----
+
+
+def average_tables(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Gathers on the host what is sparse, as Gloo would."""
+    buffer = bucket.buffer()
+    if not buffer.is_sparse:
+        return average_at_once(state, bucket)
+    dense = buffer.to_dense().cpu()
+    dist.all_reduce(dense)
+    average = (dense / dist.get_world_size()).to_sparse(1).coalesce()
+    return syncengine.hooks.completed(average.to(buffer.device))
+
+
+def sparse_average(rank: int, with_hook: bool) -> str:
+    """Beside dense sums over what Gloo gathers."""
+    with job():
+        model = syncengine.Parallel(Tables().cuda())
+        if with_hook:
+            model.register_comm_hook(None, average_tables)
+        side = torch.cuda.Stream()
+        for step in range(4):
+            model.zero_grad(set_to_none=step % 2 == 0)
+            x = ids(step).cuda()
+            expected = []
+            for grad in torch.autograd.grad(model.module(x).square().sum(), list(model.module.parameters())):
+                dense = (grad.coalesce().to_dense() if grad.is_sparse else grad).cpu()
+                dist.all_reduce(dense)
+                expected.append(dense / dist.get_world_size())
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side if step > 1 else torch.cuda.current_stream()):
+                model(x).square().sum().backward()
+                found = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in model.parameters()]
+                found = [grad.cpu() for grad in found]
+            torch.cuda.current_stream().wait_stream(side)
+            assert model.module.words.weight.grad.is_coalesced()
+            for grad, average in zip(found, expected, strict=True):
+                torch.testing.assert_close(grad, average)
+    return "good"
+
+
+def averages_tables(rank: int) -> str:
+    return sparse_average(rank, with_hook=False)
+
+
+def averages_tables_in_a_hook(rank: int) -> str:
+    return sparse_average(rank, with_hook=True)
+
+
+@marked
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("body", [averages_tables, averages_tables_in_a_hook])
+def test_sparse_gradients_are_averaged(world: int, body: Callable[[int], str]):
+    assert run_processes(world, body) == ["good"] * world
