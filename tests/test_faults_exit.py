@@ -1,5 +1,7 @@
 """How a rank ends: by an uncaught exception, early, without cleaning up. Those who wait for it hear of it."""
 
+import atexit
+import ctypes
 import os
 import sys
 import threading
@@ -165,9 +167,12 @@ class EndsSlowly:
 
 
 def end_while_the_engine_drops_a_tensor() -> str:
-    """What a rank's engine drops last belongs to Python: it takes Python's lock for it."""
-    set_fault(0, "dropping:1:sleep1000")
-    syncengine.init(timeout=30.0)
+    """What a rank's engine drops last belongs to Python: it asks for Python's lock, which the end never lets go of."""
+    set_fault(0, "dropping:1:sleep500")
+    atexit._clear()
+    hold_the_lock = ctypes.PyDLL(None).usleep
+    atexit.register(hold_the_lock, 1_000_000)  # before init(): so it comes last
+    sys.modules["kept_for_ever"] = syncengine.init(timeout=30.0)
     if my_rank() == 1:
         time.sleep(0.3)  # so that the engine's thread of rank 0 ends it
         syncengine.all_reduce(torch.ones(1000))
@@ -178,8 +183,6 @@ def end_while_the_engine_drops_a_tensor() -> str:
     del tensor, storage
     while not work.is_completed():
         time.sleep(0.001)
-    del work
-    sys.modules[__name__].kept = EndsSlowly()
     return "ended"
 
 

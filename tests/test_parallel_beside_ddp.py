@@ -23,9 +23,11 @@ def with_statistics(model: nn.Module) -> list[torch.Tensor]:
 
 
 def different() -> nn.Module:
-    """Another model on each rank."""
+    """Another model on each rank, buffers too."""
     torch.manual_seed(syncengine.rank())
-    return Conv()
+    module = Conv()
+    module.body[1].running_mean.normal_()
+    return module
 
 
 @run_on_ranks(gloo=True)
