@@ -25,6 +25,9 @@ def solo(options: dict[str, Any]) -> Communicator:
 def backend_communicators() -> list[Communicator]:
     """The communicators below all backends of this process that have not been shut down."""
 
+def end_backends() -> None:
+    """Closes these, and completes what futures they still owe. Before the interpreter ends."""
+
 class Work:
     """The future of one asynchronous collective. Dropping it does not cancel the collective."""
 

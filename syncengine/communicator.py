@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from syncengine._C import Communicator, Work, backend_communicators, end_movers
+from syncengine._C import Communicator, Work, backend_communicators, end_backends, end_movers
 from syncengine.config import DEFAULT_TIMEOUT, Config
 from syncengine.connect import connect
 from syncengine.errors import InvalidUsage
@@ -259,8 +259,7 @@ def _check_unchanged(config: Config, given: dict[str, Any]) -> None:
 def _end() -> None:
     shutdown()
     if _owner == os.getpid():
-        for communicator in backend_communicators():  # torch leaves groups that nobody destroyed as they are
-            communicator.close()
+        end_backends()  # torch leaves groups that nobody destroyed as they are
         end_movers()  # while there is still an interpreter, and MPI
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -54,6 +55,28 @@ def test_buffer_hooks():
             results.append((names, [*gradients(model), model.module.seen]))
         assert results[0][0] == results[1][0] == ["seen"] * 3
         assert not different_bits(results[0][1], results[1][1])
+
+
+@run_on_ranks(gloo=True)
+def test_a_buffer_hook_may_call_the_models_own_broadcast():
+    from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
+
+    def hook(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+        model._default_broadcast_coalesced(list(buffers.values()))
+
+    for location in Location:
+        results = []
+        for wrap in (
+            partial(syncengine.Parallel, process_group=syncengine.default_communicator()),
+            DistributedDataParallel,
+        ):
+            torch.manual_seed(0)
+            model = wrap(Counting())
+            model._register_buffer_comm_hook(model, hook, location)
+            for i in range(3):
+                model(data(i)).sum().backward()
+            results.append([*gradients(model), model.module.seen])
+        assert not different_bits(*results)
 
 
 @run_on_ranks()

@@ -1,5 +1,7 @@
 """How a rank ends: by an uncaught exception, early, without cleaning up. Those who wait for it hear of it."""
 
+import atexit
+import ctypes
 import os
 import sys
 import threading
@@ -7,7 +9,8 @@ import time
 
 import pytest
 import torch
-from faults import WITHIN, Outcome, my_rank, suffer
+import torch.distributed as dist
+from faults import WITHIN, Outcome, my_rank, needs_hooks, set_fault, suffer
 
 import syncengine
 
@@ -154,3 +157,60 @@ def test_everybody_names_the_dead_not_each_other(pool, world):
             assert outcome.error == "PeerLost"
             assert outcome.text.startswith("rank 2 died"), outcome
             assert outcome.left == []
+
+
+class EndsSlowly:
+    """The interpreter's end takes a while: nobody gets Python's lock any more."""
+
+    def __del__(self) -> None:
+        time.sleep(2.0)
+
+
+def end_while_the_engine_drops_a_tensor() -> str:
+    """What a rank's engine drops last belongs to Python: it asks for Python's lock, which the end never lets go of."""
+    set_fault(0, "dropping:1:sleep500")
+    atexit._clear()
+    hold_the_lock = ctypes.PyDLL(None).usleep
+    atexit.register(hold_the_lock, 1_000_000)  # before init(): so it comes last
+    sys.modules["kept_for_ever"] = syncengine.init(timeout=30.0)
+    if my_rank() == 1:
+        time.sleep(0.3)  # so that the engine's thread of rank 0 ends it
+        syncengine.all_reduce(torch.ones(1000))
+        return "ended"
+    tensor = torch.ones(1000)
+    storage = tensor.untyped_storage()
+    work = syncengine.all_reduce(tensor, async_op=True)
+    del tensor, storage
+    while not work.is_completed():
+        time.sleep(0.001)
+    return "ended"
+
+
+def end_in_a_callback() -> str:
+    """A future's callback runs while the main thread ends, and nobody destroys the group."""
+
+    def callback(future: torch.futures.Future) -> None:
+        time.sleep(0.5)
+        print("called back", flush=True)
+
+    dist.init_process_group("syncengine")
+    tensor = torch.ones(1000)
+    dist.all_reduce(tensor, async_op=True).get_future().then(callback)
+    dist.barrier()
+    sys.modules[__name__].kept = EndsSlowly()
+    return "ended"
+
+
+@needs_hooks
+def test_the_interpreter_waits_for_what_the_engine_drops(pool):
+    with pool.spawn_ranks(end_while_the_engine_drops_a_tensor, settings=None) as ranks:
+        for rank in ranks:
+            assert rank.result() == "ended"
+            assert rank.exit_code() == 0, rank.output()  # that Python is disturbed by _clear() stands there
+
+
+def test_the_interpreter_waits_for_callbacks(pool):
+    with pool.spawn_ranks(end_in_a_callback, settings=None) as ranks:
+        for rank in ranks:
+            assert rank.result() == "ended"
+            assert (rank.exit_code(), rank.output()) == (0, "called back\n")

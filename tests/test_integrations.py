@@ -73,6 +73,15 @@ def test_accelerates_trigger_sync_in_backward():
     both(Mlp, step)
 
 
+# Scripts that are tried with one rank keep these lines.
+test_lightnings_manual_optimization_alone = run_on_ranks(world=1, gloo=True)(
+    test_lightnings_manual_optimization.on_ranks
+)
+test_accelerates_trigger_sync_in_backward_alone = run_on_ranks(world=1, gloo=True)(
+    test_accelerates_trigger_sync_in_backward.on_ranks
+)
+
+
 class Unused(nn.Module):
     def __init__(self) -> None:
         super().__init__()

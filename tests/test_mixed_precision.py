@@ -99,6 +99,18 @@ class Checkpointed(Mlp):
         return self.head(checkpoint(self.layers, x.requires_grad_(), use_reentrant=self.reentrant))
 
 
+class Shared(nn.Module):
+    """A weight of two modules: its gradient is a sum of two in the small dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh())
+
+
 class Partly(nn.Module):
     """One part frozen, one that DDP leaves alone, and inputs in a dict beside a number."""
 
@@ -125,6 +137,7 @@ CASES: list[tuple[Callable[[], nn.Module], Call, _MixedPrecision, dict[str, Any]
     (Mlp, on_data, FP16, {}),
     (Tied, on_data, BF16, {}),
     (Tied, on_data, FP16, {"gradient_as_bucket_view": True}),
+    (Shared, on_data, BF16, {}),
     (partial(Checkpointed, True), on_data, BF16, {}),
     (partial(Checkpointed, False), on_data, BF16, {}),
     (Partly, on_dict, BF16, {}),

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallel_models import Branches, Conv, Mlp, Wrap, backwards, both, data, small
 from pool import run_on_ranks
 from torch import nn
@@ -22,9 +23,11 @@ def with_statistics(model: nn.Module) -> list[torch.Tensor]:
 
 
 def different() -> nn.Module:
-    """Another model on each rank."""
+    """Another model on each rank, buffers too."""
     torch.manual_seed(syncengine.rank())
-    return Conv()
+    module = Conv()
+    module.body[1].running_mean.normal_()
+    return module
 
 
 @run_on_ranks(gloo=True)
@@ -114,3 +117,26 @@ def test_private_attributes():
         assert [p.shape for p in ours._module_parameters] == [p.shape for p in theirs._module_parameters]
         for model in (ours, theirs):
             backwards(model, 1)
+
+
+@run_on_ranks(gloo=True)
+def test_attributes():
+    """All public ones that are plain values, and that tools read."""
+    own = {"logger", "reducer", "process_group", "module", "modules_buffers", "named_module_buffers"}
+    own |= {"use_side_stream_for_tensor_copies"}  # nothing is copied on a CPU
+    for options in (
+        {},
+        {"static_graph": True, "gradient_as_bucket_view": True, "dim": 1},
+        {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "forward_sync_buffers": False},
+        {"batched_grad_copy": True, "bucket_cap_mb_list": [1, 2]},
+        {"bucket_cap_mb": 3, "process_group": dist.group.WORLD},
+    ):
+        ours, theirs = (wrap(Conv(), **options) for wrap in WRAPS)
+        names = {name for name in vars(theirs) if not name.startswith("_")} - own
+        assert len(names) > 20
+        for name in [*names, "broadcast_buffers", "join_device", "join_process_group"]:
+            assert getattr(ours, name) == getattr(theirs, name), name
+        assert ours.process_group is theirs.process_group
+        assert list(ours.named_module_buffers) == list(theirs.named_module_buffers)
+        assert len(ours.modules_buffers) == len(theirs.modules_buffers)
+        assert ours.will_sync_module_buffers() == theirs.will_sync_module_buffers()

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
+from syncengine.errors import InvalidUsage
 
 
 class Counter(nn.Module):
@@ -58,3 +59,14 @@ def test_broadcast_buffers_is_deprecated_but_works():
         model = syncengine.Parallel(Counter(), broadcast_buffers=False)
     assert model.broadcast_buffers is False
     assert not model.will_sync_module_buffers()
+
+
+@run_on_ranks()
+def test_a_buffer_that_nothing_can_be_copied_into_is_named():
+    """DDP raises without a name. Rank 0 alone would see nothing wrong."""
+    module = nn.Linear(24, 2)
+    module.register_buffer("mask", torch.ones(1).expand(5))
+    with pytest.raises(InvalidUsage, match=r"mask of shape \(5,\) and strides \(0,\).*clone\(\) it"):
+        syncengine.Parallel(module)
+    module.mask = torch.arange(5).expand(1, -1)  # shares nothing
+    syncengine.Parallel(module)

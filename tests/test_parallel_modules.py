@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from parallel_models import backwards, both, data, small
+from parallel_models import Conv, Wrap, backwards, both, data, different_bits, gradients, small
 from pool import run_on_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
+
+import syncengine
 
 
 class Reparametrized(nn.Module):
@@ -143,3 +147,88 @@ def test_a_forward_that_returns_nothing():
         model.module.kept = None
 
     both(SideEffect, step)
+
+
+# --- Wrappers in wrappers, and beside each other
+
+
+class Partly(nn.Module):
+    """A part is wrapped by itself, and so left out of what is around it, as TorchRec does."""
+
+    def __init__(self, wrap: Wrap) -> None:
+        super().__init__()
+        self.inner, self.outer = wrap(nn.Linear(24, 24)), nn.Linear(24, 24)
+        self._ddp_params_and_buffers_to_ignore = ["inner.module.weight", "inner.module.bias"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.inner(x).tanh())
+
+
+def with_all(train: Callable[[Wrap], list[torch.Tensor]]) -> None:
+    """`train` has the same bits with Parallel and with DDP."""
+    ours, theirs = (train(wrap) for wrap in (syncengine.Parallel, DistributedDataParallel))
+    assert not different_bits(ours, theirs)
+
+
+@run_on_ranks(gloo=True)
+def test_a_wrapper_around_a_wrapped_part():
+    def train(wrap: Wrap, **options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = wrap(Partly(wrap), **options)
+        return [*(loss.detach() for loss in backwards(model)), *gradients(model)]
+
+    for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        with_all(partial(train, **options))
+
+
+@run_on_ranks(gloo=True)
+def test_models_that_share_a_part():
+    def train(wrap: Wrap, in_turns: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        shared = nn.Linear(24, 24)
+        models = [wrap(nn.Sequential(shared, nn.Linear(24, width))) for width in (2, 3)]
+        history = []
+        for i in range(4):
+            losses = [model(data(i)).square().sum() for model in models if not in_turns or model is models[i % 2]]
+            sum(losses).backward()
+            for model in models:
+                history += [g.clone() for g in gradients(model) if g is not None]
+                model.zero_grad()
+        return history
+
+    with_all(partial(train, in_turns=True))
+    with_all(partial(train, in_turns=False))
+
+
+@run_on_ranks(gloo=True)
+def test_a_class_of_the_users_own():
+    """The usual way to reach the module's attributes through the wrapper."""
+
+    def train(wrap: Wrap) -> list[torch.Tensor]:
+        class Transparent(wrap):
+            def __getattr__(self, name: str) -> Any:
+                try:
+                    return super().__getattr__(name)
+                except AttributeError:
+                    return getattr(self.module, name)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return super().forward(x) * 2
+
+        torch.manual_seed(0)
+        model = Transparent(Conv())
+        assert model.body is model.module.body
+        return [*(loss.detach() for loss in backwards(model)), *gradients(model), *model.buffers()]
+
+    with_all(train)
+
+
+@run_on_ranks(gloo=True)
+def test_gradients_without_a_backward():
+    """autograd.grad() alone is local, and no forward that lacks its backward."""
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        grads = [g for i in range(3) for g in torch.autograd.grad(model(data(i)).sum(), list(model.parameters()))]
+        return [*grads, *backwards(model)]
+
+    both(small, step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parallel_models import CAP, Branches, Mlp, both, data
+from parallel_models import CAP, Branches, Mlp, backwards, both, data
 from pool import RankPool, run_on_ranks
 from torch import nn
 
@@ -101,3 +101,35 @@ def test_buckets_are_rebuilt_with_unused_parameters_too():
     for _ in range(2):
         model(data(), True).sum().backward()
     assert model._has_rebuilt_buckets
+
+
+class Odd(nn.Module):
+    """Tensors without elements, without dimensions and of rare dtypes, as parameters and as buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mine = float(syncengine.rank())  # another value on each rank
+        self.empty = nn.Parameter(torch.zeros(0, 24))
+        self.scale = nn.Parameter(torch.tensor(2.0 + mine))
+        self.linear = nn.Linear(24, 3)
+        self.indices = nn.Parameter(torch.arange(4) + int(mine), requires_grad=False)
+        self.flags = nn.Parameter(torch.tensor([True, mine == 0]), requires_grad=False)
+        self.register_buffer("missing", None)
+        self.register_buffer("nothing", torch.zeros(0))
+        self.register_buffer("switch", torch.tensor(mine == 0))
+        self.register_buffer("waves", torch.ones(3, dtype=torch.complex64) * mine)
+        self.register_buffer("small", torch.full((3,), mine).half())
+        self.register_buffer("hidden", torch.full((3,), mine), persistent=False)
+        self.register_buffer("strided", torch.full((4, 6), mine)[:, ::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.linear(x) * self.scale, x @ self.empty.t()], 1) + self.hidden.sum()
+
+
+@run_on_ranks(gloo=True)
+def test_odd_tensors():
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        return [*backwards(model), *(b.clone() for b in model.buffers())]
+
+    for options in ({}, CAP, {"find_unused_parameters": True}, {"static_graph": True}):
+        both(Odd, step, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -105,6 +106,60 @@ def arm() -> None:
 
 def test_reducer_is_armed_by_hand(pool: RankPool):
     pool.run(arm, gloo=True)
+
+
+def errors_and_warnings() -> None:
+    def step(model: nn.Module) -> list[Any]:
+        seen: list[Any] = []
+        calls = (
+            lambda: model.register_comm_hook(None, 1),
+            lambda: model.register_comm_hook(None, wrong_bucket),
+            lambda: model.register_comm_hook(None, wrong_return),
+        )
+        for call in calls:
+            seen.append(outcome(call))
+            logged = model._get_ddp_logging_data()
+            seen.append((logged["error"], logged["has_error"]))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            model._set_static_graph()
+            model._set_static_graph()
+        return seen + [str(w.message)[:57] for w in warned]
+
+    def wrong_bucket(state: Any, bucket: int):
+        pass
+
+    def wrong_return(state: Any, bucket) -> int:
+        pass
+
+    wrong_bucket.__annotations__["bucket"] = int  # not as text
+    wrong_return.__annotations__["return"] = int
+    ours, theirs = of_both(step, find_unused_parameters=True)
+    assert ours == theirs
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        with pytest.warns(UserWarning, match="You passed find_unused_parameters=true"):
+            wrap(Mlp(), find_unused_parameters=True, static_graph=True)
+    model = syncengine.Parallel(Mlp())
+    with pytest.raises(InvalidUsage):
+        model._set_ddp_runtime_logging_sample_rate(0)
+    assert model._get_ddp_logging_data()["has_error"] == 1
+
+
+def test_errors_are_logged_and_what_has_no_effect_is_said(pool: RankPool):
+    pool.run(errors_and_warnings, gloo=True)
+
+
+def profiled() -> None:
+    def step(model: nn.Module) -> list[str]:
+        with torch.profiler.profile() as profiler:
+            model(data()).sum().backward()
+        return [event.name for event in profiler.events() if event.name.startswith("DistributedDataParallel.")]
+
+    assert of_both(step) == [["DistributedDataParallel.forward"]] * 2
+
+
+def test_the_profiler_names_the_forward(pool: RankPool):
+    pool.run(profiled, gloo=True)
 
 
 class Sometimes(nn.Module):

@@ -31,6 +31,8 @@ void bind_backend(py::module_& module) {
           "options", [](TorchBackend& self) { return self.getBackendOptions(); }, "What torch keeps of its settings.");
   module.def("backend_communicators", &TorchBackend::open_communicators,
              "The communicators below all backends of this process that have not been shut down.");
+  module.def("end_backends", &TorchBackend::end_all, py::call_guard<py::gil_scoped_release>(),
+             "Closes these, and completes what futures they still owe. Before the interpreter ends.");
 }
 
 }  // namespace syncengine

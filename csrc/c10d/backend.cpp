@@ -13,13 +13,18 @@ std::chrono::milliseconds milliseconds_of(Duration duration) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(duration);
 }
 
-struct OpenCommunicators {
+// What is to be ended of a backend, whoever has not shut it down.
+struct Open {
+  std::weak_ptr<Communicator> communicator;
+  std::weak_ptr<Completer> collectives, messages;
+};
+struct OpenBackends {
   std::mutex mutex;
-  std::vector<std::weak_ptr<Communicator>> list;
+  std::vector<Open> list;
 };
 // Never destroyed: backends may outlive the end of main().
-OpenCommunicators& open() {
-  static auto* open = new OpenCommunicators;
+OpenBackends& open() {
+  static auto* open = new OpenBackends;
   return *open;
 }
 
@@ -28,10 +33,25 @@ OpenCommunicators& open() {
 std::vector<std::shared_ptr<Communicator>> TorchBackend::open_communicators() {
   std::lock_guard lock(open().mutex);
   std::vector<std::shared_ptr<Communicator>> alive;
-  for (const auto& communicator : open().list) {
-    if (auto held = communicator.lock()) alive.push_back(std::move(held));
+  for (const auto& backend : open().list) {
+    if (auto held = backend.communicator.lock()) alive.push_back(std::move(held));
   }
   return alive;
+}
+
+void TorchBackend::end_all() {
+  for (const auto& communicator : open_communicators()) {
+    close_devices(communicator.get());
+    communicator->close();
+  }
+  std::vector<std::shared_ptr<Completer>> completers;
+  {
+    std::lock_guard lock(open().mutex);
+    for (const auto& backend : open().list)
+      for (const auto& completer : {backend.collectives, backend.messages})
+        if (auto held = completer.lock()) completers.push_back(std::move(held));
+  }
+  for (const auto& completer : completers) completer->stop();
 }
 
 TorchBackend::TorchBackend(std::shared_ptr<Communicator> communicator)
@@ -41,7 +61,7 @@ TorchBackend::TorchBackend(std::shared_ptr<Communicator> communicator)
       timeout_ms_(options_->timeout.count()) {
   for (int rank : communicator_->global_ranks()) options_->global_ranks_in_group.push_back(rank);
   std::lock_guard lock(open().mutex);
-  open().list.push_back(communicator_);
+  open().list.push_back({communicator_, collectives_, messages_});
 }
 
 TorchBackend::~TorchBackend() { shutdown(); }
@@ -49,7 +69,7 @@ TorchBackend::~TorchBackend() { shutdown(); }
 void TorchBackend::shutdown() {
   {
     std::lock_guard lock(open().mutex);
-    std::erase_if(open().list, [this](const auto& other) { return other.lock() == communicator_; });
+    std::erase_if(open().list, [this](const auto& other) { return other.communicator.lock() == communicator_; });
   }
   std::optional<pybind11::gil_scoped_release> nogil;  // the completer's thread may wait for the GIL
   if (PyGILState_Check()) nogil.emplace();

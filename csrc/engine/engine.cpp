@@ -22,6 +22,7 @@ constexpr auto kSpin = std::chrono::microseconds(
 constexpr auto kGrace = std::chrono::milliseconds(10);  // how long a lazy thread leaves new work to the others
 constexpr int kCarryPasses = 64;                        // of one carry_on(): bounds how long bytes may lie unread
 constexpr int kPokePasses = 4;                          // of one poke: bounds how long a hook may take
+constexpr auto kPatience = std::chrono::seconds(5);     // with threads that drop what operations held
 constexpr auto kTick = std::chrono::milliseconds(50);   // how late a death, an abort or Ctrl-C may be noticed
 
 // A short busy wait. Where each rank has a core it mostly pauses, and now and then offers the core: the scheduler may have put
@@ -239,6 +240,12 @@ void Engine::wait(const Work& work, Movable& owner, const std::function<void()>&
     if (idle && !work.ended()) rest(kTick, [&] { return work.ended(); });
     if (interrupted) interrupted();
   }
+}
+
+void Engine::await_drops() {
+  auto deadline = Deadline::after(kPatience);  // one of them may be the caller: a finalizer that closes a communicator
+  while (droppers_.load(std::memory_order_acquire) > 0 && !deadline.passed())  // acquire: after what they did
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
 }
 
 void Engine::wake_thread() {

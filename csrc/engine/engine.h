@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/sync_point.h"
 #include "engine/bell.h"
 #include "engine/group.h"
 #include "engine/options.h"
@@ -86,6 +87,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Drives until `work` of `owner` ended. `gives_up`: `interrupted` will end it some time.
   void wait(const Work& work, Movable& owner, const std::function<void()>& interrupted, bool gives_up);
 
+  // Waits, not for ever, for threads that still drop what ended operations held. Before the interpreter ends, which such a drop
+  // may need: a thread that asks for Python's lock later is ended, and with it the process. Without that lock.
+  void await_drops();
+
   Work::Tally& tally() { return tally_; }
 
   // Under the progress lock.
@@ -112,8 +117,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
       if (!lock_) return;
       trash.swap(engine_.trash_);
       log.swap(engine_.log_);
+      const bool drops = !trash.empty();
+      if (drops) engine_.droppers_.fetch_add(1, std::memory_order_relaxed);  // relaxed: under the lock
       lock_.unlock();
       if (!log.empty()) std::fputs(log.c_str(), stderr);
+      if (!drops) return;
+      sync_point("dropping");
+      trash.clear();
+      engine_.droppers_.fetch_sub(1, std::memory_order_release);  // release: what it did is done
     }
     explicit operator bool() const { return lock_.owns_lock(); }
 
@@ -162,6 +173,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   Work::Tally tally_;
   std::atomic<int> waiters_{0};
+  std::atomic<int> droppers_{0};
   std::atomic<uint64_t> sleeps_{0};
   std::atomic<bool> stop_{false};
   std::atomic<uint32_t> thread_word_{0};  // futex word of the engine's thread when it has nothing to do

@@ -193,6 +193,7 @@ void ShmCommunicator::close() {
     if (origin_ == Origin::Split) return;
     for (Movable* movable : engine_->movables()) movable->leave();
   });
+  engine_->await_drops();
 }
 
 std::shared_ptr<void> ShmCommunicator::allocate(size_t bytes) {

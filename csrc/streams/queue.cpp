@@ -53,15 +53,14 @@ std::shared_ptr<Queue> connect_queue(const std::shared_ptr<Communicator>& commun
 void* handle_of(c10::Stream stream) {
   py::gil_scoped_acquire gil;
   static auto& known = *new std::map<std::pair<int, int64_t>, void*>;  // outlives Python
-  auto [entry, is_new] = known.try_emplace({stream.device_index(), stream.id()}, nullptr);
-  if (is_new) {
-    auto wrapped = py::module_::import("torch.cuda")
-                       .attr("Stream")(py::arg("stream_id") = stream.id(),
-                                       py::arg("device_index") = static_cast<int>(stream.device_index()),
-                                       py::arg("device_type") = static_cast<int>(stream.device_type()));
-    entry->second = reinterpret_cast<void*>(wrapped.attr("cuda_stream").cast<uintptr_t>());
-  }
-  return entry->second;
+  const std::pair<int, int64_t> key{stream.device_index(), stream.id()};
+  if (auto found = known.find(key); found != known.end()) return found->second;
+  // Another thread may come here meanwhile, since Python code lets go of the GIL: it finds nothing, rather than half an entry.
+  auto wrapped = py::module_::import("torch.cuda")
+                     .attr("Stream")(py::arg("stream_id") = stream.id(),
+                                     py::arg("device_index") = static_cast<int>(stream.device_index()),
+                                     py::arg("device_type") = static_cast<int>(stream.device_type()));
+  return known[key] = reinterpret_cast<void*>(wrapped.attr("cuda_stream").cast<uintptr_t>());
 }
 
 c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(kDeviceType).getStream(device); }

@@ -13,6 +13,7 @@ from syncengine._C import Communicator, Reducer
 from syncengine.errors import InvalidUsage
 from syncengine.hooks import Compress
 from syncengine.parallel.optimizers import fuse_optimizer
+from syncengine.parallel.refusal import warn_of_find_unused
 
 Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -30,7 +31,8 @@ class CommHooks(DistributedDataParallel):
     """To be inherited from."""
 
     communicator: Communicator
-    reducer: Reducer | None
+    reducer: Reducer  # if `_reduces`
+    _reduces: bool
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Lets ``hook(state, bucket)`` do what the all-reduce does otherwise, as in DDP: also with torch's own hooks.
@@ -55,7 +57,7 @@ class CommHooks(DistributedDataParallel):
         self._install_hook(None, comm_hook_type)
 
     def _install_hook(self, state: Any, hook: Hook | dist.BuiltinCommHookType) -> None:
-        if self.reducer is None:  # with one rank; but a hook may do more than to communicate
+        if not self._reduces:  # with one rank; but a hook may do more than to communicate
             self._make_reducer()
         if hook == dist.BuiltinCommHookType.ALLREDUCE:
             self.reducer.set_all_reduce_hook()
@@ -82,13 +84,15 @@ class CommHooks(DistributedDataParallel):
     def _check_comm_hook(self, hook: Hook) -> None:
         """As DDP's, but that bfloat16 needs no GPU."""
         if not callable(hook):
-            raise TypeError("Communication hook must be callable.")
+            self._log_and_throw(TypeError, "Communication hook must be callable.")
         signature = inspect.signature(hook)
         bucket = signature.parameters.get("bucket")
         if bucket is not None and bucket.annotation not in _BUCKET_ANNOTATIONS:
-            raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+            self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
         if signature.return_annotation not in _RETURN_ANNOTATIONS:
-            raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+            self._log_and_throw(
+                ValueError, "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+            )
 
     def _run_buffer_hook(self) -> None:
         hook = self.buffer_hook
@@ -102,12 +106,14 @@ class CommHooks(DistributedDataParallel):
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", UserWarning, stacklevel=2)
             return
-        if self.reducer is not None:
+        if self._reduces:
             self.reducer.set_static_graph()
         self.static_graph = True
         self.logger._set_static_graph()
+        if self.find_unused_parameters:
+            warn_of_find_unused(stacklevel=3)
         self._set_planner(self._planner.follows_ddp)
 
     def _has_averaged(self) -> bool:
         """In a hook on a parameter after its backward: whether its gradient is the average."""
-        return self.require_backward_grad_sync if self.reducer is None else self.reducer.has_averaged()
+        return self.reducer.has_averaged() if self._reduces else self.require_backward_grad_sync

@@ -54,7 +54,7 @@ def call_module(wrapper: DistributedDataParallel, inputs: tuple[Any, ...], kwarg
     Dynamo's DDPOptimizer sees the wrapper as DDP's: it cuts the graph, so that gradients come while backward runs.
     """
     outer = DistributedDataParallel._active_ddp_module
-    if wrapper.reducer is not None:
+    if wrapper._reduces:
         DistributedDataParallel._active_ddp_module = wrapper
     _eval_frame.set_eval_frame(_caller.callback)
     try:

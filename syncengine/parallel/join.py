@@ -119,7 +119,7 @@ class ParallelJoinHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Gives all ranks the same model."""
-        if self._model.reducer is not None:
+        if self._model._reduces:
             self._model._sync_final_model(is_last_joiner)
 
 
@@ -139,7 +139,7 @@ class UnevenInputs:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._model._join_config = _JoinConfig.construct_disabled_join_config()
-        if self._config.enable and kind is None and self._model.reducer is not None:
+        if self._config.enable and kind is None and self._model._reduces:
             self._follow()
 
     def _follow(self) -> None:

@@ -33,7 +33,7 @@ class Logger:
         """``strs_map`` and ``ints_map``, as torch's."""
         model = self._model()
         strings, numbers = _construction(model)
-        if model.reducer is not None:
+        if model._reduces:
             _add_runtime(model, strings, numbers)
             numbers.update(_times(model.reducer.timeline()))
         return SimpleNamespace(strs_map={**strings, **self._strings}, ints_map={**numbers, **self._numbers})

@@ -12,6 +12,25 @@ from torch.nn.parallel import DistributedDataParallel
 from syncengine._C import Reducer
 
 
+class NoReducer:
+    """In the place of a reducer where nothing is reduced, as with one rank: what tools call does nothing."""
+
+    def _rebuild_buckets(self) -> bool:
+        return False
+
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Nothing."""
+
+    def _check_reducer_finalized(self) -> None:
+        pass
+
+    def _remove_autograd_hooks(self) -> None:
+        pass
+
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        pass
+
+
 class ModelReducer(Reducer):
     """The reducer of one ``Parallel``."""
 

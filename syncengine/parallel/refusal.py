@@ -1,5 +1,6 @@
 """What ``Parallel`` does not do yet, said by name: never ignored."""
 
+import warnings
 from typing import Any, NoReturn
 
 import torch
@@ -39,6 +40,16 @@ def check_module(module: torch.nn.Module, ignored: set[str], all_delayed: bool) 
         raise InvalidUsage(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
         )
+
+
+def warn_of_find_unused(stacklevel: int) -> None:
+    """As DDP: with ``static_graph`` the argument has no effect."""
+    warnings.warn(
+        "You passed find_unused_parameters=true to DistributedDataParallel, but a static graph finds its unused "
+        "parameters by itself, in its first iteration: leave the argument out.",
+        UserWarning,
+        stacklevel=stacklevel + 1,
+    )
 
 
 def refuse_methods(cls: type) -> type:

@@ -18,6 +18,16 @@ def describe_tensor(name: str, tensor: torch.Tensor) -> str:
     return f"{name}: {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)} strides {tensor.stride()}{grad}"
 
 
+def check_writable(name: str, tensor: torch.Tensor) -> None:
+    """Raises ``InvalidUsage`` for a tensor whose elements share memory: nothing can be copied into it."""
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise InvalidUsage(
+            f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} has elements that share memory (made "
+            "by expand()?), so rank 0's values can't be copied into it: clone() it before wrapping the module, or name "
+            "it in the module's _ddp_params_and_buffers_to_ignore"
+        )
+
+
 def check_same_on_all_ranks(communicator: Communicator, what: str, lines: Sequence[str]) -> None:
     """Raises ``Mismatch`` on every rank, naming the first line that differs and both sides, unless all ranks agree."""
     text = "\n".join(lines).encode()

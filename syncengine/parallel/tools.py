@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from syncengine._C import Communicator, Reducer
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.groups import Group, check_group, resolve_group
+from syncengine.parallel.replication import StateBroadcast
 
 
 class ForTools(DistributedDataParallel):
     """To be inherited from."""
 
     communicator: Communicator
-    reducer: Reducer | None
+    reducer: Reducer  # if `_reduces`
+    _reduces: bool
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -37,23 +41,29 @@ class ForTools(DistributedDataParallel):
         ``backwards`` (so far), ``buckets``, ``reduced_bytes``, and ``copied_bytes`` by the reason for which gradients
         could not be reduced where autograd left them.
         """
-        if self.reducer is None:
+        if not self._reduces:
             return {"backwards": 0, "buckets": 0, "reduced_bytes": 0, "copied_bytes": {}}
         return self.reducer.statistics()
 
+    def _distributed_broadcast_coalesced(
+        self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
+    ) -> None:
+        """For hooks on buffers, by DDP's ``_default_broadcast_coalesced``; ``buffer_size`` has no effect."""
+        StateBroadcast(self.communicator, tensors)(authoritative_rank)
+
     def _check_reducer_finalized(self) -> None:
-        if self.reducer is not None:
+        if self._reduces:
             self.reducer.check_finalized()
 
     def _remove_autograd_hooks(self) -> None:
-        if self.reducer is not None:
+        if self._reduces:
             self.reducer.remove_hooks()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Times the first 10 steps for ``_get_ddp_logging_data``, and then one of ``sample_rate``."""
         if sample_rate < 1:
-            raise InvalidUsage("DDP runtime logging sample rate should be equal or greater than 1")
-        if self.reducer is not None:
+            self._log_and_throw(InvalidUsage, "DDP runtime logging sample rate should be equal or greater than 1")
+        if self._reduces:
             self.reducer.set_sample_rate(sample_rate)
 
     def _update_process_group(self, new_process_group: Group) -> None:

@@ -26,7 +26,8 @@ class UnevenData(DistributedDataParallel):
     """To be inherited from."""
 
     communicator: Communicator
-    reducer: Reducer | None
+    reducer: Reducer  # if `_reduces`
+    _reduces: bool
 
     _divide_by_initial_world_size = True
     _weight: float | WeightExchange | None = None  # what weight() was given last, until a forward synchronizes
@@ -42,7 +43,7 @@ class UnevenData(DistributedDataParallel):
         Raises ``InvalidUsage`` unless 0 <= n < inf, and in the forward if all ranks give 0.
         """
         weight = check_weight(n)
-        if self.reducer is not None:
+        if self._reduces:
             in_join = self._join_config.enable  # then it travels with what the ranks tell each other anyway
             self._weight = weight if in_join else WeightExchange(self.communicator, weight)
 

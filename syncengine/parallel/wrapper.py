@@ -28,12 +28,13 @@ from syncengine.parallel.mixed_precision import MixedPrecision
 from syncengine.parallel.optimizers import adopt_optimizers
 from syncengine.parallel.outputs import tensors_in, through_sink
 from syncengine.parallel.planning import PlansBuckets
-from syncengine.parallel.reducer import ModelReducer
-from syncengine.parallel.refusal import check_arguments, check_module, refuse_methods
+from syncengine.parallel.reducer import ModelReducer, NoReducer
+from syncengine.parallel.refusal import check_arguments, check_module, refuse_methods, warn_of_find_unused
 from syncengine.parallel.replication import (
     StateBroadcast,
     check_not_replaced,
     check_same_on_all_ranks,
+    check_writable,
     describe_tensor,
 )
 from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
@@ -95,6 +96,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
                 FutureWarning,
                 stacklevel=2,
             )
+        if static_graph and find_unused_parameters:
+            warn_of_find_unused(stacklevel=2)
         delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -177,7 +180,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self._optimizers_adopted = False
         self._has_rebuilt_buckets = False
         self._buffer_broadcast: StateBroadcast | None = None
-        self.reducer = None
+        self.reducer = NoReducer()
+        self._reduces = False
         if self.communicator.size > 1 and named:
             self._make_reducer()
         hooks, self._comm_hooks = self._comm_hooks, []
@@ -202,6 +206,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             gradients_in_arena=self._gradients_in_arena,
             flat_buckets=self._flat_buckets,
         )
+        self._reduces = True
 
     def _set_planner(self, follows_ddp: bool) -> None:
         """Buckets are planned anew before the next forward."""
@@ -236,6 +241,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, device_type={self.device_type}, "
             f"mixed_precision={self.mixed_precision}"
         )
+        for name, tensor in named:
+            check_writable(name, tensor)
         model = f"Parallel({type(self.module).__name__})"
         lines = [settings, *(describe_tensor(name, tensor) for name, tensor in named)]
         check_same_on_all_ranks(self.communicator, model, lines)
@@ -274,6 +281,12 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
     @not_compiled
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Calls the module; whether its backward will synchronize is decided here, as in DDP."""
+        if torch.autograd._profiler_enabled():
+            with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):  # what tools look for
+                return self._forward(inputs, kwargs)
+        return self._forward(inputs, kwargs)
+
+    def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._optimizers_adopted:
             self._optimizers_adopted = True
             adopt_optimizers(self)
@@ -284,7 +297,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             inputs, kwargs = move_inputs(inputs, kwargs, self.device)
         if self._mixed_precision is not None:
             inputs, kwargs = self._mixed_precision.cast_inputs(inputs, kwargs)
-        if self.reducer is None:
+        if not self._reduces:
             return call_module(self, inputs, kwargs)
         synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
         sync_buffers_after = self._check_sync_bufs_post_fwd()
