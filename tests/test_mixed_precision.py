@@ -137,7 +137,7 @@ CASES: list[tuple[Callable[[], nn.Module], Call, _MixedPrecision, dict[str, Any]
     (Mlp, on_data, FP16, {}),
     (Tied, on_data, BF16, {}),
     (Tied, on_data, FP16, {"gradient_as_bucket_view": True}),
-    (Shared, on_data, BF16, {}),
+    (Shared, on_data, BF16_REDUCED_IN_FP32, {}),
     (partial(Checkpointed, True), on_data, BF16, {}),
     (partial(Checkpointed, False), on_data, BF16, {}),
     (Partly, on_dict, BF16, {}),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import data
+from parallel_models import both, data
 from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -70,3 +70,24 @@ def test_a_buffer_that_nothing_can_be_copied_into_is_named():
         syncengine.Parallel(module)
     module.mask = torch.arange(5).expand(1, -1)  # shares nothing
     syncengine.Parallel(module)
+
+
+class Scaled(nn.Module):
+    """Backward needs the buffer as it was in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 24)
+        self.register_buffer("scale", torch.ones(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+@run_on_ranks(gloo=True)
+def test_a_buffer_that_backward_needs_may_be_synchronized_before():
+    def step(model: nn.Module) -> None:
+        for _ in range(2):
+            sum(model(data(i)).square().sum() for i in range(2)).backward()
+
+    both(Scaled, step)
