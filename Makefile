@@ -23,7 +23,9 @@ CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cuda
 
 # ---- environments ----
 
-# Not compiled: Python does that with what is imported, a small part of torch.
+# Python compiles what is imported, a small part of torch, and keeps that: else each of some hundred starts costs twice the time.
+unexport PYTHONDONTWRITEBYTECODE
+
 .venv/ready: requirements.txt requirements-dev.txt
 	$(PYTHON) -m venv .venv
 	$(PY) -m pip install -qq --no-compile --requirement requirements-dev.txt
@@ -59,12 +61,12 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 train: build
 	$(PY) -m examples.train_gpt compare
 
-# The core's tests need no Python: they are compiled while packages come in.
+# The core's tests need no Python: they are compiled while packages come in. Two files of the others run at a time: much of it is waiting.
 test:
 	$(MAKE) --no-print-directory -j$(shell nproc) --output-sync=target \
 	  core-build build-for-tests .venv-openmpi/ready .venv-mpich/ready
 	$(MAKE) --no-print-directory core-test
-	$(PY) -m pytest -q
+	$(PY) -m pytest -q --numprocesses 2 --dist loadfile
 
 core-build:
 	$(MAKE) --no-print-directory -C tests/core FLAVORS=plain build

@@ -99,12 +99,29 @@ def main(argv: list[str] | None = None) -> int:
         return work(options)
     with contextlib.ExitStack() as stack:
         hosts = None if options.rate == "none" else stack.enter_context(Hosts(options.hosts, options.rate))
-        processes = [start(rank, hosts, options, [*argv, "--worker"]) for rank in range(options.hosts)]
+        port = 29511 if hosts else unused_port()
+        processes = [start(rank, hosts, port, options, [*argv, "--worker"]) for rank in range(options.hosts)]
         try:
-            return max(abs(process.wait()) for process in processes)
+            return exit_status(processes)
         finally:
             for process in processes:
                 process.kill()
+                process.wait()
+
+
+def unused_port() -> int:
+    """On this host, a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def exit_status(processes: list[subprocess.Popen]) -> int:
+    """0 once all have ended well; that of one that has not, as soon as there is one: the others may wait for it."""
+    while True:
+        codes = [process.poll() for process in processes]
+        if any(codes) or None not in codes:
+            return max(abs(code or 0) for code in codes)
+        time.sleep(0.05)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -127,7 +144,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return options
 
 
-def start(rank: int, hosts: Hosts | None, options: argparse.Namespace, arguments: list[str]) -> subprocess.Popen:
+def start(
+    rank: int, hosts: Hosts | None, port: int, options: argparse.Namespace, arguments: list[str]
+) -> subprocess.Popen:
     """One rank on a host of its own."""
     environ = os.environ | {
         "RANK": str(rank),
@@ -135,7 +154,7 @@ def start(rank: int, hosts: Hosts | None, options: argparse.Namespace, arguments
         "LOCAL_RANK": "0",
         "LOCAL_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1" if hosts is None else "10.77.0.1",
-        "MASTER_PORT": "29511",
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo" if hosts is None else INTERFACE,
         "SYNCENGINE_HOST_ID": str(rank),
