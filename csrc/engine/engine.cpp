@@ -131,13 +131,14 @@ bool Engine::pass() {
   {
     Locked lock(*this);
     for (Movable* movable : movables_) moved |= movable->advance();
+    if (moved) wake_carrier();
   }
   // Another thread of this rank may sleep for what this pass did, or with an interest that it changed.
   if (moved && bell_->anybody_listens()) bell_->ring_self();
   return moved;
 }
 
-void Engine::poke() {
+void Engine::poke(Movable& owner) {
   bool moved = false;
   pokes_.fetch_add(1, std::memory_order_relaxed);
   if (Locked lock(*this, std::try_to_lock); lock) {
@@ -147,6 +148,7 @@ void Engine::poke() {
       for (Movable* movable : movables_) again |= movable->advance();
       moved |= again;
     }
+    if (moved) wake_carrier();
   } else {
     moved = true;  // the pass in progress may have looked too early
   }
@@ -155,11 +157,12 @@ void Engine::poke() {
   } else {
     wake_thread();
   }
+  if (Carrier* carrier = owner.carrier()) carrier->come();
 }
 
 // Once for all that has come: what is sent on should not wait for more of it.
-void Engine::carry_on() {
-  bool ended = false, moved = true;
+bool Engine::carry_on() {
+  bool ended = false, moved = true, any = false;
   pokes_.fetch_add(1, std::memory_order_relaxed);
   {
     Locked lock(*this);
@@ -168,10 +171,13 @@ void Engine::carry_on() {
       if (bell_->anybody_listens()) bell_->listen_for(interest());  // to what the sleepers need now
       moved = false;
       for (Movable* movable : movables_) moved |= movable->advance();
+      any |= moved;
     }
     ended = tally_.ended.load(std::memory_order_relaxed) != before;
+    if (moved || ended) wake_carrier();
   }
   if ((moved || ended) && bell_->anybody_listens()) bell_->ring_self();
+  return any;
 }
 
 uint64_t Engine::interest() const {
@@ -180,7 +186,7 @@ uint64_t Engine::interest() const {
   return ranks;
 }
 
-void Engine::rest(Duration at_most, const std::function<bool()>& over) {
+void Engine::rest(Duration at_most, const std::function<bool()>& over, Carrier* carrier) {
   uint32_t ticket = 0;
   bool moved = false;
   {
@@ -188,13 +194,39 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over) {
     Locked lock(*this);
     ticket = bell_->listen(interest());
     for (Movable* movable : movables_) moved |= movable->advance();
+    if (carrier) asleep_ = carrier;
   }
   if (!moved && !over()) {
-    sleeps_.fetch_add(1, std::memory_order_relaxed);
-    bell_->sleep(ticket, at_most);
+    if (carrier) {
+      carrier->carry(at_most);
+    } else {
+      sleeps_.fetch_add(1, std::memory_order_relaxed);
+      bell_->sleep(ticket, at_most);
+    }
   }
-  locked([&] { bell_->stop_listening(); });
+  locked([&] {
+    bell_->stop_listening();
+    if (carrier) asleep_ = nullptr;
+  });
   if (moved && bell_->anybody_listens()) bell_->ring_self();
+}
+
+// Moves the bytes between hosts itself, until `work` has ended or for a tick: then it looks around and may wait for Python's lock,
+// and must not be needed meanwhile. False: another thread does.
+bool Engine::carry(const Work& work, Carrier& carrier, const std::function<bool()>& spin_again) {
+  if (!carrier.claim()) return false;
+  struct Claim {
+    Carrier& carrier;
+    ~Claim() { carrier.release(); }
+  } claim{carrier};
+  Deadline tick = Deadline::after(kTick);
+  while (!work.ended() && !tick.passed()) {
+    bool moved = carry_on();
+    if (work.ended()) break;
+    moved |= carrier.carry(Duration::zero());
+    if (!moved && !spin_again()) rest(tick.left(kTick), [&] { return work.ended(); }, &carrier);
+  }
+  return true;
 }
 
 void Engine::wait(const Work& work, Movable& owner, const std::function<void()>& interrupted, bool gives_up) {
@@ -202,8 +234,9 @@ void Engine::wait(const Work& work, Movable& owner, const std::function<void()>&
   struct Waiter {
     Engine& engine;
     Sleeper sleeper;
+    Carrier* carrier;
     bool sleeps = false;
-    explicit Waiter(Engine& e, Sleeper s) : engine(e), sleeper(s) {
+    Waiter(Engine& e, Sleeper s, Carrier* c) : engine(e), sleeper(s), carrier(c) {
       engine.waiters_.fetch_add(1, std::memory_order_seq_cst);
     }
     // From now on the peers hear of it. Before the thread goes on they must hear that it does.
@@ -222,20 +255,24 @@ void Engine::wait(const Work& work, Movable& owner, const std::function<void()>&
         });
       }
       engine.waiters_.fetch_sub(1, std::memory_order_seq_cst);
-      if (engine.tally_.outstanding.load(std::memory_order_seq_cst) > 0) engine.wake_thread();
+      if (engine.tally_.outstanding.load(std::memory_order_seq_cst) == 0) return;
+      engine.wake_thread();
+      if (carrier) carrier->come();
     }
-  } waiter(*this, {work, owner, gives_up});
+  } waiter(*this, {work, owner, gives_up}, owner.carrier());
   Spin spin(cores_to_spare_);
   Tick tick;
   std::optional<Deadline> settled;  // most waits end before that
   while (!work.ended()) {
-    bool moved = pass();
+    bool carried = waiter.carrier && carry(work, *waiter.carrier, [&] { return spin.again(); });
+    bool moved = !carried && pass();
     // Who waits for other hosts alone spins once; then its core is for the thread that moves bytes.
     if (moved && !(io_thread_ && locked([this] { return interest() == 0; }))) spin.reset();
-    bool idle = !moved && !work.ended() && !spin.again();
-    if (!idle && !tick.due()) continue;
+    if (carried && work.ended()) break;
+    bool idle = !carried && !moved && !work.ended() && !spin.again();
+    if (!carried && !idle && !tick.due()) continue;
     if (idle && !settled) settled = Deadline::after(kTick);
-    if (idle && settled->passed()) waiter.sleep();
+    if (carried || (idle && settled->passed())) waiter.sleep();
     look_around();
     if (idle && !work.ended()) rest(kTick, [&] { return work.ended(); });
     if (interrupted) interrupted();

@@ -21,6 +21,7 @@
 #include "base/error.h"
 #include "base/sync_point.h"
 #include "engine/bell.h"
+#include "engine/carrier.h"
 #include "engine/group.h"
 #include "engine/options.h"
 #include "engine/standstill.h"
@@ -39,6 +40,7 @@ class Movable {
   virtual void lose_direct_memory(const Error& cause) = 0;  // some tensors of the arena were severed
   virtual void fail(ErrorKind kind, const std::string& text) = 0;
   virtual void leave() = 0;
+  virtual Carrier* carrier() { return nullptr; }  // for a thread that waits for it; without any lock
 
   // For the search for ranks that wait for each other. Members are local ranks.
   virtual Standstill::Wait wait_of(const Work& work) const = 0;
@@ -68,6 +70,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::shared_ptr<shm::Arena>& arena() const { return arena_; }
   shm::PeerArena* peer(int local_rank) const { return peers_[local_rank].get(); }
   int local_rank() const { return local_rank_; }
+  bool is_alone() const { return peers_.size() == 1; }  // on its host
   Bell& bell() { return *bell_; }
   shm::Pool* gradient_pool();  // null if gradients are not to lie in the arena
 
@@ -81,9 +84,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   }
 
   // One pass now, if nobody is at it; wakes the engine's thread for the rest. After submitting asynchronous work.
-  void poke();
-  // By the thread that moves bytes: does what they allow, in the place of threads that sleep.
-  void carry_on();
+  void poke(Movable& owner);
+  // By the thread that moves bytes: does what they allow, in the place of threads that sleep. True if that was anything.
+  bool carry_on();
   // Drives until `work` of `owner` ended. `gives_up`: `interrupted` will end it some time.
   void wait(const Work& work, Movable& owner, const std::function<void()>& interrupted, bool gives_up);
 
@@ -95,6 +98,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Under the progress lock.
   std::vector<std::shared_ptr<void>>& trash() { return trash_; }
+  void wake_carrier() {
+    if (asleep_) asleep_->wake();
+  }
   void log(const std::string& line) { log_ += "[syncengine] " + line + "\n"; }
   bool is_dead(int local_rank);
   void sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause);
@@ -135,8 +141,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   void thread_main();
   bool pass();
-  uint64_t interest() const;                                       // under the progress lock
-  void rest(Duration at_most, const std::function<bool()>& over);  // sleeps, unless something moves or `over()`
+  uint64_t interest() const;  // under the progress lock
+  // Sleeps, unless something moves or `over()`; with a carrier, in it.
+  void rest(Duration at_most, const std::function<bool()>& over, Carrier* carrier = nullptr);
+  bool carry(const Work& work, Carrier& carrier, const std::function<bool()>& spin_again);
   void look_around();
   void publish_waits();
   void end_standstill(uint64_t stuck);
@@ -168,6 +176,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool gives_up;
     int callers = kUnknownCallers;  // as this thread has counted them
   };
+  Carrier* asleep_ = nullptr;             // a waiting thread sleeps in it
   std::vector<const Sleeper*> sleepers_;  // threads that have waited for a while
   std::unique_ptr<Standstill> standstill_;
 

@@ -100,7 +100,7 @@ std::shared_ptr<Work> ShmCommunicator::enqueue(Operation operation, uint64_t slo
 
 std::shared_ptr<Work> ShmCommunicator::submit(Operation operation) {
   auto work = enqueue(std::move(operation), Lane::kNoKey);
-  engine_->poke();
+  engine_->poke(*this);
   return work;
 }
 
@@ -127,7 +127,7 @@ std::shared_ptr<Work> ShmCommunicator::post(Message message, bool sends) {
     work->place = {shm::kMessages, 0, 0};
     posts_.push_back({std::move(message), sends, std::move(item)});
   }
-  engine_->poke();
+  engine_->poke(*this);
   return work;
 }
 
@@ -142,7 +142,7 @@ uint64_t ShmCommunicator::reserve_slots(size_t count) {
 
 std::shared_ptr<Work> ShmCommunicator::announce(uint64_t slot, Operation operation) {
   auto work = enqueue(std::move(operation), slot);
-  engine_->poke();
+  engine_->poke(*this);
   return work;
 }
 
@@ -324,6 +324,7 @@ void ShmCommunicator::end(shm::Standing standing, const Error& for_peers, const 
   scheduled_lane_.fail_all(error);
   messenger_.fail_all(error);
   group_.bell->ring_all();
+  engine_->wake_carrier();
 }
 
 }  // namespace syncengine

@@ -2,8 +2,8 @@
 //
 // Ownership: the memory of a transfer is the caller's, stays where it is and (sending) as it is until the transfer has ended
 // or withdraw() has returned. Messages are copied. Thread-safety: any thread may call anything but run(), which belongs to one
-// thread of the engine. Aliasing: transfers that run at the same time do not overlap, but for several sends of one memory,
-// and for a receive of what the peer sends only after it has got the send.
+// thread of the engine, and step(), which one thread at a time may call. Aliasing: transfers that run at the same time do not
+// overlap, but for several sends of one memory, and for a receive of what the peer sends only after it has got the send.
 // Matching: a send and a receive of the same pair and tag are one transfer, in whatever order they were posted; a tag is
 // used again only after both sides ended, and never if it was withdrawn. Big sends stay at home until the receive is posted
 // and go straight into place.
@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/error.h"
 
 namespace syncengine {
@@ -78,6 +79,15 @@ class Interhost {
   // Moves bytes until stop(): sleeps when there is nothing to move. `progressed` is called, on this thread and without locks,
   // after transfers ended, a message arrived or a peer failed.
   virtual void run(const std::function<void()>& progressed) = 0;
+
+  // Where any thread may move bytes: what run() does again and again. News: `progressed` would be called; Over: after stop(), all
+  // is done. A step that finds nothing to move sleeps until there is, wake() or `at_most`. At least one a heartbeat is due.
+  enum class Step : uint8_t { Quiet, News, Over };
+  virtual bool has_steps() const { return false; }
+  virtual Step step(Duration) { return Step::Quiet; }
+  virtual void wake() {}
+  virtual bool has_unsent() const { return false; }  // something was posted that only needs steps here to leave
+
   // Says goodbye first: a peer that still needs this rank gets PeerLost with "left", at once.
   virtual void stop() = 0;
 };

@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -34,6 +35,16 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
     held_ = held;
     changed_.notify_all();
   }
+  // Before the job: bytes are moved by the thread in run() alone.
+  void bind() { bound_ = true; }
+  // Of `rank`, by other threads than this one.
+  size_t steps_of_others(int rank) {
+    std::lock_guard lock(mutex_);
+    size_t sum = 0;
+    for (auto [thread, steps] : hosts_[rank].steps)
+      if (thread != std::this_thread::get_id()) sum += steps;
+    return sum;
+  }
 
  private:
   friend class FakeInterhost;
@@ -51,6 +62,8 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
     std::map<int, Error> failures;
     bool news = false;
     bool stopping = false;
+    bool woken = false;
+    std::map<std::thread::id, size_t> steps = {};  // by the thread that made them
   };
 
   explicit FakeNetwork(int size) : hosts_(size) {}
@@ -125,7 +138,7 @@ class FakeNetwork : public std::enable_shared_from_this<FakeNetwork> {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Host> hosts_;
-  bool held_ = false;
+  bool held_ = false, bound_ = false;
 };
 
 class FakeInterhost : public Interhost {
@@ -171,18 +184,29 @@ class FakeInterhost : public Interhost {
   }
 
   void run(const std::function<void()>& progressed) override {
-    std::unique_lock lock(network_->mutex_);
-    while (!own().stopping) {
-      if (!network_->held_) network_->deliver(rank_);
-      if (std::exchange(own().news, false)) {
-        lock.unlock();
-        progressed();
-        lock.lock();
-      } else if (!own().stopping) {
-        network_->changed_.wait(lock);
-      }
+    for (auto last = Step::Quiet; last != Step::Over;) {
+      last = step(seconds(1));
+      if (last != Step::Quiet) progressed();
     }
+  }
+  bool has_steps() const override { return !network_->bound_; }
+  Step step(Duration at_most) override {
+    std::unique_lock lock(network_->mutex_);
+    ++own().steps[std::this_thread::get_id()];
+    auto deliver = [&] {
+      if (!network_->held_) network_->deliver(rank_);
+      return own().news || own().stopping || own().woken;
+    };
+    if (!deliver()) network_->changed_.wait_for(lock, at_most, deliver);
+    own().woken = false;
+    if (!own().stopping) return std::exchange(own().news, false) ? Step::News : Step::Quiet;
     network_->lose(rank_, {ErrorKind::PeerLost, "rank " + std::to_string(rank_) + " has left"});
+    return Step::Over;
+  }
+  void wake() override {
+    std::lock_guard lock(network_->mutex_);
+    own().woken = true;
+    network_->changed_.notify_all();
   }
   void stop() override {
     std::lock_guard lock(network_->mutex_);

@@ -394,6 +394,43 @@ inline void threads_share_an_endpoint(MakeEndpoints make) {
   });
 }
 
+// Where there are steps, any thread may make them, one at a time.
+inline void threads_take_turns_at_steps(MakeEndpoints make) {
+  if (!Cluster(make, 2)[0]->has_steps()) return;
+  Endpoints hosts = make(2);
+  std::mutex turns[2];
+  std::atomic<bool> over[2] = {false, false};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 6; ++i) {
+    threads.emplace_back([&, rank = i % 2] {
+      while (!over[rank]) {
+        std::lock_guard lock(turns[rank]);
+        if (over[rank]) return;
+        if (hosts[rank]->step(std::chrono::milliseconds(5)) == Interhost::Step::Over) over[rank] = true;
+      }
+    });
+  }
+  Deadline deadline = Deadline::after(seconds(20));
+  auto wait = [&](const Transfer& transfer) {
+    while (!transfer->ended() && !deadline.passed()) std::this_thread::yield();
+    CHECK(transfer->state() == Interhost::Transfer::State::Done);
+  };
+  for (uint64_t tag = 0; tag < 60 / kSlowdown; ++tag) {
+    size_t bytes = kSizes[tag % std::size(kSizes)];
+    Bytes sent = pattern(bytes, tag), got(bytes);
+    auto receive = hosts[1]->receive(0, tag, got.data(), bytes);
+    auto send = hosts[0]->send(1, tag, sent.data(), bytes);
+    hosts[tag % 2]->wake();
+    wait(receive), wait(send);
+    CHECK(same(got, sent));
+  }
+  hosts[0]->tell(1, "a message");
+  while (hosts[0]->has_unsent() && !deadline.passed()) std::this_thread::yield();
+  CHECK(!hosts[0]->has_unsent());
+  for (auto& host : hosts) host->stop();
+  for (auto& thread : threads) thread.join();
+}
+
 }  // namespace conformance
 
 }  // namespace syncengine::testing
@@ -413,4 +450,5 @@ inline void threads_share_an_endpoint(MakeEndpoints make) {
   INTERHOST_CONFORMANCE_CASE(name, make, a_rank_that_leaves_is_named)                \
   INTERHOST_CONFORMANCE_CASE(name, make, last_words_come_before_the_failure)         \
   INTERHOST_CONFORMANCE_CASE(name, make, a_goodbye_loses_nothing)                    \
-  INTERHOST_CONFORMANCE_CASE(name, make, threads_share_an_endpoint)
+  INTERHOST_CONFORMANCE_CASE(name, make, threads_share_an_endpoint)                  \
+  INTERHOST_CONFORMANCE_CASE(name, make, threads_take_turns_at_steps)

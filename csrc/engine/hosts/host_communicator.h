@@ -48,6 +48,8 @@ class HostCommunicator final : private LinksHolder, public ShmCommunicator, priv
   void give_up(const Error& error) override { ShmCommunicator::fail(error.kind(), error.what()); }
   void hear_ended(int member, const Ended& ended);
 
+  // A rank that shares its host waits for that one's ranks as well.
+  Carrier* carrier() override { return group_.size == 1 && engine_->is_alone() ? links_.network.get() : nullptr; }
   void look_around() override;
   void fail(ErrorKind kind, const std::string& text) override;
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here) override;

@@ -31,9 +31,12 @@ struct Links {
 
   template <class Message>
   void tell(int member, const Message& message) const {
-    network->interhost().tell(job_ranks[member], write(group, message));
+    tell(member, write(group, message));
   }
-  void tell(int member, const std::string& message) const { network->interhost().tell(job_ranks[member], message); }
+  void tell(int member, const std::string& message) const {
+    network->interhost().tell(job_ranks[member], message);
+    network->come();
+  }
   std::shared_ptr<Interhost::Transfer> send(int member, uint64_t tag, const std::byte* data, size_t bytes) const {
     return network->interhost().send(job_ranks[member], tag, data, bytes);
   }

@@ -3,9 +3,20 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <utility>
+
+#include "base/futex.h"
 #include "engine/hosts/message.h"
 
 namespace syncengine::hosts {
+
+namespace {
+
+// How long the own thread leaves everything to waiting ones after one of them was there: the next call may be near. Also how
+// long a waiting thread may be kept from its work (by Python's lock, say) before the own thread takes over.
+constexpr auto kGrace = std::chrono::milliseconds(10);
+
+}  // namespace
 
 Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost)
     : engine_(std::move(engine)), interhost_(std::move(interhost)) {
@@ -17,12 +28,81 @@ Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> inte
     for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
     pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
     pthread_setname_np(pthread_self(), "syncengine-io");
-    interhost_->run([this] {
-      // What ended is stored, then it is seen whether anybody sleeps: the mirror image of Bell::listen().
-      std::atomic_thread_fence(std::memory_order_seq_cst);
-      engine_->carry_on();
-    });
+    thread_main();
   });
+}
+
+void Network::thread_main() {
+  auto progressed = [this] {
+    // What ended is stored, then it is seen whether anybody sleeps: the mirror image of Bell::listen().
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    engine_->carry_on();
+  };
+  if (!interhost_->has_steps()) return interhost_->run(progressed);
+  for (auto last = Interhost::Step::Quiet; last != Interhost::Step::Over;) {
+    park();
+    {
+      std::lock_guard lock(moving_);
+      last = interhost_->step(std::chrono::hours(1));
+    }
+    if (last != Interhost::Step::Quiet) progressed();
+  }
+}
+
+// Sleeps while a waiting thread moves the bytes.
+void Network::park() {
+  do {
+    for (;;) {
+      parked_.store(true, std::memory_order_seq_cst);
+      uint32_t word = word_.load(std::memory_order_seq_cst);
+      if (stopping_.load(std::memory_order_seq_cst)) break;
+      bool claimed = claimed_.load(std::memory_order_seq_cst), called = std::exchange(word_seen_, word) != word;
+      uint64_t claims = claims_.load(std::memory_order_seq_cst);
+      bool quiet = std::exchange(claims_seen_, claims) == claims;
+      if (!claimed && (called || quiet)) break;
+      futex_wait(word_, word, kGrace);
+    }
+    parked_.store(false, std::memory_order_seq_cst);  // before it looks again: claim() has them the other way around
+  } while (claimed_.load(std::memory_order_seq_cst) && !stopping_.load(std::memory_order_seq_cst));
+}
+
+bool Network::claim() {
+  if (!interhost_->has_steps() || claimed_.exchange(true, std::memory_order_seq_cst)) return false;
+  claims_.fetch_add(1, std::memory_order_seq_cst);
+  if (!parked_.load(std::memory_order_seq_cst)) interhost_->wake();
+  return true;
+}
+
+// Until the own thread has left its step, there is nothing to do, or it is being woken.
+bool Network::carry(Duration at_most) {
+  if (!claimers_.owns_lock()) {
+    if (at_most > Duration::zero())
+      claimers_.lock();
+    else if (!claimers_.try_lock())
+      return false;
+  }
+  Deadline until = Deadline::after(at_most);
+  do {
+    if (interhost_->step(until.left(at_most)) != Interhost::Step::Quiet) return true;
+  } while (!woken_.exchange(false, std::memory_order_seq_cst) && !until.passed());
+  return false;
+}
+
+void Network::wake() {
+  woken_.store(true, std::memory_order_seq_cst);
+  interhost_->wake();
+}
+
+void Network::release() {
+  if (claimers_.owns_lock()) claimers_.unlock();
+  claimed_.store(false, std::memory_order_seq_cst);
+  if (interhost_->has_unsent()) come();
+}
+
+void Network::come() {
+  if (claimed_.load(std::memory_order_seq_cst)) return;
+  word_.fetch_add(1, std::memory_order_seq_cst);  // it may be about to park
+  if (parked_.load(std::memory_order_seq_cst)) futex_wake_all(word_);
 }
 
 Network::~Network() {
@@ -31,7 +111,9 @@ Network::~Network() {
     (void)interhost_.release();
     return;
   }
+  stopping_.store(true, std::memory_order_seq_cst);
   interhost_->stop();
+  come();
   thread_.join();
   engine_->remove(this);
 }

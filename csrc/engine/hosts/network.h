@@ -1,11 +1,13 @@
-// One process's connections to the ranks of other hosts: the thread that moves the bytes, and whose message is whose.
+// One process's connections to the ranks of other hosts: who moves the bytes, and whose message is whose.
 //
 // Ownership: shared by the communicators that reach over hosts; keeps the engine. Thread-safety: all calls under the engine's
-// progress lock. Failure: garbage from a peer fails all communicators; what else fails a peer is told by Interhost::failure().
+// progress lock, but Carrier's. Failure: garbage from a peer fails all communicators; what else fails a peer is told by Interhost::failure().
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
@@ -13,6 +15,7 @@
 #include <vector>
 
 #include "collectives/hop_choice.h"
+#include "engine/carrier.h"
 #include "engine/engine.h"
 #include "transport/interhost.h"
 
@@ -38,7 +41,7 @@ constexpr uint64_t tag_of(uint32_t group, int lane, uint64_t chunk, uint32_t par
          unasked << (kChunkBits + kParcelBits) | turn << kParcelBits | parcel;
 }
 
-class Network final : private Movable {
+class Network final : public Carrier, private Movable {
  public:
   Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost);
   ~Network() override;
@@ -60,7 +63,15 @@ class Network final : private Movable {
   void hear_all();  // hands all that has come to its listeners
   void withdraw(uint32_t group, const Error& error);
 
+  bool claim() override;
+  bool carry(Duration at_most) override;
+  void release() override;
+  void wake() override;
+  void come() override;
+
  private:
+  void thread_main();
+  void park();
   void deliver(Interhost::Message message);
 
   // Movable, under the progress lock: messages are heard before anything else is done.
@@ -81,6 +92,17 @@ class Network final : private Movable {
   uint32_t next_group_ = 0;
   bool heard_ = false;
   std::optional<LinkSpeed> speed_;
+
+  std::mutex moving_;  // of whoever makes steps; no other lock is held where it is asked for
+  std::unique_lock<std::mutex> claimers_{moving_, std::defer_lock};  // of the thread that claimed
+  std::atomic<bool> claimed_{false};
+  std::atomic<bool> woken_{false};  // that thread
+  std::atomic<uint64_t> claims_{0};
+  std::atomic<bool> parked_{false};  // the own thread
+  std::atomic<uint32_t> word_{0};    // futex word where it is parked
+  std::atomic<bool> stopping_{false};
+  uint64_t claims_seen_ = 0;  // by the own thread, as is the next
+  uint32_t word_seen_ = 0;
   std::thread thread_;
 };
 

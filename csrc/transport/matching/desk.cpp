@@ -54,6 +54,11 @@ std::optional<Error> Desk::failure(int peer) const {
   return found == failures_.end() ? std::nullopt : std::optional(found->second);
 }
 
+bool Desk::has_posts() const {
+  std::lock_guard lock(mutex_);
+  return !posts_.empty();
+}
+
 std::deque<Desk::Post> Desk::take() {
   std::lock_guard lock(mutex_);
   return std::exchange(posts_, {});

@@ -43,6 +43,7 @@ class Desk {
   void tell(int peer, const std::string& message);
   std::optional<Message> hear();
   std::optional<Error> failure(int peer) const;
+  bool has_posts() const;
 
   // For the thread that runs. What is posted for a peer after note_failure() fails at once.
   std::deque<Post> take();

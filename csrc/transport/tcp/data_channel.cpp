@@ -13,7 +13,8 @@ namespace syncengine::tcp {
 
 namespace {
 
-constexpr double kPieceSeconds = 1e-3;
+constexpr double kPieceSeconds = 2e-3;
+constexpr auto kRest = std::chrono::milliseconds(1), kMeasure = std::chrono::milliseconds(5);
 
 bool would_block(int code) { return code == EAGAIN || code == EWOULDBLOCK || code == EINTR; }
 
@@ -75,8 +76,8 @@ void DataChannel::start(Piece piece) {
   header_out_ = encode(piece.frame);
   piece_ = std::move(piece);
   sent_ = 0;
-  started_ = Clock::now();
-  waited_ = false;
+  auto now = Clock::now();
+  if (now - ended_ > kRest) busy_since_ = now, busy_bytes_ = 0;
 }
 
 std::optional<Piece> DataChannel::write() {
@@ -92,25 +93,24 @@ std::optional<Piece> DataChannel::write() {
   if (sent < 0) {
     if (errno == EINTR) return {};
     writable = false;
-    waited_ = true;
     if (!would_block(errno)) status = Status::Broken;
     return {};
   }
   sent_ += static_cast<size_t>(sent);
-  if (sent_ < header + payload) {
-    waited_ = true;
-    return {};
-  }
-  if (waited_ && payload >= kChunkUnit) measure();
+  if (sent_ < header + payload) return {};
+  measure(payload);
   return std::exchange(piece_, std::nullopt);
 }
 
-// The kernel takes a piece as fast as it sends, but for the first ones, which find an empty queue.
-void DataChannel::measure() {
-  auto took = std::chrono::duration<double>(Clock::now() - started_).count();
-  double speed = piece_->frame.payload / std::max(took, 1e-6);
-  speed_ = speed_ == 0 ? speed : 0.75 * speed_ + 0.25 * speed;
-  auto units = static_cast<uint32_t>(std::min<double>(speed_ * kPieceSeconds, kChunkBytes)) / kChunkUnit;
+// Over several pieces: the kernel takes the first ones at once, and a single one may wait for this thread's turn on a core. Pieces
+// that are too small for a quick connection would make it slow, and so stay small.
+void DataChannel::measure(size_t bytes) {
+  ended_ = Clock::now();
+  busy_bytes_ += bytes;
+  if (ended_ - busy_since_ < kMeasure) return;
+  double speed = static_cast<double>(busy_bytes_) / std::chrono::duration<double>(ended_ - busy_since_).count();
+  busy_since_ = ended_, busy_bytes_ = 0;
+  auto units = static_cast<uint32_t>(std::min<double>(speed * kPieceSeconds, kChunkBytes)) / kChunkUnit;
   give_at_a_time(std::max(units, 1u) * kChunkUnit);
 }
 

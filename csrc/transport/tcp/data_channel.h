@@ -46,7 +46,7 @@ class DataChannel {
   void start(Piece piece);
   // One system call. The piece, once it is out.
   std::optional<Piece> write();
-  // How much to give it at a time: what it sends in about a millisecond. What a slow connection has been given early can't go by
+  // How much to give it at a time: what it sends in about two milliseconds. What a slow connection has been given early can't go by
   // another one any more.
   uint32_t piece_bytes() const { return piece_bytes_; }
   Send* writing() { return piece_ ? piece_->send.get() : nullptr; }
@@ -55,7 +55,7 @@ class DataChannel {
   void close() { fd_.reset(); }
 
  private:
-  void measure();
+  void measure(size_t bytes);
   void give_at_a_time(uint32_t bytes);
 
   ParentFd fd_;
@@ -67,10 +67,10 @@ class DataChannel {
   // Out.
   std::optional<Piece> piece_;
   std::string header_out_;
-  size_t sent_ = 0;  // of header and payload
-  Clock::time_point started_;
-  bool waited_ = false;  // for room, since started_
-  double speed_ = 0;     // bytes a second; 0: not known
+  size_t sent_ = 0;                 // of header and payload
+  Clock::time_point ended_{};       // the last piece
+  Clock::time_point busy_since_{};  // it has hardly rested since, or was measured then
+  size_t busy_bytes_ = 0;           // sent since
   uint32_t piece_bytes_ = 0;
 };
 

@@ -46,7 +46,7 @@ void Endpoint::check_peer(int peer) const {
   if (!peers_.count(peer)) throw Error(ErrorKind::InvalidUsage, rank_name(peer) + " is no peer on another host");
 }
 
-void Endpoint::wake() const {
+void Endpoint::wake() {
   uint64_t one = 1;
   (void)!::write(alarm_.get(), &one, sizeof(one));
 }
@@ -83,25 +83,34 @@ void Endpoint::stop() {
   wake();
 }
 
-// ---- the thread that runs ----
+bool Endpoint::has_unsent() const {
+  if (desk_.has_posts()) return true;
+  std::lock_guard lock(progress_);
+  return std::any_of(peers_.begin(), peers_.end(),
+                     [](const auto& item) { return item.second->is_open() && item.second->has_unsent(); });
+}
+
+// ---- one thread at a time ----
 
 void Endpoint::run(const std::function<void()>& progressed) {
-  epoll_event ready[kEvents];
-  for (bool running = true; running;) {
-    int timeout = busy_ ? 0 : static_cast<int>(seconds(options_.heartbeat) / std::chrono::milliseconds(1));
-    int count = epoll_wait(epoll_.get(), ready, kEvents, std::max(timeout, busy_ ? 0 : 1));
-    bool news;
-    {
-      std::lock_guard turn(turn_);
-    }
-    {
-      std::lock_guard lock(progress_);
-      for (int i = 0; i < count; ++i) on_event(ready[i].data.u64, ready[i].events);
-      running = pass();
-      news = std::exchange(shared_.news, false);
-    }
-    if (news) progressed();
+  for (auto last = Step::Quiet; last != Step::Over;) {
+    last = step(seconds(options_.heartbeat));
+    if (last != Step::Quiet) progressed();
   }
+}
+
+Interhost::Step Endpoint::step(Duration at_most) {
+  epoll_event ready[kEvents];
+  Duration most = busy_ ? Duration::zero() : std::min(at_most, seconds(options_.heartbeat));
+  int timeout = static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(most).count());
+  int count = epoll_wait(epoll_.get(), ready, kEvents, timeout);
+  {
+    std::lock_guard turn(turn_);
+  }
+  std::lock_guard lock(progress_);
+  for (int i = 0; i < count; ++i) on_event(ready[i].data.u64, ready[i].events);
+  bool running = pass(), news = std::exchange(shared_.news, false);
+  return !running ? Step::Over : news ? Step::News : Step::Quiet;
 }
 
 void Endpoint::on_event(uint64_t key, uint32_t events) {

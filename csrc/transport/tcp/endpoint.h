@@ -1,4 +1,4 @@
-// Interhost over TCP: one thread, in run(), moves everything; it sleeps in epoll, and calls from other threads wake it.
+// Interhost over TCP: one thread at a time, in step(), moves everything; it sleeps in epoll, and calls from other threads wake it.
 //
 // Locks: a thread that holds one may take only those below it. `turn_` lets withdraw() in between two passes; `progress_`
 // guards the peers, for one pass: at most a system call each way on each connection; then the desk's.
@@ -34,13 +34,16 @@ class Endpoint : public Interhost {
   std::optional<Error> failure(int peer) const override { return desk_.failure(peer); }
   void withdraw(uint64_t first, uint64_t last, const Error& error) override;
   void run(const std::function<void()>& progressed) override;
+  bool has_steps() const override { return true; }
+  Step step(Duration at_most) override;
+  void wake() override;
+  bool has_unsent() const override;
   void stop() override;
 
  private:
   void check_peer(int peer) const;
-  void wake() const;
 
-  // Of the thread that runs, under the progress lock.
+  // Of the thread that makes the step, under the progress lock.
   void on_event(uint64_t key, uint32_t events);
   bool pass();
   bool is_beat_due();
@@ -53,7 +56,7 @@ class Endpoint : public Interhost {
   Options options_;
   Desk desk_;
   std::mutex turn_;
-  std::mutex progress_;
+  mutable std::mutex progress_;
   Shared shared_;
   std::map<int, std::unique_ptr<Peer>> peers_;
   ParentFd epoll_;

@@ -92,6 +92,11 @@ bool Peer::step() {
   return more;
 }
 
+bool Peer::has_unsent() const {
+  return !control_.out.empty() || outbox_.has_next() ||
+         std::any_of(data_.begin(), data_.end(), [](const DataChannel& channel) { return channel.is_writing(); });
+}
+
 void Peer::read_control() {
   size_t had = control_.in.size();
   control_.in.resize(had + kReadBytes);

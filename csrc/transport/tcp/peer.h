@@ -36,6 +36,7 @@ class Peer {
 
   // At most one system call each way on each connection. True if there may be more to do at once.
   bool step();
+  bool has_unsent() const;  // that only needs more steps
 
   void beat();                            // says that this rank is alive
   void look_at_clock(Clock::time_point);  // is the peer?
