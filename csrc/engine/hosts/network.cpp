@@ -22,17 +22,20 @@ Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> inte
     : engine_(std::move(engine)), interhost_(std::move(interhost)) {
   engine_->expect_io_thread();
   engine_->add(this);
-  thread_ = std::thread([this] {
-    sigset_t all;
-    sigfillset(&all);
-    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
-    pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
-    pthread_setname_np(pthread_self(), "syncengine-io");
-    thread_main();
-  });
+  try {
+    thread_ = std::thread(&Network::thread_main, this);
+  } catch (...) {
+    engine_->remove(this);
+    throw;
+  }
 }
 
 void Network::thread_main() {
+  sigset_t all;
+  sigfillset(&all);
+  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
+  pthread_setname_np(pthread_self(), "syncengine-io");
   auto progressed = [this] {
     // What ended is stored, then it is seen whether anybody sleeps: the mirror image of Bell::listen().
     std::atomic_thread_fence(std::memory_order_seq_cst);
