@@ -20,7 +20,15 @@ from cuda_training import batch, job
 from models.workload import same_bits
 from parallel_models import CAP, Mlp
 from test_comm_hooks import TORCH_HOOKS, with_hook
-from test_cuda_parallel import LONG, Opposite, Run, check_average, exact_average, local_gradients, train
+from test_cuda_parallel import (
+    LONG,
+    Run,
+    averages_on_streams,
+    check_average,
+    exact_average,
+    local_gradients,
+    train,
+)
 from test_sparse_gradients import Tables, ids
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -96,29 +104,6 @@ def average_in_a_thread(state: Any, bucket: dist.GradBucket) -> torch.futures.Fu
 
     threading.Thread(target=complete).start()
     return future
-
-
-def averages_on_streams(rank: int, hook: Hook) -> str:
-    with job():
-        model = syncengine.Parallel(Opposite().cuda(), **CAP)
-        model.register_comm_hook(None, hook)
-        one, two = torch.cuda.Stream(), torch.cuda.Stream()
-        main = torch.cuda.current_stream()
-        for step, (forward, backward) in enumerate([(main, main), (one, one), (main, two), (two, main), (one, two)]):
-            model.zero_grad()
-            expected = exact_average(model.module, batch(step))
-            forward.wait_stream(main)
-            with torch.cuda.stream(forward):
-                loss = model(batch(step)).square().mean()
-            backward.wait_stream(forward)
-            with torch.cuda.stream(backward):
-                loss.backward()
-                grads = [p.grad * 1 for p in model.parameters()]  # read where backward was called, without waiting
-            main.wait_stream(backward)
-            for grad, average in zip(grads, expected, strict=True):
-                assert same_bits(grad.cpu(), average), step
-        assert model.sync_stats()["copied_bytes"]["bucket"] == 0
-    return "good"
 
 
 def averages_at_once(rank: int) -> str:

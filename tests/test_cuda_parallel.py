@@ -184,9 +184,12 @@ def test_opposite_orders_of_readiness_with_a_single_hardware_queue(world: int):
     assert run_processes(world, averages, environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) == ["good"] * world
 
 
-def averages_on_streams(rank: int) -> str:
+def averages_on_streams(rank: int, hook: Any = None) -> str:
+    """With a communication hook if one is given."""
     with job():
         model = syncengine.Parallel(Opposite().cuda(), **CAP)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
         one, two = torch.cuda.Stream(), torch.cuda.Stream()
         main = torch.cuda.current_stream()
         for step, (forward, backward) in enumerate([(one, one), (main, two), (two, main), (one, two), (main, main)]):
@@ -202,6 +205,7 @@ def averages_on_streams(rank: int) -> str:
             main.wait_stream(backward)
             for grad, average in zip(grads, expected, strict=True):
                 assert same_bits(grad.cpu(), average), step
+        assert hook is None or model.sync_stats()["copied_bytes"]["bucket"] == 0
     return "good"
 
 

@@ -1,10 +1,8 @@
 #include "c10d/completer.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 
+#include "base/thread.h"
 #include "c10d/torch_work.h"
 
 namespace syncengine {
@@ -41,10 +39,7 @@ void Completer::wait_for_one(std::unique_lock<std::mutex>& lock) {
 }
 
 void Completer::run() {
-  sigset_t all;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
-  pthread_setname_np(pthread_self(), "syncengine-c10d");
+  begin_thread("syncengine-c10d");
   std::unique_lock lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] { return stopped_ || !works_.empty(); });

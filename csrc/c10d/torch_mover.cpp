@@ -2,14 +2,14 @@
 
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
-#include <pthread.h>
-#include <signal.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <condition_variable>
 #include <deque>
 #include <mutex>
 #include <thread>
+
+#include "base/thread.h"
 
 namespace syncengine {
 
@@ -90,11 +90,7 @@ class TorchMover::Lane : public std::enable_shared_from_this<Lane> {
 
  private:
   void run() {
-    sigset_t all;
-    sigfillset(&all);
-    for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
-    pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
-    pthread_setname_np(pthread_self(), "syncengine-c10d");
+    begin_thread("syncengine-c10d");
     std::unique_lock lock(mutex_);
     for (;;) {
       changed_.wait(lock, [&] { return closing_ || !works_.empty(); });

@@ -1,10 +1,9 @@
 #include "cuda/watchdog.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <cstdio>
 #include <cstring>
+
+#include "base/thread.h"
 
 namespace syncengine::cuda {
 
@@ -44,12 +43,7 @@ void Watchdog::publish(uint32_t fingerprint, const std::string& text) {
 }
 
 void Watchdog::run() {
-  sigset_t all;
-  sigfillset(&all);
-  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT})
-    sigdelset(&all, fault);                     // but its own faults are its own
-  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
-  pthread_setname_np(pthread_self(), "syncengine-cuda");
+  begin_thread("syncengine-cuda");
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     lock.unlock();

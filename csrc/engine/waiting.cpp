@@ -1,11 +1,10 @@
 // How the threads of a rank wait: one of the program's in wait(), the engine's own in thread_main(). See docs/threads.md.
-#include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 
 #include <optional>
 
 #include "base/futex.h"
+#include "base/thread.h"
 #include "engine/engine.h"
 #include "transport/shm/liveness.h"
 
@@ -159,12 +158,7 @@ void Engine::wake_thread() {
 }
 
 void Engine::thread_main() {
-  sigset_t all;
-  sigfillset(&all);
-  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT})
-    sigdelset(&all, fault);                     // but its own faults are its own
-  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
-  pthread_setname_np(pthread_self(), "syncengine");
+  begin_thread("syncengine");
   shm::hold_all(arena_->header(), watchers_);
   thread_word_.fetch_add(1, std::memory_order_release);
   futex_wake_all(thread_word_);

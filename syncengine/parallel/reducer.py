@@ -15,6 +15,10 @@ from syncengine._C import Reducer
 class NoReducer:
     """In the place of a reducer where nothing is reduced, as with one rank: what tools call does nothing."""
 
+    def statistics(self) -> dict[str, Any]:
+        """As of a reducer that has done nothing."""
+        return {"backwards": 0, "buckets": 0, "reduced_bytes": 0, "copied_bytes": {}}
+
     def _rebuild_buckets(self) -> bool:
         return False
 

@@ -41,8 +41,6 @@ class ForTools(DistributedDataParallel):
         ``backwards`` (so far), ``buckets``, ``reduced_bytes``, and ``copied_bytes`` by the reason for which gradients
         could not be reduced where autograd left them.
         """
-        if not self._reduces:
-            return {"backwards": 0, "buckets": 0, "reduced_bytes": 0, "copied_bytes": {}}
         return self.reducer.statistics()
 
     def _distributed_broadcast_coalesced(
@@ -52,19 +50,16 @@ class ForTools(DistributedDataParallel):
         StateBroadcast(self.communicator, tensors)(authoritative_rank)
 
     def _check_reducer_finalized(self) -> None:
-        if self._reduces:
-            self.reducer.check_finalized()
+        self.reducer._check_reducer_finalized()
 
     def _remove_autograd_hooks(self) -> None:
-        if self._reduces:
-            self.reducer.remove_hooks()
+        self.reducer._remove_autograd_hooks()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Times the first 10 steps for ``_get_ddp_logging_data``, and then one of ``sample_rate``."""
         if sample_rate < 1:
             self._log_and_throw(InvalidUsage, "DDP runtime logging sample rate should be equal or greater than 1")
-        if self._reduces:
-            self.reducer.set_sample_rate(sample_rate)
+        self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
 
     def _update_process_group(self, new_process_group: Group) -> None:
         """From now on gradients are averaged over another group. Ranks that are not in it stay as they are."""

@@ -51,4 +51,23 @@ inline void run_hosts(const std::string& hosts, const Options& options, const Ho
   HostsJob(hosts, options).run(body);
 }
 
+// What rank `rank` brings, small integers whose sums are exact, and the sum over `size` ranks.
+inline float value(int rank, size_t i) { return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13) % 64); }
+
+inline float sum_of_values(int size, size_t i) {
+  float sum = 0;
+  for (int rank = 0; rank < size; ++rank) sum += value(rank, i);
+  return sum;
+}
+
+inline void fill(std::vector<float>& data, int rank) {
+  for (size_t i = 0; i < data.size(); ++i) data[i] = value(rank, i);
+}
+
+template <class Expected>
+void check_values(const std::vector<float>& data, Expected&& expected) {
+  for (size_t i = 0; i < data.size(); ++i)
+    if (data[i] != expected(i)) CHECK_EQ(data[i], expected(i));
+}
+
 }  // namespace syncengine::testing

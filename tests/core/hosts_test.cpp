@@ -7,8 +7,10 @@
 
 namespace syncengine {
 
-using testing::all_reduce_of, testing::Bytes, testing::Case, testing::check_everywhere, testing::contains;
-using testing::HostsJob, testing::operation_of, testing::oracle, testing::run_hosts;
+using testing::all_reduce_of, testing::Bytes, testing::Case, testing::check_everywhere, testing::check_values;
+using testing::contains, testing::fill, testing::operation_of, testing::oracle, testing::run_hosts,
+    testing::sum_of_values;
+using testing::value;
 
 namespace {
 
@@ -20,18 +22,6 @@ const std::vector<std::string> kPlacements =
            : std::vector<std::string>{"ab",   "abc",  "aab",  "abcd",     "aabb",    "aaab",
                                       "abbb", "abab", "abba", "aaaabbbb", "aabbccdd"};
 
-float value(int rank, size_t i) { return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13) % 64); }
-
-float sum_of_values(int size, size_t i) {
-  float sum = 0;
-  for (int rank = 0; rank < size; ++rank) sum += value(rank, i);
-  return sum;
-}
-
-void fill(std::vector<float>& data, int rank) {
-  for (size_t i = 0; i < data.size(); ++i) data[i] = value(rank, i);
-}
-
 Operation collective_of(Collective collective, std::vector<float>& input, std::vector<float>& output, int root = 0) {
   Operation operation{};
   operation.collective = collective;
@@ -39,12 +29,6 @@ Operation collective_of(Collective collective, std::vector<float>& input, std::v
   operation.input = SpanList(input.data(), input.size() * sizeof(float));
   operation.output = SpanList(output.data(), output.size() * sizeof(float));
   return operation;
-}
-
-template <class Expected>
-void check_values(const std::vector<float>& data, Expected&& expected) {
-  for (size_t i = 0; i < data.size(); ++i)
-    if (data[i] != expected(i)) CHECK_EQ(data[i], expected(i));
 }
 
 }  // namespace
@@ -193,87 +177,6 @@ TEST(copies_cross_once_for_each_host) {
   CHECK((bytes("aaab", Collective::AllGather) == Sent{3 * kBytes, kBytes}));
   CHECK((bytes("aabbcc", Collective::Broadcast) == Sent{kBytes, kBytes, 0}));  // from host to host
   CHECK((bytes("ab", Collective::ReduceScatter) == Sent{kBytes, kBytes}));
-}
-
-// What comes meanwhile is the business of the thread that moves bytes. Every 50 ms a wait looks around.
-TEST(a_wait_for_other_hosts_sleeps_until_its_end) {
-  HostsJob job("ab");
-  job.network().bind();
-  job.run([](int rank, Communicator& communicator) {
-    constexpr size_t kNotes = 40;
-    std::vector<float> notes(kNotes), data(1000);
-    auto note = [&](size_t i) {
-      return Message{.peer = 1 - rank, .tag = 1, .memory = SpanList(&notes[i], sizeof(float)), .describe = [] {
-                       return std::string("a note");
-                     }};
-    };
-    fill(data, rank);
-    std::vector<std::shared_ptr<Work>> works;
-    for (size_t i = 0; rank == 1 && i < kNotes; ++i) {
-      works.push_back(communicator.send(note(i)));
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
-    }
-    uint64_t before = communicator.counters().at("sleeps");
-    auto begin = Clock::now();
-    communicator.run(all_reduce_of(data.data(), data.size() * sizeof(float), DType::Float32));
-    auto looks = static_cast<uint64_t>((Clock::now() - begin) / std::chrono::milliseconds(50));
-    CHECK(rank == 1 || communicator.counters().at("sleeps") - before <= kNotes / 4 + looks);
-    check_values(data, [](size_t i) { return sum_of_values(2, i); });
-    for (size_t i = 0; rank == 0 && i < kNotes; ++i) works.push_back(communicator.receive(note(i)));
-    for (const auto& work : works) communicator.wait(work);
-  });
-}
-
-// Where it can, it moves them itself, and the other thread does not wake up for it.
-TEST(a_wait_for_other_hosts_moves_the_bytes_itself) {
-  HostsJob job("ab");
-  job.run([&](int rank, Communicator& communicator) {
-    std::vector<float> data(300000);
-    auto call = [&] { communicator.run(all_reduce_of(data.data(), data.size() * sizeof(float), DType::Float32)); };
-    call();
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    size_t before = job.network().steps_of_others(rank);
-    constexpr int kCalls = 50;
-    auto begin = Clock::now();
-    for (int i = 0; i < kCalls; ++i) call();
-    auto tens = static_cast<size_t>((Clock::now() - begin) / std::chrono::milliseconds(10));
-    CHECK(job.network().steps_of_others(rank) - before <= kCalls / 2 + 2 * tens);  // it is there if this one is late
-  });
-}
-
-// Whoever leaves works behind, or is late, is needed no more: the other thread goes on.
-TEST(what_nobody_waits_for_moves_on_over_hosts) {
-  run_hosts("ab", {}, [](int rank, Communicator& communicator) {
-    std::vector<float> first(1000), second(300000);
-    for (int round = 0; round < 20; ++round) {
-      fill(first, rank), fill(second, rank);
-      auto small = communicator.submit(all_reduce_of(first.data(), first.size() * 4, DType::Float32));
-      auto large = communicator.submit(all_reduce_of(second.data(), second.size() * 4, DType::Float32));
-      communicator.wait(small);
-      Deadline deadline = Deadline::after(seconds(10));
-      while (!large->ended() && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      CHECK(large->ended());
-      check_values(second, [](size_t i) { return sum_of_values(2, i); });
-    }
-  });
-}
-
-TEST(threads_that_wait_for_other_hosts_end_together) {
-  run_hosts("ab", {}, [](int rank, Communicator& communicator) {
-    constexpr int kThreads = 4;
-    for (int round = 0; round < 20; ++round) {
-      std::vector<std::vector<float>> data(kThreads, std::vector<float>(70000));
-      std::vector<std::shared_ptr<Work>> works;
-      for (auto& each : data) {
-        fill(each, rank);
-        works.push_back(communicator.submit(all_reduce_of(each.data(), each.size() * 4, DType::Float32)));
-      }
-      std::vector<std::thread> threads;
-      for (auto& work : works) threads.emplace_back([&] { communicator.wait(work); });
-      for (auto& thread : threads) thread.join();
-      for (auto& each : data) check_values(each, [](size_t i) { return sum_of_values(2, i); });
-    }
-  });
 }
 
 TEST(mismatches_between_hosts_name_both_sides) {

@@ -1,11 +1,9 @@
 #include "engine/hosts/network.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <utility>
 
 #include "base/futex.h"
+#include "base/thread.h"
 #include "engine/hosts/message.h"
 
 namespace syncengine::hosts {
@@ -31,11 +29,7 @@ Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> inte
 }
 
 void Network::thread_main() {
-  sigset_t all;
-  sigfillset(&all);
-  for (int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT}) sigdelset(&all, fault);
-  pthread_sigmask(SIG_SETMASK, &all, nullptr);  // signals belong to the program's own threads
-  pthread_setname_np(pthread_self(), "syncengine-io");
+  begin_thread("syncengine-io");
   auto progressed = [this] {
     // What ended is stored, then it is seen whether anybody sleeps: the mirror image of Bell::listen().
     std::atomic_thread_fence(std::memory_order_seq_cst);
