@@ -61,7 +61,8 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 train: build
 	$(PY) -m examples.train_gpt compare
 
-# The core's tests need no Python: they are compiled while packages come in. Two files of the others run at a time: much of it is waiting.
+# The core's tests need no Python: they are compiled while packages come in. Two files of the others run at a time: much of
+# it is waiting.
 test:
 	$(MAKE) --no-print-directory -j$(shell nproc) --output-sync=target \
 	  core-build build-for-tests .venv-openmpi/ready .venv-mpich/ready

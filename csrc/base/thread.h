@@ -5,7 +5,8 @@
 
 namespace syncengine {
 
-// Names the calling thread (at most 15 characters), and leaves signals to the program's own threads, but for those of its own faults.
+// Names the calling thread (at most 15 characters), and leaves signals to the program's own threads, but for those of its own
+// faults.
 void begin_thread(const char* name);
 
 }  // namespace syncengine

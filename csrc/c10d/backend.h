@@ -32,7 +32,8 @@ class TorchBackend final : public ::c10d::Backend {
 
   // Those below all backends of this process that have not been shut down.
   static std::vector<std::shared_ptr<Communicator>> open_communicators();
-  // Closes these and ends the backends' threads, before the interpreter ends: callbacks of futures may be Python's. Without the GIL.
+  // Closes these and ends the backends' threads, before the interpreter ends: callbacks of futures may be Python's. Without the
+  // GIL.
   static void end_all();
 
   const std::string getBackendName() const override { return "syncengine"; }

@@ -13,8 +13,9 @@ namespace syncengine {
 
 using TorchFuture = c10::intrusive_ptr<c10::ivalue::Future>;
 
-// Returns when it is completed, and rethrows its error; for what is on a device, current streams wait. To be called without the GIL. Throws the communicator's error if that
-// comes first, Error(Timeout) naming `what` past the communicator's timeout, and what a signal handler throws.
+// Returns when it is completed, and rethrows its error; for what is on a device, current streams wait. To be called without the
+// GIL. Throws the communicator's error if that comes first, Error(Timeout) naming `what` past the communicator's timeout, and
+// what a signal handler throws.
 void wait_for_future(const TorchFuture& future, Communicator& communicator, const std::function<std::string()>& what);
 
 }  // namespace syncengine

@@ -1,7 +1,8 @@
 // One process's connections to the ranks of other hosts: who moves the bytes, and whose message is whose.
 //
 // Ownership: shared by the communicators that reach over hosts; keeps the engine. Thread-safety: all calls under the engine's
-// progress lock, but Carrier's. Failure: garbage from a peer fails all communicators; what else fails a peer is told by Interhost::failure().
+// progress lock, but Carrier's. Failure: garbage from a peer fails all communicators; what else fails a peer is told by
+// Interhost::failure().
 #pragma once
 
 #include <atomic>

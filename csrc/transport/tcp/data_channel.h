@@ -46,8 +46,8 @@ class DataChannel {
   void start(Piece piece);
   // One system call. The piece, once it is out.
   std::optional<Piece> write();
-  // How much to give it at a time: what it sends in about two milliseconds. What a slow connection has been given early can't go by
-  // another one any more.
+  // How much to give it at a time: what it sends in about two milliseconds. What a slow connection has been given early can't
+  // go by another one any more.
   uint32_t piece_bytes() const { return piece_bytes_; }
   Send* writing() { return piece_ ? piece_->send.get() : nullptr; }
 
