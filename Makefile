@@ -7,6 +7,7 @@
 #   make core-test   only the C++ core's tests
 #   make arm-check   compiles the C++ core for ARM, if aarch64-linux-gnu-g++ is installed
 #   make cuda-check  compiles and links the CUDA side, and runs it on a device in software, if nvcc is installed; needs no GPU
+#   make cuda-torch-check  the GPU tests of Python on that device, by a torch without CUDA, if nvcc is installed; needs no GPU
 #   make gpu         builds and runs the GPU tests and benchmarks with the present Python and torch; downloads nothing
 #   make lint        formatters and linters, changing nothing
 #   make format      formatters and linters, changing what they can
@@ -57,7 +58,7 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test core-build core-test sanitize arm-check cuda-check gpu lint format clean
+.PHONY: train test core-build core-test sanitize arm-check cuda-check cuda-torch-check gpu lint format clean
 train: build
 	$(PY) -m examples.train_gpt compare
 
@@ -83,6 +84,13 @@ arm-check:
 
 cuda-check:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-check
+
+# Without the bits of every dtype, op, size and world, which cuda-check looks at too, and a thousand replays: minutes here.
+cuda-torch-check: $(if $(shell command -v nvcc),build-for-tests)
+	$(if $<,,@echo "cuda-torch-check: skipped; install nvcc (CUDA 12.8 or later)")
+	$(if $<,$(MAKE) --no-print-directory -C tests/cuda/torch -j$(shell nproc) PYTHON=$(abspath $(PY)))
+	$(if $<,SYNCENGINE_TEST_CUDA=software PYTHONPATH=tests $(PY) -m pytest -q -m gpu --noconftest -p no:cacheprovider \
+	  -p software_torch --numprocesses 2 --dist loadfile -k "not bits_of_the_oracle and not a_thousand_times" tests/test_cuda*.py)
 
 # With whatever python3 and torch are there, in place: a GPU machine often reaches no package index.
 gpu:

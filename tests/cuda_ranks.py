@@ -7,8 +7,10 @@ where no rank can be ahead, between barriers.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import queue
 import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,9 @@ from typing import Any, TypeVar
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: else ranks' streams may share a queue
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
+if os.environ.get("SYNCENGINE_TEST_CUDA") == "software":
+    import software_torch  # noqa: F401
+
 import pytest
 import torch
 
@@ -25,6 +30,7 @@ from syncengine._C import Communicator, LocalBootstrap, solo
 from syncengine.config import Config
 
 TIMEOUT = 60.0
+SOFTWARE = os.environ.get("SYNCENGINE_TEST_CUDA") == "software"
 
 
 def why_no_gpu() -> str:
@@ -80,6 +86,11 @@ def marked(test: Test) -> Test:
     return pytest.mark.gpu(pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu() or "-")(test))
 
 
+def needs_real(what: str) -> Callable[[Test], Test]:
+    """For tests that a device in software can't serve: it lacks ``what``."""
+    return pytest.mark.skipif(SOFTWARE, reason=f"the software device has no {what}")
+
+
 def in_process(
     rank: int, world: int, port: int, environ: Mapping[str, str], body: Callable[[int], Any], results: Any
 ) -> None:
@@ -88,6 +99,7 @@ def in_process(
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         **environ,
@@ -97,6 +109,17 @@ def in_process(
         results.put((rank, body(rank)))
     except BaseException as error:
         results.put((rank, f"{type(error).__name__}: {error}"))
+
+
+def get(results: Any, ranks: list[Any], killed: int | None) -> Any:
+    """The next result; an error if a rank that still owes one has died, or after 10 minutes."""
+    for _ in range(600):
+        with contextlib.suppress(queue.Empty):
+            return results.get(timeout=1)
+        for rank, process in enumerate(ranks):
+            if rank != killed and process.exitcode:
+                raise RuntimeError(f"rank {rank} died: exit code {process.exitcode}; stderr may say why")
+    raise TimeoutError("no result in 10 minutes")
 
 
 def run_processes(
@@ -113,7 +136,7 @@ def run_processes(
     for process in ranks:
         process.start()
     try:
-        found = dict(results.get(timeout=600) for _ in range(world - (killed is not None)))
+        found = dict(get(results, ranks, killed) for _ in range(world - (killed is not None)))
     finally:
         for rank, process in enumerate(ranks):
             process.join(0 if rank == killed else 60)

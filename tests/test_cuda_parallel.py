@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ranks import marked, run_processes
+from cuda_ranks import marked, needs_real, run_processes
 from cuda_training import batch, graph_step, job
 from models.workload import same_bits
 from parallel_models import CAP, Branches, Conv, Mixed, Mlp, Tied
@@ -59,6 +59,8 @@ RUNS = [
     Run(options=(("find_unused_parameters", True),)),
     Run(options=(("static_graph", True),)),
     Run(options=(("gradient_as_bucket_view", True), ("bucket_cap_mb", 0.5))),
+]
+MIXED_PRECISION = [
     Run(options=(("mixed_precision", _MixedPrecision(torch.bfloat16, torch.float32, torch.float32)),)),
     Run(options=(("mixed_precision", _MixedPrecision(torch.bfloat16)),)),
 ]
@@ -89,19 +91,33 @@ def train(wrap: Callable[..., nn.Module], run: Run, steps: int = 4) -> list[torc
     return history + [t.detach().clone() for t in model.state_dict().values()]
 
 
-def trains_as_ddp(rank: int) -> list[str]:
+def differ(runs: list[Run]) -> list[str]:
     different = []
     with job():
-        for run in RUNS:
+        for run in runs:
             ours, theirs = train(syncengine.Parallel, run), train(DistributedDataParallel, run)
             if len(ours) != len(theirs) or not all(map(same_bits, ours, theirs)):
                 different.append(str(run))
     return different
 
 
+def trains_as_ddp(rank: int) -> list[str]:
+    return differ(RUNS)
+
+
+def trains_as_ddp_in_mixed_precision(rank: int) -> list[str]:
+    return differ(MIXED_PRECISION)
+
+
 @marked
 def test_two_ranks_train_bit_equal_to_ddp_over_gloo():
     assert run_processes(2, trains_as_ddp) == [[], []]
+
+
+@needs_real("memory in which DDP's mixed precision finds what it has freed")
+@marked
+def test_mixed_precision_trains_bit_equal_to_ddp_over_gloo():
+    assert run_processes(2, trains_as_ddp_in_mixed_precision) == [[], []]
 
 
 # ---- the average, in any world, on any stream ----
@@ -266,6 +282,7 @@ def overlaps(rank: int) -> str:
     return "good"
 
 
+@needs_real("profiler")
 @marked
 def test_buckets_are_reduced_while_backward_runs():
     assert run_processes(2, overlaps) == ["good"] * 2

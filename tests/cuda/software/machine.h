@@ -95,8 +95,19 @@ uint64_t enqueue(const std::shared_ptr<Stream>& stream, Step step);
 void run_and_wait(const std::shared_ptr<Stream>& stream, Step step);
 // All streams of the device, in this process.
 void synchronize(int device);
-// True while any stream is captured, where many calls are illegal: the capture is lost then.
+// True where many calls are illegal: a stream is captured, and not in a mode that allows them to this thread. The capture is lost
+// then.
 bool spoils_capture();
+// What a captured stream has by now; no capture if it is none.
+struct Capture;
+struct Captured {
+  std::shared_ptr<Capture> capture;
+  std::shared_ptr<Stream> stream;
+  uint64_t steps = 0;
+};
+Captured captured(const std::shared_ptr<Stream>& stream);
+// `stream` waits for that: it is captured too then. Or the error: of a wait across a capture's edge, above all.
+cudaError_t join(const std::shared_ptr<Stream>& stream, const Captured& leader);
 
 // ---- grid.cpp ----
 

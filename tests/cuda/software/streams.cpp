@@ -5,17 +5,25 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "machine.h"
 
 namespace software {
 
 namespace {
-// Recorded while a stream is captured.
 struct Graph {
   std::vector<Step> steps;
 };
 }  // namespace
+
+// What is recorded, in the order of the calls: streams that wait for an event of a captured one are captured with it.
+struct Capture {
+  Graph graph;
+  bool global;                                   // no thread may make calls that spoil it
+  std::vector<std::shared_ptr<Stream>> streams;  // the first is the one that is captured
+  bool ended = false;
+};
 
 struct Stream {
   Stream(int device, bool blocking) : device(device), blocking(blocking) {}
@@ -27,7 +35,9 @@ struct Stream {
   std::deque<Step> steps;
   uint64_t queued = 0, done = 0;
   bool closing = false;
-  std::unique_ptr<Graph> capture;
+  std::shared_ptr<Capture> capture;
+  uint64_t captured = 0;  // steps
+  bool loose = false;     // has captured steps for which no other stream of the capture waits
 
   uint64_t push(Step step) {
     std::lock_guard lock(mutex);
@@ -70,7 +80,9 @@ namespace {
 std::mutex mutex;  // guards the next two, and the order between default streams and others
 auto& streams = *new std::map<cudaStream_t, std::shared_ptr<Stream>>;
 auto& defaults = *new std::map<int, std::shared_ptr<Stream>>;
-std::atomic<int> captures = 0, spoiled = 0;
+std::atomic<int> captures = 0, spoiled = 0;  // the global ones
+thread_local int own_captures = 0;
+thread_local cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
 
 std::shared_ptr<Stream> start(int device, bool blocking) {
   auto stream = std::make_shared<Stream>(device, blocking);
@@ -119,8 +131,13 @@ std::shared_ptr<Stream> stream_of(cudaStream_t handle) {
 int device_of(const Stream& stream) { return stream.device; }
 
 uint64_t enqueue(const std::shared_ptr<Stream>& stream, Step step) {
-  if (stream->capture) return stream->capture->steps.push_back(std::move(step)), 0;
   std::lock_guard lock(mutex);
+  if (stream->capture) {
+    stream->capture->graph.steps.push_back(std::move(step));
+    stream->loose = stream != stream->capture->streams[0];
+    ++stream->captured;
+    return 0;
+  }
   std::vector<std::pair<std::shared_ptr<Stream>, uint64_t>> before;
   auto& other = defaults[stream->device];
   if (stream == other) {
@@ -150,9 +167,29 @@ void synchronize(int device) {
 }
 
 bool spoils_capture() {
-  if (captures == 0) return false;
+  if (mode == cudaStreamCaptureModeRelaxed || (captures == 0 && own_captures == 0)) return false;
   spoiled = 1;
   return true;
+}
+
+Captured captured(const std::shared_ptr<Stream>& stream) {
+  std::lock_guard lock(mutex);
+  return {stream->capture, stream, stream->captured};
+}
+
+cudaError_t join(const std::shared_ptr<Stream>& stream, const Captured& leader) {
+  std::lock_guard lock(mutex);
+  if (!leader.capture) return stream->capture ? cudaErrorStreamCaptureIsolation : cudaSuccess;
+  if (leader.capture->ended) return cudaErrorCapturedEvent;
+  if (stream->capture && stream->capture != leader.capture) return cudaErrorStreamCaptureMerge;
+  if (stream == leader.stream) return cudaSuccess;
+  if (!stream->capture) {
+    stream->capture = leader.capture;
+    leader.capture->streams.push_back(stream);
+  }
+  if (leader.stream->captured == leader.steps) leader.stream->loose = false;
+  stream->loose = stream != leader.capture->streams[0];
+  return cudaSuccess;
 }
 
 }  // namespace software
@@ -186,6 +223,14 @@ cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   return cudaSuccess;
 }
 
+cudaError_t cudaStreamQuery(cudaStream_t handle) {
+  const auto stream = stream_of(handle);
+  if (!stream) return fail(cudaErrorInvalidResourceHandle);
+  if (stream->capture || spoils_capture()) return spoils_capture(), fail(cudaErrorStreamCaptureUnsupported);
+  std::lock_guard lock(stream->mutex);
+  return stream->done == stream->queued ? cudaSuccess : cudaErrorNotReady;
+}
+
 cudaError_t cudaDeviceSynchronize() {
   if (spoils_capture()) return fail(cudaErrorStreamCaptureUnsupported);
   synchronize(current_device());
@@ -199,23 +244,40 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* 
   return cudaSuccess;
 }
 
-cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode) {
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* exchanged) {
+  std::swap(*exchanged, mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t handle, cudaStreamCaptureMode how) {
   const auto stream = stream_of(handle);
   if (!stream) return fail(cudaErrorInvalidResourceHandle);
   if (!handle || handle == cudaStreamLegacy || stream->capture) return fail(cudaErrorStreamCaptureUnsupported);
-  stream->capture = std::make_unique<Graph>();
-  ++captures;
+  std::lock_guard lock(mutex);
+  stream->capture =
+      std::make_shared<Capture>(Capture{.global = how == cudaStreamCaptureModeGlobal, .streams = {stream}});
+  captures += stream->capture->global;
+  own_captures += how == cudaStreamCaptureModeThreadLocal;
   return cudaSuccess;
 }
 
 cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t* graph) {
   *graph = nullptr;
   const auto stream = stream_of(handle);
-  if (!stream || !stream->capture) return fail(cudaErrorInvalidResourceHandle);
-  auto captured = std::move(stream->capture);
-  --captures;
+  std::lock_guard lock(mutex);
+  if (!stream || !stream->capture || stream->capture->streams[0] != stream) return fail(cudaErrorInvalidResourceHandle);
+  const auto capture = stream->capture;
+  capture->ended = true;
+  bool loose = false;
+  for (auto& member : capture->streams) {
+    loose |= std::exchange(member->loose, false);
+    member->capture.reset();
+  }
+  captures -= capture->global;
+  if (!capture->global && own_captures > 0) --own_captures;
   if (spoiled.exchange(0)) return fail(cudaErrorStreamCaptureInvalidated);
-  *graph = reinterpret_cast<cudaGraph_t>(captured.release());
+  if (loose) return fail(cudaErrorStreamCaptureUnjoined);
+  *graph = reinterpret_cast<cudaGraph_t>(new Graph(std::move(capture->graph)));
   return cudaSuccess;
 }
 
