@@ -26,9 +26,7 @@ class DeviceGroup {
   // memory. May be captured into a graph.
   virtual void run(const Operation& operation, void* stream) = 0;
 
-  virtual bool is_capturing(void* stream) const = 0;
-
-  // Device memory that all peers' kernels reach: collectives on it copy nothing. Collective, with the same `bytes` on all ranks;
+  // Device memory that all peers' kernels reach, on one host: collectives on it copy nothing. Collective, with the same `bytes` on all ranks;
   // an operation is direct if all ranks give memory of the same call at the same place. The deleter may run any time; the
   // memory is given back by a later allocate() or close(), when no peer needs it any more.
   virtual std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted) = 0;
@@ -45,7 +43,11 @@ bool is_built();
 // Throws InvalidUsage that says what is missing: a build with CUDA, a driver, a device.
 void require_device(int device);
 
-// Collective over the communicator, whose ranks must be on one host. Blocks.
+// Whether a cudaStream_t is being captured into a graph.
+bool is_capturing(void* stream);
+
+// Collective over the communicator. Blocks. On one host devices reach each other; between hosts bytes go through pinned memory
+// and the communicator's own ways.
 std::shared_ptr<DeviceGroup> connect(std::shared_ptr<Communicator> communicator, int device,
                                      const std::function<void()>& interrupted);
 

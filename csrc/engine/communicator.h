@@ -43,6 +43,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual Duration timeout() const = 0;
   virtual Duration log_after() const = 0;
   virtual Algorithm algorithm() const = 0;
+  virtual bool spans_hosts() const { return false; }
   // Between hosts: which collectives take which way, and what was measured. For logs; empty on one host.
   virtual std::string describe_links() const { return ""; }
 

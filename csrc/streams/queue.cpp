@@ -101,7 +101,7 @@ Queue::Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device)
 // capture that is up to whoever replays it (docs/cuda.md).
 void Queue::run(const Operation& operation, c10::Stream stream, void* handle) {
   std::lock_guard lock(mutex_);
-  const bool capturing = group_->is_capturing(handle);
+  const bool capturing = cuda::is_capturing(handle);
   if (!capturing && last_stream_ && *last_stream_ != stream) last_.block(stream);
   group_->run(operation, handle);
   if (capturing) return;

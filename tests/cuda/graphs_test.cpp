@@ -24,9 +24,9 @@ TEST(gpu_graphs_replay_between_eager_calls) {
     gpu.wait();
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t replay = nullptr;
-    CHECK(!gpu.group().is_capturing(gpu.stream()));
+    CHECK(!cuda::is_capturing(gpu.stream()));
     cuda::check(cudaStreamBeginCapture(gpu.stream(), cudaStreamCaptureModeGlobal), "beginning a capture");
-    CHECK(gpu.group().is_capturing(gpu.stream()));
+    CHECK(cuda::is_capturing(gpu.stream()));
     step();
     cuda::check(cudaStreamEndCapture(gpu.stream(), &graph), "ending a capture");
     cuda::check(cudaGraphInstantiate(&replay, graph, 0), "making a graph");

@@ -18,6 +18,8 @@ bool is_built() { return false; }
 
 void require_device(int) { refuse(); }
 
+bool is_capturing(void*) { refuse(); }
+
 std::shared_ptr<DeviceGroup> connect(std::shared_ptr<Communicator>, int, const std::function<void()>&) { refuse(); }
 
 }  // namespace syncengine::cuda

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <thread>
 
+#include "cuda/device/connect.h"
 #include "cuda/device/driver.h"
 #include "cuda/device/kernels.h"
 #include "cuda/device/stream_steps.h"
@@ -26,52 +27,7 @@ std::vector<std::unique_ptr<PinnedMapping>> pin(const SharedPages& pages, int ra
   return pinned;
 }
 
-// What keeps this rank from connecting would keep the others waiting.
-template <class Step>
-void tell_peers_if_it_fails(Communicator& communicator, Step&& step) {
-  try {
-    step();
-  } catch (const Error& error) {
-    const int rank = communicator.global_ranks()[communicator.rank()];
-    // A mismatch is everybody's, whoever finds it first.
-    const ErrorKind kind = error.kind() == ErrorKind::Mismatch ? ErrorKind::Mismatch : ErrorKind::Aborted;
-    communicator.abort(kind, "rank " + std::to_string(rank) + ": " + error.what());
-    throw;
-  }
-}
-
-std::string describe(const Operation& operation) {
-  if (operation.describe) return operation.describe();
-  std::string text = name(operation.collective);
-  if (operation.collective == Collective::Barrier) return text + "()";
-  text += std::string("(") + name(operation.dtype) + ", " + std::to_string(operation.input.bytes()) + " bytes";
-  if (operation.collective == Collective::AllReduce || operation.collective == Collective::ReduceScatter)
-    text += std::string(", ") + name(operation.op);
-  if (operation.collective == Collective::Broadcast) text += ", src=" + std::to_string(operation.root);
-  return text + ") on CUDA tensors";
-}
-
 }  // namespace
-
-bool is_built() { return true; }
-
-void require_device(int device) {
-  driver();
-  int count = 0;
-  check(cudaGetDeviceCount(&count), "counting devices");
-  if (device < 0 || device >= count)
-    throw Error(ErrorKind::InvalidUsage,
-                "CUDA: there is no device " + std::to_string(device) + ", only " + std::to_string(count));
-}
-
-std::shared_ptr<DeviceGroup> connect(std::shared_ptr<Communicator> communicator, int device,
-                                     const std::function<void()>& interrupted) {
-  require_device(device);
-  if (communicator->size() > kMaxRanks)
-    throw Error(ErrorKind::InvalidUsage, "CUDA: at most " + std::to_string(kMaxRanks) + " ranks a communicator, not " +
-                                             std::to_string(communicator->size()));
-  return std::make_shared<RealDeviceGroup>(std::move(communicator), device, interrupted);
-}
 
 RealDeviceGroup::RealDeviceGroup(std::shared_ptr<Communicator> communicator, int device,
                                  const std::function<void()>& interrupted)
@@ -132,8 +88,7 @@ void RealDeviceGroup::run(const Operation& operation, void* stream) {
   std::lock_guard lock(mutex_);
   if (closed_) throw Error(ErrorKind::InvalidUsage, kClosed);
   watchdog_->throw_if_failed();
-  require_supported(operation);
-  if (operation.flag_words > 0) throw Error(ErrorKind::InvalidUsage, "operations on devices carry no flags");
+  require_possible(operation);
   const Choice choice = choose(operation);
   const uint32_t mark = fingerprint(operation, choice.route.path, choice.place);
   const char* where = choice.route.path == Path::Direct ? " in memory of syncengine.empty" : "";
@@ -144,12 +99,6 @@ void RealDeviceGroup::run(const Operation& operation, void* stream) {
   ++counters_["operations"];
   const char* const names[] = {"one_shot_bytes", "staged_bytes", "direct_bytes"};
   counters_[names[static_cast<int>(choice.route.path)]] += operation.input.bytes();
-}
-
-bool RealDeviceGroup::is_capturing(void* stream) const {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), "asking whether a stream is captured");
-  return status != cudaStreamCaptureStatusNone;
 }
 
 RealDeviceGroup::Choice RealDeviceGroup::choose(const Operation& operation) {

@@ -24,7 +24,6 @@ class RealDeviceGroup final : public DeviceGroup {
 
   int device() const override { return device_; }
   void run(const Operation& operation, void* stream) override;
-  bool is_capturing(void* stream) const override;
   std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted) override;
   std::map<std::string, uint64_t> counters() const override;
   void close() override;

@@ -1,7 +1,9 @@
 #include "cuda/device/memory.h"
 
+#include <sys/mman.h>
 #include <sys/random.h>
 
+#include <cerrno>
 #include <cstring>
 #include <string>
 
@@ -79,6 +81,23 @@ PinnedMapping::PinnedMapping(void* host, size_t bytes) : host_(host) {
 }
 
 PinnedMapping::~PinnedMapping() { cudaHostUnregister(host_); }
+
+PinnedMemory::PinnedMemory(size_t bytes) : bytes_(bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED) throw_system_error("can't take " + std::to_string(bytes) + " bytes to be pinned", errno);
+  data_ = static_cast<std::byte*>(data);
+  try {
+    pinned_.emplace(data, bytes);
+  } catch (...) {
+    munmap(data, bytes);
+    throw;
+  }
+}
+
+PinnedMemory::~PinnedMemory() {
+  pinned_.reset();
+  munmap(data_, bytes_);
+}
 
 PeerMemory::PeerMemory(Communicator& communicator, DeviceMemory& own, const std::function<void()>& interrupted) {
   Offer offer;

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/communicator.h"
@@ -55,6 +56,21 @@ class PinnedMapping {
  private:
   void* host_;
   std::byte* device_ = nullptr;
+};
+
+// Pinned memory of this process alone.
+class PinnedMemory {
+ public:
+  explicit PinnedMemory(size_t bytes);
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  std::byte* data() const { return data_; }  // for the host, and for copies
+  std::byte* on_device() const { return pinned_->on_device(); }
+
+ private:
+  size_t bytes_;
+  std::byte* data_;
+  std::optional<PinnedMapping> pinned_;
 };
 
 // One rank's memory as every other rank's kernels reach it.

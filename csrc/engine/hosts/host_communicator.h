@@ -36,6 +36,7 @@ class HostCommunicator final : private LinksHolder, public ShmCommunicator, priv
   int rank() const override { return links_.placement.rank; }
   int size() const override { return links_.placement.size; }
   const std::vector<int>& global_ranks() const override { return links_.global_ranks; }
+  bool spans_hosts() const override { return true; }
   std::string describe_links() const override;
 
   // Collective, before anything else: how fast the links are, for this communicator and all that are split from it.

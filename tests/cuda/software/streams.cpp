@@ -237,6 +237,15 @@ cudaError_t cudaDeviceSynchronize() {
   return cudaSuccess;
 }
 
+// The callback must not call CUDA, and gets no device.
+cudaError_t cudaLaunchHostFunc(cudaStream_t handle, cudaHostFn_t callback, void* data) {
+  const auto stream = stream_of(handle);
+  if (!stream) return fail(cudaErrorInvalidResourceHandle);
+  if (!callback) return fail(cudaErrorInvalidValue);
+  enqueue(stream, [callback, data] { callback(data); });
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamIsCapturing(cudaStream_t handle, cudaStreamCaptureStatus* status) {
   const auto stream = stream_of(handle);
   if (!stream) return fail(cudaErrorInvalidResourceHandle);

@@ -1,0 +1,166 @@
+"""CUDA tensors between hosts, which SYNCENGINE_HOST_ID makes: bits of the CPU engine and DDP, streams, graphs, faults.
+
+Skipped where there is no GPU; `make gpu` runs them. What needs none of it is in tests/cuda/hosts_test.cpp.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuda_ranks import marked, run_processes
+from cuda_training import batch, graph_step, job
+from models.workload import same_bits
+from parallel_models import CAP, Mlp
+from test_cuda import compare_with_cpu, other_collectives
+from test_cuda_parallel import Run, averages_on_streams, train
+from test_cuda_parallel_faults import suffers
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+
+
+def live_on(hosts: str, rank: int) -> None:
+    os.environ["SYNCENGINE_HOST_ID"] = hosts[rank]
+
+
+def run(hosts: str, body: Any, **options: Any) -> list[Any]:
+    """body(rank) on a rank for each letter; equal letters share a host."""
+    return run_processes(len(hosts), body, environ={"HOSTS": hosts}, **options)
+
+
+def reaches_the_cpu_engine(rank: int, numerics: str) -> str:
+    live_on(os.environ["HOSTS"], rank)
+    communicator = syncengine.init(numerics=numerics, timeout=60.0)
+    compare_with_cpu(rank, communicator)
+    other_collectives(rank, communicator)
+    counters = communicator.counters()
+    syncengine.shutdown()
+    return "good" if counters["cuda_relayed_bytes"] > 0 else str(counters)
+
+
+def in_rank_order(rank: int) -> str:
+    return reaches_the_cpu_engine(rank, "rank_order")
+
+
+def as_the_ring(rank: int) -> str:
+    return reaches_the_cpu_engine(rank, "ring")
+
+
+@marked
+@pytest.mark.parametrize("body", [in_rank_order, as_the_ring])
+@pytest.mark.parametrize("hosts", ["ab", "aab"])
+def test_gpu_and_cpu_ranks_give_the_same_bits(hosts: str, body: Any):
+    assert run(hosts, body) == ["good"] * len(hosts)
+
+
+RUNS = [
+    Run(),
+    Run(dtype=torch.bfloat16, accumulate=2),
+    Run(autocast=torch.float16),
+    Run(options=(("find_unused_parameters", True),)),
+]
+
+
+def trains_as_ddp(rank: int) -> list[str]:
+    live_on("ab", rank)
+    with job():
+        return [
+            str(run)
+            for run in RUNS
+            if not all(map(same_bits, train(syncengine.Parallel, run), train(DistributedDataParallel, run)))
+        ]
+
+
+@marked
+def test_two_hosts_train_bit_equal_to_ddp_over_gloo():
+    assert run("ab", trains_as_ddp) == [[], []]
+
+
+def on_streams(rank: int) -> str:
+    live_on("ab", rank)
+    return averages_on_streams(rank)
+
+
+@marked
+def test_averages_on_streams_that_are_not_the_default_one():
+    assert run("ab", on_streams) == ["good"] * 2
+
+
+def replays(rank: int) -> str:
+    live_on("aab", rank)
+    with job():
+        trained = []
+        for captured in (True, False):
+            torch.manual_seed(3)
+            model = syncengine.Parallel(Mlp().cuda(), **CAP)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            x = torch.empty(6, 24, device="cuda")
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for step in range(4):
+                    x.copy_(batch(step))
+                    graph_step(model, optimizer, x)
+                graph = torch.cuda.CUDAGraph()
+                if captured:
+                    with torch.cuda.graph(graph, stream=stream):
+                        graph_step(model, optimizer, x)
+                for turn in range(100):
+                    x.copy_(batch(turn % 7))
+                    graph.replay() if captured and turn % 10 else graph_step(model, optimizer, x)
+                stream.synchronize()
+            trained.append([p.detach().cpu() for p in model.parameters()])
+        assert all(map(same_bits, *trained))
+    return "good"
+
+
+@marked
+def test_a_captured_step_equals_eager_ones():
+    assert run("aab", replays) == ["good"] * 3
+
+
+def suffers_killed(rank: int) -> Any:
+    live_on("ab", rank)
+    return suffers("killed")
+
+
+def suffers_forward(rank: int) -> Any:
+    live_on("ab", rank)
+    return suffers("forward")
+
+
+@marked
+@pytest.mark.parametrize(
+    ("body", "killed", "error", "text"),
+    [
+        (suffers_killed, 1, "PeerLost", "rank 1"),
+        (suffers_forward, None, "Aborted", "rank 1 raised in forward: ZeroDivisionError"),
+    ],
+)
+def test_a_failing_rank(body: Any, killed: int | None, error: str, text: str):
+    name, said, took, is_nan = run("ab", body, killed=killed)[0]
+    assert name == error and text in said
+    assert is_nan, "trained on gradients that were not reduced"
+    assert took < 3.5  # a heartbeat's 2 s, a step, and the next call
+
+
+def as_backend(rank: int) -> str:
+    live_on("ab", rank)
+    dist.init_process_group("syncengine")
+    device = torch.device("cuda", torch.cuda.current_device())
+    tensor = torch.full((300_000,), float(rank + 1), device=device)
+    work = dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    doubled = tensor * 2
+    assert torch.equal(doubled.cpu(), torch.full((300_000,), 6.0))
+    dist.barrier()
+    dist.destroy_process_group()
+    return "good"
+
+
+@marked
+def test_torch_distributed():
+    assert run("ab", as_backend) == ["good"] * 2
