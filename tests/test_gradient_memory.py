@@ -229,8 +229,8 @@ def shared_memory() -> int:
     return int(lines["Pss_Shmem"].split()[0]) * 1024
 
 
-def memory_over_a_model() -> tuple[int, int, int]:
-    """Of the arena: before a model of 4 MiB, with its gradients, and after it has gone."""
+def memory_over_a_model(gradients_outlive_it: bool) -> tuple[int, int, int]:
+    """Of the arena: before a model of 4 MiB, with its gradients, and after these have gone."""
     syncengine.barrier()
     before = shared_memory()
     model = syncengine.Parallel(nn.Linear(1024, 1024, bias=False))
@@ -241,9 +241,11 @@ def memory_over_a_model() -> tuple[int, int, int]:
     syncengine.barrier()
     during = shared_memory()
     syncengine.barrier()
+    gradients = [p.grad for p in model.parameters()] if gradients_outlive_it else []
     model.zero_grad()
     del model
     gc.collect()
+    del gradients
     syncengine.barrier()
     deadline = time.monotonic() + 5
     while shared_memory() - before >= 2**20 and time.monotonic() < deadline:
@@ -251,8 +253,9 @@ def memory_over_a_model() -> tuple[int, int, int]:
     return before, during, shared_memory()
 
 
-def test_memory_goes_with_the_model(pool: RankPool):
-    for before, during, after in pool.run(memory_over_a_model):
+@pytest.mark.parametrize("gradients_outlive_it", [False, True])
+def test_memory_goes_with_the_model(pool: RankPool, gradients_outlive_it: bool):
+    for before, during, after in pool.run(memory_over_a_model, gradients_outlive_it):
         assert 4 * 2**20 <= during - before < 9 * 2**20  # one gradient, or the two that follow each other
         assert after - before < 2**20
 

@@ -44,11 +44,12 @@ Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shar
   for (const Gradient& gradient : gradients_) attributes_.emplace_back(gradient.parameter());
   if (pool_) gradient_memory::install();
   if (options.static_graph) static_graph_ = std::make_unique<StaticGraph>(gradients_.size());
+  if (pool_) pool_->join();
 }
 
 Reducer::~Reducer() {
   remove_hooks();
-  if (pool_) pool_->trim();
+  if (pool_) pool_->leave();
 }
 
 // --- Forward

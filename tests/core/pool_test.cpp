@@ -22,7 +22,8 @@ constexpr size_t kPage = shm::kPage;
 struct Fixture {
   std::shared_ptr<shm::Arena> arena = shm::Arena::create(kArena);
   shm::Pool& pool = *arena->create_pool();
-  ~Fixture() { pool.close(); }
+  Fixture() { pool.join(); }
+  ~Fixture() { pool.close(), pool.leave(); }
 
   char* take(size_t bytes) { return static_cast<char*>(pool.allocate(bytes)); }
 };
@@ -79,6 +80,18 @@ TEST(trim_gives_pages_back_and_other_sizes_use_their_addresses) {
   char* joined = f.take(8 * kPage);
   CHECK_EQ(static_cast<void*>(joined), static_cast<void*>(*blocks.begin()));
   for (int page = 0; page < 8; ++page) CHECK_EQ(joined[page * kPage], 0);
+}
+
+TEST(a_block_that_outlives_the_last_model_gives_its_pages_back) {
+  Fixture f;
+  char* block = f.take(3 * kPage);
+  std::memset(block, 7, 3 * kPage);
+  f.pool.leave();
+  CHECK_EQ(block[kPage], 7);
+  f.pool.release(block);
+  f.pool.join();
+  CHECK_EQ(static_cast<void*>(f.take(3 * kPage)), static_cast<void*>(block));
+  CHECK_EQ(block[kPage], 0);
 }
 
 TEST(a_pool_that_is_full_or_closed_has_nothing) {

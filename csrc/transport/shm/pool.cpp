@@ -131,6 +131,21 @@ void Pool::discard_free() {
   for (auto [offset, bytes] : free_) memory_.discard(memory_.data + offset, bytes);
 }
 
+void Pool::join() {
+  if (forked()) return;
+  std::lock_guard lock(mutex_);
+  ++models_;
+}
+
+void Pool::leave() {
+  if (forked()) return;
+  {
+    std::lock_guard lock(mutex_);
+    --models_;
+  }
+  trim();
+}
+
 void Pool::trim() {
   if (forked()) return;
   std::lock_guard lock(mutex_);
@@ -165,10 +180,15 @@ void Pool::release(void* block) {
   std::lock_guard lock(mutex_);
   size_t offset = static_cast<std::byte*>(block) - memory_.data;
   auto size = sizes_.find(offset);
-  if (memory_.lost(block, size->second)) {
+  const size_t bytes = size->second;
+  if (memory_.lost(block, bytes)) {
     sizes_.erase(size);
+  } else if (models_ > 0) {
+    recent_[bytes].push_back(offset);
   } else {
-    recent_[size->second].push_back(offset);
+    sizes_.erase(size);
+    memory_.discard(block, bytes);
+    coalesce(offset, bytes);
   }
   --live_;
   last = take_if_over();

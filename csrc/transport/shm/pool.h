@@ -1,5 +1,5 @@
 // Blocks of whole pages for gradients, in the arena, where peers reach them. Released ones keep their pages for the next
-// step: until their addresses are needed for blocks of other sizes, or trim().
+// step: until their addresses are needed for blocks of other sizes, trim(), or the last model has left.
 //
 // Ownership: pools are never destroyed, so that a block may be released at any time: also after close(), when the last one
 // lets go of the memory, and in forked children, where it does nothing. Thread-safety: any thread; find() takes no lock.
@@ -37,6 +37,9 @@ class Pool {
   void* allocate(size_t bytes);
   void release(void* block);
   void close();
+  // A model takes its gradients from here, until it leaves: as often, but for forked children. Leaving trims.
+  void join();
+  void leave();
   // Gives back the pages of all that is released.
   void trim();
 
@@ -58,6 +61,7 @@ class Pool {
   Memory memory_;
   bool open_ = false;
   size_t used_ = 0, committed_ = 0, live_ = 0;
+  size_t models_ = 0;  // also those of an engine before this one's, which may live longer than their memory
   std::unordered_map<size_t, size_t> sizes_;                // of each block, handed out or recent, by offset
   std::unordered_map<size_t, std::vector<size_t>> recent_;  // released blocks by size, the warmest last
   std::map<size_t, size_t> free_;                           // what is neither, coalesced: offset -> bytes
