@@ -152,6 +152,9 @@ def work(options: argparse.Namespace) -> None:
         import syncengine
 
         syncengine.shutdown()
+    # Gloo's threads may still hold tensors of the last calls; one that drops them while Python ends aborts the process
+    # (pytorch/pytorch#179291).
+    time.sleep(0.2)
     dist.destroy_process_group()
 
 
