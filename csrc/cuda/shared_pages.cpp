@@ -77,8 +77,14 @@ SharedPages::SharedPages(Communicator& communicator, size_t bytes, const std::fu
     names.emplace_back(addresses[rank].socket);
   }
   const UniqueFd memory = create(bytes);
-  const auto descriptors =
-      handoff.exchange(communicator.rank(), names, memory.get(), Deadline::after(communicator.timeout()), interrupted);
+  std::vector<UniqueFd> descriptors;
+  try {
+    const Deadline deadline = Deadline::after(communicator.timeout());
+    descriptors = handoff.exchange(communicator.rank(), names, memory.get(), deadline, interrupted);
+  } catch (const Error&) {
+    communicator.check_peers();  // a rank that is gone because another one died is not the cause
+    throw;
+  }
   for (int rank = 0; rank < communicator.size(); ++rank)
     mappings_.push_back(rank == communicator.rank() ? Mapping(memory.get(), bytes)
                                                     : map_peer(descriptors[rank].get(), bytes));

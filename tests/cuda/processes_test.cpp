@@ -183,7 +183,7 @@ TEST(gpu_process_that_is_killed_while_it_connects) {
                                         GpuRank gpu(communicator);
                                         for (;;) gpu.group().allocate(5000, {});
                                       } catch (const Error& error) {
-                                        CHECK(contains(error.what(), "rank 1"));
+                                        if (!contains(error.what(), "rank 1")) throw;
                                       }
                                     });
     unsetenv("FAULT_OF_RANK_1");
