@@ -184,6 +184,42 @@ def test_opposite_orders_of_readiness_with_a_single_hardware_queue(world: int):
     assert run_processes(world, averages, environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) == ["good"] * world
 
 
+class Delayed(Opposite):
+    """Has its first gradients from `head`; those of `parts` may come in opposite orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(x))
+
+
+def averages_of_delayed_parameters(rank: int) -> str:
+    with job():
+        torch.manual_seed(0)
+        module = Delayed().cuda()
+        delayed = [(f"head.{name}", parameter) for name, parameter in module.head.named_parameters()]
+        trigger = module.parts[1].bias
+        model = syncengine.Parallel(
+            module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=trigger, **CAP
+        )
+        for step in range(4):
+            model.zero_grad(set_to_none=step % 2 == 0)
+            expected = exact_average(module, batch(step))
+            model(batch(step)).square().mean().backward()
+            check_average(module, expected)
+    return "good"
+
+
+@marked
+@pytest.mark.parametrize("connections", ["1", "8"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_delayed_parameters(world: int, connections: str):
+    environ = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    assert run_processes(world, averages_of_delayed_parameters, environ=environ) == ["good"] * world
+
+
 def averages_on_streams(rank: int, hook: Any = None) -> str:
     """With a communication hook if one is given."""
     with job():
