@@ -175,10 +175,15 @@ def test_the_bucket_is_ddps():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x.to(torch.complex64)).abs()
 
-    for make in (Mlp, partial(Complex, 24, 3, dtype=torch.complex64)):
+    for make, options in (
+        (Mlp, {"bucket_cap_mb": 0.5}),
+        (partial(Complex, 24, 3, dtype=torch.complex64), {"bucket_cap_mb": 0.5}),
+        (Mlp, {"bucket_cap_mb_list": [0.2, 0.6]}),  # several buckets from the beginning
+        (Mlp, {"bucket_cap_mb": 0.5, "find_unused_parameters": True}),
+    ):
         for wrap in (syncengine.Parallel, DistributedDataParallel):
             torch.manual_seed(0)
-            model, record = wrap(make(), bucket_cap_mb=0.5), []
+            model, record = wrap(make(), **options), []
             model.register_comm_hook(record, watch)
             for i in range(3):
                 model.zero_grad()

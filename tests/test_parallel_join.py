@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import Conv, Mlp, different_bits
-from pool import RankPool
+from parallel_models import Conv, Mlp, both, different_bits
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -152,6 +153,20 @@ def last_model() -> None:
 
 def test_all_end_with_the_model_of_the_last(pool: RankPool):
     pool.run(last_model, world=3)
+
+
+@run_on_ranks(gloo=True)
+def test_the_last_forward_in_join_may_not_synchronize():
+    """After such a forward buffers stay as they are for one more, on ranks without a batch as well."""
+
+    def step(model: nn.Module) -> None:
+        with model.join():
+            for i in range(1 + syncengine.rank()):
+                with model.no_sync() if i else contextlib.nullcontext():
+                    model(data(i)).square().mean().backward()
+        model(data(2)).square().mean().backward()
+
+    both(Conv, step)
 
 
 def terminates_early(torchs: bool) -> tuple[int, str]:
