@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import Conv, Mlp, different_bits
+from parallel_models import Branches, Conv, Mlp, different_bits
 from pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -70,6 +70,41 @@ def logging() -> None:
 
 def test_logging_data(pool: RankPool):
     pool.run(logging, gloo=True, settings={"numerics": "ring"})
+
+
+def logging_with_options() -> None:
+    def step(model: nn.Module) -> dict[str, Any]:
+        for i in range(3):
+            model.zero_grad()
+            model(data(i), i > 0).square().mean().backward()
+        return model._get_ddp_logging_data()
+
+    view = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "bucket_cap_mb": 3}
+    for options in ({"find_unused_parameters": True, **view}, {"find_unused_parameters": True, "static_graph": True}):
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            ours, theirs = of_both(step, Used if "static_graph" in options else Branches, **options)
+        for key in (
+            "find_unused_parameters",
+            "gradient_as_bucket_view",
+            "broadcast_buffers",
+            "bucket_cap_bytes",
+            "static_graph",
+            "unused_parameter_size",
+            "num_buckets_reduced",
+        ):
+            assert ours.get(key) == theirs.get(key), (key, ours.get(key), theirs.get(key), options)
+    assert syncengine.Parallel(nn.SyncBatchNorm(3))._get_ddp_logging_data()["has_sync_bn"] == 1
+
+
+class Used(Branches):
+    """The same parameters at each step, as a static graph wants."""
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return super().forward(x, True)
+
+
+def test_logging_data_with_options(pool: RankPool):
+    pool.run(logging_with_options, gloo=True, settings={"numerics": "ring"})
 
 
 def steps_are_sampled() -> None:
