@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallel_models import CAP, data, different_bits, gradients
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -41,7 +42,7 @@ def delayed_training(wrap: Any, names: list[str], optimizer_steps: int = 4) -> l
         optimizer.zero_grad(set_to_none=i % 2 == 0)
         model(data(i)).square().mean().backward()
         if wrap is DistributedDataParallel:
-            torch.distributed.barrier()  # DDP does not wait for what it delays
+            dist.barrier()  # DDP does not wait for what it delays
         history += gradients(model)
         optimizer.step()
     return history
@@ -139,6 +140,29 @@ def with_weights(model: nn.Module) -> None:
         model.zero_grad()
         model.weight(rank)
         model(data(step)[:rank]).square().mean().backward()
+
+
+@run_on_ranks(world=4, gloo=True)
+def test_delayed_parameters_follow_the_group():
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+    def step(model: nn.Module) -> None:
+        for group in (None, pairs[dist.get_rank() // 2]):
+            if group is not None:
+                model._update_process_group(group)
+            model.zero_grad()
+            model(data()).square().mean().backward()
+            dist.barrier()  # DDP does not wait for what it delays
+
+    results = []
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        torch.manual_seed(0)
+        module = TwoParts()
+        delayed = [("head.weight", module.head.weight)]
+        model = wrap(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first)
+        step(model)
+        results.append(gradients(model))
+    torch.testing.assert_close(*results)
 
 
 @run_on_ranks()

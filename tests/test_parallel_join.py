@@ -169,6 +169,34 @@ def test_the_last_forward_in_join_may_not_synchronize():
     both(Conv, step)
 
 
+@run_on_ranks(gloo=True)
+def test_torchs_join_ends_with_one_model():
+    def step(model: nn.Module) -> torch.Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Join([model]):
+            for i in range(3 - 2 * syncengine.rank()):
+                model(data(i)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return torch.tensor(model._get_ddp_logging_data()["join_uneven_inputs"])
+
+    both(Conv, step)
+
+
+@run_on_ranks()
+def test_a_rank_that_follows_for_long_warns_once():
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        patch.setattr("syncengine.parallel.join._MANY", 2)
+        with model.join():
+            for step in range(1 + 5 * syncengine.rank()):
+                model(data(step)).sum().backward()
+    texts = [str(warning.message) for warning in seen if "uneven input skew" in str(warning.message)]
+    assert len(texts) == 1 - syncengine.rank()
+    assert all("rank 0 has at least 2 fewer inputs" in text for text in texts)
+
+
 def terminates_early(torchs: bool) -> tuple[int, str]:
     model = syncengine.Parallel(nn.Linear(24, 2))
     steps = 0

@@ -24,7 +24,7 @@ class DelayedParameters:
         flat_buckets: bool,
     ) -> None:
         self.synchronizes = True  # whether the last forward's backward will
-        self._communicator = communicator
+        self.communicator = communicator
         self._flat_buckets = flat_buckets
         self._scale = 1.0  # of this rank's gradients in the next average
         self._parameters = [parameter for _, parameter in named_parameters]
@@ -40,7 +40,7 @@ class DelayedParameters:
         self._views = [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
         if communicator.size > 1:
             StateBroadcast(communicator, self._parameters)()
-            trigger.register_hook(self._reduce)
+        trigger.register_hook(self._reduce)
 
     def hold_gradients(self) -> None:
         """Before each backward: ``.grad`` is the buffer, zeroed where it was None."""
@@ -55,14 +55,14 @@ class DelayedParameters:
 
     def average_over(self, divisor: float, weight: float) -> None:
         """As ``Reducer.average_over``: for the next backward that synchronizes."""
-        self._scale = weight * self._communicator.size / divisor
+        self._scale = weight * self.communicator.size / divisor
 
     def shadow(self) -> None:
         """Takes part in an average of the others without a gradient of its own."""
         self._average(torch.zeros_like(self._buffer))
 
     def _reduce(self, gradient: torch.Tensor) -> torch.Tensor:
-        if self.synchronizes:
+        if self.synchronizes and self.communicator.size > 1:
             at_end = torch.autograd.Variable._execution_engine.queue_callback
             if self._flat_buckets:
                 at_end(lambda: self._average(self._buffer))  # on a stream that waits for all that have made gradients
@@ -71,7 +71,7 @@ class DelayedParameters:
         return gradient
 
     def _average(self, gradients: torch.Tensor, async_op: bool = False) -> Work | None:
-        communicator, scale = self._communicator, self._scale
+        communicator, scale = self.communicator, self._scale
         self._scale = 1.0
         if scale == 0.0:
             gradients.zero_()  # may be NaN
