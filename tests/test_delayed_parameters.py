@@ -60,6 +60,25 @@ test_delayed_parameters_in_ring = run_on_ranks(world=3, gloo=True, settings={"ti
 )
 
 
+@run_on_ranks(gloo=True)
+def test_some_gradients_may_be_kept():
+    def step(model: nn.Module) -> None:
+        for i in range(3):
+            model.module.table.bias.grad = None  # the others accumulate
+            model(data(i)).square().mean().backward()
+            dist.barrier()  # DDP does not wait for what it delays
+
+    results = []
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        torch.manual_seed(0)
+        module = TwoParts()
+        delayed = [(f"table.{name}", p) for name, p in module.table.named_parameters()]
+        model = wrap(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first)
+        step(model)
+        results.append(gradients(model))
+    assert not different_bits(*results)
+
+
 @run_on_ranks()
 def test_delayed_parameters_follow_no_sync_and_share_one_buffer():
     module = TwoParts()

@@ -111,11 +111,11 @@ class Referenced(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.never = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.linear, self.other, self.never = (nn.Linear(24, 24) for _ in range(3))
 
     def forward(self, x: torch.Tensor, inside: bool) -> Any:
         y = self.linear(x)
-        return [rpc.RRef(y)] if inside else rpc.RRef({"a": y, "b": 2 * y})
+        return [rpc.RRef(y)] if inside else rpc.RRef({"unused": self.other(x), "y": y})
 
 
 def references(store: str) -> None:
@@ -123,7 +123,7 @@ def references(store: str) -> None:
         for i in range(3):
             model.zero_grad()
             out = model(data(i), inside)
-            y = out[0].local_value() if inside else out.local_value()["b"]
+            y = out[0].local_value() if inside else out.local_value()["y"]
             y.square().mean().backward()
 
     os.environ["TP_SOCKET_IFNAME"] = "lo"

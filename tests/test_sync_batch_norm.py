@@ -135,6 +135,26 @@ def test_too_few_samples():
 
 
 @run_on_ranks()
+def test_statistics_that_are_not_tracked_stay():
+    model = syncengine.Parallel(nn.SyncBatchNorm(CHANNELS))
+    model.module.track_running_stats = False
+    model(batch(syncengine.rank(), 0, 4).float()).sum().backward()
+    assert torch.equal(model.module.running_mean, torch.zeros(CHANNELS))
+    assert model.module.num_batches_tracked == 0
+
+
+@run_on_ranks()
+def test_a_layer_follows_a_new_communicator():
+    module = nn.Sequential(nn.SyncBatchNorm(CHANNELS, momentum=1.0))
+    for step in range(2):
+        model = syncengine.Parallel(module)
+        model(torch.full((2, CHANNELS), float(syncengine.rank() + step))).sum().backward()
+        assert torch.equal(module[0].running_mean, torch.full((CHANNELS,), 0.5 + step))
+        syncengine.shutdown()
+        syncengine.init(timeout=60.0)
+
+
+@run_on_ranks()
 def test_it_is_torchs_in_all_else():
     module = nn.SyncBatchNorm.convert_sync_batchnorm(nn.ModuleDict({"a": make(torch.float32), "b": nn.Linear(2, 2)}))
     norm, before = module["a"][0], copy.deepcopy(module.state_dict())
