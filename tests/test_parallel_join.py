@@ -169,6 +169,21 @@ def test_the_last_forward_in_join_may_not_synchronize():
     both(Conv, step)
 
 
+@run_on_ranks()
+def test_after_join_buckets_are_skipped_again():
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-6}
+    model = syncengine.Parallel(Branches(agree=True), **options)
+    reduced = []
+    with model.join():
+        for i in range(1 + syncengine.rank()):
+            model(data(i)).sum().backward()
+            reduced.append(model.sync_stats()["reduced_bytes"])
+    model(data(2)).sum().backward()
+    used, everything = (n * 4 * (24 * 24 + 24) for n in (2, 4))
+    assert reduced == [used, everything][: 1 + syncengine.rank()]
+    assert model.sync_stats()["reduced_bytes"] == used
+
+
 @run_on_ranks(gloo=True)
 def test_torchs_join_ends_with_one_model():
     def step(model: nn.Module) -> torch.Tensor:

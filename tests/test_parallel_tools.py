@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 from syncengine.errors import InvalidUsage
+from syncengine.parallel.logging import _times
 
 CAP = {"bucket_cap_mb": 0.1}
 
@@ -105,6 +106,16 @@ class Used(Branches):
 
 def test_logging_data_with_options(pool: RankPool):
     pool.run(logging_with_options, gloo=True, settings={"numerics": "ring"})
+
+
+def test_times_are_those_of_the_last_step_and_the_mean():
+    phases = {"forward": (1, 5), "backward": (2, 6), "comm": (3, 7), "overlap": (4, 8)}
+    times = _times({"steps": 3, "forward_start": 10, "backward_start": 20, **phases})
+    assert times["forward_compute_time"] == 1
+    assert times["avg_backward_compute_time"] == 6
+    assert (times["backward_comm_time"], times["avg_backward_comm_time"]) == (3, 7)
+    assert (times["backward_compute_comm_overlap_time"], times["backward_compute_time_start"]) == (4, 20)
+    assert _times({"steps": 0}) == {}
 
 
 def steps_are_sampled() -> None:
