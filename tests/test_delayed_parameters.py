@@ -13,6 +13,7 @@ import torch.distributed as dist
 from parallel_models import CAP, data, different_bits, gradients
 from pool import RankPool, run_on_ranks
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
@@ -159,6 +160,23 @@ def with_weights(model: nn.Module) -> None:
         model.zero_grad()
         model.weight(rank)
         model(data(step)[:rank]).square().mean().backward()
+
+
+@run_on_ranks()
+def test_hooks_that_would_see_local_gradients_are_refused():
+    """DDP runs them: an optimizer in backward makes its ranks diverge."""
+    for register in (
+        lambda p: p.register_post_accumulate_grad_hook(lambda p: None),
+        lambda p: _apply_optimizer_in_backward(torch.optim.SGD, [p], {"lr": 0.1}),
+    ):
+        module = TwoParts()
+        delayed = [(f"head.{name}", p) for name, p in module.head.named_parameters()]
+        model = syncengine.Parallel(
+            module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first
+        )
+        register(module.head.bias)
+        with pytest.raises(InvalidUsage, match=r"parameter head.bias is delayed.*do not delay it"):
+            model(data())
 
 
 @run_on_ranks(world=4, gloo=True)

@@ -27,6 +27,7 @@ class DelayedParameters:
         self.communicator = communicator
         self._flat_buckets = flat_buckets
         self._scale = 1.0  # of this rank's gradients in the next average
+        self._names = [name for name, _ in named_parameters]
         self._parameters = [parameter for _, parameter in named_parameters]
         first_name, first = named_parameters[0]
         for name, parameter in named_parameters:
@@ -41,6 +42,16 @@ class DelayedParameters:
         if communicator.size > 1:
             StateBroadcast(communicator, self._parameters)()
         trigger.register_hook(self._reduce)
+
+    def check_hooks(self) -> None:
+        """Raises ``InvalidUsage`` naming a parameter whose hook would take this rank's gradient for the average."""
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if parameter._post_accumulate_grad_hooks or hasattr(parameter, "_in_backward_optimizers"):
+                raise InvalidUsage(
+                    f"parameter {name} is delayed (delay_all_reduce_named_params), so what runs when its gradient is "
+                    "accumulated (register_post_accumulate_grad_hook, an optimizer in backward) would see this rank's "
+                    "gradient instead of the average: do not delay it, or use its gradient after backward"
+                )
 
     def hold_gradients(self) -> None:
         """Before each backward: ``.grad`` is the buffer, zeroed where it was None."""

@@ -290,6 +290,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         if not self._optimizers_adopted:
             self._optimizers_adopted = True
             adopt_optimizers(self)
+            if self._delayed is not None and self.communicator.size > 1:
+                self._delayed.check_hooks()
         if self._delayed is not None:
             self._delayed.synchronizes = self.require_backward_grad_sync
             self._delayed.hold_gradients()
