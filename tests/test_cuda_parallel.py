@@ -204,11 +204,20 @@ def averages_of_delayed_parameters(rank: int) -> str:
         model = syncengine.Parallel(
             module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=trigger, **CAP
         )
-        for step in range(4):
+        one, two, main = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
+        for step, (forward, backward) in enumerate([(main, main), (one, one), (main, two), (one, two), (main, main)]):
             model.zero_grad(set_to_none=step % 2 == 0)
             expected = exact_average(module, batch(step))
-            model(batch(step)).square().mean().backward()
-            check_average(module, expected)
+            forward.wait_stream(main)
+            with torch.cuda.stream(forward):
+                loss = model(batch(step)).square().mean()
+            backward.wait_stream(forward)
+            with torch.cuda.stream(backward):
+                loss.backward()
+                grads = [p.grad * 1 for p in model.parameters()]  # read where backward was called, without waiting
+            main.wait_stream(backward)
+            for grad, average in zip(grads, expected, strict=True):
+                assert same_bits(grad.cpu(), average), step
     return "good"
 
 
