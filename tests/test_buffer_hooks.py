@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
 from typing import Any
 
@@ -55,6 +56,28 @@ def test_buffer_hooks():
             results.append((names, [*gradients(model), model.module.seen]))
         assert results[0][0] == results[1][0] == ["seen"] * 3
         assert not different_bits(results[0][1], results[1][1])
+
+
+@run_on_ranks(gloo=True)
+def test_buffer_hooks_under_no_sync():
+    from torch.nn.parallel.distributed import _BufferCommHookLocation as Location
+
+    def hook(state: list[float], buffers: dict[str, torch.Tensor]) -> None:
+        dist.all_reduce(buffers["seen"])
+        state.append(buffers["seen"].sum().item())
+
+    for location in (Location.POST_FORWARD, Location.PRE_FORWARD):
+        seen: list[list[float]] = []
+        for wrap in (syncengine.Parallel, DistributedDataParallel):
+            seen.append([])
+            model = wrap(Counting())
+            model._register_buffer_comm_hook(seen[-1], hook, location)
+            for i in range(7):
+                with model.no_sync() if i % 3 else contextlib.nullcontext():
+                    model(data(i)).sum().backward()
+            seen[-1].append(model.module.seen.sum().item())
+        assert seen[0] == seen[1]
+        assert 1 < len(seen[0]) < 8
 
 
 @run_on_ranks(gloo=True)

@@ -175,10 +175,15 @@ def test_the_bucket_is_ddps():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x.to(torch.complex64)).abs()
 
-    for make in (Mlp, partial(Complex, 24, 3, dtype=torch.complex64)):
+    for make, options in (
+        (Mlp, {"bucket_cap_mb": 0.5}),
+        (partial(Complex, 24, 3, dtype=torch.complex64), {"bucket_cap_mb": 0.5}),
+        (Mlp, {"bucket_cap_mb_list": [0.2, 0.6]}),  # several buckets from the beginning
+        (Mlp, {"bucket_cap_mb": 0.5, "find_unused_parameters": True}),
+    ):
         for wrap in (syncengine.Parallel, DistributedDataParallel):
             torch.manual_seed(0)
-            model, record = wrap(make(), bucket_cap_mb=0.5), []
+            model, record = wrap(make(), **options), []
             model.register_comm_hook(record, watch)
             for i in range(3):
                 model.zero_grad()
@@ -288,21 +293,40 @@ def test_hooks_with_unused_parameters():
 
 @run_on_ranks(gloo=True)
 def test_hooks_in_join():
-    """A rank without a batch hands zeros to its hook."""
+    """A rank without a batch hands zeros to its hook, which divides by the number of all ranks in any case."""
+    for divide in (True, False):
+        results = []
+        for wrap in (syncengine.Parallel, DistributedDataParallel):
+            torch.manual_seed(0)
+            model = wrap(Mlp(), bucket_cap_mb=0.5)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+            with model.join(divide_by_initial_world_size=divide):
+                for i in range(2 + 2 * syncengine.rank()):
+                    optimizer.zero_grad()
+                    model(data(i)).square().mean().backward()
+                    optimizer.step()
+            results.append([p.detach().clone() for p in model.parameters()])
+        assert not different_bits(*results), divide
 
-    results = []
-    for wrap in (syncengine.Parallel, DistributedDataParallel):
+
+@run_on_ranks(gloo=True)
+def test_hooks_make_the_weighted_mean():
+    """Though they divide by the number of ranks."""
+    for register in (
+        lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook),
+        lambda model: model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+    ):
         torch.manual_seed(0)
-        model = wrap(Mlp(), bucket_cap_mb=0.5)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-        with model.join():
-            for i in range(2 + 2 * syncengine.rank()):
-                optimizer.zero_grad()
-                model(data(i)).square().mean().backward()
-                optimizer.step()
-        results.append([p.detach().clone() for p in model.parameters()])
-    assert not different_bits(*results)
+        model = syncengine.Parallel(Mlp())
+        register(model)
+        local = torch.autograd.grad(model.module(data()).square().mean(), list(model.parameters()))
+        model.weight(1 + 4 * syncengine.rank())
+        model(data()).square().mean().backward()
+        for parameter, grad in zip(model.parameters(), local, strict=True):
+            total = grad * (1 + 4 * syncengine.rank())
+            dist.all_reduce(total)
+            torch.testing.assert_close(parameter.grad, total / 6)
 
 
 # --- Errors

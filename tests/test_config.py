@@ -1,12 +1,15 @@
 """Settings: where they come from, and that a bad one is refused by name."""
 
+import os
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from syncengine.config import ALGORITHMS, DEFAULT_TIMEOUT, NUMERICS, Config
+from syncengine.connect import _meet
 from syncengine.errors import InvalidUsage, SyncError, Timeout
 
 
@@ -34,6 +37,25 @@ def test_settings_between_hosts():
     assert config.network("")["secret"] == "a secret of 16 bytes"
     assert "a secret" not in repr(config)
     assert not Config.read({"SYNCENGINE_CHECKSUM": "0"}).checksum
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "^lo"}, "eth0"),
+        ({"NCCL_SOCKET_IFNAME": "^lo,docker"}, "^lo,docker"),
+        ({"SYNCENGINE_INTERFACE": "=ib0", "GLOO_SOCKET_IFNAME": "eth0"}, "=ib0"),
+    ],
+)
+def test_the_interface_may_be_that_of_gloo_or_nccl(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], expected: str
+):
+    for name in ("SYNCENGINE_INTERFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    bootstrap = SimpleNamespace(listen=lambda network: network["interface"].encode())
+    assert _meet(lambda payload: [payload], Config.read(os.environ), bootstrap, []) == [expected.encode()]
 
 
 def test_timedelta_is_a_timeout():

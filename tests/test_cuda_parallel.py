@@ -200,6 +200,51 @@ def test_opposite_orders_of_readiness_with_a_single_hardware_queue(world: int):
     assert run_processes(world, averages, environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) == ["good"] * world
 
 
+class Delayed(Opposite):
+    """Has its first gradients from `head`; those of `parts` may come in opposite orders."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(x))
+
+
+def averages_of_delayed_parameters(rank: int) -> str:
+    with job():
+        torch.manual_seed(0)
+        module = Delayed().cuda()
+        delayed = [(f"head.{name}", parameter) for name, parameter in module.head.named_parameters()]
+        trigger = module.parts[1].bias
+        model = syncengine.Parallel(
+            module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=trigger, **CAP
+        )
+        one, two, main = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
+        for step, (forward, backward) in enumerate([(main, main), (one, one), (main, two), (one, two), (main, main)]):
+            model.zero_grad(set_to_none=step % 2 == 0)
+            expected = exact_average(module, batch(step))
+            forward.wait_stream(main)
+            with torch.cuda.stream(forward):
+                loss = model(batch(step)).square().mean()
+            backward.wait_stream(forward)
+            with torch.cuda.stream(backward):
+                loss.backward()
+                grads = [p.grad * 1 for p in model.parameters()]  # read where backward was called, without waiting
+            main.wait_stream(backward)
+            for grad, average in zip(grads, expected, strict=True):
+                assert same_bits(grad.cpu(), average), step
+    return "good"
+
+
+@marked
+@pytest.mark.parametrize("connections", ["1", "8"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_delayed_parameters(world: int, connections: str):
+    environ = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    assert run_processes(world, averages_of_delayed_parameters, environ=environ) == ["good"] * world
+
+
 def averages_on_streams(rank: int, hook: Any = None) -> str:
     """With a communication hook if one is given."""
     with job():

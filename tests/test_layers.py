@@ -53,6 +53,7 @@ PARALLEL_MODULES = [
     "comm_hooks",
     "join",
     "weights",
+    "sync_batch_norm",
     "uneven",
     "logging",
     "mixed_precision",
@@ -60,7 +61,6 @@ PARALLEL_MODULES = [
     "tools",
     "tuning",
     "planning",
-    "sync_batch_norm",
     "wrapper",
     "__init__",
 ]

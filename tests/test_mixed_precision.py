@@ -236,6 +236,35 @@ def test_nothing_stays_behind_a_forward():
     assert copied(data(0, 0)).dtype == torch.bfloat16
 
 
+@run_on_ranks()
+def test_nothing_stays_behind_a_forward_of_a_recurrent_layer():
+    """It keeps its parameters in a list as well."""
+    lstm = nn.LSTM(24, 8)
+    syncengine.Parallel(lstm, mixed_precision=BF16)(data(0, 0).unsqueeze(0))
+    assert all(map(lambda a, b: a is b, lstm._flat_weights, lstm.parameters()))
+
+
+@run_on_ranks()
+def test_ignored_parameters_and_buffers_keep_their_dtype():
+    seen = []
+
+    class Partly(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(24, 3)
+            self.exact = nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.register_buffer("counts", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append((self.exact.dtype, self.counts.dtype, self.weight.dtype))
+            return super().forward(x) * self.exact
+
+    module = Partly()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["exact", "counts"])
+    precision = _MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+    syncengine.Parallel(module, mixed_precision=precision)(data(0, 0)).sum().backward()
+    assert seen == [(torch.float64, torch.float32, torch.bfloat16)]
+
+
 def raising() -> None:
     model = syncengine.Parallel(Mlp(), mixed_precision=BF16)
     before = list(model.parameters())

@@ -56,6 +56,26 @@ def test_a_parameter_in_two_reentrant_checkpoints_raises():
 
 
 @run_on_ranks()
+def test_a_checkpoint_that_comes_after_the_average_raises():
+    """The first to run backward has all parameters: it ends with their averages, within the outer backward."""
+
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(24, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True).tanh()
+            return x
+
+    model = syncengine.Parallel(Same())
+    time.sleep(0.5)  # until all ranks have come as far
+    with pytest.raises(SyncError, match="ready only once"):
+        model(data()).sum().backward()
+
+
+@run_on_ranks()
 def test_ranks_may_be_ready_in_opposite_orders():
     """Buckets complete in any order: ranks that wait for each other's next bucket would hang."""
 

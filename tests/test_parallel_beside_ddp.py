@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from parallel_models import Branches, Conv, Mlp, Wrap, backwards, both, data, small
 from pool import run_on_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
@@ -140,3 +142,24 @@ def test_attributes():
         assert list(ours.named_module_buffers) == list(theirs.named_module_buffers)
         assert len(ours.modules_buffers) == len(theirs.modules_buffers)
         assert ours.will_sync_module_buffers() == theirs.will_sync_module_buffers()
+
+
+@run_on_ranks(gloo=True)
+def test_what_both_refuse():
+    """With an error of the same class: callers catch it."""
+    frozen = lambda: nn.Linear(2, 2).requires_grad_(False)  # noqa: E731
+    for make, options in (
+        (small, {"device_ids": [0]}),
+        (small, {"output_device": 1}),
+        (small, {"device_ids": [0, 1]}),
+        (small, {"delay_all_reduce_named_params": []}),
+        (small, {"param_to_hook_all_reduce": nn.Parameter(torch.ones(2))}),
+        (small, {"process_group": dist.group.WORLD, "device_mesh": init_device_mesh("cpu", (2,))}),
+        (small, {"device_mesh": init_device_mesh("cpu", (1, 2))}),
+        (frozen, {}),
+        (partial(nn.LazyLinear, 2), {}),
+    ):
+        with pytest.raises((ValueError, RuntimeError)) as theirs:
+            DistributedDataParallel(make(), **options)
+        with pytest.raises(theirs.type):
+            syncengine.Parallel(make(), **options)

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import inspect
 import pickle
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from parallel_models import Conv, Mlp
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import syncengine
 from syncengine import _C
@@ -124,11 +126,24 @@ def test_different_models_are_a_mismatch_that_names_both_sides(pool: RankPool, n
     assert all(text in first for text in ("rank 0 has", "rank 1 has", "Parallel(Mlp)", *DIFFERENCES[name].texts))
 
 
+DIFFERENT_ARGUMENTS = {
+    "find_unused_parameters": True,
+    "bucket_cap_mb": 1,
+    "bucket_cap_mb_list": [1],
+    "forward_sync_buffers": False,
+    "static_graph": True,
+    "gradient_as_bucket_view": True,
+    "batched_grad_copy": True,
+    "skip_all_reduce_unused_params": True,
+    "mixed_precision": _MixedPrecision(torch.bfloat16),
+}
+
+
 def mismatch_of_arguments() -> None:
-    with pytest.raises(
-        Mismatch, match=r"rank 0 has .find_unused_parameters=False.*rank 1 has .find_unused_parameters=True"
-    ):
-        syncengine.Parallel(Mlp(), find_unused_parameters=syncengine.rank() == 1)
+    for name, value in DIFFERENT_ARGUMENTS.items():
+        text = re.escape(f"{name}={value}")
+        with pytest.raises(Mismatch, match=rf"rank 0 has .*{name}=.* rank 1 has .*{text}"):
+            syncengine.Parallel(Mlp(), **{name: value} if syncengine.rank() == 1 else {})
 
 
 def test_different_arguments_are_a_mismatch(pool: RankPool):

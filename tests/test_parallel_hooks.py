@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
 from parallel_models import Mlp, data, different_bits, gradients
 from pool import run_on_ranks
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import syncengine
 from syncengine.errors import InvalidUsage
@@ -84,3 +86,51 @@ def test_pickled_and_copied_models_train_on():
     split = syncengine.default_communicator().split([0, 1])
     with pytest.raises(InvalidUsage, match="default communicator"):
         pickle.dumps(syncengine.Parallel(Mlp(), process_group=split))
+
+
+@run_on_ranks()
+def test_a_copy_has_no_communication_hook_and_says_so():
+    torch.manual_seed(1)
+    model = syncengine.Parallel(Mlp())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exact = copy.deepcopy(model)
+    model.register_comm_hook(None, syncengine.hooks.bf16_compress)
+    with pytest.warns(UserWarning, match="has no communication hook: register it again"):
+        other = pickle.loads(pickle.dumps(model))
+    for m in (model, other, exact):
+        m.zero_grad()
+        m(data()).square().sum().backward()
+    assert not different_bits(gradients(other), gradients(exact))
+    assert different_bits(gradients(other), gradients(model))
+
+
+@run_on_ranks()
+def test_a_copy_in_mixed_precision_sends_small_gradients_too():
+    torch.manual_seed(1)
+    model = syncengine.Parallel(Mlp(), mixed_precision=_MixedPrecision(torch.bfloat16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other = copy.deepcopy(model)
+    for m in (model, other):
+        m(data()).square().sum().backward()
+    assert not different_bits(gradients(other), gradients(model))
+    assert all(torch.equal(grad, grad.bfloat16().float()) for grad in gradients(other))
+
+
+@run_on_ranks()
+def test_a_copy_takes_neither_a_weight_nor_a_step_along():
+    """What is on its way to one backward of the original."""
+    model = syncengine.Parallel(Mlp())
+    model._register_fused_optim(torch.optim.SGD, lr=0.1)
+    model.weight(1 + syncengine.rank())
+    other = pickle.loads(pickle.dumps(model))
+    before = [p.detach().clone() for p in other.parameters()]
+    other(data()).square().sum().backward()
+    assert not different_bits([p.detach() for p in other.parameters()], before)
+    local = copy.deepcopy(model.module)
+    local.zero_grad()
+    local(data()).square().sum().backward()
+    for p, grad in zip(local.parameters(), gradients(other), strict=True):
+        syncengine.all_reduce(p.grad, "avg")  # not the weighted mean
+        assert torch.equal(p.grad, grad)

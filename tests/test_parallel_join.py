@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import Conv, Mlp, different_bits
-from pool import RankPool
+from parallel_models import Conv, Mlp, both, different_bits
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -152,6 +153,63 @@ def last_model() -> None:
 
 def test_all_end_with_the_model_of_the_last(pool: RankPool):
     pool.run(last_model, world=3)
+
+
+@run_on_ranks(gloo=True)
+def test_the_last_forward_in_join_may_not_synchronize():
+    """After such a forward buffers stay as they are for one more, on ranks without a batch as well."""
+
+    def step(model: nn.Module) -> None:
+        with model.join():
+            for i in range(1 + syncengine.rank()):
+                with model.no_sync() if i else contextlib.nullcontext():
+                    model(data(i)).square().mean().backward()
+        model(data(2)).square().mean().backward()
+
+    both(Conv, step)
+
+
+@run_on_ranks()
+def test_after_join_buckets_are_skipped_again():
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True, "bucket_cap_mb": 1e-6}
+    model = syncengine.Parallel(Branches(agree=True), **options)
+    reduced = []
+    with model.join():
+        for i in range(1 + syncengine.rank()):
+            model(data(i)).sum().backward()
+            reduced.append(model.sync_stats()["reduced_bytes"])
+    model(data(2)).sum().backward()
+    used, everything = (n * 4 * (24 * 24 + 24) for n in (2, 4))
+    assert reduced == [used, everything][: 1 + syncengine.rank()]
+    assert model.sync_stats()["reduced_bytes"] == used
+
+
+@run_on_ranks(gloo=True)
+def test_torchs_join_ends_with_one_model():
+    def step(model: nn.Module) -> torch.Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with Join([model]):
+            for i in range(3 - 2 * syncengine.rank()):
+                model(data(i)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return torch.tensor(model._get_ddp_logging_data()["join_uneven_inputs"])
+
+    both(Conv, step)
+
+
+@run_on_ranks()
+def test_a_rank_that_follows_for_long_warns_once():
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        patch.setattr("syncengine.parallel.join._MANY", 2)
+        with model.join():
+            for step in range(1 + 5 * syncengine.rank()):
+                model(data(step)).sum().backward()
+    texts = [str(warning.message) for warning in seen if "uneven input skew" in str(warning.message)]
+    assert len(texts) == 1 - syncengine.rank()
+    assert all("rank 0 has at least 2 fewer inputs" in text for text in texts)
 
 
 def terminates_early(torchs: bool) -> tuple[int, str]:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from parallel_models import Conv, Wrap, backwards, both, data, different_bits, gradients, small
-from pool import run_on_ranks
+from pool import RankPool, run_on_ranks
 from torch import nn
+from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 
@@ -101,6 +104,40 @@ def test_nested_outputs_and_none():
     both(Rich, partial(step, names="abcd"))
     for names in ("abcd", "bd"):
         both(Rich, partial(step, names=names), find_unused_parameters=True)
+
+
+class Referenced(nn.Module):
+    """Gives references to its results; `never` is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.other, self.never = (nn.Linear(24, 24) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, inside: bool) -> Any:
+        y = self.linear(x)
+        return [rpc.RRef(y)] if inside else rpc.RRef({"unused": self.other(x), "y": y})
+
+
+def references(store: str) -> None:
+    def step(model: nn.Module, inside: bool) -> None:
+        for i in range(3):
+            model.zero_grad()
+            out = model(data(i), inside)
+            y = out[0].local_value() if inside else out.local_value()["y"]
+            y.square().mean().backward()
+
+    os.environ["TP_SOCKET_IFNAME"] = "lo"
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
+    rpc.init_rpc(f"rank{syncengine.rank()}", rank=syncengine.rank(), world_size=2, rpc_backend_options=options)
+    try:
+        for inside in (True, False):
+            both(Referenced, partial(step, inside=inside), find_unused_parameters=True)
+    finally:
+        rpc.shutdown()
+
+
+def test_references_to_results(pool: RankPool, tmp_path: Path):
+    pool.run(references, str(tmp_path / "store"), gloo=True)
 
 
 class Forked(nn.Module):

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import CAP, Branches, Mlp, Run, both, data, different_bits, gradients, train
+from parallel_models import CAP, Branches, Mlp, Run, both, data, different_bits, train
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
-from syncengine.errors import InvalidUsage, SyncError
+from syncengine.errors import SyncError
 
 Options = tuple[tuple[str, Any], ...]
 
@@ -105,79 +105,6 @@ def test_ranks_that_skip_different_buckets_hear_of_it(pool: RankPool):
     """DDP hangs."""
     for text in pool.run(skips_on_one_rank, timeout=20.0):
         assert "is used on some ranks and not on others" in text
-
-
-# --- delay_all_reduce_named_params
-
-
-class TwoParts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Linear(24, 16), nn.Linear(16, 4)
-        self.first = nn.Parameter(torch.ones(24))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(x * self.first))
-
-
-def delayed_training(wrap: Any, names: list[str], optimizer_steps: int = 4) -> list[torch.Tensor]:
-    torch.manual_seed(syncengine.rank())
-    module = TwoParts()
-    delayed = [(n, p) for n, p in module.named_parameters() if n in names]
-    model = wrap(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    history = []
-    for i in range(optimizer_steps):
-        optimizer.zero_grad(set_to_none=i % 2 == 0)
-        model(data(i)).square().mean().backward()
-        if wrap is DistributedDataParallel:
-            torch.distributed.barrier()  # DDP does not wait for what it delays
-        history += gradients(model)
-        optimizer.step()
-    return history
-
-
-@run_on_ranks(gloo=True)
-def test_delayed_parameters():
-    names = ["table.weight", "table.bias", "head.weight"]
-    ours, theirs = (delayed_training(wrap, names) for wrap in (syncengine.Parallel, DistributedDataParallel))
-    assert not different_bits(ours, theirs)
-
-
-test_delayed_parameters_in_ring = run_on_ranks(world=3, gloo=True, settings={"timeout": 60.0, "numerics": "ring"})(
-    test_delayed_parameters.on_ranks
-)
-
-
-@run_on_ranks()
-def test_delayed_parameters_follow_no_sync_and_share_one_buffer():
-    module = TwoParts()
-    delayed = [("table.weight", module.table.weight), ("table.bias", module.table.bias)]
-    model = syncengine.Parallel(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first)
-    with model.no_sync():
-        model(data(1)).square().mean().backward()
-    local = module.table.weight.grad.clone()
-    everyone = torch.empty(2, 16, 24)
-    syncengine.all_gather(everyone, local)
-    assert not torch.equal(everyone[0], everyone[1])
-    model(data(2)).square().mean().backward()
-    syncengine.all_gather(everyone, module.table.weight.grad)
-    assert torch.equal(everyone[0], everyone[1])
-    assert module.table.weight.grad.untyped_storage().data_ptr() == module.table.bias.grad.untyped_storage().data_ptr()
-
-
-@run_on_ranks()
-def test_delayed_parameters_are_checked():
-    module = TwoParts()
-    with pytest.raises(InvalidUsage, match="need to be set at the same time"):
-        syncengine.Parallel(module, delay_all_reduce_named_params=[])
-    with pytest.raises(InvalidUsage, match="first, which is delayed itself"):
-        syncengine.Parallel(
-            module, delay_all_reduce_named_params=[("first", module.first)], param_to_hook_all_reduce=module.first
-        )
-    mixed = [("a", module.first), ("b", nn.Parameter(torch.zeros(1, dtype=torch.float64)))]
-    with pytest.raises(InvalidUsage, match="b is torch.float64"):
-        syncengine.Parallel(module, delay_all_reduce_named_params=mixed, param_to_hook_all_reduce=module.head.bias)
 
 
 # --- Higher-order gradients

@@ -63,6 +63,9 @@ class On(nn.Module):
                 setattr(self, f"p{i}", nn.Parameter(torch.empty(2, 2, device=device)))
             self.register_buffer("statistics", torch.empty(2, device=buffer or devices[0]))
 
+    def forward(self, x: Any) -> Any:
+        return x
+
 
 REFUSED_ON_CUDA: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
     "mixed": (lambda: On("cuda:1", "cpu"), {}, "several devices: parameter p0 is on cuda:1, p1 on cpu"),
@@ -79,14 +82,14 @@ def refused_on_cuda() -> None:
     for make, arguments, text in REFUSED_ON_CUDA.values():
         with pytest.raises(InvalidUsage, match=text):
             syncengine.Parallel(make(), **arguments)
-    module = On("cuda:1", "cuda:1")
-    with pytest.raises(InvalidUsage, match="delay_all_reduce_named_params for modules on CUDA"):
-        syncengine.Parallel(
-            module, delay_all_reduce_named_params=[("p0", module.p0)], param_to_hook_all_reduce=module.p1
-        )
     if syncengine.world_size() == 1:
         model = syncengine.Parallel(On("cuda:1"), device_ids=[1])
         assert (model.device_ids, model.output_device, model.device) == ([1], 1, torch.device("cuda:1"))
+        module = On("cuda:1", "cuda:1")
+        delayed = {"delay_all_reduce_named_params": [("p0", module.p0)], "param_to_hook_all_reduce": module.p1}
+        with FakeTensorMode():
+            syncengine.Parallel(module, **delayed)(None)
+        assert module.p0.grad.device == torch.device("cuda:1")
     if not torch.cuda.is_available():
         with pytest.raises(InvalidUsage, match="no CUDA side|no driver|no device"):
             model = syncengine.Parallel(On("cuda:1"))

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import Conv, Mlp, different_bits
+from parallel_models import Branches, Conv, Mlp, different_bits
 from pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 from syncengine.errors import InvalidUsage
+from syncengine.parallel.logging import _times
 
 CAP = {"bucket_cap_mb": 0.1}
 
@@ -70,6 +71,51 @@ def logging() -> None:
 
 def test_logging_data(pool: RankPool):
     pool.run(logging, gloo=True, settings={"numerics": "ring"})
+
+
+def logging_with_options() -> None:
+    def step(model: nn.Module) -> dict[str, Any]:
+        for i in range(3):
+            model.zero_grad()
+            model(data(i), i > 0).square().mean().backward()
+        return model._get_ddp_logging_data()
+
+    view = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "bucket_cap_mb": 3}
+    for options in ({"find_unused_parameters": True, **view}, {"find_unused_parameters": True, "static_graph": True}):
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            ours, theirs = of_both(step, Used if "static_graph" in options else Branches, **options)
+        for key in (
+            "find_unused_parameters",
+            "gradient_as_bucket_view",
+            "broadcast_buffers",
+            "bucket_cap_bytes",
+            "static_graph",
+            "unused_parameter_size",
+            "num_buckets_reduced",
+        ):
+            assert ours.get(key) == theirs.get(key), (key, ours.get(key), theirs.get(key), options)
+    assert syncengine.Parallel(nn.SyncBatchNorm(3))._get_ddp_logging_data()["has_sync_bn"] == 1
+
+
+class Used(Branches):
+    """The same parameters at each step, as a static graph wants."""
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return super().forward(x, True)
+
+
+def test_logging_data_with_options(pool: RankPool):
+    pool.run(logging_with_options, gloo=True, settings={"numerics": "ring"})
+
+
+def test_times_are_those_of_the_last_step_and_the_mean():
+    phases = {"forward": (1, 5), "backward": (2, 6), "comm": (3, 7), "overlap": (4, 8)}
+    times = _times({"steps": 3, "forward_start": 10, "backward_start": 20, **phases})
+    assert times["forward_compute_time"] == 1
+    assert times["avg_backward_compute_time"] == 6
+    assert (times["backward_comm_time"], times["avg_backward_comm_time"]) == (3, 7)
+    assert (times["backward_compute_comm_overlap_time"], times["backward_compute_time_start"]) == (4, 20)
+    assert _times({"steps": 0}) == {}
 
 
 def steps_are_sampled() -> None:

@@ -24,7 +24,7 @@ def test_unused_parameters():
         for i in range(3):
             with torch.no_grad():
                 for p in model.parameters():
-                    p.grad = p.grad if p.grad is None else torch.ones_like(p.grad)
+                    p.grad = p.grad if p.grad is None else torch.full_like(p.grad, 1.0 + rank)
             model(data(i), choose(i)).square().mean().backward()
 
     choices = (lambda i: True, lambda i: rank == 0, lambda i: i % 2 == 0, lambda i: (rank + i) % 2 == 0)

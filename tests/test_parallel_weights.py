@@ -95,17 +95,17 @@ def test_a_rank_without_samples_brings_nothing(pool: RankPool):
 def only_once() -> None:
     rank = syncengine.rank()
     model = syncengine.Parallel(nn.Linear(1, 1, bias=False))
-    x = torch.full((1, 1), 12.0 * rank)
+    x = torch.full((1, 1), 12.0 * (rank + 1))
     model.weight(1 + 2 * rank)  # 1, 3
     with torch.no_grad():
         model(x)
     with model.no_sync():
         model(x).backward()  # neither uses it up
     model(x).backward()
-    assert model.module.weight.grad.item() == 3 * 24 / 4
+    assert model.module.weight.grad.item() == (1 * 24 + 3 * 48) / 4
     model.zero_grad()
     model(x).backward()
-    assert model.module.weight.grad.item() == 12 / 2
+    assert model.module.weight.grad.item() == (12 + 24) / 2
 
 
 def test_a_weight_holds_for_one_synchronized_forward(pool: RankPool):

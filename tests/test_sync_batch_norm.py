@@ -11,8 +11,10 @@ import pytest
 import torch
 from pool import RankPool, run_on_ranks
 from torch import nn
+from torch.distributed.algorithms.join import Join
 
 import syncengine
+from syncengine.errors import SyncError
 
 CHANNELS = 6
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -133,6 +135,26 @@ def test_too_few_samples():
 
 
 @run_on_ranks()
+def test_statistics_that_are_not_tracked_stay():
+    model = syncengine.Parallel(nn.SyncBatchNorm(CHANNELS))
+    model.module.track_running_stats = False
+    model(batch(syncengine.rank(), 0, 4).float()).sum().backward()
+    assert torch.equal(model.module.running_mean, torch.zeros(CHANNELS))
+    assert model.module.num_batches_tracked == 0
+
+
+@run_on_ranks()
+def test_a_layer_follows_a_new_communicator():
+    module = nn.Sequential(nn.SyncBatchNorm(CHANNELS, momentum=1.0))
+    for step in range(2):
+        model = syncengine.Parallel(module)
+        model(torch.full((2, CHANNELS), float(syncengine.rank() + step))).sum().backward()
+        assert torch.equal(module[0].running_mean, torch.full((CHANNELS,), 0.5 + step))
+        syncengine.shutdown()
+        syncengine.init(timeout=60.0)
+
+
+@run_on_ranks()
 def test_it_is_torchs_in_all_else():
     module = nn.SyncBatchNorm.convert_sync_batchnorm(nn.ModuleDict({"a": make(torch.float32), "b": nn.Linear(2, 2)}))
     norm, before = module["a"][0], copy.deepcopy(module.state_dict())
@@ -173,6 +195,41 @@ def test_its_torch_process_group():
     model = syncengine.Parallel(nn.Sequential(norm), forward_sync_buffers=False)
     model(torch.full((2, CHANNELS), float(rank))).sum().backward()
     assert torch.allclose(norm.running_mean, torch.full((CHANNELS,), 0.05 if rank < 2 else 0.25))
+
+
+def runs_out_of_batches(torchs: bool) -> str:
+    model = nn.Sequential(nn.Linear(CHANNELS, CHANNELS), nn.SyncBatchNorm(CHANNELS))
+    model = syncengine.Parallel(model)
+    rank = syncengine.rank()
+    with pytest.raises(SyncError) as error:  # noqa: SIM117
+        with Join([model]) if torchs else model.join():
+            for step in range(1 + 2 * (rank != 1)):
+                model(batch(rank, step, 4).float()).sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("torchs", [True, False])
+def test_a_rank_without_a_batch_is_an_error_that_names_the_layer(pool: RankPool, torchs: bool):
+    """DDP hangs, and says in its documentation to terminate early then."""
+    for text in pool.run(runs_out_of_batches, torchs, world=3, gloo=True):
+        assert "1 is a SyncBatchNorm" in text
+        assert "rank 1 has run out of them in join(): pass throw_on_early_termination=True" in text
+
+
+@run_on_ranks(world=4)
+def test_uneven_inputs_where_no_rank_of_the_layer_is_without_a_batch():
+    rank = syncengine.rank()
+    pair = syncengine.default_communicator().split([0, 1] if rank < 2 else [2, 3])
+    norm = nn.SyncBatchNorm(CHANNELS, process_group=pair)
+    model = syncengine.Parallel(nn.Sequential(nn.Linear(CHANNELS, CHANNELS), norm))
+    with model.join():
+        for step in range(3 if rank < 2 else 1):
+            model(batch(rank, step, 4).float()).sum().backward()
+    assert norm.num_batches_tracked == 3
+    model.eval()
+    with model.join():
+        for step in range(1 + rank):
+            model(batch(rank, step, 4).float()).sum().backward()
 
 
 @run_on_ranks()

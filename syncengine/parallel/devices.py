@@ -68,14 +68,6 @@ def check_buffers_on(device: torch.device, buffers: Mapping[str, torch.Tensor]) 
             )
 
 
-def refuse_delayed_on_cuda() -> None:
-    """Raises ``InvalidUsage``."""
-    raise InvalidUsage(
-        "syncengine.Parallel does not support delay_all_reduce_named_params for modules on CUDA yet; leave it out: "
-        "buckets overlap with backward anyway"
-    )
-
-
 def check_not_capturing(model: str) -> None:
     """Raises ``InvalidUsage`` while a CUDA graph is captured: `model` needs new buckets, which take memory."""
     if torch.cuda.is_current_stream_capturing():

@@ -104,6 +104,8 @@ def shadow(model: DistributedDataParallel, current: Round) -> None:
     if current.synchronizes:
         model._set_average(current)
         model.reducer.shadow_backward()
+        if model._delayed is not None:
+            model._delayed.shadow()
 
 
 class ParallelJoinHook(JoinHook):

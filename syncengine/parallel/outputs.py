@@ -5,19 +5,29 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed import rpc
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+_has_rpc = rpc.is_available()
 
 
 def through_sink(output: Any, clone: bool) -> Any:
     """Lets every output take part in backward, so that parameters behind an unused one are still heard of."""
-    leaves, spec = tree_flatten(output)
+    referenced = _is_rref(output)
+    leaves, spec = tree_flatten(output.local_value() if referenced else output)
     passed = _OutputSink.apply(clone, *leaves)
     # What has no graph stays the very object it was.
     leaves = [
         leaf if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None else new
         for leaf, new in zip(leaves, passed, strict=True)
     ]
-    return tree_unflatten(leaves, spec)
+    output = tree_unflatten(leaves, spec)
+    return rpc.RRef(output) if referenced else output
+
+
+def _is_rref(value: Any) -> bool:
+    """Whether it is a reference of ``torch.distributed.rpc``."""
+    return _has_rpc and isinstance(value, rpc.RRef)
 
 
 class _OutputSink(torch.autograd.Function):
@@ -35,7 +45,7 @@ class _OutputSink(torch.autograd.Function):
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an output: in lists, tuples, mappings and dataclasses, however nested."""
+    """The tensors in an output: in lists, tuples, mappings, dataclasses and RRefs to what is here, however nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -47,3 +57,5 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name))
+    elif _is_rref(value) and value.is_owner():
+        yield from tensors_in(value.local_value())

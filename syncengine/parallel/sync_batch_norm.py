@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncengine._C import Communicator
+from syncengine.errors import InvalidUsage
 from syncengine.parallel.compiled import not_compiled
 from syncengine.parallel.groups import resolve_group
 
@@ -66,6 +69,31 @@ def adopt_sync_batch_norm(module: torch.nn.Module) -> None:
         if isinstance(layer, SyncBatchNorm):
             layer.__dict__.pop("_found_communicator", None)  # perhaps of an earlier init()
             layer._communicator()
+
+
+def check_all_have_batches(module: torch.nn.Module, without: Collection[int]) -> None:
+    """Raises ``InvalidUsage`` naming a layer in training mode that would wait for one of these ranks' statistics."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and layer.training:
+            missing = sorted(set(without).intersection(_ranks_of(layer)))
+            if missing:
+                raise InvalidUsage(
+                    f"{name or 'the module'} is a SyncBatchNorm, which needs a batch of each of its ranks, but "
+                    f"{_have(missing)} run out of them in join(): pass throw_on_early_termination=True to join(), so "
+                    "that training ends on all ranks there"
+                )
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} have"
+
+
+def _ranks_of(layer: torch.nn.SyncBatchNorm) -> Sequence[int]:
+    if isinstance(layer, SyncBatchNorm):
+        return layer._communicator().global_ranks
+    if not dist.is_initialized():
+        return ()
+    return dist.get_process_group_ranks(layer.process_group)
 
 
 class _Normalize(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncengine._C import Communicator, Reducer
 from syncengine.errors import InvalidUsage
+from syncengine.parallel.delayed import DelayedParameters
 from syncengine.parallel.groups import Group, check_group, resolve_group
 from syncengine.parallel.replication import StateBroadcast
 
@@ -21,6 +22,7 @@ class ForTools(DistributedDataParallel):
     communicator: Communicator
     reducer: Reducer  # if `_reduces`
     _reduces: bool
+    _delayed: DelayedParameters | None
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -69,3 +71,5 @@ class ForTools(DistributedDataParallel):
         self._remove_autograd_hooks()
         self.communicator, self.process_group = resolve_group(new_process_group, None)
         self._build_reducer()
+        if self._delayed is not None:
+            self._delayed.communicator = self.communicator

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
 from syncengine._C import Communicator, Reducer
 from syncengine.errors import InvalidUsage
+from syncengine.parallel.delayed import DelayedParameters
 from syncengine.parallel.join import (
     Intent,
     ParallelJoinHook,
@@ -19,15 +21,19 @@ from syncengine.parallel.join import (
     tell,
 )
 from syncengine.parallel.replication import StateBroadcast
+from syncengine.parallel.sync_batch_norm import check_all_have_batches
 from syncengine.parallel.weights import WeightExchange, averaging, check_weight
 
 
 class UnevenData(DistributedDataParallel):
     """To be inherited from."""
 
+    module: torch.nn.Module
     communicator: Communicator
     reducer: Reducer  # if `_reduces`
     _reduces: bool
+    _delayed: DelayedParameters | None
+    _delay_all_reduce_params: list[torch.nn.Parameter]
 
     _divide_by_initial_world_size = True
     _weight: float | WeightExchange | None = None  # what weight() was given last, until a forward synchronizes
@@ -82,7 +88,20 @@ class UnevenData(DistributedDataParallel):
         if self._join_config.throw_on_early_termination and len(current.training) < self.communicator.size:
             raise InvalidUsage("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
         current.check()
+        self._check_sync_batch_norm(current)
         return current
+
+    def _check_sync_batch_norm(self, current: Round) -> None:
+        """Ranks that have joined can't know which of these layers the others' forward will reach."""
+        ranks = self.communicator.global_ranks
+        joined = {rank for i, rank in enumerate(ranks) if i not in current.training}
+        if not joined:
+            return
+        try:
+            check_all_have_batches(self.module, joined)
+        except InvalidUsage as error:
+            self.communicator.abort(f"rank {ranks[self.communicator.rank]}: {error}")
+            raise
 
     def _own_weight(self) -> float:
         """Of a weight() that was called before the join context began."""
@@ -101,17 +120,23 @@ class UnevenData(DistributedDataParallel):
         if current.weights is not None:
             self._average_with(current.weights)
         elif not self._divide_by_initial_world_size:
-            self.reducer.average_over(len(current.training), 1.0)
+            self._average_over(len(current.training), 1.0)
 
     def _average_with(self, weights: list[float]) -> None:
         divisor, weight = averaging(weights, self.communicator.rank)
         if getattr(self, "_comm_hooks", ()):  # hooks divide by the number of ranks themselves
             divisor, weight = self.communicator.size, weight * (self.communicator.size / divisor)
+        self._average_over(divisor, weight)
+
+    def _average_over(self, divisor: float, weight: float) -> None:
         self.reducer.average_over(divisor, weight)
+        if self._delayed is not None:
+            self._delayed.average_over(divisor, weight)
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         """Gives all ranks the parameters, and buffers if they are synchronized, of the last rank to join."""
         self._authoritative_rank = common_rank(self.communicator, is_last_joiner)
         self._assign_modules_buffers()
         tensors = [*self._module_parameters, *(self.modules_buffers if self.forward_sync_buffers else [])]
+        tensors += self._delay_all_reduce_params
         StateBroadcast(self.communicator, tensors)(self._authoritative_rank)

@@ -20,7 +20,6 @@ from syncengine.parallel.devices import (
     check_not_capturing,
     device_of,
     move_inputs,
-    refuse_delayed_on_cuda,
 )
 from syncengine.parallel.groups import Group, check_group, localize_parameters, resolve_group
 from syncengine.parallel.logging import Logger
@@ -112,8 +111,6 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self.device = device_of([*self._named_to_synchronize(), *delayed])
         self.device_type = self.device.type
         self.device_ids, self.output_device = check_device_ids(self.device, device_ids, output_device)
-        if delayed and self.device_type == "cuda":
-            refuse_delayed_on_cuda()
         if self.device_type == "cpu":  # torch's own works on CUDA, over its process group
             adopt_sync_batch_norm(module)
 
@@ -143,7 +140,10 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self._build_reducer()
         if init_sync and self.communicator.size > 1:
             self._replicate(sync_initial_buffers)
-        self._delayed = DelayedParameters(self.communicator, delayed, param_to_hook_all_reduce) if delayed else None
+        self._delayed = None
+        if delayed:
+            flat = self._flat_buckets or self.device_type == "cuda"
+            self._delayed = DelayedParameters(self.communicator, delayed, param_to_hook_all_reduce, flat)
 
     def _choose_buffer_sync(self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
         """Sets forward_sync_buffers; returns whether buffers are copied at construction. As DDP since 2.13."""
@@ -290,6 +290,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         if not self._optimizers_adopted:
             self._optimizers_adopted = True
             adopt_optimizers(self)
+            if self._delayed is not None and self.communicator.size > 1:
+                self._delayed.check_hooks()
         if self._delayed is not None:
             self._delayed.synchronizes = self.require_backward_grad_sync
             self._delayed.hold_gradients()

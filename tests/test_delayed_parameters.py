@@ -1,0 +1,226 @@
+"""``delay_all_reduce_named_params`` and ``param_to_hook_all_reduce``."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_models import CAP, data, different_bits, gradients
+from pool import RankPool, run_on_ranks
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+from syncengine.errors import InvalidUsage
+
+pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
+
+
+class TwoParts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Linear(24, 16), nn.Linear(16, 4)
+        self.first = nn.Parameter(torch.ones(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(x * self.first))
+
+
+def delayed_training(wrap: Any, names: list[str], optimizer_steps: int = 4) -> list[torch.Tensor]:
+    torch.manual_seed(syncengine.rank())
+    module = TwoParts()
+    delayed = [(n, p) for n, p in module.named_parameters() if n in names]
+    model = wrap(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    history = []
+    for i in range(optimizer_steps):
+        optimizer.zero_grad(set_to_none=i % 2 == 0)
+        model(data(i)).square().mean().backward()
+        if wrap is DistributedDataParallel:
+            dist.barrier()  # DDP does not wait for what it delays
+        history += gradients(model)
+        optimizer.step()
+    return history
+
+
+@run_on_ranks(gloo=True)
+def test_delayed_parameters():
+    names = ["table.weight", "table.bias", "head.weight"]
+    ours, theirs = (delayed_training(wrap, names) for wrap in (syncengine.Parallel, DistributedDataParallel))
+    assert not different_bits(ours, theirs)
+
+
+test_delayed_parameters_in_ring = run_on_ranks(world=3, gloo=True, settings={"timeout": 60.0, "numerics": "ring"})(
+    test_delayed_parameters.on_ranks
+)
+
+
+@run_on_ranks(gloo=True)
+def test_some_gradients_may_be_kept():
+    def step(model: nn.Module) -> None:
+        for i in range(3):
+            model.module.table.bias.grad = None  # the others accumulate
+            model(data(i)).square().mean().backward()
+            dist.barrier()  # DDP does not wait for what it delays
+
+    results = []
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        torch.manual_seed(0)
+        module = TwoParts()
+        delayed = [(f"table.{name}", p) for name, p in module.table.named_parameters()]
+        model = wrap(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first)
+        step(model)
+        results.append(gradients(model))
+    assert not different_bits(*results)
+
+
+@run_on_ranks()
+def test_delayed_parameters_follow_no_sync_and_share_one_buffer():
+    module = TwoParts()
+    delayed = [("table.weight", module.table.weight), ("table.bias", module.table.bias)]
+    model = syncengine.Parallel(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first)
+    with model.no_sync():
+        model(data(1)).square().mean().backward()
+    local = module.table.weight.grad.clone()
+    everyone = torch.empty(2, 16, 24)
+    syncengine.all_gather(everyone, local)
+    assert not torch.equal(everyone[0], everyone[1])
+    model(data(2)).square().mean().backward()
+    syncengine.all_gather(everyone, module.table.weight.grad)
+    assert torch.equal(everyone[0], everyone[1])
+    assert module.table.weight.grad.untyped_storage().data_ptr() == module.table.bias.grad.untyped_storage().data_ptr()
+
+
+@run_on_ranks()
+def test_behind_flat_buckets_they_are_averaged_at_the_end():
+    """On a device, between buckets, they could wait crosswise where each rank's gradients come in another order."""
+    if not syncengine.Parallel._flat_buckets:
+        return
+    module = TwoParts()
+    delayed = [("head.weight", module.head.weight)]
+    model = syncengine.Parallel(
+        module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.head.bias, **CAP
+    )
+    seen = []
+    module.first.register_hook(lambda gradient: seen.append(module.head.weight.grad.clone()))  # comes last
+    model(data()).square().mean().backward()
+    syncengine.all_reduce(seen[0], "avg")  # was still this rank's own
+    assert torch.equal(seen[0], module.head.weight.grad)
+
+
+def both_ways(train: Callable[[nn.Module], None]) -> None:
+    """The gradients and the model that `train` leaves are those of a model of which nothing is delayed."""
+    results = []
+    for delay in (True, False):
+        torch.manual_seed(0)
+        module = TwoParts()
+        delayed = [(f"table.{name}", parameter) for name, parameter in module.table.named_parameters()]
+        options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": module.first}
+        train(syncengine.Parallel(module, **options if delay else {}))
+        results.append([tensor.clone() for p in module.parameters() for tensor in (p.grad, p.detach())])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("divide", [True, False])
+def test_uneven_inputs(pool: RankPool, divide: bool):
+    """DDP's ranks wait for each other in different collectives."""
+    pool.run(both_ways, partial(with_uneven_inputs, divide=divide), world=3)
+
+
+def with_uneven_inputs(model: nn.Module, divide: bool) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join(divide_by_initial_world_size=divide):
+        for step in range(1 + syncengine.rank()):
+            if step:
+                optimizer.zero_grad()
+            model(data(step)).square().mean().backward()
+            optimizer.step()
+    mine = torch.cat([p.detach().view(-1) for p in model.parameters()])
+    everyone = torch.empty(3, len(mine))
+    syncengine.all_gather(everyone, mine)
+    assert torch.equal(everyone[0], everyone[1])
+    assert torch.equal(everyone[0], everyone[2])
+
+
+def test_weights(pool: RankPool):
+    pool.run(both_ways, with_weights, world=3)
+
+
+def with_weights(model: nn.Module) -> None:
+    """One rank has no sample: what it has is NaN, and counts nothing."""
+    rank = syncengine.rank()
+    for step in range(2):
+        model.zero_grad()
+        model.weight(rank)
+        model(data(step)[:rank]).square().mean().backward()
+
+
+@run_on_ranks()
+def test_hooks_that_would_see_local_gradients_are_refused():
+    """DDP runs them: an optimizer in backward makes its ranks diverge."""
+    for register in (
+        lambda p: p.register_post_accumulate_grad_hook(lambda p: None),
+        lambda p: _apply_optimizer_in_backward(torch.optim.SGD, [p], {"lr": 0.1}),
+    ):
+        module = TwoParts()
+        delayed = [(f"head.{name}", p) for name, p in module.head.named_parameters()]
+        model = syncengine.Parallel(
+            module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first
+        )
+        register(module.head.bias)
+        with pytest.raises(InvalidUsage, match=r"parameter head.bias is delayed.*do not delay it"):
+            model(data())
+
+
+@run_on_ranks(world=4, gloo=True)
+def test_delayed_parameters_follow_the_group():
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+    def step(model: nn.Module) -> None:
+        for group in (None, pairs[dist.get_rank() // 2]):
+            if group is not None:
+                model._update_process_group(group)
+            model.zero_grad()
+            model(data()).square().mean().backward()
+            dist.barrier()  # DDP does not wait for what it delays
+
+    results = []
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        torch.manual_seed(0)
+        module = TwoParts()
+        delayed = [("head.weight", module.head.weight)]
+        model = wrap(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first)
+        step(model)
+        results.append(gradients(model))
+    torch.testing.assert_close(*results)
+
+
+@run_on_ranks()
+def test_delayed_parameters_are_not_pickled():
+    """The copy of a DDP does not average them, and says nothing."""
+    module = TwoParts()
+    delayed = [("head.bias", module.head.bias)]
+    model = syncengine.Parallel(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first)
+    with pytest.raises(InvalidUsage, match="delay_all_reduce_named_params can't be pickled: save model.module"):
+        pickle.dumps(model)
+
+
+@run_on_ranks()
+def test_delayed_parameters_are_checked():
+    module = TwoParts()
+    with pytest.raises(InvalidUsage, match="need to be set at the same time"):
+        syncengine.Parallel(module, delay_all_reduce_named_params=[])
+    with pytest.raises(InvalidUsage, match="first, which is delayed itself"):
+        syncengine.Parallel(
+            module, delay_all_reduce_named_params=[("first", module.first)], param_to_hook_all_reduce=module.first
+        )
+    mixed = [("a", module.first), ("b", nn.Parameter(torch.zeros(1, dtype=torch.float64)))]
+    with pytest.raises(InvalidUsage, match="b is torch.float64"):
+        syncengine.Parallel(module, delay_all_reduce_named_params=mixed, param_to_hook_all_reduce=module.head.bias)
