@@ -200,6 +200,26 @@ def test_opposite_orders_of_readiness_with_a_single_hardware_queue(world: int):
     assert run_processes(world, averages, environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) == ["good"] * world
 
 
+def averages_on(model: nn.Module, streams: list[str], keeps_gradients: bool = False) -> None:
+    """A step for each of `streams`: those of its forward and backward. With `keeps_gradients` every other zeroes."""
+    named = {"one": torch.cuda.Stream(), "two": torch.cuda.Stream(), "main": torch.cuda.current_stream()}
+    main = named["main"]
+    for step, pair in enumerate(streams):
+        forward, backward = (named[name] for name in pair.split())
+        model.zero_grad(set_to_none=not keeps_gradients or step % 2 == 0)
+        expected = exact_average(model.module, batch(step))
+        forward.wait_stream(main)
+        with torch.cuda.stream(forward):
+            loss = model(batch(step)).square().mean()
+        backward.wait_stream(forward)
+        with torch.cuda.stream(backward):
+            loss.backward()
+            grads = [p.grad * 1 for p in model.parameters()]  # read where backward was called, without waiting
+        main.wait_stream(backward)
+        for grad, average in zip(grads, expected, strict=True):
+            assert same_bits(grad.cpu(), average), step
+
+
 class Delayed(Opposite):
     """Has its first gradients from `head`; those of `parts` may come in opposite orders."""
 
@@ -220,20 +240,7 @@ def averages_of_delayed_parameters(rank: int) -> str:
         model = syncengine.Parallel(
             module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=trigger, **CAP
         )
-        one, two, main = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.current_stream()
-        for step, (forward, backward) in enumerate([(main, main), (one, one), (main, two), (one, two), (main, main)]):
-            model.zero_grad(set_to_none=step % 2 == 0)
-            expected = exact_average(module, batch(step))
-            forward.wait_stream(main)
-            with torch.cuda.stream(forward):
-                loss = model(batch(step)).square().mean()
-            backward.wait_stream(forward)
-            with torch.cuda.stream(backward):
-                loss.backward()
-                grads = [p.grad * 1 for p in model.parameters()]  # read where backward was called, without waiting
-            main.wait_stream(backward)
-            for grad, average in zip(grads, expected, strict=True):
-                assert same_bits(grad.cpu(), average), step
+        averages_on(model, ["main main", "one one", "main two", "one two", "main main"], True)
     return "good"
 
 
@@ -251,21 +258,7 @@ def averages_on_streams(rank: int, hook: Any = None) -> str:
         model = syncengine.Parallel(Opposite().cuda(), **CAP)
         if hook is not None:
             model.register_comm_hook(None, hook)
-        one, two = torch.cuda.Stream(), torch.cuda.Stream()
-        main = torch.cuda.current_stream()
-        for step, (forward, backward) in enumerate([(one, one), (main, two), (two, main), (one, two), (main, main)]):
-            model.zero_grad()
-            expected = exact_average(model.module, batch(step))
-            forward.wait_stream(main)
-            with torch.cuda.stream(forward):
-                loss = model(batch(step)).square().mean()
-            backward.wait_stream(forward)
-            with torch.cuda.stream(backward):
-                loss.backward()
-                grads = [p.grad * 1 for p in model.parameters()]  # read where backward was called, without waiting
-            main.wait_stream(backward)
-            for grad, average in zip(grads, expected, strict=True):
-                assert same_bits(grad.cpu(), average), step
+        averages_on(model, ["one one", "main two", "two main", "one two", "main main"])
         assert hook is None or model.sync_stats()["copied_bytes"]["bucket"] == 0
     return "good"
 

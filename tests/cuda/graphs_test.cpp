@@ -22,19 +22,12 @@ TEST(gpu_graphs_replay_between_eager_calls) {
     }
     step();
     gpu.wait();
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t replay = nullptr;
-    CHECK(!cuda::is_capturing(gpu.stream()));
-    cuda::check(cudaStreamBeginCapture(gpu.stream(), cudaStreamCaptureModeGlobal), "beginning a capture");
-    CHECK(cuda::is_capturing(gpu.stream()));
-    step();
-    cuda::check(cudaStreamEndCapture(gpu.stream(), &graph), "ending a capture");
-    cuda::check(cudaGraphInstantiate(&replay, graph, 0), "making a graph");
+    testing::Replay replay(gpu, step);
     int steps = 1;
     for (int round = 0; round < kRounds; ++round) {
       if (round % 97 == 31 * rank) std::this_thread::sleep_for(std::chrono::milliseconds(3));
       if (round % 10 == 3) step(), ++steps;
-      cuda::check(cudaGraphLaunch(replay, gpu.stream()), "replaying"), ++steps;
+      replay.launch(), ++steps;
       if (round % 50 == 49) gpu.wait();
     }
     for (size_t i = 0; i < 3; ++i) {
@@ -43,8 +36,6 @@ TEST(gpu_graphs_replay_between_eager_calls) {
       const auto result = gpu.get(memories[i], kBytes[i]);
       for (size_t at = 0; at < result.size(); at += 4) CHECK(std::memcmp(&result[at], &wanted, 4) == 0);
     }
-    cudaGraphExecDestroy(replay);
-    cudaGraphDestroy(graph);
   });
 }
 

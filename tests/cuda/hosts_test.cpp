@@ -1,5 +1,4 @@
 // Ranks with devices on several virtual hosts: through pinned memory and the CPU's engine, stream-ordered as on one host.
-#include "cuda_cases.h"
 #include "hosts_job.h"
 #include "ranks.h"
 
@@ -15,20 +14,6 @@ Options patient() {
   return options;
 }
 
-void check_case(GpuRank& gpu, const testing::Case& c, int rank, int world, int round) {
-  std::vector<testing::Tensors> before;
-  for (int peer = 0; peer < world; ++peer) before.emplace_back(c, peer, world).fill(c.dtype, round);
-  auto& mine = before[rank];
-  std::byte* input = gpu.take(mine.input.size(), false);
-  std::byte* output = mine.output.empty() ? input : gpu.take(mine.output.size(), true);
-  gpu.put(input, mine.input);
-  gpu.run(operation_of(c, mine, input, output));
-  const auto result = gpu.get(output, mine.result().size());
-  if (c.collective != Collective::Barrier && result != testing::expected(c, before, rank))
-    throw testing::Failure(std::string(name(c.collective)) + ", " + name(c.numerics) + ", " + std::to_string(c.count) +
-                           " elements, rank " + std::to_string(rank) + " of " + std::to_string(world));
-}
-
 }  // namespace
 
 TEST(gpu_collectives_between_hosts) {
@@ -40,9 +25,10 @@ TEST(gpu_collectives_between_hosts) {
                               Collective::AllGather, Collective::Barrier})
         for (Numerics numerics : {Numerics::RankOrder, Numerics::Ring})
           for (DType dtype : {DType::Float32, DType::BFloat16})
-            for (size_t count : {0, 1, 37, 40'000})
-              check_case(gpu, {collective, Path::Staged, false, numerics, dtype, count}, rank, communicator.size(),
-                         ++round);
+            for (Path path : {Path::Staged, Path::Direct})  // torch's memory, and syncengine.empty's
+              for (size_t count : {0, 1, 37, 40'000})
+                testing::check_case(gpu, {collective, path, false, numerics, dtype, count}, rank, communicator.size(),
+                                    ++round);
       CHECK(gpu.group().counters().at("relayed_bytes") > 0);
     });
 }
@@ -89,23 +75,16 @@ TEST(gpu_graphs_between_hosts) {
     const auto* bytes = reinterpret_cast<const std::byte*>(start.data());
     gpu.put(memory, {bytes, bytes + 4 * kCount});
     step();
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t replay = nullptr;
     gpu.wait();
-    cuda::check(cudaStreamBeginCapture(gpu.stream(), cudaStreamCaptureModeGlobal), "beginning a capture");
-    step();
-    cuda::check(cudaStreamEndCapture(gpu.stream(), &graph), "ending a capture");
-    cuda::check(cudaGraphInstantiate(&replay, graph, 0), "making a graph");
+    testing::Replay replay(gpu, step);
     uint32_t wanted = 6;
     for (int round = 0; round < kRounds; ++round) {
       if (round % 17 == 5 * rank) std::this_thread::sleep_for(std::chrono::milliseconds(3));
       if (round % 10 == 3) step(), wanted *= 3;
-      cuda::check(cudaGraphLaunch(replay, gpu.stream()), "replaying"), wanted *= 3;
+      replay.launch(), wanted *= 3;
     }
     const auto result = gpu.get(memory, 4 * kCount);
     for (size_t at = 0; at < result.size(); at += 4) CHECK(std::memcmp(&result[at], &wanted, 4) == 0);
-    cudaGraphExecDestroy(replay);
-    cudaGraphDestroy(graph);
   });
 }
 

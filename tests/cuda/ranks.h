@@ -11,6 +11,7 @@
 
 #include "cuda/device/driver.h"
 #include "cuda/device_group.h"
+#include "cuda_cases.h"
 #include "job.h"
 
 namespace syncengine::testing {
@@ -37,6 +38,22 @@ class GpuRank {
   std::shared_ptr<cuda::DeviceGroup> group_;
   cudaStream_t stream_ = nullptr;
   std::vector<std::shared_ptr<void>> taken_;
+};
+
+// Runs a case, in memory that peers reach where its path is direct, and compares with the oracle.
+void check_case(GpuRank& gpu, const Case& c, int rank, int world, int round);
+
+// What `step` queues on the rank's stream, captured.
+class Replay {
+ public:
+  Replay(GpuRank& gpu, const std::function<void()>& step);
+  ~Replay();
+  void launch();
+
+ private:
+  cudaStream_t stream_;
+  cudaGraph_t graph_ = nullptr;
+  cudaGraphExec_t executable_ = nullptr;
 };
 
 // `count` times `value`, as bytes.

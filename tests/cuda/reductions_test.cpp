@@ -59,22 +59,6 @@ void all_dtypes_and_ops(Algorithm algorithm, const char* path) {
     });
 }
 
-void check_case(GpuRank& gpu, const testing::Case& c, int rank, int world, int round) {
-  std::vector<testing::Tensors> before;
-  for (int peer = 0; peer < world; ++peer) before.emplace_back(c, peer, world).fill(c.dtype, round);
-  auto& mine = before[rank];
-  const bool shared = c.path == Path::Direct;
-  std::byte* input = gpu.take(mine.input.size(), shared);
-  std::byte* output = mine.output.empty() ? input : gpu.take(mine.output.size(), shared);
-  gpu.put(input, mine.input);
-  gpu.run(operation_of(c, mine, input, output));
-  const auto result = gpu.get(output, mine.result().size());
-  if (c.collective != Collective::Barrier && result != testing::expected(c, before, rank))
-    throw testing::Failure(std::string(name(c.collective)) + ", " + name(c.numerics) + ", path " +
-                           std::to_string(static_cast<int>(c.path)) + ", " + std::to_string(c.count) +
-                           " elements, rank " + std::to_string(rank) + " of " + std::to_string(world));
-}
-
 }  // namespace
 
 TEST(gpu_all_reduce_in_one_kernel) { all_dtypes_and_ops(Algorithm::Auto, "one_shot_bytes"); }
@@ -91,7 +75,8 @@ TEST(gpu_collectives_in_every_order_of_additions) {
         for (Path path : {Path::OneShot, Path::Staged, Path::Direct})
           for (Numerics numerics : {Numerics::RankOrder, Numerics::Ring})
             for (size_t count : {0, 1, 37, 40'000})
-              check_case(gpu, {collective, path, false, numerics, DType::BFloat16, count}, rank, world, ++round);
+              testing::check_case(gpu, {collective, path, false, numerics, DType::BFloat16, count}, rank, world,
+                                  ++round);
     });
 }
 

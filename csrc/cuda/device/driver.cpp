@@ -1,5 +1,7 @@
 #include "cuda/device/driver.h"
 
+#include "cuda/control.h"
+
 namespace syncengine::cuda {
 
 namespace {
@@ -48,6 +50,24 @@ Driver find_driver() {
 const Driver& driver() {
   static const Driver found = find_driver();
   return found;
+}
+
+CUstreamBatchMemOpParams write_word(const uint32_t* word, uint32_t value) {
+  CUstreamBatchMemOpParams params{};
+  params.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
+  params.writeValue.address = reinterpret_cast<CUdeviceptr>(word);
+  params.writeValue.value = value;
+  params.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+  return params;
+}
+
+CUstreamBatchMemOpParams wait_for_word(const uint32_t* word) {
+  CUstreamBatchMemOpParams params{};
+  params.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
+  params.waitValue.address = reinterpret_cast<CUdeviceptr>(word);
+  params.waitValue.value = kArrived;
+  params.waitValue.flags = CU_STREAM_WAIT_VALUE_AND;
+  return params;
 }
 
 void check(cudaError_t status, const char* what) {

@@ -7,6 +7,7 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <cstdint>
 #include <string>
 
 #include "base/error.h"
@@ -20,6 +21,10 @@ struct Driver {
 
 // Found once. Throws InvalidUsage: no driver, a driver older than this build's CUDA, no device.
 const Driver& driver();
+
+// Steps of a batch: the stream puts `value` into a word of pinned memory, or waits until kArrived is set in it.
+CUstreamBatchMemOpParams write_word(const uint32_t* word, uint32_t value);
+CUstreamBatchMemOpParams wait_for_word(const uint32_t* word);
 
 // Throws InvalidUsage naming `what` and CUDA's own words.
 void check(cudaError_t status, const char* what);

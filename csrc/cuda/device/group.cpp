@@ -163,13 +163,7 @@ std::shared_ptr<void> RealDeviceGroup::allocate(size_t bytes, const std::functio
   });
   std::byte* data = segment.own->data();
   std::lock_guard segments_lock(segments_->mutex);
-  if (!segment.peers) {
-    std::shared_ptr<DeviceMemory> own = std::move(segment.own);
-    return {data, [own, device = device_](void*) mutable {
-              const UseDevice use(device);
-              own.reset();
-            }};
-  }
+  if (!segment.peers) return hold(std::move(segment.own), device_);
   segments_->list.push_back(std::move(segment));
   return {data, [segments = segments_, number = segments_so_far_](void*) {
             std::lock_guard lock(segments->mutex);

@@ -71,6 +71,14 @@ DeviceMemory::~DeviceMemory() {
   if (data_ && !shared_) cudaFree(data_);
 }
 
+std::shared_ptr<void> hold(std::unique_ptr<DeviceMemory> memory, int device) {
+  std::byte* data = memory->data();
+  return {data, [memory = std::shared_ptr(std::move(memory)), device](void*) mutable {
+            const UseDevice use(device);
+            memory.reset();
+          }};
+}
+
 PinnedMapping::PinnedMapping(void* host, size_t bytes) : host_(host) {
   check(cudaHostRegister(host, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable), "pinning shared memory");
   void* device = nullptr;

@@ -45,6 +45,9 @@ class DeviceMemory {
   bool shared_ = false;
 };
 
+// `memory`, of this device, until the pointer is dropped; on any thread.
+std::shared_ptr<void> hold(std::unique_ptr<DeviceMemory> memory, int device);
+
 // Makes host memory pinned, and reachable by the device.
 class PinnedMapping {
  public:

@@ -107,14 +107,8 @@ void RelayGroup::download(const Operation& operation, const Piece& piece, size_t
 }
 
 void RelayGroup::upload(const Operation& operation, const Piece& piece, size_t slot, cudaStream_t stream) {
-  CUstreamBatchMemOpParams steps[2]{};
-  steps[0].waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
-  steps[0].waitValue.address = reinterpret_cast<CUdeviceptr>(slots_->word_on_device(slot));
-  steps[0].waitValue.value = kArrived;
-  steps[0].waitValue.flags = CU_STREAM_WAIT_VALUE_AND;
-  steps[1].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
-  steps[1].writeValue.address = steps[0].waitValue.address;
-  steps[1].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+  const uint32_t* word = slots_->word_on_device(slot);
+  CUstreamBatchMemOpParams steps[] = {wait_for_word(word), write_word(word, 0)};
   check(driver().stream_batch_mem_op(stream, std::size(steps), steps, 0), "queueing a wait");
   for (const Copy& copy : piece.out)
     operation.output.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
@@ -125,12 +119,7 @@ void RelayGroup::upload(const Operation& operation, const Piece& piece, size_t s
 
 std::shared_ptr<void> RelayGroup::allocate(size_t bytes, const std::function<void()>&) {
   const UseDevice use(device_);
-  auto memory = std::make_shared<DeviceMemory>(std::max<size_t>(bytes, 1));
-  std::byte* data = memory->data();
-  return {data, [memory, device = device_](void*) mutable {
-            const UseDevice use(device);
-            memory.reset();
-          }};
+  return hold(std::make_unique<DeviceMemory>(std::max<size_t>(bytes, 1)), device_);
 }
 
 std::map<std::string, uint64_t> RelayGroup::counters() const {

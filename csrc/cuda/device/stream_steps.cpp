@@ -31,23 +31,9 @@ void StreamSteps::one_shot(const kernels::Reduction& reduction, const OneShotArg
   launch_one_shot(reduction, args, stream_);
 }
 
-void StreamSteps::write(const uint32_t* word, uint32_t value) {
-  CUstreamBatchMemOpParams params{};
-  params.writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_32;
-  params.writeValue.address = reinterpret_cast<CUdeviceptr>(word);
-  params.writeValue.value = value;
-  params.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
-  operations_.push_back(params);
-}
+void StreamSteps::write(const uint32_t* word, uint32_t value) { operations_.push_back(write_word(word, value)); }
 
-void StreamSteps::wait(const uint32_t* word) {
-  CUstreamBatchMemOpParams params{};
-  params.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
-  params.waitValue.address = reinterpret_cast<CUdeviceptr>(word);
-  params.waitValue.value = kArrived;
-  params.waitValue.flags = CU_STREAM_WAIT_VALUE_AND;
-  operations_.push_back(params);
-}
+void StreamSteps::wait(const uint32_t* word) { operations_.push_back(wait_for_word(word)); }
 
 void StreamSteps::reset(int set) {
   for (int peer = 0; peer < static_cast<int>(controls_.size()); ++peer)
