@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from cuda_ranks import marked, run_processes
 from cuda_training import batch, deterministic, graph_step, job
 from parallel_models import Mlp
 from torch import nn
+from torch.autograd import Variable
 
 import syncengine
 from syncengine.errors import Aborted, InvalidUsage, PeerLost, SyncError, Timeout
@@ -101,6 +103,65 @@ def test_a_failing_rank(body: Callable[[int], Any], error: type[SyncError], text
     assert name == error.__name__ and text in said
     assert is_nan, "trained on gradients that were not reduced"
     assert took < within
+
+
+class Lingers:
+    """A callback of a graph task, which keeps the rest of the task for a moment when that is let go."""
+
+    def __call__(self) -> None: ...
+
+    def __del__(self) -> None:
+        time.sleep(0.05)
+
+
+def fails(rank: int) -> tuple[str, bool, str, bool]:
+    """Backward's error, whether all .grad were None right after it, the next forward's error, and .grad after that.
+
+    Rank 1 raises; rank 0's backward goes on when that is over.
+    """
+
+    def begin(grad: torch.Tensor) -> None:
+        Variable._execution_engine.queue_callback(Lingers())
+        if rank == 0:
+            dist.barrier()
+            time.sleep(0.05)  # until the watchdog has seen it
+
+    syncengine.init(timeout=30)
+    model = syncengine.Parallel(Mlp().cuda())
+    loss = model(batch(0)).sum()
+    loss.register_hook(begin)
+    if rank == 1:
+        next(model.parameters()).register_hook(lambda grad: 1 / 0)
+    said = later = "no error"
+    try:
+        loss.backward()
+    except (SyncError, ZeroDivisionError) as error:
+        said = type(error).__name__
+    at_once = all(p.grad is None for p in model.parameters())
+    try:
+        model(batch(1))
+    except SyncError as error:
+        later = str(error)
+    if rank == 1:
+        dist.barrier()
+    gone = all(p.grad is None for p in model.parameters())
+    syncengine.shutdown()
+    return said, at_once, later, gone
+
+
+def fails_often(rank: int) -> set[tuple[str, bool, str, bool]]:
+    dist.init_process_group("gloo")
+    return {fails(rank) for _ in range(10)}
+
+
+@marked
+def test_a_failed_backward_leaves_no_gradients():
+    """Also where autograd's device thread lets go of the graph task after backward() has raised, as it sometimes does."""
+    first, second = run_processes(2, fails_often)
+    assert first == {("Aborted", True, "rank 1: backward aborted", True)}
+    assert {(raised, later, gone) for raised, _, later, gone in second} == {
+        ("ZeroDivisionError", "rank 1: backward aborted", True)
+    }
 
 
 # ---- what is refused ----

@@ -25,6 +25,7 @@ void Reducer::on_backward_end() {
   {
     std::lock_guard lock(mutex_);
     --tasks_watched_;
+    task_ended_.notify_all();
     brought_nothing_ = phase_ == Phase::Armed;
     // An inner task has finalized: this one may go on another stream.
     if (flat_ && phase_ == Phase::Consumed) flat_->join();
@@ -143,19 +144,35 @@ void Reducer::deliver(Bucket& bucket) {
   bucket.memory.reset();
 }
 
+void Reducer::on_backward_failed() noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    fail_backward();
+  } catch (...) {
+    // The error that is on its way says more.
+  }
+}
+
 void Reducer::on_backward_abandoned() noexcept {
   try {
     std::lock_guard lock(mutex_);
     --tasks_watched_;
-    if (phase_ != Phase::Armed && phase_ != Phase::Syncing) return;
-    tell_peers("backward aborted");
-    settle_after_failure();
+    task_ended_.notify_all();
+    fail_backward();
   } catch (...) {
     // In a destructor, on the way of the error that ended this backward.
   }
 }
 
+void Reducer::fail_backward() {
+  if (phase_ != Phase::Armed && phase_ != Phase::Syncing) return;
+  tell_peers("backward aborted");
+  settle_after_failure();
+}
+
 void Reducer::settle_after_failure() {
+  // A device's thread of autograd may come here when whoever called backward() has its error and touches .grad, under the GIL.
+  const pybind11::gil_scoped_acquire gil;
   for (auto& bucket : buckets_) {
     if (bucket.work && bucket.work->state() == Work::State::Done && !tracks_usage()) {
       deliver(bucket);

@@ -22,6 +22,17 @@ void call_from_autograd(Call&& call) {
   }
 }
 
+// For hooks in a backward that averages: what it has collected is let go before anyone learns of the error.
+template <class Call>
+void call_in_backward(Reducer& reducer, Call&& call) {
+  try {
+    call_from_autograd(call);
+  } catch (...) {
+    reducer.on_backward_failed();
+    throw;
+  }
+}
+
 // Compiled autograd asks every hook for a form that it can trace.
 [[noreturn]] void refuse_compiled_autograd() {
   try {
@@ -39,7 +50,7 @@ class AfterAccumulate : public torch::autograd::FunctionPostHook {
   AfterAccumulate(Reducer& reducer, size_t index) : reducer_(reducer), index_(index) {}
 
   variable_list operator()(const variable_list& outputs, const variable_list& inputs) override {
-    call_from_autograd([&] { reducer_.on_gradient(index_, inputs[0]); });
+    call_in_backward(reducer_, [&] { reducer_.on_gradient(index_, inputs[0]); });
     return outputs;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
@@ -54,7 +65,7 @@ class BeforeOutput : public torch::autograd::FunctionPreHook {
   BeforeOutput(std::weak_ptr<Reducer> reducer, void (Reducer::*call)()) : reducer_(std::move(reducer)), call_(call) {}
 
   variable_list operator()(const variable_list& grads) override {
-    if (auto reducer = reducer_.lock()) call_from_autograd([&] { (*reducer.*call_)(); });
+    if (auto reducer = reducer_.lock()) call_in_backward(*reducer, [&] { (*reducer.*call_)(); });
     return grads;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <chrono>
 #include <utility>
 
 #include "base/error.h"
@@ -55,8 +56,9 @@ Reducer::~Reducer() {
 // --- Forward
 
 bool Reducer::begin_forward(bool synchronize) {
-  std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   if (recomputing()) return false;
+  wait_for_tasks(lock);
   if (phase_ == Phase::Syncing) {
     std::string text = unfinished_text();
     tell_peers(text);
@@ -73,6 +75,12 @@ bool Reducer::begin_forward(bool synchronize) {
     for (Gradient& gradient : gradients_) gradient.keep();  // here DDP makes buckets, and moves them there
   }
   return wants_plan_;
+}
+
+// A device's thread of autograd may let go of a failed graph task after backward() has raised.
+void Reducer::wait_for_tasks(std::unique_lock<std::mutex>& lock) {
+  if (tasks_watched_ == 0 || inside_backward()) return;
+  task_ended_.wait_for(lock, std::chrono::seconds(1), [this] { return tasks_watched_ == 0; });
 }
 
 bool Reducer::plan_is_outdated() {

@@ -16,6 +16,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <memory>
 #include <mutex>
@@ -102,7 +103,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_gradient(size_t index, const at::Tensor& incoming);
   bool postpones(size_t index) const;
   void on_backward_end();
-  void on_backward_abandoned() noexcept;
+  void on_backward_failed() noexcept;     // by an error of one of these hooks
+  void on_backward_abandoned() noexcept;  // its graph task has ended without on_backward_end, by anybody's error
 
  private:
   enum class Phase : uint8_t {
@@ -150,7 +152,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void wait_for_hooks();
   void check_skipped() const;
   void deliver(Bucket& bucket);
+  void fail_backward();
   void settle_after_failure();
+  void wait_for_tasks(std::unique_lock<std::mutex>& lock);
   void follow_parameters();
   void follow(size_t index);
   void follow_stream();
@@ -188,8 +192,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<Bucket> buckets_;
   size_t buckets_missing_ = 0;  // not announced yet in this backward
   std::vector<size_t> ready_order_;
-  int watched_task_ = -1;         // the graph task that holds our last callback
-  size_t tasks_watched_ = 0;      // graph tasks that hold one and have not ended
+  int watched_task_ = -1;     // the graph task that holds our last callback
+  size_t tasks_watched_ = 0;  // graph tasks that hold one and have not ended
+  std::condition_variable task_ended_;
   bool outputs_hooked_ = false;   // on_output will tell of a backward through the last forward
   bool brought_nothing_ = false;  // the last backward through our outputs ended without any gradient
   std::shared_ptr<gradient_memory::AllocationHabits>
