@@ -156,7 +156,7 @@ def fails_often(rank: int) -> set[tuple[str, bool, str, bool]]:
 
 @marked
 def test_a_failed_backward_leaves_no_gradients():
-    """Also where autograd's device thread lets go of the graph task after backward() has raised, as it sometimes does."""
+    """Also where autograd's device thread lets go of the graph task after backward() has raised, as it may."""
     first, second = run_processes(2, fails_often)
     assert first == {("Aborted", True, "rank 1: backward aborted", True)}
     assert {(raised, later, gone) for raised, _, later, gone in second} == {
