@@ -273,6 +273,7 @@ void Peer::say_goodbye() {
 }
 
 bool Peer::gone() const {
+  if (!open_) return true;
   return control_.ended && std::none_of(data_.begin(), data_.end(),
                                         [](const DataChannel& channel) { return channel.status == Status::Open; });
 }

@@ -47,7 +47,7 @@ class Peer {
   void fail(const Error& error);
 
   // Ends it in order: what is under way is sent, then a goodbye, then the connections' ends; gone() once the peer has
-  // answered with its own.
+  // answered with its own, or has failed.
   void take_leave(const Error& error);
   bool gone() const;
 

@@ -1,0 +1,167 @@
+// What the endpoints of all transports are alike in: calls of any thread, posts on their way to peers, faults, the rhythm of
+// heartbeats, and leaving. How bytes move is the transport's.
+//
+// `Peer` has an outbox() and an inbox(), tell, withdraw, excuse, is_open, has_left, take_leave, gone and fail.
+//
+// Locks: a thread that holds one may take only those below it. `turn_` lets withdraw() in between two passes; `progress_`
+// guards the peers, for one pass; then the desk's.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/deadline.h"
+#include "transport/interhost.h"
+#include "transport/matching/desk.h"
+#include "transport/matching/shared.h"
+
+namespace syncengine::matching {
+
+template <class Peer>
+class Endpoint : public Interhost {
+ public:
+  std::shared_ptr<Transfer> send(int peer, uint64_t tag, const std::byte* data, size_t bytes) override {
+    check_peer(peer);
+    return desk_.send(peer, tag, data, bytes);
+  }
+  std::shared_ptr<Transfer> receive(int peer, uint64_t tag, std::byte* data, size_t bytes) override {
+    check_peer(peer);
+    return desk_.receive(peer, tag, data, bytes);
+  }
+  void tell(int peer, const std::string& message) override {
+    check_peer(peer);
+    desk_.tell(peer, message);
+  }
+  std::optional<Message> hear() override { return desk_.hear(); }
+  std::optional<Error> failure(int peer) const override { return desk_.failure(peer); }
+
+  void withdraw(uint64_t first, uint64_t last, const Error& error) override {
+    std::lock_guard turn(turn_);
+    std::lock_guard lock(progress_);
+    take_posts();
+    shared_.withdrawn.emplace_back(first, last);
+    for (auto& [rank, peer] : peers_) {
+      if (peer->is_open()) peer->withdraw(first, last, error);
+    }
+    shared_.news = true;
+    wake();
+  }
+  void stop() override {
+    stopping_ = true;
+    wake();
+  }
+
+ protected:
+  Endpoint(int rank, bool checksum, double heartbeat, double silence)
+      : desk_(rank, [this] { wake(); }), heartbeat_(seconds(heartbeat)), silence_(seconds(silence)) {
+    shared_.rank = rank;
+    shared_.checksum = checksum;
+  }
+
+  void let_others_in() { std::lock_guard turn(turn_); }
+
+  // The rest is for the thread that moves bytes, under `progress_`.
+
+  // What a peer throws ends that peer, and no other.
+  template <class Call>
+  void guarded(int rank, const Call& call) {
+    Peer& peer = *peers_.at(rank);
+    try {
+      call(peer);
+    } catch (const Error& error) {
+      if (peer.is_open()) fail(rank, error);
+    }
+  }
+  template <class Call>
+  void for_each_open(const Call& call) {
+    for (auto& [rank, peer] : peers_) {
+      if (peer->is_open()) guarded(rank, call);
+    }
+  }
+
+  void take_posts() {
+    for (Desk::Post& post : desk_.take()) {
+      if (!peers_.at(post.peer)->is_open()) {
+        desk_.post_too_late(post);
+        shared_.news = true;
+        continue;
+      }
+      guarded(post.peer, [&](Peer& peer) {
+        switch (post.kind) {
+          case Desk::Post::Send: peer.outbox().post(post.tag, post.data, post.bytes, std::move(post.transfer)); break;
+          case Desk::Post::Receive: peer.inbox().post(post.tag, post.data, post.bytes, std::move(post.transfer)); break;
+          case Desk::Post::Tell: peer.tell(post.message); break;
+        }
+      });
+    }
+  }
+
+  // To be asked in each pass.
+  bool is_beat_due() {
+    auto now = Clock::now();
+    // Stopped, or starved of a processor: then the peers were not heard because nobody listened.
+    if (silence_ > Duration::zero() && now - last_pass_ > silence_ / 2) {
+      for (auto& [rank, peer] : peers_) peer->excuse(now);
+    }
+    last_pass_ = now;
+    if (now < next_beat_) return false;
+    next_beat_ = now + heartbeat_;
+    return true;
+  }
+
+  bool is_leaving() const { return leaving_until_.has_value(); }
+
+  // After stop(): says goodbye at first. True when everybody has answered, or there was time enough.
+  bool has_left() {
+    constexpr Duration kLongestGoodbye = std::chrono::seconds(1);
+    Error error(ErrorKind::PeerLost, rank_name(shared_.rank) + " has left");
+    auto now = Clock::now();
+    if (!leaving_until_) {
+      leaving_until_ = now + kLongestGoodbye;
+      for (auto& [rank, peer] : peers_) {
+        if (peer->is_open()) peer->take_leave(error);
+      }
+      return false;
+    }
+    bool all = std::all_of(peers_.begin(), peers_.end(), [](const auto& item) { return item.second->gone(); });
+    if (!all && now < *leaving_until_) return false;
+    for (auto& [rank, peer] : peers_) {
+      if (peer->is_open()) fail(rank, error);
+    }
+    return true;
+  }
+
+  Desk desk_;
+  mutable std::mutex progress_;
+  Shared shared_;
+  std::map<int, std::unique_ptr<Peer>> peers_;
+  std::atomic<bool> stopping_{false};
+  const Duration heartbeat_;
+  Clock::time_point last_pass_ = Clock::now();
+
+ private:
+  void check_peer(int peer) const {
+    if (!peers_.count(peer)) throw Error(ErrorKind::InvalidUsage, rank_name(peer) + " is no peer on another host");
+  }
+
+  void fail(int rank, const Error& error) {
+    desk_.deliver(shared_.heard);  // what it said before
+    Peer& peer = *peers_.at(rank);
+    // Before the transfers: who sees one fail finds the reason.
+    desk_.note_failure(rank, error, peer.has_left() ? peer.inbox().take_unexpected() : Inbox::Unexpecteds());
+    peer.fail(error);
+  }
+
+  std::mutex turn_;
+  const Duration silence_;
+  Clock::time_point next_beat_{};
+  std::optional<Clock::time_point> leaving_until_;
+};
+
+}  // namespace syncengine::matching
