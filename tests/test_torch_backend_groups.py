@@ -111,5 +111,5 @@ def test_parallel_uses_the_engine_below_the_group(pool: RankPool):
 
 def test_backend_is_registered():
     assert "syncengine" in dist.Backend.backend_list
-    assert dist.Backend.backend_capability["syncengine"] == ["cpu"]
+    assert dist.Backend.backend_capability["syncengine"] == (["cpu", "cuda"] if _C.has_cuda else ["cpu"])
     assert issubclass(_C.Backend, torch._C._distributed_c10d.Backend)

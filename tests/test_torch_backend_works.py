@@ -65,9 +65,9 @@ def test_what_can_not_work_is_refused_by_name() -> None:
         dist.all_reduce(torch.ones(2, dtype=torch.uint16), ReduceOp.MAX, group)
     with pytest.raises(InvalidUsage, match=r"ReduceOp.AVG has no meaning for dtype Int"):
         dist.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.AVG, group)
-    with pytest.raises(InvalidUsage, match="dense CPU tensors, not one on meta"):
+    with pytest.raises(InvalidUsage, match=r"dense CPU (or CUDA )?tensors, not one on meta"):
         backend.allreduce([torch.ones(2, device="meta")])
-    with pytest.raises(InvalidUsage, match="dense CPU tensors, not one of layout Sparse"):
+    with pytest.raises(InvalidUsage, match=r"dense CPU (or CUDA )?tensors, not one of layout Sparse"):
         backend.allreduce([torch.ones(2).to_sparse()])
     with pytest.raises(InvalidUsage, match=r"the larger tensor has 5 elements; it needs 2 times 2"):
         dist.all_gather_into_tensor(torch.empty(5), torch.ones(2), group)

@@ -167,7 +167,7 @@ TorchBackend::TorchWorkPtr TorchBackend::reduce_scatter_tensor_coalesced(Tensors
     add_reduce_scatter(call, outputs[i], {inputs[i]}, options.reduceOp);
   }
   call.results() = outputs;
-  return start(std::move(call), {OpType::REDUCE_SCATTER_TENSOR_COALESCED, options.timeout, options.asyncOp});
+  return start(std::move(call), {OpType::COALESCED, options.timeout, options.asyncOp});
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,

@@ -112,7 +112,8 @@ at::Tensor combined_bits(const ::c10d::ReduceOp& op, const at::Tensor& parts) {
 
 at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
   if (op != ::c10d::ReduceOp::PREMUL_SUM) return {};
-  const auto* supplement = dynamic_cast<const ::c10d::PreMulSumSupplement*>(op.supplement_.get());
+  // PreMulSumSupplement since torch 2.13, which knows it by this name, too.
+  const auto* supplement = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
   if (supplement == nullptr) throw Error(ErrorKind::InvalidUsage, "ReduceOp.PREMUL_SUM without a factor");
   const at::Tensor& factor = supplement->tensor_factor;
   at::Tensor scaled = factor.defined() ? at::mul(tensor, factor.to(tensor.scalar_type()))
