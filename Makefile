@@ -98,6 +98,7 @@ gpu:
 	SYNCENGINE_TEST_HOOKS=1 $(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) -m pytest -q -m gpu --noconftest -p no:cacheprovider tests/test_cuda*.py
 	$(PYTHON) -m benchmarks.cuda_all_reduce
+	$(PYTHON) -m benchmarks.cuda_train_step --trace build/cuda_train_step-trace.json
 
 lint: .venv/ready
 	.venv/bin/ruff check .

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.metadata
 import io
 import json
 import os
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from pool import RankPool
 
-from benchmarks import all_reduce, train_step
+from benchmarks import all_reduce, cuda_train_step, train_step
 from benchmarks.support import output, ranks, stats
 from examples import train_gpt
 from examples.gpt.compare import difference
@@ -179,7 +180,7 @@ def benchmark(name: str, out: Path, *arguments: object) -> dict:
     assert f"benchmarks.{name}" in document["command"]
     assert "--worker" not in document["command"]
     assert document["machine"]["kernel"]
-    assert document["versions"]["torch"] == torch.__version__
+    assert document["versions"]["torch"] == importlib.metadata.version("torch")
     return document
 
 
@@ -318,3 +319,23 @@ def test_median_interval():
     assert median == pytest.approx(5)
     assert 3 < lower < median < upper < 7
     assert stats.median_interval([2.0] * 10) == (2.0, 2.0, 2.0)
+
+
+def kernel(name: str, begin: float, end: float) -> dict:
+    return {"cat": "kernel", "name": name, "ts": begin, "dur": end - begin}
+
+
+@pytest.mark.parametrize(
+    ("others", "hidden"),
+    [
+        ([], 0.0),
+        ([(0, 100)], 1.0),
+        ([(0, 15), (45, 60)], 0.75),  # before and after, with a gap between
+        ([(12, 18), (12, 20), (14, 16), (100, 110)], 0.4),  # beside each other: counted once
+    ],
+)
+def test_overlap_of_the_engines_kernels(others: list[tuple[float, float]], hidden: float):
+    ours = [kernel("void syncengine::cuda::reduce<float>", 10, 20), kernel("syncengine::cuda::copy", 50, 60)]
+    events = [*ours, *(kernel("gemm", *each) for each in others), {"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 99}]
+    assert cuda_train_step.overlap(events) == pytest.approx(hidden)
+    assert cuda_train_step.overlap(events[2:]) is None

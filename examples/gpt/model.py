@@ -21,7 +21,8 @@ class GPTConfig:
 def rotate(x: Tensor) -> Tensor:
     """Rotary embedding of x [.., position, features]: turns pairs of features by angles that grow with position."""
     length, half = x.shape[-2], x.shape[-1] // 2
-    angles = torch.arange(length)[:, None] * 10000.0 ** (-torch.arange(half) / half)
+    place, pair = torch.arange(length, device=x.device), torch.arange(half, device=x.device)
+    angles = place[:, None] * 10000.0 ** (-pair / half)
     cos, sin = angles.cos(), angles.sin()
     left, right = x.split(half, dim=-1)
     return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)

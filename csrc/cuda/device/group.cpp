@@ -117,7 +117,7 @@ RealDeviceGroup::Choice RealDeviceGroup::choose(const Operation& operation) {
   const Algorithm algorithm = communicator_->algorithm();
   const bool small =
       algorithm == Algorithm::OneShot || (algorithm == Algorithm::Auto && operation.input.bytes() <= kOneShotBytes);
-  const bool one_shot = small && operation.collective == Collective::AllReduce;
+  const bool one_shot = small && operation.collective == Collective::AllReduce && !fakes_arrivals();
   return {.route = {.path = one_shot ? Path::OneShot : Path::Staged}};
 }
 

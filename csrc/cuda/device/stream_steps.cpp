@@ -1,8 +1,17 @@
 #include "cuda/device/stream_steps.h"
 
+#include <cstdlib>
+#include <utility>
+
+#include "base/sync_point.h"
 #include "cuda/device/kernels.h"
 
 namespace syncengine::cuda {
+
+bool fakes_arrivals() {
+  static const bool fakes = has_test_hooks() && std::getenv("SYNCENGINE_TEST_FAKE_ARRIVALS") != nullptr;
+  return fakes;
+}
 
 // All of an exchange is one call of the driver, and one node of a graph. A write comes after all that the stream did before it,
 // for whoever sees the written word (the default of cuStreamWriteValue32); operations of a batch run in their order.
@@ -11,8 +20,11 @@ void StreamSteps::exchange(const Exchange& exchange) {
   operations_.clear();
   if (exchange.reset >= 0) reset(exchange.reset);
   write(&controls_[rank_]->waiting, exchange.set + 1);
-  for (int peer = 0; peer < world; ++peer)
-    if (peer != rank_) write(&controls_[peer]->inbox[exchange.set][rank_], exchange.value);
+  for (int peer = 0; peer < world; ++peer) {
+    if (peer == rank_) continue;
+    auto [to, from] = fakes_arrivals() ? std::pair(rank_, peer) : std::pair(peer, rank_);
+    write(&controls_[to]->inbox[exchange.set][from], exchange.value);
+  }
   for (int peer = 0; peer < world; ++peer)
     if (peer != rank_) wait(&controls_[rank_]->inbox[exchange.set][peer]);
   if (exchange.last) reset(exchange.set);

@@ -11,6 +11,10 @@
 
 namespace syncengine::cuda {
 
+// For benchmarks of one rank alone, in a build with test hooks: with SYNCENGINE_TEST_FAKE_ARRIVALS set a rank gives its peers'
+// signals itself, and so never waits. What it reads of them is whatever lies there.
+bool fakes_arrivals();
+
 class StreamSteps : public Steps {
  public:
   // `controls` of each rank, as the device sees them.
