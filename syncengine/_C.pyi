@@ -179,12 +179,19 @@ def python_mover(mover: object, by: str, checksum: bool) -> Mover:
     """
 
 def torch_mover(
-    group: ProcessGroup, ranks: Sequence[int], tag: int, closed: Callable[[], object], by: str, checksum: bool
+    group: ProcessGroup,
+    ranks: Sequence[int],
+    tag: int,
+    closed: Callable[[], object],
+    by: str,
+    checksum: bool,
+    open_device_backend: Callable[[list[int], str], _Backend] | None = None,
 ) -> Mover:
     """By a process group on whose CPU tensors send and recv work.
 
     `ranks`: in the group, of each rank of the job. Nobody else uses `tag` there. `closed` is called once it is not
-    needed any more. Else as python_mover.
+    needed any more. `open_device_backend(ranks, name)` makes a c10d backend that moves CUDA tensors between these ranks
+    of the job, for a `name` that is not used twice; any thread calls it, on all of these ranks. Else as python_mover.
     """
 
 def end_movers() -> None:

@@ -7,9 +7,11 @@
 
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 #include <set>
 
 #include "bindings/bindings.h"
+#include "c10d/torch_fabric.h"
 #include "c10d/torch_mover.h"
 #include "transport/packets/endpoint.h"
 
@@ -121,6 +123,27 @@ class RegisteredEndpoint final : public packets::Endpoint {
   }
 };
 
+// packets::Options::open_fabric by a function of Python's, which may be dropped on any thread, and when Python has ended.
+auto fabrics_by(py::function open) {
+  std::shared_ptr<py::function> call(new py::function(std::move(open)), [](py::function* function) {
+    if (!Py_IsInitialized()) return;
+    py::gil_scoped_acquire gil;
+    delete function;
+  });
+  return [call](const std::vector<int>& ranks, int device, const std::string& name) -> std::unique_ptr<DeviceFabric> {
+    c10::intrusive_ptr<::c10d::Backend> backend;
+    {
+      py::gil_scoped_acquire gil;
+      try {
+        backend = (*call)(ranks, name).cast<c10::intrusive_ptr<::c10d::Backend>>();
+      } catch (const std::exception& error) {
+        throw Error(ErrorKind::Aborted, std::string("no group for CUDA tensors: ") + error.what());
+      }
+    }
+    return std::make_unique<TorchFabric>(std::move(backend), device);
+  };
+}
+
 void end_movers() {
   std::unique_lock lock(endpoint_registry().mutex);
   for (auto* endpoint : endpoint_registry().running) endpoint->Endpoint::stop();
@@ -148,7 +171,7 @@ void bind_movers(py::module_& module) {
   module.def(
       "torch_mover",
       [](c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag, py::function closed,
-         std::string by, bool checksum) {
+         std::string by, bool checksum, std::optional<py::function> open_device_backend) {
         auto call = std::make_shared<py::function>(std::move(closed));
         auto on_closed = [call] {
           py::gil_scoped_acquire gil;
@@ -160,13 +183,15 @@ void bind_movers(py::module_& module) {
           *call = {};
         };
         auto mover = std::make_unique<TorchMover>(std::move(group), std::move(ranks), tag, on_closed);
-        return MoverHandle{std::move(mover), {.by = std::move(by), .checksum = checksum, .silence = 2.0}};
+        MoverHandle handle{std::move(mover), {.by = std::move(by), .checksum = checksum, .silence = 2.0}};
+        if (open_device_backend) handle.options.open_fabric = fabrics_by(std::move(*open_device_backend));
+        return handle;
       },
       py::arg("group"), py::arg("ranks"), py::arg("tag"), py::arg("closed"), py::arg("by"), py::arg("checksum"),
+      py::arg("open_device_backend") = py::none(),
       "By a process group; `ranks` are those in it, of each rank of the job; nobody else uses `tag` there. `closed` is "
-      "called "
-      "when "
-      "it is not needed any more.");
+      "called when it is not needed any more. `open_device_backend(ranks, name)` makes a backend that moves CUDA "
+      "tensors between these ranks of the job.");
   module.def("end_movers", &end_movers, py::call_guard<py::gil_scoped_release>(),
              "Says goodbye to all ranks that movers reach. Before the interpreter ends.");
 }

@@ -21,10 +21,13 @@ struct Gate {
   uint32_t* progress = nullptr;  // null: not counted
   uint32_t expected = 0;
   int rank = 0, world = 0;
+  const uint32_t* aborted = nullptr;  // null: else a word that is 1 once nothing may be used any more
 };
 
+inline constexpr int kMaxSources = 64;  // as many as a job has ranks
+
 struct ReduceArgs {
-  const void* sources[kMaxRanks];
+  const void* sources[kMaxSources];
   void* destinations[kMaxRanks];
   int source_count = 0, destination_count = 0;
   size_t count = 0;  // elements
@@ -73,7 +76,7 @@ SYNCENGINE_BOTH void tell_mismatch(uint32_t* words, int peer, uint32_t theirs, u
 
 // Whether peer `i` of the gate sent something else than expected; the kernel asks for each peer by one thread.
 SYNCENGINE_BOTH bool is_shut(const Gate& gate, int i) {
-  if (i == gate.rank) return false;
+  if (i == gate.rank) return gate.aborted && get_word(gate.aborted);
   const uint32_t word = get_word(gate.words + i);
   if (word == gate.expected) return false;
   if (word != kReleased) tell_mismatch(gate.mismatch, i, word, gate.expected);

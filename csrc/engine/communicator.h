@@ -21,6 +21,7 @@
 #include "collectives/operation.h"
 #include "engine/options.h"
 #include "engine/work.h"
+#include "transport/device_fabric.h"
 
 namespace syncengine {
 
@@ -44,6 +45,11 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual Duration log_after() const = 0;
   virtual Algorithm algorithm() const = 0;
   virtual bool spans_hosts() const { return false; }
+  virtual std::vector<int> hosts() const { return std::vector<int>(size(), 0); }  // of each member, numbered from 0
+  // Between hosts: what moves bytes between the members' devices, where there is something that does. `name` as in Interhost.
+  // Collective; blocks.
+  virtual bool has_fabric() const { return false; }
+  virtual std::unique_ptr<DeviceFabric> open_fabric(int /*device*/, const std::string& /*name*/) { return nullptr; }
   // Between hosts: which collectives take which way, and what was measured. For logs; empty on one host.
   virtual std::string describe_links() const { return ""; }
 

@@ -29,5 +29,5 @@ def open_mover(
     if interhost == "torch":
         from syncengine.interhost.torch import open_torch
 
-        return open_torch(global_ranks, checksum, meet)
+        return open_torch(rank, global_ranks, checksum, meet)
     raise InvalidUsage(f"interhost={interhost!r} moves no packets")

@@ -1,8 +1,16 @@
 #include "cuda/device/connect.h"
 
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <string>
+
 #include "cuda/device/driver.h"
+#include "cuda/device/fabric_group.h"
 #include "cuda/device/group.h"
 #include "cuda/device/relay_group.h"
+#include "cuda/shared_pages.h"
 
 namespace syncengine::cuda {
 
@@ -17,10 +25,35 @@ void require_device(int device) {
                 "CUDA: there is no device " + std::to_string(device) + ", only " + std::to_string(count));
 }
 
+namespace {
+
+// Null if a rank has no fabric.
+std::unique_ptr<DeviceFabric> open_fabric(Communicator& communicator, int device,
+                                          const std::function<void()>& interrupted) {
+  struct Offer {
+    bool has_fabric;
+    uint64_t name[2];  // of the first rank: random
+  } mine{communicator.has_fabric(), {}};
+  if (getrandom(mine.name, sizeof(mine.name), 0) != sizeof(mine.name)) throw_system_error("getrandom", errno);
+  const auto all = gather(communicator, mine, "connecting devices", interrupted);
+  if (!std::all_of(all.begin(), all.end(), [](const Offer& theirs) { return theirs.has_fabric; })) return nullptr;
+  std::unique_ptr<DeviceFabric> fabric;
+  tell_peers_if_it_fails(communicator, [&] {
+    fabric = communicator.open_fabric(device, std::to_string(all[0].name[0]) + "-" + std::to_string(all[0].name[1]));
+  });
+  return fabric;
+}
+
+}  // namespace
+
 std::shared_ptr<DeviceGroup> connect(std::shared_ptr<Communicator> communicator, int device,
                                      const std::function<void()>& interrupted) {
   require_device(device);
-  if (communicator->spans_hosts()) return std::make_shared<RelayGroup>(std::move(communicator), device, interrupted);
+  if (communicator->spans_hosts()) {
+    if (auto fabric = open_fabric(*communicator, device, interrupted))
+      return std::make_shared<FabricGroup>(std::move(communicator), std::move(fabric), device);
+    return std::make_shared<RelayGroup>(std::move(communicator), device, interrupted);
+  }
   if (communicator->size() > kMaxRanks)
     throw Error(ErrorKind::InvalidUsage, "CUDA: at most " + std::to_string(kMaxRanks) +
                                              " ranks a communicator on one host, not " +

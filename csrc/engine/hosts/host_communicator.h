@@ -37,6 +37,11 @@ class HostCommunicator final : private LinksHolder, public ShmCommunicator, priv
   int size() const override { return links_.placement.size; }
   const std::vector<int>& global_ranks() const override { return links_.global_ranks; }
   bool spans_hosts() const override { return true; }
+  std::vector<int> hosts() const override { return links_.placement.host_of; }
+  bool has_fabric() const override { return links_.network->interhost().has_fabric(); }
+  std::unique_ptr<DeviceFabric> open_fabric(int device, const std::string& name) override {
+    return links_.network->interhost().open_fabric(links_.job_ranks, device, name);
+  }
   std::string describe_links() const override;
 
   // Collective, before anything else: how fast the links are, for this communicator and all that are split from it.

@@ -1,6 +1,7 @@
 // Data between hosts by whatever moves packets in order.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,6 +16,9 @@ struct Options {
   bool checksum = false;    // CRC-32C of all data; the same on all ranks
   double heartbeat = 0.25;  // seconds
   double silence = 0;       // seconds without a sign of life after which a peer is lost; 0: never
+  // Interhost::open_fabric(); empty: there is none.
+  std::function<std::unique_ptr<DeviceFabric>(const std::vector<int>& ranks, int device, const std::string& name)>
+      open_fabric = {};
 };
 
 // `peers` are the ranks of the job on other hosts. Then run() must follow soon: nothing moves before.

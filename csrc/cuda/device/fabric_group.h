@@ -1,0 +1,60 @@
+// A DeviceGroup of ranks on several hosts whose bytes a DeviceFabric moves from device to device. Sums are made here, so that
+// their bits are those of the CPU's engine.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "cuda/device/memory.h"
+#include "cuda/device_group.h"
+#include "cuda/fabric_watch.h"
+#include "cuda/kernel_choice.h"
+#include "cuda/pieces.h"
+#include "transport/device_fabric.h"
+
+namespace syncengine::cuda {
+
+class FabricGroup final : public DeviceGroup {
+ public:
+  FabricGroup(std::shared_ptr<Communicator> communicator, std::unique_ptr<DeviceFabric> fabric, int device);
+  ~FabricGroup() override { close(); }
+
+  int device() const override { return device_; }
+  // `stream` is the current one of the calling thread, on which the fabric's calls go as well.
+  void run(const Operation& operation, void* stream) override;
+  std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted) override;
+  std::map<std::string, uint64_t> counters() const override;
+  void close() override;
+
+ private:
+  void run(const Operation& operation, const Gate& gate, cudaStream_t stream);
+  void begin(uint32_t mark, cudaStream_t stream);
+  void end(cudaStream_t stream);
+  void stage(const Operation& operation, const Piece& piece, cudaStream_t stream);
+  void carry_out(const Operation& operation, const Piece& piece, cudaStream_t stream);
+  void deliver(const Operation& operation, const Piece& piece, const Gate& gate, cudaStream_t stream);
+  void reduce(const Operation& operation, size_t block, std::byte* result, cudaStream_t stream);
+
+  // Device memory: a piece, what comes from all ranks of one, and each rank's fingerprint.
+  std::byte* slot() const { return staging_->data(); }
+  std::byte* received() const;
+  uint32_t* marks() const;
+  FabricWords* words_on_device() const { return reinterpret_cast<FabricWords*>(words_.on_device()); }
+
+  std::shared_ptr<Communicator> communicator_;
+  std::unique_ptr<DeviceFabric> fabric_;
+  const int device_, rank_, world_;
+  std::vector<std::vector<int>> hosts_;  // the ranks of each
+  PinnedMemory words_;                   // FabricWords
+  std::unique_ptr<DeviceMemory> staging_;
+  std::unique_ptr<FabricWatch> watch_;
+  std::map<std::string, uint64_t> counters_;
+  bool closed_ = false;
+  mutable std::mutex mutex_;
+};
+
+}  // namespace syncengine::cuda
