@@ -6,6 +6,7 @@ backend with its manners over Gloo (tests/cuda/torch/nccl.h).
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from typing import Any
@@ -81,10 +82,36 @@ def gives_the_cpus_bits(rank: int) -> str:
 
 
 @marked
-@pytest.mark.parametrize("numerics", ["rank_order", "ring", "fast"])
+@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abba"])
 def test_gpu_and_cpu_ranks_give_the_same_bits(hosts: str, numerics: str):
     assert run(hosts, gives_the_cpus_bits, {"NUMERICS": numerics}) == ["good"] * len(hosts)
+
+
+def adds_by_hosts(rank: int) -> str:
+    """Each host's sum, rounded, then these: the words of docs/numerics.md."""
+    init_group(rank)
+    hosts = os.environ["HOSTS"]
+    communicator = syncengine.init(numerics="fast", timeout=60.0)
+    for seed, size in enumerate([1, 4095, 300_000]):
+        for dtype in (torch.float32, torch.bfloat16):
+            sums = []
+            for host in dict.fromkeys(hosts):
+                parts = [values(r, size, dtype, seed).float() for r in range(len(hosts)) if hosts[r] == host]
+                sums.append(functools.reduce(torch.add, parts).to(dtype).float())
+            expected = (functools.reduce(torch.add, sums) / len(hosts)).to(dtype)
+            tensor = values(rank, size, dtype, seed).cuda()
+            communicator.all_reduce(tensor, "avg")
+            assert same(tensor.cpu(), expected), (size, dtype)
+    outcome = went_by_the_group(communicator)
+    syncengine.shutdown()
+    return outcome
+
+
+@marked
+@pytest.mark.parametrize("hosts", ["ab", "aabb", "abba"])
+def test_fast_adds_the_sums_of_hosts(hosts: str):
+    assert run(hosts, adds_by_hosts) == ["good"] * len(hosts)
 
 
 def takes_several_pieces(rank: int) -> str:

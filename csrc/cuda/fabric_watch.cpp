@@ -11,6 +11,7 @@ namespace syncengine::cuda {
 namespace {
 
 constexpr auto kEvery = std::chrono::milliseconds(5);  // as the watchdog of one host
+constexpr auto kLetGo = std::chrono::microseconds(200);
 constexpr size_t kTexts = 32;
 
 }  // namespace
@@ -40,18 +41,20 @@ void FabricWatch::publish(uint32_t fingerprint, std::string text) {
 
 void FabricWatch::run() {
   begin_thread("syncengine-cuda");
+  bool failed = false;
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     lock.unlock();
     try {
-      look();
-    } catch (...) {               // the communicator has failed, and has the error
+      if (!failed) look();
+    } catch (...) {  // the communicator has failed, and has the error
+      failed = true;
       store(words_->aborted, 1);  // first: what the stream finds after release() is no result
       release_();
-      return;
     }
+    if (failed) store(words_->go, kArrived);  // again and again: each collective that is queued takes it back
     lock.lock();
-    stopped_.wait_for(lock, kEvery, [this] { return stopping_; });
+    stopped_.wait_for(lock, failed ? Duration(kLetGo) : Duration(kEvery), [this] { return stopping_; });
   }
 }
 

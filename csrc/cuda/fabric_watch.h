@@ -2,7 +2,8 @@
 //
 // The words are plain stores of this rank's stream and kernels into pinned memory, so replays of a graph are seen too.
 //
-// Ownership: keeps the communicator; `words` must outlive it. `release` is called once, on the own thread, after `aborted` was set.
+// Ownership: keeps the communicator; `words` must outlive it. `release` is called once, on the own thread, after `aborted` was set;
+// `go` is set after that.
 // Thread-safety: any thread. Failure: it finds the communicator's, and fails it with Mismatch or Timeout.
 #pragma once
 
@@ -25,6 +26,9 @@ struct FabricWords {
   alignas(64) uint32_t waiting;  // fingerprint of the collective in which the stream is; 0: none. Written by the stream
   uint32_t progress;             // kernels so far that looked at peers' fingerprints. Written by them
   uint32_t mismatch[3];          // as in Control
+  alignas(64) uint32_t
+      go;  // kArrived: all ranks mean the same, and data may move. Written by the own stream and kernels; after a
+           // failure by the watch
   alignas(64) uint32_t aborted;  // 1: kernels write no results any more. Written by the watch
 };
 

@@ -108,8 +108,7 @@ void FabricGroup::run(const Operation& operation, void* stream) {
 }
 
 void FabricGroup::run(const Operation& operation, const Gate& gate, cudaStream_t stream) {
-  begin(gate.expected, stream);
-  launch_copy({.pieces = 0, .gate = gate}, 1, stream);  // before the data: ranks that mean different sizes would wait
+  begin(gate, stream);
   if (operation.collective != Collective::Barrier)
     for (const Piece& piece : cut(operation, rank_, world_, kFabricPiece)) {
       stage(operation, piece, stream);
@@ -119,12 +118,21 @@ void FabricGroup::run(const Operation& operation, const Gate& gate, cudaStream_t
   end(stream);
 }
 
-// Each rank's fingerprint to all of them: no rank's stream goes on before all have come.
-void FabricGroup::begin(uint32_t mark, cudaStream_t stream) {
+// Each rank's fingerprint to all of them: no rank's stream goes on before all have come. Where they are not the same it stays until the
+// watch has ended the fabric: no data moves between ranks that mean different sizes.
+void FabricGroup::begin(const Gate& gate, cudaStream_t stream) {
+  FabricWords* words = words_on_device();
   uint32_t* own = marks() + kMaxSources;
-  CUstreamBatchMemOpParams writes[] = {write_word(&words_on_device()->waiting, mark), write_word(own, mark)};
+  CUstreamBatchMemOpParams writes[] = {write_word(&words->waiting, gate.expected), write_word(&words->go, 0),
+                                       write_word(own, gate.expected), write_word(own + 1, kArrived)};
   check(driver().stream_batch_mem_op(stream, std::size(writes), writes, 0), "queueing a fingerprint");
-  fabric_->all_gather(reinterpret_cast<std::byte*>(marks()), reinterpret_cast<std::byte*>(own), sizeof(mark));
+  auto bytes = [](uint32_t* word) { return reinterpret_cast<std::byte*>(word); };
+  fabric_->all_gather(bytes(marks()), bytes(own), sizeof(uint32_t));
+  Copies copies(gate, stream);
+  copies.add(bytes(&words->go), bytes(own + 1), sizeof(uint32_t));
+  copies.flush();
+  CUstreamBatchMemOpParams wait = wait_for_value(&words->go, kArrived);
+  check(driver().stream_batch_mem_op(stream, 1, &wait, 0), "queueing a wait");
 }
 
 void FabricGroup::end(cudaStream_t stream) {

@@ -32,7 +32,7 @@ class FabricGroup final : public DeviceGroup {
 
  private:
   void run(const Operation& operation, const Gate& gate, cudaStream_t stream);
-  void begin(uint32_t mark, cudaStream_t stream);
+  void begin(const Gate& gate, cudaStream_t stream);
   void end(cudaStream_t stream);
   void stage(const Operation& operation, const Piece& piece, cudaStream_t stream);
   void carry_out(const Operation& operation, const Piece& piece, cudaStream_t stream);
