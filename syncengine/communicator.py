@@ -72,7 +72,8 @@ def init(
     Where the ranks are on several hosts, which is found out by itself:
 
     - `interhost` ("tcp"): what connects the hosts: "tcp", "mpi" (mpi4py, under mpirun) or "torch" (an initialized
-      torch.distributed whose backend moves CPU tensors). Never changes the bits.
+      torch.distributed whose backend moves CPU tensors; CUDA tensors go by its NCCL, if it has that). Changes no bits
+      but those of "fast" by NCCL.
     - `host_algorithm` ("auto"): how bytes go between them: "exchange" (directly), "chain" (from host to host where that
       is possible), or, measured here, whichever is quicker. Never changes the bits of "rank_order".
     - `interface` (tcp only): where this rank listens: a name ("eth0"), names or prefixes ("eth,ib", "^docker,lo"), or

@@ -29,7 +29,7 @@ class DeviceFabric {
   // Ends all that is queued, whatever peers do: streams go on, with anything for a result. Any thread. Idempotent.
   virtual void abort() = 0;
 
-  // Last of all, when nothing is queued.
+  // Last of all, when nothing is queued. May wait for peers, unless it was aborted.
   virtual void close() = 0;
 };
 

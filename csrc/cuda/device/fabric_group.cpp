@@ -230,7 +230,12 @@ void FabricGroup::close() {
   if (std::exchange(closed_, true)) return;
   const UseDevice use(device_);
   cudaDeviceSynchronize();  // ends: the watch releases what waits for a peer that does not come
-  if (watch_) watch_->stop();
+  watch_->stop();
+  try {
+    communicator_->check_peers();
+  } catch (const Error&) {  // the watch may not have looked since
+    fabric_->abort();
+  }
   fabric_->close();
   staging_.reset();
 }
