@@ -7,6 +7,7 @@ backend with its manners over Gloo (tests/cuda/torch/nccl.h).
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from typing import Any
@@ -252,19 +253,56 @@ def test_the_program_destroys_its_groups_first():
     assert run("ab", outlives_the_programs_groups) == ["good"] * 2
 
 
-def without_nccl(rank: int) -> str:
+class Lines(logging.Handler):
+    """What is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logger = logging.getLogger("syncengine")
+        logger.setLevel(logging.DEBUG)
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(f"{record.levelname}: {record.getMessage()}")
+
+
+def takes_the_way_it_logs(rank: int) -> list[Any]:
     live_on(os.environ["HOSTS"], rank)
-    dist.init_process_group("gloo")
+    dist.init_process_group(os.environ["BACKEND"])
+    lines = Lines()
     communicator = syncengine.init(timeout=60.0)
     communicator.all_reduce(torch.ones(1000, device="cuda"))
-    counters = communicator.counters()
+    ways = [name for name in ("relayed", "fabric") if f"cuda_{name}_bytes" in communicator.counters()]
     syncengine.shutdown()
-    return "good" if counters.get("cuda_relayed_bytes", 0) > 0 else str(counters)
+    return ways + [text for text in lines.texts if "CUDA" in text]
 
 
 @marked
-def test_gloo_alone_goes_through_pinned_memory():
-    assert run("ab", without_nccl) == ["good"] * 2
+@pytest.mark.parametrize(
+    ("backend", "way", "text"),
+    [("gloo", "relayed", "through pinned memory"), ("cpu:gloo,cuda:nccl", "fabric", "by nccl")],
+)
+def test_the_way_is_that_which_is_logged(backend: str, way: str, text: str):
+    line = f"CUDA tensors between hosts go {text}"
+    assert run("ab", takes_the_way_it_logs, {"BACKEND": backend}) == [[way, f"INFO: {line}"], [way, f"DEBUG: {line}"]]
+
+
+def nccl_alone(rank: int) -> str:
+    live_on(os.environ["HOSTS"], rank)
+    dist.init_process_group("nccl")
+    try:
+        syncengine.init(timeout=20.0)
+    except SyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@marked
+def test_nccl_alone_is_refused():
+    said = run("ab", nccl_alone)
+    assert all("has 'nccl' alone: initialize it with 'cpu:gloo,cuda:nccl'" in text for text in said), said
+    assert any(text.startswith("InvalidUsage") for text in said), said
 
 
 # ---- faults ----
