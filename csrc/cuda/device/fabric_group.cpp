@@ -57,12 +57,13 @@ FabricGroup::FabricGroup(std::shared_ptr<Communicator> communicator, std::unique
       device_(device),
       rank_(communicator_->rank()),
       world_(communicator_->size()),
-      hosts_(ranks_by_host(communicator_->hosts())),
-      words_(sizeof(FabricWords)) {
+      hosts_(ranks_by_host(communicator_->hosts())) {
   const UseDevice use(device_);
-  auto* words = new (words_.data()) FabricWords{};
+  FabricWords* words = nullptr;
   tell_peers_if_it_fails(*communicator_, [&] {
     load_kernels();
+    words_.emplace(sizeof(FabricWords));
+    words = new (words_->data()) FabricWords{};
     staging_ = std::make_unique<DeviceMemory>(2 * kFabricSlot + kMarkBytes);
   });
   watch_ = std::make_unique<FabricWatch>(communicator_, words, [this] { fabric_->abort(); });

@@ -7,12 +7,13 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
+#include "cuda/body.h"
 #include "cuda/device/memory.h"
 #include "cuda/device_group.h"
 #include "cuda/fabric_watch.h"
-#include "cuda/kernel_choice.h"
 #include "cuda/pieces.h"
 #include "transport/device_fabric.h"
 
@@ -43,13 +44,13 @@ class FabricGroup final : public DeviceGroup {
   std::byte* slot() const { return staging_->data(); }
   std::byte* received() const;
   uint32_t* marks() const;
-  FabricWords* words_on_device() const { return reinterpret_cast<FabricWords*>(words_.on_device()); }
+  FabricWords* words_on_device() const { return reinterpret_cast<FabricWords*>(words_->on_device()); }
 
   std::shared_ptr<Communicator> communicator_;
   std::unique_ptr<DeviceFabric> fabric_;
   const int device_, rank_, world_;
   std::vector<std::vector<int>> hosts_;  // the ranks of each
-  PinnedMemory words_;                   // FabricWords
+  std::optional<PinnedMemory> words_;    // FabricWords
   std::unique_ptr<DeviceMemory> staging_;
   std::unique_ptr<FabricWatch> watch_;
   std::map<std::string, uint64_t> counters_;
