@@ -164,6 +164,23 @@ def test_a_failed_backward_leaves_no_gradients():
     }
 
 
+def begins_with_another_model(rank: int) -> str:
+    with job():
+        models = [syncengine.Parallel(nn.Linear(24, 24).cuda()) for _ in range(2)]
+        models.reverse() if rank == 1 else None
+        with pytest.raises(SyncError) as error:
+            for model in models * 2:
+                model(batch(0)).sum().backward()
+                torch.cuda.synchronize()
+        return f"{type(error.value).__name__}: {error.value}"
+
+
+@marked
+def test_models_of_one_shape_are_not_taken_for_each_other():
+    for text in run_processes(2, begins_with_another_model):
+        assert "Mismatch" in text and "bucket 0" in text
+
+
 # ---- what is refused ----
 
 

@@ -97,6 +97,7 @@ void Reducer::start_flat(Bucket& bucket) {
   const size_t index = bucket.layout->index;
   flat_->fill(bucket, gradients_);
   Operation operation = operation_of(bucket);
+  operation.layout_hash = operation.layout_hash * 31 + first_slot_;  // of this model: another may look the same
   operation.output = operation.input = flat_->span(index);
   // As in announce(); but what is scaled beforehand is scaled where it lies, so that the peers may read it there.
   if (!scales_first() && (scaling_ == Scaling::Multiply || is_exact(divisor_))) {
