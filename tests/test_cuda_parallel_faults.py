@@ -52,6 +52,7 @@ def suffers(kind: str) -> tuple[str, str, float, bool]:
     for _ in range(FAULT_AT):
         graph_step(model, optimizer, x)
     torch.cuda.synchronize()
+    syncengine.barrier()  # or the fault would end an average of these steps that another rank still waits for
     good = [p.detach().clone() for p in model.parameters()]
     if rank == 1:
         FAULTS[kind](model)
