@@ -52,12 +52,12 @@ def suffers(kind: str) -> tuple[str, str, float, bool]:
     for _ in range(FAULT_AT):
         graph_step(model, optimizer, x)
     torch.cuda.synchronize()
-    syncengine.barrier()  # or the fault would end an average of these steps that another rank still waits for
     good = [p.detach().clone() for p in model.parameters()]
-    if rank == 1:
-        FAULTS[kind](model)
     begin, steps = time.monotonic(), 0
     try:
+        syncengine.barrier()  # all have these averages; the fault may already end this wait
+        if rank == 1:
+            FAULTS[kind](model)
         while time.monotonic() < begin + 60:
             graph_step(model, optimizer, x)
             torch.cuda.synchronize()  # no stream waits for ever
