@@ -21,7 +21,7 @@ from cuda_training import batch, job
 from models.workload import same_bits
 from parallel_models import Mlp
 from test_cuda import compare_with_cpu, other_collectives, same, values
-from test_cuda_hosts import RUNS, live_on
+from test_cuda_hosts import FAULTS, RUNS, check_survivor, live_on
 from test_cuda_parallel import averages_on_streams, check_average, exact_average, host_runs_ahead, train
 from test_cuda_parallel_faults import suffers
 from torch.nn.parallel import DistributedDataParallel
@@ -308,29 +308,15 @@ def test_nccl_alone_is_refused():
 # ---- faults ----
 
 
-def suffers_killed(rank: int) -> Any:
+def suffers_here(rank: int, kind: str) -> Any:
     init_group(rank)
-    return suffers("killed")
-
-
-def suffers_forward(rank: int) -> Any:
-    init_group(rank)
-    return suffers("forward")
+    return suffers(kind)
 
 
 @marked
-@pytest.mark.parametrize(
-    ("body", "killed", "error", "text"),
-    [
-        (suffers_killed, 1, "PeerLost", "rank 1"),
-        (suffers_forward, None, "Aborted", "rank 1 raised in forward: ZeroDivisionError"),
-    ],
-)
-def test_a_failing_rank(body: Any, killed: int | None, error: str, text: str):
-    name, said, took, is_nan = run("ab", body, killed=killed)[0]
-    assert name == error and text in said
-    assert is_nan, "trained on gradients that were not reduced"
-    assert took < 3.5  # a heartbeat's 2 s, a step, and the next call
+@pytest.mark.parametrize(("kind", "killed", "error", "text"), FAULTS)
+def test_a_failing_rank(kind: str, killed: int | None, error: str, text: str):
+    check_survivor(run("ab", functools.partial(suffers_here, kind=kind), killed=killed)[0], error, text)
 
 
 def outcome_of(communicator: syncengine.Communicator, tensor: torch.Tensor) -> tuple[bool, str]:

@@ -5,6 +5,7 @@ Skipped where there is no GPU; `make gpu` runs them. What needs none of it is in
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -123,29 +124,29 @@ def test_a_captured_step_equals_eager_ones():
     assert run("aab", replays) == ["good"] * 3
 
 
-def suffers_killed(rank: int) -> Any:
-    live_on("ab", rank)
-    return suffers("killed")
+FAULTS = [  # of rank 1: its kind, whether it ends the process, and the survivor's error
+    ("killed", 1, "PeerLost", "rank 1"),
+    ("forward", None, "Aborted", "rank 1 raised in forward: ZeroDivisionError"),
+]
 
 
-def suffers_forward(rank: int) -> Any:
-    live_on("ab", rank)
-    return suffers("forward")
-
-
-@marked
-@pytest.mark.parametrize(
-    ("body", "killed", "error", "text"),
-    [
-        (suffers_killed, 1, "PeerLost", "rank 1"),
-        (suffers_forward, None, "Aborted", "rank 1 raised in forward: ZeroDivisionError"),
-    ],
-)
-def test_a_failing_rank(body: Any, killed: int | None, error: str, text: str):
-    name, said, took, is_nan = run("ab", body, killed=killed)[0]
+def check_survivor(outcome: Any, error: str, text: str) -> None:
+    """What `suffers` returned on rank 0."""
+    name, said, took, is_nan = outcome
     assert name == error and text in said
     assert is_nan, "trained on gradients that were not reduced"
     assert took < 3.5  # a heartbeat's 2 s, a step, and the next call
+
+
+def suffers_here(rank: int, kind: str) -> Any:
+    live_on("ab", rank)
+    return suffers(kind)
+
+
+@marked
+@pytest.mark.parametrize(("kind", "killed", "error", "text"), FAULTS)
+def test_a_failing_rank(kind: str, killed: int | None, error: str, text: str):
+    check_survivor(run("ab", functools.partial(suffers_here, kind=kind), killed=killed)[0], error, text)
 
 
 def as_backend(rank: int) -> str:

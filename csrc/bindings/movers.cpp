@@ -137,7 +137,11 @@ auto fabrics_by(py::function open) {
       try {
         backend = (*call)(ranks, name).cast<c10::intrusive_ptr<::c10d::Backend>>();
       } catch (const std::exception& error) {
-        throw Error(ErrorKind::Aborted, std::string("no group for CUDA tensors: ") + error.what());
+        throw Error(ErrorKind::Aborted,
+                    std::string("can't make a group for CUDA tensors between hosts, device ") + std::to_string(device) +
+                        ": " + error.what() +
+                        "; with torch.distributed initialized by a backend for CPU tensors alone ('gloo') they go "
+                        "through pinned memory");
       }
     }
     return std::make_unique<TorchFabric>(std::move(backend), device);

@@ -10,10 +10,13 @@
 #include "cuda/device/driver.h"
 #include "cuda/device/kernels.h"
 #include "cuda/sequence.h"
+#include "transport/shm/layout.h"
 
 namespace syncengine::cuda {
 
 namespace {
+
+static_assert(kMaxSources >= shm::kMaxLocalRanks);  // which a job on several hosts keeps to as well
 
 // So large that starting a piece's collectives costs little beside its bytes. Not measured on a GPU.
 constexpr size_t kFabricPiece = 16 << 20;
