@@ -92,11 +92,15 @@ cuda-torch-check: $(if $(shell command -v nvcc),build-for-tests)
 	$(if $<,SYNCENGINE_TEST_CUDA=software PYTHONPATH=tests $(PY) -m pytest -q -m gpu --noconftest -p no:cacheprovider \
 	  -p software_torch --numprocesses 2 --dist loadfile -k "not bits_of_the_oracle and not a_thousand_times" tests/test_cuda*.py)
 
-# With whatever python3 and torch are there, in place: a GPU machine often reaches no package index.
+# With whatever python3 and torch are there, in place: a GPU machine often reaches no package index. With pytest-xdist four
+# tests run at a time: most of their time is that of processes that import torch.
+gpu: GPU_TESTS = $(PYTHON) -m pytest -q --noconftest -p no:cacheprovider tests/test_cuda*.py
+gpu: WORKERS = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo --numprocesses 4)
 gpu:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-check
 	SYNCENGINE_TEST_HOOKS=1 $(PYTHON) setup.py -q build_ext --inplace
-	$(PYTHON) -m pytest -q -m gpu --noconftest -p no:cacheprovider tests/test_cuda*.py
+	$(GPU_TESTS) -m "gpu and not alone" $(WORKERS)
+	$(GPU_TESTS) -m "gpu and alone"
 	$(PYTHON) -m benchmarks.cuda_all_reduce
 	$(PYTHON) -m benchmarks.cuda_train_step --trace build/cuda_train_step-trace.json
 

@@ -1,29 +1,34 @@
-"""All-reduce (avg, float32, in place) on one GPU, ranks as threads, beside the floor: a device-to-device copy.
+"""All-reduce (avg, float32, in place) on GPUs, beside the floor, which is device-to-device copies, and beside NCCL.
 
 python -m benchmarks.cuda_all_reduce                          2, 4 and 8 ranks, 8 B to 1 GiB
 python -m benchmarks.cuda_all_reduce --ranks 2 --sizes 16Ki 64Mi
 
-`empty` is memory of syncengine.empty, `tensor` any tensor. Up to 1 MiB a turn is a graph of 100 chained calls, so that
-what the host does is not in it; above, calls one after the other. A turn's time is that of its slowest rank, by events
-of its stream; results are checked after each turn. The floor copies one half of all ranks' bytes onto the other and
-back: it moves as many bytes as reading and writing each once, on the same memory, with the whole device.
+Ranks are threads on one GPU, and processes with a GPU each where there are so many: NCCL needs that. `empty` is memory
+of syncengine.empty, `tensor` any tensor. Up to 1 MiB a turn is a graph of 100 chained calls, so that what the host does
+is not in it; above, calls one after the other. Turns of all peers are interleaved. A turn's time is that of its slowest
+rank, by events of its stream; results are checked after each turn. The floor moves as many bytes as reading and writing
+each byte of all ranks on a GPU once, on as much memory, with the whole device.
 """
 
 import argparse
+import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+import syncengine
 from benchmarks.support import output, stats
+from benchmarks.support.cuda_turns import Chain, Floor, Times, buffer, times
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-from cuda_ranks import run_threads, why_no_gpu
+from cuda_ranks import run_processes, run_threads, why_no_gpu
 
 SIZES = ("8", "4Ki", "16Ki", "64Ki", "256Ki", "1Mi", "4Mi", "16Mi", "64Mi", "256Mi", "1Gi")
 UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
-GRAPH_BYTES = 1 << 20  # up to here calls are chained in a graph
-CHAIN = 100
+PEERS = ("floor", "empty", "tensor", "nccl")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -34,14 +39,16 @@ def main(argv: list[str] | None = None) -> int:
         print(f"not run: {reason}")
         return 1
     results = []
-    for world in options.ranks:
-        for size in options.sizes:
-            if world * size <= torch.cuda.mem_get_info()[0] // 4:
-                results += measure(world, size, options.turns)
-                torch.cuda.empty_cache()
+    for ranks in options.ranks:
+        results += measure_threads(ranks, options.sizes, options.turns)
+        if ranks <= torch.cuda.device_count():
+            results += measure_processes(ranks, options.sizes, options.turns)
     print(table(results))
-    device = {"device": torch.cuda.get_device_name(), "ranks are": "threads of one process on one GPU"}
-    output.save(options.out, "cuda_all_reduce", vars(options) | device, results, cuda=torch.version.cuda)
+    left_out = [ranks for ranks in options.ranks if ranks > torch.cuda.device_count()]
+    if left_out:
+        print(f"\nnot run: NCCL and {left_out} ranks with a GPU each; GPUs here: {torch.cuda.device_count()}")
+    facts = {"device": torch.cuda.get_device_name(), "devices": torch.cuda.device_count()}
+    output.save(options.out, "cuda_all_reduce", vars(options) | facts, results, cuda=torch.version.cuda)
     return 0
 
 
@@ -61,89 +68,78 @@ def parse_size(text: str) -> int:
     return int(text.removesuffix(text[-2:]) if unit > 1 else text) * unit
 
 
-def measure(world: int, size: int, turns: int) -> list[dict]:
-    """Microseconds a call of each peer, and of the floor."""
-    results = [{"peer": "floor", "ranks": world, "bytes": size, **stats.summary(floor(world, size, turns))}]
-    for peer in ("empty", "tensor"):
-        by_rank = run_threads(world, lambda rank, c, peer=peer: times(rank, c, peer, size, turns))
-        slowest = [max(each) for each in zip(*by_rank, strict=True)]
-        results.append({"peer": peer, "ranks": world, "bytes": size, **stats.summary(slowest)})
+def measure_threads(ranks: int, sizes: list[int], turns: int) -> list[dict]:
+    """Of ranks on one GPU, for the sizes that find room there."""
+    results = []
+    for size in (size for size in sizes if 3 * ranks * size <= torch.cuda.mem_get_info()[0] // 2):
+        by_rank = run_threads(ranks, functools.partial(on_thread, size=size, turns=turns))
+        results += summaries(by_rank, ranks=ranks, gpus=1, bytes=size)
+        torch.cuda.empty_cache()
     return results
 
 
-def times(rank: int, communicator, peer: str, size: int, turns: int) -> list[float]:
-    """One rank's microseconds a call."""
-    shape, device = [max(size // 4, 1)], torch.device("cuda")
-    tensor = communicator.empty(shape, torch.float32, device) if peer == "empty" else torch.empty(shape, device=device)
-    calls = CHAIN if size <= GRAPH_BYTES else max(1, min(20, (1 << 30) // size))
+def on_thread(rank: int, communicator: Any, size: int, turns: int) -> Times:
+    """One rank's; the floor is rank 0's."""
+    floor = {"floor": Floor(communicator.size * size)} if rank == 0 else {}
+    return times(communicator, ours(communicator, size) | floor, PEERS[:-1], turns)
 
-    def chain() -> None:
-        for _ in range(calls):
-            communicator.all_reduce(tensor, "avg")
 
-    stream = torch.cuda.current_stream()
-    tensor.fill_(float(rank))
-    communicator.all_reduce(tensor, "avg")
-    run = chain
-    if size <= GRAPH_BYTES:
-        run = captured(communicator, chain).replay
+def measure_processes(ranks: int, sizes: list[int], turns: int) -> list[dict]:
+    """Of ranks with a GPU each."""
+    body = functools.partial(on_gpu, sizes=sizes, turns=turns)
+    by_rank = run_processes(ranks, body, environ={"CUDA_MODULE_LOADING": "EAGER"})
+    failed = [f"rank {rank}: {found}" for rank, found in enumerate(by_rank) if isinstance(found, str)]
+    if failed:
+        raise RuntimeError("; ".join(failed))
+    return [
+        result
+        for index, size in enumerate(sizes)
+        for result in summaries([found[index] for found in by_rank], ranks=ranks, gpus=ranks, bytes=size)
+    ]
+
+
+def on_gpu(rank: int, sizes: list[int], turns: int) -> list[Times]:
+    """One rank's, by size; the floor is that of its GPU alone."""
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    communicator = syncengine.init()
+    nccl = functools.partial(dist.all_reduce, op=dist.ReduceOp.AVG)
     found = []
-    for turn in range(turns + 2):
-        tensor.fill_(float(rank + turn))
-        stream.synchronize()
-        communicator.barrier()
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        expected = sum(range(communicator.size)) / communicator.size + turn
-        assert tensor.eq(expected).all(), f"{peer}: a wrong result at {size} bytes"
-        if turn >= 2:  # the first ones warm up
-            found.append(begin.elapsed_time(end) * 1000 / calls)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for size in sizes:
+            peers = ours(communicator, size) | {"nccl": Chain(nccl, buffer(size)), "floor": Floor(size)}
+            found.append(times(communicator, peers, PEERS, turns))
+    torch.cuda.synchronize()
+    syncengine.shutdown()
+    dist.destroy_process_group()
     return found
 
 
-def captured(communicator, step) -> torch.cuda.CUDAGraph:
-    """Capturing begins by waiting for the device: one rank at a time, and none has begun with what comes after."""
-    torch.cuda.current_stream().synchronize()
-    graph = torch.cuda.CUDAGraph()
-    for turn in range(communicator.size):
-        communicator.barrier()
-        if turn == communicator.rank:
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
-                step()
-    communicator.barrier()
-    return graph
+def ours(communicator: Any, size: int) -> dict[str, Chain | Floor]:
+    """The engine's peers."""
+    average = functools.partial(communicator.all_reduce, op="avg")
+    empty = communicator.empty(buffer(size).shape, torch.float32, torch.device("cuda"))
+    return {"empty": Chain(average, empty), "tensor": Chain(average, buffer(size))}
 
 
-def floor(world: int, size: int, turns: int) -> list[float]:
-    """Microseconds for moving as many bytes by copies."""
-    count = max(world * size // 4 // 2, 1)
-    a, b = torch.zeros(count, device="cuda"), torch.zeros(count, device="cuda")
-    calls = max(1, min(100, (1 << 30) // (world * size)))
-    found = []
-    for turn in range(turns + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(calls):
-            b.copy_(a)
-            a.copy_(b)
-        end.record()
-        end.synchronize()
-        if turn >= 2:
-            found.append(begin.elapsed_time(end) * 1000 / calls)
-    return found
+def summaries(by_rank: list[Times], **where: int) -> list[dict]:
+    """Each peer's microseconds a call, of the slowest rank of each turn."""
+    results = []
+    for peer in (peer for peer in PEERS if peer in by_rank[0]):
+        turns = zip(*(found[peer] for found in by_rank if peer in found), strict=True)
+        results.append({"peer": peer, **where, **stats.summary([max(turn) for turn in turns])})
+    return results
 
 
 def table(results: list[dict]) -> str:
-    """Medians in microseconds, and how much of the floor's bandwidth each peer has."""
-    rows: list[tuple[str, ...]] = [("ranks x bytes", "floor", "empty", "tensor", "empty / floor", "tensor / floor")]
-    found = {(result["ranks"], result["bytes"], result["peer"]): result["p50"] for result in results}
-    for world, size in dict.fromkeys((result["ranks"], result["bytes"]) for result in results):
-        base, empty, tensor = (found[world, size, peer] for peer in ("floor", "empty", "tensor"))
-        figures = [f"{base:.1f}", f"{empty:.1f}", f"{tensor:.1f}", f"{base / empty:.2f}", f"{base / tensor:.2f}"]
-        rows.append((f"{world} x {size}", *figures))
+    """Medians in microseconds, and how many times faster than the floor and NCCL the engine is."""
+    rows: list[tuple[str, ...]] = [("ranks, GPUs, bytes", *PEERS, "floor / empty", "floor / tensor", "nccl / tensor")]
+    found = {(r["ranks"], r["gpus"], r["bytes"], r["peer"]): r["p50"] for r in results}
+    for where in dict.fromkeys(key[:-1] for key in found):
+        of = {peer: found.get((*where, peer)) for peer in PEERS}
+        figures = [f"{of[peer]:.1f}" if of[peer] else "not run" for peer in PEERS]
+        for above, below in (("floor", "empty"), ("floor", "tensor"), ("nccl", "tensor")):
+            figures.append(f"{of[above] / of[below]:.2f}" if of[above] else "")
+        rows.append(("{}, {}, {}".format(*where), *figures))
     return output.table(rows)
 
 

@@ -18,7 +18,7 @@ from threading import Barrier
 from typing import Any, TypeVar
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: else ranks' streams may share a queue
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # loading may wait for the whole device, as below
 
 if os.environ.get("SYNCENGINE_TEST_CUDA") == "software":
     import software_torch  # noqa: F401
@@ -86,16 +86,28 @@ def marked(test: Test) -> Test:
     return pytest.mark.gpu(pytest.mark.skipif(bool(why_no_gpu()), reason=why_no_gpu() or "-")(test))
 
 
+def alone(test: Test) -> Test:
+    """For tests that look at, or take, all of a device's memory: no others may run on it."""
+    return pytest.mark.alone(test)
+
+
 def needs_real(what: str) -> Callable[[Test], Test]:
     """For tests that a device in software can't serve: it lacks ``what``."""
     return pytest.mark.skipif(SOFTWARE, reason=f"the software device has no {what}")
 
 
+def needs_a_gpu_each(ranks: int) -> None:
+    """Skips the test where ranks would share a GPU, which NCCL's can't; in software they can."""
+    if not SOFTWARE and torch.cuda.device_count() < ranks:
+        pytest.skip(f"NCCL needs a GPU for each of {ranks} ranks")
+
+
 def in_process(
     rank: int, world: int, port: int, environ: Mapping[str, str], body: Callable[[int], Any], results: Any
 ) -> None:
-    """What a process of run_processes does."""
+    """What a process of run_processes does. Its kernels are loaded when they are needed, as everywhere by default."""
     os.environ |= {
+        "CUDA_MODULE_LOADING": "LAZY",
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),

@@ -27,6 +27,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     quantization_hooks,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch_versions import since_2_13
 
 import syncengine
 from syncengine.errors import Aborted
@@ -429,6 +430,7 @@ def test_what_can_not_be_a_hook_is_refused_as_in_ddp():
             model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
 
 
+@since_2_13
 @run_on_ranks(gloo=True)
 def test_bf16_works_on_cpus():
     with pytest.raises(TypeError, match="CUDA"):

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from cuda_ranks import SOFTWARE, marked, run_processes, run_threads, why_no_gpu
+from cuda_ranks import SOFTWARE, alone, marked, run_processes, run_threads, why_no_gpu
 
 import syncengine
 from syncengine.errors import InvalidUsage, SyncError
@@ -268,6 +268,7 @@ def memory_of_a_job(rank, communicator):
         communicator.all_reduce(communicator.empty([1 << 22], torch.float32, torch.device("cuda")).zero_())
 
 
+@alone
 @marked
 def test_memory_is_given_back():
     run_threads(2, memory_of_a_job)  # loads kernels, which stay

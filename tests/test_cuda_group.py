@@ -16,7 +16,7 @@ import pytest
 import test_cuda_hosts
 import torch
 import torch.distributed as dist
-from cuda_ranks import SOFTWARE, marked, run_processes
+from cuda_ranks import marked, needs_a_gpu_each, run_processes
 from cuda_training import batch, job
 from models.workload import same_bits
 from parallel_models import Mlp
@@ -32,8 +32,7 @@ from syncengine.errors import SyncError
 
 def run(hosts: str, body: Any, environ: dict[str, str] | None = None, **options: Any) -> list[Any]:
     """body(rank) on a rank for each letter; equal letters share a host."""
-    if not SOFTWARE and torch.cuda.device_count() < len(hosts):
-        pytest.skip(f"NCCL needs a GPU for each of {len(hosts)} ranks")
+    needs_a_gpu_each(len(hosts))
     environ = {"HOSTS": hosts, "SYNCENGINE_INTERHOST": "torch", **(environ or {})}
     return run_processes(len(hosts), body, environ=environ, **options)
 

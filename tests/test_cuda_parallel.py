@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ranks import marked, needs_real, run_processes
+from cuda_ranks import marked, needs_a_gpu_each, needs_real, run_processes
 from cuda_training import batch, graph_step, job
 from models.workload import same_bits
 from parallel_models import CAP, Branches, Conv, Mixed, Mlp, Tied
@@ -112,6 +112,17 @@ def trains_as_ddp_in_mixed_precision(rank: int) -> list[str]:
 @marked
 def test_two_ranks_train_bit_equal_to_ddp_over_gloo():
     assert run_processes(2, trains_as_ddp) == [[], []]
+
+
+def trains_as_ddp_over_nccl(rank: int) -> list[str]:
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    return differ(RUNS)
+
+
+@marked
+def test_two_ranks_train_bit_equal_to_ddp_over_nccl():
+    needs_a_gpu_each(2)
+    assert run_processes(2, trains_as_ddp_over_nccl) == [[], []]
 
 
 @needs_real("memory in which DDP's mixed precision finds what it has freed")

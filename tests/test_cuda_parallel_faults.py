@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ranks import marked, run_processes
+from cuda_ranks import alone, marked, run_processes
 from cuda_training import batch, deterministic, graph_step, job
 from parallel_models import Mlp
 from torch import nn
@@ -222,6 +222,7 @@ def runs_out_of_memory(rank: int) -> str:
     return f"no error with {hog.nbytes} bytes taken"
 
 
+@alone
 @marked
 def test_too_little_memory_is_an_error_on_all_ranks():
     for text in run_processes(2, runs_out_of_memory):

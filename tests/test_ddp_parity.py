@@ -13,6 +13,7 @@ from pool import RankPool
 from test_parallel_refusal import REFUSED_ARGUMENTS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_versions import since_2_13
 
 import syncengine
 from syncengine.errors import InvalidUsage
@@ -92,11 +93,13 @@ def test_each_named_test_exists():
             assert function in defined, test
 
 
+@since_2_13
 def test_each_argument_of_ddp_has_a_row():
     theirs = list(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]
     assert names("Constructor arguments") == theirs
 
 
+@since_2_13
 def test_each_public_method_of_ddp_has_a_row():
     public = {name for name in vars(DistributedDataParallel) if not name.startswith("_")}
     assert set(names("Methods and properties")) == public
@@ -120,6 +123,7 @@ def attributes_of_both() -> None:
             value = getattr(value, part)
 
 
+@since_2_13
 def test_each_attribute_of_ddp_has_a_row_and_is_there(pool: RankPool):
     pool.run(attributes_of_both, gloo=True)
 

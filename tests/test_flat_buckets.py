@@ -37,6 +37,7 @@ from test_parallel_weights import errors_against_all_samples
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint
+from torch_versions import since_2_13
 
 import syncengine
 from syncengine.errors import Aborted, SyncError
@@ -200,6 +201,7 @@ def test_weights(pool: RankPool, mode: str):
         assert plain > 1e-2
 
 
+@since_2_13
 def test_uneven_inputs(pool: RankPool):
     for answer in pool.run(flat, compare_uneven, uneven_runs(2), gloo=True, settings={"timeout": 30.0}):
         assert not any(answer.values()), answer

@@ -13,6 +13,7 @@ from pool import run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch_versions import since_2_13
 
 import syncengine
 
@@ -32,6 +33,7 @@ def different() -> nn.Module:
     return module
 
 
+@since_2_13
 @run_on_ranks(gloo=True)
 def test_arguments():
     for synced in (True, False):
@@ -121,6 +123,7 @@ def test_private_attributes():
             backwards(model, 1)
 
 
+@since_2_13
 @run_on_ranks(gloo=True)
 def test_attributes():
     """All public ones that are plain values, and that tools read."""

@@ -10,6 +10,7 @@ from parallel_models import both, data
 from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_versions import since_2_13
 
 import syncengine
 from syncengine.errors import InvalidUsage
@@ -28,6 +29,7 @@ class Counter(nn.Module):
         return self.weight * x.sum()
 
 
+@since_2_13
 @run_on_ranks(gloo=True)
 def test_buffers_are_rank_0s_at_every_forward():
     def seen(**options: Any) -> list[list[float]]:
@@ -84,6 +86,7 @@ class Scaled(nn.Module):
         return self.linear(x) * self.scale
 
 
+@since_2_13
 @run_on_ranks(gloo=True)
 def test_a_buffer_that_backward_needs_may_be_synchronized_before():
     def step(model: nn.Module) -> None:

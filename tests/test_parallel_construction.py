@@ -18,6 +18,7 @@ from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch_versions import since_2_13
 
 import syncengine
 from syncengine import _C
@@ -57,6 +58,7 @@ def test_it_looks_like_ddp():
     model._check_reducer_finalized()
 
 
+@since_2_13
 def test_every_argument_of_ddp_is_known():
     theirs = inspect.signature(DistributedDataParallel.__init__).parameters
     ours = inspect.signature(syncengine.Parallel.__init__).parameters

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch_versions import since_2_13
 
 import syncengine
 from syncengine.errors import InvalidUsage, Mismatch
@@ -111,6 +112,7 @@ def runs_of(world: int) -> list[Uneven]:
     ]
 
 
+@since_2_13
 @pytest.mark.parametrize(("world", "mode"), [(2, "rank_order"), (2, "ring"), (3, "ring")])
 def test_uneven_inputs_train_as_under_ddp(pool: RankPool, world: int, mode: str):
     answers = pool.run(compare, runs_of(world), world=world, gloo=True, settings={"timeout": 30.0, "numerics": mode})

@@ -10,6 +10,7 @@ from parallel_models import CAP, Branches, Mlp, Run, both, data, different_bits,
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_versions import since_2_13
 
 import syncengine
 from syncengine.errors import SyncError
@@ -37,7 +38,9 @@ def differences(name: str) -> list[int]:
     return [different_bits(train(syncengine.Parallel, run), train(DistributedDataParallel, run)) for run in runs]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=since_2_13) if "batched" in name else name for name in OPTIONS]
+)
 def test_options_train_to_the_bits_of_ddp(pool: RankPool, name: str):
     for mode, world in (("rank_order", 2), ("ring", 3)):
         settings = {"timeout": 60.0, "numerics": mode}

@@ -13,6 +13,7 @@ from parallel_models import Branches, Conv, Mlp, different_bits
 from pool import RankPool
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch_versions import since_2_13
 
 import syncengine
 from syncengine.errors import InvalidUsage
@@ -104,6 +105,7 @@ class Used(Branches):
         return super().forward(x, True)
 
 
+@since_2_13
 def test_logging_data_with_options(pool: RankPool):
     pool.run(logging_with_options, gloo=True, settings={"numerics": "ring"})
 

@@ -1,0 +1,41 @@
+"""compute-sanitizer over the CUDA core's own tests: no kernel reads or writes what is not there.
+
+Skipped where there is no GPU, or no compute-sanitizer; `make gpu` builds what is checked, and runs it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from cuda_ranks import marked, needs_real
+
+TESTS = Path(__file__).parent.parent / "build" / "core-cuda" / "cuda_tests"
+
+
+def sanitizer() -> str:
+    """Its path: it comes with nvcc, whose folder need not be on the PATH."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ] + ["/usr/local/cuda"]
+    folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes)]
+    path = shutil.which("compute-sanitizer", path=os.pathsep.join(folders))
+    return path or pytest.skip("no compute-sanitizer")
+
+
+@needs_real("machine code")
+@marked
+@pytest.mark.parametrize("tests", ["gpu_processes_reduce", "gpu_all_reduce", "gpu_collectives_in", "gpu_graphs_replay"])
+def test_memcheck_finds_nothing(tests: str):
+    if not TESTS.exists():
+        pytest.skip(f"no {TESTS}: `make -C tests/core cuda-check` builds it")
+    options = "--tool memcheck --target-processes all --report-api-errors no --error-exitcode 9"
+    command = [sanitizer(), *options.split(), str(TESTS), tests]
+    environ = os.environ | {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+    run = subprocess.run(command, check=False, capture_output=True, text=True, timeout=400, env=environ)
+    if "Device not supported" in run.stdout:
+        pytest.skip("compute-sanitizer says: Device not supported")
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-4000:]
+    assert set(re.findall(r"ERROR SUMMARY: (\d+)", run.stdout)) == {"0"}, run.stdout[-4000:]

@@ -1,0 +1,11 @@
+"""For tests that compare with what older releases of torch lack: with those, the rest of the suite passes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+since_2_13 = pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.13", reason=f"compares with torch 2.13; this one is {torch.__version__}"
+)
