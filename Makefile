@@ -85,12 +85,12 @@ arm-check:
 cuda-check:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-check
 
-# Without the bits of every dtype, op, size and world, which cuda-check looks at too, and a thousand replays: minutes here.
+# Without the bits of every dtype, op, size and world, which cuda-check looks at too: minutes here.
 cuda-torch-check: $(if $(shell command -v nvcc),build-for-tests)
 	$(if $<,,@echo "cuda-torch-check: skipped; install nvcc (CUDA 12.8 or later)")
 	$(if $<,$(MAKE) --no-print-directory -C tests/cuda/torch -j$(shell nproc) PYTHON=$(abspath $(PY)))
 	$(if $<,SYNCENGINE_TEST_CUDA=software PYTHONPATH=tests $(PY) -m pytest -q -m gpu --noconftest -p no:cacheprovider \
-	  -p software_torch --numprocesses 2 --dist loadfile -k "not bits_of_the_oracle and not a_thousand_times" tests/test_cuda*.py)
+	  -p software_torch --numprocesses 2 --dist loadfile -k "not bits_of_the_oracle" tests/test_cuda*.py)
 
 # With whatever python3 and torch are there, in place: a GPU machine often reaches no package index. With pytest-xdist four
 # tests run at a time: most of their time is that of processes that import torch.
@@ -99,6 +99,7 @@ gpu: WORKERS = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo --numpro
 gpu:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-check
 	SYNCENGINE_TEST_HOOKS=1 $(PYTHON) setup.py -q build_ext --inplace
+	@$(PYTHON) -c 'import sys; from syncengine import _C; sys.exit(None if _C.has_cuda else "the extension was built without CUDA")'
 	$(GPU_TESTS) -m "gpu and not alone" $(WORKERS)
 	$(GPU_TESTS) -m "gpu and alone"
 	$(PYTHON) -m benchmarks.cuda_all_reduce

@@ -12,6 +12,7 @@ and no warning tolerated.
 """
 
 import os
+import subprocess
 import sys
 import sysconfig
 from collections import defaultdict
@@ -21,12 +22,27 @@ import torch
 from setuptools import setup
 
 
+def home_of_nvcc_on_path() -> str | None:
+    """What that nvcc calls its top folder: the script knows."""
+    try:
+        command = ["nvcc", "--dryrun", "-x", "cu", "-c", os.devnull]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return next((line.removeprefix("#$ TOP=") for line in said.splitlines() if line.startswith("#$ TOP=")), None)
+
+
 def find_cuda() -> str | None:
     """Where nvcc and its headers are. An nvcc on the PATH may be a script that calls the real one."""
-    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
+    candidates = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda", home_of_nvcc_on_path()]
     for home in filter(None, candidates):
         if Path(home, "bin", "nvcc").exists() and Path(home, "include", "cuda_runtime.h").exists():
             return home
+    print(
+        "syncengine: torch has CUDA, but there is no nvcc in CUDA_HOME, CUDA_PATH, /usr/local/cuda or on the PATH;"
+        " building without CUDA",
+        file=sys.stderr,
+    )
     return None
 
 

@@ -12,6 +12,7 @@ each byte of all ranks on a GPU once, on as much memory, with the whole device.
 
 import argparse
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import torch.distributed as dist
 import syncengine
 from benchmarks.support import output, stats
 from benchmarks.support.cuda_turns import Chain, Floor, Times, buffer, times
+from syncengine import _C
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from cuda_ranks import run_processes, run_threads, why_no_gpu
@@ -47,7 +49,14 @@ def main(argv: list[str] | None = None) -> int:
     left_out = [ranks for ranks in options.ranks if ranks > torch.cuda.device_count()]
     if left_out:
         print(f"\nnot run: NCCL and {left_out} ranks with a GPU each; GPUs here: {torch.cuda.device_count()}")
-    facts = {"device": torch.cuda.get_device_name(), "devices": torch.cuda.device_count()}
+    print(*goals(results), sep="\n")
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "devices": torch.cuda.device_count(),
+        "ranks with a GPU each, and NCCL, not run": left_out,
+        "CUDA_MODULE_LOADING": os.environ["CUDA_MODULE_LOADING"],
+        "test hooks": _C.has_test_hooks,
+    }
     output.save(options.out, "cuda_all_reduce", vars(options) | facts, results, cuda=torch.version.cuda)
     return 0
 
@@ -141,6 +150,20 @@ def table(results: list[dict]) -> str:
             figures.append(f"{of[above] / of[below]:.2f}" if of[above] else "")
         rows.append(("{}, {}, {}".format(*where), *figures))
     return output.table(rows)
+
+
+def goals(results: list[dict]) -> list[str]:
+    """What one H200 is to reach, where it was measured: with `empty`, ranks as threads."""
+    found = {(r["ranks"], r["bytes"], r["peer"]): r["p50"] for r in results if r["gpus"] == 1}
+    sizes = {(ranks, size) for ranks, size, _ in found}
+    shares = [found[(*key, "floor")] / found[(*key, "empty")] for key in sizes if key[1] >= 64 << 20]
+    small = [found[(*key, "empty")] for key in sizes if key[0] == 2 and key[1] <= 16 << 10]
+    lines = []
+    if shares:
+        lines.append(f"of the floor's bandwidth from 64 MiB on: at least {min(shares):.2f} (goal: 0.85)")
+    if small:
+        lines.append(f"2 ranks, up to 16 KiB: at most {max(small):.1f} us (goal: 8)")
+    return lines
 
 
 if __name__ == "__main__":

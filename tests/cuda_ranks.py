@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any, TypeVar
+from unittest import mock
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: else ranks' streams may share a queue
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # loading may wait for the whole device, as below
@@ -102,25 +103,26 @@ def needs_a_gpu_each(ranks: int) -> None:
         pytest.skip(f"NCCL needs a GPU for each of {ranks} ranks")
 
 
-def in_process(
-    rank: int, world: int, port: int, environ: Mapping[str, str], body: Callable[[int], Any], results: Any
-) -> None:
-    """What a process of run_processes does. Its kernels are loaded when they are needed, as everywhere by default."""
-    os.environ |= {
-        "CUDA_MODULE_LOADING": "LAZY",
+def in_process(rank: int, body: Callable[[int], Any], results: Any) -> None:
+    """What a process of run_processes does."""
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    try:
+        results.put((rank, body(rank)))
+    except BaseException as error:
+        results.put((rank, f"{type(error).__name__}: {error}"))
+
+
+def rank_environ(rank: int, world: int, port: int) -> dict[str, str]:
+    """As torchrun's; kernels are loaded when they are needed, as everywhere by default."""
+    return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        **environ,
+        "CUDA_MODULE_LOADING": "LAZY",
     }
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    try:
-        results.put((rank, body(rank)))
-    except BaseException as error:
-        results.put((rank, f"{type(error).__name__}: {error}"))
 
 
 def get(results: Any, ranks: list[Any], killed: int | None) -> Any:
@@ -142,11 +144,11 @@ def run_processes(
         port = server.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    ranks = [
-        context.Process(target=in_process, args=(r, world, port, environ or {}, body, results)) for r in range(world)
-    ]
-    for process in ranks:
-        process.start()
+    ranks = [context.Process(target=in_process, args=(rank, body, results)) for rank in range(world)]
+    for rank, process in enumerate(ranks):
+        # CUDA reads its variables before a process can change them: unpickling `body` asks for devices.
+        with mock.patch.dict(os.environ, {**rank_environ(rank, world, port), **(environ or {})}):
+            process.start()
     try:
         found = dict(get(results, ranks, killed) for _ in range(world - (killed is not None)))
     finally:
