@@ -58,7 +58,7 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test core-build core-test sanitize arm-check cuda-check cuda-torch-check gpu lint format clean
+.PHONY: train test core-build core-test sanitize arm-check cuda-check cuda-torch-check gpu gpu-core gpu-build gpu-tests gpu-benchmarks lint format clean
 train: build
 	$(PY) -m examples.train_gpt compare
 
@@ -92,16 +92,23 @@ cuda-torch-check: $(if $(shell command -v nvcc),build-for-tests)
 	$(if $<,SYNCENGINE_TEST_CUDA=software PYTHONPATH=tests $(PY) -m pytest -q -m gpu --noconftest -p no:cacheprovider \
 	  -p software_torch --numprocesses 2 --dist loadfile -k "not bits_of_the_oracle" tests/test_cuda*.py)
 
-# With whatever python3 and torch are there, in place: a GPU machine often reaches no package index. With pytest-xdist four
-# tests run at a time: most of their time is that of processes that import torch.
-gpu: GPU_TESTS = $(PYTHON) -m pytest -q --noconftest -p no:cacheprovider tests/test_cuda*.py
-gpu: WORKERS = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo --numprocesses 4)
-gpu:
-	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-check
+# With whatever python3 and torch are there, in place: a GPU machine often reaches no package index. `make -k gpu` goes on after
+# a failure. With pytest-xdist four tests run at a time: most of their time is that of processes that import torch.
+gpu: gpu-core gpu-tests gpu-benchmarks
+
+gpu-core:
+	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-device CUDA_ARCHS=-arch=native
+
+gpu-build:
 	SYNCENGINE_TEST_HOOKS=1 $(PYTHON) setup.py -q build_ext --inplace
 	@$(PYTHON) -c 'import sys; from syncengine import _C; sys.exit(None if _C.has_cuda else "the extension was built without CUDA")'
-	$(GPU_TESTS) -m "gpu and not alone" $(WORKERS)
-	$(GPU_TESTS) -m "gpu and alone"
+
+gpu-tests: GPU_TESTS = $(PYTHON) -m pytest -q --noconftest -p no:cacheprovider tests/test_cuda*.py
+gpu-tests: WORKERS = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo --numprocesses 4)
+gpu-tests: gpu-build
+	$(GPU_TESTS) -m "gpu and not alone" $(WORKERS); status=$$?; $(GPU_TESTS) -m "gpu and alone" && exit $$status
+
+gpu-benchmarks: gpu-build
 	$(PYTHON) -m benchmarks.cuda_all_reduce
 	$(PYTHON) -m benchmarks.cuda_train_step --trace build/cuda_train_step-trace.json
 

@@ -58,7 +58,7 @@ def init(
     Collective: every rank calls it. Called again it returns the same communicator; a setting given then must be as it
     is. What is None comes from the variable SYNCENGINE_<NAME>, else from the default:
 
-    - `algorithm` ("auto"): how bytes move, never the bits of a result: "auto", "direct", "staged", "one_shot".
+    - `algorithm` ("auto"): how bytes move, never the bits of a result: "auto", "direct", "staged", "one_shot", "ring".
     - `numerics` ("rank_order"): order of summation: "rank_order", "ring" for the bits of torch's DDP over Gloo, or
       "fast": sums per host first, so that the bits depend on which ranks share one.
     - `timeout`: seconds (or a timedelta) that anything may wait for other ranks; the timeout of an initialised

@@ -9,7 +9,7 @@ from typing import Any
 
 from syncengine.errors import InvalidUsage
 
-ALGORITHMS = ("auto", "direct", "staged", "one_shot")
+ALGORITHMS = ("auto", "direct", "staged", "one_shot", "ring")
 NUMERICS = ("rank_order", "ring", "fast")
 INTERHOST = ("tcp", "mpi", "torch")
 HOST_ALGORITHMS = ("auto", "exchange", "chain")
@@ -26,7 +26,7 @@ class Config:
     `sockets` and `checksum`; what follows `interhost` matters only where there are several hosts.
     """
 
-    algorithm: str = "auto"  # how bytes move, never the bits: auto, direct, staged, one_shot
+    algorithm: str = "auto"  # how bytes move, never the bits: auto, direct, staged, one_shot, ring
     numerics: str = "rank_order"  # order of summation: rank_order, ring, fast
     timeout: float | None = None  # seconds a collective may wait; None: the process group's, else DEFAULT_TIMEOUT
     arena_bytes: int = 0  # most memory that `empty` and staging may take on this rank; 0: as much as the machine has
@@ -57,7 +57,10 @@ class Config:
         unknown = given.keys() - {setting.name for setting in fields(cls)}
         if unknown:
             raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}")
-        return cls(**values)
+        config = cls(**values)
+        if config.algorithm == "ring" and config.numerics != "ring":
+            raise InvalidUsage(f"algorithm='ring' needs numerics='ring', whose order it has, not {config.numerics!r}")
+        return config
 
     def options(self, timeout: float) -> dict[str, Any]:
         """The extension's options; `timeout` in seconds is what None stands for."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ranks import SOFTWARE, marked, needs_a_gpu_each, needs_real, run_processes
+from cuda_ranks import SOFTWARE, alone, marked, needs_a_gpu_each, needs_real, run_processes
 from cuda_training import batch, graph_step, job
 from models.workload import same_bits
 from parallel_models import CAP, Branches, Conv, Mixed, Mlp, Tied
@@ -413,6 +413,7 @@ def replays_after_side_stream(rank: int) -> str:
     return replays(rank, True)
 
 
+@alone
 @marked
 @pytest.mark.parametrize("body", [replays_after_default_stream, replays_after_side_stream])
 @pytest.mark.parametrize("world", [2, 3])

@@ -31,7 +31,11 @@ class Tables(nn.Module):
 
     def forward(self, ids: torch.Tensor, use_bags: bool = True) -> torch.Tensor:
         hidden = self.mix(self.words(ids).sum(0))
-        return hidden * self.bags(ids % 30, torch.tensor([0]))[0] if use_bags else hidden
+        return (
+            hidden * self.bags(ids % 30, torch.zeros(1, dtype=torch.int64, device=ids.device))[0]
+            if use_bags
+            else hidden
+        )
 
 
 def ids(step: int, rank: int | None = None) -> torch.Tensor:

@@ -24,7 +24,8 @@ def run_ranks(module: str, ranks: int, launcher: str, arguments: list[str]) -> i
 def launch_command(launcher: str, ranks: int) -> list[str]:
     """The command up to and including the interpreter; an MPI comes from its own environment, `.venv-openmpi` say."""
     if launcher == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        alone = ["--standalone", "--local-addr=127.0.0.1"]  # else it asks for the name of this machine
+        return [sys.executable, "-m", "torch.distributed.run", *alone, f"--nproc-per-node={ranks}"]
     programs = Path(os.environ.get(f"BENCHMARK_{launcher.upper()}", REPOSITORY / f".venv-{launcher}")) / "bin"
     if not (programs / "mpirun").exists():
         sys.exit(

@@ -34,7 +34,8 @@ Options parse(const py::dict& options) {
                                        {{"auto", Algorithm::Auto},
                                         {"direct", Algorithm::Direct},
                                         {"staged", Algorithm::Staged},
-                                        {"one_shot", Algorithm::OneShot}});
+                                        {"one_shot", Algorithm::OneShot},
+                                        {"ring", Algorithm::Ring}});
   result.host_algorithm = choose<HostAlgorithm>(
       options, "host_algorithm",
       {{"auto", HostAlgorithm::Auto}, {"exchange", HostAlgorithm::Exchange}, {"chain", HostAlgorithm::Chain}});

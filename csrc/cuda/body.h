@@ -71,6 +71,9 @@ SYNCENGINE_BOTH void set_word(uint32_t* word, uint32_t value) {
 SYNCENGINE_BOTH void tell_mismatch(uint32_t* words, int peer, uint32_t theirs, uint32_t own) {
   set_word(words + 1, theirs);
   set_word(words + 2, own);
+#ifdef __CUDA_ARCH__
+  __threadfence_system();
+#endif
   set_word(words, 1 + static_cast<uint32_t>(peer));  // last: it is what the watchdog looks for
 }
 
@@ -125,11 +128,13 @@ struct PackReduction {
 
   Pack loaded[kHeld];
 
-  SYNCENGINE_BOTH void load(const ReduceArgs& args, size_t v) {
+  template <class Args>
+  SYNCENGINE_BOTH void load(const Args& args, size_t v) {
     SYNCENGINE_UNROLL
     for (int s = 0; s < kHeld; ++s) loaded[s] = in<Pack>(args, s)[v];
   }
-  SYNCENGINE_BOTH void finish_into(const ReduceArgs& args, size_t v) {
+  template <class Args>
+  SYNCENGINE_BOTH void finish_into(const Args& args, size_t v) {
     Value values[kLanes];
     take_first(values, loaded[0]);
     SYNCENGINE_UNROLL
@@ -155,8 +160,8 @@ struct PackReduction {
   }
 };
 
-template <class Element, class Op, kernels::Rounding kRounding>
-SYNCENGINE_BOTH void reduce_element(const ReduceArgs& args, size_t i) {
+template <class Element, class Op, kernels::Rounding kRounding, class Args>
+SYNCENGINE_BOTH void reduce_element(const Args& args, size_t i) {
   using Stored = typename Element::Stored;
   auto value = Element::widen(in<Stored>(args, 0)[i]);
   for (int s = 1; s < args.source_count; ++s)
@@ -166,14 +171,15 @@ SYNCENGINE_BOTH void reduce_element(const ReduceArgs& args, size_t i) {
 }
 
 // This thread's share of a reduction; `threads` of them do all of it. kSources: how many sources, 0 for any number.
-template <class Element, class Op, kernels::Rounding kRounding, int kSources>
-SYNCENGINE_BOTH void reduce_share(const ReduceArgs& args, size_t thread, size_t threads) {
+// Args: ReduceArgs, or what has its counts, its scale, and in() and out() of its own.
+template <class Element, class Op, kernels::Rounding kRounding, int kSources, class Args>
+SYNCENGINE_BOTH void reduce_share(const Args& args, size_t thread, size_t threads) {
   constexpr size_t kLanes = 16 / sizeof(typename Element::Stored);
   // Enough loads in flight to keep the memory busy from few blocks, and few enough to stay in registers.
   constexpr int kUnroll = kSources == 0 ? 2 : kSources >= 8 ? 1 : 8 / kSources;
   bool packed = true;
-  for (int s = 0; s < args.source_count; ++s) packed &= is_packed(args.sources[s]);
-  for (int d = 0; d < args.destination_count; ++d) packed &= is_packed(args.destinations[d]);
+  for (int s = 0; s < args.source_count; ++s) packed &= is_packed(in<Pack>(args, s));
+  for (int d = 0; d < args.destination_count; ++d) packed &= is_packed(out<Pack>(args, d));
   const size_t vectors = packed ? args.count / kLanes : 0;
   size_t v = thread;
   for (; v + (kUnroll - 1) * threads < vectors; v += kUnroll * threads) {
@@ -197,9 +203,10 @@ SYNCENGINE_BOTH void poison_bytes(void* memory, size_t bytes, size_t thread, siz
   for (size_t i = thread; i < bytes; i += threads) data[i] = 0xff;
 }
 
-SYNCENGINE_BOTH void poison_share(const ReduceArgs& args, size_t element_bytes, size_t thread, size_t threads) {
+template <class Args>
+SYNCENGINE_BOTH void poison_share(const Args& args, size_t element_bytes, size_t thread, size_t threads) {
   for (int d = 0; d < args.destination_count; ++d)
-    poison_bytes(args.destinations[d], args.count * element_bytes, thread, threads);
+    poison_bytes(out<unsigned char>(args, d), args.count * element_bytes, thread, threads);
 }
 
 SYNCENGINE_BOTH void copy_run(void* destination, const void* source, size_t bytes, size_t thread, size_t threads) {

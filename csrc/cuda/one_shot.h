@@ -75,17 +75,24 @@ inline
   return Arrival::Bad;
 }
 
-// This block's part as a reduction of what the slots hold.
-SYNCENGINE_BOTH ReduceArgs one_shot_reduction(const OneShotArgs& args, size_t begin, size_t length, uint32_t epoch,
-                                              size_t element) {
-  ReduceArgs reduce;
-  reduce.source_count = args.world;
-  reduce.destination_count = 1;
-  reduce.count = length / element;
-  reduce.scale = args.scale;
-  for (int rank = 0; rank < args.world; ++rank) reduce.sources[rank] = args.areas[rank]->slots[epoch & 1] + begin;
-  reduce.destinations[0] = static_cast<unsigned char*>(args.output) + begin;
-  return reduce;
+// A block's part as a reduction of what the slots hold. Not ReduceArgs: as long a list on every thread's stack costs the device
+// hundreds of megabytes, and a wait for all of it when the first such kernel starts.
+struct OneShotPart {
+  const OneShotArgs& call;
+  uint32_t half;  // of the slots
+  size_t begin;   // bytes
+  size_t count;   // elements
+  int source_count = call.world, destination_count = 1;
+  double scale = call.scale;
+};
+
+template <class Stored>
+SYNCENGINE_BOTH const Stored* in(const OneShotPart& part, int s) {
+  return reinterpret_cast<const Stored*>(part.call.areas[s]->slots[part.half] + part.begin);
+}
+template <class Stored>
+SYNCENGINE_BOTH Stored* out(const OneShotPart& part, int) {
+  return reinterpret_cast<Stored*>(static_cast<unsigned char*>(part.call.output) + part.begin);
 }
 
 }  // namespace syncengine::cuda

@@ -14,6 +14,7 @@ class Sequence {
       : operation_(operation), site_(site), route_(route), fingerprint_(fingerprint), steps_(steps) {}
 
   void run() {
+    if (route_.ring) return run_ring();
     const size_t block = operation_.collective == Collective::Barrier ? 0 : block_bytes(operation_);
     const size_t chunk = direct() ? std::max<size_t>(block, 1)
                                   : chunk_bytes(operation_.collective, route_.path, site_.world, site_.slot_bytes, 0);
@@ -54,6 +55,46 @@ class Sequence {
     }
     pull();
     if (!looked_) look();
+  }
+
+  // Each rank reads from the next one alone: first the sums of the ring's chunks so far, to which it adds its own contribution,
+  // then the results. In W - 1 turns of each; every rank's part of the links is used in every turn.
+  void run_ring() {
+    const int world = site_.world, next = (site_.rank + 1) % world;
+    const size_t element = element_size(operation_.dtype), bytes = operation_.input.bytes();
+    const size_t chunk = ring_cut(bytes, element, world).chunk;
+    auto begin_of = [&](int index) { return std::min(bytes, chunk * (index % world)); };
+    auto length_of = [&](int index) { return std::min(chunk, bytes - begin_of(index)); };
+    for (int turn = 1; turn < 2 * world - 1; ++turn) {
+      exchange(next_set(), false);
+      looked_ = false;
+      const bool reduces = turn < world;
+      const int index = site_.rank + (reduces ? turn + 1 : turn - world + 1);
+      if (reduces) {
+        add_own(next, begin_of(index), length_of(index), turn == world - 1 ? operation_.postscale : 1.0);
+      } else {
+        fetch(next, begin_of(index), length_of(index));
+      }
+      if (!looked_) look();
+    }
+    exchange(2, /*last=*/true);  // the rank before has read
+  }
+
+  void add_own(int from, size_t begin, size_t length, double scale) {
+    operation_.input.for_each(begin, length, [&](std::byte* own, size_t offset, size_t bytes) {
+      ReduceArgs args{.source_count = 2, .destination_count = 1, .scale = scale, .gate = gate()};
+      args.count = bytes / element_size(operation_.dtype);
+      args.sources[0] = at(from, begin + offset);
+      args.sources[1] = args.destinations[0] = own;
+      steps_.reduce({.dtype = operation_.dtype, .op = operation_.op, .rounding = kernels::Rounding::EveryHop}, args);
+    });
+  }
+
+  void fetch(int from, size_t begin, size_t length) {
+    operation_.output.for_each(begin, length, [&](std::byte* own, size_t offset, size_t bytes) {
+      add_piece(own, at(from, begin + offset), bytes, /*gated=*/true);
+    });
+    flush(/*gated=*/true);
   }
 
   int next_set() { return set_ == 0 ? 1 : 0; }
@@ -184,11 +225,6 @@ class Sequence {
   bool looked_ = false;
 };
 
-bool fits_one_kernel(const Operation& operation, const Site& site, const Route& route) {
-  return route.path == Path::OneShot && !site.areas.empty() && operation.numerics != Numerics::Ring &&
-         operation.prescale == 1.0 && operation.input.spans().size() == 1 && operation.input.bytes() <= kOneShotBytes;
-}
-
 void run_one_shot(const Operation& operation, const Site& site, uint32_t fingerprint, Steps& steps) {
   OneShotArgs args{};
   std::copy(site.areas.begin(), site.areas.end(), args.areas);
@@ -217,6 +253,12 @@ uint32_t fingerprint(const Operation& operation, Path path, uint64_t place) {
         kernels::bits_as<uint64_t>(operation.postscale)})
     mix(value);
   return (static_cast<uint32_t>(hash ^ (hash >> 32)) | kArrived) & ~1u;
+}
+
+bool fits_one_kernel(const Operation& operation, const Site& site, const Route& route) {
+  return route.path == Path::OneShot && operation.collective == Collective::AllReduce && !site.areas.empty() &&
+         operation.numerics != Numerics::Ring && operation.prescale == 1.0 && operation.input.spans().size() == 1 &&
+         operation.input.bytes() <= kOneShotBytes;
 }
 
 void run_sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint,

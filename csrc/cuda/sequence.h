@@ -50,10 +50,14 @@ struct Site {
 struct Route {
   Path path = Path::Staged;
   std::vector<SpanList> memories = {};  // direct only: of each rank, the operation's input
+  bool ring = false;  // direct only, an all-reduce in place with Numerics::Ring: from neighbour to neighbour
 };
 
 // What peers compare before they use a byte: everything that must agree. Never kReleased; has kArrived.
 uint32_t fingerprint(const Operation& operation, Path path, uint64_t place);
+
+// An all-reduce that one kernel can do, if the route is Path::OneShot.
+bool fits_one_kernel(const Operation& operation, const Site& site, const Route& route);
 
 void run_sequence(const Operation& operation, const Site& site, const Route& route, uint32_t fingerprint, Steps& steps);
 

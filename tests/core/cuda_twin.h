@@ -15,7 +15,8 @@
 namespace syncengine::testing {
 
 // A kernel by its bodies, as a grid of `threads` that run one after the other.
-inline void run_reduce(const kernels::Reduction& reduction, const cuda::ReduceArgs& args, int threads = 3) {
+template <class Args>
+void run_reduce(const kernels::Reduction& reduction, const Args& args, int threads = 3) {
   cuda::visit_instance(reduction.dtype, reduction.op, reduction.rounding, args.source_count, [&](auto instance) {
     using I = decltype(instance);
     for (int thread = 0; thread < threads; ++thread)
@@ -94,9 +95,9 @@ class TwinSteps : public cuda::Steps {
       good &= arrival == cuda::Arrival::Here;
     }
     const size_t element = element_size(reduction.dtype);
-    const auto reduce = cuda::one_shot_reduction(args, begin, length, epoch, element);
-    if (good) return run_reduce(reduction, reduce);
-    cuda::poison_share(reduce, element, 0, 1);
+    const cuda::OneShotPart mine{args, epoch & 1, begin, length / element};
+    if (good) return run_reduce(reduction, mine);
+    cuda::poison_share(mine, element, 0, 1);
   }
 
   void step(std::function<void()> run) {

@@ -39,8 +39,10 @@ void GpuRank::put(void* memory, const std::vector<std::byte>& content) {
   cuda::check(cudaMemcpyAsync(memory, content.data(), content.size(), cudaMemcpyHostToDevice, stream_), "copying in");
 }
 
+// A copy to pageable memory that waits for its stream may keep the process's other threads, which are peers, from launching.
 std::vector<std::byte> GpuRank::get(const void* memory, size_t bytes) {
   std::vector<std::byte> content(bytes);
+  wait();
   if (bytes > 0)
     cuda::check(cudaMemcpyAsync(content.data(), memory, bytes, cudaMemcpyDeviceToHost, stream_), "copying out");
   wait();
@@ -51,7 +53,7 @@ void GpuRank::wait() { cuda::check(cudaStreamSynchronize(stream_), "waiting for 
 
 Replay::Replay(GpuRank& gpu, const std::function<void()>& step) : stream_(gpu.stream()) {
   CHECK(!cuda::is_capturing(stream_));
-  cuda::check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal), "beginning a capture");
+  cuda::check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "beginning a capture");
   CHECK(cuda::is_capturing(stream_));
   step();
   cuda::check(cudaStreamEndCapture(stream_, &graph_), "ending a capture");

@@ -15,6 +15,8 @@ namespace {
 
 // Half of a rank's staging memory. Large, since each chunk costs two exchanges; not yet measured on a GPU.
 constexpr size_t kSlotBytes = 16 << 20;
+// Up to here a kernel that waits for its peers beats three exchanges. Beyond, a wait should hold no multiprocessor.
+constexpr size_t kTinyBytes = 16 << 10;
 constexpr int kBlocks = 16;  // the rest of the device is the model's
 constexpr auto kPatience = std::chrono::seconds(2);
 
@@ -25,6 +27,12 @@ std::vector<std::unique_ptr<PinnedMapping>> pin(const SharedPages& pages, int ra
   for (int rank = 0; rank < ranks; ++rank)
     pinned.push_back(std::make_unique<PinnedMapping>(pages.of(rank), pages.bytes()));
   return pinned;
+}
+
+// Floats alone: a sum to which a rank that has failed contributed ones in all bits is NaN, where integers would look like a result.
+bool can_go_around(const Operation& operation, int world) {
+  return world > 1 && operation.collective == Collective::AllReduce && operation.numerics == Numerics::Ring &&
+         is_floating(operation.dtype) && operation.input.at(0) == operation.output.at(0);
 }
 
 }  // namespace
@@ -98,25 +106,30 @@ void RealDeviceGroup::run(const Operation& operation, void* stream) {
   run_sequence(operation, site_, choice.route, mark, steps);
   ++counters_["operations"];
   const char* const names[] = {"one_shot_bytes", "staged_bytes", "direct_bytes"};
-  counters_[names[static_cast<int>(choice.route.path)]] += operation.input.bytes();
+  counters_[choice.route.ring ? "ring_bytes" : names[static_cast<int>(choice.route.path)]] += operation.input.bytes();
 }
 
 RealDeviceGroup::Choice RealDeviceGroup::choose(const Operation& operation) {
   Choice choice;
   choice.route.memories.resize(site_.world);
-  const bool allowed = communicator_->algorithm() == Algorithm::Auto || communicator_->algorithm() == Algorithm::Direct;
-  bool direct = allowed && !host_staging_ && operation.prescale == 1.0 && operation.input.bytes() > 0;
+  const Algorithm algorithm = communicator_->algorithm();
+  const bool by_size = algorithm == Algorithm::Auto || algorithm == Algorithm::Ring;
+  const Route one_kernel{.path = Path::OneShot};
+  if (by_size && operation.input.bytes() <= kTinyBytes && fits_one_kernel(operation, site_, one_kernel) &&
+      !fakes_arrivals())
+    return {.route = one_kernel};
+  bool direct = algorithm != Algorithm::Staged && algorithm != Algorithm::OneShot && !host_staging_ &&
+                operation.prescale == 1.0 && operation.input.bytes() > 0;
   {
     std::lock_guard lock(segments_->mutex);
     for (const Span& span : operation.input.spans()) direct = direct && find(span, choice);
   }
   if (direct) {
     choice.route.path = Path::Direct;
+    choice.route.ring = algorithm == Algorithm::Ring && can_go_around(operation, site_.world);
     return choice;
   }
-  const Algorithm algorithm = communicator_->algorithm();
-  const bool small =
-      algorithm == Algorithm::OneShot || (algorithm == Algorithm::Auto && operation.input.bytes() <= kOneShotBytes);
+  const bool small = algorithm == Algorithm::OneShot || (by_size && operation.input.bytes() <= kOneShotBytes);
   const bool one_shot = small && operation.collective == Collective::AllReduce && !fakes_arrivals();
   return {.route = {.path = one_shot ? Path::OneShot : Path::Staged}};
 }

@@ -96,11 +96,11 @@ __global__ void __launch_bounds__(kThreads) one_shot_kernel(const __grid_constan
     set_word(&args.control->waiting, 0);
     set_word(&args.control->progress, get_word(&args.control->progress) + 1);
   }
-  const ReduceArgs reduce = one_shot_reduction(args, begin, length, epoch, sizeof(typename Element::Stored));
+  const OneShotPart part_of_all{args, epoch & 1, begin, length / sizeof(typename Element::Stored)};
   if (open) {
-    reduce_share<Element, Op, kRounding, kSources>(reduce, threadIdx.x, kThreads);
+    reduce_share<Element, Op, kRounding, kSources>(part_of_all, threadIdx.x, kThreads);
   } else {
-    poison_share(reduce, sizeof(typename Element::Stored), threadIdx.x, kThreads);
+    poison_share(part_of_all, sizeof(typename Element::Stored), threadIdx.x, kThreads);
   }
 }
 

@@ -45,11 +45,16 @@ uint32_t pattern(int rank, size_t i) { return static_cast<uint32_t>((i + 1) * 26
 }  // namespace
 
 UseDevice::UseDevice(int device) {
-  check(cudaGetDevice(&before_), "asking for the current device");
-  if (before_ != device) check(cudaSetDevice(device), "choosing a device");
+  int before = device;
+  check(cudaGetDevice(&before), "asking for the current device");
+  if (before == device) return;
+  check(cudaSetDevice(device), "choosing a device");
+  before_ = before;
 }
 
-UseDevice::~UseDevice() { cudaSetDevice(before_); }
+UseDevice::~UseDevice() {
+  if (before_ >= 0) cudaSetDevice(before_);
+}
 
 DeviceMemory::DeviceMemory(size_t bytes) : bytes_(bytes) {
   void* memory = nullptr;
@@ -74,8 +79,12 @@ DeviceMemory::~DeviceMemory() {
 std::shared_ptr<void> hold(std::unique_ptr<DeviceMemory> memory, int device) {
   std::byte* data = memory->data();
   return {data, [memory = std::shared_ptr(std::move(memory)), device](void*) mutable {
-            const UseDevice use(device);
-            memory.reset();
+            try {
+              const UseDevice use(device);
+              memory.reset();
+            } catch (const Error&) {  // at exit CUDA may be gone, and the memory with it
+              new auto(std::move(memory));
+            }
           }};
 }
 

@@ -82,7 +82,7 @@ size_t HostLane::cut(uint64_t operation, Active& active) {
     active.path = Path::Direct;
     active.spans = {asked.input};
   } else if (active.in_arena && group_.size > 1 && asked.collective != Collective::AllGather &&
-             (algorithm_ == Algorithm::Auto || algorithm_ == Algorithm::Direct)) {
+             algorithm_ != Algorithm::Staged && algorithm_ != Algorithm::OneShot) {
     active.path = Path::Direct;
     if (!find_peers_spans(operation, active)) return 0;
   }

@@ -18,6 +18,8 @@ size_t free_memory() {
 
 }  // namespace
 
+constexpr size_t kCount = 5000;  // floats: too many for one kernel
+
 // What is dropped by all is given back; a closed group keeps nothing.
 TEST(gpu_memory_is_given_back) {
   const auto ends =
@@ -30,11 +32,11 @@ TEST(gpu_memory_is_given_back) {
                                  for (int round = 0; round < 50; ++round) {
                                    auto memory = gpu.group().allocate(1 << 20, {});
                                    auto* data = static_cast<std::byte*>(memory.get());
-                                   gpu.put(data, floats(1000, static_cast<float>(rank)));
-                                   gpu.run(testing::all_reduce_of(data, 4000, DType::Float32));
-                                   CHECK(gpu.get(data, 4000) == floats(1000, 1));
+                                   gpu.put(data, floats(kCount, static_cast<float>(rank)));
+                                   gpu.run(testing::all_reduce_of(data, 4 * kCount, DType::Float32));
+                                   CHECK(gpu.get(data, 4 * kCount) == floats(kCount, 1));
                                  }
-                                 CHECK_EQ(gpu.group().counters().at("direct_bytes"), uint64_t{50 * 4000});
+                                 CHECK_EQ(gpu.group().counters().at("direct_bytes"), uint64_t{50 * 4 * kCount});
                                  CHECK(before - free_memory() < (40 << 20));  // staging, and one or two of these
                                }
                                CHECK_EQ(free_memory(), before);

@@ -313,7 +313,7 @@ const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef symbolic,
 }
 
 at::Tensor& copy_(at::Tensor& to, const at::Tensor& from,
-                  bool /*non_blocking: as from and to memory that is not pinned*/) {
+                  bool non_blocking /*without effect on copies to memory that is not pinned*/) {
   if (to.is_same(from)) return to;
   const at::Tensor source = from.sizes() == to.sizes() ? from : from.expand(to.sizes());
   if (from.is_cuda() && to.is_cuda()) {
@@ -323,7 +323,9 @@ at::Tensor& copy_(at::Tensor& to, const at::Tensor& from,
     enqueue(stream, [alias, other_alias] { alias.copy_(other_alias); });
   } else if (to.is_cuda()) {
     const at::Tensor alias = on_host(to), now = from.detach().clone();
-    enqueue(current_stream(to.device().index()), [alias, now] { alias.copy_(now); });
+    const c10::Stream stream = current_stream(to.device().index());
+    enqueue(stream, [alias, now] { alias.copy_(now); });
+    if (!non_blocking) synchronize(stream);
   } else {
     synchronize(current_stream(from.device().index()));
     at::Tensor(to.detach()).copy_(on_host(source));
