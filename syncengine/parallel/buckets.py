@@ -83,11 +83,15 @@ class BucketPlanner:
         return self._assign(order, self.caps)
 
     def _assign(self, order: Sequence[int], caps: Sequence[int]) -> Plan:
-        """Cuts ``order`` into buckets of one dtype, each closed as soon as it holds its cap."""
+        """Cuts ``order`` into buckets of one dtype, each closed as soon as it holds its cap.
+
+        In the order in which they fill. torch has that of a hash table, for what its caps have left open: one that
+        depends on the number of the device, and so on the rank.
+        """
         tensors = [self.parameters[i] for i in order]
         sparse = [self.sparse[i] for i in order]
         plan = dist._compute_bucket_assignment_by_size(tensors, list(caps), sparse, list(range(len(order))))[0]
-        return [[order[i] for i in bucket] for bucket in plan]
+        return [[order[i] for i in bucket] for bucket in sorted(plan, key=max)]
 
 
 def sparse_parameters(module: torch.nn.Module, parameters: Sequence[torch.Tensor]) -> list[bool]:
