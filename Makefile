@@ -85,12 +85,11 @@ arm-check:
 cuda-check:
 	$(MAKE) --no-print-directory -C tests/core -j$(shell nproc) cuda-check
 
-# Without the bits of every dtype, op, size and world, which cuda-check looks at too: minutes here.
 cuda-torch-check: $(if $(shell command -v nvcc),build-for-tests)
 	$(if $<,,@echo "cuda-torch-check: skipped; install nvcc (CUDA 12.8 or later)")
 	$(if $<,$(MAKE) --no-print-directory -C tests/cuda/torch -j$(shell nproc) PYTHON=$(abspath $(PY)))
 	$(if $<,SYNCENGINE_TEST_CUDA=software PYTHONPATH=tests $(PY) -m pytest -q -m gpu --noconftest -p no:cacheprovider \
-	  -p software_torch --numprocesses 2 --dist loadfile -k "not bits_of_the_oracle" tests/test_cuda*.py)
+	  -p software_torch --numprocesses 2 --dist loadfile tests/test_cuda*.py)
 
 # With whatever python3 and torch are there, in place: a GPU machine often reaches no package index. `make -k gpu` goes on after
 # a failure. With pytest-xdist four tests run at a time: most of their time is that of processes that import torch.

@@ -104,6 +104,14 @@ def needs_a_gpu_each(ranks: int) -> None:
         pytest.skip(f"NCCL needs a GPU for each of {ranks} ranks")
 
 
+def seeing(devices: int) -> dict[str, str]:
+    """The environment of processes that see so many devices; skips the test where there are fewer."""
+    if not SOFTWARE and torch.cuda.device_count() < devices:
+        pytest.skip(f"needs {devices} GPUs, {torch.cuda.device_count()} are visible")
+    visible = None if SOFTWARE else os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {"CUDA_VISIBLE_DEVICES": ",".join((visible or "0,1,2,3,4,5,6,7").split(",")[:devices])}
+
+
 def in_process(rank: int, body: Callable[[int], Any], results: Any) -> None:
     """What a process of run_processes does."""
     torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -1,6 +1,7 @@
-"""Collectives on CUDA tensors: bits of the CPU engine, streams, graphs, faults. Skipped where there is no GPU.
+"""Collectives on CUDA tensors: streams, graphs, faults, conversions. Skipped where there is no GPU.
 
-`make gpu` runs them with the present torch, without conftest.py and what it needs.
+`make gpu` runs them with the present torch, without conftest.py and what it needs. What results are is in
+test_cuda_conformance.py.
 """
 
 import os
@@ -9,67 +10,15 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
-from cuda_ranks import SOFTWARE, alone, marked, run_processes, run_threads, why_no_gpu
+from cuda_ranks import TIMEOUT, alone, marked, run_processes, run_threads, why_no_gpu
+from test_cuda_conformance import same, values
 
 import syncengine
-from syncengine.errors import InvalidUsage, SyncError
-
-LARGE = 300_000 if SOFTWARE else 5_000_000  # that device is slow, and tests/cuda looks at large tensors there
-SIZES = [0, 1, 3, 1000, 100_003, LARGE]
-FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8]
-
-
-def values(rank, size, dtype, seed=0):
-    """The same on CPU and GPU: subnormals, infinities and NaN among the floating ones."""
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    if not dtype.is_floating_point:
-        return torch.randint(0, 100, (size,), generator=generator).to(dtype)
-    exponents = torch.randint(-30, 15, (size,), generator=generator).float()
-    tensor = (torch.randn(size, generator=generator) * exponents.exp2()).to(dtype)
-    if size > 1000:
-        tensor[rank * 7] = float("inf")
-        tensor[500] = float("nan") if rank == 1 else 1.0
-    return tensor
-
-
-def reduced(world, size, dtype, op, seed=0):
-    """In rank order; 16-bit floats in float32. An oracle that shares nothing with the engine."""
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    total = values(0, size, dtype, seed).to(wide)
-    for rank in range(1, world):
-        part = values(rank, size, dtype, seed).to(wide)
-        total = {"min": torch.minimum, "max": torch.maximum, "product": torch.mul}.get(op, torch.add)(total, part)
-    if op == "avg":
-        total = total * (1.0 / world)
-    return total.to(dtype)
-
-
-def same(a, b):
-    return torch.equal(a.nan_to_num(nan=1.5), b.nan_to_num(nan=1.5)) and torch.equal(a.isnan(), b.isnan())
-
-
-def all_reduce_everything(rank, communicator, world, algorithm):
-    for dtype in FLOATS + INTEGERS:
-        for op in ["sum", "product", "min", "max"] + (["avg"] if dtype.is_floating_point else []):
-            for size in SIZES if op in ("sum", "avg") else SIZES[:4]:
-                if algorithm == "direct":
-                    tensor = communicator.empty([size], dtype, torch.device("cuda"))
-                else:
-                    tensor = torch.empty(size, dtype=dtype, device="cuda")
-                tensor.copy_(values(rank, size, dtype))
-                communicator.all_reduce(tensor, op)
-                assert same(tensor.cpu(), reduced(world, size, dtype, op)), (dtype, op, size)
-
-
-@marked
-@pytest.mark.parametrize("algorithm", ["auto", "staged", "one_shot", "direct"])
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-def test_all_reduce_has_the_bits_of_the_oracle(world, algorithm):
-    run_threads(world, lambda rank, c: all_reduce_everything(rank, c, world, algorithm), algorithm=algorithm)
+from syncengine.errors import InvalidUsage, SyncError, Timeout
 
 
 def every_half(rank, communicator):
@@ -87,57 +36,6 @@ def every_half(rank, communicator):
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 def test_conversions_have_the_bits_of_the_cpu_engine(numerics):
     run_threads(3, every_half, numerics=numerics)
-
-
-def compare_with_cpu(rank, communicator):
-    for seed, size in enumerate([1, 4095, 300_000, LARGE + 1]):
-        for dtype in (torch.float32, torch.bfloat16):
-            on_cpu = values(rank, size, dtype, seed)
-            on_gpu = on_cpu.cuda()
-            communicator.all_reduce(on_cpu, "avg")
-            communicator.all_reduce(on_gpu, "avg")
-            assert same(on_gpu.cpu(), on_cpu), (size, dtype)
-
-
-@marked
-@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
-@pytest.mark.parametrize("world", [2, 3, 8])
-def test_gpu_and_cpu_ranks_give_the_same_bits(world, numerics):
-    run_threads(world, compare_with_cpu, numerics=numerics)
-
-
-def other_collectives(rank, communicator):
-    world = communicator.size
-    for size in SIZES:
-        for memory in ("any", "empty"):
-
-            def make(count, memory=memory):
-                if memory == "empty":
-                    return communicator.empty([count], torch.float32, torch.device("cuda"))
-                return torch.empty(count, device="cuda")
-
-            tensor = make(size).copy_(values(rank, size, torch.float32))
-            communicator.broadcast(tensor, world - 1)
-            assert same(tensor.cpu(), values(world - 1, size, torch.float32))
-
-            part = make(size).copy_(values(rank, size, torch.float32))
-            whole = make(size * world)
-            communicator.all_gather(whole, part)
-            expected = torch.cat([values(peer, size, torch.float32) for peer in range(world)])
-            assert same(whole.cpu(), expected)
-
-            scattered = make(size)
-            whole.copy_(values(rank, size * world, torch.float32))
-            communicator.reduce_scatter(scattered, whole)
-            expected = reduced(world, size * world, torch.float32, "sum")[rank * size : (rank + 1) * size]
-            assert same(scattered.cpu(), expected)
-    communicator.barrier(device=torch.device("cuda"))
-
-
-@marked
-@pytest.mark.parametrize("world", [2, 3, 8])
-def test_other_collectives(world):
-    run_threads(world, other_collectives)
 
 
 def late_and_in_turns(rank, communicator):
@@ -165,6 +63,67 @@ def late_and_in_turns(rank, communicator):
 @pytest.mark.parametrize("world", [2, 4])
 def test_streams_and_delays(world):
     run_threads(world, late_and_in_turns)
+
+
+def queued_before_the_peer_comes(met, rank, communicator):
+    """Rank 1 makes each call when rank 0 has seen that its own, and what is queued behind it, wait on the device."""
+    tensor = torch.full((100_000,), rank + 1.0, device="cuda")
+    own, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    communicator.barrier(device=tensor.device)  # connects
+    own.synchronize()
+
+    if rank == 1:
+        met.wait(TIMEOUT)
+    communicator.barrier(device=tensor.device)
+    if rank == 0:
+        assert not own.query(), "the stream does not wait"
+        met.wait(TIMEOUT)
+    own.synchronize()
+
+    if rank == 1:
+        met.wait(TIMEOUT)
+    work = communicator.all_reduce(tensor, async_op=True)
+    with torch.cuda.stream(other):
+        work.wait()
+        doubled = tensor * 2
+    if rank == 0:
+        assert not work.is_completed() and work.exception() is None
+        assert not other.query(), "the stream that was current does not wait"
+        own.synchronize()  # and no other one
+        met.wait(TIMEOUT)
+    work.wait(timeout=TIMEOUT)
+    assert work.is_completed() and work.exception() is None
+    assert tensor.eq(3.0).all()
+    other.synchronize()
+    assert doubled.eq(6.0).all()
+
+
+@marked
+def test_barriers_and_works_hold_up_streams_and_not_the_host():
+    run_threads(2, partial(queued_before_the_peer_comes, threading.Barrier(2)))
+
+
+def waited_for_too_long(met, rank, communicator):
+    tensor = torch.ones(100_000, device="cuda")
+    communicator.barrier(device=tensor.device)  # connects
+    if rank == 0:
+        work = communicator.all_reduce(tensor, async_op=True)
+        for wait in (partial(work.wait, timeout=0.1), work.wait):
+            with pytest.raises(Timeout, match=r"Work.wait\(timeout\): a CUDA collective has not ended in time"):
+                wait()
+        assert isinstance(work.exception(), Timeout)
+        deadline = time.monotonic() + TIMEOUT
+        while not work.is_completed():
+            assert time.monotonic() < deadline
+        assert tensor.isnan().all()
+    met.wait(TIMEOUT)
+    with pytest.raises(SyncError, match=r"Work.wait\(timeout\)"):
+        communicator.all_reduce(tensor)
+
+
+@marked
+def test_a_limit_that_has_passed_is_everyones_error():
+    run_threads(2, partial(waited_for_too_long, threading.Barrier(2)))
 
 
 def dropped_at_once(rank, communicator):
@@ -283,10 +242,8 @@ def test_memory_is_given_back():
 # ---- processes ----
 
 
-def train_on_bits(rank):
+def some_of_the_ranks(rank):
     communicator = syncengine.init(timeout=60)
-    compare_with_cpu(rank, communicator)
-    other_collectives(rank, communicator)
     half = communicator.split([0, 1] if rank < 2 else [])
     if half is not None:
         tensor = torch.full((1000,), float(rank + 1), device="cuda")
@@ -297,9 +254,8 @@ def train_on_bits(rank):
 
 
 @marked
-@pytest.mark.parametrize("world", [2, 3])
-def test_processes_on_however_many_gpus(world):
-    assert run_processes(world, train_on_bits) == ["good"] * world
+def test_groups_of_some_ranks():
+    assert run_processes(3, some_of_the_ranks) == ["good"] * 3
 
 
 def against_gloo(rank):

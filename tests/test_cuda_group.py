@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 from cuda_ranks import marked, needs_a_gpu_each, run_processes
 from cuda_training import batch, job
-from models.workload import same_bits
 from parallel_models import Mlp
-from test_cuda import compare_with_cpu, other_collectives, same, values
+from test_cuda_conformance import NUMERICS, conformance, same, values
+from test_cuda_equality import differ
 from test_cuda_hosts import FAULTS, RUNS, check_survivor, live_on
-from test_cuda_parallel import averages_on_streams, check_average, exact_average, host_runs_ahead, train
+from test_cuda_parallel import averages_on_streams, check_average, exact_average, host_runs_ahead
 from test_cuda_parallel_faults import suffers
-from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 from syncengine.errors import SyncError
@@ -51,38 +50,17 @@ def went_by_the_group(communicator: syncengine.Communicator) -> str:
 # ---- bits ----
 
 
-def compare_others_with_cpu(rank: int, communicator: syncengine.Communicator) -> None:
-    """Each collective, op and kind of dtype, in the communicator's numerics."""
-    world = communicator.size
-    for seed, count in enumerate([1, 37, 40_000]):
-        for dtype in (torch.float32, torch.float16, torch.int16, torch.uint8):
-            for op in ("sum", "product", "min", "max"):
-                on_cpu = values(rank, count, dtype, seed)
-                on_gpu = on_cpu.cuda()
-                communicator.all_reduce(on_cpu, op)
-                communicator.all_reduce(on_gpu, op)
-                assert same(on_gpu.cpu(), on_cpu), ("all_reduce", count, dtype, op)
-                whole, part = values(rank, count * world, dtype, seed), torch.empty(count, dtype=dtype)
-                on_gpu = part.cuda()
-                communicator.reduce_scatter(part, whole, op)
-                communicator.reduce_scatter(on_gpu, whole.cuda(), op)
-                assert same(on_gpu.cpu(), part), ("reduce_scatter", count, dtype, op)
-
-
 def gives_the_cpus_bits(rank: int) -> str:
     init_group(rank)
     communicator = syncengine.init(numerics=os.environ["NUMERICS"], timeout=60.0)
-    compare_with_cpu(rank, communicator)
-    compare_others_with_cpu(rank, communicator)
-    if communicator.numerics == "rank_order":  # as its oracle
-        other_collectives(rank, communicator)
+    conformance(communicator, "group")
     outcome = went_by_the_group(communicator)
     syncengine.shutdown()
     return outcome
 
 
 @marked
-@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+@pytest.mark.parametrize("numerics", NUMERICS)
 @pytest.mark.parametrize("hosts", ["ab", "aab", "abba"])
 def test_gpu_and_cpu_ranks_give_the_same_bits(hosts: str, numerics: str):
     assert run(hosts, gives_the_cpus_bits, {"NUMERICS": numerics}) == ["good"] * len(hosts)
@@ -93,14 +71,14 @@ def adds_by_hosts(rank: int) -> str:
     init_group(rank)
     hosts = os.environ["HOSTS"]
     communicator = syncengine.init(numerics="fast", timeout=60.0)
-    for seed, size in enumerate([1, 4095, 300_000]):
+    for size in (1, 4095, 300_000):
         for dtype in (torch.float32, torch.bfloat16):
             sums = []
             for host in dict.fromkeys(hosts):
-                parts = [values(r, size, dtype, seed).float() for r in range(len(hosts)) if hosts[r] == host]
+                parts = [values(r, size, dtype).float() for r in range(len(hosts)) if hosts[r] == host]
                 sums.append(functools.reduce(torch.add, parts).to(dtype).float())
             expected = (functools.reduce(torch.add, sums) / len(hosts)).to(dtype)
-            tensor = values(rank, size, dtype, seed).cuda()
+            tensor = values(rank, size, dtype).cuda()
             communicator.all_reduce(tensor, "avg")
             assert same(tensor.cpu(), expected), (size, dtype)
     outcome = went_by_the_group(communicator)
@@ -143,11 +121,7 @@ def test_large_tensors():
 def trains_as_ddp(rank: int) -> list[str]:
     init_group(rank)
     with job():
-        return [
-            str(run)
-            for run in RUNS
-            if not all(map(same_bits, train(syncengine.Parallel, run), train(DistributedDataParallel, run)))
-        ] or [went_by_the_group(syncengine.init())]
+        return differ(RUNS) or [went_by_the_group(syncengine.init())]
 
 
 @marked

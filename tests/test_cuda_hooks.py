@@ -20,15 +20,8 @@ from cuda_training import batch, job
 from models.workload import same_bits
 from parallel_models import CAP, Mlp
 from test_comm_hooks import TORCH_HOOKS, with_hook
-from test_cuda_parallel import (
-    LONG,
-    Run,
-    averages_on_streams,
-    check_average,
-    exact_average,
-    local_gradients,
-    train,
-)
+from test_cuda_equality import Run, train
+from test_cuda_parallel import LONG, averages_on_streams, check_average, exact_average, local_gradients
 from test_sparse_gradients import Tables, ids
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

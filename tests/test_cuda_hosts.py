@@ -16,10 +16,10 @@ from cuda_ranks import marked, run_processes
 from cuda_training import batch, graph_step, job
 from models.workload import same_bits
 from parallel_models import CAP, Mlp
-from test_cuda import compare_with_cpu, other_collectives
-from test_cuda_parallel import Run, averages_on_streams, train
+from test_cuda_conformance import NUMERICS, conformance
+from test_cuda_equality import Run, differ
+from test_cuda_parallel import averages_on_streams
 from test_cuda_parallel_faults import suffers
-from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 
@@ -36,26 +36,17 @@ def run(hosts: str, body: Any, **options: Any) -> list[Any]:
 def reaches_the_cpu_engine(rank: int, numerics: str) -> str:
     live_on(os.environ["HOSTS"], rank)
     communicator = syncengine.init(numerics=numerics, timeout=60.0)
-    compare_with_cpu(rank, communicator)
-    if numerics == "rank_order":  # as its oracle
-        other_collectives(rank, communicator)
+    conformance(communicator, "hosts")
     counters = communicator.counters()
     syncengine.shutdown()
     return "good" if counters["cuda_relayed_bytes"] > 0 else str(counters)
 
 
-def in_rank_order(rank: int) -> str:
-    return reaches_the_cpu_engine(rank, "rank_order")
-
-
-def as_the_ring(rank: int) -> str:
-    return reaches_the_cpu_engine(rank, "ring")
-
-
 @marked
-@pytest.mark.parametrize("body", [in_rank_order, as_the_ring])
+@pytest.mark.parametrize("numerics", NUMERICS)
 @pytest.mark.parametrize("hosts", ["ab", "aab"])
-def test_gpu_and_cpu_ranks_give_the_same_bits(hosts: str, body: Any):
+def test_gpu_and_cpu_ranks_give_the_same_bits(hosts: str, numerics: str):
+    body = functools.partial(reaches_the_cpu_engine, numerics=numerics)
     assert run(hosts, body) == ["good"] * len(hosts)
 
 
@@ -70,11 +61,7 @@ RUNS = [
 def trains_as_ddp(rank: int) -> list[str]:
     live_on("ab", rank)
     with job():
-        return [
-            str(run)
-            for run in RUNS
-            if not all(map(same_bits, train(syncengine.Parallel, run), train(DistributedDataParallel, run)))
-        ]
+        return differ(RUNS)
 
 
 @marked

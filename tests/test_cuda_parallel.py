@@ -5,130 +5,23 @@ Skipped where there is no GPU; `make gpu` runs them. What needs none of it is in
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ranks import SOFTWARE, alone, marked, needs_a_gpu_each, needs_real, run_processes
+from cuda_ranks import SOFTWARE, alone, marked, needs_real, run_processes
 from cuda_training import batch, graph_step, job
 from models.workload import same_bits
-from parallel_models import CAP, Branches, Conv, Mixed, Mlp, Tied
+from parallel_models import CAP, Branches, Mlp
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
 
 import syncengine
 from syncengine.errors import InvalidUsage
 
 LONG = 2_000_000_000  # cycles that a GPU sleeps: about a second
-
-
-# ---- the same as DDP ----
-
-
-@dataclass(frozen=True)
-class Run:
-    model: Callable[[], nn.Module] = Mlp
-    optimizer: tuple[str, tuple[tuple[str, Any], ...]] = ("SGD", (("lr", 0.05), ("momentum", 0.9)))
-    dtype: torch.dtype | None = torch.float32
-    accumulate: int = 1
-    set_to_none: bool = True
-    autocast: torch.dtype | None = None
-    options: tuple[tuple[str, Any], ...] = ()
-
-
-ADAM = ("AdamW", (("lr", 0.01), ("fused", True)))
-FOREACH = ("SGD", (("lr", 0.05), ("foreach", True)))
-RUNS = [
-    Run(),
-    Run(optimizer=ADAM),
-    Run(optimizer=FOREACH, accumulate=3, set_to_none=False),
-    Run(dtype=torch.bfloat16),
-    Run(dtype=torch.float64, options=tuple(CAP.items())),
-    Run(model=Conv),
-    Run(model=Tied),
-    Run(model=Mixed, dtype=None),
-    Run(autocast=torch.float16),
-    Run(autocast=torch.float16, optimizer=ADAM, accumulate=2),
-    Run(autocast=torch.bfloat16, optimizer=FOREACH),
-    Run(options=(("find_unused_parameters", True),)),
-    Run(options=(("static_graph", True),)),
-    Run(options=(("gradient_as_bucket_view", True), ("bucket_cap_mb", 0.5))),
-]
-MIXED_PRECISION = [
-    Run(options=(("mixed_precision", _MixedPrecision(torch.bfloat16, torch.float32, torch.float32)),)),
-    Run(options=(("mixed_precision", _MixedPrecision(torch.bfloat16)),)),
-]
-
-
-def train(wrap: Callable[..., nn.Module], run: Run, steps: int = 4) -> list[torch.Tensor]:
-    """All gradients of all steps, and what becomes of the model."""
-    torch.manual_seed(7)
-    module = run.model().cuda()
-    ids = [torch.cuda.current_device()]
-    model = wrap(module.to(run.dtype) if run.dtype else module, device_ids=ids, **dict(run.options))
-    name, arguments = run.optimizer
-    optimizer = getattr(torch.optim, name)(model.parameters(), **dict(arguments))
-    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, enabled=run.autocast is torch.float16)
-    history = []
-    for step in range(steps):
-        for micro in range(run.accumulate):
-            last = micro == run.accumulate - 1
-            x = batch(10 * step + micro).to(run.dtype or torch.float32)
-            with contextlib.nullcontext() if last else model.no_sync():
-                with torch.autocast("cuda", run.autocast, enabled=run.autocast is not None):
-                    loss = model(x.cpu()).float().square().mean()  # device_ids: moved to the GPU
-                scaler.scale(loss).backward()
-        history += [p.grad.clone() for p in model.parameters()]
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=run.set_to_none)
-    return history + [t.detach().clone() for t in model.state_dict().values()]
-
-
-def differ(runs: list[Run]) -> list[str]:
-    different = []
-    with job():
-        for run in runs:
-            ours, theirs = train(syncengine.Parallel, run), train(DistributedDataParallel, run)
-            if len(ours) != len(theirs) or not all(map(same_bits, ours, theirs)):
-                different.append(str(run))
-    return different
-
-
-def trains_as_ddp(rank: int) -> list[str]:
-    return differ(RUNS)
-
-
-def trains_as_ddp_in_mixed_precision(rank: int) -> list[str]:
-    return differ(MIXED_PRECISION)
-
-
-@marked
-def test_two_ranks_train_bit_equal_to_ddp_over_gloo():
-    assert run_processes(2, trains_as_ddp) == [[], []]
-
-
-def trains_as_ddp_over_nccl(rank: int) -> list[str]:
-    dist.init_process_group("cpu:gloo,cuda:nccl")
-    return differ(RUNS)
-
-
-@marked
-def test_two_ranks_train_bit_equal_to_ddp_over_nccl():
-    needs_a_gpu_each(2)
-    assert run_processes(2, trains_as_ddp_over_nccl) == [[], []]
-
-
-@needs_real("memory in which DDP's mixed precision finds what it has freed")
-@marked
-def test_mixed_precision_trains_bit_equal_to_ddp_over_gloo():
-    assert run_processes(2, trains_as_ddp_in_mixed_precision) == [[], []]
 
 
 # ---- the average, in any world, on any stream ----

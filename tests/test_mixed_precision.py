@@ -1,6 +1,6 @@
 """``mixed_precision``, with the bits of modules that are cast as a whole.
 
-DDP's needs streams, which CPUs don't have: it is the reference on a GPU, in test_cuda_parallel.py. Here it is a copy
+DDP's needs streams, which CPUs don't have: it is the reference on a GPU, in test_cuda_equality.py. Here it is a copy
 of the module in the small dtype, for each step and rank, whose gradients are averaged as the settings say.
 """
 

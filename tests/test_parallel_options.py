@@ -83,15 +83,15 @@ test_unused_parameters_with_views_in_ring = run_on_ranks(
 )(test_unused_parameters_with_views.on_ranks)
 
 
-# --- skip_all_reduce_unused_params
-
-
 def test_buckets_come_in_the_order_in_which_they_fill():
     """Those too that no cap has closed: torch's order of these depends on the device, and so on the rank."""
     dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.bfloat16]
     parameters = [torch.empty(10, dtype=dtype) for dtype in dtypes]
     planner = BucketPlanner.create(parameters, [False] * 5, True, False, None, None)
     assert planner.rebuilt(range(5)) == [[1], [0, 3], [2, 4]]
+
+
+# --- skip_all_reduce_unused_params
 
 
 @run_on_ranks()
