@@ -9,6 +9,7 @@
 #include "cuda/device/driver.h"
 #include "cuda/device/fabric_group.h"
 #include "cuda/device/group.h"
+#include "cuda/device/memory.h"
 #include "cuda/device/relay_group.h"
 #include "cuda/shared_pages.h"
 
@@ -65,6 +66,13 @@ bool is_capturing(void* stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), "asking whether a stream is captured");
   return status != cudaStreamCaptureStatusNone;
+}
+
+std::shared_ptr<void> take_own_memory(Communicator& communicator, int device, size_t bytes) {
+  const UseDevice use(device);
+  std::unique_ptr<DeviceMemory> memory;
+  tell_peers_if_it_fails(communicator, [&] { memory = std::make_unique<DeviceMemory>(std::max<size_t>(bytes, 1)); });
+  return hold(std::move(memory), device);
 }
 
 void require_possible(const Operation& operation) {

@@ -3,6 +3,7 @@
 // Ownership: none. Thread-safety: any thread. Failure: as said.
 #pragma once
 
+#include <memory>
 #include <string>
 
 #include "engine/communicator.h"
@@ -23,6 +24,9 @@ void tell_peers_if_it_fails(Communicator& communicator, Step&& step) {
     throw;
   }
 }
+
+// What a group between hosts allocates: memory that is this rank's alone.
+std::shared_ptr<void> take_own_memory(Communicator& communicator, int device, size_t bytes);
 
 // Throws InvalidUsage for an operation that has no meaning on devices.
 void require_possible(const Operation& operation);

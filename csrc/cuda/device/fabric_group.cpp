@@ -220,8 +220,7 @@ void FabricGroup::reduce(const Operation& operation, size_t block, std::byte* re
 }
 
 std::shared_ptr<void> FabricGroup::allocate(size_t bytes, const std::function<void()>&) {
-  const UseDevice use(device_);
-  return hold(std::make_unique<DeviceMemory>(std::max<size_t>(bytes, 1)), device_);
+  return take_own_memory(*communicator_, device_, bytes);
 }
 
 std::map<std::string, uint64_t> FabricGroup::counters() const {

@@ -61,10 +61,12 @@ DeviceMemory::DeviceMemory(size_t bytes) : bytes_(bytes) {
   const cudaError_t status = cudaMalloc(&memory, bytes);
   if (status == cudaErrorMemoryAllocation) {
     cudaGetLastError();
+    int device = -1;
     size_t free = 0, total = 0;
+    cudaGetDevice(&device);
     cudaMemGetInfo(&free, &total);
-    throw Error(ErrorKind::InvalidUsage, "CUDA: no memory for " + std::to_string(bytes) +
-                                             " bytes that peers can reach (" + std::to_string(free) + " of " +
+    throw Error(ErrorKind::InvalidUsage, "CUDA: device " + std::to_string(device) + " has no memory for " +
+                                             std::to_string(bytes) + " bytes (" + std::to_string(free) + " of " +
                                              std::to_string(total) +
                                              " are free; torch keeps what it has freed: torch.cuda.empty_cache())");
   }

@@ -1,6 +1,5 @@
 #include "cuda/device/relay_group.h"
 
-#include <algorithm>
 #include <iterator>
 #include <numeric>
 #include <utility>
@@ -118,8 +117,7 @@ void RelayGroup::upload(const Operation& operation, const Piece& piece, size_t s
 }
 
 std::shared_ptr<void> RelayGroup::allocate(size_t bytes, const std::function<void()>&) {
-  const UseDevice use(device_);
-  return hold(std::make_unique<DeviceMemory>(std::max<size_t>(bytes, 1)), device_);
+  return take_own_memory(*communicator_, device_, bytes);
 }
 
 std::map<std::string, uint64_t> RelayGroup::counters() const {

@@ -1,0 +1,128 @@
+"""Device memory of processes: ``shutdown()`` gives all of it back; where there is too little, all ranks hear of it.
+
+Skipped where there is no GPU; `make gpu` runs them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from cuda_ranks import SOFTWARE, alone, marked, run_processes
+from test_cuda_hosts import live_on
+from torch import nn
+
+import syncengine
+from syncengine.errors import SyncError
+
+MIB = 1 << 20
+
+# ---- what comes back ----
+
+
+def free_memory() -> int:
+    """Of the device, between what its ranks do."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    dist.barrier()
+    free = torch.cuda.mem_get_info()[0]
+    dist.barrier()
+    return free
+
+
+def trains(drops_first: bool) -> None:
+    """With 64 MiB in buckets, 32 in a tensor that peers reach, and two groups' staging, of 32 each."""
+    syncengine.init(timeout=60.0)
+    model = syncengine.Parallel(nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4))).cuda())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(4):
+        model(torch.ones(2, 2048, device="cuda")).sum().backward()
+        optimizer.step()
+    tensor = syncengine.empty(8 * MIB, device="cuda").zero_()
+    syncengine.all_reduce(tensor)
+    torch.cuda.synchronize()
+    if drops_first:
+        del model, optimizer, tensor
+    syncengine.shutdown()
+
+
+def keeps(rank: int) -> list[int]:
+    """How many MiB fewer are free after each round than before the first."""
+    dist.init_process_group("gloo")
+    trains(False)  # loads kernels, which stay
+    before = free_memory()
+    kept = []
+    for drops_first in (False, True, False):
+        trains(drops_first)
+        kept.append((before - free_memory()) // MIB)
+    return kept
+
+
+@alone
+@marked
+@pytest.mark.parametrize("world", [2, 3])
+def test_shutdown_gives_all_memory_back(world: int):
+    for kept in run_processes(world, keeps):
+        assert max(kept) < 8, kept
+
+
+# ---- what there is too little of ----
+
+WANTED = 512 * MIB + 256  # bytes, by each of these
+
+
+def for_buckets() -> Callable[[], object]:
+    model = syncengine.Parallel(nn.Linear(4096, 32768, bias=False).cuda())
+    x = torch.ones(1, 4096, device="cuda")
+    return lambda: model(x).sum().backward()
+
+
+def for_a_tensor() -> Callable[[], object]:
+    syncengine.barrier(device=torch.device("cuda"))  # connects
+    return lambda: syncengine.empty(WANTED, dtype=torch.uint8, device="cuda")
+
+
+def outcome(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except SyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def runs_out(rank: int, hosts: str, prepare: Callable[[], Callable[[], object]]) -> tuple[str, str]:
+    """What is said where rank 0's device has too little memory, and what the next call says, with enough of it."""
+    live_on(hosts, rank)
+    syncengine.init(timeout=60.0)
+    ask = prepare()
+    syncengine.barrier()  # all have what they need before
+    left = torch.cuda.mem_get_info()[0] - 300 * MIB
+    hog = torch.empty(left if rank == 0 else 0, dtype=torch.uint8, device="cuda")
+    syncengine.barrier()  # it is taken
+    said = outcome(ask)
+    del hog
+    return said, outcome(syncengine.barrier)
+
+
+@alone
+@marked
+@pytest.mark.parametrize("prepare", [for_buckets, for_a_tensor])
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+def test_too_little_memory_fails_the_communicator(hosts: str, prepare: Callable[[], Callable[[], object]]):
+    lacks = [f"CUDA: device {rank % torch.cuda.device_count()} has no memory for {WANTED} bytes" for rank in range(2)]
+    own = [f"InvalidUsage: {text}" for text in lacks]
+    told = [f"Aborted: rank {rank}: {text}" for rank, text in enumerate(lacks)]
+    possible = [(own[0], told[0])]
+    if hosts == "ab":  # nobody waits for others there to take memory
+        possible.append((own[0], "no error"))
+    if not SOFTWARE and torch.cuda.device_count() == 1:  # rank 1 has no more memory than rank 0
+        possible += [(own[0], own[1]), (told[1], own[1])]
+    outcomes = run_processes(2, functools.partial(runs_out, hosts=hosts, prepare=prepare))
+    said = [said for said, _ in outcomes]
+    assert any(all(map(str.startswith, said, texts)) for texts in possible), outcomes
+    assert all(then.startswith(tuple(told)) for _, then in outcomes), outcomes
