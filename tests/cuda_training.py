@@ -35,7 +35,10 @@ def batch(step: int, rank: int | None = None, size: int = 6) -> torch.Tensor:
     return torch.randn(size, 24, generator=generator).cuda()
 
 
-def graph_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+def graph_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+    """The loss, without its graph, which a capture must not meet."""
     optimizer.zero_grad(set_to_none=True)
-    model(x).square().mean().backward()
+    loss = model(x).square().mean()
+    loss.backward()
     optimizer.step()
+    return loss.detach()
