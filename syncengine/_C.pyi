@@ -122,7 +122,7 @@ class Communicator:
         `operations`; with several ranks also `staged_bytes`, `direct_bytes` and `one_shot_bytes` (of inputs, by path),
         `messages` that have ended well, `direct_messages` received straight out of the sender's arena,
         `interhost_bytes` (sent to other hosts, without the transport's own) and `sleeps` (of all communicators of this
-        process).
+        process). What concerns CUDA tensors begins with `cuda_`.
         """
 
 class LocalBootstrap:

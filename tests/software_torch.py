@@ -105,7 +105,7 @@ def _install_functions(device: ModuleType) -> None:
     properties = SimpleNamespace(name="software", major=9, minor=0, multi_processor_count=1)
     cuda.get_device_properties = lambda index=None: properties
     cuda.get_device_capability = lambda index=None: (9, 0)
-    cuda.default_generators = tuple(torch.Generator() for _ in range(device._cuda_getDeviceCount()))
+    cuda.default_generators = tuple(torch.Generator() for _ in range(8))  # CUDA_VISIBLE_DEVICES may change
     torch._C._host_emptyCache = lambda: None
     cuda.device_count = device._cuda_getDeviceCount
 

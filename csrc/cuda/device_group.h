@@ -26,9 +26,9 @@ class DeviceGroup {
   // memory. May be captured into a graph.
   virtual void run(const Operation& operation, void* stream) = 0;
 
-  // Device memory that all peers' kernels reach, on one host: collectives on it copy nothing. Collective, with the same `bytes` on all ranks;
-  // an operation is direct if all ranks give memory of the same call at the same place. The deleter may run any time; the
-  // memory is given back by a later allocate() or close(), when no peer needs it any more.
+  // Device memory that all peers' kernels reach, on one host, if they do: collectives on it copy nothing. Collective, with the
+  // same `bytes` on all ranks; an operation is direct if all ranks give memory of the same call at the same place. The
+  // deleter may run any time; the memory is given back by a later allocate() or close(), when no peer needs it any more.
   virtual std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted) = 0;
 
   virtual std::map<std::string, uint64_t> counters() const = 0;

@@ -35,6 +35,10 @@ bool can_go_around(const Operation& operation, int world) {
          is_floating(operation.dtype) && operation.input.at(0) == operation.output.at(0);
 }
 
+void say(const char* what, const PeerMemory& memory) {
+  std::fprintf(stderr, "syncengine: %s: %s\n", what, memory.unreachable().c_str());
+}
+
 }  // namespace
 
 RealDeviceGroup::RealDeviceGroup(std::shared_ptr<Communicator> communicator, int device,
@@ -63,16 +67,14 @@ void RealDeviceGroup::prepare_staging(const std::function<void()>& interrupted) 
   check(cudaMemset(staging_->data() + 2 * kSlotBytes, 0, sizeof(OneShotArea)), "clearing device memory");
   check(cudaDeviceSynchronize(), "clearing device memory");  // before a peer hears of it
   peer_staging_ = std::make_unique<PeerMemory>(*communicator_, *staging_, interrupted);
-  const std::string unreachable = prove_access(*communicator_, *peer_staging_, interrupted);
-  if (unreachable.empty()) {
+  counters_["devices"] = peer_staging_->devices();
+  if (peer_staging_->unreachable().empty()) {
     site_.slots = peer_staging_->bases();
-    site_.push = peer_staging_->on_one_device();
+    site_.push = peer_staging_->devices() == 1;
     for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<OneShotArea*>(base + 2 * kSlotBytes));
     return;
   }
-  if (site_.rank == 0)
-    std::fprintf(stderr, "syncengine: without peer access CUDA tensors go through pinned host memory: %s%s%s\n",
-                 unreachable.c_str(), peer_staging_->why().empty() ? "" : "; ", peer_staging_->why().c_str());
+  if (site_.rank == 0) say("without peer access CUDA tensors go through pinned host memory", *peer_staging_);
   host_staging_ = std::make_unique<SharedPages>(*communicator_, 2 * kSlotBytes, interrupted);
   pinned_staging_ = pin(*host_staging_, site_.world);
   site_.slots.clear();
@@ -163,16 +165,14 @@ std::shared_ptr<void> RealDeviceGroup::allocate(size_t bytes, const std::functio
                                              " bytes, rank " + std::to_string(communicator_->global_ranks()[rank]) +
                                              " for " + std::to_string(wanted[rank]) +
                                              ": on CUDA all ranks make the same tensors in the same order");
-    segment.own = std::make_unique<DeviceMemory>(std::max<size_t>(bytes, 1));
+    segment.own = std::make_unique<DeviceMemory>(std::max(bytes, sizeof(ProofArea)));
+    if (host_staging_) return;  // it is staged, as any tensor
     segment.peers = std::make_unique<PeerMemory>(*communicator_, *segment.own, interrupted);
-    uint8_t reachable = std::count(segment.peers->bases().begin(), segment.peers->bases().end(), nullptr) == 0;
-    for (uint8_t theirs : gather(*communicator_, reachable, "syncengine.empty on CUDA", interrupted))
-      reachable &= theirs;
-    if (!reachable) {  // it is staged then, as any tensor
-      segment.peers.reset();
-      gather(*communicator_, uint8_t{0}, "syncengine.empty on CUDA", interrupted);
-      segment.own->unshare();
-    }
+    if (segment.peers->unreachable().empty()) return;
+    if (site_.rank == 0) say("memory of syncengine.empty is staged", *segment.peers);
+    segment.peers.reset();
+    gather(*communicator_, uint8_t{0}, "syncengine.empty on CUDA", interrupted);
+    segment.own->unshare();
   });
   std::byte* data = segment.own->data();
   std::lock_guard segments_lock(segments_->mutex);
@@ -223,6 +223,7 @@ std::map<std::string, uint64_t> RealDeviceGroup::counters() const {
   std::lock_guard lock(mutex_);
   auto counters = counters_;
   counters["host_staging"] = host_staging_ != nullptr;
+  counters["push"] = site_.push;
   return counters;
 }
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "cuda/device/memory.h"
+#include "cuda/device/peer_memory.h"
 #include "cuda/device_group.h"
 #include "cuda/sequence.h"
 #include "cuda/shared_pages.h"

@@ -1,4 +1,4 @@
-// Device memory that other ranks reach, and host memory that the device reaches.
+// Device memory that other ranks may reach, and host memory that the device reaches.
 //
 // Ownership: each class gives back what it took. Exported memory must outlive the peers' mappings of it: it is freed only if they
 // have said that they are done (group.cpp), else it stays to the end of the process.
@@ -9,12 +9,8 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
-#include <functional>
 #include <memory>
 #include <optional>
-#include <vector>
-
-#include "engine/communicator.h"
 
 namespace syncengine::cuda {
 
@@ -75,29 +71,5 @@ class PinnedMemory {
   std::byte* data_;
   std::optional<PinnedMapping> pinned_;
 };
-
-// One rank's memory as every other rank's kernels reach it.
-class PeerMemory {
- public:
-  // Collective: gives `own` to all, and takes theirs. A rank whose memory can't be reached is null, and `why` says why.
-  PeerMemory(Communicator& communicator, DeviceMemory& own, const std::function<void()>& interrupted);
-  ~PeerMemory();
-  PeerMemory(const PeerMemory&) = delete;
-
-  const std::vector<std::byte*>& bases() const { return bases_; }  // by rank; the own one among them
-  const std::string& why() const { return why_; }
-  bool on_one_device() const { return one_device_; }  // all ranks are on the very same GPU
-
- private:
-  std::vector<std::byte*> bases_;
-  std::vector<void*> opened_;
-  std::string why_;
-  bool one_device_ = true;
-};
-
-// Whether this rank's kernels read in each peer's memory what the peer wrote there: drivers' own answers can be wrong. Collective;
-// uses the first 8 KiB of all. Returns an empty text, or whose memory could not be read, the same on all ranks.
-std::string prove_access(Communicator& communicator, const PeerMemory& memory,
-                         const std::function<void()>& interrupted);
 
 }  // namespace syncengine::cuda

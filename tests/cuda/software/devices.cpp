@@ -29,7 +29,10 @@ int driver_version() { return std::stoi(setting("SOFTWARE_CUDA_DRIVER", std::to_
 
 Peers peers() {
   const std::string value = setting("SOFTWARE_CUDA_PEERS", "allowed");
-  return value == "refused" ? Peers::Refused : value == "lying" ? Peers::Lying : Peers::Allowed;
+  if (value == "refused") return Peers::Refused;
+  if (value == "lying") return Peers::Lying;
+  if (value == "read_only") return Peers::ReadOnly;
+  return value == "unshared" ? Peers::Unshared : Peers::Allowed;
 }
 
 void dawdle() {

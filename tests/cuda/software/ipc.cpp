@@ -43,6 +43,7 @@ using namespace software;
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* result, void* address) {
   const auto memory = memory_at(address);
   if (!memory) return fail(cudaErrorInvalidValue);
+  if (peers() == Peers::Unshared) return fail(cudaErrorNotSupported);
   const Handle handle{memory->header->nonce, getpid(), memory->fd};
   std::memset(result, 0, sizeof(*result));
   std::memcpy(result, &handle, sizeof(handle));
@@ -67,14 +68,15 @@ cudaError_t cudaIpcOpenMemHandle(void** address, cudaIpcMemHandle_t given, unsig
   const bool other_device = header->device != visible_devices()[current_device()];
   munmap(header, 4096);
   if (other_device && peers() == Peers::Refused) return close(fd), fail(cudaErrorPeerAccessUnsupported);
-  const bool lies = other_device && peers() == Peers::Lying;
   header = map_header(fd, mapped, MAP_SHARED);
-  close(fd);
-  if (!header) return fail(cudaErrorMapBufferObjectFailed);
+  if (!header) return close(fd), fail(cudaErrorMapBufferObjectFailed);
   __atomic_fetch_add(&header->opened, 1, __ATOMIC_ACQ_REL);
   std::byte* data = data_of(header);
-  if (lies)  // something else than the peer's memory
-    mmap(data, mapped - 3 * 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  if (other_device && peers() != Peers::Allowed) {  // the peer's memory, of which writes make copies; or something else
+    const int flags = MAP_PRIVATE | MAP_FIXED | (peers() == Peers::Lying ? MAP_ANONYMOUS : 0);
+    mmap(data, mapped - 3 * 4096, PROT_READ | PROT_WRITE, flags, fd, 2 * 4096);
+  }
+  close(fd);
   add_range({data, header->bytes, Kind::Imported, current_device()});
   all[data] = {handle.nonce, header, mapped, 1};
   *address = data;

@@ -8,7 +8,8 @@
 //
 // Environment, read when asked:
 //   CUDA_VISIBLE_DEVICES     as on devices: numbers of the machine's eight, "0" if not set; "" means none
-//   SOFTWARE_CUDA_PEERS      allowed (default), refused, or lying: access is granted, and reads find something else
+//   SOFTWARE_CUDA_PEERS      between devices: allowed (default), refused; or granted, and between processes not true: lying (reads
+//                            find something else), read_only (writes do not arrive). Or unshared: no memory is exported
 //   SOFTWARE_CUDA_DRIVER     the driver's version, 0 for none (default: that of the headers)
 //   SOFTWARE_CUDA_JITTER_US  each step of a stream, and each block after a barrier, may be late by up to that
 //
@@ -36,7 +37,7 @@ cudaError_t fail(cudaError_t status);
 
 // ---- devices.cpp ----
 
-enum class Peers { Allowed, Refused, Lying };
+enum class Peers { Allowed, Refused, Lying, ReadOnly, Unshared };
 Peers peers();
 void dawdle();                       // for up to that
 std::vector<int> visible_devices();  // by CUDA's number: the machine's number

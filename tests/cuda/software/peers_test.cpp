@@ -1,6 +1,8 @@
 // Several devices: peer access that is allowed, refused, or granted and not true. Only a software device has them all.
 #include <cstdlib>
+#include <map>
 
+#include "cuda/device/peer_memory.h"
 #include "ranks.h"
 
 namespace syncengine {
@@ -11,12 +13,23 @@ using testing::GpuRank;
 
 constexpr int kWorld = 3;
 
+// How ranks name devices: each its own number; all, a device of their own, 0; or each by another number the same device.
+enum class Names { Own, Zero, OneDevice };
+
 struct Machine {
   const char* peers;
-  bool by_process;    // ranks are processes, not threads
-  bool one_visible;   // each process sees one device, as number 0
+  bool by_process;  // ranks are processes, not threads
+  Names names;
   bool host_staging;  // what should come of it
 };
+
+// As a rank sees it. CUDA_VISIBLE_DEVICES of processes alone.
+int device_of(const Machine& machine, int rank) {
+  const char* const last_is_2[] = {"2", "1,2", "0,1,2"};
+  if (machine.names == Names::Zero) setenv("CUDA_VISIBLE_DEVICES", std::to_string(rank).c_str(), 1);
+  if (machine.names == Names::OneDevice) setenv("CUDA_VISIBLE_DEVICES", last_is_2[rank], 1);
+  return machine.names == Names::Zero ? 0 : rank;
+}
 
 void check_all_reduce(GpuRank& gpu, int rank, bool shared, size_t count) {
   std::byte* memory = gpu.take(4 * count, shared);
@@ -33,9 +46,12 @@ void check_all_reduce(GpuRank& gpu, int rank, bool shared, size_t count) {
 }
 
 void run_rank(const Machine& machine, int rank, Communicator& communicator) {
-  if (machine.one_visible) setenv("CUDA_VISIBLE_DEVICES", std::to_string(rank).c_str(), 1);
-  GpuRank gpu(communicator, machine.one_visible ? 0 : rank);
-  CHECK_EQ(gpu.group().counters().at("host_staging"), uint64_t{machine.host_staging});
+  GpuRank gpu(communicator, device_of(machine, rank));
+  const bool one_device = machine.names == Names::OneDevice;
+  const auto counters = gpu.group().counters();
+  CHECK_EQ(counters.at("host_staging"), uint64_t{machine.host_staging});
+  CHECK_EQ(counters.at("devices"), uint64_t{one_device ? 1u : kWorld});
+  CHECK_EQ(counters.at("push"), uint64_t{one_device});
   for (bool shared : {false, true})
     for (size_t count : {5, 9000, 100'000}) check_all_reduce(gpu, rank, shared, count);
   CHECK_EQ(gpu.group().counters()["direct_bytes"] > 0, !machine.host_staging);
@@ -55,19 +71,68 @@ void run(const char* test, const Machine& machine) {
     testing::run_job(kWorld, options,
                      [&](int rank, Communicator& communicator) { run_rank(machine, rank, communicator); });
   }
-  setenv("SOFTWARE_CUDA_PEERS", "allowed", 1);
-  setenv("CUDA_VISIBLE_DEVICES", "0", 1);
+  unsetenv("SOFTWARE_CUDA_PEERS");
+  unsetenv("CUDA_VISIBLE_DEVICES");
 }
 
 }  // namespace
 
-TEST(gpu_peers_that_are_refused_to_threads) { run("", {"refused", false, false, true}); }
-TEST(gpu_peers_of_threads) { run("", {"allowed", false, false, false}); }
-TEST(gpu_peers_of_processes) { run("gpu_peers_of_processes", {"allowed", true, false, false}); }
-TEST(gpu_peers_that_see_one_device) { run("gpu_peers_that_see_one_device", {"allowed", true, true, false}); }
-TEST(gpu_peers_that_are_refused_to_processes) {
-  run("gpu_peers_that_are_refused_to_processes", {"refused", true, false, true});
+TEST(gpu_peers_that_are_refused_to_threads) { run("", {"refused", false, Names::Own, true}); }
+TEST(gpu_peers_of_threads) { run("", {"allowed", false, Names::Own, false}); }
+TEST(gpu_peers_of_processes) { run("gpu_peers_of_processes", {"allowed", true, Names::Own, false}); }
+TEST(gpu_peers_that_see_one_device) { run("gpu_peers_that_see_one_device", {"allowed", true, Names::Zero, false}); }
+TEST(gpu_peers_that_name_one_device_differently) {
+  run("gpu_peers_that_name_one_device_differently", {"refused", true, Names::OneDevice, false});
 }
-TEST(gpu_peers_that_lie) { run("gpu_peers_that_lie", {"lying", true, true, true}); }
+TEST(gpu_peers_that_are_refused_to_processes) {
+  run("gpu_peers_that_are_refused_to_processes", {"refused", true, Names::Own, true});
+}
+TEST(gpu_peers_that_lie) { run("gpu_peers_that_lie", {"lying", true, Names::Zero, true}); }
+TEST(gpu_peers_that_are_read_only) { run("gpu_peers_that_are_read_only", {"read_only", true, Names::Zero, true}); }
+TEST(gpu_peers_that_export_nothing) { run("gpu_peers_that_export_nothing", {"unshared", true, Names::Own, true}); }
+
+// Ranks 0 and 1 on one device, rank 2 on another.
+TEST(gpu_peers_that_are_not_reached_are_named_with_the_reason) {
+  const std::map<std::string, std::string> reasons = {
+      {"refused", "cudaErrorPeerAccessUnsupported"},
+      {"lying", "it reads something else there"},
+      {"read_only", "what it writes does not arrive"},
+  };
+  for (const auto& [peers, why] : reasons) {
+    setenv("SOFTWARE_CUDA_PEERS", peers.c_str(), 0);  // 0: a rank has its own
+    const auto ends = testing::run_processes(
+        "gpu_peers_that_are_not_reached_are_named_with_the_reason", kWorld, {},
+        [&reasons](int rank, Communicator& communicator, auto&) {
+          setenv("CUDA_VISIBLE_DEVICES", rank == 2 ? "1" : "0", 1);
+          cuda::DeviceMemory own(sizeof(cuda::ProofArea));
+          const cuda::PeerMemory memory(communicator, own, {});
+          CHECK_EQ(memory.devices(), 2);
+          const std::string reason = reasons.at(std::getenv("SOFTWARE_CUDA_PEERS"));
+          CHECK_EQ(memory.unreachable(),
+                   "rank 0 can't use the memory of rank 2; rank 1 that of rank 2; rank 2 that of rank 0, 1: " + reason);
+        });
+    CHECK(ends == std::vector<int>(kWorld, 0));
+    unsetenv("SOFTWARE_CUDA_PEERS");
+  }
+}
+
+// What staging has shown need not hold for each later piece of memory.
+TEST(gpu_memory_that_peers_do_not_reach_is_staged) {
+  const auto ends =
+      testing::run_processes("gpu_memory_that_peers_do_not_reach_is_staged", kWorld, Options{.timeout = seconds(30)},
+                             [](int rank, Communicator& communicator, auto&) {
+                               setenv("CUDA_VISIBLE_DEVICES", std::to_string(rank).c_str(), 1);
+                               GpuRank gpu(communicator);
+                               for (const char* peers : {"refused", "lying", "read_only"}) {
+                                 setenv("SOFTWARE_CUDA_PEERS", peers, 1);
+                                 for (size_t count : {5, 9000}) check_all_reduce(gpu, rank, true, count);
+                                 CHECK_EQ(gpu.group().counters()["direct_bytes"], uint64_t{0});
+                               }
+                               setenv("SOFTWARE_CUDA_PEERS", "allowed", 1);
+                               check_all_reduce(gpu, rank, true, 9000);
+                               CHECK_EQ(gpu.group().counters()["direct_bytes"], uint64_t{4 * 9000});
+                             });
+  CHECK(ends == std::vector<int>(kWorld, 0));
+}
 
 }  // namespace syncengine
