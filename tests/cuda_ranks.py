@@ -80,6 +80,12 @@ def run_threads(
         return [future.result() for future in [threads.submit(run, rank) for rank in range(world)]]
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy. One that has to wait for its stream may keep other threads, which are peers, from launching anything."""
+    torch.cuda.current_stream().synchronize()
+    return tensor.cpu()
+
+
 Test = TypeVar("Test", bound=Callable[..., None])
 
 
@@ -89,7 +95,7 @@ def marked(test: Test) -> Test:
 
 
 def alone(test: Test) -> Test:
-    """For tests that look at, or take, all of a device's memory: no others may run on it."""
+    """For tests that take all of a device, or look at its memory or the time: on a GPU no others may run meanwhile."""
     return pytest.mark.alone(test)
 
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import pytest
 import torch
-from cuda_ranks import TIMEOUT, alone, marked, run_processes, run_threads, why_no_gpu
+from cuda_ranks import TIMEOUT, alone, marked, on_host, run_processes, run_threads, why_no_gpu
 from test_cuda_conformance import same, values
 
 import syncengine
@@ -29,7 +29,7 @@ def every_half(rank, communicator):
         on_gpu = on_cpu.cuda()
         communicator.all_reduce(on_cpu, "avg")
         communicator.all_reduce(on_gpu, "avg")
-        assert same(on_gpu.cpu(), on_cpu), dtype
+        assert same(on_host(on_gpu), on_cpu), dtype
 
 
 @marked
@@ -269,7 +269,7 @@ def against_gloo(rank):
         dist.all_reduce(expected)
         mine = tensor.cuda()
         communicator.all_reduce(mine)
-        assert same(mine.cpu(), expected)
+        assert same(on_host(mine), expected)
     syncengine.shutdown()
     dist.destroy_process_group()
     return "good"

@@ -53,7 +53,7 @@ def went_by_the_group(communicator: syncengine.Communicator) -> str:
 def gives_the_cpus_bits(rank: int) -> str:
     init_group(rank)
     communicator = syncengine.init(numerics=os.environ["NUMERICS"], timeout=60.0)
-    conformance(communicator, "group")
+    conformance(communicator, "group", most=40)
     outcome = went_by_the_group(communicator)
     syncengine.shutdown()
     return outcome

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ranks import marked, run_processes
+from cuda_ranks import alone, marked, run_processes
 from cuda_training import batch, graph_step, job
 from models.workload import same_bits
 from parallel_models import CAP, Mlp
@@ -36,7 +36,7 @@ def run(hosts: str, body: Any, **options: Any) -> list[Any]:
 def reaches_the_cpu_engine(rank: int, numerics: str) -> str:
     live_on(os.environ["HOSTS"], rank)
     communicator = syncengine.init(numerics=numerics, timeout=60.0)
-    conformance(communicator, "hosts")
+    conformance(communicator, "hosts", most=40)
     counters = communicator.counters()
     syncengine.shutdown()
     return "good" if counters["cuda_relayed_bytes"] > 0 else str(counters)
@@ -130,6 +130,7 @@ def suffers_here(rank: int, kind: str) -> Any:
     return suffers(kind)
 
 
+@alone
 @marked
 @pytest.mark.parametrize(("kind", "killed", "error", "text"), FAULTS)
 def test_a_failing_rank(kind: str, killed: int | None, error: str, text: str):

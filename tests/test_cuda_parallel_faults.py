@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ranks import marked, run_processes
+from cuda_ranks import alone, marked, run_processes
 from cuda_training import batch, deterministic, graph_step, job
 from parallel_models import Mlp
 from torch import nn
@@ -89,6 +89,7 @@ def suffers_backward(rank: int) -> Any:
     return suffers("backward")
 
 
+@alone
 @marked
 @pytest.mark.parametrize(
     ("world", "body", "error", "text", "within"),

@@ -15,7 +15,7 @@ import torch
 from cuda_ranks import SOFTWARE, marked, run_processes
 from cuda_training import job
 from models.workload import same_bits
-from test_cuda_parallel import FOREACH, Run, train
+from test_cuda_equality import FOREACH, Run, train
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
