@@ -213,11 +213,15 @@ def test_gradients_are_ddps_however_they_are_used(pool: RankPool):
 # --- Memory
 
 
-def pss() -> int:
-    """Anonymous and shared memory of this process, in bytes; what ranks share counts in parts."""
+def memory() -> int:
+    """Anonymous and shared memory of this process, in bytes; of what ranks share, its part.
+
+    Anonymous memory in full: what this process still has in common with others that were forked like it would seem to
+    grow when one of them ends.
+    """
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
     fields = dict(line.split(":", 1) for line in lines)
-    return sum(int(fields[name].split()[0]) * 1024 for name in ("Pss_Anon", "Pss_Shmem"))
+    return sum(int(fields[name].split()[0]) * 1024 for name in ("Anonymous", "Pss_Shmem"))
 
 
 def growth_with_changing_batches() -> list[int]:
@@ -231,7 +235,7 @@ def growth_with_changing_batches() -> list[int]:
         if step in (299, 999):
             syncengine.barrier()
             gc.collect()
-            seen.append(pss())
+            seen.append(memory())
             syncengine.barrier()
     return seen
 
