@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     for ranks in options.ranks:
         results += measure_threads(ranks, options.sizes, options.turns)
-        if ranks <= torch.cuda.device_count():
+        if 1 < ranks <= torch.cuda.device_count():
             results += measure_processes(ranks, options.sizes, options.turns)
     print(table(results))
     left_out = [ranks for ranks in options.ranks if ranks > torch.cuda.device_count()]
@@ -80,7 +80,10 @@ def parse_size(text: str) -> int:
 def measure_threads(ranks: int, sizes: list[int], turns: int) -> list[dict]:
     """Of ranks on one GPU, for the sizes that find room there."""
     results = []
-    for size in (size for size in sizes if 3 * ranks * size <= torch.cuda.mem_get_info()[0] // 2):
+    for size in sizes:
+        if 3 * ranks * size > torch.cuda.mem_get_info()[0] // 2:
+            print(f"not run: {ranks} ranks x {size} bytes on one GPU, for want of memory")
+            continue
         by_rank = run_threads(ranks, functools.partial(on_thread, size=size, turns=turns))
         results += summaries(by_rank, ranks=ranks, gpus=1, bytes=size)
         torch.cuda.empty_cache()

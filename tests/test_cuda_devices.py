@@ -24,9 +24,8 @@ def collectives(rank: int) -> str:
     for numerics in NUMERICS:
         communicator = syncengine.init(numerics=numerics, timeout=60.0)
         conformance(communicator, "devices", most=20)
-        with torch.cuda.device(
-            torch.cuda.device_count() - 1 - device.index
-        ):  # the tensor's counts, not the current one
+        another = torch.cuda.device_count() - 1 - device.index
+        with torch.cuda.device(another):  # the tensor's counts, not the current one
             for tensor in (torch.empty(1000, device=device), communicator.empty([1000], torch.float32, device)):
                 torch.cuda._sleep(1_000_000)
                 tensor.fill_(rank + 1.0)

@@ -91,7 +91,7 @@ class Sequence {
   }
 
   void fetch(int from, size_t begin, size_t length) {
-    operation_.output.for_each(begin, length, [&](std::byte* own, size_t offset, size_t bytes) {
+    operation_.input.for_each(begin, length, [&](std::byte* own, size_t offset, size_t bytes) {
       add_piece(own, at(from, begin + offset), bytes, /*gated=*/true);
     });
     flush(/*gated=*/true);

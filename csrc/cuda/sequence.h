@@ -50,7 +50,7 @@ struct Site {
 struct Route {
   Path path = Path::Staged;
   std::vector<SpanList> memories = {};  // direct only: of each rank, the operation's input
-  bool ring = false;  // direct only, an all-reduce in place with Numerics::Ring: from neighbour to neighbour
+  bool ring = false;                    // direct only, an all-reduce with Numerics::Ring: from neighbour to neighbour
 };
 
 // What peers compare before they use a byte: everything that must agree. Never kReleased; has kArrived.
