@@ -103,8 +103,12 @@ def runs_out(rank: int, hosts: str, prepare: Callable[[], Callable[[], object]])
     syncengine.barrier()  # all have what they need before
     left = torch.cuda.mem_get_info()[0] - 300 * MIB
     hog = torch.empty(left if rank == 0 else 0, dtype=torch.uint8, device="cuda")
-    syncengine.barrier()  # it is taken
-    said = outcome(ask)
+
+    def asks_when_it_is_taken() -> None:
+        syncengine.barrier()  # a fault of rank 0, which may be out of it first, can end it for rank 1
+        ask()
+
+    said = outcome(asks_when_it_is_taken)
     del hog
     return said, outcome(syncengine.barrier)
 
