@@ -204,3 +204,19 @@ def backwards(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
         losses.append(model(data(i)).square().mean())
         losses[-1].backward()
     return losses
+
+
+def of_both(step: Callable[[nn.Module], Any], make: Callable[[], nn.Module] = Mlp, **options: Any) -> list[Any]:
+    """What `step` gives for Parallel and for DDP."""
+    results = []
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        torch.manual_seed(0)
+        results.append(step(wrap(make(), **options)))
+    return results
+
+
+def outcome(call: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        return "returned", str(call())
+    except Exception as error:
+        return type(error).__name__, str(error)

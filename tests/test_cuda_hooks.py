@@ -19,10 +19,10 @@ from cuda_ranks import marked, run_processes
 from cuda_training import batch, job
 from models.workload import same_bits
 from parallel_models import CAP, Mlp
-from test_comm_hooks import TORCH_HOOKS, with_hook
 from test_cuda_equality import Run, train
 from test_cuda_parallel import LONG, averages_on_streams, check_average, exact_average, local_gradients
 from test_sparse_gradients import Tables, ids
+from test_torch_comm_hooks import TORCH_HOOKS, with_hook
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,7 +32,7 @@ Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def runs_of(name: str) -> list[Run]:
-    if "PowerSGD" in name:  # as in test_comm_hooks
+    if "PowerSGD" in name:  # as in test_torch_comm_hooks
         return [Run(accumulate=a, options=(("bucket_cap_mb", 100),)) for a in (1, 2)]
     if "fused" in name:
         return [Run()]

@@ -29,11 +29,11 @@ from parallel_models import (
     train,
 )
 from pool import RankPool
-from test_comm_hooks import with_hook
 from test_parallel_faults import LATER
 from test_parallel_join import compare as compare_uneven
 from test_parallel_join import runs_of as uneven_runs
 from test_parallel_weights import errors_against_all_samples
+from test_torch_comm_hooks import with_hook
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.utils.checkpoint import checkpoint

@@ -1,0 +1,152 @@
+"""What DDP logs: the data that tools read, times, errors and warnings."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from parallel_models import Branches, Conv, Mlp, data, of_both, outcome
+from pool import RankPool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch_versions import since_2_13
+
+import syncengine
+from syncengine.errors import InvalidUsage
+from syncengine.parallel.logging import _times
+
+
+def logging() -> None:
+    def step(model: nn.Module) -> list[dict[str, Any]]:
+        seen = [model._get_ddp_logging_data()]
+        for i in range(4):
+            model(data(i)).square().mean().backward()
+        model._set_ddp_runtime_logging_sample_rate(7)
+        return [*seen, model._get_ddp_logging_data()]
+
+    (ours_at_first, ours), (theirs_at_first, theirs) = of_both(step, Conv)
+    not_ours = {"gloo_device_transport", "gloo_num_threads", "bucket_sizes"}  # before the first plan; threads
+    assert set(theirs_at_first) - not_ours <= set(ours_at_first)
+    assert set(theirs) - not_ours <= set(ours)
+    times = {key for key in theirs if "time" in key}
+    own = {"bucket_cap_bytes", "bucket_sizes", "iteration"}  # DDP has counted the next one when it is asked
+    for key in set(theirs) - not_ours - times - own - {"rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices"}:
+        assert ours[key] == theirs[key], key
+    assert ours["iteration"] == 4
+    assert times <= set(ours)
+    for phase in ("forward_compute", "backward_compute", "backward_comm"):
+        assert 0 < ours[f"{phase}_time"] < 60e9
+        assert 0 < ours[f"avg_{phase}_time"] < 60e9
+    assert ours["backward_comm_time_end"] >= ours["backward_compute_time_end"] > ours["forward_compute_time_start"]
+    model = syncengine.Parallel(Mlp())
+    with pytest.raises(InvalidUsage, match="equal or greater than 1"):
+        model._set_ddp_runtime_logging_sample_rate(0)
+    with model.join():
+        assert model._get_ddp_logging_data()["join_uneven_inputs"] == 1
+    model.logger.set_error_and_log("ValueError: no such token")
+    assert model._get_ddp_logging_data()["error"] == "ValueError: no such token"
+
+
+def test_logging_data(pool: RankPool):
+    pool.run(logging, gloo=True, settings={"numerics": "ring"})
+
+
+def logging_with_options() -> None:
+    def step(model: nn.Module) -> dict[str, Any]:
+        for i in range(3):
+            model.zero_grad()
+            model(data(i), i > 0).square().mean().backward()
+        return model._get_ddp_logging_data()
+
+    view = {"gradient_as_bucket_view": True, "forward_sync_buffers": False, "bucket_cap_mb": 3}
+    for options in ({"find_unused_parameters": True, **view}, {"find_unused_parameters": True, "static_graph": True}):
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            ours, theirs = of_both(step, Used if "static_graph" in options else Branches, **options)
+        for key in (
+            "find_unused_parameters",
+            "gradient_as_bucket_view",
+            "broadcast_buffers",
+            "bucket_cap_bytes",
+            "static_graph",
+            "unused_parameter_size",
+            "num_buckets_reduced",
+        ):
+            assert ours.get(key) == theirs.get(key), (key, ours.get(key), theirs.get(key), options)
+    assert syncengine.Parallel(nn.SyncBatchNorm(3))._get_ddp_logging_data()["has_sync_bn"] == 1
+
+
+class Used(Branches):
+    """The same parameters at each step, as a static graph wants."""
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return super().forward(x, True)
+
+
+@since_2_13
+def test_logging_data_with_options(pool: RankPool):
+    pool.run(logging_with_options, gloo=True, settings={"numerics": "ring"})
+
+
+def test_times_are_those_of_the_last_step_and_the_mean():
+    phases = {"forward": (1, 5), "backward": (2, 6), "comm": (3, 7), "overlap": (4, 8)}
+    times = _times({"steps": 3, "forward_start": 10, "backward_start": 20, **phases})
+    assert times["forward_compute_time"] == 1
+    assert times["avg_backward_compute_time"] == 6
+    assert (times["backward_comm_time"], times["avg_backward_comm_time"]) == (3, 7)
+    assert (times["backward_compute_comm_overlap_time"], times["backward_compute_time_start"]) == (4, 20)
+    assert _times({"steps": 0}) == {}
+
+
+def steps_are_sampled() -> None:
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    model._set_ddp_runtime_logging_sample_rate(5)
+    for i in range(22):
+        model(data(i)).sum().backward()
+    assert model.reducer.timeline()["steps"] == 10 + 3  # 10, 15, 20
+
+
+def test_times_are_sampled(pool: RankPool):
+    pool.run(steps_are_sampled)
+
+
+def errors_and_warnings() -> None:
+    def step(model: nn.Module) -> list[Any]:
+        seen: list[Any] = []
+        calls = (
+            lambda: model.register_comm_hook(None, 1),
+            lambda: model.register_comm_hook(None, wrong_bucket),
+            lambda: model.register_comm_hook(None, wrong_return),
+        )
+        for call in calls:
+            seen.append(outcome(call))
+            logged = model._get_ddp_logging_data()
+            seen.append((logged["error"], logged["has_error"]))
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            model._set_static_graph()
+            model._set_static_graph()
+        return seen + [str(w.message)[:57] for w in warned]
+
+    def wrong_bucket(state: Any, bucket: int):
+        pass
+
+    def wrong_return(state: Any, bucket) -> int:
+        pass
+
+    wrong_bucket.__annotations__["bucket"] = int  # not as text
+    wrong_return.__annotations__["return"] = int
+    ours, theirs = of_both(step, find_unused_parameters=True)
+    assert ours == theirs
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        with pytest.warns(UserWarning, match="You passed find_unused_parameters=true"):
+            wrap(Mlp(), find_unused_parameters=True, static_graph=True)
+    model = syncengine.Parallel(Mlp())
+    with pytest.raises(InvalidUsage):
+        model._set_ddp_runtime_logging_sample_rate(0)
+    assert model._get_ddp_logging_data()["has_error"] == 1
+
+
+def test_errors_are_logged_and_what_has_no_effect_is_said(pool: RankPool):
+    pool.run(errors_and_warnings, gloo=True)
