@@ -1,18 +1,12 @@
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cfenv>
-#include <cstdlib>
-#include <iterator>
-#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "base/processor.h"
-#include "kernels/half.h"
 #include "kernels/reduce.h"
+#include "kernels_arrays.h"
 #include "kernels_oracle.h"
 #include "test.h"
 #if SYNCENGINE_X86_64
@@ -26,102 +20,6 @@ using kernels::Reduction;
 using kernels::Rounding;
 
 namespace {
-
-constexpr DType kDTypes[] = {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64, DType::Int8,
-                             DType::Int16,   DType::Int32,    DType::Int64,   DType::UInt8,   DType::Bool};
-constexpr ReduceOp kOps[] = {ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max};
-constexpr Isa kIsas[] = {Isa::Scalar, Isa::Avx2, Isa::Avx512};
-
-std::vector<Isa> available_isas() {
-  std::vector<Isa> isas;
-  std::copy_if(std::begin(kIsas), std::end(kIsas), std::back_inserter(isas), kernels::is_available);
-  return isas;
-}
-
-// An array that ends right before a page that can't be touched, after bytes that must not change. So its address has,
-// most of the time, no more than its element's alignment.
-class Array {
- public:
-  explicit Array(size_t bytes) : bytes_(bytes), page_(sysconf(_SC_PAGESIZE)) {
-    front_ = (bytes / page_ + 2) * page_;
-    map_ = static_cast<uint8_t*>(
-        mmap(nullptr, front_ + page_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    if (map_ == MAP_FAILED || mprotect(map_ + front_, page_, PROT_NONE) != 0) std::abort();
-    std::fill(map_, data(), kUntouched);
-  }
-  Array(const Array&) = delete;
-  ~Array() { munmap(map_, front_ + page_); }
-
-  uint8_t* data() const { return map_ + front_ - bytes_; }
-  size_t bytes() const { return bytes_; }
-  bool front_untouched() const {
-    return std::all_of(map_, data(), [](uint8_t byte) { return byte == kUntouched; });
-  }
-
- private:
-  static constexpr uint8_t kUntouched = 0xa5;
-  size_t bytes_, page_, front_;
-  uint8_t* map_;
-};
-
-using Arrays = std::vector<std::unique_ptr<Array>>;
-
-Arrays make_arrays(int number, size_t bytes) {
-  Arrays arrays;
-  for (int i = 0; i < number; ++i) arrays.push_back(std::make_unique<Array>(bytes));
-  return arrays;
-}
-
-template <class T, class Bits>
-void fill_floating(Array& array, std::mt19937_64& random) {
-  using Limits = std::numeric_limits<T>;
-  const T special[] = {T(0),
-                       -T(0),
-                       Limits::denorm_min(),
-                       -Limits::denorm_min(),
-                       Limits::min(),
-                       Limits::max(),
-                       Limits::lowest(),
-                       Limits::infinity(),
-                       -Limits::infinity(),
-                       Limits::quiet_NaN(),
-                       Limits::signaling_NaN()};
-  for (size_t i = 0; i < array.bytes() / sizeof(T); ++i) {
-    Bits bits = static_cast<Bits>(random());
-    const int kind = random() % 4;
-    if (kind == 0) std::memcpy(&bits, &special[random() % std::size(special)], sizeof(T));
-    if (kind > 1) {  // of ordinary size, so that sums round
-      const T value = static_cast<T>(static_cast<int64_t>(random() % 2000001) - 1000000) / T(65537);
-      std::memcpy(&bits, &value, sizeof(T));
-    }
-    std::memcpy(array.data() + i * sizeof(T), &bits, sizeof(T));
-  }
-}
-
-void fill_half(HalfFormat format, Array& array, std::mt19937_64& random) {
-  const int infinity = (2 * format.max_exponent + 1) << format.mantissa_bits;
-  const int smallest_normal = 1 << format.mantissa_bits;
-  const int special[] = {0, 1, 2, smallest_normal - 1, smallest_normal, infinity - 1, infinity, infinity + 1};
-  for (size_t i = 0; i < array.bytes() / 2; ++i) {
-    auto bits = static_cast<uint16_t>(random());
-    const int kind = random() % 4;
-    if (kind == 0) bits = special[random() % std::size(special)] | (random() & 0x8000);
-    if (kind > 1) bits = encode(format, (static_cast<double>(random() % 200001) - 100000) / 4099);
-    std::memcpy(array.data() + 2 * i, &bits, 2);
-  }
-}
-
-void fill(DType dtype, Array& array, std::mt19937_64& random) {
-  switch (dtype) {
-    case DType::Float16: return fill_half(kFloat16, array, random);
-    case DType::BFloat16: return fill_half(kBFloat16, array, random);
-    case DType::Float32: return fill_floating<float, uint32_t>(array, random);
-    case DType::Float64: return fill_floating<double, uint64_t>(array, random);
-    default: break;
-  }
-  const uint8_t mask = dtype == DType::Bool ? 1 : 0xff;
-  std::generate_n(array.data(), array.bytes(), [&] { return static_cast<uint8_t>(random() & mask); });
-}
 
 std::string describe(Isa isa, const Reduction& r, size_t sources, size_t destinations, size_t count) {
   return std::string(name(isa)) + " " + name(r.dtype) + " " + name(r.op) +
@@ -262,91 +160,6 @@ TEST(kernels_copy_by_one_keeps_every_bit) {
   for (Isa isa : available_isas()) {
     copy_scaled_with(isa, DType::Float32, copy.data(), source.data(), 4, 1.0);
     CHECK(copy == source);
-  }
-}
-
-// 1 * f for any float32 f, as bits: the product is exact, so what comes out is the conversion of f.
-uint16_t convert(Isa isa, DType dtype, uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, 4);
-  const uint16_t one = dtype == DType::Float16 ? 0x3c00 : 0x3f80;
-  uint16_t result;
-  copy_scaled_with(isa, dtype, &result, &one, 1, value);
-  return result;
-}
-
-void check_conversion(DType dtype, uint32_t bits) {
-  const HalfFormat format = dtype == DType::Float16 ? kFloat16 : kBFloat16;
-  float value;
-  std::memcpy(&value, &bits, 4);
-  const uint16_t wanted = encode(format, value);
-  for (Isa isa : available_isas()) {
-    const uint16_t got = bits == 0x3f800000 ? wanted : convert(isa, dtype, bits);  // scale 1 would be a plain copy
-    if (got != wanted && !(std::isnan(decode(format, got)) && std::isnan(value))) {
-      const std::string from = std::string(name(isa)) + ": " + name(dtype) + " of float32 bits " + std::to_string(bits);
-      fail(__FILE__, __LINE__, from + " is " + std::to_string(got) + ", not " + std::to_string(wanted));
-    }
-  }
-}
-
-// Every value, every tie between neighbors and what lies next to a tie; with both signs, beyond the largest value too.
-TEST(kernels_round_float32_to_every_half) {
-  for (DType dtype : {DType::Float16, DType::BFloat16}) {
-    const HalfFormat format = dtype == DType::Float16 ? kFloat16 : kBFloat16;
-    const int infinity = (2 * format.max_exponent + 1) << format.mantissa_bits;
-    for (int half = 0; half < infinity; ++half) {
-      const double value = decode(format, half);
-      const double above = half + 1 < infinity ? decode(format, half + 1) : 2 * value - decode(format, half - 1);
-      for (double exact : {value, (value + above) / 2}) {
-        const auto rounded = static_cast<float>(exact);
-        uint32_t bits;
-        std::memcpy(&bits, &rounded, 4);
-        for (uint32_t near : {bits - 1, bits, bits + 1}) {
-          check_conversion(dtype, near);
-          check_conversion(dtype, near ^ 0x80000000);
-        }
-      }
-    }
-  }
-}
-
-TEST(kernels_round_random_float32_to_half) {
-  std::mt19937_64 random(6);
-  for (int i = 0; i < 200000; ++i) {
-    const auto bits = static_cast<uint32_t>(random());
-    check_conversion(DType::BFloat16, bits);
-    check_conversion(DType::Float16, bits);
-    check_conversion(DType::Float16, (bits & 0x8fffffff) | 0x30000000);  // where float16 has values
-  }
-}
-
-TEST(kernels_widen_every_half_exactly) {
-  using Conversions = kernels::HalfConversions<16>;
-  for (uint32_t half = 0; half < 65536; ++half) {
-    const Conversions::Words words = {half | half << 16, half, half << 16, 0};
-    for (bool is_float16 : {true, false}) {
-      const auto pair = is_float16 ? Conversions::from_float16(words) : Conversions::from_bfloat16(words);
-      const double wanted = decode(is_float16 ? kFloat16 : kBFloat16, half);
-      for (float got : {pair.low[0], pair.high[0], pair.low[1], pair.high[2]}) {
-        CHECK(std::isnan(wanted) ? std::isnan(got) : got == wanted && std::signbit(got) == std::signbit(wanted));
-      }
-      CHECK(pair.low[2] == 0 && pair.high[1] == 0);
-    }
-  }
-}
-
-// Every half through each instruction set's own conversions, times factors that take subnormals to normal and back.
-TEST(kernels_scale_every_half) {
-  Array all(2 * 65536), result(2 * 65536);
-  for (uint32_t half = 0; half < 65536; ++half) reinterpret_cast<uint16_t*>(all.data())[half] = half;
-  for (DType dtype : {DType::Float16, DType::BFloat16}) {
-    for (double scale : {1.0 / 3, 0.5, 1024.0, 1048576.0 / 3, std::ldexp(1.0, -14)}) {
-      const auto wanted = expected({.dtype = dtype, .op = ReduceOp::Sum, .scale = scale}, {all.data()}, 65536);
-      for (Isa isa : available_isas()) {
-        copy_scaled_with(isa, dtype, result.data(), all.data(), 65536, scale);
-        CHECK_EQ(first_difference(dtype, result.data(), wanted.data(), 65536), -1);
-      }
-    }
   }
 }
 

@@ -1,0 +1,113 @@
+// Endpoints between hosts, each with a thread that runs it, and bytes to send.
+#pragma once
+
+#include <condition_variable>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "test.h"
+#include "transport/interhost.h"
+
+namespace syncengine::testing {
+
+using Endpoints = std::vector<std::unique_ptr<Interhost>>;
+using MakeEndpoints = Endpoints (*)(int size);
+using Transfer = std::shared_ptr<Interhost::Transfer>;
+using Bytes = std::vector<std::byte>;
+
+// Bytes that say where they belong.
+inline Bytes pattern(size_t bytes, uint64_t seed) {
+  Bytes data(bytes);
+  uint64_t state = seed * 0x9e3779b97f4a7c15 + 1;
+  for (auto& byte : data)
+    byte = static_cast<std::byte>((state = state * 6364136223846793005 + 1442695040888963407) >> 56);
+  return data;
+}
+
+inline bool same(const Bytes& a, const Bytes& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0);
+}
+
+// An endpoint with the thread that runs it.
+class Running {
+ public:
+  explicit Running(std::unique_ptr<Interhost> endpoint) : endpoint_(std::move(endpoint)) {
+    thread_ = std::thread([this] { endpoint_->run([this] { ring(); }); });
+  }
+  Running(const Running&) = delete;
+  ~Running() { leave(); }
+
+  Interhost* operator->() { return endpoint_.get(); }
+
+  void leave() {
+    if (!thread_.joinable()) return;
+    endpoint_->stop();
+    thread_.join();
+  }
+
+  // Sleeps until `condition`, looking only when the endpoint says that something moved.
+  void wait(const std::function<bool()>& condition, const char* what) {
+    Deadline deadline = Deadline::after(seconds(20));
+    std::unique_lock lock(mutex_);
+    while (!condition()) {
+      uint64_t seen = rings_;
+      lock.unlock();
+      bool met = condition();  // again: a ring may have come before `seen`
+      lock.lock();
+      if (met) return;
+      if (!changed_.wait_for(lock, deadline.left(seconds(20)), [&] { return rings_ != seen; }))
+        fail(__FILE__, __LINE__, std::string("not within 20 s: ") + what);
+    }
+  }
+  void wait_ended(const Transfer& transfer) {
+    wait([&] { return transfer->ended(); }, "a transfer's end");
+  }
+  void wait_done(const Transfer& transfer) {
+    wait_ended(transfer);
+    if (transfer->state() == Interhost::Transfer::State::Failed) throw Error(transfer->error());
+  }
+  Error wait_failed(const Transfer& transfer) {
+    wait_ended(transfer);
+    CHECK(transfer->state() == Interhost::Transfer::State::Failed);
+    return transfer->error();
+  }
+  Interhost::Message wait_message() {
+    std::optional<Interhost::Message> message;
+    wait([&] { return message || (message = endpoint_->hear()); }, "a message");
+    return *message;
+  }
+
+ private:
+  void ring() {
+    std::lock_guard lock(mutex_);
+    ++rings_;
+    changed_.notify_all();
+  }
+
+  std::unique_ptr<Interhost> endpoint_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  uint64_t rings_ = 0;
+  std::thread thread_;
+};
+
+class Cluster {
+ public:
+  Cluster(MakeEndpoints make, int size) {
+    for (auto& endpoint : make(size)) hosts_.push_back(std::make_unique<Running>(std::move(endpoint)));
+  }
+  Running& operator[](int rank) { return *hosts_[rank]; }
+
+ private:
+  std::vector<std::unique_ptr<Running>> hosts_;
+};
+
+}  // namespace syncengine::testing

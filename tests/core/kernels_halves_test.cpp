@@ -1,0 +1,103 @@
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "kernels/half.h"
+#include "kernels/reduce.h"
+#include "kernels_arrays.h"
+#include "kernels_oracle.h"
+#include "test.h"
+
+using namespace syncengine;
+using namespace syncengine::testing;
+using kernels::Isa;
+
+namespace {
+
+// 1 * f for any float32 f, as bits: the product is exact, so what comes out is the conversion of f.
+uint16_t convert(Isa isa, DType dtype, uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, 4);
+  const uint16_t one = dtype == DType::Float16 ? 0x3c00 : 0x3f80;
+  uint16_t result;
+  copy_scaled_with(isa, dtype, &result, &one, 1, value);
+  return result;
+}
+
+void check_conversion(DType dtype, uint32_t bits) {
+  const HalfFormat format = dtype == DType::Float16 ? kFloat16 : kBFloat16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  const uint16_t wanted = encode(format, value);
+  for (Isa isa : available_isas()) {
+    const uint16_t got = bits == 0x3f800000 ? wanted : convert(isa, dtype, bits);  // scale 1 would be a plain copy
+    if (got != wanted && !(std::isnan(decode(format, got)) && std::isnan(value))) {
+      const std::string from = std::string(name(isa)) + ": " + name(dtype) + " of float32 bits " + std::to_string(bits);
+      fail(__FILE__, __LINE__, from + " is " + std::to_string(got) + ", not " + std::to_string(wanted));
+    }
+  }
+}
+
+// Every value, every tie between neighbors and what lies next to a tie; with both signs, beyond the largest value too.
+TEST(kernels_round_float32_to_every_half) {
+  for (DType dtype : {DType::Float16, DType::BFloat16}) {
+    const HalfFormat format = dtype == DType::Float16 ? kFloat16 : kBFloat16;
+    const int infinity = (2 * format.max_exponent + 1) << format.mantissa_bits;
+    for (int half = 0; half < infinity; ++half) {
+      const double value = decode(format, half);
+      const double above = half + 1 < infinity ? decode(format, half + 1) : 2 * value - decode(format, half - 1);
+      for (double exact : {value, (value + above) / 2}) {
+        const auto rounded = static_cast<float>(exact);
+        uint32_t bits;
+        std::memcpy(&bits, &rounded, 4);
+        for (uint32_t near : {bits - 1, bits, bits + 1}) {
+          check_conversion(dtype, near);
+          check_conversion(dtype, near ^ 0x80000000);
+        }
+      }
+    }
+  }
+}
+
+TEST(kernels_round_random_float32_to_half) {
+  std::mt19937_64 random(6);
+  for (int i = 0; i < 200000; ++i) {
+    const auto bits = static_cast<uint32_t>(random());
+    check_conversion(DType::BFloat16, bits);
+    check_conversion(DType::Float16, bits);
+    check_conversion(DType::Float16, (bits & 0x8fffffff) | 0x30000000);  // where float16 has values
+  }
+}
+
+TEST(kernels_widen_every_half_exactly) {
+  using Conversions = kernels::HalfConversions<16>;
+  for (uint32_t half = 0; half < 65536; ++half) {
+    const Conversions::Words words = {half | half << 16, half, half << 16, 0};
+    for (bool is_float16 : {true, false}) {
+      const auto pair = is_float16 ? Conversions::from_float16(words) : Conversions::from_bfloat16(words);
+      const double wanted = decode(is_float16 ? kFloat16 : kBFloat16, half);
+      for (float got : {pair.low[0], pair.high[0], pair.low[1], pair.high[2]}) {
+        CHECK(std::isnan(wanted) ? std::isnan(got) : got == wanted && std::signbit(got) == std::signbit(wanted));
+      }
+      CHECK(pair.low[2] == 0 && pair.high[1] == 0);
+    }
+  }
+}
+
+// Every half through each instruction set's own conversions, times factors that take subnormals to normal and back.
+TEST(kernels_scale_every_half) {
+  Array all(2 * 65536), result(2 * 65536);
+  for (uint32_t half = 0; half < 65536; ++half) reinterpret_cast<uint16_t*>(all.data())[half] = half;
+  for (DType dtype : {DType::Float16, DType::BFloat16}) {
+    for (double scale : {1.0 / 3, 0.5, 1024.0, 1048576.0 / 3, std::ldexp(1.0, -14)}) {
+      const auto wanted = expected({.dtype = dtype, .op = ReduceOp::Sum, .scale = scale}, {all.data()}, 65536);
+      for (Isa isa : available_isas()) {
+        copy_scaled_with(isa, dtype, result.data(), all.data(), 65536, scale);
+        CHECK_EQ(first_difference(dtype, result.data(), wanted.data(), 65536), -1);
+      }
+    }
+  }
+}
+
+}  // namespace
