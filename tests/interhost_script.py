@@ -87,9 +87,10 @@ def leave_while_one_is_stopped(hosts):
     last = len(hosts) - 1
     syncengine.broadcast(pid, last)
     outcome = ""
-    if communicator.rank == last:
-        os.kill(os.getpid(), signal.SIGSTOP)
     try:
+        syncengine.barrier()  # all have the number; who stops after it may keep others in here
+        if communicator.rank == last:
+            os.kill(os.getpid(), signal.SIGSTOP)
         syncengine.all_reduce(torch.ones(3_000_000))
     except syncengine.errors.SyncError as error:
         outcome = f"{type(error).__name__}: {error}"
