@@ -169,18 +169,26 @@ def gradients(model: nn.Module) -> list[torch.Tensor | None]:
     return [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
+def of_both(step: Callable[[nn.Module], Any], make: Callable[[], nn.Module] = Mlp, **options: Any) -> list[Any]:
+    """What `step` gives for Parallel and for DDP."""
+    results = []
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        torch.manual_seed(0)
+        results.append(step(wrap(make(), **options)))
+    return results
+
+
 def both(make: Callable[[], nn.Module], step: Callable[[nn.Module], Any], **options: Any) -> list[torch.Tensor]:
     """`step` has the same bits with Parallel and with DDP: what it returns, the gradients and the state that it leaves.
 
     Returns the tensors that our `step` returned, in a row.
     """
-    results = []
-    for wrap in (syncengine.Parallel, DistributedDataParallel):
-        torch.manual_seed(0)
-        model = wrap(make(), **options)
+
+    def left(model: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor | None], dict[str, Any]]:
         returned = [leaf for leaf in tree_leaves(step(model)) if isinstance(leaf, torch.Tensor)]
-        results.append((returned, gradients(model), copy.deepcopy(model.state_dict())))
-    (ours, our_gradients, our_state), (theirs, their_gradients, their_state) = results
+        return returned, gradients(model), copy.deepcopy(model.state_dict())
+
+    (ours, our_gradients, our_state), (theirs, their_gradients, their_state) = of_both(left, make, **options)
     assert list(our_state) == list(their_state)
     for name, mine, other in [
         *((f"result {i}", a, b) for i, (a, b) in enumerate(zip(ours, theirs, strict=True))),
@@ -206,16 +214,8 @@ def backwards(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
     return losses
 
 
-def of_both(step: Callable[[nn.Module], Any], make: Callable[[], nn.Module] = Mlp, **options: Any) -> list[Any]:
-    """What `step` gives for Parallel and for DDP."""
-    results = []
-    for wrap in (syncengine.Parallel, DistributedDataParallel):
-        torch.manual_seed(0)
-        results.append(step(wrap(make(), **options)))
-    return results
-
-
 def outcome(call: Callable[[], Any]) -> tuple[str, str]:
+    """("returned", what) or (the error's type, its text)."""
     try:
         return "returned", str(call())
     except Exception as error:
