@@ -9,7 +9,7 @@
 #   make cuda-check  compiles and links the CUDA side, and runs it on a device in software, if nvcc is installed; needs no GPU
 #   make cuda-torch-check  the GPU tests of Python on that device, by a torch without CUDA, if nvcc is installed; needs no GPU
 #   make gpu         builds and runs the GPU tests and benchmarks with the present Python and torch; downloads nothing
-#   make lint        formatters and linters, changing nothing
+#   make lint        formatters, linters and the type checker, changing nothing
 #   make format      formatters and linters, changing what they can
 #   make clean       removes what was built; `rm -r .venv*` removes the environments too
 
@@ -114,6 +114,7 @@ gpu-benchmarks: gpu-build
 lint: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/mypy
 	@.venv/bin/clang-format --dry-run --Werror $(CPP_FILES)
 
 format: .venv/ready

@@ -11,6 +11,7 @@ SYNCENGINE_TEST_HOOKS=1 in the environment gives the flavor that the tests use: 
 and no warning tolerated.
 """
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -87,10 +88,19 @@ if CUDA is not None:
     CUDA_LINK = [f"-L{libraries}", "-lcudart_static", "-ldl", "-lrt", "-Wl,--exclude-libs,libcudart_static.a"]
 
 
+def build_id() -> str:
+    """A hash of the sources that define memory layouts and what goes over the wire, as tests/core/Makefile has it."""
+    without = {"bindings", "kernels", "streams"}
+    files = [path for path in Path("csrc").rglob("*.*") if path.suffix in (".h", ".cpp", ".cu")]
+    files = sorted(path.as_posix() for path in files if path.parts[1] not in without)
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16]
+
+
 def unit(folder: Path, files: list[Path]) -> Path:
     """A file that includes `files`. Written only if it changes, so that ninja compiles nothing in vain."""
     path = Path("build", "units", "-".join(folder.relative_to("csrc").parts) + ".cpp")
-    text = "".join(f'#include "{file.relative_to("csrc").as_posix()}"\n' for file in files)
+    text = f"#define SYNCENGINE_BUILD_ID 0x{build_id()}u\n" if folder == Path("csrc", "base") else ""
+    text += "".join(f'#include "{file.relative_to("csrc").as_posix()}"\n' for file in files)
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -58,7 +58,7 @@ def load(name: str) -> dict:
 
 
 def all_reduce() -> str:
-    """The first screen's table."""
+    """The collective alone, beside others."""
     openmpi, mpich = load("all_reduce-2ranks-openmpi"), load("all_reduce-2ranks-mpich")
     theirs = {result["bytes"]: result["peers"]["mpi"]["p50"] for result in mpich["results"]}
     rows = []
@@ -78,7 +78,7 @@ def all_reduce() -> str:
 
 
 def train_step() -> str:
-    """What a model costs, in time and memory."""
+    """The first screen's table: what a model costs, in time and memory."""
     step, memory = load("train_step-2ranks"), load("memory-2ranks")
     growth = {result["model"]: beyond_plain(result["growth_bytes"]) for result in memory["results"]}
     rows = []

@@ -4,12 +4,13 @@ Calls that may wait release the GIL and react to Ctrl-C within about 50 ms. Erro
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch._C._distributed_c10d import Backend as _Backend
 from torch._C._distributed_c10d import ProcessGroup
 
+build_id: str  # of the sources that define what ranks share: 16 hexadecimal digits
 has_cuda: bool
 """Whether this build has a CUDA side. Without one, asking for CUDA raises InvalidUsage."""
 
@@ -26,7 +27,7 @@ def backend_communicators() -> list[Communicator]:
     """The communicators below all backends of this process that have not been shut down."""
 
 def end_backends() -> None:
-    """Closes these, and completes what futures they still owe. Before the interpreter ends."""
+    """Closes these, and completes their remaining futures. Called before the interpreter ends."""
 
 class Work:
     """The future of one asynchronous collective. Dropping it does not cancel the collective."""
@@ -40,7 +41,7 @@ class Work:
     def is_completed(self) -> bool:
         """Whether it has ended, well or not.
 
-        Where a tensor is copied to be reduced (one that is not contiguous, say), the result is in it only after wait().
+        If a tensor is copied to be reduced (because it is not contiguous, say), it has the result only after wait().
         """
 
     def exception(self) -> Exception | None:
@@ -50,7 +51,7 @@ class Communicator:
     """A group of ranks that run collectives together.
 
     Made by `syncengine.init` and `split`. May be used from any thread; all ranks must make the same calls in the same
-    order. After an error out of a collective (but for InvalidUsage, which is told before it begins) it stays
+    order. After an error in a collective (except InvalidUsage, which is raised before it begins) it stays
     failed: each later call raises the first error.
     """
 
@@ -76,25 +77,57 @@ class Communicator:
 
     @property
     def links(self) -> str:
-        """Between hosts: which way collectives take, and what was measured. Empty on one host."""
+        """Between hosts: which algorithm collectives use, and what was measured. Empty on one host."""
 
+    @overload
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: Literal[False] = False) -> None: ...
+    @overload
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum", *, async_op: Literal[True]) -> Work: ...
+    @overload
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
         """Reduces `tensor` in place over all ranks: the same shape, strides and dtype on each.
 
-        `op`: "sum", "avg" (floating dtypes), "product", "min", "max". A Work if `async_op`, else waits.
+        `op`: "sum", "avg" (floating dtypes), "product", "min", "max". Returns a Work if `async_op`, otherwise waits.
         """
 
-    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
-        """Overwrites `tensor` on every rank by that of rank `src` of the group."""
+    @overload
+    def broadcast(self, tensor: torch.Tensor, src: int, async_op: Literal[False] = False, layout: str = "") -> None: ...
+    @overload
+    def broadcast(self, tensor: torch.Tensor, src: int, async_op: Literal[True], layout: str = "") -> Work: ...
+    @overload
+    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False, layout: str = "") -> Work | None:
+        """Overwrites `tensor` on every rank with that of rank `src` of the group.
 
+        `layout`, if any, describes the bytes: it must be the same on all ranks, and names this call in errors.
+        """
+
+    @overload
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: Literal[False] = False
+    ) -> None: ...
+    @overload
+    def reduce_scatter(
+        self, output: torch.Tensor, input: torch.Tensor, op: str = "sum", *, async_op: Literal[True]
+    ) -> Work: ...
+    @overload
     def reduce_scatter(
         self, output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False
     ) -> Work | None:
         """Reduces `input` (size * output.numel() elements) over all ranks; rank r keeps its part r in `output`."""
 
+    @overload
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, async_op: Literal[False] = False) -> None: ...
+    @overload
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, async_op: Literal[True]) -> Work: ...
+    @overload
     def all_gather(self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
         """Collects every rank's `input` in `output` (size * input.numel() elements), in rank order."""
 
+    @overload
+    def barrier(self, async_op: Literal[False] = False, device: torch.device | None = None) -> None: ...
+    @overload
+    def barrier(self, async_op: Literal[True], device: torch.device | None = None) -> Work: ...
+    @overload
     def barrier(self, async_op: bool = False, device: torch.device | None = None) -> Work | None:
         """Returns when every rank has called it; with a CUDA `device`, its current stream waits instead."""
 
@@ -110,24 +143,37 @@ class Communicator:
         On a CUDA `device` a collective call: all ranks make the same tensors in the same order.
         """
 
-    def abort(self, text: str) -> None:
-        """Fails everything pending, here and on all peers, which raise Aborted with `text`."""
+    def abort(self, text: str, error: str = "Aborted") -> None:
+        """Fails everything pending, here and on all peers, which raise `error` with `text`.
+
+        `error` is the name of a class of `syncengine.errors`.
+        """
+
+    def check_peers(self) -> None:
+        """Checks the other ranks, and raises the error that this communicator has failed with, if it has."""
+
+    def close_devices(self) -> None:
+        """Releases its CUDA devices, which would keep it alive: once it has failed."""
+
+    def exception(self) -> BaseException | None:
+        """The error with which it has failed, which each later call raises, or None."""
 
     def close(self) -> None:
-        """Leaves in good order; a peer that still waits for this rank gets PeerLost. Later calls raise InvalidUsage."""
+        """Disconnects in good order; a peer that still waits for this rank gets PeerLost. Later calls raise
+        InvalidUsage."""
 
     def counters(self) -> dict[str, int]:
-        """What this rank did so far.
+        """What this rank has done so far.
 
         `operations`; with several ranks also `staged_bytes`, `direct_bytes` and `one_shot_bytes` (of inputs, by path),
-        `messages` that have ended well, `direct_messages` received straight out of the sender's arena,
+        `messages` that have succeeded, `direct_messages` received directly from the sender's arena,
         `interhost_bytes` (sent to other hosts, without the transport's own) and `sleeps` (of all communicators of this
         process). What concerns CUDA tensors begins with `cuda_`.
         """
 
 class LocalBootstrap:
     """How the ranks of a job find each other: exchange addresses, then, if there are several hosts, what listen()
-    gives, then connect.
+    returns, then connect.
 
     `options`: `numerics`, `algorithm` and `gradient_memory` (str), `timeout` and `log_after` (seconds), `arena_bytes`
     (0: the machine's memory), `host_id` (str: makes several hosts of one; "" for one). All are needed.
@@ -147,7 +193,8 @@ class LocalBootstrap:
         """Listens for ranks of other hosts. Opaque bytes, at most 256, that every other rank needs.
 
         `options`: `interface` (str: name, prefix or address; "" is loopback), `sockets` (int: connections a peer),
-        `checksum` (bool), `secret` and `secret_file` (str: "" for none). All are needed.
+        `checksum` (bool), `silence` (seconds), `peers` (int: ranks of other hosts), `secret` and `secret_file`
+        (str: "" for none). All are needed.
         """
 
     def connect(
@@ -158,22 +205,23 @@ class LocalBootstrap:
         network_addresses: Sequence[bytes] | None = None,
         mover: Mover | None = None,
     ) -> Communicator:
-        """The communicator of all ranks. `addresses` by rank, the own one among them; `timeout` in seconds. Once.
+        """The communicator of all ranks. `addresses` by rank, this rank's included; `timeout` in seconds. Called once.
 
-        `global_ranks` is what messages call the ranks; None: as they are. Where there are several hosts it needs either
-        `network_addresses`, what listen() gave, by rank, or a `mover`.
+        `global_ranks` is what messages call the ranks; None: their ranks here. With several hosts it needs either
+        `network_addresses`, what listen() returned, by rank, or a `mover`.
         """
 
 class Mover:
     """What moves packets between hosts, for one LocalBootstrap.connect()."""
 
 def python_mover(mover: object, by: str, checksum: bool) -> Mover:
-    """By an object with two methods, called on one thread of the engine's; what they raise loses all peers.
+    """Made of an object with two methods, called on one of the engine's threads; if they raise, all peers are lost.
 
     `step(posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]` posts packets, each with its number,
-    the peer's rank in the job, whether it is sent (else received), and its memory; and says which of all have ended,
-    with an error or "". It never blocks. Packets between two ranks stay in order; those that meet have the same size.
-    `close(in_order: bool)` comes last; if not `in_order`, packets are still under way.
+    the peer's rank in the job, whether it is sent (else received), and its memory; and returns which of all posted
+    packets have completed, with an error or "". It never blocks. Packets between two ranks stay in order; a send and
+    its receive have the same size. `close(in_order: bool)` is the last call; if not `in_order`, packets are still in
+    flight.
 
     `by` names the mover in errors. `checksum`: of all data.
     """
@@ -185,20 +233,22 @@ def torch_mover(
     closed: Callable[[], object],
     by: str,
     checksum: bool,
+    silence: float,
     open_device_backend: Callable[[list[int], str], _Backend] | None = None,
 ) -> Mover:
-    """By a process group on whose CPU tensors send and recv work.
+    """Made of a process group whose send and recv take CPU tensors.
 
-    `ranks`: in the group, of each rank of the job. Nobody else uses `tag` there. `closed` is called once it is not
-    needed any more. `open_device_backend(ranks, name)` makes a c10d backend that moves CUDA tensors between these ranks
+    `ranks`: in the group, of each rank of the job. `tag` must not be used by others there. `closed` is called once the
+    mover is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost; 0: never.
+    `open_device_backend(ranks, name)` makes a c10d backend that moves CUDA tensors between these ranks
     of the job, for a `name` that is not used twice; any thread calls it, on all of these ranks. Else as python_mover.
     """
 
 def end_movers() -> None:
-    """Says goodbye to all ranks that movers reach, within a second. Before the interpreter ends."""
+    """Disconnects from all ranks that movers reach, within a second. Called before the interpreter ends."""
 
 class Backend(_Backend):
-    """The torch.distributed backend "syncengine": a communicator with c10d's face. Made by init_process_group.
+    """The torch.distributed backend "syncengine": a communicator with c10d's interface. Made by init_process_group.
 
     What c10d offers of a backend is inherited: monitored_barrier(), abort(), shutdown(), set_timeout(), ...
     """
@@ -206,7 +256,7 @@ class Backend(_Backend):
     def __init__(self, communicator: Communicator) -> None: ...
     @property
     def communicator(self) -> Communicator:
-        """The engine's communicator below."""
+        """The engine's communicator that it uses."""
 
     def split(self, ranks: Sequence[int]) -> Backend | None:
         """The backend of `ranks` of this group, in ascending order; None on a rank that is not among them.
@@ -215,7 +265,7 @@ class Backend(_Backend):
         """
 
     def perform_nocolor_split(self, device: torch.device) -> None:
-        """Nothing. torch asks it of ranks that a new group leaves out, if the default group is bound to a CPU."""
+        """Does nothing. torch calls it on ranks that a new group leaves out, if the default group is bound to a CPU."""
 
     @property
     def options(self) -> _Backend.Options:
@@ -226,8 +276,9 @@ class Reducer:
 
     `parameters` and `parameter_names` are the same on all ranks, whether they require a gradient now or not;
     `model_name` is for messages. `sparse` says of each parameter whether its gradients are of sparse layout. The
-    options are those of DDP. Parameters on CUDA get flat buckets; `flat_buckets` is for tests of these on the CPU, in a
-    build with test hooks.
+    options are those of DDP; `waits_in_between`: ranks wait for each other in forward or backward, too
+    (SyncBatchNorm), so an error there is the end of the communicator. Parameters on CUDA get flat buckets;
+    `flat_buckets` is for tests of these on the CPU, in a build with test hooks.
     """
 
     def __init__(
@@ -243,6 +294,7 @@ class Reducer:
         skip_all_reduce_unused_params: bool = False,
         gradient_as_bucket_view: bool = False,
         batched_grad_copy: bool = False,
+        waits_in_between: bool = False,
         gradients_in_arena: bool = True,
         flat_buckets: bool = False,
     ) -> None: ...
@@ -255,30 +307,40 @@ class Reducer:
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The forward has ended with these outputs.
 
-        Where unused parameters are looked for, and one is: the leaves that the outputs depend on and that are none of
-        the parameters.
+        If unused parameters are looked for, and one is found: returns the leaves that the outputs depend on and that
+        are not among the parameters.
         """
 
     def prepare_for_local_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """A forward whose backward will not average has ended with these outputs."""
 
+    def abandon_forward(self, text: str) -> None:
+        """The forward raised, as `text` says ("raised in forward: ..."): its backward is abandoned."""
+
+    def reserve_slots(self, copy_of: int | None = None) -> int:
+        """Agrees with the other ranks on a number for each bucket. Collective, once; before the first plan.
+
+        Returns the first number; `copy_of` is that of the model that this one is a copy of.
+        """
+
     def install_plan(self, buckets: Sequence[Sequence[int]], provisional: bool) -> None:
         """Sets the buckets: indices of parameters, in the order in which they are expected to be ready.
 
-        `provisional`: another plan is wanted once the order of readiness is known.
+        `provisional`: to be replaced once the order of readiness is known.
         """
 
     def ready_order(self) -> list[int]:
-        """Parameters in the order in which the last synchronized backward brought their gradients."""
+        """Parameters in the order in which their gradients became ready in the last synchronized backward."""
 
     def average_over(self, divisor: float, weight: float) -> None:
-        """The next synchronized backward gives the sum over ranks of weight * gradient, divided by `divisor`.
+        """Of the forward that has begun: its backward gives the sum over ranks of weight * gradient, over `divisor`.
 
-        `divisor` is the same on all ranks; by default it is their number.
+        The sum of weight * gradient over all ranks, divided by `divisor`: the same on all ranks, by default their
+        number.
         """
 
     def expect_shadows(self) -> None:
-        """In the next synchronized backward some rank has no batch: no bucket is skipped."""
+        """In the backward of the forward that has begun some rank has no batch: no bucket is skipped."""
 
     def shadow_backward(self) -> None:
         """Takes part in a synchronized backward of the others without a gradient of its own."""
@@ -287,7 +349,8 @@ class Reducer:
         """All buckets go through `hook(state, bucket)` instead of the engine. At most one of these three, once."""
 
     def set_compression(self, dtype: torch.dtype, divides_first: bool = True) -> None:
-        """Gradients travel as `dtype`: float16 or bfloat16; each is divided by the number of ranks, or their sum is."""
+        """Averages gradients in `dtype`, float16 or bfloat16; each is divided by the number of ranks, or their sum
+        is."""
 
     def set_all_reduce_hook(self) -> None:
         """As without a hook, but rounded as torch's all-reduce hook does, which divides."""
@@ -299,10 +362,16 @@ class Reducer:
         """Waited for at the end of the next synchronized backward."""
 
     def has_averaged(self) -> bool:
-        """Whether the last backward has averaged: for hooks that run after it."""
+        """Whether users' hooks on parameters run now, on averages."""
 
     def check_finalized(self) -> None:
         """Raises InvalidUsage, naming the parameters, if a synchronized backward is not complete."""
+
+    def graph_is_static(self) -> bool:
+        """Whether each synchronized backward so far has brought the same gradients on this rank."""
+
+    def last_error(self) -> str:
+        """Of the last forward or backward that was given up; empty if there was none."""
 
     def remove_hooks(self) -> None:
         """Stops listening to autograd."""
@@ -321,5 +390,6 @@ class Reducer:
     def statistics(self) -> dict[str, Any]:
         """What the last synchronized backward moved.
 
-        `backwards` (so far), `buckets`, `reduced_bytes`, and `copied_bytes`: a dict by reason.
+        `backwards` (so far), `buckets`, `reduced_bytes`; `copied_bytes` and `staged_bytes`: dicts by reason; and
+        `shortage`: why the memory for gradients could not grow, or "".
         """

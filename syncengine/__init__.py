@@ -1,25 +1,22 @@
 """A gradient synchronization engine for PyTorch.
 
-`syncengine.init()` finds torchrun, mpirun, srun or an initialised torch.distributed by itself, and
+`syncengine.init()` detects torchrun, mpirun, srun or an initialised torch.distributed, and
 `model = syncengine.Parallel(model)` has the signature of DistributedDataParallel. No other line of a script changes.
 """
 
+import importlib.metadata
+
 import torch  # loads the libraries that the extension needs
 
-from syncengine import errors, hooks
+from syncengine import _extension, errors, hooks  # noqa: F401 (the first says so if there is no extension)
 from syncengine._C import Communicator, Work
+from syncengine.collectives import all_gather, all_reduce, barrier, broadcast, empty, reduce_scatter
 from syncengine.communicator import (
-    all_gather,
-    all_reduce,
-    barrier,
-    broadcast,
     default_communicator,
-    empty,
     init,
     is_initialized,
     local_rank,
     rank,
-    reduce_scatter,
     shutdown,
     world_size,
 )
@@ -29,10 +26,16 @@ from syncengine.torch_backend import register as _register
 if torch.distributed.is_available():
     _register()
 
+try:
+    __version__ = importlib.metadata.version("syncengine")
+except importlib.metadata.PackageNotFoundError:  # built in place
+    __version__ = "unknown"
+
 __all__ = [
     "Communicator",
     "Parallel",
     "Work",
+    "__version__",
     "all_gather",
     "all_reduce",
     "barrier",

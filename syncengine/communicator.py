@@ -1,4 +1,4 @@
-"""The default communicator: how it comes to be, how it ends, and the collectives on it."""
+"""The default communicator: how it comes to be, and how it ends."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from syncengine._C import Communicator, Work, backend_communicators, end_backends, end_movers
+from syncengine._C import Communicator, backend_communicators, end_backends, end_movers
 from syncengine.config import DEFAULT_TIMEOUT, Config
-from syncengine.connect import connect
+from syncengine.connect import Connection, connect, given_up
 from syncengine.errors import InvalidUsage
 from syncengine.groups import (
     all_group_communicators,
@@ -29,10 +27,14 @@ from syncengine.launch import Launch, find_launch, group_timeout, open_exchange,
 
 
 class _Default(NamedTuple):
-    communicator: Communicator
+    connection: Connection
     config: Config
     launch: Launch
     pid: int  # a forked child inherits this object, but the communicator is its parent's
+
+    @property
+    def communicator(self) -> Communicator:
+        return self.connection.communicator
 
 
 _default: _Default | None = None
@@ -52,37 +54,44 @@ def init(
     interface: str | None = None,
     sockets: int | None = None,
     checksum: bool | None = None,
+    silence: float | None = None,
 ) -> Communicator:
     """Connects all ranks of this launch and returns the default communicator.
 
-    Collective: every rank calls it. Called again it returns the same communicator; a setting given then must be as it
-    is. What is None comes from the variable SYNCENGINE_<NAME>, else from the default:
+    Collective: every rank calls it. Called again it returns the same communicator; a setting that is given then must
+    have the same value. If that communicator has failed, all ranks that call it again, whether they have noticed the
+    failure or not, get a new one, with the settings of the old one where none are given; what was made with the old one
+    stays with it. A setting that is None comes from the variable SYNCENGINE_<NAME>, otherwise it is the default:
 
-    - `algorithm` ("auto"): how bytes move, never the bits of a result: "auto", "direct", "staged", "one_shot", "ring".
+    - `algorithm` ("auto"): how bytes move: "auto", "direct", "staged", "one_shot", "ring". Changes no bits of a result,
+      except those of numerics "fast" by NCCL.
     - `numerics` ("rank_order"): order of summation: "rank_order", "ring" for the bits of torch's DDP over Gloo, or
       "fast": sums per host first, so that the bits depend on which ranks share one.
     - `timeout`: seconds (or a timedelta) that anything may wait for other ranks; the timeout of an initialised
       torch.distributed, else 1800.
-    - `arena_bytes`: most memory for `empty`, gradients and staging on this rank; as much as the machine has. Taken when
-      used.
-    - `log_after` (5): seconds of waiting after which one line says for whom and for what.
+    - `arena_bytes`: upper limit of the memory for `empty`, gradients and staging on this rank; as much as the machine
+      has. Allocated when used.
+    - `log_after` (5): seconds of waiting after which one line says for which ranks and for what.
     - `gradient_memory` ("arena"): where Parallel's large gradients lie: "arena", where peers reduce them in place, or
       "torch", wherever torch puts them; they are staged then. Never changes the bits.
 
-    Where the ranks are on several hosts, which is found out by itself:
+    If the ranks are on several hosts, which `init` detects:
 
     - `interhost` ("tcp"): what connects the hosts: "tcp", "mpi" (mpi4py, under mpirun) or "torch" (an initialized
-      torch.distributed whose backend moves CPU tensors; CUDA tensors go by its NCCL, if it has that). Changes no bits
-      but those of "fast" by NCCL.
+      torch.distributed whose backend moves CPU tensors; CUDA tensors go by its NCCL, if it has one). Changes no bits,
+      except those of "fast" by NCCL.
     - `host_algorithm` ("auto"): how bytes go between them: "exchange" (directly), "chain" (from host to host where that
-      is possible), or, measured here, whichever is quicker. Never changes the bits of "rank_order".
+      is possible), or "auto", whichever is faster as measured. Never changes the bits of "rank_order".
     - `interface` (tcp only): where this rank listens: a name ("eth0"), names or prefixes ("eth,ib", "^docker,lo"), or
       an address. By default GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the address from which this host reaches
       MASTER_ADDR.
     - `sockets` (4; tcp only): connections between two ranks.
-    - `checksum` (False): check all data by CRC-32C, beside the transport's own sum.
+    - `checksum` (False): check all data by CRC-32C, in addition to the transport's own checksum.
+    - `silence` (30; not mpi): seconds without a heartbeat after which a rank of another host is lost. It takes that
+      long only if a host or network fails or freezes: the end of a process is detected at once. From 2 s on a line says
+      so.
 
-    The secret that ranks prove to know when they connect comes from SYNCENGINE_SECRET or SYNCENGINE_SECRET_FILE alone.
+    The secret by which ranks authenticate each other comes from SYNCENGINE_SECRET or SYNCENGINE_SECRET_FILE only.
 
     Raises InvalidUsage (bad setting or launch variable), Mismatch (ranks with other settings), Timeout (naming the
     ranks that did not come), PeerLost and Aborted (a rank ended or failed meanwhile).
@@ -100,23 +109,24 @@ def init(
         "interface": interface,
         "sockets": sockets,
         "checksum": checksum,
+        "silence": silence,
     }
     with _lock:
         refuse_forked_child()
         if _default is None:
-            config = Config.read(os.environ, **given)
-            communicator, launch = _connect(find_launch(), config)
-            _default = _Default(communicator, config, launch, os.getpid())
+            _default = _connect(find_launch(), Config.read(os.environ, **given))
             install_hooks()
+        elif _default.connection.has_failed():
+            _default = _connect(_default.launch, _default.config.changed(**given))
         else:
             _check_unchanged(_default.config, given)
         return _default.communicator
 
 
 def group_communicator(group: dist.ProcessGroup) -> Communicator:
-    """The communicator of a torch.distributed process group: the one below it, if its backend is syncengine; else the
-    default one, initialized if need be, if it has all ranks; else one of its own, with the settings of init() or of the
-    environment. Collective over the group.
+    """The communicator of a torch.distributed process group: the group's own, if its backend is syncengine; otherwise
+    the default one, initialized if need be, if the group has all ranks; otherwise a new one, with the settings of
+    init() or of the environment. Collective over the group.
     """
     communicator = backend_communicator(group)
     if communicator is not None:
@@ -132,7 +142,7 @@ def group_communicator(group: dist.ProcessGroup) -> Communicator:
 
 
 def refuse_forked_child() -> None:
-    """Remembers the first process that comes here; its forked children, which hold its connections, may not."""
+    """Records the process that calls this first; its forked children, which share its connections, must not."""
     global _owner
     if _owner is None:
         _owner = os.getpid()
@@ -144,14 +154,14 @@ def refuse_forked_child() -> None:
 
 
 def shutdown() -> None:
-    """Leaves in good order; a rank that still waits for this one gets PeerLost. Nothing happens without init().
+    """Disconnects in good order; a rank that still waits for this one gets PeerLost. Does nothing without init().
 
-    Runs by itself when the process ends.
+    Runs automatically when the process ends.
     """
     global _default
     with _lock:
         current, _default = _default, None
-        groups = all_group_communicators() if _owner == os.getpid() else []
+        groups = [*all_group_communicators(), *given_up] if _owner == os.getpid() else []
         forget_groups()
         if current is not None and current.pid == os.getpid():
             groups.append(current.communicator)
@@ -166,9 +176,7 @@ def is_initialized() -> bool:
 
 def default_communicator() -> Communicator:
     """The communicator that init() made. Raises InvalidUsage without one."""
-    if _default is None:
-        raise InvalidUsage("there is no default communicator: call syncengine.init() first")
-    return _default.communicator
+    return _current().communicator
 
 
 def rank() -> int:
@@ -183,74 +191,30 @@ def world_size() -> int:
 
 def local_rank() -> int:
     """This process's rank among those of its host, from 0. Raises InvalidUsage before init()."""
-    default_communicator()
-    return _default.launch.local_rank
+    local_rank = _current().launch.local_rank
+    assert local_rank is not None  # _connect() has filled it in
+    return local_rank
 
 
-def all_reduce(tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
-    """Replaces `tensor` (any shape and strides) on every rank by the reduction over all ranks.
-
-    `op`: "sum", "avg" (floating dtypes), "product", "min", "max". Shape, dtype and `op` must be the same on all ranks.
-    Returns a Work to wait on if `async_op`, else waits. Raises InvalidUsage, Mismatch, Timeout, PeerLost, Aborted.
-    """
-    return default_communicator().all_reduce(tensor, op, async_op)
+def _current() -> _Default:
+    current = _default
+    if current is None:
+        raise InvalidUsage("there is no default communicator: call syncengine.init() first")
+    return current
 
 
-def broadcast(tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
-    """Copies rank `src`'s `tensor` into that of every rank. Else as `all_reduce`."""
-    return default_communicator().broadcast(tensor, src, async_op)
-
-
-def reduce_scatter(output: torch.Tensor, input: torch.Tensor, op: str = "sum", async_op: bool = False) -> Work | None:
-    """Reduces `input` over all ranks; rank r gets the r-th of world_size equal parts of it in `output`.
-
-    `input` has world_size times as many elements as `output`. Else as `all_reduce`.
-    """
-    return default_communicator().reduce_scatter(output, input, op, async_op)
-
-
-def all_gather(output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
-    """Puts every rank's `input`, in rank order, into `output` on every rank.
-
-    `output` has world_size times as many elements as `input`. Else as `all_reduce`.
-    """
-    return default_communicator().all_gather(output, input, async_op)
-
-
-def barrier(async_op: bool = False, device: torch.device | str | None = None) -> Work | None:
-    """Returns once every rank has called it; with a CUDA `device`, its current stream waits instead. Else as
-    `all_reduce`.
-    """
-    return default_communicator().barrier(async_op, None if device is None else torch.device(device))
-
-
-def empty(
-    *size: int | Sequence[int], dtype: torch.dtype | None = None, device: torch.device | str | None = None
-) -> torch.Tensor:
-    """An uninitialized tensor in memory that the other ranks of this host can read: collectives on it copy nothing.
-
-    `size` as for torch.empty; `dtype` None is torch's default dtype; `device` is a CPU or a
-    CUDA device; on the latter this is a collective call: all ranks make the same tensors in the same order.
-    """
-    if device is not None and torch.device(device).type not in ("cpu", "cuda"):
-        raise InvalidUsage(f"device={str(device)!r} is not allowed: give a CPU or a CUDA device")
-    sizes = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
-    where = None if device is None else torch.device(device)
-    return default_communicator().empty(list(sizes), dtype or torch.get_default_dtype(), where)
-
-
-def _connect(launch: Launch, config: Config) -> tuple[Communicator, Launch]:
+def _connect(launch: Launch, config: Config) -> _Default:
     timeout = config.timeout or group_timeout() or DEFAULT_TIMEOUT
     exchange = None if launch.world_size == 1 else open_exchange(launch, timeout, config.log_after)
-    communicator, hosts = connect(exchange, launch.rank, launch.world_size, config, timeout)
-    return communicator, with_local_ranks(launch, hosts)
+    connection = connect(exchange, launch.rank, launch.world_size, config, timeout)
+    return _Default(connection, config, with_local_ranks(launch, connection.hosts), os.getpid())
 
 
 def _check_unchanged(config: Config, given: dict[str, Any]) -> None:
-    changed = Config.read({}, **given)
-    for name, value in given.items():
+    changed = config.changed(**given)
+    for name in given:
         is_now, wanted = getattr(config, name), getattr(changed, name)
-        if value is not None and wanted != is_now:
+        if wanted != is_now:
             raise InvalidUsage(
                 f"init({name}={wanted!r}), but the default communicator already has {name}={is_now!r}: "
                 "call init with all settings first of all, or shutdown() before"
@@ -268,7 +232,7 @@ _hooks_installed = False
 
 
 def install_hooks() -> None:
-    """Once: what happens when this process ends, by itself or by an uncaught error."""
+    """Called once: sets what happens when this process ends, normally or by an uncaught error."""
     global _hooks_installed
     if _hooks_installed:
         return
@@ -277,9 +241,11 @@ def install_hooks() -> None:
     previous = sys.excepthook
 
     def tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """An uncaught error ends this process: the others shall raise its text now, not wait."""
+        """An uncaught error ends this process: the other ranks raise its text now instead of waiting."""
         current = _default
-        communicators = [*all_group_communicators(), *backend_communicators()] if _owner == os.getpid() else []
+        communicators = []
+        if _owner == os.getpid():
+            communicators = [*all_group_communicators(), *given_up, *backend_communicators()]
         if current is not None and current.pid == os.getpid():
             communicators.append(current.communicator)
         text = "".join(traceback.format_exception_only(kind, error)).strip()

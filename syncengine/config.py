@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +14,7 @@ NUMERICS = ("rank_order", "ring", "fast")
 INTERHOST = ("tcp", "mpi", "torch")
 HOST_ALGORITHMS = ("auto", "exchange", "chain")
 MOST_SOCKETS = 16
+LEAST_SILENCE = 1.0  # seconds: four heartbeats
 GRADIENT_MEMORY = ("arena", "torch")
 
 DEFAULT_TIMEOUT = 1800.0  # seconds: rank 0 may be evaluating or saving meanwhile
@@ -23,13 +24,13 @@ _MAX_SECONDS = 1e9  # 30 years; the engine counts nanoseconds in 64 bits
 @dataclass(frozen=True)
 class Config:
     """Settings of a communicator. Every rank must have the same `algorithm`, `numerics`, `interhost`, `host_algorithm`,
-    `sockets` and `checksum`; what follows `interhost` matters only where there are several hosts.
+    `sockets` and `checksum`; what follows `interhost` matters only with several hosts.
     """
 
-    algorithm: str = "auto"  # how bytes move, never the bits: auto, direct, staged, one_shot, ring
+    algorithm: str = "auto"  # how bytes move: auto, direct, staged, one_shot, ring
     numerics: str = "rank_order"  # order of summation: rank_order, ring, fast
     timeout: float | None = None  # seconds a collective may wait; None: the process group's, else DEFAULT_TIMEOUT
-    arena_bytes: int = 0  # most memory that `empty` and staging may take on this rank; 0: as much as the machine has
+    arena_bytes: int = 0  # limit of the memory for `empty` and staging on this rank; 0: as much as the machine has
     log_after: float = 5.0  # seconds of waiting after which one line says for whom
     gradient_memory: str = "arena"  # where large gradients lie: arena (reduced in place), torch (staged)
     host_id: str = ""  # ranks with different ones are on different hosts, though they share a machine
@@ -38,8 +39,9 @@ class Config:
     interface: str = ""  # where to listen: a name, a prefix, an address; "": see connect.py
     sockets: int = 4  # connections a peer
     checksum: bool = False  # of all data between hosts, beside the transport's own
-    secret: str = field(default="", repr=False)  # that the ranks prove to each other to know
-    secret_file: str = ""  # where it stands
+    silence: float = 30.0  # seconds without a heartbeat after which a rank of another host is lost
+    secret: str = field(default="", repr=False)  # by which ranks of different hosts authenticate each other
+    secret_file: str = ""  # that contains it
 
     @classmethod
     def read(cls, environ: Mapping[str, str], **given: Any) -> Config:
@@ -62,6 +64,11 @@ class Config:
             raise InvalidUsage(f"algorithm='ring' needs numerics='ring', whose order it has, not {config.numerics!r}")
         return config
 
+    def changed(self, **given: Any) -> Config:
+        """The same, but for the settings in `given` that are not None."""
+        wanted = Config.read({}, **given)
+        return replace(self, **{name: getattr(wanted, name) for name, value in given.items() if value is not None})
+
     def options(self, timeout: float) -> dict[str, Any]:
         """The extension's options; `timeout` in seconds is what None stands for."""
         return {
@@ -79,12 +86,14 @@ class Config:
         """The settings that all ranks must have alike."""
         return {name: getattr(self, name) for name in _SHARED}
 
-    def network(self, interface: str) -> dict[str, Any]:
-        """The extension's options for listening to other hosts; `interface` is what "" stands for."""
+    def network(self, interface: str, peers: int) -> dict[str, Any]:
+        """The extension's options for listening to `peers` ranks of other hosts; `interface` is what "" stands for."""
         return {
             "interface": self.interface or interface,
             "sockets": self.sockets,
             "checksum": self.checksum,
+            "silence": self.silence,
+            "peers": peers,
             "secret": self.secret,
             "secret_file": self.secret_file,
         }
@@ -99,23 +108,29 @@ def _invalid(name: str, value: Any, allowed: str) -> InvalidUsage:
 
 def _choice(choices: tuple[str, ...]) -> Callable[[Any, str], str]:
     def parse(value: Any, name: str) -> str:
-        if value not in choices:
-            raise _invalid(name, value, f"one of {', '.join(choices)}")
-        return value
+        for choice in choices:
+            if value == choice:
+                return choice
+        raise _invalid(name, value, f"one of {', '.join(choices)}")
 
     return parse
 
 
-def _seconds(value: Any, name: str) -> float:
+def _seconds(value: Any, name: str, least: float | None = None) -> float:
     if isinstance(value, timedelta):
         value = value.total_seconds()
     try:
         parsed = float(value)
     except (TypeError, ValueError):
         parsed = -1.0
-    if not 0 < parsed <= _MAX_SECONDS:  # also false for NaN
-        raise _invalid(name, value, f"seconds, more than 0 and at most {_MAX_SECONDS:.0f}")
+    if not 0 < parsed <= _MAX_SECONDS or (least is not None and parsed < least):  # also for NaN
+        lower = "more than 0" if least is None else f"at least {least:g}"
+        raise _invalid(name, value, f"seconds, {lower} and at most {_MAX_SECONDS:.0f}")
     return parsed
+
+
+def _silence(value: Any, name: str) -> float:
+    return _seconds(value, name, LEAST_SILENCE)
 
 
 def _bytes(value: Any, name: str) -> int:
@@ -164,6 +179,7 @@ _PARSE: dict[str, Callable[[Any, str], Any]] = {
     "interface": _text,
     "sockets": _sockets,
     "checksum": _flag,
+    "silence": _silence,
     "secret": _text,
     "secret_file": _text,
 }

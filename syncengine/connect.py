@@ -1,4 +1,4 @@
-"""From ranks that can exchange bytes to ranks with a communicator."""
+"""Makes a communicator from ranks that can exchange bytes."""
 
 from __future__ import annotations
 
@@ -8,15 +8,51 @@ import json
 import logging
 import os
 import socket
+import time
+import weakref
 from collections.abc import Mapping
+from typing import NamedTuple
 
-from syncengine._C import Communicator, LocalBootstrap, solo
+from syncengine._C import Communicator, LocalBootstrap, build_id, solo
 from syncengine.config import Config
-from syncengine.errors import InvalidUsage, Mismatch
+from syncengine.errors import InvalidUsage, Mismatch, SyncError
 from syncengine.interhost import open_mover
 from syncengine.launch import Exchange
 
 logger = logging.getLogger("syncengine")
+
+
+# Those that are to be replaced, for as long as they are there: communicators that came of them by split() may live on.
+given_up: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+_LATE = 5.0  # seconds that an error may need from host to host
+
+
+class Connection(NamedTuple):
+    """A communicator, and how it came to be."""
+
+    communicator: Communicator
+    hosts: list[str]  # of each rank
+    exchange: Exchange | None  # kept where the ranks are on several hosts
+
+    def has_failed(self) -> bool:
+        """Whether it has failed or was closed. A failure on any rank of this host is known here by now.
+
+        A rank of another host may have noticed one, and have begun to connect anew: then it fails here, too.
+        """
+        deadline = time.monotonic() + _LATE
+        while True:
+            try:
+                self.communicator.check_peers()
+            except SyncError:
+                given_up.add(self.communicator)
+                self.communicator.close_devices()
+                return True
+            if self.exchange is None or not self.exchange.superseded():
+                return False
+            if time.monotonic() > deadline:
+                self.communicator.abort("another rank has given up this communicator, and connects anew")
+            time.sleep(0.001)
 
 
 def connect(
@@ -26,15 +62,15 @@ def connect(
     config: Config,
     timeout: float,
     global_ranks: list[int] | None = None,
-) -> tuple[Communicator, list[str]]:
-    """The communicator of the ranks that `exchange` reaches (None: of this one alone), and each one's host.
+) -> Connection:
+    """The communicator of the ranks that `exchange` reaches (None: of this one alone).
 
-    `global_ranks` are what messages call them; their ranks in the exchange if None. What keeps this rank away is told
-    to the others.
+    `global_ranks` are what messages call them; their ranks in the exchange if None. If this rank fails, the others are
+    sent its error.
     """
     options = config.options(timeout)
     if exchange is None:
-        return solo(options), [""]
+        return Connection(solo(options), [""], None)
     try:
         # Listens before it is heard of: a rank that dies after its first sign of life breaks connections.
         bootstrap = LocalBootstrap(rank, size, options)
@@ -44,25 +80,36 @@ def connect(
         if max(hosts) > 0:
             _log_hosts(rank, config, hosts, names)
             if config.interhost == "tcp":
-                network = _meet(exchange, config, bootstrap, addresses)
+                peers = sum(host != hosts[rank] for host in hosts)
+                network = _meet(exchange, config, bootstrap, addresses, peers)
             else:
                 known_as = list(range(size)) if global_ranks is None else global_ranks
-                mover = open_mover(config.interhost, rank, known_as, config.checksum, exchange)
+                mover = open_mover(config.interhost, rank, known_as, config.checksum, config.silence, exchange)
         communicator = bootstrap.connect(addresses, timeout, global_ranks, network, mover)
         if communicator.links:
             logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)
-        return communicator, [f"{host} {name}" for host, name in zip(hosts, names, strict=True)]
+        hosts_named = [f"{host} {name}" for host, name in zip(hosts, names, strict=True)]
+        return Connection(communicator, hosts_named, exchange if max(hosts) > 0 else None)
     except BaseException as error:
         exchange.fail(error)  # else the others wait
         raise
 
 
 def _agree(exchange: Exchange, config: Config, address: bytes) -> tuple[list[str], list[bytes]]:
-    """Checks that all ranks have the settings that must be equal; returns each rank's host name and address."""
+    """Checks that all ranks run the same build, with equal settings where they must be; returns hosts and addresses."""
     own = config.shared()
-    answers = exchange(json.dumps({"settings": own, "host": socket.gethostname()}).encode() + b"\n" + address)
+    head = {"build": build_id, "settings": own, "host": socket.gethostname()}
+    mine = json.dumps(head).encode() + b"\n" + address
+    answers = exchange(mine)
     heads, _, addresses = zip(*(answer.partition(b"\n") for answer in answers), strict=True)
     everyone = [json.loads(head) for head in heads]
+    for peer, other in enumerate(everyone):
+        theirs = other.get("build", "an older one")
+        if theirs != build_id:
+            raise Mismatch(
+                f"rank {peer} on {other['host']} runs another build of syncengine ({theirs}) than rank "
+                f"{answers.index(mine)} ({build_id}): install the same one on all hosts"
+            )
     for name in own:
         for peer, other in enumerate(everyone):
             first, value = everyone[0]["settings"][name], other["settings"][name]
@@ -73,12 +120,14 @@ def _agree(exchange: Exchange, config: Config, address: bytes) -> tuple[list[str
     return [other["host"] for other in everyone], list(addresses)
 
 
-def _meet(exchange: Exchange, config: Config, bootstrap: LocalBootstrap, addresses: list[bytes]) -> list[bytes]:
-    """Listens for the ranks of other hosts; returns where each rank does."""
+def _meet(
+    exchange: Exchange, config: Config, bootstrap: LocalBootstrap, addresses: list[bytes], peers: int
+) -> list[bytes]:
+    """Listens for the `peers` ranks of other hosts; returns where each rank does."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
     if not interface and not config.interface and not bootstrap.on_one_network(addresses):
         interface = _reachable_address(os.environ)
-    return exchange(bootstrap.listen(config.network(interface)))
+    return exchange(bootstrap.listen(config.network(interface, peers)))
 
 
 def _log_hosts(rank: int, config: Config, hosts: list[int], names: list[str]) -> None:
@@ -100,7 +149,7 @@ def _reachable_address(environ: Mapping[str, str]) -> str:
         for family in (socket.AF_INET, socket.AF_INET6):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((host, 9))  # sends nothing
-                address = probe.getsockname()[0]
+                address: str = probe.getsockname()[0]
                 if not ipaddress.ip_address(address.partition("%")[0]).is_loopback:
                     return address
     raise InvalidUsage(

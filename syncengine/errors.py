@@ -5,7 +5,10 @@ A text names the rank, parameter, bucket or variable at fault, and what to do ab
 
 
 class SyncError(RuntimeError):
-    """Base of all errors of syncengine. After one out of a collective its communicator stays failed."""
+    """Base of all errors of syncengine.
+
+    After an error in a collective its communicator stays failed; Parallel and init() on all ranks open a new one.
+    """
 
 
 class PeerLost(SyncError):

@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from syncengine._C import Backend, Communicator
 from syncengine.config import DEFAULT_TIMEOUT, Config
-from syncengine.connect import connect
+from syncengine.connect import Connection, connect
 from syncengine.errors import InvalidUsage
 from syncengine.launch import Exchange, group_timeout
 from syncengine.launch.store import StoreExchange
 
 # One for each group for as long as the group is there.
-_communicators: weakref.WeakKeyDictionary[dist.ProcessGroup, Communicator] = weakref.WeakKeyDictionary()
+_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref.WeakKeyDictionary()
 
 
 def backend_communicator(group: dist.ProcessGroup) -> Communicator | None:
@@ -28,30 +28,32 @@ def backend_communicator(group: dist.ProcessGroup) -> Communicator | None:
 
 
 def communicator_of(group: dist.ProcessGroup, config: Config) -> Communicator:
-    """The communicator of the ranks of `group`, made with the first call: collective over the group, and only over it.
+    """The communicator of the ranks of `group`: collective over the group, and only over it.
+
+    Made by the first call, and made anew by the first one after it has failed.
 
     Raises InvalidUsage if this rank is not one of them.
     """
-    communicator = _communicators.get(group)
-    if communicator is None:
+    connection = _connections.get(group)
+    if connection is None or connection.has_failed():
         if dist.get_rank(group) < 0:
             raise InvalidUsage("this rank is not in the process group: call this on the group's ranks only")
         timeout = config.timeout or group_timeout(group) or DEFAULT_TIMEOUT
         rank, global_ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         exchange = None if len(global_ranks) == 1 else _open_exchange(group, rank, global_ranks, timeout, config)
-        communicator, _ = connect(exchange, rank, len(global_ranks), config, timeout, global_ranks)
-        _communicators[group] = communicator
-    return communicator
+        connection = connect(exchange, rank, len(global_ranks), config, timeout, global_ranks)
+        _connections[group] = connection
+    return connection.communicator
 
 
 def all_group_communicators() -> list[Communicator]:
     """Those that communicator_of() made."""
-    return list(_communicators.values())
+    return [connection.communicator for connection in _connections.values()]
 
 
 def forget_groups() -> None:
     """The next communicator_of() makes new ones."""
-    _communicators.clear()
+    _connections.clear()
 
 
 def _open_exchange(
@@ -68,13 +70,18 @@ class GroupExchange:
     """An Exchange by the group's own collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+        self._group = weakref.ref(group)  # which keeps its connection, and that this
 
     def __call__(self, payload: bytes) -> list[bytes]:
         """See Exchange."""
-        answers: list[bytes | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(answers, payload, group=self._group)
+        group = self._group()
+        answers = [b""] * dist.get_world_size(group)
+        dist.all_gather_object(answers, payload, group=group)
         return answers
 
     def fail(self, error: BaseException) -> None:
-        """Nothing can be told but by the collective that the others wait in: the group's timeout ends it."""
+        """Nothing can be sent but by the collective that the others wait in: the group's timeout ends that."""
+
+    def superseded(self) -> bool:
+        """Not known: see Exchange."""
+        return False

@@ -32,12 +32,19 @@ def register() -> None:
 def create(options: Any, backend_options: Any) -> Backend:
     """The backend of one process group: its ranks meet through the group's store. Called by torch, on these ranks.
 
-    Settings are SYNCENGINE_*, but for the timeout, which is the group's.
+    Settings are SYNCENGINE_*, except the timeout: the group's, or a shorter one in pg_options of another syncengine
+    group. Raises InvalidUsage for those of other backends.
     """
-    if backend_options is not None:
-        raise InvalidUsage("pg_options are not for syncengine, which is configured by SYNCENGINE_* variables")
-    refuse_forked_child()
     timeout = options.timeout.total_seconds()
+    if backend_options is not None:
+        if getattr(backend_options, "backend", None) != NAME:
+            kind = type(backend_options).__qualname__
+            raise InvalidUsage(
+                f"pg_options of type {kind} are another backend's: leave them out, since syncengine is configured by "
+                "SYNCENGINE_* variables and timeout="
+            )
+        timeout = min(timeout, backend_options._timeout.total_seconds())
+    refuse_forked_child()
     config = replace(Config.read(os.environ), timeout=min(timeout, 1e9))
     rank, size, global_ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
     global_ranks = global_ranks or list(range(size))  # as torch leaves it for the group of all ranks
@@ -45,6 +52,6 @@ def create(options: Any, backend_options: Any) -> Backend:
     if size > 1:
         call = "call init_process_group or new_group"
         exchange = StoreExchange(options.store, rank, size, timeout, config.log_after, global_ranks, call)
-    communicator, _ = connect(exchange, rank, size, config, timeout, global_ranks)
+    connection = connect(exchange, rank, size, config, timeout, global_ranks)
     install_hooks()
-    return Backend(communicator)
+    return Backend(connection.communicator)

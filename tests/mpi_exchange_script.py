@@ -78,7 +78,31 @@ def untaken() -> list[str]:
     return [answer, "in time" if time.monotonic() - start < TIMEOUT + 1 else "late"]
 
 
-CASES = {case.__name__: case for case in (init_again, told, stale, untaken)}
+def ahead() -> list[str]:
+    """Rank 0 begins the next exchange; rank 1 can see that without taking part."""
+    own = exchange()
+    own(b"first")
+    if RANK == 1:
+        deadline = time.monotonic() + 20
+        while not own.superseded() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    saw = str(own.superseded())
+    return [saw if RANK == 1 else "ahead", ended(lambda: exchange()(f"new {RANK}".encode()))]
+
+
+def anew() -> list[str]:
+    """The communicator fails, and both connect again, three times."""
+    answers = []
+    for _ in range(3):
+        communicator = syncengine.init(timeout=20)
+        if RANK == 0:
+            communicator.abort("a bad day")
+        answers.append(ended(communicator.barrier))
+    syncengine.shutdown()
+    return answers
+
+
+CASES = {case.__name__: case for case in (init_again, told, stale, untaken, ahead, anew)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:

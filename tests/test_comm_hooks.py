@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import CAP, Branches, Mlp, backwards, both, data, different_bits, gradients
+from parallel_models import CAP, Branches, Mlp, backwards, both, data, different_bits, gradients, outcome
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -236,7 +236,7 @@ def raising_hook(where: str) -> tuple[str, str, float]:
         ("in the hook", "KeyError", "no such bucket"),
         ("in its future", "KeyError", "no such bucket"),
         ("wrong size", "InvalidUsage", "1 elements instead of"),
-        ("no future", "TypeError", "must return a torch.futures.Future, not NoneType"),
+        ("no future", "RuntimeError", "callback must return a torch.futures.Future object, not NoneType"),
     ],
 )
 def test_an_error_of_a_hook_reaches_every_rank_at_once(pool: RankPool, where: str, kind: str, text: str):
@@ -247,6 +247,35 @@ def test_an_error_of_a_hook_reaches_every_rank_at_once(pool: RankPool, where: st
     assert "rank 1: the communication hook" in peer_text
     assert text in peer_text
     assert peer_seconds < 10
+
+
+def with_result(kind: str) -> list[str]:
+    """Of both, whose hook gives what is none: the type of the error."""
+
+    def hook(state, bucket):  # DDP takes no annotations as text
+        if kind in ("nothing", "a tensor"):
+            return None if kind == "nothing" else bucket.buffer()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result({"a number": 3, "a list": [bucket.buffer()], "a text": "x"}[kind])
+        return future
+
+    kinds = []
+    for wrap in (syncengine.Parallel, DistributedDataParallel):
+        if kind == "nothing" and wrap is DistributedDataParallel:
+            break  # it dies of it
+        model = wrap(nn.Linear(24, 2))
+        model.register_comm_hook(None, hook)
+        dist.barrier()  # both are at the same place when an error ends it
+        kinds.append(outcome(lambda model=model: model(data()).sum().backward())[0])
+    return kinds
+
+
+@pytest.mark.parametrize("kind", ["nothing", "a tensor", "a number", "a list", "a text"])
+def test_what_a_hook_must_not_return_is_ddps_error(pool: RankPool, kind: str):
+    ours, *theirs = zip(*pool.run(with_result, kind, gloo=True), strict=True)
+    assert not theirs or set(theirs[0]) == {"RuntimeError"}
+    assert "RuntimeError" in ours
+    assert set(ours) <= {"RuntimeError", "Aborted"}
 
 
 def lost_peer() -> str:

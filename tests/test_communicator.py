@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from pool import RankFailure
+from pool import RankFailure, run_on_ranks
 
 import syncengine
 from syncengine.errors import InvalidUsage, SyncError
@@ -236,3 +236,20 @@ def test_ctrl_c_ends_a_wait_and_tells_the_others(pool):
 def test_forked_child_leaves_the_group_alone(pool):
     with pool.spawn_ranks(fork_and_exit) as ranks:
         assert [rank.result() for rank in ranks] == [6.0, 6.0]
+
+
+@run_on_ranks(world=3)
+def test_output_and_input_may_share_memory() -> None:
+    rank = syncengine.rank()
+    for size in (4, 70_000):
+        for begin in range(0, 2 * size + 1, size // 2):
+            memory = torch.arange(3.0 * size) % 50 + rank
+            given = [(torch.arange(3.0 * size) % 50 + r)[begin : begin + size] for r in range(3)]
+            syncengine.all_gather(memory, memory[begin : begin + size])
+            assert torch.equal(memory, torch.cat(given)), (size, begin)
+            memory = torch.arange(3.0 * size) % 50 + rank
+            total = sum(torch.arange(3.0 * size) % 50 + r for r in range(3))
+            syncengine.reduce_scatter(memory[begin : begin + size], memory)
+            assert torch.equal(memory[begin : begin + size], total.chunk(3)[rank]), (size, begin)
+    with pytest.raises(InvalidUsage, match=r"all_reduce: several elements of the tensor .* the same memory"):
+        syncengine.all_reduce(torch.ones(1).expand(3))

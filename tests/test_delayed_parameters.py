@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +19,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, Mismatch
 
 pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
@@ -202,6 +204,78 @@ def test_delayed_parameters_follow_the_group():
     torch.testing.assert_close(*results)
 
 
+def delayed_table(module: nn.Module) -> nn.Module:
+    delayed = [(f"table.{name}", parameter) for name, parameter in module.table.named_parameters()]
+    return syncengine.Parallel(
+        module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first, bucket_cap_mb=1
+    )
+
+
+def operations_of_a_step(model: nn.Module) -> int:
+    for i in range(4):
+        model.zero_grad()
+        before = model.communicator.counters()["operations"]
+        model(data(i)).square().mean().backward()
+    return model.communicator.counters()["operations"] - before
+
+
+@run_on_ranks()
+def test_what_a_wrapper_has_hooked_goes_with_it():
+    module = TwoParts()
+    once = operations_of_a_step(delayed_table(module))
+    for _ in range(3):
+        assert operations_of_a_step(delayed_table(module)) == once
+    model = delayed_table(module)
+    model._remove_autograd_hooks()
+    before = model.communicator.counters()["operations"]
+    module(data()).square().mean().backward()
+    del model
+    module(data()).square().mean().backward()
+    copy.deepcopy(module)(data()).square().mean().backward()
+    pickle.loads(pickle.dumps(module))(data()).square().mean().backward()
+    assert syncengine.default_communicator().counters()["operations"] == before
+
+
+@run_on_ranks()
+def test_of_two_wrappers_that_one_averages_whose_forward_ran():
+    module = TwoParts()
+    first, second = delayed_table(module), delayed_table(module)
+    assert operations_of_a_step(first) == operations_of_a_step(second)
+    module.zero_grad()
+    with first.no_sync():
+        first(data(1)).square().mean().backward()
+    second(data(2)).square().mean().backward()
+    averaged = gradients(module.table)
+    module.zero_grad()
+    for i in (1, 2):
+        module(data(i)).square().mean().backward()
+    for mine, ours in zip(gradients(module.table), averaged, strict=True):
+        syncengine.all_reduce(mine, "avg")
+        torch.testing.assert_close(mine, ours)
+
+
+def test_gradients_that_have_left_the_buffer(pool: RankPool):
+    """Under DDP they stay this rank's own."""
+    pool.run(both_ways, with_gradients_replaced)
+    pool.run(both_ways, with_graphs)
+
+
+def with_gradients_replaced(model: nn.Module) -> None:
+    for i in range(2):
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad * 0.5
+        model(data(i)).square().mean().backward()
+
+
+def with_graphs(model: nn.Module) -> None:
+    for i in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's about reference cycles
+            model(data(i)).square().mean().backward(create_graph=True)
+        for p in model.parameters():
+            p.grad = p.grad.detach()
+
+
 @run_on_ranks()
 def test_delayed_parameters_are_not_pickled():
     """The copy of a DDP does not average them, and says nothing."""
@@ -224,3 +298,16 @@ def test_delayed_parameters_are_checked():
     mixed = [("a", module.first), ("b", nn.Parameter(torch.zeros(1, dtype=torch.float64)))]
     with pytest.raises(InvalidUsage, match="b is torch.float64"):
         syncengine.Parallel(module, delay_all_reduce_named_params=mixed, param_to_hook_all_reduce=module.head.bias)
+
+
+@run_on_ranks()
+def test_delayed_parameters_that_differ_between_ranks_are_named():
+    module = TwoParts()
+    if syncengine.rank() == 1:
+        module.table.weight = nn.Parameter(torch.ones(24, 16))
+    with pytest.raises(Mismatch, match=r"table.weight: float32 \(16, 24\).*table.weight: float32 \(24, 16\)"):
+        syncengine.Parallel(
+            module,
+            delay_all_reduce_named_params=[("table.weight", module.table.weight)],
+            param_to_hook_all_reduce=module.first,
+        )

@@ -148,3 +148,43 @@ def test_data_loader_with_forked_workers(pool):
         for rank in ranks:
             assert rank.result() == expected
             assert rank.exit_code() == 0, rank.output()
+
+
+def own_memory() -> int:
+    """Bytes that only this process has, and those that it shares with the process that forked it."""
+    lines = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup").read().splitlines()[1:])  # noqa
+    return int(lines["Anonymous"].split()[0]) * 1024
+
+
+def memory_of_children() -> list[tuple[int, str]]:
+    """What a child has more than its parent: with gradients, without, and with an `empty` that nobody touched."""
+    model = syncengine.Parallel(torch.nn.Linear(2048, 2048, bias=False))  # gradients of 16 MiB
+    untouched = syncengine.empty(2**24)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 2048)).sum().backward()
+    gradient = model.module.weight.grad
+    mean = gradient.mean().item()
+    before = own_memory()
+
+    def child() -> int:
+        taken = own_memory() - before
+        assert gradient is None or gradient.mean().item() == mean
+        assert untouched.shape == (2**24,)
+        return taken
+
+    pid_and_bytes = [in_child(child)]
+    model.zero_grad()
+    gradient = None
+    pid_and_bytes.append(in_child(child))
+    syncengine.barrier()
+    return pid_and_bytes
+
+
+def test_children_take_memory_for_living_gradients_alone(pool):
+    with pool.spawn_ranks(memory_of_children, world=2) as ranks:
+        for rank in ranks:
+            (code, with_gradients), (code_after, without) = rank.result()
+            assert code == code_after == 0
+            assert 16 * 2**20 <= int(with_gradients) < 20 * 2**20
+            assert int(without) < 4 * 2**20

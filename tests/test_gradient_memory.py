@@ -355,3 +355,38 @@ def memory_over_convolving() -> int:
 def test_temporaries_take_no_memory_in_the_arena(pool: RankPool):
     for growth in pool.run(memory_over_convolving):
         assert growth < 1.75 * 2**20  # the gradient is of 1 MiB, each temporary, too
+
+
+def staged_of_a_step(rows: int) -> tuple[dict[str, int], str]:
+    model = syncengine.Parallel(nn.Linear(1024, rows, bias=False))
+    model(torch.ones(1, 1024)).sum().backward()
+    statistics = model.sync_stats()
+    assert statistics["reduced_bytes"] == 4096 * rows
+    return {reason: size for reason, size in statistics["staged_bytes"].items() if size}, statistics["shortage"]
+
+
+def test_the_reason_for_staging_is_told(pool: RankPool):
+    arena = {"SYNCENGINE_ARENA_BYTES": str(64 * 2**20)}  # half of it for gradients
+    for staged, shortage in pool.run(staged_of_a_step, 9 * 1024, settings=None, environ=arena):
+        assert staged == {"shortage": 36 * 2**20}
+        assert "SYNCENGINE_ARENA_BYTES" in shortage
+        assert str(36 * 2**20) in shortage
+    for results in zip(
+        pool.run(staged_of_a_step, 1024),
+        pool.run(staged_of_a_step, 1024, settings=settings("torch")),
+        pool.run(staged_of_a_step, 1024, settings={"numerics": "ring"}),
+        strict=True,
+    ):
+        assert results == (({}, ""), ({"setting": 2**22}, ""), ({"numerics": 2**22}, ""))
+
+
+def elsewhere() -> dict[str, int]:
+    model = syncengine.Parallel(nn.Linear(1024, 1024, bias=False))
+    model.module.weight.grad = torch.zeros(1024, 1024)
+    model(torch.ones(1, 1024)).sum().backward()
+    return {reason: size for reason, size in model.sync_stats()["staged_bytes"].items() if size}
+
+
+def test_gradients_in_memory_of_the_users_choice_are_told(pool: RankPool):
+    for staged in pool.run(elsewhere):
+        assert staged == {"elsewhere": 2**22}

@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,6 +242,52 @@ def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
 def test_killed_at_each_state(pool: RankPool, point: str) -> None:
     with pool.spawn_ranks(all_reduce_for_long, "aabb", f"{point}:5:kill", world=4, settings=None) as ranks:
         check_all_lost(ranks, 3)
+
+
+def all_reduce_until(hosts, thawed):
+    communicator = start(hosts)
+    rounds = 0
+    while True:
+        rounds += 1
+        ready = torch.tensor([float(Path(thawed).exists())])
+        if rounds == 20:
+            print("busy", flush=True)
+        syncengine.all_reduce(ready, "min")
+        if ready.item():
+            return communicator.size
+
+
+def check_frozen_goes_on(ranks, thawed: Path) -> None:
+    """The last rank is frozen for as long as a host may be that migrates, or a link that fails over."""
+    wait_until_busy(ranks)
+    ranks[-1].signal(signal.SIGSTOP)
+    time.sleep(3.5)
+    ranks[-1].signal(signal.SIGCONT)
+    thawed.touch()
+    last = len(ranks) - 1
+    assert [rank.result() for rank in ranks] == [len(ranks)] * len(ranks)
+    for number, rank in enumerate(ranks):
+        said = rank.output()
+        assert (f"rank {number}: rank {last} has been silent for" in said) == (number < last), said
+        assert (f"rank {number}: rank {last} is heard again" in said) == (number < last), said
+        assert f"rank {last}: rank" not in said, said  # who was frozen heard nobody because it did not listen
+
+
+def test_frozen_for_seconds_on_another_host(pool: RankPool, tmp_path: Path) -> None:
+    thawed = tmp_path / "thawed"
+    with pool.spawn_ranks(all_reduce_until, "abc", str(thawed), world=3, settings=None) as ranks:
+        check_frozen_goes_on(ranks, thawed)
+
+
+def test_frozen_for_longer_than_the_silence(pool: RankPool) -> None:
+    environ = {"SYNCENGINE_SILENCE": "1.5"}
+    with pool.spawn_ranks(all_reduce_for_long, "ab", None, settings=None, environ=environ) as ranks:
+        wait_until_busy(ranks)
+        ranks[1].signal(signal.SIGSTOP)
+        outcome = ranks[0].result()
+        assert outcome.error == "PeerLost", outcome
+        assert "rank 1 has been silent for 1." in outcome.text
+        assert "SYNCENGINE_SILENCE" in outcome.text
 
 
 def differ(hosts, usual, last):

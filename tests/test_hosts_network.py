@@ -31,6 +31,7 @@ class Job:
                 **{name: value for name, value in os.environ.items() if not name.startswith("SYNCENGINE_")},
                 "PYTHONPATH": str(ROOT),
                 "OMP_NUM_THREADS": "1",
+                "SYNCENGINE_SILENCE": str(SILENCE),
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(places)),
                 "LOCAL_RANK": str(places[:rank].count(host)),

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import test_hosts
@@ -136,7 +137,8 @@ def test_killed_on_another_host(pool: RankPool, hosts: str) -> None:
 
 
 def test_stopped_on_another_host(pool: RankPool) -> None:
-    with spawn(pool, test_hosts.all_reduce_for_long, "aab", None) as ranks:
+    environ = {**TORCH, "SYNCENGINE_SILENCE": "2"}
+    with spawn(pool, test_hosts.all_reduce_for_long, "aab", None, environ=environ) as ranks:
         wait_until_busy(ranks)
         stopped_at = time.monotonic()
         ranks[2].signal(signal.SIGSTOP)
@@ -145,6 +147,12 @@ def test_stopped_on_another_host(pool: RankPool) -> None:
             assert outcome.error == "PeerLost", outcome
             assert "rank 2 has been silent" in outcome.text
             assert outcome.at - stopped_at < 5.0
+
+
+def test_frozen_for_seconds_on_another_host(pool: RankPool, tmp_path: Path) -> None:
+    thawed = tmp_path / "thawed"
+    with spawn(pool, test_hosts.all_reduce_until, "abc", str(thawed)) as ranks:
+        test_hosts.check_frozen_goes_on(ranks, thawed)
 
 
 def test_an_aborts_text_crosses_hosts(pool: RankPool) -> None:

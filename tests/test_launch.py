@@ -9,9 +9,9 @@ import torch.distributed as dist
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from syncengine.errors import InvalidUsage, PeerLost, Timeout
+from syncengine.errors import Aborted, InvalidUsage, PeerLost, Timeout
 from syncengine.launch import Launch, slurm, store, with_local_ranks
-from syncengine.launch.arrivals import name_ranks, wait_for_ranks
+from syncengine.launch.arrivals import as_error, failure_notice, name_ranks, wait_for_ranks
 from syncengine.launch.environment import detect
 
 TORCHRUN = {
@@ -249,6 +249,21 @@ def test_exchange_refuses_large_payloads_on_both_sides():
     result, _ = exchange_all([[b""], [b""]], shared, absent=(1,))
     assert isinstance(result, InvalidUsage)
     assert "rank 1 sent 65537 bytes" in str(result)
+
+
+@pytest.mark.parametrize("text", [b"", b"annotations of no class", b"Unheard of", b"\xff\xfe"])
+def test_an_error_of_an_unknown_kind_is_raised_all_the_same(text):
+    """Of another build, which is found out only later."""
+    error = as_error(text)
+    assert type(error) is Aborted
+    assert text.decode(errors="replace").strip() in str(error)
+
+
+def test_errors_keep_their_kind():
+    for error in (PeerLost("rank 2 died"), Timeout("rank 1 did not join")):
+        told = as_error(failure_notice(0, error))
+        assert (type(told), str(told)) == (type(error), str(error))
+    assert type(as_error(failure_notice(0, InvalidUsage("no such interface")))) is Aborted
 
 
 def test_lost_store_is_a_lost_peer():

@@ -71,6 +71,8 @@ EXCHANGES = {
     "told": [[TOLD, TOLD], ["told", "told"]],
     "stale": [[AWAY, "[b'new 0', b'new 1']"], ["away", "[b'new 0', b'new 1']"]],
     "untaken": [[AWAY, "in time"], ["slept"]],
+    "ahead": [["ahead", "[b'new 0', b'new 1']"], ["True", "[b'new 0', b'new 1']"]],
+    "anew": [["Aborted: a bad day"] * 3] * 2,
 }
 
 
@@ -78,7 +80,7 @@ EXCHANGES = {
 def test_exchanges_that_fail_and_init_after_them(name):
     """In one job. "untaken" is for Open MPI, which sends no 64 KiB ahead."""
     mpirun, python = mpi(name)
-    cases = ["told", "stale", *(["untaken"] if name == "openmpi" else []), "init_again"]
+    cases = ["told", "stale", *(["untaken"] if name == "openmpi" else []), "ahead", "anew", "init_again"]
     said = {case: [] for case in cases}
     for answer in run([*mpirun, python, EXCHANGE, *cases]):
         said[answer["case"]].append(answer["answers"])

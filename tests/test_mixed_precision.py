@@ -305,3 +305,23 @@ def second_hook() -> None:
 @pytest.mark.parametrize("check", [refused, different, second_hook])
 def test_what_can_not_work_is_refused_by_name(pool: RankPool, check: Callable[[], None]):
     pool.run(check)
+
+
+@run_on_ranks()
+def test_casts_go_with_the_wrapper():
+    """Under DDP the module's hooks stay, and a copy of the module has them, too."""
+    module = Mlp()
+    for _ in range(2):
+        model = syncengine.Parallel(module, mixed_precision=BF16)
+        assert model(data(0, 0)).dtype == torch.bfloat16
+        for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+            assert copied(data(0, 0)).dtype == torch.float32
+        for copy_of in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+            copied = copy_of(model)
+            assert copied(data(0, 0)).dtype == torch.bfloat16
+            inner = copied.module
+            del copied
+            assert inner(data(0, 0)).dtype == torch.float32
+        del model
+        assert module(data(0, 0)).dtype == torch.float32
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from parallel_models import both, data
-from pool import run_on_ranks
+from parallel_models import both, data, outcome
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_versions import since_2_13
 
 import syncengine
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, Mismatch, SyncError
 
 
 class Counter(nn.Module):
@@ -94,3 +98,288 @@ def test_a_buffer_that_backward_needs_may_be_synchronized_before():
             sum(model(data(i)).square().sum() for i in range(2)).backward()
 
     both(Scaled, step)
+
+
+class Kept(nn.Module):
+    """Any buffers; a forward makes each of them this rank's own, the way that it is told."""
+
+    def __init__(self, **buffers: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        self.change: Callable[[nn.Module], Any] = lambda module: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self)
+        return self.weight * x.sum()
+
+
+RING = {"timeout": 60.0, "numerics": "ring"}  # DDP's bits with any number of ranks
+
+SMALL, LARGE = (6,), (2, 8, 40, 40)  # the second is more than travels with others
+
+
+def kept(shape: tuple[int, ...] = SMALL) -> Kept:
+    return Kept(b=torch.arange(math.prod(shape), dtype=torch.float32).view(shape) + 1000 * syncengine.rank())
+
+
+def own(like: torch.Tensor) -> torch.Tensor:
+    """Other values on each rank."""
+    return torch.rand_like(like) + 10 * (1 + syncengine.rank())
+
+
+def moved(module: nn.Module) -> None:
+    module.b.data = own(module.b)
+
+
+def resized(module: nn.Module) -> None:
+    module.b.resize_(0).set_(torch.empty_like(module.b)).resize_(SMALL).copy_(own(torch.empty(SMALL)))
+
+
+def grown(module: nn.Module) -> None:
+    module.b.resize_(module.b.numel() + 1).copy_(own(module.b))
+
+
+def transposed(module: nn.Module) -> None:
+    module.b.data = own(module.b.T).T
+
+
+def cast(module: nn.Module) -> None:
+    module.b.data = own(module.b).to(torch.float64 if module.b.dtype == torch.float32 else torch.float32)
+
+
+def swapped(module: nn.Module) -> None:
+    module.b.data, module.c.data = own(module.c), own(module.b)
+
+
+def buffers_after(model: nn.Module, change: Callable[[nn.Module], Any]) -> list[torch.Tensor]:
+    """What the buffers are at the beginning of each forward; no longer those of the one before."""
+    seen = []
+
+    def note_and_change(module: nn.Module) -> None:
+        seen.extend(b.clone(memory_format=torch.contiguous_format) for b in module.buffers())
+        change(module)
+
+    model.module.change = note_and_change
+    for i in range(4):
+        model(data(i)).backward()
+    return seen
+
+
+@since_2_13
+@run_on_ranks(world=3, gloo=True, settings=RING)
+def test_buffers_may_change_their_memory():
+    """As moving averages do, by `.data`, and torch's observers of quantization, by resize_()."""
+    for make, change in (
+        (kept, moved),
+        (partial(kept, LARGE), moved),
+        (kept, resized),
+        (kept, grown),
+        (partial(kept, (5, 3)), transposed),
+        (partial(kept, (200, 300)), transposed),
+        (kept, cast),
+        (lambda: Kept(b=torch.zeros(3), c=torch.zeros(70)), swapped),
+    ):
+        torch.manual_seed(syncengine.rank())
+        both(make, lambda model, change=change: buffers_after(model, change))
+
+
+@since_2_13
+@run_on_ranks(world=3, gloo=True, settings=RING)
+def test_the_memory_of_buffers_may_change_on_one_rank_alone():
+    """Whichever that is: nothing of what it does then concerns the others."""
+
+    def last_format(module: nn.Module) -> None:
+        module.b.data = own(module.b).contiguous(memory_format=torch.channels_last)
+
+    def sliced(module: nn.Module) -> None:
+        module.b.data = torch.stack([own(module.b)] * 2, -1)[..., 0]
+
+    for alone in range(3):
+        for shape, change in (
+            (SMALL, moved),
+            (SMALL, resized),
+            (LARGE, moved),
+            (LARGE, last_format),
+            ((2, 3, 4, 5), last_format),
+            (LARGE, sliced),
+            (SMALL, sliced),
+        ):
+            own_change = change if syncengine.rank() == alone else lambda module: module.b.copy_(own(module.b))
+            torch.manual_seed(syncengine.rank())
+            both(partial(kept, shape), lambda model, change=own_change: buffers_after(model, change))
+
+
+def one_rank_changes(alone: int, make: Callable[[], Kept], change: Callable[[nn.Module], Any]) -> tuple[str, str]:
+    model = syncengine.Parallel(make())
+    model(data()).backward()
+    model.module.change = change if syncengine.rank() == alone else model.module.change
+    model(data()).backward()
+    return outcome(lambda: [model(data()).backward() for _ in range(2)])
+
+
+@pytest.mark.parametrize("alone", [0, 1, 2])
+def test_buffers_that_differ_between_ranks_are_named(pool: RankPool, alone: int):
+    two = partial(make_two, (3,), (4,))
+    for make, change, name, theirs, its in (
+        (kept, grown, "b", "(6,)", "(7,)"),
+        (two, swapped, "b", "(3,)", "(4,)"),
+        (kept, cast, "b", "float32", "float64"),
+        (partial(kept, (5, 3)), turned, "b", "(5, 3)", "(3, 5)"),
+        (partial(kept, LARGE), flattened, "b", "(2, 8, 40, 40)", "(25600,)"),
+        (two, dropped, "c", "(4,)", "nothing"),
+    ):
+        for kind, text in pool.run(one_rank_changes, alone, make, change, world=3):
+            assert kind == "Mismatch"
+            assert re.search(rf"the buffers of Parallel\(Kept\).*{name}: ", text)
+            assert theirs in text
+            assert its in text
+            assert f"rank {alone} " in text
+
+
+def make_two(*shapes: tuple[int, ...]) -> Kept:
+    return Kept(b=torch.zeros(shapes[0]), c=torch.zeros(shapes[1]))
+
+
+def turned(module: nn.Module) -> None:
+    module.b.data = module.b.T.contiguous()
+
+
+def flattened(module: nn.Module) -> None:
+    module.b.data = module.b.flatten()
+
+
+def dropped(module: nn.Module) -> None:
+    module.c = None
+
+
+@run_on_ranks()
+def test_all_ranks_may_give_their_buffers_other_sizes():
+    """Some in each forward: what they agreed on before holds no more."""
+    model = syncengine.Parallel(Kept(b=torch.zeros(1), c=torch.zeros(20_000)))
+    for size in (1, 7, 7, 30_000, 3, 0, 1):
+        if size:
+            model.module.change = lambda module, size=size: setattr(module, "b", own(torch.empty(size)))
+        else:
+            model.module.change = lambda module: module.c.resize_(5).fill_(syncengine.rank())
+        model(data()).backward()
+        before = [b.clone() for b in model.module.buffers()]
+        model.module.change = lambda module: None
+        model(data()).backward()
+        for mine, b in zip(before, model.module.buffers(), strict=True):
+            agreed = b.clone()
+            syncengine.broadcast(agreed, 0)
+            assert torch.equal(agreed, b)
+            if syncengine.rank() == 0:
+                assert torch.equal(mine, b)
+
+
+class Overlapping(Kept):
+    """Its buffers are parts of one memory."""
+
+    def __init__(self, first: slice, second: slice, size: int = 40) -> None:
+        memory = own(torch.empty(size))
+        super().__init__(b=memory[first], c=memory[second])
+
+
+@since_2_13
+@run_on_ranks(gloo=True)
+def test_buffers_may_share_memory():
+    for first, second, size in (
+        (slice(0, 20), slice(0, 20), 40),
+        (slice(0, 20), slice(10, 40), 40),
+        (slice(0, 40, 2), slice(1, 40, 2), 40),
+        (slice(0, 30_000), slice(10, 30_010), 40_000),
+    ):
+        torch.manual_seed(syncengine.rank())
+        both(
+            partial(Overlapping, first, second, size),
+            lambda model: buffers_after(model, lambda module: (module.b.copy_(own(module.b)), module.c.mul_(2))),
+        )
+
+
+def shared(module: nn.Module) -> None:
+    memory = own(torch.empty(7))
+    module.b.data, module.c.data = memory[:3], memory[2:6]
+
+
+def shared_alone(alone: int, at_construction: bool) -> tuple[str, str]:
+    module = make_two((3,), (4,))
+    if at_construction:
+        if syncengine.rank() == alone:
+            shared(module)
+        return outcome(lambda: syncengine.Parallel(module))
+    return one_rank_changes(alone, lambda: module, shared)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize("at_construction", [True, False])
+def test_buffers_that_share_memory_on_one_rank_alone_are_named(pool: RankPool, alone: int, at_construction: bool):
+    """There they can't have the values that they have elsewhere."""
+    for kind, text in pool.run(shared_alone, alone, at_construction):
+        assert kind == "Mismatch"
+        assert re.search(r"Parallel\(Kept\).*b: .*shares memory with c", text)
+
+
+@run_on_ranks()
+def test_a_buffer_that_nothing_can_be_copied_into_any_more_is_named():
+    model = syncengine.Parallel(kept())
+    model(data()).backward()
+    if syncengine.rank() == 1:
+        model.module.b.data = torch.ones(1).expand(SMALL)
+    with pytest.raises(SyncError, match=r"b of shape \(6,\) and strides \(0,\)"):
+        model(data()).backward()
+
+
+@run_on_ranks()
+def test_without_a_common_start_buffers_are_compared_in_the_first_forward():
+    model = syncengine.Parallel(kept((3 + syncengine.rank(),)), init_sync=False)
+    with pytest.raises(Mismatch, match=r"the buffers of Parallel\(Kept\).*b: float32 \(3,\).*b: float32 \(4,\)"):
+        model(data())
+
+
+@since_2_13
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_in_a_join_context_the_last_ranks_buffers_may_be_anywhere(pool: RankPool, last: int):
+    """A rank that has joined has buffers that no forward of its own has moved."""
+    pool.run(join_with_moving_buffers, last, world=3, gloo=True, settings=RING)
+
+
+def join_with_moving_buffers(last: int) -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        model.module.change = lambda module: moved(module)
+        with model.join():
+            for i in range(2 + 3 * (syncengine.rank() == last)):
+                model(data(i)).backward()
+        return list(model.module.buffers())
+
+    for shape in (SMALL, LARGE):
+        both(partial(kept, shape), step)
+
+
+@run_on_ranks()
+def test_final_models_that_differ_are_named():
+    model = syncengine.Parallel(kept())
+    with pytest.raises(Mismatch, match=r"the final models differ.*b: float32 \(6,\).*b: float32 \(7,\)"), model.join():
+        model(data()).backward()
+        if syncengine.rank() == 1:
+            grown(model.module)
+
+
+@run_on_ranks()
+def test_a_hook_on_buffers_is_told_which_of_them_differ():
+    def hook(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+        model._default_broadcast_coalesced(list(buffers.values()))
+
+    model = syncengine.Parallel(kept())
+    model._register_buffer_comm_hook(model, hook)
+    model.module.change = moved
+    for i in range(3):
+        model(data(i)).backward()
+        agreed = model.module.b.clone()
+    if syncengine.rank() == 1:
+        grown(model.module)
+    with pytest.raises(Mismatch, match=r"hook on buffers differ.*b: float32 \(6,\).*b: float32 \(7,\)"):
+        model(data()).backward()
+    assert agreed.shape == SMALL

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallel_models import Branches, Conv, Mlp, data, of_both, outcome
 from pool import RankPool
 from torch import nn
@@ -31,10 +33,10 @@ def logging() -> None:
     assert set(theirs_at_first) - not_ours <= set(ours_at_first)
     assert set(theirs) - not_ours <= set(ours)
     times = {key for key in theirs if "time" in key}
-    own = {"bucket_cap_bytes", "bucket_sizes", "iteration"}  # DDP has counted the next one when it is asked
+    own = {"bucket_cap_bytes", "bucket_sizes"}
     for key in set(theirs) - not_ours - times - own - {"rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices"}:
         assert ours[key] == theirs[key], key
-    assert ours["iteration"] == 4
+    assert ours["iteration"] == 3  # there were before the last
     assert times <= set(ours)
     for phase in ("forward_compute", "backward_compute", "backward_comm"):
         assert 0 < ours[f"{phase}_time"] < 60e9
@@ -47,6 +49,12 @@ def logging() -> None:
         assert model._get_ddp_logging_data()["join_uneven_inputs"] == 1
     model.logger.set_error_and_log("ValueError: no such token")
     assert model._get_ddp_logging_data()["error"] == "ValueError: no such token"
+    logger, reducer = model.logger, model.reducer
+    del model
+    gc.collect()
+    for use in (logger._get_ddp_logging_data, reducer._rebuild_buckets, reducer._get_local_used_map):
+        with pytest.raises(InvalidUsage, match="is gone: keep the model"):
+            use()
 
 
 def test_logging_data(pool: RankPool):
@@ -109,6 +117,71 @@ def steps_are_sampled() -> None:
 
 def test_times_are_sampled(pool: RankPool):
     pool.run(steps_are_sampled)
+
+
+def iterations(rate: int) -> None:
+    """Asked for after each step: some of them under no_sync, or for evaluation."""
+
+    def step(model: nn.Module) -> list[Any]:
+        model._set_ddp_runtime_logging_sample_rate(rate)
+        seen = []
+        for i in range(18):
+            if i % 5 == 2:
+                with model.no_sync():
+                    model(data(i)).sum().backward()
+            elif i % 5 == 4:
+                with torch.no_grad():
+                    model(data(i))
+            else:
+                model(data(i)).sum().backward()
+            seen.append(model._get_ddp_logging_data().get("iteration", 0))
+        return seen
+
+    ours, theirs = of_both(step)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("rate", [1, 2, 3, 100])
+def test_the_iteration_is_the_last_that_was_timed(pool: RankPool, rate: int):
+    pool.run(iterations, rate, gloo=True)
+
+
+def errors_in_training(static: bool, steps: int) -> list[tuple[str, str, Any, Any]]:
+    """What is logged of an error in forward, or, of a static graph, in backward."""
+
+    def step(model: nn.Module) -> tuple[str, str, Any, Any]:
+        def train() -> None:
+            for i in range(steps):
+                model(data(i), i < steps - 1 - (not static)).sum().backward()
+
+        dist.barrier()  # both are made when one fails
+        kind, text = outcome(train)
+        logged = model._get_ddp_logging_data()
+        return kind, text, logged.get("error"), (logged.get("has_error"), logged.get("iteration"))
+
+    return of_both(step, Branches if static else Both, static_graph=static)
+
+
+class Both(Branches):
+    """Uses all, or all but the last."""
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        y = super().forward(x, True) + (super().forward(x, False) if both else 0)
+        return y + self.never(x)
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+@pytest.mark.parametrize("static", [False, True])
+def test_errors_in_training_are_logged(pool: RankPool, static: bool, steps: int):
+    results = pool.run(errors_in_training, static, steps, gloo=True)
+    for ours, theirs in results:
+        for _, text, logged, (has_error, _) in (ours, theirs):
+            assert text
+            assert text.split(" (")[0][:40] in logged
+            assert has_error == 1
+        if ours[0] != "Aborted":  # by the other's error, perhaps one step before
+            assert ours[3] == theirs[3]
+    assert any(ours[0] != "Aborted" for ours, _ in results)
 
 
 def errors_and_warnings() -> None:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from parallel_models import Conv, Wrap, backwards, both, data, different_bits, gradients, small
 from pool import RankPool, run_on_ranks
@@ -216,6 +217,25 @@ def test_a_wrapper_around_a_wrapped_part():
 
     for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         with_all(partial(train, **options))
+
+
+@run_on_ranks(gloo=True)
+def test_a_wrapper_around_a_whole_wrapper_is_warned_of():
+    """As where a tool wraps what was wrapped by hand."""
+    for inner in (syncengine.Parallel, DistributedDataParallel, nn.DataParallel):
+        wrapped = inner(small())
+        for module in (wrapped, torch.compile(wrapped)):
+            with pytest.warns(UserWarning, match=rf"is itself a {inner.__name__}.*give it the \.module of that"):
+                syncengine.Parallel(module)
+    outside = DistributedDataParallel(syncengine.Parallel(small()))
+    with pytest.warns(UserWarning, match=r"a DistributedDataParallel is around a Parallel.*\.module") as told:
+        backwards(outside, 2)
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backwards(syncengine.Parallel(Partly(syncengine.Parallel)))
+        backwards(DistributedDataParallel(Partly(syncengine.Parallel)))
+        backwards(syncengine.Parallel(nn.Sequential(syncengine.Parallel(small()))))
 
 
 @run_on_ranks(gloo=True)

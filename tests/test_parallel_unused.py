@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
-from parallel_models import Branches, Outputs, both, data
-from pool import run_on_ranks
+from parallel_models import Branches, Outputs, both, data, of_both
+from pool import RankPool, run_on_ranks
 from torch import nn
 
 import syncengine
@@ -139,3 +140,30 @@ def test_a_loss_that_uses_no_parameter_on_one_rank():
         model.module.forward = lambda x, left: x * 1
     model(x, True).sum().backward()
     assert model.module.stem.weight.grad is not None
+
+
+def usage(find_unused: bool, same: bool) -> None:
+    """What the reducer says of it, after each step."""
+
+    def step(model: nn.Module) -> list[Any]:
+        seen: list[Any] = []
+        for i in range(6):
+            left = same or (syncengine.rank() + i) % 2 == 0
+            model(data(i), left).sum().backward()
+            used = model.reducer._get_local_used_map()
+            seen += [None if used is None else used.tolist(), model.reducer._ddp_graph_static()]
+        return seen
+
+    ours, theirs = of_both(step, Branches if find_unused else AllBranches, find_unused_parameters=find_unused)
+    assert ours == theirs
+
+
+class AllBranches(Branches):
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return super().forward(x, True) + super().forward(x, False) + self.never(x)
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("find_unused", [True, False])
+def test_the_reducer_says_which_parameters_are_used(pool: RankPool, find_unused: bool, same: bool):
+    pool.run(usage, find_unused, same, gloo=True)

@@ -144,6 +144,18 @@ def test_statistics_that_are_not_tracked_stay():
 
 
 @run_on_ranks()
+def test_statistics_that_a_program_has_taken_away_are_not_missed():
+    """As by every BatchNorm."""
+    for momentum in (0.1, None):
+        norm, alone = nn.SyncBatchNorm(CHANNELS, momentum=momentum), nn.BatchNorm1d(CHANNELS, momentum=momentum)
+        for layer in (norm, alone):
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+        parts = [batch(rank, 0, 4).float() for rank in range(syncengine.world_size())]
+        expected = alone(torch.cat(parts))[4 * syncengine.rank() :][:4]
+        torch.testing.assert_close(syncengine.Parallel(norm)(parts[syncengine.rank()]), expected)
+
+
+@run_on_ranks()
 def test_a_layer_follows_a_new_communicator():
     module = nn.Sequential(nn.SyncBatchNorm(CHANNELS, momentum=1.0))
     for step in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -52,6 +53,120 @@ def test_reductions_of_every_dtype() -> None:
         tensor = mine(dtype, 5)
         dist.all_reduce(tensor, group=group)
         assert equal(tensor, sum(value(torch.int64, r, 5) for r in range(4)).to(dtype)), dtype
+
+
+def of_everybody(tensor: torch.Tensor) -> list[torch.Tensor]:
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, tensor)
+    return everybody
+
+
+@run_on_ranks(world=3, gloo=True, settings=None)
+def test_averages_of_integers_are_sums_divided_exactly() -> None:
+    group, rank = ours(), dist.get_rank()
+    for dtype in (*INTEGERS, torch.uint16, torch.uint32, torch.uint64):
+        limits = torch.iinfo(dtype)
+        choose = random.Random(rank)
+        numbers = [rank - 4, 7 - 5 * rank, 1 << 20, 3, 100 + rank, limits.max, limits.min, limits.max - rank, 5]
+        numbers += [choose.randrange(limits.min, limits.max + 1) for _ in range(12)]
+        numbers = [max(limits.min, min(limits.max, n)) for n in numbers]
+        if dtype in (torch.int64, torch.uint64):
+            numbers = [int(n / 3) if dtype is torch.int64 else n // 3 for n in numbers]  # a sum that wraps is no sum
+        everybody: list[Any] = [None] * 3
+        dist.all_gather_object(everybody, numbers)
+        sums = [sum(column) for column in zip(*everybody, strict=True)]
+        expected = torch.tensor([abs(n) // 3 * (1 if n >= 0 else -1) for n in sums], dtype=dtype)
+        tensor = torch.tensor(numbers, dtype=dtype)
+        dist.all_reduce(tensor, ReduceOp.AVG, group)
+        assert equal(tensor, expected), (dtype, tensor, expected)
+        tensor = torch.tensor(numbers, dtype=dtype)
+        dist.all_reduce(tensor, ReduceOp.AVG, group, async_op=True).get_future().wait()
+        assert equal(tensor, expected), dtype
+        part = torch.empty(7, dtype=dtype)
+        dist.reduce_scatter_tensor(part, torch.tensor(numbers, dtype=dtype), ReduceOp.AVG, group)
+        assert equal(part, expected[7 * rank : 7 * rank + 7]), dtype
+        tensor = torch.tensor(numbers, dtype=dtype)
+        dist.reduce(tensor, 1, ReduceOp.AVG, group)
+        assert equal(tensor, expected if rank == 1 else torch.tensor(numbers, dtype=dtype)), dtype
+    counter = torch.tensor(5 + rank)  # what Lightning's self.log(sync_dist=True) averages
+    dist.all_reduce(counter, ReduceOp.AVG, group)
+    assert counter.item() == 6
+
+
+@run_on_ranks(world=3, gloo=True, settings=None)
+def test_extrema_of_unsigned_integers() -> None:
+    group, rank = ours(), dist.get_rank()
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        limit = torch.iinfo(dtype).max
+        choose = random.Random(rank)
+        numbers = [0, limit, limit // 2 + rank, limit - rank, rank, 8]
+        numbers += [choose.randrange(limit + 1) for _ in range(15)]
+        everybody: list[Any] = [None] * 3
+        dist.all_gather_object(everybody, numbers)
+        for op, choice in ((ReduceOp.MIN, min), (ReduceOp.MAX, max)):
+            expected = torch.tensor([choice(column) for column in zip(*everybody, strict=True)], dtype=dtype)
+            tensor = torch.tensor(numbers, dtype=dtype).view(3, 7).t()
+            dist.all_reduce(tensor, op, group)
+            assert equal(tensor.t().reshape(-1), expected), (dtype, op)
+            part = torch.empty(7, dtype=dtype)
+            dist.reduce_scatter(part, list(torch.tensor(numbers, dtype=dtype).chunk(3)), op, group)
+            assert equal(part, expected[7 * rank : 7 * rank + 7]), (dtype, op)
+
+
+@run_on_ranks(world=3, gloo=True, settings=None)
+def test_float8_is_reduced_in_float32_and_rounded_once() -> None:
+    group, rank = ours(), dist.get_rank()
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        given = torch.randn(30, generator=torch.Generator().manual_seed(rank)).to(dtype)
+        stack = torch.stack(of_everybody(given.float()))
+        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX):
+            if op == ReduceOp.AVG:
+                expected = (stack[0] + stack[1] + stack[2]) * (1 / 3)
+            elif op == ReduceOp.SUM:
+                expected = stack[0] + stack[1] + stack[2]
+            elif op == ReduceOp.PRODUCT:
+                expected = stack[0] * stack[1] * stack[2]
+            else:
+                expected = REFERENCE[op](stack)
+            tensor = given.clone()
+            dist.all_reduce(tensor, op, group)
+            assert equal(tensor, expected.to(dtype)), (dtype, op)
+            part = torch.empty(10, dtype=dtype)
+            dist.reduce_scatter_tensor(part, given, op, group)
+            assert equal(part, expected.to(dtype)[10 * rank : 10 * rank + 10]), (dtype, op)
+
+
+@run_on_ranks(world=3, gloo=True, settings=None)
+def test_reduce_scatter_of_different_sizes() -> None:
+    group, rank = ours(), dist.get_rank()
+    for dtype, op in ((torch.float32, ReduceOp.SUM), (torch.int64, ReduceOp.AVG), (torch.int32, ReduceOp.BOR)):
+        sizes = [5, 0, 3]
+        inputs = [mine(dtype, size, 2) + size for size in sizes]
+        kept = [t.clone() for t in inputs]
+        everybody = [of_everybody(t) for t in inputs]
+        stack = torch.stack(everybody[rank])
+        expected = stack[0] | stack[1] | stack[2] if op == ReduceOp.BOR else stack.sum(0)
+        if op == ReduceOp.AVG:
+            expected = expected.div(3, rounding_mode="trunc")
+        output = torch.empty(sizes[rank], 2, dtype=dtype)
+        work = dist.reduce_scatter(output, inputs, op, group, async_op=True)
+        work.wait()
+        assert equal(output, expected), (dtype, op)
+        assert all(map(equal, inputs, kept))
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_all_gather_coalesced() -> None:
+    group, rank = ours(), dist.get_rank()
+    inputs = [torch.full((3,), rank + 1.0), torch.full((2, 2), 10.0 * rank).t()]
+    for asynchronous in (False, True):
+        outputs = [[torch.zeros(3), torch.zeros(2, 2).t()] for _ in range(2)]
+        future = dist.all_gather_coalesced(outputs, inputs, group, async_op=asynchronous)
+        if asynchronous:
+            future.wait()
+        for r in range(2):
+            assert equal(outputs[r][0], torch.full((3,), r + 1.0))
+            assert equal(outputs[r][1], torch.full((2, 2), 10.0 * r))
 
 
 @run_on_ranks(world=3, gloo=True, settings=None)

@@ -197,3 +197,40 @@ def test_wrong_calls_are_refused_on_the_rank_that_makes_them() -> None:
     with pytest.raises(InvalidUsage, match=r"rank 7 of the group is not in 0\.\.1"):
         backend.send([torch.ones(1)], 7, 0)
     dist.barrier(group)
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_a_batch_that_raises_leaves_the_group_as_it_was() -> None:
+    group, rank = ours(), dist.get_rank()
+    backend = group._get_backend(torch.device("cpu"))
+    peer = 1 - rank
+
+    def batch(*last: dist.P2POp) -> list[dist.Work]:
+        send = dist.P2POp(dist.isend, torch.full((3,), rank + 1.0), peer, group)
+        receive = dist.P2POp(dist.irecv, received, peer, group)
+        return dist.batch_isend_irecv([send, receive, *last])
+
+    sparse = dist.P2POp(dist.irecv, torch.ones(2).to_sparse(), peer, group)
+    nobody = dist.P2POp(dist.irecv, torch.ones(2), peer, group)
+    nobody.group_peer = 7
+    for bad, error in ((sparse, NotImplementedError), (nobody, InvalidUsage)):
+        received = torch.zeros(3)
+        with pytest.raises(error):
+            batch(bad)
+        dist.all_reduce(total := torch.ones(2), group=group)
+        assert equal(total, torch.full((2,), 2.0))
+        dist.barrier(group)
+        assert equal(received, torch.full((3,), peer + 1.0))  # what came before it took place, as with Gloo
+        received = torch.zeros(3)
+        for work in batch():
+            work.wait()
+        assert equal(received, torch.full((3,), peer + 1.0))
+
+    # The same of the calls themselves, which are torch's to end.
+    backend._start_coalescing()
+    with pytest.raises(InvalidUsage):
+        backend.send([torch.ones(2)], 7, 0)
+    with pytest.raises(InvalidUsage, match="no coalescing has begun"):
+        backend._end_coalescing()
+    backend.allreduce([total]).wait()
+    assert equal(total, torch.full((2,), 4.0))

@@ -62,16 +62,24 @@ def test_errors_reach_futures_and_later_calls(pool: RankPool):
 def test_what_can_not_work_is_refused_by_name() -> None:
     group = ours()
     backend = group._get_backend(torch.device("cpu"))
-    with pytest.raises(InvalidUsage, match=r"all_reduce: ReduceOp.MAX has no meaning for dtype UInt16"):
-        dist.all_reduce(torch.ones(2, dtype=torch.uint16), ReduceOp.MAX, group)
-    with pytest.raises(InvalidUsage, match=r"ReduceOp.AVG has no meaning for dtype Int"):
-        dist.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.AVG, group)
+    with pytest.raises(InvalidUsage, match=r"all_reduce: ReduceOp.BOR has no meaning for dtype Float.*convert"):
+        dist.all_reduce(torch.ones(2), ReduceOp.BOR, group)
+    with pytest.raises(InvalidUsage, match=r"ReduceOp.AVG has no meaning for dtype Bool"):
+        dist.all_reduce(torch.ones(2, dtype=torch.bool), ReduceOp.AVG, group)
+    with pytest.raises(InvalidUsage, match=r"ReduceOp.PREMUL_SUM has no meaning for dtype Int"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int32), dist._make_nccl_premul_sum(0.5), group)
+    with pytest.raises(InvalidUsage, match=r"all_reduce_coalesced: got an empty list: give at least one"):
+        backend.allreduce_coalesced([])
+    with pytest.raises(InvalidUsage, match=r"merge_remote_group: .* make one of all the ranks"):
+        group.merge_remote_group(dist.HashStore(), 2, timedelta(seconds=1))
     with pytest.raises(InvalidUsage, match=r"dense CPU (or CUDA )?tensors, not one on meta"):
         backend.allreduce([torch.ones(2, device="meta")])
     with pytest.raises(InvalidUsage, match=r"dense CPU (or CUDA )?tensors, not one of layout Sparse"):
         backend.allreduce([torch.ones(2).to_sparse()])
     with pytest.raises(InvalidUsage, match=r"the larger tensor has 5 elements; it needs 2 times 2"):
         dist.all_gather_into_tensor(torch.empty(5), torch.ones(2), group)
+    with pytest.raises(InvalidUsage, match=r"pg_options .*ProcessGroupGloo._Options.* leave them out.*SYNCENGINE_"):
+        dist.new_group(backend="syncengine", pg_options=dist.ProcessGroupGloo._Options())
     dist.barrier(group)  # nothing has failed
 
 

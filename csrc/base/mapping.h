@@ -22,10 +22,6 @@ class Mapping {
   size_t bytes_ = 0;
 };
 
-// Replaces [address, address + bytes) (whole pages of a shared mapping) by a private copy of its present content, at the
-// same address: nobody else's writes arrive there any more. Async-signal-safe. Returns false if memory is short.
-bool make_private(void* address, size_t bytes);
-
 // Replaces whole pages by an inaccessible private mapping. Async-signal-safe.
 void make_inaccessible(void* address, size_t bytes);
 

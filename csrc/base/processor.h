@@ -1,5 +1,5 @@
-// The processor that is compiled for: the only place that asks. With SYNCENGINE_PORTABLE it is none that is known, so
-// that the code for all others is tested too.
+// The processor that this is compiled for; only this file tests for it. With SYNCENGINE_PORTABLE it is an unknown one,
+// so that the code for all others is tested too.
 #pragma once
 
 #if defined(__x86_64__) && !defined(SYNCENGINE_PORTABLE)

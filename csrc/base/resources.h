@@ -2,14 +2,19 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 namespace syncengine {
 
-// Cores this process may run on at once: affinity, limited by the cgroup's CPU quota (v2 and v1). At least 1.
-int available_cores();
+// Files are looked for below `root`, which tests give.
 
-// Bytes that can still be taken without the OOM killer: MemAvailable, limited by the cgroup's memory limit.
-size_t available_memory();
+// Cores this process may run on at once: affinity, limited by the CPU quotas of its cgroup and all above it (v2 and
+// v1). At least 1.
+int available_cores(const std::string& root = "");
+
+// Bytes that can still be taken without the OOM killer: MemAvailable, limited by what the memory limits of its cgroup
+// and all above it leave. Pages of files don't count as used: the kernel reclaims them.
+size_t available_memory(const std::string& root = "");
 
 size_t total_memory();
 

@@ -8,7 +8,7 @@ namespace syncengine {
 void bind_errors(pybind11::module_& module);
 void bind_communicator(pybind11::module_& module);
 void bind_movers(pybind11::module_& module);
-void bind_local_job(pybind11::module_& module);
+void bind_local_bootstrap(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_backend(pybind11::module_& module);
 

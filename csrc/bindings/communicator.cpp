@@ -1,5 +1,6 @@
 #include <torch/csrc/utils/pybind.h>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -13,7 +14,7 @@
 #include "bindings/device.h"
 #include "bindings/errors.h"
 #include "bindings/tensor.h"
-#include "engine/communicator.h"
+#include "engine/communicator/communicator.h"
 #include "reducer/python_error.h"
 #include "streams/queue.h"
 
@@ -73,8 +74,8 @@ at::Tensor dense(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
 }
 
-// What the engine holds while an operation runs: memory, not tensors. Any thread may let go of it, and the last reference to
-// a tensor besides Python's would make torch wait for the GIL there.
+// What the engine holds while an operation runs: memory, not tensors. Any thread may let go of it, and the last
+// reference to a tensor besides Python's would make torch wait for the GIL there.
 struct Kept {
   c10::Storage input, output;
 };
@@ -90,7 +91,8 @@ uint64_t layout_hash(const at::Tensor& tensor) {
 }
 
 std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator, Collective collective,
-                              const at::Tensor& input, const at::Tensor& output, ReduceOp op, int root, bool async_op) {
+                              const at::Tensor& input, const at::Tensor& output, ReduceOp op, int root, bool async_op,
+                              const std::string& layout = "") {
   const char* what = name(collective);
   Operation operation;
   at::Tensor from, to, target = output, result;
@@ -101,6 +103,17 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
     from = in_place ? dense(input) : input.contiguous();
     to = in_place ? from : output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
     if (!to.is_same(output)) result = to;
+    if (result.defined() && at::has_internal_overlap(output) == at::MemOverlap::Yes)
+      throw Error(ErrorKind::InvalidUsage,
+                  std::string(what) +
+                      ": several elements of the tensor that is written lie in the same memory, as expand() " +
+                      "makes them: give it memory of its own, as by clone()");
+    // The engine wants the same memory or none in common; but an all-gather's input may lie in its place.
+    const bool has_its_place = collective == Collective::AllGather &&
+                               from.const_data_ptr() == static_cast<const std::byte*>(to.const_data_ptr()) +
+                                                            communicator->rank() * from.nbytes();
+    if (!in_place && !has_its_place && at::get_overlap_status(from, to) != at::MemOverlapStatus::No)
+      from = from.clone();
     operation.collective = collective;
     operation.dtype = dtype_of(output.scalar_type(), what);
     operation.op = op;
@@ -110,6 +123,10 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
     operation.input = spans_of(from);
     operation.output = spans_of(to);
     operation.layout_hash = in_place ? layout_hash(from) : 0;
+    if (!layout.empty()) {
+      for (unsigned char letter : layout) operation.layout_hash = (operation.layout_hash ^ letter) * 0x100000001b3;
+      operation.describe = [layout] { return layout; };
+    }
     operation.keepalive = std::make_shared<Kept>(from.storage(), to.storage());
   }
   if (from.is_cuda()) return run_on_device(communicator, std::move(operation), from, to, target, result, async_op);
@@ -122,6 +139,13 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
     target.copy_(result);
   }
   return nullptr;
+}
+
+ErrorKind kind_of(const std::string& error) {
+  for (ErrorKind kind :
+       {ErrorKind::PeerLost, ErrorKind::Timeout, ErrorKind::Mismatch, ErrorKind::Aborted, ErrorKind::InvalidUsage})
+    if (error == name(kind)) return kind;
+  throw Error(ErrorKind::InvalidUsage, "abort: '" + error + "' is no class of syncengine.errors");
 }
 
 void require_sizes(const char* what, int64_t whole, int64_t part, int size) {
@@ -155,8 +179,8 @@ at::Tensor empty(const std::shared_ptr<Communicator>& communicator, const std::v
 }  // namespace
 
 void bind_communicator(py::module_& module) {
-  // Whoever may hold the last reference to a communicator goes without the GIL: its end is that of the engine's thread, which may
-  // be waiting for the GIL itself.
+  // Whoever may hold the last reference to a communicator goes without the GIL: its end is that of the engine's thread,
+  // which may be waiting for the GIL itself.
   const py::release_gil_before_calling_cpp_dtor without_gil;
   py::class_<PyWork>(module, "Work", "The future of one asynchronous collective.", without_gil)
       .def("wait", &PyWork::wait, py::arg("timeout") = py::none(),
@@ -189,13 +213,15 @@ void bind_communicator(py::module_& module) {
           "Reduces `tensor` in place over all ranks: same shape, strides and dtype everywhere.")
       .def(
           "broadcast",
-          [](const Shared& self, const at::Tensor& tensor, int src, bool async_op) {
+          [](const Shared& self, const at::Tensor& tensor, int src, bool async_op, const std::string& layout) {
             if (src < 0 || src >= self->size())
               throw Error(ErrorKind::InvalidUsage, "broadcast: src " + std::to_string(src) + " is not a rank of 0.." +
                                                        std::to_string(self->size() - 1));
-            return start(self, Collective::Broadcast, tensor, tensor, ReduceOp::Sum, src, async_op);
+            return start(self, Collective::Broadcast, tensor, tensor, ReduceOp::Sum, src, async_op, layout);
           },
-          py::arg("tensor"), py::arg("src"), py::arg("async_op") = false, "Overwrites `tensor` by rank `src`'s.")
+          py::arg("tensor"), py::arg("src"), py::arg("async_op") = false, py::arg("layout") = "",
+          "Overwrites `tensor` by rank `src`'s. `layout`, if any, says what the bytes mean: it must be the same on all "
+          "ranks, and is what errors call this.")
       .def(
           "reduce_scatter",
           [](const Shared& self, const at::Tensor& output, const at::Tensor& input, const std::string& op,
@@ -236,9 +262,28 @@ void bind_communicator(py::module_& module) {
            "An uninitialized tensor in memory that the local peers read and write in place: collectives on it copy "
            "nothing. On a CUDA `device` a collective call.")
       .def(
-          "abort", [](Communicator& c, const std::string& text) { c.abort(ErrorKind::Aborted, text); }, py::arg("text"),
-          py::call_guard<py::gil_scoped_release>(),
-          "Fails everything pending, here and on all peers, which raise Aborted with `text`.")
+          "abort",
+          [](Communicator& c, const std::string& text, const std::string& error) { c.abort(kind_of(error), text); },
+          py::arg("text"), py::arg("error") = "Aborted", py::call_guard<py::gil_scoped_release>(),
+          "Fails everything pending, here and on all peers, which raise `error` (a class of syncengine.errors, by "
+          "name) "
+          "with `text`.")
+      .def("check_peers", &Communicator::check_peers, py::call_guard<py::gil_scoped_release>(),
+           "Raises the error that this communicator has failed with, if it has, after a look at the other ranks.")
+      .def(
+          "close_devices", [](const Communicator& self) { close_devices(&self); },
+          py::call_guard<py::gil_scoped_release>(), "Lets go of what it has on CUDA devices: it has failed.")
+      .def(
+          "exception",
+          [](const Communicator& self) -> py::object {
+            try {
+              self.throw_if_failed();
+            } catch (const Error& error) {
+              return to_python(error);
+            }
+            return py::none();
+          },
+          "The error with which it has failed, which each later call raises, or None.")
       .def(
           "close",
           [](Communicator& self) {

@@ -1,4 +1,4 @@
-// How C++ errors and Python's signals meet.
+// C++ errors as Python's, and Python's signals in C++ waits.
 #pragma once
 
 #include <functional>

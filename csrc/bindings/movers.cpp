@@ -11,7 +11,7 @@
 #include <set>
 
 #include "bindings/bindings.h"
-#include "c10d/torch_fabric.h"
+#include "c10d/torch_device_transport.h"
 #include "c10d/torch_mover.h"
 #include "transport/packets/endpoint.h"
 
@@ -21,8 +21,8 @@ namespace syncengine {
 
 namespace {
 
-// A mover written in Python, as _C.pyi describes it. Each call takes the GIL once; whatever it raises fails all that is under
-// way.
+// A mover written in Python, as _C.pyi describes it. Each call takes the GIL once; whatever it raises fails all that is
+// under way.
 class PythonMover final : public packets::Mover {
  public:
   explicit PythonMover(py::object mover) : mover_(std::move(mover)) {}
@@ -123,29 +123,30 @@ class RegisteredEndpoint final : public packets::Endpoint {
   }
 };
 
-// packets::Options::open_fabric by a function of Python's, which may be dropped on any thread, and when Python has ended.
-auto fabrics_by(py::function open) {
+// packets::Options::open_device_transport by a function of Python's, which may be dropped on any thread, and when Python has ended.
+auto device_transports_by(py::function open) {
   std::shared_ptr<py::function> call(new py::function(std::move(open)), [](py::function* function) {
     if (!Py_IsInitialized()) return;
     py::gil_scoped_acquire gil;
     delete function;
   });
-  return [call](const std::vector<int>& ranks, int device, const std::string& name) -> std::unique_ptr<DeviceFabric> {
-    c10::intrusive_ptr<::c10d::Backend> backend;
-    {
-      py::gil_scoped_acquire gil;
-      try {
-        backend = (*call)(ranks, name).cast<c10::intrusive_ptr<::c10d::Backend>>();
-      } catch (const std::exception& error) {
-        throw Error(ErrorKind::Aborted,
-                    std::string("can't make a group for CUDA tensors between hosts, device ") + std::to_string(device) +
-                        ": " + error.what() +
-                        "; with torch.distributed initialized by a backend for CPU tensors alone ('gloo') they go "
-                        "through pinned memory");
-      }
-    }
-    return std::make_unique<TorchFabric>(std::move(backend), device);
-  };
+  return
+      [call](const std::vector<int>& ranks, int device, const std::string& name) -> std::unique_ptr<DeviceTransport> {
+        c10::intrusive_ptr<::c10d::Backend> backend;
+        {
+          py::gil_scoped_acquire gil;
+          try {
+            backend = (*call)(ranks, name).cast<c10::intrusive_ptr<::c10d::Backend>>();
+          } catch (const std::exception& error) {
+            throw Error(ErrorKind::Aborted,
+                        std::string("can't make a group for CUDA tensors between hosts, device ") +
+                            std::to_string(device) + ": " + error.what() +
+                            "; with torch.distributed initialized by a backend for CPU tensors alone ('gloo') they go "
+                            "through pinned memory");
+          }
+        }
+        return std::make_unique<TorchDeviceTransport>(std::move(backend), device);
+      };
 }
 
 void end_movers() {
@@ -175,7 +176,7 @@ void bind_movers(py::module_& module) {
   module.def(
       "torch_mover",
       [](c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag, py::function closed,
-         std::string by, bool checksum, std::optional<py::function> open_device_backend) {
+         std::string by, bool checksum, double silence, std::optional<py::function> open_device_backend) {
         auto call = std::make_shared<py::function>(std::move(closed));
         auto on_closed = [call] {
           py::gil_scoped_acquire gil;
@@ -187,14 +188,16 @@ void bind_movers(py::module_& module) {
           *call = {};
         };
         auto mover = std::make_unique<TorchMover>(std::move(group), std::move(ranks), tag, on_closed);
-        MoverHandle handle{std::move(mover), {.by = std::move(by), .checksum = checksum, .silence = 2.0}};
-        if (open_device_backend) handle.options.open_fabric = fabrics_by(std::move(*open_device_backend));
+        MoverHandle handle{std::move(mover), {.by = std::move(by), .checksum = checksum, .silence = silence}};
+        if (open_device_backend)
+          handle.options.open_device_transport = device_transports_by(std::move(*open_device_backend));
         return handle;
       },
       py::arg("group"), py::arg("ranks"), py::arg("tag"), py::arg("closed"), py::arg("by"), py::arg("checksum"),
-      py::arg("open_device_backend") = py::none(),
+      py::arg("silence"), py::arg("open_device_backend") = py::none(),
       "By a process group; `ranks` are those in it, of each rank of the job; nobody else uses `tag` there. `closed` is "
-      "called when it is not needed any more. `open_device_backend(ranks, name)` makes a backend that moves CUDA "
+      "called when it is not needed any more. `silence`: seconds without a sign of life after which a rank is lost. "
+      "`open_device_backend(ranks, name)` makes a backend that moves CUDA "
       "tensors between these ranks of the job.");
   module.def("end_movers", &end_movers, py::call_guard<py::gil_scoped_release>(),
              "Says goodbye to all ranks that movers reach. Before the interpreter ends.");

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/jit/python/pybind_utils.h>
 
+#include <stdexcept>
 #include <string>
 
 namespace syncengine {
@@ -26,7 +27,8 @@ c10::intrusive_ptr<c10::ivalue::Future> PythonHook::runHook(c10d::GradBucket& bu
   py::gil_scoped_acquire gil;
   py::object result = hook_(state_, bucket);
   if (!py::isinstance<torch::jit::PythonFutureWrapper>(result)) {
-    throw py::type_error("a communication hook must return a torch.futures.Future, not " + type_name(result));
+    throw std::runtime_error("a communication hook's callback must return a torch.futures.Future object, not " +
+                             type_name(result));
   }
   return result.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
 }
@@ -40,7 +42,7 @@ at::Tensor PythonHook::parseHookResult(const c10::IValue& result) {
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
     throw py::error_already_set();
   }
-  throw py::type_error("the future of a communication hook must hold a tensor, not " + type_name(value));
+  throw std::runtime_error("the future of a communication hook must hold a tensor, not " + type_name(value));
 }
 
 }  // namespace syncengine

@@ -1,7 +1,7 @@
 #include "bindings/python_threads.h"
 
 #include "bindings/bindings.h"
-#include "engine/engine.h"
+#include "engine/progress/engine.h"
 
 namespace py = pybind11;
 

@@ -3,8 +3,8 @@
 
 namespace syncengine {
 
-// Threads of this process that Python knows, without some that can't: any of them might make a call. kUnknownCallers on a
-// thread that Python does not know.
+// Threads of this process that Python knows, without some that can't: any of them might make a call. kUnknownCallers on
+// a thread that Python does not know.
 int count_python_threads();
 
 }  // namespace syncengine

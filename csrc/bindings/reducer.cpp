@@ -10,7 +10,7 @@
 #include "reducer/reducer.h"
 
 #ifdef SYNCENGINE_TEST_HOOKS
-#include "reducer/host_lane.h"
+#include "reducer/host_memory_lane.h"
 #endif
 
 namespace syncengine {
@@ -20,11 +20,11 @@ namespace py = pybind11;
 namespace {
 
 #ifdef SYNCENGINE_TEST_HOOKS
-std::unique_ptr<BucketLane> make_host_lane(const std::shared_ptr<Communicator>& communicator) {
-  return std::make_unique<HostLane>(communicator);
+std::unique_ptr<BucketLane> make_host_memory_lane(const std::shared_ptr<Communicator>& communicator) {
+  return std::make_unique<HostMemoryLane>(communicator);
 }
 #else
-std::unique_ptr<BucketLane> make_host_lane(const std::shared_ptr<Communicator>&) {
+std::unique_ptr<BucketLane> make_host_memory_lane(const std::shared_ptr<Communicator>&) {
   throw Error(ErrorKind::InvalidUsage, "flat_buckets are for tests: build with SYNCENGINE_TEST_HOOKS=1");
 }
 #endif
@@ -32,7 +32,7 @@ std::unique_ptr<BucketLane> make_host_lane(const std::shared_ptr<Communicator>&)
 std::unique_ptr<BucketLane> make_lane(const std::vector<at::Tensor>& parameters,
                                       const std::shared_ptr<Communicator>& communicator, bool flat_buckets) {
   if (!parameters.empty() && !parameters[0].is_cpu()) return make_device_lane(communicator, parameters[0].device());
-  return flat_buckets ? make_host_lane(communicator) : nullptr;
+  return flat_buckets ? make_host_memory_lane(communicator) : nullptr;
 }
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::string model_name,
@@ -40,7 +40,8 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::s
                                       std::shared_ptr<Communicator> communicator, const std::vector<bool>& sparse,
                                       bool find_unused_parameters, bool static_graph,
                                       bool skip_all_reduce_unused_params, bool gradient_as_bucket_view,
-                                      bool batched_grad_copy, bool gradients_in_arena, bool flat_buckets) {
+                                      bool batched_grad_copy, bool waits_in_between, bool gradients_in_arena,
+                                      bool flat_buckets) {
   if (parameters.size() != parameter_names.size() || parameters.size() != sparse.size()) {
     throw Error(ErrorKind::InvalidUsage, "Reducer needs one name and one layout for each parameter");
   }
@@ -49,6 +50,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::s
                          .skip_all_reduce_unused_params = skip_all_reduce_unused_params,
                          .gradient_as_bucket_view = gradient_as_bucket_view,
                          .batched_grad_copy = batched_grad_copy,
+                         .waits_in_between = waits_in_between,
                          .gradients_in_arena = gradients_in_arena};
   auto lane = make_lane(parameters, communicator, flat_buckets);
   if (lane) options.gradients_in_arena = false;
@@ -59,7 +61,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::s
 void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {
   auto python_hook = std::make_unique<PythonHook>(std::move(state), std::move(hook));
   py::gil_scoped_release no_gil;
-  reducer.set_comm_hook(std::make_unique<CommHook>(std::move(python_hook)));
+  reducer.set_comm_hook(std::move(python_hook));
 }
 
 void set_compression(Reducer& reducer, at::ScalarType dtype, bool divides_first) {
@@ -97,6 +99,10 @@ py::dict statistics_dict(const Reducer& reducer) {
   result["buckets"] = statistics.buckets;
   result["reduced_bytes"] = statistics.reduced_bytes;
   result["copied_bytes"] = copied;
+  py::dict staged;
+  for (size_t i = 0; i < kStageReasons; ++i) staged[name(static_cast<StageReason>(i))] = statistics.staged_bytes[i];
+  result["staged_bytes"] = staged;
+  result["shortage"] = statistics.shortage;
   return result;
 }
 
@@ -133,10 +139,13 @@ void bind_reducer(py::module_& module) {
            py::arg("communicator"), py::arg("sparse"), py::kw_only(), py::arg("find_unused_parameters") = false,
            py::arg("static_graph") = false, py::arg("skip_all_reduce_unused_params") = false,
            py::arg("gradient_as_bucket_view") = false, py::arg("batched_grad_copy") = false,
-           py::arg("gradients_in_arena") = true, py::arg("flat_buckets") = false, NoGil())
+           py::arg("waits_in_between") = false, py::arg("gradients_in_arena") = true, py::arg("flat_buckets") = false,
+           NoGil())
       .def("begin_forward", &Reducer::begin_forward, py::arg("synchronize"), NoGil())
       .def("prepare_for_local_backward", &Reducer::prepare_for_local_backward, py::arg("outputs"), NoGil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), NoGil())
+      .def("abandon_forward", &Reducer::abandon_forward, py::arg("text"), NoGil())
+      .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
       .def("install_plan", &Reducer::install_plan, py::arg("buckets"), py::arg("provisional"), NoGil())
       .def("ready_order", &Reducer::ready_order, NoGil())
       .def("average_over", &Reducer::average_over, py::arg("divisor"), py::arg("weight"), NoGil())
@@ -149,6 +158,8 @@ void bind_reducer(py::module_& module) {
       .def("install_futures", &install_futures, py::arg("futures"))
       .def("has_averaged", &Reducer::has_averaged, NoGil())
       .def("check_finalized", &Reducer::check_finalized, NoGil())
+      .def("graph_is_static", &Reducer::graph_is_static, NoGil())
+      .def("last_error", &Reducer::last_error, NoGil())
       .def("remove_hooks", &Reducer::remove_hooks, NoGil())
       .def("timeline", &timeline_dict)
       .def("set_sample_rate", &Reducer::set_sample_rate, py::arg("rate"), NoGil())

@@ -1,6 +1,6 @@
 // Which ranks share memory: those of one kernel and one network namespace, unless the user splits the machine.
 //
-// Thread-safety: any thread. Failure: InvalidUsage where the system does not tell.
+// Thread-safety: any thread. Failure: InvalidUsage if the system does not provide this.
 #pragma once
 
 #include <string>
@@ -8,8 +8,9 @@
 
 namespace syncengine {
 
-// Equal on two ranks only if shared memory can be handed over between them: abstract sockets end at the network namespace.
-// `host_id` (SYNCENGINE_HOST_ID) makes several hosts out of one; it never joins two. At most kMostHostKey bytes.
+// Equal on two ranks only if shared memory can be handed over between them: abstract sockets end at the network
+// namespace. `host_id` (SYNCENGINE_HOST_ID) makes several hosts out of one; it never joins two. At most kMostHostKey
+// bytes.
 std::string host_key(const std::string& host_id);
 inline constexpr size_t kMostHostKey = 160;
 inline constexpr size_t kMostHostId = 64;

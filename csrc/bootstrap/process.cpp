@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/fd.h"
 
 namespace syncengine {
@@ -50,7 +51,12 @@ std::set<int> ended(const std::map<int, std::string>& processes) {
     ranks.push_back(rank);
     handles.push_back(std::move(handle));
   }
-  poll(polls.data(), polls.size(), found.empty() ? kDyingMs : 0);
+  const Deadline deadline = Deadline::after(std::chrono::milliseconds(found.empty() ? kDyingMs : 0));
+  int ready = 0;
+  do {  // signals don't end the moment
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left(std::chrono::milliseconds(kDyingMs)));
+    ready = poll(polls.data(), polls.size(), static_cast<int>(left.count()));
+  } while (ready < 0 && errno == EINTR);
   for (size_t i = 0; i < polls.size(); ++i) {
     if (polls[i].revents & POLLIN) found.insert(ranks[i]);
   }

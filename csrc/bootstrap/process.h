@@ -1,4 +1,4 @@
-// Tells a peer's death from its breaking off, on the same host.
+// Distinguishes a peer's death from its giving up, on the same host.
 //
 // Thread-safety: any thread. Failure: what can't be known (another process namespace) is not reported.
 #pragma once
@@ -12,8 +12,8 @@ namespace syncengine {
 // This process, for other processes: "<namespace>-<pid>".
 std::string process_id();
 
-// Those of `processes` (by rank) that have ended. Waits a moment for the first one: a dying process breaks its connections
-// before it is seen as dead.
+// Those of `processes` (by rank) that have ended. Waits a moment for the first one: a dying process breaks its
+// connections before it is seen as dead.
 std::set<int> ended(const std::map<int, std::string>& processes);
 
 }  // namespace syncengine

@@ -106,6 +106,14 @@ c10::intrusive_ptr<::c10d::Backend> TorchBackend::split(const c10::intrusive_ptr
   return backend;
 }
 
+c10::intrusive_ptr<::c10d::Backend> TorchBackend::merge(const c10::intrusive_ptr<::c10d::Store>&,
+                                                        const c10::intrusive_ptr<Options>&, const int&, const int&) {
+  throw Error(
+      ErrorKind::InvalidUsage,
+      "merge_remote_group: a syncengine process group can't be merged with others: make one of all the ranks, by "
+      "init_process_group or new_group");
+}
+
 void TorchBackend::setTimeout(std::chrono::milliseconds timeout) {
   require_timeout(timeout);
   timeout_ms_.store(timeout.count(), std::memory_order_relaxed);
@@ -132,6 +140,12 @@ const at::Tensor& TorchBackend::require_only(const Tensors& tensors, const char*
               std::string(call) + ": takes one tensor a rank, got " + std::to_string(tensors.size()));
 }
 
+void TorchBackend::require_some(const char* call, const Tensors& tensors) {
+  if (tensors.empty())
+    throw Error(ErrorKind::InvalidUsage,
+                std::string(call) + ": got an empty list: give at least one tensor, or make no call");
+}
+
 void TorchBackend::require_lists(const char* call, size_t tensors, int wanted) {
   if (tensors == static_cast<size_t>(wanted)) return;
   throw Error(ErrorKind::InvalidUsage, std::string(call) + ": got a list of " + std::to_string(tensors) +
@@ -152,12 +166,18 @@ void TorchBackend::require_parts(const char* call, const at::Tensor& whole, cons
                                            std::to_string(part.numel()));
 }
 
+Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices) {
+  Call call(name, devices, {name, inputs});
+  if (coalesced_ && coalesced_->thread == std::this_thread::get_id()) call.coalesced = std::move(coalesced_);
+  return call;
+}
+
 TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   uint64_t number = sequence_.fetch_add(how.counted == Counted::Yes, std::memory_order_relaxed);
   if (!call.device().is_cpu()) return start_on_device(std::move(call), how, number);
   auto limit = at_most(how.timeout);
   auto& operations = call.operations();
-  if (!how.async && !coalesced_ && !limit && operations.size() == 1) {
+  if (!how.async && !call.coalesced && !limit && operations.size() == 1) {
     communicator_->run(std::move(operations[0]), raise_pending_signal);
     call.deliver();
     return nullptr;
@@ -171,9 +191,10 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   }
   bool sends_messages = !call.mail().empty();
   call.mail().clear();
-  if (coalesced_) {
-    std::move(works.begin(), works.end(), std::back_inserter(coalesced_->works));
-    coalesced_->call.absorb(std::move(call));
+  if (auto coalesced = std::move(call.coalesced)) {
+    std::move(works.begin(), works.end(), std::back_inserter(coalesced->works));
+    coalesced->call.absorb(std::move(call));
+    coalesced_ = std::move(coalesced);
     return nullptr;
   }
   auto work = c10::make_intrusive<TorchWork>(
@@ -184,15 +205,12 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   return nullptr;
 }
 
-void TorchBackend::startCoalescing() {
-  if (coalesced_) throw Error(ErrorKind::InvalidUsage, "coalescing has begun already");
-  coalesced_.emplace();
-}
+// One that was left open by an error of torch's ends here.
+void TorchBackend::startCoalescing() { coalesced_ = std::make_unique<Coalesced>(); }
 
 TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
-  if (!coalesced_) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun");
-  Coalesced coalesced = std::move(*coalesced_);
-  coalesced_.reset();
+  if (!coalesced_) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun, or an error has ended it");
+  Coalesced coalesced = std::move(*std::exchange(coalesced_, nullptr));
   const uint64_t number = sequence_.load(std::memory_order_relaxed);
   constexpr auto kType = ::c10d::OpType::COALESCED;
   if (!coalesced.call.device().is_cpu()) {
@@ -204,14 +222,14 @@ TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::barrier(const ::c10d::BarrierOptions& options) {
-  Call call("barrier");
+  Call call = begin("barrier", {});
   call.add({.collective = Collective::Barrier});
   return start(std::move(call), {::c10d::OpType::BARRIER, options.timeout, options.asyncOp});
 }
 
 // Names every rank that is missing, so there is no need to fail at the first.
 void TorchBackend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool) {
-  Call call("monitored_barrier");
+  Call call = begin("monitored_barrier", {});
   Operation operation{.collective = Collective::Barrier};
   operation.describe = [] { return std::string("monitored_barrier()"); };
   call.add(std::move(operation));

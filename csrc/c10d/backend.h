@@ -1,8 +1,9 @@
 // The torch.distributed backend "syncengine": translates c10d's calls to the engine's.
 //
-// Ownership: c10::intrusive_ptr, as c10d has it; shares the communicator with its works. Thread-safety: as Communicator.
-// Calls without asyncOp wait here and return no work; on CUDA tensors streams wait, not the host. Failure: throws the engine's Error, which becomes the class of that name
-// in syncengine.errors; after one out of a collective the group stays failed. To be called without the GIL.
+// Ownership: c10::intrusive_ptr, as c10d has it; shares the communicator with its works. Thread-safety: as
+// Communicator. Calls without asyncOp wait here and return no work; on CUDA tensors streams wait, not the host.
+// Failure: throws the engine's Error, which becomes the class of that name in syncengine.errors; after one out of a
+// collective the group stays failed. To be called without the GIL.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -15,7 +16,7 @@
 
 #include "c10d/completer.h"
 #include "c10d/torch_work.h"
-#include "engine/communicator.h"
+#include "engine/communicator/communicator.h"
 
 namespace syncengine {
 
@@ -32,8 +33,8 @@ class TorchBackend final : public ::c10d::Backend {
 
   // Those below all backends of this process that have not been shut down.
   static std::vector<std::shared_ptr<Communicator>> open_communicators();
-  // Closes these and ends the backends' threads, before the interpreter ends: callbacks of futures may be Python's. Without the
-  // GIL.
+  // Closes these and ends the backends' threads, before the interpreter ends: callbacks of futures may be Python's.
+  // Without the GIL.
   static void end_all();
 
   const std::string getBackendName() const override { return "syncengine"; }
@@ -49,6 +50,8 @@ class TorchBackend final : public ::c10d::Backend {
   TorchWorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) override;
   TorchWorkPtr allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& options) override;
   TorchWorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const ::c10d::AllgatherOptions& options) override;
+  TorchWorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                   const ::c10d::AllgatherOptions& options) override;
   TorchWorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                const ::c10d::AllgatherOptions& options) override;
   TorchWorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
@@ -72,11 +75,18 @@ class TorchBackend final : public ::c10d::Backend {
   // The rest: backend.cpp.
   void monitoredBarrier(const ::c10d::BarrierOptions& options, bool wait_all_ranks) override;
   bool supportsSplitting() const override { return true; }
-  // Collective over this group; null on ranks that are not among `ranks`, which are taken in ascending order. Needs no store.
+  // Collective over this group; null on ranks that are not among `ranks`, which are taken in ascending order. Needs no
+  // store.
   c10::intrusive_ptr<::c10d::Backend> split(const c10::intrusive_ptr<::c10d::Store>& store,
                                             const std::vector<int>& ranks,
                                             const c10::intrusive_ptr<Options>& options) override;
-  bool supportsCoalescing() const override { return true; }
+  // Refused, with what to do instead.
+  c10::intrusive_ptr<::c10d::Backend> merge(const c10::intrusive_ptr<::c10d::Store>& store,
+                                            const c10::intrusive_ptr<Options>& options, const int& rank,
+                                            const int& size) override;
+  // For torch's _coalescing_manager. Not for batches of messages, which torch leaves open if one of them raises: they
+  // need no coalescing.
+  bool supportsCoalescing() const override { return false; }
   void startCoalescing() override;
   TorchWorkPtr endCoalescing() override;
   void setSequenceNumberForGroup() override {}  // every rank counts from 0
@@ -92,6 +102,9 @@ class TorchBackend final : public ::c10d::Backend {
     bool async;
     Counted counted = Counted::Yes;
   };
+  // What every call begins and ends with.
+  // `inputs`: what a profiler is told of.
+  Call begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices = Call::Devices::All);
   TorchWorkPtr start(Call call, const How& how);
   // On CUDA tensors: device_work.cpp.
   TorchWorkPtr start_on_device(Call call, const How& how, uint64_t number);
@@ -102,6 +115,10 @@ class TorchBackend final : public ::c10d::Backend {
   int require_rank(int64_t rank, const char* call) const;
   Numerics numerics() const { return communicator_->numerics(); }
   static const at::Tensor& require_only(const Tensors& tensors, const char* call);
+  static at::ArrayRef<at::Tensor> first_of(const TensorLists& lists) {
+    return lists.empty() ? at::ArrayRef<at::Tensor>() : lists[0];
+  }
+  static void require_some(const char* call, const Tensors& tensors);
   static void require_lists(const char* call, size_t tensors, int wanted);
   // `whole` must have `times` as many elements.
   static void require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times);
@@ -110,8 +127,10 @@ class TorchBackend final : public ::c10d::Backend {
   void add_all_reduce(Call& call, const Tensors& tensors, const ::c10d::ReduceOp& op);
   void add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, const at::Tensor& target,
                               const ::c10d::ReduceOp& op);
-  void add_broadcast(Call& call, const at::Tensor& tensor, int root);
+  void add_broadcast(Call& call, const at::Tensor& tensor, int root, const at::Tensor& value);
   void add_all_gather(Call& call, const Tensors& outputs, const at::Tensor& input);
+  void add_uneven_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs,
+                                 const ::c10d::ReduceOp& op);
   void add_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs, const ::c10d::ReduceOp& op);
 
   std::shared_ptr<Communicator> communicator_;
@@ -120,12 +139,9 @@ class TorchBackend final : public ::c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> sequence_{0};
-  // Between startCoalescing() and endCoalescing(), on the thread that calls them.
-  struct Coalesced {
-    Call call{"coalesced calls"};
-    std::vector<std::shared_ptr<syncengine::Work>> works;
-  };
-  std::optional<Coalesced> coalesced_;
+  // Between startCoalescing() and endCoalescing(); each call of that thread takes it and, unless it throws, gives it
+  // back: torch does not end what a call has left by throwing.
+  std::unique_ptr<Coalesced> coalesced_;
 };
 
 }  // namespace syncengine

@@ -1,5 +1,6 @@
 #include "c10d/call.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
@@ -20,6 +21,36 @@ at::Tensor plain(const at::Tensor& tensor) {
 
 }  // namespace
 
+Call::Call(Call&&) noexcept = default;
+Call::~Call() = default;
+
+void Call::compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> sources) {
+  struct Extent {
+    uintptr_t begin, end;
+    const at::Tensor* target;  // or null
+  };
+  std::vector<Extent> extents;
+  extents.reserve(targets.size() + sources.size());
+  auto add = [&](const at::Tensor& tensor, bool is_target) {
+    if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.numel() == 0) return;
+    int64_t last = 0;
+    for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+    const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
+    extents.push_back({begin, begin + (last + 1) * tensor.element_size(), is_target ? &tensor : nullptr});
+  };
+  for (const at::Tensor& target : targets) add(target, true);
+  for (const at::Tensor& source : sources) add(source, false);
+  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  for (size_t first = 0; first < extents.size();) {  // those that overlap, one with the next, hang together
+    uintptr_t end = extents[first].end;
+    size_t last = first + 1;
+    for (; last < extents.size() && extents[last].begin < end; ++last) end = std::max(end, extents[last].end);
+    for (size_t i = first; i < last && last - first > 1; ++i)
+      if (extents[i].target != nullptr) apart_.push_back(extents[i].target->unsafeGetTensorImpl());
+    first = last;
+  }
+}
+
 void Call::require_dense(const at::Tensor& tensor) {
   const bool cuda_too = devices_ == Devices::All && cuda::is_built();
   auto refuse = [&](const std::string& what) {
@@ -34,6 +65,14 @@ void Call::require_dense(const at::Tensor& tensor) {
   const c10::Device device = tensor.device();
   if (!device.is_cpu() && !(device.is_cuda() && cuda_too)) refuse("one on " + device.str());
   stay_on(device);
+}
+
+void Call::require_distinct(const at::Tensor& target) {
+  if (at::has_internal_overlap(target) == at::MemOverlap::Yes)
+    throw Error(ErrorKind::InvalidUsage,
+                std::string(name_) +
+                    ": several elements of a tensor that is written lie in the same memory, as expand() " +
+                    "makes them: give it memory of its own, as by clone()");
 }
 
 void Call::stay_on(c10::Device device) {
@@ -55,7 +94,7 @@ void Call::read(const at::Tensor& tensor, SpanList& spans) {
 
 void Call::write(const at::Tensor& tensor, SpanList& spans) {
   require_dense(tensor);
-  if (is_plain(tensor)) return keep(tensor, spans);
+  if (is_plain(tensor) && !is_apart(tensor)) return keep(tensor, spans);
   at::Tensor copy = at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
   deliver_later(tensor, copy);
   keep(copy, spans);
@@ -63,8 +102,10 @@ void Call::write(const at::Tensor& tensor, SpanList& spans) {
 
 void Call::update(const at::Tensor& tensor, SpanList& spans) {
   require_dense(tensor);
-  if (is_plain(tensor)) return keep(tensor, spans);
-  update_through(tensor, plain(tensor), spans);
+  if (!is_plain(tensor)) return update_through(tensor, plain(tensor), spans);
+  if (!is_apart(tensor)) return keep(tensor, spans);
+  at::NoGradGuard no_grad;
+  update_through(tensor, tensor.clone(), spans);
 }
 
 void Call::update_through(const at::Tensor& tensor, const at::Tensor& copy, SpanList& spans) {
@@ -73,11 +114,13 @@ void Call::update_through(const at::Tensor& tensor, const at::Tensor& copy, Span
 }
 
 void Call::deliver_later(const at::Tensor& target, const at::Tensor& result) {
+  require_distinct(target);
   deliveries_.push_back({target, result});
   memory_->push_back(target.storage());
 }
 
 void Call::afterwards(const at::Tensor& target, std::function<void()> step) {
+  require_distinct(target);
   steps_.push_back(std::move(step));
   memory_->push_back(target.storage());
 }
@@ -94,6 +137,7 @@ Operation Call::reducing(Collective collective, c10::ScalarType type, const ::c1
                          Numerics numerics) const {
   TorchReduction reduction = reduction_of(op, type, world, name_);
   Operation operation = moving(collective, type);
+  if (op == ::c10d::ReduceOp::AVG) operation.layout_hash += 1000;  // of integers it is a sum to the engine
   operation.dtype = reduction.dtype;
   operation.op = reduction.op;
   operation.postscale = reduction.postscale;
@@ -125,6 +169,7 @@ void Call::deliver() {
   steps_.clear();
   for (Delivery& delivery : deliveries_) delivery.target.copy_(delivery.result);
   deliveries_.clear();
+  row_.end();
 }
 
 }  // namespace syncengine

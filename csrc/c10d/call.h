@@ -1,42 +1,69 @@
-// One call of torch.distributed in the engine's words: operations on memory, and what is left to do when they have ended.
+// One call of torch.distributed as operations of the engine on memory, and what remains to be done when they have
+// ended.
 //
-// Ownership: keeps every tensor until the call has ended. Thread-safety: one thread. Aliasing: as torch.distributed has it.
-// Failure: InvalidUsage for tensors that are not dense, or not all on one device, the CPU or a CUDA one.
+// Ownership: keeps every tensor until the call has ended. Thread-safety: one thread. Aliasing: as torch.distributed has
+// it. Failure: InvalidUsage for tensors that are not dense, or not all on one device, the CPU or a CUDA one, and for
+// targets whose elements share memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <utility>
 #include <vector>
 
 #include "c10d/torch_dtype.h"
 #include "collectives/message.h"
 #include "collectives/operation.h"
+#include "engine/progress/work.h"
+#include "reducer/profile.h"
 
 namespace syncengine {
+
+struct Coalesced;
 
 class Call {
  public:
   enum class Devices { All, Cpu };
-  // `name` is for messages, and outlives the call.
-  explicit Call(const char* name, Devices devices = Devices::All) : name_(name), devices_(devices) {}
+  // `name` is for messages, and outlives the call. The profiler's row is there until deliver().
+  explicit Call(const char* name, Devices devices = Devices::All, ProfilerRow row = {})
+      : name_(name), devices_(devices), row_(std::move(row)) {}
+
+  Call(Call&&) noexcept;
+  ~Call();
 
   const char* name() const { return name_; }
+  // The calls that this one will join, once it has begun well.
+  std::unique_ptr<Coalesced> coalesced;
   c10::Device device() const { return device_.value_or(c10::Device(c10::kCPU)); }
   // What operations and deliveries use.
   const std::vector<c10::Storage>& memory() const { return *memory_; }
   std::vector<at::Tensor>& results() { return results_; }
 
-  // A tensor's elements, row by row: its own memory, or that of a copy if it is not contiguous. What is written to a copy is
-  // put into the tensor by deliver().
+  // Of a call on several tensors, before any of them is read or written: targets that share memory with others of
+  // either list go through copies, which are put into them in the order in which they were written.
+  void compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> sources);
+  bool is_apart(const at::Tensor& target) const {
+    return !apart_.empty() && std::find(apart_.begin(), apart_.end(), target.unsafeGetTensorImpl()) != apart_.end();
+  }
+
+  // A tensor's elements, row by row: its own memory, or that of a copy if it is not contiguous. What is written to a
+  // copy is put into the tensor by deliver().
   void read(const at::Tensor& tensor, SpanList& spans);
   void write(const at::Tensor& tensor, SpanList& spans);
   void update(const at::Tensor& tensor, SpanList& spans);
   // The copy instead of the tensor's elements; the result is put into the tensor.
   void update_through(const at::Tensor& tensor, const at::Tensor& copy, SpanList& spans);
+
+  // deliver() puts `result`, which operations write, into the tensor.
+  void put(const at::Tensor& tensor, const at::Tensor& result) {
+    require_dense(tensor);
+    deliver_later(tensor, result);
+  }
 
   // Memory that becomes a tensor's value only by what is done after it was filled.
   void write_apart(const at::Tensor& scratch, SpanList& spans) { keep(scratch, spans); }
@@ -71,22 +98,32 @@ class Call {
   };
   void add(Mail mail);
   void require_dense(const at::Tensor& tensor);
+  void require_distinct(const at::Tensor& target);
   void stay_on(c10::Device device);
   void keep(const at::Tensor& tensor, SpanList& spans);
   void deliver_later(const at::Tensor& target, const at::Tensor& result);
 
   const char* name_;
   Devices devices_;
+  ProfilerRow row_;
   std::optional<c10::Device> device_;
   std::vector<Operation> operations_;
   std::vector<Mail> mail_;
   std::shared_ptr<std::atomic<int>> source_;
-  // The engine holds memory, not tensors: any thread may let go of it, and the last reference to a tensor besides Python's
-  // would make torch wait for the GIL there.
+  // The engine holds memory, not tensors: any thread may let go of it, and the last reference to a tensor besides
+  // Python's would make torch wait for the GIL there.
   std::shared_ptr<std::vector<c10::Storage>> memory_ = std::make_shared<std::vector<c10::Storage>>();
   std::vector<std::function<void()>> steps_;
   std::vector<Delivery> deliveries_;
   std::vector<at::Tensor> results_;
+  std::vector<const c10::TensorImpl*> apart_;  // targets that go through copies
+};
+
+// Calls that are to have one work for all of them, by one thread.
+struct Coalesced {
+  std::thread::id thread = std::this_thread::get_id();
+  Call call{"coalesced calls"};
+  std::vector<std::shared_ptr<Work>> works;
 };
 
 }  // namespace syncengine

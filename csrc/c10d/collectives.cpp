@@ -12,26 +12,39 @@ namespace {
 
 using ::c10d::OpType;
 
+// Whether `input` lies where an all-gather puts it: the engine copies nothing then.
+bool is_in_place(const at::Tensor& output, int64_t elements, const at::Tensor& input) {
+  return output.is_contiguous() && input.is_contiguous() && output.scalar_type() == input.scalar_type() &&
+         input.const_data_ptr() ==
+             static_cast<const std::byte*>(output.const_data_ptr()) + elements * output.element_size();
+}
+
 }  // namespace
 
 TorchBackend::TorchWorkPtr TorchBackend::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) {
-  Call call("broadcast");
+  Call call = begin("broadcast", tensors);
   const at::Tensor& tensor = require_only(tensors, call.name());
-  add_broadcast(call, tensor, require_rank(options.rootRank, call.name()));
+  add_broadcast(call, tensor, require_rank(options.rootRank, call.name()), tensor);
   call.results() = tensors;
   return start(std::move(call), {OpType::BROADCAST, options.timeout, options.asyncOp});
 }
 
-void TorchBackend::add_broadcast(Call& call, const at::Tensor& tensor, int root) {
+// `value`: what the tensor is to be before; itself, or one of the same size.
+void TorchBackend::add_broadcast(Call& call, const at::Tensor& tensor, int root, const at::Tensor& value) {
   Operation operation = call.moving(Collective::Broadcast, tensor.scalar_type());
   operation.root = root;
-  call.update(tensor, operation.output);
+  if (!value.is_same(tensor)) {
+    at::NoGradGuard no_grad;
+    call.update_through(tensor, value.clone(at::MemoryFormat::Contiguous).view_as(tensor), operation.output);
+  } else {
+    call.update(tensor, operation.output);
+  }
   operation.input = operation.output;
   call.add(std::move(operation));
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& options) {
-  Call call("all_reduce");
+  Call call = begin("all_reduce", tensors);
   require_only(tensors, call.name());
   add_all_reduce(call, tensors, options.reduceOp);
   call.results() = tensors;
@@ -41,7 +54,9 @@ TorchBackend::TorchWorkPtr TorchBackend::allreduce(Tensors& tensors, const ::c10
 // Neighbors of one dtype are one operation.
 TorchBackend::TorchWorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
                                                              const ::c10d::AllreduceCoalescedOptions& options) {
-  Call call("all_reduce_coalesced");
+  Call call = begin("all_reduce_coalesced", tensors);
+  require_some(call.name(), tensors);
+  call.compare(tensors, {});
   for (auto begin = tensors.begin(); begin != tensors.end();) {
     auto end = std::find_if(begin, tensors.end(),
                             [&](const at::Tensor& tensor) { return tensor.scalar_type() != begin->scalar_type(); });
@@ -54,7 +69,7 @@ TorchBackend::TorchWorkPtr TorchBackend::allreduce_coalesced(Tensors& tensors,
 
 // An all-reduce that leaves the tensors of all but the root alone.
 TorchBackend::TorchWorkPtr TorchBackend::reduce(Tensors& tensors, const ::c10d::ReduceOptions& options) {
-  Call call("reduce");
+  Call call = begin("reduce", tensors);
   const at::Tensor& tensor = require_only(tensors, call.name());
   int root = require_rank(options.rootRank, call.name());
   call.results() = tensors;
@@ -92,10 +107,12 @@ void TorchBackend::add_all_reduce(Call& call, const Tensors& tensors, const ::c1
   }
   Operation operation = call.reducing(Collective::AllReduce, tensors[0].scalar_type(), op, size_, numerics());
   for (const at::Tensor& tensor : tensors) {
-    if (at::Tensor scaled = premultiplied(op, tensor); scaled.defined())
-      call.update_through(tensor, scaled, operation.output);
-    else
+    if (at::Tensor copy = prepared(op, tensor); copy.defined()) {
+      call.update_through(tensor, copy, operation.output);
+      if (auto step = conclusion(op, tensor.scalar_type(), copy, size_)) call.afterwards(tensor, std::move(step));
+    } else {
       call.update(tensor, operation.output);
+    }
   }
   operation.input = operation.output;
   call.add(std::move(operation));
@@ -103,8 +120,9 @@ void TorchBackend::add_all_reduce(Call& call, const Tensors& tensors, const ::c1
 
 TorchBackend::TorchWorkPtr TorchBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                          const ::c10d::AllgatherOptions& options) {
-  Call call("all_gather");
+  Call call = begin("all_gather", input);
   require_parts(call.name(), output, input, size_);
+  if (!is_in_place(output, rank_ * input.numel(), input)) call.compare(output, input);
   add_all_gather(call, {output}, input);
   call.results() = {output};
   return start(std::move(call), {OpType::_ALLGATHER_BASE, options.timeout, options.asyncOp});
@@ -112,19 +130,47 @@ TorchBackend::TorchWorkPtr TorchBackend::_allgather_base(at::Tensor& output, at:
 
 TorchBackend::TorchWorkPtr TorchBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                          const ::c10d::AllgatherOptions& options) {
-  Call call("all_gather");
+  Call call = begin("all_gather", inputs);
   require_lists(call.name(), outputs.size(), static_cast<int>(inputs.size()));
+  require_some(call.name(), inputs);
+  Tensors elsewhere;
   for (size_t i = 0; i < inputs.size(); ++i) {
     require_parts(call.name(), outputs[i], inputs[i], size_);
+    if (!is_in_place(outputs[i], rank_ * inputs[i].numel(), inputs[i])) elsewhere.push_back(inputs[i]);
+  }
+  call.compare(outputs, elsewhere);
+  for (size_t i = 0; i < inputs.size(); ++i) {
     add_all_gather(call, {outputs[i]}, inputs[i]);
   }
   call.results() = outputs;
   return start(std::move(call), {OpType::COALESCED, options.timeout, options.asyncOp});
 }
 
+// One operation: each rank's tensors, one after the other, are its part.
+TorchBackend::TorchWorkPtr TorchBackend::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                                             const ::c10d::AllgatherOptions& options) {
+  Call call = begin("all_gather_coalesced", inputs);
+  require_some(call.name(), inputs);
+  require_lists(call.name(), outputs.size(), size_);
+  Tensors targets;
+  for (const Tensors& list : outputs) {
+    require_lists(call.name(), list.size(), static_cast<int>(inputs.size()));
+    for (size_t i = 0; i < inputs.size(); ++i) require_parts(call.name(), list[i], inputs[i], 1);
+    targets.insert(targets.end(), list.begin(), list.end());
+  }
+  for (const at::Tensor& input : inputs) require_same_dtype(call.name(), input, inputs[0]);
+  call.compare(targets, inputs);
+  Operation operation = call.moving(Collective::AllGather, inputs[0].scalar_type());
+  for (const at::Tensor& input : inputs) call.read(input, operation.input);
+  for (const at::Tensor& target : targets) call.write(target, operation.output);
+  call.add(std::move(operation));
+  call.results() = targets;
+  return start(std::move(call), {OpType::ALLGATHER_COALESCED, options.timeout, options.asyncOp});
+}
+
 TorchBackend::TorchWorkPtr TorchBackend::allgather(TensorLists& outputs, Tensors& inputs,
                                                    const ::c10d::AllgatherOptions& options) {
-  Call call("all_gather");
+  Call call = begin("all_gather", inputs);
   const at::Tensor& input = require_only(inputs, call.name());
   require_lists(call.name(), outputs.size(), 1);
   require_lists(call.name(), outputs[0].size(), size_);
@@ -132,11 +178,13 @@ TorchBackend::TorchWorkPtr TorchBackend::allgather(TensorLists& outputs, Tensors
   require_parts(call.name(), parts[rank_], input, 1);
   if (std::all_of(parts.begin(), parts.end(), [&](const at::Tensor& part) { return part.numel() == input.numel(); })) {
     for (const at::Tensor& part : parts) require_parts(call.name(), part, input, 1);
+    call.compare(parts, is_in_place(parts[rank_], 0, input) ? at::ArrayRef<at::Tensor>() : input);
     add_all_gather(call, parts, input);
   } else {  // every rank's part of its own size
     at::NoGradGuard no_grad;
-    parts[rank_].copy_(input.view_as(parts[rank_]));
-    for (int root = 0; root < size_; ++root) add_broadcast(call, parts[root], root);
+    call.compare(parts, input);
+    for (int root = 0; root < size_; ++root)
+      add_broadcast(call, parts[root], root, root == rank_ ? input : parts[root]);
   }
   call.results() = outputs[0];
   return start(std::move(call), {OpType::ALLGATHER, options.timeout, options.asyncOp});
@@ -151,8 +199,9 @@ void TorchBackend::add_all_gather(Call& call, const Tensors& outputs, const at::
 
 TorchBackend::TorchWorkPtr TorchBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                               const ::c10d::ReduceScatterOptions& options) {
-  Call call("reduce_scatter");
+  Call call = begin("reduce_scatter", input);
   require_parts(call.name(), input, output, size_);
+  call.compare(output, input);
   add_reduce_scatter(call, output, {input}, options.reduceOp);
   call.results() = {output};
   return start(std::move(call), {OpType::_REDUCE_SCATTER_BASE, options.timeout, options.asyncOp});
@@ -160,8 +209,10 @@ TorchBackend::TorchWorkPtr TorchBackend::_reduce_scatter_base(at::Tensor& output
 
 TorchBackend::TorchWorkPtr TorchBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                          const ::c10d::ReduceScatterOptions& options) {
-  Call call("reduce_scatter");
+  Call call = begin("reduce_scatter", inputs);
   require_lists(call.name(), inputs.size(), static_cast<int>(outputs.size()));
+  require_some(call.name(), outputs);
+  call.compare(outputs, inputs);
   for (size_t i = 0; i < inputs.size(); ++i) {
     require_parts(call.name(), inputs[i], outputs[i], size_);
     add_reduce_scatter(call, outputs[i], {inputs[i]}, options.reduceOp);
@@ -172,14 +223,34 @@ TorchBackend::TorchWorkPtr TorchBackend::reduce_scatter_tensor_coalesced(Tensors
 
 TorchBackend::TorchWorkPtr TorchBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                         const ::c10d::ReduceScatterOptions& options) {
-  Call call("reduce_scatter");
+  Call call = begin("reduce_scatter", first_of(inputs));
   const at::Tensor& output = require_only(outputs, call.name());
   require_lists(call.name(), inputs.size(), 1);
   require_lists(call.name(), inputs[0].size(), size_);
-  for (const at::Tensor& input : inputs[0]) require_parts(call.name(), input, output, 1);
-  add_reduce_scatter(call, output, inputs[0], options.reduceOp);
+  require_parts(call.name(), inputs[0][rank_], output, 1);
+  for (const at::Tensor& input : inputs[0]) require_same_dtype(call.name(), input, output);
+  if (std::all_of(inputs[0].begin(), inputs[0].end(),
+                  [&](const at::Tensor& input) { return input.numel() == output.numel(); })) {
+    call.compare(output, inputs[0]);
+    add_reduce_scatter(call, output, inputs[0], options.reduceOp);
+  } else {
+    add_uneven_reduce_scatter(call, output, inputs[0], options.reduceOp);
+  }
   call.results() = outputs;
   return start(std::move(call), {OpType::REDUCE_SCATTER, options.timeout, options.asyncOp});
+}
+
+// An all-reduce of copies, of which each rank takes its own: parts of different sizes are rare.
+void TorchBackend::add_uneven_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs,
+                                             const ::c10d::ReduceOp& op) {
+  at::NoGradGuard no_grad;
+  Tensors copies;
+  for (const at::Tensor& input : inputs) copies.push_back(input.clone(at::MemoryFormat::Contiguous));
+  add_all_reduce(call, copies, op);
+  uint64_t& hash = call.operations().front().layout_hash;
+  hash += 2000;  // no all_reduce matches it, nor other sizes
+  for (const at::Tensor& input : inputs) hash = (hash ^ static_cast<uint64_t>(input.numel())) * 0x100000001b3;
+  call.put(output, copies[rank_].view(output.sizes()));
 }
 
 void TorchBackend::add_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs,
@@ -191,10 +262,15 @@ void TorchBackend::add_reduce_scatter(Call& call, const at::Tensor& output, cons
   }
   Operation operation = call.reducing(Collective::ReduceScatter, output.scalar_type(), op, size_, numerics());
   for (const at::Tensor& input : inputs) {
-    at::Tensor scaled = premultiplied(op, input);
-    call.read(scaled.defined() ? scaled : input, operation.input);
+    at::Tensor copy = prepared(op, input);
+    call.read(copy.defined() ? copy : input, operation.input);
   }
-  call.write(output, operation.output);
+  if (at::Tensor room = room_for(op, output); room.defined()) {
+    call.update_through(output, room, operation.output);
+    if (auto step = conclusion(op, output.scalar_type(), room, size_)) call.afterwards(output, std::move(step));
+  } else {
+    call.write(output, operation.output);
+  }
   call.add(std::move(operation));
 }
 

@@ -7,51 +7,133 @@
 
 namespace syncengine {
 
+namespace {
+
+// Whose callbacks this thread runs, and in which turn.
+struct Running {
+  Completer* completer = nullptr;
+  uint64_t turn = 0;
+};
+thread_local Running running;
+
+}  // namespace
+
 void Completer::add(c10::intrusive_ptr<TorchWork> work) {
+  if (running.completer != nullptr) running.completer->pass_turn_on();
+  {
+    std::lock_guard lock(mutex_);
+    if (!stopped_) {
+      works_.push_back(std::move(work));
+      return call_another();
+    }
+  }
+  work->complete_future();  // the communicator is closed
+}
+
+// Under the lock: somebody must look after the works, if he who has the turn runs callbacks, or nobody has it.
+void Completer::call_another() {
+  if (works_.empty() || (taken_ && (!in_callbacks_ || watched_))) return;
+  if (idle_ > 0) return changed_.notify_one();
+  threads_.emplace_back([self = shared_from_this()] { self->run(); });
+  ++idle_;
+}
+
+void Completer::pass_turn_on() {
   std::lock_guard lock(mutex_);
-  works_.push_back(std::move(work));
-  if (!thread_.joinable() && !stopped_) thread_ = std::thread([self = shared_from_this()] { self->run(); });
-  changed_.notify_one();
+  if (!taken_ || turns_ != running.turn) return;
+  taken_ = false;
+  call_another();
 }
 
 void Completer::stop() {
-  std::thread thread;
-  {
-    std::lock_guard lock(mutex_);
-    stopped_ = true;
-    thread.swap(thread_);
-    changed_.notify_one();
+  Lock lock(mutex_);
+  stopped_ = true;
+  changed_.notify_all();
+  while (!threads_.empty()) {  // a callback that blocks may need one more to end
+    auto threads = std::exchange(threads_, {});
+    lock.unlock();
+    for (std::thread& thread : threads) {
+      if (running.completer == this)
+        thread.detach();  // a callback dropped the last reference to the backend
+      else
+        thread.join();
+    }
+    lock.lock();
   }
-  if (!thread.joinable()) return;
-  if (thread.get_id() == std::this_thread::get_id())
-    thread.detach();  // a callback dropped the last reference to the backend
-  else
-    thread.join();
 }
 
-// Brings one that has ended to the front. The engine's thread moves them: see Engine::thread_main.
-void Completer::wait_for_one(std::unique_lock<std::mutex>& lock) {
-  auto has_ended = [](const auto& work) { return work->ended(); };
-  auto ended = std::find_if(works_.begin(), works_.end(), has_ended);
-  for (; ended == works_.end(); ended = std::find_if(works_.begin(), works_.end(), has_ended))
+// The next to complete: one that has ended, or is past its deadline. The engine's thread moves what nobody waits for:
+// see Engine::thread_main.
+c10::intrusive_ptr<TorchWork> Completer::next(Lock& lock) {
+  auto chosen = works_.begin();
+  auto is_due = [](const auto& work) { return work->ended() || work->is_late(); };
+  while (order_ == Order::AsEnded && (chosen = std::find_if(works_.begin(), works_.end(), is_due)) == works_.end())
     changed_.wait_for(lock, std::chrono::milliseconds(1));
-  std::rotate(works_.begin(), ended, ended + 1);
+  auto work = std::move(*chosen);
+  works_.erase(chosen);
+  lock.unlock();
+  work->await_end([this] { keep_deadlines(); });
+  lock.lock();
+  return work;
+}
+
+// Those behind the first may have shorter ones.
+void Completer::keep_deadlines() {
+  c10::intrusive_ptr<TorchWork> late;
+  {
+    std::lock_guard lock(mutex_);
+    auto found = std::find_if(works_.begin(), works_.end(), [](const auto& work) { return work->is_late(); });
+    if (found != works_.end()) late = *found;
+  }
+  if (late) late->await_end({});
+}
+
+// Waits for the turn and for a work; false at the end.
+bool Completer::take_turn(Lock& lock) {
+  while (true) {
+    if (works_.empty()) {
+      if (stopped_) return false;
+      changed_.wait(lock);
+    } else if (!taken_) {
+      break;
+    } else if (!in_callbacks_ || watched_) {
+      changed_.wait(lock);
+    } else {
+      const uint64_t turn = turns_;
+      const auto end = since_ + kPatience;
+      watched_ = true;
+      changed_.wait_until(lock, end);
+      watched_ = false;
+      if (taken_ && in_callbacks_ && turn == turns_ && Clock::now() >= end && !works_.empty()) break;
+    }
+  }
+  taken_ = true;
+  in_callbacks_ = false;
+  ++turns_;
+  return true;
 }
 
 void Completer::run() {
   begin_thread("syncengine-c10d");
-  std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [this] { return stopped_ || !works_.empty(); });
-    if (works_.empty()) return;
-    if (order_ == Order::AsEnded) wait_for_one(lock);
-    auto work = std::move(works_.front());
-    works_.pop_front();
+  Lock lock(mutex_);
+  while (take_turn(lock)) {
+    --idle_;
+    const uint64_t turn = turns_;
+    auto work = next(lock);
+    in_callbacks_ = true;
+    since_ = Clock::now();
+    call_another();
     lock.unlock();
+    running = {this, turn};
     work->complete_future();
     work.reset();
+    running = {};
     lock.lock();
+    if (turn == turns_) taken_ = false;
+    ++idle_;
   }
+  --idle_;
+  changed_.notify_all();
 }
 
 }  // namespace syncengine

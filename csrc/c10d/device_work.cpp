@@ -93,7 +93,7 @@ c10::Stream TorchBackend::stream_aside(const Call& call) {
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& how, uint64_t number) {
-  const bool aside = how.async || coalesced_;
+  const bool aside = how.async || call.coalesced;
   const c10::Stream stream = aside ? stream_aside(call) : current_stream(call.device());
   for (const Operation& operation : call.operations()) {
     if (size_ == 1)
@@ -101,8 +101,9 @@ TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& h
     else
       queue_of(communicator_, call.device(), raise_pending_signal)->run(operation, stream, handle_of(stream));
   }
-  if (coalesced_) {
-    coalesced_->call.absorb(std::move(call));
+  if (auto coalesced = std::move(call.coalesced)) {
+    coalesced->call.absorb(std::move(call));
+    coalesced_ = std::move(coalesced);
     return nullptr;
   }
   if (how.async) return finish_on_device(std::move(call), stream, how.type, number);

@@ -1,5 +1,5 @@
-// TorchBackend's point-to-point calls, and the collectives that are made of messages: every pair of ranks that has something
-// to say exchanges one message a call. A rank's own part is copied at once.
+// TorchBackend's point-to-point calls, and the collectives that are made of messages: every pair of ranks that has
+// something to say exchanges one message a call. A rank's own part is copied at once.
 #include <cstring>
 
 #include "base/error.h"
@@ -77,7 +77,7 @@ std::vector<size_t> split_bytes(const char* call, const at::Tensor& tensor, cons
 }  // namespace
 
 TorchBackend::TorchWorkPtr TorchBackend::send(Tensors& tensors, int destination, int tag) {
-  Call call("send", Call::Devices::Cpu);
+  Call call = begin("send", tensors, Call::Devices::Cpu);
   SpanList memory;
   call.read(require_only(tensors, call.name()), memory);
   call.send(own_message(call.name(), true, require_rank(destination, call.name()), tag, std::move(memory)));
@@ -85,7 +85,7 @@ TorchBackend::TorchWorkPtr TorchBackend::send(Tensors& tensors, int destination,
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::recv(Tensors& tensors, int source, int tag) {
-  Call call("recv", Call::Devices::Cpu);
+  Call call = begin("recv", tensors, Call::Devices::Cpu);
   SpanList memory;
   call.write(require_only(tensors, call.name()), memory);
   call.receive(own_message(call.name(), false, require_rank(source, call.name()), tag, std::move(memory)));
@@ -94,17 +94,17 @@ TorchBackend::TorchWorkPtr TorchBackend::recv(Tensors& tensors, int source, int 
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag) {
-  Call call("recv", Call::Devices::Cpu);
+  Call call = begin("recvAnySource", tensors, Call::Devices::Cpu);
   SpanList memory;
   call.write(require_only(tensors, call.name()), memory);
-  call.receive(own_message(call.name(), false, Message::kAnySource, tag, std::move(memory)));
+  call.receive(own_message("recv", false, Message::kAnySource, tag, std::move(memory)));
   call.results() = tensors;
   return start(std::move(call), {OpType::RECVANYSOURCE, ::c10d::kUnsetTimeout, true, Counted::No});
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& inputs,
                                                 const ::c10d::GatherOptions& options) {
-  Call call("gather", Call::Devices::Cpu);
+  Call call = begin("gather", inputs, Call::Devices::Cpu);
   int root = require_rank(options.rootRank, call.name());
   const at::Tensor& input = require_only(inputs, call.name());
   SpanList mine;
@@ -115,6 +115,7 @@ TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& i
   } else {
     require_lists(call.name(), outputs.size(), 1);
     require_lists(call.name(), outputs[0].size(), size_);
+    call.compare(outputs[0], input);
     for (int peer = 0; peer < size_; ++peer) {
       SpanList memory;
       call.write(outputs[0][peer], memory);
@@ -132,9 +133,10 @@ TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& i
 
 TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                                  const ::c10d::ScatterOptions& options) {
-  Call call("scatter", Call::Devices::Cpu);
+  Call call = begin("scatter", first_of(inputs), Call::Devices::Cpu);
   int root = require_rank(options.rootRank, call.name());
   const at::Tensor& output = require_only(outputs, call.name());
+  if (rank_ == root && inputs.size() == 1) call.compare(output, inputs[0]);
   SpanList mine;
   call.write(output, mine);
   call.results() = outputs;
@@ -162,10 +164,11 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall_base(at::Tensor& output, at::T
                                                        std::vector<int64_t>& output_sizes,
                                                        std::vector<int64_t>& input_sizes,
                                                        const ::c10d::AllToAllOptions& options) {
-  Call call("all_to_all", Call::Devices::Cpu);
+  Call call = begin("all_to_all", input, Call::Devices::Cpu);
   require_same_dtype(call.name(), output, input);
   auto out_bytes = split_bytes(call.name(), output, output_sizes, size_);
   auto in_bytes = split_bytes(call.name(), input, input_sizes, size_);
+  call.compare(output, input);
   SpanList from, to;
   call.read(input, from);
   call.write(output, to);
@@ -184,9 +187,10 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall_base(at::Tensor& output, at::T
 
 TorchBackend::TorchWorkPtr TorchBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                                   const ::c10d::AllToAllOptions& options) {
-  Call call("all_to_all", Call::Devices::Cpu);
+  Call call = begin("all_to_all", inputs, Call::Devices::Cpu);
   require_lists(call.name(), outputs.size(), size_);
   require_lists(call.name(), inputs.size(), size_);
+  call.compare(outputs, inputs);
   std::vector<SpanList> sent(size_), received(size_);
   for (int peer = 0; peer < size_; ++peer) {
     call.read(inputs[peer], sent[peer]);

@@ -1,10 +1,14 @@
 #include "c10d/torch_dtype.h"
 
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/bitwise_and.h>
 #include <ATen/ops/bitwise_or.h>
 #include <ATen/ops/bitwise_xor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 
@@ -69,7 +73,8 @@ const char* name(::c10d::ReduceOp::RedOpType op) {
 
 [[noreturn]] void refuse(const ::c10d::ReduceOp& op, c10::ScalarType type, const char* call) {
   throw Error(ErrorKind::InvalidUsage, std::string(call) + ": ReduceOp." + name(op) + " has no meaning for dtype " +
-                                           c10::toString(type) + " in syncengine");
+                                           c10::toString(type) +
+                                           " in syncengine: convert the tensor, or take another operator");
 }
 
 }  // namespace
@@ -81,14 +86,59 @@ DType moved_as(c10::ScalarType type) {
   return DType::UInt8;
 }
 
-TorchReduction reduction_of(const ::c10d::ReduceOp& torch_op, c10::ScalarType type, int world, const char* call) {
+namespace {
+
+bool is_integer(c10::ScalarType type) { return c10::isIntegralType(type, /*includeBool=*/false); }
+bool averages_integers(const ::c10d::ReduceOp& op, c10::ScalarType type) {
+  return op == ::c10d::ReduceOp::AVG && is_integer(type);
+}
+bool is_extremum(const ::c10d::ReduceOp& op) { return op == ::c10d::ReduceOp::MIN || op == ::c10d::ReduceOp::MAX; }
+
+// The dtype of the copies. In int64 no sum of shorter integers overflows, and an uint32 keeps its order.
+c10::ScalarType reduced_as(const ::c10d::ReduceOp& op, c10::ScalarType type) {
+  if (c10::isFloat8Type(type)) return c10::kFloat;
+  if (type == c10::ScalarType::UInt64) return type;
+  const bool is_unsigned = type == c10::ScalarType::UInt16 || type == c10::ScalarType::UInt32;
+  return averages_integers(op, type) || (is_unsigned && is_extremum(op)) ? c10::kLong : type;
+}
+
+// With the sign bit flipped, signed integers have the order of unsigned ones.
+at::Tensor sign_flipped(const at::Tensor& tensor) {
+  return tensor.contiguous().view(c10::kLong).bitwise_xor(std::numeric_limits<int64_t>::min());
+}
+
+// uint64, by int64 arithmetic: twice the quotient of half of it, and what that leaves.
+void divide_unsigned(const at::Tensor& bits, int64_t divisor) {
+  at::Tensor half = bits.bitwise_right_shift(1).bitwise_and(std::numeric_limits<int64_t>::max());
+  at::Tensor quotient = half.div(divisor, "trunc").mul_(2);
+  at::Tensor left = bits.sub(quotient.mul(divisor));
+  bits.copy_(quotient.add_(left.ge(divisor)));
+}
+
+at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
+  if (op != ::c10d::ReduceOp::PREMUL_SUM) return {};
+  // PreMulSumSupplement since torch 2.13, which knows it by this name, too.
+  const auto* supplement = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  if (supplement == nullptr) throw Error(ErrorKind::InvalidUsage, "ReduceOp.PREMUL_SUM without a factor");
+  const at::Tensor& factor = supplement->tensor_factor;
+  at::Tensor scaled = factor.defined() ? at::mul(tensor, factor.to(tensor.scalar_type()))
+                                       : at::mul(tensor, at::Scalar(supplement->double_factor));
+  return scaled.contiguous();
+}
+
+}  // namespace
+
+TorchReduction reduction_of(const ::c10d::ReduceOp& torch_op, c10::ScalarType given, int world, const char* call) {
   auto op = engine_op(torch_op);
+  const c10::ScalarType type = reduced_as(torch_op, given);
   auto dtype = same_dtype(type);
   if (op && !dtype && (*op == ReduceOp::Sum || *op == ReduceOp::Avg)) dtype = parts_of_complex(type);
-  if (op && !dtype && *op != ReduceOp::Min && *op != ReduceOp::Max) dtype = signed_twin(type);
+  if (op && !dtype) dtype = signed_twin(type);  // extrema have flipped signs
   if (op && dtype == DType::Bool && *op == ReduceOp::Sum) op = ReduceOp::Max;
-  bool scales = ::c10d::ReduceOp::RedOpType(torch_op) == ::c10d::ReduceOp::PREMUL_SUM;
-  if (!op || !dtype || !is_supported(*dtype, *op) || (scales && !is_floating(*dtype))) refuse(torch_op, type, call);
+  if (averages_integers(torch_op, given)) op = ReduceOp::Sum;
+  bool scales = torch_op == ::c10d::ReduceOp::PREMUL_SUM;
+  if (!op || !dtype || !is_supported(*dtype, *op) || (scales && (type != given || !is_floating(*dtype))))
+    refuse(torch_op, given, call);
   return {*dtype, *op, *op == ReduceOp::Avg ? 1.0 / world : 1.0};
 }
 
@@ -110,15 +160,28 @@ at::Tensor combined_bits(const ::c10d::ReduceOp& op, const at::Tensor& parts) {
   return result;
 }
 
-at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
-  if (op != ::c10d::ReduceOp::PREMUL_SUM) return {};
-  // PreMulSumSupplement since torch 2.13, which knows it by this name, too.
-  const auto* supplement = dynamic_cast<const ::c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
-  if (supplement == nullptr) throw Error(ErrorKind::InvalidUsage, "ReduceOp.PREMUL_SUM without a factor");
-  const at::Tensor& factor = supplement->tensor_factor;
-  at::Tensor scaled = factor.defined() ? at::mul(tensor, factor.to(tensor.scalar_type()))
-                                       : at::mul(tensor, at::Scalar(supplement->double_factor));
-  return scaled.contiguous();
+at::Tensor prepared(const ::c10d::ReduceOp& op, const at::Tensor& tensor) {
+  at::NoGradGuard no_grad;
+  const c10::ScalarType type = tensor.scalar_type(), as = reduced_as(op, type);
+  if (as != type) return tensor.to(as).contiguous();
+  if (type == c10::ScalarType::UInt64 && is_extremum(op)) return sign_flipped(tensor).view(type);
+  if (averages_integers(op, type)) return tensor.clone(at::MemoryFormat::Contiguous);
+  return premultiplied(op, tensor);
+}
+
+at::Tensor room_for(const ::c10d::ReduceOp& op, const at::Tensor& output) {
+  const c10::ScalarType type = output.scalar_type(), as = reduced_as(op, type);
+  if (as == type && !averages_integers(op, type) && !(type == c10::ScalarType::UInt64 && is_extremum(op))) return {};
+  return at::empty(output.sizes(), output.options().dtype(as).memory_format(at::MemoryFormat::Contiguous));
+}
+
+std::function<void()> conclusion(const ::c10d::ReduceOp& op, c10::ScalarType type, const at::Tensor& result,
+                                 int world) {
+  const bool is_uint64 = type == c10::ScalarType::UInt64;
+  if (is_uint64 && is_extremum(op)) return [result] { result.view(c10::kLong).copy_(sign_flipped(result)); };
+  if (!averages_integers(op, type)) return {};
+  if (is_uint64) return [result, world] { divide_unsigned(result.view(c10::kLong), world); };
+  return [result, world] { result.div_(world, "trunc"); };
 }
 
 }  // namespace syncengine

@@ -5,6 +5,8 @@
 
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
+#include <functional>
+
 #include "base/dtype.h"
 
 namespace syncengine {
@@ -19,7 +21,7 @@ struct TorchReduction {
 };
 
 // Throws InvalidUsage, naming `call`, where the operator has no meaning for the dtype. PREMUL_SUM is a sum of what
-// premultiplied() gives. Logical: the sum of bools is their "or".
+// prepared() gives. Logical: the sum of bools is their "or".
 TorchReduction reduction_of(const ::c10d::ReduceOp& op, c10::ScalarType type, int world, const char* call);
 
 // Whether `op` combines bits (BAND, BOR, BXOR), which the engine doesn't. Throws InvalidUsage where `type` has none.
@@ -28,7 +30,13 @@ bool is_bitwise(const ::c10d::ReduceOp& op, c10::ScalarType type, const char* ca
 // What all of `parts`, which lie one after the other along the first dimension, make.
 at::Tensor combined_bits(const ::c10d::ReduceOp& op, const at::Tensor& parts);
 
-// `tensor` times the factor of PREMUL_SUM, as a new contiguous tensor; undefined for other operators.
-at::Tensor premultiplied(const ::c10d::ReduceOp& op, const at::Tensor& tensor);
+// What the engine does not have for a dtype is reduced on copies, which prepared() makes: of another dtype (float8 in
+// float32, averages of integers in int64), with a factor (PREMUL_SUM), or with other bits. Undefined: the tensor itself
+// will do.
+at::Tensor prepared(const ::c10d::ReduceOp& op, const at::Tensor& tensor);
+// Memory for the result of such copies.
+at::Tensor room_for(const ::c10d::ReduceOp& op, const at::Tensor& output);
+// What is still to be done to the result, which is such a copy; empty if nothing.
+std::function<void()> conclusion(const ::c10d::ReduceOp& op, c10::ScalarType type, const at::Tensor& result, int world);
 
 }  // namespace syncengine

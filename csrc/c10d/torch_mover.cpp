@@ -61,7 +61,8 @@ class TorchMover::Ends {
   std::function<void()> wake_;
 };
 
-// One way of one peer: works end in the order in which they were posted. Its thread outlives it where a work can't be aborted.
+// One way of one peer: works end in the order in which they were posted. Its thread outlives it where a work can't be
+// aborted.
 class TorchMover::Lane : public std::enable_shared_from_this<Lane> {
  public:
   explicit Lane(std::shared_ptr<Ends> ends) : ends_(std::move(ends)) {}

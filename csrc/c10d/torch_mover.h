@@ -1,8 +1,8 @@
 // Packets between hosts through a torch process group that sends and receives CPU tensors: Gloo's, or another's.
 //
-// Works are waited for, each way of each peer on a thread of its own: c10d has no test that all backends answer (Gloo's works
-// are complete only once somebody has waited). The GIL is not needed.
-// Ownership: keeps the group; `closed` is called last of all, on the thread that calls close(). Else as packets::Mover.
+// Works are waited for on one thread for each direction to each peer: c10d has no test for completion that all backends
+// support (Gloo's works are complete only once a thread has waited). The GIL is not needed. Ownership: keeps the group;
+// `closed` is called last of all, on the thread that calls close(). Else as packets::Mover.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

@@ -70,6 +70,13 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   return future_;
 }
 
+void TorchWork::await_end(const std::function<void()>& meanwhile) noexcept {
+  try {
+    wait_for_works({}, meanwhile);
+  } catch (...) {  // it has failed: its future gets it
+  }
+}
+
 void TorchWork::complete_future() {
   try {
     wait_for_works({}, {});

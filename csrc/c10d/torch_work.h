@@ -1,19 +1,20 @@
 // What torch.distributed holds of a call: the engine's works, and the delivery of their results.
 //
-// Ownership: shared; dropping it does not cancel the call, but drops what deliver() would have done. Thread-safety: any thread.
-// Failure: wait() throws the engine's Error; a future gets it.
+// Ownership: shared; dropping it does not cancel the call, but drops what deliver() would have done. Thread-safety: any
+// thread. Failure: wait() throws the engine's Error; a future gets it.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <vector>
 
 #include "c10d/call.h"
-#include "engine/communicator.h"
+#include "engine/communicator/communicator.h"
 
 namespace syncengine {
 
@@ -41,9 +42,12 @@ class TorchWork final : public ::c10d::Work {
   uint64_t getSequencenumber() const override { return origin_.number; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
 
-  // For the completer: waits, then completes the future.
+  // For the completer. await_end() leaves errors to complete_future(), which waits too; `meanwhile` is called about
+  // every 50 ms.
+  void await_end(const std::function<void()>& meanwhile) noexcept;
   void complete_future();
   bool ended() const;
+  bool is_late() const { return origin_.at_most && deadline_.passed() && !ended(); }
 
  private:
   void wait_for_works(std::optional<Duration> at_most, const std::function<void()>& interrupted);

@@ -1,8 +1,8 @@
 // What the kernels do, as functions of one thread of a grid, for host and device: the core's tests run them on the CPU.
 //
 // Ownership: none. Aliasing: a destination may be exactly a source. Alignment: of an element; 16 bytes are faster.
-// Failure: none. A gate that does not find what it expects makes every thread write `all ones` (NaN in every floating dtype)
-// instead of a result.
+// Failure: none. A gate that does not find what it expects makes every thread write `all ones` (NaN in every floating
+// dtype) instead of a result.
 #pragma once
 
 #include <cstddef>

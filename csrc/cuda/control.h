@@ -1,11 +1,11 @@
 // The words by which GPU ranks wait for each other: one block of shared, pinned host memory per rank.
 //
-// Ownership: each rank owns its block; peers map it. Why host memory: an abort is a plain store by the CPU, which can't queue
-// behind a stream that waits.
+// Ownership: each rank owns its block; peers map it. Why host memory: an abort is a plain store by the CPU, which can't
+// queue behind a stream that waits.
 //
-// A word of `inbox[set][peer]` has two writers in turn: the peer's stream makes it a fingerprint, this rank's stream makes it
-// 0 again after it has waited for it. Nothing counts, so that a captured graph, in which all values are constants, leaves the
-// words as it found them. What keeps the two writers apart is in sequence.h.
+// A word of `inbox[set][peer]` has two writers in turn: the peer's stream makes it a fingerprint, this rank's stream
+// makes it 0 again after it has waited for it. Nothing counts, so that a captured graph, in which all values are
+// constants, leaves the words as it found them. What keeps the two writers apart is in sequence.h.
 #pragma once
 
 #include <atomic>

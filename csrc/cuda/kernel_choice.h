@@ -1,4 +1,5 @@
-// Which instance of the kernel reduces a dtype by an op: one table for the device and for the tests that run the bodies.
+// Which instance of the kernel reduces a dtype by an op: one table for the device and for the tests that run the
+// bodies.
 #pragma once
 
 #include "base/dtype.h"

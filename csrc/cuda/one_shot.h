@@ -1,9 +1,11 @@
-// All-reduce of few bytes by one kernel: each block stages its part, tells the peers' same block, waits for theirs, and reduces all
-// parts itself. The wait is in the kernel, since a stream's costs more than such a message; it looks at the abort word.
+// All-reduce of few bytes by one kernel: each block stages its part, tells the peers' same block, waits for theirs, and
+// reduces all parts itself. The wait is in the kernel, since a stream's costs more than such a message; it looks at the
+// abort word.
 //
-// Epochs are counted in device memory, by the kernel: a replayed graph goes on where the last call was. Slots and marks take turns:
-// a peer writes those of epoch e + 2 only after this rank's mark of e + 1, which this rank writes after it is done with e. Each call
-// cuts the slots anew, so all blocks are always in the same epoch, those too that a small call does without.
+// Epochs are counted in device memory, by the kernel: a replayed graph goes on where the last call was. Slots and marks
+// take turns: a peer writes those of epoch e + 2 only after this rank's mark of e + 1, which this rank writes after it
+// is done with e. Each call cuts the slots anew, so all blocks are always in the same epoch, those too that a small
+// call does without.
 //
 // Ownership: none. Aliasing: input and output are the same or do not overlap. Failure: as in body.h.
 #pragma once
@@ -75,8 +77,8 @@ inline
   return Arrival::Bad;
 }
 
-// A block's part as a reduction of what the slots hold. Not ReduceArgs: as long a list on every thread's stack costs the device
-// hundreds of megabytes, and a wait for all of it when the first such kernel starts.
+// A block's part as a reduction of what the slots hold. Not ReduceArgs: as long a list on every thread's stack costs
+// the device hundreds of megabytes, and a wait for all of it when the first such kernel starts.
 struct OneShotPart {
   const OneShotArgs& call;
   uint32_t half;  // of the slots

@@ -40,8 +40,8 @@ Piece all_gather(size_t block, size_t begin, size_t bytes, size_t world) {
   return piece;
 }
 
-// The same part of each of the ring's slices, next to each other: as a ring of its own it is summed in the same orders. Where a
-// slice has ended, the piece holds whatever was there.
+// The same part of each of the ring's slices, next to each other: as a ring of its own it is summed in the same orders.
+// Where a slice has ended, the piece holds whatever was there.
 Piece ring_part(size_t total, size_t slice, size_t begin, size_t bytes, size_t world) {
   Piece piece{.input_bytes = world * bytes, .output_bytes = world * bytes};
   for (size_t rank = 0; rank < world; ++rank) {

@@ -1,4 +1,5 @@
-// A collective cut into smaller ones that fit a slot of pinned memory and give the same bits: pure functions of rank and size.
+// A collective cut into smaller ones that fit a slot of pinned memory and give the same bits: pure functions of rank
+// and size.
 //
 // Ownership: none. Thread-safety: reentrant. Failure: none.
 #pragma once
@@ -10,8 +11,8 @@
 
 namespace syncengine::cuda {
 
-// Offsets are bytes; `user` of a copy counts into the operation's spans, `slot` into the piece's memory. Input and output lie in
-// that memory too: the collective's own, in place where they are equal.
+// Offsets are bytes; `user` of a copy counts into the operation's spans, `slot` into the piece's memory. Input and
+// output lie in that memory too: the collective's own, in place where they are equal.
 struct Piece {
   std::vector<Copy> in, out;  // own memory -> slot before, slot -> own memory behind
   size_t input = 0, input_bytes = 0;

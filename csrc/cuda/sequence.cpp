@@ -57,8 +57,8 @@ class Sequence {
     if (!looked_) look();
   }
 
-  // Each rank reads from the next one alone: first the sums of the ring's chunks so far, to which it adds its own contribution,
-  // then the results. In W - 1 turns of each; every rank's part of the links is used in every turn.
+  // Each rank reads from the next one alone: first the sums of the ring's chunks so far, to which it adds its own
+  // contribution, then the results. In W - 1 turns of each; every rank's part of the links is used in every turn.
   void run_ring() {
     const int world = site_.world, next = (site_.rank + 1) % world;
     const size_t element = element_size(operation_.dtype), bytes = operation_.input.bytes();
@@ -185,8 +185,8 @@ class Sequence {
   void pull() {
     for (const Pull& step : plan_.pull) {
       operation_.output.for_each(step.user, step.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
-        // Peers' spans are of the same lengths as the own ones, so what is contiguous here is so there; an all-gather's input
-        // is cut otherwise than its output.
+        // Peers' spans are of the same lengths as the own ones, so what is contiguous here is so there; an all-gather's
+        // input is cut otherwise than its output.
         if (!direct()) return add_piece(memory, at(step.peer, step.slot + offset), bytes, /*gated=*/true);
         route_.memories[step.peer].for_each(step.slot + offset, bytes,
                                             [&](std::byte* source, size_t skip, size_t length) {

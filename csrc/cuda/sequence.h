@@ -1,15 +1,15 @@
-// A collective as what one rank asks of its stream, in order: exchanges of words with all peers, and kernels between them.
-// Knows no device: the core's tests run the same sequences on threads, and walk all their interleavings.
+// A collective as what one rank asks of its stream, in order: exchanges of words with all peers, and kernels between
+// them. Knows no device: the core's tests run the same sequences on threads, and walk all their interleavings.
 //
 // Ownership: none. Thread-safety: reentrant; the steps of one group must reach its stream in one order.
 // Aliasing: as in Operation. Failure: what Steps throws.
 //
-// Why words that go back to 0 can't get lost. A rank puts a fingerprint into a peer's word, the peer waits for it, and later
-// makes it 0, in front of its own next signal to anybody. So the word may be used again as soon as this rank has waited for that
-// next signal. Exchanges are between all ranks, and two that follow each other never use the same set of words: within a
-// collective they take turns with sets 0 and 1, its last one takes set 2, and each collective has at least two. Therefore
-// between two uses of a word lies an exchange that was waited for. Nothing is counted on the host: a captured graph may be
-// replayed at any time, any number of times, between eager calls.
+// Why words that go back to 0 can't get lost. A rank puts a fingerprint into a peer's word, the peer waits for it, and
+// later makes it 0, in front of its own next signal to anybody. So the word may be used again as soon as this rank has
+// waited for that next signal. Exchanges are between all ranks, and two that follow each other never use the same set
+// of words: within a collective they take turns with sets 0 and 1, its last one takes set 2, and each collective has at
+// least two. Therefore between two uses of a word lies an exchange that was waited for. Nothing is counted on the host:
+// a captured graph may be replayed at any time, any number of times, between eager calls.
 #pragma once
 
 #include <cstdint>

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "base/alignment.h"
+#include "base/memfd.h"
 #include "bootstrap/handoff.h"
 #include "bootstrap/host.h"
 
@@ -19,21 +20,12 @@ namespace {
 constexpr size_t kPage = 4096;
 
 struct Address {
-  char socket[64] = {};
+  char handoff[Handoff::kMostAddress] = {};
   char host[kMostHostKey] = {};
   uint64_t bytes = 0;
 };
 
 void put(char* field, size_t size, const std::string& text) { text.copy(field, size - 1); }
-
-UniqueFd create(size_t bytes) {
-  UniqueFd fd(memfd_create("syncengine-cuda", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd || ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0)
-    throw_system_error("can't create " + std::to_string(bytes) + " bytes of shared memory", errno);
-  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL) != 0)
-    throw_system_error("can't seal shared memory", errno);
-  return fd;
-}
 
 Mapping map_peer(int fd, size_t bytes) {
   struct stat status{};
@@ -64,23 +56,23 @@ SharedPages::SharedPages(Communicator& communicator, size_t bytes, const std::fu
   bytes = round_up(bytes, kPage);
   Handoff handoff;
   Address own;
-  put(own.socket, sizeof(own.socket), handoff.name());
+  put(own.handoff, sizeof(own.handoff), handoff.address());
   put(own.host, sizeof(own.host), host_key(""));
   own.bytes = bytes;
   const auto addresses = gather(communicator, own, "connecting GPU ranks", interrupted);
-  std::vector<std::string> names;
+  std::vector<std::string> handoffs;
   for (int rank = 0; rank < communicator.size(); ++rank) {
     if (std::strcmp(addresses[rank].host, own.host) != 0)
       throw Error(ErrorKind::InvalidUsage,
                   "CUDA tensors need all ranks on one host, and rank " + std::to_string(rank) +
                       " of this communicator is on another one: split() it by host, or reduce CPU tensors");
-    names.emplace_back(addresses[rank].socket);
+    handoffs.emplace_back(addresses[rank].handoff);
   }
-  const UniqueFd memory = create(bytes);
+  const UniqueFd memory = create_sealed_memfd("syncengine-cuda", bytes);
   std::vector<UniqueFd> descriptors;
   try {
     const Deadline deadline = Deadline::after(communicator.timeout());
-    descriptors = handoff.exchange(communicator.rank(), names, memory.get(), deadline, interrupted);
+    descriptors = handoff.exchange(communicator.rank(), handoffs, memory.get(), deadline, interrupted);
   } catch (const Error&) {
     communicator.check_peers();  // a rank that is gone because another one died is not the cause
     throw;

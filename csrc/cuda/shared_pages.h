@@ -1,8 +1,8 @@
-// A piece of shared memory of every rank, mapped by all of them: the words that streams wait for, and staging where devices
-// can't reach each other.
+// A piece of shared memory of every rank, mapped by all of them: the words that streams wait for, and staging where
+// devices can't reach each other.
 //
-// Not in the arena, whose pages a rank replaces by private copies after a failure: a device would go on with the old ones, and
-// the CPU could no longer release its streams.
+// Not in the arena, whose pages a rank replaces by private copies after a failure: a device would go on with the old
+// ones, and the CPU could no longer release its streams.
 //
 // Ownership: unmaps itself; the kernel frees the memory with its last mapping. Thread-safety: constant once made.
 // Failure: as bootstrap/handoff.h; Mismatch or InvalidUsage for ranks that can't share memory.
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "base/mapping.h"
-#include "engine/communicator.h"
+#include "engine/communicator/communicator.h"
 
 namespace syncengine::cuda {
 

@@ -1,10 +1,11 @@
-// What looks after streams that wait for peers, since they can't look after themselves: a thread that turns a death, a mismatch
-// or a deadline into the communicator's named error, and then releases every wait of this rank's streams.
+// What looks after streams that wait for peers, since they can't look after themselves: a thread that turns a death, a
+// mismatch or a deadline into the communicator's named error, and then releases every wait of this rank's streams.
 //
 // Knows no device: words in shared memory are all that it reads and writes.
 //
 // Ownership: keeps the communicator alive; the words must outlive it. Its thread ends with stop() or the destructor.
-// Thread-safety: any thread. Failure: what it finds fails the communicator, and so all ranks; throw_if_failed() rethrows.
+// Thread-safety: any thread. Failure: what it finds fails the communicator, and so all ranks; throw_if_failed()
+// rethrows.
 #pragma once
 
 #include <atomic>
@@ -16,7 +17,7 @@
 #include <vector>
 
 #include "cuda/control.h"
-#include "engine/communicator.h"
+#include "engine/communicator/communicator.h"
 
 namespace syncengine::cuda {
 

@@ -1,7 +1,7 @@
 // float16 and bfloat16 to and from arrays of float32: for sums that leave a kernel before they are complete.
 //
-// Ownership: none. Thread-safety: reentrant. Aliasing: none allowed. Failure: none. Bits: exactly those of reduce(), whatever
-// the calling thread's rounding and flush-to-zero state.
+// Ownership: none. Thread-safety: reentrant. Aliasing: none allowed. Failure: none. Bits: exactly those of reduce(),
+// whatever the calling thread's rounding and flush-to-zero state.
 #pragma once
 
 #include <cstddef>

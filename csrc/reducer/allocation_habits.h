@@ -1,9 +1,10 @@
-// What backward does with blocks of a gradient's size: some are gradients, others are temporaries, which need no place where
-// peers reach them. A convolution makes two of its weight's size for each gradient: with them the pool would be twice as large.
+// What backward does with blocks of a gradient's size: some are gradients, others are temporaries, which need not lie
+// where peers reach them. A convolution makes two of its weight's size for each gradient, which would make the pool
+// twice as large.
 //
-// Learned from one backward: the n-th block of a size is a temporary if it was gone when that backward ended. One that starts
-// with gradients (it accumulates) has habits of its own. A wrong guess costs a staged gradient, never its value; it is
-// forgotten, and after a few nothing is guessed about that size any more.
+// Learned from one backward: the n-th block of a size is a temporary if it was gone when that backward ended. One that
+// starts with gradients (it accumulates) has habits of its own. A wrong guess costs a staged gradient, never its value;
+// it is forgotten, and after a few nothing is guessed about that size any more.
 //
 // Thread-safety: any thread. Failure: none.
 #pragma once

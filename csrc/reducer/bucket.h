@@ -10,7 +10,8 @@
 #include <vector>
 
 #include "base/dtype.h"
-#include "engine/work.h"
+#include "engine/progress/work.h"
+#include "reducer/profile.h"
 #include "reducer/small_gradients.h"
 
 namespace syncengine {
@@ -22,7 +23,7 @@ struct ModelNames {
 };
 
 // What is fixed as long as the plan is. Shared with the operations that describe themselves by it.
-struct BucketLayout {
+struct BucketLayout : std::enable_shared_from_this<BucketLayout> {
   std::shared_ptr<const ModelNames> names;
   size_t index;
   DType dtype;
@@ -35,27 +36,28 @@ struct BucketLayout {
   std::string describe() const;
 };
 
-// What the engine works on; it may hold it a little longer than the bucket.
+// What the engine works on; it may hold it longer than the bucket, whose backward may have been abandoned.
 struct BucketMemory {
   std::vector<at::Tensor> gradients;  // in the layout's order, those in `small` left out
   SmallGradients small;
-  std::vector<uint64_t> used;  // a bit for each gradient: whether any rank has used the parameter; empty if nobody asks
+  std::vector<uint64_t> flags;  // travel with the operation: see InPlaceRoute
 };
 
+// A bucket in one backward.
 struct Bucket {
   enum class State : uint8_t {
     Filling,   // waits for gradients
     Ready,     // has all of them
     InFlight,  // announced to the peers, or handed to the communication hook
-    Reduced,   // averages are in place
     Skipped,   // nobody has a gradient in it
   };
 
   std::shared_ptr<const BucketLayout> layout;
   State state = State::Filling;
   size_t missing = 0;  // gradients that this backward has not brought yet
-  std::shared_ptr<Work> work;
-  std::shared_ptr<BucketMemory> memory;
+  std::shared_ptr<Work> work = {};
+  std::shared_ptr<BucketMemory> memory = {};
+  ProfilerRow row = {};  // from its announcement until its average is there
 };
 
 }  // namespace syncengine

@@ -1,8 +1,9 @@
-// What a reducer asks of the device where its gradients lie: memory that the peers reach, and a stream on which buckets are
-// filled, reduced and emptied, one after the other, while other streams compute.
+// What a reducer asks of the device where its gradients lie: memory that the peers reach, and a stream on which buckets
+// are filled, reduced and emptied, one after the other, while other streams compute.
 //
-// Ownership: the reducer's. Thread-safety: one thread at a time, any thread, without the GIL. All ranks call allocate() and
-// all_reduce() in the same order. Failure: the communicator's error; what a stream meets later is thrown by a later call.
+// Ownership: the reducer's. Thread-safety: one thread at a time, any thread, without the GIL. All ranks call allocate()
+// and all_reduce() in the same order. Failure: the communicator's error; one that occurs on a stream later is thrown by
+// a later call.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,4 @@
-// Buckets that travel in a smaller dtype, are reduced by the engine, and cast back.
+// Buckets that are cast to a smaller dtype, reduced by the engine, and cast back.
 #pragma once
 
 #include <ATen/core/Tensor.h>

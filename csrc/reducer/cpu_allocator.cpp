@@ -25,7 +25,7 @@ void release_block(void* block) {
   if (block == nullptr) return;
   if (auto* pool = shm::Pool::find(block)) {
     c10::profiledCPUMemoryReporter().Delete(block);
-    if (any_in_use) {
+    if (any_in_use && !pool->forked()) {
       for (const auto& grant : in_use.grants) grant->notice_release(block);
     }
     pool->release(block);
@@ -59,6 +59,7 @@ class PoolAllocator final : public c10::Allocator {
 }  // namespace
 
 void* Grant::allocate(size_t bytes) {
+  if (pool_.forked()) return nullptr;  // before the lock, which another thread may have held then
   std::lock_guard lock(mutex_);
   auto [position, is_first] = courses_.try_emplace(bytes);
   Course& course = position->second;
@@ -104,8 +105,8 @@ void install() {
   static std::once_flag once;
   std::call_once(once, [] {
     previous = c10::GetCPUAllocator();
-    static PoolAllocator allocator;
-    c10::SetCPUAllocator(&allocator, /*priority=*/255);
+    auto* allocator = new PoolAllocator;  // never destroyed: memory comes and goes until the process has ended
+    c10::SetCPUAllocator(allocator, /*priority=*/255);
   });
 }
 

@@ -1,10 +1,10 @@
-// Puts the gradients that autograd allocates while a synchronized backward runs into a pool, so that they lie where peers
-// reach them.
+// Puts the gradients that autograd allocates while a synchronized backward runs into a pool, so that they lie where
+// peers reach them.
 //
-// torch's CPU allocator is replaced for good by one that passes everything on, except allocations of a gradient's exact size
-// made by a thread that uses a grant, while that is valid: a backward's own threads, until it ends. Of those, what is known to
-// be a temporary (AllocationHabits) is passed on, too. So the pool holds gradients, and thus blocks of few sizes, which fit
-// each other's places.
+// torch's CPU allocator is replaced for good by one that passes everything on, except allocations of a gradient's exact
+// size made by a thread that uses a grant, while that is valid: a backward's own threads, until it ends. Of those, what
+// is known to be a temporary (AllocationHabits) is passed on, too. So the pool holds gradients, and thus blocks of few
+// sizes, which fit each other's places.
 #pragma once
 
 #include <c10/core/Allocator.h>

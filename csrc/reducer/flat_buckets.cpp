@@ -33,7 +33,7 @@ std::vector<at::Tensor> memories(const Bucket& bucket, const std::vector<Gradien
 
 }  // namespace
 
-void FlatBuckets::lay_out(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients,
+void FlatBuckets::lay_out(const BucketPlan& plan, const std::vector<Gradient>& gradients,
                           std::optional<at::ScalarType> type) {
   at::NoGradGuard no_grad;
   // The forward that wants buckets may run under torch.func's transforms, which would wrap what is made here.
@@ -41,25 +41,25 @@ void FlatBuckets::lay_out(const std::vector<Bucket>& buckets, const std::vector<
       {c10::DispatchKey::FuncTorchDynamicLayerFrontMode, c10::DispatchKey::FuncTorchDynamicLayerBackMode}));
   // What any other plan of the same parameters would need, too.
   size_t needed = 0;
-  for (const Bucket& bucket : buckets) {
-    if (bucket.layout->sparse) continue;
-    for (size_t i : bucket.layout->parameters) needed += gradients[i].parameter().nbytes() + kBucketAlignment;
+  for (const auto& layout : plan.buckets()) {
+    if (layout->sparse) continue;
+    for (size_t i : layout->parameters) needed += gradients[i].parameter().nbytes() + kBucketAlignment;
   }
   if (needed > 0 && (!memory_.defined() || memory_.nbytes() < needed)) {
     flats_.clear();
     memory_.reset();
     memory_ = lane_->allocate(needed);
   }
-  flats_.assign(buckets.size(), {});
+  flats_.assign(plan.buckets().size(), {});
   size_t begin = 0;
-  for (const Bucket& bucket : buckets) {
-    if (bucket.layout->sparse) continue;
-    const auto& parameters = bucket.layout->parameters;
+  for (const auto& layout : plan.buckets()) {
+    if (layout->sparse) continue;
+    const auto& parameters = layout->parameters;
     const at::ScalarType own = gradients[parameters[0]].parameter().scalar_type();
     int64_t length = 0;
     for (size_t i : parameters) length += gradients[i].parameter().numel();
     const size_t bytes = length * c10::elementSize(type.value_or(own));
-    Flat& flat = flats_[bucket.layout->index];
+    Flat& flat = flats_[layout->index];
     flat.bytes = memory_.narrow(0, static_cast<int64_t>(begin), static_cast<int64_t>(bytes));
     const at::Tensor elements = flat.bytes.view(type.value_or(own));
     int64_t offset = 0;
@@ -107,7 +107,8 @@ void FlatBuckets::all_reduce(Operation operation) {
 
 void FlatBuckets::finish(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients) {
   lane_->finish();
-  // Backward may have queued kernels that still read what is going to be overwritten; the current stream knows of them all.
+  // Backward may have queued kernels that still read what is going to be overwritten; the current stream knows of them
+  // all.
   const c10::Stream current = lane_->current();
   lane_->order(current, lane_->own());
   {

@@ -1,14 +1,14 @@
-// Buckets on a device: flat memory that all peers reach. A bucket's gradients are copied there when it has all of them, reduced,
-// and copied back at backward's end; all of that on the lane's own stream, and the host waits for nothing.
+// Buckets on a device: flat memory that all peers reach. A bucket's gradients are copied there when it has all of them,
+// reduced, and copied back at the end of backward; all of it on the lane's own stream, without the host waiting.
 //
-// Streams can't overtake, so buckets are to be started in one order on all ranks. Flat memory is touched by the lane's stream
-// alone, so one bucket of the next step can't run into this one's.
+// Streams can't overtake, so buckets are to be started in one order on all ranks. Flat memory is touched by the lane's
+// stream alone, so one bucket of the next step can't run into this one's.
 //
-// What is not reduced here (sparse gradients, and all buckets of a communication hook) has no flat memory: whoever reduces it
-// takes it over on the current stream.
+// What is not reduced here (sparse gradients, and all buckets of a communication hook) has no flat memory: the code
+// that reduces it takes it over on the current stream.
 //
-// Ownership: holds the memory and the lane; the gradients' memory must live until finish() returns. Thread-safety: none.
-// Failure: as BucketLane.
+// Ownership: holds the memory and the lane; the gradients' memory must live until finish() returns. Thread-safety:
+// none. Failure: as BucketLane.
 #pragma once
 
 #include <memory>
@@ -17,6 +17,7 @@
 
 #include "reducer/bucket.h"
 #include "reducer/bucket_lane.h"
+#include "reducer/bucket_plan.h"
 #include "reducer/gradient.h"
 
 namespace syncengine {
@@ -25,10 +26,9 @@ class FlatBuckets {
  public:
   explicit FlatBuckets(std::unique_ptr<BucketLane> lane) : lane_(std::move(lane)) {}
 
-  // New buckets, whose elements travel as `type`, which is not wider than their own; by default as that. Collective, unless the
-  // memory that there is is enough, as it is for any buckets of the same parameters.
-  void lay_out(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients,
-               std::optional<at::ScalarType> type);
+  // New buckets, whose elements travel as `type`, which is not wider than their own; by default as that. Collective,
+  // unless the memory that there is is enough, as it is for any buckets of the same parameters.
+  void lay_out(const BucketPlan& plan, const std::vector<Gradient>& gradients, std::optional<at::ScalarType> type);
   // New buckets, none of which is reduced here. Lets go of the memory.
   void lay_out_nothing(size_t buckets);
 

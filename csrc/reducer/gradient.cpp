@@ -55,8 +55,8 @@ bool shares_storage(const at::TensorBase& a, const at::TensorBase& b) {
 }
 
 // Whether `grad`, which took over the memory of `incoming`, is all that will ever look at that memory: every holder is
-// known, and goes with `incoming`, which the engine is about to drop; and the memory itself is torch's (not, say, a numpy
-// array's).
+// known, and goes with `incoming`, which the engine is about to drop; and the memory itself is torch's (not, say, a
+// numpy array's).
 bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming) {
   if (!has_one_holder(incoming)) return false;
   size_t known_holders = 2;
@@ -93,15 +93,15 @@ void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, c10::D
 
 }  // namespace
 
-void Gradient::collect(const at::Tensor& incoming, const std::string& name, Statistics& statistics) {
+void Gradient::collect(const at::Tensor& incoming, bool watched, const std::string& name, Statistics& statistics) {
   const at::Tensor& grad = parameter_.grad();
   if (!grad.defined()) return collect_unused(statistics);
-  collect(!sparse_ && is_shared(grad, incoming), name, statistics);
+  collect(!sparse_ && (watched || is_shared(grad, incoming)), name, statistics);
 }
 
-void Gradient::note(const at::Tensor& incoming) {
+void Gradient::note(const at::Tensor& incoming, bool watched) {
   const at::Tensor& grad = parameter_.grad();
-  if (grad.defined() && grad.layout() == c10::kStrided) shared_ |= is_shared(grad, incoming);
+  if (grad.defined() && grad.layout() == c10::kStrided) shared_ |= watched || is_shared(grad, incoming);
 }
 
 void Gradient::collect_noted(const std::string& name, Statistics& statistics) {
@@ -122,8 +122,8 @@ void Gradient::collect(bool shared, const std::string& name, Statistics& statist
   } else if (shared) {
     copy_out(Source::Replace, CopyReason::SharedStorage, grad, statistics);
   } else {
-    // Either taken over from `incoming`, or a .grad that existed before (or was made by a copy) and that autograd itself
-    // has just written: no tensor of this backward lies in it.
+    // Either taken over from `incoming`, or a .grad that existed before (or was made by a copy) and that autograd
+    // itself has just written: no tensor of this backward lies in it.
     source_ = Source::Own;
     memory_ = grad;
   }
@@ -163,10 +163,11 @@ void Gradient::copy_out(Source source, CopyReason reason, const at::Tensor& grad
   statistics.count_copy(reason, memory_.nbytes());
 }
 
-void Gradient::deliver(bool used) {
+bool Gradient::deliver(bool used) {
   at::NoGradGuard no_grad;
   at::Tensor& grad = parameter_.mutable_grad();
-  if (source_ == Source::Absent || (source_ == Source::Unused && !used)) {
+  const bool delivers = source_ != Source::Absent && (source_ != Source::Unused || used);
+  if (!delivers) {
     // Nobody used it: as DDP, leave .grad alone.
   } else if (!grad.defined()) {
     grad = memory_;
@@ -175,8 +176,8 @@ void Gradient::deliver(bool used) {
   } else if (!grad.is_same(memory_)) {
     grad.copy_(memory_);
   }
-  source_ = Source::None;
-  memory_.reset();
+  forget();
+  return delivers;
 }
 
 void Gradient::keep() {
@@ -193,6 +194,10 @@ bool Gradient::is_kept() const {
 
 void Gradient::discard() {
   if (source_ != Source::Absent) parameter_.mutable_grad().reset();
+  forget();
+}
+
+void Gradient::forget() {
   shared_ = false;
   source_ = Source::None;
   memory_.reset();

@@ -1,9 +1,9 @@
-// One parameter's gradient on its way through one synchronized backward: which memory is reduced, and how the average gets
-// into .grad.
+// One parameter's gradient during one synchronized backward: which memory is reduced, and how the average
+// gets into .grad.
 //
 // The average may be written while backward still runs only into memory that nobody else can read: with
-// `x @ w + pos.view(..)`, pos.grad is the tensor from which w.grad is still to be computed. So the memory of .grad is used
-// where autograd alone holds it, and a private tensor otherwise, which becomes .grad's memory at the end.
+// `x @ w + pos.view(..)`, pos.grad is the tensor from which w.grad is still to be computed. So the memory of .grad is
+// used where autograd alone holds it, and a private tensor otherwise, which becomes .grad's memory at the end.
 //
 // Ownership: holds the parameter, and the memory between collect() and deliver() or discard(). Thread-safety: none.
 // Failure: throws Error(InvalidUsage) naming the parameter for a gradient that can't be reduced.
@@ -33,11 +33,12 @@ class Gradient {
   // Whether collect_unused() was the last to be called.
   bool stands_in() const { return source_ == Source::Unused; }
 
-  // Takes what autograd left in .grad. `incoming` is the tensor that was accumulated: .grad may have taken over its memory.
-  void collect(const at::Tensor& incoming, const std::string& name, Statistics& statistics);
-  // The same in two steps, for a gradient that may be accumulated several times in one backward: what was accumulated is
-  // noted each time, and collected when all has come.
-  void note(const at::Tensor& incoming);
+  // Takes what autograd left in .grad. `incoming` is the tensor that was accumulated: .grad may have taken over its
+  // memory. `watched`: others look at .grad before backward ends, and are to see this rank's own gradient.
+  void collect(const at::Tensor& incoming, bool watched, const std::string& name, Statistics& statistics);
+  // The same in two steps, for a gradient that may be accumulated several times in one backward: what was accumulated
+  // is noted each time, and collected when all has come.
+  void note(const at::Tensor& incoming, bool watched);
   void collect_noted(const std::string& name, Statistics& statistics);
   // Stands in for a gradient that this rank does not have.
   void collect_unused(Statistics& statistics);
@@ -45,10 +46,13 @@ class Gradient {
   void collect_absent();
   // Multiplies what was collected; nothing is left of it at zero, not even a NaN.
   void weigh(double weight);
-  // The average is in data(): puts it into .grad. `used` is false if no rank had a gradient: then .grad stays as it is.
-  void deliver(bool used);
+  // The average is in data(): puts it into .grad, and returns true. `used` is false if no rank had a gradient: then
+  // .grad stays as it is, as that of a rank that has no batch does.
+  bool deliver(bool used);
   // The average will never be complete: .grad becomes None.
   void discard();
+  // The same of what was collected; .grad stays as it is.
+  void forget();
 
   // Remembers .grad's memory; is_kept: .grad still lies in it.
   void keep();

@@ -2,6 +2,15 @@
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/input_metadata.h>
+#include <torch/csrc/autograd/python_hook.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <algorithm>
+#include <cstring>
+#include <typeinfo>
+#include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "reducer/python_error.h"
@@ -26,9 +35,14 @@ void call_from_autograd(Call&& call) {
 template <class Call>
 void call_in_backward(Reducer& reducer, Call&& call) {
   try {
-    call_from_autograd(call);
+    try {
+      call();
+    } catch (const Error& error) {
+      reducer.on_backward_failed(error.what());
+      rethrow_for_autograd();
+    }
   } catch (...) {
-    reducer.on_backward_failed();
+    reducer.on_backward_failed("backward aborted");
     throw;
   }
 }
@@ -54,6 +68,7 @@ class AfterAccumulate : public torch::autograd::FunctionPostHook {
     return outputs;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
+  const Reducer& reducer() const { return reducer_; }
 
  private:
   Reducer& reducer_;
@@ -62,25 +77,29 @@ class AfterAccumulate : public torch::autograd::FunctionPostHook {
 
 class BeforeOutput : public torch::autograd::FunctionPreHook {
  public:
-  BeforeOutput(std::weak_ptr<Reducer> reducer, void (Reducer::*call)()) : reducer_(std::move(reducer)), call_(call) {}
+  BeforeOutput(std::weak_ptr<Reducer> reducer, std::shared_ptr<Forward> forward)
+      : reducer_(std::move(reducer)), forward_(std::move(forward)) {}
 
   variable_list operator()(const variable_list& grads) override {
-    if (auto reducer = reducer_.lock()) call_in_backward(*reducer, [&] { (*reducer.*call_)(); });
+    if (auto reducer = reducer_.lock()) {
+      call_in_backward(*reducer, [&] { forward_ ? reducer->on_output(*forward_) : reducer->on_local_output(); });
+    }
     return grads;
   }
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
 
  private:
   std::weak_ptr<Reducer> reducer_;
-  void (Reducer::*call_)();
+  std::shared_ptr<Forward> forward_;
 };
 
 // Lives in the callback of one graph task, which destroys it either way.
 class BackwardEnd {
  public:
-  explicit BackwardEnd(std::shared_ptr<Reducer> reducer) : reducer_(std::move(reducer)) {}
+  BackwardEnd(std::shared_ptr<Reducer> reducer, uint64_t backward)
+      : reducer_(std::move(reducer)), backward_(backward) {}
   ~BackwardEnd() {
-    if (reducer_) reducer_->on_backward_abandoned();
+    if (reducer_) reducer_->on_backward_abandoned(backward_);
   }
   BackwardEnd(const BackwardEnd&) = delete;
   BackwardEnd& operator=(const BackwardEnd&) = delete;
@@ -92,48 +111,95 @@ class BackwardEnd {
 
  private:
   std::shared_ptr<Reducer> reducer_;
+  uint64_t backward_;
 };
 
-class PostponedHook : public torch::autograd::PostAccumulateGradHook {
+// Stands before the user's hooks. A module that is wrapped twice has two reducers.
+class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
  public:
-  PostponedHook(std::weak_ptr<Reducer> reducer, size_t index, std::unique_ptr<PostAccumulateGradHook> user)
-      : reducer_(std::move(reducer)), index_(index), user_(std::move(user)) {}
+  explicit PostponedHooks(std::unique_ptr<PostAccumulateGradHook> users) : users_(std::move(users)) {}
 
   void operator()(const at::Tensor& parameter) override {
-    auto reducer = reducer_.lock();
-    postponed_ = reducer && reducer->postpones(index_);
-    if (!postponed_) (*user_)(parameter);
+    for (const Owner& owner : owners_) {
+      auto reducer = owner.reducer.lock();
+      if (reducer && reducer->postpones(owner.index)) return;
+    }
+    (*users_)(parameter);
   }
-  void run_if_postponed(const at::Tensor& parameter) {
-    if (std::exchange(postponed_, false)) (*user_)(parameter);
+  void run(const at::Tensor& parameter) { (*users_)(parameter); }
+
+  void add(const std::shared_ptr<Reducer>& reducer, size_t index) {
+    remove(*reducer);
+    owners_.push_back({reducer, reducer.get(), index});
   }
-  std::unique_ptr<PostAccumulateGradHook> release() { return std::move(user_); }
+  // Returns whether nobody is left.
+  bool remove(const Reducer& reducer) {
+    std::erase_if(owners_, [&](const Owner& owner) { return owner.address == &reducer || owner.reducer.expired(); });
+    return owners_.empty();
+  }
+  std::unique_ptr<PostAccumulateGradHook> release() { return std::move(users_); }
 
  private:
-  std::weak_ptr<Reducer> reducer_;
-  size_t index_;
-  std::unique_ptr<PostAccumulateGradHook> user_;
-  bool postponed_ = false;
+  struct Owner {
+    std::weak_ptr<Reducer> reducer;
+    const Reducer* address;  // while it is being destroyed, too
+    size_t index;
+  };
+  std::vector<Owner> owners_;
+  std::unique_ptr<PostAccumulateGradHook> users_;
 };
 
-PostponedHook* postponed_hook(const at::Tensor& parameter) {
+std::unique_ptr<torch::autograd::PostAccumulateGradHook>* hooks_of(const at::Tensor& parameter) {
   if (torch::autograd::impl::get_autograd_meta(parameter) == nullptr) return nullptr;
-  return dynamic_cast<PostponedHook*>(torch::autograd::impl::post_acc_grad_hooks(parameter).get());
+  return &torch::autograd::impl::post_acc_grad_hooks(parameter);
+}
+
+PostponedHooks* postponed_hooks(const at::Tensor& parameter) {
+  auto* hooks = hooks_of(parameter);
+  return hooks ? dynamic_cast<PostponedHooks*>(hooks->get()) : nullptr;
+}
+
+// What is left when Python has removed its handles. torch does not export the class's type_info.
+bool is_empty_python_hook(const torch::autograd::FunctionPostHook& hook) {
+  if (std::strstr(typeid(hook).name(), "18PyFunctionPostHook") == nullptr) return false;
+  const pybind11::gil_scoped_acquire gil;
+  return PyDict_Size(static_cast<const torch::autograd::PyFunctionPostHook&>(hook).dict) == 0;
 }
 
 }  // namespace
 
 GradientHook::GradientHook(Reducer& reducer, size_t index, const at::Tensor& parameter)
-    : node_(torch::autograd::impl::grad_accumulator(parameter)),
-      key_(node_->add_post_hook(std::make_unique<AfterAccumulate>(reducer, index))),
-      dtype_(parameter.scalar_type()) {}
+    : reducer_(reducer),
+      node_(torch::autograd::impl::grad_accumulator(parameter)),
+      key_(node_->add_post_hook(std::make_unique<AfterAccumulate>(reducer, index))) {}
 
 GradientHook::~GradientHook() { node_->del_post_hook(key_); }
 
-bool hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output, void (Reducer::*call)()) {
+bool GradientHook::fits(const at::Tensor& parameter) const {
+  return node_ == torch::autograd::impl::try_get_grad_accumulator(parameter) &&
+         node_->input_metadata(0).is_same_shape(parameter);
+}
+
+bool GradientHook::others_are_users() const {
+  const auto& hooks = node_->post_hooks();
+  return hooks.size() > 1 && std::any_of(hooks.begin(), hooks.end(), [](const auto& hook) {
+           return dynamic_cast<const AfterAccumulate*>(hook.get()) == nullptr && !is_empty_python_hook(*hook);
+         });
+}
+
+bool GradientHook::claimed_by_another_reducer() const {
+  const auto& hooks = node_->post_hooks();
+  return std::any_of(hooks.begin(), hooks.end(), [this](const auto& hook) {
+    const auto* other = dynamic_cast<const AfterAccumulate*>(hook.get());
+    return other != nullptr && &other->reducer() != &reducer_ && other->reducer().has_claimed();
+  });
+}
+
+const torch::autograd::Node* hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output,
+                                         const std::shared_ptr<Forward>& forward) {
   const auto& node = output.grad_fn();
-  if (node) node->add_pre_hook(std::make_unique<BeforeOutput>(reducer, call));
-  return node != nullptr;
+  if (node) node->add_pre_hook(std::make_unique<BeforeOutput>(reducer, forward));
+  return node.get();
 }
 
 void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant) {
@@ -150,28 +216,42 @@ void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant) {
   });
 }
 
-void queue_backward_end(std::shared_ptr<Reducer> reducer) {
-  auto end = std::make_shared<BackwardEnd>(std::move(reducer));
+void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward) {
+  auto end = std::make_shared<BackwardEnd>(std::move(reducer), backward);
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->reach(); });
 }
 
-bool postpone_user_hooks(const std::weak_ptr<Reducer>& reducer, size_t index, const at::Tensor& parameter) {
-  auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter);
-  if (hook && postponed_hook(parameter) == nullptr) {
-    hook = std::make_unique<PostponedHook>(reducer, index, std::move(hook));
-  }
-  return hook != nullptr;
+bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, size_t index, const at::Tensor& parameter) {
+  auto* hooks = hooks_of(parameter);
+  if (hooks == nullptr || !*hooks) return false;
+  if (postponed_hooks(parameter) == nullptr) *hooks = std::make_unique<PostponedHooks>(std::move(*hooks));
+  postponed_hooks(parameter)->add(reducer, index);
+  return true;
 }
 
-void run_postponed(const at::Tensor& parameter) {
-  if (auto* hook = postponed_hook(parameter)) hook->run_if_postponed(parameter);
+bool has_hasty_user_hooks(const at::Tensor& parameter) {
+  auto* hooks = hooks_of(parameter);
+  return hooks != nullptr && *hooks && postponed_hooks(parameter) == nullptr;
 }
 
-void restore_user_hooks(const at::Tensor& parameter) {
-  if (auto* hook = postponed_hook(parameter)) {
-    auto user = hook->release();
-    torch::autograd::impl::post_acc_grad_hooks(parameter) = std::move(user);
-  }
+bool has_hasty_optimizer(const at::Tensor& parameter) {
+  const pybind11::gil_scoped_acquire gil;
+  const auto modules = pybind11::module_::import("sys").attr("modules");
+  const char* name = "torch.distributed.optim.apply_optimizer_in_backward";
+  if (!modules.contains(name)) return false;
+  const auto handles = modules[name].attr("param_to_optim_hook_handle_map");
+  return handles.contains(pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(parameter)));
+}
+
+void run_user_hooks(const at::Tensor& parameter) {
+  if (auto* hooks = postponed_hooks(parameter)) hooks->run(parameter);
+}
+
+void restore_user_hooks(const Reducer& reducer, const at::Tensor& parameter) {
+  auto* hooks = postponed_hooks(parameter);
+  if (hooks == nullptr || !hooks->remove(reducer)) return;
+  auto users = hooks->release();
+  torch::autograd::impl::post_acc_grad_hooks(parameter) = std::move(users);
 }
 
 }  // namespace syncengine

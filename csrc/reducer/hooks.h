@@ -1,5 +1,5 @@
-// Where the reducer listens to autograd. Translation only: every hook calls one method of Reducer and turns its errors into
-// Python's.
+// The reducer's hooks on autograd. They only translate: every hook calls one method of Reducer and turns its errors
+// into Python's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +15,7 @@
 namespace syncengine {
 
 class Reducer;
+struct Forward;
 
 // Listens to a parameter as long as it lives: on its AccumulateGrad node, after the gradient has been accumulated.
 // Must not outlive the reducer, nor be destroyed while a backward runs through the parameter.
@@ -26,31 +27,43 @@ class GradientHook {
   GradientHook& operator=(const GradientHook&) = delete;
 
   const torch::autograd::Node* node() const { return node_.get(); }
-  at::ScalarType dtype() const { return dtype_; }  // the parameter's when it was hooked
+  // Whether that is the node through which `parameter` gets its gradients now.
+  bool fits(const at::Tensor& parameter) const;
+  // Who else listens to the node: hooks of the user (Megatron's, Apex'), which are to see this rank's own gradient; or
+  // another reducer, of a second wrapper of the same module.
+  bool others_are_users() const;
+  // The latter, if a backward runs that comes from its outputs.
+  bool claimed_by_another_reducer() const;
 
  private:
+  const Reducer& reducer_;
   // An intrusive_ptr since torch 2.13, a shared_ptr before. Held: a parameter refers to its node only weakly.
   decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) node_;
   uintptr_t key_;
-  at::ScalarType dtype_;
 };
 
-// Listens to the start of the backward that goes through `output`: `call` runs. False if it has no graph.
-bool hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output, void (Reducer::*call)());
+// Listens to the start of the backward that goes through `output`: calls Reducer::on_output with `forward`, which lives
+// as long as that graph, or on_local_output if there is none. Returns the output's node; null if it has no graph.
+const torch::autograd::Node* hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output,
+                                         const std::shared_ptr<Forward>& forward);
 
 // The graph task on this thread uses `grant` until it ends; if it ends well, the grant learns from it.
 void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant);
 
-// Queues Reducer::on_backward_end in the graph task that runs on this thread; on_backward_abandoned is called instead if the
-// task ends without it.
-void queue_backward_end(std::shared_ptr<Reducer> reducer);
+// Queues Reducer::on_backward_end in the graph task that runs on this thread; on_backward_abandoned is called instead
+// if the task ends without it, with the number of the backward that it took part in.
+void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward);
 
-// Users' post-accumulate-grad hooks (an optimizer in backward, say) run before GradientHook, on the local gradient. This
-// makes them wait: calls Reducer::postpones(index), and if that is true, runs nothing until run_postponed. False if there are
-// none.
-bool postpone_user_hooks(const std::weak_ptr<Reducer>& reducer, size_t index, const at::Tensor& parameter);
-void run_postponed(const at::Tensor& parameter);
+// Users' post-accumulate-grad hooks (an optimizer in backward, say) run before GradientHook, on the local gradient.
+// This makes them wait: nothing runs while Reducer::postpones(index) of any reducer that the parameter belongs to;
+// whoever delivers the average runs them. False if there are none.
+bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, size_t index, const at::Tensor& parameter);
+// Whether there are some that do not wait, since they came after the last forward.
+bool has_hasty_user_hooks(const at::Tensor& parameter);
+// The same of an optimizer in backward (torch's _apply_optimizer_in_backward).
+bool has_hasty_optimizer(const at::Tensor& parameter);
+void run_user_hooks(const at::Tensor& parameter);
 // Undoes postpone_user_hooks.
-void restore_user_hooks(const at::Tensor& parameter);
+void restore_user_hooks(const Reducer& reducer, const at::Tensor& parameter);
 
 }  // namespace syncengine

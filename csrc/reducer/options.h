@@ -9,6 +9,7 @@ struct ReducerOptions {
   bool skip_all_reduce_unused_params = false;  // buckets of nothing but unused parameters are not reduced
   bool gradient_as_bucket_view = false;        // these two: only for how DDP rounds, see Scaling
   bool batched_grad_copy = false;
+  bool waits_in_between = false;   // ranks wait for each other in forward or backward, too (SyncBatchNorm)
   bool gradients_in_arena = true;  // as far as the communicator has room for them
 };
 

@@ -1,7 +1,8 @@
 // Errors on their way to Python, also from autograd's threads.
 //
 // A foreign C++ exception that crosses autograd becomes a plain RuntimeError; torch's python_error passes unchanged.
-// Thread-safety: any thread. Where nothing else is said the GIL is taken inside, so it must not be waited for by a holder of the caller's locks.
+// Thread-safety: any thread. Where nothing else is said the GIL is taken inside, so it must not be waited for by a
+// holder of the caller's locks.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -16,8 +17,8 @@ pybind11::object to_python(const Error& error);
 // Makes `error` the pending Python exception. Needs the GIL.
 void set_python_error(const Error& error);
 
-// To be called in a catch block of a hook or callback: rethrows an Error as the class of that name in syncengine.errors,
-// anything else as it is.
+// To be called in a catch block of a hook or callback: rethrows an Error as the class of that name in
+// syncengine.errors, anything else as it is.
 [[noreturn]] void rethrow_for_autograd();
 
 // Runs Python's pending signal handlers; throws what they raise (KeyboardInterrupt).

@@ -1,160 +1,148 @@
+// The Reducer's forward, and what is asked of it between steps.
 #include "reducer/reducer.h"
 
-#include <torch/csrc/autograd/graph_task.h>
-
 #include <algorithm>
-#include <chrono>
 #include <utility>
 
 #include "base/error.h"
-#include "reducer/plan.h"
+#include "reducer/flat_route.h"
+#include "reducer/in_place_route.h"
+#include "reducer/peers.h"
+#include "reducer/python_error.h"
 
 namespace syncengine {
 
-namespace {
-
-std::vector<Gradient> make_gradients(std::vector<at::Tensor> parameters, const std::vector<bool>& sparse) {
-  std::vector<Gradient> gradients;
-  gradients.reserve(parameters.size());
-  for (size_t i = 0; i < parameters.size(); ++i) gradients.emplace_back(std::move(parameters[i]), sparse[i]);
-  return gradients;
-}
-
-bool inside_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
-
-}  // namespace
-
 Reducer::Reducer(std::vector<at::Tensor> parameters, ModelNames names, std::shared_ptr<Communicator> communicator,
                  const std::vector<bool>& sparse, const ReducerOptions& options, std::unique_ptr<BucketLane> lane)
-    : communicator_(std::move(communicator)),
-      names_(std::make_shared<const ModelNames>(std::move(names))),
-      options_(options),
-      scaling_(scaling_of(options, communicator_->numerics())),
-      pool_(options.gradients_in_arena ? communicator_->gradient_pool() : nullptr),
-      first_slot_(communicator_->reserve_slots(parameters.size() + 1)),
-      gradients_(make_gradients(std::move(parameters), sparse)),
-      hooks_(gradients_.size()),
-      planned_(gradients_.size()),
-      bucket_of_(gradients_.size()),
-      position_of_(gradients_.size()),
-      divisor_(communicator_->size()),
+    : options_(options),
+      averaging_{.communicator = communicator,
+                 .parameters = parameters.size(),
+                 .scaling = scaling_of(options, communicator->numerics())},
+      parameters_(std::move(parameters), std::move(names), sparse),
+      usage_(parameters_.size()),
       flat_(lane ? std::make_unique<FlatBuckets>(std::move(lane)) : nullptr),
-      reachable_(gradients_.size()),
-      used_here_(gradients_.size()),
-      used_anywhere_(std::make_shared<std::vector<uint8_t>>(gradients_.size())) {
-  for (const Gradient& gradient : gradients_) attributes_.emplace_back(gradient.parameter());
-  if (pool_) gradient_memory::install();
-  if (options.static_graph) static_graph_ = std::make_unique<StaticGraph>(gradients_.size());
-  if (pool_) pool_->join();
+      pooled_(options.gradients_in_arena ? communicator->gradient_pool() : nullptr) {
+  if (options.static_graph) static_graph_ = std::make_unique<StaticGraph>(parameters_.size());
+  if (flat_) {
+    route_ = std::make_unique<FlatRoute>(*flat_, averaging_, parameters_.gradients());
+  } else {
+    route_ = std::make_unique<InPlaceRoute>(pooled_);
+  }
 }
 
 Reducer::~Reducer() {
-  remove_hooks();
-  if (pool_) pool_->leave();
+  std::lock_guard lock(mutex_);
+  try {
+    if (phase_ == Phase::Syncing) {
+      give_up({parameters_.model() + " was destroyed before its backward had brought all gradients", true});
+    }
+  } catch (...) {
+    // The peers hear of it by their deadline.
+  }
+  parameters_.unhook(*this);
 }
-
-// --- Forward
 
 bool Reducer::begin_forward(bool synchronize) {
   std::unique_lock lock(mutex_);
   if (recomputing()) return false;
-  wait_for_tasks(lock);
-  if (phase_ == Phase::Syncing) {
-    std::string text = unfinished_text();
-    tell_peers(text);
-    settle_after_failure();
-    throw Error(ErrorKind::InvalidUsage, text);
+  tasks_.wait_for_all(lock);
+  if (!unusable_ && phase_ == Phase::Syncing) give_up({unfinished_text(), true});
+  if (unusable_) throw Error(ErrorKind::InvalidUsage, *unusable_);
+  if (hooks_removed_ && !synchronize) return false;
+  if (synchronize) await_given_up(lock);
+  if (hooks_removed_) {
+    give_up({removed_text(), true}, /*keeps_gradients=*/true);
+    throw Error(ErrorKind::InvalidUsage, *unusable_);
   }
-  communicator_->throw_if_failed();
+  averaging_.communicator->throw_if_failed();
+  forward_.reset();
+  claimed_ = false;
   if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
-  if (synchronize) timeline_.begin_forward(statistics_.backwards);
+  if (synchronize) averaging_.timeline.begin_forward(averaging_.statistics.backwards);
   if (flat_) follow_stream();
-  follow_parameters();
+  if (parameters_.follow(shared_from_this())) plan_is_known_ = false;
   bool wanted_plan = std::exchange(wants_plan_, plan_is_outdated());
-  if (wants_plan_ && !wanted_plan && scaling_ == Scaling::DivideViewed) {
-    for (Gradient& gradient : gradients_) gradient.keep();  // here DDP makes buckets, and moves them there
+  if (wants_plan_ && !wanted_plan && averaging_.scaling == Scaling::DivideViewed) {
+    for (Gradient& gradient : parameters_.gradients()) gradient.keep();  // here DDP makes buckets, and moves them there
   }
   return wants_plan_;
 }
 
-// A device's thread of autograd may let go of a failed graph task after backward() has raised.
-void Reducer::wait_for_tasks(std::unique_lock<std::mutex>& lock) {
-  if (tasks_watched_ == 0 || inside_backward()) return;
-  task_ended_.wait_for(lock, std::chrono::seconds(1), [this] { return tasks_watched_ == 0; });
+// Its slots are free for another backward when every rank has taken part.
+void Reducer::await_given_up(std::unique_lock<std::mutex>& lock) {
+  if (!given_up_) return;
+  auto [left, reason, reasons, reused] = *std::exchange(given_up_, std::nullopt);
+  lock.unlock();
+  for (const auto& work : left.works) averaging_.communicator->wait(work, raise_pending_signal);
+  const bool any_told = left.abandoned_by() != 0;  // so all have heard of it, and say why, or that they wait
+  std::optional<Reason> gravest;
+  if (any_told) gravest = reasons.wait();
+  if (!any_told && reused && left.dropped_by() == everybody()) {
+    reasons.wait();  // the exchange was about the backward before, and all others have taken it so
+    reasons = Reasons(averaging_, parameters_.model(), reason);
+  }
+  lock.lock();
+  averaging_.communicator->set_last_words("", {});
+  if (!any_told) {
+    unread_ = std::move(reasons);
+    dropped_last_ = true;
+  } else if (gravest->for_good) {
+    unusable_ = gravest->text;
+    throw Error(ErrorKind::Aborted, *unusable_);
+  }
 }
 
 bool Reducer::plan_is_outdated() {
-  if (std::exchange(hooks_or_plan_changed_, false)) {
-    plan_covers_hooks_ = true;
-    for (size_t i = 0; i < hooks_.size(); ++i) plan_covers_hooks_ &= (hooks_[i] != nullptr) == planned_[i];
-  }
-  return !plan_covers_hooks_ || (provisional_ && plan_used_);
+  if (!std::exchange(plan_is_known_, true)) plan_covers_ = plan_ && parameters_.are_covered_by(*plan_);
+  return !plan_covers_ || (plan_->provisional() && plan_used_);
 }
 
-void Reducer::follow_parameters() {
-  constexpr size_t kSoon = 16, kNext = 8;
-  for (size_t i = 0; i < attributes_.size(); ++i) {
-    if (i + kSoon < attributes_.size()) attributes_[i + kSoon].prefetch_tensor();
-    if (i + kNext < attributes_.size()) attributes_[i + kNext].prefetch_autograd();
-    if (!attributes_[i].changed()) continue;
-    follow(i);
-    attributes_[i].changed();  // the reducer's own hooks are no news
-  }
-}
-
-// A parameter's AccumulateGrad node exists only while it requires a gradient, and changes with its dtype (model.double()).
-void Reducer::follow(size_t index) {
-  const at::Tensor& parameter = gradients_[index].parameter();
-  auto& hook = hooks_[index];
-  bool wanted = parameter.requires_grad();
-  if (wanted && postpone_user_hooks(weak_from_this(), index, parameter)) any_user_hooks_ = true;
-  if (hook && (!wanted || hook->dtype() != parameter.scalar_type())) {
-    unhook(index);
-    planned_[index] = planned_[index] && !wanted;
-  }
-  if (wanted && !hook) {
-    hook = std::make_unique<GradientHook>(*this, index, parameter);
-    accumulators_[hook->node()] = index;
-  }
-  hooks_or_plan_changed_ = true;
-}
-
-void Reducer::unhook(size_t index) {
-  accumulators_.erase(hooks_[index]->node());
-  hooks_[index].reset();
-}
-
-// An AccumulateGrad node runs on the stream that was current when it was made, and a graph can't be captured through one of
-// another stream that is the default one. So all are made anew where nobody else holds them.
+// An AccumulateGrad node runs on the stream that was current when it was made, and a graph can't be captured through
+// one of another stream that is the default one. So all are made anew where nobody else holds them.
 void Reducer::follow_stream() {
   const c10::Stream stream = flat_->current();
-  if (std::exchange(hooked_on_, stream) == stream) return;
-  for (size_t i = 0; i < hooks_.size(); ++i) {
-    if (!hooks_[i]) continue;
-    unhook(i);
-    attributes_[i] = Attributes(gradients_[i].parameter());
+  if (std::exchange(hooked_on_, stream) != stream) parameters_.let_go_of_nodes();
+}
+
+Forward& Reducer::coming_forward() {
+  if (!forward_) {
+    forward_ = std::make_shared<Forward>();
+    forward_->weighting.divisor = averaging_.communicator->size();
   }
+  return *forward_;
+}
+
+Backward& Reducer::coming_backward() {
+  if (!backward_) {
+    backward_ = std::make_shared<Backward>(Backward::Model{
+        .parameters = parameters_, .averaging = averaging_, .usage = usage_, .options = options_, .flat = flat_.get()});
+  }
+  return *backward_;
 }
 
 std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
   std::lock_guard lock(mutex_);
   if (recomputing()) return {};
+  Forward& forward = coming_forward();
   std::vector<at::Tensor> strangers;
-  if (finds_unused() || observes()) strangers = strangers_behind(outputs);
+  if (finds_unused() || observes()) strangers = strangers_behind(outputs, forward);
   if (brought_nothing_) check_parameters_take_part(outputs);
+  for (const auto& output : outputs) {
+    if (const auto* node = hook_output(weak_from_this(), output, forward_)) forward.outputs.push_back(node);
+  }
+  outputs_hooked_ = !forward.outputs.empty();
+  coming_backward().expect(std::exchange(forward_, nullptr));
   phase_ = Phase::Armed;
-  outputs_hooked_ = false;
-  for (const auto& output : outputs) outputs_hooked_ |= hook_output(weak_from_this(), output, &Reducer::on_output);
   return strangers;
 }
 
 // Marks what they reach.
-std::vector<at::Tensor> Reducer::strangers_behind(const std::vector<at::Tensor>& outputs) {
-  if (phase_ != Phase::Armed) reachable_.assign(reachable_.size(), false);
-  auto others = mark_used(outputs, accumulators_, reachable_);
+std::vector<at::Tensor> Reducer::strangers_behind(const std::vector<at::Tensor>& outputs, Forward& forward) {
+  forward.reachable.assign(parameters_.size(), false);
+  auto others = mark_used(outputs, parameters_.accumulators(), forward.reachable);
   if (others.empty()) return {};
-  for (size_t i = 0; i < planned_.size(); ++i) {
-    if (planned_[i] && !reachable_[i]) return leaves_of(others);
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    if (is_planned(i) && !forward.reachable[i]) return leaves_of(others);
   }
   return {};
 }
@@ -162,81 +150,87 @@ std::vector<at::Tensor> Reducer::strangers_behind(const std::vector<at::Tensor>&
 // A module whose parameters were replaced would train without ever being synchronized.
 void Reducer::check_parameters_take_part(const std::vector<at::Tensor>& outputs) {
   auto requires_grad = [](const at::Tensor& output) { return output.requires_grad(); };
-  if (accumulators_.empty() || std::none_of(outputs.begin(), outputs.end(), requires_grad)) return;
-  std::vector<bool> reached(gradients_.size());
-  mark_used(outputs, accumulators_, reached);
+  if (parameters_.accumulators().empty() || std::none_of(outputs.begin(), outputs.end(), requires_grad)) return;
+  std::vector<bool> reached(parameters_.size());
+  mark_used(outputs, parameters_.accumulators(), reached);
   if (std::find(reached.begin(), reached.end(), true) != reached.end()) return;
-  std::string text = "the outputs of " + names_->model +
+  std::string text = "the outputs of " + parameters_.model() +
                      " depend on none of the parameters that it was made with, so nothing would be synchronized. "
                      "Were they replaced, say by load_state_dict(assign=True)? Then wrap the module again";
-  tell_peers(text);
+  give_up({text, true}, /*keeps_gradients=*/true);
   throw Error(ErrorKind::InvalidUsage, text);
 }
 
-// Checkpointing runs forward again while the backward that needs it is on its way: nothing begins.
-bool Reducer::recomputing() const { return phase_ == Phase::Syncing && inside_backward(); }
-
 void Reducer::prepare_for_local_backward(const std::vector<at::Tensor>& outputs) {
-  if (!pool_) return;
-  for (const auto& output : outputs) hook_output(weak_from_this(), output, &Reducer::on_local_output);
+  if (!pooled_.pool()) return;
+  for (const auto& output : outputs) hook_output(weak_from_this(), output, nullptr);
+}
+
+// Checkpointing runs forward again in the middle of backward, which then fails itself.
+void Reducer::abandon_forward(const std::string& text) {
+  std::lock_guard lock(mutex_);
+  if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing || !plan_) return;
+  give_up({text, false}, /*keeps_gradients=*/true);
+}
+
+uint64_t Reducer::reserve_slots(std::optional<uint64_t> copy_of) {
+  if (averaging_.slots) return averaging_.slots->first();
+  auto describe = [names = parameters_.names(), copy_of] {
+    std::string text = "reserving the buckets of " + names->model;
+    return copy_of ? text + ", a copy of the one with number " + std::to_string(*copy_of) : text;
+  };
+  auto slots = averaging_.communicator->reserve_slots(averaging_.slots_needed(), describe, raise_pending_signal);
+  std::lock_guard lock(mutex_);
+  averaging_.slots = std::move(slots);
+  return averaging_.slots->first();
 }
 
 void Reducer::install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional) {
   std::lock_guard lock(mutex_);
   if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing) {
-    throw Error(ErrorKind::InvalidUsage, names_->model + ": the buckets can't change in the middle of a backward");
+    throw Error(ErrorKind::InvalidUsage,
+                parameters_.model() + ": the buckets can't change in the middle of a backward");
   }
-  buckets_ = make_buckets(buckets, gradients_, names_);
-  if (flat_) lay_out_flat_buckets();
-  hooks_or_plan_changed_ = true;
-  provisional_ = provisional;
-  plan_used_ = false;
-  planned_.assign(planned_.size(), false);
-  gradient_memory::Sizes sizes;
-  for (size_t b = 0; b < buckets_.size(); ++b) {
-    const auto& parameters = buckets_[b].layout->parameters;
-    for (size_t k = 0; k < parameters.size(); ++k) {
-      size_t i = parameters[k];
-      planned_[i] = true;
-      bucket_of_[i] = b;
-      position_of_[i] = k;
-      const size_t bytes = gradients_[i].parameter().nbytes();
-      if (!gradients_[i].sparse() && bytes >= gradient_memory::kSmallest) sizes.insert(bytes);
-    }
+  if (!averaging_.slots) {
+    throw Error(ErrorKind::InvalidUsage, parameters_.model() + ": reserve_slots() comes before the first plan");
   }
-  flags_fit_ = std::all_of(buckets_.begin(), buckets_.end(),
-                           [](const Bucket& bucket) { return bucket.layout->parameters.size() <= 64 * kMaxFlagWords; });
-  if (pool_ && (!habits_ || habits_->sizes() != sizes)) {
-    habits_ = std::make_shared<gradient_memory::AllocationHabits>(std::move(sizes));
-  }
-  sparse_.clear();
-  for (const auto& bucket : buckets_) {
-    if (bucket.layout->sparse) sparse_.push_back(bucket.layout->parameters[0]);
-  }
-  std::sort(sparse_.begin(), sparse_.end());
-  if (comm_hook_) comm_hook_->reset(buckets_.size());
-  wants_plan_ = false;
-  ready_order_.reserve(gradients_.size());
+  plan_ = std::make_shared<const BucketPlan>(buckets, parameters_.gradients(), parameters_.names(), provisional);
+  pooled_.install(*plan_);
+  route_->install(*plan_);
+  plan_used_ = plan_is_known_ = wants_plan_ = false;
+  averaging_.ready_order.reserve(parameters_.size());
 }
 
 std::vector<size_t> Reducer::ready_order() const {
   std::lock_guard lock(mutex_);
-  return ready_order_;
+  return averaging_.ready_order;
 }
 
 Timeline Reducer::timeline() const {
   std::lock_guard lock(mutex_);
-  return timeline_;
+  return averaging_.timeline;
 }
 
 void Reducer::set_sample_rate(uint64_t rate) {
   std::lock_guard lock(mutex_);
-  timeline_.set_sample_rate(rate);
+  averaging_.timeline.set_sample_rate(rate);
 }
 
 Statistics Reducer::statistics() const {
   std::lock_guard lock(mutex_);
-  return statistics_;
+  Statistics statistics = averaging_.statistics;
+  if (pooled_.pool()) statistics.shortage = pooled_.pool()->shortage();
+  return statistics;
+}
+
+bool Reducer::graph_is_static() const {
+  std::lock_guard lock(mutex_);
+  return graph_is_static_;
+}
+
+std::string Reducer::last_error() const {
+  std::lock_guard lock(mutex_);
+  return last_error_;
 }
 
 void Reducer::check_finalized() const {
@@ -244,66 +238,81 @@ void Reducer::check_finalized() const {
   if (phase_ == Phase::Syncing) throw Error(ErrorKind::InvalidUsage, unfinished_text());
 }
 
-void Reducer::set_comm_hook(std::unique_ptr<CommHook> hook) {
+void Reducer::set_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
   std::lock_guard lock(mutex_);
   check_no_hook();
-  hook->reset(buckets_.size());
-  comm_hook_ = std::move(hook);
+  use_route(std::make_unique<CommHookRoute>(std::move(hook), flat_.get()));
+  has_hook_ = true;
+}
+
+void Reducer::use_route(std::unique_ptr<Route> route) {
+  route_ = std::move(route);
+  if (plan_) route_->install(*plan_);
 }
 
 void Reducer::set_compression(Compression compression) {
   std::lock_guard lock(mutex_);
   check_no_hook();
-  for (size_t i = 0; i < gradients_.size(); ++i) compression.check(gradients_[i].parameter(), name(i));
-  compression_ = compression;
-  if (flat_ && !buckets_.empty()) lay_out_flat_buckets();
-  if (compression.divides() == Compression::Divides::First) divide_contributions();
+  for (size_t i = 0; i < parameters_.size(); ++i) compression.check(parameters_.tensor(i), parameters_.name(i));
+  averaging_.compression = compression;
+  if (plan_) route_->install(*plan_);
+  // torch's own hooks divide; see Scaling.
+  if (compression.divides() == Compression::Divides::First) {
+    averaging_.scaling = scaling_of({.batched_grad_copy = true}, averaging_.communicator->numerics());
+  }
+  has_hook_ = true;
 }
 
 void Reducer::set_all_reduce_hook() {
   std::lock_guard lock(mutex_);
   check_no_hook();
-  all_reduce_hook_ = true;
-  divide_contributions();
+  averaging_.scaling = scaling_of({.batched_grad_copy = true}, averaging_.communicator->numerics());
+  has_hook_ = true;
 }
-
-// torch's own hooks divide; see Scaling.
-void Reducer::divide_contributions() { scaling_ = scaling_of({.batched_grad_copy = true}, communicator_->numerics()); }
 
 void Reducer::check_no_hook() const {
   if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing) {
-    throw Error(ErrorKind::InvalidUsage, names_->model + ": hooks can't be registered in the middle of a backward");
+    throw Error(ErrorKind::InvalidUsage,
+                parameters_.model() + ": hooks can't be registered in the middle of a backward");
   }
-  if (comm_hook_ || compression_ || all_reduce_hook_) {
+  if (has_hook_) {
     throw Error(ErrorKind::InvalidUsage, "register_comm_hook or register_builtin_comm_hook can only be called once.");
   }
 }
 
 void Reducer::set_static_graph() {
   std::lock_guard lock(mutex_);
-  if (statistics_.backwards > 0 || phase_ == Phase::Syncing) {
+  if (averaging_.statistics.backwards > 0 || phase_ == Phase::Syncing) {
     throw Error(ErrorKind::InvalidUsage,
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 "constructed.");
   }
-  if (!static_graph_) static_graph_ = std::make_unique<StaticGraph>(gradients_.size());
+  if (!static_graph_) static_graph_ = std::make_unique<StaticGraph>(parameters_.size());
+}
+
+void Reducer::average_over(double divisor, double weight) {
+  std::lock_guard lock(mutex_);
+  coming_forward().weighting = {.divisor = divisor, .weight = weight, .given = true};
+}
+
+void Reducer::expect_shadows() {
+  std::lock_guard lock(mutex_);
+  coming_forward().has_shadows = true;
 }
 
 void Reducer::install_futures(std::vector<TorchFuture> futures) {
   std::lock_guard lock(mutex_);
-  for (auto& future : futures) futures_.push_back(std::move(future));
+  coming_backward().wait_at_end_for(std::move(futures));
 }
 
-bool Reducer::has_averaged() const { return phase_ == Phase::Consumed; }
+bool Reducer::has_averaged() const { return delivers_; }
 
 void Reducer::remove_hooks() {
   std::lock_guard lock(mutex_);
-  accumulators_.clear();
-  for (size_t i = 0; i < hooks_.size(); ++i) {
-    hooks_[i].reset();
-    attributes_[i] = Attributes(gradients_[i].parameter());
-    restore_user_hooks(gradients_[i].parameter());
-  }
+  if (phase_ == Phase::Syncing) give_up({removed_text(), true});
+  hooks_removed_ = true;
+  if (phase_ == Phase::Armed) phase_ = Phase::Local;
+  parameters_.unhook(*this);
 }
 
 }  // namespace syncengine

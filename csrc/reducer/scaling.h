@@ -1,5 +1,5 @@
-// How each contribution comes to its part of the average. The same but for rounding, and that only where the divisor is no
-// power of two: kept for the bits of DDP, which has three ways.
+// How contributions are scaled to an average. The ways differ only in rounding, and only if the divisor is not a power
+// of two: kept for the bits of DDP, which has all three.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,9 +14,10 @@
 namespace syncengine {
 
 enum class Scaling : uint8_t {
-  Multiply,      // by 1/N: DDP's default, while it copies into the bucket
-  Divide,        // by N
-  DivideViewed,  // by N where .grad lies in the bucket already (gradient_as_bucket_view); where it is copied, as Multiply
+  Multiply,  // by 1/N: DDP's default, while it copies into the bucket
+  Divide,    // by N
+  // By N where .grad lies in the bucket already (gradient_as_bucket_view); where it is copied, as Multiply.
+  DivideViewed,
 };
 
 inline Scaling scaling_of(const ReducerOptions& options, Numerics numerics) {
@@ -31,7 +32,8 @@ inline bool is_exact(double divisor) {
   return std::frexp(divisor, &exponent) == 0.5;
 }
 
-// Scales in place, as torch does. By a tensor, since mul_(Scalar) rounds the factor to 16 bits where the gradient has them.
+// Scales in place, as torch does. By a tensor, since mul_(Scalar) rounds the factor to 16 bits where the gradient has
+// them.
 inline void scale(const at::Tensor& contribution, bool divide, double divisor) {
   if (divide) {
     contribution.div_(divisor);

@@ -1,8 +1,9 @@
-// Gradients of less than a page share pages with other tensors, which peers must not be let into: they travel as copies, in a
-// block of the pool, made while they are still in the cache. So a bucket of nothing but small ones is one piece of memory.
+// Gradients of less than a page share pages with other tensors, which peers must not access: they are copied to a block
+// of the pool while they are still in the cache, and reduced there. So a bucket of small gradients is one contiguous
+// block.
 //
-// Ownership: holds the block. Aliasing: the gradients outlive it. Thread-safety: none. Failure: none; where there is no room,
-// nothing is copied and they are staged.
+// Ownership: holds the block. Aliasing: the gradients outlive it. Thread-safety: none. Failure: none; where there is no
+// room, nothing is copied and they are staged.
 #pragma once
 
 #include <cstddef>

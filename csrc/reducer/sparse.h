@@ -1,5 +1,5 @@
-// Sparse gradients: every rank's indices and values are gathered, and summed here in the order of ranks. Those of a device are
-// copied to the host and back, and the host waits for that, on the current stream.
+// Sparse gradients: every rank's indices and values are gathered, and summed here in the order of ranks. Those of a
+// device are copied to the host and back, and the host waits for that, on the current stream.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,12 +7,13 @@
 #include <string>
 #include <vector>
 
-#include "engine/communicator.h"
+#include "engine/communicator/communicator.h"
 
 namespace syncengine {
 
-// Replaces each gradient by the sum over ranks divided by `divisor`, coalesced. Two all-gathers for all of them together: the sizes, then indices and
-// values. Every rank must call it at the same place. Returns the bytes that this rank contributed. `model` is for messages.
+// Replaces each gradient by the sum over ranks divided by `divisor`, coalesced. Two all-gathers for all of them
+// together: the sizes, then indices and values. Every rank must call it at the same place. Returns the bytes that this
+// rank contributed. `model` is for messages.
 size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& communicator, double divisor,
                       const std::string& model);
 

@@ -1,6 +1,6 @@
-// A graph that is the same in every iteration: the first synchronized backward shows how often each parameter's hook fires
-// (more than once under reentrant checkpoints), and the later ones count down. One in which a rank had no batch does not count
-// as the first: the graph is observed on all ranks in the same backward.
+// A graph that is the same in every iteration: the first synchronized backward shows how often each parameter's hook
+// fires (more than once under reentrant checkpoints), and the later ones count down. One in which a rank had no batch
+// does not count as the first: the graph is observed on all ranks in the same backward.
 #pragma once
 
 #include <cstddef>

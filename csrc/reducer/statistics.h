@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace syncengine {
 
@@ -34,12 +35,36 @@ constexpr const char* name(CopyReason reason) {
   return "unknown";
 }
 
+// Why a gradient lay where peers do not reach it, or could not be reduced there.
+enum class StageReason : uint8_t {
+  Setting,      // gradient_memory="torch", or an engine without a pool
+  Numerics,     // "ring" scales before it adds
+  Compression,  // what travels is of another dtype
+  Shortage,     // the pool could not grow: Statistics::shortage says why
+  Elsewhere,    // in memory that autograd did not get from the pool
+};
+inline constexpr size_t kStageReasons = 5;
+
+constexpr const char* name(StageReason reason) {
+  switch (reason) {
+    case StageReason::Setting: return "setting";
+    case StageReason::Numerics: return "numerics";
+    case StageReason::Compression: return "compression";
+    case StageReason::Shortage: return "shortage";
+    case StageReason::Elsewhere: return "elsewhere";
+  }
+  return "unknown";
+}
+
 struct Statistics {
   uint64_t backwards = 0;  // synchronized so far; everything below is about the last one
   uint64_t buckets = 0;
   uint64_t reduced_bytes = 0;
   std::array<uint64_t, kCopyReasons> copied_bytes{};
+  std::array<uint64_t, kStageReasons> staged_bytes{};  // of this rank's; a bucket is staged with any of them
+  std::string shortage;
 
+  void count_staged(StageReason reason, size_t bytes) { staged_bytes[static_cast<size_t>(reason)] += bytes; }
   void count_copy(CopyReason reason, size_t bytes) { copied_bytes[static_cast<size_t>(reason)] += bytes; }
 };
 

@@ -56,7 +56,8 @@ void* handle_of(c10::Stream stream) {
   static auto& known = *new std::map<std::pair<int, int64_t>, void*>;  // outlives Python
   const std::pair<int, int64_t> key{stream.device_index(), stream.id()};
   if (auto found = known.find(key); found != known.end()) return found->second;
-  // Another thread may come here meanwhile, since Python code lets go of the GIL: it finds nothing, rather than half an entry.
+  // Another thread may come here meanwhile, since Python code lets go of the GIL: it finds nothing, rather than half an
+  // entry.
   auto wrapped = py::module_::import("torch.cuda")
                      .attr("Stream")(py::arg("stream_id") = stream.id(),
                                      py::arg("device_index") = static_cast<int>(stream.device_index()),
@@ -98,8 +99,8 @@ Queue::Queue(std::shared_ptr<cuda::DeviceGroup> group, c10::Device device)
       side_handle_(handle_of(side_)),
       last_(kDeviceType) {}
 
-// Collectives of a group must run one after the other: what ran before on another stream comes first. Across the edges of a
-// capture that is up to whoever replays it (docs/cuda.md).
+// Collectives of a group must run one after the other: what ran before on another stream comes first. Across the edges
+// of a capture that is up to whoever replays it (docs/cuda.md).
 void Queue::run(const Operation& operation, c10::Stream stream, void* handle) {
   std::lock_guard lock(mutex_);
   const bool capturing = cuda::is_capturing(handle);

@@ -1,8 +1,9 @@
-// The devices of communicators: of each a cuda::DeviceGroup, and torch's streams around it. c10's device-generic classes alone.
+// The devices of communicators: a cuda::DeviceGroup for each, and torch's streams around it. Uses only c10's
+// device-generic classes.
 //
-// Ownership: a communicator's devices live until close_devices(), and keep it alive. Thread-safety: any thread, without the GIL;
-// `interrupted` is called now and then while the host waits, and may throw. Failure: InvalidUsage where there is no CUDA; the
-// communicator's error.
+// Ownership: a communicator's devices live until close_devices(), and keep it alive. Thread-safety: any thread, without
+// the GIL; `interrupted` is called from time to time while the host waits, and may throw. Failure: InvalidUsage without
+// CUDA; the communicator's error.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +21,7 @@
 #include <vector>
 
 #include "cuda/device_group.h"
-#include "engine/communicator.h"
+#include "engine/communicator/communicator.h"
 
 namespace syncengine {
 
@@ -40,8 +41,8 @@ void order_streams(c10::Stream leader, c10::Stream follower);
 // Torch's allocator gives the memory to nobody before `stream` is done with what it has when the tensor is freed.
 void keep_for(c10::Stream stream, const c10::Storage& memory);
 
-// Blocks the host until a collective's end has been recorded in `done` and reached. Past the deadline the communicator is aborted
-// with a Timeout that names `call`. Without the GIL.
+// Blocks the host until a collective's end has been recorded in `done` and reached. Past the deadline the communicator
+// is aborted with a Timeout that names `call`. Without the GIL.
 void wait_on_host(Communicator& communicator, const c10::Event& done, Deadline deadline, const char* call,
                   const Interrupted& interrupted);
 
@@ -75,8 +76,8 @@ class Queue {
 std::shared_ptr<Queue> queue_of(const std::shared_ptr<Communicator>& communicator, c10::Device device,
                                 const Interrupted& interrupted);
 
-// One that nobody else uses, so that what is queued there needs no common order with other collectives: its own words and
-// staging. Free again when the pointer is dropped. Always collective, blocks.
+// One that nobody else uses, so that what is queued there needs no common order with other collectives: its own words
+// and staging. Free again when the pointer is dropped. Always collective, blocks.
 std::shared_ptr<Queue> take_own_queue(const std::shared_ptr<Communicator>& communicator, c10::Device device,
                                       const Interrupted& interrupted);
 

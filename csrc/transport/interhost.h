@@ -23,7 +23,7 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
-#include "transport/device_fabric.h"
+#include "transport/device_transport.h"
 
 namespace syncengine {
 
@@ -72,10 +72,10 @@ class Interhost {
   // What is known to be wrong with `peer`: never before hear() has all that came from it, and its transfers fail with it.
   virtual std::optional<Error> failure(int peer) const = 0;
 
-  // Ends the transfers under way with tags first .. last (one communicator's), here only: no byte of the callers' memory is
-  // touched after it returned. The peer stays well, and so do transfers of other tags: what was half sent goes on from a
+  // Ends the transfers under way with tags first .. last (one communicator's, with `peers` as its members; all of them will do the
+  // same, some time), here only: no byte of the callers' memory is touched after it returned. The peer stays well, and so do transfers of other tags: what was half sent goes on from a
   // copy, what has half arrived goes nowhere.
-  virtual void withdraw(uint64_t first, uint64_t last, const Error& error) = 0;
+  virtual void withdraw(const std::vector<int>& peers, uint64_t first, uint64_t last, const Error& error) = 0;
 
   // Moves bytes until stop(): sleeps when there is nothing to move. `progressed` is called, on this thread and without locks,
   // after transfers ended, a message arrived or a peer failed.
@@ -91,9 +91,9 @@ class Interhost {
 
   // Moves bytes between the devices of `ranks` (of the job, this one among them), where there is something that does: null if not.
   // `name` was not used before, and is the same on these ranks. Collective over them; blocks.
-  virtual bool has_fabric() const { return false; }
-  virtual std::unique_ptr<DeviceFabric> open_fabric(const std::vector<int>&, int /*device*/,
-                                                    const std::string& /*name*/) {
+  virtual bool has_device_transport() const { return false; }
+  virtual std::unique_ptr<DeviceTransport> open_device_transport(const std::vector<int>&, int /*device*/,
+                                                                 const std::string& /*name*/) {
     return nullptr;
   }
 

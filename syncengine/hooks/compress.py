@@ -1,4 +1,4 @@
-"""Gradients that travel in 16 bits."""
+"""Gradients that are averaged in 16 bits."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ class Compress:
 
     Each contribution is divided by the number of ranks in ``dtype``, as torch's compressing hooks do; or, unless
     ``divides_first``, their sum. Registered with a ``Parallel``, the engine does it without calling back into Python;
-    called by anyone else it blocks, over the communicator that is given as ``state``, or the default one.
+    called from elsewhere it blocks, over the communicator that is given as ``state``, or the default one.
     """
 
     def __init__(self, name: str, dtype: torch.dtype, divides_first: bool = True) -> None:

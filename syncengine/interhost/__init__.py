@@ -1,4 +1,4 @@
-"""What connects hosts other than TCP: movers of packets, which the extension drives.
+"""Transports between hosts other than TCP: movers of packets, which the extension drives.
 
 mpi.py      MPI, through mpi4py
 torch.py    a torch.distributed process group
@@ -15,10 +15,16 @@ __all__ = ["open_mover"]
 
 
 def open_mover(
-    interhost: str, rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[bytes], list[bytes]]
+    interhost: str,
+    rank: int,
+    global_ranks: list[int],
+    checksum: bool,
+    silence: float,
+    meet: Callable[[bytes], list[bytes]],
 ) -> Mover:
     """The mover that `interhost` names, for this rank of those that the launcher knows as `global_ranks`.
 
+    `silence`: seconds without a heartbeat after which a rank is lost; MPI has no heartbeats.
     Collective. `meet` is an Exchange, called once it is clear that this rank can take part. Raises InvalidUsage if it
     can't, and what `meet` raises.
     """
@@ -29,5 +35,5 @@ def open_mover(
     if interhost == "torch":
         from syncengine.interhost.torch import open_torch
 
-        return open_torch(rank, global_ranks, checksum, meet)
+        return open_torch(rank, global_ranks, checksum, silence, meet)
     raise InvalidUsage(f"interhost={interhost!r} moves no packets")

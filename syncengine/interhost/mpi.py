@@ -1,10 +1,11 @@
-"""Packets between hosts through MPI: nonblocking calls of mpi4py on a communicator of our own."""
+"""Packets between hosts through MPI: nonblocking calls of mpi4py on a separate communicator."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 from syncengine._C import Mover, python_mover
 from syncengine.errors import InvalidUsage
@@ -12,7 +13,7 @@ from syncengine.errors import InvalidUsage
 _TAG = 21090
 _CANCEL_SECONDS = 0.2
 
-_unfinished: list = []  # requests that could not be ended, and what they use: MPI may touch it until the process ends
+_unfinished: list[Any] = []  # requests that did not end, and what they use: MPI may touch it until the process ends
 
 
 def open_mpi(rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[bytes], list[bytes]]) -> Mover:
@@ -62,13 +63,13 @@ def _check(MPI: ModuleType, rank: int, ranks: int) -> None:
 class MPIMover:
     """What the extension drives: see python_mover in _C.pyi. On one thread, which is not the program's."""
 
-    def __init__(self, MPI: ModuleType, comm) -> None:
+    def __init__(self, MPI: ModuleType, comm: Any) -> None:
         self._mpi, self._comm = MPI, comm
         self._ids: list[int] = []
-        self._requests: list = []  # of each id
+        self._requests: list[Any] = []  # of each id
 
     def step(self, posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]:
-        """Posts packets (id, peer, whether it is sent, memory); says which have ended, with an error or ""."""
+        """Posts packets (id, peer, whether it is sent, memory); returns which have completed, with an error or ""."""
         if self._mpi.Is_finalized():
             raise RuntimeError("MPI was finalized: call syncengine.shutdown() before MPI.Finalize()")
         ends = []
@@ -83,7 +84,7 @@ class MPIMover:
         return ends + self._test()
 
     def close(self, in_order: bool) -> None:
-        """Nothing is asked for any more. What MPI can't be stopped from doing may go on: the memory stays."""
+        """No call follows. Requests that MPI can't cancel may go on: their memory stays allocated."""
         if self._mpi.Is_finalized():
             return
         if in_order:
@@ -114,7 +115,7 @@ class MPIMover:
         return ends
 
     def _test_each(self) -> dict[int, str]:
-        """Which requests have ended, when some have failed."""
+        """Which requests have completed, when some have failed."""
         ended = {}
         for index, request in enumerate(self._requests):
             try:

@@ -1,6 +1,7 @@
 """Packets between hosts through torch.distributed, and CUDA tensors by its NCCL.
 
-All ranks use a process group of our own, like the default one; some of them, the default one, with tags of our own.
+For all ranks a separate process group is used, made like the default one; for some of them the default one, with
+separate tags.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend as C10dBackend
 
 from syncengine._C import Backend, Mover, has_cuda, torch_mover
 from syncengine.errors import InvalidUsage
@@ -24,7 +27,9 @@ _FIRST_TAG, _TAGS = 21090, 10_000
 _next_tag = 0
 
 
-def open_torch(rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[bytes], list[bytes]]) -> Mover:
+def open_torch(
+    rank: int, global_ranks: list[int], checksum: bool, silence: float, meet: Callable[[bytes], list[bytes]]
+) -> Mover:
     """See open_mover."""
     global _next_tag
     backend = _backend()
@@ -47,7 +52,7 @@ def open_torch(rank: int, global_ranks: list[int], checksum: bool, meet: Callabl
         group = dist.new_group(backend=backend)
         closed = functools.partial(_destroy, group)
     tag = _FIRST_TAG + number % _TAGS
-    return torch_mover(group, global_ranks, tag, closed, f"torch.distributed, {backend}", checksum, open_nccl)
+    return torch_mover(group, global_ranks, tag, closed, f"torch.distributed, {backend}", checksum, silence, open_nccl)
 
 
 def _nothing() -> None:
@@ -80,7 +85,7 @@ def _backend() -> str:
     return backend.name()
 
 
-def _backend_for(kind: str) -> dist.distributed_c10d.Backend | None:
+def _backend_for(kind: str) -> C10dBackend | None:
     """What the default group moves tensors of a kind of device by."""
     group, device = dist.distributed_c10d._get_default_group(), torch.device(kind)
     if device not in group._device_types:
@@ -89,9 +94,7 @@ def _backend_for(kind: str) -> dist.distributed_c10d.Backend | None:
     return getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
 
 
-def _nccl_opener(
-    rank: int, global_ranks: list[int]
-) -> Callable[[list[int], str], dist.distributed_c10d.Backend] | None:
+def _nccl_opener(rank: int, global_ranks: list[int]) -> Callable[[list[int], str], C10dBackend] | None:
     """What makes groups of NCCL for CUDA tensors; None if the default group has none, or this build no CUDA side.
 
     Not by new_group: that registers them, so that destroy_process_group() without arguments would end them, and where
@@ -102,12 +105,12 @@ def _nccl_opener(
         return None
     nccl, store = dist.ProcessGroupNCCL, dist.distributed_c10d._get_default_store()
 
-    def open_nccl(ranks: list[int], name: str) -> dist.distributed_c10d.Backend:
+    def open_nccl(ranks: list[int], name: str) -> C10dBackend:
         options = nccl.Options()
         options._timeout = timedelta(days=1)  # the engine has deadlines of its own
         options.is_high_priority_stream = True
         options.global_ranks_in_group = [global_ranks[member] for member in ranks]
-        options.group_name = f"syncengine-{name}"
+        options.group_name = cast("dist.distributed_c10d.GroupName", f"syncengine-{name}")
         with _errors_left_to_us():
             return nccl(dist.PrefixStore(options.group_name, store), ranks.index(rank), len(ranks), options)
 
@@ -116,7 +119,7 @@ def _nccl_opener(
 
 @contextlib.contextmanager
 def _errors_left_to_us() -> Iterator[None]:
-    """NCCL's own watchdog ends the process where a peer is lost, unless this says otherwise when its group is made."""
+    """NCCL's own watchdog ends the process when a peer is lost, unless this is set when its group is made."""
     name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
     if name in os.environ:
         yield

@@ -1,6 +1,6 @@
 """How this process was started, and how it reaches the other ranks before there is a communicator.
 
-find_launch -> Launch                      who am I (environment.py, slurm.py)
+find_launch -> Launch                      this process's rank (environment.py, slurm.py)
 open_exchange(launch) -> bytes to all      meet the others (store.py, mpi.py)
 """
 
@@ -28,11 +28,15 @@ class Exchange(Protocol):
         """Blocks until every rank has made the same call."""
 
     def fail(self, error: BaseException) -> None:
-        """Tells the others that `error` keeps this rank away: they raise Aborted, or the error if it is theirs too."""
+        """Tells the others that this rank has failed with `error`: they raise Aborted, or the error if it is theirs
+        too."""
+
+    def superseded(self) -> bool:
+        """Whether a rank is known to have opened the next exchange of these ranks. Does not wait."""
 
 
 def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
-    """An initialised torch.distributed wins over all variables: the user has said who is who."""
+    """An initialised torch.distributed takes precedence over all variables: the user has set the ranks there."""
     if dist.is_available() and dist.is_initialized():
         return Launch("torch.distributed", dist.get_rank(), dist.get_world_size())
     return detect(environ)
@@ -41,7 +45,7 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
 def open_exchange(
     launch: Launch, timeout: float, log_after: float, environ: Mapping[str, str] = os.environ
 ) -> Exchange:
-    """The way to the other ranks of `launch`, of which there must be some.
+    """The exchange with the other ranks of `launch`, which has at least two.
 
     Every call waits at most `timeout` seconds and raises Timeout naming the ranks that did not arrive; after
     `log_after` seconds one line is logged. Raises InvalidUsage if the way can't be opened on this rank.

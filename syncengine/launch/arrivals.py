@@ -1,4 +1,4 @@
-"""Waiting for the other ranks at start: with a deadline, interruptible, and never silent about whom it waits for."""
+"""Waiting for the other ranks at start: with a deadline, interruptible, and logging which ranks are missing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 
-from syncengine import errors
 from syncengine.errors import Aborted, InvalidUsage, SyncError, Timeout
 
 logger = logging.getLogger("syncengine")
@@ -40,7 +39,7 @@ def wait_for_ranks(
         pause = min(pause * 1.5, _LONGEST)
 
 
-def farewell(rank: int, error: BaseException) -> bytes:
+def failure_notice(rank: int, error: BaseException) -> bytes:
     """What a rank that fails in init tells the others."""
     if isinstance(error, SyncError) and not isinstance(error, InvalidUsage):  # about other ranks: theirs as well
         kind, text = type(error).__name__, str(error)
@@ -49,10 +48,12 @@ def farewell(rank: int, error: BaseException) -> bytes:
     return f"{kind} {text}".encode()[:4096]
 
 
-def as_error(farewell: bytes) -> SyncError:
+def as_error(failure_notice: bytes) -> SyncError:
     """What the others raise then."""
-    kind, _, text = farewell.decode(errors="replace").partition(" ")
-    return getattr(errors, kind)(text)
+    kind, _, text = failure_notice.decode(errors="replace").partition(" ")
+    kinds: list[type[SyncError]] = [SyncError, *SyncError.__subclasses__()]
+    known = {error.__name__: error for error in kinds}
+    return known[kind](text) if kind in known else Aborted(f"another rank failed in init: {kind} {text}")
 
 
 def name_ranks(ranks: set[int]) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 from types import ModuleType
+from typing import Any
 
 from syncengine.errors import InvalidUsage
-from syncengine.launch.arrivals import as_error, farewell, wait_for_ranks
+from syncengine.launch.arrivals import as_error, failure_notice, wait_for_ranks
 
 MAX_PAYLOAD = 64 * 1024  # bytes; addresses and settings are far smaller
 
@@ -16,13 +17,13 @@ MAX_PAYLOAD = 64 * 1024  # bytes; addresses and settings are far smaller
 _FIRST_TAG, _EXCHANGES = 21091, 5000
 _opened = itertools.count()
 
-_unfinished: list = []  # sends that nobody waits for: MPI may read their buffers until the process ends
+_unfinished: list[Any] = []  # sends that nobody waits for: MPI may read their buffers until the process ends
 _failed_tags: set[int] = set()  # of exchanges that failed here, whose messages may still come
 
 
-def _next_tags() -> tuple[int, int]:
-    """For addresses and for failures of the next exchange: the n-th on one rank meets the n-th on all others."""
-    tag = _FIRST_TAG + 2 * (next(_opened) % _EXCHANGES)
+def _tags(number: int) -> tuple[int, int]:
+    """For addresses and for failures of the exchange with this number: the n-th on one rank meets the n-th on all."""
+    tag = _FIRST_TAG + 2 * (number % _EXCHANGES)
     return tag, tag + 1
 
 
@@ -39,7 +40,7 @@ def _load(started_as: str) -> ModuleType:
 
 def world_size(started_as: str) -> int:
     """COMM_WORLD's size, for launchers that tell only a rank; `started_as` names the variable for errors."""
-    return _load(started_as).COMM_WORLD.Get_size()
+    return int(_load(started_as).COMM_WORLD.Get_size())
 
 
 class MPIExchange:
@@ -51,7 +52,9 @@ class MPIExchange:
         self._comm = self._mpi.COMM_WORLD
         self._rank, self._peers = rank, [peer for peer in range(world_size) if peer != rank]
         self._timeout, self._log_after = timeout, log_after
-        self._tag, self._failed = _next_tags()
+        number = next(_opened)
+        self._tag, self._failed = _tags(number)
+        self._tags_of_next = _tags(number + 1)
         really = self._comm.Get_rank(), self._comm.Get_size()
         if really != (rank, world_size):
             raise InvalidUsage(
@@ -95,19 +98,23 @@ class MPIExchange:
         self._clear_away()
         return [values[peer] for peer in sorted(values)]
 
+    def superseded(self) -> bool:
+        """See Exchange."""
+        return not self._mpi.Is_finalized() and any(self._comm.Iprobe(tag=tag) for tag in self._tags_of_next)
+
     def fail(self, error: BaseException) -> None:
         """Makes the others' waits end with this rank's error."""
-        payload = farewell(self._rank, error)
+        payload = failure_notice(self._rank, error)
         self._leave_behind(
             self._comm.Isend([payload, self._mpi.BYTE], dest=peer, tag=self._failed) for peer in self._peers
         )
 
-    def _leave_behind(self, sends: Iterable) -> None:
+    def _leave_behind(self, sends: Iterable[Any]) -> None:
         _unfinished.extend(sends)
         _failed_tags.update((self._tag, self._failed))
 
     def _clear_away(self) -> None:
-        """Takes what earlier exchanges left behind. It has come: each rank sent it before its part of this one."""
+        """Receives what earlier exchanges have left. It has arrived: each rank sent it before its part of this one."""
         for tag in _failed_tags:
             while self._comm.Iprobe(tag=tag):
                 self._comm.Recv([bytearray(MAX_PAYLOAD), self._mpi.BYTE], tag=tag)

@@ -1,4 +1,4 @@
-"""What Slurm's variables say beyond a rank: the step, the tasks of this node, and where rank 0 runs."""
+"""What Slurm's variables say besides the rank: the step, the tasks of this node, and where rank 0 runs."""
 
 from __future__ import annotations
 

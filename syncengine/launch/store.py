@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from syncengine.errors import InvalidUsage, PeerLost
-from syncengine.launch.arrivals import as_error, farewell, name_ranks, wait_for_ranks
+from syncengine.launch.arrivals import as_error, failure_notice, name_ranks, wait_for_ranks
 
 MAX_PAYLOAD = 64 * 1024  # bytes; addresses and settings are far smaller
 
@@ -82,7 +82,9 @@ class StoreExchange:
         with _lost_store_as_lost_peer(self._rank, set(self._names)):
             # Every rank opens its n-th exchange over this store: n makes the keys this one's own, also after shutdown.
             number = store.add(f"syncengine/opened/{rank}", 1)
-        self._store = dist.PrefixStore(f"syncengine/{number}", store)
+            self._store = dist.PrefixStore(f"syncengine/{number}", store)
+            self._next = dist.PrefixStore(f"syncengine/{number + 1}", store)
+            self._store.set("opened", b"")  # type: ignore[arg-type] # bytes are what it takes
 
     def __call__(self, payload: bytes) -> list[bytes]:
         """See Exchange."""
@@ -99,7 +101,7 @@ class StoreExchange:
             return {peer for peer in peers if self._store.check([keys[peer]])}
 
         with _lost_store_as_lost_peer(self._rank, missing):
-            self._store.set(keys[self._rank], payload)
+            self._store.set(keys[self._rank], payload)  # type: ignore[arg-type]
             wait_for_ranks(missing, arrived, self._what, self._timeout, self._log_after)
             values = {name: self._store.get(key) for name, key in keys.items()}
         for peer, value in values.items():
@@ -107,11 +109,17 @@ class StoreExchange:
                 raise InvalidUsage(f"rank {peer} sent {len(value)} bytes, more than the exchange's {MAX_PAYLOAD}")
         return list(values.values())
 
+    def superseded(self) -> bool:
+        """See Exchange."""
+        with contextlib.suppress(dist.DistError):  # no store, no other exchange
+            return self._next.check(["opened"])
+        return False
+
     def fail(self, error: BaseException) -> None:
         """Makes the others' waits, now and later, end with this rank's error. The first one counts."""
         with contextlib.suppress(dist.DistError):  # the store is gone, and the others have noticed
             if not self._store.check(["failed"]):
-                self._store.set("failed", farewell(self._rank, error))
+                self._store.set("failed", failure_notice(self._rank, error))  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

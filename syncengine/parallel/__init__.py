@@ -1,4 +1,4 @@
-"""``Parallel``, the wrapper around a model: its face (wrapper.py), and what it is made of."""
+"""``Parallel``, the wrapper around a model: its interface (wrapper.py), and its parts."""
 
 from syncengine.parallel.wrapper import Parallel
 

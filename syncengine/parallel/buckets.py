@@ -19,7 +19,7 @@ class BucketPlanner:
     """Plans the buckets of one model.
 
     In ``rank_order`` the bits do not depend on the plan, so it is the fastest: buckets small enough to be reduced
-    while their gradients are still in the cache. In ``ring`` they do, and it is DDP's own timeline; so it is for a
+    while their gradients are still in the cache. In ``ring`` they do, so the plans are DDP's; so they are for a
     communication hook, which sees the buckets.
     """
 
@@ -85,8 +85,8 @@ class BucketPlanner:
     def _assign(self, order: Sequence[int], caps: Sequence[int]) -> Plan:
         """Cuts ``order`` into buckets of one dtype, each closed as soon as it holds its cap.
 
-        In the order in which they fill. torch has that of a hash table, for what its caps have left open: one that
-        depends on the number of the device, and so on the rank.
+        Buckets are in the order in which they fill. torch puts those below their caps in the order of a hash table,
+        which depends on the device's number, and so on the rank.
         """
         tensors = [self.parameters[i] for i in order]
         sparse = [self.sparse[i] for i in order]

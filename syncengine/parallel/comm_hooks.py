@@ -1,4 +1,4 @@
-"""The part of ``Parallel`` that takes hooks: on gradients and on buffers, and optimizers that step in backward."""
+"""The part of ``Parallel`` for hooks: on gradients and on buffers, and optimizers that step in backward."""
 
 import inspect
 import warnings
@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from syncengine._C import Communicator, Reducer
 from syncengine.errors import InvalidUsage
 from syncengine.hooks import Compress
+from syncengine.parallel.logging import Logger
+from syncengine.parallel.model import Model
 from syncengine.parallel.optimizers import fuse_optimizer
 from syncengine.parallel.refusal import warn_of_find_unused
 
@@ -27,15 +27,13 @@ _RETURN_ANNOTATIONS = (
 )
 
 
-class CommHooks(DistributedDataParallel):
+class CommHooks(Model):
     """To be inherited from."""
 
-    communicator: Communicator
-    reducer: Reducer  # if `_reduces`
-    _reduces: bool
+    logger: Logger
 
     def register_comm_hook(self, state: Any, hook: Hook) -> None:
-        """Lets ``hook(state, bucket)`` do what the all-reduce does otherwise, as in DDP: also with torch's own hooks.
+        """Calls ``hook(state, bucket)`` instead of the all-reduce, as in DDP; torch's own hooks work.
 
         Each ``bucket`` is a ``torch.distributed.GradBucket`` with this rank's gradients in one flat tensor; the hook
         returns a future of what they become. It is called on every rank in the same order of buckets. What it raises
@@ -51,7 +49,7 @@ class CommHooks(DistributedDataParallel):
         self._install_hook(state, hook)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
-        """DDP's two native hooks, which go over the engine here."""
+        """DDP's two native hooks, done by the engine."""
         if not isinstance(comm_hook_type, dist.BuiltinCommHookType):
             raise TypeError(f"a dist.BuiltinCommHookType is needed, not {comm_hook_type!r}")
         self._install_hook(None, comm_hook_type)
@@ -67,7 +65,7 @@ class CommHooks(DistributedDataParallel):
             self.reducer.set_compression(hook.dtype, hook.divides_first)
         else:
             self.reducer.set_comm_hook(state, hook)
-            self._set_planner(follows_ddp=True)  # the hook sees the buckets
+            self._set_planner(True)  # the hook sees the buckets
         self._comm_hooks.append((hook, state))
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", str(hook)))
 

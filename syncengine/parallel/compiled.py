@@ -1,8 +1,8 @@
-"""torch.compile over and under the wrapper: the module is compiled, the wrapper's own code runs as it is.
+"""torch.compile outside and inside the wrapper: the module is compiled, the wrapper's own code runs as it is.
 
-Dynamo would trace whatever Python code a compiled call reaches: to no use in the wrapper, whose work is done in C++ and
-in collectives, and at the price of a graph break at each of them. So forward turns dynamo off for itself, and on again
-for the module.
+Dynamo would trace all Python code that a compiled call reaches. In the wrapper, whose work is done in C++ and in
+collectives, that would gain nothing, and cost a graph break at each of them. So forward turns dynamo off for itself,
+and on again for the module.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+
+from syncengine.parallel.refusal import warn_of_wrapper_around
 
 # Not torch.compiler.disable: that imports all of dynamo, for seconds, also where nothing is compiled.
 _eval_frame = torch._C._dynamo.eval_frame
@@ -42,9 +44,10 @@ def not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
             _caller.callback = outer
 
     skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
-    _eval_frame.set_code_exec_strategy(run.__code__, skip)
-    run._torchdynamo_disable = True
-    run._torchdynamo_disable_msg = "syncengine.Parallel.forward runs as it is; its module is compiled"
+    marked: Any = run
+    _eval_frame.set_code_exec_strategy(marked.__code__, skip)
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = "syncengine.Parallel.forward runs as it is; its module is compiled"
     return run
 
 
@@ -55,6 +58,8 @@ def call_module(wrapper: DistributedDataParallel, inputs: tuple[Any, ...], kwarg
     """
     outer = DistributedDataParallel._active_ddp_module
     if wrapper._reduces:
+        if outer is not None:
+            warn_of_wrapper_around(outer, wrapper)
         DistributedDataParallel._active_ddp_module = wrapper
     _eval_frame.set_eval_frame(_caller.callback)
     try:

@@ -1,4 +1,4 @@
-"""Where a module lies: one device, a CPU or a CUDA device; and what can't be done there."""
+"""Which device a module is on, a CPU or a CUDA device; and what can't be done there."""
 
 from __future__ import annotations
 

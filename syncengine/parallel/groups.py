@@ -1,4 +1,4 @@
-"""Which ranks a model is trained on: what the user may pass, as a communicator and as what tools expect to read."""
+"""Which ranks a model is trained on: from what the user passes to a communicator, and to what tools expect to read."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import torch
 import torch.distributed as dist
 
 from syncengine._C import Communicator
-from syncengine.communicator import group_communicator, init, is_initialized
+from syncengine.communicator import default_communicator, group_communicator, init, is_initialized
 from syncengine.errors import InvalidUsage
 from syncengine.groups import backend_communicator
 
 Group = Communicator | dist.ProcessGroup
 
 
-def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Communicator, Group]:
+def resolve_group(process_group: Group | None, device_mesh: Any, together: bool = True) -> tuple[Communicator, Group]:
     """The communicator, and the value of the attribute ``process_group``.
 
     That is a torch process group wherever there is one, since tools ask ``dist.get_rank(model.process_group)``.
+    ``together``: all ranks call this, so a communicator that has failed is replaced; otherwise it is kept.
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -33,7 +34,7 @@ def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Commun
         communicator = backend_communicator(group)
         if communicator is not None:
             return communicator, group
-    communicator = init()
+    communicator = init() if together or not is_initialized() else default_communicator()
     return communicator, _default_group(communicator) or communicator
 
 

@@ -1,99 +1,41 @@
-"""Uneven inputs: a rank that has run out of batches takes part in what the others do, until nobody has any left.
-
-Before each forward inside a join context all ranks tell each other in one small all-gather what they are going to do,
-so that those who have joined can match the others' collectives: a new bucket plan, buffers, gradients.
-"""
+"""Uneven inputs: a rank that has run out of batches takes part in what the others do, until nobody has any left."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook, _JoinConfig
-from torch.nn.parallel import DistributedDataParallel
 
 from syncengine._C import Communicator
-from syncengine.errors import InvalidUsage, Mismatch
+from syncengine.errors import InvalidUsage, SyncError
+from syncengine.parallel.model import Model
+from syncengine.parallel.rounds import Intent, Round, tell
 
 _MANY = 1000  # forwards without this rank, after which it warns; as torch
 
 
-class Intent(NamedTuple):
-    """What one rank does next. All numbers, for the all-gather."""
+def leave(model: Model, error: Exception) -> None:
+    """Tells the others that ``error`` has ended this rank's part, so that they don't wait for it.
 
-    trains: float  # has a batch: 1 or 0, as the next three
-    synchronizes: float = 0.0
-    plans: float = 0.0  # wants a new bucket plan
-    sends_buffers: float = 0.0
-    weight: float = -1.0  # of its gradients; none if negative
-
-
-class Round(NamedTuple):
-    """What all ranks do next."""
-
-    intents: Sequence[Intent]
-    members: Sequence[int]  # what messages call the ranks
-
-    @property
-    def training(self) -> list[int]:
-        """The ranks that have a batch."""
-        return [rank for rank, intent in enumerate(self.intents) if intent.trains]
-
-    @property
-    def synchronizes(self) -> bool:
-        """Whether backward averages."""
-        return any(intent.synchronizes for intent in self.intents)
-
-    @property
-    def plans(self) -> bool:
-        """Whether there is a new bucket plan first."""
-        return any(intent.plans for intent in self.intents)
-
-    @property
-    def buffers_from(self) -> int | None:
-        """The rank whose buffers all get: as in DDP, the last that has a batch."""
-        return self.training[-1] if any(intent.sends_buffers for intent in self.intents) else None
-
-    @property
-    def weights(self) -> list[float] | None:
-        """Of each rank; zero of those that have no batch. None if nobody gave any."""
-        weights = [intent.weight if intent.trains else 0.0 for intent in self.intents]
-        return None if min(weights) < 0 else weights
-
-    def check(self) -> None:
-        """Raises ``Mismatch`` if those that have a batch do not do the same."""
-        first, *others = self.training
-        for rank in others:
-            for field, does, does_not in (
-                ("synchronizes", "synchronizes its gradients", "does not (no_sync?)"),
-                ("sends_buffers", "synchronizes its buffers", "does not (forward_sync_buffers?)"),
-                ("weight", "called weight()", "did not"),
-            ):
-                here, there = (float(getattr(self.intents[r], field)) for r in (rank, first))
-                if field == "weight":
-                    here, there = float(here >= 0), float(there >= 0)
-                if here != there:
-                    one, other = (rank, first) if here else (first, rank)
-                    raise Mismatch(
-                        f"in join(), rank {self.members[one]} {does}, but rank {self.members[other]} {does_not}: do "
-                        "the same on every rank that has a batch"
-                    )
+    They learn of it in their next all-gather, between two steps; in the middle of a step they wait for gradients,
+    so the communicator fails.
+    """
+    communicator = model.communicator
+    rank = communicator.global_ranks[communicator.rank]
+    text = f"rank {rank} raised in join() of Parallel({type(model.module).__name__}): {type(error).__name__}: {error}"
+    with contextlib.suppress(SyncError):  # the communicator has failed already: they know
+        if model._is_inside_step():
+            communicator.abort(text)
+        else:
+            tell(communicator, Intent(trains=0.0, leaves=1.0), text)
 
 
-def tell(communicator: Communicator, intent: Intent) -> Round:
-    """Collective: what all ranks do next, this one ``intent``."""
-    own = torch.tensor(intent, dtype=torch.float64)
-    everyone = torch.empty(communicator.size * own.numel(), dtype=torch.float64)
-    communicator.all_gather(everyone, own)
-    intents = [Intent(*row) for row in everyone.view(communicator.size, -1).tolist()]
-    return Round(intents, communicator.global_ranks)
-
-
-def shadow(model: DistributedDataParallel, current: Round) -> None:
+def shadow(model: Model, current: Round) -> None:
     """Does on a rank that has joined what the collectives of the others' forward and backward need."""
     current.check()
     if current.plans:
@@ -111,8 +53,7 @@ def shadow(model: DistributedDataParallel, current: Round) -> None:
 class ParallelJoinHook(JoinHook):
     """What torch's ``Join`` calls on a rank that has joined."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        model.logger._set_uneven_input_join()
+    def __init__(self, model: Model) -> None:
         self._model = model
 
     def main_hook(self) -> None:
@@ -128,21 +69,25 @@ class ParallelJoinHook(JoinHook):
 class UnevenInputs:
     """The context of ``Parallel.join``: torch's ``Join`` for one model, over the model's own communicator."""
 
-    def __init__(self, model: DistributedDataParallel, enable: bool, throw_on_early_termination: bool) -> None:
-        model.logger._set_uneven_input_join()
+    def __init__(self, model: Model, enable: bool, throw_on_early_termination: bool) -> None:
         self._model = model
         self._throws = throw_on_early_termination
         self._config = _JoinConfig(enable, throw_on_early_termination, is_first_joinable=False)
 
     def __enter__(self) -> None:
         self._model._join_config = self._config
+        self._model._join_is_over = False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._model._join_config = _JoinConfig.construct_disabled_join_config()
-        if self._config.enable and kind is None and self._model._reduces:
+        if not self._config.enable or not self._model._reduces:
+            return
+        if kind is None:
             self._follow()
+        elif isinstance(error, Exception) and not self._model._join_is_over:
+            leave(self._model, error)
 
     def _follow(self) -> None:
         """Follows the others until they have joined, too."""
@@ -168,7 +113,7 @@ class UnevenInputs:
 
 
 def check_torch_join(process_group: Any) -> None:
-    """Raises ``InvalidUsage`` where torch's ``Join`` can't work: it talks over a torch process group of its own."""
+    """Raises ``InvalidUsage`` where torch's ``Join`` can't work: it communicates over its own torch process group."""
     if not isinstance(process_group, dist.ProcessGroup):
         raise InvalidUsage(
             "torch's Join needs a torch process group: pass one as process_group (or None, with torch.distributed "
@@ -178,6 +123,7 @@ def check_torch_join(process_group: Any) -> None:
 
 def common_rank(communicator: Communicator, candidate: bool) -> int:
     """The last rank that is a candidate; the last of all if there is none."""
-    own = torch.tensor([communicator.rank if candidate else -1])
+    own = torch.tensor([communicator.rank if candidate else -1], dtype=torch.int64, device="cpu")
     communicator.all_reduce(own, "max")
-    return own.item() if own.item() >= 0 else communicator.size - 1
+    last = int(own.item())
+    return last if last >= 0 else communicator.size - 1

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+
+from syncengine.errors import InvalidUsage
+from syncengine.parallel.model import Model
 
 _ENVIRONMENT = {
     "master_addr": "MASTER_ADDR",
@@ -22,26 +24,44 @@ _DTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10:
 
 
 class Logger:
-    """Gives a model's logging data, and notes what tools tell it."""
+    """Provides a model's logging data, and records what tools report to it."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: Model) -> None:
         self._model = weakref.ref(model)
         self._strings: dict[str, str] = {}
         self._numbers: dict[str, int] = {}
+        self._forwards = 0  # that synchronize
+        self._sample_rate = 100
 
     def _get_ddp_logging_data(self) -> SimpleNamespace:
         """``strs_map`` and ``ints_map``, as torch's."""
         model = self._model()
+        if model is None:
+            raise InvalidUsage("the Parallel of this logger is gone: keep the model as long as you use its logger")
         strings, numbers = _construction(model)
         if model._reduces:
             _add_runtime(model, strings, numbers)
             numbers.update(_times(model.reducer.timeline()))
+            if text := _error_of(model):
+                strings["error"], numbers["has_error"] = text, 1
+                self._numbers["iteration"] = self._forwards
         return SimpleNamespace(strs_map={**strings, **self._strings}, ints_map={**numbers, **self._numbers})
 
     def set_error_and_log(self, text: str) -> None:
         """Notes an error."""
         self._strings["error"] = text
         self._numbers["has_error"] = 1
+        self._numbers["iteration"] = self._forwards
+
+    def note_forward(self) -> None:
+        """Before each that synchronizes. As DDP: ``iteration`` is how many there were before the last one timed."""
+        before = self._forwards
+        self._forwards = before + 1
+        if 0 < before <= 10 or (before and before % self._sample_rate == 0):
+            self._numbers["iteration"] = before
+
+    def _set_sample_rate(self, rate: int) -> None:
+        self._sample_rate = rate
 
     def _set_uneven_input_join(self) -> None:
         self._numbers["join_uneven_inputs"] = 1
@@ -53,7 +73,13 @@ class Logger:
         self._strings["comm_hook"] = name
 
 
-def _construction(model: DistributedDataParallel) -> tuple[dict[str, str], dict[str, int]]:
+def _error_of(model: Model) -> str:
+    """Also of a backward, in autograd's hands."""
+    error = model.communicator.exception()
+    return model.reducer.last_error() if error is None else f"{type(error).__name__}: {error}"
+
+
+def _construction(model: Model) -> tuple[dict[str, str], dict[str, int]]:
     parameters = [p for p in model._module_parameters if p.requires_grad]
     group = model.process_group
     strings = {
@@ -82,13 +108,12 @@ def _construction(model: DistributedDataParallel) -> tuple[dict[str, str], dict[
     return strings, numbers
 
 
-def _add_runtime(model: DistributedDataParallel, strings: dict[str, str], numbers: dict[str, int]) -> None:
+def _add_runtime(model: Model, strings: dict[str, str], numbers: dict[str, int]) -> None:
     statistics = model.reducer.statistics()
     parameters = model._module_parameters
     sizes = [sum(parameters[i].nbytes for i in bucket) for bucket in model._plan or ()]
     prefix = "rebuilt_" if model._has_rebuilt_buckets else ""
     strings[f"{prefix}bucket_sizes"] = ", ".join(map(str, sizes))
-    numbers["iteration"] = statistics["backwards"]
     numbers["num_buckets_reduced"] = statistics["buckets"]
     numbers["has_rebuilt_buckets"] = int(model._has_rebuilt_buckets)
     numbers["unused_parameter_size"] = statistics["copied_bytes"].get("unused", 0)
@@ -96,7 +121,7 @@ def _add_runtime(model: DistributedDataParallel, strings: dict[str, str], number
     if order:
         strings["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
     if model._has_rebuilt_buckets:
-        buckets = (" ".join(map(str, bucket)) for bucket in model._plan)
+        buckets = (" ".join(map(str, bucket)) for bucket in model._plan or ())
         strings["rebuilt_per_bucket_param_indices"] = ", ".join(buckets)
 
 

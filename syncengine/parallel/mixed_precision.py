@@ -1,12 +1,13 @@
 """DDP's ``mixed_precision``: forward and backward in a smaller dtype, parameters, ``.grad`` and optimizer in their own.
 
-DDP exchanges the memory behind each parameter, from forward to somewhere in backward. Here parameters stay what they
-are: modules see casts of them while they are called, through which autograd takes gradients back. So accumulated
-gradients keep their dtype, a forward without a backward leaves nothing behind, and it works on CPUs.
+DDP replaces the memory of each parameter, from forward until some point in backward. Here parameters do not change:
+modules see casts of them while they are called, and autograd carries gradients back through the casts. So accumulated
+gradients keep their dtype, a forward without a backward has no effect, and it works on CPUs.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.utils import _cast_forward_inputs
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.utils.hooks import RemovableHandle
 
 from syncengine.errors import InvalidUsage
 from syncengine.hooks import Compress
@@ -22,7 +24,7 @@ _COMPRESSED = (torch.float16, torch.bfloat16)
 
 
 class MixedPrecision:
-    """What the settings make of one module. Raises ``InvalidUsage``, before anything is changed, if they can't hold."""
+    """Applies the settings to one module. Raises ``InvalidUsage``, before anything is changed, if they can't be met."""
 
     def __init__(self, settings: _MixedPrecision, module: nn.Module) -> None:
         _check(settings)
@@ -31,6 +33,8 @@ class MixedPrecision:
         self._ignored = {tensor for name, tensor in named if name in ignored}
         self.dtype: torch.dtype | None = settings.param_dtype
         self.compress = _compression(settings, filter(self._takes_part, module.parameters()))
+        self._casts = True
+        self._handles: list[RemovableHandle] = []
         self._calls: list[nn.Module] = []  # of modules, the outermost first
         self._hidden: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # behind casts during the outermost call
         for buffer in module.buffers():
@@ -38,8 +42,20 @@ class MixedPrecision:
                 buffer.data = buffer.to(settings.buffer_dtype)
         if self.dtype is not None:
             for submodule in module.modules():
-                submodule.register_forward_pre_hook(self._enter, prepend=True)
-                submodule.register_forward_hook(self._leave, always_call=True)
+                self._handles.append(submodule.register_forward_pre_hook(self._enter, prepend=True))
+                self._handles.append(submodule.register_forward_hook(self._leave, always_call=True))
+
+    def go_with(self, wrapper: nn.Module) -> None:
+        """Casts the module as long as ``wrapper`` exists; a copy of it only once this is called for the copy, too."""
+        self._casts = True
+        weakref.finalize(wrapper, self._remove_hooks).atexit = False
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_casts": False}
 
     def cast_inputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Floating-point tensors, also in containers, get ``param_dtype``."""
@@ -51,6 +67,8 @@ class MixedPrecision:
 
     # The outermost call is the wrapper's; or, where a checkpoint is recomputed, that of a part of the model.
     def _enter(self, module: nn.Module, _inputs: Any) -> None:
+        if not self._casts:
+            return
         self._calls.append(module)
         if len(self._calls) == 1:
             self._hide_behind_casts(module)
@@ -68,13 +86,14 @@ class MixedPrecision:
     def _hide_behind_casts(self, module: nn.Module) -> None:
         casts: dict[int, torch.Tensor] = {}  # a shared parameter has one, which adds up its gradients
         for submodule in module.modules():
-            for name, parameter in submodule._parameters.items():
+            parameters: dict[str, Any] = submodule._parameters
+            for name, parameter in parameters.items():
                 if parameter is None or parameter.dtype == self.dtype or not self._takes_part(parameter):
                     continue
                 if id(parameter) not in casts:
                     casts[id(parameter)] = parameter.to(self.dtype)
-                self._hidden.append((submodule._parameters, name, parameter))
-                submodule._parameters[name] = casts[id(parameter)]
+                self._hidden.append((parameters, name, parameter))
+                parameters[name] = casts[id(parameter)]
         _renew_flat_weights(module)
 
 
@@ -96,7 +115,7 @@ def _check(settings: Any) -> None:
 
 
 def _compression(settings: _MixedPrecision, parameters: Iterable[nn.Parameter]) -> Compress | None:
-    """How gradients travel: None where they do in the parameters' own dtype."""
+    """The compression of gradients; None if they are averaged in the parameters' own dtype."""
     dtype = settings.reduce_dtype or settings.param_dtype
     own = {parameter.dtype for parameter in parameters if parameter.requires_grad}
     if dtype is None or own <= {dtype}:

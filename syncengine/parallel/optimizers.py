@@ -1,19 +1,13 @@
 """Optimizers that step in backward, each parameter as soon as its gradient is averaged."""
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-
-class Model(Protocol):
-    """What is needed of a ``Parallel`` here."""
-
-    _module_parameters: list[torch.nn.Parameter]
-    _backward_steps: list[Callable[[torch.nn.Parameter], Any]]
-
-    def _has_averaged(self) -> bool: ...
+from syncengine.parallel.model import Model
 
 
 def step_after_reduction(
@@ -25,7 +19,7 @@ def step_after_reduction(
     index = len(steps)
     steps.append(step)
 
-    def hook(parameter: torch.Tensor) -> None:
+    def hook(parameter: torch.nn.Parameter) -> None:
         owner = weak()
         if owner is not None and owner._has_averaged():
             owner._backward_steps[index](parameter)
@@ -56,20 +50,27 @@ def fuse_optimizer(
 
 
 def adopt_optimizers(model: Model) -> None:
-    """Lets the optimizers of torch's ``_apply_optimizer_in_backward`` wait for averages, and drops gradients then."""
-    with_optimizer = [p for p in model._module_parameters if hasattr(p, "_in_backward_optimizers")]
-    if not with_optimizer:
-        return
-    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+    """Makes the optimizers of torch's ``_apply_optimizer_in_backward`` wait for averages, and drop gradients then.
 
-    for parameter in with_optimizer:
-        for handle in param_to_optim_hook_handle_map.pop(parameter, []):
+    Called before each forward, since they may be applied at any time. One that waits for another model's averages can't
+    wait for this one's.
+    """
+    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+    handles = getattr(module, "param_to_optim_hook_handle_map", {})
+    adopted = model.__dict__.setdefault("_adopted", set())
+    if not handles and model.__dict__.setdefault("_looked_for_optimizers", False):
+        return
+    model._looked_for_optimizers = True
+    for index, parameter in enumerate(model._module_parameters):
+        for handle in handles.pop(parameter, ()):
             handle.remove()  # these step on the local gradient
-        step_after_reduction(model, parameter, _step_and_drop)
+        if hasattr(parameter, "_in_backward_optimizers") and index not in adopted:
+            adopted.add(index)
+            step_after_reduction(model, parameter, _step_and_drop)
 
 
 def _step_and_drop(parameter: torch.nn.Parameter) -> None:
-    for optimizer in parameter._in_backward_optimizers:
+    for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
         optimizer.step()
     parameter.grad = None
 

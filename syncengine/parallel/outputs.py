@@ -12,10 +12,10 @@ _has_rpc = rpc.is_available()
 
 
 def through_sink(output: Any, clone: bool) -> Any:
-    """Lets every output take part in backward, so that parameters behind an unused one are still heard of."""
+    """Makes every output take part in backward, so that hooks of parameters behind an unused one still run."""
     referenced = _is_rref(output)
     leaves, spec = tree_flatten(output.local_value() if referenced else output)
-    passed = _OutputSink.apply(clone, *leaves)
+    passed = _OutputSink.apply(clone, *leaves)  # type: ignore[no-untyped-call]
     # What has no graph stays the very object it was.
     leaves = [
         leaf if isinstance(leaf, torch.Tensor) and leaf.grad_fn is None else new
@@ -31,7 +31,7 @@ def _is_rref(value: Any) -> bool:
 
 
 class _OutputSink(torch.autograd.Function):
-    """Passes tensors through; backward hands on missing gradients as missing, so that their graphs run as well."""
+    """Passes tensors through; backward passes missing gradients on as missing, so that their graphs run as well."""
 
     @staticmethod
     def forward(ctx: Any, clone: bool, *values: Any) -> tuple[Any, ...]:
@@ -45,7 +45,7 @@ class _OutputSink(torch.autograd.Function):
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an output: in lists, tuples, mappings, dataclasses and RRefs to what is here, however nested."""
+    """The tensors in an output: in lists, tuples, mappings, dataclasses and local RRefs, however nested."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):

@@ -1,12 +1,17 @@
-"""What ``Parallel`` does not do yet, said by name: never ignored."""
+"""What ``Parallel`` does not support yet: refused by name, never ignored."""
 
+import sys
 import warnings
+import weakref
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from syncengine.errors import InvalidUsage
+
+_warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 _METHODS: dict[str, str] = {
     "_set_sparse_metadata": "indices are gathered in each backward: leave it out",
@@ -50,6 +55,37 @@ def warn_of_find_unused(stacklevel: int) -> None:
         UserWarning,
         stacklevel=stacklevel + 1,
     )
+
+
+def warn_of_wrapper(module: torch.nn.Module, stacklevel: int) -> None:
+    """Warns if the given module is itself a wrapper; having a wrapped part does not count."""
+    inner = getattr(module, "_orig_mod", module)  # what torch.compile has got
+    kinds = [DataParallel, DistributedDataParallel]
+    if "torch.distributed.fsdp" in sys.modules:  # slow to import
+        kinds.append(sys.modules["torch.distributed.fsdp"].FullyShardedDataParallel)
+    if isinstance(inner, tuple(kinds)):
+        warnings.warn(
+            f"the module given to Parallel is itself a {type(inner).__name__}: both would synchronize it, gradients, "
+            "buffers and no_sync() twice over, and the weights may become others than with one. If a tool wraps models "
+            f"by itself, do not wrap yours; else give it the .module of that {type(inner).__name__}.",
+            UserWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def warn_of_wrapper_around(outer: torch.nn.Module | None, model: torch.nn.Module) -> None:
+    """Warns if the DDP whose forward runs now, if any, has ``model`` as its whole module. Once for each model."""
+    if outer is None or getattr(outer.module, "_orig_mod", outer.module) is not model or model in _warned:
+        return
+    _warned.add(model)
+    if not isinstance(outer, type(model)):  # that has warned at its construction
+        warnings.warn(
+            f"a {type(outer).__name__} is around a {type(model).__name__}: both synchronize it, gradients, buffers and "
+            "no_sync() twice over, and the weights may become others than with one. If a tool wraps models by itself, "
+            f"do not wrap yours; else give it the .module of that {type(model).__name__}.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def refuse_methods(cls: type) -> type:

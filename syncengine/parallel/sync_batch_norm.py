@@ -37,12 +37,15 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         communicator = self._communicator()
         if communicator.size == 1:
             return _BatchNorm.forward(self, input)
-        normalized, mean, variance = _Normalize.apply(input, self.weight, self.bias, self.eps, communicator)
+        results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _Normalize.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, communicator
+        )
+        normalized, mean, variance = results
         self._update_running_statistics(mean, variance)
         return normalized
 
     def _communicator(self) -> Communicator:
-        """Found once: the first time is collective for a process group that is not all ranks."""
+        """Looked up once: the first time is collective for a process group that is not all ranks."""
         if "_found_communicator" not in self.__dict__:
             self._found_communicator = resolve_group(self.process_group, None)[0]
         return self._found_communicator
@@ -51,11 +54,14 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     def _update_running_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         if not self.track_running_stats:
             return
-        self.num_batches_tracked += 1
-        # As in every BatchNorm, momentum=None asks for the plain average over all batches.
-        weight = 1.0 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight)
-        self.running_var.lerp_(variance.to(self.running_var.dtype), weight)
+        weight = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if weight is None:  # as in every BatchNorm: the plain average over all batches
+                weight = 1.0 / self.num_batches_tracked.item()
+        for running, new in ((self.running_mean, mean), (self.running_var, variance)):
+            if running is not None:  # a program may take them away
+                running.lerp_(new.to(running.dtype), weight or 0.0)
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_found_communicator"}
@@ -151,11 +157,12 @@ def _statistics(x: torch.Tensor, communicator: Communicator) -> tuple[int, torch
     """Number of values per channel, mean and biased variance over all ranks: the same bits on each."""
     channels = x.shape[1]
     count = x.numel() // channels
-    own = torch.zeros(3, channels, dtype=torch.float64)  # how many, their mean, their squared distances from it
+    # How many, their mean, their squared distances from it.
+    own = torch.zeros(3, channels, dtype=torch.float64, device=x.device)
     if count > 0:
         variance, mean = torch.var_mean(x.to(_computed_dtype(x)), _all_but_channels(x), correction=0)
         own[0], own[1], own[2] = count, mean, variance.double() * count
-    everyone = torch.empty(communicator.size, 3, channels, dtype=torch.float64)
+    everyone = torch.empty(communicator.size, 3, channels, dtype=torch.float64, device=x.device)
     communicator.all_gather(everyone, own)
     counts, means, distances = everyone.unbind(1)
     total = int(counts[:, 0].sum())

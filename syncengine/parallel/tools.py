@@ -1,4 +1,4 @@
-"""What torch and other tools ask of a DDP model, mostly by private names."""
+"""What torch and other tools expect of a DDP model, mostly by private names."""
 
 from __future__ import annotations
 
@@ -7,22 +7,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-from syncengine._C import Communicator, Reducer
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.delayed import DelayedParameters
-from syncengine.parallel.groups import Group, check_group, resolve_group
-from syncengine.parallel.replication import StateBroadcast
+from syncengine.parallel.broadcast import broadcast_named
+from syncengine.parallel.groups import check_group, resolve_group
+from syncengine.parallel.logging import Logger
+from syncengine.parallel.model import Model
+from syncengine.parallel.reducer import ModelReducer
 
 
-class ForTools(DistributedDataParallel):
+class ForTools(Model):
     """To be inherited from."""
 
-    communicator: Communicator
-    reducer: Reducer  # if `_reduces`
-    _reduces: bool
-    _delayed: DelayedParameters | None
+    logger: Logger
+    reducer: ModelReducer  # a NoReducer unless `_reduces`
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -40,8 +38,9 @@ class ForTools(DistributedDataParallel):
     def sync_stats(self) -> dict[str, Any]:
         """What the last synchronized backward moved.
 
-        ``backwards`` (so far), ``buckets``, ``reduced_bytes``, and ``copied_bytes`` by the reason for which gradients
-        could not be reduced where autograd left them.
+        ``backwards`` (so far), ``buckets``, ``reduced_bytes``, ``copied_bytes`` by the reason for which gradients could
+        not be reduced where autograd left them, ``staged_bytes`` by the reason for which this rank's did not lie where
+        peers reduce them in place, and ``shortage``: with the numbers, why no more memory could be had for them, or "".
         """
         return self.reducer.statistics()
 
@@ -49,26 +48,32 @@ class ForTools(DistributedDataParallel):
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         """For hooks on buffers, by DDP's ``_default_broadcast_coalesced``; ``buffer_size`` has no effect."""
-        StateBroadcast(self.communicator, tensors)(authoritative_rank)
+        names = {id(buffer): name for name, buffer in self.named_module_buffers.items()}
+        named = [(names.get(id(tensor), f"tensor {i}"), tensor) for i, tensor in enumerate(tensors)]
+        broadcast_named(self.communicator, "the tensors of a hook on buffers", named, self.device, authoritative_rank)
 
     def _check_reducer_finalized(self) -> None:
         self.reducer._check_reducer_finalized()
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer._remove_autograd_hooks()
+        if self._delayed is not None:
+            self._delayed.remove_hook()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Times the first 10 steps for ``_get_ddp_logging_data``, and then one of ``sample_rate``."""
         if sample_rate < 1:
             self._log_and_throw(InvalidUsage, "DDP runtime logging sample rate should be equal or greater than 1")
         self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
+        self.logger._set_sample_rate(sample_rate)
 
-    def _update_process_group(self, new_process_group: Group) -> None:
+    def _update_process_group(self, new_process_group: Any) -> None:
         """From now on gradients are averaged over another group. Ranks that are not in it stay as they are."""
         if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
             return
         check_group(new_process_group)
-        self._remove_autograd_hooks()
+        self.reducer._remove_autograd_hooks()
+        self._number = None  # of the ranks before
         self.communicator, self.process_group = resolve_group(new_process_group, None)
         self._build_reducer()
         if self._delayed is not None:

@@ -1,8 +1,8 @@
 """The size of buckets, from when gradients are ready and how fast this job's all-reduce is.
 
 Large buckets wait for their last gradient, small ones pay the cost of starting an all-reduce more often. So one rank
-takes the cap under which, by its own measurements, all averages are there first, and tells the others. Only where
-buckets change no bits.
+chooses the cap with which, by its own measurements, all averages are ready first, and broadcasts it. Only where buckets
+change no bits.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _links: weakref.WeakKeyDictionary[Communicator, Link] = weakref.WeakKeyDictionar
 def measure_link(communicator: Communicator) -> Link:
     """Times all-reduces. Collective; once for each communicator, some tens of milliseconds."""
     if communicator not in _links:
-        memory = torch.zeros(_SIZES[-1] // 4)
+        memory = torch.zeros(_SIZES[-1] // 4, dtype=torch.float32, device="cpu")
         seconds = []
         for size in _SIZES:
             part = memory[: size // 4]
@@ -65,9 +65,9 @@ def measure_link(communicator: Communicator) -> Link:
 
 
 def end_of_backward(ready: Sequence[float], sizes: Sequence[int], link: Link, overlaps: bool) -> float:
-    """When the last average is there. Of each bucket: when its last gradient is ready, and its size.
+    """When the last average is ready. Of each bucket: when its last gradient is ready, and its size.
 
-    ``overlaps``: whether all-reduces go on while backward computes; else they come on top.
+    ``overlaps``: whether all-reduces run while backward computes; otherwise they add to its time.
     """
     if not overlaps:
         return max(ready) + sum(link.cost(size) for size in sizes)
@@ -100,10 +100,10 @@ def choose_cap(
 
 
 def can_overlap(ranks: int, between_hosts: bool) -> bool:
-    """Whether all-reduces go on while backward computes.
+    """Whether all-reduces run while backward computes.
 
-    They do between hosts, where the wire is what takes the time, and where each rank has a second processor, as the
-    engine asks before it works in the background.
+    They do between hosts, where the network takes the time, and where each rank has a second processor, which the
+    engine requires to work in the background.
     """
     return between_hosts or len(os.sched_getaffinity(0)) >= 2 * ranks
 
@@ -121,7 +121,7 @@ class Tuner:
         return len(self.samples) >= SAMPLES
 
     def ready(self) -> dict[int, float]:
-        """Of each parameter the earliest time: what disturbs a backward makes it later."""
+        """Of each parameter the earliest time: disturbances only make a backward later."""
         earliest: dict[int, float] = {}
         for sample in self.samples:
             for i, at in sample.items():

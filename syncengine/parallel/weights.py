@@ -23,11 +23,12 @@ def check_weight(weight: float) -> float:
 
 
 class WeightExchange:
-    """Every rank's weight, on its way while the forward computes."""
+    """Every rank's weight, exchanged while the forward computes."""
 
     def __init__(self, communicator: Communicator, weight: float) -> None:
-        self._all = torch.empty(communicator.size, dtype=torch.float64)
-        self._work = communicator.all_gather(self._all, torch.tensor([weight], dtype=torch.float64), async_op=True)
+        self._all = torch.empty(communicator.size, dtype=torch.float64, device="cpu")
+        own = torch.tensor([weight], dtype=torch.float64, device="cpu")
+        self._work = communicator.all_gather(self._all, own, async_op=True)
 
     def wait(self) -> list[float]:
         """The weights, by rank."""

@@ -1,7 +1,7 @@
 """``Parallel``: a drop-in for ``torch.nn.parallel.DistributedDataParallel``."""
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.algorithms.join import Joinable
@@ -10,7 +10,9 @@ from torch.utils.checkpoint import _StopRecomputationError
 from syncengine._C import Reducer
 from syncengine.communicator import default_communicator
 from syncengine.errors import InvalidUsage
+from syncengine.parallel.broadcast import TensorBroadcast, describe_layout
 from syncengine.parallel.buckets import DDP_CAP, BucketPlanner, Plan, sparse_parameters
+from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.comm_hooks import CommHooks
 from syncengine.parallel.compiled import call_module, not_compiled
 from syncengine.parallel.delayed import DelayedParameters, check_delayed
@@ -28,14 +30,14 @@ from syncengine.parallel.optimizers import adopt_optimizers
 from syncengine.parallel.outputs import tensors_in, through_sink
 from syncengine.parallel.planning import PlansBuckets
 from syncengine.parallel.reducer import ModelReducer, NoReducer
-from syncengine.parallel.refusal import check_arguments, check_module, refuse_methods, warn_of_find_unused
-from syncengine.parallel.replication import (
-    StateBroadcast,
-    check_not_replaced,
-    check_same_on_all_ranks,
-    check_writable,
-    describe_tensor,
+from syncengine.parallel.refusal import (
+    check_arguments,
+    check_module,
+    refuse_methods,
+    warn_of_find_unused,
+    warn_of_wrapper,
 )
+from syncengine.parallel.replication import check_not_replaced, check_same_on_all_ranks
 from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.tuning import Tuner
@@ -97,6 +99,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             )
         if static_graph and find_unused_parameters:
             warn_of_find_unused(stacklevel=2)
+        warn_of_wrapper(module, stacklevel=2)
         delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -121,6 +124,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self._mixed_precision = None
         if mixed_precision is not None:
             self._mixed_precision = MixedPrecision(mixed_precision, module)
+            self._mixed_precision.go_with(self)
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
@@ -168,8 +172,17 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
     def _named_to_synchronize(self) -> list[tuple[str, torch.nn.Parameter]]:
         return [(n, p) for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
 
+    def _named_state(self, with_buffers: bool) -> list[tuple[str, torch.Tensor]]:
+        """What is to be the same on all ranks."""
+        named: list[tuple[str, torch.Tensor]] = list(zip(self._parameter_names, self._module_parameters, strict=True))
+        return [*named, *self.named_module_buffers.items()] if with_buffers else named
+
+    def _name(self) -> str:
+        """As errors call the model."""
+        return f"Parallel({type(self.module).__name__})"
+
     def _build_reducer(self) -> None:
-        """Everything that pickling leaves out."""
+        """Makes everything that pickling leaves out."""
         named = self._named_to_synchronize()
         self._parameter_names = [name for name, _ in named]
         self._module_parameters = [parameter for _, parameter in named]
@@ -177,10 +190,10 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         if named and self.device_type == "cuda":
             check_buffers_on(named[0][1].device, self.named_module_buffers)
         self._set_planner(follows_ddp=self.communicator.numerics == "ring")
-        self._optimizers_adopted = False
+        self._delayed_checked = False
         self._has_rebuilt_buckets = False
-        self._buffer_broadcast: StateBroadcast | None = None
-        self.reducer = NoReducer()
+        self._buffers_of_ranks = Buffers(self.communicator, self._name(), self.device)
+        self.reducer = cast(ModelReducer, NoReducer())
         self._reduces = False
         if self.communicator.size > 1 and named:
             self._make_reducer()
@@ -194,7 +207,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         self.reducer = ModelReducer(
             self,
             self._module_parameters,
-            f"Parallel({type(self.module).__name__})",
+            self._name(),
             self._parameter_names,
             self.communicator,
             self._sparse_parameters,
@@ -203,10 +216,16 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             skip_all_reduce_unused_params=self.skip_all_reduce_unused_params,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             batched_grad_copy=self.batched_grad_copy,
+            waits_in_between=self._waits_in_between(),
             gradients_in_arena=self._gradients_in_arena,
             flat_buckets=self._flat_buckets,
         )
         self._reduces = True
+
+    def _waits_in_between(self) -> bool:
+        """Whether ranks wait for each other in the middle of forward or backward, too."""
+        delays = bool(self._delay_all_reduce_params)
+        return delays or any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
 
     def _set_planner(self, follows_ddp: bool) -> None:
         """Buckets are planned anew before the next forward."""
@@ -230,9 +249,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
 
     def _replicate(self, with_buffers: bool) -> None:
         """Checks that all ranks have the same model, and gives them rank 0's values."""
-        named = list(zip(self._parameter_names, self._module_parameters, strict=True))
-        if with_buffers:
-            named += self.named_module_buffers.items()
+        named = self._named_state(with_buffers)
         settings = (
             f"find_unused_parameters={self.find_unused_parameters}, bucket_cap_mb={self._bucket_cap_mb}, "
             f"forward_sync_buffers={self.forward_sync_buffers}, bucket_cap_mb_list={self._bucket_cap_mb_list}, "
@@ -241,12 +258,12 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, device_type={self.device_type}, "
             f"mixed_precision={self.mixed_precision}"
         )
-        for name, tensor in named:
-            check_writable(name, tensor)
-        model = f"Parallel({type(self.module).__name__})"
-        lines = [settings, *(describe_tensor(name, tensor) for name, tensor in named)]
-        check_same_on_all_ranks(self.communicator, model, lines)
-        StateBroadcast(self.communicator, (tensor for _, tensor in named))()
+        lines = [settings, *describe_layout(named, _details)]
+        check_same_on_all_ranks(self.communicator, f"{self._name()} differs", lines)
+        if self._reduces:
+            self._number = self._reserve_slots()
+        tensors = [tensor for _, tensor in named]
+        TensorBroadcast(self.communicator, tensors, self.device)(tensors, 0)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.communicator is not default_communicator():
@@ -263,17 +280,20 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
                 "the copy of a Parallel has no communication hook: register it again", UserWarning, stacklevel=2
             )
         state = self.__dict__.copy()
-        for name in ("process_group", "communicator", "reducer", "logger", "_planner", "_buffer_broadcast"):
+        for name in ("process_group", "communicator", "reducer", "logger", "_planner", "_buffers_of_ranks"):
             del state[name]
         state.pop("_weight", None)  # on its way
-        state.pop("_backward_steps", None)  # parameters' hooks are not pickled either
+        for name in ("_backward_steps", "_adopted", "_looked_for_optimizers"):
+            state.pop(name, None)  # parameters' hooks are not pickled either
         state["_comm_hooks"] = []
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         torch.nn.Module.__setstate__(self, state)
-        self.communicator, self.process_group = resolve_group(None, None)
+        self.communicator, self.process_group = resolve_group(None, None, together=False)
         self.logger = Logger(self)
+        if self._mixed_precision is not None:
+            self._mixed_precision.go_with(self)
         self._build_reducer()
 
     # --- Forward
@@ -287,34 +307,43 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._optimizers_adopted:
-            self._optimizers_adopted = True
-            adopt_optimizers(self)
-            if self._delayed is not None and self.communicator.size > 1:
+        adopt_optimizers(self)
+        if self._delayed is not None and not self._delayed_checked:
+            self._delayed_checked = True
+            if self.communicator.size > 1:
                 self._delayed.check_hooks()
         if self._delayed is not None:
-            self._delayed.synchronizes = self.require_backward_grad_sync
-            self._delayed.hold_gradients()
+            self._delayed.begin_forward(self.require_backward_grad_sync)
         if self.device_ids:
             inputs, kwargs = move_inputs(inputs, kwargs, self.device)
         if self._mixed_precision is not None:
             inputs, kwargs = self._mixed_precision.cast_inputs(inputs, kwargs)
         if not self._reduces:
             return call_module(self, inputs, kwargs)
-        synchronize = torch.is_grad_enabled() and self.require_backward_grad_sync
+        synchronize = _is_recorded() and self.require_backward_grad_sync
         sync_buffers_after = self._check_sync_bufs_post_fwd()
-        self._begin_forward(synchronize)
+        if synchronize:
+            self.logger.note_forward()
+        try:
+            self._begin_forward(synchronize)
+        except Exception as error:
+            self.logger.set_error_and_log(f"{type(error).__name__}: {error}")
+            raise
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
         self.require_forward_param_sync = synchronize
         if not synchronize and not sync_buffers_after:
             return self._local(call_module(self, inputs, kwargs))
+        weights = self._take_weights() if synchronize else None
         try:
             output = call_module(self, inputs, kwargs)
         except _StopRecomputationError:  # how checkpointing ends a forward early, in backward
             raise
         except BaseException as error:
-            rank = self.communicator.global_ranks[self.communicator.rank]
-            self.communicator.abort(f"rank {rank} raised in forward: {type(error).__name__}: {error}")
+            text = f"raised in forward: {type(error).__name__}: {error}"
+            if synchronize and not sync_buffers_after:
+                self.reducer.abandon_forward(text)
+            else:  # the others wait for its buffers
+                self.communicator.abort(f"rank {self.communicator.global_ranks[self.communicator.rank]} {text}")
             raise
         if sync_buffers_after:
             self._sync_buffers()
@@ -324,7 +353,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             self.reducer.begin_forward(False)
         if not synchronize:
             return self._local(output)
-        self._use_weights()
+        if weights is not None:
+            self._average_with(weights.wait())
         if strangers := Reducer.prepare_for_backward(self.reducer, _outputs(output)):
             check_not_replaced(self.communicator, self.module, self._parameter_names, strangers)
         if self.find_unused_parameters and not self.static_graph:
@@ -333,20 +363,21 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
 
     def _local(self, output: Any) -> Any:
         """The output of a forward whose backward will not average."""
-        if torch.is_grad_enabled():
+        if _is_recorded():
             self.reducer.prepare_for_local_backward(_outputs(output))
         return output
 
     def _begin_forward(self, synchronize: bool) -> None:
-        needs_plan = torch.is_grad_enabled() and (self.reducer.begin_forward(synchronize) or self._plan is None)
+        needs_plan = _is_recorded() and (self.reducer.begin_forward(synchronize) or self._plan is None)
         plans, sends_buffers = needs_plan and synchronize, self._check_sync_bufs_pre_fwd()
         if plans and self.device_type == "cuda":
-            check_not_capturing(f"Parallel({type(self.module).__name__})")
+            check_not_capturing(self._name())
         current = self._tell_joined(synchronize, plans, sends_buffers) if self._join_config.enable else None
         if plans:
             self._plan_buckets(current)
         if sends_buffers:
-            self._sync_buffers(0 if current is None else current.buffers_from)
+            root = None if current is None else current.buffers_from
+            self._sync_buffers(root or 0)
         if current is not None and synchronize:
             self._set_average(current)
 
@@ -355,17 +386,20 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         if hasattr(self, "buffer_hook"):
             self._run_buffer_hook()
             return
-        buffers = self.modules_buffers
-        cached = self._buffer_broadcast
-        if cached is None or len(cached.tensors) != len(buffers) or any(map(_is_not, cached.tensors, buffers)):
-            cached = self._buffer_broadcast = StateBroadcast(self.communicator, buffers)
-        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
-            cached(root)
+        self._buffers_of_ranks.synchronize(self.named_module_buffers, root)
+
+
+def _is_recorded() -> bool:
+    """Whether what is called now can have a backward; in inference mode nothing has, whatever enable_grad() says."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _outputs(output: Any) -> list[torch.Tensor]:
     return [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
 
 
-def _is_not(a: object, b: object) -> bool:
-    return a is not b
+def _details(tensor: torch.Tensor) -> str:
+    """What ranks must have in common of a parameter besides its shape and dtype; as DDP, nothing of a buffer."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        return ""
+    return f" strides {tensor.stride()}{', trained' if tensor.requires_grad else ''}"

@@ -154,7 +154,7 @@ TEST(other_collectives) {
 TEST(announced_operations_complete_in_any_order) {
   constexpr int kBuckets = 40, kRounds = 5;
   run_job(4, {}, [](int rank, Communicator& communicator) {
-    uint64_t first = communicator.reserve_slots(kBuckets);
+    auto slots = communicator.reserve_slots(kBuckets);
     std::mt19937 random(rank);
     for (int round = 0; round < kRounds; ++round) {
       std::vector<std::vector<float>> buckets(kBuckets);
@@ -167,7 +167,7 @@ TEST(announced_operations_complete_in_any_order) {
         data.resize(bucket * 1000 + 1);
         for (size_t i = 0; i < data.size(); ++i) data[i] = value(rank, i + bucket);
         works.push_back(
-            communicator.announce(first + bucket, all_reduce_of(data.data(), data.size() * 4, DType::Float32)));
+            communicator.announce(slots, bucket, all_reduce_of(data.data(), data.size() * 4, DType::Float32)));
         if (bucket % 7 == 0) {  // the user's own calls go on in between
           std::vector<float> own(bucket + 10);
           check_all_reduce(communicator, own.data(), 10);

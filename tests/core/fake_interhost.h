@@ -4,6 +4,7 @@
 // Faults: cut() is a rank's sudden death; hold() keeps everything where it is until it is called again.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -174,10 +175,12 @@ class FakeInterhost : public Interhost {
     return found == failures.end() ? std::nullopt : std::optional(found->second);
   }
 
-  void withdraw(uint64_t first, uint64_t last, const Error& error) override {
+  void withdraw(const std::vector<int>& peers, uint64_t first, uint64_t last, const Error& error) override {
     std::lock_guard lock(network_->mutex_);
     for (auto* pieces : {&own().sends, &own().receives}) {
-      FakeNetwork::end(*pieces, error, [&](int, uint64_t tag) { return first <= tag && tag <= last; });
+      FakeNetwork::end(*pieces, error, [&](int peer, uint64_t tag) {
+        return first <= tag && tag <= last && std::count(peers.begin(), peers.end(), peer) > 0;
+      });
     }
     own().news = true;
     network_->changed_.notify_all();

@@ -16,7 +16,7 @@ TEST(flags_travel_with_an_operation) {
   for (size_t words : {size_t{1}, size_t{3}, kMaxFlagWords}) {
     for (bool announced : {false, true}) {
       run_job(3, {}, [&](int rank, Communicator& communicator) {
-        uint64_t slot = communicator.reserve_slots(1);
+        auto slots = communicator.reserve_slots(1);
         for (uint64_t round = 0; round < 2 * shm::kRecords; ++round) {  // records and their flags are used again
           std::vector<float> data(10, 1.0f);
           std::vector<uint64_t> flags(words, 0);
@@ -25,7 +25,7 @@ TEST(flags_travel_with_an_operation) {
           Operation operation = all_reduce_of(data.data(), data.size() * 4, DType::Float32);
           operation.flags = flags.data();
           operation.flag_words = words;
-          communicator.wait(announced ? communicator.announce(slot, operation) : communicator.submit(operation));
+          communicator.wait(announced ? communicator.announce(slots, 0, operation) : communicator.submit(operation));
           std::vector<uint64_t> expected(words, 0);
           expected[round % words] = uint64_t{7} << round % 60;
           expected[words - 1] |= uint64_t{1} << 63;

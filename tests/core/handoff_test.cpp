@@ -1,14 +1,27 @@
 // Connecting: strangers on the socket, ranks that are missing or gone, and Ctrl-C.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/time.h>
 #include <sys/un.h>
 
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <csignal>
 #include <cstddef>
 #include <cstring>
+#include <fstream>
+#include <iterator>
+#include <thread>
 
+#include "bootstrap/greeting.h"
 #include "bootstrap/handoff.h"
+#include "bootstrap/local_socket.h"
+#include "bootstrap/process.h"
+#include "child.h"
 #include "job.h"
 
 namespace syncengine {
@@ -16,11 +29,6 @@ namespace syncengine {
 using testing::run_ranks;
 
 namespace {
-
-struct Hello {
-  uint32_t magic = 0x73796e63;
-  int32_t rank = 0;
-};
 
 UniqueFd dial(const std::string& name) {
   UniqueFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -81,10 +89,25 @@ void check_memories(int rank, const std::vector<UniqueFd>& memories) {
   }
 }
 
-std::vector<std::string> names_of(const std::vector<Handoff>& handoffs) {
-  std::vector<std::string> names;
-  for (const Handoff& handoff : handoffs) names.push_back(handoff.name());
-  return names;
+std::vector<std::string> addresses_of(const std::vector<Handoff>& handoffs) {
+  std::vector<std::string> addresses;
+  for (const Handoff& handoff : handoffs) addresses.push_back(handoff.address());
+  return addresses;
+}
+
+std::string secret_of(const Handoff& handoff) { return handoff.address().substr(handoff.name().size() + 1); }
+
+// Calls as `rank`; the answer to the challenge is up to the caller.
+UniqueFd call_as(const std::string& name, int rank,
+                 const std::function<Answer(const Greeting&, const Challenge&)>& reply) {
+  const Greeting greeting{.rank = rank, .nonce = random_bytes()};
+  UniqueFd socket = dial_and_say(name, greeting);
+  Challenge challenge;
+  if (recv(socket.get(), &challenge, sizeof(challenge), MSG_WAITALL) == sizeof(challenge)) {
+    const Answer answer = reply(greeting, challenge);
+    (void)!send(socket.get(), &answer, sizeof(answer), MSG_NOSIGNAL);
+  }
+  return socket;
 }
 
 int open_descriptors() {
@@ -96,7 +119,7 @@ int open_descriptors() {
 constexpr Duration kPatience = std::chrono::seconds(20);
 
 void check_exchange(std::vector<Handoff>& handoffs) {
-  const auto names = names_of(handoffs);
+  const auto names = addresses_of(handoffs);
   run_ranks(static_cast<int>(handoffs.size()), [&](int rank) {
     UniqueFd own = memory_of(rank);
     check_memories(rank, handoffs[rank].exchange(rank, names, own.get(), Deadline::after(kPatience), {}));
@@ -124,12 +147,12 @@ TEST(strangers_get_nothing_and_do_no_harm) {
   std::vector<UniqueFd> strangers;
   strangers.push_back(dial(name));               // says nothing
   strangers.push_back(dial_and_say(name, 'x'));  // too short
-  strangers.push_back(dial_and_say(name, Hello{.magic = 1, .rank = 1}));
-  strangers.push_back(dial_and_say(name, Hello{.rank = 0}));  // the listener itself
-  strangers.push_back(dial_and_say(name, Hello{.rank = 3}));  // no such rank
-  strangers.push_back(dial_and_say(name, Hello{.rank = -1}));
+  strangers.push_back(dial_and_say(name, Greeting{.magic = 1, .rank = 1}));
+  strangers.push_back(dial_and_say(name, Greeting{.rank = 0}));  // the listener itself
+  strangers.push_back(dial_and_say(name, Greeting{.rank = 3}));  // no such rank
+  strangers.push_back(dial_and_say(name, Greeting{.rank = -1}));
   dial(name);  // hangs up at once
-  dial_and_say(name, Hello{.magic = 2});
+  dial_and_say(name, Greeting{.magic = 2});
   check_exchange(handoffs);
   for (const UniqueFd& stranger : strangers) CHECK_EQ(descriptors_until_closed(stranger), 0);
 }
@@ -137,18 +160,110 @@ TEST(strangers_get_nothing_and_do_no_harm) {
 // Whoever comes second under the name of a rank that was served gets nothing.
 TEST(a_rank_is_served_once) {
   Handoff handoff, silent;
-  const std::vector<std::string> names{handoff.name(), silent.name()};
+  const std::vector<std::string> names{handoff.address(), silent.address()};
   UniqueFd own = memory_of(0);
-  UniqueFd first = dial_and_say(handoff.name(), Hello{.rank = 1}),
-           second = dial_and_say(handoff.name(), Hello{.rank = 1});
-  CHECK_THROWS(handoff.exchange(0, names, own.get(), Deadline::after(seconds(0.2)), {}), ErrorKind::Timeout);
-  CHECK_EQ(descriptors_until_closed(first), 1);
-  CHECK_EQ(descriptors_until_closed(second), 0);
+  auto prove = [secret = secret_of(handoff)](const Greeting& greeting, const Challenge& challenge) {
+    return *answer(secret, greeting, challenge);
+  };
+  run_ranks(2, [&](int rank) {
+    if (rank == 0) {
+      CHECK_THROWS(handoff.exchange(0, names, own.get(), Deadline::after(seconds(1)), {}), ErrorKind::Timeout);
+      return;
+    }
+    const UniqueFd first = call_as(handoff.name(), 1, prove), second = call_as(handoff.name(), 1, prove);
+    CHECK_EQ(descriptors_until_closed(first), 1);
+    CHECK_EQ(descriptors_until_closed(second), 0);
+  });
+}
+
+// Of the same user, and in the same network namespace: the name is in /proc/net/unix.
+TEST(who_knows_the_name_but_not_the_secret_gets_nothing) {
+  std::vector<Handoff> handoffs(2);
+  const std::string name = handoffs[0].name();
+  const auto addresses = addresses_of(handoffs);
+  std::atomic<bool> refused{false};
+  run_ranks(3, [&](int rank) {
+    if (rank == 2) {
+      const std::string wrong(64, '0');
+      const std::vector<UniqueFd> outsiders = [&] {
+        std::vector<UniqueFd> all;
+        all.push_back(call_as(name, 1, [](auto&, auto&) { return Answer{}; }));
+        all.push_back(call_as(name, 1, [](auto&, auto&) { return Answer{.proof = random_bytes()}; }));
+        all.push_back(call_as(name, 1, [](auto&, auto& challenge) { return Answer{.proof = challenge.proof}; }));
+        all.push_back(call_as(
+            name, 1, [&](auto& greeting, auto&) { return *answer(wrong, greeting, challenge(wrong, greeting)); }));
+        return all;
+      }();
+      for (const auto& outsider : outsiders) CHECK_EQ(descriptors_until_closed(outsider), 0);
+      refused = true;
+      return;
+    }
+    while (rank == 1 && !refused)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));  // the outsiders come first
+    UniqueFd own = memory_of(rank);
+    check_memories(rank, handoffs[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), {}));
+  });
+}
+
+TEST(a_recorded_proof_is_worth_nothing) {
+  const std::string secret(64, 'a');
+  const Greeting greeting{.rank = 1, .nonce = random_bytes()};
+  const Challenge first = challenge(secret, greeting), second = challenge(secret, greeting);
+  const Answer recorded = *answer(secret, greeting, first);
+  CHECK(proves(secret, greeting, first, recorded));
+  CHECK(!proves(secret, greeting, second, recorded));
+  CHECK(!proves(secret, {.rank = 2, .nonce = greeting.nonce}, first, recorded));
+  CHECK(!proves(std::string(64, 'b'), greeting, first, recorded));
+  CHECK(!answer(std::string(64, 'b'), greeting, first));
+  CHECK(!answer(secret, {.rank = 1, .nonce = random_bytes()}, first));
+}
+
+TEST(a_listener_that_does_not_know_the_secret_is_not_believed) {
+  Handoff handoff, impostor, gone;
+  const std::string false_address = impostor.name() + "/" + secret_of(gone);
+  UniqueFd own = memory_of(0), bait = memory_of(1);
+  const std::vector<std::string> seen{handoff.address(), false_address}, known{handoff.address(), impostor.address()};
+  run_ranks(2, [&](int rank) {
+    if (rank == 0) {
+      const auto text =
+          CHECK_THROWS(handoff.exchange(0, seen, own.get(), Deadline::after(kPatience), {}), ErrorKind::PeerLost);
+      CHECK(text.starts_with("rank 1 broke off"));
+    } else {
+      CHECK_THROWS(impostor.exchange(1, known, bait.get(), Deadline::after(kPatience), {}), ErrorKind::PeerLost);
+    }
+  });
+}
+
+TEST(secrets_are_random_and_in_no_name) {
+  Handoff handoff;
+  CHECK(secret_of(handoff) != secret_of(Handoff()));
+  CHECK_EQ(secret_of(handoff).size(), 64U);
+  CHECK(handoff.address().size() < Handoff::kMostAddress);
+  std::ifstream sockets("/proc/net/unix");
+  const std::string text((std::istreambuf_iterator<char>(sockets)), {});
+  CHECK(testing::contains(text, handoff.name()) && !testing::contains(text, secret_of(handoff)));
+}
+
+TEST(crowds_of_strangers_leave_room_for_ranks) {
+  std::vector<Handoff> handoffs(2);
+  std::vector<UniqueFd> strangers;
+  for (int i = 0; i < 100; ++i) strangers.push_back(dial(handoffs[0].name()));
+  const int before = open_descriptors();
+  int most = 0;
+  const auto addresses = addresses_of(handoffs);
+  run_ranks(2, [&](int rank) {
+    UniqueFd own = memory_of(rank);
+    auto look = [&] {
+      if (rank == 0) most = std::max(most, open_descriptors());
+    };
+    check_memories(rank, handoffs[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), look));
+  });
+  CHECK(most - before < 90);
 }
 
 TEST(missing_ranks_are_named) {
   std::vector<Handoff> handoffs(4);
-  const auto names = names_of(handoffs);
+  const auto names = addresses_of(handoffs);
   run_ranks(4, [&](int rank) {
     if (rank == 1 || rank == 3) return;
     UniqueFd own = memory_of(rank);
@@ -162,7 +277,7 @@ TEST(missing_ranks_are_named) {
 
 TEST(a_rank_that_is_gone_is_named) {
   Handoff handoff;
-  const std::vector<std::string> names{handoff.name(), Handoff().name()};
+  const std::vector<std::string> names{handoff.address(), Handoff().address()};
   UniqueFd own = memory_of(0);
   const auto text =
       CHECK_THROWS(handoff.exchange(0, names, own.get(), Deadline::after(kPatience), {}), ErrorKind::PeerLost);
@@ -171,7 +286,7 @@ TEST(a_rank_that_is_gone_is_named) {
 
 TEST(a_rank_that_breaks_off_is_named) {
   Handoff handoff, other;
-  const std::vector<std::string> names{handoff.name(), other.name()};
+  const std::vector<std::string> names{handoff.address(), other.address()};
   UniqueFd own = memory_of(0);
   int calls = 0;
   auto interrupted = [&] {
@@ -183,18 +298,41 @@ TEST(a_rank_that_breaks_off_is_named) {
 }
 
 TEST(a_rank_that_has_called_and_is_gone_is_named) {
-  Handoff handoff, silent;
-  const std::vector<std::string> names{handoff.name(), silent.name()};
+  Handoff handoff, other;
+  const std::vector<std::string> names{handoff.address(), other.address()};
   UniqueFd own = memory_of(0);
-  dial_and_say(handoff.name(), Hello{.rank = 1});
+  UniqueFd called = dial_and_say(handoff.name(), Greeting{.rank = 1});
+  auto end = [&] {
+    called.reset();
+    other = Handoff();
+  };
   const auto text =
-      CHECK_THROWS(handoff.exchange(0, names, own.get(), Deadline::after(kPatience), {}), ErrorKind::PeerLost);
+      CHECK_THROWS(handoff.exchange(0, names, own.get(), Deadline::after(kPatience), end), ErrorKind::PeerLost);
   CHECK(text.starts_with("rank 1 "));
+}
+
+TEST(a_death_is_seen_beside_signals) {
+  CHECK(testing::true_in_child([] {
+    const pid_t dying = testing::start_child([] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      return true;
+    });
+    struct sigaction action{};
+    action.sa_handler = [](int) {};
+    sigaction(SIGALRM, &action, nullptr);
+    const itimerval often{.it_interval = {.tv_sec = 0, .tv_usec = 5000}, .it_value = {.tv_sec = 0, .tv_usec = 5000}};
+    setitimer(ITIMER_REAL, &often, nullptr);
+    const std::string own = process_id();
+    const std::string other = own.substr(0, own.rfind('-') + 1) + std::to_string(dying);
+    const bool seen = ended({{3, own}, {5, other}}) == std::set<int>{5};
+    setitimer(ITIMER_REAL, std::array<itimerval, 1>{}.data(), nullptr);
+    return seen && testing::was_true(dying);
+  }));
 }
 
 TEST(connecting_can_be_interrupted) {
   Handoff handoff, silent;
-  const std::vector<std::string> names{handoff.name(), silent.name()};
+  const std::vector<std::string> names{handoff.address(), silent.address()};
   UniqueFd own = memory_of(0);
   struct Interrupt {};
   int calls = 0;
@@ -217,12 +355,116 @@ TEST(ranks_with_different_options_do_not_connect) {
     Options options;
     options.arena_bytes = 64 << 20;
     if (rank == 1) options.numerics = Numerics::Ring;
-    LocalJob job(rank, 2, options);
+    LocalBootstrap job(rank, 2, options);
     addresses[rank] = job.address();
     ready.arrive_and_wait();
     CHECK_THROWS(job.connect(addresses, Deadline::after(kPatience)), ErrorKind::Mismatch);
     CHECK_THROWS(job.connect({"garbage", "more of it"}, Deadline::after(kPatience)), ErrorKind::InvalidUsage);
   });
+}
+
+namespace {
+
+void limit_descriptors(size_t count) {
+  const rlimit limits{.rlim_cur = count, .rlim_max = count};
+  CHECK_EQ(setrlimit(RLIMIT_NOFILE, &limits), 0);
+}
+
+// The number of the next descriptor; with none free below it, how many are open.
+size_t next_descriptor() { return static_cast<size_t>(UniqueFd(dup(0)).get()); }
+
+}  // namespace
+
+TEST(a_limit_on_descriptors_that_is_too_low_is_told_before_anything_else) {
+  CHECK(testing::true_in_child([] {
+    std::vector<Handoff> handoffs(9);
+    const auto addresses = addresses_of(handoffs);
+    UniqueFd own = memory_of(0);
+    const int open = open_descriptors();
+    limit_descriptors(open + 20);  // it takes 24
+    const auto text = CHECK_THROWS(handoffs[4].exchange(4, addresses, own.get(), Deadline::after(kPatience), {}),
+                                   ErrorKind::InvalidUsage);
+    CHECK(text.starts_with("rank 4 with 8 peers on its host needs 24 file descriptors"));
+    CHECK(testing::contains(text, "ulimit -n is " + std::to_string(open + 20)));
+    CHECK(testing::contains(text, "raise ulimit -n to at least " + std::to_string(open + 24)));
+    return true;
+  }));
+}
+
+// Others of its process may take them meanwhile.
+TEST(a_rank_that_runs_out_of_descriptors_says_so) {
+  CHECK(testing::true_in_child([] {
+    Handoff handoff, silent;
+    const std::vector<std::string> addresses{handoff.address(), silent.address()};
+    UniqueFd own = memory_of(0), caller;
+    limit_descriptors(next_descriptor() + 10);
+    std::vector<UniqueFd> taken;
+    auto take_all = [&] {
+      if (caller) return;
+      caller = dial(handoff.name());
+      for (UniqueFd fd(dup(0)); fd; fd = UniqueFd(dup(0))) taken.push_back(std::move(fd));
+    };
+    const auto text = CHECK_THROWS(handoff.exchange(0, addresses, own.get(), Deadline::after(kPatience), take_all),
+                                   ErrorKind::InvalidUsage);
+    return testing::contains(text, "ulimit -n");
+  }));
+  CHECK(testing::true_in_child([] {
+    int pair[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair), 0);
+    UniqueFd one(pair[0]), other(pair[1]), own = memory_of(3), received;
+    CHECK(local_socket::send_fd(one, 3, own.get()) == local_socket::Sent::Done);
+    limit_descriptors(next_descriptor());
+    const auto text = CHECK_THROWS(local_socket::receive_fd(other, 3, received, "rank 7"), ErrorKind::InvalidUsage);
+    return testing::contains(text, "rank 7") && testing::contains(text, "ulimit -n");
+  }));
+}
+
+// The kernel counts those of one user that nobody has received; it lets an administrator go beyond.
+TEST(a_limit_on_descriptors_in_flight_is_waited_out) {
+#ifdef __SANITIZE_THREAD__
+  return;  // it lets no forked child start threads
+#endif
+  if (geteuid() != 0) return;  // only an administrator can become somebody else, whom nobody's other processes disturb
+  CHECK(testing::true_in_child([] {
+    constexpr uid_t kNobody = 54321;
+    CHECK_EQ(setgid(kNobody), 0);
+    CHECK_EQ(setuid(kNobody), 0);
+    int hog[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, hog), 0);
+    UniqueFd sender(hog[0]), receiver(hog[1]);
+    constexpr int kInFlight = 200;
+    std::vector<int> same(kInFlight, 0);
+    std::vector<char> control(CMSG_SPACE(sizeof(int) * kInFlight));
+    char byte = 0;
+    iovec piece{&byte, 1};
+    msghdr message{};
+    message.msg_iov = &piece;
+    message.msg_iovlen = 1;
+    message.msg_control = control.data();
+    message.msg_controllen = control.size();
+    cmsghdr* header = CMSG_FIRSTHDR(&message);
+    header->cmsg_level = SOL_SOCKET;
+    header->cmsg_type = SCM_RIGHTS;
+    header->cmsg_len = CMSG_LEN(sizeof(int) * kInFlight);
+    std::memcpy(CMSG_DATA(header), same.data(), sizeof(int) * kInFlight);
+    CHECK_EQ(sendmsg(sender.get(), &message, MSG_NOSIGNAL), 1);
+    limit_descriptors(120);
+    CHECK_EQ(sendmsg(sender.get(), &message, MSG_NOSIGNAL), -1);
+    CHECK_EQ(errno, ETOOMANYREFS);
+
+    std::vector<Handoff> handoffs(3);
+    const auto addresses = addresses_of(handoffs);
+    std::atomic<int> calls{0};
+    run_ranks(3, [&](int rank) {
+      UniqueFd own = memory_of(rank);
+      auto let_go = [&] {
+        if (rank == 0 && ++calls == 20) receiver.reset();
+      };
+      check_memories(rank, handoffs[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), let_go));
+    });
+    CHECK(calls >= 20);  // nobody had come through before
+    return true;
+  }));
 }
 
 }  // namespace syncengine

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/local_job.h"
+#include "engine/job/local_bootstrap.h"
 #include "fake_interhost.h"
 #include "test.h"
 
@@ -30,7 +30,7 @@ class HostsJob {
     std::vector<std::string> addresses(size());
     std::barrier ready(size());
     run_ranks(size(), [&](int rank) {
-      LocalJob job(rank, size(), options_, {}, std::string(1, hosts_[rank]));
+      LocalBootstrap job(rank, size(), options_, {}, std::string(1, hosts_[rank]));
       addresses[rank] = job.address();
       ready.arrive_and_wait();
       auto communicator =

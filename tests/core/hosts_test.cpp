@@ -61,6 +61,47 @@ TEST(bits_do_not_depend_on_the_placement_or_the_way_between_hosts) {
   }
 }
 
+// Around the largest transfer, which a running sum in float32 reaches with half as many bytes. With one rank a host there is
+// one sum a host, so all numerics but `ring` give the bits of rank_order. What is not the chain of rank_order gets three cases.
+TEST(large_tensors_of_ranks_that_are_alone_on_their_hosts) {
+  constexpr size_t kMost = Interhost::kMaxTransfer;
+  const std::vector<std::pair<Numerics, HostAlgorithm>> ways{{Numerics::RankOrder, HostAlgorithm::Chain},
+                                                             {Numerics::RankOrder, HostAlgorithm::Exchange},
+                                                             {Numerics::RankOrder, HostAlgorithm::Auto},
+                                                             {Numerics::Fast, HostAlgorithm::Chain},
+                                                             {Numerics::Ring, HostAlgorithm::Chain}};
+  for (const char* hosts : {"abc", "abcd"}) {
+    int world = static_cast<int>(std::string(hosts).size());
+    std::vector<Case> all{{DType::BFloat16, ReduceOp::Sum, kMost / 2 + 33, 1.0, 1.0 / world},
+                          {DType::BFloat16, ReduceOp::Sum, kMost / 2, 1.0 / world, 1.0},
+                          {DType::Float16, ReduceOp::Max, kMost / 2}};
+    for (size_t bytes : {kMost / 2, kMost / 2 + 64, kMost - 2, kMost, kMost + 2})
+      all.push_back({DType::Float16, ReduceOp::Sum, bytes / 2});
+    for (DType dtype : {DType::Float32, DType::Float64, DType::Int8})
+      all.push_back({dtype, ReduceOp::Sum, kMost / element_size(dtype)});
+    for (auto [numerics, way] : ways) {
+      const bool first = numerics == Numerics::RankOrder && way == HostAlgorithm::Chain;
+      const std::vector<Case> cases(all.begin(), first ? all.end() : all.begin() + 3);
+      std::vector<Bytes> wanted;
+      for (const Case& what : cases) wanted.push_back(oracle(what, numerics, world));
+      Options options;
+      options.timeout = seconds(60);
+      options.numerics = numerics;
+      options.host_algorithm = way;
+      run_hosts(hosts, options, [&](int rank, Communicator& communicator) {
+        for (size_t i = 0; i < cases.size(); ++i) {
+          Bytes data = testing::contribution(cases[i], rank);
+          Operation operation = operation_of(cases[i]);
+          operation.numerics = communicator.numerics();
+          operation.input = operation.output = SpanList(data.data(), data.size());
+          communicator.run(operation);
+          testing::check_bits(cases[i], data, wanted[i], hosts);
+        }
+      });
+    }
+  }
+}
+
 TEST(other_collectives_over_hosts) {
   for (const auto& hosts : kPlacements) {
     for (Numerics numerics : {Numerics::RankOrder, Numerics::Fast}) {
@@ -258,7 +299,7 @@ TEST(buckets_in_any_order_over_hosts) {
       std::vector<std::vector<float>> buckets(kBuckets);
       std::vector<int> order(kBuckets);
       std::iota(order.begin(), order.end(), 0);
-      uint64_t first = communicator.reserve_slots(kBuckets);
+      auto slots = communicator.reserve_slots(kBuckets);
       for (int step = 0; step < kSteps / (kQuick ? 2 : 1); ++step) {
         std::vector<std::shared_ptr<Work>> works(kBuckets);
         std::shuffle(order.begin(), order.end(), random);
@@ -266,7 +307,7 @@ TEST(buckets_in_any_order_over_hosts) {
           buckets[bucket].resize(1 + static_cast<size_t>(bucket) * 571);
           fill(buckets[bucket], rank + bucket);
           works[bucket] = communicator.announce(
-              first + bucket, all_reduce_of(buckets[bucket].data(), buckets[bucket].size() * 4, DType::Float32));
+              slots, bucket, all_reduce_of(buckets[bucket].data(), buckets[bucket].size() * 4, DType::Float32));
           if (bucket % 7 == 0) communicator.run(Operation{.collective = Collective::Barrier});
         }
         for (int bucket = 0; bucket < kBuckets; ++bucket) {
@@ -285,14 +326,14 @@ TEST(buckets_in_any_order_over_hosts) {
 TEST(flags_travel_over_hosts) {
   for (const char* hosts : {"ab", "aabb", "abbb"}) {
     run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
-      uint64_t slot = communicator.reserve_slots(1);
+      auto slots = communicator.reserve_slots(1);
       for (uint64_t round = 0; round < 3 * shm::kRecords; ++round) {
         float data = 1.0f;
         std::vector<uint64_t> flags = {uint64_t{1} << rank, round};
         Operation operation = all_reduce_of(&data, sizeof(data), DType::Float32);
         operation.flags = flags.data();
         operation.flag_words = flags.size();
-        communicator.wait(round % 2 ? communicator.announce(slot, operation) : communicator.submit(operation));
+        communicator.wait(round % 2 ? communicator.announce(slots, 0, operation) : communicator.submit(operation));
         CHECK_EQ(flags[0], (uint64_t{1} << communicator.size()) - 1);
         CHECK_EQ(flags[1], round);
         CHECK_EQ(data, static_cast<float>(communicator.size()));
@@ -336,6 +377,57 @@ TEST(groups_within_and_across_hosts) {
     if (!within) return;
     check(*within, {0, 1});
     CHECK_EQ(within->counters().at("interhost_bytes"), uint64_t{0});
+  });
+}
+
+// Each of both threads is in the middle of its split while the other one's begins: rank 2, which is not among the members, is late.
+TEST(groups_that_are_split_off_at_the_same_time_are_told_apart) {
+  Options options;
+  options.timeout = seconds(20);
+  run_hosts("abc", options, [](int rank, Communicator& communicator) {
+    auto second = communicator.split({0, 1, 2});
+    if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    auto use = [rank](Communicator& parent, int shift) {
+      auto pair = parent.split(rank == 2 ? std::vector<int>{} : std::vector<int>{0, 1});
+      for (int round = 0; pair && round < 20; ++round) {
+        std::vector<float> data(70001);
+        fill(data, rank + shift);
+        pair->run(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+        check_values(data, [&](size_t i) { return value(shift, i) + value(1 + shift, i); });
+      }
+    };
+    testing::run_ranks(2, [&](int thread) { thread == 0 ? use(communicator, 0) : use(*second, 5); });
+  });
+}
+
+// Any members, in any order of the threads: what is early for one rank is late for another.
+TEST(threads_split_off_groups_of_any_members_over_hosts) {
+  constexpr int kThreads = 3, kRounds = 12;
+  Options options;
+  options.arena_bytes = 512 << 20;
+  options.timeout = seconds(30);
+  run_hosts("aabcd", options, [](int rank, Communicator& communicator) {
+    std::vector<std::shared_ptr<Communicator>> parents;
+    for (int thread = 0; thread < kThreads; ++thread) parents.push_back(communicator.split({0, 1, 2, 3, 4}));
+    testing::run_ranks(kThreads, [&](int thread) {
+      std::mt19937 random(thread);  // the same on all ranks
+      for (int round = 0; round < kRounds; ++round) {
+        std::vector<int> members;
+        for (int member = 0; member < 5; ++member)
+          if (random() % 4 != 0) members.push_back(member);
+        bool among = std::count(members.begin(), members.end(), rank) > 0;
+        auto group = parents[thread]->split(among ? members : std::vector<int>{});
+        if (!group) continue;
+        std::vector<float> data(3001);
+        fill(data, rank + thread);
+        group->run(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+        check_values(data, [&](size_t i) {
+          float sum = 0;
+          for (int member : members) sum += value(member + thread, i);
+          return sum;
+        });
+      }
+    });
   });
 }
 

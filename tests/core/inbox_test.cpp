@@ -14,8 +14,9 @@ using Transfer = std::shared_ptr<Interhost::Transfer>;
 struct Side {
   Shared shared{.rank = 0};
   std::string control;
-  Inbox inbox{shared, 1, control};
-  Outbox outbox{shared, 1, control};
+  Withdrawals withdrawals{1};
+  Inbox inbox{shared, 1, control, withdrawals};
+  Outbox outbox{shared, 1, control, withdrawals};
   std::vector<std::byte> memory = std::vector<std::byte>(1 << 20);
 
   Transfer receive(uint64_t tag, size_t bytes) {
@@ -120,7 +121,6 @@ TEST(tcp_inbox_refuses_one_transfer_twice) {
 TEST(tcp_inbox_gives_credit_back_for_what_nobody_wants_any_more) {
   Side side;
   side.receive(5, 8);
-  side.shared.withdrawn.emplace_back(5, 9);
   side.inbox.withdraw(5, 9, {ErrorKind::Aborted, "over"});
   uint32_t credit = 0;
   for (int round = 0; round < 1000; ++round) {  // far more than the window
@@ -160,6 +160,52 @@ TEST(tcp_outbox_goes_on_from_a_copy) {
   Piece second = side.outbox.next();
   CHECK(second.frame == chunk(1, 1) && second.payload()[0] == std::byte{42});
   CHECK(!side.outbox.has_next());
+}
+
+// A group that both sides have left is forgotten, with all that either knew of its tags.
+TEST(tcp_withdrawals_are_forgotten_when_both_sides_have_made_them) {
+  const Error over(ErrorKind::Aborted, "over");
+  for (bool first_here : {true, false}) {
+    Side side;
+    for (uint64_t group = 0; group < 1000; ++group) {
+      Frame theirs{.kind = Kind::Withdrawn, .tag = group * 10, .handle = group * 10 + 9, .size = 0};
+      if (!first_here) side.withdrawals.hear(theirs);
+      side.outbox.withdraw(group * 10, group * 10 + 9, over);
+      side.inbox.withdraw(group * 10, group * 10 + 9, over);
+      CHECK_EQ(side.withdrawals.is_withdrawn(group * 10 + 9), first_here);
+      if (first_here) side.withdrawals.hear(theirs);
+      CHECK_EQ(side.withdrawals.size(), 0u);
+      auto told = side.told();
+      CHECK(told.size() == 1 && told[0] == theirs);
+    }
+  }
+}
+
+TEST(tcp_withdrawals_wait_for_what_was_sent_before_them) {
+  const Error over(ErrorKind::Aborted, "over");
+  Side side;
+  side.arrive({.kind = Kind::Eager, .payload = 8, .tag = 3});
+  side.inbox.withdraw(0, 9, over);
+  side.withdrawals.hear({.kind = Kind::Withdrawn, .tag = 0, .handle = 9, .size = 3});  // of which one has come
+  side.arrive({.kind = Kind::Eager, .payload = 8, .tag = 4});
+  CHECK(side.withdrawals.is_withdrawn(4));
+  side.arrive({.kind = Kind::Eager, .payload = 8, .tag = 5});
+  CHECK_EQ(side.withdrawals.size(), 0u);
+  CHECK(side.inbox.take_unexpected().empty());
+  const Frame again{.kind = Kind::Withdrawn, .tag = 20, .handle = 29, .size = 3};
+  side.withdrawals.hear(again);
+  CHECK(contains(CHECK_THROWS(side.withdrawals.hear(again), ErrorKind::PeerLost), "one withdrawal twice"));
+}
+
+// The count goes around; only differences matter.
+TEST(tcp_withdrawals_count_what_was_sent_unasked) {
+  Side side;
+  for (uint64_t tag = 0; tag < 5; ++tag) side.send(tag, 8);
+  side.outbox.next();
+  side.outbox.next();
+  side.outbox.withdraw(0, 9, {ErrorKind::Aborted, "over"});
+  auto told = side.told();
+  CHECK(told.back() == (Frame{.kind = Kind::Withdrawn, .tag = 0, .handle = 9, .size = 2}));
 }
 
 }  // namespace syncengine::matching

@@ -197,7 +197,7 @@ inline void withdraw_gives_memory_back(MakeEndpoints make) {
     auto keep_send = hosts[0]->send(1, tag + 500, other.data(), other.size());
     std::this_thread::sleep_for(std::chrono::microseconds(200 * round));  // some are on their way
     int side = round / kSlowdown % 2;
-    hosts[side]->withdraw(tag, tag + kCount - 1, {ErrorKind::Aborted, "enough"});
+    hosts[side]->withdraw({1 - side}, tag, tag + kCount - 1, {ErrorKind::Aborted, "enough"});
     auto& ended = side ? receives : sends;
     for (auto& transfer : ended) CHECK(transfer->ended());
     for (int i = 0; i < kCount; ++i) {
@@ -224,7 +224,7 @@ inline void withdraw_gives_memory_back(MakeEndpoints make) {
         if (receives[i]->state() == Interhost::Transfer::State::Done) CHECK(same(got[i], pattern(1 << 20, tag + i)));
       }
     }
-    hosts[1 - side]->withdraw(tag, tag + kCount - 1, {ErrorKind::Aborted, "heard of it"});
+    hosts[1 - side]->withdraw({side}, tag, tag + kCount - 1, {ErrorKind::Aborted, "heard of it"});
   }
 }
 

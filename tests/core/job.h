@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "engine/local_job.h"
+#include "engine/job/local_bootstrap.h"
 #include "test.h"
 
 namespace syncengine::testing {
@@ -20,7 +20,7 @@ inline void run_job(int size, const Options& options, const std::function<void(i
   run_ranks(size, [&](int rank) {
     Options mine = options;
     if (mine.arena_bytes == 0) mine.arena_bytes = 256 << 20;
-    LocalJob job(rank, size, mine, count_callers);
+    LocalBootstrap job(rank, size, mine, count_callers);
     addresses[rank] = job.address();
     ready.arrive_and_wait();
     auto communicator = job.connect(addresses, Deadline::after(seconds(20)));

@@ -4,6 +4,7 @@
 
 #include "fake_mover.h"
 #include "interhost_conformance.h"
+#include "transport/matching/codec.h"
 #include "transport/matching/frame.h"
 #include "transport/packets/packets.h"
 #include "transport/packets/traffic.h"
@@ -51,6 +52,7 @@ class Stranger {
     return std::string(reinterpret_cast<const char*>(&used), sizeof(used)) + frames;
   }
   static std::string packet(const std::string& frames) { return packet(frames, frames.size()); }
+  static std::string greeting() { return matching::Writer().u64(0x656e69676e65636e).u64(build_id()).text(); }
 
  private:
   std::deque<std::unique_ptr<std::byte[]>> memory_;  // outlives what the mover has of it
@@ -130,6 +132,19 @@ TEST(packets_name_a_silent_peer) {
   CHECK(contains(one->failure(1)->what(), "rank 1 has been silent"));
 }
 
+// A half-upgraded cluster: both say so, and neither hangs.
+TEST(packets_name_a_peer_of_another_build) {
+  auto wire = std::make_shared<FakeWire>(2, FakeWire::How{.calls = true});
+  Running one(endpoint(wire, 0, 2, {.silence = 20})),
+      two(endpoint(wire, 1, 2, {.silence = 20, .build = build_id() + 1}));
+  for (auto [side, peer] : {std::pair{&one, 1}, {&two, 0}}) {
+    side->wait([&, who = peer, end = side] { return (*end)->failure(who).has_value(); }, "the other build to be named");
+    Error error = *(*side)->failure(peer);
+    CHECK(error.kind() == ErrorKind::Mismatch);
+    CHECK(contains(error.what(), "rank " + std::to_string(peer) + " runs another build of syncengine ("));
+  }
+}
+
 // A size that differs is told to the other side, and both still say goodbye.
 TEST(packets_end_in_order_after_a_mismatch) {
   auto wire = std::make_shared<FakeWire>(2, FakeWire::How{});
@@ -150,7 +165,8 @@ TEST(packets_of_garbage_end_the_peer) {
   std::string unasked = chunk + chunk + chunk + chunk;
   for (const auto& packet :
        {std::string(100, 'x'), Stranger::packet("", packets::kControlBytes), Stranger::packet(chunk),
-        Stranger::packet(unasked + chunk), Stranger::packet(std::string(40, '\0'))}) {
+        Stranger::packet(Stranger::greeting() + chunk), Stranger::packet(Stranger::greeting() + unasked + chunk),
+        Stranger::packet(Stranger::greeting() + std::string(40, '\0'))}) {
     auto wire = std::make_shared<FakeWire>(2, FakeWire::How{});
     Running one(endpoint(wire, 0, 2));
     Stranger stranger(wire, 1);
@@ -173,9 +189,9 @@ TEST(packets_fuzz) {
     auto send = one->send(1, 3, unsent.data(), unsent.size());
     Stranger stranger(wire, 1);
     for (int count = 0; count < 5; ++count) {
-      std::string frames;
+      std::string frames = count == 0 ? Stranger::greeting() : "";
       for (int i = 0; i < 6; ++i) {
-        matching::Frame frame{.kind = static_cast<Kind>(random() % 9)};
+        matching::Frame frame{.kind = static_cast<Kind>(random() % 10)};
         if (random() % 2) frame.tag = 1 + random() % 4;
         if (random() % 2) frame.handle = 1 + random() % 2;
         if (random() % 3 == 0) frame.size = static_cast<uint32_t>(random() % 400000);
@@ -187,7 +203,7 @@ TEST(packets_fuzz) {
       frames.resize(std::min<size_t>(frames.size(), packets::kControlBytes - 4));
       stranger.send(0, Stranger::packet(frames));
     }
-    if (random() % 2) one->withdraw(1, 1, {ErrorKind::Aborted, "enough"});
+    if (random() % 2) one->withdraw({1}, 1, 1, {ErrorKind::Aborted, "enough"});
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     wire->cut(1);
     one.wait([&] { return one->failure(1).has_value(); }, "the end");

@@ -1,13 +1,14 @@
 // Shared memory by itself: arenas and their seals, the heap, severing, fork, and signs of life.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
 
 #include <algorithm>
 #include <cstring>
 #include <random>
 
+#include "child.h"
 #include "job.h"
 #include "transport/shm/arena.h"
 #include "transport/shm/liveness.h"
@@ -15,7 +16,9 @@
 namespace syncengine {
 
 using testing::contains;
+using testing::is_mapped_shared;
 using testing::run_job;
+using testing::true_in_child;
 
 namespace {
 
@@ -30,43 +33,12 @@ std::unique_ptr<shm::PeerArena> peer_of(const shm::Arena& arena) {
 char* chars(const std::shared_ptr<void>& memory) { return static_cast<char*>(memory.get()); }
 
 // A memfd as a peer might send it, with a sound header unless told otherwise.
-UniqueFd memfd(size_t bytes, int seals, uint64_t magic = shm::kMagic) {
+UniqueFd memfd(size_t bytes, int seals, uint64_t magic = shm::arena_magic()) {
   UniqueFd fd(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   CHECK(ftruncate(fd.get(), static_cast<off_t>(bytes)) == 0);
   CHECK(pwrite(fd.get(), &magic, sizeof(magic), 0) == sizeof(magic));
   CHECK(fcntl(fd.get(), F_ADD_SEALS, seals) == 0);
   return fd;
-}
-
-// Runs `body` in a forked child. Only what `body` says comes back: 0 for true.
-bool true_in_child(const std::function<bool()>& body) {
-  pid_t child = fork();
-  if (child == 0) {
-    bool result = false;
-    try {
-      result = body();
-    } catch (...) {
-    }
-    _exit(result ? 0 : 1);
-  }
-  int status = 0;
-  CHECK_EQ(waitpid(child, &status, 0), child);
-  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
-}
-
-bool is_mapped_shared(const void* address) {
-  FILE* maps = std::fopen("/proc/self/maps", "r");
-  char line[512];
-  bool shared = false;
-  while (std::fgets(line, sizeof(line), maps)) {
-    unsigned long begin = 0, end = 0;
-    char mode[5] = "";
-    if (std::sscanf(line, "%lx-%lx %4s", &begin, &end, mode) != 3) continue;
-    auto place = reinterpret_cast<unsigned long>(address);
-    if (place >= begin && place < end) shared = mode[3] == 's';
-  }
-  std::fclose(maps);
-  return shared;
 }
 
 }  // namespace
@@ -78,14 +50,6 @@ TEST(arena_is_sealed_against_resizing) {
   CHECK(ftruncate(arena->fd(), 2 * kArena) != 0);
   CHECK(fcntl(arena->fd(), F_GETFD) & FD_CLOEXEC);
   CHECK(is_mapped_shared(arena->at(0)));
-}
-
-TEST(arena_closes_its_descriptor) {
-  auto arena = shm::Arena::create(kArena);
-  int fd = arena->fd();
-  arena->close_fd();
-  CHECK(fcntl(fd, F_GETFD) == -1);
-  chars(arena->allocate_tensor(8))[0] = 1;  // the mapping stays
 }
 
 TEST(arena_takes_no_memory_before_it_is_touched) {
@@ -126,6 +90,33 @@ TEST(arena_reuses_freed_memory_zeroed) {
   auto again = arena->allocate_tensor(8192);
   CHECK(chars(again) == place);
   CHECK(std::all_of(place, place + 8192, [](char c) { return c == 0; }));
+}
+
+TEST(memory_that_somebody_has_locked_is_given_back_and_zeroed) {
+  constexpr size_t kBytes = 64 << 10;
+  auto arena = shm::Arena::create(kArena);
+  auto pages = [&] {
+    struct stat status{};
+    CHECK_EQ(fstat(arena->fd(), &status), 0);
+    return status.st_blocks * 512;
+  };
+  const auto before = pages();
+  auto tensor = arena->allocate_tensor(kBytes);
+  size_t group = arena->allocate_group(kBytes);
+  shm::Pool& pool = *arena->create_pool();
+  auto* block = static_cast<char*>(pool.allocate(kBytes));
+  char *first = chars(tensor), *second = reinterpret_cast<char*>(arena->at(group));
+  for (char* begin : {first, second, block}) {
+    CHECK_EQ(mlock(begin, kBytes), 0);  // mlockall(), say
+    std::memset(begin, 7, kBytes);
+  }
+  tensor.reset();
+  arena->retire_group(group, kBytes, [] { return true; });
+  pool.release(block);
+  CHECK_EQ(pages(), before);
+  for (char* begin : {first, second, block}) CHECK(std::all_of(begin, begin + kBytes, [](char c) { return c == 0; }));
+  munlock(first, kBytes), munlock(second, kBytes), munlock(block, kBytes);
+  pool.close();
 }
 
 TEST(arena_outlives_its_owner_while_a_tensor_lives) {
@@ -292,7 +283,7 @@ TEST(a_peers_arena_is_checked_before_it_is_believed) {
   auto refusal = [](const UniqueFd& fd, size_t bytes) {
     return CHECK_THROWS(shm::PeerArena(fd.get(), bytes), ErrorKind::InvalidUsage);
   };
-  CHECK_EQ(shm::PeerArena(memfd(kBytes, kSeals).get(), kBytes).header().magic, shm::kMagic);
+  CHECK_EQ(shm::PeerArena(memfd(kBytes, kSeals).get(), kBytes).header().magic, shm::arena_magic());
   for (int missing : {F_SEAL_SHRINK, F_SEAL_GROW, F_SEAL_SEAL}) {
     UniqueFd fd = memfd(kBytes, kSeals & ~missing);
     CHECK(contains(refusal(fd, kBytes), "unsealed"));
@@ -302,7 +293,7 @@ TEST(a_peers_arena_is_checked_before_it_is_believed) {
   CHECK(contains(refusal(sound, kBytes - 4096), "another size"));
   UniqueFd tiny = memfd(64, kSeals);
   CHECK(contains(refusal(tiny, 64), "another size"));
-  UniqueFd foreign = memfd(kBytes, kSeals, shm::kMagic + 1);
+  UniqueFd foreign = memfd(kBytes, kSeals, shm::arena_magic() + 1);
   CHECK(contains(refusal(foreign, kBytes), "another layout"));
   UniqueFd null(open("/dev/null", O_RDWR | O_CLOEXEC));
   CHECK(contains(refusal(null, kBytes), "unsealed"));
@@ -316,6 +307,42 @@ TEST(a_peers_offsets_are_checked) {
   CHECK_THROWS(peer->at(0, kArena + 1), ErrorKind::InvalidUsage);
   CHECK_THROWS(peer->at(UINT64_MAX, 2), ErrorKind::InvalidUsage);
   CHECK_THROWS(peer->at(1, SIZE_MAX), ErrorKind::InvalidUsage);
+}
+
+// Where vm.memfd_noexec is 2, kernels from 6.3 on may refuse any other. One without the flag for it refuses none.
+TEST(shared_memory_is_never_executable) {
+  constexpr unsigned kNoExecSeal = 0x8;
+  constexpr int kSealExec = 0x20;
+  if (!UniqueFd(memfd_create("test", MFD_CLOEXEC | kNoExecSeal))) return;
+  auto arena = shm::Arena::create(kArena);
+  CHECK_EQ(fcntl(arena->fd(), F_GET_SEALS) & (kSeals | kSealExec), kSeals | kSealExec);
+  struct stat status{};
+  CHECK_EQ(fstat(arena->fd(), &status), 0);
+  CHECK_EQ(status.st_mode & 0111U, 0U);
+}
+
+TEST(default_arenas_fit_into_a_process_together) {
+  constexpr size_t kTiB = size_t{1} << 40;
+  CHECK_EQ(shm::default_arena_bytes(1 << 30, 2), size_t{1} << 30);
+  if constexpr (testing::kSlowdown == 1) CHECK_EQ(shm::default_arena_bytes(2 * kTiB, 2), 2 * kTiB);
+  for (int ranks : {2, 7, 64}) {
+    const size_t bytes = shm::default_arena_bytes(24 * kTiB, ranks);
+    CHECK(bytes % shm::kPage == 0 && bytes >= (testing::kSlowdown == 1 ? kTiB / 2 : 1 << 30));
+    CHECK(bytes * ranks <= 32 * kTiB);
+  }
+}
+
+TEST(default_arenas_respect_a_limit_on_addresses) {
+  if (testing::kSlowdown != 1) return;  // a sanitizer has taken more than any limit
+  CHECK(true_in_child([] {
+    constexpr size_t kGiB = size_t{1} << 30;
+    const rlimit limits{.rlim_cur = 16 * kGiB, .rlim_max = 16 * kGiB};
+    setrlimit(RLIMIT_AS, &limits);
+    const size_t bytes = shm::default_arena_bytes(64 * kGiB, 4);
+    std::vector<std::shared_ptr<shm::Arena>> all;
+    for (int rank = 0; rank < 4; ++rank) all.push_back(shm::Arena::create(bytes));
+    return bytes >= kGiB / 2 && bytes * 4 <= 8 * kGiB;
+  }));
 }
 
 }  // namespace syncengine

@@ -113,7 +113,7 @@ TEST(several_threads_wait_on_one_communicator) {
 TEST(more_announcements_than_the_log_and_the_records_hold) {
   constexpr size_t kBuckets = shm::kLogEntries + 3 * shm::kRecords;
   run_job(3, {}, [](int rank, Communicator& communicator) {
-    const uint64_t first = communicator.reserve_slots(kBuckets);
+    auto slots = communicator.reserve_slots(kBuckets);
     std::mt19937 random(rank);
     std::vector<size_t> order(kBuckets);
     std::iota(order.begin(), order.end(), 0);
@@ -123,7 +123,7 @@ TEST(more_announcements_than_the_log_and_the_records_hold) {
       std::shuffle(order.begin(), order.end(), random);
       for (size_t bucket : order) {
         data[bucket] *= static_cast<float>(bucket);
-        works[bucket] = communicator.announce(first + bucket, testing::all_reduce_of(&data[bucket], 4, DType::Float32));
+        works[bucket] = communicator.announce(slots, bucket, testing::all_reduce_of(&data[bucket], 4, DType::Float32));
       }
       for (size_t bucket = 0; bucket < kBuckets; ++bucket) {
         communicator.wait(works[bucket]);
@@ -159,7 +159,7 @@ TEST(an_abort_in_the_middle_reaches_everybody) {
     const int aborter = round % kSize;
     const std::string text = "rank " + std::to_string(aborter) + ": RuntimeError: round " + std::to_string(round);
     run_job(kSize, {}, [&](int rank, Communicator& communicator) {
-      const uint64_t first = communicator.reserve_slots(8);
+      std::shared_ptr<const Slots> slots;
       std::mt19937 random(round * kSize + rank);
       std::jthread trouble;
       if (rank == aborter)
@@ -173,11 +173,12 @@ TEST(an_abort_in_the_middle_reaches_everybody) {
       std::shared_ptr<void> shared;
       try {
         shared = communicator.allocate(4 << 20);
+        slots = communicator.reserve_slots(8);
         for (;;) {
           std::vector<std::shared_ptr<Work>> works;
           std::shuffle(buckets.begin(), buckets.end(), random);
           for (size_t i = 0; i < buckets.size(); ++i)
-            works.push_back(communicator.announce(first + i, all_reduce_of(buckets[i])));
+            works.push_back(communicator.announce(slots, i, all_reduce_of(buckets[i])));
           communicator.run(all_reduce_of(own), {});
           communicator.run(testing::all_reduce_of(shared.get(), 4 << 20, DType::Float32), {});
           if (random() % 4 == 0) pause(1);
@@ -190,7 +191,7 @@ TEST(an_abort_in_the_middle_reaches_everybody) {
       if (trouble.joinable()) trouble.join();
       CHECK_EQ(seen, text);
       CHECK_THROWS(communicator.run(all_reduce_of(own), {}), ErrorKind::Aborted);
-      CHECK_THROWS(communicator.announce(first, all_reduce_of(own)), ErrorKind::Aborted);
+      CHECK_THROWS(communicator.announce(slots, 0, all_reduce_of(own)), ErrorKind::Aborted);
     });
   }
 }

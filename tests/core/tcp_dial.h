@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/build_id.h"
 #include "test.h"
 #include "transport/matching/frame.h"
 #include "transport/tcp/handshake.h"
@@ -80,7 +81,7 @@ class Actor {
   }
 
   tcp::ClientHandshake greet(int server, const std::string& address, int connection) {
-    tcp::Hello hello{.version = tcp::kVersion,
+    tcp::Hello hello{.build = build_id(),
                      .connection = static_cast<uint16_t>(connection),
                      .client = static_cast<uint32_t>(rank_),
                      .server = static_cast<uint32_t>(server),

@@ -30,7 +30,7 @@ uint64_t some_number(Random& random) {
 
 // Likelier to be valid than not, so that what lies behind decode() is reached.
 Frame some_frame(Random& random) {
-  Frame frame{.kind = static_cast<Kind>(random() % 9)};
+  Frame frame{.kind = static_cast<Kind>(random() % 10)};
   switch (frame.kind) {
     case Kind::Message: frame.payload = some_number(random) % 4096; break;
     case Kind::Verdict: frame.payload = random() % 100, frame.size = random() % 5; break;
@@ -38,6 +38,9 @@ Frame some_frame(Random& random) {
       frame.tag = random() % 8, frame.handle = 1 + random() % 9, frame.size = some_number(random);
       break;
     case Kind::Ask: frame.tag = random() % 8; break;
+    case Kind::Withdrawn:
+      frame.tag = random() % 8, frame.handle = frame.tag + random() % 4, frame.size = some_number(random) % 50;
+      break;
     case Kind::Credit: frame.size = random() % 4096; break;
     case Kind::Eager: frame.tag = random() % 8, frame.payload = random() % 2 ? 100 : some_number(random) % 20000; break;
     case Kind::Chunk:
@@ -70,8 +73,9 @@ const std::vector<std::byte> memory(1 << 20);
 struct Session {
   Shared shared{.rank = 0};
   std::string control;
-  Outbox outbox{shared, 1, control};
-  Inbox inbox{shared, 1, control};
+  Withdrawals withdrawals{1};
+  Outbox outbox{shared, 1, control, withdrawals};
+  Inbox inbox{shared, 1, control, withdrawals};
   std::vector<std::unique_ptr<std::byte[]>> places;  // each of its exact size
   std::vector<std::shared_ptr<Interhost::Transfer>> transfers;
 
@@ -96,6 +100,7 @@ struct Session {
       case Kind::Ready: outbox.on_ready(frame); break;
       case Kind::Credit: outbox.on_credit(frame); break;
       case Kind::Ask: inbox.on_ask(frame); break;
+      case Kind::Withdrawn: withdrawals.hear(frame); break;
       case Kind::Eager:
       case Kind::Chunk: {
         Arrival arrival = inbox.begin(frame);
@@ -182,7 +187,7 @@ TEST(tcp_fuzz_streams) {
       for (int step = 0; step < 40; ++step) {
         size_t connection = random() % 2;
         std::string bytes = some_header(random);
-        if (bytes.size() > 4) bytes[4] = static_cast<char>(connection ? 7 + random() % 2 : random() % 7);
+        if (bytes.size() > 4) bytes[4] = static_cast<char>(connection ? 8 + random() % 2 : random() % 8);
         bytes.append(random() % 3 ? random() % 200 : random() % 20000, 'x');
         bytes.resize(random() % 4 ? bytes.size() : random() % (bytes.size() + 1));
         (void)!send(theirs[connection].get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);

@@ -1,8 +1,8 @@
 // Proofs of identity: both sides of the handshake, honest and not.
 #include <random>
 
+#include "base/build_id.h"
 #include "test.h"
-#include "transport/matching/frame.h"
 #include "transport/tcp/handshake.h"
 #include "transport/tcp/sha256.h"
 
@@ -18,7 +18,7 @@ PairKeys keys_of(const std::string& secret = "") { return pair_keys(0, address_o
 
 Hello hello(char nonce = 'c') {
   return {
-      .version = kVersion, .connection = 2, .client = 1, .server = 0, .sockets = 4, .nonce = std::string(32, nonce)};
+      .build = build_id(), .connection = 2, .client = 1, .server = 0, .sockets = 4, .nonce = std::string(32, nonce)};
 }
 
 ServerHandshake server(const PairKeys& keys = keys_of(), char nonce = 's') {
@@ -74,22 +74,22 @@ TEST(handshake_tells_a_stranger_nothing) {
   CHECK(again.verdict() == Verdict::Stranger);
 }
 
-TEST(handshake_with_another_version_or_other_settings_is_named) {
+TEST(handshake_with_another_build_or_other_settings_is_named) {
   Hello later = hello();
-  later.version = kVersion + 1;
+  later.build = build_id() + 1;
   ClientHandshake one(later, keys_of());
   ServerHandshake zero = server();
   talk(one, zero);
-  CHECK(zero.verdict() == Verdict::Version && !zero.has_ticket());
-  CHECK(one.verdict() == Verdict::Stranger || one.verdict() == Verdict::Version);
+  CHECK(zero.verdict() == Verdict::Build && !zero.has_ticket());
+  CHECK(one.verdict() == Verdict::Stranger || one.verdict() == Verdict::Build);
 
   std::string old = ClientHandshake(hello(), keys_of()).first_words();
   ServerHandshake answerer = server();
   std::string challenge = answerer.receive(old);
-  challenge[8] = 9;  // its version
+  challenge[8] ^= 9;  // its build
   ClientHandshake two(hello(), keys_of());
   CHECK_EQ(two.receive(challenge), "");
-  CHECK(two.verdict() == Verdict::Version);
+  CHECK(two.verdict() == Verdict::Build);
 
   Hello fewer = hello();
   fewer.sockets = 2;
@@ -173,7 +173,7 @@ TEST(handshake_fuzz) {
     bool heard = random() % 2;
     std::string words = heard ? first : mangled(first);
     zero.receive(words);
-    if (words != first) CHECK(zero.verdict() == Verdict::Stranger || zero.verdict() == Verdict::Version);
+    if (words != first) CHECK(zero.verdict() == Verdict::Stranger || zero.verdict() == Verdict::Build);
     if (zero.wanted() > 0) zero.receive(mangled(std::string(zero.wanted(), 'x')));
     CHECK(zero.verdict() != Verdict::Fine);
     ClientHandshake one(hello(static_cast<char>(random() | 0x80)), keys_of());

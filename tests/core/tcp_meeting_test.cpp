@@ -1,7 +1,11 @@
 // Connecting: strangers on the port, ranks that can't prove who they are, and ranks that don't come.
 #include <poll.h>
+#include <sys/resource.h>
+#include <sys/time.h>
 
 #include <atomic>
+#include <csignal>
+#include <optional>
 #include <thread>
 
 #include "tcp_dial.h"
@@ -13,7 +17,7 @@ namespace {
 using tcp::Listener;
 using tcp::Options;
 
-const Options kQuick{.sockets = 2, .handshake = 0.3, .strangers = 8};
+const Options kQuick{.sockets = 2, .handshake = 0.3, .unauthenticated = 8};
 
 // Ranks 0 and 1 connect while `meanwhile` runs on the side, with rank 0's address.
 void connect_two(Options options, const std::function<void(const std::string&, const std::string&)>& meanwhile) {
@@ -144,13 +148,110 @@ TEST(tcp_wrong_secret_is_named_on_both_ranks) {
   }
 }
 
-TEST(tcp_rank_with_another_version_is_named) {
+// Whoever reads the launcher's exchange has the addresses, and so a valid ticket.
+TEST(tcp_readers_of_the_exchange_do_not_end_init) {
+  Options options = kQuick;
+  options.secret = "a secret of the job";
+  connect_two(options, [&](const std::string& zero, const std::string& one) {
+    auto to = tcp::decode_address(0, zero), from = tcp::decode_address(1, one);
+    auto keys = tcp::pair_keys(1, from, 0, to, "the secret is not known");
+    for (uint8_t sockets : {2, 3}) {
+      tcp::ClientHandshake handshake({.build = build_id(),
+                                      .connection = 1,
+                                      .client = 1,
+                                      .server = 0,
+                                      .sockets = sockets,
+                                      .nonce = tcp::random_bytes(32)},
+                                     keys);
+      UniqueFd fd = dial(to);
+      put(fd, handshake.first_words());
+      std::string challenge = get(fd, handshake.wanted());
+      CHECK_EQ(challenge.size(), handshake.wanted());
+      if (sockets == 2) put(fd, handshake.receive(challenge));
+      get(fd, 1);
+      CHECK(is_closed(fd));
+    }
+  });
+}
+
+namespace {
+
+// So that only `left` more descriptors can be opened.
+class FewDescriptors {
+ public:
+  explicit FewDescriptors(int left) {
+    getrlimit(RLIMIT_NOFILE, &before_);
+    UniqueFd next(dup(0));  // those below it are open
+    rlimit fewer{static_cast<rlim_t>(next.get() + left), before_.rlim_max};
+    setrlimit(RLIMIT_NOFILE, &fewer);
+  }
+  ~FewDescriptors() { setrlimit(RLIMIT_NOFILE, &before_); }
+
+ private:
+  rlimit before_;
+};
+
+}  // namespace
+
+TEST(tcp_descriptors_are_counted_before_it_listens) {
+  FewDescriptors few(60);
+  Options options = kQuick;
+  options.peers = 5;
+  Listener enough(options);
+  options.peers = 63;
+  std::string text = error_of([&] { Listener{options}; }, ErrorKind::InvalidUsage);
+  CHECK(contains(text, "63 ranks of other hosts, 3 each") && contains(text, "raise ulimit -n to at least "));
+}
+
+TEST(tcp_running_out_of_descriptors_is_named_and_no_rank_is_blamed) {
   Listener zero(kQuick), one(kQuick);
   std::vector<std::string> addresses{zero.address(), one.address()};
-  addresses[1][4] = 2;
+  std::vector<UniqueFd> callers;
+  for (int i = 0; i < 3; ++i) callers.push_back(dial(tcp::decode_address(0, addresses[0])));
+  std::optional<FewDescriptors> few;
+  int turns = 0;
+  auto interrupted = [&] {
+    ++turns;
+    if (!few) few.emplace(0);
+  };
+  std::string text =
+      error_of([&] { tcp::connect(std::move(zero), 0, addresses, Deadline::after(seconds(20)), interrupted); },
+               ErrorKind::InvalidUsage);
+  CHECK(contains(text, "rank 0 can't accept the connections of rank 1: Too many open files"));
+  CHECK(contains(text, "raise ulimit -n"));
+  CHECK(turns < 100);  // it waits, and does not ask again and again
+}
+
+// A signal that comes while a socket is asked says nothing of the socket.
+TEST(tcp_signals_connect_nobody) {
+  UniqueFd full(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  tcp::Ip here = tcp::decode_address(0, Listener(kQuick).address()).ip;
+  auto address = tcp::socket_address(here, 0);
+  CHECK(bind(full.get(), address.get(), address.length) == 0 && listen(full.get(), 0) == 0);
+  uint16_t port = tcp::port_of(full);
+  std::vector<UniqueFd> callers;
+  for (int i = 0; i < 4; ++i) callers.push_back(tcp::begin_connect(here, here, port));
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK(!tcp::is_decided(callers.back()));  // there is no room for it in the listener's queue
+  struct sigaction nothing{}, before{};
+  nothing.sa_handler = [](int) {};
+  sigaction(SIGALRM, &nothing, &before);
+  itimerval often{{0, 50}, {0, 50}}, never{};
+  setitimer(ITIMER_REAL, &often, nullptr);
+  bool decided = false;
+  for (int i = 0; i < 100000 && !decided; ++i) decided = tcp::is_decided(callers.back());
+  setitimer(ITIMER_REAL, &never, nullptr);
+  sigaction(SIGALRM, &before, nullptr);
+  CHECK(!decided);
+}
+
+TEST(tcp_rank_of_another_build_is_named) {
+  Listener zero(kQuick), one(kQuick);
+  std::vector<std::string> addresses{zero.address(), one.address()};
+  addresses[1][4] ^= 2;
   std::string text =
       error_of([&] { tcp::connect(std::move(zero), 0, addresses, Deadline::after(seconds(20))); }, ErrorKind::Mismatch);
-  CHECK(contains(text, "rank 1 has version 2"));
+  CHECK(contains(text, "rank 1 runs another build of syncengine ("));
 }
 
 TEST(tcp_rank_that_does_not_come_is_named) {

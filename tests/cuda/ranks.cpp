@@ -105,7 +105,7 @@ Meeting& map(int fd) {
   try {
     Meeting& meeting = map(std::atoi(std::getenv(kMeeting)));
     if (options.arena_bytes == 0) options.arena_bytes = 256 << 20;
-    LocalJob job(rank, world, options);
+    LocalBootstrap job(rank, world, options);
     const std::string address = job.address();
     address.copy(meeting.addresses[rank], sizeof(meeting.addresses[rank]));
     ++meeting.arrived;

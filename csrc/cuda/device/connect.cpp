@@ -7,10 +7,10 @@
 #include <string>
 
 #include "cuda/device/driver.h"
-#include "cuda/device/fabric_group.h"
 #include "cuda/device/group.h"
 #include "cuda/device/memory.h"
-#include "cuda/device/relay_group.h"
+#include "cuda/device/proxy_group.h"
+#include "cuda/device/transport_group.h"
 #include "cuda/shared_pages.h"
 
 namespace syncengine::cuda {
@@ -28,21 +28,23 @@ void require_device(int device) {
 
 namespace {
 
-// Null if a rank has no fabric.
-std::unique_ptr<DeviceFabric> open_fabric(Communicator& communicator, int device,
-                                          const std::function<void()>& interrupted) {
+// Null if a rank has no transport.
+std::unique_ptr<DeviceTransport> open_device_transport(Communicator& communicator, int device,
+                                                       const std::function<void()>& interrupted) {
   struct Offer {
-    bool has_fabric;
+    bool has_device_transport;
     uint64_t name[2];  // of the first rank: random
-  } mine{communicator.has_fabric(), {}};
+  } mine{communicator.has_device_transport(), {}};
   if (getrandom(mine.name, sizeof(mine.name), 0) != sizeof(mine.name)) throw_system_error("getrandom", errno);
   const auto all = gather(communicator, mine, "connecting devices", interrupted);
-  if (!std::all_of(all.begin(), all.end(), [](const Offer& theirs) { return theirs.has_fabric; })) return nullptr;
-  std::unique_ptr<DeviceFabric> fabric;
+  if (!std::all_of(all.begin(), all.end(), [](const Offer& theirs) { return theirs.has_device_transport; }))
+    return nullptr;
+  std::unique_ptr<DeviceTransport> transport;
   tell_peers_if_it_fails(communicator, [&] {
-    fabric = communicator.open_fabric(device, std::to_string(all[0].name[0]) + "-" + std::to_string(all[0].name[1]));
+    transport = communicator.open_device_transport(
+        device, std::to_string(all[0].name[0]) + "-" + std::to_string(all[0].name[1]));
   });
-  return fabric;
+  return transport;
 }
 
 }  // namespace
@@ -51,9 +53,9 @@ std::shared_ptr<DeviceGroup> connect(std::shared_ptr<Communicator> communicator,
                                      const std::function<void()>& interrupted) {
   require_device(device);
   if (communicator->spans_hosts()) {
-    if (auto fabric = open_fabric(*communicator, device, interrupted))
-      return std::make_shared<FabricGroup>(std::move(communicator), std::move(fabric), device);
-    return std::make_shared<RelayGroup>(std::move(communicator), device, interrupted);
+    if (auto transport = open_device_transport(*communicator, device, interrupted))
+      return std::make_shared<TransportGroup>(std::move(communicator), std::move(transport), device);
+    return std::make_shared<ProxyGroup>(std::move(communicator), device, interrupted);
   }
   if (communicator->size() > kMaxRanks)
     throw Error(ErrorKind::InvalidUsage, "CUDA: at most " + std::to_string(kMaxRanks) +

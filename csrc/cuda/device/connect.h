@@ -6,12 +6,12 @@
 #include <memory>
 #include <string>
 
-#include "engine/communicator.h"
+#include "engine/communicator/communicator.h"
 
 namespace syncengine::cuda {
 
-// Calls step(). What keeps this rank from going on would keep the others waiting: an Error fails the communicator on all ranks, and
-// is thrown on.
+// Calls step(). What keeps this rank from going on would keep the others waiting: an Error fails the communicator on
+// all ranks, and is thrown on.
 template <class Step>
 void tell_peers_if_it_fails(Communicator& communicator, Step&& step) {
   try {

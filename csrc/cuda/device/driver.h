@@ -1,5 +1,5 @@
-// The CUDA driver's entry points, found at run time: a program that has them links without libcuda, and runs on a machine
-// without a driver up to a named error.
+// The CUDA driver's entry points, found at run time: a program that has them links without libcuda, and runs on a
+// machine without a driver up to a named error.
 //
 // Ownership: none. Thread-safety: any thread. Failure: InvalidUsage that says what is missing and what to do.
 #pragma once
@@ -22,8 +22,8 @@ struct Driver {
 // Found once. Throws InvalidUsage: no driver, a driver older than this build's CUDA, no device.
 const Driver& driver();
 
-// Steps of a batch: the stream puts `value` into a word of pinned or device memory; waits until kArrived is set in it, or until it
-// is `value`.
+// Steps of a batch: the stream puts `value` into a word of pinned or device memory; waits until kArrived is set in it,
+// or until it is `value`.
 CUstreamBatchMemOpParams write_word(const uint32_t* word, uint32_t value);
 CUstreamBatchMemOpParams wait_for_word(const uint32_t* word);
 CUstreamBatchMemOpParams wait_for_value(const uint32_t* word, uint32_t value);

@@ -29,7 +29,8 @@ std::vector<std::unique_ptr<PinnedMapping>> pin(const SharedPages& pages, int ra
   return pinned;
 }
 
-// Floats alone: a sum to which a rank that has failed contributed ones in all bits is NaN, where integers would look like a result.
+// Floats alone: a sum to which a rank that has failed contributed ones in all bits is NaN, where integers would look
+// like a result.
 bool can_go_around(const Operation& operation, int world) {
   return world > 1 && operation.collective == Collective::AllReduce && operation.numerics == Numerics::Ring &&
          is_floating(operation.dtype);
@@ -81,7 +82,8 @@ void RealDeviceGroup::prepare_staging(const std::function<void()>& interrupted) 
   for (auto& pinned : pinned_staging_) site_.slots.push_back(pinned->on_device());
 }
 
-// A barrier by the words alone, before anything relies on them. A device that can't would fail here, or the watchdog's deadline.
+// A barrier by the words alone, before anything relies on them. A device that can't would fail here, or the watchdog's
+// deadline.
 void RealDeviceGroup::prove_signals() {
   Operation barrier;
   barrier.collective = Collective::Barrier;
@@ -184,8 +186,8 @@ std::shared_ptr<void> RealDeviceGroup::allocate(size_t bytes, const std::functio
           }};
 }
 
-// Peers may be in the middle of an operation on a tensor that this rank has dropped, so memory is freed in two steps, both by all
-// ranks: first all close what everybody has dropped, then the owners free it.
+// Peers may be in the middle of an operation on a tensor that this rank has dropped, so memory is freed in two steps,
+// both by all ranks: first all close what everybody has dropped, then the owners free it.
 void RealDeviceGroup::give_back_dropped(const std::function<void()>& interrupted) {
   struct Dropped {
     uint64_t numbers[32] = {};
@@ -245,8 +247,8 @@ void RealDeviceGroup::close() {
   pinned_pages_.clear();
 }
 
-// Freeing memory that a peer has open is undefined. A peer that takes its time, or has died, costs this memory until the process
-// ends. Tensors that the program still holds stay as they are.
+// Freeing memory that a peer has open is undefined. A peer that takes its time, or has died, costs this memory until
+// the process ends. Tensors that the program still holds stay as they are.
 void RealDeviceGroup::wait_for_peers_to_leave() {
   const Deadline deadline = Deadline::after(kPatience);
   auto all_gone = [&] {

@@ -10,8 +10,8 @@
 
 namespace syncengine::cuda {
 
-// Makes the current device load every kernel, once a device: the first launch of a kernel may otherwise synchronize the device,
-// and wait for streams that wait for peers.
+// Makes the current device load every kernel, once a device: the first launch of a kernel may otherwise synchronize the
+// device, and wait for streams that wait for peers.
 void load_kernels();
 
 // With at most `blocks` blocks.

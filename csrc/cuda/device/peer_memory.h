@@ -2,7 +2,8 @@
 //
 // Ownership: keeps the peers' memory open. `own` stays until all peers have dropped this (memory.h).
 // Thread-safety: one thread at a time, any thread; the device is made current by the caller.
-// Failure: what gather() throws; InvalidUsage with CUDA's own words. Memory that can't be reached is none: see unreachable().
+// Failure: what gather() throws; InvalidUsage with CUDA's own words. Memory that can't be reached is none: see
+// unreachable().
 #pragma once
 
 #include <functional>
@@ -12,7 +13,7 @@
 
 #include "cuda/control.h"
 #include "cuda/device/memory.h"
-#include "engine/communicator.h"
+#include "engine/communicator/communicator.h"
 
 namespace syncengine::cuda {
 
@@ -29,9 +30,9 @@ struct ProofArea {
 
 class PeerMemory {
  public:
-  // Collective: gives `own`, of at least a ProofArea, to all and takes theirs. Drivers' answers about access can be wrong, so each
-  // rank's kernels read in each peer's memory what the peer has put there, and write what the peer then looks for. What was in
-  // `own`'s ProofArea is lost. Waits for peers on the host, and for no stream of the program.
+  // Collective: gives `own`, of at least a ProofArea, to all and takes theirs. Drivers' answers about access can be
+  // wrong, so each rank's kernels read in each peer's memory what the peer has put there, and write what the peer then
+  // looks for. What was in `own`'s ProofArea is lost. Waits for peers on the host, and for no stream of the program.
   PeerMemory(Communicator& communicator, DeviceMemory& own, const std::function<void()>& interrupted);
 
   // By rank, the own one among them; to be used if all are reached.

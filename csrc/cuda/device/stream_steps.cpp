@@ -13,8 +13,9 @@ bool fakes_arrivals() {
   return fakes;
 }
 
-// All of an exchange is one call of the driver, and one node of a graph. A write comes after all that the stream did before it,
-// for whoever sees the written word (the default of cuStreamWriteValue32); operations of a batch run in their order.
+// All of an exchange is one call of the driver, and one node of a graph. A write comes after all that the stream did
+// before it, for whoever sees the written word (the default of cuStreamWriteValue32); operations of a batch run in
+// their order.
 void StreamSteps::exchange(const Exchange& exchange) {
   const int world = static_cast<int>(controls_.size());
   operations_.clear();

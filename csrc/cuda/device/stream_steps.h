@@ -1,5 +1,5 @@
-// Steps on a CUDA stream: exchanges are memory operations of the stream, so that waiting holds no multiprocessor and needs no
-// host.
+// Steps on a CUDA stream: exchanges are memory operations of the stream, so that waiting holds no multiprocessor and
+// needs no host.
 //
 // Ownership: none. Thread-safety: one thread at a time. Failure: InvalidUsage with CUDA's own words.
 #pragma once
@@ -11,8 +11,8 @@
 
 namespace syncengine::cuda {
 
-// For benchmarks of one rank alone, in a build with test hooks: with SYNCENGINE_TEST_FAKE_ARRIVALS set a rank gives its peers'
-// signals itself, and so never waits. What it reads of them is whatever lies there.
+// For benchmarks of one rank alone, in a build with test hooks: with SYNCENGINE_TEST_FAKE_ARRIVALS set a rank gives its
+// peers' signals itself, and so never waits. What it reads of them is whatever lies there.
 bool fakes_arrivals();
 
 class StreamSteps : public Steps {

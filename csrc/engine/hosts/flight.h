@@ -7,7 +7,7 @@
 #include <memory>
 #include <vector>
 
-#include "collectives/hop_plan.h"
+#include "collectives/interhost_plan.h"
 #include "transport/interhost.h"
 
 namespace syncengine::hosts {
@@ -29,7 +29,7 @@ class Scratch {
 
 struct Flight {
   uint64_t operation = 0, chunk = 0, total = 0;  // as in Lane::Cursor
-  std::vector<HopCell> cells = {};
+  std::vector<InterhostCell> cells = {};
 
   using Transfers = std::vector<std::shared_ptr<Interhost::Transfer>>;
   struct Receives {  // of a step

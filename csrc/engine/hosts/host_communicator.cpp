@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "engine/hosts/measure.h"
-#include "engine/mismatch.h"
+#include "engine/lanes/mismatch.h"
 
 namespace syncengine::hosts {
 
@@ -35,8 +35,8 @@ std::shared_ptr<HostCommunicator> HostCommunicator::create(std::shared_ptr<Netwo
     offsets.push_back(members[local].offset);
   }
   auto engine = links.network->engine();
-  links.choice = choose_hops(links.placement, engine->options().host_algorithm, links.network->speed(),
-                             HostLane::all_reduce_chunk(links.placement));
+  links.choice = choose_interhost(links.placement, engine->options().host_algorithm, links.network->speed(),
+                                  InterhostLane::all_reduce_chunk(links.placement));
   Group own = make_group(*engine, links.placement.local_index(rank), names, locals, offsets);
   std::shared_ptr<HostCommunicator> made(new HostCommunicator(std::move(links), own, origin));
   engine->locked([&] { made->links_.network->enroll(group, made.get()); });
@@ -49,7 +49,9 @@ HostCommunicator::HostCommunicator(Links links, const Group& locals, Origin orig
       ShmCommunicator(
           links_.network->engine(), locals, origin, [this](const Group& group, const auto& stop, Lane::Trash& trash) {
             Algorithm algorithm = links_.network->engine()->options().algorithm;
-            auto lane = [&](int id) { return std::make_unique<HostLane>(links_, group, id, algorithm, stop, trash); };
+            auto lane = [&](int id) {
+              return std::make_unique<InterhostLane>(links_, group, id, algorithm, stop, trash);
+            };
             Parts parts{lane(shm::kUserLane), lane(shm::kScheduledLane), nullptr, nullptr};
             parts.schedule = std::make_unique<HostSchedule>(links_, group, *parts.scheduled_lane);
             parts.messenger =
@@ -73,7 +75,8 @@ void HostCommunicator::measure(const std::function<void()>& interrupted) {
   LinkSpeed speed = measure_links(*this, links_.placement, interrupted);
   engine_->locked([&] {
     links_.network->set_speed(speed);
-    links_.choice = choose_hops(links_.placement, algorithm, speed, HostLane::all_reduce_chunk(links_.placement));
+    links_.choice =
+        choose_interhost(links_.placement, algorithm, speed, InterhostLane::all_reduce_chunk(links_.placement));
   });
 }
 
@@ -96,12 +99,12 @@ void HostCommunicator::hear(int peer, const std::string& message) {
     case Kind::Opened: {
       auto opened = read<Opened>(message);
       if (opened.lane >= shm::kLanes) break;
-      return host_lane(static_cast<int>(opened.lane)).hear(member, opened);
+      return interhost_lane(static_cast<int>(opened.lane)).hear(member, opened);
     }
     case Kind::Flags: {
       auto flags = read<Flags>(message);
       if (flags.lane >= shm::kLanes) break;
-      return host_lane(static_cast<int>(flags.lane)).hear(member, flags);
+      return interhost_lane(static_cast<int>(flags.lane)).hear(member, flags);
     }
     case Kind::Ready: return schedule.hear(member, read<Ready>(message));
     case Kind::Scheduled: return schedule.hear(member, read<Scheduled>(message));
@@ -147,7 +150,7 @@ void HostCommunicator::heed_remote_peers() {
     // What it had completed, it has sent.
     bool in_vain = host_route().waits_in_vain(messenger_.office(), member, left->second.tally);
     for (int id = 0; id < shm::kLanes; ++id)
-      in_vain |= pending[id] && left->second.completed[id] <= host_lane(id).retired();
+      in_vain |= pending[id] && left->second.completed[id] <= interhost_lane(id).retired();
     if (in_vain)
       return fail(ErrorKind::PeerLost,
                   links_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
@@ -177,19 +180,20 @@ uint64_t HostCommunicator::absent_here() const {
   return members;
 }
 
-std::string HostCommunicator::names_of_culprits(const Pending& pending) const {
+std::string HostCommunicator::names_of_blocking_ranks(const Pending& pending) const {
   bool is_message = pending.item && pending.item == messenger_.oldest();
   uint64_t members = absent_here();
   if (!is_message)
     for (auto [member, others] : late_) members |= others;
   if (members == 0) {
-    for (int i = 0; i < group_.size; ++i) members |= (pending.culprits >> i & 1) << links_.placement.locals()[i];
+    for (int i = 0; i < group_.size; ++i) members |= (pending.blocking_ranks >> i & 1) << links_.placement.locals()[i];
     if (is_message)
-      members |= host_route().remote_culprits(messenger_.office());
+      members |= host_route().remote_blocking_ranks(messenger_.office());
     else if (pending.item && pending.item == schedule_.oldest())
-      members |= static_cast<const HostSchedule&>(schedule_).remote_culprits();
+      members |= static_cast<const HostSchedule&>(schedule_).remote_blocking_ranks();
     else if (pending.item)
-      members |= host_lane(pending.item->key == Lane::kNoKey ? shm::kUserLane : shm::kScheduledLane).remote_culprits();
+      members |= interhost_lane(pending.item->key == Lane::kNoKey ? shm::kUserLane : shm::kScheduledLane)
+                     .remote_blocking_ranks();
   }
   members &= ~(uint64_t{1} << rank());
   std::string list;
@@ -209,7 +213,7 @@ void HostCommunicator::fail(ErrorKind kind, const std::string& text) {
 void HostCommunicator::end(shm::Standing standing, const Error& for_peers, const Error& raised_here) {
   if (ended_) return;
   links_.network->forget(links_.group);
-  links_.network->withdraw(links_.group, for_peers);
+  links_.network->withdraw(links_.group, links_.job_ranks, for_peers);
   Ended ended{.head = {},
               .standing = static_cast<uint32_t>(standing),
               .error = static_cast<uint32_t>(for_peers.kind()),
@@ -225,16 +229,28 @@ void HostCommunicator::end(shm::Standing standing, const Error& for_peers, const
   ShmCommunicator::end(standing, for_peers, raised_here);
 }
 
+uint64_t HostCommunicator::take_number(uint64_t members) {
+  uint64_t here = 0;
+  for (int member : links_.placement.locals()) here |= uint64_t{1} << member;
+  if ((members & ~here) == 0) return 0;  // it will need no network
+  return engine_->locked([&] { return links_.network->take_number(links_.job_ranks[rank()]); });
+}
+
+std::shared_ptr<void> HostCommunicator::expect_group() {
+  auto network = links_.network;
+  uint64_t expected = engine_->locked([&] { return network->expect(); });
+  return {nullptr,
+          [network, expected](void*) { network->engine()->locked([&] { network->expect_no_more(expected); }); }};
+}
+
 // Members that all live on this host need no network.
 std::shared_ptr<Communicator> HostCommunicator::join(const std::vector<int>& members,
                                                      const std::vector<Ticket>& tickets) {
-  uint64_t number = 0;
   bool all_here = true;
   std::vector<Member> joined;
   for (int member : members) {
     bool here = !links_.is_remote(member);
     all_here &= here;
-    number = std::max(number, tickets[member].number);
     joined.push_back({.label = links_.placement.host_of[member],
                       .job_rank = links_.job_ranks[member],
                       .global_rank = links_.global_ranks[member],
@@ -242,7 +258,8 @@ std::shared_ptr<Communicator> HostCommunicator::join(const std::vector<int>& mem
                       .offset = tickets[member].offset});
   }
   int rank_in_group = static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
-  if (!all_here) return create(links_.network, static_cast<uint32_t>(number), rank_in_group, joined, Origin::Split);
+  auto number = static_cast<uint32_t>(tickets[members.front()].number);
+  if (!all_here) return create(links_.network, number, rank_in_group, joined, Origin::Split);
   std::vector<int> globals, locals;
   std::vector<uint64_t> offsets;
   for (const Member& member : joined) {

@@ -6,11 +6,11 @@
 
 #include <map>
 
-#include "engine/hosts/host_lane.h"
+#include "engine/communicator/shm_communicator.h"
 #include "engine/hosts/host_route.h"
 #include "engine/hosts/host_schedule.h"
+#include "engine/hosts/interhost_lane.h"
 #include "engine/hosts/links.h"
-#include "engine/shm_communicator.h"
 
 namespace syncengine::hosts {
 
@@ -38,9 +38,9 @@ class HostCommunicator final : private LinksHolder, public ShmCommunicator, priv
   const std::vector<int>& global_ranks() const override { return links_.global_ranks; }
   bool spans_hosts() const override { return true; }
   std::vector<int> hosts() const override { return links_.placement.host_of; }
-  bool has_fabric() const override { return links_.network->interhost().has_fabric(); }
-  std::unique_ptr<DeviceFabric> open_fabric(int device, const std::string& name) override {
-    return links_.network->interhost().open_fabric(links_.job_ranks, device, name);
+  bool has_device_transport() const override { return links_.network->interhost().has_device_transport(); }
+  std::unique_ptr<DeviceTransport> open_device_transport(int device, const std::string& name) override {
+    return links_.network->interhost().open_device_transport(links_.job_ranks, device, name);
   }
   std::string describe_links() const override;
 
@@ -55,19 +55,20 @@ class HostCommunicator final : private LinksHolder, public ShmCommunicator, priv
   void hear_ended(int member, const Ended& ended);
 
   // A rank that shares its host waits for that one's ranks as well.
-  Carrier* carrier() override { return group_.size == 1 && engine_->is_alone() ? links_.network.get() : nullptr; }
+  IoLoop* io_loop() override { return group_.size == 1 && engine_->is_alone() ? links_.network.get() : nullptr; }
   void look_around() override;
   void fail(ErrorKind kind, const std::string& text) override;
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here) override;
   void heed_remote_peers();
   void tell_who_is_late();
   uint64_t absent_here() const;
-  std::string names_of_culprits(const Pending& pending) const override;
-  uint64_t unused_number() const override { return links_.network->unused_group(); }
+  std::string names_of_blocking_ranks(const Pending& pending) const override;
+  uint64_t take_number(uint64_t members) override;
+  std::shared_ptr<void> expect_group() override;
   std::shared_ptr<Communicator> join(const std::vector<int>& members, const std::vector<Ticket>& tickets) override;
 
-  HostLane& host_lane(int id) const {
-    return static_cast<HostLane&>(id == shm::kUserLane ? user_lane_ : scheduled_lane_);
+  InterhostLane& interhost_lane(int id) const {
+    return static_cast<InterhostLane&>(id == shm::kUserLane ? user_lane_ : scheduled_lane_);
   }
   HostRoute& host_route() const { return static_cast<HostRoute&>(*messenger_.far()); }
 

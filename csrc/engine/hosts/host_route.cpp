@@ -146,7 +146,7 @@ bool HostRoute::end_pieces(Transit& transit) {
 void HostRoute::post_piece(int member, Transit& transit) {
   const SpanList& memory = transit.post.message.memory;
   size_t offset = transit.posted, bytes = std::min(Interhost::kMaxTransfer, memory.bytes() - offset);
-  auto number = static_cast<uint32_t>(offset / Interhost::kMaxTransfer % (uint64_t{1} << kParcelBits));
+  auto number = static_cast<uint32_t>(offset / Interhost::kMaxTransfer % (uint64_t{1} << kEnvelopeBits));
   uint64_t tag = tag_of(links_.group, shm::kMessages, transit.number, number, bytes);
   Piece piece{.transfer = {}, .offset = offset, .bytes = bytes, .copy = {}};
   std::byte* data = memory.at(offset);
@@ -172,7 +172,7 @@ bool HostRoute::waits_in_vain(const Office& office, int member, const Tally& the
          (!peer.sending.empty() && peer.ended.sent >= theirs.received);
 }
 
-uint64_t HostRoute::remote_culprits(const Office& office) const {
+uint64_t HostRoute::remote_blocking_ranks(const Office& office) const {
   uint64_t members = 0;
   for (const auto& [member, peer] : peers_) {
     bool awaited = (office.awaited() >> member & 1) && peer.letters.empty();

@@ -10,7 +10,7 @@
 #include <map>
 
 #include "engine/hosts/links.h"
-#include "engine/message_route.h"
+#include "engine/messages/message_route.h"
 
 namespace syncengine::hosts {
 
@@ -31,7 +31,7 @@ class HostRoute final : public MessageRoute {
   Tally tally(int member) const { return peers_.at(member).ended; }
   // Whether something waits in vain for a member that has left after `theirs`: what it had sent still comes.
   bool waits_in_vain(const Office& office, int member, const Tally& theirs) const;
-  uint64_t remote_culprits(const Office& office) const;  // members whose next step is needed
+  uint64_t remote_blocking_ranks(const Office& office) const;  // members whose next step is needed
 
  private:
   struct Piece {

@@ -64,7 +64,7 @@ bool HostSchedule::order() {
   return moved;
 }
 
-uint64_t HostSchedule::remote_culprits() const {
+uint64_t HostSchedule::remote_blocking_ranks() const {
   if (waiting_.empty() || late(waiting_.front().item.key, waiting_.front().epoch, false)) return 0;
   if (!links_.leads_job()) return links_.leads_host() && links_.placement.host > 0 ? 1 : 0;
   uint64_t members = 0;

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "engine/hosts/links.h"
-#include "engine/schedule.h"
+#include "engine/lanes/schedule.h"
 
 namespace syncengine::hosts {
 
@@ -20,7 +20,7 @@ class HostSchedule final : public Schedule {
   void hear(int member, const Ready& ready);
   void hear(int member, const Scheduled& scheduled);
   // Members of other hosts that hold up the oldest operation, as far as this rank knows: leaders.
-  uint64_t remote_culprits() const;
+  uint64_t remote_blocking_ranks() const;
 
  private:
   bool append_ready() override;  // by the first rank of a host

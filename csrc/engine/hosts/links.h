@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/hop_plan.h"
+#include "collectives/interhost_plan.h"
 #include "engine/hosts/message.h"
 #include "engine/hosts/network.h"
 
@@ -20,7 +20,7 @@ struct Links {
   std::vector<int> global_ranks;  // of each member: what messages call it
   std::vector<int> counterparts;  // members
   std::shared_ptr<Network> network;
-  HopChoice choice = {};  // changes only when all members have run the same operations
+  InterhostChoice choice = {};  // changes only when all members have run the same operations
 
   std::string name(int member) const { return "rank " + std::to_string(global_ranks[member]); }
   bool is_remote(int member) const { return placement.host_of[member] != placement.host; }

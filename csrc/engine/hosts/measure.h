@@ -6,8 +6,8 @@
 
 #include <functional>
 
-#include "collectives/hop_choice.h"
-#include "engine/communicator.h"
+#include "collectives/interhost_choice.h"
+#include "engine/communicator/communicator.h"
 
 namespace syncengine::hosts {
 

@@ -70,7 +70,7 @@ struct Ended {
   uint32_t standing, error;
   uint64_t completed[shm::kLanes];
   Tally tally;
-  char text[sizeof(shm::Farewell::text)];
+  char text[sizeof(shm::EndRecord::text)];
 };
 
 // The sender has a message for the receiver: its content follows if it has at most kShortBytes, else it comes by transfers.

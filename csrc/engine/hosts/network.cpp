@@ -18,6 +18,7 @@ constexpr auto kGrace = std::chrono::milliseconds(10);
 
 Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost)
     : engine_(std::move(engine)), interhost_(std::move(interhost)) {
+  expected_.insert(0);  // the job's own communicator
   engine_->expect_io_thread();
   engine_->add(this);
   try {
@@ -115,14 +116,31 @@ Network::~Network() {
   engine_->remove(this);
 }
 
+uint32_t Network::take_number(int rank) {
+  if (founded_ + 1 == uint32_t{1} << kCountBits) return kTooMany;
+  return static_cast<uint32_t>(rank) << kCountBits | ++founded_;
+}
+
+uint64_t Network::expect() {
+  expected_.insert(++expectations_);
+  return expectations_;
+}
+
+// What came when all that were under way have ended since belongs to none of them.
+void Network::expect_no_more(uint64_t expected) {
+  expected_.erase(expected);
+  std::erase_if(early_,
+                [&](const auto& item) { return expected_.empty() || item.second.expected < *expected_.begin(); });
+}
+
 void Network::enroll(uint32_t group, Listener* listener) {
-  if (group >= uint32_t{1} << kGroupBits)
+  if (group == kTooMany)
     throw Error(ErrorKind::InvalidUsage, "too many communicators over several hosts: keep those that you need again");
-  next_group_ = group + 1;
   listeners_[group] = listener;
   auto early = early_.extract(group);
+  if (group == kJobGroup) expect_no_more(0);
   if (!early) return;
-  for (const auto& message : early.mapped()) listener->hear(message.peer, message.bytes);
+  for (const auto& message : early.mapped().messages) listener->hear(message.peer, message.bytes);
 }
 
 void Network::forget(uint32_t group) { listeners_.erase(group); }
@@ -144,9 +162,12 @@ void Network::deliver(Interhost::Message message) {
   if (message.bytes.size() < sizeof(head)) throw Error(ErrorKind::PeerLost, "a peer sent a message of a wrong size");
   std::memcpy(&head, message.bytes.data(), sizeof(head));
   if (auto found = listeners_.find(head.group); found != listeners_.end())
-    found->second->hear(message.peer, message.bytes);
-  else if (head.group >= next_group_)
-    early_[head.group].push_back(std::move(message));
+    return found->second->hear(message.peer, message.bytes);
+  if (!expected_.empty()) {
+    Early& early = early_[head.group];
+    early.expected = expectations_;
+    early.messages.push_back(std::move(message));
+  }
 }
 
 bool Network::advance() {
@@ -155,9 +176,9 @@ bool Network::advance() {
   return heard_;
 }
 
-void Network::withdraw(uint32_t group, const Error& error) {
+void Network::withdraw(uint32_t group, const std::vector<int>& members, const Error& error) {
   uint64_t first = uint64_t{group} << kGroupShift;
-  interhost_->withdraw(first, first | ((uint64_t{1} << kGroupShift) - 1), error);
+  interhost_->withdraw(members, first, first | ((uint64_t{1} << kGroupShift) - 1), error);
 }
 
 }  // namespace syncengine::hosts

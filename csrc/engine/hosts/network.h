@@ -1,7 +1,7 @@
 // One process's connections to the ranks of other hosts: who moves the bytes, and whose message is whose.
 //
 // Ownership: shared by the communicators that reach over hosts; keeps the engine. Thread-safety: all calls under the engine's
-// progress lock, but Carrier's. Failure: garbage from a peer fails all communicators; what else fails a peer is told by
+// progress lock, but IoLoop's. Failure: garbage from a peer fails all communicators; what else fails a peer is told by
 // Interhost::failure().
 #pragma once
 
@@ -15,10 +15,11 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/hop_choice.h"
-#include "engine/carrier.h"
-#include "engine/engine.h"
+#include "collectives/interhost_choice.h"
+#include "engine/progress/engine.h"
+#include "engine/progress/io_loop.h"
 #include "transport/interhost.h"
+#include "transport/shm/layout.h"
 
 namespace syncengine::hosts {
 
@@ -30,19 +31,26 @@ class Listener {
   virtual void give_up(const Error& error) = 0;                 // nothing that comes can be relied on any more
 };
 
-// A transfer's tag: communicator, lane, chunk of the lane, parcel of the chunk, and whether it is sent unasked: of two ranks that
+// A transfer's tag: communicator, lane, chunk of the lane, envelope of the chunk, and whether it is sent unasked: of two ranks that
 // mean different operations one may send unasked what the other waits for in another size, and neither shall match.
-inline constexpr int kGroupBits = 20, kLaneBits = 2, kUnaskedBits = 1, kChunkBits = 23, kParcelBits = 18;
-static_assert(kGroupBits + kLaneBits + kUnaskedBits + kChunkBits + kParcelBits == 64);
+inline constexpr int kFounderBits = 6, kCountBits = 18, kGroupBits = kFounderBits + kCountBits;
+inline constexpr int kLaneBits = 2, kUnaskedBits = 1, kChunkBits = 20, kEnvelopeBits = 17;
+static_assert(kGroupBits + kLaneBits + kUnaskedBits + kChunkBits + kEnvelopeBits == 64);
+static_assert(shm::kMaxLocalRanks <= 1 << kFounderBits);  // of a job
 inline constexpr int kGroupShift = 64 - kGroupBits;
-constexpr uint64_t tag_of(uint32_t group, int lane, uint64_t chunk, uint32_t parcel, size_t bytes) {
+
+// A communicator's number is its first member's rank in the job, and how many that one has founded: nobody else can take it,
+// whatever else is founded meanwhile.
+inline constexpr uint32_t kJobGroup = 0;  // the one of all ranks
+inline constexpr uint32_t kTooMany = uint32_t{1} << kGroupBits;
+constexpr uint64_t tag_of(uint32_t group, int lane, uint64_t chunk, uint32_t envelope, size_t bytes) {
   uint64_t unasked = bytes <= Interhost::kMaxUnasked;
   uint64_t turn = chunk % (uint64_t{1} << kChunkBits);  // far more than are ever under way
-  return uint64_t{group} << kGroupShift | static_cast<uint64_t>(lane) << (kUnaskedBits + kChunkBits + kParcelBits) |
-         unasked << (kChunkBits + kParcelBits) | turn << kParcelBits | parcel;
+  return uint64_t{group} << kGroupShift | static_cast<uint64_t>(lane) << (kUnaskedBits + kChunkBits + kEnvelopeBits) |
+         unasked << (kChunkBits + kEnvelopeBits) | turn << kEnvelopeBits | envelope;
 }
 
-class Network final : public Carrier, private Movable {
+class Network final : public IoLoop, private Progressable {
  public:
   Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost);
   ~Network() override;
@@ -55,14 +63,17 @@ class Network final : public Carrier, private Movable {
   bool is_measured() const { return speed_.has_value(); }
   void set_speed(const LinkSpeed& speed) { speed_ = speed; }
 
-  // A number for a new communicator is one that none of its members has used.
-  uint32_t unused_group() const { return next_group_; }
-  // Throws InvalidUsage if there were too many. Hands over what came before.
+  // A number for a new communicator whose first member is this rank, `rank` of the job; kTooMany if none is left.
+  uint32_t take_number(int rank);
+  // While a communicator is being made that this rank may be a member of: what comes for it before enroll() is kept meanwhile.
+  uint64_t expect();
+  void expect_no_more(uint64_t expected);
+  // Throws InvalidUsage for kTooMany. Hands over what came before.
   void enroll(uint32_t group, Listener* listener);
   void forget(uint32_t group);
 
   void hear_all();  // hands all that has come to its listeners
-  void withdraw(uint32_t group, const Error& error);
+  void withdraw(uint32_t group, const std::vector<int>& members, const Error& error);  // ranks of the job
 
   bool claim() override;
   bool carry(Duration at_most) override;
@@ -75,22 +86,28 @@ class Network final : public Carrier, private Movable {
   void park();
   void deliver(Interhost::Message message);
 
-  // Movable, under the progress lock: messages are heard before anything else is done.
+  // Progressable, under the progress lock: messages are heard before anything else is done.
   bool advance() override;
   uint64_t interest() const override { return 0; }
   void look_around() override {}
   void lose_direct_memory(const Error&) override {}
   void fail(ErrorKind, const std::string&) override {}
   void leave() override {}
-  Standstill::Wait wait_of(const Work&) const override { return {}; }
+  DeadlockDetector::Wait wait_of(const Work&) const override { return {}; }
   bool has_block(int, uint64_t) const override { return false; }
   std::string describe_wait(const Work&) const override { return ""; }
 
   std::shared_ptr<Engine> engine_;
   std::unique_ptr<Interhost> interhost_;
   std::map<uint32_t, Listener*> listeners_;
-  std::map<uint32_t, std::vector<Interhost::Message>> early_;  // of communicators that this rank is about to make
-  uint32_t next_group_ = 0;
+  struct Early {
+    uint64_t expected;  // the last one under way when a message came
+    std::vector<Interhost::Message> messages;
+  };
+  std::map<uint32_t, Early> early_;  // of communicators that this rank is about to make, or will not know
+  uint32_t founded_ = 0;             // by this rank
+  uint64_t expectations_ = 0;        // so far
+  std::set<uint64_t> expected_;      // of them, those under way
   bool heard_ = false;
   std::optional<LinkSpeed> speed_;
 

@@ -4,22 +4,25 @@
 // `Peer` has an outbox() and an inbox(), tell, withdraw, excuse, is_open, has_left, take_leave, gone and fail.
 //
 // Locks: a thread that holds one may take only those below it. `turn_` lets withdraw() in between two passes; `progress_`
-// guards the peers, for one pass; then the desk's.
+// guards the peers, for one pass; then the queue's.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "base/deadline.h"
 #include "transport/interhost.h"
-#include "transport/matching/desk.h"
+#include "transport/matching/pulse.h"
 #include "transport/matching/shared.h"
+#include "transport/matching/submission_queue.h"
 
 namespace syncengine::matching {
 
@@ -28,26 +31,26 @@ class Endpoint : public Interhost {
  public:
   std::shared_ptr<Transfer> send(int peer, uint64_t tag, const std::byte* data, size_t bytes) override {
     check_peer(peer);
-    return desk_.send(peer, tag, data, bytes);
+    return queue_.send(peer, tag, data, bytes);
   }
   std::shared_ptr<Transfer> receive(int peer, uint64_t tag, std::byte* data, size_t bytes) override {
     check_peer(peer);
-    return desk_.receive(peer, tag, data, bytes);
+    return queue_.receive(peer, tag, data, bytes);
   }
   void tell(int peer, const std::string& message) override {
     check_peer(peer);
-    desk_.tell(peer, message);
+    queue_.tell(peer, message);
   }
-  std::optional<Message> hear() override { return desk_.hear(); }
-  std::optional<Error> failure(int peer) const override { return desk_.failure(peer); }
+  std::optional<Message> hear() override { return queue_.hear(); }
+  std::optional<Error> failure(int peer) const override { return queue_.failure(peer); }
 
-  void withdraw(uint64_t first, uint64_t last, const Error& error) override {
+  void withdraw(const std::vector<int>& peers, uint64_t first, uint64_t last, const Error& error) override {
     std::lock_guard turn(turn_);
     std::lock_guard lock(progress_);
     take_posts();
-    shared_.withdrawn.emplace_back(first, last);
-    for (auto& [rank, peer] : peers_) {
-      if (peer->is_open()) peer->withdraw(first, last, error);
+    for (int rank : peers) {
+      auto found = peers_.find(rank);
+      if (found != peers_.end() && found->second->is_open()) found->second->withdraw(first, last, error);
     }
     shared_.news = true;
     wake();
@@ -58,13 +61,18 @@ class Endpoint : public Interhost {
   }
 
  protected:
-  Endpoint(int rank, bool checksum, double heartbeat, double silence)
-      : desk_(rank, [this] { wake(); }), heartbeat_(seconds(heartbeat)), silence_(seconds(silence)) {
+  Endpoint(int rank, bool checksum, const Rhythm& rhythm)
+      : queue_(rank, [this] { wake(); }), heartbeat_(seconds(rhythm.heartbeat)), rhythm_(rhythm) {
     shared_.rank = rank;
     shared_.checksum = checksum;
   }
 
   void let_others_in() { std::lock_guard turn(turn_); }
+
+  // What passes left to be said; no lock is held.
+  static void print(const std::string& log) {
+    if (!log.empty()) std::fputs(log.c_str(), stderr);
+  }
 
   // The rest is for the thread that moves bytes, under `progress_`.
 
@@ -86,17 +94,21 @@ class Endpoint : public Interhost {
   }
 
   void take_posts() {
-    for (Desk::Post& post : desk_.take()) {
+    for (SubmissionQueue::Post& post : queue_.take()) {
       if (!peers_.at(post.peer)->is_open()) {
-        desk_.post_too_late(post);
+        queue_.post_too_late(post);
         shared_.news = true;
         continue;
       }
       guarded(post.peer, [&](Peer& peer) {
         switch (post.kind) {
-          case Desk::Post::Send: peer.outbox().post(post.tag, post.data, post.bytes, std::move(post.transfer)); break;
-          case Desk::Post::Receive: peer.inbox().post(post.tag, post.data, post.bytes, std::move(post.transfer)); break;
-          case Desk::Post::Tell: peer.tell(post.message); break;
+          case SubmissionQueue::Post::Send:
+            peer.outbox().post(post.tag, post.data, post.bytes, std::move(post.transfer));
+            break;
+          case SubmissionQueue::Post::Receive:
+            peer.inbox().post(post.tag, post.data, post.bytes, std::move(post.transfer));
+            break;
+          case SubmissionQueue::Post::Tell: peer.tell(post.message); break;
         }
       });
     }
@@ -106,7 +118,7 @@ class Endpoint : public Interhost {
   bool is_beat_due() {
     auto now = Clock::now();
     // Stopped, or starved of a processor: then the peers were not heard because nobody listened.
-    if (silence_ > Duration::zero() && now - last_pass_ > silence_ / 2) {
+    if (rhythm_.is_judged() && now - last_pass_ > seconds(rhythm_.pause())) {
       for (auto& [rank, peer] : peers_) peer->excuse(now);
     }
     last_pass_ = now;
@@ -137,7 +149,7 @@ class Endpoint : public Interhost {
     return true;
   }
 
-  Desk desk_;
+  SubmissionQueue queue_;
   mutable std::mutex progress_;
   Shared shared_;
   std::map<int, std::unique_ptr<Peer>> peers_;
@@ -151,15 +163,15 @@ class Endpoint : public Interhost {
   }
 
   void fail(int rank, const Error& error) {
-    desk_.deliver(shared_.heard);  // what it said before
+    queue_.deliver(shared_.heard);  // what it said before
     Peer& peer = *peers_.at(rank);
     // Before the transfers: who sees one fail finds the reason.
-    desk_.note_failure(rank, error, peer.has_left() ? peer.inbox().take_unexpected() : Inbox::Unexpecteds());
+    queue_.note_failure(rank, error, peer.has_left() ? peer.inbox().take_unexpected() : Inbox::Unexpecteds());
     peer.fail(error);
   }
 
   std::mutex turn_;
-  const Duration silence_;
+  const Rhythm rhythm_;
   Clock::time_point next_beat_{};
   std::optional<Clock::time_point> leaving_until_;
 };

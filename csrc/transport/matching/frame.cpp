@@ -30,6 +30,12 @@ bool fields_fit(const Frame& frame) {
       if (frame.handle == 0 || frame.size > Interhost::kMaxTransfer) return false;
       break;
     case Kind::Ask: plain.tag = frame.tag; break;
+    case Kind::Withdrawn:
+      plain.tag = frame.tag;
+      plain.handle = frame.handle;
+      plain.size = frame.size;
+      if (frame.handle < frame.tag) return false;
+      break;
     case Kind::Credit:
       plain.size = frame.size;
       if (frame.size == 0 || frame.size > kEagerWindow) return false;

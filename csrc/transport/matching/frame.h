@@ -20,7 +20,6 @@
 
 namespace syncengine::matching {
 
-inline constexpr uint16_t kVersion = 1;
 inline constexpr size_t kFrameBytes = 40;
 inline constexpr uint32_t kChunkBytes = 256 << 10;  // at most
 inline constexpr uint32_t kChunkUnit = 64 << 10;  // chunks begin at multiples of it, and end there or with the transfer
@@ -31,7 +30,7 @@ inline constexpr uint32_t kEagerCost = 64;  // that each Eager takes of it besid
 
 constexpr uint32_t window_cost(uint32_t bytes) { return bytes + kEagerCost; }
 
-enum class Kind : uint8_t { Heartbeat, Message, Ready, Ask, Credit, Goodbye, Verdict, Eager, Chunk };
+enum class Kind : uint8_t { Heartbeat, Message, Ready, Ask, Credit, Goodbye, Verdict, Withdrawn, Eager, Chunk };
 
 enum class Channel : uint8_t { Control, Data };
 
@@ -39,10 +38,11 @@ struct Frame {
   Kind kind = Kind::Heartbeat;
   uint32_t payload = 0;   // bytes that follow: of a message, or of data
   uint32_t checksum = 0;  // CRC-32C of the payload of Eager and Chunk, if the ranks agreed on checksums
-  uint64_t tag = 0;       // Ready, Ask, Eager
-  uint64_t handle = 0;    // Ready, Chunk: names a receive, from 1
+  uint64_t tag = 0;       // Ready, Ask, Eager; Withdrawn: the first
+  uint64_t handle = 0;    // Ready, Chunk: names a receive, from 1; Withdrawn: the last tag
   uint32_t offset = 0;    // Chunk: where in the transfer
-  uint32_t size = 0;      // Ready: bytes of the receive; Credit: bytes given back; Verdict: the kind of error
+  uint32_t size =
+      0;  // Ready: bytes of the receive; Credit: bytes given back; Verdict: the kind of error; Withdrawn: Eagers sent
 
   bool operator==(const Frame&) const = default;
 };

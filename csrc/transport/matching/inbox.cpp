@@ -46,7 +46,7 @@ void Inbox::get_ready(const std::shared_ptr<Receive>& receive) {
 }
 
 void Inbox::on_ask(const Frame& frame) {
-  if (shared_.is_withdrawn(frame.tag)) return;
+  if (withdrawals_.is_withdrawn(frame.tag)) return;
   if (auto found = posted_.find(frame.tag); found != posted_.end()) {
     if (found->second->handle == 0) get_ready(found->second);
   } else {
@@ -75,7 +75,7 @@ Arrival Inbox::begin(const Frame& frame) {
   }
   if (held_ + window_cost(frame.payload) > kEagerWindow) throw garbage(peer_, "more than it has credit for");
   held_ += window_cost(frame.payload);
-  if (shared_.is_withdrawn(frame.tag)) return arrival;
+  if (withdrawals_.is_withdrawn(frame.tag)) return arrival;
   auto found = posted_.find(frame.tag);
   if (found == posted_.end()) {
     arrival.unasked = std::make_unique_for_overwrite<std::byte[]>(frame.payload);
@@ -91,6 +91,7 @@ Arrival Inbox::begin(const Frame& frame) {
 
 void Inbox::end(Arrival& arrival) {
   const Frame& frame = arrival.frame;
+  if (frame.kind == Kind::Eager) withdrawals_.count_eager();
   if (arrival.receive) {
     Receive& receive = *arrival.receive;
     receive.left -= frame.payload;
@@ -100,7 +101,7 @@ void Inbox::end(Arrival& arrival) {
     auto posted = posted_.find(frame.tag);  // while it came
     if (posted != posted_.end()) {
       take(posted->second, unexpected);
-    } else if (!shared_.is_withdrawn(frame.tag)) {
+    } else if (!withdrawals_.is_withdrawn(frame.tag)) {
       if (!unexpected_.emplace(frame.tag, std::move(unexpected)).second) throw garbage(peer_, "one transfer twice");
       return;  // its credit is given back when it is taken
     } else {
@@ -137,6 +138,7 @@ void Inbox::give_credit(uint32_t bytes) {
 }
 
 void Inbox::withdraw(uint64_t first, uint64_t last, const Error& error) {
+  withdrawals_.withdraw(first, last);
   auto is_meant = [&](uint64_t tag) { return first <= tag && tag <= last; };
   std::erase_if(posted_, [&](auto& item) {
     if (!is_meant(item.first)) return false;

@@ -13,6 +13,7 @@
 
 #include "transport/matching/frame.h"
 #include "transport/matching/shared.h"
+#include "transport/matching/withdrawals.h"
 
 namespace syncengine::matching {
 
@@ -50,7 +51,8 @@ class Inbox {
   };
   using Unexpecteds = std::unordered_map<uint64_t, Unexpected>;  // by tag
 
-  Inbox(Shared& shared, int peer, std::string& control) : shared_(shared), peer_(peer), control_(control) {}
+  Inbox(Shared& shared, int peer, std::string& control, Withdrawals& withdrawals)
+      : shared_(shared), peer_(peer), control_(control), withdrawals_(withdrawals) {}
 
   void post(uint64_t tag, std::byte* data, size_t bytes, std::shared_ptr<Interhost::Transfer> transfer);
   void on_ask(const Frame& frame);
@@ -72,6 +74,7 @@ class Inbox {
   Shared& shared_;
   int peer_;
   std::string& control_;
+  Withdrawals& withdrawals_;
   uint64_t handles_ = 0;  // given so far
   uint32_t held_ = 0;     // of the window: what has come and was not given back
   uint32_t owed_ = 0;     // of it: what may be given back

@@ -55,7 +55,7 @@ void Outbox::enqueue(const std::shared_ptr<Send>& send, const Ready& ready) {
 }
 
 void Outbox::on_ready(const Frame& frame) {
-  if (shared_.is_withdrawn(frame.tag)) return;
+  if (withdrawals_.is_withdrawn(frame.tag)) return;
   Ready ready{frame.handle, frame.size};
   if (auto waiting = unready_.find(frame.tag); waiting != unready_.end()) {
     auto send = std::move(waiting->second);
@@ -77,6 +77,7 @@ Piece Outbox::next(uint32_t most) {
   Frame& frame = piece.frame;
   if (send->handle == 0) {
     frame = {.kind = Kind::Eager, .payload = send->bytes, .tag = send->tag};
+    ++eagers_;
   } else {
     frame = {.kind = Kind::Chunk,
              .payload = std::min(most, send->bytes - send->given),
@@ -115,6 +116,7 @@ void Outbox::withdraw(uint64_t first, uint64_t last, const Error& error) {
     send->fail(error);
     return true;
   });
+  control_ += encode({.kind = Kind::Withdrawn, .tag = first, .handle = last, .size = eagers_});
 }
 
 void Outbox::fail_unready(const Error& error) {

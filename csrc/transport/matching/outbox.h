@@ -13,6 +13,7 @@
 
 #include "transport/matching/frame.h"
 #include "transport/matching/shared.h"
+#include "transport/matching/withdrawals.h"
 
 namespace syncengine::matching {
 
@@ -41,7 +42,8 @@ struct Piece {
 class Outbox {
  public:
   // Frames for the control connection are appended to `control`.
-  Outbox(Shared& shared, int peer, std::string& control) : shared_(shared), peer_(peer), control_(control) {}
+  Outbox(Shared& shared, int peer, std::string& control, const Withdrawals& withdrawals)
+      : shared_(shared), peer_(peer), control_(control), withdrawals_(withdrawals) {}
 
   void post(uint64_t tag, const std::byte* data, size_t bytes, std::shared_ptr<Interhost::Transfer> transfer);
   void on_ready(const Frame& frame);
@@ -51,7 +53,7 @@ class Outbox {
   Piece next(uint32_t most = kChunkBytes);  // `most`: bytes of a chunk, a multiple of kChunkUnit
   void written(const Piece& piece);
 
-  // Pieces that were given out are their holder's to detach or fail.
+  // Tells the peer. Pieces that were given out are their holder's to detach or fail.
   void withdraw(uint64_t first, uint64_t last, const Error& error);
   void fail(const Error& error);
   void fail_unready(const Error& error);  // those that the peer has not asked for
@@ -67,6 +69,8 @@ class Outbox {
   Shared& shared_;
   int peer_;
   std::string& control_;
+  const Withdrawals& withdrawals_;
+  uint32_t eagers_ = 0;  // given to connections
   uint32_t credit_ = kEagerWindow;
   std::deque<std::shared_ptr<Send>> queue_;                      // may go; the first may be half gone
   std::unordered_map<uint64_t, std::shared_ptr<Send>> unready_;  // by tag: the peer has to be ready first

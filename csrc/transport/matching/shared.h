@@ -16,15 +16,8 @@ struct Shared {
   bool checksum = false;                                              // CRC-32C of all data
   bool news = false;                                                  // the engine is to be told
   std::vector<Interhost::Message> heard;                              // on their way to it
-  std::vector<std::pair<uint64_t, uint64_t>> withdrawn;               // ranges of tags that nobody will use again
+  std::string log;                                                    // lines for stderr, once no lock is held
   std::vector<std::byte> scratch = std::vector<std::byte>(64 << 10);  // where bytes go that nobody wants any more
-
-  bool is_withdrawn(uint64_t tag) const {
-    for (auto [first, last] : withdrawn) {
-      if (first <= tag && tag <= last) return true;
-    }
-    return false;
-  }
 };
 
 // Whom an error is about: "rank 3".

@@ -19,9 +19,7 @@ std::unique_ptr<Interhost> connect(std::unique_ptr<Mover> mover, const Options& 
 }
 
 Endpoint::Endpoint(std::unique_ptr<Mover> mover, const Options& options, int rank, const std::vector<int>& peers)
-    : matching::Endpoint<Peer>(rank, options.checksum, options.heartbeat, options.silence),
-      options_(options),
-      mover_(std::move(mover)) {
+    : matching::Endpoint<Peer>(rank, options.checksum, rhythm(options)), options_(options), mover_(std::move(mover)) {
   for (int peer : peers) peers_[peer] = std::make_unique<Peer>(shared_, traffic_, options_, peer);
 }
 
@@ -36,13 +34,16 @@ void Endpoint::run(const std::function<void()>& progressed) {
   for (bool running = true; running;) {
     std::vector<Mover::Packet> posts;
     bool news;
+    std::string log;
     let_others_in();
     {
       std::lock_guard lock(progress_);
       running = pass();
       posts = traffic_.posted();
       news = std::exchange(shared_.news, false);
+      log.swap(shared_.log);
     }
+    print(log);
     if (news) progressed();
     auto ends = mover_->step(posts);
     if (!ends.empty()) {
@@ -84,7 +85,7 @@ bool Endpoint::pass() {
   for (auto& item : peers_) guarded(item.first, [](Peer& peer) { peer.step(); });
   if (stopping_ && !is_leaving()) last_moved_ = Clock::now();
   bool running = !stopping_ || !has_left();
-  desk_.deliver(shared_.heard);
+  queue_.deliver(shared_.heard);
   return running;
 }
 

@@ -6,7 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "base/build_id.h"
 #include "transport/interhost.h"
+#include "transport/matching/pulse.h"
 #include "transport/packets/mover.h"
 
 namespace syncengine::packets {
@@ -15,11 +17,16 @@ struct Options {
   std::string by = "";      // for messages: who moves the packets
   bool checksum = false;    // CRC-32C of all data; the same on all ranks
   double heartbeat = 0.25;  // seconds
-  double silence = 0;       // seconds without a sign of life after which a peer is lost; 0: never
-  // Interhost::open_fabric(); empty: there is none.
-  std::function<std::unique_ptr<DeviceFabric>(const std::vector<int>& ranks, int device, const std::string& name)>
-      open_fabric = {};
+  double silence = 0;       // seconds without a sign of life after which a peer is lost; 0: never, and no heartbeats
+  uint64_t build = build_id();  // another one is for tests
+  // Interhost::open_device_transport(); empty: there is none.
+  std::function<std::unique_ptr<DeviceTransport>(const std::vector<int>& ranks, int device, const std::string& name)>
+      open_device_transport = {};
 };
+
+inline matching::Rhythm rhythm(const Options& options) {
+  return {.heartbeat = options.heartbeat, .silence = options.silence};
+}
 
 // `peers` are the ranks of the job on other hosts. Then run() must follow soon: nothing moves before.
 std::unique_ptr<Interhost> connect(std::unique_ptr<Mover> mover, const Options& options, int rank,

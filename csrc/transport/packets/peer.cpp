@@ -1,20 +1,23 @@
 #include "transport/packets/peer.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstring>
 #include <utility>
 #include <vector>
 
+#include "base/build_id.h"
+#include "transport/matching/codec.h"
 #include "transport/matching/crc32c.h"
 
 namespace syncengine::packets {
 
 using matching::Arrival, matching::Channel, matching::Frame, matching::Kind, matching::kFrameBytes;
-using matching::encode, matching::garbage, matching::rank_name;
+using matching::encode, matching::garbage, matching::rank_name, matching::Writer;
 
 namespace {
 
+constexpr uint64_t kGreeting = 0x656e69676e65636e;  // "ncengine": before all frames, with the build's number
+constexpr size_t kGreetingBytes = 16;
 constexpr size_t kRoom = kControlBytes - sizeof(uint32_t);  // behind the count of the bytes that are used
 constexpr uint32_t kInlineBytes = 512;                      // of a payload that needs no packet of its own
 constexpr int kMostAnnounced = 4;                           // payloads a packet of frames: more would hold up messages
@@ -31,8 +34,11 @@ Peer::Peer(matching::Shared& shared, Traffic& traffic, const Options& options, i
       traffic_(traffic),
       options_(options),
       rank_(rank),
-      outbox_(shared, rank, out_),
-      inbox_(shared, rank, out_) {
+      withdrawals_(rank),
+      outbox_(shared, rank, out_, withdrawals_),
+      inbox_(shared, rank, out_, withdrawals_),
+      pulse_(shared, rhythm(options), rank) {
+  out_ = Writer().u64(kGreeting).u64(options.build).text();
   receive(kControlBytes, {});
 }
 
@@ -113,7 +119,7 @@ void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
     traffic_.give_back(std::move(buffer));
     return;
   }
-  last_heard_ = Clock::now();
+  pulse_.heard();
   ended->ended = true;
   ended->buffer = std::move(buffer);
   std::optional<Error> fault;
@@ -145,6 +151,7 @@ void Peer::on_frames(const std::byte* packet) {
   if (used > kRoom) throw_out_of_step();
   in_.append(reinterpret_cast<const char*>(packet) + sizeof(used), used);
   announced_ = 0;
+  if (!greeted_) take_greeting();
   std::optional<Error> fault;
   std::string payload;
   while (auto frame = next_frame(payload)) {
@@ -158,6 +165,20 @@ void Peer::on_frames(const std::byte* packet) {
   }
   if (!peer_left_) receive(kControlBytes, {});
   if (fault) throw Error(*fault);
+}
+
+// What follows can't be read where the builds differ.
+void Peer::take_greeting() {
+  if (in_.size() < kGreetingBytes) throw_out_of_step();
+  matching::Reader reader(std::string_view(in_).substr(0, kGreetingBytes));
+  uint64_t greeting = reader.u64(), build = reader.u64();
+  if (greeting != kGreeting) throw_out_of_step();
+  if (build != options_.build) {
+    broken_ = true;
+    throw another_build(rank_, build);
+  }
+  in_.erase(0, kGreetingBytes);
+  greeted_ = true;
 }
 
 // With its payload, unless that is a packet of its own.
@@ -205,6 +226,7 @@ void Peer::on_frame(const Frame& frame, const std::string& payload) {
     case Kind::Ready: outbox_.on_ready(frame); break;
     case Kind::Ask: inbox_.on_ask(frame); break;
     case Kind::Credit: outbox_.on_credit(frame); break;
+    case Kind::Withdrawn: withdrawals_.hear(frame); break;
     case Kind::Verdict:
       throw Error(static_cast<ErrorKind>(frame.size) == ErrorKind::Mismatch ? ErrorKind::Mismatch : ErrorKind::PeerLost,
                   rank_name(rank_) + " gave " + rank_name(shared_.rank) + " up: " + payload);
@@ -234,18 +256,8 @@ void Peer::beat() {
   if (options_.silence > 0 && !leaving_ && out_.empty() && outgoing_ == 0) out_ += encode({.kind = Kind::Heartbeat});
 }
 
-void Peer::look_at_clock(Clock::time_point now) const {
-  if (options_.silence <= 0 || leaving_ || !last_heard_ || now - *last_heard_ < seconds(options_.silence)) return;
-  char text[200];
-  std::snprintf(text, sizeof(text),
-                " has been silent for %.1f s (a heartbeat is due every %.2f s): its process is stopped, or its host or "
-                "the network to it is down",
-                std::chrono::duration<double>(now - *last_heard_).count(), options_.heartbeat);
-  throw Error(ErrorKind::PeerLost, rank_name(rank_) + text);
-}
-
-void Peer::excuse(Clock::time_point now) {
-  if (last_heard_) last_heard_ = now;
+void Peer::look_at_clock(Clock::time_point now) {
+  if (!leaving_) pulse_.judge(now);
 }
 
 void Peer::fail(const Error& error) {

@@ -18,6 +18,7 @@
 #include "base/deadline.h"
 #include "transport/matching/inbox.h"
 #include "transport/matching/outbox.h"
+#include "transport/matching/pulse.h"
 #include "transport/matching/shared.h"
 #include "transport/packets/packets.h"
 #include "transport/packets/traffic.h"
@@ -38,9 +39,9 @@ class Peer {
   // One of its packets has ended.
   void on_end(uint64_t id, Buffer buffer, const std::string& error);
 
-  void beat();                                  // says that this rank is alive
-  void look_at_clock(Clock::time_point) const;  // is the peer?
-  void excuse(Clock::time_point now);           // this process did not run: silence proves nothing
+  void beat();                            // says that this rank is alive
+  void look_at_clock(Clock::time_point);  // is the peer?
+  void excuse(Clock::time_point now) { pulse_.excuse(now); }
 
   bool is_open() const { return open_; }
   bool has_left() const { return peer_left_; }
@@ -60,6 +61,7 @@ class Peer {
 
   void receive(size_t bytes, std::optional<matching::Arrival> arrival);
   void take_incoming(Incoming incoming);
+  void take_greeting();
   void on_frames(const std::byte* packet);
   std::optional<matching::Frame> next_frame(std::string& payload);
   void on_frame(const matching::Frame& frame, const std::string& payload);
@@ -73,13 +75,15 @@ class Peer {
   const Options& options_;
   int rank_;
   std::string out_;  // frames that wait to be sent
+  matching::Withdrawals withdrawals_;
   matching::Outbox outbox_;
   matching::Inbox inbox_;
   size_t outgoing_ = 0;  // packets under way
   std::deque<Incoming> incoming_;
-  std::string in_;                               // of a frame that is not whole
-  int announced_ = 0;                            // payloads, in the packet of frames that is being read
-  std::optional<Clock::time_point> last_heard_;  // nothing before its first sign of life: it may still be starting
+  std::string in_;     // of a frame that is not whole
+  int announced_ = 0;  // payloads, in the packet of frames that is being read
+  matching::Pulse pulse_;
+  bool greeted_ = false;  // it did: it is of this build
   bool open_ = true;
   bool leaving_ = false;       // nothing that comes matters any more, but for the Goodbye
   bool said_goodbye_ = false;  // this rank

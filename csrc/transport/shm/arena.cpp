@@ -10,6 +10,7 @@
 
 #include "base/alignment.h"
 #include "base/error.h"
+#include "base/memfd.h"
 #include "base/resources.h"
 #include "transport/shm/fork_guard.h"
 
@@ -21,25 +22,33 @@ constexpr size_t kHugePage = 2 << 20;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr size_t kHeapBegin = round_up(sizeof(ArenaHeader), kPage);
 
-UniqueFd create_sealed(size_t bytes) {
-  UniqueFd fd(memfd_create("syncengine", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!fd) throw_system_error("can't create shared memory", errno);
-  if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0)
-    throw_system_error("can't size shared memory to " + std::to_string(bytes) + " bytes (SYNCENGINE_ARENA_BYTES)",
-                       errno);
-  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) throw_system_error("can't seal shared memory", errno);
-  return fd;
-}
-
 Mapping map_arena(int fd, size_t bytes) {
   try {
     return Mapping(fd, bytes);
   } catch (const Error& error) {
-    throw Error(error.kind(), std::string(error.what()) + "; lower SYNCENGINE_ARENA_BYTES");
+    throw Error(error.kind(), std::string(error.what()) +
+                                  ": a process maps the arena of every rank of its host, and they must fit into its "
+                                  "addresses (ulimit -v); lower SYNCENGINE_ARENA_BYTES on all ranks");
   }
 }
 
+bool has_addresses(size_t bytes) {
+  void* probe = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (probe == MAP_FAILED) return false;
+  munmap(probe, bytes);
+  return true;
+}
+
 }  // namespace
+
+size_t default_arena_bytes(size_t memory, int ranks) {
+  constexpr size_t kMost = size_t{1} << 45;    // of all together; a process of x86-64 has four times as many
+  constexpr size_t kLeast = size_t{64} << 20;  // hardly anything fits into less: rather an error
+  const auto count = static_cast<size_t>(ranks);
+  size_t bytes = std::min(memory, kMost / count);
+  while (bytes > kLeast && !has_addresses(2 * count * bytes)) bytes /= 2;
+  return round_down(bytes, kPage);
+}
 
 PeerArena::PeerArena(int fd, size_t bytes) {
   struct stat status{};
@@ -48,7 +57,7 @@ PeerArena::PeerArena(int fd, size_t bytes) {
                static_cast<size_t>(status.st_size) == bytes && bytes > kHeapBegin;
   if (!sound) throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
   mapping_ = map_arena(fd, bytes);
-  if (header().magic != kMagic)
+  if (header().magic != arena_magic())
     throw Error(ErrorKind::InvalidUsage,
                 "a peer's shared memory has another layout: do all ranks run the same syncengine?");
   ForkGuard::add(this);
@@ -64,12 +73,15 @@ std::byte* PeerArena::at(uint64_t offset, size_t bytes) const {
 
 std::shared_ptr<Arena> Arena::create(size_t bytes) {
   bytes = round_up(bytes, kPage);
-  return std::shared_ptr<Arena>(new Arena(create_sealed(bytes), bytes));
+  return std::shared_ptr<Arena>(
+      new Arena(create_sealed_memfd("syncengine", bytes, " (SYNCENGINE_ARENA_BYTES)"), bytes));
 }
 
 Arena::Arena(UniqueFd fd, size_t bytes)
     : fd_(std::move(fd)), mapping_(map_arena(fd_.get(), bytes)), heap_(kHeapBegin, bytes) {
-  header().magic = kMagic;
+  struct stat status{};
+  if (fstat(fd_.get(), &status) == 0) file_ = status.st_ino;
+  header().magic = arena_magic();
   ForkGuard::add(this);
 }
 
@@ -106,12 +118,21 @@ std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
           [self = shared_from_this(), offset = *offset, length](void*) { self->release_tensor(offset, length); }};
 }
 
+void Arena::discard(std::byte* data, size_t bytes) const {
+  if (madvise(data, bytes, forked_ ? MADV_DONTNEED : MADV_REMOVE) == 0) return;
+  // Pages that somebody has locked (mlockall) are spared: by the file they go all the same.
+  const bool gone = !forked_ && is_own_file() &&
+                    fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, data - mapping_.data(),
+                              static_cast<off_t>(bytes)) == 0;
+  if (!gone) std::memset(data, 0, bytes);
+}
+
 void Arena::release_tensor(size_t offset, size_t bytes) {
-  if (forked_) return;
+  if (forked_) return discard(at(offset), bytes);
   std::lock_guard lock(mutex_);
   if (severed({offset, offset + bytes})) return;  // private memory now, and for ever: no use for a new tensor
   tensors_.erase(offset);
-  madvise(at(offset), bytes, MADV_REMOVE);
+  discard(at(offset), bytes);
   heap_.release(offset, bytes);
 }
 
@@ -136,7 +157,7 @@ void Arena::reclaim_groups() {
   std::lock_guard lock(mutex_);
   std::erase_if(retired_, [this](const RetiredGroup& group) {
     if (!group.is_unused()) return false;
-    madvise(at(group.offset), group.bytes, MADV_REMOVE);
+    discard(at(group.offset), group.bytes);
     heap_.release(group.offset, group.bytes);
     return true;
   });
@@ -157,22 +178,25 @@ Pool* Arena::create_pool() {
     std::lock_guard lock(mutex_);
     tensors_.emplace(*offset, TensorMemory{.bytes = 0, .pool = true});
   }
-  auto commit = [this, offset = *offset](size_t bytes) {
+  auto commit = [this, offset = *offset](size_t bytes) -> std::string {
     std::lock_guard lock(mutex_);
     size_t& committed = tensors_[offset].bytes;
-    if (bytes - committed > available_memory()) return false;
+    if (const size_t available = available_memory(); bytes - committed > available)
+      return std::to_string(bytes - committed) + " more bytes of shared memory wanted for gradients, " +
+             std::to_string(available) + " available on this machine (or in this cgroup)";
     committed = bytes;
-    return true;
+    return {};
   };
   auto lost = [this](const void* block, size_t bytes) {
     return any_severed_ && is_severed(static_cast<const std::byte*>(block) - mapping_.data(), bytes);
   };
-  return &Pool::create({.data = at(*offset),
-                        .bytes = reserved,
-                        .keepalive = shared_from_this(),
-                        .commit = commit,
-                        .lost = lost,
-                        .discard = [](void* data, size_t bytes) { madvise(data, bytes, MADV_REMOVE); }});
+  return &Pool::create(
+      {.data = at(*offset),
+       .bytes = reserved,
+       .keepalive = shared_from_this(),
+       .commit = commit,
+       .lost = lost,
+       .discard = [this](void* data, size_t bytes) { discard(static_cast<std::byte*>(data), bytes); }});
 }
 
 void Arena::sever_tensor(size_t offset, size_t bytes) {
@@ -184,10 +208,26 @@ void Arena::sever_tensor(size_t offset, size_t bytes) {
   if (memory.pool) range = {offset / kPage * kPage, round_up(offset + bytes, kPage)};
   if (!memory.pool && severed(range)) return;
   // Short of memory: better no content than somebody else's.
-  size_t length = range.end - range.begin;
-  if (!make_private(at(range.begin), length)) make_inaccessible(at(range.begin), length);
+  for (Range part : unsevered(range)) {
+    PrivateCopy copy(part.bytes());
+    copy_pages(copy, part, pages_in(part));
+    if (!copy.put(at(part.begin))) make_inaccessible(at(part.begin), part.bytes());
+  }
   severed_.push_back(range);
   any_severed_ = true;
+}
+
+std::vector<Range> Arena::unsevered(Range range) const {
+  std::vector<Range> parts{range};
+  for (Range cut : severed_) {
+    std::vector<Range> left;
+    for (Range part : parts) {
+      if (part.begin < cut.begin) left.push_back({part.begin, std::min(part.end, cut.begin)});
+      if (cut.end < part.end) left.push_back({std::max(part.begin, cut.end), part.end});
+    }
+    parts = std::move(left);
+  }
+  return parts;
 }
 
 bool Arena::is_severed(size_t offset, size_t bytes) const {

@@ -2,7 +2,8 @@
 //
 // Ownership: shared_ptr; each Block keeps its arena mapped. Thread-safety: any thread. Aliasing: peers read and write what
 // layout.h says. Failure: throws InvalidUsage with the numbers when memory is short.
-// After fork() the child keeps private copies of its blocks and loses sight of everything else; `forked()` says so.
+// After fork() the child has private copies of what tensors held at that moment, and loses sight of everything else;
+// `forked()` says so. What it frees of its copies goes back to the system.
 #pragma once
 
 #include <atomic>
@@ -10,13 +11,16 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "base/fd.h"
 #include "base/mapping.h"
+#include "base/range.h"
 #include "transport/shm/heap.h"
 #include "transport/shm/layout.h"
 #include "transport/shm/pool.h"
+#include "transport/shm/private_copy.h"
 
 namespace syncengine::shm {
 
@@ -36,6 +40,10 @@ class PeerArena {
   Mapping mapping_;
 };
 
+// Of each rank's arena where the user chose nothing: the machine's memory, or less, so that the arenas of all ranks, of which
+// each process maps every one, leave half of the addresses that it may still take (ulimit -v, other reservations).
+size_t default_arena_bytes(size_t memory, int ranks);
+
 class Arena : public std::enable_shared_from_this<Arena> {
  public:
   // `bytes` of address space; pages are taken when they are touched.
@@ -45,7 +53,6 @@ class Arena : public std::enable_shared_from_this<Arena> {
   ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(mapping_.data()); }
   size_t bytes() const { return mapping_.bytes(); }
   int fd() const { return fd_.get(); }
-  void close_fd() { fd_.reset(); }  // once every peer has its own
 
   std::byte* at(size_t offset) const { return mapping_.data() + offset; }
   // Offset of [data, data + bytes) in this arena, or -1 if it lies elsewhere or was severed.
@@ -73,19 +80,34 @@ class Arena : public std::enable_shared_from_this<Arena> {
   friend class ForkGuard;
   Arena(UniqueFd fd, size_t bytes);
   void release_tensor(size_t offset, size_t bytes);
+  void discard(std::byte* data, size_t bytes) const;  // gives whole pages back; what is read there then is zero
 
-  UniqueFd fd_;
+  UniqueFd fd_;     // kept for what it tells about pages
+  ino_t file_ = 0;  // behind it: somebody may close all descriptors of a process, and open others
   Mapping mapping_;
   Heap heap_;
   struct TensorMemory {
     size_t bytes;
     bool pool = false;
   };
-  struct Range {
-    size_t begin, end;
-  };
   bool severed(Range range) const;                                                // any of it; under mutex_
   const std::pair<const size_t, TensorMemory>* find_tensor(size_t offset) const;  // under mutex_
+  bool is_own_file() const;
+  std::vector<Range> pages_in(Range range) const;
+  void copy_pages(PrivateCopy& copy, Range range, const std::vector<Range>& all) const;  // of `range`, to its copy
+  std::vector<Range> unsevered(Range range) const;                                       // under mutex_
+
+  // What a forked child gets. Under mutex_ and the pools' locks: blocks that are handed out, and of them pages that are there.
+  struct Inheritance {
+    Range range;
+    bool severed;  // private already: it stays as it is
+    std::vector<Range> pages;
+    std::optional<PrivateCopy> copy = {};
+  };
+  std::vector<Range> alive(size_t offset, const TensorMemory& memory) const;
+  size_t prepare_inheritance();  // how many bytes are to be copied
+  void copy_inheritance();
+  void become_forked();  // in the child; async-signal-safe
 
   mutable std::mutex mutex_;
   std::map<size_t, TensorMemory> tensors_;  // by offset
@@ -97,6 +119,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::vector<RetiredGroup> retired_;
   std::vector<Range> severed_;
   std::atomic<bool> any_severed_ = false;  // spares offset_of() the lock
+  std::vector<Inheritance> inheritance_;   // of the fork that is under way, by offset
   bool forked_ = false;
 };
 

@@ -3,8 +3,10 @@
 #include <pthread.h>
 
 #include <mutex>
+#include <new>
 #include <set>
 
+#include "base/resources.h"
 #include "transport/shm/arena.h"
 
 namespace syncengine::shm {
@@ -48,33 +50,40 @@ void ForkGuard::remove(PeerArena* arena) {
   registry().peers.erase(arena);
 }
 
+// Locks in the order of docs/threads.md.
 void ForkGuard::before() {
-  registry().mutex.lock();
-  for (Arena* arena : registry().arenas) arena->mutex_.lock();
+  Registry& all = registry();
+  all.mutex.lock();
+  Pool::lock_all();
+  for (Arena* arena : all.arenas) arena->mutex_.lock();
+  try {
+    size_t bytes = 0;
+    for (Arena* arena : all.arenas) bytes += arena->prepare_inheritance();
+    // The kernel would not refuse but kill, and hardly any child looks at gradients.
+    if (bytes > 0 && bytes > available_memory()) return;
+    for (Arena* arena : all.arenas) arena->copy_inheritance();
+  } catch (const std::bad_alloc&) {
+    for (Arena* arena : all.arenas) arena->inheritance_.clear();
+  }
 }
 
 void ForkGuard::in_parent() {
-  for (Arena* arena : registry().arenas) arena->mutex_.unlock();
+  for (Arena* arena : registry().arenas) {
+    arena->inheritance_.clear();
+    arena->mutex_.unlock();
+  }
+  Pool::unlock_all();
   registry().mutex.unlock();
 }
 
 // Only async-signal-safe calls here: other threads' locks are lost in the child.
 void ForkGuard::in_child() {
   for (Arena* arena : registry().arenas) {
-    arena->forked_ = true;
-    // Tensors stay readable and writable, as private copies; control memory and staging become inaccessible.
-    size_t position = 0;
-    for (auto [offset, memory] : arena->tensors_) {
-      make_inaccessible(arena->at(position), offset - position);
-      bool is_private = !memory.pool && arena->severed({offset, offset + memory.bytes});
-      if (!is_private && !make_private(arena->at(offset), memory.bytes))
-        make_inaccessible(arena->at(offset), memory.bytes);
-      position = offset + memory.bytes;
-    }
-    make_inaccessible(arena->at(position), arena->bytes() - position);
+    arena->become_forked();
     arena->mutex_.unlock();
   }
   for (PeerArena* peer : registry().peers) make_inaccessible(peer->mapping_.data(), peer->mapping_.bytes());
+  Pool::unlock_all();
   registry().mutex.unlock();
 }
 

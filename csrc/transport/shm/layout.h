@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/build_id.h"
 #include "transport/shm/mailbox.h"
 
 namespace syncengine::shm {
@@ -66,12 +67,12 @@ static_assert(sizeof(OpRecord) == 64);
 enum class Standing : uint32_t { Member, Failed, Left };
 
 // How this rank ended: the text is complete before `standing` changes.
-struct alignas(64) Farewell {
+struct alignas(64) EndRecord {
   std::atomic<uint32_t> standing;
   uint32_t kind;
   char text[1016];
 };
-static_assert(sizeof(Farewell) == 1024);
+static_assert(sizeof(EndRecord) == 1024);
 
 struct LaneBlock {
   LaneProgress progress;
@@ -88,7 +89,7 @@ struct Schedule {
 
 // One communicator's part of one member's arena.
 struct GroupBlock {
-  Farewell farewell;
+  EndRecord end_record;
   alignas(64) std::atomic<uint64_t> gone;  // members that will touch this block no more
   LaneBlock lanes[kLanes];
   Schedule schedule;
@@ -124,6 +125,7 @@ struct ArenaHeader {
   pthread_mutex_t alive[kMaxLocalRanks];
 };
 
-inline constexpr uint64_t kMagic = 0x31656e69676e6573;  // "sengine1"
+// Of an arena: whoever maps it has the same layouts.
+inline uint64_t arena_magic() { return build_id(); }
 
 }  // namespace syncengine::shm

@@ -13,8 +13,8 @@ namespace syncengine::shm {
 inline constexpr int kMailboxes = 64;   // as many as a communicator may have members
 inline constexpr size_t kLetters = 32;  // announced and not yet heard
 inline constexpr size_t kLetterBytes = 984;
-inline constexpr size_t kParcels = 4;  // staged pieces of a large message
-inline constexpr size_t kParcelBytes = 128 << 10;
+inline constexpr size_t kFragments = 4;  // staged pieces of a large message
+inline constexpr size_t kFragmentBytes = 128 << 10;
 
 struct alignas(64) Letter {
   uint64_t channel, tag, fingerprint, bytes;
@@ -26,8 +26,9 @@ static_assert(sizeof(Letter) == 1024);
 // Written by the sender, one for each receiver.
 struct alignas(64) Outbox {
   std::atomic<uint64_t> announced;  // letters written
-  std::atomic<uint64_t> staged;     // parcels written
-  std::atomic<uint64_t> parcels;  // offset of kParcels * kParcelBytes in the sender's arena; before the first is staged
+  std::atomic<uint64_t> staged;     // fragments written
+  std::atomic<uint64_t>
+      fragments;  // offset of kFragments * kFragmentBytes in the sender's arena; before the first is staged
   Letter letters[kLetters];
 };
 
@@ -37,7 +38,7 @@ struct alignas(64) Inbox {
   std::atomic<uint64_t> number;    // of the letter that is wanted
   std::atomic<uint64_t> wanted;    // how many were wanted so far, one after the other
   std::atomic<uint64_t> received;  // how many of them have arrived
-  std::atomic<uint64_t> emptied;   // parcels read
+  std::atomic<uint64_t> emptied;   // fragments read
 };
 
 struct Mailboxes {

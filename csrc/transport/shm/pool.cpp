@@ -2,6 +2,8 @@
 
 #include <pthread.h>
 
+#include <algorithm>
+#include <unordered_set>
 #include <utility>
 
 #include "base/alignment.h"
@@ -29,6 +31,7 @@ Pool& Pool::create(Memory memory) {
   {
     std::lock_guard inner(pool->mutex_);
     pool->memory_ = std::move(memory);
+    pool->shortage_.clear();
     pool->open_ = true;
     pool->forks_ = forks;
     pool->used_ = pool->committed_ = pool->live_ = 0;
@@ -91,7 +94,11 @@ void* Pool::take(size_t bytes) {
   size_t end = begin + bytes;
   if (end > committed_) {
     size_t wanted = round_up(end, kStep);
-    if (wanted > memory_.bytes || !memory_.commit(wanted)) {
+    shortage_ = wanted > memory_.bytes ? "no room for " + std::to_string(wanted) + " bytes of gradients in the " +
+                                             std::to_string(memory_.bytes) +
+                                             " that they may take of the arena; raise SYNCENGINE_ARENA_BYTES"
+                                       : memory_.commit(wanted);
+    if (!shortage_.empty()) {
       if (begin < used_) coalesce(begin, used_ - begin);
       return nullptr;
     }
@@ -115,6 +122,12 @@ void* Pool::carve(size_t bytes) {
   }
   sizes_[offset] = bytes;
   return memory_.data + offset;
+}
+
+std::string Pool::shortage() const {
+  if (forked()) return {};
+  std::lock_guard lock(mutex_);
+  return shortage_;
 }
 
 void Pool::flush() {
@@ -175,10 +188,10 @@ void Pool::coalesce(size_t offset, size_t bytes) {
 }
 
 void Pool::release(void* block) {
-  if (forked()) return;  // a forked child: its parent's lock may be held for ever
-  Memory last;           // goes after the lock
-  std::lock_guard lock(mutex_);
   size_t offset = static_cast<std::byte*>(block) - memory_.data;
+  if (forked()) return memory_.discard(block, sizes_.at(offset));
+  Memory last;  // goes after the lock
+  std::lock_guard lock(mutex_);
   auto size = sizes_.find(offset);
   const size_t bytes = size->second;
   if (memory_.lost(block, bytes)) {
@@ -208,6 +221,27 @@ Pool::Memory Pool::take_if_over() {
   end_.store(nullptr);
   begin_.store(nullptr);
   return std::exchange(memory_, {});
+}
+
+void Pool::lock_all() {
+  create_mutex.lock();
+  for (Pool* pool = first.load(); pool; pool = pool->next_) pool->mutex_.lock();
+}
+
+void Pool::unlock_all() {
+  for (Pool* pool = first.load(); pool; pool = pool->next_) pool->mutex_.unlock();
+  create_mutex.unlock();
+}
+
+std::vector<Range> Pool::alive() const {
+  std::vector<Range> blocks;
+  std::unordered_set<size_t> released;
+  for (const auto& [bytes, offsets] : recent_) released.insert(offsets.begin(), offsets.end());
+  for (auto [offset, bytes] : sizes_) {
+    if (!released.contains(offset)) blocks.push_back({offset, offset + bytes});
+  }
+  std::sort(blocks.begin(), blocks.end(), [](Range a, Range b) { return a.begin < b.begin; });
+  return blocks;
 }
 
 bool Pool::forked() const { return forks_ != forks; }

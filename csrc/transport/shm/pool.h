@@ -2,7 +2,7 @@
 // step: until their addresses are needed for blocks of other sizes, trim(), or the last model has left.
 //
 // Ownership: pools are never destroyed, so that a block may be released at any time: also after close(), when the last one
-// lets go of the memory, and in forked children, where it does nothing. Thread-safety: any thread; find() takes no lock.
+// lets go of the memory, and in forked children, where it frees their copy. Thread-safety: any thread; find() takes no lock.
 // Failure: allocate() returns null when the pool is closed, forked or full, or memory is short.
 #pragma once
 
@@ -13,19 +13,23 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 #include <unordered_map>
 #include <vector>
+
+#include "base/range.h"
 
 namespace syncengine::shm {
 
 class Pool {
  public:
-  // Where a pool has its memory. `commit` is asked before pages beyond the given count of bytes are handed out.
+  // Where a pool has its memory. `commit` is asked before pages beyond the given count of bytes are handed out, and says why
+  // they are not.
   struct Memory {
     std::byte* data = nullptr;
     size_t bytes = 0;
     std::shared_ptr<void> keepalive = {};
-    std::function<bool(size_t bytes)> commit = {};
+    std::function<std::string(size_t bytes)> commit = {};
     std::function<bool(const void* block, size_t bytes)> lost = {};  // true: never to be handed out again
     std::function<void(void* data, size_t bytes)> discard = {};      // gives pages back; their content is lost
   };
@@ -34,14 +38,24 @@ class Pool {
   static Pool* find(const void* block);
   bool owns(const void* data, size_t bytes) const;
 
+  bool forked() const;  // this process is a child of the one that created it
+
   void* allocate(size_t bytes);
   void release(void* block);
+  // Why it could not grow when it last had to; empty: it could.
+  std::string shortage() const;
   void close();
   // A model takes its gradients from here, until it leaves: as often, but for forked children. Leaving trims.
   void join();
   void leave();
   // Gives back the pages of all that is released.
   void trim();
+
+  // Around a fork: no block comes or goes, anywhere. Before the arenas' locks.
+  static void lock_all();
+  static void unlock_all();
+  // Blocks that are handed out, as offsets from the memory's beginning, in order. Between the two.
+  std::vector<Range> alive() const;
 
  private:
   Pool() = default;
@@ -51,7 +65,6 @@ class Pool {
   void flush();
   void discard_free();
   Memory take_if_over();
-  bool forked() const;
 
   std::atomic<std::byte*> begin_{nullptr}, end_{nullptr};
   Pool* next_ = nullptr;
@@ -59,6 +72,7 @@ class Pool {
 
   mutable std::mutex mutex_;
   Memory memory_;
+  std::string shortage_;
   bool open_ = false;
   size_t used_ = 0, committed_ = 0, live_ = 0;
   size_t models_ = 0;  // also those of an engine before this one's, which may live longer than their memory

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <fstream>
 
+#include "base/build_id.h"
 #include "base/error.h"
 #include "transport/matching/codec.h"
 #include "transport/matching/frame.h"
@@ -29,7 +30,7 @@ std::string encode(const Address& address) {
   std::string ip(address.ip.bytes.begin(), address.ip.bytes.end());
   return Writer()
       .u32(kAddressMagic)
-      .u16(kVersion)
+      .u64(build_id())
       .u8(address.ip.v6)
       .bytes(ip)
       .u16(address.port)
@@ -44,11 +45,8 @@ std::string encode(const Address& address) {
 Address decode_address(int peer, const std::string& bytes) {
   Reader reader(bytes);
   bool ours = reader.u32() == kAddressMagic;
-  if (uint16_t version = reader.u16(); ours && !reader.is_past_end() && version != kVersion) {
-    throw Error(ErrorKind::Mismatch, "rank " + std::to_string(peer) + " has version " + std::to_string(version) +
-                                         " of the TCP protocol, this one has " + std::to_string(kVersion) +
-                                         ": install the same syncengine on all hosts");
-  }
+  if (uint64_t build = reader.u64(); ours && !reader.is_past_end() && build != build_id())
+    throw another_build(peer, build);
   Address address;
   uint8_t v6 = reader.u8();
   std::string ip = reader.bytes(address.ip.bytes.size());

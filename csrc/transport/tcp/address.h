@@ -31,7 +31,7 @@ struct Address {
 
 std::string encode(const Address& address);
 
-// Throws Mismatch if rank `peer` has another version of this protocol, InvalidUsage if that is no address.
+// Throws Mismatch if rank `peer` runs another build, InvalidUsage if that is no address.
 Address decode_address(int peer, const std::string& bytes);
 
 // Throws Mismatch where two ranks (`own_rank` and `peer`) differ in what must be equal, and InvalidUsage if `peer` can't be

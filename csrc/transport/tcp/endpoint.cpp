@@ -19,7 +19,7 @@ uint64_t event_key(int peer, size_t connection) { return static_cast<uint64_t>(p
 }  // namespace
 
 Endpoint::Endpoint(const Options& options, int rank, std::map<int, std::vector<UniqueFd>> sockets)
-    : matching::Endpoint<Peer>(rank, options.checksum, options.heartbeat, options.silence),
+    : matching::Endpoint<Peer>(rank, options.checksum, rhythm(options)),
       options_(options),
       epoll_(UniqueFd(epoll_create1(EPOLL_CLOEXEC))),
       alarm_(UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))) {
@@ -45,7 +45,7 @@ void Endpoint::wake() {
 }
 
 bool Endpoint::has_unsent() const {
-  if (desk_.has_posts()) return true;
+  if (queue_.has_posts()) return true;
   std::lock_guard lock(progress_);
   return std::any_of(peers_.begin(), peers_.end(),
                      [](const auto& item) { return item.second->is_open() && item.second->has_unsent(); });
@@ -66,9 +66,16 @@ Interhost::Step Endpoint::step(Duration at_most) {
   int timeout = static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(most).count());
   int count = epoll_wait(epoll_.get(), ready, kEvents, timeout);
   let_others_in();
-  std::lock_guard lock(progress_);
-  for (int i = 0; i < count; ++i) on_event(ready[i].data.u64, ready[i].events);
-  bool running = pass(), news = std::exchange(shared_.news, false);
+  std::string log;
+  bool running, news;
+  {
+    std::lock_guard lock(progress_);
+    for (int i = 0; i < count; ++i) on_event(ready[i].data.u64, ready[i].events);
+    running = pass();
+    news = std::exchange(shared_.news, false);
+    log.swap(shared_.log);
+  }
+  print(log);
   return !running ? Step::Over : news ? Step::News : Step::Quiet;
 }
 
@@ -95,7 +102,7 @@ bool Endpoint::pass() {
   });
   busy_ |= stopping_ && !is_leaving();  // there will be a goodbye to send
   bool running = !stopping_ || !has_left();
-  desk_.deliver(shared_.heard);
+  queue_.deliver(shared_.heard);
   return running;
 }
 

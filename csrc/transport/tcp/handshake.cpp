@@ -2,8 +2,8 @@
 
 #include <utility>
 
+#include "base/build_id.h"
 #include "transport/matching/codec.h"
-#include "transport/matching/frame.h"
 #include "transport/tcp/sha256.h"
 
 namespace syncengine::tcp {
@@ -12,15 +12,15 @@ namespace {
 
 constexpr uint64_t kHandshakeMagic = 0x656e69676e65636e;  // "ncengine"
 constexpr size_t kNonceBytes = 32;
-constexpr size_t kHelloBytes = 8 + 2 + 2 + 4 + 4 + 1 + 1 + kNonceBytes + kDigestBytes;
-constexpr size_t kChallengeBytes = 8 + 2 + 1 + kNonceBytes + kDigestBytes;
+constexpr size_t kHelloBytes = 8 + 8 + 2 + 4 + 4 + 1 + 1 + kNonceBytes + kDigestBytes;
+constexpr size_t kChallengeBytes = 8 + 8 + 1 + kNonceBytes + kDigestBytes;
 constexpr size_t kAnswerBytes = 1 + kDigestBytes;
 constexpr size_t kWelcomeBytes = 1;
 
 std::string untagged(const Hello& hello) {
   return Writer()
       .u64(kHandshakeMagic)
-      .u16(hello.version)
+      .u64(hello.build)
       .u16(hello.connection)
       .u32(hello.client)
       .u32(hello.server)
@@ -30,8 +30,8 @@ std::string untagged(const Hello& hello) {
       .text();
 }
 
-std::string challenge_head(uint16_t version, Verdict verdict, const std::string& nonce) {
-  return Writer().u64(kHandshakeMagic).u16(version).u8(static_cast<uint8_t>(verdict)).bytes(nonce).text();
+std::string challenge_head(uint64_t build, Verdict verdict, const std::string& nonce) {
+  return Writer().u64(kHandshakeMagic).u64(build).u8(static_cast<uint8_t>(verdict)).bytes(nonce).text();
 }
 
 std::string proof_of(const char* side, const PairKeys& keys, const std::string& said) {
@@ -40,7 +40,7 @@ std::string proof_of(const char* side, const PairKeys& keys, const std::string& 
 
 // An answer that says only why not.
 std::string refusal(Verdict verdict) {
-  return challenge_head(kVersion, verdict, std::string(kNonceBytes, '\0')) + std::string(kDigestBytes, '\0');
+  return challenge_head(build_id(), verdict, std::string(kNonceBytes, '\0')) + std::string(kDigestBytes, '\0');
 }
 
 std::string answer(Verdict verdict, const std::string& proof) {
@@ -65,13 +65,13 @@ std::string ClientHandshake::receive(std::string_view message) {
     return end(fine ? Verdict::Fine : Verdict::Secret);
   }
   uint64_t magic = reader.u64();
-  uint16_t version = reader.u16();
+  uint64_t build = their_build_ = reader.u64();
   auto verdict = static_cast<Verdict>(reader.u8());
   std::string nonce = reader.bytes(kNonceBytes), proof = reader.bytes(kDigestBytes);
   if (!reader.whole() || magic != kHandshakeMagic) return end(Verdict::Stranger);
-  if (version != kVersion) return end(Verdict::Version);
+  if (build != build_id()) return end(Verdict::Build);
   if (verdict != Verdict::Fine) return end(verdict == Verdict::Settings ? verdict : Verdict::Stranger);
-  std::string said = said_ + challenge_head(version, verdict, nonce);
+  std::string said = said_ + challenge_head(build, verdict, nonce);
   if (!equal_digests(proof, proof_of("server", keys_, said)))
     return end(Verdict::Secret, answer(Verdict::Secret, std::string(kDigestBytes, '\0')));
   said_ = said + proof;
@@ -99,7 +99,7 @@ std::string ServerHandshake::receive(std::string_view message) {
 std::string ServerHandshake::challenge(std::string_view message) {
   Reader reader(message);
   uint64_t magic = reader.u64();
-  hello_.version = reader.u16();
+  hello_.build = reader.u64();
   hello_.connection = reader.u16();
   hello_.client = reader.u32();
   hello_.server = reader.u32();
@@ -108,18 +108,18 @@ std::string ServerHandshake::challenge(std::string_view message) {
   hello_.nonce = reader.bytes(kNonceBytes);
   std::string ticket = reader.bytes(kDigestBytes);
   if (!reader.whole() || magic != kHandshakeMagic) return end(Verdict::Stranger);
-  if (hello_.version != kVersion) return end(Verdict::Version, refusal(Verdict::Version));
+  if (hello_.build != build_id()) return end(Verdict::Build, refusal(Verdict::Build));
   auto keys = admit_(hello_);
   if (!keys || !equal_digests(ticket, hmac_sha256(keys->ticket, untagged(hello_)))) return end(Verdict::Stranger);
   has_ticket_ = true;
   if (hello_.sockets != sockets_ || hello_.checksum != checksum_)
     return end(Verdict::Settings, refusal(Verdict::Settings));
   keys_ = std::move(*keys);
-  said_ = std::string(message) + challenge_head(kVersion, Verdict::Fine, nonce_);
+  said_ = std::string(message) + challenge_head(build_id(), Verdict::Fine, nonce_);
   std::string proof = proof_of("server", keys_, said_);
   said_ += proof;
   wanted_ = kAnswerBytes;
-  return challenge_head(kVersion, Verdict::Fine, nonce_) + proof;
+  return challenge_head(build_id(), Verdict::Fine, nonce_) + proof;
 }
 
 }  // namespace syncengine::tcp

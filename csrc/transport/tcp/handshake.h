@@ -26,13 +26,13 @@ namespace syncengine::tcp {
 enum class Verdict : uint8_t {
   Fine,
   Stranger,  // not our protocol, or not this job's
-  Version,   // another version of the protocol
+  Build,     // of another build
   Settings,  // other settings
   Secret,    // of this job, but with another secret
 };
 
 struct Hello {
-  uint16_t version = 0;
+  uint64_t build = 0;       // of the library
   uint16_t connection = 0;  // 0 is for control, the others for data
   uint32_t client = 0;
   uint32_t server = 0;
@@ -48,6 +48,7 @@ class Handshake {
   size_t wanted() const { return wanted_; }
   Verdict verdict() const { return verdict_; }
   const Hello& hello() const { return hello_; }
+  uint64_t their_build() const { return their_build_; }  // where that is the verdict
 
  protected:
   std::string end(Verdict verdict, std::string last_words = "") {
@@ -57,6 +58,7 @@ class Handshake {
   }
 
   Hello hello_;
+  uint64_t their_build_ = 0;
   PairKeys keys_;
   std::string said_;  // hello, then challenge: what proofs are about
   size_t wanted_ = 0;

@@ -5,11 +5,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 
+#include "base/build_id.h"
 #include "base/sync_point.h"
-#include "transport/matching/frame.h"
 #include "transport/matching/shared.h"
+#include "transport/tcp/descriptors.h"
 #include "transport/tcp/sha256.h"
 #include "transport/tcp/socket.h"
 
@@ -19,6 +21,7 @@ namespace {
 
 constexpr int kPollMs = 50;
 constexpr Duration kPause = std::chrono::milliseconds(50);  // before a call is tried again
+constexpr Duration kProbePause = std::chrono::milliseconds(250);
 
 }  // namespace
 
@@ -40,11 +43,12 @@ Meeting::Meeting(const Options& options, int rank, const Address& own, std::map<
 std::map<int, Sockets> Meeting::meet(Deadline deadline, const std::function<void()>& interrupted) {
   sync_point("tcp_meeting");
   while (missing_ > 0) {
-    std::vector<pollfd> waits{{listener_, POLLIN, 0}};
+    bool is_full = full_ && Clock::now() < full_->again;
+    std::vector<pollfd> waits{{listener_, static_cast<short>(is_full ? 0 : POLLIN), 0}};
     for (const Call& call : calls_) {
       if (call.fd) waits.push_back({call.fd.get(), static_cast<short>(call.connecting ? POLLOUT : POLLIN), 0});
     }
-    for (const Call& stranger : strangers_) waits.push_back({stranger.fd.get(), POLLIN, 0});
+    for (const Call& call : unauthenticated_) waits.push_back({call.fd.get(), POLLIN, 0});
     size_t first_open = waits.size();
     std::vector<int> owners;
     for (const auto& [peer, sockets] : sockets_) {
@@ -61,10 +65,11 @@ std::map<int, Sockets> Meeting::meet(Deadline deadline, const std::function<void
         throw Error(ErrorKind::PeerLost,
                     rank_name(owners[i]) + " broke off while the ranks connected: see its own error");
     }
-    accept_callers();
-    for (auto* calls : {&calls_, &strangers_}) {
+    if (!is_full) accept_callers();
+    for (auto* calls : {&calls_, &unauthenticated_}) {
       calls->remove_if([&](Call& call) { return advance(call); });
     }
+    look_after_doubted();
     if (missing_ > 0 && deadline.passed())
       throw Error(ErrorKind::Timeout, rank_name(rank_) + " waited in init() for " + missing_names());
   }
@@ -74,14 +79,16 @@ std::map<int, Sockets> Meeting::meet(Deadline deadline, const std::function<void
 void Meeting::accept_callers() {
   auto is_silent = [](const Call& call) { return !call.server->has_ticket(); };
   for (;;) {
-    auto oldest = std::find_if(strangers_.begin(), strangers_.end(), is_silent);
-    bool full = strangers_.size() >= missing_ + static_cast<size_t>(options_.strangers);
-    if (full && oldest == strangers_.end()) return;
+    auto oldest = std::find_if(unauthenticated_.begin(), unauthenticated_.end(), is_silent);
+    bool full = unauthenticated_.size() >= missing_ + static_cast<size_t>(options_.unauthenticated);
+    if (full && oldest == unauthenticated_.end()) return;
     UniqueFd fd(accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (!fd && (errno == EMFILE || errno == ENFILE)) return wait_for_descriptors(errno);
     if (!fd) return;
-    if (full) strangers_.erase(oldest);  // whoever has been silent longest; a rank would call again
-    strangers_.emplace_back();
-    Call& call = strangers_.back();
+    full_.reset();
+    if (full) unauthenticated_.erase(oldest);  // whoever has been silent longest; a rank would call again
+    unauthenticated_.emplace_back();
+    Call& call = unauthenticated_.back();
     call.fd = std::move(fd);
     call.limit = Clock::now() + seconds(options_.handshake);
     call.server = std::make_unique<ServerHandshake>(
@@ -92,6 +99,18 @@ void Meeting::accept_callers() {
           return expected ? std::optional(keys_[client]) : std::nullopt;
         });
   }
+}
+
+// Strangers that say nothing go, since what is needed for the ranks was there at first; if that does not help, it is said.
+void Meeting::wait_for_descriptors(int code) {
+  auto now = Clock::now();
+  if (!full_) full_ = Full{.since = now};
+  full_->again = now + kPause;
+  unauthenticated_.remove_if([&](const Call& call) {
+    return !call.server->has_ticket() && call.limit - seconds(options_.handshake) + kPause < now;
+  });
+  if (now - full_->since < seconds(options_.handshake)) return;
+  throw_out_of_descriptors(rank_name(rank_) + " can't accept the connections of " + missing_names(), code);
 }
 
 void Meeting::dial(Call& call) {
@@ -123,8 +142,7 @@ bool Meeting::advance(Call& call) {
     if (!call.fd) return false;
   }
   if (call.connecting) {
-    pollfd wait{call.fd.get(), POLLOUT, 0};
-    if (poll(&wait, 1, 0) == 0) return false;
+    if (!is_decided(call.fd)) return false;
     int code = connect_error(call.fd);
     if (code) {
       break_off(call, code);
@@ -143,7 +161,7 @@ bool Meeting::advance(Call& call) {
 }
 
 void Meeting::greet(Call& call) {
-  Hello hello{.version = kVersion,
+  Hello hello{.build = build_id(),
               .connection = static_cast<uint16_t>(call.connection),
               .client = static_cast<uint32_t>(rank_),
               .server = static_cast<uint32_t>(call.peer),
@@ -183,7 +201,6 @@ bool Meeting::talk(Call& call, int& code) {
 
 bool Meeting::settle(Call& call) {
   Handshake& handshake = call.handshake();
-  bool believed = call.client || call.server->has_ticket();
   int peer = call.client ? call.peer : static_cast<int>(handshake.hello().client);
   switch (handshake.verdict()) {
     case Verdict::Fine: {
@@ -193,18 +210,18 @@ bool Meeting::settle(Call& call) {
       return true;
     }
     case Verdict::Secret:
-      if (!believed) break;
-      throw Error(ErrorKind::InvalidUsage, rank_name(peer) + " and " + rank_name(rank_) +
-                                               " have different secrets: set SYNCENGINE_SECRET (or what is in "
-                                               "SYNCENGINE_SECRET_FILE) to the same on all ranks");
-    case Verdict::Version:
+      if (call.client) throw_other_secret(peer);
+      if (call.server->has_ticket()) doubt(peer, "another secret than this job's");
+      break;
+    case Verdict::Build:  // else the address would have told
       if (!call.client) break;
-      throw Error(ErrorKind::Mismatch, rank_name(peer) + " has another version of the TCP protocol than " +
-                                           rank_name(rank_) + ": install the same syncengine on all hosts");
+      throw another_build(peer, handshake.their_build());
     case Verdict::Settings:
-      if (!believed) break;
-      throw Error(ErrorKind::Mismatch, rank_name(peer) + " has other TCP settings than " + rank_name(rank_) +
-                                           " (number of sockets, checksum): give all ranks the same");
+      if (call.client)
+        throw Error(ErrorKind::Mismatch, rank_name(peer) + " has other TCP settings than " + rank_name(rank_) +
+                                             " (number of sockets, checksum): give all ranks the same");
+      if (call.server->has_ticket()) doubt(peer, "other settings than its address");
+      break;
     case Verdict::Stranger: break;
   }
   if (call.server) return true;  // nobody of ours
@@ -214,12 +231,56 @@ bool Meeting::settle(Call& call) {
   return false;
 }
 
+// A rank's name with a valid ticket and nothing behind it: that rank has another secret, or somebody has read the addresses in the
+// launcher's exchange. He must not end the job, so the rank may still come.
+void Meeting::doubt(int peer, const std::string& what) {
+  std::string text = "somebody called as " + rank_name(peer) + " with " + what;
+  reasons_[peer] = text;
+  if (!doubted_.try_emplace(peer).second) return;
+  std::fprintf(
+      stderr,
+      "[syncengine] %s: %s, and was turned away: it is that rank with a wrong SYNCENGINE_SECRET, or a stranger "
+      "who has read the addresses\n",
+      rank_name(rank_).c_str(), text.c_str());
+}
+
+bool Meeting::is_missing(int peer) const {
+  const Sockets& sockets = sockets_.at(peer);
+  return std::any_of(sockets.begin(), sockets.end(), [](const UniqueFd& fd) { return !fd; });
+}
+
+// A rank with another secret has heard it from this one, and its init() has failed: nobody listens there any more. No stranger
+// can do that to a rank that is still to come.
+void Meeting::look_after_doubted() {
+  auto now = Clock::now();
+  for (auto& [peer, doubt] : doubted_) {
+    if (!is_missing(peer)) {
+      doubt.probe.reset();
+    } else if (doubt.probe) {
+      if (!is_decided(doubt.probe)) continue;
+      if (connect_error(doubt.probe) == ECONNREFUSED) throw_other_secret(peer);
+      doubt.probe.reset();
+      doubt.again = now + kProbePause;
+    } else if (now >= doubt.again) {
+      const Address& address = peers_.at(peer);
+      doubt.probe = begin_connect(own_.ip, address.ip, address.port);
+      if (!doubt.probe && errno == ECONNREFUSED) throw_other_secret(peer);
+      if (!doubt.probe) doubt.again = now + kProbePause;
+    }
+  }
+}
+
+void Meeting::throw_other_secret(int peer) const {
+  throw Error(ErrorKind::InvalidUsage, rank_name(peer) + " and " + rank_name(rank_) +
+                                           " have different secrets: set SYNCENGINE_SECRET (or what is in "
+                                           "SYNCENGINE_SECRET_FILE) to the same on all ranks");
+}
+
 std::string Meeting::missing_names() const {
   std::string names;
   int count = 0;
   for (const auto& [peer, sockets] : sockets_) {
-    bool is_missing = std::any_of(sockets.begin(), sockets.end(), [](const UniqueFd& fd) { return !fd; });
-    if (!is_missing) continue;
+    if (!is_missing(peer)) continue;
     auto reason = reasons_.find(peer);
     names += (names.empty() ? "" : ", ") + std::to_string(peer);
     if (reason != reasons_.end())

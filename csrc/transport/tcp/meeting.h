@@ -8,6 +8,7 @@
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -51,6 +52,11 @@ class Meeting {
   bool talk(Call& call, int& code);
   bool settle(Call& call);
   void break_off(Call& call, int code);
+  void wait_for_descriptors(int code);
+  void doubt(int peer, const std::string& what);
+  void look_after_doubted();
+  [[noreturn]] void throw_other_secret(int peer) const;
+  bool is_missing(int peer) const;
   std::string missing_names() const;
 
   const Options& options_;
@@ -62,9 +68,18 @@ class Meeting {
   std::map<int, Sockets> sockets_;
   size_t missing_ = 0;                  // connections
   std::list<Call> calls_;               // to lower ranks
-  std::list<Call> strangers_;           // from whoever calls
+  std::list<Call> unauthenticated_;     // from whoever calls
   std::set<std::string> nonces_;        // of hellos with a ticket: none is good twice
-  std::map<int, std::string> reasons_;  // why the last call to a peer failed
+  std::map<int, std::string> reasons_;  // why the last call to or from a peer failed
+  struct Doubt {
+    UniqueFd probe = {};  // a call, to see whether the rank still listens
+    Clock::time_point again = {};
+  };
+  std::map<int, Doubt> doubted_;  // ranks in whose names somebody has called who could not prove it
+  struct Full {
+    Clock::time_point since, again = {};
+  };
+  std::optional<Full> full_;  // no descriptor was left
 };
 
 }  // namespace syncengine::tcp

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -24,10 +23,11 @@ constexpr Duration kGoodbyeDelay = std::chrono::milliseconds(500);
 
 Peer::Peer(Shared& shared, const Options& options, int rank, std::vector<UniqueFd> sockets)
     : shared_(shared),
-      options_(options),
       rank_(rank),
-      outbox_(shared, rank, control_.out),
-      inbox_(shared, rank, control_.out) {
+      withdrawals_(rank),
+      outbox_(shared, rank, control_.out, withdrawals_),
+      inbox_(shared, rank, control_.out, withdrawals_),
+      pulse_(shared, rhythm(options), rank) {
   for (auto& socket : sockets) send_at_once(socket);
   control_.fd = ParentFd(std::move(sockets.front()));
   for (size_t i = 1; i < sockets.size(); ++i) data_.emplace_back(std::move(sockets[i]));
@@ -104,7 +104,7 @@ void Peer::read_control() {
   int code = errno;
   control_.in.resize(had + std::max<ssize_t>(got, 0));
   if (got > 0) {
-    heard_something();
+    pulse_.heard();
     on_control_frames();
   } else if (got == 0) {
     control_.ended = true;
@@ -138,6 +138,7 @@ void Peer::on_control_frame(const Frame& frame, std::string_view payload) {
     case Kind::Ready: outbox_.on_ready(frame); break;
     case Kind::Ask: inbox_.on_ask(frame); break;
     case Kind::Credit: outbox_.on_credit(frame); break;
+    case Kind::Withdrawn: withdrawals_.hear(frame); break;
     case Kind::Goodbye: peer_left_ = true; break;
     case Kind::Verdict: on_verdict(static_cast<ErrorKind>(frame.size), std::string(payload)); break;
     default: break;  // a heartbeat: that it came is all
@@ -169,7 +170,7 @@ void Peer::read_data(DataChannel& channel) {
   bool heard = channel.read(shared_.scratch);
   if (channel.status != Status::Open) return on_end(channel);
   if (!heard) return;
-  heard_something();
+  pulse_.heard();
   for (;;) {
     if (Arrival* arrival = channel.ended_frame()) {
       const Frame& frame = arrival->frame;
@@ -211,17 +212,7 @@ void Peer::look_at_clock(Clock::time_point now) {
   if (leaving_) return;
   if (broken_ && !peer_left_ && now - *broken_ > kGoodbyeDelay)
     throw_lost(how_broken_.empty() ? "a connection was closed" : how_broken_);
-  if (!last_heard_ || now - *last_heard_ < seconds(options_.silence)) return;
-  char text[200];
-  std::snprintf(text, sizeof(text),
-                " has been silent for %.1f s (a heartbeat is due every %.2f s): its process is stopped, or its host or "
-                "the network to it is down",
-                std::chrono::duration<double>(now - *last_heard_).count(), options_.heartbeat);
-  throw Error(ErrorKind::PeerLost, rank_name(rank_) + text);
-}
-
-void Peer::excuse(Clock::time_point now) {
-  if (last_heard_) last_heard_ = now;
+  pulse_.judge(now);
 }
 
 void Peer::throw_lost(const std::string& how) const {

@@ -12,6 +12,7 @@
 #include "base/deadline.h"
 #include "transport/matching/inbox.h"
 #include "transport/matching/outbox.h"
+#include "transport/matching/pulse.h"
 #include "transport/matching/shared.h"
 #include "transport/tcp/data_channel.h"
 #include "transport/tcp/tcp.h"
@@ -40,7 +41,7 @@ class Peer {
 
   void beat();                            // says that this rank is alive
   void look_at_clock(Clock::time_point);  // is the peer?
-  void excuse(Clock::time_point now);     // this process did not run: silence proves nothing
+  void excuse(Clock::time_point now) { pulse_.excuse(now); }
 
   bool is_open() const { return open_; }
   bool has_left() const { return peer_left_; }
@@ -71,19 +72,18 @@ class Peer {
   void on_verdict(ErrorKind kind, const std::string& text) const;
   void give_verdict(const Error& error);
   void say_goodbye();
-  void heard_something() { last_heard_ = Clock::now(); }
   [[noreturn]] void throw_lost(const std::string& how) const;
 
   Shared& shared_;
-  const Options& options_;
   int rank_;
   bool open_ = true;
   Control control_;
   std::vector<DataChannel> data_;
+  Withdrawals withdrawals_;
   Outbox outbox_;
   Inbox inbox_;
-  std::optional<Clock::time_point> last_heard_;  // nothing before its first sign of life: it may still be connecting
-  std::optional<Clock::time_point> broken_;      // a data connection ended without a goodbye, which may be on its way
+  Pulse pulse_;
+  std::optional<Clock::time_point> broken_;  // a data connection ended without a goodbye, which may be on its way
   std::string how_broken_;
   bool peer_left_ = false;                           // it said goodbye
   bool leaving_ = false;                             // this rank did

@@ -2,12 +2,14 @@
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <cerrno>
 #include <cstring>
 
 #include "base/error.h"
+#include "transport/tcp/descriptors.h"
 
 namespace syncengine::tcp {
 
@@ -17,6 +19,7 @@ constexpr int kBacklog = 1024;
 
 UniqueFd open_socket(const Ip& ip) {
   UniqueFd fd(socket(ip.v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd && (errno == EMFILE || errno == ENFILE)) throw_out_of_descriptors("can't open a TCP socket", errno);
   if (!fd) throw_system_error("can't open a TCP socket", errno);
   return fd;
 }
@@ -64,6 +67,11 @@ UniqueFd begin_connect(const Ip& from, const Ip& to, uint16_t port) {
     errno = code;
   }
   return fd;
+}
+
+bool is_decided(const UniqueFd& socket) {
+  pollfd wait{socket.get(), POLLOUT, 0};
+  return poll(&wait, 1, 0) > 0;  // an interrupted call says nothing
 }
 
 int connect_error(const UniqueFd& socket) {

@@ -1,10 +1,24 @@
 #include "transport/tcp/tcp.h"
 
+#include "transport/tcp/descriptors.h"
 #include "transport/tcp/endpoint.h"
 #include "transport/tcp/meeting.h"
 #include "transport/tcp/socket.h"
 
 namespace syncengine::tcp {
+
+namespace {
+
+constexpr size_t kOwn = 3;  // the listener, and what the endpoint waits on
+
+void require_room(const Options& options, int peers) {
+  if (peers == 0) return;
+  require_descriptors(static_cast<size_t>(peers) * (1 + options.sockets) + kOwn,
+                      "connections to " + std::to_string(peers) + " ranks of other hosts, " +
+                          std::to_string(1 + options.sockets) + " each");
+}
+
+}  // namespace
 
 Listener::Listener(const Options& options) : options_(options) {
   if (options.sockets < 1 || options.sockets > kMaxSockets) {
@@ -16,6 +30,7 @@ Listener::Listener(const Options& options) : options_(options) {
                 "a silence of " + std::to_string(options.silence) + " s can't be told from heartbeats every " +
                     std::to_string(options.heartbeat) + " s: give at least three times as much");
   }
+  require_room(options, options.peers);
   address_.ip = choose_ip(options.interface, local_interfaces());
   UniqueFd listener = listen_on(address_.ip);
   address_.port = port_of(listener);
@@ -35,6 +50,7 @@ std::unique_ptr<Interhost> connect(Listener listener, int rank, const std::vecto
     peers[peer] = decode_address(peer, addresses[peer]);
     check_fit(rank, listener.address_, peer, peers[peer]);
   }
+  require_room(listener.options_, static_cast<int>(peers.size()));
   Meeting meeting(listener.options_, rank, listener.address_, std::move(peers), listener.fd_.get());
   return std::make_unique<Endpoint>(listener.options_, rank, meeting.meet(deadline, interrupted));
 }

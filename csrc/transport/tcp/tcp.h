@@ -13,21 +13,27 @@
 
 #include "base/deadline.h"
 #include "transport/interhost.h"
+#include "transport/matching/pulse.h"
 #include "transport/tcp/address.h"
 #include "transport/tcp/parent_fd.h"
 
 namespace syncengine::tcp {
 
 struct Options {
-  std::string interface;    // where to listen, as choose_ip() has it; "" is loopback
-  int sockets = 4;          // data connections a peer, 1 .. kMaxSockets; the same on all ranks
-  bool checksum = false;    // CRC-32C of all data, beside TCP's own weak sum; the same on all ranks
-  double heartbeat = 0.25;  // seconds
-  double silence = 2.0;     // seconds without a sign of life after which a peer is lost
-  double handshake = 5.0;   // seconds that a caller has to prove who it is
-  int strangers = 64;       // connections that have not proved it yet, at most, beside those that are expected
-  std::string secret;       // see load_secret()
+  std::string interface;     // where to listen, as choose_ip() has it; "" is loopback
+  int sockets = 4;           // data connections a peer, 1 .. kMaxSockets; the same on all ranks
+  bool checksum = false;     // CRC-32C of all data, beside TCP's own weak sum; the same on all ranks
+  double heartbeat = 0.25;   // seconds
+  double silence = 30.0;     // seconds without a sign of life after which a peer is lost
+  double handshake = 5.0;    // seconds that a caller has to prove who it is
+  int peers = 0;             // ranks of other hosts, where that is known before: are there descriptors enough?
+  int unauthenticated = 64;  // connections that have not proved it yet, at most, beside those that are expected
+  std::string secret;        // see load_secret()
 };
+
+inline matching::Rhythm rhythm(const Options& options) {
+  return {.heartbeat = options.heartbeat, .silence = options.silence};
+}
 
 class Listener {
  public:

@@ -1,5 +1,6 @@
 // Devices, streams and events for c10::impl::VirtualGuardImpl, and the hooks by which ATen knows that there is CUDA.
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <array>
@@ -184,7 +185,11 @@ bool is_capturing(c10::Stream stream) {
 void enqueue(c10::Stream stream, software::Step step) {
   const UseDevice use(stream.device_index());
   static const bool blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
-  software::enqueue(software::stream_of(handle_of(stream)), std::move(step));
+  // A device knows no inference mode: in it tensors of either kind may be written.
+  software::enqueue(software::stream_of(handle_of(stream)), [step = std::move(step)] {
+    const c10::InferenceMode any_tensor;
+    step();
+  });
   if (blocking && !is_capturing(stream)) synchronize(stream);
 }
 

@@ -1,0 +1,46 @@
+#include "base/descriptors.h"
+
+#include <dirent.h>
+#include <sys/resource.h>
+
+#include <cerrno>
+
+#include "base/error.h"
+
+namespace syncengine {
+
+namespace {
+
+// 0 where it can't be known.
+size_t open_descriptors() {
+  DIR* folder = opendir("/proc/self/fd");
+  if (folder == nullptr) return 0;
+  size_t count = 0;
+  while (const dirent* entry = readdir(folder)) count += entry->d_name[0] != '.';
+  closedir(folder);
+  return count - 1;  // but for the folder's own
+}
+
+rlim_t limit() {
+  rlimit limits{};
+  return getrlimit(RLIMIT_NOFILE, &limits) == 0 ? limits.rlim_cur : RLIM_INFINITY;
+}
+
+}  // namespace
+
+void require_descriptors(const std::string& who, size_t count) {
+  const size_t open = open_descriptors();
+  if (open + count <= limit()) return;
+  throw Error(ErrorKind::InvalidUsage, who + " needs " + std::to_string(count) + " file descriptors besides the " +
+                                           std::to_string(open) + " that are open, and ulimit -n is " +
+                                           std::to_string(limit()) + ": raise ulimit -n to at least " +
+                                           std::to_string(open + count));
+}
+
+void throw_descriptor_error(const std::string& what, int error) {
+  if (error == EMFILE) throw_system_error(what + " (ulimit -n is " + std::to_string(limit()) + ", raise it)", error);
+  if (error == ENFILE) throw_system_error(what + " (the machine has no more: raise fs.file-max)", error);
+  throw_system_error(what, error);
+}
+
+}  // namespace syncengine

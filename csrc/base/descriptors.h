@@ -1,0 +1,18 @@
+// How many file descriptors this process may still open.
+//
+// Thread-safety: any thread.
+#pragma once
+
+#include <string>
+
+namespace syncengine {
+
+// Throws InvalidUsage, naming `who`, the limit and the one to set, if `count` more don't fit below `ulimit -n`. What
+// can't be known (no /proc) is taken to fit.
+void require_descriptors(const std::string& who, size_t count);
+
+// The error of a call that wanted a descriptor or sent one: as throw_system_error, and with what to do if there are too
+// many.
+[[noreturn]] void throw_descriptor_error(const std::string& what, int error);
+
+}  // namespace syncengine

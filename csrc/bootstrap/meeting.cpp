@@ -1,0 +1,203 @@
+#include "bootstrap/meeting.h"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/descriptors.h"
+#include "base/error.h"
+#include "base/sync_point.h"
+#include "bootstrap/goodbye.h"
+#include "bootstrap/local_socket.h"
+#include "bootstrap/process.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr size_t kMostStrangers = 64;  // at a time, beside the ranks that are still to come
+constexpr int kPollMs = 50, kRetryMs = 5;
+
+// The name's part that bootstrap/process.h understands: "syncengine-<process>-<random>".
+std::string process_of(const std::string& name) {
+  size_t begin = name.find('-'), end = name.rfind('-');
+  return begin == std::string::npos || end <= begin ? "" : name.substr(begin + 1, end - begin - 1);
+}
+
+std::string names_of(const std::set<int>& ranks) {
+  std::string list;
+  for (int rank : ranks) list += (list.empty() ? "" : ", ") + std::to_string(rank);
+  return (ranks.size() == 1 ? "rank " : "ranks ") + list;
+}
+
+// Whoever fails breaks off with everybody: the dead are to blame, not those who noticed first.
+[[noreturn]] void throw_lost(const std::set<int>& lost, const std::set<int>& dead) {
+  if (!dead.empty()) throw Error(ErrorKind::PeerLost, names_of(dead) + " died while the ranks connected");
+  throw Error(ErrorKind::PeerLost, names_of(lost) + " broke off while the ranks connected: see its own error");
+}
+
+[[noreturn]] void throw_unreachable(int rank, const std::set<int>& unreachable, const std::set<int>& dead) {
+  if (!dead.empty()) throw_lost(unreachable, dead);
+  throw Error(ErrorKind::PeerLost,
+              "rank " + std::to_string(rank) + " can't reach " + names_of(unreachable) +
+                  " through this host's memory, though it runs on the same host: it died or broke off");
+}
+
+}  // namespace
+
+LocalMeeting::LocalMeeting(int rank, std::map<int, MeetingPlace> places, int own, const UniqueFd& listener)
+    : rank_(rank), own_(own), places_(std::move(places)), listener_(listener) {
+  for (const auto& [peer, place] : places_) {
+    if (peer == rank) continue;
+    calls_[peer];
+    unserved_.insert(peer);
+  }
+  // For each peer the call, the peer's, and its memory.
+  require_descriptors("rank " + std::to_string(rank) + " with " + std::to_string(calls_.size()) + " peers on its host",
+                      3 * calls_.size());
+}
+
+bool LocalMeeting::has_all() const {
+  return std::none_of(calls_.begin(), calls_.end(), [](const auto& call) { return call.second.misses_memory(); });
+}
+
+void LocalMeeting::step() {
+  for (auto& [peer, call] : calls_) advance(peer, call);
+  accept();
+  visitors_.remove_if([this](Visitor& visitor) { return advance(visitor); });
+  if (unreachable_.empty() && lost_.empty()) return;
+  std::map<int, std::string> processes;
+  for (const auto& [peer, call] : calls_) processes[peer] = process_of(places_.at(peer).name);
+  if (!unreachable_.empty()) throw_unreachable(rank_, unreachable_, ended(processes));
+  throw_lost(lost_, ended(processes));
+}
+
+void LocalMeeting::reach(int peer, Call& call) {
+  const MeetingPlace& place = places_.at(peer);
+  switch (local_socket::call(place.name, call.socket)) {
+    case local_socket::Called::NotYet: return;
+    case local_socket::Called::Refused: unreachable_.insert(peer); return;
+    case local_socket::Called::Connected: break;
+  }
+  if (!local_socket::same_user(call.socket))
+    throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(peer) + " runs as another user");
+  call.greeting = {.rank = rank_, .nonce = random_bytes()};
+  call.stage = Call::Stage::Greeted;
+  if (!local_socket::send(call.socket, &call.greeting, sizeof(call.greeting))) unreachable_.insert(peer);
+}
+
+void LocalMeeting::advance(int peer, Call& call) {
+  using local_socket::Got;
+  Got got = Got::Nothing;
+  if (call.stage == Call::Stage::Unreached) {
+    reach(peer, call);
+  } else if (call.stage == Call::Stage::Greeted) {
+    Challenge challenge;
+    got = local_socket::receive(call.socket, &challenge, sizeof(challenge));
+    if (got == Got::Message) {
+      const auto proof = answer(places_.at(peer).secret, call.greeting, challenge);
+      if (!proof || !local_socket::send(call.socket, &*proof, sizeof(*proof))) got = Got::BrokenOff;
+      call.stage = Call::Stage::Answered;
+    }
+  } else if (call.stage == Call::Stage::Answered) {
+    got = local_socket::receive_fd(call.socket, peer, call.memory, "rank " + std::to_string(rank_));
+    if (got == Got::Message) call.stage = Call::Stage::Received;
+  } else if (call.stage == Call::Stage::Received) {
+    Goodbye goodbye;
+    got = local_socket::receive(call.socket, &goodbye, sizeof(goodbye));
+    if (got == Got::Message) {
+      call.stage = Call::Stage::Over;
+      goodbye.text[sizeof(goodbye.text) - 1] = '\0';
+      if (goodbye.failed) throw Error(goodbye.kind, goodbye.text);
+    }
+  }
+  if (got == Got::BrokenOff) lost_.insert(peer);
+}
+
+void LocalMeeting::accept() {
+  for (UniqueFd socket = local_socket::accept(listener_); socket; socket = local_socket::accept(listener_)) {
+    if (!local_socket::same_user(socket)) continue;
+    visitors_.push_back({.socket = std::move(socket)});
+    if (visitors_.size() <= unserved_.size() + kMostStrangers) continue;
+    // The oldest of those that have said least makes room.
+    visitors_.erase(std::min_element(visitors_.begin(), visitors_.end(),
+                                     [](const Visitor& a, const Visitor& b) { return a.stage < b.stage; }));
+  }
+}
+
+bool LocalMeeting::advance(Visitor& visitor) {
+  using local_socket::Got;
+  using local_socket::Sent;
+  if (visitor.stage == Visitor::Stage::Silent) {
+    Greeting& greeting = visitor.greeting;
+    const Got got = local_socket::receive(visitor.socket, &greeting, sizeof(greeting));
+    if (got == Got::Nothing) return false;
+    if (got == Got::BrokenOff || greeting.magic != Greeting{}.magic || !unserved_.contains(greeting.rank)) return true;
+    visitor.challenge = challenge(places_.at(rank_).secret, greeting);
+    visitor.stage = Visitor::Stage::Challenged;
+    return !local_socket::send(visitor.socket, &visitor.challenge, sizeof(visitor.challenge));
+  }
+  const int peer = visitor.greeting.rank;
+  if (visitor.stage == Visitor::Stage::Challenged) {
+    Answer answer;
+    const Got got = local_socket::receive(visitor.socket, &answer, sizeof(answer));
+    if (got == Got::Nothing) return false;
+    const bool is_rank =
+        got == Got::Message && proves(places_.at(rank_).secret, visitor.greeting, visitor.challenge, answer);
+    if (!is_rank) return true;
+    visitor.stage = Visitor::Stage::Proved;
+  }
+  if (!unserved_.contains(peer)) return true;
+  const Sent sent = local_socket::send_fd(visitor.socket, rank_, own_);
+  if (sent == Sent::NotYet) return false;
+  if (sent == Sent::Done) {
+    unserved_.erase(peer);
+    served_.push_back(std::move(visitor.socket));
+    sync_point("handed");
+  } else {
+    lost_.insert(peer);
+  }
+  return true;
+}
+
+void LocalMeeting::wait() const {
+  std::vector<pollfd> waits{{listener_.get(), POLLIN, 0}};
+  bool retries = false;
+  for (const auto& [peer, call] : calls_) {
+    if (call.stage == Call::Stage::Unreached) {
+      retries = true;
+    } else if (call.stage != Call::Stage::Over) {
+      waits.push_back({call.socket.get(), POLLIN, 0});
+    }
+  }
+  for (const auto& visitor : visitors_) {
+    if (is_owed(visitor)) {
+      retries = true;
+    } else {
+      waits.push_back({visitor.socket.get(), POLLIN, 0});
+    }
+  }
+  poll(waits.data(), waits.size(), retries ? kRetryMs : kPollMs);
+}
+
+void LocalMeeting::throw_timeout() const {
+  std::set<int> missing = unserved_;
+  std::string owed;
+  for (const auto& [peer, call] : calls_) {
+    if (call.misses_memory()) missing.insert(peer);
+  }
+  if (std::any_of(visitors_.begin(), visitors_.end(), is_owed))
+    owed = ": the kernel passes on no more descriptors of this user than ulimit -n allows one process; raise it";
+  throw Error(ErrorKind::Timeout,
+              "rank " + std::to_string(rank_) + " waited in init() for " + names_of(missing) + owed);
+}
+
+std::map<int, UniqueFd> LocalMeeting::take_memories() {
+  std::map<int, UniqueFd> memories;
+  for (auto& [peer, call] : calls_) memories[peer] = std::move(call.memory);
+  return memories;
+}
+
+}  // namespace syncengine

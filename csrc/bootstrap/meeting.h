@@ -1,0 +1,75 @@
+// One rank's part in a handoff: it connects to every peer for its memory, and serves those that connect. Single steps,
+// none of which blocks, so that no two ranks wait for each other.
+//
+// Thread-safety: one thread. Failure: throws as bootstrap/handoff.h says.
+#pragma once
+
+#include <list>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/fd.h"
+#include "bootstrap/greeting.h"
+
+namespace syncengine {
+
+// Of a peer: where it listens, and what proves that who listens there is it.
+struct MeetingPlace {
+  std::string name, secret;
+};
+
+class LocalMeeting {
+ public:
+  // `places` has the peers, by rank, and this rank; `own` is the descriptor to hand out.
+  LocalMeeting(int rank, std::map<int, MeetingPlace> places, int own, const UniqueFd& listener);
+
+  // What can be done now. Throws if a peer is lost.
+  void step();
+  bool over() const { return unserved_.empty() && has_all(); }
+  // Until something may have come.
+  void wait() const;
+  [[noreturn]] void throw_timeout() const;
+
+  // By rank; once it is over.
+  std::map<int, UniqueFd> take_memories();
+  // Those that have this rank's memory, for last words.
+  const std::vector<UniqueFd>& served() const { return served_; }
+
+ private:
+  struct Call {
+    enum class Stage : uint8_t { Unreached, Greeted, Answered, Received, Over };
+    Stage stage = Stage::Unreached;
+    UniqueFd socket = {};
+    Greeting greeting = {};
+    UniqueFd memory = {};
+    bool misses_memory() const { return stage < Stage::Received; }
+  };
+  struct Visitor {
+    enum class Stage : uint8_t { Silent, Challenged, Proved };
+    UniqueFd socket;
+    Stage stage = Stage::Silent;
+    Greeting greeting = {};
+    Challenge challenge = {};
+  };
+
+  void advance(int peer, Call& call);
+  void reach(int peer, Call& call);
+  // Whether the visitor is to be forgotten: served, or no rank.
+  bool advance(Visitor& visitor);
+  void accept();
+  bool has_all() const;
+  static bool is_owed(const Visitor& visitor) { return visitor.stage == Visitor::Stage::Proved; }
+
+  const int rank_, own_;
+  const std::map<int, MeetingPlace> places_;
+  const UniqueFd& listener_;
+  std::map<int, Call> calls_;
+  std::list<Visitor> visitors_;  // the oldest first
+  std::set<int> unserved_, unreachable_, lost_;
+  std::vector<UniqueFd> served_;
+};
+
+}  // namespace syncengine

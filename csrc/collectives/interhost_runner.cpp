@@ -1,0 +1,184 @@
+#include "collectives/interhost_runner.h"
+
+#include <cstring>
+#include <numeric>
+
+#include "kernels/reduce.h"
+#include "kernels/wide.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr size_t kWidePiece = 4096;  // elements that are widened at a time: they stay in the cache
+
+// Null unless [offset, offset + bytes) is one piece.
+std::byte* one_piece(const SpanList& spans, size_t offset, size_t bytes) {
+  std::byte* found = nullptr;
+  int pieces = 0;
+  spans.for_each(offset, bytes, [&](std::byte* memory, size_t, size_t) {
+    found = memory;
+    ++pieces;
+  });
+  return pieces == 1 ? found : nullptr;
+}
+
+void copy_out(const SpanList& spans, size_t offset, size_t bytes, std::byte* into) {
+  spans.for_each(offset, bytes,
+                 [&](std::byte* memory, size_t done, size_t length) { std::memcpy(into + done, memory, length); });
+}
+
+void copy_in(const SpanList& spans, size_t offset, size_t bytes, const std::byte* from) {
+  spans.for_each(offset, bytes, [&](std::byte* memory, size_t done, size_t length) {
+    if (memory != from + done) std::memcpy(memory, from + done, length);
+  });
+}
+
+}  // namespace
+
+const std::byte* InterhostRunner::contribution(const View& view, int rank) const {
+  const InterhostCell& cell = view.cell;
+  if (!in_slot(view, rank)) return one_piece(view.operation.input, cell.input, cell.bytes);
+  const Runner::Base& from = base(view, rank);
+  return from.spans ? one_piece(*from.spans, place(view), cell.bytes) : from.slot + place(view);
+}
+
+std::byte* InterhostRunner::output(const View& view) const {
+  return one_piece(view.operation.output, view.cell.output, view.cell.bytes);
+}
+
+void InterhostRunner::gather_contribution(const View& view, int rank, std::byte* into) const {
+  const SpanList& spans = in_slot(view, rank) ? *base(view, rank).spans : view.operation.input;
+  copy_out(spans, in_slot(view, rank) ? place(view) : view.cell.input, view.cell.bytes, into);
+}
+
+void InterhostRunner::gather_output(const View& view, std::byte* into) const {
+  copy_out(view.operation.output, view.cell.output, view.cell.bytes, into);
+}
+
+void InterhostRunner::fold_partial(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received,
+                                   std::byte* partial) {
+  destinations_.clear();
+  fold(view, step, received, partial);
+}
+
+void InterhostRunner::fold_result(const View& view, const InterhostStep& step,
+                                  const std::vector<std::byte*>& received) {
+  fold(view, step, received, nullptr);
+}
+
+void InterhostRunner::fold(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received,
+                           std::byte* partial) {
+  const Operation& operation = view.operation;
+  const InterhostCell& cell = view.cell;
+  size_t element = element_size(operation.dtype);
+  bool ring = operation.numerics == Numerics::Ring;
+  RingCut cut = operation.collective == Collective::AllReduce
+                    ? ring_cut(operation.input.bytes(), element, placement_.size)
+                    : RingCut{std::max(block_bytes(operation), element)};
+  auto add = [&](const std::byte* own, std::byte* out, size_t begin, size_t bytes) {
+    for (size_t done = 0; done < bytes;) {
+      size_t length = bytes - done;
+      order_.resize(step.fold.size());
+      std::iota(order_.begin(), order_.end(), 0);
+      if (ring) {
+        size_t position = cell.input + begin + done;
+        int chunk = cut.chunk_of(position);
+        length = std::min(length, (chunk + 1) * cut.chunk - position);
+        ring_order(chunk, placement_.size, order_);
+      }
+      destinations_.clear();
+      if (partial) {
+        destinations_.push_back(partial + (begin + done) * (view.wide ? 2 : 1));
+      } else {
+        destinations_.push_back(out + done);
+        for (int local : placement_.locals())
+          if (cell.spreading == Spreading::Peers && local != placement_.rank)
+            destinations_.push_back(base(view, local).at(place(view) + begin + done));
+      }
+      fold_piece(view, step, received, begin + done, own + done, length, order_, partial);
+      done += length;
+    }
+  };
+  operation.input.for_each(cell.input, cell.bytes, [&](std::byte* own, size_t begin, size_t bytes) {
+    if (partial) return add(own, nullptr, begin, bytes);
+    operation.output.for_each(cell.output + begin, bytes, [&](std::byte* out, size_t offset, size_t length) {
+      add(own + offset, out, begin + offset, length);
+    });
+  });
+}
+
+void InterhostRunner::fold_piece(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received,
+                                 size_t offset, const std::byte* own, size_t bytes, const std::vector<int>& order,
+                                 std::byte* partial) {
+  sources_.clear();
+  is_wide_.clear();
+  for (int i : order) {
+    const InterhostStep::Source& source = step.fold[i];
+    bool prefix = source.rank < 0 && step.receives[source.received].content == Content::Partial && view.wide;
+    is_wide_.push_back(prefix);
+    if (source.rank < 0)
+      sources_.push_back(received[source.received] + offset * (prefix ? 2 : 1));
+    else if (in_slot(view, source.rank))
+      sources_.push_back(base(view, source.rank).at(place(view) + offset));
+    else
+      sources_.push_back(own);
+  }
+  if (view.wide) return fold_wide(view, bytes, partial);
+  const Operation& operation = view.operation;
+  kernels::Reduction reduction{
+      operation.dtype, operation.op,
+      operation.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once,
+      partial ? 1.0 : operation.postscale};
+  kernels::reduce(reduction, sources_.data(), static_cast<int>(sources_.size()), destinations_.data(),
+                  static_cast<int>(destinations_.size()), bytes / element_size(operation.dtype));
+}
+
+// 16-bit floats in float32: the same additions as in one kernel call, but with float32 on the way in or out.
+void InterhostRunner::fold_wide(const View& view, size_t bytes, std::byte* partial) {
+  const Operation& operation = view.operation;
+  size_t count = bytes / sizeof(uint16_t), sources = sources_.size();
+  floats_.resize((sources + 1) * kWidePiece);
+  std::vector<const void*> wide(sources);
+  for (size_t done = 0; done < count; done += kWidePiece) {
+    size_t length = std::min(kWidePiece, count - done);
+    for (size_t i = 0; i < sources; ++i) {
+      auto* source = static_cast<const std::byte*>(sources_[i]);
+      if (is_wide_[i]) {
+        wide[i] = source + done * sizeof(float);
+        continue;
+      }
+      float* copy = floats_.data() + i * kWidePiece;
+      kernels::widen(operation.dtype, copy, source + done * sizeof(uint16_t), length);
+      wide[i] = copy;
+    }
+    void* sum = partial ? static_cast<std::byte*>(destinations_[0]) + done * sizeof(float)
+                        : static_cast<void*>(floats_.data() + sources * kWidePiece);
+    kernels::Reduction reduction{DType::Float32, operation.op, kernels::Rounding::Once,
+                                 partial ? 1.0 : operation.postscale};
+    kernels::reduce(reduction, wide.data(), static_cast<int>(sources), &sum, 1, length);
+    for (void* destination : destinations_) {
+      if (partial) break;
+      kernels::narrow(operation.dtype, static_cast<std::byte*>(destination) + done * sizeof(uint16_t),
+                      static_cast<const float*>(sum), length);
+    }
+  }
+}
+
+void InterhostRunner::spread(const View& view, const std::byte* received) const {
+  const InterhostCell& cell = view.cell;
+  const SpanList& output = view.operation.output;
+  if (received) copy_in(output, cell.output, cell.bytes, received);
+  if (cell.spreading == Spreading::None || placement_.locals().size() == 1) return;
+  auto copy_to = [&](int local) {
+    const Runner::Base& to = base(view, local);
+    output.for_each(cell.output, cell.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
+      std::memcpy(to.at(place(view) + offset), memory, bytes);
+    });
+  };
+  if (cell.spreading == Spreading::OwnSlot) return copy_to(placement_.rank);
+  for (int local : placement_.locals())
+    if (local != placement_.rank) copy_to(local);
+}
+
+}  // namespace syncengine

@@ -1,0 +1,138 @@
+#include "cuda/device/proxy_group.h"
+
+#include <iterator>
+#include <numeric>
+#include <utility>
+
+#include "base/alignment.h"
+#include "cuda/control.h"
+#include "cuda/device/connect.h"
+#include "cuda/device/driver.h"
+
+namespace syncengine::cuda {
+
+namespace {
+
+// A large tensor's pieces travel while others are copied. Small enough that the first and the last copy, which nothing
+// hides, take little; large enough for what each costs beside its bytes. Not measured on a GPU.
+constexpr size_t kPieceBytes = 4 << 20;
+constexpr size_t kSlots = 8;
+
+std::vector<int> everybody(const Communicator& communicator) {
+  std::vector<int> ranks(communicator.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+// What a stream's callback carries. A graph's stays as long as the process, since nobody says when the graph is gone.
+struct Submission {
+  std::shared_ptr<Proxy> proxy;
+  std::shared_ptr<const Proxy::Posted> posted;
+  bool captured;
+};
+
+void CUDART_CB post(void* data) {
+  auto* submission = static_cast<Submission*>(data);
+  submission->proxy->post(submission->posted);
+  if (!submission->captured) delete submission;
+}
+
+// What the CPU's engine does with the piece. Ranks whose whole operations differ must not agree on parts of them.
+Operation operation_of(const Operation& whole, const Piece& piece, size_t number, std::byte* memory,
+                       const std::shared_ptr<const std::string>& text) {
+  Operation operation = whole;
+  operation.input = {memory + piece.input, piece.input_bytes};
+  operation.output = {memory + piece.output, piece.output_bytes};
+  operation.layout_hash = ((whole.layout_hash * 31 + whole.input.bytes()) * 31 + number) * 0x100000001b3;
+  operation.describe = [text] { return *text; };
+  operation.keepalive = nullptr;
+  return operation;
+}
+
+}  // namespace
+
+struct ProxyGroup::Slots {
+  PinnedMemory memory{kSlots * (kCacheLine + kPieceBytes)};
+  uint32_t* word(size_t slot) const { return reinterpret_cast<uint32_t*>(memory.data() + slot * kCacheLine); }
+  uint32_t* word_on_device(size_t slot) const {
+    return reinterpret_cast<uint32_t*>(memory.on_device() + slot * kCacheLine);
+  }
+  std::byte* data(size_t slot) const { return memory.data() + kSlots * kCacheLine + slot * kPieceBytes; }
+};
+
+ProxyGroup::ProxyGroup(std::shared_ptr<Communicator> communicator, int device, const std::function<void()>& interrupted)
+    : communicator_(std::move(communicator)), device_(device) {
+  const UseDevice use(device_);
+  auto own = communicator_->split(everybody(*communicator_), interrupted);
+  tell_peers_if_it_fails(*communicator_, [&] {
+    slots_ = std::make_shared<Slots>();
+    check(cudaEventCreateWithFlags(&last_, cudaEventDisableTiming), "making an event");
+  });
+  proxy_ = std::make_shared<Proxy>(communicator_, std::move(own));
+}
+
+void ProxyGroup::run(const Operation& operation, void* stream) {
+  std::lock_guard lock(mutex_);
+  if (closed_) throw Error(ErrorKind::InvalidUsage, kClosed);
+  communicator_->throw_if_failed();
+  require_possible(operation);
+  const UseDevice use(device_);
+  tell_peers_if_it_fails(*communicator_, [&] {
+    const auto pieces = cut(operation, communicator_->rank(), communicator_->size(), kPieceBytes);
+    const auto text = std::make_shared<const std::string>(describe(operation));
+    const auto queue = static_cast<cudaStream_t>(stream);
+    const bool captured = is_capturing(stream);
+    for (size_t i = 0; i < pieces.size() + kSlots; ++i) {
+      const size_t slot = i % kSlots;
+      if (i >= kSlots && i - kSlots < pieces.size()) upload(operation, pieces[i - kSlots], slot, queue);
+      if (i >= pieces.size()) continue;
+      download(operation, pieces[i], slot, queue);
+      auto posted = std::make_shared<Proxy::Posted>(operation_of(operation, pieces[i], i, slots_->data(slot), text),
+                                                    slots_->word(slot), slots_);
+      check(cudaLaunchHostFunc(queue, post, new Submission{proxy_, std::move(posted), captured}),
+            "queueing a callback");
+    }
+    if (!captured) check(cudaEventRecord(last_, queue), "recording an event");
+  });
+  ++counters_["operations"];
+  counters_["relayed_bytes"] += operation.input.bytes();
+}
+
+void ProxyGroup::download(const Operation& operation, const Piece& piece, size_t slot, cudaStream_t stream) {
+  for (const Copy& copy : piece.in)
+    operation.input.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
+      check(cudaMemcpyAsync(slots_->data(slot) + copy.slot + offset, memory, bytes, cudaMemcpyDeviceToHost, stream),
+            "copying to the host");
+    });
+}
+
+void ProxyGroup::upload(const Operation& operation, const Piece& piece, size_t slot, cudaStream_t stream) {
+  const uint32_t* word = slots_->word_on_device(slot);
+  CUstreamBatchMemOpParams steps[] = {wait_for_word(word), write_word(word, 0)};
+  check(driver().stream_batch_mem_op(stream, std::size(steps), steps, 0), "queueing a wait");
+  for (const Copy& copy : piece.out)
+    operation.output.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
+      check(cudaMemcpyAsync(memory, slots_->data(slot) + copy.slot + offset, bytes, cudaMemcpyHostToDevice, stream),
+            "copying to the device");
+    });
+}
+
+std::shared_ptr<void> ProxyGroup::allocate(size_t bytes, const std::function<void()>&) {
+  return take_own_memory(*communicator_, device_, bytes);
+}
+
+std::map<std::string, uint64_t> ProxyGroup::counters() const {
+  std::lock_guard lock(mutex_);
+  return counters_;
+}
+
+void ProxyGroup::close() {
+  std::lock_guard lock(mutex_);
+  if (std::exchange(closed_, true)) return;
+  const UseDevice use(device_);
+  cudaEventSynchronize(last_);  // ends: what is posted ends at the deadline, if not before
+  cudaEventDestroy(last_);
+  proxy_->stop();
+}
+
+}  // namespace syncengine::cuda

@@ -1,0 +1,114 @@
+// What a communicator does about every 50 ms while something waits: deaths, departures and deadlines. These are the
+// parts of ShmCommunicator that turn a wait that can't end into a named error.
+#include <algorithm>
+#include <cstdio>
+
+#include "engine/communicator/shm_communicator.h"
+#include "engine/lanes/mismatch.h"
+
+namespace syncengine {
+
+namespace {
+
+double to_seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+std::string seconds_text(Duration duration) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s", to_seconds(duration));
+  return text;
+}
+
+}  // namespace
+
+void ShmCommunicator::look_around() {
+  if (ended_) return;
+  heed_peers();
+  if (!ended_) heed_deadline();
+}
+
+ShmCommunicator::Pending ShmCommunicator::oldest() const {
+  Pending oldest;
+  auto consider = [&](const auto& queue) {
+    const Lane::Item* item = queue.oldest();
+    if (item && (!oldest.item || item->since < oldest.item->since)) oldest = {item, queue.blocking_ranks()};
+  };
+  consider(user_lane_);
+  consider(scheduled_lane_);
+  consider(schedule_);
+  consider(messenger_);
+  oldest.blocking_ranks &= ~(uint64_t{1} << group_.rank);
+  return oldest;
+}
+
+std::string ShmCommunicator::names_of_blocking_ranks(const Pending& pending) const {
+  return pending.blocking_ranks ? group_.names(pending.blocking_ranks) : "";
+}
+
+std::string ShmCommunicator::what_is_pending() const {
+  Pending pending = oldest();
+  auto [item, blocking_ranks] = pending;
+  if (!item) return "";
+  std::string names = names_of_blocking_ranks(pending);
+  std::string who = group_.name(group_.rank) + (names.empty() ? " is not done" : " waits for " + names);
+  std::string crosswise = engine_->who_waits_for_me(local_ranks(blocking_ranks), *this);
+  return who + " since " + seconds_text(Clock::now() - item->since) + " in " + describe(item->operation) +
+         (crosswise.empty() ? "" : "; meanwhile " + crosswise);
+}
+
+void ShmCommunicator::heed_peers() {
+  const Lane::Item* item = oldest().item;
+  std::string what = item ? " while " + group_.name(group_.rank) + " was in " + describe(item->operation) : "";
+  for (int member = 0; member < group_.size; ++member) {
+    if (member == group_.rank) continue;
+    bool dead = engine_->is_dead(group_.local_ranks[member]);  // before its end_record is read: it may say why
+    const shm::EndRecord& end_record = group_.block(member).end_record;
+    auto standing = static_cast<shm::Standing>(end_record.standing.load(std::memory_order_acquire));
+    if (standing == shm::Standing::Failed) return fail(static_cast<ErrorKind>(end_record.kind), end_record.text);
+    if (dead && standing != shm::Standing::Left) return fail(ErrorKind::PeerLost, group_.name(member) + " died" + what);
+    // What it did before it left is visible only now.
+    if (standing == shm::Standing::Left && item && missing(true) >> member & 1)
+      return fail(ErrorKind::PeerLost,
+                  group_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
+  }
+}
+
+void ShmCommunicator::heed_deadline() {
+  const Lane::Item* item = oldest().item;
+  if (!item) return;
+  Duration age = Clock::now() - item->since;
+  if (age < std::min(engine_->options().log_after, engine_->options().timeout)) return;
+  if (age >= engine_->options().timeout) {
+    return fail(ErrorKind::Timeout, what_is_pending() + ": the timeout is " + seconds_text(engine_->options().timeout) +
+                                        "; see what those ranks are doing, or raise init(timeout=...)");
+  }
+  if (logged_ == item->since) return;
+  logged_ = item->since;
+  engine_->log(what_is_pending());
+}
+
+DeadlockDetector::Wait ShmCommunicator::wait_of(const Work& work) const {
+  uint64_t members = 0;
+  if (work.ended() || ended_)
+    members = 0;
+  else if (work.place.lane == shm::kUserLane)
+    members = user_lane_.not_called(work.place.number);
+  else if (work.place.lane == shm::kMessages)
+    members = 0;  // it can't be seen for certain that a message will never come
+  else
+    members = schedule_.not_announced(work.place.number, work.place.epoch);
+  return {group_.offsets[group_.rank], work.place, local_ranks(members & ~(uint64_t{1} << group_.rank))};
+}
+
+bool ShmCommunicator::has_block(int local_rank, uint64_t offset) const {
+  for (int member = 0; member < group_.size; ++member) {
+    if (group_.local_ranks[member] == local_rank && group_.offsets[member] == offset) return true;
+  }
+  return false;
+}
+
+std::string ShmCommunicator::describe_wait(const Work& work) const {
+  const Lane::Item* item = work.place.lane == shm::kUserLane ? user_lane_.oldest() : schedule_.oldest();
+  return item ? describe(item->operation) : "a collective";
+}
+
+}  // namespace syncengine

@@ -1,0 +1,88 @@
+#include "engine/communicator/solo.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <limits>
+
+#include "collectives/plan.h"
+
+namespace syncengine {
+
+namespace {
+
+class SoloCommunicator final : public Communicator {
+ public:
+  explicit SoloCommunicator(const Options& options) : options_(options) {}
+
+  int rank() const override { return 0; }
+  int size() const override { return 1; }
+  const std::vector<int>& global_ranks() const override { return ranks_; }
+  Numerics numerics() const override { return options_.numerics; }
+  Duration timeout() const override { return options_.timeout; }
+  Duration log_after() const override { return options_.log_after; }
+  Algorithm algorithm() const override { return options_.algorithm; }
+
+  std::shared_ptr<Work> submit(Operation operation) override {
+    throw_if_failed();
+    require_supported(operation);
+    ++operations_;
+    auto work = std::make_shared<Work>();
+    size_t block = block_bytes(operation);
+    operation.input.for_each(0, block, [&](std::byte* from, size_t offset, size_t bytes) {
+      operation.output.for_each(offset, bytes, [&](std::byte* to, size_t skip, size_t length) {
+        if (to != from + skip) std::copy_n(from + skip, length, to);
+      });
+    });
+    work->finish();
+    return work;
+  }
+  void run(Operation operation, const std::function<void()>&) override { submit(std::move(operation)); }
+  std::shared_ptr<Work> announce(std::shared_ptr<const Slots>, size_t, Operation operation) override {
+    return submit(std::move(operation));
+  }
+  std::shared_ptr<const Slots> reserve_slots(size_t count, const std::function<std::string()>&,
+                                             const std::function<void()>&) override {
+    throw_if_failed();
+    return slots_->take(slots_->gap(0, count), count);
+  }
+  void wait(const std::shared_ptr<Work>& work, const std::function<void()>&, std::optional<Duration>) override {
+    work->rethrow_if_failed();
+  }
+
+  void abort(ErrorKind kind, const std::string& text) override {
+    if (!error_) error_ = std::make_exception_ptr(Error(kind, text));
+  }
+  void throw_if_failed() const override {
+    if (error_) std::rethrow_exception(error_);
+  }
+  std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>&) override {
+    throw_if_failed();
+    if (ranks.empty()) return nullptr;
+    if (ranks != std::vector<int>{0}) throw Error(ErrorKind::InvalidUsage, "split: the only rank is 0");
+    return make_solo_communicator(options_);
+  }
+  std::shared_ptr<void> allocate(size_t bytes) override {
+    throw_if_failed();
+    void* memory = std::aligned_alloc(64, (bytes / 64 + 1) * 64);
+    if (!memory)
+      throw Error(ErrorKind::InvalidUsage, "syncengine.empty: no memory for " + std::to_string(bytes) + " bytes");
+    return {memory, &std::free};
+  }
+  std::map<std::string, uint64_t> counters() const override { return {{"operations", operations_}}; }
+  void close() override { abort(ErrorKind::InvalidUsage, kClosed); }
+
+ private:
+  Options options_;
+  std::vector<int> ranks_{0};
+  std::shared_ptr<SlotTable> slots_ = std::make_shared<SlotTable>(std::numeric_limits<uint64_t>::max());
+  std::exception_ptr error_;
+  uint64_t operations_ = 0;
+};
+
+}  // namespace
+
+std::shared_ptr<Communicator> make_solo_communicator(const Options& options) {
+  return std::make_shared<SoloCommunicator>(options);
+}
+
+}  // namespace syncengine

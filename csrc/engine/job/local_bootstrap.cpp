@@ -1,0 +1,185 @@
+#include "engine/job/local_bootstrap.h"
+
+#include <unistd.h>
+
+#include <cstring>
+#include <new>
+#include <numeric>
+
+#include "base/build_id.h"
+#include "base/resources.h"
+#include "base/sync_point.h"
+#include "bootstrap/host.h"
+#include "engine/communicator/end_record.h"
+#include "engine/communicator/shm_communicator.h"
+#include "engine/hosts/host_communicator.h"
+
+namespace syncengine {
+
+struct LocalBootstrap::Address {
+  char magic[8] = {'s', 'y', 'n', 'c', 'e', 'n', 'g', ' '};
+  uint64_t build = build_id();
+  uint64_t arena_bytes = 0;
+  uint64_t block_offset = 0;
+  uint8_t numerics = 0, algorithm = 0;
+  char handoff[Handoff::kMostAddress] = {};  // with a secret: for the ranks alone
+  char host[64] = {};                        // its name, for messages
+  char host_key[kMostHostKey] = {};          // who shares memory
+};
+
+namespace {
+
+size_t arena_bytes(const Options& options, int ranks) {
+  return options.arena_bytes ? options.arena_bytes : shm::default_arena_bytes(total_memory(), ranks);
+}
+
+LocalBootstrap::Address parse(const std::string& text, int rank) {
+  LocalBootstrap::Address address;
+  uint64_t build = 0;
+  size_t head = sizeof(address.magic) + sizeof(build);
+  if (text.size() < head || std::memcmp(text.data(), address.magic, sizeof(address.magic)) != 0)
+    throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(rank) +
+                                             " gave no address of syncengine's, or runs another build: install the "
+                                             "same one on all hosts");
+  std::memcpy(&build, text.data() + sizeof(address.magic), sizeof(build));
+  if (build != build_id() || text.size() != sizeof(address)) throw another_build(rank, build);
+  std::memcpy(&address, text.data(), sizeof(address));
+  address.handoff[sizeof(address.handoff) - 1] = address.host[sizeof(address.host) - 1] = '\0';
+  address.host_key[sizeof(address.host_key) - 1] = '\0';
+  return address;
+}
+
+}  // namespace
+
+LocalBootstrap::LocalBootstrap(int rank, int size, Options options, CountCallers count_callers,
+                               const std::string& host_id)
+    : rank_(rank), size_(size), options_(options), host_key_(host_key(host_id)) {
+  if (size < 2 || size > shm::kMaxLocalRanks || rank < 0 || rank >= size)
+    throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                                             ": needs 2 to " + std::to_string(shm::kMaxLocalRanks) + " ranks");
+  arena_ = shm::Arena::create(arena_bytes(options, size));
+  block_offset_ = arena_->allocate_group(sizeof(shm::GroupBlock));
+  engine_ = std::make_shared<Engine>(arena_, size, options, std::move(count_callers));
+}
+
+std::string LocalBootstrap::address() const {
+  Address address;
+  address.arena_bytes = arena_->bytes();
+  address.block_offset = block_offset_;
+  address.numerics = static_cast<uint8_t>(options_.numerics);
+  address.algorithm = static_cast<uint8_t>(options_.algorithm);
+  handoff_.address().copy(address.handoff, sizeof(address.handoff) - 1);
+  gethostname(address.host, sizeof(address.host) - 1);
+  host_key_.copy(address.host_key, sizeof(address.host_key) - 1);
+  return {reinterpret_cast<const char*>(&address), sizeof(address)};
+}
+
+std::vector<int> LocalBootstrap::hosts(const std::vector<std::string>& addresses) const {
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < size_; ++rank) keys.emplace_back(parse(addresses.at(rank), rank).host_key);
+  return number_hosts(keys);
+}
+
+bool LocalBootstrap::on_one_network(const std::vector<std::string>& addresses) const {
+  std::string own = network_of(host_key_);
+  for (int rank = 0; rank < size_; ++rank)
+    if (network_of(parse(addresses.at(rank), rank).host_key) != own) return false;
+  return true;
+}
+
+std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::string>& addresses, Deadline deadline,
+                                                      const std::function<void()>& interrupted,
+                                                      const std::vector<int>& global_ranks,
+                                                      const MakeInterhost& make_interhost) {
+  if (!global_ranks.empty() && global_ranks.size() != static_cast<size_t>(size_))
+    throw Error(ErrorKind::InvalidUsage,
+                "connect() needs one global rank for each of the " + std::to_string(size_) + " ranks");
+  std::vector<Address> parsed;
+  std::vector<std::string> handoffs;
+  std::vector<int> on = hosts(addresses);
+  for (int rank = 0; rank < size_; ++rank) {
+    parsed.push_back(parse(addresses.at(rank), rank));
+    handoffs.emplace_back(on[rank] == on[rank_] ? parsed[rank].handoff : "");
+    if (parsed[rank].numerics != static_cast<uint8_t>(options_.numerics) ||
+        parsed[rank].algorithm != static_cast<uint8_t>(options_.algorithm))
+      throw Error(ErrorKind::Mismatch, "rank " + std::to_string(rank) + " on " + parsed[rank].host + " and rank " +
+                                           std::to_string(rank_) +
+                                           " have different numerics or algorithm: pass the same to init()");
+  }
+  // Peers that have this rank's memory already believe in a communicator: they must hear if there will be none.
+  auto& end_record = reinterpret_cast<shm::GroupBlock*>(arena_->at(block_offset_))->end_record;
+  try {
+    auto joined = join(handoff_.exchange(rank_, handoffs, arena_->fd(), deadline, interrupted), parsed, on,
+                       global_ranks, make_interhost);
+    if (on == std::vector<int>(size_, 0)) return joined;
+    // Nobody leaves before all are connected with each other: to those who are not yet it would look like a failure.
+    Operation barrier{.collective = Collective::Barrier};
+    barrier.describe = [] { return std::string("syncengine.init()"); };
+    joined->run(std::move(barrier), interrupted);
+    static_cast<hosts::HostCommunicator&>(*joined).measure(interrupted);
+    return joined;
+  } catch (const Error& error) {
+    Error told = for_peers(rank_, error);
+    write_end_record(end_record, shm::Standing::Failed, told.kind(), told.what());
+    throw;
+  } catch (const std::bad_alloc&) {
+    write_end_record(end_record, shm::Standing::Failed, ErrorKind::Aborted,
+                     "rank " + std::to_string(rank_) + " failed in init: out of memory");
+    throw;
+  } catch (...) {
+    write_end_record(end_record, shm::Standing::Failed, ErrorKind::Aborted,
+                     "rank " + std::to_string(rank_) + " was interrupted (Ctrl-C) in init()");
+    throw;
+  }
+}
+
+std::unique_ptr<shm::PeerArena> LocalBootstrap::map_peer(int rank, int memory, size_t bytes) const {
+  try {
+    return std::make_unique<shm::PeerArena>(memory, bytes);
+  } catch (const Error& error) {
+    throw Error(error.kind(), "rank " + std::to_string(rank_) + " can't map the memory of rank " +
+                                  std::to_string(rank) + ": " + error.what());
+  }
+}
+
+std::shared_ptr<Communicator> LocalBootstrap::join(const std::vector<UniqueFd>& memories,
+                                                   const std::vector<Address>& addresses,
+                                                   const std::vector<int>& host_of,
+                                                   const std::vector<int>& global_ranks,
+                                                   const MakeInterhost& make_interhost) {
+  sync_point("joining");
+  std::vector<std::unique_ptr<shm::PeerArena>> peers;
+  std::vector<int> names = global_ranks, local_names, local_ranks;
+  if (names.empty()) {
+    names.resize(size_);
+    std::iota(names.begin(), names.end(), 0);
+  }
+  std::vector<uint64_t> offsets;
+  std::vector<hosts::Member> members;
+  int local_rank = 0;
+  bool one_host = true;
+  for (int rank = 0; rank < size_; ++rank) {
+    members.push_back({.label = host_of[rank], .job_rank = rank, .global_rank = names[rank]});
+    if (host_of[rank] != host_of[rank_]) {
+      one_host = false;
+      continue;
+    }
+    if (rank == rank_) local_rank = static_cast<int>(peers.size());
+    members[rank].local_rank = static_cast<int>(peers.size());
+    members[rank].offset = addresses[rank].block_offset;
+    local_ranks.push_back(static_cast<int>(peers.size()));
+    local_names.push_back(names[rank]);
+    offsets.push_back(addresses[rank].block_offset);
+    peers.push_back(rank == rank_ ? nullptr : map_peer(rank, memories[rank].get(), addresses[rank].arena_bytes));
+  }
+  engine_->attach(std::move(peers), local_rank, std::move(local_names));
+  if (one_host)
+    return std::make_shared<ShmCommunicator>(engine_, rank_, names, local_ranks, offsets, ShmCommunicator::Origin::Job);
+  if (!make_interhost)
+    throw Error(ErrorKind::InvalidUsage, "the ranks run on several hosts, and nothing connects these");
+  auto network = std::make_shared<hosts::Network>(engine_, make_interhost());
+  return hosts::HostCommunicator::create(std::move(network), hosts::kJobGroup, rank_, members,
+                                         ShmCommunicator::Origin::Job);
+}
+
+}  // namespace syncengine

@@ -1,0 +1,60 @@
+// How the ranks of a job become a communicator: publish an address, learn everybody's, connect: those of a host through its
+// memory, hosts among each other through an Interhost.
+//
+// Ownership: the communicator outlives it. Thread-safety: one thread. Failure: throws; nothing is left behind.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bootstrap/handoff.h"
+#include "engine/communicator/communicator.h"
+#include "engine/progress/engine.h"
+#include "transport/interhost.h"
+
+namespace syncengine {
+
+class LocalBootstrap {
+ public:
+  // Without `count_callers` nobody knows which thread may still make a call, and ranks that wait for each other time out.
+  // `host_id`: see bootstrap/host.h.
+  LocalBootstrap(int rank, int size, Options options, CountCallers count_callers = {}, const std::string& host_id = "");
+
+  // Opaque bytes for the launcher to exchange; the same length on every rank.
+  std::string address() const;
+
+  // The host of each rank, numbered from 0 in the order of ranks.
+  std::vector<int> hosts(const std::vector<std::string>& addresses) const;
+  // Whether the hosts are parts of one machine, in one network namespace.
+  bool on_one_network(const std::vector<std::string>& addresses) const;
+
+  // Connects this rank with those of other hosts. Called once the host's own ranks have each other's memory.
+  using MakeInterhost = std::function<std::unique_ptr<Interhost>()>;
+
+  // `addresses` by rank, the own one among them; `global_ranks` is what messages call the ranks (empty: as they are). Once.
+  // `make_interhost` is needed if there are several hosts.
+  std::shared_ptr<Communicator> connect(const std::vector<std::string>& addresses, Deadline deadline,
+                                        const std::function<void()>& interrupted = {},
+                                        const std::vector<int>& global_ranks = {},
+                                        const MakeInterhost& make_interhost = {});
+
+  struct Address;  // what address() is made of
+
+ private:
+  std::unique_ptr<shm::PeerArena> map_peer(int rank, int memory, size_t bytes) const;
+  std::shared_ptr<Communicator> join(const std::vector<UniqueFd>& memories, const std::vector<Address>& addresses,
+                                     const std::vector<int>& host_of, const std::vector<int>& global_ranks,
+                                     const MakeInterhost& make_interhost);
+
+  int rank_, size_;
+  Options options_;
+  std::string host_key_;
+  std::shared_ptr<shm::Arena> arena_;
+  std::shared_ptr<Engine> engine_;
+  uint64_t block_offset_;
+  Handoff handoff_;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,48 @@
+#include "engine/lanes/mismatch.h"
+
+#include "base/error.h"
+
+namespace syncengine {
+
+namespace {
+
+std::string describe(const shm::OpRecord& record) {
+  auto collective = static_cast<Collective>(record.collective);
+  auto dtype = static_cast<DType>(record.dtype);
+  std::string text = name(collective);
+  if (collective == Collective::Barrier) return text;
+  text += "(";
+  if (collective == Collective::AllReduce || collective == Collective::ReduceScatter)
+    text += std::string(name(static_cast<ReduceOp>(record.op))) + ", ";
+  if (collective == Collective::Broadcast) text += "from rank " + std::to_string(record.root) + " of the group, ";
+  return text + name(dtype) + ", " + std::to_string(record.bytes / element_size(dtype)) + " elements)";
+}
+
+}  // namespace
+
+std::string describe(const Operation& operation) {
+  if (operation.describe) return operation.describe();
+  shm::OpRecord record{};
+  record.collective = static_cast<uint8_t>(operation.collective);
+  record.dtype = static_cast<uint8_t>(operation.dtype);
+  record.op = static_cast<uint8_t>(operation.op);
+  record.root = operation.root;
+  record.bytes = operation.collective == Collective::AllGather ? operation.input.bytes() : operation.output.bytes();
+  return describe(record);
+}
+
+void require_same(int me, const shm::OpRecord& mine, int peer, const shm::OpRecord& theirs,
+                  const Operation& operation) {
+  bool same = mine.key == theirs.key && mine.bytes == theirs.bytes && mine.layout_hash == theirs.layout_hash &&
+              mine.prescale == theirs.prescale && mine.postscale == theirs.postscale && mine.root == theirs.root &&
+              mine.collective == theirs.collective && mine.dtype == theirs.dtype && mine.op == theirs.op &&
+              mine.numerics == theirs.numerics && mine.flag_words == theirs.flag_words;
+  if (same) return;
+  std::string here = describe(operation), there = describe(theirs);
+  if (describe(mine) == there) there += " with another layout";
+  throw Error(ErrorKind::Mismatch, "rank " + std::to_string(me) + " called " + here + " where rank " +
+                                       std::to_string(peer) + " called " + there +
+                                       ": all ranks must make the same calls in the same order with the same shapes");
+}
+
+}  // namespace syncengine

@@ -1,0 +1,211 @@
+#include "engine/messages/mailbox_route.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+#include "base/sync_point.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr size_t kPiece = 256 << 10;  // of a direct copy, between two looks at the peers
+
+}  // namespace
+
+MailboxRoute::MailboxRoute(const Group& group, std::vector<int> ranks, std::function<bool()> stop)
+    : group_(group), ranks_(std::move(ranks)), stop_(std::move(stop)), outgoing_(group.size), incoming_(group.size) {}
+
+int MailboxRoute::member_of(int rank) const {
+  auto found = std::lower_bound(ranks_.begin(), ranks_.end(), rank);
+  return found != ranks_.end() && *found == rank ? static_cast<int>(found - ranks_.begin()) : -1;
+}
+
+void MailboxRoute::send(Post post) { outgoing_[member_of(post.message.peer)].waiting.push_back(std::move(post)); }
+
+void MailboxRoute::fetch(int source, Letter letter, Post receive) {
+  incoming_[member_of(source)].transfers.push_back({std::move(letter), std::move(receive)});
+}
+
+bool MailboxRoute::advance(Office& office, size_t& moved_bytes) {
+  moved_bytes_ = 0;
+  bool moved = false;
+  for (int peer = 0; peer < group_.size; ++peer) {
+    if (peer == group_.rank) continue;
+    moved |= fetch_next(peer, office);
+    moved |= serve(peer, office);
+    moved |= announce(peer, office);
+    if (office.listens()) moved |= hear(peer, office);
+  }
+  moved_bytes += moved_bytes_;
+  return moved;
+}
+
+bool MailboxRoute::announce(int destination, Office& office) {
+  Outgoing& to = outgoing_[destination];
+  if (to.waiting.empty()) return false;
+  shm::Outbox& box = outbox(group_.rank, destination);
+  uint64_t number = box.announced.load(std::memory_order_relaxed);  // relaxed: its only writer
+  if (!has_room(destination)) return false;
+  Post post = std::move(to.waiting.front());
+  to.waiting.pop_front();
+  const Message& message = post.message;
+  shm::Letter& letter = box.letters[number % shm::kLetters];
+  letter.channel = message.channel;
+  letter.tag = message.tag;
+  letter.fingerprint = message.fingerprint;
+  letter.bytes = message.memory.bytes();
+  letter.offset = -1;
+  bool small = letter.bytes <= shm::kLetterBytes;
+  if (small)
+    message.memory.copy_to(letter.content, 0, letter.bytes);
+  else if (message.memory.spans().size() == 1)
+    letter.offset = group_.arena->offset_of(message.memory.spans()[0].data, letter.bytes);
+  int64_t offset = letter.offset;
+  box.announced.store(number + 1, std::memory_order_release);  // release: the letter
+  sync_point("announced a message");
+  if (small)
+    office.finish(post);
+  else
+    to.announced.push_back({std::move(post), number, offset});
+  return true;
+}
+
+// For one more letter.
+bool MailboxRoute::has_room(int destination) const {
+  uint64_t announced = outbox(group_.rank, destination).announced.load(std::memory_order_relaxed);  // its only writer
+  // acquire: the letter that is overwritten has been read
+  return announced - inbox(destination, group_.rank).heard.load(std::memory_order_acquire) < shm::kLetters;
+}
+
+// What serve() finds something to do by.
+bool MailboxRoute::can_serve(int destination) const {
+  const Outgoing& to = outgoing_[destination];
+  const shm::Inbox& box = inbox(destination, group_.rank);
+  if (box.received.load(std::memory_order_acquire) > to.served) return true;  // acquire: it reads the memory no more
+  if (box.wanted.load(std::memory_order_acquire) == to.served) return false;  // acquire: the number
+  uint64_t number = box.number.load(std::memory_order_relaxed);
+  bool direct = std::any_of(to.announced.begin(), to.announced.end(),
+                            [&](const Sent& sent) { return sent.number == number && sent.offset >= 0; });
+  uint64_t staged = outbox(group_.rank, destination).staged.load(std::memory_order_relaxed);  // its only writer
+  return !direct && staged - box.emptied.load(std::memory_order_acquire) < shm::kFragments;   // acquire: as in serve()
+}
+
+// Gives the receiver the message that it wants.
+bool MailboxRoute::serve(int destination, Office& office) {
+  Outgoing& to = outgoing_[destination];
+  if (to.announced.empty()) return false;
+  const shm::Inbox& box = inbox(destination, group_.rank);
+  if (box.wanted.load(std::memory_order_acquire) == to.served) return false;  // acquire: the number
+  uint64_t number = box.number.load(std::memory_order_relaxed);
+  auto wanted =
+      std::find_if(to.announced.begin(), to.announced.end(), [&](const Sent& sent) { return sent.number == number; });
+  if (wanted == to.announced.end())
+    throw Error(ErrorKind::Mismatch, group_.name(destination) + " wants a message that was not sent to it");
+  size_t bytes = wanted->post.message.memory.bytes();
+  bool moved = false;
+  if (wanted->offset >= 0) {
+    // acquire: it reads the memory no more
+    if (box.received.load(std::memory_order_acquire) <= to.served) return false;
+    to.done = bytes;
+  } else {
+    shm::Outbox& own = outbox(group_.rank, destination);
+    if (to.fragments == nullptr) {
+      size_t offset = group_.arena->allocate_group(kFragmentsBytes);
+      to.fragments = group_.arena->at(offset);
+      own.fragments.store(offset, std::memory_order_relaxed);  // relaxed: before the first `staged`
+    }
+    uint64_t staged = own.staged.load(std::memory_order_relaxed);  // relaxed: its only writer
+    // acquire: the slot has been read
+    while (to.done < bytes && staged - box.emptied.load(std::memory_order_acquire) < shm::kFragments) {
+      size_t length = std::min(shm::kFragmentBytes, bytes - to.done);
+      wanted->post.message.memory.copy_to(to.fragments + staged % shm::kFragments * shm::kFragmentBytes, to.done,
+                                          length);
+      to.done += length;
+      moved_bytes_ += length;
+      own.staged.store(++staged, std::memory_order_release);  // release: the bytes
+      sync_point("staged a fragment");
+      moved = true;
+    }
+  }
+  if (to.done < bytes) return moved;
+  to.done = 0;
+  ++to.served;
+  office.finish(wanted->post);
+  to.announced.erase(wanted);
+  return true;
+}
+
+bool MailboxRoute::hear(int source, Office& office) {
+  Incoming& from = incoming_[source];
+  const shm::Outbox& box = outbox(source, group_.rank);
+  if (box.announced.load(std::memory_order_acquire) == from.heard) return false;  // acquire: the letter
+  const shm::Letter& letter = box.letters[from.heard % shm::kLetters];
+  Letter arrived{.channel = letter.channel,
+                 .tag = letter.tag,
+                 .fingerprint = letter.fingerprint,
+                 .bytes = letter.bytes,
+                 .number = from.heard,
+                 .offset = letter.offset,
+                 .whole = letter.bytes <= shm::kLetterBytes};
+  if (arrived.whole) arrived.content.assign(letter.content, letter.content + arrived.bytes);
+  inbox(group_.rank, source).heard.store(++from.heard, std::memory_order_release);  // release: our reads
+  office.arrive(ranks_[source], std::move(arrived));
+  return true;
+}
+
+// One message of a source at a time, in the order in which they were matched.
+bool MailboxRoute::fetch_next(int source, Office& office) {
+  Incoming& from = incoming_[source];
+  if (from.transfers.empty()) return false;
+  Transfer& transfer = from.transfers.front();
+  shm::Inbox& box = inbox(group_.rank, source);
+  bool moved = false;
+  if (!transfer.wanted) {
+    transfer.wanted = moved = true;
+    box.number.store(transfer.letter.number, std::memory_order_relaxed);  // relaxed: before `wanted`
+    box.wanted.store(box.wanted.load(std::memory_order_relaxed) + 1, std::memory_order_release);  // release: the number
+    sync_point("wanted a message");
+  }
+  moved |= transfer.letter.offset >= 0 ? fetch_direct(source, transfer) : fetch_staged(source, transfer);
+  if (transfer.done < transfer.letter.bytes || stop_()) return moved;
+  box.received.store(box.wanted.load(std::memory_order_relaxed), std::memory_order_release);  // release: our reads
+  direct_ += transfer.letter.offset >= 0;
+  Post post = std::move(transfer.post);
+  from.transfers.pop_front();
+  office.finish(post);
+  return true;
+}
+
+bool MailboxRoute::fetch_direct(int source, Transfer& transfer) {
+  const Letter& letter = transfer.letter;
+  const std::byte* memory = group_.memory(source, letter.offset, letter.bytes);
+  size_t length = std::min(kPiece, letter.bytes - transfer.done);
+  transfer.post.message.memory.copy_from(memory + transfer.done, transfer.done, length);
+  transfer.done += length;
+  moved_bytes_ += length;
+  return length > 0;
+}
+
+bool MailboxRoute::fetch_staged(int source, Transfer& transfer) {
+  const shm::Outbox& box = outbox(source, group_.rank);
+  shm::Inbox& own = inbox(group_.rank, source);
+  uint64_t emptied = own.emptied.load(std::memory_order_relaxed);  // relaxed: its only writer
+  bool moved = false;
+  // acquire: the bytes, and where they are
+  while (transfer.done < transfer.letter.bytes && emptied < box.staged.load(std::memory_order_acquire)) {
+    auto offset = static_cast<int64_t>(box.fragments.load(std::memory_order_relaxed));
+    const std::byte* fragments = group_.memory(source, offset, kFragmentsBytes);
+    size_t length = std::min(shm::kFragmentBytes, transfer.letter.bytes - transfer.done);
+    transfer.post.message.memory.copy_from(fragments + emptied % shm::kFragments * shm::kFragmentBytes, transfer.done,
+                                           length);
+    transfer.done += length;
+    moved_bytes_ += length;
+    own.emptied.store(++emptied, std::memory_order_release);  // release: our reads
+    sync_point("emptied a fragment");
+    moved = true;
+  }
+  return moved;
+}
+
+}  // namespace syncengine

@@ -1,0 +1,88 @@
+// Messages between the ranks of one host, through the mailboxes in their shared memory: large ones straight out of the
+// sender's arena, or staged piece by piece.
+//
+// A receiver asks for one message of a sender at a time. Only members that wait for messages look for them.
+//
+// Ownership, thread-safety, failure: as MessageRoute.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <list>
+#include <vector>
+
+#include "engine/messages/message_route.h"
+#include "transport/shm/mailbox.h"
+
+namespace syncengine {
+
+class MailboxRoute final : public MessageRoute {
+ public:
+  // `ranks` of the group's members in the communicator. `stop`: a peer has failed, what was read may be torn.
+  MailboxRoute(const Group& group, std::vector<int> ranks, std::function<bool()> stop);
+
+  bool reaches(int rank) const { return member_of(rank) >= 0; }
+
+  void send(Post post) override;
+  void fetch(int source, Letter letter, Post receive) override;
+  bool advance(Office& office, size_t& moved_bytes) override;
+  const Post* oldest() const override;
+  std::vector<Post> take_all() override;
+
+  // Members of the group (not ranks) whose next step may help; those that this rank can't go on without, and that have left
+  // nothing for it to read.
+  uint64_t interest(const Office& office) const;
+  uint64_t missing(const Office& office) const;
+  void add_direct_memory(std::vector<ArenaRange>& ranges) const;
+  uint64_t direct() const { return direct_; }  // messages received straight out of the sender's arena
+  // Offsets of own memory of kFragmentsBytes each, which must be given back with the group.
+  std::vector<size_t> fragments() const;
+  static constexpr size_t kFragmentsBytes = shm::kFragments * shm::kFragmentBytes;
+
+ private:
+  struct Sent {
+    Post post;
+    uint64_t number;
+    int64_t offset;
+  };
+  struct Outgoing {
+    std::deque<Post> waiting;        // for room to be announced
+    std::list<Sent> announced;       // that the receiver has not got yet
+    uint64_t served = 0;             // how many it wanted and got
+    size_t done = 0;                 // bytes staged of the one that it wants
+    std::byte* fragments = nullptr;  // own memory
+  };
+  struct Transfer {
+    Letter letter;
+    Post post;
+    bool wanted = false;
+    size_t done = 0;
+  };
+  struct Incoming {
+    uint64_t heard = 0;
+    std::deque<Transfer> transfers;
+  };
+
+  shm::Outbox& outbox(int from, int to) const { return group_.block(from).messages.out[to]; }
+  shm::Inbox& inbox(int at, int from) const { return group_.block(at).messages.in[from]; }
+  int member_of(int rank) const;
+  uint64_t among_members(uint64_t ranks) const;
+  bool hear(int source, Office& office);
+  bool announce(int destination, Office& office);
+  bool serve(int destination, Office& office);
+  bool fetch_next(int source, Office& office);
+  bool fetch_direct(int source, Transfer& transfer);
+  bool fetch_staged(int source, Transfer& transfer);
+  bool has_room(int destination) const;
+  bool can_serve(int destination) const;
+
+  const Group& group_;
+  std::vector<int> ranks_;
+  std::function<bool()> stop_;
+  std::vector<Outgoing> outgoing_;  // by member of the group, as is what follows
+  std::vector<Incoming> incoming_;
+  uint64_t direct_ = 0;
+  size_t moved_bytes_ = 0;
+};
+
+}  // namespace syncengine

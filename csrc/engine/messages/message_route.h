@@ -1,0 +1,64 @@
+// One way by which messages go to some members of a communicator, and come from them. It moves; messenger.h matches.
+//
+// Members are called by their ranks in the communicator. A sender announces each message by a letter, in order; few bytes are
+// in the letter itself, others stay where they are until the receiver has matched it and fetches them.
+//
+// Ownership: owns the posts that it was given until they end. Thread-safety: all calls under the engine's progress lock.
+// Aliasing: see Message. Failure: advance() throws what can't go on; the caller fails the communicator.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <vector>
+
+#include "collectives/message.h"
+#include "engine/lanes/lane.h"
+
+namespace syncengine {
+
+// A call of send() or receive() that has not ended.
+struct Post {
+  Message message;
+  bool sends;
+  Lane::Item item;  // for waits and errors: work, since when, description, keepalive
+};
+
+// What is known of a message that was sent to this rank.
+struct Letter {
+  uint64_t channel, tag, fingerprint, bytes;
+  uint64_t number;      // by which its route fetches it
+  int64_t offset = -1;  // in the sender's arena, if it lies there
+  bool whole = false;   // `content` is all of it
+  std::vector<std::byte> content = {};
+};
+
+class MessageRoute {
+ public:
+  // Who matches letters with receives.
+  class Office {
+   public:
+    virtual bool listens() const = 0;                    // some receive has no letter yet: those that come are wanted
+    virtual uint64_t awaited() const = 0;                // members that such a receive can't go on without
+    virtual uint64_t perhaps_awaited() const = 0;        // and those that one of any source may come from
+    virtual void arrive(int source, Letter letter) = 0;  // may call fetch(); throws Mismatch
+    virtual void finish(Post& post) = 0;
+
+   protected:
+    ~Office() = default;
+  };
+
+  virtual ~MessageRoute() = default;
+
+  virtual void send(Post post) = 0;
+  // `receive` is for this letter, and of the same size.
+  virtual void fetch(int source, Letter letter, Post receive) = 0;
+  // Does what can be done without waiting; adds the bytes that were copied. True if anything moved.
+  virtual bool advance(Office& office, size_t& moved_bytes) = 0;
+
+  virtual const Post* oldest() const = 0;                 // of those that it has
+  virtual std::vector<Post> take_all() = 0;               // that it has
+  virtual uint64_t interhost_bytes() const { return 0; }  // sent to other hosts
+};
+
+}  // namespace syncengine

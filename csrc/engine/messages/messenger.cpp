@@ -1,0 +1,180 @@
+#include "engine/messages/messenger.h"
+
+#include <algorithm>
+
+#include "base/error.h"
+
+namespace syncengine {
+
+namespace {
+
+bool fits(const Message& receive, int source, const Letter& letter) {
+  return (receive.peer == source || receive.peer == Message::kAnySource) && receive.channel == letter.channel &&
+         receive.tag == letter.tag;
+}
+
+}  // namespace
+
+Messenger::Messenger(int rank, std::vector<int> global_ranks, std::unique_ptr<MailboxRoute> near,
+                     std::unique_ptr<MessageRoute> far, Lane::Trash& trash)
+    : rank_(rank),
+      global_ranks_(std::move(global_ranks)),
+      near_(std::move(near)),
+      far_(std::move(far)),
+      trash_(trash),
+      unmatched_(global_ranks_.size()) {}
+
+void Messenger::post(Post post) {
+  ++posted_;
+  post.item.work->start();
+  fresh_.push_back(std::move(post));
+}
+
+void Messenger::take(Post post) {
+  if (!post.sends) return match_new(std::move(post));
+  if (post.message.peer == rank_) return send_to_self(std::move(post));
+  route_to(post.message.peer).send(std::move(post));
+}
+
+bool Messenger::advance(size_t budget) {
+  if (idle()) return false;
+  bool moved = !fresh_.empty(), again = true;
+  while (!fresh_.empty()) {
+    Post post = std::move(fresh_.front());
+    fresh_.pop_front();
+    take(std::move(post));
+  }
+  for (size_t bytes = 0; again && bytes <= budget; moved |= again) {
+    again = near_->advance(*this, bytes);
+    if (far_) again |= far_->advance(*this, bytes);
+  }
+  return moved;
+}
+
+uint64_t Messenger::awaited() const {
+  uint64_t members = 0;
+  for (const Post& post : receives_) {
+    if (post.message.peer != Message::kAnySource)
+      members |= uint64_t{1} << post.message.peer;
+    else if (global_ranks_.size() == 2)
+      members |= uint64_t{1} << (1 - rank_);
+  }
+  return members;
+}
+
+uint64_t Messenger::perhaps_awaited() const {
+  bool any = std::any_of(receives_.begin(), receives_.end(),
+                         [](const Post& post) { return post.message.peer == Message::kAnySource; });
+  return any ? ~uint64_t{0} : awaited();
+}
+
+void Messenger::send_to_self(Post post) {
+  const Message& message = post.message;
+  Letter letter{.channel = message.channel,
+                .tag = message.tag,
+                .fingerprint = message.fingerprint,
+                .bytes = message.memory.bytes(),
+                .number = 0};
+  match(rank_, {std::move(letter), arrivals_++, std::make_shared<Post>(std::move(post))});
+}
+
+void Messenger::match(int source, Arrived arrived) {
+  auto receive = std::find_if(receives_.begin(), receives_.end(),
+                              [&](const Post& post) { return fits(post.message, source, arrived.letter); });
+  if (receive == receives_.end()) return unmatched_[source].push_back(std::move(arrived));
+  Post matched = std::move(*receive);
+  receives_.erase(receive);
+  begin(source, std::move(arrived), std::move(matched));
+}
+
+// Of what has arrived, the first that fits.
+void Messenger::match_new(Post receive) {
+  int best_source = -1;
+  std::deque<Arrived>::iterator best;
+  for (int source = 0; source < static_cast<int>(unmatched_.size()); ++source) {
+    auto& unmatched = unmatched_[source];
+    auto first = std::find_if(unmatched.begin(), unmatched.end(),
+                              [&](const Arrived& arrived) { return fits(receive.message, source, arrived.letter); });
+    if (first == unmatched.end() || (best_source >= 0 && best->order < first->order)) continue;
+    best_source = source;
+    best = first;
+  }
+  if (best_source < 0) return receives_.push_back(std::move(receive));
+  Arrived arrived = std::move(*best);
+  unmatched_[best_source].erase(best);
+  begin(best_source, std::move(arrived), std::move(receive));
+}
+
+void Messenger::begin(int source, Arrived arrived, Post receive) {
+  try {
+    require_same(source, arrived.letter, receive);
+  } catch (...) {
+    receives_.push_back(std::move(receive));  // to be failed with everything else
+    unmatched_[source].push_back(std::move(arrived));
+    throw;
+  }
+  if (receive.message.source) receive.message.source->store(source, std::memory_order_relaxed);  // before `work` ends
+  if (arrived.own) {
+    size_t offset = 0;
+    for (const Span& span : arrived.own->message.memory.spans()) {
+      receive.message.memory.copy_from(span.data, offset, span.bytes);
+      offset += span.bytes;
+    }
+    finish(*arrived.own);
+    return finish(receive);
+  }
+  if (!arrived.letter.whole) return route_to(source).fetch(source, std::move(arrived.letter), std::move(receive));
+  receive.message.memory.copy_from(arrived.letter.content.data(), 0, arrived.letter.bytes);
+  finish(receive);
+}
+
+void Messenger::require_same(int source, const Letter& letter, const Post& receive) const {
+  const Message& mine = receive.message;
+  if (letter.bytes == mine.memory.bytes() && letter.fingerprint == mine.fingerprint) return;
+  throw Error(ErrorKind::Mismatch, name(rank_) + " called " + mine.describe() + " for " +
+                                       std::to_string(mine.memory.bytes()) + " bytes where " + name(source) + " sent " +
+                                       std::to_string(letter.bytes) + " bytes" +
+                                       (letter.fingerprint != mine.fingerprint ? " in another collective" : "") +
+                                       ": both sides must mean the same message");
+}
+
+const Lane::Item* Messenger::oldest() const {
+  const Lane::Item* oldest = nullptr;
+  auto consider = [&](const Post& post) {
+    if (!oldest || post.item.since < oldest->since) oldest = &post.item;
+  };
+  if (!receives_.empty()) consider(receives_.front());
+  for (const MessageRoute* route :
+       {static_cast<const MessageRoute*>(near_.get()), static_cast<const MessageRoute*>(far_.get())}) {
+    const Post* post = route ? route->oldest() : nullptr;
+    if (post) consider(*post);
+  }
+  for (const Arrived& arrived : unmatched_[rank_]) consider(*arrived.own);
+  return oldest;
+}
+
+void Messenger::finish(Post& post) {
+  --posted_;
+  ++messages_;
+  trash_.push_back(std::move(post.item.operation.keepalive));
+  post.item.work->finish();
+}
+
+void Messenger::fail_all(const std::exception_ptr& error) {
+  auto fail = [&](Post& post) {
+    trash_.push_back(std::move(post.item.operation.keepalive));
+    post.item.work->fail(error);
+  };
+  for (MessageRoute* route : {static_cast<MessageRoute*>(near_.get()), far_.get()})
+    if (route)
+      for (Post& post : route->take_all()) fail(post);
+  for (Arrived& arrived : unmatched_[rank_]) fail(*arrived.own);
+  for (auto& unmatched : unmatched_) unmatched.clear();
+  for (Post& post : receives_) fail(post);
+  for (Post& post : fresh_) fail(post);
+  receives_.clear();
+  fresh_.clear();
+  posted_ = 0;
+}
+
+}  // namespace syncengine

@@ -1,0 +1,81 @@
+// Messages between the members of a communicator: matches what was sent to this rank with its receives, by sender, channel and
+// tag in the order of the calls. Routes move the bytes.
+//
+// Ownership: owns its routes and posted messages. Thread-safety: all calls under the engine's progress lock. Aliasing: see
+// Message. Failure: advance() throws Mismatch where the two sides mean different messages; the caller fails the communicator.
+#pragma once
+
+#include <deque>
+#include <list>
+#include <memory>
+#include <vector>
+
+#include "engine/messages/mailbox_route.h"
+
+namespace syncengine {
+
+class Messenger final : private MessageRoute::Office {
+ public:
+  // `global_ranks` of the members, for errors. `near` reaches those of the own host, `far` all others, if there are any.
+  Messenger(int rank, std::vector<int> global_ranks, std::unique_ptr<MailboxRoute> near,
+            std::unique_ptr<MessageRoute> far, Lane::Trash& trash);
+
+  void post(Post post);  // never throws
+
+  // Does what can be done without waiting, about `budget` bytes of it. True if anything moved.
+  bool advance(size_t budget);
+  bool idle() const { return posted_ == 0; }
+
+  // Of the own host, as members of its group: those whose next step may help; those that hold this rank up.
+  uint64_t interest() const { return idle() ? 0 : near_->interest(*this); }
+  uint64_t missing() const { return idle() ? 0 : near_->missing(*this); }
+  uint64_t blocking_ranks() const { return missing(); }
+  const Lane::Item* oldest() const;
+  void fail_all(const std::exception_ptr& error);
+  uint64_t messages() const { return messages_; }  // that ended well
+
+  uint64_t interhost_bytes() const { return far_ ? far_->interhost_bytes() : 0; }
+
+  MessageRoute* far() const { return far_.get(); }
+  const MailboxRoute& near() const { return *near_; }
+  const MessageRoute::Office& office() const { return *this; }
+
+ private:
+  struct Arrived {
+    Letter letter;
+    uint64_t order;
+    std::shared_ptr<Post> own = {};  // sent by this rank to itself
+  };
+
+  // Office
+  bool listens() const override { return !receives_.empty(); }
+  uint64_t awaited() const override;
+  uint64_t perhaps_awaited() const override;
+  void arrive(int source, Letter letter) override { match(source, {std::move(letter), arrivals_++}); }
+  void finish(Post& post) override;
+
+  MessageRoute& route_to(int member) const {
+    return near_->reaches(member) ? static_cast<MessageRoute&>(*near_) : *far_;
+  }
+  void take(Post post);
+  void send_to_self(Post post);
+  void match(int source, Arrived arrived);
+  void match_new(Post receive);
+  void begin(int source, Arrived arrived, Post receive);
+  void require_same(int source, const Letter& letter, const Post& receive) const;
+  std::string name(int member) const { return "rank " + std::to_string(global_ranks_[member]); }
+
+  int rank_;
+  std::vector<int> global_ranks_;
+  std::unique_ptr<MailboxRoute> near_;
+  std::unique_ptr<MessageRoute> far_;
+  Lane::Trash& trash_;
+  std::vector<std::deque<Arrived>> unmatched_;  // by source
+  std::deque<Post> fresh_;                      // not looked at yet
+  std::list<Post> receives_;                    // unmatched, in the order of the calls
+  uint64_t posted_ = 0;                         // that have not ended
+  uint64_t arrivals_ = 0;
+  uint64_t messages_ = 0;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,64 @@
+// Finds ranks that wait for each other for ever, and only those.
+//
+// Each rank publishes on a board what its sleeping threads wait for, which ranks have not made those calls, and whether it has
+// any other thread that could. A rank is stuck if it has none, and each of its waits needs a rank that is stuck. That state is
+// final: nobody in it can leave it. It is believed once every board in it has been found unchanged by its own rank again, after
+// all of them were seen: so no board is older than a call that it says is missing.
+//
+// Ownership: the arenas outlive it. Thread-safety: under the engine's progress lock. Failure: none; in doubt nobody is stuck.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "engine/progress/work.h"
+#include "transport/shm/layout.h"
+
+namespace syncengine {
+
+class DeadlockDetector {
+ public:
+  struct Wait {
+    uint64_t group = 0;  // offset of the communicator's block in the waiting rank's arena
+    Work::Place place;
+    uint64_t missing = 0;  // local ranks that have not made this call
+    bool operator==(const Wait&) const = default;
+  };
+
+  // `boards` by local rank, the own one among them.
+  DeadlockDetector(std::vector<shm::WaitBoard*> boards, int local_rank);
+
+  // What this rank's threads wait for now; `everybody`: no other thread of this process can make a call.
+  void publish(const std::vector<Wait>& waits, bool everybody);
+
+  // The local ranks that are stuck, this one among them; 0 while that is not certain.
+  uint64_t search();
+
+  // From this rank on: each waits for the next one, among `stuck`, up to the first that comes a second time.
+  struct Link {
+    int rank;
+    Wait wait;
+    int next;
+  };
+  std::vector<Link> chain(uint64_t stuck) const;
+
+  // The waits of `rank`, as its board says, that need this rank's call.
+  std::vector<Wait> waits_for_me(int rank) const;
+
+ private:
+  struct Board {
+    uint64_t version = 0, looks = 0;
+    bool everybody = false;
+    std::vector<Wait> waits;
+  };
+  Board read(int rank) const;
+
+  std::vector<shm::WaitBoard*> boards_;
+  int me_;
+  std::vector<Wait> waits_;  // as published
+  bool everybody_ = false;
+  std::vector<Board> seen_;   // at the last search
+  std::vector<Board> first_;  // when the boards were first seen as they are
+};
+
+}  // namespace syncengine

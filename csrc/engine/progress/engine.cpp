@@ -1,0 +1,160 @@
+#include "engine/progress/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+#include "base/futex.h"
+#include "base/resources.h"
+#include "transport/shm/liveness.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr int kCarryPasses = 64;                     // of one carry_on(): bounds how long bytes may lie unread
+constexpr int kPokePasses = 4;                       // of one poke: bounds how long a hook may take
+constexpr auto kPatience = std::chrono::seconds(5);  // with threads that drop what operations held
+
+}  // namespace
+
+Engine::Engine(std::shared_ptr<shm::Arena> arena, int most_watchers, Options options, CountCallers count_callers)
+    : arena_(std::move(arena)), watchers_(most_watchers), options_(options), count_callers_(std::move(count_callers)) {
+  shm::prepare_liveness(arena_->header());
+  thread_ = std::thread(&Engine::thread_main, this);
+  // No peer may look for signs of life before the thread gives them.
+  while (thread_word_.load(std::memory_order_acquire) == 0) futex_wait(thread_word_, 0, seconds(1));
+}
+
+Engine::~Engine() {
+  if (gradient_pool_ != nullptr) gradient_pool_->close();
+  if (arena_->forked()) {
+    thread_.detach();  // it runs in the parent only
+    return;
+  }
+  stop_.store(true, std::memory_order_seq_cst);
+  wake_thread();
+  if (bell_) bell_->ring_self();
+  thread_.join();
+}
+
+void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names) {
+  peers_ = std::move(peers);
+  local_rank_ = local_rank;
+  names_ = std::move(names);
+  int local_size = static_cast<int>(peers_.size());
+  std::vector<shm::Doorbell*> doorbells;
+  std::vector<shm::WaitBoard*> boards;
+  for (auto& peer : peers_) {
+    shm::ArenaHeader& header = peer ? peer->header() : arena_->header();
+    doorbells.push_back(&header.doorbell);
+    boards.push_back(&header.board);
+  }
+  deadlock_detector_ = std::make_unique<DeadlockDetector>(std::move(boards), local_rank_);
+  bell_ = std::make_unique<Bell>(std::move(doorbells), local_rank_);
+  cores_to_spare_ = available_cores() >= local_size;
+  lazy_ = available_cores() < 2 * local_size;
+}
+
+void Engine::expect_io_thread() {
+  io_thread_ = true;
+  cores_to_spare_ = available_cores() >= 2 * static_cast<int>(peers_.size());
+}
+
+shm::Pool* Engine::gradient_pool() {
+  if (options_.gradient_memory != GradientMemory::Arena) return nullptr;
+  Locked lock(*this);
+  if (gradient_pool_ == nullptr) gradient_pool_ = arena_->create_pool();
+  return gradient_pool_;
+}
+
+void Engine::add(Progressable* progressable) {
+  Locked lock(*this);
+  progressables_.push_back(progressable);
+}
+
+void Engine::remove(Progressable* progressable) {
+  Locked lock(*this);
+  std::erase(progressables_, progressable);
+}
+
+bool Engine::pass() {
+  bool moved = false;
+  {
+    Locked lock(*this);
+    for (Progressable* progressable : progressables_) moved |= progressable->advance();
+    if (moved) wake_io_loop();
+  }
+  // Another thread of this rank may sleep for what this pass did, or with an interest that it changed.
+  if (moved && bell_->anybody_listens()) bell_->ring_self();
+  return moved;
+}
+
+void Engine::poke(Progressable& owner) {
+  bool moved = false;
+  pokes_.fetch_add(1, std::memory_order_relaxed);
+  if (Locked lock(*this, std::try_to_lock); lock) {
+    bool again = true;
+    for (int passes = 0; again && passes < (lazy_ ? kPokePasses : 1); ++passes) {
+      again = false;
+      for (Progressable* progressable : progressables_) again |= progressable->advance();
+      moved |= again;
+    }
+    if (moved) wake_io_loop();
+  } else {
+    moved = true;  // the pass in progress may have looked too early
+  }
+  if (bell_->anybody_listens()) {
+    if (moved) bell_->ring_self();
+  } else {
+    wake_thread();
+  }
+  if (IoLoop* io_loop = owner.io_loop()) io_loop->come();
+}
+
+// Once for all that has come: what is sent on should not wait for more of it.
+bool Engine::carry_on() {
+  bool ended = false, moved = true, any = false;
+  pokes_.fetch_add(1, std::memory_order_relaxed);
+  {
+    Locked lock(*this);
+    uint64_t before = tally_.ended.load(std::memory_order_relaxed);  // relaxed: works end under the lock
+    for (int passes = 0; moved && passes < kCarryPasses; ++passes) {
+      if (bell_->anybody_listens()) bell_->listen_for(interest());  // to what the sleepers need now
+      moved = false;
+      for (Progressable* progressable : progressables_) moved |= progressable->advance();
+      any |= moved;
+    }
+    ended = tally_.ended.load(std::memory_order_relaxed) != before;
+    if (moved || ended) wake_io_loop();
+  }
+  if ((moved || ended) && bell_->anybody_listens()) bell_->ring_self();
+  return any;
+}
+
+uint64_t Engine::interest() const {
+  uint64_t ranks = 0;
+  for (Progressable* progressable : progressables_) ranks |= progressable->interest();
+  return ranks;
+}
+
+void Engine::await_drops() {
+  auto deadline = Deadline::after(kPatience);  // one of them may be the caller: a finalizer that closes a communicator
+  while (droppers_.load(std::memory_order_acquire) > 0 && !deadline.passed())  // acquire: after what they did
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
+
+void Engine::sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause) {
+  if (ranges.empty()) return;
+  for (auto [offset, bytes] : ranges) arena_->sever_tensor(offset, bytes);
+  for (Progressable* progressable : progressables_) progressable->lose_direct_memory(cause);
+}
+
+void Engine::throw_if_forked() const {
+  if (arena_->forked())
+    throw Error(ErrorKind::InvalidUsage,
+                "syncengine can't be used in a forked child (a DataLoader worker, say): make "
+                "collective calls in the process that called syncengine.init()");
+}
+
+}  // namespace syncengine

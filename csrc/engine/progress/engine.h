@@ -1,0 +1,194 @@
+// One rank's engine: its arena, its thread, and the loop that moves all its communicators.
+//
+// Progress is made by whoever has time: a thread that waits drives the loop itself; the engine's thread drives it while
+// asynchronous work is outstanding and nobody waits. Where the cores are taken by the ranks' own threads, it leaves the work to
+// those as long as they come by now and then: they have the data in their caches, and need no switch. All protocol state is touched under one lock, held for one bounded pass.
+//
+// Ownership: communicators share it; it owns the arenas' mappings and joins its thread when the last one goes.
+// Thread-safety: any thread. Failure: wait() rethrows the work's error. In a forked child every call throws InvalidUsage.
+#pragma once
+
+#include <atomic>
+#include <cstdio>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/error.h"
+#include "base/sync_point.h"
+#include "engine/progress/bell.h"
+#include "engine/progress/deadlock_detector.h"
+#include "engine/progress/group.h"
+#include "engine/progress/io_loop.h"
+#include "engine/progress/options.h"
+#include "engine/progress/work.h"
+#include "transport/shm/arena.h"
+
+namespace syncengine {
+
+// What the engine's loop moves. Calls come under the progress lock unless said otherwise.
+class Progressable {
+ public:
+  virtual ~Progressable() = default;
+  virtual bool advance() = 0;
+  virtual uint64_t interest() const = 0;  // local ranks whose next step is needed
+  virtual void look_around() = 0;         // deaths, failures, deadlines: about every 50 ms while something waits
+  virtual void lose_direct_memory(const Error& cause) = 0;  // some tensors of the arena were severed
+  virtual void fail(ErrorKind kind, const std::string& text) = 0;
+  virtual void leave() = 0;
+  virtual IoLoop* io_loop() { return nullptr; }  // for a thread that waits for it; without any lock
+
+  // For the search for ranks that wait for each other. Members are local ranks.
+  virtual DeadlockDetector::Wait wait_of(const Work& work) const = 0;
+  virtual bool has_block(int local_rank, uint64_t offset) const = 0;
+  virtual std::string describe_wait(const Work& work) const = 0;
+};
+
+// How many threads of this process might make calls; asked by one that waits. kUnknown if it is not one of those counted.
+using CountCallers = std::function<int()>;
+inline constexpr int kUnknownCallers = std::numeric_limits<int>::max();
+
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  // `most_watchers`: no more ranks than that will share this host.
+  Engine(std::shared_ptr<shm::Arena> arena, int most_watchers, Options options, CountCallers count_callers = {});
+  ~Engine();
+
+  // Once, before any communicator: the other local ranks' arenas, by local rank; null for the own one. `names` is what messages
+  // call the local ranks.
+  void attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names);
+
+  // Another thread of this process will move bytes between hosts, and call carry_on(). A thread that waits for other hosts alone
+  // then sleeps, and is woken when something has ended.
+  void expect_io_thread();
+
+  const Options& options() const { return options_; }
+  const std::shared_ptr<shm::Arena>& arena() const { return arena_; }
+  shm::PeerArena* peer(int local_rank) const { return peers_[local_rank].get(); }
+  int local_rank() const { return local_rank_; }
+  bool is_alone() const { return peers_.size() == 1; }  // on its host
+  Bell& bell() { return *bell_; }
+  shm::Pool* gradient_pool();  // null if gradients are not to lie in the arena
+
+  void add(Progressable* progressable);
+  void remove(Progressable* progressable);
+  // Runs `change` under the progress lock.
+  template <class Change>
+  auto locked(Change&& change) {
+    Locked lock(*this);
+    return change();
+  }
+
+  // One pass now, if nobody is at it; wakes the engine's thread for the rest. After submitting asynchronous work.
+  void poke(Progressable& owner);
+  // By the thread that moves bytes: does what they allow, in the place of threads that sleep. True if that was anything.
+  bool carry_on();
+  // Drives until `work` of `owner` ended. `gives_up`: `interrupted` will end it some time.
+  void wait(const Work& work, Progressable& owner, const std::function<void()>& interrupted, bool gives_up);
+
+  // Waits, not for ever, for threads that still drop what ended operations held. Before the interpreter ends, which such a drop
+  // may need: a thread that asks for Python's lock later is ended, and with it the process. Without that lock.
+  void await_drops();
+
+  Work::Tally& tally() { return tally_; }
+
+  // Under the progress lock.
+  std::vector<std::shared_ptr<void>>& trash() { return trash_; }
+  void wake_io_loop() {
+    if (asleep_) asleep_->wake();
+  }
+  void log(const std::string& line) { log_ += "[syncengine] " + line + "\n"; }
+  bool is_dead(int local_rank);
+  void sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause);
+  // "rank 1 waits in its collective call number 2 for rank 0", for those of `local_ranks` that do; empty if none.
+  std::string who_waits_for_me(uint64_t local_ranks, const Progressable& beside) const;
+  const std::vector<Progressable*>& progressables() const { return progressables_; }
+  uint64_t sleeps() const { return sleeps_.load(std::memory_order_relaxed); }
+  void throw_if_forked() const;
+
+ private:
+  // The progress lock. When it has let go of it, it drops the trash, since a tensor's last reference may wait for Python's
+  // lock, and writes the log, since stderr may be a full pipe.
+  class Locked {
+   public:
+    explicit Locked(Engine& engine) : engine_(engine), lock_(engine.mutex_) {}
+    Locked(Engine& engine, std::try_to_lock_t) : engine_(engine), lock_(engine.mutex_, std::try_to_lock) {}
+    ~Locked() {
+      std::vector<std::shared_ptr<void>> trash;
+      std::string log;
+      if (!lock_) return;
+      trash.swap(engine_.trash_);
+      log.swap(engine_.log_);
+      const bool drops = !trash.empty();
+      if (drops) engine_.droppers_.fetch_add(1, std::memory_order_relaxed);  // relaxed: under the lock
+      lock_.unlock();
+      if (!log.empty()) std::fputs(log.c_str(), stderr);
+      if (!drops) return;
+      sync_point("dropping");
+      trash.clear();
+      engine_.droppers_.fetch_sub(1, std::memory_order_release);  // release: what it did is done
+    }
+    explicit operator bool() const { return lock_.owns_lock(); }
+
+   private:
+    Engine& engine_;
+    std::unique_lock<std::mutex> lock_;
+  };
+
+  void thread_main();
+  bool pass();
+  uint64_t interest() const;  // under the progress lock
+  // Sleeps, unless something moves or `over()`; with an I/O loop, in it.
+  void rest(Duration at_most, const std::function<bool()>& over, IoLoop* io_loop = nullptr);
+  bool carry(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again);
+  void look_around();
+  void publish_waits();
+  void end_deadlock(uint64_t stuck);
+  std::string describe_wait(int local_rank, const DeadlockDetector::Wait& wait, const Progressable& beside) const;
+  std::string name_of(int local_rank) const { return "rank " + std::to_string(names_[local_rank]); }
+  void wake_thread();
+
+  std::shared_ptr<shm::Arena> arena_;
+  int watchers_;  // who may look whether this process lives
+  int local_rank_ = 0;
+  std::vector<int> names_;  // of the local ranks, for messages
+  Options options_;
+  CountCallers count_callers_;
+  std::vector<std::unique_ptr<shm::PeerArena>> peers_;
+  std::unique_ptr<Bell> bell_;
+  shm::Pool* gradient_pool_ = nullptr;  // made when it is asked for; under mutex_
+  bool lazy_ = false;                   // no cores for the engines' threads beside the ranks' own
+  bool cores_to_spare_ = false;         // enough for every rank's waiting thread to spin
+  bool io_thread_ = false;
+
+  std::mutex mutex_;  // the progress lock
+  std::vector<Progressable*> progressables_;
+  std::vector<std::shared_ptr<void>> trash_;  // what ended operations held
+  std::string log_;
+  uint64_t dead_ = 0;
+  struct Sleeper {
+    const Work& work;
+    const Progressable& owner;
+    bool gives_up;
+    int callers = kUnknownCallers;  // as this thread has counted them
+  };
+  IoLoop* asleep_ = nullptr;              // a waiting thread sleeps in it
+  std::vector<const Sleeper*> sleepers_;  // threads that have waited for a while
+  std::unique_ptr<DeadlockDetector> deadlock_detector_;
+
+  Work::Tally tally_;
+  std::atomic<int> waiters_{0};
+  std::atomic<int> droppers_{0};
+  std::atomic<uint64_t> sleeps_{0};
+  std::atomic<bool> stop_{false};
+  std::atomic<uint32_t> thread_word_{0};  // futex word of the engine's thread when it has nothing to do
+  std::atomic<bool> thread_parked_{false};
+  std::atomic<uint64_t> pokes_{0};
+  std::thread thread_;
+};
+
+}  // namespace syncengine

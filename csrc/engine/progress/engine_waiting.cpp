@@ -1,0 +1,189 @@
+// How the threads of a rank wait: one of the program's in wait(), the engine's own in thread_main(). See docs/threads.md.
+#include <sched.h>
+
+#include <optional>
+
+#include "base/futex.h"
+#include "base/thread.h"
+#include "engine/progress/engine.h"
+#include "transport/shm/liveness.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr auto kSpin = std::chrono::microseconds(
+    200);  // longer than a wake-up takes (60 us in a virtual machine), or ranks keep missing each other
+constexpr auto kGrace = std::chrono::milliseconds(10);  // how long a lazy thread leaves new work to the others
+constexpr auto kTick = std::chrono::milliseconds(50);   // how late a death, an abort or Ctrl-C may be noticed
+
+// A short busy wait. Where each rank has a core it mostly pauses, and now and then offers the core: the scheduler may have put
+// a peer on the same one. Where ranks share cores it always does.
+class Spin {
+ public:
+  explicit Spin(bool cores_to_spare) : cores_to_spare_(cores_to_spare) {}
+
+  bool again() {
+    if (count_++ == 0) until_ = Deadline::after(kSpin);
+    if (cores_to_spare_ && count_ % 16 != 0) {
+      cpu_pause();
+      return true;
+    }
+    sched_yield();
+    return !until_.passed();
+  }
+  void reset() { count_ = 0; }
+
+ private:
+  bool cores_to_spare_;
+  unsigned count_ = 0;
+  Deadline until_ = Deadline::never();
+};
+
+// Whether it is time to look around again, for loops that make progress and so never come to rest.
+class Tick {
+ public:
+  bool due() {
+    if (++count_ % 64 != 0) return false;  // seldom enough that the clock costs nothing
+    if (count_ == 64) next_ = Deadline::after(kTick);
+    if (!next_.passed()) return false;
+    next_ = Deadline::after(kTick);
+    return true;
+  }
+
+ private:
+  unsigned count_ = 0;
+  Deadline next_ = Deadline::never();
+};
+
+}  // namespace
+
+void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* io_loop) {
+  uint32_t ticket = 0;
+  bool moved = false;
+  {
+    // One critical section: a thread that changes what this one waits for does so before, and is seen, or after, and rings.
+    Locked lock(*this);
+    ticket = bell_->listen(interest());
+    for (Progressable* progressable : progressables_) moved |= progressable->advance();
+    if (io_loop) asleep_ = io_loop;
+  }
+  if (!moved && !over()) {
+    if (io_loop) {
+      io_loop->carry(at_most);
+    } else {
+      sleeps_.fetch_add(1, std::memory_order_relaxed);
+      bell_->sleep(ticket, at_most);
+    }
+  }
+  locked([&] {
+    bell_->stop_listening();
+    if (io_loop) asleep_ = nullptr;
+  });
+  if (moved && bell_->anybody_listens()) bell_->ring_self();
+}
+
+// Moves the bytes between hosts itself, until `work` has ended or for a tick: then it looks around and may wait for Python's lock,
+// and must not be needed meanwhile. False: another thread does.
+bool Engine::carry(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again) {
+  if (!io_loop.claim()) return false;
+  struct Claim {
+    IoLoop& io_loop;
+    ~Claim() { io_loop.release(); }
+  } claim{io_loop};
+  Deadline tick = Deadline::after(kTick);
+  while (!work.ended() && !tick.passed()) {
+    bool moved = carry_on();
+    if (work.ended()) break;
+    moved |= io_loop.carry(Duration::zero());
+    if (!moved && !spin_again()) rest(tick.left(kTick), [&] { return work.ended(); }, &io_loop);
+  }
+  return true;
+}
+
+void Engine::wait(const Work& work, Progressable& owner, const std::function<void()>& interrupted, bool gives_up) {
+  throw_if_forked();
+  struct Waiter {
+    Engine& engine;
+    Sleeper sleeper;
+    IoLoop* io_loop;
+    bool sleeps = false;
+    Waiter(Engine& e, Sleeper s, IoLoop* c) : engine(e), sleeper(s), io_loop(c) {
+      engine.waiters_.fetch_add(1, std::memory_order_seq_cst);
+    }
+    // From now on the peers hear of it. Before the thread goes on they must hear that it does.
+    void sleep() {
+      int callers = engine.count_callers_ ? engine.count_callers_() : kUnknownCallers;
+      engine.locked([&] {
+        sleeper.callers = callers;
+        if (!std::exchange(sleeps, true)) engine.sleepers_.push_back(&sleeper);
+      });
+    }
+    ~Waiter() {
+      if (sleeps) {
+        engine.locked([&] {
+          std::erase(engine.sleepers_, &sleeper);
+          engine.publish_waits();
+        });
+      }
+      engine.waiters_.fetch_sub(1, std::memory_order_seq_cst);
+      if (engine.tally_.outstanding.load(std::memory_order_seq_cst) == 0) return;
+      engine.wake_thread();
+      if (io_loop) io_loop->come();
+    }
+  } waiter(*this, {work, owner, gives_up}, owner.io_loop());
+  Spin spin(cores_to_spare_);
+  Tick tick;
+  std::optional<Deadline> settled;  // most waits end before that
+  while (!work.ended()) {
+    bool carried = waiter.io_loop && carry(work, *waiter.io_loop, [&] { return spin.again(); });
+    bool moved = !carried && pass();
+    // Who waits for other hosts alone spins once; then its core is for the thread that moves bytes.
+    if (moved && !(io_thread_ && locked([this] { return interest() == 0; }))) spin.reset();
+    if (carried && work.ended()) break;
+    bool idle = !carried && !moved && !work.ended() && !spin.again();
+    if (!carried && !idle && !tick.due()) continue;
+    if (idle && !settled) settled = Deadline::after(kTick);
+    if (carried || (idle && settled->passed())) waiter.sleep();
+    look_around();
+    if (idle && !work.ended()) rest(kTick, [&] { return work.ended(); });
+    if (interrupted) interrupted();
+  }
+}
+
+void Engine::wake_thread() {
+  if (!thread_parked_.load(std::memory_order_seq_cst)) return;
+  thread_word_.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake_all(thread_word_);
+}
+
+void Engine::thread_main() {
+  begin_thread("syncengine");
+  shm::hold_all(arena_->header(), watchers_);
+  thread_word_.fetch_add(1, std::memory_order_release);
+  futex_wake_all(thread_word_);
+  Tick tick;
+  uint64_t pokes_seen = 0;
+  while (!stop_.load(std::memory_order_seq_cst)) {
+    uint32_t ticket = thread_word_.load(std::memory_order_seq_cst);
+    thread_parked_.store(true, std::memory_order_seq_cst);
+    bool needed =
+        tally_.outstanding.load(std::memory_order_seq_cst) > 0 && waiters_.load(std::memory_order_seq_cst) == 0;
+    if (!needed) {
+      if (!stop_.load(std::memory_order_seq_cst)) futex_wait(thread_word_, ticket, std::chrono::hours(1));
+      continue;
+    }
+    thread_parked_.store(false, std::memory_order_seq_cst);
+    if (uint64_t pokes = pokes_.load(std::memory_order_relaxed); lazy_ && pokes != pokes_seen) {
+      pokes_seen = pokes;
+      futex_wait(thread_word_, ticket, kGrace);
+      continue;
+    }
+    if (pass() && !tick.due()) continue;
+    look_around();
+    rest(kTick, [this] { return stop_.load(std::memory_order_seq_cst); });
+  }
+  shm::release_all(arena_->header(), watchers_);
+}
+
+}  // namespace syncengine

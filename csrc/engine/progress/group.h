@@ -1,0 +1,50 @@
+// The members of one communicator as memory: whose block is where, and who must be woken.
+//
+// Ownership: views; the engine owns the arenas. Thread-safety: constant after construction.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engine/progress/bell.h"
+#include "transport/shm/arena.h"
+
+namespace syncengine {
+
+// A piece of the own arena.
+struct ArenaRange {
+  size_t offset, bytes;
+};
+
+struct Group {
+  int rank;
+  int size;
+  std::vector<int> global_ranks;         // of each member: its rank in the job, for messages
+  std::vector<int> local_ranks;          // of each member: its index among the arenas
+  std::vector<uint64_t> offsets;         // of each member: where its block lies in its arena
+  std::vector<shm::GroupBlock*> blocks;  // of each member
+  std::vector<shm::PeerArena*> arenas;   // of each member; null for the own one
+  shm::Arena* arena;                     // the own one
+  Bell* bell;
+
+  shm::GroupBlock& block(int member) const { return *blocks[member]; }
+  shm::GroupBlock& own() const { return *blocks[rank]; }
+  // "rank 2", or "ranks 1, 3" for the members in `mask`.
+  std::string names(uint64_t mask) const {
+    std::string list;
+    int count = 0;
+    for (int member = 0; member < size; ++member) {
+      if (!(mask >> member & 1)) continue;
+      list += (count++ ? ", " : "") + std::to_string(global_ranks[member]);
+    }
+    return (count == 1 ? "rank " : "ranks ") + list;
+  }
+  std::string name(int member) const { return "rank " + std::to_string(global_ranks[member]); }
+
+  // The memory of `member` at an offset that it published. Throws InvalidUsage if that lies outside its arena.
+  std::byte* memory(int member, int64_t offset, size_t bytes) const {
+    return member == rank ? arena->at(offset) : arenas[member]->at(offset, bytes);
+  }
+};
+
+}  // namespace syncengine

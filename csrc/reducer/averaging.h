@@ -1,0 +1,52 @@
+// What all buckets of a model have in common: whom they are averaged with, how contributions are scaled, in which dtype
+// they travel. And what Python reads about the last backward.
+//
+// Ownership: the reducer's, as long as the model lives. Thread-safety: the reducer's lock.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "collectives/operation.h"
+#include "engine/communicator/communicator.h"
+#include "reducer/bucket.h"
+#include "reducer/compression.h"
+#include "reducer/gradient.h"
+#include "reducer/scaling.h"
+#include "reducer/statistics.h"
+#include "reducer/timeline.h"
+
+namespace syncengine {
+
+struct Averaging {
+  const std::shared_ptr<Communicator> communicator;
+  size_t parameters;  // of the model
+  Scaling scaling;
+  std::shared_ptr<const Slots> slots = {};  // one for each bucket there may be, then two more; from the first plan on
+  std::optional<Compression> compression = {};
+
+  Statistics statistics = {};
+  Timeline timeline = {};
+  uint64_t used = 0;                     // a sum over the parameters in `ready_order`
+  std::vector<size_t> ready_order = {};  // parameters, as the last synchronized backward brought them
+
+  size_t usage_slot() const { return parameters; }
+  size_t reason_slot() const { return parameters + 1; }
+  size_t slots_needed() const { return parameters + 2; }
+
+  // Without memory.
+  Operation operation_of(const BucketLayout& layout) const;
+  // DDP scales each contribution as it copies it into the bucket; rank_order scales the sum, and so rounds once.
+  bool scales_first() const;
+  bool scales_all_alike(double divisor) const { return scaling == Scaling::Multiply || is_exact(divisor); }
+  // Where the ways of scaling differ in their bits.
+  void scale_one_by_one(const BucketLayout& layout, const std::vector<Gradient>& gradients,
+                        const std::vector<at::Tensor>& contributions, double divisor) const;
+};
+
+}  // namespace syncengine

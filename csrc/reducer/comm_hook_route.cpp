@@ -1,0 +1,180 @@
+#include "reducer/comm_hook_route.h"
+
+#include <ATen/DeviceGuard.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "base/error.h"
+#include "reducer/backward.h"
+#include "reducer/peers.h"
+
+namespace syncengine {
+
+namespace {
+
+// The parts of a flat bucket, each in its gradient's own layout.
+std::vector<at::Tensor> parts_of(const at::Tensor& flat, const std::vector<at::Tensor>& memory) {
+  std::vector<at::Tensor> parts;
+  parts.reserve(memory.size());
+  int64_t offset = 0;
+  for (const at::Tensor& like : memory) {
+    parts.push_back(flat.as_strided(like.sizes(), like.strides(), flat.storage_offset() + offset));
+    offset += like.numel();
+  }
+  return parts;
+}
+
+[[noreturn]] void throw_pending_python_error() {
+  python_error kept;
+  kept.persist();
+  throw kept;
+}
+
+// pybind11's exceptions as torch's, which cross autograd unchanged.
+template <class Call>
+auto keeping_python_errors(Call&& call) {
+  try {
+    return call();
+  } catch (pybind11::error_already_set& error) {
+    pybind11::gil_scoped_acquire gil;
+    error.restore();
+    throw_pending_python_error();
+  } catch (const pybind11::builtin_exception& error) {
+    pybind11::gil_scoped_acquire gil;
+    error.set_error();
+    throw_pending_python_error();
+  }
+}
+
+size_t dense_bytes(const std::vector<at::Tensor>& memory) {
+  size_t bytes = 0;
+  for (const at::Tensor& tensor : memory) bytes += tensor.is_sparse() ? 0 : tensor.nbytes();
+  return bytes;
+}
+
+}  // namespace
+
+void CommHookRoute::install(const BucketPlan& plan) {
+  flights_ = std::vector<Flight>(plan.buckets().size());
+  if (flat_) flat_->lay_out_nothing(plan.buckets().size());
+}
+
+void CommHookRoute::proceed(Backward& backward, std::mutex& mutex) {
+  std::unique_lock lock(mutex);
+  while (Bucket* bucket = runs_ || backward.is_over() ? nullptr : backward.next_in_order()) {
+    if (bucket->state == Bucket::State::Skipped) continue;
+    bucket->state = Bucket::State::InFlight;
+    if (flat_) flat_->take_over(*bucket, backward.gradients());
+    auto memory = bucket->memory = std::make_shared<BucketMemory>();
+    std::vector<at::Tensor> parameters;
+    for (size_t i : bucket->layout->parameters) {
+      memory->gradients.push_back(backward.gradients()[i].memory());
+      parameters.push_back(backward.gradients()[i].parameter());
+    }
+    Averaging& averaging = backward.averaging();
+    averaging.statistics.count_copy(CopyReason::CommHook, dense_bytes(memory->gradients));
+    averaging.timeline.bucket();
+    const auto layout = bucket->layout;
+    runs_ = true;
+    lock.unlock();
+    try {
+      start(*layout, std::move(parameters), memory->gradients);
+    } catch (...) {
+      tell_peers(*averaging.communicator, "the communication hook raised " + current_error_text());
+      lock.lock();
+      runs_ = false;
+      throw;
+    }
+    lock.lock();
+    runs_ = false;
+  }
+}
+
+void CommHookRoute::finish(Backward& backward) {
+  Communicator& communicator = *backward.averaging().communicator;
+  try {
+    for (const auto& bucket : backward.buckets()) {
+      if (!bucket.memory) continue;
+      if (flat_) flat_->take_over(bucket, backward.gradients());
+      const at::Tensor result = wait(*bucket.layout, bucket.memory->gradients, communicator);
+      if (flat_) flat_->keep(result);
+    }
+  } catch (...) {
+    tell_peers(communicator, "the communication hook's future failed: " + current_error_text());
+    throw;
+  }
+}
+
+void CommHookRoute::drop() { flights_ = std::vector<Flight>(flights_.size()); }
+
+void CommHookRoute::start(const BucketLayout& layout, std::vector<at::Tensor> parameters,
+                          const std::vector<at::Tensor>& memory) {
+  const c10::OptionalDeviceGuard on_device(at::device_of(memory[0]));  // the hook's, too
+  Flight& flight = flights_[layout.index];
+  std::vector<size_t> offsets, lengths;
+  std::vector<c10::IntArrayRef> sizes;
+  {
+    at::NoGradGuard no_grad;
+    if (layout.sparse) {
+      flight.flat = memory[0];
+    } else {
+      size_t length = 0;
+      for (const at::Tensor& tensor : memory) {
+        offsets.push_back(length);
+        lengths.push_back(tensor.numel());
+        length += tensor.numel();
+      }
+      for (const at::Tensor& parameter : parameters) sizes.push_back(parameter.sizes());
+      if (!flight.flat.defined()) flight.flat = at::empty({static_cast<int64_t>(length)}, memory[0].options());
+      at::_foreach_copy_(parts_of(flight.flat, memory), memory);
+    }
+  }
+  at::Tensor buffer = flight.flat.is_complex() ? at::view_as_real(flight.flat).view(-1) : flight.flat;  // as DDP
+  c10d::GradBucket bucket(layout.index, flights_.size(), std::move(buffer), std::move(offsets), std::move(lengths),
+                          std::move(sizes), std::move(parameters), std::nullopt);
+  flight.future = keeping_python_errors([&] { return hook_->runHook(bucket); });
+}
+
+at::Tensor CommHookRoute::wait(const BucketLayout& layout, const std::vector<at::Tensor>& memory,
+                               Communicator& communicator) {
+  Flight& flight = flights_[layout.index];
+  auto what = [&] { return "the communication hook's future of " + layout.describe(); };
+  return keeping_python_errors([&] {
+    wait_for_future(flight.future, communicator, what);
+    at::NoGradGuard no_grad;
+    at::Tensor result = hook_->parseHookResult(flight.future->value());
+    flight.future.reset();
+    if (layout.sparse) {
+      memory[0].copy_(result);
+      return result;
+    }
+    if (memory[0].is_complex() && !result.is_complex()) result = at::view_as_complex(result.reshape({-1, 2}));
+    if (result.numel() != flight.flat.numel()) {
+      throw Error(ErrorKind::InvalidUsage, what() + " gave " + std::to_string(result.numel()) +
+                                               " elements instead of " + std::to_string(flight.flat.numel()));
+    }
+    result = result.contiguous().view(-1);
+    at::_foreach_copy_(memory, parts_of(result, memory));
+    return result;
+  });
+}
+
+std::string current_error_text() {
+  try {
+    throw;
+  } catch (const python_error& error) {
+    pybind11::gil_scoped_acquire gil;
+    auto type = pybind11::reinterpret_borrow<pybind11::object>(error.type);
+    auto value = pybind11::reinterpret_borrow<pybind11::object>(error.value);
+    return pybind11::str(type.attr("__name__")).cast<std::string>() + ": " + pybind11::str(value).cast<std::string>();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "unknown error";
+  }
+}
+
+}  // namespace syncengine

@@ -1,0 +1,47 @@
+// The graph tasks of autograd that take part in a model's backward. Reentrant checkpoints nest them, so there may be
+// several, and each has a callback of the reducer's that runs at its end, or is destroyed with it.
+//
+// Thread-safety: none, but wait_for_all() releases the lock while it waits.
+#pragma once
+
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <mutex>
+#include <utility>
+
+namespace syncengine {
+
+class GraphTasks {
+ public:
+  static int current() { return torch::autograd::get_current_graph_task_id(); }
+  static bool inside() { return current() != -1; }
+
+  // Whether the task on this thread is not watched yet; from now on it is.
+  bool watch() {
+    const int task = current();
+    if (std::exchange(last_, task) == task) return false;
+    ++watched_;
+    return true;
+  }
+  bool watches_current() const { return last_ == current(); }
+  void ended() {
+    --watched_;
+    all_ended_.notify_all();
+  }
+  bool any() const { return watched_ > 0; }
+  // A device's thread of autograd may let go of a failed task after backward() has raised.
+  void wait_for_all(std::unique_lock<std::mutex>& lock) {
+    if (watched_ == 0 || inside()) return;
+    all_ended_.wait_for(lock, std::chrono::seconds(1), [this] { return watched_ == 0; });
+  }
+
+ private:
+  int last_ = -1;       // the last one that is watched
+  size_t watched_ = 0;  // that have not ended
+  std::condition_variable all_ended_;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,118 @@
+#include "reducer/in_place_route.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <utility>
+
+#include "reducer/backward.h"
+#include "reducer/python_error.h"
+
+namespace syncengine {
+
+void InPlaceRoute::open(Backward& backward, Bucket& bucket) {
+  const Averaging& averaging = backward.averaging();
+  if (bucket.layout->sparse) return;
+  bucket.memory = std::make_shared<BucketMemory>();
+  if (!pooled_.pool() || averaging.compression || averaging.communicator->numerics() == Numerics::Ring) {
+    return;  // staged: the last two scale as they do that
+  }
+  bucket.memory->small = SmallGradients(*pooled_.pool(), bucket.layout->small);
+}
+
+void InPlaceRoute::ready(Backward& backward, Bucket& bucket) {
+  if (bucket.state == Bucket::State::Ready && !bucket.layout->sparse) announce(backward, bucket);
+}
+
+void InPlaceRoute::stand_in(Backward& backward, Bucket& bucket) {
+  bucket.memory = std::make_shared<BucketMemory>();
+  announce(backward, bucket);
+}
+
+void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
+  Averaging& averaging = backward.averaging();
+  const BucketLayout& layout = *bucket.layout;
+  const double divisor = backward.weighting().divisor;
+  Operation operation = averaging.operation_of(layout);
+  const auto memory = bucket.memory;
+  if (averaging.compression) {
+    for (size_t i : layout.parameters) {
+      memory->gradients.push_back(
+          averaging.compression->compress(backward.gradients()[i].memory(), averaging.statistics));
+      operation.output.add(memory->gradients.back().mutable_data_ptr(), memory->gradients.back().nbytes());
+    }
+    averaging.statistics.count_staged(StageReason::Compression, operation.output.bytes());
+  } else {
+    add_spans(backward, bucket, operation.output);
+  }
+  if (averaging.scales_all_alike(divisor)) {
+    (averaging.scales_first() ? operation.prescale : operation.postscale) = 1.0 / divisor;
+  } else {
+    averaging.scale_one_by_one(layout, backward.gradients(), memory->gradients, divisor);
+  }
+  if (backward.usage_travels()) backward.usage().add_bits(layout, memory->flags);
+  memory->flags.push_back(backward.is_abandoned() ? backward.own_bit() : 0);
+  memory->flags.push_back(backward.dropped_last() ? backward.own_bit() : 0);
+  operation.flags = memory->flags.data();
+  operation.flag_words = memory->flags.size();
+  averaging.statistics.reduced_bytes += operation.output.bytes();
+  operation.input = operation.output;
+  operation.keepalive = memory;
+  averaging.timeline.bucket();
+  bucket.row = ProfilerRow("all_reduce", memory->gradients);
+  bucket.work = averaging.communicator->announce(averaging.slots, layout.index, std::move(operation));
+  bucket.state = Bucket::State::InFlight;
+}
+
+// Small gradients that follow one another are one span.
+void InPlaceRoute::add_spans(const Backward& backward, Bucket& bucket, SpanList& spans) {
+  const BucketLayout& layout = *bucket.layout;
+  Averaging& averaging = backward.averaging();
+  auto& [gradients, small, flags] = *bucket.memory;
+  gradients.reserve(layout.parameters.size());
+  std::byte* begin = nullptr;
+  size_t bytes = 0;
+  for (size_t k = 0; k < layout.parameters.size(); ++k) {
+    const at::Tensor& gradient = backward.gradients()[layout.parameters[k]].memory();
+    size_t offset = layout.small.offsets[k];
+    if (small && offset != SmallLayout::kLarge) {
+      if (bytes == 0) begin = small.at(offset);
+      bytes += gradient.nbytes();
+      continue;
+    }
+    spans.add(begin, std::exchange(bytes, 0));
+    auto reason = pooled_.note(gradient.data_ptr(), gradient.nbytes());
+    if (averaging.communicator->numerics() == Numerics::Ring) reason = StageReason::Numerics;
+    if (reason) averaging.statistics.count_staged(*reason, gradient.nbytes());
+    spans.add(gradient.mutable_data_ptr(), gradient.nbytes());
+    gradients.push_back(gradient);
+  }
+  spans.add(begin, bytes);
+}
+
+void InPlaceRoute::finish(Backward& backward) {
+  for (Bucket& bucket : backward.buckets()) {
+    if (!bucket.work) continue;
+    backward.averaging().communicator->wait(bucket.work, raise_pending_signal);
+    bucket.row.end();
+    const auto* masks = bucket.memory->flags.data() + bucket.memory->flags.size() - Backward::kMaskWords;
+    backward.note_masks(masks[0], masks[1]);
+    if (masks[0] != 0) return;  // nobody waits for the others: their averages are of no use
+  }
+}
+
+void InPlaceRoute::deliver(Backward& backward, Bucket& bucket) {
+  if (!bucket.work) return;
+  const BucketLayout& layout = *bucket.layout;
+  auto& [gradients, small, flags] = *bucket.memory;
+  small.copy_out();
+  if (backward.usage_travels()) backward.take_usage(layout, flags.data());
+  if (backward.averaging().compression) {
+    at::NoGradGuard no_grad;
+    for (size_t k = 0; k < layout.parameters.size(); ++k) {
+      backward.gradients()[layout.parameters[k]].memory().copy_(gradients[k]);
+    }
+  }
+  *bucket.memory = {};  // the engine may hold the operation a little longer
+}
+
+}  // namespace syncengine

@@ -1,0 +1,31 @@
+// The route on CPUs: the engine reduces a bucket where autograd has left its gradients, or copies in another dtype.
+// Small gradients are reduced as one block.
+//
+// Each bucket has flags that are reduced with it: a bit for each parameter that any rank has used, if that is asked
+// for, and two masks of ranks, see Backward.
+#pragma once
+
+#include "reducer/pooled_gradients.h"
+#include "reducer/route.h"
+
+namespace syncengine {
+
+class InPlaceRoute final : public Route {
+ public:
+  explicit InPlaceRoute(PooledGradients& pooled) : pooled_(pooled) {}
+
+  void open(Backward& backward, Bucket& bucket) override;
+  void ready(Backward& backward, Bucket& bucket) override;
+  void finish(Backward& backward) override;
+  void deliver(Backward& backward, Bucket& bucket) override;
+  bool outlives_errors() const override { return true; }
+  void stand_in(Backward& backward, Bucket& bucket) override;
+
+ private:
+  void add_spans(const Backward& backward, Bucket& bucket, SpanList& spans);
+  void announce(Backward& backward, Bucket& bucket);
+
+  PooledGradients& pooled_;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,76 @@
+#include "reducer/parameters.h"
+
+#include <utility>
+
+namespace syncengine {
+
+Parameters::Parameters(std::vector<at::Tensor> tensors, ModelNames names, const std::vector<bool>& sparse)
+    : names_(std::make_shared<const ModelNames>(std::move(names))), hooks_(tensors.size()) {
+  gradients_.reserve(tensors.size());
+  attributes_.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    attributes_.emplace_back(tensors[i]);
+    gradients_.emplace_back(std::move(tensors[i]), sparse[i]);
+  }
+}
+
+bool Parameters::follow(const std::shared_ptr<Reducer>& reducer) {
+  constexpr size_t kSoon = 16, kNext = 8;
+  bool news = false;
+  for (size_t i = 0; i < attributes_.size(); ++i) {
+    if (i + kSoon < attributes_.size()) attributes_[i + kSoon].prefetch_tensor();
+    if (i + kNext < attributes_.size()) attributes_[i + kNext].prefetch_autograd();
+    if (!attributes_[i].changed()) continue;
+    follow(reducer, i);
+    attributes_[i].changed();  // the reducer's own hooks are no news
+    news = true;
+  }
+  return news;
+}
+
+// A parameter's AccumulateGrad node exists only while it requires a gradient, and torch may put another in its place:
+// when `.data` changes its dtype, say, also if that changes back (model.bfloat16(), model.float()). Of another size it
+// is of no use.
+void Parameters::follow(const std::shared_ptr<Reducer>& reducer, size_t index) {
+  const at::Tensor& parameter = tensor(index);
+  auto& hook = hooks_[index];
+  const bool wanted = parameter.requires_grad();
+  if (wanted && postpone_user_hooks(reducer, index, parameter)) any_user_hooks_ = true;
+  if (hook && (!wanted || !hook->fits(parameter))) unhook(index);
+  if (wanted && !hook) {
+    hook = std::make_unique<GradientHook>(*reducer, index, parameter);
+    accumulators_[hook->node()] = index;
+  }
+}
+
+void Parameters::unhook(size_t index) {
+  accumulators_.erase(hooks_[index]->node());
+  hooks_[index].reset();
+}
+
+bool Parameters::are_covered_by(const BucketPlan& plan) const {
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    if ((hooks_[i] != nullptr) != plan.covers(i)) return false;
+    if (hooks_[i] && !plan.fits(i, tensor(i))) return false;
+  }
+  return true;
+}
+
+void Parameters::let_go_of_nodes() {
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    if (!hooks_[i]) continue;
+    unhook(i);
+    attributes_[i].forget();
+  }
+}
+
+void Parameters::unhook(const Reducer& reducer) {
+  accumulators_.clear();
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    hooks_[i].reset();
+    attributes_[i].forget();
+    restore_user_hooks(reducer, tensor(i));
+  }
+}
+
+}  // namespace syncengine

@@ -1,0 +1,65 @@
+// The parameters of one model, as long as the model lives: how they are followed from forward to forward, and the hooks
+// on them.
+//
+// Ownership: holds the parameters and the hooks. Thread-safety: the reducer's lock. Failure: none.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "reducer/attributes.h"
+#include "reducer/bucket.h"
+#include "reducer/bucket_plan.h"
+#include "reducer/gradient.h"
+#include "reducer/hooks.h"
+#include "reducer/unused.h"
+
+namespace syncengine {
+
+class Parameters {
+ public:
+  // `sparse`, of each: whether its gradients are of sparse layout.
+  Parameters(std::vector<at::Tensor> tensors, ModelNames names, const std::vector<bool>& sparse);
+
+  size_t size() const { return gradients_.size(); }
+  const std::shared_ptr<const ModelNames>& names() const { return names_; }
+  const std::string& model() const { return names_->model; }
+  const std::string& name(size_t index) const { return names_->parameters[index]; }
+  std::vector<Gradient>& gradients() { return gradients_; }
+  const std::vector<Gradient>& gradients() const { return gradients_; }
+  const at::Tensor& tensor(size_t index) const { return gradients_[index].parameter(); }
+  // The AccumulateGrad nodes that are listened to.
+  const AccumulatorIndex& accumulators() const { return accumulators_; }
+
+  // Before a forward: `reducer` listens to each that requires a gradient, and to no other. Returns whether anything was
+  // new.
+  bool follow(const std::shared_ptr<Reducer>& reducer);
+  // Whether each that is listened to is in a bucket of `plan`, as it was then, and no other is.
+  bool are_covered_by(const BucketPlan& plan) const;
+  // Forgets AccumulateGrad nodes, so that follow() has them made anew where nobody else holds them.
+  void let_go_of_nodes();
+  // Listens to none, and lets users' hooks run by themselves again.
+  void unhook(const Reducer& reducer);
+
+  // Hooks of the user that run when a gradient is accumulated; they wait for the averages.
+  bool any_user_hooks() const { return any_user_hooks_; }
+  // See hooks.h, of one that is listened to.
+  bool has_node_hooks(size_t index) const { return hooks_[index] && hooks_[index]->others_are_users(); }
+  bool claimed_by_another(size_t index) const { return hooks_[index] && hooks_[index]->claimed_by_another_reducer(); }
+
+ private:
+  void follow(const std::shared_ptr<Reducer>& reducer, size_t index);
+  void unhook(size_t index);
+
+  const std::shared_ptr<const ModelNames> names_;
+  std::vector<Gradient> gradients_;
+  std::vector<Attributes> attributes_;
+  std::vector<std::unique_ptr<GradientHook>> hooks_;  // none while it does not require a gradient
+  AccumulatorIndex accumulators_;
+  bool any_user_hooks_ = false;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,50 @@
+#include "transport/matching/pulse.h"
+
+#include <cstdio>
+#include <string>
+
+namespace syncengine::matching {
+
+namespace {
+
+std::string tenths(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f s", seconds);
+  return text;
+}
+
+double between(Clock::time_point begin, Clock::time_point end) {
+  return std::chrono::duration<double>(end - begin).count();
+}
+
+}  // namespace
+
+void Pulse::excuse(Clock::time_point now) {
+  if (last_) last_ = now;
+  noticed_.reset();
+}
+
+void Pulse::judge(Clock::time_point now) {
+  if (!rhythm_.is_judged() || !last_) return;
+  double silent = between(*last_, now);
+  if (silent < std::min(rhythm_.notice, rhythm_.silence)) return;
+  char due[64];
+  std::snprintf(due, sizeof(due), "(a heartbeat is due every %.2f s)", rhythm_.heartbeat);
+  std::string what = rank_name(peer_) + " has been silent for " + tenths(silent) + " " + due +
+                     ": its process is stopped, or its host or the network to it is down";
+  if (silent >= rhythm_.silence)
+    throw Error(ErrorKind::PeerLost, what + "; it was given up after " + tenths(rhythm_.silence) +
+                                         " (init(silence=...) or SYNCENGINE_SILENCE)");
+  if (noticed_) return;
+  noticed_ = last_;
+  shared_.log += "[syncengine] " + rank_name(shared_.rank) + ": " + what + "; it is given up after " +
+                 tenths(rhythm_.silence) + " (init(silence=...) or SYNCENGINE_SILENCE)\n";
+}
+
+void Pulse::note_return() {
+  shared_.log += "[syncengine] " + rank_name(shared_.rank) + ": " + rank_name(peer_) + " is heard again, after " +
+                 tenths(between(*noticed_, *last_)) + "\n";
+  noticed_.reset();
+}
+
+}  // namespace syncengine::matching

@@ -1,0 +1,98 @@
+#include "transport/matching/submission_queue.h"
+
+#include <cstring>
+#include <iterator>
+#include <utility>
+
+#include "transport/matching/shared.h"
+
+namespace syncengine::matching {
+
+std::shared_ptr<Interhost::Transfer> SubmissionQueue::post(Post post) {
+  if (post.bytes > Interhost::kMaxTransfer)
+    throw Error(ErrorKind::InvalidUsage, "a transfer has at most 1 MiB, this one " + std::to_string(post.bytes));
+  auto transfer = post.transfer;
+  bool first;
+  {
+    std::lock_guard lock(mutex_);
+    if (failures_.contains(post.peer)) {
+      end_late(post);
+      return transfer;
+    }
+    first = posts_.empty();
+    posts_.push_back(std::move(post));
+  }
+  if (first) wake_();
+  return transfer;
+}
+
+std::shared_ptr<Interhost::Transfer> SubmissionQueue::send(int peer, uint64_t tag, const std::byte* data,
+                                                           size_t bytes) {
+  return post({Post::Send, peer, tag, const_cast<std::byte*>(data), bytes, std::make_shared<Transfer>()});
+}
+
+std::shared_ptr<Interhost::Transfer> SubmissionQueue::receive(int peer, uint64_t tag, std::byte* data, size_t bytes) {
+  return post({Post::Receive, peer, tag, data, bytes, std::make_shared<Transfer>()});
+}
+
+void SubmissionQueue::tell(int peer, const std::string& message) {
+  if (message.size() > Interhost::kMaxMessage)
+    throw Error(ErrorKind::InvalidUsage, "a message has at most 64 KiB, this one " + std::to_string(message.size()));
+  post({.kind = Post::Tell, .peer = peer, .message = message});
+}
+
+std::optional<Interhost::Message> SubmissionQueue::hear() {
+  std::lock_guard lock(mutex_);
+  if (heard_.empty()) return {};
+  Message message = std::move(heard_.front());
+  heard_.pop_front();
+  return message;
+}
+
+std::optional<Error> SubmissionQueue::failure(int peer) const {
+  std::lock_guard lock(mutex_);
+  auto found = failures_.find(peer);
+  return found == failures_.end() ? std::nullopt : std::optional(found->second);
+}
+
+bool SubmissionQueue::has_posts() const {
+  std::lock_guard lock(mutex_);
+  return !posts_.empty();
+}
+
+std::deque<SubmissionQueue::Post> SubmissionQueue::take() {
+  std::lock_guard lock(mutex_);
+  return std::exchange(posts_, {});
+}
+
+void SubmissionQueue::deliver(std::vector<Message>& heard) {
+  if (heard.empty()) return;
+  std::lock_guard lock(mutex_);
+  std::move(heard.begin(), heard.end(), std::back_inserter(heard_));
+  heard.clear();
+}
+
+void SubmissionQueue::note_failure(int peer, const Error& error, Inbox::Unexpecteds sent) {
+  std::lock_guard lock(mutex_);
+  failures_.emplace(peer, error);
+  left_behind_.emplace(peer, std::move(sent));
+}
+
+void SubmissionQueue::post_too_late(Post& post) {
+  std::lock_guard lock(mutex_);
+  end_late(post);
+}
+
+// Under the lock.
+void SubmissionQueue::end_late(Post& post) {
+  if (!post.transfer) return;
+  auto& sent_by_peer = left_behind_.at(post.peer);
+  auto found = post.kind == Post::Receive ? sent_by_peer.extract(post.tag) : Inbox::Unexpecteds::node_type();
+  if (!found) return post.transfer->fail(failures_.at(post.peer));
+  const auto& sent = found.mapped();
+  if (sent.size != post.bytes) return post.transfer->fail(size_mismatch(post.peer, sent.size, rank_, post.bytes));
+  if (post.bytes > 0) std::memcpy(post.data, sent.bytes.get(), post.bytes);
+  post.transfer->finish();
+}
+
+}  // namespace syncengine::matching

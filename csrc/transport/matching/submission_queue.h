@@ -1,0 +1,68 @@
+// Where the threads of an endpoint meet: what callers hand to the thread that moves the bytes, and what it hands back.
+//
+// Thread-safety: any thread; one lock, held for a few stores. Failure: InvalidUsage for what is too large.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "transport/interhost.h"
+#include "transport/matching/inbox.h"
+
+namespace syncengine::matching {
+
+class SubmissionQueue {
+ public:
+  using Transfer = Interhost::Transfer;
+  using Message = Interhost::Message;
+
+  struct Post {
+    enum Kind : uint8_t { Send, Receive, Tell } kind;
+    int peer;
+    uint64_t tag = 0;
+    std::byte* data = nullptr;  // const in a Send
+    size_t bytes = 0;
+    std::shared_ptr<Transfer> transfer = {};
+    std::string message = {};
+  };
+
+  // `wake` is called after something was handed over while nothing waited to be taken.
+  // `rank` is the own one, for messages.
+  SubmissionQueue(int rank, std::function<void()> wake) : rank_(rank), wake_(std::move(wake)) {}
+
+  // As Interhost has them; `peer` has been checked.
+  std::shared_ptr<Transfer> send(int peer, uint64_t tag, const std::byte* data, size_t bytes);
+  std::shared_ptr<Transfer> receive(int peer, uint64_t tag, std::byte* data, size_t bytes);
+  void tell(int peer, const std::string& message);
+  std::optional<Message> hear();
+  std::optional<Error> failure(int peer) const;
+  bool has_posts() const;
+
+  // For the thread that runs. What is posted for a peer after note_failure() fails at once.
+  std::deque<Post> take();
+  void deliver(std::vector<Message>& heard);  // leaves it empty
+  // `sent`: what it sent before it left in order and nobody has asked for yet; a receive still gets it.
+  void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent);
+  void post_too_late(Post& post);  // after note_failure()
+
+ private:
+  std::shared_ptr<Transfer> post(Post post);
+  void end_late(Post& post);
+
+  int rank_;
+  std::function<void()> wake_;
+  mutable std::mutex mutex_;
+  std::deque<Post> posts_;
+  std::deque<Message> heard_;
+  std::map<int, Error> failures_;
+  std::map<int, Inbox::Unexpecteds> left_behind_;
+};
+
+}  // namespace syncengine::matching

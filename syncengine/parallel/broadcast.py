@@ -1,0 +1,131 @@
+"""Copies one rank's tensors to all ranks: small ones in one message, large ones directly from their memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from syncengine._C import Communicator
+from syncengine.parallel.replication import check_same_on_all_ranks, check_writable
+
+Named = Sequence[tuple[str, torch.Tensor]]
+
+_PACKED_BYTES = 64 * 1024  # tensors up to this size travel together
+_ALIGNMENT = 64
+
+
+class TensorBroadcast:
+    """Copies one rank's tensors to all ranks. Holds the memory for the message, but none of the tensors.
+
+    Made from tensors on one device; then called with any tensors of the same shapes and dtypes. Shapes and dtypes must
+    be the same on all ranks, which is not checked here; memory and strides may differ between ranks. With the engine's
+    memory (``shared``: one copy less) the constructor is collective on CUDA.
+    """
+
+    def __init__(
+        self, communicator: Communicator, like: Sequence[torch.Tensor], device: torch.device, shared: bool = True
+    ) -> None:
+        self._communicator = communicator
+        self._small = [i for i, tensor in enumerate(like) if tensor.nbytes <= _PACKED_BYTES]
+        self._large = [i for i, tensor in enumerate(like) if tensor.nbytes > _PACKED_BYTES]
+        offsets, size = [], _ALIGNMENT
+        for i in self._small:
+            offsets.append(size)
+            size += -(-like[i].nbytes // _ALIGNMENT) * _ALIGNMENT
+        with torch.inference_mode(False):  # for all calls, whatever the mode of this one
+            if shared:
+                self._message = communicator.empty([size], torch.uint8, device)
+            else:
+                self._message = torch.empty(size, dtype=torch.uint8, device=device)
+            self.stamp = self._message[:8].view(torch.int64)  # travels with the small ones, for the caller's use
+            self._views = [
+                self._message[offset : offset + like[i].nbytes].view(like[i].dtype).view(like[i].shape)
+                for offset, i in zip(offsets, self._small, strict=True)
+            ]
+
+    @torch.inference_mode()  # in which tensors of every mode may be written
+    def __call__(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Copies those of rank `root`. Collective: every rank calls it."""
+        if self._communicator.rank == root:
+            self.pack(tensors)
+        self.send(root)
+        self.deliver(tensors, root)
+
+    def pack(self, tensors: Sequence[torch.Tensor]) -> None:
+        """First step, on the root alone."""
+        if self._small:
+            torch._foreach_copy_(self._views, [tensors[i] for i in self._small])
+
+    def send(self, root: int, layout: str = "") -> None:
+        """Second step: now ``stamp`` is the root's. A rank that gives another ``layout`` is a ``Mismatch``."""
+        self._communicator.broadcast(self._message, root, layout=layout)
+
+    def deliver(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        """Last step, on the root as well: large tensors come only now."""
+        is_root = self._communicator.rank == root
+        if not is_root and self._small:
+            torch._foreach_copy_([tensors[i] for i in self._small], self._views)
+        for i in self._large:
+            target = tensors[i].detach()
+            values = target
+            if not target.is_contiguous() or target.is_conj() or target.is_neg():
+                values = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+                if is_root:
+                    values.copy_(target)
+            self._communicator.broadcast(values.view(-1).view(torch.uint8), root)
+            if values is not target and not is_root:
+                target.copy_(values)
+
+
+def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = lambda tensor: "") -> list[str]:
+    """A line for each tensor with what must be the same on all ranks so that its values can be copied between them.
+
+    ``more`` may add to it. Raises ``InvalidUsage`` naming a tensor that can't be copied into.
+    """
+    for name, tensor in named:
+        check_writable(name, tensor)
+    return [
+        f"{name}: {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}{more(tensor)}{shares}"
+        for (name, tensor), shares in zip(named, _sharing(named), strict=True)
+    ]
+
+
+@torch.inference_mode()
+def broadcast_named(communicator: Communicator, what: str, named: Named, device: torch.device, root: int) -> None:
+    """Copies rank ``root``'s values, once. Raises ``Mismatch`` on every rank, naming the tensor, if they don't fit."""
+    check_same_on_all_ranks(communicator, f"{what} differ", describe_layout(named))
+    tensors = [tensor for _, tensor in named]
+    TensorBroadcast(communicator, tensors, device)(tensors, root)
+
+
+def _sharing(named: Named) -> list[str]:
+    """Where tensors share memory with others, or twice with themselves. This must be the same on all ranks.
+
+    Otherwise one of two elements in the same place would be lost. Tensors that only interleave count, too.
+    """
+    found = [""] * len(named)
+    first, start, end = 0, 0, 0  # of the tensors before that hang together
+    for at, i in sorted((tensor.data_ptr(), i) for i, (_, tensor) in enumerate(named) if tensor.numel()):
+        tensor = named[i][1]
+        if at < end:
+            (name, _), (of, before) = named[i], named[first]
+            found[i] = f", shares memory with {of} from byte {at - start} on, strides {tensor.stride()}"
+            found[first] = found[first] or f", shares memory with {name}, strides {before.stride()}"
+        else:
+            first, start, end = i, at, 0
+            if _may_overlap_itself(tensor):
+                found[i] = f", shares memory with itself, strides {tensor.stride()}"
+        reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = max(end, at + (reach + 1) * tensor.element_size())
+    return found
+
+
+def _may_overlap_itself(tensor: torch.Tensor) -> bool:
+    reach = 0
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (extent - 1)
+    return False

@@ -1,0 +1,267 @@
+// Ranks that wait for each other: an error where nobody can end it, and never where somebody can.
+#include "engine/progress/deadlock_detector.h"
+
+#include <barrier>
+#include <random>
+
+#include "job.h"
+
+namespace syncengine {
+
+using testing::all_reduce_of;
+using testing::run_job;
+
+namespace {
+
+// Boards without engines: each rank says what it waits for.
+struct Table {
+  explicit Table(int size) : boards(size) {
+    std::vector<shm::WaitBoard*> all;
+    for (auto& board : boards) all.push_back(&board);
+    for (int rank = 0; rank < size; ++rank) ranks.emplace_back(all, rank);
+  }
+  // Each wait as the mask of the ranks that it needs.
+  void wait(int rank, const std::vector<uint64_t>& masks, bool everybody = true) {
+    std::vector<DeadlockDetector::Wait> waits;
+    for (uint64_t mask : masks) waits.push_back({.group = 4096, .place = {0, waits.size(), 0}, .missing = mask});
+    ranks[rank].publish(waits, everybody);
+  }
+
+  std::vector<shm::WaitBoard> boards;
+  std::vector<DeadlockDetector> ranks;
+};
+
+// How many threads the rank of the calling thread has.
+thread_local int threads_of_my_rank = 1;
+int count_threads() { return threads_of_my_rank; }
+
+void pause(double time) { std::this_thread::sleep_for(seconds(time)); }
+
+ErrorKind kind_of(const std::function<void()>& call, std::string* text = nullptr) {
+  try {
+    call();
+  } catch (const Error& error) {
+    if (text) *text = error.what();
+    return error.kind();
+  }
+  CHECK(!"it should have thrown");
+  std::abort();
+}
+
+// Rank 0 makes a call, rank 1 waits for a bucket: neither comes for the other's. Returns the error.
+ErrorKind wait_crosswise(int rank, Communicator& communicator, std::string& text) {
+  auto slots = communicator.reserve_slots(1);
+  std::vector<float> data(100);
+  auto call = [&] {
+    if (rank == 0)
+      communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
+    else
+      communicator.wait(communicator.announce(slots, 0, all_reduce_of(data.data(), 400, DType::Float32)));
+  };
+  return kind_of(call, &text);
+}
+
+}  // namespace
+
+TEST(a_deadlock_is_believed_once_every_rank_has_looked_again) {
+  Table table(2);
+  for (int look = 0; look < 3; ++look) {
+    table.wait(0, {0b10});
+    table.wait(1, {0b01});
+    CHECK_EQ(table.ranks[0].search(), look < 2 ? 0u : 0b11u);
+  }
+  CHECK_EQ(table.ranks[0].chain(0b11).size(), 2u);
+  CHECK_EQ(table.ranks[0].waits_for_me(1).size(), 1u);
+  // One that has stopped may have missed a call that was made since.
+  Table stopped(2);
+  stopped.wait(1, {0b01});
+  for (int look = 0; look < 10; ++look) {
+    stopped.wait(0, {0b10});
+    CHECK_EQ(stopped.ranks[0].search(), 0u);
+  }
+}
+
+TEST(whoever_can_go_on_is_not_stuck) {
+  struct Case {
+    const char* what;
+    std::vector<std::vector<uint64_t>> waits;  // by rank
+    uint64_t stuck;
+    uint64_t with_other_threads = 0;  // ranks
+  };
+  const Case cases[] = {
+      {"two wait for each other", {{0b010}, {0b001}, {}}, 0b011},
+      {"a ring of three", {{0b010}, {0b100}, {0b001}}, 0b111},
+      {"one waits for a ring", {{0b010}, {0b001}, {0b001}}, 0b111},
+      {"for two, of whom one is stuck", {{0b110}, {0b001}, {}}, 0b011},
+      {"a chain has an end", {{0b010}, {0b100}, {}}, 0},
+      {"another thread may bring it", {{0b010}, {0b001}, {}}, 0, 0b010},
+      {"another thread behind a ring may bring it", {{0b010}, {0b100}, {0b001}}, 0, 0b100},
+      {"one of two threads will be served", {{0b010, 0b100}, {0b001}, {}}, 0},
+      {"two threads, both stuck", {{0b010, 0b100}, {0b001}, {0b001}}, 0b111},
+      {"a wait that needs nobody ends", {{0b010}, {0b001, 0}, {}}, 0},
+  };
+  for (const Case& test : cases) {
+    Table table(3);
+    uint64_t found = 0;
+    for (int look = 0; look < 4; ++look) {
+      for (int rank = 0; rank < 3; ++rank) table.wait(rank, test.waits[rank], !(test.with_other_threads >> rank & 1));
+      found = table.ranks[0].search();
+    }
+    if (found != test.stuck) testing::fail(__FILE__, __LINE__, test.what);
+  }
+}
+
+TEST(a_change_starts_the_search_anew) {
+  Table table(2);
+  for (int look = 0; look < 10; ++look) {
+    table.wait(0, {0b10});
+    for (bool waits : {false, true}) table.wait(1, waits ? std::vector<uint64_t>{0b01} : std::vector<uint64_t>{});
+    CHECK_EQ(table.ranks[0].search(), 0u);
+  }
+}
+
+TEST(cycles_are_mismatches_not_timeouts) {
+  auto body = [](int rank, Communicator& communicator) {
+    auto start = Clock::now();
+    std::string text;
+    CHECK(wait_crosswise(rank, communicator, text) == ErrorKind::Mismatch);
+    CHECK(text.find("rank 0 waits in") != std::string::npos || text.find("rank 1 waits in") != std::string::npos);
+    CHECK(text.find("for rank 0") != std::string::npos && text.find("for rank 1") != std::string::npos);
+    CHECK(Clock::now() - start < seconds(5));  // the timeout is 30 minutes
+  };
+  run_job(2, {}, body, count_threads);
+}
+
+TEST(cycles_across_communicators_are_found) {
+  auto body = [](int rank, Communicator& communicator) {
+    auto first = communicator.split({0, 1}), second = communicator.split({0, 1});
+    std::vector<float> data(100);
+    std::string text;
+    auto call = [&] { (rank == 0 ? first : second)->run(all_reduce_of(data.data(), 400, DType::Float32)); };
+    CHECK(kind_of(call, &text) == ErrorKind::Mismatch);
+    CHECK(text.find("of another communicator for rank") != std::string::npos);
+  };
+  run_job(2, {}, body, count_threads);
+}
+
+// Each waits in another pair. Who finds it fails its own pairs; its error, uncaught, ends the job and so reaches the third.
+TEST(cycles_of_three_are_found) {
+  auto body = [](int rank, Communicator& communicator) {
+    std::vector<std::shared_ptr<Communicator>> pairs;  // of each rank with the next one
+    for (int first = 0; first < 3; ++first) {
+      int second = (first + 1) % 3;
+      bool member = rank == first || rank == second;
+      pairs.push_back(communicator.split(member ? std::vector<int>{first, second} : std::vector<int>{}));
+    }
+    std::vector<float> data(100);
+    std::string text;
+    auto start = Clock::now();
+    auto call = [&] { pairs[rank]->run(all_reduce_of(data.data(), 400, DType::Float32)); };
+    ErrorKind kind = kind_of(call, &text);
+    communicator.abort(kind, text);
+    CHECK(kind == ErrorKind::Mismatch);
+    for (const char* each : {"for rank 0", "for rank 1", "for rank 2"}) CHECK(text.find(each) != std::string::npos);
+    CHECK(Clock::now() - start < seconds(5));
+  };
+  run_job(3, {}, body, count_threads);
+}
+
+// Both first threads wait, each for what the other rank's second thread will bring. Its first call comes late.
+TEST(another_thread_may_bring_what_is_missing) {
+  auto body = [](int rank, Communicator& communicator) {
+    auto slots = communicator.reserve_slots(1);
+    std::vector<float> bucket(100, 1.0f), metrics(100, 1.0f);
+    auto announce = [&] {
+      communicator.wait(communicator.announce(slots, 0, all_reduce_of(bucket.data(), 400, DType::Float32)));
+    };
+    auto call = [&] { communicator.run(all_reduce_of(metrics.data(), 400, DType::Float32)); };
+    threads_of_my_rank = 2;
+    testing::run_ranks(2, [&](int thread) {
+      threads_of_my_rank = 2;
+      if (thread == 1) pause(1.2);
+      bool first = thread == rank;
+      first ? announce() : call();
+    });
+    CHECK_EQ(bucket[99] + metrics[99], 4.0f);
+  };
+  run_job(2, {}, body, count_threads);
+}
+
+TEST(uncertain_cycles_are_timeouts_that_name_both_sides) {
+  Options options;
+  options.timeout = seconds(0.8);
+  auto body = [](int rank, Communicator& communicator) {
+    std::string text;
+    CHECK(wait_crosswise(rank, communicator, text) == ErrorKind::Timeout);
+    CHECK(text.find("; meanwhile rank ") != std::string::npos);
+  };
+  run_job(2, options, body);
+}
+
+// A wait that the program itself gives up on may be followed by the call that the other rank waits for.
+TEST(a_wait_with_a_timeout_of_its_own_is_no_cycle) {
+  auto body = [](int rank, Communicator& communicator) {
+    auto probe = communicator.split({0, 1});
+    std::vector<float> data(100, 1.0f), asked(100);
+    if (rank == 0) {
+      auto work = probe->submit(all_reduce_of(asked.data(), 400, DType::Float32));
+      CHECK_THROWS(probe->wait(work, {}, seconds(0.8)), ErrorKind::Timeout);
+    }
+    communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
+    CHECK_EQ(data[99], 2.0f);
+  };
+  run_job(2, {}, body, count_threads);
+}
+
+// More calls than a lane opens at once: that a peer's later ones are not open yet does not mean that it never makes them.
+TEST(who_waits_further_on_is_no_cycle) {
+  constexpr int kCalls = 100;
+  auto body = [](int rank, Communicator& communicator) {
+    std::vector<float> data(kCalls, 1.0f);
+    std::vector<std::shared_ptr<Work>> works;
+    auto submit_until = [&](int count) {
+      while (static_cast<int>(works.size()) < count)
+        works.push_back(communicator.submit(all_reduce_of(&data[works.size()], sizeof(float), DType::Float32)));
+    };
+    if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(900));
+    if (rank == 1) {
+      submit_until(81);
+      communicator.wait(works[80]);
+    }
+    submit_until(kCalls);
+    communicator.wait(works[kCalls - 1]);
+    for (float value : data) CHECK_EQ(value, 3.0f);
+  };
+  run_job(3, {}, body, count_threads);
+}
+
+// Long waits, here and there, that all end: boards and calls change under those who read them.
+TEST(slow_but_valid_programs_are_left_alone) {
+  constexpr int kRounds = 24, kSize = 3;
+  auto body = [](int rank, Communicator& communicator) {
+    std::vector<std::shared_ptr<Communicator>> groups;
+    for (int out = 0; out < kSize; ++out) {
+      std::vector<int> members;
+      for (int member = 0; member < kSize; ++member)
+        if (member != out) members.push_back(member);
+      groups.push_back(communicator.split(rank == out ? std::vector<int>{} : members));
+    }
+    auto slots = communicator.reserve_slots(1);
+    std::mt19937 same(7), different(rank);
+    for (int round = 0; round < kRounds; ++round) {
+      if (different() % 2) pause(static_cast<double>(different() % 150) / 1000);
+      float value = 1.0f;
+      size_t choice = same() % 5;
+      if (choice < 3) {
+        if (groups[choice]) groups[choice]->run(all_reduce_of(&value, 4, DType::Float32));
+      } else if (choice == 3) {
+        communicator.run(all_reduce_of(&value, 4, DType::Float32));
+      } else {
+        communicator.wait(communicator.announce(slots, 0, all_reduce_of(&value, 4, DType::Float32)));
+      }
+    }
+  };
+  run_job(kSize, {}, body, count_threads);
+}
+
+}  // namespace syncengine

@@ -1,0 +1,227 @@
+// What forked children get of an arena: copies of what was there at the fork, of no more, and of nothing that was free.
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <random>
+#include <thread>
+
+#include "child.h"
+#include "job.h"
+#include "transport/shm/arena.h"
+
+namespace syncengine {
+
+using testing::memory_of_process;
+using testing::start_child;
+using testing::true_in_child;
+using testing::was_true;
+
+namespace {
+
+constexpr size_t kMiB = 1 << 20, kArena = 512 * kMiB, kPage = shm::kPage;
+constexpr long kNoise = kMiB;  // of the process itself, its sanitizer's aside
+constexpr bool kCountsBytes = testing::kSlowdown == 1;
+
+char* chars(const std::shared_ptr<void>& memory) { return static_cast<char*>(memory.get()); }
+
+bool all_are(const char* data, size_t bytes, char value) {
+  return std::all_of(data, data + bytes, [&](char c) { return c == value; });
+}
+
+size_t pages_of(const shm::Arena& arena) {
+  struct stat status{};
+  CHECK_EQ(fstat(arena.fd(), &status), 0);
+  return static_cast<size_t>(status.st_blocks) * 512;
+}
+
+// Whether the child has about `wanted` more bytes of its own than its parent had at the fork.
+bool took(long before, long wanted) {
+  const long bytes = memory_of_process("Anonymous") - before;
+  if (!kCountsBytes || std::labs(bytes - wanted) <= kNoise) return true;
+  std::fprintf(stderr, "a child took %ld bytes, not %ld\n", bytes, wanted);
+  return false;
+}
+
+struct Fixture {
+  std::shared_ptr<shm::Arena> arena = shm::Arena::create(kArena);
+  shm::Pool& pool = *arena->create_pool();
+  Fixture() { pool.join(); }
+  ~Fixture() { pool.close(), pool.leave(); }
+
+  char* take(size_t bytes, int content) {
+    auto* block = static_cast<char*>(pool.allocate(bytes));
+    return static_cast<char*>(std::memset(block, content, bytes));
+  }
+};
+
+}  // namespace
+
+TEST(a_child_gets_nothing_of_blocks_that_were_released) {
+  Fixture f;
+  std::vector<char*> blocks;
+  for (int i = 0; i < 64; ++i) blocks.push_back(f.take(kMiB, i));
+  for (int i = 0; i < 64; ++i) {
+    if (i != 20 && i != 40) f.pool.release(blocks[i]);
+  }
+  const long before = memory_of_process("Anonymous");
+  CHECK(true_in_child(
+      [&] { return took(before, 2 * kMiB) && all_are(blocks[20], kMiB, 20) && all_are(blocks[40], kMiB, 40); }));
+  CHECK(memory_of_process("Anonymous") - before <= kNoise);
+  f.pool.release(blocks[20]);
+  f.pool.release(blocks[40]);
+  CHECK(true_in_child([&] { return took(before, 0); }));
+}
+
+TEST(a_child_gets_pages_that_were_touched) {
+  Fixture f;
+  auto untouched = f.arena->allocate_tensor(64 * kMiB), touched = f.arena->allocate_tensor(64 * kMiB);
+  auto* sparse = static_cast<char*>(f.pool.allocate(64 * kMiB));
+  for (char* begin : {chars(touched), sparse}) {
+    std::memset(begin + 10 * kMiB, 7, kMiB);
+    begin[50 * kMiB] = 8;
+  }
+  const size_t shared = pages_of(*f.arena);
+  const long before = memory_of_process("Anonymous");
+  CHECK(true_in_child([&] {
+    bool right = took(before, 2 * kMiB);
+    for (char* begin : {chars(touched), sparse}) {
+      right = right && all_are(begin + 10 * kMiB, kMiB, 7) && begin[50 * kMiB] == 8 && begin[9 * kMiB] == 0;
+      begin[9 * kMiB] = 1;
+    }
+    chars(untouched)[5] = 1;
+    return right && chars(untouched)[63 * kMiB] == 0;
+  }));
+  CHECK_EQ(pages_of(*f.arena), shared);
+  f.pool.release(sparse);
+}
+
+TEST(a_child_sees_what_was_there_at_the_fork) {
+  Fixture f;
+  auto tensor = f.arena->allocate_tensor(32 * kMiB);
+  char* block = f.take(32 * kMiB, 0);
+  for (char round = 1; round < 6; ++round) {
+    std::memset(tensor.get(), round, 32 * kMiB);
+    std::memset(block, round, 32 * kMiB);
+    pid_t child =
+        start_child([&] { return all_are(chars(tensor), 32 * kMiB, round) && all_are(block, 32 * kMiB, round); });
+    std::memset(block, 99, 32 * kMiB);
+    std::memset(tensor.get(), 99, 32 * kMiB);
+    CHECK(was_true(child));
+  }
+  f.pool.release(block);
+}
+
+TEST(a_child_frees_its_copies_and_its_own_child_takes_no_more) {
+  Fixture f;
+  auto tensor = f.arena->allocate_tensor(8 * kMiB);
+  std::memset(tensor.get(), 3, 8 * kMiB);
+  char* block = f.take(8 * kMiB, 4);
+  const long before = memory_of_process("Anonymous");
+  CHECK(true_in_child([&] {
+    if (!took(before, 16 * kMiB)) return false;
+    const bool right =
+        true_in_child([&] { return took(before, 16 * kMiB) && chars(tensor)[kMiB] == 3 && block[kMiB] == 4; });
+    tensor.reset();
+    if (!took(before, 8 * kMiB)) return false;
+    f.pool.release(block);
+    return right && took(before, 0) && f.pool.allocate(kPage) == nullptr;
+  }));
+  CHECK(chars(tensor)[kMiB] == 3 && block[kMiB] == 4);
+  f.pool.release(block);
+}
+
+TEST(a_child_keeps_what_was_severed) {
+  Fixture f;
+  shm::PeerArena peer(f.arena->fd(), f.arena->bytes());
+  char* first = f.take(4 * kPage, 1);
+  char* block = f.take(8 * kPage, 2);
+  char* last = f.take(4 * kPage, 3);
+  auto tensor = f.arena->allocate_tensor(4 * kPage);
+  std::memset(tensor.get(), 4, 4 * kPage);
+  for (char* begin : {block + kPage, block + 5 * kPage, chars(tensor)}) {
+    const auto offset = static_cast<size_t>(f.arena->offset_of(begin, 1));
+    f.arena->sever_tensor(offset, 2 * kPage);
+    f.arena->sever_tensor(offset, kPage);
+    std::memset(peer.at(offset, kPage), 9, kPage);  // a woken rank
+  }
+  CHECK(true_in_child([&] {
+    return all_are(first, 4 * kPage, 1) && all_are(block, 8 * kPage, 2) && all_are(last, 4 * kPage, 3) &&
+           all_are(chars(tensor), 4 * kPage, 4);
+  }));
+}
+
+TEST(severing_takes_no_more_than_was_touched) {
+  Fixture f;
+  auto tensor = f.arena->allocate_tensor(64 * kMiB);
+  chars(tensor)[kMiB] = 1;
+  const size_t shared = pages_of(*f.arena);
+  const long before = memory_of_process("Anonymous");
+  f.arena->sever_tensor(static_cast<size_t>(f.arena->offset_of(tensor.get(), 1)));
+  CHECK(took(before, 0));
+  CHECK_EQ(pages_of(*f.arena), shared);
+  CHECK(chars(tensor)[kMiB] == 1 && chars(tensor)[0] == 0);
+}
+
+TEST(severing_again_keeps_what_was_written_since) {
+  Fixture f;
+  auto* block = static_cast<char*>(f.pool.allocate(8 * kPage));  // no page of it is there yet
+  const auto offset = static_cast<size_t>(f.arena->offset_of(block, 1));
+  f.arena->sever_tensor(offset + 2 * kPage, 2 * kPage);
+  std::memset(block, 5, 8 * kPage);
+  f.arena->sever_tensor(offset, 8 * kPage);
+  CHECK(all_are(block, 8 * kPage, 5));
+  CHECK(true_in_child([&] { return all_are(block, 8 * kPage, 5); }));
+}
+
+TEST(a_child_does_not_hold_the_memory_of_its_parent) {
+  auto arena = shm::Arena::create(kArena);
+  const int fd = arena->fd();
+  struct stat own{};
+  fstat(fd, &own);
+  CHECK(true_in_child([&] {
+    struct stat other{};
+    return fstat(fd, &other) != 0 || other.st_ino != own.st_ino;
+  }));
+}
+
+TEST(forks_beside_threads_that_allocate_come_through) {
+  Fixture f;
+  std::atomic<bool> over{false};
+  std::vector<std::thread> threads;
+  for (unsigned seed = 0; seed < 3; ++seed) {
+    threads.emplace_back([&, seed] {
+      std::mt19937 random(seed);
+      std::vector<void*> mine;
+      while (!over) {
+        if (mine.size() < 20) {
+          void* block = f.pool.allocate((1 + random() % 300) * kPage);
+          if (block) *static_cast<char*>(block) = 1, mine.push_back(block);
+          f.arena->allocate_tensor(random() % 100 * kPage);
+        } else {
+          std::swap(mine[random() % mine.size()], mine.back());
+          f.pool.release(mine.back());
+          mine.pop_back();
+          if (random() % 50 == 0) f.pool.trim();
+        }
+      }
+      for (void* block : mine) f.pool.release(block);
+    });
+  }
+  char* block = f.take(5 * kPage, 6);
+  int good = 0;
+  for (int round = 0; round < 60 / testing::kSlowdown; ++round) {
+    good += true_in_child([&] {
+      const bool right = all_are(block, 5 * kPage, 6) && f.pool.allocate(kPage) == nullptr;
+      f.pool.release(block);
+      return right;
+    });
+  }
+  over = true;
+  for (auto& thread : threads) thread.join();
+  CHECK_EQ(good, 60 / testing::kSlowdown);
+  f.pool.release(block);
+}
+
+}  // namespace syncengine

@@ -1,0 +1,80 @@
+"""A number for each build: of the sources that define what lies in shared memory and what goes between hosts."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from pool import RankPool
+
+import syncengine
+from syncengine import _C, connect
+from syncengine.errors import Mismatch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def build_id_of(root: Path) -> str:
+    command = ["make", "-s", "-C", str(ROOT / "tests" / "core"), f"ROOT={root}", "build-id"]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+
+
+def test_both_builds_make_the_same_number() -> None:
+    assert _C.build_id == build_id_of(ROOT)
+
+
+@pytest.mark.parametrize(
+    ("file", "counts"),
+    [
+        ("transport/shm/layout.h", True),
+        ("transport/matching/frame.h", True),
+        ("engine/hosts/message.h", True),
+        ("collectives/interhost_plan.cpp", True),
+        ("bindings/module.cpp", False),
+        ("kernels/dispatch.cpp", False),
+    ],
+)
+def test_what_defines_layouts_and_wire_changes_it(tmp_path: Path, file: str, counts: bool) -> None:
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    before = build_id_of(tmp_path)
+    with (tmp_path / "csrc" / file).open("a") as source:
+        source.write("// something else\n")
+    assert (build_id_of(tmp_path) != before) == counts
+
+
+def test_ranks_of_other_builds_are_named() -> None:
+    def exchange_with(build: dict) -> None:
+        def exchange(mine: bytes) -> list[bytes]:
+            head, _, address = mine.partition(b"\n")
+            theirs = {**json.loads(head), "host": "elsewhere"}
+            del theirs["build"]
+            return [mine, json.dumps({**theirs, **build}).encode() + b"\n" + address]
+
+        return connect._agree(exchange, syncengine.config.Config(), b"an address")
+
+    for build, text in (({"build": "0123456789abcdef"}, "0123456789abcdef"), ({}, "an older one")):
+        with pytest.raises(Mismatch, match=f"rank 1 on elsewhere runs another build .* .{text}. than rank 0"):
+            exchange_with(build)
+    names, _ = exchange_with({"build": _C.build_id})
+    assert names[1] == "elsewhere"
+
+
+def init_as_another_build(other: int) -> str:
+    """As if one host had been upgraded and the other had not."""
+    import os
+
+    if int(os.environ["RANK"]) == other:
+        connect.build_id = "0123456789abcdef"
+    with pytest.raises(syncengine.errors.SyncError) as caught:
+        syncengine.init(timeout=20.0)
+    return str(caught.value)
+
+
+def test_half_upgraded_clusters_are_refused_on_both_sides(pool: RankPool) -> None:
+    with pool.spawn_ranks(init_as_another_build, 1, world=2, settings=None) as ranks:
+        for rank in ranks:
+            text = rank.result()  # by whichever rank found out first
+            named = re.search(r"rank (\d) on \S+ runs another build of syncengine \(\w+\) than rank (\d) \(", text)
+            assert named and set(named.groups()) == {"0", "1"}, text

@@ -1,0 +1,324 @@
+"""What a program sets for all that runs in it, or in a part: it is for the model, not for the wrapper's tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models.workload import same_bits
+from parallel_models import gradients, of_both
+from pool import RankPool, run_on_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+
+import syncengine
+
+pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
+
+State = Callable[[], contextlib.AbstractContextManager[Any]]
+
+
+class Counted(nn.Module):
+    """Buffers that travel in one message and one that does not, one of them new in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(24, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 4))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("seen", torch.zeros(20_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps = self.steps + 1
+        self.seen += 1 + syncengine.rank()
+        return self.layers(x)
+
+
+class Steady(Counted):
+    """Its buffers stay the same tensors."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.steps += 1
+        return self.layers(x)
+
+
+def batch(step: int = 0) -> torch.Tensor:
+    generator = torch.Generator("cpu").manual_seed(100 * step + syncengine.rank())
+    return torch.randn(5, 24, generator=generator, device="cpu", dtype=torch.float32)
+
+
+def train(model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
+    """Plans, no_sync, evaluations in between; the gradients of each step, and all state at the end."""
+    left: list[torch.Tensor] = []
+    for i in range(steps):
+        model.zero_grad()
+        if i == 1:
+            with model.no_sync():
+                model(batch(50)).square().mean().backward()
+        model(batch(i)).square().mean().backward()
+        left += [g.clone() for g in gradients(model) if g is not None]
+        with torch.no_grad():
+            model.eval()(batch(i))
+            model.train()
+    return left + [t.clone() for t in model.state_dict().values()]
+
+
+def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    assert all(same_bits(mine, other) for mine, other in zip(ours, theirs, strict=True))
+
+
+def in_inference_mode(make: Callable[[], nn.Module], train_between: int) -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        left = train(model, train_between) if train_between else []
+        with torch.inference_mode():
+            model.eval()(batch())
+            model.train()
+        if model.module.steps.is_inference():  # DDP can't write that
+            model.module.steps = model.module.steps.clone()
+        return left + train(model)
+
+    assert_same(*of_both(step, make))
+
+
+@run_on_ranks(gloo=True)
+def test_the_first_forward_may_be_one_for_inference():
+    """As in Lightning's sanity check. What it leaves must serve training."""
+    for make in (Counted, Steady):
+        in_inference_mode(make, 0)
+        in_inference_mode(make, 3)
+
+
+@run_on_ranks()
+def test_buffers_may_come_from_inference():
+    """DDP raises there."""
+    model, other = syncengine.Parallel(Counted()), syncengine.Parallel(Counted())
+    other.load_state_dict(model.state_dict())
+    for m, mode in ((model, torch.inference_mode), (other, torch.no_grad)):
+        with mode():
+            m.module.steps = m.module.steps + syncengine.rank()
+    assert model.module.steps.is_inference()
+    assert_same(train(model), train(other))
+
+
+@run_on_ranks()
+def test_gradients_that_inference_allows_are_none():
+    """Autograd records nothing there."""
+    model = syncengine.Parallel(Counted())
+    model.module.steps = torch.zeros(1)
+    with torch.inference_mode(), torch.enable_grad():
+        for _ in range(2):
+            assert not model(batch()).requires_grad
+    model.module.steps = model.module.steps.clone()
+    train(model)
+
+
+@contextlib.contextmanager
+def default_device(name: str) -> Iterator[None]:
+    torch.set_default_device(name)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def anomalies() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow
+        with torch.autograd.detect_anomaly():
+            yield
+
+
+class Everywhere(TorchFunctionMode):
+    """What is made without a device goes elsewhere, as under torch.device()."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function in (torch.tensor, torch.zeros, torch.empty, torch.ones, torch.full, torch.arange):
+            kwargs.setdefault("device", "meta")
+        return function(*args, **kwargs)
+
+
+STATES: dict[str, State] = {
+    "default device meta": partial(default_device, "meta"),
+    "default device cpu": partial(default_device, "cpu"),
+    "device meta around": lambda: torch.device("meta"),
+    "a mode of functions": Everywhere,
+    "default dtype float64": partial(default_dtype, torch.float64),
+    "default dtype bfloat16": partial(default_dtype, torch.bfloat16),
+    "deterministic": deterministic,
+    "anomalies": anomalies,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "no gradients at construction": torch.no_grad,
+    "inference at construction": torch.inference_mode,
+}
+
+
+def plain(wrap: Any) -> Iterator[Any]:
+    model = wrap(Counted())
+    yield
+    yield train(model)
+
+
+def unused(wrap: Any) -> Iterator[Any]:
+    model = wrap(Counted(), find_unused_parameters=True)
+    yield
+    yield train(model)
+
+
+def static(wrap: Any) -> Iterator[Any]:
+    model = wrap(Counted(), static_graph=True)
+    yield
+    yield train(model)
+
+
+def joined(wrap: Any) -> Iterator[Any]:
+    model = wrap(Counted())
+    yield
+    with model.join():
+        for i in range(3 + syncengine.rank()):
+            model(batch(i)).square().mean().backward()
+    yield [*gradients(model), *(t.clone() for t in model.state_dict().values())]
+
+
+def hooked(wrap: Any) -> Iterator[Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    model = wrap(Counted())
+    model.register_comm_hook(None, allreduce_hook)
+    yield
+    yield train(model)
+
+
+def compressed(wrap: Any) -> Iterator[Any]:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    model = wrap(Counted())
+    model.register_comm_hook(None, fp16_compress_hook)
+    yield
+    yield train(model)
+
+
+def delayed(wrap: Any) -> Iterator[Any]:
+    module = Counted()
+    chosen = [(n, p) for n, p in module.named_parameters() if n.startswith("layers.3")]
+    model = wrap(module, delay_all_reduce_named_params=chosen, param_to_hook_all_reduce=module.layers[0].weight)
+    yield
+    left = []
+    for i in range(3):
+        model.zero_grad()
+        model(batch(i)).square().mean().backward()
+        torch.distributed.barrier()  # DDP does not wait for what it delays
+        left += gradients(model)
+    yield left
+
+
+WAYS: dict[str, Any] = {f.__name__: f for f in (plain, unused, static, joined, hooked, compressed, delayed)}
+
+
+def run(wrap: Any, way: str, state: str | None = None) -> Any:
+    """What training leaves that runs in a state: at construction, or all the time."""
+    enter = STATES[state] if state else contextlib.nullcontext
+
+    def made(module: nn.Module, **options: Any) -> nn.Module:
+        with enter():
+            return wrap(module, **options)
+
+    torch.manual_seed(0)
+    steps = WAYS[way](made)
+    next(steps)
+    with contextlib.nullcontext() if state and state.endswith("at construction") else enter():
+        return next(steps)
+
+
+def in_all_states(way: str) -> None:
+    expected = run(syncengine.Parallel, way)
+    for state in STATES:
+        ours = run(syncengine.Parallel, way, state)
+        if state == "autocast":  # the one that is for what the model computes
+            assert_same(ours, run(DistributedDataParallel, way, state))
+        else:
+            assert_same(ours, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_set_outside_is_for_the_model(pool: RankPool, way: str):
+    pool.run(in_all_states, way, gloo=True)
+
+
+@run_on_ranks(gloo=True)
+def test_ddp_does_the_same_where_it_can():
+    expected = run(syncengine.Parallel, "plain")
+    for state in ("default device cpu", "default dtype float64", "deterministic", "anomalies"):
+        assert_same(run(DistributedDataParallel, "plain", state), expected)
+
+
+def own_modules() -> list[nn.Module]:
+    torch.manual_seed(0)
+    batch_norm = nn.Sequential(nn.Linear(24, 4), nn.SyncBatchNorm(4))
+    return [Counted(), Counted(), batch_norm, nn.EmbeddingBag(7, 4, sparse=True, mode="sum")]
+
+
+def own_ways(modules: list[nn.Module]) -> list[torch.Tensor]:
+    """What DDP has not."""
+    *modules, table = modules
+    weighted, half, batch_norm = (syncengine.Parallel(module) for module in modules)
+    half.register_comm_hook(None, syncengine.hooks.bf16_compress)
+    left = train(half) + train(batch_norm)
+    for i in range(3):
+        weighted.weight(1 + syncengine.rank())
+        weighted(batch(i)).square().mean().backward()
+    with weighted.join(divide_by_initial_world_size=False):
+        for i in range(2 + syncengine.rank()):
+            weighted.weight(3.0)
+            weighted(batch(i)).square().mean().backward()
+    left += train(copy.deepcopy(weighted))
+    sparse = syncengine.Parallel(table)
+    for i in range(3):
+        sparse.zero_grad()
+        sparse(torch.tensor([[syncengine.rank(), 2, i]], device="cpu")).square().sum().backward()
+        left.append(table.weight.grad.to_dense().clone())
+    return left
+
+
+@run_on_ranks()
+def test_what_is_set_outside_is_not_for_weights_batch_norms_and_tables():
+    expected = own_ways(own_modules())
+    for state in ("default device meta", "a mode of functions", "default dtype bfloat16", "deterministic"):
+        modules = own_modules()
+        with STATES[state]():
+            assert_same(own_ways(modules), expected)
+
+
+@run_on_ranks()
+def test_the_tuner_has_its_own_tensors():
+    from syncengine.parallel.tuning import measure_link
+
+    with default_device("meta"), default_dtype(torch.float64):
+        measure_link(syncengine.default_communicator())

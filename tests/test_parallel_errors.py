@@ -1,0 +1,503 @@
+"""Errors that the user catches: what they cost, and whom."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_models import CAP, Mlp, data, different_bits, gradients
+from pool import RankPool, run_on_ranks
+from test_parallel_faults import InBackward
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+from syncengine.errors import Aborted, InvalidUsage, SyncError
+
+
+class Bad(Exception):
+    """Raised by the model."""
+
+
+class Raising(nn.Module):
+    """Raises where it is told to: "forward", or in backward "early", "middle" or "late"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(24, 300), nn.Linear(300, 300)
+        self.where = ""
+
+    def raise_at(self, where: str) -> None:
+        if self.where == where:
+            raise Bad(f"the batch is bad: {where}")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.requires_grad:
+            x = x.clone().requires_grad_()
+        x = InBackward.apply(x, lambda: self.raise_at("late"))
+        x = self.first(x)
+        self.raise_at("forward")
+        x = InBackward.apply(x, lambda: self.raise_at("middle"))
+        return InBackward.apply(self.last(x), lambda: self.raise_at("early"))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int, where: str = "") -> bool:
+    """Whether the step was made."""
+    model.module.where = where
+    optimizer.zero_grad()
+    try:
+        model(data(i)).square().mean().backward()
+    except Bad:
+        return False
+    optimizer.step()
+    return True
+
+
+def train(wrap: Callable[..., nn.Module], steps: list[tuple[int, str]], **options: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    module = Raising()
+    model = wrap(module, **options)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
+    for i, where in steps:
+        assert step(model, optimizer, i, where) == (not where)
+    return [p.detach().clone() for p in module.parameters()]
+
+
+OPTIONS: list[dict[str, Any]] = [{}, CAP, {"find_unused_parameters": True}, {"static_graph": True}]
+
+
+def costs_one_step(places: dict[int, str]) -> None:
+    """`places`: where each rank raises at steps 2 and 3."""
+    mine = places[syncengine.rank()]
+    without = [(i, "") for i in (0, 1, 4, 5)]
+    for options in OPTIONS:
+        # DDP can't do without the bad batches in the order of its buckets, which bits don't depend on with two ranks.
+        expected = train(DistributedDataParallel, without, **options)
+        ours = train(syncengine.Parallel, [*without[:2], (2, mine), (3, mine), *without[2:]], **options)
+        assert not different_bits(ours, expected), options
+    syncengine.barrier()
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        ("forward", "forward"),
+        ("early", "early"),
+        ("middle", "middle"),
+        ("late", "late"),
+        ("early", "middle"),
+        ("middle", "late"),
+        ("forward", "middle"),
+        ("early", "forward"),
+    ],
+    ids="-".join,
+)
+def test_an_error_of_all_ranks_costs_a_step(pool: RankPool, places: tuple[str, str]):
+    pool.run(costs_one_step, dict(enumerate(places)), gloo=True)
+
+
+def first_step_fails(where: str) -> None:
+    for options in OPTIONS:
+        expected = train(DistributedDataParallel, [(1, ""), (2, "")], **options)
+        assert not different_bits(train(syncengine.Parallel, [(0, where), (1, ""), (2, "")], **options), expected)
+    syncengine.barrier()
+
+
+@pytest.mark.parametrize("where", ["forward", "middle"])
+def test_an_error_in_the_first_step(pool: RankPool, where: str):
+    pool.run(first_step_fails, where, gloo=True)
+
+
+@run_on_ranks(gloo=True)
+def test_accumulated_gradients_outlive_an_error_in_forward():
+    """As Accelerate's find_executable_batch_size: too large a batch, and once more with a smaller one."""
+
+    def accumulate(model: nn.Module) -> list[torch.Tensor]:
+        with model.no_sync():
+            model(data(0)).square().mean().backward()
+        model.module.where = "forward"
+        with pytest.raises(Bad):
+            model(data(1))
+        model.module.where = ""
+        model(data(1)).square().mean().backward()
+        return gradients(model.module)
+
+    torch.manual_seed(0)
+    ours = accumulate(syncengine.Parallel(Raising()))
+    torch.manual_seed(0)
+    assert not different_bits(ours, accumulate(DistributedDataParallel(Raising())))
+
+
+def one_rank_goes_on(where: str, world: int) -> str:
+    torch.manual_seed(0)
+    module = Raising()
+    model = syncengine.Parallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    assert step(model, optimizer, 0)
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(SyncError) as error:
+        if syncengine.rank() == 1:
+            assert not step(model, optimizer, 1, where)
+            step(model, optimizer, 2)
+        else:
+            step(model, optimizer, 1)
+            if where != "late":  # found out in the next step
+                pytest.fail("the others' error was not noticed")
+            before = [p.detach().clone() for p in module.parameters()]
+            step(model, optimizer, 2)
+    assert not different_bits([p.detach() for p in module.parameters()], before)
+    assert all(p.grad is None for p in module.parameters())
+    with pytest.raises(SyncError):
+        syncengine.barrier()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("where", ["forward", "early", "middle", "late"])
+def test_an_error_that_one_rank_catches_ends_every_ranks_next_wait(pool: RankPool, where: str, world: int):
+    texts = {
+        "forward": "raised in forward: Bad: the batch is bad",
+        "late": "rank 1: backward of Parallel(Raising) raised",
+    }
+    for text in pool.run(one_rank_goes_on, where, world, world=world):
+        assert "rank 1" in text
+        assert texts.get(where, "backward aborted") in text
+
+
+def catches_and_leaves() -> str:
+    model = syncengine.Parallel(Raising())
+    model.module.where = "middle" if syncengine.rank() == 1 else ""
+    syncengine.barrier()
+    with pytest.raises(Bad if syncengine.rank() == 1 else Aborted) as error:
+        model(data()).sum().backward()
+    return str(error.value)
+
+
+def test_a_rank_that_leaves_after_an_error_that_it_caught_says_so(pool: RankPool):
+    assert "rank 1: backward aborted" in pool.run(catches_and_leaves)[0]
+
+
+class Halves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(24, 2), nn.Linear(24, 2)
+
+    def forward(self, x: torch.Tensor, both: bool = True) -> torch.Tensor:
+        return self.always(x) + (self.sometimes(x) if both else 0)
+
+
+def unfinished(forgetful: list[int]) -> tuple[str, int]:
+    other = syncengine.Parallel(Mlp())
+    model = syncengine.Parallel(Halves())
+    forgets = syncengine.rank() in forgetful
+    with pytest.raises(SyncError) as error:
+        model(data(), both=not forgets).sum().backward()
+        model(data())
+    for _ in range(2):
+        with pytest.raises(SyncError, match="Expected to have finished reduction"):
+            model(data())
+    other(data()).sum().backward()  # is none of this
+    again = syncengine.Parallel(model.module)
+    again.zero_grad()
+    again(data()).sum().backward()
+    expected = [torch.zeros_like(p) for p in model.module.parameters()]
+    for rank in range(syncengine.world_size()):
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
+        found = torch.autograd.grad(model.module(x).sum(), list(model.module.parameters()))
+        expected = [a + b / syncengine.world_size() for a, b in zip(expected, found, strict=True)]
+    for p, mean in zip(model.module.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, mean)
+    syncengine.barrier()
+    return str(error.value), syncengine.rank()
+
+
+@pytest.mark.parametrize("forgetful", [[0], [1], [0, 1], [0, 2]], ids=str)
+def test_an_unfinished_reduction_ends_that_wrapper(pool: RankPool, forgetful: list[int]):
+    for text, _ in pool.run(unfinished, forgetful, world=3):
+        assert "Expected to have finished reduction" in text
+        assert "sometimes.weight" in text
+
+
+def removed(on: int) -> str:
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    for _ in range(5):
+        model(data()).sum().backward()
+    if syncengine.rank() == on:
+        model._remove_autograd_hooks()
+    with pytest.raises(SyncError, match=r"the hooks of Parallel\(Linear\) were removed") as error:
+        model(data()).sum().backward()
+    again = syncengine.Parallel(model.module)
+    again(data()).sum().backward()
+    syncengine.barrier()
+    return str(error.value)
+
+
+def test_removed_hooks_end_that_wrapper(pool: RankPool):
+    assert "rank 1: the hooks of" in pool.run(removed, 1)[0]
+
+
+def raises_around_sync_batch_norm(both: bool) -> str:
+    module = nn.Sequential(nn.Linear(24, 8), nn.SyncBatchNorm(8), RaisingBetween())
+    model = syncengine.Parallel(module)
+    model(data()).sum().backward()
+    module[2].raises = syncengine.rank() == 1
+    with pytest.raises((Bad, SyncError)):
+        model(data()).sum().backward()
+    with pytest.raises(SyncError) as error:
+        for _ in range(2):
+            model(data()).sum().backward()
+    return str(error.value)
+
+
+class RaisingBetween(nn.Module):
+    raises = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.raises:
+            raise Bad("between the layers")
+        return x
+
+
+def test_an_error_between_calls_that_others_wait_in_is_fatal_and_named(pool: RankPool):
+    for text in pool.run(raises_around_sync_batch_norm, False):
+        assert "rank 1 raised in forward: Bad: between the layers" in text
+
+
+class ToSparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to_sparse()
+
+
+class SparseGradient(nn.Module):
+    sparse = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ (ToSparse.apply(self.weight) if self.sparse else self.weight).T
+
+
+@run_on_ranks()
+def test_a_bad_gradient_costs_a_step():
+    """Which the reducer itself finds: it is sparse."""
+    module = SparseGradient()
+    model = syncengine.Parallel(module)
+    module.sparse = True
+    with pytest.raises(InvalidUsage, match="Expected variable to have dense gradient: parameter weight"):
+        model(data()).sum().backward()
+    module.sparse = False
+    module.zero_grad()
+    x = torch.full((1, 24), 1.0 + syncengine.rank())
+    model(x).sum().backward()
+    assert module.weight.grad.unique().tolist() == [1.5]
+    syncengine.barrier()
+
+
+def drops_the_averages(with_hook: bool) -> str:
+    """A hook on a parameter raises on rank 1 when all averages are there, and the error is caught."""
+    module = nn.Linear(24, 2)
+    model = syncengine.Parallel(module)
+    if with_hook:
+        model.register_comm_hook(None, own_hook)
+    bad = {"now": False}
+
+    def listen(parameter: torch.Tensor) -> None:
+        if bad["now"]:
+            raise Bad("in a hook")
+
+    module.weight.register_post_accumulate_grad_hook(listen)
+    model(data()).sum().backward()
+    bad["now"] = syncengine.rank() == 1
+    with pytest.raises(SyncError) as error:
+        for _ in range(2):
+            try:
+                model(data()).sum().backward()
+            except Bad:
+                bad["now"] = False
+    return str(error.value)
+
+
+def own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    average = bucket.buffer().clone()
+    syncengine.all_reduce(average, "avg")
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(average)
+    return future
+
+
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_averages_that_one_rank_has_dropped_are_noticed(pool: RankPool, with_hook: bool):
+    for text in pool.run(drops_the_averages, with_hook):
+        assert "rank 1: backward of Parallel(Linear) raised after its averages were complete" in text
+
+
+def all_drop(late_in_backward: list[int]) -> None:
+    """All ranks fail when the averages are there or on their way: some in backward, some in a hook."""
+    module = Raising()
+    model = syncengine.Parallel(module)
+    bad = {"now": False}
+
+    def listen(parameter: torch.Tensor) -> None:
+        if bad["now"]:
+            raise Bad("in a hook")
+
+    module.first.weight.register_post_accumulate_grad_hook(listen)
+    for i in range(6):
+        fails = i in (1, 2, 4)
+        in_backward = syncengine.rank() in late_in_backward
+        module.where = "late" if fails and in_backward else ""
+        bad["now"] = fails and not in_backward
+        module.zero_grad()
+        with pytest.raises(Bad) if fails else contextlib.nullcontext():
+            model(data(i)).sum().backward()
+    syncengine.barrier()
+
+
+@pytest.mark.parametrize("late_in_backward", [[], [0], [0, 1]], ids=str)
+def test_averages_that_all_ranks_have_dropped_cost_a_step(pool: RankPool, late_in_backward: list[int]):
+    pool.run(all_drop, late_in_backward)
+
+
+class Table(nn.Module):
+    """Sparse gradients come last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head, self.raises = nn.Embedding(9, 24, sparse=True), nn.Linear(24, 2), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def act() -> None:
+            if self.raises:
+                raise Bad("before the sparse gradient")
+
+        return self.head(InBackward.apply(self.table(x), act))
+
+
+def raises_before_sparse() -> str:
+    model = syncengine.Parallel(Table())
+    x = torch.arange(5)
+    model(x).sum().backward()
+    model.module.raises = syncengine.rank() == 0
+    with pytest.raises(SyncError) as error:
+        for _ in range(2):
+            try:
+                model(x).sum().backward()
+            except Bad:
+                model.module.raises = False
+    return str(error.value)
+
+
+def test_an_error_when_only_sparse_gradients_are_missing_is_told(pool: RankPool):
+    for text in pool.run(raises_before_sparse):
+        assert "rank 0: backward aborted" in text
+
+
+def late_and_early(last: str, world: int) -> str:
+    """Rank 0 fails when all its buckets are on their way, rank 1 before; a third rank does not fail."""
+    model = syncengine.Parallel(Raising(), **CAP)
+    model(data()).sum().backward()
+    rank = syncengine.rank()
+    model.module.where = ("late", "middle", "")[rank]
+    try:
+        model(data()).sum().backward()
+    except Bad:
+        model.module.where = ""
+    except SyncError as error:
+        return str(error)
+    if last == "destroyed" and rank == 0:
+        del model
+    else:
+        with pytest.raises(SyncError) if world == 3 else contextlib.nullcontext():
+            if last == "destroyed":
+                model.reducer.begin_forward(True)  # waits for nobody
+            else:
+                model(data()).sum().backward()
+    return "went on"
+
+
+@pytest.mark.parametrize("last", ["trained", "destroyed"])
+def test_who_abandons_with_all_buckets_on_their_way_keeps_nobody_waiting(pool: RankPool, last: str):
+    assert pool.run(late_and_early, last, 2) == ["went on"] * 2
+
+
+def test_who_did_not_abandon_hears_of_those_that_did(pool: RankPool):
+    assert "backward aborted" in pool.run(late_and_early, "trained", 3, world=3)[2]
+
+
+def unfinished_beside_an_error() -> str:
+    model = syncengine.Parallel(Halves())
+    model(data()).sum().backward()
+    forgets = syncengine.rank() == 0
+    with pytest.raises(SyncError, match="Expected to have finished reduction") as error:
+        try:
+            out = model(data(), both=not forgets)
+            if not forgets:
+                out = InBackward.apply(out, raise_bad)
+            out.sum().backward()
+        except Bad:
+            pass
+        for _ in range(2):
+            model(data()).sum().backward()
+    syncengine.barrier()
+    return str(error.value)
+
+
+def raise_bad() -> None:
+    raise Bad("at once")
+
+
+def test_an_unfinished_reduction_beside_an_error_is_told(pool: RankPool):
+    pool.run(unfinished_beside_an_error)
+
+
+def weights_in_join() -> None:
+    module = Raising()
+    model = syncengine.Parallel(module)
+    with model.join():
+        model.weight(3 + 2 * syncengine.rank())
+        module.where = "forward"
+        with pytest.raises(Bad):
+            model(data())
+        module.where = ""
+        if syncengine.rank() == 1:
+            model(data()).sum().backward()
+    syncengine.barrier()
+
+
+def test_the_weight_of_a_forward_that_raised_is_not_a_shadows(pool: RankPool):
+    pool.run(weights_in_join)
+
+
+@run_on_ranks()
+def test_hooks_that_were_removed_concern_no_local_backward():
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    model(data()).sum().backward()
+    model._remove_autograd_hooks()
+    model.zero_grad()
+    with model.no_sync():
+        model(torch.full((1, 24), 1.0 + syncengine.rank())).sum().backward()
+    assert model.module.weight.grad.unique().tolist() == [1.0 + syncengine.rank()]
+
+
+@run_on_ranks()
+def test_gradients_outlive_an_error_in_forward_with_a_communication_hook():
+    module = Raising()
+    model = syncengine.Parallel(module)
+    model.register_comm_hook(None, own_hook)
+    model(data()).sum().backward()
+    before = gradients(module)
+    module.where = "forward"
+    with pytest.raises((Bad, SyncError)):  # or the other's
+        model(data())
+    assert not different_bits(gradients(module), before)

@@ -1,0 +1,376 @@
+"""State ends with what it belongs to: a forward that was dropped, a second wrapper, a node that torch has replaced."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_models import Branches, Mlp, both, data, different_bits, gradients, of_both
+from pool import run_on_ranks
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.sgd import SGD
+from torch.utils.checkpoint import checkpoint
+
+import syncengine
+from syncengine.errors import InvalidUsage
+
+RATE = 0.1
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def steps_by_hook(module: nn.Module, model: nn.Module) -> None:
+    def step(parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameter.add_(parameter.grad, alpha=-RATE)
+        parameter.grad = None
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+def steps_fused(module: nn.Module, model: nn.Module) -> None:
+    model._register_fused_optim(SGD, RATE)
+
+
+def steps_applied(module: nn.Module, model: nn.Module) -> None:
+    _apply_optimizer_in_backward(SGD, module.parameters(), {"lr": RATE})
+
+
+def trained_in_backward(arrange: Callable[..., None] | None, branch: Callable[[int], bool], **options: Any) -> list:
+    """Weights after some steps; without `arrange` by DDP and an ordinary optimizer."""
+    torch.manual_seed(0)
+    module = Branches()
+    if arrange is None:
+        model = DistributedDataParallel(module, **options)
+        optimizer = SGD(module.parameters(), RATE)
+    else:
+        model = syncengine.Parallel(module, **options)
+        arrange(module, model)
+    for i in range(3):
+        model(data(i), branch(i)).square().mean().backward()
+        if arrange is None:
+            optimizer.step()
+        module.zero_grad()
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@run_on_ranks(gloo=True)
+def test_optimizers_in_backward_step_parameters_that_only_others_have_used():
+    branch = lambda i: rank() == i % 2  # noqa: E731
+    expected = trained_in_backward(None, branch, find_unused_parameters=True)
+    for arrange in (steps_by_hook, steps_fused, steps_applied):
+        ours = trained_in_backward(arrange, branch, find_unused_parameters=True)
+        assert not different_bits(ours, expected), arrange.__name__
+
+
+@run_on_ranks(gloo=True)
+def test_optimizers_in_backward_of_a_static_graph():
+    branch = lambda i: rank() == 0  # noqa: E731
+    expected = trained_in_backward(None, branch, static_graph=True)
+    for arrange in (steps_by_hook, steps_fused, steps_applied):
+        ours = trained_in_backward(arrange, branch, static_graph=True)
+        assert not different_bits(ours, expected), arrange.__name__
+
+
+@run_on_ranks()
+def test_hooks_of_parameters_that_nobody_has_used_do_not_run():
+    module = Branches()
+    model = syncengine.Parallel(module, find_unused_parameters=True)
+    names = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: names.append(name))
+    model(data(), False).sum().backward()
+    assert sorted(names) == sorted(n for n, p in module.named_parameters() if p.grad is not None)
+    assert len(names) < len(list(module.parameters()))
+
+
+@pytest.mark.parametrize("last", ["second", "first"])
+def test_hooks_wait_for_the_wrapper_that_averages(pool: Any, last: str):
+    pool.run(under_two_wrappers, last)
+
+
+def under_two_wrappers(last: str) -> None:
+    module = nn.Linear(2, 1, bias=False)
+    first = syncengine.Parallel(module)
+    seen: list = []
+    module.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.tolist()))
+    x = torch.full((1, 2), float(syncengine.rank()))
+    first(x).sum().backward()
+    second = syncengine.Parallel(module)
+    module.zero_grad()
+    (second if last == "second" else first)(x).sum().backward()
+    assert seen == [[[0.5, 0.5]]] * 2
+    dropped = first(x)
+    module.zero_grad()
+    second(x).sum().backward()  # which is none of the first's, though that has a forward open
+    assert seen == [[[0.5, 0.5]]] * 3
+    assert module.weight.grad.tolist() == [[0.5, 0.5]]
+    del dropped, second
+    module.zero_grad()
+    first(x).sum().backward()
+    assert seen == [[[0.5, 0.5]]] * 4
+
+
+def averages(module: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    """By nothing but autograd and torch's all-reduce."""
+    found = [gradient.clone() for gradient in torch.autograd.grad(loss, list(module.parameters()))]
+    for gradient in found:
+        dist.all_reduce(gradient)
+    return [gradient / dist.get_world_size() for gradient in found]
+
+
+def changed_and_back(change: Callable[[nn.Module], Any]) -> None:
+    torch.manual_seed(0)
+    model = syncengine.Parallel(Mlp())
+    for i in range(3):
+        expected = averages(model.module, model.module(data(i)).square().mean())
+        model.zero_grad()
+        model(data(i)).square().mean().backward()
+        assert not different_bits(gradients(model), expected), i
+        change(model.module)
+        with torch.no_grad():
+            model.module(data(i).to(next(model.parameters()).dtype))
+        model.module.float()
+
+
+@run_on_ranks(gloo=True)
+def test_a_dtype_that_changes_and_comes_back():
+    changed_and_back(lambda module: module.bfloat16())
+    changed_and_back(lambda module: module.double())
+
+
+def frozen_and_back(module: nn.Module) -> None:
+    module.requires_grad_(False)
+    module.bfloat16().float()
+    module.requires_grad_(True)
+
+
+@run_on_ranks(gloo=True)
+def test_a_dtype_that_changes_while_frozen():
+    changed_and_back(frozen_and_back)
+
+
+@run_on_ranks(gloo=True)
+def test_parameters_of_another_size():
+    """`.data` of another shape: DDP has to be made anew, ours looks before each forward."""
+
+    def step(wrap: Callable[..., nn.Module]) -> list:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(24, 3))
+        model = wrap(module)
+        for i in range(2):
+            model(data(i)).sum().backward()
+        module.zero_grad()
+        for parameter in module.parameters():
+            parameter.data = torch.ones(900, *parameter.shape[1:])
+        if wrap is DistributedDataParallel:
+            del model
+            model = wrap(module)
+        model(data(3)).square().sum().backward()
+        return gradients(module)
+
+    assert not different_bits(step(syncengine.Parallel), step(DistributedDataParallel))
+
+
+@run_on_ranks()
+def test_the_weight_of_a_dropped_forward_is_dropped():
+    module = nn.Linear(2, 1, bias=False)
+    model = syncengine.Parallel(module)
+    x = torch.full((1, 2), 1.0 + syncengine.rank())
+
+    def gradient(weight: float | None = None) -> float:
+        module.zero_grad()
+        if weight is not None:
+            model.weight(weight)
+        model(x).sum().backward()
+        return module.weight.grad[0, 0].item()
+
+    assert gradient() == 1.5
+    model.weight(3 if syncengine.rank() == 0 else 1)
+    model(x)  # the loss was no number: next batch
+    assert gradient() == 1.5
+    assert gradient(3 if syncengine.rank() == 0 else 1) == 1.25
+    model.weight(3 if syncengine.rank() == 0 else 1)
+    kept = model(x)  # though something still holds it
+    assert gradient() == 1.5
+    del kept
+    model.weight(3 if syncengine.rank() == 0 else 1)
+    losses = model(x) + model(x)
+    module.zero_grad()
+    losses.sum().backward()  # one weight for both
+    assert module.weight.grad[0, 0].item() == 2.5
+
+
+@run_on_ranks()
+def test_different_weights_in_one_backward_are_an_error():
+    model = syncengine.Parallel(nn.Linear(2, 1, bias=False))
+    outputs = []
+    for weight in (3.0, 2.0):
+        model.weight(weight if syncengine.rank() == 0 else 1.0)
+        outputs.append(model(torch.ones(1, 2)))
+    with pytest.raises(InvalidUsage, match="several forwards of Parallel\\(Linear\\) before which weight"):
+        sum(outputs).sum().backward()
+    syncengine.barrier()
+
+
+@run_on_ranks()
+def test_the_weight_of_an_error_is_dropped():
+    module = nn.Linear(2, 1, bias=False)
+    model = syncengine.Parallel(module)
+    x = torch.full((1, 2), 1.0 + syncengine.rank())
+    model.weight(3 if syncengine.rank() == 0 else 1)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 3))
+    model(x).sum().backward()
+    assert module.weight.grad[0, 0].item() == 1.5
+
+
+@run_on_ranks(gloo=True)
+def test_optimizers_applied_after_forwards_have_run():
+    def after_evaluation(module: nn.Module, model: nn.Module) -> None:
+        with torch.no_grad():
+            model(data(), True)
+        steps_applied(module, model)
+
+    def after_a_step(module: nn.Module, model: nn.Module) -> None:
+        with model.no_sync():
+            model(data(), True)
+        steps_applied(module, model)
+
+    branch = lambda i: True  # noqa: E731
+    expected = trained_in_backward(None, branch, find_unused_parameters=True)
+    for arrange in (after_evaluation, after_a_step):
+        ours = trained_in_backward(arrange, branch, find_unused_parameters=True)
+        assert not different_bits(ours, expected), arrange.__name__
+
+
+def test_an_optimizer_applied_between_forward_and_backward_is_an_error(pool: Any):
+    pool.run(applied_too_late)
+
+
+def applied_too_late() -> None:
+    module = nn.Linear(24, 2)
+    model = syncengine.Parallel(module)
+    before = copy.deepcopy(module.state_dict())
+    out = model(data())
+    steps_applied(module, model)
+    with pytest.raises(InvalidUsage, match=r"parameter (weight|bias) of Parallel\(Linear\).*before the forward"):
+        out.sum().backward()
+    syncengine.barrier()
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+@run_on_ranks()
+def test_a_hook_registered_between_forward_and_backward_is_an_error():
+    module = nn.Linear(24, 2)
+    model = syncengine.Parallel(module)
+    out = model(data())
+    module.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(InvalidUsage, match=r"parameter weight of Parallel\(Linear\).*before the forward"):
+        out.sum().backward()
+    syncengine.barrier()
+
+
+@run_on_ranks(gloo=True)
+def test_a_dropped_forward_and_then_another_branch():
+    def step(model: nn.Module) -> list:
+        found, kept = [], []
+        for i in range(4):
+            model.zero_grad()
+            if i % 2:
+                out = model(data(i), True)
+                if isinstance(model, syncengine.Parallel):
+                    kept.append(out)  # DDP goes by the last forward
+            model(data(i), False).square().mean().backward()
+            found += gradients(model)
+        return found
+
+    both(Branches, step, find_unused_parameters=True)
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.never = nn.Linear(24, 3), nn.Linear(24, 3), nn.Linear(24, 3)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.auxiliary = self.never(x)
+        return self.first(x), self.second(x)
+
+
+@run_on_ranks()
+def test_a_loss_that_is_no_output_is_found():
+    torch.manual_seed(0)
+    module = TwoHeads()
+    model = syncengine.Parallel(module, find_unused_parameters=True)
+    x = torch.full((1, 24), 1.0 + syncengine.rank())
+    first, _second = model(x)
+    (first.sum() + module.auxiliary.sum()).backward()
+    assert module.first.weight.grad.unique().tolist() == [1.5]
+    assert module.never.weight.grad.unique().tolist() == [1.5]
+    assert module.second.weight.grad is None
+
+
+@run_on_ranks(gloo=True)
+def test_hooks_on_the_node_see_this_ranks_gradient():
+    for late in (False, True):
+        for options in ({}, {"static_graph": True}):
+            ours, theirs = of_both(lambda model, late=late: seen_at_nodes(model, late), Mlp, **options)
+            assert not different_bits(ours, theirs)
+
+
+def seen_at_nodes(model: nn.Module, late: bool) -> list:
+    seen: dict[str, torch.Tensor] = {}
+    nodes = []
+
+    def listen() -> None:
+        for name, parameter in model.module.named_parameters():
+            node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+            nodes.append(node)
+            node.register_hook(lambda *_, name=name, p=parameter: seen.__setitem__(name, p.grad.clone()))
+
+    if not late:
+        listen()
+    for i in range(3):
+        model.zero_grad()
+        out = model(data(i))
+        if late and i == 0:
+            listen()
+        out.square().mean().backward()
+    return [seen[name] for name in sorted(seen)] + gradients(model)
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        self.loss = checkpoint(self.layer, x, use_reentrant=True) if how == "reentrant" else self.layer(x)
+        return self.loss * 2
+
+
+@run_on_ranks()
+def test_a_second_wrapper_averages_whatever_its_backward_starts_from():
+    for how in ("reentrant", "auxiliary", "inputs"):
+        module = Auxiliary()
+        first, second = syncengine.Parallel(module), syncengine.Parallel(module)
+        x = torch.full((1, 8), 1.0 + syncengine.rank(), requires_grad=True)
+        first(x, how).sum().backward()
+        module.zero_grad()
+        out = second(x, how)
+        if how == "auxiliary":
+            module.loss.sum().backward()
+        else:
+            out.sum().backward(inputs=list(module.parameters()) if how == "inputs" else None)
+        assert module.layer.weight.grad.unique().tolist() == [1.5 if how == "auxiliary" else 3.0], how
+        del first, second

@@ -1,0 +1,212 @@
+"""Wrappers that come and go, also on one rank alone: which buckets belong together is agreed among the ranks."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import run_on_ranks
+from torch import nn
+
+import syncengine
+
+pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "without init_sync": lambda model: syncengine.Parallel(copy.deepcopy(model.module), init_sync=False),
+}
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def check_step(model: nn.Module, salt: int = 0, communicator: syncengine.Communicator | None = None) -> None:
+    """One backward on other data on each rank, beside the mean of what all ranks' data give on one."""
+    communicator = communicator or syncengine.default_communicator()
+    everyone = range(communicator.size)
+    batches = [torch.randn(5, 4, generator=torch.Generator().manual_seed(100 * salt + rank)) for rank in everyone]
+    model.zero_grad()
+    model(batches[communicator.rank]).square().sum().backward()
+    alone = copy.deepcopy(model.module).double()
+    alone.zero_grad()
+    (sum(alone(batch.double()).square().sum() for batch in batches) / communicator.size).backward()
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+def copy_on_one_rank(how: str, times: int, trained_before: bool) -> None:
+    torch.manual_seed(1)
+    model = syncengine.Parallel(small())
+    if trained_before:
+        check_step(model)
+    kept = [COPIES[how](model) for _ in range(times)] if syncengine.rank() == 1 else []
+    after = syncengine.Parallel(small())
+    for salt in range(3):
+        check_step(after, salt)
+        check_step(model, salt)
+    later = COPIES[how](after)  # on all ranks
+    for salt in range(3):
+        check_step(later, salt)
+        check_step(after, salt)
+    assert len(kept) in (0, times)
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_on_one_rank_alone_disturb_nobody(pool, how, trained_before):
+    pool.run(copy_on_one_rank, how, 3, trained_before, world=3)
+
+
+def copies_side_by_side(how: str, trained_before: bool) -> None:
+    """Backwards of the original and of its copies, all begun before one has ended on all ranks."""
+    torch.manual_seed(1)
+    model = syncengine.Parallel(small())
+    if trained_before:
+        check_step(model)
+    models = [model, COPIES[how](model), COPIES[how](model)]
+    with torch.no_grad():
+        for i, each in enumerate(models):
+            for parameter in each.parameters():
+                parameter.add_(0.1 * i)
+    for round in range(4):
+        for i in torch.randperm(3, generator=torch.Generator().manual_seed(round)).tolist():
+            check_step(models[i], 10 * round + i)
+        losses = [each(torch.full((1, 4), float(syncengine.rank() + i))).sum() for i, each in enumerate(models)]
+        for each in models:
+            each.zero_grad()
+        sum(losses).backward()  # hooks of all three, as autograd has them
+        for i, each in enumerate(models):
+            alone = copy.deepcopy(each.module)
+            alone.zero_grad()
+            size = syncengine.world_size()
+            (sum(alone(torch.full((1, 4), float(rank + i))).sum() for rank in range(size)) / size).backward()
+            for ours, theirs in zip(each.parameters(), alone.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("how", COPIES)
+def test_a_copy_has_buckets_of_its_own(pool, how, trained_before):
+    pool.run(copies_side_by_side, how, trained_before, world=2)
+
+
+def copies_crosswise() -> str:
+    models = [syncengine.Parallel(small()), syncengine.Parallel(small())]
+    copies = [copy.deepcopy(model) for model in models]
+    first, second = copies if syncengine.rank() == 0 else copies[::-1]
+    for model in (first, second):  # one after the other, so that nobody waits crosswise
+        try:
+            check_step(model)
+        except syncengine.errors.Mismatch as error:
+            return str(error)
+    return ""
+
+
+def test_copies_of_two_models_are_not_mixed_up(pool):
+    for text in pool.run(copies_crosswise):
+        assert text.count("a copy of the one with number") == 1, text
+
+
+class Many(nn.Module):
+    """More parameters than it uses."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.zeros(count).unbind())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.parts[0]
+
+
+def wrap_many(times: int, parameters: int) -> None:
+    kept = None
+    for round in range(times):
+        model = syncengine.Parallel(Many(parameters), init_sync=round % 2 == 0, find_unused_parameters=True)
+        loss = model(torch.tensor(float(syncengine.rank() + 1)))
+        if round % 10 == 0:
+            loss.backward()
+            assert model.module.parts[0].grad == 1.5
+        if syncengine.rank() == 1 and round % 7 == 0:
+            kept = model  # this rank drops it a few rounds later
+    assert (kept is None) == (syncengine.rank() == 0)
+
+
+def test_wrapping_for_ever(pool):
+    """One after the other; see also tests/core/slots_test.cpp, where the slots run out."""
+    pool.run(wrap_many, 25, 400)
+
+
+def uneven(trained_before: bool) -> None:
+    """The first plan of a copy comes inside join(), where one rank has no batch at all."""
+    torch.manual_seed(1)
+    model = syncengine.Parallel(small())
+    if trained_before:
+        check_step(model)
+    extra = copy.deepcopy(model) if syncengine.rank() == 0 else None
+    other = copy.deepcopy(model)
+    for each in (other, model):
+        with each.join():
+            for batch in range(2 * syncengine.rank()):
+                each.zero_grad()
+                each(torch.full((2, 4), float(batch))).sum().backward()
+    values = torch.cat([p.detach().flatten() for p in other.parameters()])
+    everyone = torch.empty(syncengine.world_size() * values.numel())
+    syncengine.all_gather(everyone, values)
+    assert all(torch.equal(part, values) for part in everyone.chunk(syncengine.world_size()))
+    check_step(other)
+    check_step(model)
+    assert (extra is None) == (syncengine.rank() != 0)
+
+
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_the_first_plan_of_a_copy_inside_join(pool, trained_before):
+    pool.run(uneven, trained_before, world=3)
+
+
+@run_on_ranks(world=4)
+def test_communicators_of_splits_agree_by_themselves():
+    half = [0, 2] if syncengine.rank() % 2 == 0 else [1, 3]
+    split = syncengine.default_communicator().split(half)
+    for round in range(4):
+        model = syncengine.Parallel(small(), process_group=split)
+        spare = copy.deepcopy(syncengine.Parallel(small())) if round == 1 else None
+        if spare is not None:
+            check_step(spare, round)
+        if syncengine.rank() == 3:
+            keeps = model
+        check_step(model, round, split)
+    assert syncengine.rank() != 3 or keeps is model
+
+
+def dropped_early(keeps: int) -> None:
+    """A wrapper that one rank has dropped in the middle of a backward of the others'."""
+    torch.manual_seed(1)
+    model = syncengine.Parallel(small(), bucket_cap_mb=1e-6)
+    check_step(model)
+    loss = model(torch.full((1, 4), 1.0)).sum()
+    if syncengine.rank() == 1:
+        loss.backward()
+        if not keeps:
+            del model, loss
+            gc.collect()
+            model = None
+        other = syncengine.Parallel(small())
+    else:
+        loss.backward()
+        other = syncengine.Parallel(small())
+    for salt in range(3):
+        check_step(other, salt)
+        if keeps:
+            check_step(model, salt)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_dropped_on_one_rank_alone(pool, keeps):
+    pool.run(dropped_early, keeps, world=2)

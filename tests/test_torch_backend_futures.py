@@ -1,0 +1,194 @@
+"""The torch.distributed backend "syncengine": callbacks of futures, which may block and make calls themselves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_models import Run, different_bits, train
+from pool import RankPool, run_on_ranks
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+from torch_backend_values import ours
+
+import syncengine
+
+LATE = 0.3  # seconds
+
+
+def be_late(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(LATE)
+
+
+def completers() -> list[str]:
+    """The threads of this process that complete futures."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if name == "syncengine-c10d"]
+
+
+def begin(group: dist.ProcessGroup) -> Future[Any]:
+    """The sum of ones over all ranks."""
+    return dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future()
+
+
+def total(future: Future[Any]) -> float:
+    return float(future.wait()[0])
+
+
+@run_on_ranks(world=2, gloo=True, settings=None, timeout=20)
+def test_a_callback_may_wait_for_another_future() -> None:
+    group = ours()
+    for late in (None, 0, 1):
+        dist.barrier()
+        be_late(late)
+        assert begin(group).then(lambda f: (total(f), total(begin(group)))).wait() == (2, 2)
+
+
+@run_on_ranks(world=2, gloo=True, settings=None, timeout=20)
+def test_eight_callbacks_wait_within_each_other() -> None:
+    group = ours()
+
+    def nest(depth: int, late: int) -> Future[float]:
+        def callback(future: Future[Any]) -> float:
+            if depth == 4:
+                be_late(late)
+            return total(future) + (nest(depth - 1, late).wait() if depth > 1 else 0)
+
+        return begin(group).then(callback)
+
+    for late in (0, 1, 1):
+        assert nest(8, late).wait() == 16
+    works = [dist.all_reduce(torch.ones(1), group=group, async_op=True) for _ in range(3)]  # nothing has stayed behind
+    assert [total(work.get_future()) for work in works] == [2, 2, 2]
+
+
+@run_on_ranks(world=2, gloo=True, settings=None, timeout=20)
+def test_a_chain_of_callbacks_that_each_wait() -> None:
+    group = ours()
+    for late in (0, 1):
+        dist.barrier()
+        be_late(late)
+        future = begin(group)
+        for _ in range(8):
+            future = future.then(lambda f: [f.wait()[0] + total(begin(group))])
+        assert total(future) == 18
+
+
+@run_on_ranks(world=2, gloo=True, settings=None, timeout=20)
+def test_a_callback_may_wait_for_what_began_before_it() -> None:
+    """It asks for no future itself, so that nothing but its silence tells that it waits."""
+    group = ours()
+    be_late(1)
+    futures = [begin(group) for _ in range(16)]
+    if dist.get_rank() == 1:  # they are complete too soon here
+        dist.barrier(group)
+        return
+    both = futures[0].then(lambda f: total(f) + total(futures[1]))
+    happened = [threading.Event() for _ in range(7)]
+    pairs = zip(futures[2:9], happened, strict=True)
+    waiting = [future.then(lambda f, event=event: event.wait(10)) for future, event in pairs]
+    for future, event in zip(futures[9:], reversed(happened), strict=True):
+        future.then(lambda f, event=event: event.set())
+    assert both.wait() == 4
+    assert all(future.wait() for future in waiting)
+    assert len(completers()) <= 10
+    dist.barrier(group)
+
+
+@run_on_ranks(world=2, gloo=True, settings=None, timeout=20)
+def test_callbacks_of_messages_may_wait_for_messages() -> None:
+    group, rank = ours(), dist.get_rank()
+
+    def receive(tag: int) -> Future[Any]:
+        return dist.irecv(torch.empty(1), 1 - rank, group, tag=tag).get_future()
+
+    def nest(tag: int) -> Future[float]:
+        return receive(tag).then(lambda f: total(f) + (nest(tag + 1).wait() if tag < 7 else 0))
+
+    whole = nest(0)
+    dist.barrier()
+    be_late(1)
+    for tag in range(8):
+        dist.send(torch.full((1,), tag + 1.0), 1 - rank, group, tag=tag)
+    assert whole.wait() == 36
+    dist.barrier(group)
+
+
+@run_on_ranks(world=2, gloo=True, settings=None, timeout=20)
+def test_callbacks_that_do_not_block_run_in_the_order_of_the_calls() -> None:
+    group = ours()
+    seen: list[int] = []
+    be_late(1)
+    futures = [begin(group).then(lambda f, i=i: seen.append(i)) for i in range(200)]
+    for future in futures:
+        future.wait()
+    assert dist.get_rank() == 1 or seen == list(range(200))  # a late rank adds some to what is complete
+    assert len(completers()) <= 2
+
+
+def deadline_within(how: str) -> str | None:
+    group = ours()
+    backend = group._get_backend(torch.device("cpu"))
+    if dist.get_rank() == 1:
+        begin(group)
+        dist.barrier()
+        return None
+    first = begin(group)
+    if how == "nested":
+
+        def callback(future: Future[Any]) -> Any:
+            future.wait()
+            backend.set_timeout(timedelta(seconds=LATE))
+            return begin(group).wait()
+
+        future = first.then(callback)
+    elif how == "behind":  # others that may take longer
+        first.wait()
+        begin(group), begin(group)
+        backend.set_timeout(timedelta(seconds=LATE))
+        future = begin(group)
+    elif how == "message":
+        backend.set_timeout(timedelta(seconds=LATE))
+        future = dist.irecv(torch.empty(1), 1, group).get_future()
+    with pytest.raises(Exception, match="rank 0 waits for rank 1") as error:
+        future.wait()
+    dist.barrier()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["nested", "behind", "message"])
+def test_works_keep_their_deadline_wherever_they_wait(pool: RankPool, how: str):
+    assert "gave up" in pool.run(deadline_within, how, gloo=True, settings=None, timeout=20)[0]
+
+
+def with_power_sgd(wrap: Any, group: dist.ProcessGroup | None, module: nn.Module, **options: Any) -> nn.Module:
+    model = wrap(module, process_group=group, **options)
+    state = powerSGD_hook.PowerSGDState(group, 2, start_powerSGD_iter=2, min_compression_rate=0.5)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return model
+
+
+def trained_with_power_sgd(accumulate: int) -> list[int]:
+    run = Run(accumulate=accumulate, options=(("bucket_cap_mb", 100),))
+    group = ours()
+    reference = train(partial(with_power_sgd, DistributedDataParallel, None), run)
+    return [
+        different_bits(train(partial(with_power_sgd, wrap, group), run), reference)
+        for wrap in (DistributedDataParallel, syncengine.Parallel)
+    ]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_power_sgd_trains_to_the_bits_of_gloo(pool: RankPool, accumulate: int):
+    """Its callbacks wait for all-reduces that they begin."""
+    assert pool.run(trained_with_power_sgd, accumulate, gloo=True, timeout=40) == [[0, 0]] * 2
