@@ -365,6 +365,7 @@ def round_trips(hosts: str, rounds: int) -> tuple[list[str], list[str]]:
         syncengine.barrier()
         now = Resources.now()
         counts.append((len(now.descriptors), len(now.mappings), len(now.threads)))
+        syncengine.barrier()  # a peer that shuts down takes its connections along: not before all have counted
     syncengine.shutdown()
     gc.collect()
     return [str(count) for count in counts], Resources.now().left_since(before)
