@@ -88,8 +88,8 @@ cuda-check:
 cuda-torch-check: $(if $(shell command -v nvcc),build-for-tests)
 	$(if $<,,@echo "cuda-torch-check: skipped; install nvcc (CUDA 12.8 or later)")
 	$(if $<,$(MAKE) --no-print-directory -C tests/cuda/torch -j$(shell nproc) PYTHON=$(abspath $(PY)))
-	$(if $<,SYNCENGINE_TEST_CUDA=software PYTHONPATH=tests $(PY) -m pytest -q -m gpu --noconftest -p no:cacheprovider \
-	  -p software_torch --numprocesses 2 --dist loadfile tests/test_cuda*.py)
+	$(if $<,SYNCENGINE_TEST_CUDA=software PYTHONPATH=tests/support $(PY) -m pytest -q -m gpu --noconftest -p no:cacheprovider \
+	  -p software_torch --numprocesses 2 --dist loadfile tests/cuda)
 
 # With whatever python3 and torch are there, in place: a GPU machine often reaches no package index. `make -k gpu` goes on after
 # a failure. With pytest-xdist four tests run at a time: most of their time is that of processes that import torch.
@@ -102,7 +102,7 @@ gpu-build:
 	SYNCENGINE_TEST_HOOKS=1 $(PYTHON) setup.py -q build_ext --inplace
 	@$(PYTHON) -c 'import sys; from syncengine import _C; sys.exit(None if _C.has_cuda else "the extension was built without CUDA")'
 
-gpu-tests: GPU_TESTS = $(PYTHON) -m pytest -q --noconftest -p no:cacheprovider tests/test_cuda*.py
+gpu-tests: GPU_TESTS = $(PYTHON) -m pytest -q --noconftest -p no:cacheprovider tests/cuda
 gpu-tests: WORKERS = $(shell $(PYTHON) -c 'import xdist' 2> /dev/null && echo --numprocesses 4)
 gpu-tests: gpu-build
 	$(GPU_TESTS) -m "gpu and not alone" $(WORKERS); status=$$?; $(GPU_TESTS) -m "gpu and alone" && exit $$status

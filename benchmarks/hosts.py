@@ -31,7 +31,7 @@ from benchmarks.all_reduce import format_size, parse_size, pattern
 from benchmarks.support import output, ranks, stats
 from benchmarks.support.rounds import warm_up
 from benchmarks.support.start_line import StartLine
-from tests.hosts import INTERFACE, Hosts
+from tests.support.hosts import INTERFACE, Hosts
 
 PEERS = ("pump", "tensor", "gloo")
 MEANING = {

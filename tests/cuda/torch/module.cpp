@@ -1,4 +1,4 @@
-// The functions of torch._C that torch.cuda calls, for tests/software_torch.py to put there.
+// The functions of torch._C that torch.cuda calls, for tests/support/software_torch.py to put there.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 

@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+CSRC = ROOT / "csrc"
 # A static object: `static Type name;`, `= ...`, `{...}`; not a function, a pointer or a reference.
 STATIC = re.compile(r"^\s*static (?!constexpr)(?:const )?([\w:]+(?:<.*>)?) \w+(?:;| =|\{)", re.MULTILINE)
 WITHOUT_DESTRUCTOR = {"int", "bool", "size_t", "uint64_t", "std::mutex", "std::once_flag"}

@@ -4,14 +4,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import launched_script
 import pytest
+from repository import ROOT, SUPPORT
 
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = str(ROOT / "tests" / "launched_script.py")
-EXCHANGE = str(ROOT / "tests" / "mpi_exchange_script.py")
+SCRIPT = str(SUPPORT / "launched_script.py")
+EXCHANGE = str(SUPPORT / "mpi_exchange_script.py")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -26,7 +25,7 @@ def run(command, **environ):
 def start(command, **environ):
     """Runs to the end; the launcher's own variables are no other launcher's leftovers."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("OMPI_", "PMI", "SLURM_"))}
-    clean |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **environ}
+    clean |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{ROOT}:{SUPPORT}", **environ}
     return subprocess.run(command, env=clean, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 

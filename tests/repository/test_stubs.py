@@ -1,12 +1,13 @@
 """The type stubs syncengine/_C.pyi say what the built extension has: names, parameters, defaults."""
 
 import ast
-from pathlib import Path
 from typing import Any
+
+from repository import ROOT
 
 import syncengine._C as extension
 
-STUB = Path(__file__).resolve().parent.parent / "syncengine" / "_C.pyi"
+STUB = ROOT / "syncengine" / "_C.pyi"
 
 Signature = list[tuple[str, str | None]]  # (parameter, default as source), without self
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from pool import RankPool
+from repository import ROOT
 
 import syncengine
 from syncengine import _C, connect
 from syncengine.errors import Mismatch
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def build_id_of(root: Path) -> str:

@@ -9,12 +9,12 @@ import os
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from cuda_ranks import alone, marked, needs_real
+from repository import ROOT
 
-TESTS = Path(__file__).parent.parent / "build" / "core-cuda" / "cuda_tests"
+TESTS = ROOT / "build" / "core-cuda" / "cuda_tests"
 
 
 def sanitizer() -> str:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from parallel_models import Mlp, data, different_bits
 from pool import run_on_ranks
+from repository import ROOT
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "porting.md").read_text()
+PAGE = (ROOT / "docs" / "porting.md").read_text()
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"syncengine((?:\.\w+)+)\(", PAGE))))

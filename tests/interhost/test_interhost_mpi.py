@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_launchers_real import mpi, run, start
 
-SCRIPT = str(Path(__file__).resolve().parent / "interhost_script.py")
+SCRIPT = str(Path(__file__).with_name("interhost_script.py"))
 
 each_mpi = pytest.mark.parametrize("name", ["openmpi", "mpich"])
 

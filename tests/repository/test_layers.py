@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
+from repository import ROOT
 
 # Bottom first. A file may include its own layer and those before it.
 LAYERS = [

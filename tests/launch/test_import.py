@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from repository import ROOT
+
 import syncengine
 
 # Without the finder of an editable installation, which knows where the extension is.
@@ -16,8 +18,6 @@ import sys
 sys.meta_path = [finder for finder in sys.meta_path if not finder.__module__.startswith("__editable__")]
 import syncengine
 """
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def imported_from(folder: Path) -> str:

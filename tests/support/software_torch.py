@@ -13,13 +13,14 @@ import importlib.util
 import os
 import sys
 from datetime import timedelta
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from repository import ROOT
+
 if "torch" in sys.modules:
     raise RuntimeError("software_torch has to be imported before torch")
-BUILT = Path(__file__).parent.parent / "build" / "software-torch"
+BUILT = ROOT / "build" / "software-torch"
 os.environ["OMP_NUM_THREADS"] = "1"  # a stream is a thread
 ctypes.CDLL(str(BUILT / "software_torch_cuda.so"))
 

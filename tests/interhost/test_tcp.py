@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from hosts import INTERFACE, Hosts, why_not
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 SECRET = "a secret of these tests"
 SILENCE = 2.0  # seconds
 

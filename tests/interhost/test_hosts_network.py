@@ -9,12 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hosts import Hosts, why_not
+from repository import ROOT, SUPPORT
 
-ROOT = Path(__file__).resolve().parent.parent
 needs_hosts = pytest.mark.skipif("why_not() is not None", reason=f"{why_not()}")
 SILENCE = 2.0  # seconds without a sign of life after which a host is lost
 
@@ -39,7 +38,7 @@ class Job:
                 "MASTER_ADDR": "10.77.0.1",
                 "MASTER_PORT": str(port),
             }
-            command = [sys.executable, str(ROOT / "tests" / "hosts_script.py"), str(count), str(rounds)]
+            command = [sys.executable, str(SUPPORT / "hosts_script.py"), str(count), str(rounds)]
             pipe = subprocess.PIPE
             self.ranks.append(hosts.start(host, command, env=environ, stdin=pipe, stdout=pipe, text=True))
         assert [rank.stdout.readline() for rank in self.ranks] == ["ready\n"] * len(places)

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from repository import ROOT, SUPPORT, TESTS
 from zygote import Task, adopt_orphans
 
 DEFAULT_SETTINGS = {"timeout": 60.0}
@@ -139,12 +140,11 @@ class RankPool:
         self._workers: list[Rank] = []
         self.through: Callable[..., Any] | None = None  # calls every function: through(function, *args)
         self._control, theirs = socket.socketpair()
-        tests = Path(__file__).resolve().parent
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environ["PYTHONPATH"] = os.pathsep.join([str(tests), str(tests.parent)])
+        environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(str(path) for path in TESTS.iterdir() if path.is_dir())])
         with theirs:
             self._zygote = subprocess.Popen(
-                [sys.executable, str(tests / "zygote.py"), str(theirs.fileno())],
+                [sys.executable, str(SUPPORT / "zygote.py"), str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 env=environ,
                 stdin=subprocess.DEVNULL,

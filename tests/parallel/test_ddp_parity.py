@@ -6,10 +6,10 @@ import ast
 import inspect
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from pool import RankPool
+from repository import ROOT, TESTS
 from test_parallel_refusal import REFUSED_ARGUMENTS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,8 +19,7 @@ import syncengine
 from syncengine.errors import InvalidUsage
 from syncengine.parallel import refusal
 
-TESTS = Path(__file__).resolve().parent
-PAGE = TESTS.parent / "docs" / "ddp_parity.md"
+PAGE = ROOT / "docs" / "ddp_parity.md"
 
 # Private names of DDP that torch, Lightning, Accelerate and torchft use.
 PRIVATE = {
@@ -88,7 +87,9 @@ def test_each_named_test_exists():
         for test in row.tests:
             file, _, function = test.partition("::")
             defined = {
-                n.name for n in ast.parse((TESTS / f"{file}.py").read_text()).body if isinstance(n, ast.FunctionDef)
+                n.name
+                for n in ast.parse(next(TESTS.rglob(f"{file}.py")).read_text()).body
+                if isinstance(n, ast.FunctionDef)
             }
             assert function in defined, test
 

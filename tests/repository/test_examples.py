@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import RankPool
+from repository import ROOT
 
 from benchmarks import all_reduce, cuda_train_step, train_step
 from benchmarks.support import output, ranks, stats
@@ -23,7 +24,6 @@ from examples.gpt.compare import difference
 from examples.gpt.data import ALPHABET, Batches, decode, encode, load_text
 from examples.gpt.train import load
 
-REPOSITORY = Path(__file__).parents[1]
 TINY = ["--steps=24", "--layers=1", "--width=32", "--batch=2"]
 
 
@@ -36,7 +36,7 @@ def run(*command: object, timeout: float = 120) -> None:
     }
     finished = subprocess.run(
         [str(part) for part in command],
-        cwd=REPOSITORY,
+        cwd=ROOT,
         env=environment,
         timeout=timeout,
         capture_output=True,
@@ -68,7 +68,7 @@ def call_main_alone(module: str, arguments: list[str]) -> None:
 
 
 def mpi_command(launcher: str) -> list[str]:
-    if not (REPOSITORY / f".venv-{launcher}").exists():
+    if not (ROOT / f".venv-{launcher}").exists():
         pytest.skip(f"no .venv-{launcher}: `make test` installs it")
     return ranks.launch_command(launcher, 2)
 
