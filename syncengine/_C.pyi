@@ -20,8 +20,41 @@ has_test_hooks: bool
 def instruction_set() -> str:
     """The instruction set of the reduction kernels: "scalar", "avx2" or "avx512" (SYNCENGINE_ISA chooses)."""
 
-def solo(options: dict[str, Any]) -> Communicator:
-    """The communicator of a job of one rank: no thread, no shared memory. `options` as for LocalBootstrap."""
+class JobOptions:
+    """How a communicator works: the settings of `syncengine.config` that are no matter of how ranks meet."""
+
+    def __init__(self) -> None: ...
+    numerics: str
+    algorithm: str
+    host_algorithm: str
+    gradient_memory: str
+    timeout: float
+    """Seconds, as the next."""
+    log_after: float
+    arena_bytes: int
+    """0: the machine's memory."""
+    host_id: str
+    """Makes several hosts of one; "" for one."""
+
+class NetworkOptions:
+    """Where to listen for ranks of other hosts, and how to talk to them."""
+
+    def __init__(self) -> None: ...
+    interface: str
+    """Name, prefix or address; "" is loopback."""
+    sockets: int
+    """Connections a peer."""
+    checksum: bool
+    silence: float
+    """Seconds without a sign of life after which a peer is lost."""
+    peers: int
+    """Ranks of other hosts."""
+    secret: str
+    """"" for none, as the next."""
+    secret_file: str
+
+def solo(options: JobOptions) -> Communicator:
+    """The communicator of a job of one rank: no thread, no shared memory."""
 
 def backend_communicators() -> list[Communicator]:
     """The communicators below all backends of this process that have not been shut down."""
@@ -174,12 +207,9 @@ class Communicator:
 class LocalBootstrap:
     """How the ranks of a job find each other: exchange addresses, then, if there are several hosts, what listen()
     returns, then connect.
-
-    `options`: `numerics`, `algorithm` and `gradient_memory` (str), `timeout` and `log_after` (seconds), `arena_bytes`
-    (0: the machine's memory), `host_id` (str: makes several hosts of one; "" for one). All are needed.
     """
 
-    def __init__(self, rank: int, size: int, options: dict[str, Any]) -> None: ...
+    def __init__(self, rank: int, size: int, options: JobOptions) -> None: ...
     def address(self) -> bytes:
         """Opaque bytes, less than 4 KiB, that every other rank needs."""
 
@@ -189,13 +219,8 @@ class LocalBootstrap:
     def on_one_network(self, addresses: Sequence[bytes]) -> bool:
         """Whether the hosts are parts of one machine, whose loopback interface reaches them all."""
 
-    def listen(self, options: dict[str, Any]) -> bytes:
-        """Listens for ranks of other hosts. Opaque bytes, at most 256, that every other rank needs.
-
-        `options`: `interface` (str: name, prefix or address; "" is loopback), `sockets` (int: connections a peer),
-        `checksum` (bool), `silence` (seconds), `peers` (int: ranks of other hosts), `secret` and `secret_file`
-        (str: "" for none). All are needed.
-        """
+    def listen(self, options: NetworkOptions) -> bytes:
+        """Listens for ranks of other hosts. Opaque bytes, at most 256, that every other rank needs."""
 
     def connect(
         self,
