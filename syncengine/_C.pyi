@@ -296,14 +296,28 @@ class Backend(_Backend):
     def options(self) -> _Backend.Options:
         """What torch keeps of its settings."""
 
+class ReducerOptions:
+    """What a Reducer is asked for: the options of DDP, then our own."""
+
+    def __init__(self) -> None: ...
+    find_unused_parameters: bool
+    static_graph: bool
+    skip_all_reduce_unused_params: bool
+    gradient_as_bucket_view: bool
+    batched_grad_copy: bool
+    waits_in_between: bool
+    """Ranks wait for each other in forward or backward, too (SyncBatchNorm), so an error there is the end of the
+    communicator."""
+    gradients_in_arena: bool
+    """As far as there is room for them: True unless it is set."""
+    flat_buckets: bool
+    """On the CPU, too, as on CUDA: for tests, in a build with test hooks."""
+
 class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.
 
     `parameters` and `parameter_names` are the same on all ranks, whether they require a gradient now or not;
-    `model_name` is for messages. `sparse` says of each parameter whether its gradients are of sparse layout. The
-    options are those of DDP; `waits_in_between`: ranks wait for each other in forward or backward, too
-    (SyncBatchNorm), so an error there is the end of the communicator. Parameters on CUDA get flat buckets;
-    `flat_buckets` is for tests of these on the CPU, in a build with test hooks.
+    `model_name` is for messages. `sparse` says of each parameter whether its gradients are of sparse layout.
     """
 
     def __init__(
@@ -313,15 +327,7 @@ class Reducer:
         parameter_names: Sequence[str],
         communicator: Communicator,
         sparse: Sequence[bool],
-        *,
-        find_unused_parameters: bool = False,
-        static_graph: bool = False,
-        skip_all_reduce_unused_params: bool = False,
-        gradient_as_bucket_view: bool = False,
-        batched_grad_copy: bool = False,
-        waits_in_between: bool = False,
-        gradients_in_arena: bool = True,
-        flat_buckets: bool = False,
+        options: ReducerOptions,
     ) -> None: ...
     def begin_forward(self, synchronize: bool) -> bool:
         """A forward with gradients enabled begins; `synchronize`: its backward will average.

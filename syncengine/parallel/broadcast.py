@@ -78,7 +78,11 @@ class TensorBroadcast:
                 target.copy_(values)
 
 
-def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = lambda tensor: "") -> list[str]:
+def _nothing(tensor: torch.Tensor) -> str:
+    return ""
+
+
+def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = _nothing) -> list[str]:
     """A line for each tensor with what must be the same on all ranks so that its values can be copied between them.
 
     ``more`` may add to it. Raises ``InvalidUsage`` naming a tensor that can't be copied into.
@@ -92,9 +96,20 @@ def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = lambda t
 
 
 @torch.inference_mode()
-def broadcast_named(communicator: Communicator, what: str, named: Named, device: torch.device, root: int) -> None:
-    """Copies rank ``root``'s values, once. Raises ``Mismatch`` on every rank, naming the tensor, if they don't fit."""
-    check_same_on_all_ranks(communicator, f"{what} differ", describe_layout(named))
+def broadcast_named(
+    communicator: Communicator,
+    what: str,
+    named: Named,
+    device: torch.device,
+    root: int,
+    settings: Sequence[str] = (),
+    more: Callable[[torch.Tensor], str] = _nothing,
+) -> None:
+    """Copies rank ``root``'s values, once. Raises ``Mismatch`` on every rank, naming the tensor, if they don't fit.
+
+    ``what``: subject and verb ("... differ"). ``settings`` must be the same, too; ``more``: see describe_layout().
+    """
+    check_same_on_all_ranks(communicator, what, [*settings, *describe_layout(named, more)])
     tensors = [tensor for _, tensor in named]
     TensorBroadcast(communicator, tensors, device)(tensors, root)
 
