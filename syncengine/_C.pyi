@@ -28,29 +28,21 @@ class JobOptions:
     algorithm: str
     host_algorithm: str
     gradient_memory: str
-    timeout: float
-    """Seconds, as the next."""
+    timeout: float  # seconds, as the next
     log_after: float
-    arena_bytes: int
-    """0: the machine's memory."""
-    host_id: str
-    """Makes several hosts of one; "" for one."""
+    arena_bytes: int  # 0: the machine's memory
+    host_id: str  # makes several hosts of one; "" for one
 
 class NetworkOptions:
     """Where to listen for ranks of other hosts, and how to talk to them."""
 
     def __init__(self) -> None: ...
-    interface: str
-    """Name, prefix or address; "" is loopback."""
-    sockets: int
-    """Connections a peer."""
+    interface: str  # name, prefix or address; "" is loopback
+    sockets: int  # connections a peer
     checksum: bool
-    silence: float
-    """Seconds without a sign of life after which a peer is lost."""
-    peers: int
-    """Ranks of other hosts."""
-    secret: str
-    """"" for none, as the next."""
+    silence: float  # seconds without a sign of life after which a peer is lost
+    peers: int  # ranks of other hosts
+    secret: str  # "" for none, as the next
     secret_file: str
 
 def solo(options: JobOptions) -> Communicator:
@@ -305,13 +297,9 @@ class ReducerOptions:
     skip_all_reduce_unused_params: bool
     gradient_as_bucket_view: bool
     batched_grad_copy: bool
-    waits_in_between: bool
-    """Ranks wait for each other in forward or backward, too (SyncBatchNorm), so an error there is the end of the
-    communicator."""
-    gradients_in_arena: bool
-    """As far as there is room for them: True unless it is set."""
-    flat_buckets: bool
-    """On the CPU, too, as on CUDA: for tests, in a build with test hooks."""
+    waits_in_between: bool  # ranks wait in forward or backward, too: an error there is the end of the communicator
+    gradients_in_arena: bool  # as far as there is room for them; the default
+    flat_buckets: bool  # on the CPU, too, as on CUDA: for tests, in a build with test hooks
 
 class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.

@@ -30,29 +30,24 @@ struct NetworkOptions : tcp::Options {
   std::string secret_file;
 };
 
+// A setting that Python has as a word.
 template <class Value>
-using Words = std::vector<std::pair<const char*, Value>>;
-
-template <class Value>
-const char* word_of(Value value, const Words<Value>& words) {
-  return std::find_if(words.begin(), words.end(), [=](const auto& word) { return word.second == value; })->first;
-}
-
-template <class Value>
-Value value_of(const std::string& text, const char* name, const Words<Value>& words) {
-  std::string allowed;
-  for (auto [word, value] : words) {
-    if (text == word) return value;
-    allowed += std::string(allowed.empty() ? "'" : ", '") + word + "'";
-  }
-  throw Error(ErrorKind::InvalidUsage, std::string(name) + "='" + text + "' is not one of " + allowed);
-}
-
-template <class Value>
-void def_words(py::class_<JobOptions>& options, const char* name, Value Options::* field, const Words<Value>& words) {
-  options.def_property(
-      name, [=](const JobOptions& self) { return word_of(self.*field, words); },
-      [=](JobOptions& self, const std::string& text) { self.*field = value_of(text, name, words); });
+void def_words(py::class_<JobOptions>& options, const char* name, Value Options::* field,
+               const std::vector<std::pair<std::string, Value>>& words) {
+  auto get = [=](const JobOptions& self) {
+    return std::find_if(words.begin(), words.end(), [&](auto& word) { return word.second == self.*field; })->first;
+  };
+  auto set = [=](JobOptions& self, const std::string& text) {
+    std::string allowed;
+    for (const auto& [word, value] : words) {
+      if (text == word) self.*field = value;
+      allowed += (allowed.empty() ? "'" : ", '") + word + "'";
+    }
+    if (get(self) != text) {
+      throw Error(ErrorKind::InvalidUsage, std::string(name) + "='" + text + "' is not one of " + allowed);
+    }
+  };
+  options.def_property(name, get, set);
 }
 
 void def_seconds(py::class_<JobOptions>& options, const char* name, Duration Options::* field) {

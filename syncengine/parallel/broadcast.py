@@ -78,11 +78,7 @@ class TensorBroadcast:
                 target.copy_(values)
 
 
-def _nothing(tensor: torch.Tensor) -> str:
-    return ""
-
-
-def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = _nothing) -> list[str]:
+def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = lambda tensor: "") -> list[str]:
     """A line for each tensor with what must be the same on all ranks so that its values can be copied between them.
 
     ``more`` may add to it. Raises ``InvalidUsage`` naming a tensor that can't be copied into.
@@ -102,14 +98,13 @@ def broadcast_named(
     named: Named,
     device: torch.device,
     root: int,
-    settings: Sequence[str] = (),
-    more: Callable[[torch.Tensor], str] = _nothing,
+    lines: Sequence[str] | None = None,
 ) -> None:
     """Copies rank ``root``'s values, once. Raises ``Mismatch`` on every rank, naming the tensor, if they don't fit.
 
-    ``what``: subject and verb ("... differ"). ``settings`` must be the same, too; ``more``: see describe_layout().
+    ``what``: subject and verb ("... differ"). ``lines``: what must be the same, if it is more than the layout.
     """
-    check_same_on_all_ranks(communicator, what, [*settings, *describe_layout(named, more)])
+    check_same_on_all_ranks(communicator, what, describe_layout(named) if lines is None else lines)
     tensors = [tensor for _, tensor in named]
     TensorBroadcast(communicator, tensors, device)(tensors, root)
 

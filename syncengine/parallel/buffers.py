@@ -13,7 +13,7 @@ from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocati
 from syncengine._C import Communicator, Reducer
 from syncengine.errors import InvalidUsage, Mismatch
 from syncengine.parallel.broadcast import TensorBroadcast, describe_layout
-from syncengine.parallel.model import Model, Switches
+from syncengine.parallel.model import Model, Switches, not_ignored
 from syncengine.parallel.replication import check_same_on_all_ranks, fail_all, own_name
 
 
@@ -29,7 +29,7 @@ class Buffers:
 
     def look_up(self) -> None:
         """Modules may have replaced theirs."""
-        self.named = {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
+        self.named = not_ignored(self._module.named_buffers(), self._ignored)
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -39,13 +39,9 @@ class Buffers:
     def are_due(self, at: _BufferCommHookLocation) -> bool:
         """Whether the next forward synchronizes them, before or after the module is called."""
         switches, hook = self._switches, self._hook()
-        location = _BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location
-        return (
-            switches.require_forward_param_sync
-            and switches.forward_sync_buffers
-            and bool(self.named)
-            and location == at
-        )
+        if not (switches.require_forward_param_sync and switches.forward_sync_buffers and self.named):
+            return False
+        return at == (_BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location)
 
     def synchronize(self, root: int = 0) -> None:
         """Calls the hook, or copies the values of rank ``root``. Collective."""

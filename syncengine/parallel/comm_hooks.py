@@ -2,13 +2,13 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from syncengine._C import Communicator, Reducer
-from syncengine.errors import InvalidUsage
+from syncengine._C import Reducer
 from syncengine.hooks import Compress
 from syncengine.parallel.planning import Planning
 
@@ -24,34 +24,26 @@ _RETURN_ANNOTATIONS = (
 )
 
 
+@dataclass(eq=False)
 class CommHooks:
     """Those of one model, on gradients: at most one."""
 
-    def __init__(self, reducer: Reducer, planning: Planning) -> None:
-        self._reducer = reducer
-        self._planning = planning
-        self.installed: list[tuple[Any, Any]] = []  # hook and state
+    reducer: Reducer
+    planning: Planning
+    installed: list[tuple[Any, Any]] = field(default_factory=list)  # hook and state
 
     def install(self, state: Any, hook: Hook | dist.BuiltinCommHookType) -> None:
         """From now on buckets go through ``hook``; the engine does itself what it can."""
         if hook == dist.BuiltinCommHookType.ALLREDUCE:
-            self._reducer.set_all_reduce_hook()
+            self.reducer.set_all_reduce_hook()
         elif hook == dist.BuiltinCommHookType.FP16_COMPRESS:
-            self._reducer.set_compression(torch.float16)
+            self.reducer.set_compression(torch.float16)
         elif isinstance(hook, Compress):
-            self._reducer.set_compression(hook.dtype, hook.divides_first)
+            self.reducer.set_compression(hook.dtype, hook.divides_first)
         else:
-            self._reducer.set_comm_hook(state, hook)
-            self._planning.start_over(follows_ddp=True)  # the hook sees the buckets
+            self.reducer.set_comm_hook(state, hook)
+            self.planning.start_over(follows_ddp=True)  # the hook sees the buckets
         self.installed.append((hook, state))
-
-
-def check_state(state: Any, hook: Hook, communicator: Communicator) -> None:
-    """Raises ``InvalidUsage`` where one of our hooks would not go over the model's ``communicator``."""
-    if isinstance(hook, Compress) and state is not None and state is not communicator:
-        raise InvalidUsage(
-            f"{hook!r} goes over the communicator of the model: register it with state None, not {state!r}"
-        )
 
 
 def check_hook(hook: Hook, refuse: Callable[[type[Exception], str], NoReturn]) -> None:

@@ -8,7 +8,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from syncengine._C import Communicator, Work
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.broadcast import broadcast_named
 
 # Of each trigger: whose forward was the last. Several wrappers may listen to one, whose next backward is that one's.
 _last_forward = WeakIdKeyDictionary()
@@ -62,11 +61,6 @@ class DelayedParameters:
         """From now on."""
         self.communicator = communicator
         self._checked = communicator.size == 1
-
-    def replicate(self) -> None:
-        """Gives all ranks rank 0's values. Collective."""
-        if self.communicator.size > 1:
-            broadcast_named(self.communicator, "the delayed parameters differ", self.named, self._buffer.device, root=0)
 
     def _check_hooks(self) -> None:
         """Raises ``InvalidUsage`` naming a parameter whose hook would see this rank's gradient instead of the

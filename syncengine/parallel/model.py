@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch.nn.parallel.distributed import _BufferCommHook
 
 from syncengine._C import Communicator, ReducerOptions
 from syncengine.parallel.buckets import sparse_parameters
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,10 +31,9 @@ class Model:
         cls, module: torch.nn.Module, communicator: Communicator, device: torch.device, ignored: Container[str]
     ) -> Model:
         """That of all parameters but those that are ``ignored``."""
-        named = named_to_synchronize(module, ignored)
-        parameters = [parameter for _, parameter in named]
-        sparse = sparse_parameters(module, parameters)
-        return cls(module, communicator, device, [name for name, _ in named], parameters, sparse)
+        named = not_ignored(module.named_parameters(), ignored)
+        parameters = list(named.values())
+        return cls(module, communicator, device, list(named), parameters, sparse_parameters(module, parameters))
 
     def __str__(self) -> str:
         """As errors call it."""
@@ -54,6 +56,6 @@ def looks_for_unused(options: ReducerOptions) -> bool:
     return options.find_unused_parameters and not options.static_graph
 
 
-def named_to_synchronize(module: torch.nn.Module, ignored: Container[str]) -> list[tuple[str, torch.nn.Parameter]]:
-    """The parameters that are not ``ignored``."""
-    return [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
+def not_ignored(named: Iterable[tuple[str, _Tensor]], ignored: Container[str]) -> dict[str, _Tensor]:
+    """Those whose names are not ``ignored``."""
+    return {name: tensor for name, tensor in named if name not in ignored}

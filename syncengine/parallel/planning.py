@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,52 +17,33 @@ from syncengine.parallel.rounds import Round
 from syncengine.parallel.tuning import Tuner, can_overlap, choose_cap, measure_link
 
 
+@dataclass(eq=False)
 class Planning:
-    """The bucket plan of one model.
+    """The bucket plan of one model."""
 
-    ``caps``: ``bucket_cap_mb`` and ``bucket_cap_mb_list``. ``number``: that of the model that this one is a copy of.
-    """
+    model: Model
+    reducer: Reducer
+    options: ReducerOptions
+    caps: tuple[float | None, Sequence[float] | None]  # bucket_cap_mb, bucket_cap_mb_list
+    number: int | None  # that the ranks gave this model when it was wrapped, for its copies; or that of the original
+    has_rebuilt: bool = False
 
-    def __init__(
-        self,
-        model: Model,
-        reducer: Reducer,
-        options: ReducerOptions,
-        caps: tuple[float | None, Sequence[float] | None],
-        number: int | None,
-    ) -> None:
-        self.model = model
-        self.number = number  # that the ranks gave this model when it was wrapped, for its copies
-        self.has_rebuilt = False
-        self._reducer = reducer
-        self._options = options
-        self._caps = caps
-        self._tuner: Tuner | None  # while the cap is still to be chosen
-        self.start_over(model.communicator.numerics == "ring")
+    def __post_init__(self) -> None:
+        self.start_over(self.model.communicator.numerics == "ring")
 
     def start_over(self, follows_ddp: bool) -> None:
         """Plans anew before the next forward: as DDP does, or as is fastest."""
         model, on_cpu = self.model, self.model.device.type == "cpu"
         self.planner = BucketPlanner.create(
-            model.parameters, model.sparse, follows_ddp, looks_for_unused(self._options), *self._caps, in_cache=on_cpu
+            model.parameters, model.sparse, follows_ddp, looks_for_unused(self.options), *self.caps, in_cache=on_cpu
         )
         self.plan: Plan | None = None
-        self._tuner = Tuner() if self.bucket_bytes_cap_default and not follows_ddp and on_cpu else None
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """Dynamo cuts compiled graphs by it: into pieces as large as DDP's, whatever the size of our buckets."""
-        return DDP_CAP if self.bucket_bytes_cap_default else self.planner.cap
-
-    @property
-    def bucket_bytes_cap_list(self) -> list[int]:
-        """As DDP's."""
-        return list(self.planner.caps) if self.planner.given_caps else []
-
-    @property
-    def bucket_bytes_cap_default(self) -> bool:
-        """Whether the user has given no cap."""
-        return self._caps[0] is None and not self.planner.given_caps
+        self.bucket_bytes_cap_default = default = self.caps[0] is None and not self.planner.given_caps
+        # Dynamo cuts compiled graphs by it: into pieces as large as DDP's, whatever the size of our buckets.
+        self.bucket_bytes_cap = DDP_CAP if default else self.planner.cap
+        self.bucket_bytes_cap_list = list(self.planner.caps) if self.planner.given_caps else []
+        tunes = default and not follows_ddp and on_cpu
+        self._tuner: Tuner | None = Tuner() if tunes else None  # while the cap is still to be chosen
 
     def renew(self, current: Round | None = None) -> None:
         """The first plan is by registration; later ones by one rank's order of readiness."""
@@ -83,8 +65,8 @@ class Planning:
 
     def _time_backward(self, tuner: Tuner) -> bool:
         """Notes the last backward for the choice of a cap; returns whether that was enough."""
-        timeline = self._reducer.timeline()
-        return tuner.note(self._reducer.ready_order(), timeline["ready"], timeline["backward_start"])
+        timeline = self.reducer.timeline()
+        return tuner.note(self.reducer.ready_order(), timeline["ready"], timeline["backward_start"])
 
     def _tune(self, tuner: Tuner, order: list[int]) -> None:
         """Takes the cap that rank 0 finds best. Collective."""
@@ -102,18 +84,14 @@ class Planning:
     def reserve_slots(self) -> int:
         """Collective, once. Deferred to the first plan for copies, which one rank alone may make."""
         try:
-            return self._reducer.reserve_slots(self.number)
+            return self.reducer.reserve_slots(self.number)
         except InvalidUsage:  # on all ranks, if there is no room: models that nobody has dropped yet may be garbage
             gc.collect()
-            return self._reducer.reserve_slots(self.number)
-
-    def take_number(self) -> None:
-        """Of a model that is no copy. Collective."""
-        self.number = self.reserve_slots()
+            return self.reducer.reserve_slots(self.number)
 
     def _install(self, plan: Plan, provisional: bool) -> None:
         self.reserve_slots()
-        self._reducer.install_plan(plan, provisional)
+        self.reducer.install_plan(plan, provisional)
         self.plan = plan
 
     def _agree_on_order(self, trainable: list[int], current: Round | None) -> list[int]:
@@ -124,7 +102,7 @@ class Planning:
         communicator = self.model.communicator
         source = 0 if current is None or self.planner.follows_ddp else current.training[0]
         wanted = set(trainable)
-        brought = [i for i in self._reducer.ready_order() if i in wanted]
+        brought = [i for i in self.reducer.ready_order() if i in wanted]
         missing = wanted.difference(brought)
         order = brought + [i for i in reversed(trainable) if i in missing]
         padding = [-1] * (len(self.model.parameters) - len(order))

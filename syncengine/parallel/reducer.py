@@ -24,14 +24,8 @@ class NoReducer:
 
     def statistics(self) -> dict[str, Any]:
         """As of a reducer that has done nothing."""
-        return {
-            "backwards": 0,
-            "buckets": 0,
-            "reduced_bytes": 0,
-            "copied_bytes": {},
-            "staged_bytes": {},
-            "shortage": "",
-        }
+        counts = dict.fromkeys(("backwards", "buckets", "reduced_bytes"), 0)
+        return {**counts, "copied_bytes": {}, "staged_bytes": {}, "shortage": ""}
 
     def has_averaged(self) -> bool:
         """Each gradient is the average, unless there is none to be."""
@@ -44,20 +38,11 @@ class NoReducer:
         """Nothing."""
         return []
 
-    def set_static_graph(self) -> None:
-        """Nothing."""
-
-    def plan_with(self, planning: Planning) -> None:
-        """Nothing."""
-
-    def _check_reducer_finalized(self) -> None:
+    def _nothing(self, *_: Any) -> None:
         pass
 
-    def _remove_autograd_hooks(self) -> None:
-        pass
-
-    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        pass
+    plan_with = set_static_graph = _nothing
+    _check_reducer_finalized = _remove_autograd_hooks = _set_ddp_runtime_logging_sample_rate = _nothing
 
 
 class ModelReducer(Reducer):

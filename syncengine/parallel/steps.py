@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable
@@ -23,57 +24,36 @@ from syncengine.parallel.rounds import Round
 from syncengine.parallel.uneven import UnevenInputs
 
 
-class ForwardLog(Protocol):
-    """What is noted of forwards: ``model.logger``."""
-
-    def note_forward(self) -> None:
-        """One that synchronizes begins."""
-
-    def set_error_and_log(self, text: str) -> None:
-        """It has raised."""
-
-
+@dataclass(frozen=True, eq=False)
 class Steps:
     """Arms the reducer, and brings plan, buffers and weights into step with the other ranks."""
 
-    def __init__(
-        self,
-        model: Model,
-        switches: Switches,
-        options: ReducerOptions,
-        reducer: ModelReducer,
-        planning: Planning,
-        buffers: Buffers,
-        uneven: UnevenInputs,
-        delayed: DelayedParameters | None,
-        log: ForwardLog,
-    ) -> None:
-        self.model = model
-        self.uneven = uneven
-        self.reducer = reducer
-        self._switches = switches
-        self._options = options
-        self._planning = planning
-        self._buffers = buffers
-        self._delayed = delayed
-        self._log = log
+    model: Model
+    switches: Switches
+    options: ReducerOptions
+    reducer: ModelReducer
+    planning: Planning
+    buffers: Buffers
+    uneven: UnevenInputs
+    delayed: DelayedParameters | None
+    log: Any  # model.logger
 
     def forward(self, call: Callable[[], Any], joinable: Joinable) -> Any:
         """What ``call`` of the module returns; its backward averages, unless that is switched off.
 
         ``joinable``: the wrapper, whose join context it may be in.
         """
-        synchronize = _is_recorded() and self._switches.require_backward_grad_sync
-        sync_buffers_after = self._buffers.are_due(_BufferCommHookLocation.POST_FORWARD)
+        synchronize = _is_recorded() and self.switches.require_backward_grad_sync
+        sync_buffers_after = self.buffers.are_due(_BufferCommHookLocation.POST_FORWARD)
         if synchronize:
-            self._log.note_forward()
+            self.log.note_forward()
         try:
             self._begin(synchronize, joinable)
         except Exception as error:
-            self._log.set_error_and_log(f"{type(error).__name__}: {error}")
+            self.log.set_error_and_log(f"{type(error).__name__}: {error}")
             raise
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
-        self._switches.require_forward_param_sync = synchronize
+        self.switches.require_forward_param_sync = synchronize
         if not synchronize and not sync_buffers_after:
             return self._local(call())
         weights = self.uneven.take_weights() if synchronize else None
@@ -90,10 +70,10 @@ class Steps:
                 communicator.abort(f"{own_name(communicator)} {text}")
             raise
         if sync_buffers_after:
-            self._buffers.synchronize()
-        if synchronize and not self._switches.require_backward_grad_sync:
+            self.buffers.synchronize()
+        if synchronize and not self.switches.require_backward_grad_sync:
             # The module has switched it off: Lightning's manual optimization.
-            self._switches.require_forward_param_sync = synchronize = False
+            self.switches.require_forward_param_sync = synchronize = False
             self.reducer.begin_forward(False)
         if not synchronize:
             return self._local(output)
@@ -102,24 +82,24 @@ class Steps:
         if other_leaves := Reducer.prepare_for_backward(self.reducer, _tensors(output)):
             model = self.model
             check_not_replaced(model.communicator, model.module, model.names, other_leaves)
-        if looks_for_unused(self._options):
-            return through_sink(output, self._switches.sink_clone)
+        if looks_for_unused(self.options):
+            return through_sink(output, self.switches.sink_clone)
         return output
 
     def _begin(self, synchronize: bool, joinable: Joinable) -> None:
-        needs_plan = _is_recorded() and (self.reducer.begin_forward(synchronize) or self._planning.plan is None)
+        needs_plan = _is_recorded() and (self.reducer.begin_forward(synchronize) or self.planning.plan is None)
         plans = needs_plan and synchronize
-        sends_buffers = self._buffers.are_due(_BufferCommHookLocation.PRE_FORWARD)
+        sends_buffers = self.buffers.are_due(_BufferCommHookLocation.PRE_FORWARD)
         if plans and self.model.device.type == "cuda":
             check_not_capturing(str(self.model))
         current = None
         if joinable._join_config.enable:
             current = self.uneven.tell_joined(joinable, synchronize, plans, sends_buffers)
         if plans:
-            self._planning.renew(current)
+            self.planning.renew(current)
         if sends_buffers:
             root = None if current is None else current.buffers_from
-            self._buffers.synchronize(root or 0)
+            self.buffers.synchronize(root or 0)
         if current is not None and synchronize:
             self.uneven.set_average(current)
 
@@ -133,15 +113,15 @@ class Steps:
         """Does on a rank that has joined what the collectives of the others' forward and backward need."""
         current.check()
         if current.plans:
-            self._planning.renew(current)
+            self.planning.renew(current)
         if current.buffers_from is not None:
-            self._buffers.synchronize(current.buffers_from)
-        self._switches.require_forward_param_sync = current.synchronizes
+            self.buffers.synchronize(current.buffers_from)
+        self.switches.require_forward_param_sync = current.synchronizes
         if current.synchronizes:
             self.uneven.set_average(current)
             self.reducer.shadow_backward()
-            if self._delayed is not None:
-                self._delayed.shadow()
+            if self.delayed is not None:
+                self.delayed.shadow()
 
 
 def _is_recorded() -> bool:

@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncengine._C import Communicator, ReducerOptions
 from syncengine.errors import InvalidUsage
+from syncengine.hooks import Compress
 from syncengine.parallel.broadcast import broadcast_named
 from syncengine.parallel.buffers import Buffers
-from syncengine.parallel.comm_hooks import CommHooks, Hook, check_hook, check_state
+from syncengine.parallel.comm_hooks import CommHooks, Hook, check_hook
 from syncengine.parallel.delayed import DelayedParameters
 from syncengine.parallel.groups import Group, check_group, resolve_group
 from syncengine.parallel.join import JoinContext, ParallelJoinHook, check_torch_join
-from syncengine.parallel.model import Model, Switches
 from syncengine.parallel.optimizers import BackwardOptimizers
 from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer
@@ -44,8 +44,6 @@ class ForTools(DistributedDataParallel):
     output_device: int | None
     logger: Any  # logging.Logger, which is made of this
     reducer: ModelReducer  # type: ignore[assignment] # in the place of torch's own; a NoReducer unless `_reduces`
-    _model: Model
-    _switches: Switches
     _options: ReducerOptions
     _planning: Planning
     _buffer_sync: Buffers
@@ -80,6 +78,9 @@ class ForTools(DistributedDataParallel):
     _comm_hooks = _of("_hooks", "installed")
     _distributed_rank = _of("communicator", "rank")
     _reduces = _of("reducer", "reduces")
+    _assign_modules_buffers = _of("_buffer_sync", "look_up")
+    _sync_buffers = _of("_buffer_sync", "synchronize")
+    _sync_final_model = _of("_uneven", "sync_final_model")
 
     def sync_stats(self) -> dict[str, Any]:
         """What the last synchronized backward moved.
@@ -128,7 +129,10 @@ class ForTools(DistributedDataParallel):
         ``syncengine.hooks`` has hooks that need no ``torch.distributed``. Once, and not in the middle of a backward.
         """
         self._check_comm_hook(hook)
-        check_state(state, hook, self.communicator)
+        if isinstance(hook, Compress) and state is not None and state is not self.communicator:
+            raise InvalidUsage(
+                f"{hook!r} goes over the communicator of the model: register it with state None, not {state!r}"
+            )
         self._install_hook(state, hook)
 
     def _check_comm_hook(self, hook: Hook) -> None:
@@ -170,12 +174,6 @@ class ForTools(DistributedDataParallel):
             warn_of_find_unused(stacklevel=3)
         self._planning.start_over(self._planning.planner.follows_ddp)
 
-    def _assign_modules_buffers(self) -> None:
-        self._buffer_sync.look_up()
-
-    def _sync_buffers(self) -> None:
-        self._buffer_sync.synchronize()
-
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
@@ -185,12 +183,6 @@ class ForTools(DistributedDataParallel):
         broadcast_named(
             self.communicator, "the tensors of a hook on buffers differ", named, self.device, authoritative_rank
         )
-
-    def _sync_final_model(self, is_last_joiner: bool) -> None:
-        self._uneven.sync_final_model(is_last_joiner)
-
-    def _check_reducer_finalized(self) -> None:
-        self.reducer._check_reducer_finalized()
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer._remove_autograd_hooks()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.distributed.algorithms.join import Join, Joinable
 
@@ -18,33 +20,25 @@ from syncengine.parallel.sync_batch_norm import check_all_have_batches
 from syncengine.parallel.weights import WeightExchange, averaging
 
 
+@dataclass(eq=False)
 class UnevenInputs:
     """Batches of different numbers and sizes, of one model."""
 
-    def __init__(
-        self,
-        model: Model,
-        switches: Switches,
-        reducer: Reducer,
-        buffers: Buffers,
-        hooks: CommHooks,
-        delayed: DelayedParameters | None,
-    ) -> None:
-        self._model = model
-        self._switches = switches
-        self._reducer = reducer
-        self._buffers = buffers
-        self._hooks = hooks
-        self._delayed = delayed
-        self.divide_by_initial_world_size = True
-        self.join_is_over = False  # by an error that all ranks have raised
-        self._weight: float | WeightExchange | None = None  # that was given last, until a forward synchronizes
-        self._backwards_before: int | None = None  # the last step that all know of, if it synchronizes
+    model: Model
+    switches: Switches
+    reducer: Reducer
+    buffers: Buffers
+    hooks: CommHooks
+    delayed: DelayedParameters | None
+    divide_by_initial_world_size: bool = True
+    join_is_over: bool = False  # by an error that all ranks have raised
+    _weight: float | WeightExchange | None = None  # that was given last, until a forward synchronizes
+    _backwards_before: int | None = None  # the last step that all know of, if it synchronizes
 
     def count(self, weight: float, in_join: bool) -> None:
         """The next synchronized backward counts this rank's gradients so many times."""
         # In a join context it travels with what the ranks tell each other anyway.
-        self._weight = weight if in_join else WeightExchange(self._model.communicator, weight)
+        self._weight = weight if in_join else WeightExchange(self.model.communicator, weight)
 
     def take_weights(self) -> WeightExchange | None:
         """The weights that are being exchanged for this forward, if any; it alone has them, whatever comes of it."""
@@ -53,7 +47,7 @@ class UnevenInputs:
 
     def tell_joined(self, joinable: Joinable, synchronize: bool, plans: bool, sends_buffers: bool) -> Round:
         """Tells ranks that have joined what this forward of ``joinable`` and its backward will do."""
-        communicator = self._model.communicator
+        communicator = self.model.communicator
         if notice := Join.notify_join_context(joinable):  # torch's Join only
             notice.wait()
         weight = -1.0
@@ -68,29 +62,29 @@ class UnevenInputs:
         current.check()
         self._check_sync_batch_norm(current)
         self.join_is_over = False
-        self._backwards_before = self._reducer.statistics()["backwards"] if synchronize else None
+        self._backwards_before = self.reducer.statistics()["backwards"] if synchronize else None
         return current
 
     def is_inside_step(self) -> bool:
         """Whether the others wait, or will, for this rank's gradients."""
-        return bool(self._backwards_before == self._reducer.statistics()["backwards"])
+        return bool(self._backwards_before == self.reducer.statistics()["backwards"])
 
     def _check_sync_batch_norm(self, current: Round) -> None:
         """Ranks that have joined can't know which of these layers the others' forward will reach."""
-        communicator = self._model.communicator
+        communicator = self.model.communicator
         joined = {rank for i, rank in enumerate(communicator.global_ranks) if i not in current.training}
         if not joined:
             return
         try:
-            check_all_have_batches(self._model.module, joined)
+            check_all_have_batches(self.model.module, joined)
         except InvalidUsage as error:
             communicator.abort(f"{own_name(communicator)}: {error}")
             raise
 
     def set_average(self, current: Round) -> None:
         """What the next backward in a join context divides by, and whether ranks without a batch are part of it."""
-        if len(current.training) < self._model.communicator.size:
-            self._reducer.expect_shadows()
+        if len(current.training) < self.model.communicator.size:
+            self.reducer.expect_shadows()
         if current.weights is not None:
             self.average_with(current.weights)
         elif not self.divide_by_initial_world_size:
@@ -98,24 +92,24 @@ class UnevenInputs:
 
     def average_with(self, weights: list[float]) -> None:
         """The next backward gives the mean with these weights, by rank."""
-        communicator = self._model.communicator
+        communicator = self.model.communicator
         divisor, weight = averaging(weights, communicator.rank)
-        if self._hooks.installed:  # hooks divide by the number of ranks themselves
+        if self.hooks.installed:  # hooks divide by the number of ranks themselves
             divisor, weight = communicator.size, weight * (communicator.size / divisor)
         self._average_over(divisor, weight)
 
     def _average_over(self, divisor: float, weight: float) -> None:
-        self._reducer.average_over(divisor, weight)
-        if self._delayed is not None:
-            self._delayed.average_over(divisor, weight)
+        self.reducer.average_over(divisor, weight)
+        if self.delayed is not None:
+            self.delayed.average_over(divisor, weight)
 
     def sync_final_model(self, is_last_joiner: bool) -> None:
         """Gives all ranks the parameters, and buffers if they are synchronized, of the last rank to join."""
-        model = self._model
+        model = self.model
         root = common_rank(model.communicator, is_last_joiner)
-        self._buffers.look_up()
-        named = named_state(model, self._buffers if self._switches.forward_sync_buffers else None)
-        named += () if self._delayed is None else self._delayed.named
+        self.buffers.look_up()
+        named = named_state(model, self.buffers if self.switches.forward_sync_buffers else None)
+        named += () if self.delayed is None else self.delayed.named
         broadcast_named(model.communicator, "the final models differ", named, model.device, root)
 
 

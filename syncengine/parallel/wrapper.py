@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Joinable
 from syncengine._C import ReducerOptions
 from syncengine.communicator import default_communicator
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.broadcast import broadcast_named
+from syncengine.parallel.broadcast import broadcast_named, describe_layout
 from syncengine.parallel.buffers import Buffers, choose_buffer_sync, named_state
 from syncengine.parallel.comm_hooks import CommHooks
 from syncengine.parallel.compiled import call_module, not_compiled
@@ -20,7 +20,7 @@ from syncengine.parallel.devices import check_buffers_on, check_device_ids, devi
 from syncengine.parallel.groups import Group, check_group, localize_parameters, resolve_group
 from syncengine.parallel.logging import Logger
 from syncengine.parallel.mixed_precision import MixedPrecision
-from syncengine.parallel.model import Model, Switches, named_to_synchronize
+from syncengine.parallel.model import Model, Switches, not_ignored
 from syncengine.parallel.optimizers import BackwardOptimizers
 from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer, NoReducer
@@ -38,21 +38,9 @@ from syncengine.parallel.tools import ForTools
 from syncengine.parallel.uneven import UnevenInputs
 from syncengine.parallel.weights import check_weight
 
-# Parts that are made anew for a copy.
-_PARTS = (
-    "process_group",
-    "communicator",
-    "logger",
-    "reducer",
-    "_model",
-    "_options",
-    "_planning",
-    "_buffer_sync",
-    "_hooks",
-    "_optimizers",
-    "_uneven",
-    "_steps",
-)
+# Made anew for a copy.
+_PARTS = {"reducer", "_model", "_options", "_planning", "_buffer_sync", "_hooks", "_uneven", "_steps"}
+_PARTS |= {"process_group", "communicator", "logger", "_optimizers"}
 
 
 @refuse_methods
@@ -113,7 +101,7 @@ class Parallel(ForTools):
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
         check_module(module, self.parameters_to_ignore, all_delayed=bool(delayed))
-        self.device = device_of([*named_to_synchronize(module, self.parameters_to_ignore), *delayed])
+        self.device = device_of([*not_ignored(module.named_parameters(), self.parameters_to_ignore).items(), *delayed])
         self.device_type = self.device.type
         self.device_ids, self.output_device = check_device_ids(self.device, device_ids, output_device)
         if self.device_type == "cpu":  # torch's own works on CUDA, over its process group
@@ -143,8 +131,8 @@ class Parallel(ForTools):
         self._compose()
         if init_sync and self.communicator.size > 1:
             self._replicate(sync_initial_buffers)
-        if self._delayed is not None:
-            self._delayed.replicate()
+        if delayed and self.communicator.size > 1:
+            broadcast_named(self.communicator, "the delayed parameters differ", delayed, self.device, 0)
 
     def _reducer_options(self) -> ReducerOptions:
         """What the reducer is asked for; a subclass, for tests or benchmarks, may ask for more."""
@@ -163,6 +151,8 @@ class Parallel(ForTools):
         if not hooks and self._mixed_precision is not None and self._mixed_precision.compress is not None:
             hooks = [(self._mixed_precision.compress, None)]
         self._model = model = Model.of(self.module, self.communicator, self.device, self.parameters_to_ignore)
+        if model.parameters and self.device_type == "cuda":
+            check_buffers_on(self.device, not_ignored(self.module.named_buffers(), self.parameters_to_ignore))
         self._options = options = self._reducer_options()
         if hooks or (self.communicator.size > 1 and model.parameters):
             reducer = ModelReducer(model, options)
@@ -172,8 +162,6 @@ class Parallel(ForTools):
         self._planning = planning = Planning(model, reducer, options, self._caps, number)
         reducer.plan_with(planning)
         self._buffer_sync = buffers = Buffers(model, self._switches, reducer, self.parameters_to_ignore)
-        if model.parameters and self.device_type == "cuda":
-            check_buffers_on(self.device, buffers.named)
         self._hooks = CommHooks(reducer, planning)
         self._uneven = UnevenInputs(model, self._switches, reducer, buffers, self._hooks, self._delayed)
         self._steps = Steps(
@@ -194,9 +182,10 @@ class Parallel(ForTools):
             f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, device_type={self.device_type}, "
             f"mixed_precision={self.mixed_precision}"
         )
-        broadcast_named(self.communicator, f"{self._model} differs", named, self.device, 0, [settings], _details)
+        lines = [settings, *describe_layout(named, _details)]
+        broadcast_named(self.communicator, f"{self._model} differs", named, self.device, 0, lines)
         if self._reduces:
-            self._planning.take_number()
+            self._planning.number = self._planning.reserve_slots()
 
     def __getstate__(self) -> dict[str, Any]:
         if self.communicator is not default_communicator():
