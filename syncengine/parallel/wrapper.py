@@ -1,5 +1,6 @@
 """``Parallel``: a drop-in for ``torch.nn.parallel.DistributedDataParallel``."""
 
+import copy
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -202,7 +203,7 @@ class Parallel(ForTools):
                 "the copy of a Parallel has no communication hook: register it again", UserWarning, stacklevel=2
             )
         kept = {name: value for name, value in self.__dict__.items() if name not in _PARTS}
-        return {**kept, "_number": self._planning.number}
+        return {**kept, "_switches": copy.copy(self._switches), "_number": self._planning.number}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         number = state.pop("_number")
