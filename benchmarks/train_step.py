@@ -159,8 +159,13 @@ def make_trainee(engine: str, workload: Workload) -> Trainee:
     if engine in OURS:
         import syncengine
 
-        way = type("Parallel", (syncengine.Parallel,), {"_gradients_in_arena": engine != "staged"})
-        model = way(model, bucket_cap_mb=1 if engine == "pinned" else None)
+        class Parallel(syncengine.Parallel):
+            def _reducer_options(self) -> syncengine._C.ReducerOptions:
+                options = super()._reducer_options()
+                options.gradients_in_arena = engine != "staged"
+                return options
+
+        model = Parallel(model, bucket_cap_mb=1 if engine == "pinned" else None)
     elif engine == "ddp":
         model = DistributedDataParallel(model)
     elif engine == "backend":

@@ -20,8 +20,33 @@ has_test_hooks: bool
 def instruction_set() -> str:
     """The instruction set of the reduction kernels: "scalar", "avx2" or "avx512" (SYNCENGINE_ISA chooses)."""
 
-def solo(options: dict[str, Any]) -> Communicator:
-    """The communicator of a job of one rank: no thread, no shared memory. `options` as for LocalBootstrap."""
+class JobOptions:
+    """How a communicator works: the settings of `syncengine.config` that are no matter of how ranks meet."""
+
+    def __init__(self) -> None: ...
+    numerics: str
+    algorithm: str
+    host_algorithm: str
+    gradient_memory: str
+    timeout: float  # seconds, as the next
+    log_after: float
+    arena_bytes: int  # 0: the machine's memory
+    host_id: str  # makes several hosts of one; "" for one
+
+class NetworkOptions:
+    """Where to listen for ranks of other hosts, and how to talk to them."""
+
+    def __init__(self) -> None: ...
+    interface: str  # name, prefix or address; "" is loopback
+    sockets: int  # connections a peer
+    checksum: bool
+    silence: float  # seconds without a sign of life after which a peer is lost
+    peers: int  # ranks of other hosts
+    secret: str  # "" for none, as the next
+    secret_file: str
+
+def solo(options: JobOptions) -> Communicator:
+    """The communicator of a job of one rank: no thread, no shared memory."""
 
 def backend_communicators() -> list[Communicator]:
     """The communicators below all backends of this process that have not been shut down."""
@@ -174,12 +199,9 @@ class Communicator:
 class LocalBootstrap:
     """How the ranks of a job find each other: exchange addresses, then, if there are several hosts, what listen()
     returns, then connect.
-
-    `options`: `numerics`, `algorithm` and `gradient_memory` (str), `timeout` and `log_after` (seconds), `arena_bytes`
-    (0: the machine's memory), `host_id` (str: makes several hosts of one; "" for one). All are needed.
     """
 
-    def __init__(self, rank: int, size: int, options: dict[str, Any]) -> None: ...
+    def __init__(self, rank: int, size: int, options: JobOptions) -> None: ...
     def address(self) -> bytes:
         """Opaque bytes, less than 4 KiB, that every other rank needs."""
 
@@ -189,13 +211,8 @@ class LocalBootstrap:
     def on_one_network(self, addresses: Sequence[bytes]) -> bool:
         """Whether the hosts are parts of one machine, whose loopback interface reaches them all."""
 
-    def listen(self, options: dict[str, Any]) -> bytes:
-        """Listens for ranks of other hosts. Opaque bytes, at most 256, that every other rank needs.
-
-        `options`: `interface` (str: name, prefix or address; "" is loopback), `sockets` (int: connections a peer),
-        `checksum` (bool), `silence` (seconds), `peers` (int: ranks of other hosts), `secret` and `secret_file`
-        (str: "" for none). All are needed.
-        """
+    def listen(self, options: NetworkOptions) -> bytes:
+        """Listens for ranks of other hosts. Opaque bytes, at most 256, that every other rank needs."""
 
     def connect(
         self,
@@ -271,14 +288,24 @@ class Backend(_Backend):
     def options(self) -> _Backend.Options:
         """What torch keeps of its settings."""
 
+class ReducerOptions:
+    """What a Reducer is asked for: the options of DDP, then our own."""
+
+    def __init__(self) -> None: ...
+    find_unused_parameters: bool
+    static_graph: bool
+    skip_all_reduce_unused_params: bool
+    gradient_as_bucket_view: bool
+    batched_grad_copy: bool
+    waits_in_between: bool  # ranks wait in forward or backward, too: an error there is the end of the communicator
+    gradients_in_arena: bool  # as far as there is room for them; the default
+    flat_buckets: bool  # on the CPU, too, as on CUDA: for tests, in a build with test hooks
+
 class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.
 
     `parameters` and `parameter_names` are the same on all ranks, whether they require a gradient now or not;
-    `model_name` is for messages. `sparse` says of each parameter whether its gradients are of sparse layout. The
-    options are those of DDP; `waits_in_between`: ranks wait for each other in forward or backward, too
-    (SyncBatchNorm), so an error there is the end of the communicator. Parameters on CUDA get flat buckets;
-    `flat_buckets` is for tests of these on the CPU, in a build with test hooks.
+    `model_name` is for messages. `sparse` says of each parameter whether its gradients are of sparse layout.
     """
 
     def __init__(
@@ -288,15 +315,7 @@ class Reducer:
         parameter_names: Sequence[str],
         communicator: Communicator,
         sparse: Sequence[bool],
-        *,
-        find_unused_parameters: bool = False,
-        static_graph: bool = False,
-        skip_all_reduce_unused_params: bool = False,
-        gradient_as_bucket_view: bool = False,
-        batched_grad_copy: bool = False,
-        waits_in_between: bool = False,
-        gradients_in_arena: bool = True,
-        flat_buckets: bool = False,
+        options: ReducerOptions,
     ) -> None: ...
     def begin_forward(self, synchronize: bool) -> bool:
         """A forward with gradients enabled begins; `synchronize`: its backward will average.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
+from syncengine._C import JobOptions, NetworkOptions
 from syncengine.errors import InvalidUsage
 
 ALGORITHMS = ("auto", "direct", "staged", "one_shot", "ring")
@@ -69,34 +70,34 @@ class Config:
         wanted = Config.read({}, **given)
         return replace(self, **{name: getattr(wanted, name) for name, value in given.items() if value is not None})
 
-    def options(self, timeout: float) -> dict[str, Any]:
+    def options(self, timeout: float) -> JobOptions:
         """The extension's options; `timeout` in seconds is what None stands for."""
-        return {
-            "algorithm": self.algorithm,
-            "numerics": self.numerics,
-            "host_algorithm": self.host_algorithm,
-            "timeout": timeout if self.timeout is None else self.timeout,
-            "arena_bytes": self.arena_bytes,
-            "gradient_memory": self.gradient_memory,
-            "log_after": self.log_after,
-            "host_id": self.host_id,
-        }
+        options = JobOptions()
+        options.algorithm = self.algorithm
+        options.numerics = self.numerics
+        options.host_algorithm = self.host_algorithm
+        options.arena_bytes = self.arena_bytes
+        options.gradient_memory = self.gradient_memory
+        options.log_after = self.log_after
+        options.host_id = self.host_id
+        options.timeout = timeout if self.timeout is None else self.timeout
+        return options
 
     def shared(self) -> dict[str, Any]:
         """The settings that all ranks must have alike."""
         return {name: getattr(self, name) for name in _SHARED}
 
-    def network(self, interface: str, peers: int) -> dict[str, Any]:
+    def network(self, interface: str, peers: int) -> NetworkOptions:
         """The extension's options for listening to `peers` ranks of other hosts; `interface` is what "" stands for."""
-        return {
-            "interface": self.interface or interface,
-            "sockets": self.sockets,
-            "checksum": self.checksum,
-            "silence": self.silence,
-            "peers": peers,
-            "secret": self.secret,
-            "secret_file": self.secret_file,
-        }
+        options = NetworkOptions()
+        options.interface = self.interface or interface
+        options.sockets = self.sockets
+        options.checksum = self.checksum
+        options.silence = self.silence
+        options.peers = peers
+        options.secret = self.secret
+        options.secret_file = self.secret_file
+        return options
 
 
 _SHARED = ("algorithm", "numerics", "interhost", "host_algorithm", "sockets", "checksum")

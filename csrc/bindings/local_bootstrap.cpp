@@ -1,5 +1,12 @@
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
 #include "bindings/movers.h"
@@ -15,47 +22,67 @@ namespace syncengine {
 
 namespace {
 
+struct JobOptions : Options {
+  std::string host_id;
+};
+
+struct NetworkOptions : tcp::Options {
+  std::string secret_file;
+};
+
+// A setting that Python has as a word.
 template <class Value>
-Value choose(const py::dict& options, const char* key, std::initializer_list<std::pair<const char*, Value>> choices) {
-  auto text = options[key].cast<std::string>();
-  std::string allowed;
-  for (auto [word, value] : choices) {
-    if (text == word) return value;
-    allowed += std::string(allowed.empty() ? "'" : ", '") + word + "'";
-  }
-  throw Error(ErrorKind::InvalidUsage, std::string(key) + "='" + text + "' is not one of " + allowed);
+void def_words(py::class_<JobOptions>& options, const char* name, Value Options::* field,
+               const std::vector<std::pair<std::string, Value>>& words) {
+  auto get = [=](const JobOptions& self) {
+    return std::find_if(words.begin(), words.end(), [&](auto& word) { return word.second == self.*field; })->first;
+  };
+  auto set = [=](JobOptions& self, const std::string& text) {
+    std::string allowed;
+    for (const auto& [word, value] : words) {
+      if (text == word) self.*field = value;
+      allowed += (allowed.empty() ? "'" : ", '") + word + "'";
+    }
+    if (get(self) != text) {
+      throw Error(ErrorKind::InvalidUsage, std::string(name) + "='" + text + "' is not one of " + allowed);
+    }
+  };
+  options.def_property(name, get, set);
 }
 
-Options parse(const py::dict& options) {
-  Options result;
-  result.numerics = choose<Numerics>(
-      options, "numerics", {{"rank_order", Numerics::RankOrder}, {"ring", Numerics::Ring}, {"fast", Numerics::Fast}});
-  result.algorithm = choose<Algorithm>(options, "algorithm",
-                                       {{"auto", Algorithm::Auto},
-                                        {"direct", Algorithm::Direct},
-                                        {"staged", Algorithm::Staged},
-                                        {"one_shot", Algorithm::OneShot},
-                                        {"ring", Algorithm::Ring}});
-  result.host_algorithm = choose<HostAlgorithm>(
-      options, "host_algorithm",
-      {{"auto", HostAlgorithm::Auto}, {"exchange", HostAlgorithm::Exchange}, {"chain", HostAlgorithm::Chain}});
-  result.gradient_memory = choose<GradientMemory>(options, "gradient_memory",
-                                                  {{"arena", GradientMemory::Arena}, {"torch", GradientMemory::Torch}});
-  result.timeout = seconds(options["timeout"].cast<double>());
-  result.log_after = seconds(options["log_after"].cast<double>());
-  result.arena_bytes = options["arena_bytes"].cast<size_t>();
-  return result;
+void def_seconds(py::class_<JobOptions>& options, const char* name, Duration Options::* field) {
+  options.def_property(
+      name, [=](const JobOptions& self) { return std::chrono::duration<double>(self.*field).count(); },
+      [=](JobOptions& self, double value) { self.*field = seconds(value); });
 }
 
-tcp::Options parse_network(const py::dict& options) {
-  tcp::Options result;
-  result.interface = options["interface"].cast<std::string>();
-  result.sockets = options["sockets"].cast<int>();
-  result.checksum = options["checksum"].cast<bool>();
-  result.silence = options["silence"].cast<double>();
-  result.peers = options["peers"].cast<int>();
-  result.secret = tcp::load_secret(options["secret"].cast<std::string>(), options["secret_file"].cast<std::string>());
-  return result;
+void bind_options(py::module_& module) {
+  py::class_<JobOptions> job(module, "JobOptions");
+  job.def(py::init<>());
+  def_words(job, "numerics", &Options::numerics,
+            {{"rank_order", Numerics::RankOrder}, {"ring", Numerics::Ring}, {"fast", Numerics::Fast}});
+  def_words(job, "algorithm", &Options::algorithm,
+            {{"auto", Algorithm::Auto},
+             {"direct", Algorithm::Direct},
+             {"staged", Algorithm::Staged},
+             {"one_shot", Algorithm::OneShot},
+             {"ring", Algorithm::Ring}});
+  def_words(job, "host_algorithm", &Options::host_algorithm,
+            {{"auto", HostAlgorithm::Auto}, {"exchange", HostAlgorithm::Exchange}, {"chain", HostAlgorithm::Chain}});
+  def_words(job, "gradient_memory", &Options::gradient_memory,
+            {{"arena", GradientMemory::Arena}, {"torch", GradientMemory::Torch}});
+  def_seconds(job, "timeout", &Options::timeout);
+  def_seconds(job, "log_after", &Options::log_after);
+  job.def_readwrite("arena_bytes", &JobOptions::arena_bytes).def_readwrite("host_id", &JobOptions::host_id);
+  py::class_<NetworkOptions>(module, "NetworkOptions")
+      .def(py::init<>())
+      .def_readwrite("interface", &NetworkOptions::interface)
+      .def_readwrite("sockets", &NetworkOptions::sockets)
+      .def_readwrite("checksum", &NetworkOptions::checksum)
+      .def_readwrite("silence", &NetworkOptions::silence)
+      .def_readwrite("peers", &NetworkOptions::peers)
+      .def_readwrite("secret", &NetworkOptions::secret)
+      .def_readwrite("secret_file", &NetworkOptions::secret_file);
 }
 
 // A job, and where it listens for ranks of other hosts once it is known that there are any.
@@ -91,12 +118,11 @@ struct Bootstrap {
 }  // namespace
 
 void bind_local_bootstrap(py::module_& module) {
+  bind_options(module);
   py::class_<Bootstrap>(module, "LocalBootstrap", "How the ranks of a job find each other.")
-      .def(py::init([](int rank, int size, const py::dict& options) {
+      .def(py::init([](int rank, int size, const JobOptions& options) {
              return std::unique_ptr<Bootstrap>(
-                 new Bootstrap{LocalBootstrap(rank, size, parse(options), count_python_threads,
-                                              options["host_id"].cast<std::string>()),
-                               rank});
+                 new Bootstrap{LocalBootstrap(rank, size, options, count_python_threads, options.host_id), rank});
            }),
            py::arg("rank"), py::arg("size"), py::arg("options"))
       .def(
@@ -115,8 +141,9 @@ void bind_local_bootstrap(py::module_& module) {
           "Whether the hosts are parts of one machine, whose loopback interface reaches them all.")
       .def(
           "listen",
-          [](Bootstrap& self, const py::dict& options) {
-            self.listener = std::make_unique<tcp::Listener>(parse_network(options));
+          [](Bootstrap& self, NetworkOptions options) {
+            options.secret = tcp::load_secret(options.secret, options.secret_file);
+            self.listener = std::make_unique<tcp::Listener>(options);
             return py::bytes(self.listener->address());
           },
           py::arg("options"), "Listens for ranks of other hosts. Opaque bytes for every other rank.")
@@ -134,7 +161,7 @@ void bind_local_bootstrap(py::module_& module) {
           "The communicator of all ranks. `addresses` by rank; `timeout` in seconds. Where there are several hosts, "
           "`network_addresses` from listen() or a mover.");
   module.def(
-      "solo", [](const py::dict& options) { return make_solo_communicator(parse(options)); }, py::arg("options"),
+      "solo", [](const JobOptions& options) { return make_solo_communicator(options); }, py::arg("options"),
       "The communicator of a job of one rank: no thread, no shared memory.");
 }
 

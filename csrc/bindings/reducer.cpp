@@ -38,21 +38,11 @@ std::unique_ptr<BucketLane> make_lane(const std::vector<at::Tensor>& parameters,
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::string model_name,
                                       std::vector<std::string> parameter_names,
                                       std::shared_ptr<Communicator> communicator, const std::vector<bool>& sparse,
-                                      bool find_unused_parameters, bool static_graph,
-                                      bool skip_all_reduce_unused_params, bool gradient_as_bucket_view,
-                                      bool batched_grad_copy, bool waits_in_between, bool gradients_in_arena,
-                                      bool flat_buckets) {
+                                      ReducerOptions options) {
   if (parameters.size() != parameter_names.size() || parameters.size() != sparse.size()) {
     throw Error(ErrorKind::InvalidUsage, "Reducer needs one name and one layout for each parameter");
   }
-  ReducerOptions options{.find_unused_parameters = find_unused_parameters,
-                         .static_graph = static_graph,
-                         .skip_all_reduce_unused_params = skip_all_reduce_unused_params,
-                         .gradient_as_bucket_view = gradient_as_bucket_view,
-                         .batched_grad_copy = batched_grad_copy,
-                         .waits_in_between = waits_in_between,
-                         .gradients_in_arena = gradients_in_arena};
-  auto lane = make_lane(parameters, communicator, flat_buckets);
+  auto lane = make_lane(parameters, communicator, options.flat_buckets);
   if (lane) options.gradients_in_arena = false;
   return std::make_shared<Reducer>(std::move(parameters), ModelNames{std::move(model_name), std::move(parameter_names)},
                                    std::move(communicator), sparse, options, std::move(lane));
@@ -134,13 +124,19 @@ py::dict timeline_dict(const Reducer& reducer) {
 
 void bind_reducer(py::module_& module) {
   using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::class_<ReducerOptions>(module, "ReducerOptions")
+      .def(py::init<>())
+      .def_readwrite("find_unused_parameters", &ReducerOptions::find_unused_parameters)
+      .def_readwrite("static_graph", &ReducerOptions::static_graph)
+      .def_readwrite("skip_all_reduce_unused_params", &ReducerOptions::skip_all_reduce_unused_params)
+      .def_readwrite("gradient_as_bucket_view", &ReducerOptions::gradient_as_bucket_view)
+      .def_readwrite("batched_grad_copy", &ReducerOptions::batched_grad_copy)
+      .def_readwrite("waits_in_between", &ReducerOptions::waits_in_between)
+      .def_readwrite("gradients_in_arena", &ReducerOptions::gradients_in_arena)
+      .def_readwrite("flat_buckets", &ReducerOptions::flat_buckets);
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("model_name"), py::arg("parameter_names"),
-           py::arg("communicator"), py::arg("sparse"), py::kw_only(), py::arg("find_unused_parameters") = false,
-           py::arg("static_graph") = false, py::arg("skip_all_reduce_unused_params") = false,
-           py::arg("gradient_as_bucket_view") = false, py::arg("batched_grad_copy") = false,
-           py::arg("waits_in_between") = false, py::arg("gradients_in_arena") = true, py::arg("flat_buckets") = false,
-           NoGil())
+           py::arg("communicator"), py::arg("sparse"), py::arg("options"), NoGil())
       .def("begin_forward", &Reducer::begin_forward, py::arg("synchronize"), NoGil())
       .def("prepare_for_local_backward", &Reducer::prepare_for_local_backward, py::arg("outputs"), NoGil())
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), NoGil())

@@ -17,7 +17,7 @@ namespace syncengine {
 
 namespace {
 
-constexpr size_t kMostStrangers = 64;  // at a time, beside the ranks that are still to come
+constexpr size_t kMaxUnidentified = 64;  // at a time, beside the ranks that are still to come
 constexpr int kPollMs = 50, kRetryMs = 5;
 
 // The name's part that bootstrap/process.h understands: "syncengine-<process>-<random>".
@@ -120,7 +120,7 @@ void LocalMeeting::accept() {
   for (UniqueFd socket = local_socket::accept(listener_); socket; socket = local_socket::accept(listener_)) {
     if (!local_socket::same_user(socket)) continue;
     visitors_.push_back({.socket = std::move(socket)});
-    if (visitors_.size() <= unserved_.size() + kMostStrangers) continue;
+    if (visitors_.size() <= unserved_.size() + kMaxUnidentified) continue;
     // The oldest of those that have said least makes room.
     visitors_.erase(std::min_element(visitors_.begin(), visitors_.end(),
                                      [](const Visitor& a, const Visitor& b) { return a.stage < b.stage; }));

@@ -1,4 +1,4 @@
-// What a user may ask of a reducer.
+// What a reducer is asked for, once.
 #pragma once
 
 namespace syncengine {
@@ -11,6 +11,7 @@ struct ReducerOptions {
   bool batched_grad_copy = false;
   bool waits_in_between = false;   // ranks wait for each other in forward or backward, too (SyncBatchNorm)
   bool gradients_in_arena = true;  // as far as the communicator has room for them
+  bool flat_buckets = false;       // on CPUs, too, as on devices: for tests, in a build with test hooks
 };
 
 }  // namespace syncengine

@@ -124,8 +124,8 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
   std::lock_guard lock(mutex_);
   if (recomputing()) return {};
   Forward& forward = coming_forward();
-  std::vector<at::Tensor> strangers;
-  if (finds_unused() || observes()) strangers = strangers_behind(outputs, forward);
+  std::vector<at::Tensor> other_leaves;
+  if (finds_unused() || observes()) other_leaves = mark_reachable(outputs, forward);
   if (brought_nothing_) check_parameters_take_part(outputs);
   for (const auto& output : outputs) {
     if (const auto* node = hook_output(weak_from_this(), output, forward_)) forward.outputs.push_back(node);
@@ -133,11 +133,11 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
   outputs_hooked_ = !forward.outputs.empty();
   coming_backward().expect(std::exchange(forward_, nullptr));
   phase_ = Phase::Armed;
-  return strangers;
+  return other_leaves;
 }
 
-// Marks what they reach.
-std::vector<at::Tensor> Reducer::strangers_behind(const std::vector<at::Tensor>& outputs, Forward& forward) {
+// See prepare_for_backward.
+std::vector<at::Tensor> Reducer::mark_reachable(const std::vector<at::Tensor>& outputs, Forward& forward) {
   forward.reachable.assign(parameters_.size(), false);
   auto others = mark_used(outputs, parameters_.accumulators(), forward.reachable);
   if (others.empty()) return {};

@@ -143,7 +143,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void follow_stream();
   Forward& coming_forward();
   Backward& coming_backward();
-  std::vector<at::Tensor> strangers_behind(const std::vector<at::Tensor>& outputs, Forward& forward);
+  std::vector<at::Tensor> mark_reachable(const std::vector<at::Tensor>& outputs, Forward& forward);
   void check_parameters_take_part(const std::vector<at::Tensor>& outputs);
   bool finds_unused() const { return options_.find_unused_parameters && !static_graph_; }
   bool tracks_usage() const { return options_.find_unused_parameters || static_graph_; }

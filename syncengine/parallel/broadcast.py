@@ -92,9 +92,19 @@ def describe_layout(named: Named, more: Callable[[torch.Tensor], str] = lambda t
 
 
 @torch.inference_mode()
-def broadcast_named(communicator: Communicator, what: str, named: Named, device: torch.device, root: int) -> None:
-    """Copies rank ``root``'s values, once. Raises ``Mismatch`` on every rank, naming the tensor, if they don't fit."""
-    check_same_on_all_ranks(communicator, f"{what} differ", describe_layout(named))
+def broadcast_named(
+    communicator: Communicator,
+    what: str,
+    named: Named,
+    device: torch.device,
+    root: int,
+    lines: Sequence[str] | None = None,
+) -> None:
+    """Copies rank ``root``'s values, once. Raises ``Mismatch`` on every rank, naming the tensor, if they don't fit.
+
+    ``what``: subject and verb ("... differ"). ``lines``: what must be the same, if it is more than the layout.
+    """
+    check_same_on_all_ranks(communicator, what, describe_layout(named) if lines is None else lines)
     tensors = [tensor for _, tensor in named]
     TensorBroadcast(communicator, tensors, device)(tensors, root)
 

@@ -1,20 +1,65 @@
-"""The buffers of a model: copies one rank's values to all ranks, whenever a forward requires it."""
+"""The buffers of a model: one rank's values are copied to all ranks, whenever a forward requires it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parallel.distributed import _BufferCommHook, _BufferCommHookLocation
 
-from syncengine._C import Communicator
+from syncengine._C import Communicator, Reducer
 from syncengine.errors import InvalidUsage, Mismatch
 from syncengine.parallel.broadcast import TensorBroadcast, describe_layout
-from syncengine.parallel.replication import check_same_on_all_ranks
+from syncengine.parallel.model import Model, Switches, not_ignored
+from syncengine.parallel.replication import check_same_on_all_ranks, fail_all, own_name
 
 
 class Buffers:
+    """The buffers of a model, those that are not ``ignored``: which they are, when they are synchronized, and how."""
+
+    def __init__(self, model: Model, switches: Switches, reducer: Reducer, ignored: Container[str]) -> None:
+        self._module, self._ignored = model.module, ignored
+        self._switches = switches
+        self._reducer = reducer
+        self._copy = BufferCopy(model.communicator, str(model), model.device)
+        self.look_up()
+
+    def look_up(self) -> None:
+        """Modules may have replaced theirs."""
+        self.named = not_ignored(self._module.named_buffers(), self._ignored)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those of the last look."""
+        return list(self.named.values())
+
+    def are_due(self, at: _BufferCommHookLocation) -> bool:
+        """Whether the next forward synchronizes them, before or after the module is called."""
+        switches, hook = self._switches, self._hook()
+        if not (switches.require_forward_param_sync and switches.forward_sync_buffers and self.named):
+            return False
+        return at == (_BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location)
+
+    def synchronize(self, root: int = 0) -> None:
+        """Calls the hook, or copies the values of rank ``root``. Collective."""
+        self.look_up()
+        hook = self._hook()
+        if hook is None:
+            self._copy(self.named, root)
+            return
+        with torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors)):
+            futures = hook.buffer_comm_hook(hook.buffer_comm_hook_state, self.named)
+        if futures is not None:
+            self._reducer.install_futures(futures)
+
+    def _hook(self) -> _BufferCommHook | None:
+        return getattr(self._switches, "buffer_hook", None)
+
+
+class BufferCopy:
     """Copies one rank's buffers of a model to all ranks.
 
     Holds what all ranks have agreed on (names, dtypes, shapes), and the memory for the message, but none of the
@@ -34,7 +79,7 @@ class Buffers:
         self._stamp, self._layout = 0, ""  # of what is agreed
         self._broadcast: TensorBroadcast
 
-    def synchronize(self, named: Mapping[str, torch.Tensor], root: int) -> None:
+    def __call__(self, named: Mapping[str, torch.Tensor], root: int) -> None:
         """Copies the values of rank ``root``. Collective.
 
         Their version counters do not change: a backward may need a buffer as it was. Raises ``Mismatch`` on all ranks,
@@ -60,8 +105,7 @@ class Buffers:
         try:
             self._lines = describe_layout(list(named.items()))
         except InvalidUsage as error:  # the others would wait
-            self._communicator.abort(f"{self._me()}: {error}", "InvalidUsage")
-            raise
+            fail_all(self._communicator, error, f"{own_name(self._communicator)}: {error}")
         self._places = places
 
     def _send(self, tensors: Sequence[torch.Tensor], root: int) -> None:
@@ -108,10 +152,28 @@ class Buffers:
         there, here = next((a, b) for a, b in zip(theirs, ours, strict=True) if a != b)
         text = (
             f"{self._what} differ between ranks since the last forward: rank {self._communicator.global_ranks[root]} "
-            f"has [{there}], {self._me()} has [{here}]. Give them the same dtypes and shapes on every rank."
+            f"has [{there}], {own_name(self._communicator)} has [{here}]. Give them the same dtypes and shapes on "
+            "every rank."
         )
-        self._communicator.abort(text, "Mismatch")
-        raise Mismatch(text)
+        fail_all(self._communicator, Mismatch(text))
 
-    def _me(self) -> str:
-        return f"rank {self._communicator.global_ranks[self._communicator.rank]}"
+
+def named_state(model: Model, buffers: Buffers | None) -> list[tuple[str, torch.Tensor]]:
+    """What is to be the same on all ranks: parameters, and ``buffers`` if any."""
+    named: list[tuple[str, torch.Tensor]] = list(zip(model.names, model.parameters, strict=True))
+    return named if buffers is None else [*named, *buffers.named.items()]
+
+
+def choose_buffer_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
+    """Whether buffers are copied at forwards, and at construction. As DDP since 2.13."""
+    if broadcast_buffers is not None:
+        warnings.warn(
+            "`broadcast_buffers` is deprecated. Use `forward_sync_buffers` instead, which still copies rank 0's "
+            "buffers at construction.",
+            FutureWarning,
+            stacklevel=3,
+        )
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers, True
+    chosen = True if broadcast_buffers is None else broadcast_buffers
+    return chosen, chosen

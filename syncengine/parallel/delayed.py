@@ -8,7 +8,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from syncengine._C import Communicator, Work
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.broadcast import broadcast_named
 
 # Of each trigger: whose forward was the last. Several wrappers may listen to one, whose next backward is that one's.
 _last_forward = WeakIdKeyDictionary()
@@ -31,7 +30,7 @@ class DelayedParameters:
         flat_buckets: bool,
     ) -> None:
         self.synchronizes = True  # whether the last forward's backward will
-        self.communicator = communicator
+        self.average_on(communicator)
         self._flat_buckets = flat_buckets
         self._scale = 1.0  # of this rank's gradients in the next average
         self.named = list(named_parameters)
@@ -48,8 +47,6 @@ class DelayedParameters:
             self._buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
             parts = self._buffer.split([p.numel() for p in self._parameters])
             self._views = [part.view(p.shape) for part, p in zip(parts, self._parameters, strict=True)]
-        if communicator.size > 1:
-            broadcast_named(communicator, "the delayed parameters", self.named, first.device, root=0)
         self._trigger = weakref.ref(trigger)
         weak = weakref.ref(self)
 
@@ -60,7 +57,12 @@ class DelayedParameters:
         self.remove_hook = weakref.finalize(self, trigger.register_hook(hook).remove)
         self.remove_hook.atexit = False
 
-    def check_hooks(self) -> None:
+    def average_on(self, communicator: Communicator) -> None:
+        """From now on."""
+        self.communicator = communicator
+        self._checked = communicator.size == 1
+
+    def _check_hooks(self) -> None:
         """Raises ``InvalidUsage`` naming a parameter whose hook would see this rank's gradient instead of the
         average."""
         for name, parameter in self.named:
@@ -73,6 +75,9 @@ class DelayedParameters:
 
     def begin_forward(self, synchronizes: bool) -> None:
         """In each forward: ``.grad`` is the buffer, zeroed where it was None."""
+        if not self._checked:
+            self._checked = True
+            self._check_hooks()
         _last_forward[self._trigger()] = weakref.ref(self)
         self.synchronizes, self._scale = synchronizes, 1.0
         without = [view for view, p in zip(self._views, self._parameters, strict=True) if p.grad is None]

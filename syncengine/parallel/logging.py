@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.model import Model
+from syncengine.parallel.tools import ForTools
 
 _ENVIRONMENT = {
     "master_addr": "MASTER_ADDR",
@@ -26,7 +26,7 @@ _DTYPES = {torch.float32: "float", torch.float64: "double", torch.float16: "c10:
 class Logger:
     """Provides a model's logging data, and records what tools report to it."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ForTools) -> None:
         self._model = weakref.ref(model)
         self._strings: dict[str, str] = {}
         self._numbers: dict[str, int] = {}
@@ -73,13 +73,13 @@ class Logger:
         self._strings["comm_hook"] = name
 
 
-def _error_of(model: Model) -> str:
+def _error_of(model: ForTools) -> str:
     """Also of a backward, in autograd's hands."""
     error = model.communicator.exception()
     return model.reducer.last_error() if error is None else f"{type(error).__name__}: {error}"
 
 
-def _construction(model: Model) -> tuple[dict[str, str], dict[str, int]]:
+def _construction(model: ForTools) -> tuple[dict[str, str], dict[str, int]]:
     parameters = [p for p in model._module_parameters if p.requires_grad]
     group = model.process_group
     strings = {
@@ -108,10 +108,10 @@ def _construction(model: Model) -> tuple[dict[str, str], dict[str, int]]:
     return strings, numbers
 
 
-def _add_runtime(model: Model, strings: dict[str, str], numbers: dict[str, int]) -> None:
+def _add_runtime(model: ForTools, strings: dict[str, str], numbers: dict[str, int]) -> None:
     statistics = model.reducer.statistics()
     parameters = model._module_parameters
-    sizes = [sum(parameters[i].nbytes for i in bucket) for bucket in model._plan or ()]
+    sizes = [sum(parameters[i].nbytes for i in bucket) for bucket in model._planning.plan or ()]
     prefix = "rebuilt_" if model._has_rebuilt_buckets else ""
     strings[f"{prefix}bucket_sizes"] = ", ".join(map(str, sizes))
     numbers["num_buckets_reduced"] = statistics["buckets"]
@@ -121,7 +121,7 @@ def _add_runtime(model: Model, strings: dict[str, str], numbers: dict[str, int])
     if order:
         strings["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, order))
     if model._has_rebuilt_buckets:
-        buckets = (" ".join(map(str, bucket)) for bucket in model._plan or ())
+        buckets = (" ".join(map(str, bucket)) for bucket in model._planning.plan or ())
         strings["rebuilt_per_bucket_param_indices"] = ", ".join(buckets)
 
 

@@ -1,59 +1,61 @@
-"""What the parts of ``Parallel`` know of the whole: its attributes, and the methods that one part calls of another."""
+"""What the parts of ``Parallel`` know of the model that they belong to."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHook
 
-from syncengine._C import Communicator, Reducer
-from syncengine.parallel.buckets import BucketPlanner, Plan
-from syncengine.parallel.delayed import DelayedParameters
-from syncengine.parallel.groups import Group
-from syncengine.parallel.rounds import Round
+from syncengine._C import Communicator, ReducerOptions
+from syncengine.parallel.buckets import sparse_parameters
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 
-class Model(DistributedDataParallel):
-    """To be inherited from. Declares only: each method is defined by the part that it belongs to."""
+@dataclass(frozen=True, eq=False)
+class Model:
+    """A module, and the ranks that train it. Made anew for other ranks."""
 
     module: torch.nn.Module
     communicator: Communicator
-    process_group: Group  # type: ignore[assignment] # of torch's only where there is one
-    logger: Any  # logging.Logger, which is made of this
-    reducer: Reducer  # type: ignore[assignment] # in the place of torch's own; if `_reduces`
-    named_module_buffers: dict[str, torch.Tensor]
-    output_device: int | None
-    _reduces: bool
-    _delayed: DelayedParameters | None
-    _module_parameters: list[torch.nn.Parameter]
-    _parameter_names: list[str]
-    _planner: BucketPlanner
-    _plan: Plan | None
-    _has_rebuilt_buckets: bool
-    _number: int | None  # that the ranks gave this model when it was wrapped, for its copies
-    _join_is_over: bool  # by an error that all ranks have raised
-    _comm_hooks: list[tuple[Any, Any]]  # hook and state
-    _backward_steps: list[Callable[[torch.nn.Parameter], Any]]  # of optimizers that step in backward
-    _looked_for_optimizers: bool
+    device: torch.device
+    names: list[str]  # of the parameters that are synchronized
+    parameters: list[torch.nn.Parameter]
+    sparse: list[bool]  # of each: its gradient is of sparse layout
 
-    # wrapper.py
-    _build_reducer: Callable[[], None]
-    _make_reducer: Callable[[], None]
-    _set_planner: Callable[[bool], None]
-    _named_state: Callable[[bool], list[tuple[str, torch.Tensor]]]
-    _sync_buffers: Callable[..., None]  # (root: int = 0)
-    # planning.py
-    _plan_buckets: Callable[[Round | None], None]
-    # comm_hooks.py
-    _has_averaged: Callable[[], bool]
-    # uneven.py
-    _set_average: Callable[[Round], None]
-    _is_inside_step: Callable[[], bool]
-    _sync_final_model: Callable[[bool], None]
-    # torch's, which has no annotations there
-    _log_and_throw: Callable[[type[Exception], str], NoReturn]
-    _assign_modules_buffers: Callable[[], None]
-    _check_sync_bufs_post_fwd: Callable[[], bool]
-    _check_sync_bufs_pre_fwd: Callable[[], bool]
+    @classmethod
+    def of(
+        cls, module: torch.nn.Module, communicator: Communicator, device: torch.device, ignored: Container[str]
+    ) -> Model:
+        """That of all parameters but those that are ``ignored``."""
+        named = not_ignored(module.named_parameters(), ignored)
+        parameters = list(named.values())
+        return cls(module, communicator, device, list(named), parameters, sparse_parameters(module, parameters))
+
+    def __str__(self) -> str:
+        """As errors call it."""
+        return f"Parallel({type(self.module).__name__})"
+
+
+@dataclass
+class Switches:
+    """What tools switch between steps, by DDP's names; a copy of the model has the same."""
+
+    forward_sync_buffers: bool
+    require_backward_grad_sync: bool = True  # the next forward's backward averages
+    require_forward_param_sync: bool = True  # so did that of the last forward: the next one synchronizes buffers
+    sink_clone: bool = True  # outputs that go through the sink are copied
+    buffer_hook: _BufferCommHook = field(init=False)  # once there is one
+
+
+def looks_for_unused(options: ReducerOptions) -> bool:
+    """Whether each forward does: a static graph finds its unused parameters once."""
+    return options.find_unused_parameters and not options.static_graph
+
+
+def not_ignored(named: Iterable[tuple[str, _Tensor]], ignored: Container[str]) -> dict[str, _Tensor]:
+    """Those whose names are not ``ignored``."""
+    return {name: tensor for name, tensor in named if name not in ignored}

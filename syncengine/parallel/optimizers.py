@@ -2,71 +2,75 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from syncengine.parallel.model import Model
+from syncengine.parallel.reducer import ModelReducer, NoReducer
 
 
-def step_after_reduction(
-    model: Model, parameter: torch.nn.Parameter, step: Callable[[torch.nn.Parameter], Any]
-) -> None:
-    """Calls ``step(parameter)`` whenever its gradient is averaged; not in a backward under ``no_sync``."""
-    # A parameter holds its hooks; were the optimizer, which holds parameters, among what they hold, nothing would go.
-    weak, steps = weakref.ref(model), model.__dict__.setdefault("_backward_steps", [])
-    index = len(steps)
-    steps.append(step)
+class BackwardOptimizers:
+    """Those of one model. Its hooks on parameters stay when the reducer is another one, and are not pickled."""
 
-    def hook(parameter: torch.nn.Parameter) -> None:
-        owner = weak()
-        if owner is not None and owner._has_averaged():
-            owner._backward_steps[index](parameter)
+    def __init__(self) -> None:
+        self.reducer: ModelReducer | NoReducer  # who averages
+        self._steps: list[Callable[[torch.nn.Parameter], Any]] = []
+        self._adopted: set[int] = set()  # parameters
+        self._has_looked = False
 
-    parameter.register_post_accumulate_grad_hook(hook)
+    def fuse(
+        self,
+        optimizer: type[torch.optim.Optimizer],
+        parameters: Iterable[torch.nn.Parameter],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """DDP's ``_register_fused_optim``: torch's functional optimizer where there is one, else an ordinary one
+        each."""
+        from torch.distributed.optim.utils import functional_optim_map  # slow to import
 
+        functional = functional_optim_map.get(optimizer)
+        shared = functional([], *args, **kwargs, _allow_empty_param_list=True) if functional else None
+        for parameter in parameters:
+            if not parameter.requires_grad:
+                continue
+            if shared is not None:
+                self._step_after_reduction(parameter, lambda p: shared.step_param(p, p.grad))
+            else:
+                self._step_after_reduction(parameter, _stepper(optimizer([parameter], *args, **kwargs)))
 
-def fuse_optimizer(
-    model: Model,
-    optimizer: type[torch.optim.Optimizer],
-    parameters: Iterable[torch.nn.Parameter] | None,
-    *args: Any,
-    **kwargs: Any,
-) -> None:
-    """DDP's ``_register_fused_optim``: torch's functional optimizer where there is one, else an ordinary one each."""
-    from torch.distributed.optim.utils import functional_optim_map  # slow to import
+    def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Makes the optimizers of torch's ``_apply_optimizer_in_backward`` wait for averages, and drop gradients then.
 
-    chosen = list(model._module_parameters if parameters is None else parameters)
-    functional = functional_optim_map.get(optimizer)
-    shared = functional([], *args, **kwargs, _allow_empty_param_list=True) if functional else None
-    for parameter in chosen:
-        if not parameter.requires_grad:
-            continue
-        if shared is not None:
-            step_after_reduction(model, parameter, lambda p: shared.step_param(p, p.grad))
-        else:
-            step_after_reduction(model, parameter, _stepper(optimizer([parameter], *args, **kwargs)))
+        Called before each forward, since they may be applied at any time. One that waits for another model's averages
+        can't wait for this one's.
+        """
+        module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
+        handles = getattr(module, "param_to_optim_hook_handle_map", {})
+        if not handles and self._has_looked:
+            return
+        self._has_looked = True
+        for index, parameter in enumerate(parameters):
+            for handle in handles.pop(parameter, ()):
+                handle.remove()  # these step on the local gradient
+            if hasattr(parameter, "_in_backward_optimizers") and index not in self._adopted:
+                self._adopted.add(index)
+                self._step_after_reduction(parameter, _step_and_drop)
 
+    def _step_after_reduction(self, parameter: torch.nn.Parameter, step: Callable[[torch.nn.Parameter], Any]) -> None:
+        """Calls ``step(parameter)`` whenever its gradient is averaged; not in a backward under ``no_sync``."""
+        # A parameter holds its hooks; were the optimizer, which holds parameters, among what they hold, nothing would
+        # go.
+        weak, index = weakref.ref(self), len(self._steps)
+        self._steps.append(step)
 
-def adopt_optimizers(model: Model) -> None:
-    """Makes the optimizers of torch's ``_apply_optimizer_in_backward`` wait for averages, and drop gradients then.
+        def hook(parameter: torch.nn.Parameter) -> None:
+            owner = weak()
+            if owner is not None and owner.reducer.has_averaged():
+                owner._steps[index](parameter)
 
-    Called before each forward, since they may be applied at any time. One that waits for another model's averages can't
-    wait for this one's.
-    """
-    module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-    handles = getattr(module, "param_to_optim_hook_handle_map", {})
-    adopted = model.__dict__.setdefault("_adopted", set())
-    if not handles and model.__dict__.setdefault("_looked_for_optimizers", False):
-        return
-    model._looked_for_optimizers = True
-    for index, parameter in enumerate(model._module_parameters):
-        for handle in handles.pop(parameter, ()):
-            handle.remove()  # these step on the local gradient
-        if hasattr(parameter, "_in_backward_optimizers") and index not in adopted:
-            adopted.add(index)
-            step_after_reduction(model, parameter, _step_and_drop)
+        parameter.register_post_accumulate_grad_hook(hook)
 
 
 def _step_and_drop(parameter: torch.nn.Parameter) -> None:

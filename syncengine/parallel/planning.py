@@ -1,41 +1,67 @@
-"""The part of ``Parallel`` that plans buckets, together with the other ranks."""
+"""When buckets are planned, together with the other ranks, and which plan they have now."""
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from syncengine._C import Reducer, ReducerOptions
 from syncengine.errors import InvalidUsage, Mismatch
-from syncengine.parallel.buckets import Plan
-from syncengine.parallel.model import Model
+from syncengine.parallel.buckets import DDP_CAP, BucketPlanner, Plan
+from syncengine.parallel.model import Model, looks_for_unused
+from syncengine.parallel.replication import fail_all
 from syncengine.parallel.rounds import Round
 from syncengine.parallel.tuning import Tuner, can_overlap, choose_cap, measure_link
 
 
-class PlansBuckets(Model):
-    """To be inherited from."""
+@dataclass(eq=False)
+class Planning:
+    """The bucket plan of one model."""
 
-    _tuner: Tuner | None  # while the cap is still to be chosen
-    _number: int | None = None
+    model: Model
+    reducer: Reducer
+    options: ReducerOptions
+    caps: tuple[float | None, Sequence[float] | None]  # bucket_cap_mb, bucket_cap_mb_list
+    number: int | None  # that the ranks gave this model when it was wrapped, for its copies; or that of the original
+    has_rebuilt: bool = False
 
-    def _plan_buckets(self, current: Round | None = None) -> None:
+    def __post_init__(self) -> None:
+        self.start_over(self.model.communicator.numerics == "ring")
+
+    def start_over(self, follows_ddp: bool) -> None:
+        """Plans anew before the next forward: as DDP does, or as is fastest."""
+        model, on_cpu = self.model, self.model.device.type == "cpu"
+        self.planner = BucketPlanner.create(
+            model.parameters, model.sparse, follows_ddp, looks_for_unused(self.options), *self.caps, in_cache=on_cpu
+        )
+        self.plan: Plan | None = None
+        self.bucket_bytes_cap_default = default = self.caps[0] is None and not self.planner.given_caps
+        # Dynamo cuts compiled graphs by it: into pieces as large as DDP's, whatever the size of our buckets.
+        self.bucket_bytes_cap = DDP_CAP if default else self.planner.cap
+        self.bucket_bytes_cap_list = list(self.planner.caps) if self.planner.given_caps else []
+        tunes = default and not follows_ddp and on_cpu
+        self._tuner: Tuner | None = Tuner() if tunes else None  # while the cap is still to be chosen
+
+    def renew(self, current: Round | None = None) -> None:
         """The first plan is by registration; later ones by one rank's order of readiness."""
-        trainable = [i for i, p in enumerate(self._module_parameters) if p.requires_grad]
-        if self._plan is None:
-            self._install_plan(self._planner.initial(trainable), provisional=self._planner.rebuilds)
+        trainable = [i for i, p in enumerate(self.model.parameters) if p.requires_grad]
+        if self.plan is None:
+            self._install(self.planner.initial(trainable), provisional=self.planner.rebuilds)
             return
         if current is not None:  # ranks without a batch have nothing to time
             self._tuner = None
-        planned = [i for bucket in self._plan for i in bucket]
-        if self._has_rebuilt_buckets and self._tuner is not None and set(planned) == set(trainable):
+        planned = [i for bucket in self.plan for i in bucket]
+        if self.has_rebuilt and self._tuner is not None and set(planned) == set(trainable):
             if not self._time_backward(self._tuner):
-                self._install_plan(self._planner.rebuilt(planned), provisional=True)
+                self._install(self.planner.rebuilt(planned), provisional=True)
                 return
             self._tune(self._tuner, planned)
         order = self._agree_on_order(trainable, current)
-        self._install_plan(self._planner.rebuilt(order), provisional=self._tuner is not None)
-        self._has_rebuilt_buckets = True
+        self._install(self.planner.rebuilt(order), provisional=self._tuner is not None)
+        self.has_rebuilt = True
 
     def _time_backward(self, tuner: Tuner) -> bool:
         """Notes the last backward for the choice of a cap; returns whether that was enough."""
@@ -45,48 +71,49 @@ class PlansBuckets(Model):
     def _tune(self, tuner: Tuner, order: list[int]) -> None:
         """Takes the cap that rank 0 finds best. Collective."""
         ready, self._tuner = tuner.ready(), None
-        sizes = [p.nbytes for p in self._module_parameters]
-        plan_of = lambda cap: self._planner.with_cap(cap).rebuilt(order)  # noqa: E731
-        link = measure_link(self.communicator)
-        overlaps = can_overlap(self.communicator.size, between_hosts=bool(self.communicator.links))
-        best = choose_cap(self._planner.cap, plan_of, ready, sizes, link, overlaps)
+        communicator = self.model.communicator
+        sizes = [p.nbytes for p in self.model.parameters]
+        plan_of = lambda cap: self.planner.with_cap(cap).rebuilt(order)  # noqa: E731
+        link = measure_link(communicator)
+        overlaps = can_overlap(communicator.size, between_hosts=bool(communicator.links))
+        best = choose_cap(self.planner.cap, plan_of, ready, sizes, link, overlaps)
         cap = torch.tensor([best], dtype=torch.int64, device="cpu")
-        self.communicator.broadcast(cap, 0)
-        self._planner = self._planner.with_cap(int(cap.item()))
+        communicator.broadcast(cap, 0)
+        self.planner = self.planner.with_cap(int(cap.item()))
 
-    def _reserve_slots(self) -> int:
+    def reserve_slots(self) -> int:
         """Collective, once. Deferred to the first plan for copies, which one rank alone may make."""
         try:
-            return self.reducer.reserve_slots(self._number)
+            return self.reducer.reserve_slots(self.number)
         except InvalidUsage:  # on all ranks, if there is no room: models that nobody has dropped yet may be garbage
             gc.collect()
-            return self.reducer.reserve_slots(self._number)
+            return self.reducer.reserve_slots(self.number)
 
-    def _install_plan(self, plan: Plan, provisional: bool) -> None:
-        self._reserve_slots()
+    def _install(self, plan: Plan, provisional: bool) -> None:
+        self.reserve_slots()
         self.reducer.install_plan(plan, provisional)
-        self._plan = plan
+        self.plan = plan
 
     def _agree_on_order(self, trainable: list[int], current: Round | None) -> list[int]:
         """Rank 0's order of its trainable parameters: last backward's, then what it did not bring.
 
         In a join context that of the first rank that has a batch, but in ``ring``, which does as DDP.
         """
-        source = 0 if current is None or self._planner.follows_ddp else current.training[0]
+        communicator = self.model.communicator
+        source = 0 if current is None or self.planner.follows_ddp else current.training[0]
         wanted = set(trainable)
         brought = [i for i in self.reducer.ready_order() if i in wanted]
         missing = wanted.difference(brought)
         order = brought + [i for i in reversed(trainable) if i in missing]
-        padding = [-1] * (len(self._module_parameters) - len(order))
+        padding = [-1] * (len(self.model.parameters) - len(order))
         message = torch.tensor(order + padding, dtype=torch.int64, device="cpu")
-        self.communicator.broadcast(message, source)
+        communicator.broadcast(message, source)
         agreed = [i for i in message.tolist() if i >= 0]
-        has_batch = current is None or self.communicator.rank in current.training
+        has_batch = current is None or communicator.rank in current.training
         if has_batch and (difference := sorted(set(agreed) ^ set(trainable))):
-            ranks = self.communicator.global_ranks
-            name, here = self._parameter_names[difference[0]], difference[0] in trainable
-            with_grad, without = (ranks[self.communicator.rank], ranks[source])[:: 1 if here else -1]
+            ranks = communicator.global_ranks
+            name, here = self.model.names[difference[0]], difference[0] in trainable
+            with_grad, without = (ranks[communicator.rank], ranks[source])[:: 1 if here else -1]
             text = f"parameter {name} requires a gradient on rank {with_grad}, but not on rank {without}"
-            self.communicator.abort(text)
-            raise Mismatch(f"{text}: freeze and unfreeze on all ranks alike")
+            fail_all(communicator, Mismatch(f"{text}: freeze and unfreeze on all ranks alike"))
         return agreed

@@ -8,24 +8,28 @@ from typing import Any
 
 import torch
 
-from syncengine._C import Reducer
+from syncengine._C import Reducer, ReducerOptions
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.model import Model
+from syncengine.parallel.model import Model, Switches, looks_for_unused
+from syncengine.parallel.planning import Planning
 
 
 class NoReducer:
     """Instead of a reducer where nothing is reduced, as with one rank: the methods that tools call do nothing."""
 
+    reduces = False
+
+    def __init__(self, switches: Switches) -> None:
+        self._switches = switches
+
     def statistics(self) -> dict[str, Any]:
         """As of a reducer that has done nothing."""
-        return {
-            "backwards": 0,
-            "buckets": 0,
-            "reduced_bytes": 0,
-            "copied_bytes": {},
-            "staged_bytes": {},
-            "shortage": "",
-        }
+        counts = dict.fromkeys(("backwards", "buckets", "reduced_bytes"), 0)
+        return {**counts, "copied_bytes": {}, "staged_bytes": {}, "shortage": ""}
+
+    def has_averaged(self) -> bool:
+        """Each gradient is the average, unless there is none to be."""
+        return self._switches.require_backward_grad_sync
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -34,35 +38,39 @@ class NoReducer:
         """Nothing."""
         return []
 
-    def _check_reducer_finalized(self) -> None:
+    def _nothing(self, *_: Any) -> None:
         pass
 
-    def _remove_autograd_hooks(self) -> None:
-        pass
-
-    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        pass
+    plan_with = set_static_graph = _nothing
+    _check_reducer_finalized = _remove_autograd_hooks = _set_ddp_runtime_logging_sample_rate = _nothing
 
 
 class ModelReducer(Reducer):
     """The reducer of one ``Parallel``."""
 
-    def __init__(self, model: Model, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._model = weakref.ref(model)
+    reduces = True
 
-    def _owner(self) -> Model:
-        model = self._model()
-        if model is None:
+    def __init__(self, model: Model, options: ReducerOptions) -> None:
+        super().__init__(model.parameters, str(model), model.names, model.communicator, model.sparse, options)
+        self._options = options
+        self._planning: weakref.ref[Planning]  # which refers to this
+
+    def plan_with(self, planning: Planning) -> None:
+        """Before anything else."""
+        self._planning = weakref.ref(planning)
+
+    def _planned(self) -> Planning:
+        planning = self._planning()
+        if planning is None:
             raise InvalidUsage("the Parallel of this reducer is gone: keep the model as long as you use its reducer")
-        return model
+        return planning
 
     def _rebuild_buckets(self) -> bool:
         """Plans new buckets if it is time to; returns whether it was. Collective."""
-        model = self._owner()
-        needed = self.begin_forward(True) or model._plan is None
+        planning = self._planned()
+        needed = self.begin_forward(True) or planning.plan is None
         if needed:
-            model._plan_buckets(None)
+            planning.renew()
         return needed
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -75,22 +83,21 @@ class ModelReducer(Reducer):
 
     def _ddp_graph_static(self) -> bool:
         """Whether each backward on this rank used the same parameters, as far as unused ones are looked for."""
-        model = self._owner()
-        return not model.find_unused_parameters or model.static_graph or self.graph_is_static()
+        return not looks_for_unused(self._options) or self.graph_is_static()
 
     def _get_local_used_map(self) -> torch.Tensor | None:
         """Of each parameter that requires a gradient: how many ranks the last synchronized backward used it on.
 
         None unless unused ones are looked for, as in DDP. Here collective.
         """
-        model = self._owner()
-        if not model.find_unused_parameters or model.static_graph:
+        model = self._planned().model
+        if not looks_for_unused(self._options):
             return None
-        trainable = [i for i, parameter in enumerate(model._module_parameters) if parameter.requires_grad]
         used = set(self.ready_order())
-        ranks = torch.tensor([int(i in used) for i in trainable], dtype=torch.int32, device="cpu")
-        model.communicator.all_reduce(ranks)
-        return ranks.to(model.device)
+        ranks = [int(i in used) for i, parameter in enumerate(model.parameters) if parameter.requires_grad]
+        counts = torch.tensor(ranks, dtype=torch.int32, device="cpu")
+        model.communicator.all_reduce(counts)
+        return counts.to(model.device)
 
     def _remove_autograd_hooks(self) -> None:
         self.remove_hooks()

@@ -47,6 +47,15 @@ def check_module(module: torch.nn.Module, ignored: set[str], all_delayed: bool) 
         )
 
 
+def warn_of_check_reduction(stacklevel: int) -> None:
+    """As DDP."""
+    warnings.warn(
+        "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
+        FutureWarning,
+        stacklevel=stacklevel + 1,
+    )
+
+
 def warn_of_find_unused(stacklevel: int) -> None:
     """As DDP: with ``static_graph`` the argument has no effect."""
     warnings.warn(

@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
 from syncengine._C import Communicator
-from syncengine.errors import InvalidUsage, Mismatch
+from syncengine.errors import InvalidUsage, Mismatch, SyncError
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
@@ -59,13 +60,23 @@ def check_not_replaced(
     current = dict(module.named_parameters())
     for name in names:
         if any(leaf is current.get(name) for leaf in leaves):
-            rank = communicator.global_ranks[communicator.rank]
             text = (
-                f"rank {rank}: parameter {name} of Parallel({type(module).__name__}) was replaced after wrapping, so "
-                "it would not be synchronized. Wrap the module again, or write new values into the old one with copy_()"
+                f"{own_name(communicator)}: parameter {name} of Parallel({type(module).__name__}) was replaced after "
+                "wrapping, so it would not be synchronized. Wrap the module again, or write new values into the old "
+                "one with copy_()"
             )
-            communicator.abort(text)
-            raise InvalidUsage(text)
+            fail_all(communicator, InvalidUsage(text))
+
+
+def own_name(communicator: Communicator) -> str:
+    """As errors call this rank."""
+    return f"rank {communicator.global_ranks[communicator.rank]}"
+
+
+def fail_all(communicator: Communicator, error: SyncError, text: str | None = None) -> NoReturn:
+    """Raises ``error`` here and on all ranks, on the others with ``text`` if it is given."""
+    communicator.abort(text or str(error), type(error).__name__)
+    raise error
 
 
 def gather_bytes(communicator: Communicator, data: bytes, size: int) -> list[bytes]:

@@ -1,39 +1,86 @@
-"""What torch and other tools expect of a DDP model, mostly by private names."""
+"""DDP's names, for torch and other tools: each says which part of ``Parallel`` it belongs to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
+from syncengine._C import Communicator, ReducerOptions
 from syncengine.errors import InvalidUsage
+from syncengine.hooks import Compress
 from syncengine.parallel.broadcast import broadcast_named
-from syncengine.parallel.groups import check_group, resolve_group
-from syncengine.parallel.logging import Logger
-from syncengine.parallel.model import Model
+from syncengine.parallel.buffers import Buffers
+from syncengine.parallel.comm_hooks import CommHooks, Hook, check_hook
+from syncengine.parallel.delayed import DelayedParameters
+from syncengine.parallel.groups import Group, check_group, resolve_group
+from syncengine.parallel.join import JoinContext, ParallelJoinHook, check_torch_join
+from syncengine.parallel.optimizers import BackwardOptimizers
+from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer
+from syncengine.parallel.refusal import warn_of_find_unused
+from syncengine.parallel.steps import Steps
+from syncengine.parallel.uneven import UnevenInputs
 
 
-class ForTools(Model):
+def _of(part: str, name: str) -> Any:
+    """The attribute ``name`` of the wrapper's ``part``."""
+    value = attrgetter(f"{part}.{name}")
+    return property(lambda self: value(self), lambda self, new: setattr(getattr(self, part), name, new))
+
+
+class ForTools(DistributedDataParallel):
     """To be inherited from."""
 
-    logger: Logger
-    reducer: ModelReducer  # a NoReducer unless `_reduces`
+    communicator: Communicator
+    process_group: Group  # type: ignore[assignment] # of torch's only where there is one
+    module: torch.nn.Module
+    device: torch.device
+    output_device: int | None
+    logger: Any  # logging.Logger, which is made of this
+    reducer: ModelReducer  # type: ignore[assignment] # in the place of torch's own; a NoReducer unless `_reduces`
+    _options: ReducerOptions
+    _planning: Planning
+    _buffer_sync: Buffers
+    _hooks: CommHooks
+    _optimizers: BackwardOptimizers
+    _uneven: UnevenInputs
+    _steps: Steps
+    _delayed: DelayedParameters | None
 
-    @property
-    def broadcast_buffers(self) -> bool:
-        """DDP's older name of ``forward_sync_buffers``."""
-        return self.forward_sync_buffers
+    # wrapper.py
+    _compose: Callable[..., None]  # (hooks: Sequence = (), number: int | None = None)
+    # torch's, which has no annotations there
+    _log_and_throw: Callable[[type[Exception], str], NoReturn]
 
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
+    is_multi_device_module = False
+    use_side_stream_for_tensor_copies = False
+    broadcast_bucket_size = 250 * 1024 * 1024  # nothing depends on it
 
-    @property
-    def _distributed_rank(self) -> int:
-        return self.communicator.rank
+    require_backward_grad_sync = _of("_switches", "require_backward_grad_sync")
+    require_forward_param_sync = _of("_switches", "require_forward_param_sync")
+    forward_sync_buffers = _of("_switches", "forward_sync_buffers")
+    broadcast_buffers = _of("_switches", "forward_sync_buffers")
+    buffer_hook = _of("_switches", "buffer_hook")
+    _ddp_sink_clone = _of("_switches", "sink_clone")
+    modules_buffers = _of("_buffer_sync", "tensors")
+    named_module_buffers = _of("_buffer_sync", "named")
+    bucket_bytes_cap = _of("_planning", "bucket_bytes_cap")
+    bucket_bytes_cap_list = _of("_planning", "bucket_bytes_cap_list")
+    bucket_bytes_cap_default = _of("_planning", "bucket_bytes_cap_default")
+    _has_rebuilt_buckets = _of("_planning", "has_rebuilt")
+    _module_parameters = _of("_model", "parameters")
+    _comm_hooks = _of("_hooks", "installed")
+    _distributed_rank = _of("communicator", "rank")
+    _reduces = _of("reducer", "reduces")
+    _assign_modules_buffers = _of("_buffer_sync", "look_up")
+    _sync_buffers = _of("_buffer_sync", "synchronize")
+    _sync_final_model = _of("_uneven", "sync_final_model")
 
     def sync_stats(self) -> dict[str, Any]:
         """What the last synchronized backward moved.
@@ -44,16 +91,98 @@ class ForTools(Model):
         """
         return self.reducer.statistics()
 
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> JoinContext:
+        """A context in which ranks may have different numbers of batches, as in DDP.
+
+        A rank that leaves it takes part in the others' steps until they leave, too: it contributes zeros to their
+        averages, which are divided by the number of all ranks, or, without ``divide_by_initial_world_size``, of those
+        that have a batch; with ``weight()``, by the weights of those. Then all get the model of the last one. With
+        ``throw_on_early_termination`` all raise instead as soon as one has no batch. An error that ends the context on
+        one rank ends it on all: the others raise ``Aborted`` with its text. For several models or a
+        ``ZeroRedundancyOptimizer`` use ``torch.distributed.algorithms.Join``.
+        """
+        self._expect_join(divide_by_initial_world_size)
+        return JoinContext(self, self._steps, enable, throw_on_early_termination)
+
+    def join_hook(self, **kwargs: Any) -> ParallelJoinHook:
+        """For torch's ``Join``; takes ``divide_by_initial_world_size``."""
+        check_torch_join(self.process_group)
+        self._expect_join(kwargs.get("divide_by_initial_world_size", True))
+        return ParallelJoinHook(self._steps)
+
+    def _expect_join(self, divide_by_initial_world_size: bool) -> None:
+        self._uneven.divide_by_initial_world_size = divide_by_initial_world_size
+        self.logger._set_uneven_input_join()
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Calls ``hook(state, bucket)`` instead of the all-reduce, as in DDP; torch's own hooks work.
+
+        Each ``bucket`` is a ``torch.distributed.GradBucket`` with this rank's gradients in one flat tensor; the hook
+        returns a future of what they become. It is called on every rank in the same order of buckets. What it raises
+        is raised by backward, and by the other ranks as ``Aborted``.
+
+        ``syncengine.hooks`` has hooks that need no ``torch.distributed``. Once, and not in the middle of a backward.
+        """
+        self._check_comm_hook(hook)
+        if isinstance(hook, Compress) and state is not None and state is not self.communicator:
+            raise InvalidUsage(
+                f"{hook!r} goes over the communicator of the model: register it with state None, not {state!r}"
+            )
+        self._install_hook(state, hook)
+
+    def _check_comm_hook(self, hook: Hook) -> None:
+        check_hook(hook, self._log_and_throw)
+
+    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        """DDP's two native hooks, done by the engine."""
+        if not isinstance(comm_hook_type, dist.BuiltinCommHookType):
+            raise TypeError(f"a dist.BuiltinCommHookType is needed, not {comm_hook_type!r}")
+        self._install_hook(None, comm_hook_type)
+
+    def _install_hook(self, state: Any, hook: Hook | dist.BuiltinCommHookType) -> None:
+        if self._reduces:
+            self._hooks.install(state, hook)
+            self.logger._set_comm_hook_name(getattr(hook, "__qualname__", str(hook)))
+        else:  # with one rank; but a hook may do more than to communicate
+            self._compose(hooks=[(hook, state)])
+
+    def _register_fused_optim(
+        self,
+        optim: type[torch.optim.Optimizer],
+        *args: Any,
+        optim_params: Iterable[torch.nn.Parameter] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Steps each parameter in backward, as soon as its gradient is averaged; not under ``no_sync``."""
+        chosen = self._module_parameters if optim_params is None else optim_params
+        self._optimizers.fuse(optim, chosen, *args, **kwargs)
+
+    def _set_static_graph(self) -> None:
+        """What ``static_graph=True`` does; before the first backward."""
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", UserWarning, stacklevel=2)
+            return
+        self.reducer.set_static_graph()
+        self.static_graph = self._options.static_graph = True
+        self.logger._set_static_graph()
+        if self.find_unused_parameters:
+            warn_of_find_unused(stacklevel=3)
+        self._planning.start_over(self._planning.planner.follows_ddp)
+
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
         """For hooks on buffers, by DDP's ``_default_broadcast_coalesced``; ``buffer_size`` has no effect."""
         names = {id(buffer): name for name, buffer in self.named_module_buffers.items()}
         named = [(names.get(id(tensor), f"tensor {i}"), tensor) for i, tensor in enumerate(tensors)]
-        broadcast_named(self.communicator, "the tensors of a hook on buffers", named, self.device, authoritative_rank)
-
-    def _check_reducer_finalized(self) -> None:
-        self.reducer._check_reducer_finalized()
+        broadcast_named(
+            self.communicator, "the tensors of a hook on buffers differ", named, self.device, authoritative_rank
+        )
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer._remove_autograd_hooks()
@@ -73,8 +202,7 @@ class ForTools(Model):
             return
         check_group(new_process_group)
         self.reducer._remove_autograd_hooks()
-        self._number = None  # of the ranks before
         self.communicator, self.process_group = resolve_group(new_process_group, None)
-        self._build_reducer()
         if self._delayed is not None:
-            self._delayed.communicator = self.communicator
+            self._delayed.average_on(self.communicator)
+        self._compose(hooks=self._comm_hooks)

@@ -17,24 +17,24 @@ def test_defaults():
     config = Config.read({})
     assert config == Config("auto", "rank_order", None, 0, 5.0)
     options = config.options(DEFAULT_TIMEOUT)
-    assert options["timeout"] == DEFAULT_TIMEOUT
-    assert options["arena_bytes"] == 0
+    assert options.timeout == DEFAULT_TIMEOUT
+    assert options.arena_bytes == 0
 
 
 def test_argument_wins_over_variable_wins_over_default():
     environ = {"SYNCENGINE_NUMERICS": "ring", "SYNCENGINE_TIMEOUT": "7.5", "SYNCENGINE_ARENA_BYTES": "4096"}
     config = Config.read(environ, timeout=3, algorithm=None)
     assert config == Config("auto", "ring", 3.0, 4096, 5.0)
-    assert config.options(DEFAULT_TIMEOUT)["timeout"] == 3.0
+    assert config.options(DEFAULT_TIMEOUT).timeout == 3.0
 
 
 def test_settings_between_hosts():
     environ = {"SYNCENGINE_CHECKSUM": "1", "SYNCENGINE_SOCKETS": "2", "SYNCENGINE_SECRET": "a secret of 16 bytes"}
     config = Config.read(environ, interface="eth0")
     assert (config.checksum, config.sockets, config.interface) == (True, 2, "eth0")
-    assert config.network("lo", 1)["interface"] == "eth0"
-    assert Config.read(environ).network("lo", 1)["interface"] == "lo"
-    assert config.network("", 1)["secret"] == "a secret of 16 bytes"
+    assert config.network("lo", 1).interface == "eth0"
+    assert Config.read(environ).network("lo", 1).interface == "lo"
+    assert config.network("", 1).secret == "a secret of 16 bytes"
     assert "a secret" not in repr(config)
     assert not Config.read({"SYNCENGINE_CHECKSUM": "0"}).checksum
 
@@ -54,7 +54,7 @@ def test_the_interface_may_be_that_of_gloo_or_nccl(
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    bootstrap = SimpleNamespace(listen=lambda network: network["interface"].encode())
+    bootstrap = SimpleNamespace(listen=lambda network: network.interface.encode())
     assert _meet(lambda payload: [payload], Config.read(os.environ), bootstrap, [], 1) == [expected.encode()]
 
 

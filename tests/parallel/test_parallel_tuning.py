@@ -116,7 +116,7 @@ def chosen_by_rank_0() -> tuple[int, list[int]]:
     for cap in (0.1, None):
         _, pinned, _ = train(8, bucket_cap_mb=cap)
         assert all(torch.equal(a, b) for a, b in zip(tuned, pinned, strict=True))
-    return model._planner.cap, seen
+    return model._planning.planner.cap, seen
 
 
 def test_all_ranks_take_rank_0s_choice(pool: RankPool):
@@ -134,7 +134,7 @@ def never_measured(**options: Any) -> None:
         model, _, _ = train(6, **options)
     finally:
         planning.measure_link = real
-    assert model._planner.cap == (25 * MIB if not options else 3 * MIB)
+    assert model._planning.planner.cap == (25 * MIB if not options else 3 * MIB)
 
 
 def pinned() -> None:

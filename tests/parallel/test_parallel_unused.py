@@ -123,6 +123,20 @@ def test_outputs_in_containers():
 
 
 @run_on_ranks(gloo=True)
+def test_a_backward_for_each_output_of_a_dataclass():
+    """It does not go through the sink, so the first of them reaches only a part of what the forward has used."""
+
+    def step(model: nn.Module) -> None:
+        for i in range(3):
+            model.zero_grad()
+            out = model(data(i))
+            out.a.square().mean().backward()
+            out.b.square().mean().backward()
+
+    both(partial(Outputs, Pair), step, find_unused_parameters=True)
+
+
+@run_on_ranks(gloo=True)
 def test_an_output_changed_in_place():
     def step(model: nn.Module) -> None:
         out = model(data())

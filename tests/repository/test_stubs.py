@@ -28,17 +28,18 @@ def built_signature(function: Any) -> Signature:
     return signature(ast.parse(f"def {line}: ...").body[0])
 
 
-def in_stub(body: list[ast.stmt]) -> dict[str, Any]:
-    """Name to: a signature, "property", "attribute", or for a class the same of its body."""
+def in_stub(body: list[ast.stmt], variable: str = "attribute") -> dict[str, Any]:
+    """Name to: a signature, "property", "attribute", or for a class the same of its body, whose variables are
+    properties."""
     found: dict[str, Any] = {}
     for node in body:
         if isinstance(node, ast.ClassDef):
-            found[node.name] = in_stub(node.body)
+            found[node.name] = in_stub(node.body, "property")
         elif isinstance(node, ast.FunctionDef):
             is_property = any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
             found[node.name] = "property" if is_property else signature(node)
         elif isinstance(node, ast.AnnAssign):
-            found[ast.unparse(node.target)] = "attribute"
+            found[ast.unparse(node.target)] = variable
     return found
 
 

@@ -52,7 +52,7 @@ def run_threads(
     A body that raises fails the others' communicator, as a process that ends would.
     """
     options = Config.read({}, **settings).options(TIMEOUT)
-    options["arena_bytes"] = options["arena_bytes"] or 256 << 20
+    options.arena_bytes = options.arena_bytes or 256 << 20
     addresses: list[bytes] = [b""] * world
     ready = Barrier(world)
 

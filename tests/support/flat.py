@@ -5,17 +5,26 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import syncengine
+from syncengine._C import ReducerOptions
+
+
+class Parallel(syncengine.Parallel):
+    """With flat buckets, whatever its device."""
+
+    def _reducer_options(self) -> ReducerOptions:
+        options = super()._reducer_options()
+        options.flat_buckets = True
+        return options
 
 
 @contextlib.contextmanager
 def flat_buckets() -> Iterator[None]:
-    syncengine.Parallel._flat_buckets = True
-    try:
+    """What makes a syncengine.Parallel makes this one."""
+    with mock.patch.object(syncengine, "Parallel", Parallel):
         yield
-    finally:
-        syncengine.Parallel._flat_buckets = False
 
 
 def flat(body: Callable[..., Any], *arguments: Any) -> Any:

@@ -1,0 +1,133 @@
+"""The steps of a model that is trained on several ranks: what they do around each forward, with a batch and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.utils.checkpoint import _StopRecomputationError
+
+from syncengine._C import Reducer, ReducerOptions
+from syncengine.parallel.buffers import Buffers
+from syncengine.parallel.delayed import DelayedParameters
+from syncengine.parallel.devices import check_not_capturing
+from syncengine.parallel.model import Model, Switches, looks_for_unused
+from syncengine.parallel.outputs import tensors_in, through_sink
+from syncengine.parallel.planning import Planning
+from syncengine.parallel.reducer import ModelReducer
+from syncengine.parallel.replication import check_not_replaced, own_name
+from syncengine.parallel.rounds import Round
+from syncengine.parallel.uneven import UnevenInputs
+
+
+@dataclass(frozen=True, eq=False)
+class Steps:
+    """Arms the reducer, and brings plan, buffers and weights into step with the other ranks."""
+
+    model: Model
+    switches: Switches
+    options: ReducerOptions
+    reducer: ModelReducer
+    planning: Planning
+    buffers: Buffers
+    uneven: UnevenInputs
+    delayed: DelayedParameters | None
+    log: Any  # model.logger
+
+    def forward(self, call: Callable[[], Any], joinable: Joinable) -> Any:
+        """What ``call`` of the module returns; its backward averages, unless that is switched off.
+
+        ``joinable``: the wrapper, whose join context it may be in.
+        """
+        synchronize = _is_recorded() and self.switches.require_backward_grad_sync
+        sync_buffers_after = self.buffers.are_due(_BufferCommHookLocation.POST_FORWARD)
+        if synchronize:
+            self.log.note_forward()
+        try:
+            self._begin(synchronize, joinable)
+        except Exception as error:
+            self.log.set_error_and_log(f"{type(error).__name__}: {error}")
+            raise
+        # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
+        self.switches.require_forward_param_sync = synchronize
+        if not synchronize and not sync_buffers_after:
+            return self._local(call())
+        weights = self.uneven.take_weights() if synchronize else None
+        try:
+            output = call()
+        except _StopRecomputationError:  # how checkpointing ends a forward early, in backward
+            raise
+        except BaseException as error:
+            text = f"raised in forward: {type(error).__name__}: {error}"
+            if synchronize and not sync_buffers_after:
+                self.reducer.abandon_forward(text)
+            else:  # the others wait for its buffers
+                communicator = self.model.communicator
+                communicator.abort(f"{own_name(communicator)} {text}")
+            raise
+        if sync_buffers_after:
+            self.buffers.synchronize()
+        if synchronize and not self.switches.require_backward_grad_sync:
+            # The module has switched it off: Lightning's manual optimization.
+            self.switches.require_forward_param_sync = synchronize = False
+            self.reducer.begin_forward(False)
+        if not synchronize:
+            return self._local(output)
+        if weights is not None:
+            self.uneven.average_with(weights.wait())
+        if other_leaves := Reducer.prepare_for_backward(self.reducer, _tensors(output)):
+            model = self.model
+            check_not_replaced(model.communicator, model.module, model.names, other_leaves)
+        if looks_for_unused(self.options):
+            return through_sink(output, self.switches.sink_clone)
+        return output
+
+    def _begin(self, synchronize: bool, joinable: Joinable) -> None:
+        needs_plan = _is_recorded() and (self.reducer.begin_forward(synchronize) or self.planning.plan is None)
+        plans = needs_plan and synchronize
+        sends_buffers = self.buffers.are_due(_BufferCommHookLocation.PRE_FORWARD)
+        if plans and self.model.device.type == "cuda":
+            check_not_capturing(str(self.model))
+        current = None
+        if joinable._join_config.enable:
+            current = self.uneven.tell_joined(joinable, synchronize, plans, sends_buffers)
+        if plans:
+            self.planning.renew(current)
+        if sends_buffers:
+            root = None if current is None else current.buffers_from
+            self.buffers.synchronize(root or 0)
+        if current is not None and synchronize:
+            self.uneven.set_average(current)
+
+    def _local(self, output: Any) -> Any:
+        """The output of a forward whose backward will not average."""
+        if _is_recorded():
+            self.reducer.prepare_for_local_backward(_tensors(output))
+        return output
+
+    def shadow(self, current: Round) -> None:
+        """Does on a rank that has joined what the collectives of the others' forward and backward need."""
+        current.check()
+        if current.plans:
+            self.planning.renew(current)
+        if current.buffers_from is not None:
+            self.buffers.synchronize(current.buffers_from)
+        self.switches.require_forward_param_sync = current.synchronizes
+        if current.synchronizes:
+            self.uneven.set_average(current)
+            self.reducer.shadow_backward()
+            if self.delayed is not None:
+                self.delayed.shadow()
+
+
+def _is_recorded() -> bool:
+    """Whether what is called now can have a backward; in inference mode nothing has, whatever enable_grad() says."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    return [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
