@@ -1,13 +1,18 @@
 """Ranks that wait for each other crosswise: a cycle is named, and what only looks like one is left alone."""
 
+import logging.handlers
 import multiprocessing
+import queue
 import threading
 import time
+from contextlib import ExitStack
+from unittest.mock import patch
 
 import pytest
 import torch
 from faults import WITHIN, Outcome, my_rank, suffer
 from faults_model import model_and_step
+from torch.utils.data._utils.pin_memory import _pin_memory_loop
 
 import syncengine
 
@@ -81,31 +86,48 @@ def test_a_thread_that_has_made_no_call_yet_may_bring_what_is_missing(pool):
         assert (outcome.error, outcome.left) == ("", []), outcome
 
 
+def run_beside(beside, stack):
+    """Starts a thread as programs have them."""
+    if beside == "idle":
+        done = threading.Event()
+        start(threading.Thread(target=done.wait), done.set, stack)
+    elif beside == "feeder":  # as a DataLoader's workers have
+        feeder = multiprocessing.Queue()
+        feeder.put(1)
+        stack.callback(feeder.join_thread)
+        stack.callback(feeder.close)
+    elif beside == "pin_memory":  # a DataLoader's, where there is an accelerator
+        stack.enter_context(patch("torch.accelerator.set_device_index"))
+        done = threading.Event()
+        arguments = (queue.Queue(), queue.Queue(), 0, done, "")
+        start(threading.Thread(target=_pin_memory_loop, args=arguments), done.set, stack)
+    elif beside == "logging":
+        listener = logging.handlers.QueueListener(queue.Queue())
+        listener.start()
+        stack.callback(listener.stop)
+
+
+def start(thread, end, stack):
+    thread.start()
+    stack.callback(thread.join)
+    stack.callback(end)
+
+
 def crosswise(beside) -> Outcome:
     """A collective on another communicator each; `beside`: what other threads there are."""
 
     def body(step):
         world = syncengine.default_communicator()
         first, second = world.split([0, 1]), world.split([0, 1])
-        done = threading.Event()
-        idle = threading.Thread(target=done.wait)
-        feeder = multiprocessing.Queue()
-        if beside == "idle":
-            idle.start()
-        elif beside == "feeder":  # as a DataLoader's workers have
-            feeder.put(1)
-        step()
-        try:
+        with ExitStack() as stack:
+            run_beside(beside, stack)
+            step()
             (first if my_rank() == 0 else second).all_reduce(torch.ones(10))
-        finally:
-            done.set()
-            feeder.close()
-            feeder.join_thread()
 
     return suffer(body, timeout=2.0 if beside == "idle" else 30.0)
 
 
-@pytest.mark.parametrize("beside", ["none", "feeder"])
+@pytest.mark.parametrize("beside", ["none", "feeder", "pin_memory", "logging"])
 def test_crosswise_on_two_communicators(pool, beside):
     for outcome in pool.run(crosswise, beside, world=2, settings=None):
         assert outcome.error == "Mismatch", outcome

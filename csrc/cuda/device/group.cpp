@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <thread>
 
-#include "cuda/device/connect.h"
 #include "cuda/device/driver.h"
 #include "cuda/device/kernels.h"
 #include "cuda/device/stream_steps.h"
@@ -44,7 +43,7 @@ void say(const char* what, const PeerMemory& memory) {
 
 RealDeviceGroup::RealDeviceGroup(std::shared_ptr<Communicator> communicator, int device,
                                  const std::function<void()>& interrupted)
-    : communicator_(std::move(communicator)), device_(device), pages_(*communicator_, sizeof(Control), interrupted) {
+    : BaseGroup(std::move(communicator), device), pages_(*communicator_, sizeof(Control), interrupted) {
   const UseDevice use(device_);
   const int size = communicator_->size();
   std::vector<Control*> words;
@@ -59,6 +58,8 @@ RealDeviceGroup::RealDeviceGroup(std::shared_ptr<Communicator> communicator, int
   site_ = {.rank = communicator_->rank(), .world = size, .control = controls_[communicator_->rank()]};
   site_.slot_bytes = kSlotBytes;
   tell_peers_if_it_fails(*communicator_, [&] { prepare_staging(interrupted); });
+  counters_["host_staging"] = host_staging_ != nullptr;
+  counters_["push"] = site_.push;
   watchdog_ = std::make_unique<Watchdog>(communicator_, std::move(words), communicator_->log_after());
   tell_peers_if_it_fails(*communicator_, [&] { prove_signals(); });
 }
@@ -96,21 +97,15 @@ void RealDeviceGroup::prove_signals() {
   watchdog_->throw_if_failed();
 }
 
-void RealDeviceGroup::run(const Operation& operation, void* stream) {
-  std::lock_guard lock(mutex_);
-  if (closed_) throw Error(ErrorKind::InvalidUsage, kClosed);
-  watchdog_->throw_if_failed();
-  require_possible(operation);
+const char* RealDeviceGroup::enqueue(const Operation& operation, cudaStream_t stream) {
   const Choice choice = choose(operation);
   const uint32_t mark = fingerprint(operation, choice.route.path, choice.place);
   const char* where = choice.route.path == Path::Direct ? " in memory of syncengine.empty" : "";
   watchdog_->publish(mark, describe(operation) + where);
-  const UseDevice use(device_);
-  StreamSteps steps(site_.rank, controls_, kBlocks, static_cast<cudaStream_t>(stream));
+  StreamSteps steps(site_.rank, controls_, kBlocks, stream);
   run_sequence(operation, site_, choice.route, mark, steps);
-  ++counters_["operations"];
   const char* const names[] = {"one_shot_bytes", "staged_bytes", "direct_bytes"};
-  counters_[choice.route.ring ? "ring_bytes" : names[static_cast<int>(choice.route.path)]] += operation.input.bytes();
+  return choice.route.ring ? "ring_bytes" : names[static_cast<int>(choice.route.path)];
 }
 
 RealDeviceGroup::Choice RealDeviceGroup::choose(const Operation& operation) {
@@ -154,8 +149,7 @@ bool RealDeviceGroup::find(const Span& span, Choice& choice) const {
 
 std::shared_ptr<void> RealDeviceGroup::allocate(size_t bytes, const std::function<void()>& interrupted) {
   std::lock_guard lock(mutex_);
-  if (closed_) throw Error(ErrorKind::InvalidUsage, kClosed);
-  watchdog_->throw_if_failed();
+  require_open();
   const UseDevice use(device_);
   Segment segment{.number = ++segments_so_far_};
   tell_peers_if_it_fails(*communicator_, [&] {
@@ -221,18 +215,7 @@ void RealDeviceGroup::give_back_dropped(const std::function<void()>& interrupted
   for (auto& memory : given_back) memory->unshare();
 }
 
-std::map<std::string, uint64_t> RealDeviceGroup::counters() const {
-  std::lock_guard lock(mutex_);
-  auto counters = counters_;
-  counters["host_staging"] = host_staging_ != nullptr;
-  counters["push"] = site_.push;
-  return counters;
-}
-
-void RealDeviceGroup::close() {
-  std::lock_guard lock(mutex_);
-  if (std::exchange(closed_, true)) return;
-  const UseDevice use(device_);
+void RealDeviceGroup::release() {
   cudaDeviceSynchronize();  // ends: the watchdog releases what waits for a peer that does not come
   peer_staging_.reset();
   {

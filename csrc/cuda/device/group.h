@@ -3,31 +3,24 @@
 
 #include <cuda_runtime_api.h>
 
-#include <map>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <vector>
 
-#include "cuda/device/memory.h"
+#include "cuda/device/base_group.h"
 #include "cuda/device/peer_memory.h"
-#include "cuda/device_group.h"
 #include "cuda/sequence.h"
 #include "cuda/shared_pages.h"
 #include "cuda/watchdog.h"
 
 namespace syncengine::cuda {
 
-class RealDeviceGroup final : public DeviceGroup {
+class RealDeviceGroup final : public BaseGroup {
  public:
   RealDeviceGroup(std::shared_ptr<Communicator> communicator, int device, const std::function<void()>& interrupted);
   ~RealDeviceGroup() override { close(); }
 
-  int device() const override { return device_; }
-  void run(const Operation& operation, void* stream) override;
   std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted) override;
-  std::map<std::string, uint64_t> counters() const override;
-  void close() override;
 
  private:
   // Memory of one allocate(), on all ranks.
@@ -47,6 +40,9 @@ class RealDeviceGroup final : public DeviceGroup {
     uint64_t place = 0;  // must agree between ranks
   };
 
+  const char* enqueue(const Operation& operation, cudaStream_t stream) override;
+  void throw_if_failed() const override { watchdog_->throw_if_failed(); }
+  void release() override;
   void prepare_staging(const std::function<void()>& interrupted);
   void prove_signals();
   Choice choose(const Operation& operation);
@@ -54,8 +50,6 @@ class RealDeviceGroup final : public DeviceGroup {
   void give_back_dropped(const std::function<void()>& interrupted);
   void wait_for_peers_to_leave();
 
-  std::shared_ptr<Communicator> communicator_;
-  const int device_;
   SharedPages pages_;
   std::vector<std::unique_ptr<PinnedMapping>> pinned_pages_;
   std::vector<Control*> controls_;  // as the device sees them
@@ -66,9 +60,6 @@ class RealDeviceGroup final : public DeviceGroup {
   Site site_;
   std::shared_ptr<Segments> segments_ = std::make_shared<Segments>();
   uint64_t segments_so_far_ = 0;
-  std::map<std::string, uint64_t> counters_;
-  bool closed_ = false;
-  mutable std::mutex mutex_;
   std::unique_ptr<Watchdog> watchdog_;
 };
 

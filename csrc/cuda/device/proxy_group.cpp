@@ -6,7 +6,6 @@
 
 #include "base/alignment.h"
 #include "cuda/control.h"
-#include "cuda/device/connect.h"
 #include "cuda/device/driver.h"
 
 namespace syncengine::cuda {
@@ -61,7 +60,7 @@ struct ProxyGroup::Slots {
 };
 
 ProxyGroup::ProxyGroup(std::shared_ptr<Communicator> communicator, int device, const std::function<void()>& interrupted)
-    : communicator_(std::move(communicator)), device_(device) {
+    : BaseGroup(std::move(communicator), device) {
   const UseDevice use(device_);
   auto own = communicator_->split(everybody(*communicator_), interrupted);
   tell_peers_if_it_fails(*communicator_, [&] {
@@ -71,17 +70,11 @@ ProxyGroup::ProxyGroup(std::shared_ptr<Communicator> communicator, int device, c
   proxy_ = std::make_shared<Proxy>(communicator_, std::move(own));
 }
 
-void ProxyGroup::run(const Operation& operation, void* stream) {
-  std::lock_guard lock(mutex_);
-  if (closed_) throw Error(ErrorKind::InvalidUsage, kClosed);
-  communicator_->throw_if_failed();
-  require_possible(operation);
-  const UseDevice use(device_);
+const char* ProxyGroup::enqueue(const Operation& operation, cudaStream_t queue) {
   tell_peers_if_it_fails(*communicator_, [&] {
     const auto pieces = cut(operation, communicator_->rank(), communicator_->size(), kPieceBytes);
     const auto text = std::make_shared<const std::string>(describe(operation));
-    const auto queue = static_cast<cudaStream_t>(stream);
-    const bool captured = is_capturing(stream);
+    const bool captured = is_capturing(queue);
     for (size_t i = 0; i < pieces.size() + kSlots; ++i) {
       const size_t slot = i % kSlots;
       if (i >= kSlots && i - kSlots < pieces.size()) upload(operation, pieces[i - kSlots], slot, queue);
@@ -94,8 +87,7 @@ void ProxyGroup::run(const Operation& operation, void* stream) {
     }
     if (!captured) check(cudaEventRecord(last_, queue), "recording an event");
   });
-  ++counters_["operations"];
-  counters_["relayed_bytes"] += operation.input.bytes();
+  return "relayed_bytes";
 }
 
 void ProxyGroup::download(const Operation& operation, const Piece& piece, size_t slot, cudaStream_t stream) {
@@ -117,19 +109,7 @@ void ProxyGroup::upload(const Operation& operation, const Piece& piece, size_t s
     });
 }
 
-std::shared_ptr<void> ProxyGroup::allocate(size_t bytes, const std::function<void()>&) {
-  return take_own_memory(*communicator_, device_, bytes);
-}
-
-std::map<std::string, uint64_t> ProxyGroup::counters() const {
-  std::lock_guard lock(mutex_);
-  return counters_;
-}
-
-void ProxyGroup::close() {
-  std::lock_guard lock(mutex_);
-  if (std::exchange(closed_, true)) return;
-  const UseDevice use(device_);
+void ProxyGroup::release() {
   cudaEventSynchronize(last_);  // ends: what is posted ends at the deadline, if not before
   cudaEventDestroy(last_);
   proxy_->stop();

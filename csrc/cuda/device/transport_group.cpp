@@ -6,7 +6,6 @@
 
 #include "base/alignment.h"
 #include "collectives/order.h"
-#include "cuda/device/connect.h"
 #include "cuda/device/driver.h"
 #include "cuda/device/kernels.h"
 #include "cuda/sequence.h"
@@ -56,9 +55,8 @@ class Copies {
 
 TransportGroup::TransportGroup(std::shared_ptr<Communicator> communicator, std::unique_ptr<DeviceTransport> transport,
                                int device)
-    : communicator_(std::move(communicator)),
+    : BaseGroup(std::move(communicator), device),
       transport_(std::move(transport)),
-      device_(device),
       rank_(communicator_->rank()),
       world_(communicator_->size()),
       hosts_(ranks_by_host(communicator_->hosts())) {
@@ -87,11 +85,7 @@ TransportGroup::TransportGroup(std::shared_ptr<Communicator> communicator, std::
 std::byte* TransportGroup::received() const { return slot() + kTransportSlot; }
 uint32_t* TransportGroup::marks() const { return reinterpret_cast<uint32_t*>(received() + kTransportSlot); }
 
-void TransportGroup::run(const Operation& operation, void* stream) {
-  std::lock_guard lock(mutex_);
-  if (closed_) throw Error(ErrorKind::InvalidUsage, kClosed);
-  communicator_->throw_if_failed();
-  require_possible(operation);
+const char* TransportGroup::enqueue(const Operation& operation, cudaStream_t stream) {
   const uint32_t mark = fingerprint(operation, Path::Staged, 0);
   watch_->publish(mark, describe(operation));
   const Gate gate{.words = marks(),
@@ -101,18 +95,16 @@ void TransportGroup::run(const Operation& operation, void* stream) {
                   .rank = rank_,
                   .world = world_,
                   .aborted = &words_on_device()->aborted};
-  const UseDevice use(device_);
   try {
-    tell_peers_if_it_fails(*communicator_, [&] { run(operation, gate, static_cast<cudaStream_t>(stream)); });
+    tell_peers_if_it_fails(*communicator_, [&] { queue(operation, gate, stream); });
   } catch (const Error&) {
     communicator_->throw_if_failed();  // what came first
     throw;
   }
-  ++counters_["operations"];
-  counters_["fabric_bytes"] += operation.input.bytes();
+  return "fabric_bytes";
 }
 
-void TransportGroup::run(const Operation& operation, const Gate& gate, cudaStream_t stream) {
+void TransportGroup::queue(const Operation& operation, const Gate& gate, cudaStream_t stream) {
   begin(gate, stream);
   if (operation.collective != Collective::Barrier)
     for (const Piece& piece : cut(operation, rank_, world_, kTransportPiece)) {
@@ -220,19 +212,7 @@ void TransportGroup::reduce(const Operation& operation, size_t block, std::byte*
   add_up(order, result, operation.postscale, kernels::Rounding::Once);
 }
 
-std::shared_ptr<void> TransportGroup::allocate(size_t bytes, const std::function<void()>&) {
-  return take_own_memory(*communicator_, device_, bytes);
-}
-
-std::map<std::string, uint64_t> TransportGroup::counters() const {
-  std::lock_guard lock(mutex_);
-  return counters_;
-}
-
-void TransportGroup::close() {
-  std::lock_guard lock(mutex_);
-  if (std::exchange(closed_, true)) return;
-  const UseDevice use(device_);
+void TransportGroup::release() {
   cudaDeviceSynchronize();  // ends: the watch releases what waits for a peer that does not come
   watch_->stop();
   try {

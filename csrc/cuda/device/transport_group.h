@@ -4,35 +4,28 @@
 
 #include <cuda_runtime_api.h>
 
-#include <map>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include "cuda/body.h"
-#include "cuda/device/memory.h"
-#include "cuda/device_group.h"
+#include "cuda/device/base_group.h"
 #include "cuda/pieces.h"
 #include "cuda/transport_watch.h"
 #include "transport/device_transport.h"
 
 namespace syncengine::cuda {
 
-class TransportGroup final : public DeviceGroup {
+class TransportGroup final : public BaseGroup {
  public:
   TransportGroup(std::shared_ptr<Communicator> communicator, std::unique_ptr<DeviceTransport> transport, int device);
   ~TransportGroup() override { close(); }
 
-  int device() const override { return device_; }
-  // `stream` is the current one of the calling thread, on which the transport's calls go as well.
-  void run(const Operation& operation, void* stream) override;
-  std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted) override;
-  std::map<std::string, uint64_t> counters() const override;
-  void close() override;
-
  private:
-  void run(const Operation& operation, const Gate& gate, cudaStream_t stream);
+  // `stream` is the current one of the calling thread, on which the transport's calls go as well.
+  const char* enqueue(const Operation& operation, cudaStream_t stream) override;
+  void release() override;
+  void queue(const Operation& operation, const Gate& gate, cudaStream_t stream);
   void begin(const Gate& gate, cudaStream_t stream);
   void end(cudaStream_t stream);
   void stage(const Operation& operation, const Piece& piece, cudaStream_t stream);
@@ -46,16 +39,12 @@ class TransportGroup final : public DeviceGroup {
   uint32_t* marks() const;
   TransportWords* words_on_device() const { return reinterpret_cast<TransportWords*>(words_->on_device()); }
 
-  std::shared_ptr<Communicator> communicator_;
   std::unique_ptr<DeviceTransport> transport_;
-  const int device_, rank_, world_;
+  const int rank_, world_;
   std::vector<std::vector<int>> hosts_;  // the ranks of each
   std::optional<PinnedMemory> words_;    // TransportWords
   std::unique_ptr<DeviceMemory> staging_;
   std::unique_ptr<TransportWatch> watch_;
-  std::map<std::string, uint64_t> counters_;
-  bool closed_ = false;
-  mutable std::mutex mutex_;
 };
 
 }  // namespace syncengine::cuda

@@ -2,12 +2,7 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <numeric>
-#include <thread>
-
-#include "engine/communicator/end_record.h"
-#include "engine/lanes/mismatch.h"
 
 namespace syncengine {
 
@@ -15,8 +10,6 @@ namespace {
 
 // Bytes of one pass: bounds how long a submitter or another lane waits for the lock.
 constexpr size_t kBudget = 1 << 20;
-
-constexpr std::chrono::seconds kLastWorks{1};  // see await_last_works()
 
 }  // namespace
 
@@ -70,22 +63,6 @@ ShmCommunicator::~ShmCommunicator() {
   engine_->locked([&] { leave(); });
   engine_->remove(this);
   if (origin_ == Origin::Split) give_back_block();
-}
-
-// The own block, once every member is as far; until then some may still read results from it.
-void ShmCommunicator::give_back_block() {
-  uint64_t everybody = group_.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group_.size) - 1;
-  uint64_t me = uint64_t{1} << group_.rank;
-  for (int member = 0; member < group_.size; ++member) {
-    if (member != group_.rank) group_.block(member).gone.fetch_or(me, std::memory_order_release);  // release: our reads
-  }
-  auto& gone = group_.own().gone;
-  auto unused = [&gone, everybody, me] {
-    return (gone.load(std::memory_order_acquire) | me) == everybody;  // acquire: theirs
-  };
-  for (size_t offset : messenger_.near().fragments())
-    group_.arena->retire_group(offset, MailboxRoute::kFragmentsBytes, unused);
-  group_.arena->retire_group(group_.offsets[group_.rank], sizeof(shm::GroupBlock), unused);
 }
 
 std::shared_ptr<Work> ShmCommunicator::enqueue(Operation operation, std::shared_ptr<const Slots> slots, size_t index) {
@@ -193,15 +170,6 @@ void ShmCommunicator::wait(const std::shared_ptr<Work>& work, const std::functio
   work->rethrow_if_failed();
 }
 
-void ShmCommunicator::abort(ErrorKind kind, const std::string& text) {
-  if (engine_->arena()->forked()) return;
-  engine_->locked([&] {
-    fail(kind, text);
-    if (origin_ == Origin::Split) return;
-    for (Progressable* progressable : engine_->progressables()) progressable->fail(kind, text);
-  });
-}
-
 void ShmCommunicator::throw_if_failed() const {
   engine_->throw_if_forked();
   std::lock_guard lock(submit_mutex_);
@@ -212,17 +180,6 @@ void ShmCommunicator::check_peers() {
   engine_->throw_if_forked();
   engine_->locked([&] { look_around(); });
   throw_if_failed();
-}
-
-void ShmCommunicator::close() {
-  if (engine_->arena()->forked()) return;
-  await_last_works();
-  engine_->locked([&] {
-    leave();
-    if (origin_ == Origin::Split) return;
-    for (Progressable* progressable : engine_->progressables()) progressable->leave();
-  });
-  engine_->await_drops();
 }
 
 std::shared_ptr<void> ShmCommunicator::allocate(size_t bytes) {
@@ -300,81 +257,6 @@ bool ShmCommunicator::any_peer_failed() const {
     if (standing == static_cast<uint32_t>(shm::Standing::Failed)) return true;
   }
   return false;
-}
-
-std::vector<ArenaRange> ShmCommunicator::direct_memory() const {
-  std::vector<ArenaRange> offsets;
-  user_lane_.add_direct_memory(offsets);
-  scheduled_lane_.add_direct_memory(offsets);
-  messenger_.near().add_direct_memory(offsets);
-  return offsets;
-}
-
-void ShmCommunicator::lose_direct_memory(const Error& cause) {
-  for (auto [offset, bytes] : direct_memory()) {
-    if (group_.arena->is_severed(offset, bytes)) return fail(cause.kind(), cause.what());
-  }
-}
-
-void ShmCommunicator::fail(ErrorKind kind, const std::string& text) {
-  Error error(kind, text);
-  end(shm::Standing::Failed, error, error);
-}
-
-// A peer in the middle of writing this rank's tensors must be told to stop, and kept from going on.
-void ShmCommunicator::set_last_words(const std::string& text, std::vector<std::shared_ptr<Work>> works) {
-  engine_->locked([&] {
-    last_words_ = text;
-    last_works_.swap(works);
-  });
-}
-
-// Peers may be about to take part: they are to hear what this rank has to say, and not that it has left.
-void ShmCommunicator::await_last_works() {
-  std::vector<std::shared_ptr<Work>> works;
-  engine_->locked([&] { works = last_works_; });
-  const auto until = Clock::now() + kLastWorks;
-  auto ended = [](const auto& work) { return work->ended(); };
-  while (!std::all_of(works.begin(), works.end(), ended) && Clock::now() < until) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
-void ShmCommunicator::leave() {
-  Error closed(ErrorKind::InvalidUsage, kClosed);
-  if (!last_words_.empty() && oldest().item != nullptr) {
-    return end(shm::Standing::Failed, Error(ErrorKind::Aborted, last_words_), closed);
-  }
-  if (direct_memory().empty()) return end(shm::Standing::Left, closed, closed);
-  Error left(ErrorKind::PeerLost, group_.name(group_.rank) +
-                                      " has left (it exited or called syncengine.shutdown()) while its " +
-                                      describe(oldest().item->operation) + " was pending");
-  end(shm::Standing::Failed, left, closed);
-}
-
-// The first end counts. Peers hear of it before this rank's own callers do; tensors are cut loose before they are touched.
-void ShmCommunicator::end(shm::Standing standing, const Error& for_peers, const Error& raised_here) {
-  if (ended_) return;
-  ended_ = true;
-  write_end_record(group_.own().end_record, standing, for_peers.kind(), for_peers.what());
-  if (standing == shm::Standing::Failed) engine_->sever_tensors(direct_memory(), for_peers);
-  auto error = std::make_exception_ptr(raised_here);
-  std::vector<Lane::Item> late;
-  std::vector<Post> late_posts;
-  {
-    std::lock_guard lock(submit_mutex_);
-    error_ = error;
-    late.swap(submissions_);
-    late_posts.swap(posts_);
-  }
-  for (Post& post : late_posts) messenger_.post(std::move(post));
-  for (Lane::Item& item : late) user_lane_.enqueue(std::move(item));
-  schedule_.fail_all();
-  user_lane_.fail_all(error);
-  scheduled_lane_.fail_all(error);
-  messenger_.fail_all(error);
-  group_.bell->ring_all();
-  engine_->wake_io_loop();
 }
 
 }  // namespace syncengine

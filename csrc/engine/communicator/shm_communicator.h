@@ -54,7 +54,7 @@ class ShmCommunicator : public Communicator, protected Progressable {
   std::map<std::string, uint64_t> counters() const override;
   void close() override;
 
- protected:  // hosts/host_communicator.h reaches over hosts; its group is that of its own host
+ protected:  // hosts/interhost_communicator.h reaches over hosts; its group is that of its own host
   using MakeParts = std::function<Parts(const Group& group, const std::function<bool()>& stop, Lane::Trash& trash)>;
   // Is not moved before the engine has it: its constructor's last act.
   ShmCommunicator(std::shared_ptr<Engine> engine, const Group& group, Origin origin, const MakeParts& make_parts);

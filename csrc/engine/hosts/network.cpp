@@ -2,19 +2,10 @@
 
 #include <utility>
 
-#include "base/futex.h"
 #include "base/thread.h"
 #include "engine/hosts/message.h"
 
 namespace syncengine::hosts {
-
-namespace {
-
-// How long the own thread leaves everything to waiting ones after one of them was there: the next call may be near. Also how
-// long a waiting thread may be kept from its work (by Python's lock, say) before the own thread takes over.
-constexpr auto kGrace = std::chrono::milliseconds(10);
-
-}  // namespace
 
 Network::Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost)
     : engine_(std::move(engine)), interhost_(std::move(interhost)) {
@@ -38,7 +29,7 @@ void Network::thread_main() {
   };
   if (!interhost_->has_steps()) return interhost_->run(progressed);
   for (auto last = Interhost::Step::Quiet; last != Interhost::Step::Over;) {
-    park();
+    driver_.await_turn();  // once stopped, always
     {
       std::lock_guard lock(moving_);
       last = interhost_->step(std::chrono::hours(1));
@@ -47,27 +38,9 @@ void Network::thread_main() {
   }
 }
 
-// Sleeps while a waiting thread moves the bytes.
-void Network::park() {
-  do {
-    for (;;) {
-      parked_.store(true, std::memory_order_seq_cst);
-      uint32_t word = word_.load(std::memory_order_seq_cst);
-      if (stopping_.load(std::memory_order_seq_cst)) break;
-      bool claimed = claimed_.load(std::memory_order_seq_cst), called = std::exchange(word_seen_, word) != word;
-      uint64_t claims = claims_.load(std::memory_order_seq_cst);
-      bool quiet = std::exchange(claims_seen_, claims) == claims;
-      if (!claimed && (called || quiet)) break;
-      futex_wait(word_, word, kGrace);
-    }
-    parked_.store(false, std::memory_order_seq_cst);  // before it looks again: claim() has them the other way around
-  } while (claimed_.load(std::memory_order_seq_cst) && !stopping_.load(std::memory_order_seq_cst));
-}
-
 bool Network::claim() {
-  if (!interhost_->has_steps() || claimed_.exchange(true, std::memory_order_seq_cst)) return false;
-  claims_.fetch_add(1, std::memory_order_seq_cst);
-  if (!parked_.load(std::memory_order_seq_cst)) interhost_->wake();
+  if (!interhost_->has_steps() || !driver_.claim()) return false;
+  if (!driver_.is_parked()) interhost_->wake();
   return true;
 }
 
@@ -93,14 +66,12 @@ void Network::wake() {
 
 void Network::release() {
   if (claimers_.owns_lock()) claimers_.unlock();
-  claimed_.store(false, std::memory_order_seq_cst);
+  driver_.leave();
   if (interhost_->has_unsent()) come();
 }
 
 void Network::come() {
-  if (claimed_.load(std::memory_order_seq_cst)) return;
-  word_.fetch_add(1, std::memory_order_seq_cst);  // it may be about to park
-  if (parked_.load(std::memory_order_seq_cst)) futex_wake_all(word_);
+  if (!driver_.is_driven()) driver_.call();
 }
 
 Network::~Network() {
@@ -109,9 +80,8 @@ Network::~Network() {
     (void)interhost_.release();
     return;
   }
-  stopping_.store(true, std::memory_order_seq_cst);
+  driver_.stop();
   interhost_->stop();
-  come();
   thread_.join();
   engine_->remove(this);
 }

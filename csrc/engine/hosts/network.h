@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "collectives/interhost_choice.h"
+#include "engine/progress/driver.h"
 #include "engine/progress/engine.h"
 #include "engine/progress/io_loop.h"
 #include "transport/interhost.h"
@@ -83,7 +84,6 @@ class Network final : public IoLoop, private Progressable {
 
  private:
   void thread_main();
-  void park();
   void deliver(Interhost::Message message);
 
   // Progressable, under the progress lock: messages are heard before anything else is done.
@@ -113,14 +113,8 @@ class Network final : public IoLoop, private Progressable {
 
   std::mutex moving_;  // of whoever makes steps; no other lock is held where it is asked for
   std::unique_lock<std::mutex> claimers_{moving_, std::defer_lock};  // of the thread that claimed
-  std::atomic<bool> claimed_{false};
-  std::atomic<bool> woken_{false};  // that thread
-  std::atomic<uint64_t> claims_{0};
-  std::atomic<bool> parked_{false};  // the own thread
-  std::atomic<uint32_t> word_{0};    // futex word where it is parked
-  std::atomic<bool> stopping_{false};
-  uint64_t claims_seen_ = 0;  // by the own thread, as is the next
-  uint32_t word_seen_ = 0;
+  std::atomic<bool> woken_{false};                                   // that thread
+  Driver driver_{Driver::Kind::Found, [] { return true; }};
   std::thread thread_;
 };
 

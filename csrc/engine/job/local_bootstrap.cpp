@@ -12,7 +12,7 @@
 #include "bootstrap/host.h"
 #include "engine/communicator/end_record.h"
 #include "engine/communicator/shm_communicator.h"
-#include "engine/hosts/host_communicator.h"
+#include "engine/hosts/interhost_communicator.h"
 
 namespace syncengine {
 
@@ -116,7 +116,7 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
     Operation barrier{.collective = Collective::Barrier};
     barrier.describe = [] { return std::string("syncengine.init()"); };
     joined->run(std::move(barrier), interrupted);
-    static_cast<hosts::HostCommunicator&>(*joined).measure(interrupted);
+    static_cast<hosts::InterhostCommunicator&>(*joined).measure(interrupted);
     return joined;
   } catch (const Error& error) {
     Error told = for_peers(rank_, error);
@@ -178,8 +178,8 @@ std::shared_ptr<Communicator> LocalBootstrap::join(const std::vector<UniqueFd>& 
   if (!make_interhost)
     throw Error(ErrorKind::InvalidUsage, "the ranks run on several hosts, and nothing connects these");
   auto network = std::make_shared<hosts::Network>(engine_, make_interhost());
-  return hosts::HostCommunicator::create(std::move(network), hosts::kJobGroup, rank_, members,
-                                         ShmCommunicator::Origin::Job);
+  return hosts::InterhostCommunicator::create(std::move(network), hosts::kJobGroup, rank_, members,
+                                              ShmCommunicator::Origin::Job);
 }
 
 }  // namespace syncengine

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/futex.h"
 #include "base/resources.h"
 #include "transport/shm/liveness.h"
 
@@ -21,9 +20,10 @@ constexpr auto kPatience = std::chrono::seconds(5);  // with threads that drop w
 Engine::Engine(std::shared_ptr<shm::Arena> arena, int most_watchers, Options options, CountCallers count_callers)
     : arena_(std::move(arena)), watchers_(most_watchers), options_(options), count_callers_(std::move(count_callers)) {
   shm::prepare_liveness(arena_->header());
-  thread_ = std::thread(&Engine::thread_main, this);
-  // No peer may look for signs of life before the thread gives them.
-  while (thread_word_.load(std::memory_order_acquire) == 0) futex_wait(thread_word_, 0, seconds(1));
+  std::promise<void> begun;
+  auto has_begun = begun.get_future();
+  thread_ = std::thread(&Engine::thread_main, this, std::move(begun));
+  has_begun.wait();  // no peer may look for signs of life before the thread gives them
 }
 
 Engine::~Engine() {
@@ -32,8 +32,7 @@ Engine::~Engine() {
     thread_.detach();  // it runs in the parent only
     return;
   }
-  stop_.store(true, std::memory_order_seq_cst);
-  wake_thread();
+  driver_.stop();
   if (bell_) bell_->ring_self();
   thread_.join();
 }
@@ -54,6 +53,7 @@ void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int loca
   bell_ = std::make_unique<Bell>(std::move(doorbells), local_rank_);
   cores_to_spare_ = available_cores() >= local_size;
   lazy_ = available_cores() < 2 * local_size;
+  if (!lazy_) driver_.ignore_visits();
 }
 
 void Engine::expect_io_thread() {
@@ -92,7 +92,7 @@ bool Engine::pass() {
 
 void Engine::poke(Progressable& owner) {
   bool moved = false;
-  pokes_.fetch_add(1, std::memory_order_relaxed);
+  driver_.visit();
   if (Locked lock(*this, std::try_to_lock); lock) {
     bool again = true;
     for (int passes = 0; again && passes < (lazy_ ? kPokePasses : 1); ++passes) {
@@ -107,7 +107,7 @@ void Engine::poke(Progressable& owner) {
   if (bell_->anybody_listens()) {
     if (moved) bell_->ring_self();
   } else {
-    wake_thread();
+    driver_.call();
   }
   if (IoLoop* io_loop = owner.io_loop()) io_loop->come();
 }
@@ -115,7 +115,7 @@ void Engine::poke(Progressable& owner) {
 // Once for all that has come: what is sent on should not wait for more of it.
 bool Engine::carry_on() {
   bool ended = false, moved = true, any = false;
-  pokes_.fetch_add(1, std::memory_order_relaxed);
+  driver_.visit();
   {
     Locked lock(*this);
     uint64_t before = tally_.ended.load(std::memory_order_relaxed);  // relaxed: works end under the lock

@@ -11,6 +11,7 @@
 #include <atomic>
 #include <cstdio>
 #include <functional>
+#include <future>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -22,6 +23,7 @@
 #include "base/sync_point.h"
 #include "engine/progress/bell.h"
 #include "engine/progress/deadlock_detector.h"
+#include "engine/progress/driver.h"
 #include "engine/progress/group.h"
 #include "engine/progress/io_loop.h"
 #include "engine/progress/options.h"
@@ -139,7 +141,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::unique_lock<std::mutex> lock_;
   };
 
-  void thread_main();
+  void thread_main(std::promise<void> begun);
   bool pass();
   uint64_t interest() const;  // under the progress lock
   // Sleeps, unless something moves or `over()`; with an I/O loop, in it.
@@ -150,7 +152,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void end_deadlock(uint64_t stuck);
   std::string describe_wait(int local_rank, const DeadlockDetector::Wait& wait, const Progressable& beside) const;
   std::string name_of(int local_rank) const { return "rank " + std::to_string(names_[local_rank]); }
-  void wake_thread();
 
   std::shared_ptr<shm::Arena> arena_;
   int watchers_;  // who may look whether this process lives
@@ -181,13 +182,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_ptr<DeadlockDetector> deadlock_detector_;
 
   Work::Tally tally_;
-  std::atomic<int> waiters_{0};
   std::atomic<int> droppers_{0};
   std::atomic<uint64_t> sleeps_{0};
-  std::atomic<bool> stop_{false};
-  std::atomic<uint32_t> thread_word_{0};  // futex word of the engine's thread when it has nothing to do
-  std::atomic<bool> thread_parked_{false};
-  std::atomic<uint64_t> pokes_{0};
+  Driver driver_{Driver::Kind::Handed, [this] { return tally_.outstanding.load(std::memory_order_seq_cst) > 0; }};
   std::thread thread_;
 };
 

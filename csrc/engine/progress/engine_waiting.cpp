@@ -3,7 +3,6 @@
 
 #include <optional>
 
-#include "base/futex.h"
 #include "base/thread.h"
 #include "engine/progress/engine.h"
 #include "transport/shm/liveness.h"
@@ -14,8 +13,7 @@ namespace {
 
 constexpr auto kSpin = std::chrono::microseconds(
     200);  // longer than a wake-up takes (60 us in a virtual machine), or ranks keep missing each other
-constexpr auto kGrace = std::chrono::milliseconds(10);  // how long a lazy thread leaves new work to the others
-constexpr auto kTick = std::chrono::milliseconds(50);   // how late a death, an abort or Ctrl-C may be noticed
+constexpr auto kTick = std::chrono::milliseconds(50);  // how late a death, an abort or Ctrl-C may be noticed
 
 // A short busy wait. Where each rank has a core it mostly pauses, and now and then offers the core: the scheduler may have put
 // a peer on the same one. Where ranks share cores it always does.
@@ -108,9 +106,7 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
     Sleeper sleeper;
     IoLoop* io_loop;
     bool sleeps = false;
-    Waiter(Engine& e, Sleeper s, IoLoop* c) : engine(e), sleeper(s), io_loop(c) {
-      engine.waiters_.fetch_add(1, std::memory_order_seq_cst);
-    }
+    Waiter(Engine& e, Sleeper s, IoLoop* c) : engine(e), sleeper(s), io_loop(c) { engine.driver_.enter(); }
     // From now on the peers hear of it. Before the thread goes on they must hear that it does.
     void sleep() {
       int callers = engine.count_callers_ ? engine.count_callers_() : kUnknownCallers;
@@ -126,9 +122,9 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
           engine.publish_waits();
         });
       }
-      engine.waiters_.fetch_sub(1, std::memory_order_seq_cst);
+      engine.driver_.leave();
       if (engine.tally_.outstanding.load(std::memory_order_seq_cst) == 0) return;
-      engine.wake_thread();
+      engine.driver_.call();
       if (io_loop) io_loop->come();
     }
   } waiter(*this, {work, owner, gives_up}, owner.io_loop());
@@ -151,37 +147,14 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
   }
 }
 
-void Engine::wake_thread() {
-  if (!thread_parked_.load(std::memory_order_seq_cst)) return;
-  thread_word_.fetch_add(1, std::memory_order_seq_cst);
-  futex_wake_all(thread_word_);
-}
-
-void Engine::thread_main() {
+void Engine::thread_main(std::promise<void> begun) {
   begin_thread("syncengine");
   shm::hold_all(arena_->header(), watchers_);
-  thread_word_.fetch_add(1, std::memory_order_release);
-  futex_wake_all(thread_word_);
-  Tick tick;
-  uint64_t pokes_seen = 0;
-  while (!stop_.load(std::memory_order_seq_cst)) {
-    uint32_t ticket = thread_word_.load(std::memory_order_seq_cst);
-    thread_parked_.store(true, std::memory_order_seq_cst);
-    bool needed =
-        tally_.outstanding.load(std::memory_order_seq_cst) > 0 && waiters_.load(std::memory_order_seq_cst) == 0;
-    if (!needed) {
-      if (!stop_.load(std::memory_order_seq_cst)) futex_wait(thread_word_, ticket, std::chrono::hours(1));
-      continue;
-    }
-    thread_parked_.store(false, std::memory_order_seq_cst);
-    if (uint64_t pokes = pokes_.load(std::memory_order_relaxed); lazy_ && pokes != pokes_seen) {
-      pokes_seen = pokes;
-      futex_wait(thread_word_, ticket, kGrace);
-      continue;
-    }
+  begun.set_value();
+  for (Tick tick; driver_.await_turn();) {
     if (pass() && !tick.due()) continue;
     look_around();
-    rest(kTick, [this] { return stop_.load(std::memory_order_seq_cst); });
+    rest(kTick, [this] { return driver_.is_stopped(); });
   }
   shm::release_all(arena_->header(), watchers_);
 }

@@ -1,7 +1,7 @@
 // What the endpoints of all transports are alike in: calls of any thread, posts on their way to peers, faults, the rhythm of
 // heartbeats, and leaving. How bytes move is the transport's.
 //
-// `Peer` has an outbox() and an inbox(), tell, withdraw, excuse, is_open, has_left, take_leave, gone and fail.
+// `Peer` has an outbox() and an inbox(), tell, withdraw, excuse, life, take_leave, gone and fail.
 //
 // Locks: a thread that holds one may take only those below it. `turn_` lets withdraw() in between two passes; `progress_`
 // guards the peers, for one pass; then the queue's.
@@ -50,7 +50,7 @@ class Endpoint : public Interhost {
     take_posts();
     for (int rank : peers) {
       auto found = peers_.find(rank);
-      if (found != peers_.end() && found->second->is_open()) found->second->withdraw(first, last, error);
+      if (found != peers_.end() && !queue_.failure(rank)) found->second->withdraw(first, last, error);
     }
     shared_.news = true;
     wake();
@@ -83,20 +83,19 @@ class Endpoint : public Interhost {
     try {
       call(peer);
     } catch (const Error& error) {
-      if (peer.is_open()) fail(rank, error);
+      fail(rank, error);
     }
   }
   template <class Call>
-  void for_each_open(const Call& call) {
+  void for_each_unbroken(const Call& call) {
     for (auto& [rank, peer] : peers_) {
-      if (peer->is_open()) guarded(rank, call);
+      if (!peer->life().is_broken()) guarded(rank, call);
     }
   }
 
   void take_posts() {
     for (SubmissionQueue::Post& post : queue_.take()) {
-      if (!peers_.at(post.peer)->is_open()) {
-        queue_.post_too_late(post);
+      if (!peers_.at(post.peer)->life().is_in_use() && queue_.post_too_late(post)) {
         shared_.news = true;
         continue;
       }
@@ -137,15 +136,13 @@ class Endpoint : public Interhost {
     if (!leaving_until_) {
       leaving_until_ = now + kLongestGoodbye;
       for (auto& [rank, peer] : peers_) {
-        if (peer->is_open()) peer->take_leave(error);
+        if (peer->life().is_in_use()) peer->take_leave(error);
       }
       return false;
     }
     bool all = std::all_of(peers_.begin(), peers_.end(), [](const auto& item) { return item.second->gone(); });
     if (!all && now < *leaving_until_) return false;
-    for (auto& [rank, peer] : peers_) {
-      if (peer->is_open()) fail(rank, error);
-    }
+    for (auto& [rank, peer] : peers_) fail(rank, error);
     return true;
   }
 
@@ -162,11 +159,14 @@ class Endpoint : public Interhost {
     if (!peers_.count(peer)) throw Error(ErrorKind::InvalidUsage, rank_name(peer) + " is no peer on another host");
   }
 
+  // The first failure counts.
   void fail(int rank, const Error& error) {
+    if (queue_.failure(rank)) return;
     queue_.deliver(shared_.heard);  // what it said before
     Peer& peer = *peers_.at(rank);
     // Before the transfers: who sees one fail finds the reason.
-    queue_.note_failure(rank, error, peer.has_left() ? peer.inbox().take_unexpected() : Inbox::Unexpecteds());
+    bool has_left = peer.life().has_peer_left();
+    queue_.note_failure(rank, error, has_left ? peer.inbox().take_unexpected() : Inbox::Unexpecteds());
     peer.fail(error);
   }
 

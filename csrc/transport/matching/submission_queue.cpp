@@ -78,9 +78,11 @@ void SubmissionQueue::note_failure(int peer, const Error& error, Inbox::Unexpect
   left_behind_.emplace(peer, std::move(sent));
 }
 
-void SubmissionQueue::post_too_late(Post& post) {
+bool SubmissionQueue::post_too_late(Post& post) {
   std::lock_guard lock(mutex_);
+  if (!failures_.contains(post.peer)) return false;
   end_late(post);
+  return true;
 }
 
 // Under the lock.

@@ -50,7 +50,7 @@ class SubmissionQueue {
   void deliver(std::vector<Message>& heard);  // leaves it empty
   // `sent`: what it sent before it left in order and nobody has asked for yet; a receive still gets it.
   void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent);
-  void post_too_late(Post& post);  // after note_failure()
+  bool post_too_late(Post& post);  // false: it is not, no failure of the peer was noted
 
  private:
   std::shared_ptr<Transfer> post(Post post);

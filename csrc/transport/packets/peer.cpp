@@ -11,8 +11,8 @@
 
 namespace syncengine::packets {
 
-using matching::Arrival, matching::Channel, matching::Frame, matching::Kind, matching::kFrameBytes;
-using matching::encode, matching::garbage, matching::rank_name, matching::Writer;
+using matching::Arrival, matching::Channel, matching::Frame, matching::Kind, matching::Lifecycle;
+using matching::encode, matching::garbage, matching::kFrameBytes, matching::rank_name, matching::Writer;
 
 namespace {
 
@@ -55,10 +55,10 @@ void Peer::withdraw(uint64_t first, uint64_t last, const Error& error) {
 // ---- out ----
 
 void Peer::step() {
-  while (!broken_ && !said_goodbye_ && outgoing_ + 1 + kMostAnnounced <= kMostOutgoing) {
+  while (life_.may_send() && outgoing_ + 1 + kMostAnnounced <= kMostOutgoing) {
     if (out_.empty() && !outbox_.has_next()) {
-      if (!leaving_) return;
-      said_goodbye_ = true;
+      if (life_.is_in_use()) return;
+      life_.on(Lifecycle::SayGoodbye);
       out_ = encode({.kind = Kind::Goodbye});
     }
     send_packet();
@@ -109,7 +109,7 @@ void Peer::receive(size_t bytes, std::optional<Arrival> arrival) {
 
 void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
   if (!error.empty()) {
-    broken_ = true;
+    life_.on(Lifecycle::Break);
     throw Error(ErrorKind::PeerLost,
                 rank_name(rank_) + " died, or the way to it broke (" + options_.by + ": " + error + ")");
   }
@@ -123,14 +123,14 @@ void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
   ended->ended = true;
   ended->buffer = std::move(buffer);
   std::optional<Error> fault;
-  while (!incoming_.empty() && incoming_.front().ended && !broken_) {
+  while (!incoming_.empty() && incoming_.front().ended && !life_.is_broken()) {
     Incoming next = std::move(incoming_.front());
     incoming_.pop_front();
     try {
       take_incoming(std::move(next));
     } catch (const Error& error) {
       if (!fault) fault = error;
-      leaving_ = true;
+      life_.on(Lifecycle::Leave);
     }
   }
   if (fault) throw Error(*fault);
@@ -158,12 +158,12 @@ void Peer::on_frames(const std::byte* packet) {
     try {
       on_frame(*frame, payload);
     } catch (const Error& error) {
-      if (broken_) throw;
+      if (life_.is_broken()) throw;
       if (!fault) fault = error;
-      leaving_ = true;
+      life_.on(Lifecycle::Leave);
     }
   }
-  if (!peer_left_) receive(kControlBytes, {});
+  if (!life_.has_peer_left()) receive(kControlBytes, {});
   if (fault) throw Error(*fault);
 }
 
@@ -174,7 +174,7 @@ void Peer::take_greeting() {
   uint64_t greeting = reader.u64(), build = reader.u64();
   if (greeting != kGreeting) throw_out_of_step();
   if (build != options_.build) {
-    broken_ = true;
+    life_.on(Lifecycle::Break);
     throw another_build(rank_, build);
   }
   in_.erase(0, kGreetingBytes);
@@ -201,7 +201,7 @@ void Peer::on_frame(const Frame& frame, const std::string& payload) {
     Arrival arrival{.frame = frame};
     std::optional<Error> fault;
     try {
-      if (!leaving_) arrival = inbox_.begin(frame);
+      if (life_.is_in_use()) arrival = inbox_.begin(frame);
     } catch (const Error& error) {
       fault = error;  // its payload comes all the same
     }
@@ -213,11 +213,11 @@ void Peer::on_frame(const Frame& frame, const std::string& payload) {
     return;
   }
   if (frame.kind == Kind::Goodbye) {
-    peer_left_ = true;
-    if (!leaving_)
+    life_.on(Lifecycle::HearGoodbye);
+    if (life_.is_in_use())
       throw Error(ErrorKind::PeerLost, rank_name(rank_) + " has left (it exited, or called syncengine.shutdown())");
   }
-  if (leaving_) return;
+  if (!life_.is_in_use()) return;
   switch (frame.kind) {
     case Kind::Message:
       shared_.heard.push_back({rank_, payload});
@@ -235,7 +235,7 @@ void Peer::on_frame(const Frame& frame, const std::string& payload) {
 }
 
 void Peer::take_data(Arrival& arrival, const std::byte* payload) {
-  if (leaving_) return;
+  if (!life_.is_in_use()) return;
   const Frame& frame = arrival.frame;
   std::byte* place = arrival.place();
   if (place && frame.payload > 0) std::memcpy(place, payload, frame.payload);
@@ -246,26 +246,26 @@ void Peer::take_data(Arrival& arrival, const std::byte* payload) {
 
 // What comes next can't be received: nobody knows what it is.
 void Peer::throw_out_of_step() {
-  broken_ = true;
+  life_.on(Lifecycle::Break);
   throw garbage(rank_, "something that is no frame of syncengine's");
 }
 
 // ---- the end ----
 
 void Peer::beat() {
-  if (options_.silence > 0 && !leaving_ && out_.empty() && outgoing_ == 0) out_ += encode({.kind = Kind::Heartbeat});
+  if (options_.silence > 0 && life_.is_in_use() && out_.empty() && outgoing_ == 0)
+    out_ += encode({.kind = Kind::Heartbeat});
 }
 
 void Peer::look_at_clock(Clock::time_point now) {
-  if (!leaving_) pulse_.judge(now);
+  if (life_.is_in_use()) pulse_.judge(now);
 }
 
 void Peer::fail(const Error& error) {
-  open_ = false;
-  leaving_ = true;
+  life_.on(Lifecycle::Leave);
   outbox_.fail(error);
   inbox_.fail(error);
-  if (!broken_ && !peer_left_) {
+  if (!life_.is_broken() && !life_.has_peer_left()) {
     std::string text = std::string(error.what()).substr(0, matching::kMaxVerdict);
     out_ += encode({.kind = Kind::Verdict,
                     .payload = static_cast<uint32_t>(text.size()),
@@ -276,11 +276,13 @@ void Peer::fail(const Error& error) {
 }
 
 void Peer::take_leave(const Error& error) {
-  leaving_ = true;
+  life_.on(Lifecycle::Leave);
   outbox_.fail_unready(error);
   inbox_.fail(error);
 }
 
-bool Peer::gone() const { return broken_ || (said_goodbye_ && peer_left_ && outgoing_ == 0 && incoming_.empty()); }
+bool Peer::gone() const {
+  return life_.is_broken() || (life_.state() == Lifecycle::Parted && outgoing_ == 0 && incoming_.empty());
+}
 
 }  // namespace syncengine::packets

@@ -17,6 +17,7 @@
 
 #include "base/deadline.h"
 #include "transport/matching/inbox.h"
+#include "transport/matching/lifecycle.h"
 #include "transport/matching/outbox.h"
 #include "transport/matching/pulse.h"
 #include "transport/matching/shared.h"
@@ -43,8 +44,7 @@ class Peer {
   void look_at_clock(Clock::time_point);  // is the peer?
   void excuse(Clock::time_point now) { pulse_.excuse(now); }
 
-  bool is_open() const { return open_; }
-  bool has_left() const { return peer_left_; }
+  const matching::Lifecycle& life() const { return life_; }
   void fail(const Error& error);
   // Ends it in order: what is under way is sent, then the Goodbye.
   void take_leave(const Error& error);
@@ -84,11 +84,7 @@ class Peer {
   int announced_ = 0;  // payloads, in the packet of frames that is being read
   matching::Pulse pulse_;
   bool greeted_ = false;  // it did: it is of this build
-  bool open_ = true;
-  bool leaving_ = false;       // nothing that comes matters any more, but for the Goodbye
-  bool said_goodbye_ = false;  // this rank
-  bool peer_left_ = false;     // it did
-  bool broken_ = false;        // no packet comes through any more
+  matching::Lifecycle life_;
 };
 
 }  // namespace syncengine::packets

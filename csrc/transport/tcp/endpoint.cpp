@@ -48,7 +48,7 @@ bool Endpoint::has_unsent() const {
   if (queue_.has_posts()) return true;
   std::lock_guard lock(progress_);
   return std::any_of(peers_.begin(), peers_.end(),
-                     [](const auto& item) { return item.second->is_open() && item.second->has_unsent(); });
+                     [](const auto& item) { return !item.second->life().is_broken() && item.second->has_unsent(); });
 }
 
 // ---- one thread at a time ----
@@ -86,7 +86,7 @@ void Endpoint::on_event(uint64_t key, uint32_t events) {
     return;
   }
   Peer& peer = *peers_.at(static_cast<int>(key >> 8));
-  if (peer.is_open()) peer.on_event(key & 255, events);
+  if (!peer.life().is_broken()) peer.on_event(key & 255, events);
 }
 
 // False when all is over.
@@ -94,8 +94,8 @@ bool Endpoint::pass() {
   take_posts();
   bool beat_due = is_beat_due();
   busy_ = false;
-  for_each_open([](Peer& peer) { peer.speak(); });
-  for_each_open([&](Peer& peer) {
+  for_each_unbroken([](Peer& peer) { peer.speak(); });
+  for_each_unbroken([&](Peer& peer) {
     if (beat_due) peer.beat();
     busy_ |= peer.step();
     if (beat_due) peer.look_at_clock(last_pass_);

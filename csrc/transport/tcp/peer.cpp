@@ -76,17 +76,17 @@ bool Peer::step() {
   bool more = control_.readable && !control_.ended;
   for (auto& channel : data_) {
     if (channel.readable && channel.status == Status::Open) read_data(channel);
-    if (channel.writable && channel.status != Status::Broken && !data_ended_) write_data(channel);
+    if (channel.writable && channel.status != Status::Broken && life_.may_send()) write_data(channel);
     more |= channel.readable && channel.status == Status::Open;
     more |= channel.writable && channel.status != Status::Broken && (channel.is_writing() || outbox_.has_next());
   }
   speak();
   more |= control_.writable && !control_.out.empty();
-  if (leaving_) say_goodbye();
+  if (life_.owes_goodbye()) say_goodbye();
   bool all_ended = control_.ended && std::all_of(data_.begin(), data_.end(), [](const DataChannel& channel) {
                      return channel.status != Status::Open;
                    });
-  if (peer_left_ && all_ended && !leaving_) {
+  if (all_ended && life_.state() == Lifecycle::PeerLeft) {
     throw Error(ErrorKind::PeerLost, rank_name(rank_) + " has left (it exited, or called syncengine.shutdown())");
   }
   return more;
@@ -108,12 +108,12 @@ void Peer::read_control() {
     on_control_frames();
   } else if (got == 0) {
     control_.ended = true;
-    if (!peer_left_ && !leaving_) throw_lost("its connection was closed");
+    if (life_.state() == Lifecycle::Open) throw_lost("its connection was closed");
   } else if (code != EINTR) {
     control_.readable = false;
     if (code == EAGAIN) return;
     control_.ended = true;
-    if (!peer_left_ && !leaving_) throw_lost(std::strerror(code));
+    if (life_.state() == Lifecycle::Open) throw_lost(std::strerror(code));
   }
 }
 
@@ -139,7 +139,7 @@ void Peer::on_control_frame(const Frame& frame, std::string_view payload) {
     case Kind::Ask: inbox_.on_ask(frame); break;
     case Kind::Credit: outbox_.on_credit(frame); break;
     case Kind::Withdrawn: withdrawals_.hear(frame); break;
-    case Kind::Goodbye: peer_left_ = true; break;
+    case Kind::Goodbye: life_.on(Lifecycle::HearGoodbye); break;
     case Kind::Verdict: on_verdict(static_cast<ErrorKind>(frame.size), std::string(payload)); break;
     default: break;  // a heartbeat: that it came is all
   }
@@ -156,7 +156,7 @@ void Peer::write_control() {
   if (sent < 0) {
     if (errno == EINTR) return;
     control_.writable = false;
-    if (errno == EAGAIN || peer_left_ || leaving_) return;
+    if (errno == EAGAIN || life_.state() != Lifecycle::Open) return;
     throw_lost(std::strerror(errno));
   }
   control_.written += static_cast<size_t>(sent);
@@ -205,12 +205,12 @@ void Peer::on_end(DataChannel& channel) {
 }
 
 void Peer::beat() {
-  if (!leaving_) control_.out += encode({.kind = Kind::Heartbeat});
+  if (life_.is_in_use()) control_.out += encode({.kind = Kind::Heartbeat});
 }
 
 void Peer::look_at_clock(Clock::time_point now) {
-  if (leaving_) return;
-  if (broken_ && !peer_left_ && now - *broken_ > kGoodbyeDelay)
+  if (!life_.is_in_use()) return;
+  if (broken_ && life_.state() == Lifecycle::Open && now - *broken_ > kGoodbyeDelay)
     throw_lost(how_broken_.empty() ? "a connection was closed" : how_broken_);
   pulse_.judge(now);
 }
@@ -220,8 +220,8 @@ void Peer::throw_lost(const std::string& how) const {
 }
 
 void Peer::fail(const Error& error) {
-  open_ = false;
-  if (!peer_left_ && !leaving_) give_verdict(error);
+  if (life_.state() == Lifecycle::Open) give_verdict(error);
+  life_.on(Lifecycle::Break);
   outbox_.fail(error);
   inbox_.fail(error);
   for (auto& channel : data_) {
@@ -244,27 +244,22 @@ void Peer::give_verdict(const Error& error) {
 }
 
 void Peer::take_leave(const Error& error) {
-  leaving_ = true;
+  life_.on(Lifecycle::Leave);
   outbox_.fail_unready(error);
   inbox_.fail(error);
   control_.out += encode({.kind = Kind::Goodbye});
 }
 
-// The end of a connection follows what is still to go out on it.
+// The connections' ends follow what is still to go out on them.
 void Peer::say_goodbye() {
-  if (control_.out.empty() && !control_ended_) {
-    shutdown(control_.fd.get(), SHUT_WR);
-    control_ended_ = true;
-  }
-  bool idle = !outbox_.has_next() &&
-              std::none_of(data_.begin(), data_.end(), [](const DataChannel& c) { return c.is_writing(); });
-  if (!idle || data_ended_) return;
+  if (has_unsent()) return;
+  shutdown(control_.fd.get(), SHUT_WR);
   for (auto& channel : data_) channel.end_writing();
-  data_ended_ = true;
+  life_.on(Lifecycle::SayGoodbye);
 }
 
 bool Peer::gone() const {
-  if (!open_) return true;
+  if (life_.is_broken()) return true;
   return control_.ended && std::none_of(data_.begin(), data_.end(),
                                         [](const DataChannel& channel) { return channel.status == Status::Open; });
 }

@@ -11,6 +11,7 @@
 
 #include "base/deadline.h"
 #include "transport/matching/inbox.h"
+#include "transport/matching/lifecycle.h"
 #include "transport/matching/outbox.h"
 #include "transport/matching/pulse.h"
 #include "transport/matching/shared.h"
@@ -43,8 +44,7 @@ class Peer {
   void look_at_clock(Clock::time_point);  // is the peer?
   void excuse(Clock::time_point now) { pulse_.excuse(now); }
 
-  bool is_open() const { return open_; }
-  bool has_left() const { return peer_left_; }
+  const Lifecycle& life() const { return life_; }
   void fail(const Error& error);
 
   // Ends it in order: what is under way is sent, then a goodbye, then the connections' ends; gone() once the peer has
@@ -76,7 +76,6 @@ class Peer {
 
   Shared& shared_;
   int rank_;
-  bool open_ = true;
   Control control_;
   std::vector<DataChannel> data_;
   Withdrawals withdrawals_;
@@ -85,9 +84,7 @@ class Peer {
   Pulse pulse_;
   std::optional<Clock::time_point> broken_;  // a data connection ended without a goodbye, which may be on its way
   std::string how_broken_;
-  bool peer_left_ = false;                           // it said goodbye
-  bool leaving_ = false;                             // this rank did
-  bool control_ended_ = false, data_ended_ = false;  // what say_goodbye() has done
+  Lifecycle life_;
 };
 
 }  // namespace syncengine::tcp

@@ -13,9 +13,9 @@
 
 namespace syncengine::hosts {
 
-class HostSchedule final : public Schedule {
+class InterhostSchedule final : public Schedule {
  public:
-  HostSchedule(const Links& links, const Group& locals, Lane& lane) : Schedule(locals, lane), links_(links) {}
+  InterhostSchedule(const Links& links, const Group& locals, Lane& lane) : Schedule(locals, lane), links_(links) {}
 
   void hear(int member, const Ready& ready);
   void hear(int member, const Scheduled& scheduled);
@@ -26,6 +26,7 @@ class HostSchedule final : public Schedule {
   bool append_ready() override;  // by the first rank of a host
   bool report();
   bool order();
+  uint64_t unready(const Announced& waiting) const;  // leaders whose hosts have not, at the job's leader
 
   const Links& links_;
   std::map<uint64_t, uint64_t> reported_;              // by slot: how often all ranks of the own host had announced it

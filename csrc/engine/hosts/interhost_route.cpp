@@ -1,4 +1,4 @@
-#include "engine/hosts/host_route.h"
+#include "engine/hosts/interhost_route.h"
 
 #include <algorithm>
 
@@ -14,12 +14,12 @@ constexpr size_t kPieces = 8;     // of one message under way at once
 
 }  // namespace
 
-HostRoute::HostRoute(const Links& links) : links_(links) {
+InterhostRoute::InterhostRoute(const Links& links) : links_(links) {
   for (int member = 0; member < links.placement.size; ++member)
     if (links.is_remote(member)) peers_[member];
 }
 
-void HostRoute::hear(int member, const Announced& announced, const std::string& content) {
+void InterhostRoute::hear(int member, const Announced& announced, const std::string& content) {
   Peer& peer = peers_.at(member);
   bool whole = announced.bytes <= kShortBytes;
   if (content.size() != (whole ? announced.bytes : 0) || peer.heard + peer.letters.size() - peer.told >= kWindow)
@@ -34,20 +34,20 @@ void HostRoute::hear(int member, const Announced& announced, const std::string& 
                           .content = {bytes, bytes + content.size()}});
 }
 
-void HostRoute::hear(int member, const Heard& heard) {
+void InterhostRoute::hear(int member, const Heard& heard) {
   Peer& peer = peers_.at(member);
   if (heard.count > peer.announced || heard.count < peer.taken_in)
     throw Error(ErrorKind::PeerLost, links_.name(member) + " has taken in letters that it was not sent");
   peer.taken_in = heard.count;
 }
 
-void HostRoute::send(Post post) { peers_.at(post.message.peer).waiting.push_back(std::move(post)); }
+void InterhostRoute::send(Post post) { peers_.at(post.message.peer).waiting.push_back(std::move(post)); }
 
-void HostRoute::fetch(int source, Letter letter, Post receive) {
+void InterhostRoute::fetch(int source, Letter letter, Post receive) {
   peers_.at(source).receiving.push_back({std::move(receive), letter.number});
 }
 
-bool HostRoute::advance(Office& office, size_t& moved_bytes) {
+bool InterhostRoute::advance(Office& office, size_t& moved_bytes) {
   moved_bytes_ = 0;
   bool moved = false;
   for (auto& [member, peer] : peers_) {
@@ -60,7 +60,7 @@ bool HostRoute::advance(Office& office, size_t& moved_bytes) {
   return moved;
 }
 
-bool HostRoute::announce(int member, Peer& peer, Office& office) {
+bool InterhostRoute::announce(int member, Peer& peer, Office& office) {
   bool moved = false;
   for (; !peer.waiting.empty() && peer.announced - peer.taken_in < kWindow; moved = true) {
     Post post = std::move(peer.waiting.front());
@@ -92,7 +92,7 @@ bool HostRoute::announce(int member, Peer& peer, Office& office) {
   return moved;
 }
 
-bool HostRoute::hear_letters(int member, Peer& peer, Office& office) {
+bool InterhostRoute::hear_letters(int member, Peer& peer, Office& office) {
   bool moved = false;
   for (; !peer.letters.empty() && office.listens(); moved = true) {
     Letter letter = std::move(peer.letters.front());
@@ -106,7 +106,7 @@ bool HostRoute::hear_letters(int member, Peer& peer, Office& office) {
   return moved;
 }
 
-bool HostRoute::move(int member, std::list<Transit>& transits, uint64_t& ended, Office& office) {
+bool InterhostRoute::move(int member, std::list<Transit>& transits, uint64_t& ended, Office& office) {
   bool moved = false;
   for (auto next = transits.begin(); next != transits.end();) {
     auto transit = next++;
@@ -122,7 +122,7 @@ bool HostRoute::move(int member, std::list<Transit>& transits, uint64_t& ended, 
   return moved;
 }
 
-bool HostRoute::end_pieces(Transit& transit) {
+bool InterhostRoute::end_pieces(Transit& transit) {
   bool moved = false;
   for (; !transit.pieces.empty() && transit.pieces.front().transfer->ended(); moved = true) {
     Piece& piece = transit.pieces.front();
@@ -143,7 +143,7 @@ bool HostRoute::end_pieces(Transit& transit) {
 
 // Both sides cut a message alike. A piece's number may come again where a message has more than a tag can count: long after
 // its first turn ended.
-void HostRoute::post_piece(int member, Transit& transit) {
+void InterhostRoute::post_piece(int member, Transit& transit) {
   const SpanList& memory = transit.post.message.memory;
   size_t offset = transit.posted, bytes = std::min(Interhost::kMaxTransfer, memory.bytes() - offset);
   auto number = static_cast<uint32_t>(offset / Interhost::kMaxTransfer % (uint64_t{1} << kEnvelopeBits));
@@ -164,7 +164,7 @@ void HostRoute::post_piece(int member, Transit& transit) {
 }
 
 // What ended there before it left comes to its end here by itself.
-bool HostRoute::waits_in_vain(const Office& office, int member, const Tally& theirs) const {
+bool InterhostRoute::waits_in_vain(const Office& office, int member, const Tally& theirs) const {
   const Peer& peer = peers_.at(member);
   bool room = peer.announced - peer.taken_in < kWindow;
   return ((office.awaited() >> member & 1) && peer.letters.empty()) || (!peer.waiting.empty() && !room) ||
@@ -172,7 +172,7 @@ bool HostRoute::waits_in_vain(const Office& office, int member, const Tally& the
          (!peer.sending.empty() && peer.ended.sent >= theirs.received);
 }
 
-uint64_t HostRoute::remote_blocking_ranks(const Office& office) const {
+uint64_t InterhostRoute::remote_blocking_ranks(const Office& office) const {
   uint64_t members = 0;
   for (const auto& [member, peer] : peers_) {
     bool awaited = (office.awaited() >> member & 1) && peer.letters.empty();
@@ -182,7 +182,7 @@ uint64_t HostRoute::remote_blocking_ranks(const Office& office) const {
   return members;
 }
 
-const Post* HostRoute::oldest() const {
+const Post* InterhostRoute::oldest() const {
   const Post* oldest = nullptr;
   auto consider = [&](const Post& post) {
     if (!oldest || post.item.since < oldest->item.since) oldest = &post;
@@ -195,7 +195,7 @@ const Post* HostRoute::oldest() const {
   return oldest;
 }
 
-std::vector<Post> HostRoute::take_all() {
+std::vector<Post> InterhostRoute::take_all() {
   std::vector<Post> posts;
   for (auto& [member, peer] : peers_) {
     for (Post& post : peer.waiting) posts.push_back(std::move(post));

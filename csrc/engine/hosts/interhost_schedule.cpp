@@ -1,23 +1,23 @@
-#include "engine/hosts/host_schedule.h"
+#include "engine/hosts/interhost_schedule.h"
 
 #include "base/error.h"
 #include "base/sync_point.h"
 
 namespace syncengine::hosts {
 
-void HostSchedule::hear(int member, const Ready& ready) {
+void InterhostSchedule::hear(int member, const Ready& ready) {
   if (!links_.leads_job() || links_.leader(links_.placement.host_of[member]) != member)
     throw Error(ErrorKind::PeerLost, links_.name(member) + " announced a bucket to the wrong rank");
   ready_[ready.slot][member] = ready.epoch;
 }
 
-void HostSchedule::hear(int member, const Scheduled& scheduled) {
+void InterhostSchedule::hear(int member, const Scheduled& scheduled) {
   if (!links_.leads_host() || member != 0)
     throw Error(ErrorKind::PeerLost, links_.name(member) + " scheduled a bucket out of turn");
   next_.push_back(scheduled.slot);
 }
 
-bool HostSchedule::append_ready() {
+bool InterhostSchedule::append_ready() {
   bool moved = report();
   if (links_.leads_job()) moved |= order();
   shm::Schedule& log = group_.own().schedule;
@@ -30,7 +30,7 @@ bool HostSchedule::append_ready() {
   return moved;
 }
 
-bool HostSchedule::report() {
+bool InterhostSchedule::report() {
   bool moved = false;
   for (const Announced& waiting : waiting_) {
     uint64_t& reported = reported_[waiting.item.key];
@@ -45,16 +45,13 @@ bool HostSchedule::report() {
   return moved;
 }
 
-bool HostSchedule::order() {
+bool InterhostSchedule::order() {
   bool moved = false;
   for (const Announced& waiting : waiting_) {
     uint64_t slot = waiting.item.key;
     uint64_t& ordered = ordered_[slot];
     if (ordered >= waiting.epoch) continue;
-    bool ready = true;
-    for (int host = 0; host < links_.placement.hosts(); ++host)
-      ready &= ready_[slot][links_.leader(host)] >= waiting.epoch;
-    if (!ready) continue;
+    if (unready(waiting)) continue;
     ordered = waiting.epoch;
     moved = true;
     next_.push_back(slot);
@@ -64,18 +61,21 @@ bool HostSchedule::order() {
   return moved;
 }
 
-uint64_t HostSchedule::remote_blocking_ranks() const {
-  if (waiting_.empty() || late(waiting_.front().item.key, waiting_.front().epoch, false)) return 0;
-  if (!links_.leads_job()) return links_.leads_host() && links_.placement.host > 0 ? 1 : 0;
+uint64_t InterhostSchedule::unready(const Announced& waiting) const {
   uint64_t members = 0;
-  auto found = ready_.find(waiting_.front().item.key);
-  for (int host = 1; host < links_.placement.hosts(); ++host) {
+  auto found = ready_.find(waiting.item.key);
+  for (int host = 0; host < links_.placement.hosts(); ++host) {
     int leader = links_.leader(host);
-    bool ready =
-        found != ready_.end() && found->second.contains(leader) && found->second.at(leader) >= waiting_.front().epoch;
+    bool ready = found != ready_.end() && found->second.contains(leader) && found->second.at(leader) >= waiting.epoch;
     if (!ready) members |= uint64_t{1} << leader;
   }
   return members;
+}
+
+uint64_t InterhostSchedule::remote_blocking_ranks() const {
+  if (waiting_.empty() || late(waiting_.front().item.key, waiting_.front().epoch, false)) return 0;
+  if (!links_.leads_job()) return links_.leads_host() ? 1 : 0;
+  return unready(waiting_.front()) & ~uint64_t{1};
 }
 
 }  // namespace syncengine::hosts

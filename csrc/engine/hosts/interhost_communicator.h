@@ -7,9 +7,9 @@
 #include <map>
 
 #include "engine/communicator/shm_communicator.h"
-#include "engine/hosts/host_route.h"
-#include "engine/hosts/host_schedule.h"
-#include "engine/hosts/interhost_lane.h"
+#include "engine/hosts/interhost_exchange.h"
+#include "engine/hosts/interhost_route.h"
+#include "engine/hosts/interhost_schedule.h"
 #include "engine/hosts/links.h"
 
 namespace syncengine::hosts {
@@ -23,15 +23,18 @@ struct Member {
   uint64_t offset = 0;  // of its block in its arena; the same
 };
 
-struct LinksHolder {  // a base, since the lanes refer to it
+struct InterhostParts {  // a base, since it is there before what refers to it; which owns the others
   Links links_;
+  InterhostExchange* exchanges_[shm::kLanes] = {};  // by lane
+  InterhostSchedule* interhost_schedule_ = nullptr;
+  InterhostRoute* interhost_route_ = nullptr;
 };
 
-class HostCommunicator final : private LinksHolder, public ShmCommunicator, private Listener {
+class InterhostCommunicator final : private InterhostParts, public ShmCommunicator, private Listener {
  public:
-  static std::shared_ptr<HostCommunicator> create(std::shared_ptr<Network> network, uint32_t group, int rank,
-                                                  const std::vector<Member>& members, Origin origin);
-  ~HostCommunicator() override;
+  static std::shared_ptr<InterhostCommunicator> create(std::shared_ptr<Network> network, uint32_t group, int rank,
+                                                       const std::vector<Member>& members, Origin origin);
+  ~InterhostCommunicator() override;
 
   int rank() const override { return links_.placement.rank; }
   int size() const override { return links_.placement.size; }
@@ -48,7 +51,7 @@ class HostCommunicator final : private LinksHolder, public ShmCommunicator, priv
   void measure(const std::function<void()>& interrupted);
 
  private:
-  HostCommunicator(Links links, const Group& locals, Origin origin);
+  InterhostCommunicator(Links links, const Group& locals, Origin origin);
 
   void hear(int peer, const std::string& message) override;
   void give_up(const Error& error) override { ShmCommunicator::fail(error.kind(), error.what()); }
@@ -66,11 +69,6 @@ class HostCommunicator final : private LinksHolder, public ShmCommunicator, priv
   uint64_t take_number(uint64_t members) override;
   std::shared_ptr<void> expect_group() override;
   std::shared_ptr<Communicator> join(const std::vector<int>& members, const std::vector<Ticket>& tickets) override;
-
-  InterhostLane& interhost_lane(int id) const {
-    return static_cast<InterhostLane&>(id == shm::kUserLane ? user_lane_ : scheduled_lane_);
-  }
-  HostRoute& host_route() const { return static_cast<HostRoute&>(*messenger_.far()); }
 
   std::map<int, int> member_of_;  // by rank of the job
   std::map<int, Ended> left_;     // members that left, and what they had completed

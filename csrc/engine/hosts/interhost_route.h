@@ -14,9 +14,9 @@
 
 namespace syncengine::hosts {
 
-class HostRoute final : public MessageRoute {
+class InterhostRoute final : public MessageRoute {
  public:
-  explicit HostRoute(const Links& links);
+  explicit InterhostRoute(const Links& links);
 
   void hear(int member, const Announced& announced, const std::string& content);
   void hear(int member, const Heard& heard);

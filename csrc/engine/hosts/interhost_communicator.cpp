@@ -1,4 +1,4 @@
-#include "engine/hosts/host_communicator.h"
+#include "engine/hosts/interhost_communicator.h"
 
 #include <algorithm>
 
@@ -13,8 +13,9 @@ constexpr auto kLate = std::chrono::milliseconds(100);  // of waiting: then the 
 
 }  // namespace
 
-std::shared_ptr<HostCommunicator> HostCommunicator::create(std::shared_ptr<Network> network, uint32_t group, int rank,
-                                                           const std::vector<Member>& members, Origin origin) {
+std::shared_ptr<InterhostCommunicator> InterhostCommunicator::create(std::shared_ptr<Network> network, uint32_t group,
+                                                                     int rank, const std::vector<Member>& members,
+                                                                     Origin origin) {
   std::vector<int> labels, job_ranks, global_ranks;
   for (const Member& member : members) {
     labels.push_back(member.label);
@@ -36,51 +37,58 @@ std::shared_ptr<HostCommunicator> HostCommunicator::create(std::shared_ptr<Netwo
   }
   auto engine = links.network->engine();
   links.choice = choose_interhost(links.placement, engine->options().host_algorithm, links.network->speed(),
-                                  InterhostLane::all_reduce_chunk(links.placement));
+                                  InterhostExchange::all_reduce_chunk(links.placement));
   Group own = make_group(*engine, links.placement.local_index(rank), names, locals, offsets);
-  std::shared_ptr<HostCommunicator> made(new HostCommunicator(std::move(links), own, origin));
+  std::shared_ptr<InterhostCommunicator> made(new InterhostCommunicator(std::move(links), own, origin));
   engine->locked([&] { made->links_.network->enroll(group, made.get()); });
   engine->add(made.get());
   return made;
 }
 
-HostCommunicator::HostCommunicator(Links links, const Group& locals, Origin origin)
-    : LinksHolder{std::move(links)},
+InterhostCommunicator::InterhostCommunicator(Links links, const Group& locals, Origin origin)
+    : InterhostParts{.links_ = std::move(links)},
       ShmCommunicator(
           links_.network->engine(), locals, origin, [this](const Group& group, const auto& stop, Lane::Trash& trash) {
             Algorithm algorithm = links_.network->engine()->options().algorithm;
             auto lane = [&](int id) {
-              return std::make_unique<InterhostLane>(links_, group, id, algorithm, stop, trash);
+              return std::make_unique<Lane>(group, id, algorithm, stop, trash, [&](LaneState& state) {
+                auto exchange = std::make_unique<InterhostExchange>(links_, state, algorithm);
+                exchanges_[id] = exchange.get();
+                return exchange;
+              });
             };
             Parts parts{lane(shm::kUserLane), lane(shm::kScheduledLane), nullptr, nullptr};
-            parts.schedule = std::make_unique<HostSchedule>(links_, group, *parts.scheduled_lane);
-            parts.messenger =
-                std::make_unique<Messenger>(links_.placement.rank, links_.global_ranks,
-                                            std::make_unique<MailboxRoute>(group, links_.placement.locals(), stop),
-                                            std::make_unique<HostRoute>(links_), trash);
+            auto schedule = std::make_unique<InterhostSchedule>(links_, group, *parts.scheduled_lane);
+            interhost_schedule_ = schedule.get();
+            parts.schedule = std::move(schedule);
+            auto route = std::make_unique<InterhostRoute>(links_);
+            interhost_route_ = route.get();
+            parts.messenger = std::make_unique<Messenger>(
+                links_.placement.rank, links_.global_ranks,
+                std::make_unique<MailboxRoute>(group, links_.placement.locals(), stop), std::move(route), trash);
             return parts;
           }) {
   for (int member = 0; member < size(); ++member) member_of_[links_.job_ranks[member]] = member;
 }
 
-HostCommunicator::~HostCommunicator() {
+InterhostCommunicator::~InterhostCommunicator() {
   if (engine_->arena()->forked()) return;
   engine_->locked([&] { leave(); });
   engine_->remove(this);
 }
 
-void HostCommunicator::measure(const std::function<void()>& interrupted) {
+void InterhostCommunicator::measure(const std::function<void()>& interrupted) {
   HostAlgorithm algorithm = engine_->options().host_algorithm;
   if (algorithm != HostAlgorithm::Auto || !speed_matters(links_.placement)) return;
   LinkSpeed speed = measure_links(*this, links_.placement, interrupted);
   engine_->locked([&] {
     links_.network->set_speed(speed);
     links_.choice =
-        choose_interhost(links_.placement, algorithm, speed, InterhostLane::all_reduce_chunk(links_.placement));
+        choose_interhost(links_.placement, algorithm, speed, InterhostExchange::all_reduce_chunk(links_.placement));
   });
 }
 
-std::string HostCommunicator::describe_links() const {
+std::string InterhostCommunicator::describe_links() const {
   return engine_->locked([&] {
     const Network& network = *links_.network;
     return syncengine::describe(links_.choice) +
@@ -88,38 +96,37 @@ std::string HostCommunicator::describe_links() const {
   });
 }
 
-void HostCommunicator::hear(int peer, const std::string& message) {
+void InterhostCommunicator::hear(int peer, const std::string& message) {
   auto found = member_of_.find(peer);
   if (found == member_of_.end()) throw Error(ErrorKind::PeerLost, "a message came from outside the communicator");
   int member = found->second;
   Head head;
   std::memcpy(&head, message.data(), sizeof(head));
-  auto& schedule = static_cast<HostSchedule&>(schedule_);
   switch (head.kind) {
     case Kind::Opened: {
       auto opened = read<Opened>(message);
       if (opened.lane >= shm::kLanes) break;
-      return interhost_lane(static_cast<int>(opened.lane)).hear(member, opened);
+      return exchanges_[opened.lane]->agreement().hear(member, opened);
     }
     case Kind::Flags: {
       auto flags = read<Flags>(message);
       if (flags.lane >= shm::kLanes) break;
-      return interhost_lane(static_cast<int>(flags.lane)).hear(member, flags);
+      return exchanges_[flags.lane]->agreement().hear(member, flags);
     }
-    case Kind::Ready: return schedule.hear(member, read<Ready>(message));
-    case Kind::Scheduled: return schedule.hear(member, read<Scheduled>(message));
+    case Kind::Ready: return interhost_schedule_->hear(member, read<Ready>(message));
+    case Kind::Scheduled: return interhost_schedule_->hear(member, read<Scheduled>(message));
     case Kind::Late: late_[member] = read<Late>(message).members; return;
     case Kind::Ended: return hear_ended(member, read<Ended>(message));
     case Kind::Announced: {
       size_t head_bytes = std::min(message.size(), sizeof(Announced));
-      return host_route().hear(member, read<Announced>(message.substr(0, head_bytes)), message.substr(head_bytes));
+      return interhost_route_->hear(member, read<Announced>(message.substr(0, head_bytes)), message.substr(head_bytes));
     }
-    case Kind::Heard: return host_route().hear(member, read<Heard>(message));
+    case Kind::Heard: return interhost_route_->hear(member, read<Heard>(message));
   }
   throw Error(ErrorKind::PeerLost, links_.name(member) + " sent an unknown message");
 }
 
-void HostCommunicator::hear_ended(int member, const Ended& ended) {
+void InterhostCommunicator::hear_ended(int member, const Ended& ended) {
   if (ended.standing == static_cast<uint32_t>(shm::Standing::Failed)) {
     std::string text(ended.text, strnlen(ended.text, sizeof(ended.text)));
     return ShmCommunicator::fail(static_cast<ErrorKind>(std::min(ended.error, uint32_t{4})), text);
@@ -127,13 +134,13 @@ void HostCommunicator::hear_ended(int member, const Ended& ended) {
   left_[member] = ended;
 }
 
-void HostCommunicator::look_around() {
+void InterhostCommunicator::look_around() {
   ShmCommunicator::look_around();
   if (!ended_) heed_remote_peers();
   if (!ended_) tell_who_is_late();
 }
 
-void HostCommunicator::heed_remote_peers() {
+void InterhostCommunicator::heed_remote_peers() {
   const Lane::Item* item = oldest().item;
   std::string what = item ? " while " + links_.name(rank()) + " was in " + describe(item->operation) : "";
   bool pending[] = {user_lane_.oldest() != nullptr, scheduled_lane_.oldest() || schedule_.oldest()};
@@ -148,9 +155,10 @@ void HostCommunicator::heed_remote_peers() {
       continue;
     }
     // What it had completed, it has sent.
-    bool in_vain = host_route().waits_in_vain(messenger_.office(), member, left->second.tally);
+    bool in_vain = interhost_route_->waits_in_vain(messenger_.office(), member, left->second.tally);
     for (int id = 0; id < shm::kLanes; ++id)
-      in_vain |= pending[id] && left->second.completed[id] <= interhost_lane(id).retired();
+      in_vain |=
+          pending[id] && left->second.completed[id] <= (id == shm::kUserLane ? user_lane_ : scheduled_lane_).retired();
     if (in_vain)
       return fail(ErrorKind::PeerLost,
                   links_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
@@ -158,7 +166,7 @@ void HostCommunicator::heed_remote_peers() {
 }
 
 // A rank that waits for another one of its host holds up ranks elsewhere that can't see that one.
-void HostCommunicator::tell_who_is_late() {
+void InterhostCommunicator::tell_who_is_late() {
   const Lane::Item* item = oldest().item;
   uint64_t members = item && Clock::now() - item->since > kLate ? absent_here() : 0;
   if (members == told_late_) return;
@@ -168,7 +176,7 @@ void HostCommunicator::tell_who_is_late() {
 }
 
 // Members of the own host that have not made the call that is waited for.
-uint64_t HostCommunicator::absent_here() const {
+uint64_t InterhostCommunicator::absent_here() const {
   const Lane::Item* item = oldest().item;
   uint64_t locals = 0;
   if (item == user_lane_.oldest())
@@ -180,7 +188,7 @@ uint64_t HostCommunicator::absent_here() const {
   return members;
 }
 
-std::string HostCommunicator::names_of_blocking_ranks(const Pending& pending) const {
+std::string InterhostCommunicator::names_of_blocking_ranks(const Pending& pending) const {
   bool is_message = pending.item && pending.item == messenger_.oldest();
   uint64_t members = absent_here();
   if (!is_message)
@@ -188,12 +196,12 @@ std::string HostCommunicator::names_of_blocking_ranks(const Pending& pending) co
   if (members == 0) {
     for (int i = 0; i < group_.size; ++i) members |= (pending.blocking_ranks >> i & 1) << links_.placement.locals()[i];
     if (is_message)
-      members |= host_route().remote_blocking_ranks(messenger_.office());
+      members |= interhost_route_->remote_blocking_ranks(messenger_.office());
     else if (pending.item && pending.item == schedule_.oldest())
-      members |= static_cast<const HostSchedule&>(schedule_).remote_blocking_ranks();
+      members |= interhost_schedule_->remote_blocking_ranks();
     else if (pending.item)
-      members |= interhost_lane(pending.item->key == Lane::kNoKey ? shm::kUserLane : shm::kScheduledLane)
-                     .remote_blocking_ranks();
+      members |=
+          exchanges_[pending.item->key == Lane::kNoKey ? shm::kUserLane : shm::kScheduledLane]->remote_blocking_ranks();
   }
   members &= ~(uint64_t{1} << rank());
   std::string list;
@@ -204,13 +212,13 @@ std::string HostCommunicator::names_of_blocking_ranks(const Pending& pending) co
 }
 
 // A peer that failed has said why before its connection ended.
-void HostCommunicator::fail(ErrorKind kind, const std::string& text) {
+void InterhostCommunicator::fail(ErrorKind kind, const std::string& text) {
   if (kind == ErrorKind::PeerLost && !ended_) links_.network->hear_all();
   ShmCommunicator::fail(kind, text);
 }
 
 // Nothing that comes from another host may touch this rank's memory when its callers hear of the end.
-void HostCommunicator::end(shm::Standing standing, const Error& for_peers, const Error& raised_here) {
+void InterhostCommunicator::end(shm::Standing standing, const Error& for_peers, const Error& raised_here) {
   if (ended_) return;
   links_.network->forget(links_.group);
   links_.network->withdraw(links_.group, links_.job_ranks, for_peers);
@@ -223,20 +231,20 @@ void HostCommunicator::end(shm::Standing standing, const Error& for_peers, const
   std::string(for_peers.what()).copy(ended.text, sizeof(ended.text) - 1);
   for (int member = 0; member < size(); ++member) {
     if (!links_.is_remote(member)) continue;
-    ended.tally = host_route().tally(member);
+    ended.tally = interhost_route_->tally(member);
     links_.tell(member, ended);
   }
   ShmCommunicator::end(standing, for_peers, raised_here);
 }
 
-uint64_t HostCommunicator::take_number(uint64_t members) {
+uint64_t InterhostCommunicator::take_number(uint64_t members) {
   uint64_t here = 0;
   for (int member : links_.placement.locals()) here |= uint64_t{1} << member;
   if ((members & ~here) == 0) return 0;  // it will need no network
   return engine_->locked([&] { return links_.network->take_number(links_.job_ranks[rank()]); });
 }
 
-std::shared_ptr<void> HostCommunicator::expect_group() {
+std::shared_ptr<void> InterhostCommunicator::expect_group() {
   auto network = links_.network;
   uint64_t expected = engine_->locked([&] { return network->expect(); });
   return {nullptr,
@@ -244,8 +252,8 @@ std::shared_ptr<void> HostCommunicator::expect_group() {
 }
 
 // Members that all live on this host need no network.
-std::shared_ptr<Communicator> HostCommunicator::join(const std::vector<int>& members,
-                                                     const std::vector<Ticket>& tickets) {
+std::shared_ptr<Communicator> InterhostCommunicator::join(const std::vector<int>& members,
+                                                          const std::vector<Ticket>& tickets) {
   bool all_here = true;
   std::vector<Member> joined;
   for (int member : members) {

@@ -1,0 +1,296 @@
+#include "engine/hosts/interhost_exchange.h"
+
+#include <algorithm>
+
+#include "base/alignment.h"
+#include "base/error.h"
+#include "base/sync_point.h"
+#include "engine/lanes/mismatch.h"
+
+namespace syncengine::hosts {
+
+namespace {
+
+// Of a chunk between hosts. More and smaller slots than within one, since a hop takes long; the same on all hosts, since a
+// chunk's cells must fit each other whatever its path within a host.
+constexpr size_t kInterhostSlots = 8;
+constexpr size_t kInterhostSlotBytes = 128 << 10;
+static_assert(kInterhostSlots * kInterhostSlotBytes == shm::kSlots * shm::kSlotBytes);
+// Where no rank needs slots, since each is alone on its host.
+constexpr size_t kCellBytes = InterhostChoice::kMostCell;
+constexpr size_t kScratchBytes = 2 << 20;  // of a chunk of reduce-scatter
+
+size_t whole_lines(size_t bytes) { return std::max(kCacheLine, bytes / kCacheLine * kCacheLine); }
+
+size_t chunk_bytes_alone(Collective collective, const Placement& placement) {
+  size_t size = static_cast<size_t>(placement.size);
+  switch (collective) {
+    case Collective::AllReduce: return std::min(Interhost::kMaxTransfer, kCellBytes * size);
+    case Collective::ReduceScatter: return whole_lines(std::min(kCellBytes, kScratchBytes / size));
+    default: return kCellBytes;
+  }
+}
+
+}  // namespace
+
+InterhostExchange::InterhostExchange(const Links& links, LaneState& lane, Algorithm algorithm)
+    : links_(links), lane_(lane), algorithm_(algorithm), runner_(links.placement), agreement_(links, lane) {
+  lane.slots = kInterhostSlots;
+  lane.slot_bytes = kInterhostSlotBytes;
+  lane.always_slots = true;
+}
+
+size_t InterhostExchange::all_reduce_chunk(const Placement& placement) {
+  return placement.stripes == 1 ? chunk_bytes_alone(Collective::AllReduce, placement) : kInterhostSlotBytes;
+}
+
+Path InterhostExchange::wanted_path(const Active& active) const {
+  const Operation& asked = active.item.operation;
+  if (lane_.group.size == 1) return asked.prescale == 1.0 ? Path::Direct : Path::Staged;
+  bool direct = active.in_arena && asked.collective != Collective::AllGather && algorithm_ != Algorithm::Staged &&
+                algorithm_ != Algorithm::OneShot;
+  return direct ? Path::Direct : Path::Staged;
+}
+
+size_t InterhostExchange::chunk_bytes(const Active& active) const {
+  const Operation& asked = active.item.operation;
+  const Placement& placement = links_.placement;
+  if (placement.stripes == 1 && asked.prescale == 1.0) {
+    if (is_wide(asked)) return Interhost::kMaxTransfer / 2;  // of which a running sum takes twice as many bytes
+    bool in_cells = asked.collective == Collective::AllReduce && choose_way(links_.choice, asked) != Way::Chain;
+    size_t most = chunk_bytes_alone(asked.collective, placement);
+    return in_cells ? std::min(most, links_.choice.cell * static_cast<size_t>(placement.size)) : most;
+  }
+  bool in_parts = asked.collective == Collective::ReduceScatter || asked.collective == Collective::AllGather;
+  return in_parts ? whole_lines(lane_.slot_bytes / placement.size) : lane_.slot_bytes;
+}
+
+void InterhostExchange::plan(const Chunk& chunk, ChunkPlan& plan) const {
+  Chunk global = chunk;
+  global.rank = links_.placement.rank;
+  global.world = links_.placement.size;
+  plan_inside(links_.placement, global, plan);
+}
+
+bool InterhostExchange::advance() {
+  while (!flights_.empty() && flights_.front()->total < lane_.pulled.total) {
+    landed_.push_back(std::move(flights_.front()));
+    flights_.pop_front();
+  }
+  start_flights();
+  bool moved = false;
+  for (auto& flight : flights_) moved |= advance(*flight);
+  return moved;
+}
+
+bool InterhostExchange::has_arrived(uint64_t chunk) const {
+  return chunk < started_.total && flights_[chunk - flights_.front()->total]->arrived();
+}
+
+bool InterhostExchange::uses_own_memory(uint64_t chunk) const {
+  return std::any_of(flights_.begin(), flights_.end(),
+                     [&](const auto& flight) { return flight->total == chunk && !flight->quiet(); });
+}
+
+uint64_t InterhostExchange::remote_blocking_ranks() const {
+  if (lane_.active.empty()) return 0;
+  uint64_t members = agreement_.missing(lane_.retired);
+  if (members) return members;
+  for (const auto& flight : flights_) {
+    for (size_t i = 0; i < flight->cells.size(); ++i) {
+      const auto& progress = flight->progress[i];
+      bool is_posted = progress.acted || progress.step < progress.receives.size();
+      if (progress.step == flight->cells[i].steps.size() || !is_posted) continue;
+      const InterhostStep& step = flight->cells[i].steps[progress.step];
+      const auto& envelopes = progress.acted ? step.sends : step.receives;
+      const auto& transfers = progress.acted ? progress.sends : progress.receives[progress.step].transfers;
+      for (size_t k = 0; k < envelopes.size(); ++k)
+        if (!transfers[k]->ended()) members |= uint64_t{1} << envelopes[k].peer;
+    }
+    if (members) break;
+  }
+  return members;
+}
+
+void InterhostExchange::start_flights() {
+  while (started_.total < lane_.staged.total) {
+    const Active& active = lane_.at(started_.operation);
+    const Operation& operation = active.item.operation;
+    if (landed_.empty()) landed_.push_back(std::make_unique<Flight>());
+    auto flight = std::move(landed_.back());
+    landed_.pop_back();
+    flight->operation = started_.operation;
+    flight->chunk = started_.chunk;
+    flight->total = started_.total;
+    size_t block = block_bytes(operation), begin = started_.chunk * active.chunk_bytes;
+    plan_interhost(links_.placement,
+                   {.collective = operation.collective,
+                    .way = choose_way(links_.choice, operation),
+                    .root = operation.root,
+                    .block = block,
+                    .begin = begin,
+                    .length = std::min(block - begin, active.chunk_bytes),
+                    .relay = relays(links_.choice, operation)},
+                   flight->cells);
+    flight->progress.assign(flight->cells.size(), {});
+    flight->scratch.clear();
+    flights_.push_back(std::move(flight));
+    started_.advance(active);
+  }
+}
+
+bool InterhostExchange::advance(Flight& flight) {
+  bool moved = false;
+  for (size_t cell = 0; cell < flight.cells.size(); ++cell) moved |= advance(flight, cell);
+  return moved;
+}
+
+bool InterhostExchange::advance(Flight& flight, size_t cell) {
+  Flight::Progress& progress = flight.progress[cell];
+  const auto& steps = flight.cells[cell].steps;
+  bool moved = false;
+  // All at once (interhost_plan.h says why they may be): later the peer would hear of it behind data, milliseconds on a slow link.
+  while (progress.receives.size() < steps.size() && may_receive(flight, cell, steps[progress.receives.size()])) {
+    post_receives(flight, cell, steps[progress.receives.size()]);
+    moved = true;
+  }
+  for (; progress.step < steps.size(); moved = true) {
+    const InterhostStep& step = steps[progress.step];
+    if (progress.acted) {
+      if (!all_ended(flight, progress.sends)) return moved;
+      ++progress.step;
+      progress.acted = false;
+      continue;
+    }
+    bool is_posted = progress.step < progress.receives.size();
+    if (!is_posted || !all_ended(flight, progress.receives[progress.step].transfers)) return moved;
+    if (!may_send(flight, cell, step)) return moved;
+    if (step.staged) {
+      if (lane_.behind(&shm::LaneProgress::staged, flight.total + 1, false)) return moved;
+      compare(flight.operation, lane_.at(flight.operation));
+    }
+    act(flight, cell);
+    post_sends(flight, cell);
+    progress.acted = true;
+    progress.arrived = progress.step + 1 == steps.size();
+  }
+  return moved;
+}
+
+bool InterhostExchange::all_ended(const Flight& flight, const Flight::Transfers& transfers) const {
+  for (const auto& transfer : transfers) {
+    if (!transfer->ended()) return false;
+    if (transfer->state() == Interhost::Transfer::State::Failed)
+      throw Error(transfer->error().kind(), std::string(transfer->error().what()) + " while " +
+                                                links_.name(links_.placement.rank) + " was in " +
+                                                describe(lane_.at(flight.operation).item.operation));
+  }
+  return true;
+}
+
+// Bytes move between two ranks only if both mean the same operation. What is sent unasked, the receiver takes only then; what
+// waits for a receive, the sender sends only then: it hears of the operation with the receive, so nobody waits longer.
+bool InterhostExchange::may_receive(const Flight& flight, size_t cell, const InterhostStep& step) {
+  return std::all_of(step.receives.begin(), step.receives.end(), [&](const Envelope& envelope) {
+    return payload_bytes(flight, cell, envelope) > Interhost::kMaxUnasked ||
+           agreement_.agrees(flight.operation, envelope.peer);
+  });
+}
+
+bool InterhostExchange::may_send(const Flight& flight, size_t cell, const InterhostStep& step) {
+  return std::all_of(step.sends.begin(), step.sends.end(), [&](const Envelope& envelope) {
+    return payload_bytes(flight, cell, envelope) <= Interhost::kMaxUnasked ||
+           agreement_.agrees(flight.operation, envelope.peer);
+  });
+}
+
+bool InterhostExchange::is_wide(const Operation& operation) const {
+  bool is_half = operation.dtype == DType::Float16 || operation.dtype == DType::BFloat16;
+  return is_half && choose_way(links_.choice, operation) == Way::Chain;
+}
+
+InterhostRunner::View InterhostExchange::view(const Flight& flight, size_t cell) {
+  const Active& active = lane_.at(flight.operation);
+  lane_.point_bases(active, flight.total);
+  const Operation& operation = active.item.operation;
+  return {operation,
+          flight.cells[cell],
+          lane_.runner.bases(),
+          active.path == Path::Direct,
+          operation.prescale != 1.0,
+          is_wide(operation)};
+}
+
+size_t InterhostExchange::payload_bytes(const Flight& flight, size_t cell, const Envelope& envelope) const {
+  size_t bytes = flight.cells[cell].bytes;
+  return envelope.content == Content::Partial && is_wide(lane_.at(flight.operation).item.operation) ? bytes * 2 : bytes;
+}
+
+void InterhostExchange::post_receives(Flight& flight, size_t cell, const InterhostStep& step) {
+  auto& receives = flight.progress[cell].receives.emplace_back();
+  if (step.receives.empty()) return;
+  auto where = view(flight, cell);
+  for (const Envelope& envelope : step.receives) {
+    bool into_output = envelope.content == Content::Result || envelope.content == Content::Block;
+    size_t bytes = payload_bytes(flight, cell, envelope);
+    std::byte* target = into_output ? runner_.output(where) : nullptr;
+    bool in_place = target != nullptr;
+    if (!in_place) target = flight.scratch.take(bytes);
+    receives.places.push_back(in_place ? nullptr : target);
+    receives.transfers.push_back(links_.receive(envelope.peer, tag(flight, envelope, bytes), target, bytes));
+  }
+}
+
+void InterhostExchange::act(Flight& flight, size_t cell) {
+  auto& progress = flight.progress[cell];
+  const InterhostStep& step = flight.cells[cell].steps[progress.step];
+  if (step.act == Act::Nothing) return;
+  auto where = view(flight, cell);
+  const auto& received = progress.receives[progress.step].places;
+  lane_.moved_bytes += where.cell.bytes;
+  sync_point("reducing");
+  switch (step.act) {
+    case Act::Nothing: return;
+    case Act::FoldPartial:
+      progress.partial = flight.scratch.take(InterhostRunner::partial_bytes(where));
+      return runner_.fold_partial(where, step, received, progress.partial);
+    case Act::FoldResult: return runner_.fold_result(where, step, received);
+    case Act::Spread: return runner_.spread(where, received[0]);
+  }
+}
+
+void InterhostExchange::post_sends(Flight& flight, size_t cell) {
+  auto& progress = flight.progress[cell];
+  const InterhostStep& step = flight.cells[cell].steps[progress.step];
+  progress.sends.clear();
+  if (step.sends.empty()) return;
+  auto where = view(flight, cell);
+  const std::byte* gathered = nullptr;  // the own output or input, where it is in pieces
+  for (const Envelope& envelope : step.sends) {
+    size_t bytes = payload_bytes(flight, cell, envelope);
+    const std::byte* source = nullptr;
+    if (envelope.content == Content::Partial) {
+      source = progress.partial;
+    } else if (envelope.content == Content::Result) {
+      source = runner_.output(where);
+      if (!source && !gathered) {
+        std::byte* copy = flight.scratch.take(bytes);
+        runner_.gather_output(where, copy);
+        gathered = copy;
+      }
+    } else {
+      int rank = envelope.content == Content::Raw ? envelope.rank : links_.placement.rank;
+      source = runner_.contribution(where, rank);
+      if (!source && bytes > 0) {
+        std::byte* copy = flight.scratch.take(bytes);
+        runner_.gather_contribution(where, rank, copy);
+        source = copy;
+      }
+    }
+    if (!source) source = gathered;
+    lane_.counters.interhost_bytes += bytes;
+    progress.sends.push_back(links_.send(envelope.peer, tag(flight, envelope, bytes), source, bytes));
+  }
+}
+
+}  // namespace syncengine::hosts

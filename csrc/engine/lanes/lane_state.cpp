@@ -1,0 +1,46 @@
+#include "engine/lanes/lane_state.h"
+
+#include "engine/lanes/mismatch.h"
+
+namespace syncengine {
+
+uint64_t LaneState::behind(Field field, uint64_t count, bool all) const {
+  uint64_t members = 0;
+  for (int member = 0; member < group.size; ++member) {
+    if (member == group.rank) continue;
+    // acquire: the bytes behind the count
+    if ((progress_of(member).*field).load(std::memory_order_acquire) >= count) continue;
+    members |= uint64_t{1} << member;
+    if (!all) break;
+  }
+  return members;
+}
+
+bool LaneState::compare(uint64_t operation, Active& active) {
+  uint64_t everybody =
+      (group.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group.size) - 1) & ~(uint64_t{1} << group.rank);
+  if (active.verified == everybody) return true;
+  const shm::OpRecord& mine = record(group.rank, operation);
+  for (int member = 0; member < group.size; ++member) {
+    uint64_t bit = uint64_t{1} << member;
+    if (member == group.rank || active.verified & bit) continue;
+    if (progress_of(member).opened.load(std::memory_order_acquire) <= operation) continue;  // acquire: the record
+    require_same(group.global_ranks[group.rank], mine, group.global_ranks[member], record(member, operation),
+                 active.item.operation);
+    active.verified |= bit;
+    const uint64_t* flags = group.block(member).lanes[id].flags[operation % shm::kRecords];
+    for (size_t i = 0; i < mine.flag_words; ++i) active.item.operation.flags[i] |= flags[i];
+  }
+  return active.verified == everybody;
+}
+
+void LaneState::point_bases(const Active& active, uint64_t chunk) {
+  for (int member = 0; member < group.size; ++member) {
+    runner.bases()[member] =
+        active.path == Path::Direct
+            ? Runner::Base{.spans = &active.spans[member]}
+            : Runner::Base{.slot = group.block(member).staging[id][0] + chunk % slots * slot_bytes};
+  }
+}
+
+}  // namespace syncengine

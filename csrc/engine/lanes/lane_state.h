@@ -1,0 +1,86 @@
+// What the phases of a lane share: its open operations, how far each phase is, and what the peers have published of theirs.
+//
+// Ownership: the lane's. Thread-safety: under the engine's progress lock. Failure: compare() throws Mismatch.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include "collectives/runner.h"
+#include "engine/lanes/slots.h"
+#include "engine/progress/group.h"
+#include "engine/progress/work.h"
+
+namespace syncengine {
+
+struct LaneState {
+  static constexpr uint64_t kNoKey = ~uint64_t{0};
+  struct Item {
+    Operation operation;
+    std::shared_ptr<Work> work;
+    Clock::time_point since;
+    uint64_t key = kNoKey;                    // announcement slot
+    std::shared_ptr<const Slots> slots = {};  // that it is one of: held until the operation has ended
+  };
+  struct Active {
+    Item item;
+    bool in_arena;          // all its spans, as published
+    uint64_t verified = 0;  // peers whose record agreed
+    bool path_known = false;
+    Path path = Path::Staged;
+    uint64_t chunks = 0;
+    size_t chunk_bytes = 0;
+    uint64_t end = 0;  // chunks of the lane up to and with this operation
+    bool reduces = false, pulls = false, peers_read_user = false;
+    std::vector<SpanList> spans;  // direct path: each rank's
+  };
+  struct Cursor {
+    uint64_t operation = 0;  // of the lane
+    uint64_t chunk = 0;      // of the operation
+    uint64_t total = 0;      // of the lane
+
+    void advance(const Active& active) {
+      ++total;
+      if (++chunk < active.chunks) return;
+      chunk = 0;
+      ++operation;
+    }
+  };
+  struct Counters {
+    uint64_t operations = 0, staged_bytes = 0, direct_bytes = 0, one_shot_bytes = 0;
+    uint64_t interhost_bytes = 0;  // sent to other hosts
+  };
+  using Field = std::atomic<uint64_t> shm::LaneProgress::*;
+
+  LaneState(const Group& lane_group, int lane) : group(lane_group), id(lane), runner(group.rank, group.size) {}
+
+  Active& at(uint64_t operation) { return active[operation - retired]; }
+  const Active& at(uint64_t operation) const { return active[operation - retired]; }
+  shm::OpRecord& record(int member, uint64_t operation) const {
+    return group.block(member).lanes[id].records[operation % shm::kRecords];
+  }
+  shm::LaneProgress& own() const { return progress_of(group.rank); }
+  shm::LaneProgress& progress_of(int member) const { return group.block(member).lanes[id].progress; }
+
+  // Members that have not counted so far yet: all of them, or one.
+  uint64_t behind(Field field, uint64_t count, bool all) const;
+  // Compares the peers' records with the own one as they come in, and takes over their flags. True once all agreed.
+  bool compare(uint64_t operation, Active& active);
+  void point_bases(const Active& active, uint64_t chunk);  // the runner's; `chunk` of the lane
+
+  const Group& group;
+  const int id;
+  std::deque<Active> active;  // operations retired .. opened - 1
+  uint64_t retired = 0, opened = 0;
+  Cursor staged, reduced, pulled;
+  Runner runner;
+  size_t moved_bytes = 0;
+  Counters counters;
+  size_t slots = shm::kSlots, slot_bytes = shm::kSlotBytes;
+  bool always_slots = false;  // a chunk takes a slot's turn on the direct path, too
+};
+
+}  // namespace syncengine

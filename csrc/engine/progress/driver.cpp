@@ -1,0 +1,67 @@
+#include "engine/progress/driver.h"
+
+#include <chrono>
+#include <utility>
+
+#include "base/futex.h"
+
+namespace syncengine {
+
+namespace {
+
+// How long it leaves everything to threads of the program after one of them was there. Also how long one of them may be kept
+// from its work (by Python's lock, say) before the own thread takes over.
+constexpr auto kGrace = std::chrono::milliseconds(10);
+
+}  // namespace
+
+bool Driver::claim() {
+  int none = 0;
+  if (!drivers_.compare_exchange_strong(none, 1, std::memory_order_seq_cst)) return false;
+  visit();
+  return true;
+}
+
+void Driver::call() {
+  calls_.fetch_add(1, std::memory_order_seq_cst);
+  if (is_parked()) futex_wake_all(calls_);
+}
+
+void Driver::stop() {
+  stopped_.store(true, std::memory_order_seq_cst);
+  call();
+}
+
+bool Driver::await_turn() {
+  bool called = false;
+  for (Act act = Act::Ticket;;) {
+    bool answer = false;
+    switch (act) {
+      case Act::Ticket: {
+        uint32_t calls = calls_.load(std::memory_order_seq_cst);
+        called = std::exchange(ticket_, calls) != calls;
+        break;
+      }
+      case Act::Park: parked_.store(true, std::memory_order_seq_cst); break;
+      case Act::AskStopped: answer = is_stopped(); break;
+      case Act::AskWork: answer = has_work_(); break;
+      case Act::AskDriven:
+      case Act::AskAgain: answer = is_driven(); break;
+      case Act::AskCalled: answer = called; break;
+      case Act::AskVisited: {
+        uint64_t visits = visits_.load(std::memory_order_relaxed);  // relaxed: a hint
+        answer = heeds_visits_ && std::exchange(visits_seen_, visits) != visits;
+        break;
+      }
+      case Act::Sleep: futex_wait(calls_, ticket_, std::chrono::hours(1)); break;
+      case Act::Doze: futex_wait(calls_, ticket_, kGrace); break;
+      case Act::Hush:
+      case Act::Unpark: parked_.store(false, std::memory_order_seq_cst); break;
+      case Act::Drive: return true;
+      case Act::End: return false;
+    }
+    act = next(kind_, act, answer);
+  }
+}
+
+}  // namespace syncengine

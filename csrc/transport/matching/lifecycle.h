@@ -1,0 +1,48 @@
+// How a connection to a peer ends. Each side says goodbye once, as the last thing that it sends; after both nothing is under way.
+//
+//               Leave      SayGoodbye  HearGoodbye  Break
+//   Open        Leaving    -           PeerLeft     Broken    both send
+//   PeerLeft    Answering  -           PeerLeft     Broken    it has said its goodbye: this rank is to leave, too
+//   Leaving     Leaving    Said        Answering    Broken    what comes counts no more, but for the goodbye
+//   Answering   Answering  Parted      Answering    Broken    as Leaving, and as PeerLeft
+//   Said        Said       -           Parted       Broken    the peer's is still to come
+//   Parted      Parted     -           Parted       Broken
+//   Broken      Broken     -           -            Broken    no byte comes through any more
+//
+// Thread-safety: as the peer's. Failure: `-` is a defect of the caller, and throws std::bad_optional_access.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+namespace syncengine::matching {
+
+class Lifecycle {
+ public:
+  enum State : uint8_t { Open, PeerLeft, Leaving, Answering, Said, Parted, Broken };
+  enum Event : uint8_t { Leave, SayGoodbye, HearGoodbye, Break };
+
+  static constexpr std::optional<State> next(State state, Event event) {
+    constexpr std::optional<State> kNever;
+    constexpr std::optional<State> kTable[][4] = {
+        {Leaving, kNever, PeerLeft, Broken}, {Answering, kNever, PeerLeft, Broken},
+        {Leaving, Said, Answering, Broken},  {Answering, Parted, Answering, Broken},
+        {Said, kNever, Parted, Broken},      {Parted, kNever, Parted, Broken},
+        {Broken, kNever, kNever, Broken}};
+    return kTable[state][event];
+  }
+
+  void on(Event event) { state_ = next(state_, event).value(); }
+
+  State state() const { return state_; }
+  bool is_in_use() const { return state_ <= PeerLeft; }  // transfers may begin
+  bool may_send() const { return state_ <= Answering; }  // up to the goodbye
+  bool owes_goodbye() const { return !is_in_use() && may_send(); }
+  bool has_peer_left() const { return state_ == PeerLeft || state_ == Answering || state_ == Parted; }
+  bool is_broken() const { return state_ == Broken; }
+
+ private:
+  State state_ = Open;
+};
+
+}  // namespace syncengine::matching

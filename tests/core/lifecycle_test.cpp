@@ -1,0 +1,74 @@
+// Every state and event of a peer's lifecycle, against what the states mean.
+#include "transport/matching/lifecycle.h"
+
+#include <set>
+
+#include "test.h"
+
+namespace syncengine {
+
+using matching::Lifecycle;
+
+namespace {
+
+constexpr Lifecycle::Event kEvents[] = {Lifecycle::Leave, Lifecycle::SayGoodbye, Lifecycle::HearGoodbye,
+                                        Lifecycle::Break};
+
+// What has happened, in place of a state.
+struct History {
+  bool left = false, said = false, heard = false, broken = false;
+
+  bool allows(Lifecycle::Event event) const {
+    if (event == Lifecycle::SayGoodbye) return left && !said && !broken;
+    return event != Lifecycle::HearGoodbye || !broken;
+  }
+  void add(Lifecycle::Event event) {
+    if (broken) return;
+    left |= event == Lifecycle::Leave;
+    said |= event == Lifecycle::SayGoodbye;
+    heard |= event == Lifecycle::HearGoodbye;
+    broken |= event == Lifecycle::Break;
+  }
+  void check(const Lifecycle& life) const {
+    CHECK_EQ(life.is_broken(), broken);
+    CHECK_EQ(life.is_in_use(), !left && !broken);
+    CHECK_EQ(life.may_send(), !said && !broken);
+    CHECK_EQ(life.owes_goodbye(), left && !said && !broken);
+    CHECK_EQ(life.has_peer_left(), heard && !broken);
+    CHECK_EQ(life.state() == Lifecycle::Parted, said && heard && !broken);
+  }
+};
+
+void walk(const Lifecycle& life, const History& history, std::set<int>& seen, int depth) {
+  history.check(life);
+  seen.insert(life.state());
+  if (depth == 0) return;
+  for (Lifecycle::Event event : kEvents) {
+    CHECK_EQ(Lifecycle::next(life.state(), event).has_value(), history.allows(event));
+    Lifecycle next = life;
+    if (!history.allows(event)) {
+      bool thrown = false;
+      try {
+        next.on(event);
+      } catch (const std::bad_optional_access&) {
+        thrown = true;
+      }
+      CHECK(thrown && next.state() == life.state());
+      continue;
+    }
+    next.on(event);
+    History longer = history;
+    longer.add(event);
+    walk(next, longer, seen, depth - 1);
+  }
+}
+
+}  // namespace
+
+TEST(a_lifecycle_is_what_has_happened) {
+  std::set<int> seen;
+  walk({}, {}, seen, 6);
+  CHECK_EQ(seen.size(), size_t{Lifecycle::Broken} + 1);
+}
+
+}  // namespace syncengine
