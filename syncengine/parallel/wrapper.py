@@ -38,6 +38,7 @@ from syncengine.parallel.refusal import (
     warn_of_wrapper,
 )
 from syncengine.parallel.replication import check_not_replaced, check_same_on_all_ranks
+from syncengine.parallel.summary import follow
 from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.tuning import Tuner
@@ -221,6 +222,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
             flat_buckets=self._flat_buckets,
         )
         self._reduces = True
+        follow(self)
 
     def _waits_in_between(self) -> bool:
         """Whether ranks wait for each other in the middle of forward or backward, too."""
