@@ -94,6 +94,22 @@ def test_nothing_is_said_after_the_loss_of_a_peer(pool: RankPool):
         assert "PeerLost" in ranks[0].output()
 
 
+def train_on_a_split() -> None:
+    """Whose communicator does not learn of the error that ends the program."""
+    everyone = syncengine.default_communicator().split([0, 1])
+    model = syncengine.Parallel(nn.Linear(24, 100), process_group=everyone)
+    for i in range(23):
+        model(data(i)).sum().backward()
+    everyone.barrier()
+    raise ValueError("the disk is full")
+
+
+def test_nothing_is_said_after_an_error_outside_of_training(pool: RankPool):
+    with pool.spawn_ranks(train_on_a_split, environ=WANTED) as ranks:
+        assert lines(ranks) == [[], []]
+        assert "the disk is full" in ranks[0].output()
+
+
 def test_by_default_it_is_said():
     assert syncengine.config.Config.read({}).summary
     assert not syncengine.config.Config.read({"SYNCENGINE_SUMMARY": "0"}).summary
