@@ -20,6 +20,23 @@ has_test_hooks: bool
 def instruction_set() -> str:
     """The instruction set of the reduction kernels: "scalar", "avx2" or "avx512" (SYNCENGINE_ISA chooses)."""
 
+def machine() -> dict[str, Any]:
+    """What this process may use, as the engine sees it.
+
+    `available_cores` (affinity and the cgroups' quotas); `available_memory` (without the OOM killer: the machine's and
+    the cgroups' limits) and `total_memory`, in bytes; `open_descriptors` and `most_descriptors` (`ulimit -n`);
+    `best_instruction_set`.
+    """
+
+def network_interfaces() -> list[tuple[str, str]]:
+    """Name and address of each network interface that is up, as the kernel lists them."""
+
+def host_key(host_id: str) -> str:
+    """Equal on ranks that share a host, and so memory. `host_id`: SYNCENGINE_HOST_ID, or ""."""
+
+def probe_shared_memory(bytes: int) -> None:
+    """Makes and maps shared memory as ranks do, and lets go of it. Raises what they would."""
+
 class JobOptions:
     """How a communicator works: the settings of `syncengine.config` that are no matter of how ranks meet."""
 
@@ -301,6 +318,16 @@ class ReducerOptions:
     gradients_in_arena: bool  # as far as there is room for them; the default
     flat_buckets: bool  # on the CPU, too, as on CUDA: for tests, in a build with test hooks
 
+class StepTimes:
+    """How long the steps of one model take. It may outlive the model."""
+
+    def summary(self) -> dict[str, int]:
+        """`steps`: synchronized backwards that have ended well; `bytes` that they have reduced.
+
+        In nanoseconds, of the last 1024, 0 where there is none: `median`, from the end of one to the end of the next,
+        and `median_wait`, from the end of this rank's own backward until the averages were there.
+        """
+
 class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.
 
@@ -405,6 +432,9 @@ class Reducer:
 
     def set_sample_rate(self, rate: int) -> None:
         """Times the first 10 steps, and then one of `rate`."""
+
+    def step_times(self) -> StepTimes:
+        """The times of all its steps."""
 
     def statistics(self) -> dict[str, Any]:
         """What the last synchronized backward moved.

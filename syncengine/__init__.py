@@ -6,9 +6,17 @@
 
 import importlib.metadata
 
-import torch  # loads the libraries that the extension needs
+try:
+    import torch  # loads the libraries that the extension needs
 
-from syncengine import _extension, errors, hooks  # noqa: F401 (the first says so if there is no extension)
+    from syncengine import _extension  # noqa: F401 (says so if there is no extension)
+except ImportError as error:
+    from syncengine.doctor.rescue import examine_instead
+
+    examine_instead(error)  # if this is `syncengine doctor`; it does not return then
+    raise
+
+from syncengine import errors, hooks
 from syncengine._C import Communicator, Work
 from syncengine.collectives import all_gather, all_reduce, barrier, broadcast, empty, reduce_scatter
 from syncengine.communicator import (

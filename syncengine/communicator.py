@@ -55,6 +55,7 @@ def init(
     sockets: int | None = None,
     checksum: bool | None = None,
     silence: float | None = None,
+    summary: bool | None = None,
 ) -> Communicator:
     """Connects all ranks of this launch and returns the default communicator.
 
@@ -74,6 +75,8 @@ def init(
     - `log_after` (5): seconds of waiting after which one line says for which ranks and for what.
     - `gradient_memory` ("arena"): where Parallel's large gradients lie: "arena", where peers reduce them in place, or
       "torch", wherever torch puts them; they are staged then. Never changes the bits.
+    - `summary` (True): whether rank 0 writes one line to stderr when a program that used Parallel ends: the number of
+      steps, how long one takes, and how much of that is synchronization.
 
     If the ranks are on several hosts, which `init` detects:
 
@@ -110,6 +113,7 @@ def init(
         "sockets": sockets,
         "checksum": checksum,
         "silence": silence,
+        "summary": summary,
     }
     with _lock:
         refuse_forked_child()
@@ -177,6 +181,12 @@ def is_initialized() -> bool:
 def default_communicator() -> Communicator:
     """The communicator that init() made. Raises InvalidUsage without one."""
     return _current().communicator
+
+
+def wants_summary() -> bool:
+    """The setting `summary`: init()'s; without one, that of the environment."""
+    current = _default
+    return (Config.read(os.environ) if current is None else current.config).summary
 
 
 def rank() -> int:

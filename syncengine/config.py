@@ -43,6 +43,7 @@ class Config:
     silence: float = 30.0  # seconds without a heartbeat after which a rank of another host is lost
     secret: str = field(default="", repr=False)  # by which ranks of different hosts authenticate each other
     secret_file: str = ""  # that contains it
+    summary: bool = True  # whether rank 0 says on stderr, at the end of a run, how its steps went
 
     @classmethod
     def read(cls, environ: Mapping[str, str], **given: Any) -> Config:
@@ -183,4 +184,5 @@ _PARSE: dict[str, Callable[[Any, str], Any]] = {
     "silence": _silence,
     "secret": _text,
     "secret_file": _text,
+    "summary": _flag,
 }

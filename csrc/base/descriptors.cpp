@@ -9,9 +9,6 @@
 
 namespace syncengine {
 
-namespace {
-
-// 0 where it can't be known.
 size_t open_descriptors() {
   DIR* folder = opendir("/proc/self/fd");
   if (folder == nullptr) return 0;
@@ -21,24 +18,23 @@ size_t open_descriptors() {
   return count - 1;  // but for the folder's own
 }
 
-rlim_t limit() {
+size_t most_descriptors() {
   rlimit limits{};
   return getrlimit(RLIMIT_NOFILE, &limits) == 0 ? limits.rlim_cur : RLIM_INFINITY;
 }
 
-}  // namespace
-
 void require_descriptors(const std::string& who, size_t count) {
   const size_t open = open_descriptors();
-  if (open + count <= limit()) return;
+  if (open + count <= most_descriptors()) return;
   throw Error(ErrorKind::InvalidUsage, who + " needs " + std::to_string(count) + " file descriptors besides the " +
                                            std::to_string(open) + " that are open, and ulimit -n is " +
-                                           std::to_string(limit()) + ": raise ulimit -n to at least " +
+                                           std::to_string(most_descriptors()) + ": raise ulimit -n to at least " +
                                            std::to_string(open + count));
 }
 
 void throw_descriptor_error(const std::string& what, int error) {
-  if (error == EMFILE) throw_system_error(what + " (ulimit -n is " + std::to_string(limit()) + ", raise it)", error);
+  if (error == EMFILE)
+    throw_system_error(what + " (ulimit -n is " + std::to_string(most_descriptors()) + ", raise it)", error);
   if (error == ENFILE) throw_system_error(what + " (the machine has no more: raise fs.file-max)", error);
   throw_system_error(what, error);
 }

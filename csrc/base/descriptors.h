@@ -3,9 +3,13 @@
 // Thread-safety: any thread.
 #pragma once
 
+#include <cstddef>
 #include <string>
 
 namespace syncengine {
+
+size_t open_descriptors();  // of this process; 0 where it can't be known
+size_t most_descriptors();  // ulimit -n
 
 // Throws InvalidUsage, naming `who`, the limit and the one to set, if `count` more don't fit below `ulimit -n`. What
 // can't be known (no /proc) is taken to fit.

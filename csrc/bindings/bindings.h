@@ -11,5 +11,6 @@ void bind_movers(pybind11::module_& module);
 void bind_local_bootstrap(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_backend(pybind11::module_& module);
+void bind_machine(pybind11::module_& module);
 
 }  // namespace syncengine

@@ -120,6 +120,16 @@ py::dict timeline_dict(const Reducer& reducer) {
   return result;
 }
 
+py::dict summary_dict(const StepTimes& times) {
+  const StepTimes::Summary summary = times.summary();
+  py::dict result;
+  result["steps"] = summary.steps;
+  result["bytes"] = summary.bytes;
+  result["median"] = summary.median;
+  result["median_wait"] = summary.median_wait;
+  return result;
+}
+
 }  // namespace
 
 void bind_reducer(py::module_& module) {
@@ -134,6 +144,7 @@ void bind_reducer(py::module_& module) {
       .def_readwrite("waits_in_between", &ReducerOptions::waits_in_between)
       .def_readwrite("gradients_in_arena", &ReducerOptions::gradients_in_arena)
       .def_readwrite("flat_buckets", &ReducerOptions::flat_buckets);
+  py::class_<StepTimes, std::shared_ptr<StepTimes>>(module, "StepTimes").def("summary", &summary_dict);
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("model_name"), py::arg("parameter_names"),
            py::arg("communicator"), py::arg("sparse"), py::arg("options"), NoGil())
@@ -159,6 +170,9 @@ void bind_reducer(py::module_& module) {
       .def("remove_hooks", &Reducer::remove_hooks, NoGil())
       .def("timeline", &timeline_dict)
       .def("set_sample_rate", &Reducer::set_sample_rate, py::arg("rate"), NoGil())
+      .def(
+          "step_times", [](const Reducer& self) { return std::const_pointer_cast<StepTimes>(self.step_times()); },
+          NoGil())
       .def("statistics", &statistics_dict);
 }
 

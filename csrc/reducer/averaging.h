@@ -19,6 +19,7 @@
 #include "reducer/gradient.h"
 #include "reducer/scaling.h"
 #include "reducer/statistics.h"
+#include "reducer/step_times.h"
 #include "reducer/timeline.h"
 
 namespace syncengine {
@@ -32,6 +33,7 @@ struct Averaging {
 
   Statistics statistics = {};
   Timeline timeline = {};
+  std::shared_ptr<StepTimes> step_times = std::make_shared<StepTimes>();
   uint64_t used = 0;                     // a sum over the parameters in `ready_order`
   std::vector<size_t> ready_order = {};  // parameters, as the last synchronized backward brought them
 

@@ -51,6 +51,7 @@
 #include "reducer/reasons.h"
 #include "reducer/static_graph.h"
 #include "reducer/statistics.h"
+#include "reducer/step_times.h"
 #include "reducer/timeline.h"
 #include "reducer/usage.h"
 
@@ -120,6 +121,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Backwards are this rank's own from then on; another synchronized forward raises.
   void remove_hooks();
   Statistics statistics() const;
+  // Of all steps; it may outlive this.
+  std::shared_ptr<const StepTimes> step_times() const { return averaging_.step_times; }
 
   // For hooks only.
   void on_output(Forward& forward);

@@ -32,6 +32,7 @@ void Reducer::on_backward_end() {
 }
 
 void Reducer::finalize() {
+  const int64_t waits_from = StepTimes::now();
   const auto backward = backward_;
   std::vector<size_t> written;
   try {
@@ -52,6 +53,7 @@ void Reducer::finalize() {
     written = backward->deliver(tracks_usage(), parameters_.any_user_hooks());
     usage_.clear();
     averaging_.timeline.end();
+    averaging_.step_times->end(waits_from, averaging_.statistics.reduced_bytes);
     const auto used = std::exchange(last_used_, averaging_.used);
     graph_is_static_ &= !used || used == last_used_;
     dropped_last_ = false;
@@ -124,6 +126,7 @@ void Reducer::check_masks(Backward& backward) {
 void Reducer::fail_finalizing(const std::string& text) {
   std::lock_guard lock(mutex_);
   last_error_ = text;
+  averaging_.step_times->interrupt();
   bool connected = true;
   try {
     averaging_.communicator->throw_if_failed();
@@ -140,6 +143,7 @@ void Reducer::fail_finalizing(const std::string& text) {
 // For errors on this rank. Under the lock.
 void Reducer::give_up(const Reason& reason, bool keeps_gradients) {
   last_error_ = reason.text;
+  averaging_.step_times->interrupt();
   if (reason.for_good) unusable_ = reason.text;
   // A device's thread of autograd may come here when whoever called backward() has its error and touches .grad, under
   // the GIL.

@@ -24,6 +24,8 @@ __all__ = ["Exchange", "Launch", "find_launch", "group_timeout", "open_exchange"
 class Exchange(Protocol):
     """All-gather of small byte strings: takes this rank's, returns every rank's in rank order. At most 64 KiB each."""
 
+    arrived: dict[int, bytes]  # in the last call, by rank; also if it raised
+
     def __call__(self, payload: bytes) -> list[bytes]:
         """Blocks until every rank has made the same call."""
 

@@ -52,6 +52,7 @@ class MPIExchange:
         self._comm = self._mpi.COMM_WORLD
         self._rank, self._peers = rank, [peer for peer in range(world_size) if peer != rank]
         self._timeout, self._log_after = timeout, log_after
+        self.arrived: dict[int, bytes] = {}
         number = next(_opened)
         self._tag, self._failed = _tags(number)
         self._tags_of_next = _tags(number + 1)
@@ -71,7 +72,7 @@ class MPIExchange:
         buffers = {peer: bytearray(MAX_PAYLOAD) for peer in peers}
         receives = {peer: comm.Irecv([buffers[peer], MPI.BYTE], source=peer, tag=self._tag) for peer in peers}
         sends = {peer: comm.Isend([payload, MPI.BYTE], dest=peer, tag=self._tag) for peer in peers}
-        values = {self._rank: payload}
+        self.arrived = values = {self._rank: payload}
 
         def arrived(missing: set[int]) -> set[int]:
             if comm.Iprobe(tag=self._failed):

@@ -79,6 +79,7 @@ class StoreExchange:
         self._rank, self._what = self._names[rank], f"join (did its process start, and {call}?)"
         self._timeout, self._log_after = timeout, log_after
         self._rounds = 0
+        self.arrived: dict[int, bytes] = {}
         with _lost_store_as_lost_peer(self._rank, set(self._names)):
             # Every rank opens its n-th exchange over this store: n makes the keys this one's own, also after shutdown.
             number = store.add(f"syncengine/opened/{rank}", 1)
@@ -93,21 +94,24 @@ class StoreExchange:
         keys = {name: f"{self._rounds}/{peer}" for peer, name in enumerate(self._names)}
         self._rounds += 1
         missing = set(self._names)
+        values: dict[int, bytes] = {}
+        self.arrived = values
 
         def arrived(peers: set[int]) -> set[int]:
             missing.intersection_update(peers)
             if self._store.check(["failed"]):
                 raise as_error(self._store.get("failed"))
-            return {peer for peer in peers if self._store.check([keys[peer]])}
+            here = {peer for peer in peers if self._store.check([keys[peer]])}
+            values.update((peer, self._store.get(keys[peer])) for peer in here)
+            return here
 
         with _lost_store_as_lost_peer(self._rank, missing):
             self._store.set(keys[self._rank], payload)  # type: ignore[arg-type]
             wait_for_ranks(missing, arrived, self._what, self._timeout, self._log_after)
-            values = {name: self._store.get(key) for name, key in keys.items()}
         for peer, value in values.items():
             if len(value) > MAX_PAYLOAD:
                 raise InvalidUsage(f"rank {peer} sent {len(value)} bytes, more than the exchange's {MAX_PAYLOAD}")
-        return list(values.values())
+        return [values[name] for name in self._names]
 
     def superseded(self) -> bool:
         """See Exchange."""

@@ -25,6 +25,7 @@ from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer
 from syncengine.parallel.refusal import warn_of_find_unused
 from syncengine.parallel.steps import Steps
+from syncengine.parallel.summary import stats_of
 from syncengine.parallel.uneven import UnevenInputs
 
 
@@ -90,6 +91,17 @@ class ForTools(DistributedDataParallel):
         peers reduce them in place, and ``shortage``: with the numbers, why no more memory could be had for them, or "".
         """
         return self.reducer.statistics()
+
+    def stats(self) -> dict[str, float]:
+        """Numbers for a logger (``self.log_dict(model.stats())``); the same keys at any time, 0 for what is not known.
+
+        ``steps``: synchronized backwards that ended well. Medians of the last 1024, in milliseconds: ``step_ms``, from
+        the end of one backward to the end of the next, and ``exposed_sync_ms``, how long the host waited at its end for
+        averages (on CUDA streams wait, not the host); ``exposed_sync_percent`` of a step. ``total_reduced_bytes`` of
+        all steps. Of the last step: ``reduced_bytes``, ``copied_bytes``, ``staged_bytes`` and ``buckets``, as
+        ``sync_stats``. Of this rank; does not communicate.
+        """
+        return stats_of(self.reducer)
 
     def join(
         self,

@@ -34,6 +34,7 @@ from syncengine.parallel.refusal import (
     warn_of_wrapper,
 )
 from syncengine.parallel.steps import Steps
+from syncengine.parallel.summary import follow
 from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.uneven import UnevenInputs
@@ -157,6 +158,7 @@ class Parallel(ForTools):
         self._options = options = self._reducer_options()
         if hooks or (self.communicator.size > 1 and model.parameters):
             reducer = ModelReducer(model, options)
+            follow(model, reducer.step_times())
         else:
             reducer = cast(ModelReducer, NoReducer(self._switches))
         self.reducer = self._optimizers.reducer = reducer

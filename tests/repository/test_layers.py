@@ -41,7 +41,10 @@ MODULES = [
     "torch_backend",
     "hooks",
     "parallel",
+    "bench",
+    "doctor",
     "__init__",
+    "__main__",
 ]
 PARALLEL_MODULES = [
     "refusal",
@@ -59,6 +62,7 @@ PARALLEL_MODULES = [
     "tuning",
     "planning",
     "reducer",
+    "summary",
     "optimizers",
     "comm_hooks",
     "weights",
@@ -72,7 +76,7 @@ PARALLEL_MODULES = [
     "wrapper",
     "__init__",
 ]
-LAUNCH_MODULES = ["variables", "slurm", "arrivals", "store", "mpi", "environment", "__init__"]
+LAUNCH_MODULES = ["variables", "slurm", "arrivals", "store", "mpi", "environment", "local", "__init__"]
 
 SOURCES = sorted(path for kind in ("*.h", "*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(kind))
 

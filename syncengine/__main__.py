@@ -1,0 +1,26 @@
+"""The command `syncengine`, which `python -m syncengine` is, too."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from syncengine.bench import add_bench
+from syncengine.doctor import add_doctor
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one of the commands; returns its exit code."""
+    parser = argparse.ArgumentParser(prog="syncengine", description="Gradient synchronization for PyTorch.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    add_doctor(commands)
+    add_bench(commands)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(given)
+    code: int = options.run(options, given)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

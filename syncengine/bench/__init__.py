@@ -1,0 +1,87 @@
+"""`syncengine bench`: how fast collectives are between these ranks, in the columns of nccl-tests.
+
+options.py       the command line
+patterns.py      inputs with one right result, and how many elements of a result are wrong
+collectives.py   one collective of one size: its memory, its call, what it must give
+groups.py        the ranks as process groups of torch.distributed: Gloo's, and syncengine's
+measure.py       turns: warm-up, verified and timed calls, engines interleaved
+report.py        rows, the table, JSON
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import syncengine.communicator as default
+from syncengine.bench.collectives import COLLECTIVES
+from syncengine.bench.groups import Groups
+from syncengine.bench.measure import Progress, measure
+from syncengine.bench.options import add_options, check, sizes
+from syncengine.bench.report import Table, as_json
+from syncengine.errors import SyncError
+from syncengine.launch import find_launch
+from syncengine.launch.local import run_local_ranks
+
+
+def add_bench(commands: Any) -> None:
+    """Adds the command to argparse's."""
+    parser = commands.add_parser(
+        "bench",
+        help="how fast collectives are between these ranks",
+        description="Measures collectives between the ranks of a launch (torchrun, mpirun, srun), or between --ranks "
+        "processes on this machine. Exit code: 0 fine, 1 wrong results, 2 it can't run.",
+    )
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Measures, or starts ranks that do; returns the exit code."""
+    try:
+        check(options)
+        launch = find_launch()
+        if launch.kind != "single":
+            return _run_rank(options)
+        if options.ranks is None:
+            print(
+                "syncengine bench: this is one process, and there is nothing to measure: give --ranks N, or start it "
+                "by a launcher (torchrun --nproc-per-node N -m syncengine bench)",
+                file=sys.stderr,
+            )
+            return 2
+        cores = len(os.sched_getaffinity(0))
+        return run_local_ranks(options.ranks, arguments, max(1, cores // options.ranks))
+    except SyncError as error:
+        print(f"syncengine bench: {type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+
+
+def _run_rank(options: argparse.Namespace) -> int:
+    communicator = default.init(timeout=options.timeout)
+    first = communicator.rank == 0
+    names = COLLECTIVES if options.collective == "all" else (options.collective,)
+    rows: list[dict[str, Any]] = []
+    with Groups(communicator, gloo=options.compare, syncengine="all_to_all" in names) as groups:
+        for name in names:
+            table = Table(options, communicator, name) if first and not options.json else None
+            wanted = sizes(options) if name != "barrier" else [0]
+            progress = Progress(name, len(wanted), first and sys.stderr.isatty())
+            for size in wanted:
+                progress.show(size)
+                row = measure(name, size, options, communicator, groups)
+                progress.clear()
+                rows.append(row)
+                if table is not None:
+                    table.add(row)
+            if table is not None:
+                table.end()
+    if first and options.json:
+        print(json.dumps(as_json(options, communicator, rows), indent=2), flush=True)
+    wrong = any(row["wrong"] for row in rows) or any(row.get("gloo", {}).get("wrong") for row in rows)
+    default.shutdown()
+    return int(wrong and first)  # the launcher reports one rank's failure, not all

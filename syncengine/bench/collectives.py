@@ -1,0 +1,169 @@
+"""One collective of one size: its memory, its call, and what it must give.
+
+`size` is what nccl-tests calls so: the bytes of the larger of a rank's two tensors. Bandwidths are by its formulas
+(doc/PERFORMANCE.md there): algbw = size / time; busbw = algbw times what the busiest link carries of each byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from syncengine._C import Communicator
+from syncengine.bench.patterns import count_wrong, reduced, tile, values
+from syncengine.errors import InvalidUsage
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier")
+REDUCES = ("all_reduce", "reduce_scatter")
+_SPREADS = ("all_gather", "reduce_scatter", "all_to_all")  # one tensor has a part for each rank
+
+_TORCH_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "prod": dist.ReduceOp.PRODUCT,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "avg": dist.ReduceOp.AVG,
+}
+
+
+def bus_factor(name: str, ranks: int) -> float:
+    """busbw / algbw."""
+    if name == "all_reduce":
+        return 2 * (ranks - 1) / ranks
+    return (ranks - 1) / ranks if name in _SPREADS else 1.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a collective is: `count` elements, of each rank's part where there are parts."""
+
+    name: str
+    ranks: int
+    count: int
+    dtype: torch.dtype
+    op: str = "sum"
+    root: int = 0
+
+    @classmethod
+    def of_size(cls, name: str, ranks: int, size: int, dtype: torch.dtype, op: str, root: int) -> Shape:
+        """The largest of at most `size` bytes, and at least one element."""
+        parts = ranks if name in _SPREADS else 1
+        count = 0 if name == "barrier" else max(1, size // dtype.itemsize // parts)
+        return cls(name, ranks, count, dtype, op, root)
+
+    @property
+    def size(self) -> int:
+        """In bytes: of the larger tensor."""
+        return self.count * self.dtype.itemsize * (self.ranks if self.name in _SPREADS else 1)
+
+    @property
+    def input_count(self) -> int:
+        """Elements of a rank's input."""
+        return self.count * (self.ranks if self.name in ("reduce_scatter", "all_to_all") else 1)
+
+    @property
+    def output_count(self) -> int:
+        """Elements of a rank's output."""
+        return self.count * (self.ranks if self.name in ("all_gather", "all_to_all") else 1)
+
+
+class Case:
+    """One engine's collective, with memory of its own. `empty` makes the memory, `call` is the collective on it."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        rank: int,
+        empty: Callable[[int, torch.dtype], torch.Tensor],
+        call: Callable[[torch.Tensor, torch.Tensor], object],
+    ) -> None:
+        self.shape, self.rank = shape, rank
+        self.input = empty(shape.input_count, shape.dtype)
+        in_place = shape.name in ("all_reduce", "broadcast", "barrier")
+        self.output = self.input if in_place else empty(shape.output_count, shape.dtype)
+        self._call = call
+
+    def call(self) -> None:
+        """The collective, once."""
+        self._call(self.output, self.input)
+
+    def fill(self, turn: int) -> None:
+        """Writes this rank's input, and what is certainly no result."""
+        shape = self.shape
+        self.output.fill_(77)
+        pattern = values(self.rank, shape.ranks, turn, shape.dtype, self._op())
+        self.input.copy_(tile(pattern, 0, shape.input_count, shape.dtype))
+
+    def wrong(self, turn: int) -> int:
+        """Elements of the output that are not what this turn's inputs give."""
+        return count_wrong(self.output, self._expected(turn))
+
+    def _op(self) -> str:
+        return self.shape.op if self.shape.name in REDUCES else "sum"
+
+    def _expected(self, turn: int) -> torch.Tensor:
+        shape = self.shape
+        name, ranks, count, dtype = shape.name, shape.ranks, shape.count, shape.dtype
+        if name in REDUCES:
+            begin = self.rank * count if name == "reduce_scatter" else 0
+            return tile(reduced(ranks, turn, dtype, shape.op), begin, count, dtype)
+
+        def of(rank: int, begin: int) -> torch.Tensor:
+            return tile(values(rank, ranks, turn, dtype, "sum"), begin, count, dtype)
+
+        if name == "broadcast":
+            return of(shape.root, 0)
+        if name == "barrier":
+            return torch.empty(0, dtype=dtype)
+        begin = self.rank * count if name == "all_to_all" else 0
+        return torch.cat([of(rank, begin) for rank in range(ranks)])
+
+
+def engine_case(shape: Shape, communicator: Communicator, group: dist.ProcessGroup | None, shared: bool) -> Case:
+    """By syncengine; `group`: of the same ranks, for what only its torch.distributed backend has."""
+    if shape.name == "all_to_all":
+        assert group is not None
+        call = _torch_call(shape, group)
+    else:
+        call = _engine_call(shape, communicator)
+    empty = (lambda count, dtype: communicator.empty([count], dtype)) if shared else _empty
+    return Case(shape, communicator.rank, empty, call)
+
+
+def gloo_case(shape: Shape, group: dist.ProcessGroup) -> Case:
+    """By Gloo."""
+    return Case(shape, group.rank(), _empty, _torch_call(shape, group))
+
+
+def _empty(count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(count, dtype=dtype, device="cpu")
+
+
+def _engine_call(shape: Shape, communicator: Communicator) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    op = "product" if shape.op == "prod" else shape.op
+    if shape.name == "broadcast" and shape.root >= shape.ranks:
+        raise InvalidUsage(f"--root {shape.root} is no rank of {shape.ranks}")
+    calls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+        "all_reduce": lambda output, input: communicator.all_reduce(input, op),
+        "all_gather": lambda output, input: communicator.all_gather(output, input),
+        "reduce_scatter": lambda output, input: communicator.reduce_scatter(output, input, op),
+        "broadcast": lambda output, input: communicator.broadcast(input, shape.root),
+        "barrier": lambda output, input: communicator.barrier(),
+    }
+    return calls[shape.name]
+
+
+def _torch_call(shape: Shape, group: dist.ProcessGroup) -> Callable[[torch.Tensor, torch.Tensor], object]:
+    op = _TORCH_OPS[shape.op]
+    calls: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+        "all_reduce": lambda output, input: dist.all_reduce(input, op, group),
+        "all_gather": lambda output, input: dist.all_gather_into_tensor(output, input, group),
+        "reduce_scatter": lambda output, input: dist.reduce_scatter_tensor(output, input, op, group),
+        "broadcast": lambda output, input: dist.broadcast(input, shape.root, group),
+        "all_to_all": lambda output, input: dist.all_to_all_single(output, input, group=group),
+        "barrier": lambda output, input: dist.barrier(group),
+    }
+    return calls[shape.name]

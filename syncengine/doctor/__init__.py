@@ -1,0 +1,65 @@
+"""`syncengine doctor`: what could keep ranks from training together, or make them slow, and what to do about it.
+
+facts.py      what is known of this rank; works without the extension
+meeting.py    every rank's facts, as far as ranks come
+checks.py     findings: what follows from the facts, each with its one remedy
+self_test.py  a second of verified collectives
+report.py     text, JSON
+rescue.py     the same where syncengine can't be imported
+
+Exit code of the rank that reports: 0 fine, 1 findings, 2 training can't run like this. The others' is 0, so that a
+launcher reports one failure.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+DESCRIPTION = (
+    "Examines the ranks of a launch, or of --ranks processes on this machine, or this process alone; rank 0 prints one "
+    "report. Exit code: 0 fine, 1 findings, 2 training can't run like this. Under torchrun every failure is 1."
+)
+MOST_RANKS = 64
+
+
+def add_doctor(commands: Any) -> None:
+    """Adds the command to argparse's."""
+    parser = commands.add_parser(
+        "doctor", help="what keeps ranks from training, or slows them", description=DESCRIPTION
+    )
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """All of them."""
+    parser.add_argument("--json", action="store_true", help="JSON instead of text")
+    parser.add_argument("--ranks", type=_ranks, metavar="N", help="without a launcher: start N ranks on this machine")
+    parser.add_argument(
+        "--timeout", type=_seconds, default=30.0, metavar="SECONDS", help="that ranks wait for others; default 30"
+    )
+
+
+def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Examines; returns the exit code."""
+    from syncengine.doctor.examination import examine
+
+    return examine(options, arguments)
+
+
+def _ranks(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 2 <= int(text) <= MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r}: give 2 to {MOST_RANKS}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r}: give seconds, more than 0")
+    return seconds

@@ -1,0 +1,292 @@
+"""What follows from the ranks' facts: findings, each with its one remedy."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from syncengine.doctor.facts import Facts
+
+FATAL, WARNING, NOTE = "fatal", "warning", "note"
+_MIB, _GIB = 2**20, 2**30
+LEAST_MEMORY = 256 * _MIB  # a rank
+LEAST_SHM = 512 * _MIB
+SPARE_DESCRIPTORS = 64  # for what else a program opens
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`fatal`: training can't run. `warning`: it can, but slowly, or not as intended. `note`: just to know."""
+
+    name: str
+    severity: str
+    ranks: list[int]
+    text: str
+    remedy: str
+
+    def as_json(self) -> dict[str, Any]:
+        """For --json."""
+        return asdict(self)
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 0-3, 5"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    parts = [f"{a}" if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs]
+    many = len(runs) > 1 or (runs and runs[0][0] != runs[0][1])
+    return f"rank{'s' if many else ''} {', '.join(parts)}"
+
+
+def grouped(everyone: Sequence[Facts], key: Callable[[Facts], Any]) -> dict[Any, list[int]]:
+    """Ranks by the key of their facts, in the order of ranks; those whose key is None are left out."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for facts in everyone:
+        if (value := key(facts)) is not None:
+            groups[value].append(facts["rank"])
+    return dict(groups)
+
+
+def host_of(facts: Facts) -> tuple[str, str]:
+    """What ranks that share memory have in common."""
+    return facts["host"], facts["extension"].get("host_key", "")
+
+
+def by_host(everyone: Sequence[Facts]) -> list[list[Facts]]:
+    """Facts of the ranks of each host."""
+    of_rank = {facts["rank"]: facts for facts in everyone}
+    return [[of_rank[rank] for rank in ranks] for ranks in grouped(everyone, host_of).values()]
+
+
+def find_all(everyone: Sequence[Facts]) -> list[Finding]:
+    """All findings, the worst first."""
+    found = [finding for check in _CHECKS for finding in check(everyone)]
+    return sorted(found, key=lambda finding: (FATAL, WARNING, NOTE).index(finding.severity))
+
+
+def missing_ranks(missing: set[int], error: str) -> Finding:
+    """Ranks that did not come."""
+    remedy = (
+        "see whether their processes were started and what they said; if they wait for others, too, check that every "
+        "host reaches MASTER_ADDR:MASTER_PORT"
+    )
+    return Finding("missing ranks", FATAL, sorted(missing), error, remedy)
+
+
+def _different(
+    everyone: Sequence[Facts], name: str, severity: str, what: str, key: Callable[[Facts], Any], remedy: str
+) -> Iterator[Finding]:
+    groups = grouped(everyone, key)
+    if len(groups) > 1:
+        sides = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in groups.items())
+        ranks = sorted(rank for group in list(groups.values())[1:] for rank in group)
+        yield Finding(name, severity, ranks, f"ranks differ in {what}: {sides}", remedy)
+
+
+def _extension(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    for error, ranks in grouped(everyone, lambda f: f["extension"].get("error")).items():
+        hosts = ", ".join(dict.fromkeys(f["host"] for f in everyone if f["rank"] in ranks))
+        what, remedy = split_remedy(error)
+        yield Finding("extension", FATAL, ranks, f"{ranks_text(ranks)} on {hosts}: {what}", f"on {hosts}: {remedy}")
+    for name, title in (("shared_memory", "shared memory"), ("host_key", "the host"), ("instruction_set", "kernels")):
+        for error, ranks in grouped(everyone, lambda f, name=name: f["extension"].get(f"{name}_error")).items():  # type: ignore[misc]
+            what, remedy = split_remedy(error)
+            if name == "shared_memory":  # the kernel's word is the last one there
+                what, remedy = error, "raise this process's limits (ulimit -f, ulimit -v, memory of the cgroup)"
+            yield Finding(title, FATAL, ranks, f"{ranks_text(ranks)}: {what}", remedy)
+
+
+def _builds(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    yield from _different(
+        everyone,
+        "builds",
+        FATAL,
+        "their build of syncengine",
+        lambda f: f["extension"].get("build"),
+        "install the same version of syncengine on all hosts",
+    )
+
+
+def _versions(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    for package in ("syncengine", "torch", "python"):
+        yield from _different(
+            everyone,
+            f"versions of {package}",
+            WARNING,
+            f"their version of {package}",
+            lambda f, package=package: f["versions"].get(package),  # type: ignore[misc]
+            f"install the same {package} on all hosts",
+        )
+
+
+def _settings(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    for error, ranks in grouped(everyone, lambda f: f["settings"].get("error")).items():
+        what, remedy = split_remedy(error.removeprefix("InvalidUsage: "))
+        yield Finding("settings", FATAL, ranks, f"{ranks_text(ranks)}: {what}", remedy)
+    for name in ("algorithm", "numerics", "interhost", "host_algorithm", "sockets", "checksum"):
+        variable = f"SYNCENGINE_{name.upper()}"
+        yield from _different(
+            everyone,
+            f"setting {name}",
+            FATAL,
+            variable,
+            lambda f, name=name: None if "error" in f["settings"] else str(f["settings"][name]),  # type: ignore[misc]
+            f"give all ranks the same {variable}",
+        )
+    unknown = {pair for facts in everyone for pair in facts["unknown_variables"].items()}
+    for name, meant in sorted(unknown):
+        ranks = [facts["rank"] for facts in everyone if name in facts["unknown_variables"]]
+        remedy = f"set {meant} instead" if meant else f"unset {name}, or see docs/configuration.md for the right name"
+        text = f"{ranks_text(ranks)}: {name} is set, and nothing reads it"
+        yield Finding("unknown variable", WARNING, ranks, text, remedy)
+
+
+def _kernels(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    def slower(facts: Facts) -> tuple[str, str] | None:
+        used, best = facts["extension"].get("instruction_set"), facts["extension"].get("best_instruction_set")
+        return None if used is None or used == best else (used, best)
+
+    for (used, best), ranks in grouped(everyone, slower).items():
+        text = f"{ranks_text(ranks)}: SYNCENGINE_ISA chooses {used}, and the processor has {best}"
+        yield Finding("slow kernels", WARNING, ranks, text, "unset SYNCENGINE_ISA")
+
+
+def _cpus(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    for host in by_host(everyone):
+        known = [facts for facts in host if "error" not in facts["cpus"]]
+        for ranks in grouped(known, lambda f: tuple(f["cpus"]["affinity"])).values():
+            of_group = [facts for facts in known if facts["rank"] in ranks]
+            cpus = min(facts["cpus"]["available"] for facts in of_group)
+            threads = max(facts["cpus"]["threads"] for facts in of_group)
+            count, best = len(ranks), max(1, cpus // len(ranks))
+            on = f"on {_plural(cpus, 'CPU')} of {host[0]['host']}"
+            if count > cpus:
+                bound = cpus < (of_group[0]["cpus"]["of_machine"] or 0)
+                unbind = ", or let them have more CPUs (mpirun --bind-to none, a larger quota)" if bound else ""
+                yield Finding(
+                    "too many ranks",
+                    WARNING,
+                    ranks,
+                    f"{count} ranks {on}",
+                    f"start at most {cpus} there{unbind}",
+                )
+            if threads > best:
+                yield Finding(
+                    "too many threads",
+                    WARNING,
+                    ranks,
+                    f"{_plural(count, 'rank')} with {_plural(threads, 'thread')}{' each' if count > 1 else ''} {on}",
+                    f"set OMP_NUM_THREADS={best}",
+                )
+
+
+def _memory(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    for host in by_host(everyone):
+        ranks, memory = [facts["rank"] for facts in host], host[0]["memory"]
+        available = memory.get("available")
+        if available is not None and available < LEAST_MEMORY * len(ranks):
+            yield Finding(
+                "little memory",
+                WARNING,
+                ranks,
+                f"{size_text(available)} of memory are left to {_plural(len(ranks), 'rank')} on {host[0]['host']}",
+                "end what else runs there, raise the limit of the cgroup (of the container), or start fewer ranks",
+            )
+        if memory.get("shm_total", LEAST_SHM) < LEAST_SHM:
+            yield Finding(
+                "small /dev/shm",
+                NOTE,
+                ranks,
+                f"/dev/shm of {host[0]['host']} has {size_text(memory['shm_total'])}: syncengine does not use it, "
+                "but torch's DataLoader with workers does",
+                "start the container with --ipc=host, or a larger --shm-size",
+            )
+
+
+def needed_descriptors(facts: Facts, everyone: Sequence[Facts]) -> int:
+    """That this rank opens to connect with the others, as csrc/ counts them: 3 for each rank of its host; of other
+    hosts, over TCP, `sockets` + 1 for each, and 3.
+    """
+    here = sum(host_of(other) == host_of(facts) for other in everyone) - 1
+    there = len(everyone) - 1 - here
+    settings = facts["settings"]
+    over_tcp = there > 0 and settings.get("interhost", "tcp") == "tcp"
+    return 3 * here + ((settings.get("sockets", 4) + 1) * there + 3 if over_tcp else 0)
+
+
+def _descriptors(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    def few(facts: Facts) -> tuple[str, int, int, int] | None:
+        limit, now = facts["descriptors"].get("limit"), facts["descriptors"].get("open", 0)
+        needed = needed_descriptors(facts, everyone)
+        is_short = limit is not None and limit < now + needed + SPARE_DESCRIPTORS
+        return (facts["host"], limit, now, needed) if is_short else None
+
+    for (host, limit, now, needed), ranks in grouped(everyone, few).items():
+        best = 1024
+        while best < 2 * (now + needed + SPARE_DESCRIPTORS):
+            best *= 2
+        text = f"{ranks_text(ranks)} on {host}: ulimit -n is {limit}; {now} are open, and connecting takes {needed}"
+        severity = FATAL if limit < now + needed else WARNING
+        yield Finding("file descriptors", severity, ranks, text, f"raise ulimit -n to {best}")
+
+
+def _hosts(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    hosts = by_host(everyone)
+    names = [host[0]["host"] for host in hosts]
+    for name in dict.fromkeys(names):
+        apart = [host for host in hosts if host[0]["host"] == name]
+        wanted = any("SYNCENGINE_HOST_ID" in facts["variables"] for host in apart for facts in host)
+        if len(apart) > 1 and not wanted and all(host_of(host[0])[1] for host in apart):
+            sides = " and ".join(ranks_text(facts["rank"] for facts in host) for host in apart)
+            yield Finding(
+                "separate hosts",
+                WARNING,
+                [facts["rank"] for host in apart for facts in host],
+                f"{sides} run on {name}, but can't share memory (other containers or network namespaces): TCP connects "
+                "them",
+                "run all ranks of a machine in one container, or give the containers --network=host",
+            )
+    secrets = [facts["settings"].get("has_secret") for facts in everyone]
+    if len(hosts) > 1 and not all(secrets):
+        ranks = [facts["rank"] for facts, secret in zip(everyone, secrets, strict=True) if not secret]
+        text = f"{ranks_text(ranks)}: {len(hosts)} hosts, and no secret by which ranks know each other"
+        remedy = "set SYNCENGINE_SECRET on all ranks, if others can reach this network"
+        yield Finding("no secret", NOTE, ranks, text, remedy)
+
+
+def _cuda(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    lacks = [f["rank"] for f in everyone if f["cuda"].get("devices") and f["extension"].get("has_cuda") is False]
+    if lacks:
+        text = (
+            f"{ranks_text(lacks)}: torch sees GPUs, but this syncengine was built without CUDA: it trains on CPUs only"
+        )
+        yield Finding("no CUDA", WARNING, lacks, text, "install syncengine again where nvcc is on the PATH")
+    tests = [f["rank"] for f in everyone if f["extension"].get("has_test_hooks")]
+    if tests:
+        text = f"{ranks_text(tests)}: this build is for syncengine's own tests, with fault injection, and slower"
+        yield Finding("test build", NOTE, tests, text, "build without SYNCENGINE_TEST_HOOKS")
+
+
+_CHECKS = (_extension, _builds, _versions, _settings, _kernels, _cpus, _memory, _descriptors, _hosts, _cuda)
+
+
+def split_remedy(error: str) -> tuple[str, str]:
+    """syncengine's errors say what is wrong, and behind the last colon or semicolon what to do."""
+    colon, semicolon = error.rfind(": "), error.rfind("; ")
+    at = max(colon, semicolon)
+    return (error[:at], error[at + 2 :]) if at > 0 else (error, "see docs/errors.md")
+
+
+def size_text(count: float) -> str:
+    """In MiB or GiB."""
+    return f"{count / _GIB:.1f} GiB" if count >= _GIB else f"{count / _MIB:.0f} MiB"
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,122 @@
+"""The course of an examination: facts, the ranks' meeting, checks, the self-test, one report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from syncengine.doctor.checks import FATAL, WARNING, Finding, find_all, missing_ranks, ranks_text, split_remedy
+
+
+def examine(options: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Returns the exit code: see __init__.py."""
+    import_error = getattr(options, "import_error", "")
+    try:
+        import torch.distributed  # noqa: F401
+    except ImportError as error:
+        return _without_torch(options, error)
+    from syncengine.errors import SyncError
+    from syncengine.launch import Launch, find_launch
+    from syncengine.launch.local import run_local_ranks
+
+    findings: list[Finding] = []
+    try:
+        launch = find_launch()
+    except SyncError as error:
+        what, remedy = split_remedy(str(error))
+        findings.append(Finding("launch", FATAL, [], what, remedy))
+        launch = Launch("unknown", 0, 1)
+    if launch.kind == "single" and options.ranks is not None:
+        return _examine_local(options.ranks, arguments, run_local_ranks)
+    return _examine_rank(options, launch, import_error, findings)
+
+
+def _examine_local(ranks: int, arguments: Sequence[str], run_local_ranks: Any) -> int:
+    import os
+
+    code: int = run_local_ranks(ranks, arguments, max(1, len(os.sched_getaffinity(0)) // ranks))
+    return code
+
+
+def _examine_rank(options: argparse.Namespace, launch: Any, import_error: str, findings: list[Finding]) -> int:
+    from syncengine.doctor.facts import collect_facts
+    from syncengine.doctor.meeting import Meeting
+    from syncengine.doctor.report import print_report
+
+    facts = collect_facts(launch, import_error)
+    meeting = Meeting(launch, options.timeout)
+    come = meeting.gather(facts)
+    everyone = list(come.words.values())
+    if missing := come.missing(launch.world_size):
+        findings.append(missing_ranks(missing, come.error))
+    findings += find_all(everyone)
+    outcomes: dict[int, Any] = {}
+    if not any(finding.severity == FATAL for finding in findings):  # the same on all ranks
+        told = meeting.gather(_self_test(options.timeout))
+        outcomes = told.words
+        findings += _failures(outcomes, told.missing(launch.world_size), several_hosts=_hosts(everyone) > 1)
+    code = 0
+    if launch.rank == min(come.words):
+        severities = {finding.severity for finding in findings}
+        code = 2 if FATAL in severities else 1 if WARNING in severities else 0
+        starter = "itself" if options.ranks is not None else ""
+        print_report(everyone, outcomes, findings, code, launch, starter, options.json)
+    meeting.leave()
+    return code
+
+
+def _hosts(everyone: list[dict[str, Any]]) -> int:
+    from syncengine.doctor.checks import by_host
+
+    return len(by_host(everyone))
+
+
+def _self_test(timeout: float) -> dict[str, Any]:
+    from syncengine.doctor.self_test import run_self_test
+
+    try:
+        return run_self_test(timeout)
+    except Exception as error:  # whatever it is, the others are told
+        return {"error": str(error), "kind": type(error).__name__}
+
+
+_REMEDIES = {
+    "PeerLost": "see what that rank said before it ended",
+    "Timeout": "see what those ranks are doing",
+    "Aborted": "mend what that rank names",
+}
+_PORTS = "open all ports between the hosts, in both directions, or name the network by SYNCENGINE_INTERFACE"
+
+
+def _failures(outcomes: dict[int, Any], missing: set[int], several_hosts: bool) -> list[Finding]:
+    """Of the self-test."""
+    found = []
+    errors: dict[tuple[str, str], list[int]] = {}
+    for rank, outcome in outcomes.items():
+        if "error" in outcome:
+            errors.setdefault((outcome["kind"], outcome["error"]), []).append(rank)
+        elif outcome["wrong"]:
+            text = ", ".join(f"{count} of {name}" for name, count in outcome["wrong"].items())
+            remedy = "test this host's memory and network; on healthy ones it is a bug of syncengine: report it"
+            found.append(Finding("wrong results", FATAL, [rank], f"rank {rank} got wrong elements: {text}", remedy))
+    for (kind, error), ranks in errors.items():
+        what, remedy = (error, _REMEDIES[kind]) if kind in _REMEDIES else split_remedy(error)
+        if several_hosts and kind in ("Timeout", "PeerLost"):
+            remedy = _PORTS
+        found.append(Finding("self-test", FATAL, ranks, f"{ranks_text(ranks)}: {kind}: {what}", remedy))
+    if missing:
+        text = f"{ranks_text(missing)} did not come back from the self-test"
+        found.append(Finding("self-test", FATAL, sorted(missing), text, _REMEDIES["PeerLost"]))
+    return found
+
+
+def _without_torch(options: argparse.Namespace, error: ImportError) -> int:
+    finding = Finding("torch", FATAL, [], f"PyTorch can't be imported: {error}", "install PyTorch: pip install torch")
+    if options.json:
+        print(json.dumps({"exit_code": 2, "findings": [finding.as_json()]}))
+    else:
+        print(f"syncengine doctor, {sys.executable}\n\n1. {finding.text}\n   {finding.remedy}", flush=True)
+    return 2

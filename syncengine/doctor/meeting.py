@@ -1,0 +1,67 @@
+"""Every rank's words, as far as ranks come: over the way by which `init` lets them meet."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any, NamedTuple
+
+from syncengine.errors import SyncError, Timeout
+from syncengine.launch import Exchange, Launch, open_exchange
+from syncengine.launch.arrivals import name_ranks
+
+_LOG_AFTER = 5.0
+_FAREWELL = 5.0
+
+
+class Gathered(NamedTuple):
+    """What has come: by rank, this one's included."""
+
+    words: dict[int, Any]
+    error: str  # why others' are missing, or ""
+
+    def missing(self, ranks: int) -> set[int]:
+        """Ranks that did not come."""
+        return set(range(ranks)) - self.words.keys()
+
+
+class Meeting:
+    """Two rounds: facts, and outcomes of the self-test. Waits at most `timeout` seconds for each, twice that long for
+    the second one, before which ranks may have waited for each other in vain. Then leave().
+    """
+
+    def __init__(self, launch: Launch, timeout: float) -> None:
+        self._launch = launch
+        self._error = ""
+        self._exchanges: list[Exchange] = []
+        if launch.world_size == 1:
+            return
+        try:
+            # All before init() opens another one: the n-th of one rank meets the n-th of the others.
+            seconds = (timeout, 2 * timeout, _FAREWELL)
+            self._exchanges = [open_exchange(launch, each, _LOG_AFTER) for each in seconds]
+        except SyncError as error:
+            self._error = str(error)
+
+    def gather(self, words: Any) -> Gathered:
+        """Called twice, by all ranks."""
+        own = {self._launch.rank: words}
+        if not self._exchanges:
+            return Gathered(own, self._error)
+        exchange = self._exchanges.pop(0)
+        try:
+            exchange(json.dumps(words).encode())
+            error = ""
+        except Timeout:
+            gone = set(range(self._launch.world_size)) - exchange.arrived.keys() - {self._launch.rank}
+            error = f"{name_ranks(gone)} did not come"
+        except SyncError as other:
+            error = str(other)
+        come = {rank: json.loads(answer) for rank, answer in exchange.arrived.items()}
+        return Gathered(dict(sorted({**come, **own}.items())), error)
+
+    def leave(self) -> None:
+        """Rank 0 may serve the store by which the others meet: it stays until they have read all."""
+        if self._exchanges:
+            with contextlib.suppress(SyncError):
+                self._exchanges[-1](b"")

@@ -1,0 +1,102 @@
+"""A second of collectives between these ranks, each of whose results is checked."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import syncengine.communicator as default
+from syncengine._C import Communicator
+from syncengine.bench.collectives import Case, Shape, engine_case
+from syncengine.bench.patterns import count_wrong
+from syncengine.parallel import Parallel
+
+SECONDS = 1.0
+_TIMED_BYTES = 4 << 20
+_REPEATS = 20
+
+# Small and large, aligned and not, both kinds of memory: (collective, dtype, op, elements of a part, shared memory)
+_CASES = (
+    ("all_reduce", torch.float32, "sum", 1, False),
+    ("all_reduce", torch.float32, "avg", 257, False),
+    ("all_reduce", torch.bfloat16, "sum", 100_003, False),
+    ("all_reduce", torch.float32, "sum", 1 << 20, True),
+    ("all_reduce", torch.int64, "max", 5000, False),
+    ("all_gather", torch.float32, "sum", 10_007, False),
+    ("reduce_scatter", torch.float64, "sum", 10_007, True),
+    ("broadcast", torch.uint8, "sum", 100_000, False),
+)
+
+
+def run_self_test(timeout: float) -> dict[str, Any]:
+    """Collective. What this rank has seen, as JSON has it; raises what `init` and collectives raise."""
+    communicator = default.init(timeout=timeout)
+    cases = [
+        engine_case(Shape(name, communicator.size, count, dtype, op), communicator, None, shared)
+        for name, dtype, op, count, shared in _CASES
+    ]
+    wrong: dict[str, int] = {}
+    rounds, begin = 0, time.monotonic()
+    while True:
+        for case in cases:
+            bad = _check(case, rounds, communicator)
+            wrong[case.shape.name] = wrong.get(case.shape.name, 0) + bad
+        rounds += 1
+        if _is_over(communicator, time.monotonic() - begin > SECONDS):
+            break
+    wrong["gradients of Parallel"] = _wrong_gradients(communicator)
+    elapsed = time.monotonic() - begin
+    outcome = {
+        "collectives": rounds * len(cases),
+        "seconds": elapsed,
+        "wrong": {name: count for name, count in wrong.items() if count},
+        "barrier_us": _median_us(communicator, communicator.barrier),
+        "all_reduce_us": _time_all_reduce(communicator),
+        "all_reduce_bytes": _TIMED_BYTES,
+        "links": communicator.links,
+    }
+    default.shutdown()
+    return outcome
+
+
+def _check(case: Case, turn: int, communicator: Communicator) -> int:
+    case.fill(turn)
+    communicator.barrier()
+    case.call()
+    return case.wrong(turn)
+
+
+def _is_over(communicator: Communicator, here: bool) -> bool:
+    """Rank 0's clock counts."""
+    flag = torch.tensor([here], device="cpu")
+    communicator.broadcast(flag, 0)
+    return bool(flag.item())
+
+
+def _wrong_gradients(communicator: Communicator) -> int:
+    """Of one step of a model: each rank's input is a number of its own, so the mean is known."""
+    size = communicator.size
+    linear = torch.nn.Linear(300, 20, dtype=torch.float32, device="cpu")
+    model = Parallel(linear, process_group=communicator)
+    model(torch.full((1, 300), float(2 * communicator.rank))).sum().backward()
+    assert linear.weight.grad is not None
+    return count_wrong(linear.weight.grad, torch.full((20 * 300,), float(size - 1)))
+
+
+def _time_all_reduce(communicator: Communicator) -> float:
+    tensor = communicator.empty([_TIMED_BYTES // 4], torch.float32).zero_()
+    return _median_us(communicator, lambda: communicator.all_reduce(tensor))
+
+
+def _median_us(communicator: Communicator, call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(_REPEATS):
+        communicator.barrier()
+        begin = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - begin))
+    return statistics.median(times)

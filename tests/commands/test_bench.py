@@ -1,0 +1,250 @@
+"""`syncengine bench`: nccl-tests' columns and formulas, results that are verified, Gloo beside it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pty
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from command import LAUNCHERS, environ_of, launched, syncengine
+from pool import RankPool
+from repository import ROOT
+
+from syncengine.bench.collectives import COLLECTIVES, Case, Shape, bus_factor
+from syncengine.bench.options import DTYPES, OPS, add_options, size, sizes
+from syncengine.bench.patterns import PERIOD, count_wrong, reduced, tile, values
+
+SHORT = ("-n", "4", "-w", "1")
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return parser.parse_args(arguments)
+
+
+# --- Formulas
+
+
+@pytest.mark.parametrize(
+    ("name", "factors"),  # of 2, 4 and 8 ranks, as nccl-tests' doc/PERFORMANCE.md has them
+    [
+        ("all_reduce", (1, 1.5, 1.75)),
+        ("all_gather", (0.5, 0.75, 0.875)),
+        ("reduce_scatter", (0.5, 0.75, 0.875)),
+        ("all_to_all", (0.5, 0.75, 0.875)),
+        ("broadcast", (1, 1, 1)),
+    ],
+)
+def test_bus_bandwidth(name: str, factors: tuple[float, ...]):
+    assert tuple(bus_factor(name, ranks) for ranks in (2, 4, 8)) == factors
+
+
+def test_sizes_and_counts():
+    for name in ("all_reduce", "broadcast"):
+        shape = Shape.of_size(name, 4, 1024, torch.float32, "sum", 0)
+        assert (shape.size, shape.count, shape.input_count, shape.output_count) == (1024, 256, 256, 256)
+    for name, counts in (("all_gather", (64, 256)), ("reduce_scatter", (256, 64)), ("all_to_all", (256, 256))):
+        shape = Shape.of_size(name, 4, 1024, torch.float32, "sum", 0)
+        assert (shape.size, shape.count) == (1024, 64)
+        assert (shape.input_count, shape.output_count) == counts
+    assert Shape.of_size("all_gather", 4, 8, torch.float32, "sum", 0).size == 16  # one element a rank at least
+    assert Shape.of_size("barrier", 4, 0, torch.float32, "sum", 0).size == 0
+
+
+def test_options_of_nccl_tests():
+    options = parsed("-b", "8", "-e", "128M", "-f", "2")
+    assert sizes(options) == [8 << i for i in range(25)]
+    long = parsed("--minbytes", "8", "--maxbytes", "128M", "--stepfactor", "2", "--warmup_iters", "5", "--iters", "50")
+    assert vars(long) == vars(options)
+    assert sizes(parsed("-b", "1K", "-e", "4K", "-i", "1K")) == [1024, 2048, 3072, 4096]
+    assert [size(text) for text in ("8", "4K", "4KiB", "1m", "2GB")] == [8, 4096, 4096, 2**20, 2**31]
+    assert parsed("-d", "float16").dtype == "half"
+    assert parsed("--datatype", "half").dtype == "half"
+    assert parsed("-o", "product").op == "prod"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("-b", "8X"), "no number of bytes"),
+        (("-d", "complex64"), "none of int8"),
+        (("-n", "0"), "at least 1"),
+        (("-b", "8", "-e", "4", "--ranks", "2"), "-e 4 is less than -b 8"),
+        (("-o", "avg", "-d", "int32", "--ranks", "2"), "avg has no meaning for int32"),
+        (("--ranks", "1"), "give 2 to 64"),
+        ((), "give --ranks N"),
+    ],
+)
+def test_what_cannot_work_is_refused(arguments: tuple[str, ...], text: str):
+    result = syncengine("bench", *arguments)
+    assert result.returncode == 2
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+# --- What is right
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_sums_of_patterns_are_exact(dtype: torch.dtype, op: str):
+    """In any order, of up to 64 ranks: against the same in Python's own integers."""
+    for ranks in (2, 3, 64):
+        period = [values(rank, ranks, 5, dtype, op).tolist() for rank in range(ranks)]
+        reduce = {"sum": sum, "avg": sum, "min": min, "max": max, "prod": product}[op]
+        expected = [reduce(column) // (ranks if op == "avg" else 1) for column in zip(*period, strict=True)]
+        assert reduced(ranks, 5, dtype, op).tolist() == expected
+        if dtype.itemsize > 1:  # bytes wrap around, in additions and here
+            assert torch.tensor(expected).to(dtype).tolist() == expected
+            assert all(sum(column) == int(torch.tensor(sum(column)).to(dtype)) for column in zip(*period, strict=True))
+
+
+def product(numbers: Any) -> int:
+    result = 1
+    for number in numbers:
+        result *= number
+    return result
+
+
+def test_wrong_elements_are_counted():
+    expected = tile(torch.arange(PERIOD), 3, 1000, torch.float32)
+    assert expected[:3].tolist() == [3, 4, 5]
+    assert expected[PERIOD - 3] == 0
+    assert count_wrong(expected.clone(), expected) == 0
+    result = expected.clone()
+    result[[1, 500, 999]] += torch.tensor([1, 2**-10, torch.nan])
+    assert count_wrong(result, expected) == 3
+    assert count_wrong(result[:10], expected) == 1000
+
+
+def measured(*arguments: str, broken: int = 0) -> tuple[int, dict[str, Any] | None]:
+    """Runs the command on this rank, in this process. Rank 1 spoils `broken` elements of each result."""
+    import contextlib
+    import io
+
+    from syncengine.__main__ import main
+
+    call = Case.call
+
+    def broken_call(self: Case) -> None:
+        call(self)
+        if self.rank == 1:
+            self.output[:broken] += 1
+
+    Case.call = broken_call if broken else call
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said):
+            code = main(["bench", "--json", *SHORT, *arguments])
+    finally:
+        Case.call = call
+    return code, json.loads(said.getvalue()) if said.getvalue() else None
+
+
+def measured_with(arguments: tuple[str, ...], broken: int = 0) -> tuple[int, dict[str, Any] | None]:
+    return measured(*arguments, broken=broken)
+
+
+@pytest.mark.parametrize("memory", ["torch", "shared"])
+def test_every_collective_is_right(pool: RankPool, memory: str):
+    """Three ranks: parts of sizes that are no powers of two."""
+    wanted = ("--collective", "all", "-b", "8", "-e", "300K", "-f", "37", "--memory", memory)
+    (code, report), *others = pool.run(measured_with, wanted, world=3, settings=None)
+    assert code == 0
+    assert others == [(0, None), (0, None)]
+    assert report["ranks"] == 3
+    rows = report["rows"]
+    assert {row["collective"] for row in rows} == set(COLLECTIVES)
+    for row in rows:
+        assert row["wrong"] == (None if row["collective"] == "barrier" else 0)
+        assert row["time"] > 0
+        assert row["algbw"] == pytest.approx(row["size"] / row["time"] / 1e3)
+        assert row["busbw"] == pytest.approx(row["algbw"] * bus_factor(row["collective"], 3))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", ["half", "bfloat16", "double", "int8", "int64"])
+def test_every_reduction_is_right(pool: RankPool, dtype: str, op: str):
+    if op == "avg" and not DTYPES[dtype].is_floating_point:
+        pytest.skip("refused")
+    wanted = ("-d", dtype, "-o", op, "-b", "5000", "-e", "5000")
+    (code, report), _, _ = pool.run(measured_with, wanted, world=3, settings=None)
+    assert (code, report["rows"][0]["wrong"]) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "all_to_all"])
+def test_a_broken_result_is_counted(pool: RankPool, name: str):
+    """By elements, in each of the turns, and the exit code says it."""
+    wanted = ("--collective", name, "-b", "4K", "-e", "4K")
+    (code, report), (other, _) = pool.run(measured_with, wanted, 5, settings=None)
+    turns = 4
+    assert report["rows"][0]["wrong"] == 5 * turns
+    assert (code, other) == (1, 0)
+
+
+def test_unchecked_results_are_not_called_right(pool: RankPool):
+    (code, report), _ = pool.run(measured_with, ("-c", "0", "-b", "4K", "-e", "4K"), 5, settings=None)
+    assert (code, report["rows"][0]["wrong"]) == (0, None)
+
+
+def test_a_root_that_is_no_rank(pool: RankPool):
+    results = pool.run(measured_with, ("--collective", "broadcast", "-r", "2"), settings=None)
+    assert [code for code, _ in results] == [2, 2]
+
+
+# --- The command
+
+
+def test_columns():
+    result = syncengine("bench", "--ranks", "2", "-b", "8", "-e", "64", "--collective", "all", "--compare", *SHORT)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    tables = [i for i, line in enumerate(lines) if line.startswith("# syncengine bench, ")]
+    assert len(tables) == len(COLLECTIVES)
+    ours = ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
+    head = lines[tables[0] + 3].lstrip("#").split()
+    assert head == [*ours, "Gloo", "time", "busbw", "#wrong", "ratio", "(quartiles)"]
+    rows = [line.split() for line in lines[tables[0] : tables[1]] if not line.startswith("#")]
+    assert [row[:5] for row in rows] == [[str(b), str(b // 4), "float", "sum", "-1"] for b in (8, 16, 32, 64)]
+    for row in rows:
+        time, algbw, busbw, wrong, gloo_time, _, gloo_wrong, ratio = row[5:13]
+        assert (wrong, gloo_wrong) == ("0", "0")
+        assert float(algbw) == pytest.approx(int(row[0]) / float(time) / 1e3, abs=0.01)
+        assert algbw == busbw  # of two ranks
+        assert float(gloo_time) > 0
+        assert float(ratio) > 0
+    assert result.stdout.count("# Wrong values: 0 OK") == len(COLLECTIVES) - 1
+    assert "\r" not in result.stderr  # no terminal
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_by_launchers(launcher: str):
+    result = launched(launcher, "bench", "-b", "1K", "-e", "1M", "-f", "1024", "--compare", "--json", *SHORT)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert [row["size"] for row in report["rows"]] == [1024, 2**20]
+    for row in report["rows"]:
+        assert row["wrong"] == row["gloo"]["wrong"] == 0
+        assert 0 < row["ratio"]["p25"] <= row["ratio"]["median"] <= row["ratio"]["p75"]
+        assert 0 < row["spread"]["p25"] <= row["time"] <= row["spread"]["p75"]
+
+
+def test_progress_on_a_terminal():
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "syncengine", "bench", "--ranks", "2", "-b", "8", "-e", "16", *SHORT]
+    process = subprocess.Popen(command, env=environ_of(), cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True)
+    os.close(theirs)
+    out, _ = process.communicate(timeout=240)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert process.returncode == 0, shown
+    assert "all_reduce: 8 bytes, 1 of 2" in shown
+    assert shown.endswith("\r\033[K")
+    assert len([line for line in out.splitlines() if not line.startswith("#")]) == 2

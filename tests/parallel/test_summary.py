@@ -1,0 +1,201 @@
+"""The line at the end of a run, and the numbers that loggers get."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+from parallel_models import data
+from pool import RankPool, Ranks
+from torch import nn
+
+import syncengine
+from syncengine.parallel.summary import LEAST_STEPS, _size
+
+BYTES = (24 * 100 + 100) * 4  # of the gradients of `Linear(24, 100)`
+WANTED = {"SYNCENGINE_SUMMARY": "1"}
+KEYS = {
+    "steps",
+    "step_ms",
+    "exposed_sync_ms",
+    "exposed_sync_percent",
+    "total_reduced_bytes",
+    "reduced_bytes",
+    "copied_bytes",
+    "staged_bytes",
+    "buckets",
+}
+
+
+def train(steps: int, raises: bool = False, keeps: bool = True) -> dict[str, float]:
+    model = syncengine.Parallel(nn.Linear(24, 100))
+    for i in range(steps):
+        model(data(i)).sum().backward()
+    with model.no_sync():
+        model(data(0)).sum().backward()  # is no step of its own
+    if raises:
+        raise ValueError("the disk is full")
+    numbers = model.stats()
+    if not keeps:
+        syncengine.shutdown()
+    return numbers
+
+
+def lines(ranks: Ranks) -> list[list[str]]:
+    """What each rank has said by its end, without what tracebacks say."""
+    for rank in ranks:
+        assert rank.exit_code() is not None
+    return [[line for line in rank.output().splitlines() if line.startswith("syncengine: ")] for rank in ranks]
+
+
+def test_rank_0_says_how_the_steps_went(pool: RankPool):
+    steps = 23
+    with pool.spawn_ranks(train, steps, environ=WANTED) as ranks:
+        of_0, of_1 = lines(ranks)
+    assert of_1 == []
+    (line,) = of_0
+    assert line.startswith(f"syncengine: {steps} steps of Parallel(Linear) on 2 ranks, median ")
+    assert " ms, exposed synchronization " in line
+    assert f"; {_size(BYTES)} of gradients reduced a step, {_size(BYTES * steps)} in all (" in line
+
+
+def test_also_after_a_shutdown(pool: RankPool):
+    with pool.spawn_ranks(train, 12, False, False, environ=WANTED) as ranks:
+        assert [len(said) for said in lines(ranks)] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("steps", "raises", "environ", "settings"),
+    [
+        (LEAST_STEPS - 1, False, WANTED, {}),
+        (23, True, WANTED, {}),
+        (23, False, {"SYNCENGINE_SUMMARY": "0"}, {}),
+        (23, False, WANTED, {"summary": False}),
+    ],
+    ids=["few steps", "an error", "off by variable", "off by argument"],
+)
+def test_otherwise_nothing_is_said(pool: RankPool, steps: int, raises: bool, environ: dict, settings: dict):
+    with pool.spawn_ranks(train, steps, raises, environ=environ, settings={"timeout": 60.0, **settings}) as ranks:
+        assert lines(ranks) == [[], []]
+
+
+def train_until_a_peer_is_lost() -> None:
+    model = syncengine.Parallel(nn.Linear(24, 100))
+    for i in range(30):
+        model(data(i)).sum().backward()
+        if syncengine.rank() == 1 and i == 20:
+            os._exit(3)
+
+
+def test_nothing_is_said_after_the_loss_of_a_peer(pool: RankPool):
+    with pool.spawn_ranks(train_until_a_peer_is_lost, environ=WANTED) as ranks:
+        assert lines(ranks) == [[], []]
+        assert "PeerLost" in ranks[0].output()
+
+
+def train_on_a_split() -> None:
+    """Whose communicator does not learn of the error that ends the program."""
+    everyone = syncengine.default_communicator().split([0, 1])
+    model = syncengine.Parallel(nn.Linear(24, 100), process_group=everyone)
+    for i in range(23):
+        model(data(i)).sum().backward()
+    everyone.barrier()
+    raise ValueError("the disk is full")
+
+
+def test_nothing_is_said_after_an_error_outside_of_training(pool: RankPool):
+    with pool.spawn_ranks(train_on_a_split, environ=WANTED) as ranks:
+        assert lines(ranks) == [[], []]
+        assert "the disk is full" in ranks[0].output()
+
+
+def test_by_default_it_is_said():
+    assert syncengine.config.Config.read({}).summary
+    assert not syncengine.config.Config.read({"SYNCENGINE_SUMMARY": "0"}).summary
+
+
+def test_sizes():
+    assert [_size(n) for n in (0, 1023, 1024, 3 * 2**19, 2**40 * 5000)] == [
+        "0 B",
+        "1023 B",
+        "1.00 KiB",
+        "1.50 MiB",
+        "5000.00 TiB",
+    ]
+
+
+def test_stats_are_plain_numbers(pool: RankPool):
+    for numbers in pool.run(train, 7):
+        assert numbers.keys() == KEYS
+        assert all(type(number) in (int, float) for number in numbers.values())
+        assert numbers["steps"] == 7
+        assert numbers["total_reduced_bytes"] == 7 * BYTES
+        assert numbers["reduced_bytes"] == BYTES
+        assert 0 < numbers["step_ms"] < 60e3
+        assert numbers["exposed_sync_ms"] > 0
+
+
+def test_stats_of_one_rank_have_the_same_keys(pool: RankPool):
+    (numbers,) = pool.run(train, 7, world=1)
+    assert numbers.keys() == KEYS
+    assert set(numbers.values()) == {0}
+
+
+def wait_for_the_other() -> tuple[int, int, int]:
+    """Rank 1 comes late to each backward. Of this rank: the medians of its waits, of what backward takes, and of
+    steps.
+    """
+    model = syncengine.Parallel(nn.Linear(24, 100))
+    spent = []
+    for i in range(9):
+        loss = model(data(i)).sum()
+        if syncengine.rank() == 1:
+            time.sleep(0.02)
+        begin = time.perf_counter_ns()
+        loss.backward()
+        spent.append(time.perf_counter_ns() - begin)
+    summary = model.reducer.step_times().summary()
+    return summary["median_wait"], sorted(spent)[len(spent) // 2], summary["median"]
+
+
+def test_what_is_exposed_is_a_part_of_backward(pool: RankPool):
+    for wait, backward, step in pool.run(wait_for_the_other):
+        assert 0 < wait <= backward
+        assert step >= wait
+
+
+def steps_around_an_error() -> dict[str, int]:
+    model = syncengine.Parallel(nn.Linear(24, 100))
+    for i in range(4):
+        model(data(i)).sum().backward()
+    for _ in range(2):
+        y = model(data(0))
+        y.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            y.sum().backward()
+    for i in range(3):
+        model(data(i)).sum().backward()
+    return model.stats()
+
+
+def test_a_step_that_failed_is_none(pool: RankPool):
+    for numbers in pool.run(steps_around_an_error):
+        assert numbers["steps"] == 7
+        assert numbers["total_reduced_bytes"] == 7 * BYTES
+
+
+def many_models() -> tuple[int, int]:
+    from syncengine.parallel import summary
+
+    models = [syncengine.Parallel(nn.Linear(24, 3)) for _ in range(40)]
+    for i in range(2):
+        models[7](data(i)).sum().backward()
+    models += [syncengine.Parallel(nn.Linear(24, 3)) for _ in range(40)]
+    steps = [one.times.summary()["steps"] for one in summary._followed]
+    return len(steps), sum(steps)
+
+
+def test_of_many_models_those_with_most_steps_are_remembered(pool: RankPool):
+    with pool.spawn_ranks(many_models, environ=WANTED) as ranks:
+        assert [rank.result() for rank in ranks] == [(64, 2), (0, 0)]
