@@ -43,6 +43,7 @@ MODULES = [
     "hooks",
     "parallel",
     "__init__",
+    "horovod",
 ]
 PARALLEL_MODULES = [
     "refusal",
@@ -70,6 +71,27 @@ PARALLEL_MODULES = [
     "tuning",
     "planning",
     "wrapper",
+    "__init__",
+]
+HOROVOD_MODULES = [
+    "reductions",
+    "compression",
+    "requests",
+    "streams",
+    "handles",
+    "calls",
+    "process",
+    "process_sets",
+    "allreduce",
+    "gather",
+    "broadcast",
+    "scatter",
+    "objects",
+    "gradient_stream",
+    "gradients",
+    "optimizer",
+    "join",
+    "refusal",
     "__init__",
 ]
 LAUNCH_MODULES = ["variables", "slurm", "arrivals", "store", "mpi", "environment", "__init__"]
@@ -171,3 +193,4 @@ def test_imports_point_downwards():
     assert python_violations(ROOT / "syncengine", "syncengine", MODULES) == []
     assert python_violations(ROOT / "syncengine" / "launch", "syncengine.launch", LAUNCH_MODULES) == []
     assert python_violations(ROOT / "syncengine" / "parallel", "syncengine.parallel", PARALLEL_MODULES) == []
+    assert python_violations(ROOT / "syncengine" / "horovod", "syncengine.horovod", HOROVOD_MODULES) == []
