@@ -33,8 +33,10 @@ def allreduce_async(
     Each rank's tensor is first multiplied by `prescale_factor`, the result by `postscale_factor`.
     """
     check_process_set("allreduce", process_set)
+    op = choose_op(op, average)
+    check_reducible("allreduce", [tensor], op)
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-    return _start(copy, None, name, choose_op(op, average), prescale_factor, postscale_factor)
+    return _start(copy, None, name, op, prescale_factor, postscale_factor)
 
 
 def allreduce_async_(
@@ -48,11 +50,12 @@ def allreduce_async_(
 ) -> int:
     """As `allreduce_async`, but in place."""
     check_process_set("allreduce", process_set)
-    values = tensor.detach()
-    target = None
+    op = choose_op(op, average)
+    check_reducible("allreduce", [tensor], op)
+    values, target = tensor.detach(), None
     if not values.is_contiguous():
         target, values = values, values.contiguous()
-    return _start(values, (tensor, target), name, choose_op(op, average), prescale_factor, postscale_factor)
+    return _start(values, (tensor, target), name, op, prescale_factor, postscale_factor)
 
 
 def allreduce(
@@ -163,7 +166,6 @@ def _start(
     postscale: float,
 ) -> int:
     """Reduces `values`, which are contiguous. `in_place`: the tensor to return, and where to copy the result, if so."""
-    check_reducible("allreduce", [values], op)
     what = f"{describe(values)}, {arguments(op, prescale, postscale)}"
 
     def finish() -> torch.Tensor:
@@ -216,9 +218,10 @@ def _launch(
     layout = [(dtype_name(flat.dtype), flat.numel()) for flat in flats]
     announcement = stream.announce(Request(kind, name or "", what, layout, op.value))
     works = []
-    for flat in flats:
-        scale(flat, prescale)
-        works.append(stream.communicator.all_reduce(flat, engine_op(flat.dtype, op), async_op=True))
+    with announcement.explains():
+        for flat in flats:
+            scale(flat, prescale)
+            works.append(stream.communicator.all_reduce(flat, engine_op(flat.dtype, op), async_op=True))
 
     def finish_all(_: object) -> Any:
         for flat in flats:

@@ -25,6 +25,7 @@ def broadcast_async(
     Returns a handle for `poll` and `synchronize`.
     """
     check_process_set("broadcast", process_set)
+    _check_dense(tensor)
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     return _start(copy, copy, root_rank, name)
 
@@ -34,6 +35,7 @@ def broadcast_async_(
 ) -> int:
     """As `broadcast_async`, but in place."""
     check_process_set("broadcast", process_set)
+    _check_dense(tensor)
     return _start(tensor, tensor.detach().contiguous(), root_rank, name)
 
 
@@ -57,15 +59,19 @@ def broadcast_(
     return written
 
 
+def _check_dense(tensor: torch.Tensor) -> None:
+    if tensor.layout != torch.strided:
+        raise InvalidUsage(f"broadcast needs a dense tensor, not one of layout {tensor.layout}: to_dense() it before")
+
+
 def _start(tensor: torch.Tensor, values: torch.Tensor, root_rank: int, name: str | None) -> int:
     """Broadcasts `values`, which are contiguous, and returns them in `tensor`."""
     stream = calls()
     stream.check_root("broadcast", root_rank)
-    if tensor.layout != torch.strided:
-        raise InvalidUsage(f"broadcast needs a dense tensor, not one of layout {tensor.layout}: to_dense() it before")
     what = f"{describe(values)}, root_rank={root_rank}"
     announcement = stream.announce(bytes_request("broadcast", name or "", what, values.nbytes, str(root_rank)))
-    work = stream.communicator.broadcast(as_bytes(values), root_rank, async_op=True)
+    with announcement.explains():
+        work = stream.communicator.broadcast(as_bytes(values), root_rank, async_op=True)
 
     def finish(round: Round) -> torch.Tensor:
         if root_rank in round.joined:

@@ -23,7 +23,7 @@ def join(device: int = -1) -> int:
             served = main.serve() + sum(future.result() for future in others)
         except BaseException as error:
             for stream in streams:  # else their threads wait for the others
-                stream.communicator.abort(f"rank {main.communicator.global_ranks[main.rank]} in hvd.join(): {error}")
+                stream.abort(f"rank {main.communicator.global_ranks[main.rank]} in hvd.join(): {error}")
             raise
     # Who took part in the fewest operations without data was the last to join.
     counts = torch.empty(main.size, dtype=torch.int64, device="cpu")

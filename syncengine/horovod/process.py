@@ -49,12 +49,12 @@ def shutdown() -> None:
 
 def is_initialized() -> bool:
     """Whether init() has been called, and shutdown() not since."""
-    return _calls is not None and engine.is_initialized()
+    return _calls is not None and engine.is_initialized() and engine.default_communicator() is _calls.communicator
 
 
 def calls() -> Calls:
     """The stream of this module's collectives. Raises InvalidUsage before init()."""
-    if _calls is None or not engine.is_initialized():
+    if _calls is None or not is_initialized():
         raise InvalidUsage("Horovod has not been initialized: call hvd.init() first")
     return _calls
 

@@ -43,7 +43,8 @@ def reducescatter_async(
     announcement = stream.announce(Request("reducescatter", name or "", what, layout, op.value))
     scale_in_place(values, prescale_factor)
     # An all-reduce, so that those who have joined can take part whatever the number of rows.
-    work = stream.communicator.all_reduce(values.view(-1), engine_op(values.dtype, op), async_op=True)
+    with announcement.explains():
+        work = stream.communicator.all_reduce(values.view(-1), engine_op(values.dtype, op), async_op=True)
     part = values.tensor_split(stream.size)[stream.rank]
 
     def finish(_: object) -> torch.Tensor:

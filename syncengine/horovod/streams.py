@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -36,7 +38,7 @@ class Announcement:
         data = request.encode()
         self._own = torch.frombuffer(bytearray(data.ljust(SIZE, b"\0")), dtype=torch.uint8)
         self._all = torch.empty(stream.size * SIZE, dtype=torch.uint8, device="cpu")
-        self._work = stream.communicator.all_gather(self._all, self._own, async_op=True)
+        self._work = stream.announcements.all_gather(self._all, self._own, async_op=True)
         self._round: Round | None = None
 
     def is_completed(self) -> bool:
@@ -55,6 +57,15 @@ class Announcement:
                 self._check(self._round)
         return self._round
 
+    @contextmanager
+    def explains(self) -> Iterator[None]:
+        """In it the operation itself is started: where it does not fit the others', this says it in Horovod's words."""
+        try:
+            yield
+        except Mismatch:
+            self.wait()
+            raise
+
     def _check(self, round: Round) -> None:
         ranks = self._stream.communicator.global_ranks
         active = [(rank, r) for rank, r in zip(ranks, round.requests, strict=True) if r.kind != JOIN.kind]
@@ -69,10 +80,16 @@ class Announcement:
 
 
 class Stream:
-    """The operations of one communicator, in the order in which every rank calls them."""
+    """The operations of one communicator, in the order in which every rank calls them.
+
+    Announcements have a communicator of their own, so that they arrive where the operations themselves do not fit.
+    Collective.
+    """
 
     def __init__(self, communicator: Communicator) -> None:
-        self.communicator = communicator
+        announcements = communicator.split(list(range(communicator.size)))
+        assert announcements is not None
+        self.communicator, self.announcements = communicator, announcements
         self.rank, self.size = communicator.rank, communicator.size
 
     def announce(self, request: Request) -> Announcement:
@@ -81,8 +98,13 @@ class Stream:
 
     def fail(self, text: str, error: type[InvalidUsage] | type[Mismatch] = InvalidUsage) -> NoReturn:
         """Raises `error`, here and on every rank that waits for this one."""
-        self.communicator.abort(text, error.__name__)
+        self.abort(text, error.__name__)
         raise error(text)
+
+    def abort(self, text: str, error: str = "Aborted") -> None:
+        """Every rank that waits for this one raises `error`."""
+        for communicator in (self.announcements, self.communicator):
+            communicator.abort(text, error)
 
     def refuse_joined(self, round: Round) -> None:
         """Raises InvalidUsage on all ranks if one of them has joined."""
