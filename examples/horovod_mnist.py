@@ -22,7 +22,7 @@ def digits(count: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(0)
     patterns = torch.randn(10, 1, 28, 28, generator=generator)
     classes = torch.randint(10, (count,), generator=generator)
-    return TensorDataset(patterns[classes] + torch.randn(count, 1, 28, 28, generator=generator), classes)
+    return TensorDataset(patterns[classes] + 0.5 * torch.randn(count, 1, 28, 28, generator=generator), classes)
 
 
 def make_model() -> nn.Module:
@@ -41,12 +41,12 @@ def main() -> None:
 
     hvd.init()
     torch.manual_seed(42 + hvd.rank())  # rank 0's weights are broadcast
-    dataset = digits(512)
+    dataset = digits(1024)
     sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
     loader = DataLoader(dataset, batch_size=32, sampler=sampler)
     model = make_model()
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size(), momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * hvd.size(), momentum=0.5)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none

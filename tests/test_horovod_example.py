@@ -20,10 +20,10 @@ from examples.horovod_mnist import digits, make_model
 def train_by_ddp() -> dict[str, torch.Tensor]:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(42 + rank)
-    dataset = digits(512)
+    dataset = digits(1024)
     sampler = DistributedSampler(dataset)
     model = DistributedDataParallel(make_model())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * size, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * size, momentum=0.5)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         for x, y in DataLoader(dataset, batch_size=32, sampler=sampler):
@@ -46,7 +46,8 @@ def test_example_has_the_weights_of_ddp(pool, tmp_path: Path, launcher: str):
     assert result.returncode == 0, result.stdout + result.stderr
     said = [line for line in result.stdout.splitlines() if line.startswith("epoch")]
     assert len(said) == 2
-    assert said[-1].endswith("accuracy 1.00 on 2 ranks")
+    assert said[-1].endswith("on 2 ranks")
+    assert float(said[-1].split("accuracy ")[1].split()[0]) > 0.8
     trained = torch.load(file, weights_only=True)
     for expected in pool.run(train_by_ddp, settings=None, gloo=True):
         assert trained.keys() == expected.keys()
