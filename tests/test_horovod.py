@@ -51,6 +51,8 @@ def check_ops() -> None:
         assert torch.equal(own, of_rank(hvd.rank(), dtype)), "the input stays"
         scaled = hvd.allreduce(own, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
         torch.testing.assert_close(scaled, oracle("Sum", everyone))
+    low = hvd.allreduce(torch.tensor([-3 - 2 * hvd.rank()]), prescale_factor=1.1)
+    assert low.item() == math.trunc(sum(math.trunc(1.1 * (-3 - 2 * r)) for r in range(hvd.size())) / hvd.size())
     with pytest.warns(DeprecationWarning, match="average="):
         assert hvd.allreduce(torch.ones(()), average=False).item() == hvd.size()
     with pytest.warns(DeprecationWarning, match="op="):

@@ -320,6 +320,8 @@ def test_wrong_use():
         optimizer.zero_grad()
     with pytest.raises(InvalidUsage, match=r"step\(\) inside skip_synchronize\(\)"), optimizer.skip_synchronize():
         optimizer.step()
+    with pytest.raises(InvalidUsage, match=r"join\(\) between backward and step\(\)"):
+        hvd.join()
     with pytest.raises(InvalidUsage, match="load_state_dict"):
         optimizer.load_state_dict(optimizer.state_dict())
     with pytest.raises(InvalidUsage, match=r"4.bias was computed more than 1 times .* backward_passes_per_step"):

@@ -62,7 +62,7 @@ class Gradients:
     @property
     def pending(self) -> bool:
         """Whether some gradient is ready, and perhaps being reduced, but not synchronized."""
-        return bool(self._order)
+        return self._stream.in_step
 
     def set_passes(self, passes: int) -> None:
         """How many backwards make a gradient."""
@@ -93,6 +93,7 @@ class Gradients:
         self._bucket_of = {i: bucket for bucket, members in enumerate(self._stream.plan) for i in members}
 
     def _start_step(self) -> None:
+        self._stream.in_step = False
         self._order: list[int] = []  # of those that are ready
         self._missing = [len(members) for members in self._stream.plan]
         self._next = 0  # bucket to reduce
@@ -113,6 +114,7 @@ class Gradients:
 
     def _bring(self, i: int) -> None:
         self._check(i)
+        self._stream.in_step = True
         self._order.append(i)
         self._missing[self._bucket_of[i]] -= 1
         while self._next < len(self._missing) and self._missing[self._next] == 0:

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from syncengine.errors import InvalidUsage
 from syncengine.horovod.process import calls, optimizers
 
 
@@ -17,6 +18,11 @@ def join(device: int = -1) -> int:
     """
     main = calls()
     streams = [main, *optimizers()]
+    if any(stream.in_step for stream in streams):
+        raise InvalidUsage(
+            "join() between backward and step(): the other ranks wait for these gradients; call optimizer.step() or "
+            "synchronize() before"
+        )
     with ThreadPoolExecutor(len(streams)) as pool:
         others = [pool.submit(stream.serve) for stream in streams[1:]]
         try:

@@ -86,6 +86,8 @@ class Stream:
     Collective.
     """
 
+    in_step = False  # whether this rank has begun an operation that it must go on with itself
+
     def __init__(self, communicator: Communicator) -> None:
         announcements = communicator.split(list(range(communicator.size)))
         assert announcements is not None
