@@ -206,6 +206,19 @@ def local_rank() -> int:
     return local_rank
 
 
+def hosts() -> list[str]:
+    """Of each rank, which host it is on: equal texts for ranks that share one. Raises InvalidUsage before init()."""
+    return list(_current().connection.hosts)
+
+
+def launcher() -> str:
+    """What has started the ranks: "torchrun", "mpi", "slurm", "torch.distributed", or "single" for one process alone.
+
+    Raises InvalidUsage before init().
+    """
+    return _current().launch.kind
+
+
 def _current() -> _Default:
     current = _default
     if current is None:

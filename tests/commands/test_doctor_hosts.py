@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from command import environ_of
 from hosts import Hosts, why_not
+from repository import ROOT
 
 reason = why_not()
 pytestmark = pytest.mark.skipif(reason is not None, reason=reason or "")

@@ -45,6 +45,7 @@ MODULES = [
     "doctor",
     "__init__",
     "__main__",
+    "horovod",
 ]
 PARALLEL_MODULES = [
     "refusal",
@@ -74,6 +75,27 @@ PARALLEL_MODULES = [
     "tools",
     "logging",
     "wrapper",
+    "__init__",
+]
+HOROVOD_MODULES = [
+    "reductions",
+    "compression",
+    "requests",
+    "streams",
+    "handles",
+    "calls",
+    "process",
+    "process_sets",
+    "allreduce",
+    "gather",
+    "broadcast",
+    "scatter",
+    "objects",
+    "gradient_stream",
+    "gradients",
+    "optimizer",
+    "join",
+    "refusal",
     "__init__",
 ]
 LAUNCH_MODULES = ["variables", "slurm", "arrivals", "store", "mpi", "environment", "local", "__init__"]
@@ -175,3 +197,4 @@ def test_imports_point_downwards():
     assert python_violations(ROOT / "syncengine", "syncengine", MODULES) == []
     assert python_violations(ROOT / "syncengine" / "launch", "syncengine.launch", LAUNCH_MODULES) == []
     assert python_violations(ROOT / "syncengine" / "parallel", "syncengine.parallel", PARALLEL_MODULES) == []
+    assert python_violations(ROOT / "syncengine" / "horovod", "syncengine.horovod", HOROVOD_MODULES) == []

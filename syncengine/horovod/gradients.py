@@ -1,0 +1,180 @@
+"""The gradients of one DistributedOptimizer on this rank: collected by hooks, reduced while backward still runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from syncengine._C import Work
+from syncengine.errors import InvalidUsage
+from syncengine.horovod.gradient_stream import GradientStream
+from syncengine.horovod.reductions import scale
+from syncengine.horovod.streams import Announcement
+
+
+class _Flat:
+    """A bucket as one tensor: in memory that the peers read, or a large gradient where it lies."""
+
+    def __init__(self, values: torch.Tensor, like: Sequence[torch.Tensor]) -> None:
+        self.values = values
+        self.views = [
+            part.view(tensor.shape) for part, tensor in zip(values.split([t.numel() for t in like]), like, strict=True)
+        ]
+
+
+class Gradients:
+    """Reduces the gradients of `parameters`, bucket by bucket, as soon as each has had `passes` backwards.
+
+    Buckets are reduced in the same order on every rank, so one that is not complete holds up those behind it, at the
+    latest until `synchronize`. `factors`: on what is reduced, before and after.
+    """
+
+    def __init__(
+        self,
+        stream: GradientStream,
+        parameters: Sequence[torch.Tensor],
+        names: Sequence[str],
+        passes: int,
+        factors: tuple[float, float],
+        sparse_as_dense: bool,
+    ) -> None:
+        self._stream = stream
+        self._parameters = parameters
+        self._names = names
+        self._passes = passes
+        self._factors = factors
+        self._sparse_as_dense = sparse_as_dense
+        self._flats: dict[int, _Flat] = {}  # of small gradients, as long as the plan
+        self._left = [passes] * len(parameters)  # backwards until each is ready
+        self._follow_plan()
+        self._start_step()
+        me = weakref.ref(self)  # a parameter keeps its hooks
+        for i, parameter in enumerate(parameters):
+
+            def hook(_: torch.Tensor, i: int = i) -> None:
+                if gradients := me():
+                    gradients._on_gradient(i)
+
+            parameter.register_post_accumulate_grad_hook(hook)
+
+    @property
+    def pending(self) -> bool:
+        """Whether some gradient is ready, and perhaps being reduced, but not synchronized."""
+        return self._stream.in_step
+
+    def set_passes(self, passes: int) -> None:
+        """How many backwards make a gradient."""
+        self._passes = passes
+        self._left = [passes] * len(self._parameters)
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Brings the gradients that no backward has brought (zeros, if there are none), and waits for all."""
+        brought = list(self._order)
+        for i in set(range(len(self._parameters))).difference(brought):
+            parameter = self._parameters[i]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self._bring(i)
+        if self._announcement is not None:
+            self._announcement.wait()
+        for bucket, flat, work in self._reducing:
+            work.wait()
+            self._deliver(bucket, flat)
+        if self._parameters and self._stream.end_step(self._order if brought else []):
+            self._follow_plan()
+        self._left = [self._passes] * len(self._parameters)
+        self._start_step()
+
+    def _follow_plan(self) -> None:
+        self._flats.clear()
+        self._bucket_of = {i: bucket for bucket, members in enumerate(self._stream.plan) for i in members}
+
+    def _start_step(self) -> None:
+        self._stream.in_step = False
+        self._order: list[int] = []  # of those that are ready
+        self._missing = [len(members) for members in self._stream.plan]
+        self._next = 0  # bucket to reduce
+        self._announcement: Announcement | None = None
+        self._reducing: list[tuple[int, _Flat, Work]] = []
+
+    @torch.no_grad()
+    def _on_gradient(self, i: int) -> None:
+        if self._left[i] <= 0:
+            raise InvalidUsage(
+                f"the gradient of {self._names[i]} was computed more than {self._passes} times before step(): call "
+                f"step() or synchronize() after each backward, or give backward_passes_per_step (now {self._passes}) "
+                "how many come before it"
+            )
+        self._left[i] -= 1
+        if self._left[i] == 0:
+            self._bring(i)
+
+    def _bring(self, i: int) -> None:
+        self._check(i)
+        self._stream.in_step = True
+        self._order.append(i)
+        self._missing[self._bucket_of[i]] -= 1
+        while self._next < len(self._missing) and self._missing[self._next] == 0:
+            self._reduce(self._next)
+            self._next += 1
+
+    def _check(self, i: int) -> None:
+        parameter = self._parameters[i]
+        assert parameter.grad is not None
+        if parameter.grad.requires_grad:
+            raise InvalidUsage(
+                f"the gradient of {self._names[i]} has a graph of its own: a DistributedOptimizer does not work with "
+                "backward(create_graph=True); use torch.autograd.grad for that"
+            )
+        if parameter.grad.layout != torch.strided:
+            if not self._sparse_as_dense:
+                raise InvalidUsage(
+                    f"the gradient of {self._names[i]} is sparse: give DistributedOptimizer(sparse_as_dense=True), or "
+                    "wrap the model in syncengine.Parallel, which exchanges sparse gradients"
+                )
+            parameter.grad = parameter.grad.to_dense()
+
+    def _gradients(self, bucket: int) -> list[torch.Tensor]:
+        gradients = []
+        for i in self._stream.plan[bucket]:
+            parameter = self._parameters[i]
+            if parameter.grad is None:
+                raise InvalidUsage(
+                    f"the gradient of {self._names[i]} was set to None between backward and step(): that is too early, "
+                    "since other ranks wait for it"
+                )
+            gradients.append(parameter.grad)
+        return gradients
+
+    def _reduce(self, bucket: int) -> None:
+        if self._announcement is None:
+            self._announcement = self._stream.announce(self._stream.request())
+        gradients = self._gradients(bucket)
+        wire = self._stream.wire(bucket)
+        if len(gradients) == 1 and gradients[0].dtype == wire and gradients[0].is_contiguous():
+            flat = _Flat(gradients[0].view(-1), gradients)
+        else:
+            flat = self._flat(bucket, gradients, wire)
+            torch._foreach_copy_(flat.views, gradients)
+        scale(flat.values, self._factors[0])
+        self._reducing.append((bucket, flat, self._stream.reduce(flat.values)))
+
+    def _flat(self, bucket: int, like: Sequence[torch.Tensor], wire: torch.dtype) -> _Flat:
+        flat = self._flats.get(bucket)
+        if flat is None:
+            elements = self._stream.elements(bucket)
+            if like[0].device.type == "cpu":
+                values = self._stream.communicator.empty([elements], wire)
+            else:
+                values = torch.empty(elements, dtype=wire, device=like[0].device)
+            flat = self._flats[bucket] = _Flat(values, like)
+        return flat
+
+    def _deliver(self, bucket: int, flat: _Flat) -> None:
+        scale(flat.values, self._factors[1])
+        gradients = self._gradients(bucket)
+        if gradients[0].data_ptr() != flat.values.data_ptr():
+            torch._foreach_copy_(gradients, flat.views)

@@ -1,0 +1,145 @@
+"""Parameters, optimizers' states and any objects, from one rank to all or from all to all."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from syncengine.errors import InvalidUsage
+from syncengine.horovod.calls import Calls, bytes_of_rows, bytes_request
+from syncengine.horovod.process import calls
+from syncengine.horovod.process_sets import check_process_set, global_process_set
+from syncengine.horovod.requests import Request
+from syncengine.parallel.broadcast import TensorBroadcast, broadcast_named
+
+Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
+
+
+def broadcast_parameters(params: Parameters, root_rank: int, process_set: object = global_process_set) -> None:
+    """Copies rank `root_rank`'s values into `params`: a state_dict, named parameters, or parameters.
+
+    Raises Mismatch on all ranks, naming the tensor, where names, dtypes or shapes differ between ranks.
+    """
+    check_process_set("broadcast_parameters", process_set)
+    stream = _announce("broadcast_parameters", root_rank)
+    named = [(name, tensor.detach()) for name, tensor in _named(params)]
+    for device in dict.fromkeys(tensor.device for _, tensor in named):
+        mine = [(name, tensor) for name, tensor in named if tensor.device == device]
+        broadcast_named(stream.communicator, "the tensors of broadcast_parameters", mine, device, root_rank)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Gives `optimizer` the state and options of rank `root_rank`'s: momenta, step counts, learning rates, ...
+
+    The others' may be new: no step is made for it. `model` is not needed.
+    """
+    stream = _announce("broadcast_optimizer_state", root_rank)
+    tensors: list[torch.Tensor] = []
+    is_root = stream.rank == root_rank
+    outline = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
+    shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
+    outline, shapes = broadcast_object((outline, shapes), root_rank, "the optimizer's state")
+    values = [
+        tensors[i].detach().cpu().contiguous() if is_root else torch.empty(shape, dtype=dtype, device="cpu")
+        for i, (dtype, shape) in enumerate(shapes)
+    ]
+    TensorBroadcast(stream.communicator, values, torch.device("cpu"))(values, root_rank)
+    if not is_root:
+        optimizer.load_state_dict(_put_tensors(outline, values))
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: object = global_process_set
+) -> Any:
+    """Rank `root_rank`'s `obj`, pickled, on every rank."""
+    check_process_set("broadcast_object", process_set)
+    stream = calls()
+    stream.check_root("broadcast_object", root_rank)
+    data = pickle.dumps(obj) if stream.rank == root_rank else b""
+    request = bytes_request("broadcast_object", name or "", f"root_rank={root_rank}", 0, own=len(data))
+    round = stream.announce(request).wait()
+    stream.refuse_joined(round)
+    message = torch.empty(round.requests[root_rank].own, dtype=torch.uint8, device="cpu")
+    if stream.rank == root_rank:
+        message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    stream.communicator.broadcast(message, root_rank)
+    return obj if stream.rank == root_rank else pickle.loads(message.numpy().tobytes())
+
+
+def broadcast_object_fn(
+    root_rank: int = 0, name: str | None = None, process_set: object = global_process_set
+) -> Callable[[Any], Any]:
+    """`broadcast_object` with these arguments."""
+    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: object = global_process_set) -> list[Any]:
+    """Every rank's `obj`, pickled, in rank order."""
+    check_process_set("allgather_object", process_set)
+    stream = calls()
+    data = pickle.dumps(obj)
+    round = stream.announce(bytes_request("allgather_object", name or "", "", 1, own=len(data))).wait()
+    stream.refuse_joined(round)
+    sizes = bytes_of_rows(round, 1)
+    whole = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    for work in stream.gather(whole, torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes):
+        work.wait()
+    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes)]
+
+
+def _announce(kind: str, root_rank: int) -> Calls:
+    stream = calls()
+    stream.check_root(kind, root_rank)
+    stream.refuse_joined(stream.announce(Request(kind, what=f"root_rank={root_rank}")).wait())
+    return stream
+
+
+def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
+    if isinstance(params, Mapping):
+        named: list[Any] = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor):
+        named = [p if isinstance(p, tuple) else (f"tensor {i}", p) for i, p in enumerate(params)]
+    else:
+        raise InvalidUsage(
+            f"broadcast_parameters: {type(params).__name__} is none of a state_dict, named_parameters(), parameters()"
+        )
+    for name, tensor in named:
+        if not isinstance(tensor, torch.Tensor):
+            raise InvalidUsage(
+                f"broadcast_parameters: {name} is of type {type(tensor).__name__}, no tensor: send it by "
+                "hvd.broadcast_object, and leave it out here"
+            )
+    return named
+
+
+class _Place:
+    """Of a tensor that was taken out."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+    return _rebuilt(value, lambda item: _take_tensors(item, tensors))
+
+
+def _put_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value.index]
+    return _rebuilt(value, lambda item: _put_tensors(item, tensors))
+
+
+def _rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
+    if isinstance(value, dict):
+        return {key: of(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(of(item) for item in value)
+    return value

@@ -1,0 +1,262 @@
+"""DistributedOptimizer: the optimizer that a script has, with gradients that are averaged over all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from syncengine.errors import InvalidUsage
+from syncengine.horovod.allreduce import Compressor
+from syncengine.horovod.compression import Compression
+from syncengine.horovod.gradient_stream import GradientStream, Plan
+from syncengine.horovod.gradients import Gradients
+from syncengine.horovod.process import add_optimizer, calls
+from syncengine.horovod.process_sets import check_process_set, global_process_set
+from syncengine.horovod.reductions import Average, ReduceOp, Sum
+from syncengine.horovod.requests import Request, describe
+from syncengine.parallel.replication import check_same_on_all_ranks
+
+Named = Iterable[tuple[str, torch.Tensor]]
+Groups = int | Sequence[Sequence[torch.Tensor]] | None
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Named | None = None,
+    compression: Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: Groups = None,
+    sparse_as_dense: bool = False,
+    process_set: object = global_process_set,
+) -> torch.optim.Optimizer:
+    """An optimizer of the class of `optimizer`, with its parameters, options and state, that steps by all ranks'
+    gradients. Collective: all ranks make theirs in the same order.
+
+    Gradients are reduced in buckets while backward runs, and are complete after `step()` or `synchronize()`.
+
+    - `named_parameters`: names for messages; all parameters of the optimizer must be among them.
+    - `compression`: Compression.none or Compression.fp16.
+    - `backward_passes_per_step`: backwards whose gradients are added before they are reduced.
+    - `op`: Average or Sum.
+    - `gradient_predivide_factor`: gradients are divided by it before they are added, the sum by the rest afterwards.
+    - `num_groups`, `groups`: buckets of this number, or of these parameters, instead of those that follow from sizes.
+    - `sparse_as_dense`: makes sparse gradients dense; without it they are refused.
+
+    Raises Mismatch on all ranks, naming the parameter, where names, dtypes, shapes or arguments differ between ranks.
+    """
+    check_process_set("DistributedOptimizer", process_set)
+    if isinstance(optimizer, Distributed):
+        raise InvalidUsage("this optimizer is a DistributedOptimizer already: wrap it once")
+    if op not in (Average, Sum):
+        raise InvalidUsage(f"DistributedOptimizer(op={op!r}) is not supported: give hvd.Average or hvd.Sum")
+    if gradient_predivide_factor != 1.0 and op is not Average:
+        raise InvalidUsage("gradient_predivide_factor needs op=hvd.Average: it splits the average's division")
+    if compression not in (Compression.none, Compression.fp16):
+        raise InvalidUsage(
+            f"compression={compression!r} is not supported: give hvd.Compression.none or fp16, or wrap the model in "
+            "syncengine.Parallel, whose communication hooks may do anything"
+        )
+    _check_passes(backward_passes_per_step)
+    kind = type(optimizer)
+    cls = type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+    wrapped: Distributed = object.__new__(cls)
+    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    names = _names(parameters, named_parameters)
+    wrapped._connect(
+        [p for p in parameters if p.requires_grad],
+        [name for p, name in zip(parameters, names, strict=True) if p.requires_grad],
+        compression,
+        backward_passes_per_step,
+        op,
+        gradient_predivide_factor,
+        _groups(num_groups, groups),
+        sparse_as_dense,
+    )
+    return wrapped
+
+
+class Distributed(torch.optim.Optimizer):
+    """What DistributedOptimizer adds to a class of optimizers. Not to be made by itself."""
+
+    backward_passes_per_step: int
+    _gradients: Gradients | None  # None with one rank
+    _synchronized: bool
+    _should_synchronize: bool
+
+    def _connect(
+        self,
+        parameters: list[torch.Tensor],
+        names: list[str],
+        compression: Compressor,
+        passes: int,
+        op: ReduceOp,
+        predivide: float,
+        groups: Groups,
+        sparse_as_dense: bool,
+    ) -> None:
+        stream = calls()
+        self.backward_passes_per_step = passes
+        self.op = op
+        self.gradient_predivide_factor = predivide
+        self._synchronized, self._should_synchronize, self._gradients = False, True, None
+        kind = type(self).__name__
+        stream.refuse_joined(stream.announce(Request("DistributedOptimizer", what=kind)).wait())
+        if stream.size == 1:
+            return
+        plan = _plan(parameters, groups)
+        lines = [
+            f"backward_passes_per_step={passes}, op={op.name}, compression={compression.__name__}, "
+            f"gradient_predivide_factor={predivide:g}, {len(parameters)} parameters, groups: {plan}",
+            *(f"{name}: {describe(parameter)}" for name, parameter in zip(names, parameters, strict=True)),
+        ]
+        check_same_on_all_ranks(stream.communicator, f"the parameters of DistributedOptimizer({kind}) differ", lines)
+        communicator = stream.communicator.split(list(range(stream.size)))
+        assert communicator is not None
+        wire = [compression.wire(parameter.dtype) for parameter in parameters]
+        factors = (1.0, 1.0) if predivide == 1.0 else (1.0 / predivide, predivide / stream.size)
+        own = GradientStream(communicator, kind, parameters, wire, op if predivide == 1.0 else Sum, plan)
+        add_optimizer(own)
+        self._gradients = Gradients(own, parameters, names, passes, factors, sparse_as_dense)
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Changes how many backwards come before a step. Not between backward and step."""
+        _check_passes(passes)
+        self._check_idle("set_backward_passes_per_step()")
+        self.backward_passes_per_step = passes
+        if self._gradients is not None:
+            self._gradients.set_passes(passes)
+
+    def synchronize(self) -> None:
+        """Waits until all gradients are reduced; those that no backward has brought count as they are, or as zeros.
+
+        To clip or inspect gradients before `step()`, which then belongs into `skip_synchronize()`. Collective.
+        """
+        if self._gradients is not None:
+            self._gradients.synchronize()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """In it `step()` does not synchronize: for after `synchronize()`."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+        """Synchronizes, then steps. After each call of `closure`, if that is given; its loss stays this rank's."""
+        if closure is not None:
+            chosen = self._synchronizing(closure) if self._should_synchronize else closure
+            loss = super().step(chosen, **options)
+            self._synchronized = False
+            return loss
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "step() after synchronize() synchronizes once more: put it into optimizer.skip_synchronize()",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        else:
+            self._check_idle("step() inside skip_synchronize()")
+        self._synchronized = False
+        return super().step(**options)
+
+    step.hooked = True  # type: ignore[attr-defined] # the class's own step runs torch's hooks, once
+
+    def zero_grad(self, *args: Any, **options: Any) -> None:
+        """As the class's own. Raises InvalidUsage between backward and step(): gradients are being reduced."""
+        self._check_idle("zero_grad()")
+        super().zero_grad(*args, **options)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the class's own. Not between backward and step()."""
+        self._check_idle("load_state_dict()")
+        self._synchronized, self._should_synchronize = False, True
+        super().load_state_dict(state_dict)
+
+    def _check_idle(self, call: str) -> None:
+        if self._gradients is not None and self._gradients.pending:
+            raise InvalidUsage(
+                f"optimizer.{call} between backward and step(): gradients are still being reduced; call "
+                "optimizer.synchronize() or step() before"
+            )
+
+    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def closure_of_all_ranks() -> Any:
+            loss = closure()
+            self.synchronize()
+            return loss
+
+        return closure_of_all_ranks
+
+
+def _check_passes(passes: int) -> None:
+    if not isinstance(passes, int) or passes < 1:
+        raise InvalidUsage(f"backward_passes_per_step={passes!r} must be a whole number from 1 on")
+
+
+def _names(parameters: Sequence[torch.Tensor], named_parameters: Named | None) -> list[str]:
+    if named_parameters is None:
+        return [f"parameter {i}" for i in range(len(parameters))]
+    named = list(named_parameters)
+    if not all(isinstance(item, tuple) and len(item) == 2 for item in named):
+        raise InvalidUsage("named_parameters must be pairs of name and parameter, as model.named_parameters() gives")
+    if twice := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
+        raise InvalidUsage(f"named_parameters has {', '.join(twice)} more than once: give each parameter its own name")
+    names = {parameter: name for name, parameter in named}
+    for i, parameter in enumerate(parameters):
+        if parameter not in names:
+            raise InvalidUsage(
+                f"named_parameters lacks parameter {i} of the optimizer, of shape {tuple(parameter.shape)}: give the "
+                "names of all of them"
+            )
+    return [names[parameter] for parameter in parameters]
+
+
+def _groups(num_groups: int, groups: Groups) -> Groups:
+    if groups is None and num_groups == 0:
+        return None
+    if groups is not None and num_groups != 0:
+        raise InvalidUsage("num_groups is the old form of groups: give only one of them")
+    chosen = num_groups if groups is None else groups
+    if isinstance(chosen, int):
+        if chosen < 0:
+            raise InvalidUsage(f"groups={chosen}: give the number of groups, or lists of parameters")
+        return chosen or None
+    if not all(isinstance(p, torch.Tensor) for group in chosen for p in group):
+        raise InvalidUsage("groups must be a number, or lists of parameters")
+    return chosen
+
+
+def _plan(parameters: Sequence[torch.Tensor], groups: Groups) -> Plan | None:
+    """Of the user's groups, each cut by dtype; parameters that are in none go alone. In the order of backward."""
+    if groups is None:
+        return None
+    count = len(parameters)
+    if isinstance(groups, int):
+        size = -(-count // groups) or 1
+        members = [list(range(first, min(first + size, count))) for first in range(0, count, size)]
+    else:
+        index = {parameter: i for i, parameter in enumerate(parameters)}
+        members = [[index[p] for p in group if p in index] for group in groups]
+        listed = [i for group in members for i in group]
+        if len(set(listed)) != len(listed):
+            raise InvalidUsage("groups: a parameter is in more than one group, or twice in one")
+        members += [[i] for i in range(count) if i not in listed]
+    plan = [
+        [i for i in group if parameters[i].dtype == dtype]
+        for group in members
+        for dtype in dict.fromkeys(parameters[i].dtype for i in group)
+    ]
+    return sorted(plan, key=min, reverse=True)

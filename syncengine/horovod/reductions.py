@@ -1,0 +1,79 @@
+"""The reductions that Horovod names, as the engine does them."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from syncengine.errors import InvalidUsage
+
+
+class ReduceOp(enum.Enum):
+    """How the ranks' tensors become one; the value is the engine's word."""
+
+    Average = "avg"
+    Sum = "sum"
+    Min = "min"
+    Max = "max"
+    Product = "product"
+
+
+Average, Sum, Min, Max, Product = ReduceOp
+
+_REDUCIBLE = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+)
+
+
+def choose_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
+    """`op`, or what the old argument `average` means; Average by default."""
+    if average is not None:
+        if op is not None:
+            raise InvalidUsage("op takes the place of average: give only one of them")
+        warnings.warn("average= is deprecated in Horovod: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, 3)
+        return Average if average else Sum
+    if op is None:
+        return Average
+    if not isinstance(op, ReduceOp):
+        raise InvalidUsage(f"op={op!r} is not one of hvd.Average, Sum, Min, Max, Product")
+    return op
+
+
+def check_reducible(call: str, tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
+    """Raises InvalidUsage for tensors that can't be reduced by `op`, before any other rank hears of them."""
+    for tensor in tensors:
+        if tensor.layout != torch.strided:
+            raise InvalidUsage(f"{call} needs dense tensors, not one of layout {tensor.layout}: to_dense() it before")
+        if tensor.dtype not in _REDUCIBLE:
+            raise InvalidUsage(f"{call}: dtype {tensor.dtype} is not supported (a complex one: use torch.view_as_real)")
+        if tensor.dtype == torch.bool and op in (Sum, Average):
+            raise InvalidUsage(
+                f"{call}: bool has no {op.name}: use hvd.Min, Max or Product, or convert it to an integer"
+            )
+
+
+def engine_op(dtype: torch.dtype, op: ReduceOp) -> str:
+    """What the engine is asked for: integers have no average, so theirs is a sum that `finish_average` divides."""
+    if op is Average and not dtype.is_floating_point:
+        return Sum.value
+    return op.value
+
+
+def finish_average(tensor: torch.Tensor, op: ReduceOp, size: int) -> None:
+    """Divides a sum of integers in place, toward zero, as Horovod does."""
+    if op is Average and not tensor.dtype.is_floating_point:
+        tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
+
+
+def scale(tensor: torch.Tensor, factor: float) -> None:
+    """Multiplies in place; of integers the product is cut toward zero."""
+    if factor == 1.0:
+        return
+    if tensor.dtype.is_floating_point:
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.to(torch.float64).mul_(factor))

@@ -1,0 +1,359 @@
+"""syncengine.horovod: the process, collectives, handles and objects, against a naive oracle."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from pool import run_on_ranks
+
+import syncengine
+import syncengine.horovod as hvd
+from syncengine.errors import InvalidUsage, Mismatch
+
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8]
+
+
+def of_rank(rank: int, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (3, 4)) -> torch.Tensor:
+    """Small whole numbers, so that every sum and product is exact."""
+    return torch.randint(1, 4, shape, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def oracle(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+    stack = torch.stack([tensor.to(torch.float64) for tensor in tensors])
+    reduced = {
+        "Average": stack.mean(0),
+        "Sum": stack.sum(0),
+        "Min": stack.amin(0),
+        "Max": stack.amax(0),
+        "Product": stack.prod(0),
+    }[op]
+    return reduced.to(tensors[0].dtype)  # of integers: toward zero
+
+
+def check_ops() -> None:
+    hvd.init()
+    for dtype in DTYPES:
+        everyone = [of_rank(rank, dtype) for rank in range(hvd.size())]
+        own = everyone[hvd.rank()]
+        for name in ("Average", "Sum", "Min", "Max", "Product"):
+            op, expected = getattr(hvd, name), oracle(name, everyone)
+            torch.testing.assert_close(hvd.allreduce(own, op=op, name="x"), expected)
+            in_place = own.clone()
+            assert hvd.allreduce_(in_place, op=op) is in_place
+            torch.testing.assert_close(in_place, expected)
+            strided = torch.zeros(4, 3, dtype=dtype).t().copy_(own)
+            hvd.synchronize(hvd.allreduce_async_(strided, op=op))
+            torch.testing.assert_close(strided, expected)
+        assert torch.equal(own, of_rank(hvd.rank(), dtype)), "the input stays"
+        scaled = hvd.allreduce(own, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
+        torch.testing.assert_close(scaled, oracle("Sum", everyone))
+    low = hvd.allreduce(torch.tensor([-3 - 2 * hvd.rank()]), prescale_factor=1.1)
+    assert low.item() == math.trunc(sum(math.trunc(1.1 * (-3 - 2 * r)) for r in range(hvd.size())) / hvd.size())
+    with pytest.warns(DeprecationWarning, match="average="):
+        assert hvd.allreduce(torch.ones(()), average=False).item() == hvd.size()
+    with pytest.warns(DeprecationWarning, match="op="):
+        assert hvd.allreduce(torch.ones(2, 0), average=True).shape == (2, 0)
+
+
+@WORLDS
+def test_reductions(pool, world):
+    pool.run(check_ops, world=world)
+
+
+def check_groups() -> None:
+    hvd.init()
+    shapes, dtypes = [(2,), (), (3, 1), (4,)], [torch.float32, torch.int64, torch.float32, torch.float64]
+    everyone = [[of_rank(10 * rank + i, dtypes[i], shapes[i]) for i in range(4)] for rank in range(hvd.size())]
+    own = everyone[hvd.rank()]
+    expected = [oracle("Sum", list(tensors)) for tensors in zip(*everyone, strict=True)]
+    for results in (
+        hvd.grouped_allreduce(own, op=hvd.Sum, name="group"),
+        hvd.synchronize(hvd.grouped_allreduce_async(own, op=hvd.Sum)),
+        hvd.grouped_allreduce_([tensor.clone() for tensor in own], op=hvd.Sum),
+    ):
+        assert all(map(torch.equal, results, expected))
+    compressed = hvd.grouped_allreduce(own[:1], compression=hvd.Compression.fp16, op=hvd.Sum)[0]
+    assert compressed.dtype == torch.float32
+    assert torch.equal(compressed, expected[0])
+
+
+@WORLDS
+def test_groups(pool, world):
+    pool.run(check_groups, world=world)
+
+
+def check_gather_and_broadcast() -> None:
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    for rows in ([2] * size, [3, 0, 5][:size], [0] * size):
+        for dtype in (torch.float32, torch.bool, torch.complex64):
+            everyone = [of_rank(r, dtype, (rows[r], 2)) for r in range(size)]
+            assert torch.equal(hvd.allgather(everyone[rank], name="rows"), torch.cat(everyone))
+    both = hvd.grouped_allgather([torch.tensor([rank]), torch.ones(rank, 3)], name="both")
+    assert both[0].tolist() == list(range(size))
+    assert both[1].shape == (sum(range(size)), 3)
+    root = size - 1
+    for dtype in (torch.float32, torch.bool, torch.complex64):
+        own = of_rank(rank, dtype)
+        assert torch.equal(hvd.broadcast(own, root, name="b"), of_rank(root, dtype))
+        assert torch.equal(own, of_rank(rank, dtype))
+        strided = torch.zeros(4, 3, dtype=dtype).t().copy_(own)
+        assert hvd.broadcast_(strided, root) is strided
+        assert torch.equal(strided, of_rank(root, dtype))
+        assert torch.equal(hvd.synchronize(hvd.broadcast_async(own, root)), of_rank(root, dtype))
+    for r, answer in enumerate(hvd.allgather_object({"rank": rank, "text": "x" * rank})):
+        assert answer == {"rank": r, "text": "x" * r}
+    assert hvd.broadcast_object([rank], root_rank=root) == [root]
+    assert hvd.broadcast_object_fn(0)(rank) == 0
+    handle = hvd.allreduce_async(torch.ones(1000), op=hvd.Sum)
+    hvd.barrier()
+    while not hvd.poll(handle):
+        pass
+    assert hvd.synchronize(handle).sum() == 1000 * size
+
+
+@WORLDS
+def test_gather_and_broadcast(pool, world):
+    pool.run(check_gather_and_broadcast, world=world)
+
+
+def check_scatter() -> None:
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    for rows in (size, 2 * size + 1, 1):
+        everyone = [of_rank(r, shape=(rows, 2)) for r in range(size)]
+        part = hvd.reducescatter(everyone[rank], op=hvd.Sum)
+        assert torch.equal(part, oracle("Sum", everyone).tensor_split(size)[rank])
+    average = hvd.reducescatter(torch.full((size,), 4), postscale_factor=2.0)
+    assert average.tolist() == [8]
+    first, second = hvd.grouped_reducescatter([torch.ones(size), torch.ones(size, 2)], op=hvd.Sum, name="g")
+    assert first.tolist() == [size]
+    assert second.tolist() == [[size, size]]
+    splits = [[(r + to) % 3 for to in range(size)] for r in range(size)]
+    everyone = [of_rank(r, torch.int64, (sum(splits[r]), 2)) for r in range(size)]
+    expected = [everyone[r].split(splits[r])[rank] for r in range(size)]
+    received, counts = hvd.alltoall(everyone[rank], torch.tensor(splits[rank]), name="a")
+    assert torch.equal(received, torch.cat(expected))
+    assert counts.tolist() == [splits[r][rank] for r in range(size)]
+    equal = hvd.alltoall(torch.arange(2.0 * size) + 100 * rank)
+    assert equal.tolist() == [100.0 * r + 2 * rank + i for r in range(size) for i in range(2)]
+
+
+@WORLDS
+def test_scatter(pool, world):
+    pool.run(check_scatter, world=world)
+
+
+def check_autograd() -> None:
+    """Against the definition: Horovod's backward of allgather and broadcast averages."""
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    weights = [of_rank(50 + r, torch.float64) for r in range(size)]
+
+    def gradient(function, weight: torch.Tensor) -> torch.Tensor:
+        x = torch.ones(3, 4, dtype=torch.float64, requires_grad=True)
+        (function(x) * weight).sum().backward()
+        return x.grad
+
+    mean = torch.stack(weights).mean(0)
+    torch.testing.assert_close(gradient(hvd.allreduce, weights[rank]), mean)
+    summed = gradient(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=3.0), weights[rank])
+    torch.testing.assert_close(summed, 3 * size * mean)
+    group = gradient(lambda x: hvd.grouped_allreduce([x, x], op=hvd.Sum)[1], weights[rank])
+    torch.testing.assert_close(group, size * mean)
+    of_root = gradient(lambda x: hvd.broadcast(x, 1), weights[rank])
+    torch.testing.assert_close(of_root, mean if rank == 1 else torch.zeros_like(mean))
+    wide = [of_rank(70 + r, torch.float64, (3 * size, 4)) for r in range(size)]
+    own_rows = torch.stack(wide).mean(0)[3 * rank : 3 * rank + 3]
+    torch.testing.assert_close(gradient(hvd.allgather, wide[rank]), own_rows)
+    x = torch.ones(size, 2, dtype=torch.float64, requires_grad=True)
+    hvd.alltoall(x).mul(rank + 1).sum().backward()
+    assert x.grad.tolist() == [[r + 1.0] * 2 for r in range(size)]
+    x = torch.ones(size, 2, dtype=torch.float64, requires_grad=True)
+    hvd.reducescatter(x, op=hvd.Sum).mul(rank + 1).sum().backward()
+    assert x.grad.tolist() == [[r + 1.0] * 2 for r in range(size)]
+
+
+@WORLDS
+def test_autograd(pool, world):
+    pool.run(check_autograd, world=world)
+
+
+@run_on_ranks(world=3, environ={"SYNCENGINE_TIMEOUT": "60"})
+def test_ranks():
+    with pytest.raises(InvalidUsage, match=r"call hvd.init\(\) first"):
+        hvd.rank()
+    assert not hvd.is_initialized()
+    hvd.init()
+    hvd.init()
+    assert hvd.is_initialized()
+    assert (hvd.rank(), hvd.size()) == (syncengine.rank(), 3)
+    assert (hvd.local_rank(), hvd.local_size()) == (hvd.rank(), 3)
+    assert (hvd.cross_rank(), hvd.cross_size()) == (0, 1)
+    assert hvd.is_homogeneous()
+    assert not hvd.mpi_enabled()
+    with pytest.raises(InvalidUsage, match="not started by mpirun"):
+        hvd.mpi_threads_supported()
+    assert hvd.global_process_set.size() == 3
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=hvd.global_process_set).item() == 3
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(InvalidUsage, match=r"call hvd.init\(\) first"):
+        hvd.allreduce(torch.ones(1))
+
+
+def hosts_of_different_sizes() -> tuple[int, ...]:
+    import os
+
+    os.environ["SYNCENGINE_HOST_ID"] = "a" if os.environ["RANK"] in "02" else "b"
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    hvd.init()
+    return (hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous())
+
+
+def test_ranks_on_two_hosts(pool):
+    answers = pool.run(hosts_of_different_sizes, world=3, settings=None)
+    assert answers == [(0, 2, 0, 2, False), (0, 1, 1, 2, False), (1, 2, 0, 1, False)]
+
+
+def test_one_process_without_a_launcher(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    hvd.init()
+    try:
+        assert (hvd.rank(), hvd.size(), hvd.local_size(), hvd.cross_size()) == (0, 1, 1, 1)
+        x = torch.arange(3.0)
+        assert torch.equal(hvd.allreduce(x), x)
+        assert torch.equal(hvd.allgather(x), x)
+        assert torch.equal(hvd.broadcast(x, 0), x)
+        assert torch.equal(hvd.alltoall(x), x)
+        assert hvd.allgather_object("a") == ["a"]
+        assert hvd.join() == 0
+        model = torch.nn.Linear(2, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        before = model.weight.clone()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(model.weight, before - 0.1)
+        with pytest.raises(InvalidUsage, match="only rank 0"):
+            hvd.broadcast(x, 1)
+    finally:
+        hvd.shutdown()
+
+
+@run_on_ranks()
+def test_wrong_use():
+    hvd.init()
+    for call, match in [
+        (lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum), "only one of them"),
+        (lambda: hvd.allreduce(torch.ones(1), op="sum"), "not one of hvd.Average"),
+        (lambda: hvd.allreduce(torch.ones(1, dtype=torch.complex64)), "view_as_real"),
+        (lambda: hvd.allreduce(torch.ones(1, dtype=torch.bool), op=hvd.Sum), "hvd.Min"),
+        (lambda: hvd.allreduce(torch.ones(2).to_sparse()), "to_dense"),
+        (lambda: hvd.allreduce(torch.ones(1), process_set=object()), r"split\(ranks\)"),
+        (lambda: hvd.grouped_allreduce([]), "one or more"),
+        (lambda: hvd.allgather(torch.ones(())), r"reshape\(1\)"),
+        (lambda: hvd.alltoall(torch.ones(3)), "give splits="),
+        (lambda: hvd.alltoall(torch.ones(3), [1, 1]), "add up to 3"),
+        (lambda: hvd.reducescatter(torch.ones(())), r"reshape\(1\)"),
+        (lambda: hvd.broadcast(torch.ones(1), 2), "ranks 0 to 1"),
+        (lambda: hvd.broadcast_parameters(3, 0), "named_parameters"),
+        (lambda: hvd.broadcast_parameters({"extra": 3}, 0), "hvd.broadcast_object"),
+        (lambda: hvd.init(comm=[0, 1]), r"split\(ranks\)"),
+        (lambda: hvd.poll(10**9), "is no handle"),
+        (lambda: hvd.synchronize("x"), "is no handle"),
+        (lambda: hvd.elastic, "torchrun --max-restarts"),
+    ]:
+        with pytest.raises(InvalidUsage, match=match):
+            call()
+    handle = hvd.allreduce_async(torch.ones(1), op=hvd.Sum)
+    assert hvd.synchronize(handle).item() == 2
+    with pytest.raises(InvalidUsage, match=r"synchronized before.*once"):
+        hvd.synchronize(handle)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        hvd.nothing  # noqa: B018
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2, "nothing of this reached the other rank"
+
+
+MISMATCHES = {
+    "shape": (
+        lambda rank: hvd.allreduce(torch.ones(2 + rank), name="loss"),
+        r"rank 0 called allreduce 'loss' of float32 \(2,\), op=Average, but rank 1 .* \(3,\)",
+    ),
+    "name": (
+        lambda rank: hvd.allreduce(torch.ones(2), name=f"loss.{rank}"),
+        r"rank 0 called allreduce 'loss.0' .* rank 1 called allreduce 'loss.1' .* the same order",
+    ),
+    "op": (lambda rank: hvd.allreduce(torch.ones(2), op=[hvd.Min, hvd.Max][rank]), "op=Min.*op=Max"),
+    "call": (
+        lambda rank: hvd.allreduce(torch.ones(2)) if rank == 0 else hvd.allgather(torch.ones(2)),
+        "rank 0 called allreduce of .*rank 1 called allgather of",
+    ),
+    "root": (lambda rank: hvd.broadcast(torch.ones(2), rank), "root_rank=0.*root_rank=1"),
+    "row": (lambda rank: hvd.allgather(torch.ones(2, 2 + rank)), r"\(\*, 2\).*\(\*, 3\)"),
+    "long": (lambda rank: hvd.allreduce(torch.ones(2), name="x" * 5000 + str(rank)), r"xxx\.\.\.' of"),
+    "parameters": (
+        lambda rank: hvd.broadcast_parameters({"weight": torch.ones(2 + rank)}, 0),
+        r"rank 0 has \[weight: float32 \(2,\)\], rank 1 has \[weight: float32 \(3,\)\]",
+    ),
+}
+
+
+def check_mismatch(case: str) -> None:
+    hvd.init()
+    call, match = MISMATCHES[case]
+    with pytest.raises(Mismatch) as caught:
+        call(hvd.rank())
+    assert re.search(match, str(caught.value)), str(caught.value)
+    hvd.init()  # connects anew where the communicator has failed
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_mismatches_are_named_on_every_rank(pool, case):
+    pool.run(check_mismatch, case)
+
+
+def check_state(kind: str) -> list[torch.Tensor]:
+    hvd.init()
+    torch.manual_seed(hvd.rank())
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    options = {"SGD": {"momentum": 0.9}, "LBFGS": {"max_iter": 2}}.get(kind, {})
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1 * (hvd.rank() + 1), **options)
+    if hvd.rank() == 1:
+        for _ in range(2):
+
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = model(torch.randn(4, 3)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=1)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+    assert math.isclose(optimizer.param_groups[0]["lr"], 0.2)
+    tensors: list[torch.Tensor] = []
+
+    def collect(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            tensors.append(value.detach().clone())
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else []:
+            collect(item)
+
+    collect([model.state_dict(), optimizer.state_dict()["state"]])
+    return tensors
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "Adagrad", "LBFGS"])
+def test_parameters_and_optimizer_state(pool, kind):
+    first, second = pool.run(check_state, kind)
+    assert len(first) == len(second) > 7
+    assert all(map(torch.equal, first, second))

@@ -1,0 +1,118 @@
+"""docs/horovod.md says what is there and what is refused; and the queries answer truthfully."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from pool import run_on_ranks
+from repository import ROOT, TESTS
+from test_launchers_real import TORCHRUN, mpi, run
+
+import syncengine.horovod as hvd
+from syncengine._C import has_cuda
+from syncengine.errors import InvalidUsage
+from syncengine.horovod.optimizer import Distributed
+from syncengine.horovod.refusal import REFUSED
+
+PAGE = (ROOT / "docs" / "horovod.md").read_text()
+
+
+def rows(table: str) -> list[tuple[list[str], str, str]]:
+    """Names, what becomes of them, and the test, of each row of a table."""
+    found = []
+    for line in re.findall(r"^\| `.*", table, re.MULTILINE):
+        names, here, test = (cell.strip() for cell in line.strip("|").split("|"))
+        found.append((re.findall(r"`(\w+)`", names), here, test))
+    return found
+
+
+CALLS, OPTIMIZER = (rows(table) for table in PAGE.partition("## Call by call")[2].split("`DistributedOptimizer`:\n"))
+
+
+@pytest.mark.parametrize(("names", "here", "test"), CALLS, ids=[names[0] for names, _, _ in CALLS])
+def test_table(names: list[str], here: str, test: str):
+    for name in names:
+        if here.startswith("refused"):
+            assert name in REFUSED
+            with pytest.raises(InvalidUsage, match=f"no {name}: "):
+                getattr(hvd, name)
+        else:
+            assert name in hvd.__all__
+            assert getattr(hvd, name) is not None
+    check_test(test)
+
+
+@pytest.mark.parametrize(("names", "here", "test"), OPTIMIZER, ids=[names[0] for names, _, _ in OPTIMIZER])
+def test_table_of_the_optimizer(names: list[str], here: str, test: str):
+    parameters = inspect.signature(hvd.DistributedOptimizer).parameters
+    for name in names:
+        assert name in parameters or callable(getattr(Distributed, name)), name
+    check_test(test)
+
+
+def check_test(test: str) -> None:
+    file, name = test.split("::")
+    assert f"def {name}(" in next(TESTS.rglob(file)).read_text()
+
+
+def test_table_is_complete():
+    named = {name for names, _, _ in CALLS for name in names}
+    assert named == {*hvd.__all__, *REFUSED}
+    of_optimizer = {name for names, _, _ in OPTIMIZER for name in names}
+    assert of_optimizer >= {*inspect.signature(hvd.DistributedOptimizer).parameters} - {"optimizer"}
+
+
+def test_other_names_are_missing_as_in_any_module():
+    assert not hasattr(hvd, "nothing")
+
+
+@run_on_ranks()
+def test_queries():
+    hvd.init()
+    assert hvd.mpi_built() == ("mpi4py" in sys.modules or hvd.process.importlib.util.find_spec("mpi4py") is not None)
+    assert not hvd.mpi_enabled()
+    assert hvd.cuda_built() == (has_cuda and torch.version.cuda is not None)
+    for query in ("nccl_built", "gloo_built", "gloo_enabled", "ccl_built", "ddl_built", "rocm_built"):
+        assert not getattr(hvd, query)()
+
+
+QUERIES = """
+import json, os
+import syncengine.horovod as hvd
+hvd.init()
+enabled = hvd.mpi_enabled()
+answer = {"rank": hvd.rank(), "size": hvd.size(), "local": hvd.local_rank(), "built": hvd.mpi_built()}
+answer["enabled"] = [enabled, isinstance(hvd.mpi_threads_supported(), bool) if enabled else None]
+os.write(1, json.dumps(answer).encode() + b"\\n")
+"""
+
+
+@pytest.mark.parametrize("launcher", ["openmpi", "mpich", "torchrun"])
+def test_queries_under_mpirun(tmp_path: Path, launcher: str):
+    script = tmp_path / "queries.py"
+    script.write_text(QUERIES)
+    if launcher == "torchrun":
+        answers = run([*TORCHRUN, str(script)])
+    else:
+        mpirun, python = mpi(launcher)
+        answers = run([*mpirun, python, str(script)])
+    for rank, answer in enumerate(answers):
+        assert (answer["rank"], answer["size"], answer["local"]) == (rank, 2, rank)
+        assert answer["enabled"] == ([False, None] if launcher == "torchrun" else [True, True])
+        assert launcher == "torchrun" or answer["built"]
+
+
+@run_on_ranks()
+def test_sync_batch_norm():
+    hvd.init()
+    torch.manual_seed(0)
+    x = torch.randn(6, 3)
+    ours, theirs = hvd.SyncBatchNorm(3), torch.nn.BatchNorm1d(3)
+    whole = theirs(x)
+    torch.testing.assert_close(ours(x[3 * hvd.rank() : 3 * hvd.rank() + 3]), whole[3 * hvd.rank() : 3 * hvd.rank() + 3])
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
