@@ -1,12 +1,28 @@
-"""The first module that the package imports: if the compiled extension is missing, it says what to do."""
+"""The first module that the package imports: if the compiled extension is missing or does not load, it says what to do."""
 
 import importlib.util
 from pathlib import Path
 
+import torch
+
 
 def check_extension() -> None:
-    """Raises ``ModuleNotFoundError``, with where Python looks for it and what to do, if the extension is missing."""
-    if importlib.util.find_spec("syncengine._C") is not None:
+    """Raises ``ImportError`` with where the extension is and what to do if it does not load.
+
+    If it is missing, that is a ``ModuleNotFoundError``.
+    """
+    found = importlib.util.find_spec("syncengine._C")
+    if found is not None:
+        try:
+            importlib.import_module("syncengine._C")
+        except ImportError as error:
+            raise ImportError(
+                f"syncengine's extension {found.origin} does not load: {error}. It works only with the torch that it "
+                f"was built with, and this is {torch.__version__}: install syncengine again with this one, by `pip "
+                "install --no-build-isolation`",
+                name="syncengine._C",
+                path=found.origin,
+            ) from error
         return
     package = Path(__file__).resolve().parent
     others = sorted(path.name for path in package.glob("_C.*.so"))

@@ -1,6 +1,6 @@
-"""The torch.distributed backend "syncengine": registered when syncengine is imported, made when a group is.
+"""The torch.distributed backend "syncengine": registered when torch is imported (syncengine_autoload) and again when
+syncengine is, made when a group is.
 
-import syncengine
 torch.distributed.init_process_group("syncengine")  # or "cpu:syncengine,cuda:nccl"
 """
 
@@ -23,10 +23,12 @@ NAME = "syncengine"
 
 
 def register() -> None:
-    """Makes the name known to torch.distributed: for CPU tensors, and for CUDA tensors where that side is built."""
-    if NAME not in dist.Backend.backend_list:
-        devices = ["cpu", "cuda"] if has_cuda else ["cpu"]
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
+    """Makes the name known to torch.distributed: for CPU tensors, and for CUDA tensors where that side is built.
+
+    In place of what syncengine_autoload has registered when torch was imported.
+    """
+    devices = ["cpu", "cuda"] if has_cuda else ["cpu"]
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
 
 
 def create(options: Any, backend_options: Any) -> Backend:

@@ -42,6 +42,7 @@ MODULES = [
     "torch_backend",
     "hooks",
     "parallel",
+    "patch",
     "__init__",
 ]
 PARALLEL_MODULES = [
