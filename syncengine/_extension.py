@@ -1,4 +1,4 @@
-"""The first module that the package imports: if the compiled extension is missing or does not load, it says what to do."""
+"""The first module that the package imports: it says what to do if there is no compiled extension that loads."""
 
 import importlib.util
 from pathlib import Path

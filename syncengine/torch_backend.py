@@ -18,6 +18,7 @@ from syncengine.config import Config
 from syncengine.connect import connect
 from syncengine.errors import InvalidUsage
 from syncengine.launch.store import StoreExchange
+from syncengine.torch_group import prepared_communicator
 
 NAME = "syncengine"
 
@@ -47,6 +48,9 @@ def create(options: Any, backend_options: Any) -> Backend:
             )
         timeout = min(timeout, backend_options._timeout.total_seconds())
     refuse_forked_child()
+    prepared = prepared_communicator()
+    if prepared is not None:
+        return Backend(prepared)
     config = replace(Config.read(os.environ), timeout=min(timeout, 1e9))
     rank, size, global_ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
     global_ranks = global_ranks or list(range(size))  # as torch leaves it for the group of all ranks

@@ -37,6 +37,7 @@ MODULES = [
     "interhost",
     "connect",
     "groups",
+    "torch_group",
     "communicator",
     "collectives",
     "torch_backend",
