@@ -62,14 +62,14 @@ def main(arguments: list[str]) -> None:
     arguments = arguments[as_module:]
     if not arguments or arguments[0].startswith("-"):
         sys.exit(_USAGE)
+    if not as_module and not Path(arguments[0]).exists():
+        sys.exit(f"syncengine.patch: there is no {arguments[0]}. {_USAGE}")
     os.environ[syncengine_autoload.VARIABLE] = "1"
     syncengine_autoload.patch()
     sys.argv = arguments
     if as_module:
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
-        if not Path(arguments[0]).exists():
-            sys.exit(f"syncengine.patch: there is no {arguments[0]}. {_USAGE}")
         if not getattr(sys.flags, "safe_path", False):  # -m has put the working folder there
             sys.path[0] = str(Path(arguments[0]).resolve().parent)
         runpy.run_path(arguments[0], run_name="__main__")

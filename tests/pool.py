@@ -141,7 +141,7 @@ class RankPool:
         self._control, theirs = socket.socketpair()
         tests = Path(__file__).resolve().parent
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        environ["PYTHONPATH"] = os.pathsep.join([str(tests), str(tests.parent)])
+        environ["PYTHONPATH"] = os.pathsep.join(map(str, [tests, tests / "integrations", tests.parent]))
         with theirs:
             self._zygote = subprocess.Popen(
                 [sys.executable, str(tests / "zygote.py"), str(theirs.fileno())],
