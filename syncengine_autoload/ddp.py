@@ -31,7 +31,7 @@ def choose(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], caller: str
     """
     if cls is not DistributedDataParallel:
         if "syncengine" not in {base.__module__.partition(".")[0] for base in cls.__mro__}:
-            what = f"{cls.__qualname__}: it is a subclass of DistributedDataParallel, with an __init__ of its own"
+            what = f"{cls.__qualname__}: it is a subclass of DistributedDataParallel"
             _tell_once(dist.get_rank() if dist.is_initialized() else 0, what)
         return cls
     try:
