@@ -105,17 +105,19 @@ def _first_reason(group: dist.ProcessGroup, own: str | None) -> str | None:
     return said[0] if said else None
 
 
-def _wait_for(store: Any, global_ranks: list[int]) -> None:
+def _wait_for(store: Any, global_ranks: list[int], log_after: float = 5.0) -> None:
     """Until each rank has written its reason; the store's own wait is deaf to Ctrl-C."""
-    deadline, pause = time.monotonic() + store.timeout.total_seconds(), 0.0005
+    start, pause, told = time.monotonic(), 0.0005, False
     missing = list(range(len(global_ranks)))
     while missing := [peer for peer in missing if not store.check([str(peer)])]:
-        if time.monotonic() > deadline:
-            names = ", ".join(str(global_ranks[peer]) for peer in missing)
-            raise TimeoutError(
-                f"ranks {names} did not wrap a model in DistributedDataParallel within {store.timeout}, as this rank "
-                "does: all ranks of a process group must"
-            )
+        waited = time.monotonic() - start
+        names = ", ".join(str(global_ranks[peer]) for peer in missing)
+        text = f"ranks {names} did not wrap a model in DistributedDataParallel, as this rank does"
+        if waited > store.timeout.total_seconds():
+            raise TimeoutError(f"{text}, within {waited:.0f} s: all ranks of the group must, with {VARIABLE}=1")
+        if waited > log_after and not told:
+            told = True
+            tell(f"waiting since {waited:.0f} s: {text}; do they have {VARIABLE}=1, too?")
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
 

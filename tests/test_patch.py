@@ -7,6 +7,7 @@ import inspect
 import io
 import os
 import pickle
+import re
 import runpy
 import subprocess
 import sys
@@ -261,12 +262,15 @@ def test_what_parallel_does_not_take(monkeypatch: pytest.MonkeyPatch):
     assert "buffer running_mean on cpu" in patch.refusal((normed,), {}, 2)
 
 
-def test_ranks_that_wrap_nothing_are_named():
+def test_ranks_that_wrap_nothing_are_named(capfd: pytest.CaptureFixture[str]):
+    """Where only some ranks have the variable, say."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.05))
     store.set("0", "")
-    with pytest.raises(TimeoutError, match=r"ranks 3, 7 did not wrap a model in DistributedDataParallel within"):
-        ddp._wait_for(store, [1, 3, 7])
+    with pytest.raises(TimeoutError, match=r"ranks 3, 7 did not wrap .* all ranks .* with SYNCENGINE_PATCH=1"):
+        ddp._wait_for(store, [1, 3, 7], log_after=0.0)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.match(r"syncengine: waiting since 0 s: ranks 3, 7 did .*; do they have SYNCENGINE_PATCH=1, too\?", line)
     for peer in ("1", "2"):
         threading.Thread(target=store.set, args=(peer, "")).start()
     store.set_timeout(timedelta(seconds=60))
