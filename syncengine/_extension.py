@@ -1,15 +1,15 @@
-"""The first module that the package imports: if the compiled extension is missing or can't be loaded, it says what to
-do.
-"""
+"""The first module that the package imports: it says what to do if the extension is missing or can't be loaded."""
 
-import importlib.metadata
 import importlib.util
 from pathlib import Path
 
+import torch
+
 
 def check_extension() -> None:
-    """Raises ``ModuleNotFoundError``, with where Python looks for it and what to do, if the extension is missing;
-    ``ImportError``, if it can't be loaded. torch has been imported.
+    """Raises ``ImportError`` with where the extension is and what to do if it can't be loaded.
+
+    If it is missing, that is a ``ModuleNotFoundError``.
     """
     found = importlib.util.find_spec("syncengine._C")
     if found is not None:
@@ -17,10 +17,11 @@ def check_extension() -> None:
             importlib.import_module("syncengine._C")
         except ImportError as error:
             raise ImportError(
-                f"{found.origin} can't be loaded: {error}. It was built against another PyTorch than the one here "
-                f"({importlib.metadata.version('torch')}), or is damaged: install syncengine again, with "
-                "--no-build-isolation",
+                f"syncengine's extension {found.origin} can't be loaded: {error}. It works only with the torch that it "
+                f"was built with, and this is {torch.__version__}: install syncengine again with this one, by `pip "
+                "install --no-build-isolation`",
                 name="syncengine._C",
+                path=found.origin,
             ) from error
         return
     package = Path(__file__).resolve().parent

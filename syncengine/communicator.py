@@ -24,6 +24,7 @@ from syncengine.groups import (
     forget_groups,
 )
 from syncengine.launch import Launch, find_launch, group_timeout, open_exchange, with_local_ranks
+from syncengine.torch_group import destroy_torch_group, ensure_torch_group
 
 
 class _Default(NamedTuple):
@@ -56,6 +57,7 @@ def init(
     checksum: bool | None = None,
     silence: float | None = None,
     summary: bool | None = None,
+    torch_group: bool = False,
 ) -> Communicator:
     """Connects all ranks of this launch and returns the default communicator.
 
@@ -94,6 +96,10 @@ def init(
       long only if a host or network fails or freezes: the end of a process is detected at once. From 2 s on a line says
       so.
 
+    `torch_group`: also make torch.distributed's default process group of these ranks, backend "syncengine", for what
+    asks torch.distributed for ranks (samplers, metrics, other tools); shutdown() destroys it. A group that is there
+    already is kept, and left alone by shutdown(). Nothing else makes one: not Parallel, not init() without this.
+
     The secret by which ranks authenticate each other comes from SYNCENGINE_SECRET or SYNCENGINE_SECRET_FILE only.
 
     Raises InvalidUsage (bad setting or launch variable), Mismatch (ranks with other settings), Timeout (naming the
@@ -124,6 +130,8 @@ def init(
             _default = _connect(_default.launch, _default.config.changed(**given))
         else:
             _check_unchanged(_default.config, given)
+        if torch_group:
+            ensure_torch_group(_default.connection, _default.launch, _default.config.log_after)
         return _default.communicator
 
 
@@ -160,11 +168,15 @@ def refuse_forked_child() -> None:
 def shutdown() -> None:
     """Disconnects in good order; a rank that still waits for this one gets PeerLost. Does nothing without init().
 
+    Destroys torch.distributed's default group if init(torch_group=True) made it, with the groups made from it.
+
     Runs automatically when the process ends.
     """
     global _default
     with _lock:
         current, _default = _default, None
+        if _owner == os.getpid():
+            destroy_torch_group()
         groups = [*all_group_communicators(), *given_up] if _owner == os.getpid() else []
         forget_groups()
         if current is not None and current.pid == os.getpid():

@@ -126,7 +126,7 @@ def _meet(
     """Listens for the `peers` ranks of other hosts; returns where each rank does."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME", "")
     if not interface and not config.interface and not bootstrap.on_one_network(addresses):
-        interface = _reachable_address(os.environ)
+        interface = reachable_address(os.environ)
     return exchange(bootstrap.listen(config.network(interface, peers)))
 
 
@@ -143,9 +143,9 @@ def _log_hosts(rank: int, config: Config, hosts: list[int], names: list[str]) ->
     )
 
 
-def _reachable_address(environ: Mapping[str, str]) -> str:
+def reachable_address(environ: Mapping[str, str]) -> str:
     """This machine's address on the way to the rank where all meet, or that of its own name."""
-    for host in (environ.get("MASTER_ADDR"), socket.gethostname()):
+    for host in filter(None, (environ.get("MASTER_ADDR"), socket.gethostname())):
         for family in (socket.AF_INET, socket.AF_INET6):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((host, 9))  # sends nothing

@@ -1,6 +1,6 @@
-"""The torch.distributed backend "syncengine": registered when syncengine is imported, made when a group is.
+"""The torch.distributed backend "syncengine": registered when torch is imported (syncengine_autoload) and again when
+syncengine is, made when a group is.
 
-import syncengine
 torch.distributed.init_process_group("syncengine")  # or "cpu:syncengine,cuda:nccl"
 """
 
@@ -18,15 +18,18 @@ from syncengine.config import Config
 from syncengine.connect import connect
 from syncengine.errors import InvalidUsage
 from syncengine.launch.store import StoreExchange
+from syncengine.torch_group import prepared_communicator
 
 NAME = "syncengine"
 
 
 def register() -> None:
-    """Makes the name known to torch.distributed: for CPU tensors, and for CUDA tensors where that side is built."""
-    if NAME not in dist.Backend.backend_list:
-        devices = ["cpu", "cuda"] if has_cuda else ["cpu"]
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
+    """Makes the name known to torch.distributed: for CPU tensors, and for CUDA tensors where that side is built.
+
+    In place of what syncengine_autoload has registered when torch was imported.
+    """
+    devices = ["cpu", "cuda"] if has_cuda else ["cpu"]
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
 
 
 def create(options: Any, backend_options: Any) -> Backend:
@@ -45,6 +48,9 @@ def create(options: Any, backend_options: Any) -> Backend:
             )
         timeout = min(timeout, backend_options._timeout.total_seconds())
     refuse_forked_child()
+    prepared = prepared_communicator()
+    if prepared is not None:
+        return Backend(prepared)
     config = replace(Config.read(os.environ), timeout=min(timeout, 1e9))
     rank, size, global_ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
     global_ranks = global_ranks or list(range(size))  # as torch leaves it for the group of all ranks

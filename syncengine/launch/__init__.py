@@ -18,7 +18,7 @@ from syncengine.launch import slurm
 from syncengine.launch.environment import Launch, detect
 from syncengine.launch.variables import number, text
 
-__all__ = ["Exchange", "Launch", "find_launch", "group_timeout", "open_exchange", "with_local_ranks"]
+__all__ = ["Exchange", "Launch", "find_launch", "group_timeout", "launch_store", "open_exchange", "with_local_ranks"]
 
 
 class Exchange(Protocol):
@@ -56,20 +56,29 @@ def open_exchange(
         from syncengine.launch.mpi import MPIExchange
 
         return MPIExchange(launch.rank, launch.world_size, timeout, log_after)
-    from syncengine.launch.store import StoreExchange, open_store
+    from syncengine.launch.store import StoreExchange
 
     if launch.kind == "torch.distributed":
-        store = dist.distributed_c10d._get_default_store()
+        store: dist.Store | None = dist.distributed_c10d._get_default_store()
     else:
-        if launch.kind == "slurm":
-            host, port = slurm.master(environ)
-        else:
-            host, port = (
-                text(environ, "MASTER_ADDR", launch.kind),
-                number(environ, "MASTER_PORT", launch.kind, 1, 65535),
-            )
-        store = open_store(host, port, launch.rank, launch.world_size, timeout, log_after)
+        store = launch_store(launch, timeout, log_after, environ)
+    assert store is not None  # there is none under MPI only
     return StoreExchange(store, launch.rank, launch.world_size, timeout, log_after)
+
+
+def launch_store(
+    launch: Launch, timeout: float, log_after: float, environ: Mapping[str, str] = os.environ
+) -> dist.Store | None:
+    """The store where the ranks of torchrun or of Slurm meet; None with other launchers."""
+    from syncengine.launch import store
+
+    if launch.kind == "slurm":
+        host, port = slurm.master(environ)
+    elif launch.kind == "torchrun":
+        host, port = text(environ, "MASTER_ADDR", launch.kind), number(environ, "MASTER_PORT", launch.kind, 1, 65535)
+    else:
+        return None
+    return store.open_store(host, port, launch.rank, launch.world_size, timeout, log_after)
 
 
 def with_local_ranks(launch: Launch, hosts: list[str]) -> Launch:

@@ -30,7 +30,8 @@ def imported_from(folder: Path) -> str:
 
 
 def copy_of_sources(folder: Path) -> None:
-    shutil.copytree(ROOT / "syncengine", folder / "syncengine", ignore=shutil.ignore_patterns("_C.*.so", "__pycache__"))
+    for package in ("syncengine", "syncengine_autoload"):
+        shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("_C.*.so", "__pycache__"))
 
 
 def test_in_the_source_folder_it_says_so(tmp_path: Path):

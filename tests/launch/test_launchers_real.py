@@ -52,7 +52,7 @@ def test_plain_process():
     assert run([sys.executable, SCRIPT, "never"]) == answers(1, "never")
 
 
-@pytest.mark.parametrize("when", [["never", "before"], ["after"]], ids=",".join)
+@pytest.mark.parametrize("when", [["never", "group", "before"], ["after"]], ids=",".join)
 def test_torchrun(when):
     """Jobs one after the other in one launch. A second Gloo group would find the first one's addresses in the store."""
     assert run([*TORCHRUN, SCRIPT, *when], SYNCENGINE_NUMERICS="ring") == answers(2, *when, numerics="ring")
@@ -61,7 +61,8 @@ def test_torchrun(when):
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
 def test_mpirun(name):
     mpirun, python = mpi(name)
-    assert run([*mpirun, python, SCRIPT, "never"]) == answers(2, "never")
+    jobs = ["never", "group", "group"]  # where nothing but the engine knows a store
+    assert run([*mpirun, python, SCRIPT, *jobs]) == answers(2, *jobs)
 
 
 TOLD = "Aborted: rank 1 failed in init: ValueError: the disk is full"

@@ -2,8 +2,8 @@
 
     launched_script.py never before
 
-Says when the script itself initialises torch.distributed: "before", "after" or "never"; for each, in turn, every rank
-prints a line of JSON. The last one's communicator is left to the process's end.
+Says when the script itself initialises torch.distributed: "before", "after" or "never", or that init() makes a
+"group"; for each, in turn, every rank prints a line of JSON. The last one's communicator is left to the process's end.
 """
 
 import json
@@ -20,7 +20,7 @@ def main(torch_distributed: str) -> None:
     """One job."""
     if torch_distributed == "before":
         dist.init_process_group("gloo")
-    communicator = syncengine.init(timeout=30)
+    communicator = syncengine.init(timeout=30, torch_group=torch_distributed == "group")
     rank, world_size = syncengine.rank(), syncengine.world_size()
     total = torch.arange(5.0) * (rank + 1)
     syncengine.all_reduce(total)
@@ -33,7 +33,8 @@ def main(torch_distributed: str) -> None:
         theirs = torch.arange(5.0) * (rank + 1)
         dist.all_reduce(theirs)
         assert torch.equal(theirs, total), "torch.distributed works beside syncengine"
-        dist.destroy_process_group()  # torch's Gloo may crash at exit without
+        if torch_distributed != "group":  # which ends with syncengine
+            dist.destroy_process_group()  # torch's Gloo may crash at exit without
     answer = {
         "rank": rank,
         "torch_distributed": torch_distributed,

@@ -46,7 +46,7 @@ class Rank:
         with theirs, log.open("wb") as output:
             socket.send_fds(control, [b"+"], [theirs.fileno(), output.fileno()])
         self.connection = Connection(ours.detach())
-        if not self.connection.poll(60):
+        if not self.connection.poll(300):  # the first one waits for the zygote to import torch
             raise RuntimeError(f"no rank process came: is the zygote alive? {self.output()}")
         self.pid: int = self.connection.recv()
         self.number = -1  # its rank in the current or last call

@@ -1,0 +1,186 @@
+"""The default process group of torch.distributed that init(torch_group=True) makes, and shutdown() destroys.
+
+Its backend is a split of the default communicator: the same connections and settings. Its store is the launcher's where
+there is one; under MPI rank 0 serves one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import weakref
+from collections.abc import Mapping
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from syncengine._C import Communicator
+from syncengine.connect import Connection, reachable_address
+from syncengine.errors import InvalidUsage
+from syncengine.groups import backend_communicator
+from syncengine.launch import Launch, launch_store
+from syncengine.launch.arrivals import name_ranks
+from syncengine.launch.variables import number
+
+_MOST_BYTES = 4096  # of what rank 0 tells
+_CONNECTING = timedelta(seconds=30)
+
+_NONE, _OURS, _STALE, _THEIRS = range(4)
+
+# What the backend is made of that is being created in this thread.
+_prepared: ContextVar[Communicator | None] = ContextVar("prepared", default=None)
+
+_group: weakref.ReferenceType[dist.ProcessGroup] | None = None
+_parent: weakref.ReferenceType[Communicator] | None = None  # the default communicator it is a split of
+
+_served: list[dist.Store] = []  # until the process ends: the others may still be reading
+
+
+def prepared_communicator() -> Communicator | None:
+    """For the backend's creator: what the group that is being created is to use, if init() creates it."""
+    return _prepared.get()
+
+
+def ensure_torch_group(connection: Connection, launch: Launch, log_after: float) -> None:
+    """Makes the group, unless it is there; one that the user has made is kept. Collective over `connection`.
+
+    Raises InvalidUsage on all ranks if torch.distributed is initialized on some of them only.
+    """
+    communicator = connection.communicator
+    states = _gather(communicator, _state(communicator))
+    theirs = {rank for rank, state in enumerate(states) if state == _THEIRS}
+    if theirs and len(theirs) < len(states):
+        raise InvalidUsage(
+            f"init(torch_group=True): torch.distributed is initialized on {name_ranks(theirs)}, but not on "
+            f"{name_ranks(set(range(len(states))) - theirs)}: initialize it on all ranks, or on none"
+        )
+    if theirs or all(state == _OURS for state in states):
+        return
+    destroy_torch_group()
+    _make(communicator, _shared_store(connection, launch, log_after))
+
+
+def destroy_torch_group() -> None:
+    """Destroys the group that init() made, with the groups made from it. Does nothing to a group of the user's."""
+    global _group
+    group, _group = _group() if _group is not None else None, None
+    if group is not None and _default_group() is group:
+        dist.destroy_process_group()
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    there = dist.is_available() and dist.is_initialized()
+    return dist.distributed_c10d._get_default_group() if there else None
+
+
+def _state(communicator: Communicator) -> int:
+    group = _default_group()
+    if group is None:
+        return _NONE
+    if _group is None or _group() is not group:
+        return _THEIRS
+    backend = backend_communicator(group)
+    whole = backend is not None and backend.exception() is None
+    return _OURS if whole and _parent is not None and _parent() is communicator else _STALE
+
+
+def _gather(communicator: Communicator, value: int) -> list[int]:
+    values = torch.empty(communicator.size, dtype=torch.uint8, device="cpu")
+    communicator.all_gather(values, torch.tensor([value], dtype=torch.uint8, device="cpu"))
+    return [int(value) for value in values]
+
+
+def _make(communicator: Communicator, store: dist.Store) -> None:
+    global _group, _parent
+    split = communicator.split(list(range(communicator.size)))
+    token = _prepared.set(split)
+    try:
+        dist.init_process_group(
+            "syncengine",
+            store=store,
+            rank=communicator.rank,
+            world_size=communicator.size,
+            timeout=timedelta(seconds=communicator.timeout),
+        )
+    finally:
+        _prepared.reset(token)
+    _group = weakref.ref(dist.distributed_c10d._get_default_group())
+    _parent = weakref.ref(communicator)
+
+
+def _shared_store(connection: Connection, launch: Launch, log_after: float) -> dist.Store:
+    """A store for one group: rank 0 tells the others which it is. Its error is raised on all ranks."""
+    communicator = connection.communicator
+    if communicator.size == 1:
+        return dist.HashStore()
+    store: dist.Store | None = None
+    told: dict[str, Any] = {}
+    if communicator.rank == 0:
+        try:
+            store, told = _open_store(connection, launch, log_after)
+            told["number"] = store.add("syncengine/torch_groups", 1)
+        except Exception as error:
+            told = {"error": str(error)}
+    told = _broadcast(communicator, told)
+    if "error" in told:
+        raise InvalidUsage(f"init(torch_group=True): rank 0 has no store for the ranks of the group: {told['error']}")
+    if store is None and "address" in told:
+        store = _connect_store(*told["address"])
+    elif store is None:
+        store = launch_store(launch, communicator.timeout, log_after)
+    assert store is not None
+    store.set_timeout(timedelta(seconds=communicator.timeout))
+    return dist.PrefixStore(f"syncengine/torch_group/{told['number']}", store)
+
+
+def _open_store(connection: Connection, launch: Launch, log_after: float) -> tuple[dist.Store, dict[str, Any]]:
+    """On rank 0: the launcher's store, or one that it serves itself and whose address the others need."""
+    store = launch_store(launch, connection.communicator.timeout, log_after)
+    if store is not None:
+        return store, {}
+    host = store_address(connection.hosts, os.environ)
+    fixed = "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+    port = number(os.environ, "MASTER_PORT", launch.kind, 1, 65535) if fixed else 0
+    served = dist.TCPStore(host, port, is_master=True, timeout=_CONNECTING, wait_for_workers=False, multi_tenant=True)
+    _served.append(served)
+    return served, {"address": [host, served.port]}
+
+
+def _connect_store(host: str, port: int) -> dist.Store:
+    try:
+        return dist.TCPStore(host, port, is_master=False, timeout=_CONNECTING)
+    except dist.DistError as error:
+        raise InvalidUsage(
+            f"init(torch_group=True): this rank can't reach the store of rank 0 at {host}:{port}: set MASTER_ADDR to "
+            f"an address of rank 0's host that all reach ({error})"
+        ) from error
+
+
+def store_address(hosts: list[str], environ: Mapping[str, str]) -> str:
+    """Where the ranks on `hosts` (of each rank) reach rank 0, which calls this."""
+    if environ.get("MASTER_ADDR"):
+        return environ["MASTER_ADDR"]
+    if len(set(hosts)) == 1:
+        return "127.0.0.1"
+    try:
+        return reachable_address(environ)
+    except InvalidUsage:
+        raise InvalidUsage(
+            "rank 0 knows its host only by a loopback address: set MASTER_ADDR to an address of that host which the "
+            "others reach"
+        ) from None
+
+
+def _broadcast(communicator: Communicator, told: dict[str, Any]) -> dict[str, Any]:
+    payload = torch.zeros(_MOST_BYTES, dtype=torch.uint8, device="cpu")
+    if communicator.rank == 0:
+        text = json.dumps(told).encode()
+        if len(text) > _MOST_BYTES:
+            text = json.dumps({key: str(value)[:512] for key, value in told.items()}).encode()
+        payload[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    communicator.broadcast(payload, 0)
+    answer: dict[str, Any] = json.loads(bytes(payload.tolist()).rstrip(b"\0"))
+    return answer

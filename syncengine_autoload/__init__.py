@@ -1,0 +1,99 @@
+"""What torch calls at the end of its import, by the entry point ``torch.backends``.
+
+So the string "syncengine" works wherever torch takes a backend, and ``SYNCENGINE_PATCH=1`` reaches every process that
+imports torch, without an ``import syncengine``.
+
+A package of its own, since importing a module of syncengine imports all of it. This one imports nothing that torch has
+not imported, starts nothing, and raises nothing: an error here would break ``import torch``. syncengine itself is
+imported when a group or a model is made, and its errors are raised there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Collection, Iterator
+from typing import Any
+
+NAME = "syncengine"
+VARIABLE = "SYNCENGINE_PATCH"
+
+
+def load() -> None:
+    """Registers the backend, and puts ``Parallel`` in DDP's place if ``SYNCENGINE_PATCH=1``."""
+    try:
+        from torch import distributed as dist
+
+        if not dist.is_available():
+            return
+        register()
+        asked = os.environ.get(VARIABLE, "")
+        if asked == "1":
+            patch()
+        elif asked not in ("", "0"):
+            tell(f"{VARIABLE}={asked!r} is not allowed, and has no effect: give 1 or 0")
+    except Exception as error:  # of a torch to come, say
+        tell(f"the backend {NAME!r} is not known to torch.distributed without `import syncengine`: {error!r}")
+
+
+def register() -> None:
+    """Makes the backend's name known to torch.distributed. Importing syncengine does it anew, with what it knows."""
+    from torch.distributed import Backend
+
+    if NAME not in Backend.backend_list:
+        Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        Backend.backend_capability[NAME] = _Devices()  # type: ignore[assignment] # torch iterates over it
+
+
+def patch() -> None:
+    """From now on ``DistributedDataParallel(...)`` makes a ``Parallel``, wherever it was or will be imported.
+
+    The class stays as it is, for ``isinstance`` and subclasses; ``ddp.py`` chooses when one is made.
+    """
+    import inspect
+
+    from torch.nn.parallel.distributed import DistributedDataParallel
+
+    if "__new__" in vars(DistributedDataParallel):
+        return
+
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:  # else a copy, or what is unpickled
+            from syncengine_autoload.ddp import choose
+
+            cls = choose(cls, args, kwargs, sys._getframe(1).f_globals.get("__name__", ""))
+        return object.__new__(cls)
+
+    __new__.__signature__ = inspect.signature(DistributedDataParallel.__init__)  # type: ignore[attr-defined] # tools ask
+    DistributedDataParallel.__new__ = __new__  # type: ignore[method-assign]
+
+
+def tell(text: str) -> None:
+    """A line on stderr."""
+    if sys.stderr is not None:
+        sys.stderr.write(f"syncengine: {text}\n")
+        sys.stderr.flush()
+
+
+class _Devices(Collection[str]):
+    """The devices of the backend: known to the extension, which is loaded when somebody asks."""
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            from syncengine._C import has_cuda
+        except Exception:  # _create() raises it
+            has_cuda = False
+        return iter(["cpu", "cuda"] if has_cuda else ["cpu"])
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def __contains__(self, device: object) -> bool:
+        return device in list(iter(self))
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    """The backend of one process group."""
+    from syncengine.torch_backend import create
+
+    return create(options, backend_options)

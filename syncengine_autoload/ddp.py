@@ -1,0 +1,128 @@
+"""Whether ``DistributedDataParallel(...)`` makes a ``syncengine.Parallel``: asked by the patch, on every rank alike.
+
+Imports syncengine only inside ``choose``, since its extension may not load: then that is the reason for staying with
+DDP. Each rank has its own reason or none; they exchange them through the group's store, and so choose the same class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import time
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel.distributed import DistributedDataParallel
+
+from syncengine_autoload import VARIABLE, tell
+
+# Where ranks are processes that have a store in common, or collectives.
+_BACKENDS = {"gloo", "nccl", "mpi", "ucc", "xccl", "syncengine"}
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # exchanges over each group
+_told: set[str] = set()
+
+
+def choose(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any], caller: str) -> type:
+    """The class of what ``cls(*args, **kwargs)`` makes, where ``cls`` is DDP or a subclass of it.
+
+    ``caller`` is the module that calls it. Collective over the model's process group, as DDP's construction is.
+    """
+    if cls is not DistributedDataParallel:
+        if "syncengine" not in {base.__module__.partition(".")[0] for base in cls.__mro__}:
+            what = f"{cls.__qualname__}: it is a subclass of DistributedDataParallel"
+            _tell_once(dist.get_rank() if dist.is_initialized() else 0, what)
+        return cls
+    try:
+        bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+    except TypeError:
+        return cls  # which raises it
+    group = _group_of(bound.arguments)
+    if group is None or not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        return cls  # which raises an error
+    reason = _static_reason(group, caller)
+    parallel: type | None = None
+    if reason is None:
+        parallel, reason = _parallel_for(args, kwargs, dist.get_world_size(group))
+        reason = _first_reason(group, reason)
+    if reason is not None or parallel is None:
+        kind = type(bound.arguments["module"]).__name__
+        _tell_once(dist.get_rank(group), f"the DistributedDataParallel of a {kind}, which stays torch's: {reason}")
+        return cls
+    if dist.get_rank(group) == 0 and "" not in _told:
+        _told.add("")
+        ranks = f"{dist.get_world_size(group)} ranks, backend {dist.get_backend(group)}"
+        tell(f"DistributedDataParallel is syncengine.Parallel, since {VARIABLE}=1 ({ranks})")
+    return parallel
+
+
+def _group_of(arguments: dict[str, Any]) -> Any:
+    """The process group that these arguments of DDP mean; None where DDP raises an error."""
+    if arguments.get("process_group") is not None:
+        return None if arguments.get("device_mesh") is not None else arguments["process_group"]
+    if arguments.get("device_mesh") is not None:
+        with contextlib.suppress(Exception):
+            return arguments["device_mesh"].get_group(mesh_dim=0)
+        return None
+    return dist.distributed_c10d._get_default_group() if dist.is_initialized() else None
+
+
+def _static_reason(group: dist.ProcessGroup, caller: str) -> str | None:
+    """Why DDP must serve it, as far as that needs no exchange to be the same on all ranks."""
+    if caller.startswith("torch.distributed._composable"):
+        return "torch's replicate() is built on its parts"
+    names = {part.rpartition(":")[2] for part in dist.get_backend_config(group).split(",")}
+    if strange := sorted(names - _BACKENDS):
+        return f"its process group's backend is {', '.join(strange)}, over which syncengine can't find the other ranks"
+    return None
+
+
+def _parallel_for(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> tuple[type | None, str | None]:
+    """``Parallel``, or None and why this rank can't use it."""
+    try:
+        from syncengine.parallel import Parallel
+        from syncengine.patch import refusal
+    except Exception as error:
+        return None, f"syncengine can't be imported: {type(error).__name__}: {error}"
+    return Parallel, refusal(args, kwargs, ranks)
+
+
+def _first_reason(group: dist.ProcessGroup, own: str | None) -> str | None:
+    """The reason of the first rank of the group that has one. Raises TimeoutError naming ranks that do not come."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    store = dist.distributed_c10d._world.pg_map[group][1]
+    if store is None:  # MPI's
+        reasons: list[Any] = [None] * size
+        dist.all_gather_object(reasons, own or "", group=group)
+    else:
+        number = _made[group] = _made.get(group, 0) + 1
+        store = dist.PrefixStore(f"syncengine/patch/{number}", store)
+        store.set(str(rank), (own or "").encode())  # type: ignore[arg-type] # bytes are what it takes
+        _wait_for(store, dist.get_process_group_ranks(group))
+        reasons = [store.get(str(peer)).decode() for peer in range(size)]
+    said = [f"rank {peer}: {reason}" if reason != own else reason for peer, reason in enumerate(reasons) if reason]
+    return said[0] if said else None
+
+
+def _wait_for(store: Any, global_ranks: list[int], log_after: float = 5.0) -> None:
+    """Until each rank has written its reason; the store's own wait is deaf to Ctrl-C."""
+    start, pause, told = time.monotonic(), 0.0005, False
+    missing = list(range(len(global_ranks)))
+    while missing := [peer for peer in missing if not store.check([str(peer)])]:
+        waited = time.monotonic() - start
+        names = ", ".join(str(global_ranks[peer]) for peer in missing)
+        text = f"ranks {names} did not wrap a model in DistributedDataParallel, as this rank does"
+        if waited > store.timeout.total_seconds():
+            raise TimeoutError(f"{text}, within {waited:.0f} s: all ranks of the group must, with {VARIABLE}=1")
+        if waited > log_after and not told:
+            told = True
+            tell(f"waiting since {waited:.0f} s: {text}; do they have {VARIABLE}=1, too?")
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
+
+
+def _tell_once(rank: int, what: str) -> None:
+    if rank == 0 and what not in _told:
+        _told.add(what)
+        tell(f"{VARIABLE}=1 has no effect on {what}")

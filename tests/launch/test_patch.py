@@ -1,0 +1,285 @@
+"""SYNCENGINE_PATCH=1: scripts for DDP train with Parallel, unchanged; what it can't serve stays DDP's, and is told."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import os
+import pickle
+import re
+import runpy
+import subprocess
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankPool
+from repository import TESTS
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import syncengine
+import syncengine_autoload
+from syncengine import patch
+from syncengine_autoload import ddp
+
+SCRIPTS = TESTS / "scripts"
+
+# What a script may have imported, before or after.
+NAMES = {
+    "torch.nn.parallel": torch.nn.parallel.DistributedDataParallel,
+    "torch.nn.parallel.distributed": torch.nn.parallel.distributed.DistributedDataParallel,
+    "a module that was imported before": DistributedDataParallel,
+}
+
+
+def run_script(name: str, arguments: list[str], patched: bool) -> str:
+    os.environ["SYNCENGINE_PATCH"] = "1" if patched else "0"
+    syncengine_autoload.load()
+    sys.argv = [name, *arguments]
+    runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+    return "ends"
+
+
+def weights(pool: RankPool, port: int, folder: Path, script: str, patched: bool) -> tuple[dict, str]:
+    """What the script saves, and what its rank 0 says."""
+    output = str(folder / f"{patched}.pt")
+    with pool.spawn_ranks(
+        run_script, script, [output], patched, settings=None, environ={"MASTER_PORT": str(port)}
+    ) as ranks:
+        assert [rank.result(120) for rank in ranks] == ["ends"] * 2
+        return torch.load(output), ranks[0].output()
+
+
+@pytest.mark.parametrize("script", ["nanogpt_style.py", "timm_style.py"])
+def test_scripts_train_to_the_bits_of_ddp(pool: RankPool, tmp_path: Path, script: str, unused_port: int):
+    theirs, said = weights(pool, unused_port, tmp_path, script, patched=False)
+    assert "wrapped by DistributedDataParallel True" in said
+    ours, said = weights(pool, unused_port, tmp_path, script, patched=True)
+    assert "wrapped by Parallel True" in said  # isinstance(model, DDP) holds
+    assert said.count("syncengine: ") == 1
+    assert list(ours) == list(theirs)
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_torchrun_m_syncengine_patch(tmp_path: Path):
+    """Arguments, sys.path[0] and __main__ are those of the script."""
+    script = tmp_path / "train.py"
+    script.write_text("import beside\nbeside.train(__name__)\n")
+    (tmp_path / "beside.py").write_text(
+        "import os, sys, torch\n"
+        "from torch.nn.parallel import DistributedDataParallel as DDP\n"
+        "def train(name):\n"
+        "    torch.distributed.init_process_group('gloo')\n"
+        "    model = type(DDP(torch.nn.Linear(2, 2))).__name__\n"
+        "    os.write(1, f'{name} {sys.argv} {model}\\n'.encode())\n"
+        "    torch.distributed.destroy_process_group()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    told = subprocess.run(
+        [*command, "-m", "syncengine.patch", str(script), "-m", "--lr=1"],
+        cwd="/",
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert told.stdout.splitlines() == [f"__main__ {[str(script), '-m', '--lr=1']} Parallel"] * 2
+    assert told.stderr.count("syncengine: ") == 1
+
+
+def run_module(folder: str, arguments: list[str]) -> list[str]:
+    sys.path.insert(0, folder)
+    patch.main(arguments)
+    return [os.environ["SYNCENGINE_PATCH"], *sys.argv[1:]]
+
+
+def test_modules_are_run_by_name(pool: RankPool, tmp_path: Path):
+    (tmp_path / "training.py").write_text("import sys\nprint('run as', __name__, sys.argv[1:])\n")
+    with pool.spawn_ranks(run_module, str(tmp_path), ["-m", "training", "x"], world=1, settings=None) as ranks:
+        assert ranks[0].result() == ["1", "x"]
+        assert ranks[0].exit_code() == 0
+        assert "run as __main__ ['x']" in ranks[0].output()
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"], ["no_such_script.py"]])
+def test_wrong_arguments_say_how(arguments: list[str]):
+    with pytest.raises(SystemExit, match=r"usage: python -m syncengine.patch"):
+        patch.main(arguments)
+    assert "__new__" not in vars(DistributedDataParallel)
+
+
+# --- On ranks whose process is patched
+
+
+def on_patched_ranks(function, *args):
+    syncengine_autoload.patch()
+    return function(*args)
+
+
+class Own(DistributedDataParallel):
+    pass
+
+
+def names_and_instances() -> None:
+    for cls in NAMES.values():
+        assert type(cls(nn.Linear(2, 2))) is syncengine.Parallel
+        assert type(cls(module=nn.Linear(2, 2))) is syncengine.Parallel
+    model = DistributedDataParallel(nn.Linear(2, 2), broadcast_buffers=None, find_unused_parameters=True)
+    assert isinstance(model, DistributedDataParallel)
+    assert model.find_unused_parameters
+    assert model.process_group is dist.group.WORLD
+    pickle.loads(pickle.dumps(model))
+    copy.deepcopy(model)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'"):
+        DistributedDataParallel(nn.Linear(2, 2), no_such=1)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'module'"):
+        DistributedDataParallel()
+    parameters = list(inspect.signature(DistributedDataParallel).parameters)
+    assert parameters == list(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]
+    own = Own(nn.Linear(2, 2))  # with DDP's machinery
+    assert type(own) is Own
+    own(torch.ones(1, 2)).sum().backward()
+    assert type(syncengine.Parallel(nn.Linear(2, 2))) is syncengine.Parallel
+    stays = pickle.loads(pickle.dumps(own))
+    assert type(stays) is Own
+
+
+def test_every_name_of_ddp_makes_a_parallel(pool: RankPool):
+    with pool.spawn_ranks(on_patched_ranks, names_and_instances, gloo=True, settings=None) as ranks:
+        for rank in ranks:
+            rank.result()
+        told = [line for line in ranks[0].output().splitlines() if line.startswith("syncengine: ")]
+    assert len(told) == 2
+    assert told[0].endswith("(2 ranks, backend gloo)")
+    assert told[1].startswith("syncengine: SYNCENGINE_PATCH=1 has no effect on Own: it is a subclass")
+
+
+def what_stays() -> list[str]:
+    told: list[str] = []
+    ddp.tell = told.append
+    if dist.get_rank() == 1:
+        sys.modules["syncengine.patch"] = None  # as where it can't be imported: on one rank alone
+    for _ in range(2):
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        assert type(model) is DistributedDataParallel
+    model(torch.ones(1, 2)).sum().backward()
+    sys.modules["syncengine.patch"] = patch
+    again = copy.deepcopy(model.module)
+    assert type(DistributedDataParallel(again)) is syncengine.Parallel
+    from torch.distributed._composable.replicate import replicate
+
+    net = replicate(nn.Linear(2, 2))
+    net(torch.ones(1, 2) * dist.get_rank()).sum().backward()
+    assert net.weight.grad.tolist() == [[0.5] * 2] * 2
+    with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed when a module doesn't have"):
+        DistributedDataParallel(nn.ReLU())
+    return told
+
+
+def test_all_ranks_stay_with_ddp_if_one_must(pool: RankPool):
+    with pool.spawn_ranks(on_patched_ranks, what_stays, gloo=True, settings=None) as ranks:
+        told, nothing = (rank.result() for rank in ranks)
+    assert nothing == []
+    unable, able, replicated, needless = told
+    assert unable.startswith("SYNCENGINE_PATCH=1 has no effect on the DistributedDataParallel of a Linear, ")
+    assert "rank 1: syncengine can't be imported: ModuleNotFoundError" in unable
+    assert able.startswith("DistributedDataParallel is syncengine.Parallel")
+    assert "replicate()" in replicated
+    assert "is not needed" in needless
+
+
+def subgroups() -> list[str]:
+    pair, other = dist.new_group([0, 2]), dist.new_group([1])
+    group = other if dist.get_rank() == 1 else pair
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False), process_group=group)
+    assert type(model) is syncengine.Parallel
+    assert model.process_group is group
+    model(torch.full((1, 1), float(dist.get_rank()))).backward()
+    return model.module.weight.grad.item()
+
+
+def test_models_on_subgroups(pool: RankPool):
+    with pool.spawn_ranks(on_patched_ranks, subgroups, world=3, gloo=True, settings=None) as ranks:
+        assert [rank.result() for rank in ranks] == [1.0, 1.0, 1.0]
+
+
+def without_ranks() -> list[str]:
+    told: list[str] = []
+    ddp.tell = told.append
+    with pytest.raises(ValueError, match="Default process group has not been initialized"):
+        DistributedDataParallel(nn.Linear(2, 2))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    assert type(DistributedDataParallel(nn.Linear(2, 2))) is DistributedDataParallel
+    dist.destroy_process_group()
+    return told
+
+
+def test_groups_that_it_cant_adopt(pool: RankPool):
+    with pool.spawn_ranks(on_patched_ranks, without_ranks, world=1, settings=None) as ranks:
+        (told,) = ranks[0].result()
+    assert told.endswith("its process group's backend is fake, over which syncengine can't find the other ranks")
+
+
+def over_our_own_backend() -> bool:
+    dist.init_process_group(
+        "syncengine", store=dist.FileStore(os.environ["STORE"]), rank=int(os.environ["RANK"]), world_size=2
+    )
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    return model.communicator is dist.group.WORLD._get_backend(torch.device("cpu")).communicator
+
+
+def test_a_group_of_syncengine_is_used_itself(pool: RankPool, tmp_path: Path):
+    environ = {"STORE": str(tmp_path / "store")}
+    with pool.spawn_ranks(on_patched_ranks, over_our_own_backend, settings=None, environ=environ) as ranks:
+        assert [rank.result() for rank in ranks] == [True, True]
+
+
+# --- Reasons, one by one
+
+
+def test_what_parallel_does_not_take(monkeypatch: pytest.MonkeyPatch):
+    linear = nn.Linear(2, 2)
+    assert patch.refusal((linear,), {}, 2) is None
+    assert "unexpected keyword argument 'of_a_torch_to_come'" in patch.refusal((linear,), {"of_a_torch_to_come": 1}, 2)
+    assert patch.refusal((linear,), {}, 65) == "syncengine can't connect 65 ranks, 64 at most"
+    assert patch.refusal((3,), {}, 2) == "it is no torch.nn.Module"
+    assert "parameter weight on meta" in patch.refusal((nn.Linear(2, 2, device="meta"),), {}, 2)
+    monkeypatch.setattr(patch, "device_of", lambda named: torch.device("cuda", 0))
+    monkeypatch.setattr(patch, "has_cuda", False)
+    assert "syncengine was built without CUDA: with nvcc" in patch.refusal((linear,), {}, 2)
+    monkeypatch.setattr(patch, "has_cuda", True)
+    assert patch.refusal((linear,), {}, 2) is None
+    normed = nn.BatchNorm1d(2)
+    assert "buffer running_mean on cpu" in patch.refusal((normed,), {}, 2)
+
+
+def test_ranks_that_wrap_nothing_are_named(capfd: pytest.CaptureFixture[str]):
+    """Where only some ranks have the variable, say."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.05))
+    store.set("0", "")
+    with pytest.raises(TimeoutError, match=r"ranks 3, 7 did not wrap .* all ranks .* with SYNCENGINE_PATCH=1"):
+        ddp._wait_for(store, [1, 3, 7], log_after=0.0)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.match(r"syncengine: waiting since 0 s: ranks 3, 7 did .*; do they have SYNCENGINE_PATCH=1, too\?", line)
+    for peer in ("1", "2"):
+        threading.Thread(target=store.set, args=(peer, "")).start()
+    store.set_timeout(timedelta(seconds=60))
+    ddp._wait_for(store, [1, 3, 7])
+
+
+def test_a_stderr_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    syncengine_autoload.tell("nothing")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    syncengine_autoload.tell("something")
+    assert sys.stderr.getvalue() == "syncengine: something\n"
