@@ -40,6 +40,14 @@ unexport PYTHONDONTWRITEBYTECODE
 	  echo "import site; site.addsitedir('$$site')" > $${site/.venv/.venv-$*}/main_environment.pth
 	touch $@
 
+# Frameworks, which bring packages of their own: those of .venv are there first, so that torch and NumPy stay what they are.
+.venv-integrations/ready: requirements-integrations.txt .venv/ready
+	$(PY) -m venv --without-pip .venv-integrations
+	site=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	  echo "import site; site.addsitedir('$$site')" > $${site/.venv/.venv-integrations}/main_environment.pth
+	$(PY) -m pip --python .venv-integrations/bin/python install -qq --no-compile --constraint requirements.txt --requirement $<
+	touch $@
+
 # ---- the extension ----
 
 # Both flavors keep their object files; the one built last is the one in place, and build/*.built says which.

@@ -42,6 +42,9 @@ MODULES = [
     "hooks",
     "parallel",
     "__init__",
+    "_lightning",
+    "lightning",
+    "pytorch_lightning",
 ]
 PARALLEL_MODULES = [
     "refusal",
