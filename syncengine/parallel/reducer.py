@@ -41,7 +41,7 @@ class NoReducer:
     def _nothing(self, *_: Any) -> None:
         pass
 
-    plan_with = set_static_graph = _nothing
+    plan_with = set_static_graph = _delay_all_reduce = _nothing
     _check_reducer_finalized = _remove_autograd_hooks = _set_ddp_runtime_logging_sample_rate = _nothing
 
 
@@ -98,6 +98,9 @@ class ModelReducer(Reducer):
         counts = torch.tensor(ranks, dtype=torch.int32, device="cpu")
         model.communicator.all_reduce(counts)
         return counts.to(model.device)
+
+    def _delay_all_reduce(self) -> None:
+        """Nothing: the first backward of a static graph has averaged at its end. Lightning calls it after that."""
 
     def _remove_autograd_hooks(self) -> None:
         self.remove_hooks()

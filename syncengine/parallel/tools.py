@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -82,6 +83,17 @@ class ForTools(DistributedDataParallel):
     _assign_modules_buffers = _of("_buffer_sync", "look_up")
     _sync_buffers = _of("_buffer_sync", "synchronize")
     _sync_final_model = _of("_uneven", "sync_final_model")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards of forwards in this context accumulate this rank's own gradients.
+
+        Inside of the module's forward it is about whole backwards in there: Lightning's manual optimization.
+        """
+        with super().no_sync():
+            if self._reduces and DistributedDataParallel._active_ddp_module is self:
+                self.reducer.begin_forward(False)
+            yield
 
     def sync_stats(self) -> dict[str, Any]:
         """What the last synchronized backward moved.

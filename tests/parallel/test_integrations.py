@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
@@ -53,6 +54,68 @@ def test_lightnings_manual_optimization():
         return results
 
     both(Redirected, step)
+
+
+class StepsInside(nn.Module):
+    """All of a step is in the forward, as in Lightning's manual optimization: several backwards, also under no_sync."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Mlp()
+        self.wrapper: list[nn.Module] = []
+        self.gradients: list[torch.Tensor] = []
+
+    def backward(self, step: int, synchronize: bool) -> None:
+        (wrapper,) = self.wrapper
+        loss = self.inner(data(step)).square().mean()
+        if synchronize:
+            wrapper.require_forward_param_sync = True
+            wrapper.reducer._rebuild_buckets()
+            wrapper.reducer.prepare_for_backward([])
+        loss.backward()
+        self.gradients += flat(self.inner)
+
+    def forward(self, step: int) -> torch.Tensor:
+        (wrapper,) = self.wrapper
+        for i, order in enumerate([(True, False, True), (False, True), (False, False)]):
+            self.inner.zero_grad()
+            for j, synchronize in enumerate(order):
+                with contextlib.nullcontext() if synchronize else wrapper.no_sync():
+                    self.backward(100 * step + 10 * i + j, synchronize)
+        wrapper.require_backward_grad_sync = False
+        return torch.zeros(())
+
+
+def train_inside(model: nn.Module) -> list[torch.Tensor]:
+    model.module.wrapper = [model]
+    for i in range(3):
+        model(i)
+        model.require_backward_grad_sync = True
+    model.module.wrapper = []
+    return model.module.gradients
+
+
+@run_on_ranks(gloo=True)
+def test_lightnings_manual_optimization_under_no_sync():
+    both(StepsInside, train_inside)
+
+
+class FlushesInside(StepsInside):
+    """After the first backward over a static graph Lightning averages by DDP's own private method."""
+
+    def forward(self, step: int) -> torch.Tensor:
+        self.inner.zero_grad()
+        self.backward(step, True)
+        if step == 0:
+            self.wrapper[0].reducer._delay_all_reduce()
+            self.gradients = flat(self.inner)
+        self.wrapper[0].require_backward_grad_sync = False
+        return torch.zeros(())
+
+
+@run_on_ranks(gloo=True)
+def test_lightnings_flush_of_a_static_graph():
+    both(FlushesInside, train_inside, static_graph=True)
 
 
 @run_on_ranks(gloo=True)

@@ -48,6 +48,10 @@ MODULES = [
     "__init__",
     "__main__",
     "horovod",
+    "accelerate",
+    "_lightning",
+    "lightning",
+    "pytorch_lightning",
 ]
 PARALLEL_MODULES = [
     "refusal",

@@ -1,0 +1,104 @@
+"""What the strategies for ``lightning`` and for ``pytorch_lightning`` have in common; imports neither.
+
+Those are separate trees of the same classes, so each mixin here stands before the DDPStrategy of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import syncengine  # registers the backend
+from syncengine._C import has_cuda
+from syncengine.errors import InvalidUsage
+from syncengine.parallel import Parallel
+from syncengine.torch_backend import NAME
+
+UNUSED = f"{NAME}_find_unused_parameters_true"
+
+
+class InPlaceOfDDP:
+    """The process group's backend, and the wrapper."""
+
+    root_device: torch.device
+    _process_group_backend: str | None
+    _ddp_kwargs: dict[str, Any]
+
+    def _get_process_group_backend(self) -> str:
+        device = self.root_device
+        if device.type not in ("cpu", "cuda"):
+            raise InvalidUsage(
+                f"the strategy {NAME!r} trains on CPUs and CUDA devices, not on {device.type}: give "
+                "accelerator='cpu', or another strategy"
+            )
+        if device.type == "cuda" and not has_cuda:
+            raise InvalidUsage(
+                f"the strategy {NAME!r} was asked for {device}, and syncengine was built without CUDA: give "
+                "accelerator='cpu', or, with nvcc and a torch that has CUDA, install syncengine again"
+            )
+        return self._process_group_backend or (NAME if device.type == "cpu" else f"cpu:{NAME},cuda:nccl")
+
+    def _wrap(self, module: torch.nn.Module) -> Parallel:
+        device = self.root_device
+        return Parallel(module, device_ids=None if device.type == "cpu" else [device.index], **self._ddp_kwargs)
+
+
+class TrainerSeam(InPlaceOfDDP):
+    """For ``Trainer``."""
+
+    model: Any
+    _ddp_comm_state: Any
+    _ddp_comm_hook: Callable[..., Any] | None
+    _ddp_comm_wrapper: Callable[..., Any] | None
+
+    def _setup_model(self, model: torch.nn.Module) -> Parallel:
+        return self._wrap(model)
+
+    def _register_ddp_hooks(self) -> None:
+        """On CPUs, too, where Lightning would leave them out without a word."""
+        hook = self._ddp_comm_hook
+        if hook is not None:
+            wrapper = self._ddp_comm_wrapper
+            self.model.register_comm_hook(self._ddp_comm_state, hook if wrapper is None else wrapper(hook))
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning would name a strategy that goes back to DDP."""
+        text = str(exception.args[0]) if exception.args else ""
+        if "Expected to have finished reduction in the prior iteration" in text:
+            remedy = (
+                "It looks like your LightningModule has parameters that were not used in producing the loss returned "
+                f"by training_step. If this is intentional, give Trainer(strategy={UNUSED!r}), or "
+                f"{type(self).__module__}.Strategy(find_unused_parameters=True)."
+            )
+            exception.args = (f"{remedy}\n{'=' * 80}\n{text}", *exception.args[1:])
+
+
+class FabricSeam(InPlaceOfDDP):
+    """For ``Fabric``."""
+
+    def setup_module(self, module: torch.nn.Module) -> Parallel:
+        """Wraps the model."""
+        return self._wrap(module)
+
+
+def register(registry: Any, strategy: type) -> None:
+    """Gives a strategy its names."""
+    text = f"syncengine {syncengine.__version__}: Parallel in DDP's place"
+    registry.register(NAME, strategy, description=text, override=True)
+    registry.register(
+        UNUSED,
+        strategy,
+        description=f"{text}, with find_unused_parameters",
+        override=True,
+        find_unused_parameters=True,
+    )
+
+
+def missing(package: str, other: str) -> str:
+    """What to say where Lightning is not installed."""
+    return (
+        f"syncengine.{package} needs the package {package}: pip install 'syncengine[{package.replace('_', '-')}]'. "
+        f"Scripts that import {other} need syncengine.{other} instead"
+    )

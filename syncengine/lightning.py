@@ -1,0 +1,36 @@
+"""Parallel in DDP's place for those who `import lightning`.
+
+Those who `import pytorch_lightning`, a separate tree of the same classes, need `syncengine.pytorch_lightning`.
+
+import syncengine.lightning  # registers the name
+
+lightning.Trainer(accelerator="cpu", devices=2, strategy="syncengine")
+lightning.Fabric(accelerator="cpu", devices=2, strategy="syncengine")
+
+Or `strategy=syncengine.lightning.Strategy(...)`, for Fabric `FabricStrategy(...)`: they take the
+arguments of Lightning's `DDPStrategy`, and pass those of DDP on to `Parallel`. The process group is syncengine's unless
+`process_group_backend` says otherwise.
+"""
+
+from syncengine._lightning import FabricSeam, TrainerSeam, missing, register
+
+try:
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies import DDPStrategy as _FabricDDP
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+except ModuleNotFoundError as error:
+    if error.name not in ("lightning",):
+        raise
+    raise ModuleNotFoundError(missing("lightning", "pytorch_lightning"), name=error.name) from error
+
+
+class Strategy(TrainerSeam, DDPStrategy):  # type: ignore[misc] # Lightning is not there where types are checked
+    """For `Trainer(strategy=...)`: the arguments of Lightning's `DDPStrategy`."""
+
+
+class FabricStrategy(FabricSeam, _FabricDDP):  # type: ignore[misc]
+    """For `Fabric(strategy=...)`: the arguments of Lightning's `DDPStrategy` for Fabric."""
+
+
+register(StrategyRegistry, Strategy)
+register(STRATEGY_REGISTRY, FabricStrategy)

@@ -1,0 +1,177 @@
+"""Trains with Lightning on the ranks of the pool: over DDP and Gloo, then with syncengine, and compares the bits."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import socket
+import types
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankPool
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+TREES = ("lightning", "pytorch_lightning")
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 2,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+def tree(name: str) -> types.SimpleNamespace:
+    """One of Lightning's two class trees: `pl`, `Fabric`, its strategies, and syncengine's."""
+    ours = importlib.import_module(f"syncengine.{name}")
+    trainer = importlib.import_module("lightning.pytorch" if name == "lightning" else name)
+    fabric = importlib.import_module("lightning.fabric" if name == "lightning" else "lightning_fabric")
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    return types.SimpleNamespace(
+        name=name, pl=trainer, fabric=fabric, Strategy=ours.Strategy, FabricStrategy=ours.FabricStrategy
+    )
+
+
+def launched(ports: list[int]) -> dict[str, str]:
+    """As torchrun's processes have it. Each process group of a test gets a port of its own: see `leave`."""
+    first, *rest = map(str, ports)
+    return {"TORCHELASTIC_RUN_ID": "tests", "GROUP_RANK": "0", "MASTER_PORT": first, "TESTS_PORTS": " ".join(rest)}
+
+
+def leave() -> None:
+    """Ends the process group. The next one meets at another port, where no store of this one is about to end."""
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"], _, os.environ["TESTS_PORTS"] = os.environ["TESTS_PORTS"].partition(" ")
+
+
+def both(lightning: types.SimpleNamespace, train: Callable[..., Any], fabric: bool = False, **options: Any) -> Any:
+    """`train(lightning, strategy)` over DDP and with syncengine: what they return must have the same bits.
+
+    Also compares with the other rank. Returns what syncengine's run returned.
+    """
+    results = []
+    for ours in (False, True):
+        torch.manual_seed(7)  # the same weights; the data differ between ranks by their sampler
+        if ours:
+            strategy = (lightning.FabricStrategy if fabric else lightning.Strategy)(**options)
+        else:
+            module = lightning.fabric if fabric else lightning.pl
+            strategy = module.strategies.DDPStrategy(process_group_backend="gloo", **options)
+        results.append(train(lightning, strategy))
+        if dist.is_initialized():
+            assert dist.get_backend() == ("syncengine" if ours else "gloo")
+            leave()
+    same(*results)
+    return results[1]
+
+
+def same(one: Any, other: Any, where: str = "") -> None:
+    """Raises AssertionError with the place of the first difference."""
+    if isinstance(one, torch.Tensor):
+        assert one.dtype == other.dtype and torch.equal(one, other), f"{where}: {one} and {other}"
+    elif isinstance(one, dict):
+        assert list(one) == list(other), where
+        for key in one:
+            same(one[key], other[key], f"{where}[{key!r}]")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for i, pair in enumerate(zip(one, other, strict=True)):
+            same(*pair, f"{where}[{i}]")
+    else:
+        assert one == other, f"{where}: {one} and {other}"
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def samples(count: int = 24, seed: int = 3) -> Dataset:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 12, generator=generator)
+    return TensorDataset(x, x[:, :3].sum(1, keepdim=True).sin())
+
+
+def loader(count: int = 24, batch: int = 3, seed: int = 3) -> DataLoader:
+    return DataLoader(samples(count, seed), batch_size=batch)
+
+
+def net(norm: bool = True) -> nn.Sequential:
+    layers = [nn.Linear(12, 40), nn.BatchNorm1d(40)] if norm else [nn.Linear(12, 40)]
+    return nn.Sequential(*layers, nn.GELU(), nn.Dropout(0.2), nn.Linear(40, 1))
+
+
+def module(lightning: types.SimpleNamespace, **overrides: Any) -> Any:
+    """A LightningModule: `overrides` take the place of its attributes and methods."""
+
+    class Regression(lightning.pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+        def loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+            return (self(batch[0]) - batch[1]).square().mean()
+
+        def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
+            return self.loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    return type("Model", (Regression,), overrides)()
+
+
+def shared_folder() -> Path:
+    """The same on both ranks, gone with the test."""
+    return Path(os.environ["TESTS_FOLDER"])
+
+
+def on_ranks(function: Callable[[Any], None]) -> Callable[..., None]:
+    """Makes `function(lightning)` for 2 ranks into a test with each of Lightning's class trees."""
+
+    @pytest.mark.parametrize("name", TREES)
+    @functools.wraps(function, assigned=["__doc__"], updated=[])
+    def test(pool: RankPool, name: str, tmp_path: Path) -> None:
+        environ = launched(unused_ports(7)) | {"TESTS_FOLDER": str(tmp_path)}
+        pool.run(_call, function.__module__, function.__name__, name, settings=None, environ=environ, timeout=180)
+
+    del test.__wrapped__  # pytest would look for its arguments
+    test.on_ranks = function
+    return test
+
+
+def run_alone(function: Callable[[], Any]) -> Callable[..., None]:
+    """The same for `function()`, of other frameworks."""
+
+    @functools.wraps(function, assigned=["__doc__"], updated=[])
+    def test(pool: RankPool, tmp_path: Path) -> None:
+        environ = launched(unused_ports(7)) | {"TESTS_FOLDER": str(tmp_path)}
+        pool.run(_call, function.__module__, function.__name__, None, settings=None, environ=environ, timeout=180)
+
+    del test.__wrapped__
+    test.on_ranks = function
+    return test
+
+
+def _call(module_name: str, name: str, tree_name: str | None) -> None:
+    function = getattr(importlib.import_module(module_name), name).on_ranks
+    function() if tree_name is None else function(tree(tree_name))
+
+
+def unused_ports(count: int) -> list[int]:
+    """TCP ports that were free a moment ago."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
