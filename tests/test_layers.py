@@ -42,6 +42,7 @@ MODULES = [
     "torch_backend",
     "hooks",
     "parallel",
+    "sharded",
     "__init__",
 ]
 PARALLEL_MODULES = [
@@ -57,6 +58,7 @@ PARALLEL_MODULES = [
     "delayed",
     "rounds",
     "model",
+    "watchers",
     "logging",
     "reducer",
     "optimizers",
@@ -70,6 +72,22 @@ PARALLEL_MODULES = [
     "tuning",
     "planning",
     "wrapper",
+    "__init__",
+]
+SHARDED_MODULES = [
+    "agreement",
+    "kinds",
+    "cut",
+    "memory",
+    "weights",
+    "shard",
+    "state",
+    "claims",
+    "block",
+    "update",
+    "sharing",
+    "writing",
+    "optimizer",
     "__init__",
 ]
 LAUNCH_MODULES = ["variables", "slurm", "arrivals", "store", "mpi", "environment", "__init__"]
@@ -171,3 +189,4 @@ def test_imports_point_downwards():
     assert python_violations(ROOT / "syncengine", "syncengine", MODULES) == []
     assert python_violations(ROOT / "syncengine" / "launch", "syncengine.launch", LAUNCH_MODULES) == []
     assert python_violations(ROOT / "syncengine" / "parallel", "syncengine.parallel", PARALLEL_MODULES) == []
+    assert python_violations(ROOT / "syncengine" / "sharded", "syncengine.sharded", SHARDED_MODULES) == []

@@ -42,6 +42,7 @@ from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.tuning import Tuner
 from syncengine.parallel.uneven import UnevenData
+from syncengine.parallel.watchers import forward_watchers, register
 
 
 @refuse_methods
@@ -183,6 +184,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
 
     def _build_reducer(self) -> None:
         """Makes everything that pickling leaves out."""
+        register(self)
         named = self._named_to_synchronize()
         self._parameter_names = [name for name, _ in named]
         self._module_parameters = [parameter for _, parameter in named]
@@ -308,6 +310,8 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         adopt_optimizers(self)
+        for watcher in forward_watchers:
+            watcher(self)
         if self._delayed is not None and not self._delayed_checked:
             self._delayed_checked = True
             if self.communicator.size > 1:
