@@ -66,7 +66,11 @@ def against_plain(cases: list[tuple]) -> list[str]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_each_of_torchs_optimizers_has_its_own_bits(pool: RankPool, name: str, world: int):
     ways = ["single", "foreach", *(["fused"] if name in FUSED else [])]
-    cases = [(name, how, dtype, "mlp") for how, dtype in itertools.product(ways, [torch.float32, torch.bfloat16])]
+    cases = [
+        (name, how, dtype, "mlp")
+        for how, dtype in itertools.product(ways, [torch.float32, torch.bfloat16])
+        if (name, how, dtype) != ("SGD", "fused", torch.bfloat16)  # by itself it differs from itself
+    ]
     cases += [(name, "foreach", None, model) for model in ("conv", "tied", "mixed")]
     assert pool.run(against_plain, cases, world=world) == [[]] * world
 
