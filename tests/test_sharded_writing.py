@@ -37,14 +37,20 @@ WRITES = {f.__name__: f for f in (scale, initialize, cast, point_elsewhere)}
 def write(how: str, ranks: list[int], before: str) -> list[str]:
     net = make()
     model, optimizer = sharded(net)
-    train(model, optimizer, 2)
-    if before == "step":
-        optimizer.zero_grad()
-        model(batch(2)).square().mean().backward()
-    if syncengine.rank() in ranks:
-        WRITES[how](net, optimizer)
-    call = optimizer.step if before == "step" else lambda: train(model, optimizer, 1)
-    return [error_of(call), error_of(optimizer.step)]
+
+    def go() -> None:  # a rank that is quick may end the calls of one that is not as far
+        train(model, optimizer, 2)
+        if before == "step":
+            optimizer.zero_grad()
+            model(batch(2)).square().mean().backward()
+        if syncengine.rank() in ranks:
+            WRITES[how](net, optimizer)
+        if before == "step":
+            optimizer.step()
+        else:
+            train(model, optimizer, 1)
+
+    return [error_of(go), error_of(optimizer.step)]
 
 
 @pytest.mark.parametrize("before", ["forward", "step"])
@@ -55,7 +61,7 @@ def test_a_write_outside_of_step_is_named(pool: RankPool, how: str, ranks: list[
     for answer in pool.run(write, how, ranks, before):
         assert "parameter head.weight" in answer[0], answer
         assert ("lies in other memory" if moved else "the weights are void") in answer[0], answer
-        assert f"rank {ranks[0]}" in answer[0] or len(ranks) == 2, answer
+        assert any(f"rank {rank}: parameter" in answer[0] for rank in ranks), answer
         assert answer[1] != ""
 
 
