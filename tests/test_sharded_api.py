@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import batch, different_weights, differences, error_of, make, plain, sharded, train
+from sharded_training import batch, differences, different_weights, error_of, make, plain, sharded, train
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import syncengine
 
@@ -89,7 +90,7 @@ def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
     optimizer.register_step_pre_hook(halve)
     optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    everywhere = torch.optim.optimizer.register_optimizer_step_post_hook(lambda *_: seen.append("any"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: seen.append("any"))
     optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 1})
     train(model, optimizer, 3)
     everywhere.remove()
@@ -208,10 +209,8 @@ def test_two_models(pool: RankPool):
 def in_join() -> str:
     model, optimizer = sharded(make())
     train(model, optimizer, 1)
-    text = ""
     with model.join():
-        text = error_of(lambda: train(model, optimizer, 1))
-    return text
+        return error_of(lambda: train(model, optimizer, 1))
 
 
 def test_join_is_refused_by_name(pool: RankPool):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import different_weights, differences, make, plain, sharded, train
+from sharded_training import differences, different_weights, make, plain, sharded, train
 from torch.nn.parallel import DistributedDataParallel
 
 import syncengine

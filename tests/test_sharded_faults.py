@@ -1,4 +1,4 @@
-"""A rank ends, or fails, at some point of an update: survivors know whether the weights are whole, and at which step."""
+"""A rank ends, or fails, somewhere in an update: survivors know whether the weights are whole, and of which step."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import different_weights, differences, make, plain, sharded, train
+from sharded_training import differences, different_weights, make, plain, sharded, train
 from test_hosts import run, start
 
 PLACEMENTS = ["ab", "aab", "aabb", "abab"]

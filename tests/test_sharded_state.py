@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from pool import RankPool
-from sharded_training import different_weights, differences, error_of, make, plain, sharded, snapshot, train
+from sharded_training import differences, different_weights, error_of, make, plain, sharded, snapshot, train
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import syncengine
