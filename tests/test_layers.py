@@ -87,6 +87,7 @@ SHARDED_MODULES = [
     "update",
     "sharing",
     "writing",
+    "joining",
     "optimizer",
     "__init__",
 ]

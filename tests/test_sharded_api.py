@@ -206,18 +206,6 @@ def test_two_models(pool: RankPool):
     assert pool.run(two_models) == [[]] * 2
 
 
-def in_join() -> str:
-    model, optimizer = sharded(make())
-    train(model, optimizer, 1)
-    with model.join():
-        return error_of(lambda: train(model, optimizer, 1))
-
-
-def test_join_is_refused_by_name(pool: RankPool):
-    for text in pool.run(in_join):
-        assert "does not work inside join() yet" in text
-
-
 def pickled() -> str:
     import copy
 

@@ -15,6 +15,7 @@ from syncengine._C import Communicator
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.parallel.model import Model
 from syncengine.parallel.rounds import Intent, Round, tell
+from syncengine.parallel.watchers import follow_step
 
 _MANY = 1000  # forwards without this rank, after which it warns; as torch
 
@@ -38,6 +39,9 @@ def leave(model: Model, error: Exception) -> None:
 def shadow(model: Model, current: Round) -> None:
     """Does on a rank that has joined what the collectives of the others' forward and backward need."""
     current.check()
+    if current.steps:
+        follow_step(model, current)
+        return
     if current.plans:
         model._plan_buckets(current)
     if current.buffers_from is not None:

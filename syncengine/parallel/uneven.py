@@ -13,6 +13,7 @@ from syncengine.parallel.logging import Logger
 from syncengine.parallel.model import Model
 from syncengine.parallel.rounds import Intent, Round, tell
 from syncengine.parallel.sync_batch_norm import check_all_have_batches
+from syncengine.parallel.watchers import common
 from syncengine.parallel.weights import WeightExchange, averaging, check_weight
 
 
@@ -133,4 +134,5 @@ class UnevenData(Model):
         self._assign_modules_buffers()
         named = self._named_state(self.forward_sync_buffers)
         named += () if self._delayed is None else self._delayed.named
+        named = [(name, tensor) for name, tensor in named if tensor not in common]  # these are the same
         broadcast_named(self.communicator, "the final models", named, self.device, self._authoritative_rank)

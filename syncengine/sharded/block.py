@@ -96,5 +96,5 @@ def part(memories: Sequence[CommonMemory], claims: Sequence[Claim], torn: str = 
     for one in claims:
         one.torn = torn or one.torn
         if parted:
-            one.by = None
+            one.give_up()
     return parted

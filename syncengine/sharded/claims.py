@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from syncengine.errors import InvalidUsage, TornWeights
+from syncengine.parallel.watchers import common
 
 
 class Claimant(Protocol):
@@ -24,10 +25,16 @@ class Claimant(Protocol):
 class Claim:
     """Of one parameter."""
 
-    def __init__(self, name: str, by: Claimant) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, name: str, by: Claimant) -> None:
+        self._parameter = weakref.ref(parameter)
         self.name = name
         self.by: Claimant | None = by  # None: it is private again
         self.torn = ""  # why nobody must use its values
+
+    def give_up(self) -> None:
+        """The parameter is private again."""
+        self.by = None
+        common.pop(self._parameter(), None)
 
 
 _claims: Any = WeakIdKeyDictionary()  # by parameter
@@ -40,7 +47,7 @@ def claim(parameter: torch.nn.Parameter, name: str, by: Claimant) -> Claim:
     if not _installed:
         _installed = True
         register_optimizer_step_pre_hook(_refuse_plain_optimizers)
-    made = _claims[parameter] = Claim(name, by)
+    made = _claims[parameter] = Claim(parameter, name, by)
     return made
 
 

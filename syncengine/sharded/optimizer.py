@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.join import Join, Joinable
 
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.parallel.model import Model
-from syncengine.parallel.watchers import forward_watchers, models
+from syncengine.parallel.rounds import Round
+from syncengine.parallel.watchers import forward_watchers, models, take_part
 from syncengine.sharded.block import part
 from syncengine.sharded.cut import Slice
+from syncengine.sharded.joining import StepHook, announce_step, send_gradients
 from syncengine.sharded.kinds import is_elementwise
 from syncengine.sharded.shard import Shard
 from syncengine.sharded.sharing import Sharing
@@ -24,7 +27,7 @@ from syncengine.sharded.writing import write_together
 _optimizers: weakref.WeakSet[ShardedOptimizer] = weakref.WeakSet()
 
 
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     """An optimizer of which each rank of a host does a part, over weights and state that are there once for all ranks.
 
     ``params`` are parameters or groups of them, as for ``optimizer_class``, which gets ``defaults``. It may be made
@@ -60,7 +63,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._sharing = Sharing(self._make_shard, cuts, checksum)
         self._private: Shard | None = None  # of what is not shared
         plain = optimizer_class(list(params), **defaults)  # checks them as it would by itself
-        super().__init__(plain.param_groups, plain.defaults)
+        torch.optim.Optimizer.__init__(self, plain.param_groups, plain.defaults)
+        Joinable.__init__(self)
+        self._numbers: weakref.WeakKeyDictionary[Model, int] = weakref.WeakKeyDictionary()
         self.state.update(plain.state)
         if _watch_forward not in forward_watchers:
             forward_watchers.append(_watch_forward)
@@ -92,14 +97,59 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._bind_all()
         self._sharing.catch_up(self.param_groups, self.state)
+        if notice := Join.notify_join_context(self):  # torch's Join only
+            notice.wait()
+        current = announce_step(self._sharing, self._number, self._join_config.enable)
+        if current is not None:
+            send_gradients(self._sharing, self.param_groups, current)
         self._sharing.update(self.param_groups)
         self._update_private()
         return loss
 
+    def _number(self, model: Model) -> int:
+        """Among the sharded optimizers of ``model``."""
+        if model not in self._numbers:
+            self._numbers[model] = take_part(model, self._follow)
+        return self._numbers[model]
+
+    @torch.no_grad()
+    def _follow(self, current: Round) -> None:
+        """A step of the others, on a rank that has no batch. Its gradients are what they were."""
+        shared = [parameter for block in self._sharing.blocks for parameter in block.weights.parameters]
+        before = [parameter.grad for parameter in shared]
+        try:
+            send_gradients(self._sharing, self.param_groups, current)
+            self._sharing.update(self.param_groups)
+        finally:
+            for parameter, grad in zip(shared, before, strict=True):
+                parameter.grad = grad
+
+    def join_hook(self, **kwargs: Any) -> StepHook:
+        """For torch's ``Join([model, optimizer])``."""
+        return StepHook(self._sharing, self._follow)
+
+    @property
+    def join_device(self) -> torch.device:
+        """As of the model."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """As of the model that is trained."""
+        self._bind_all()
+        group = next((model.process_group for model in self._sharing.models), None)
+        if group is None:
+            raise InvalidUsage("torch's Join needs a model: wrap it in Parallel before")
+        return group
+
     def _bind_all(self) -> None:
         self._sharing.raise_if_over()
         for model in list(models.values()):
-            self._sharing.bind(model, self.param_groups, self.state)
+            self._bind(model)
+
+    def _bind(self, model: Model) -> None:
+        self._sharing.bind(model, self.param_groups, self.state)
+        self._number(model)
 
     def _update_private(self) -> None:
         members = self._sharing.unshared(self.param_groups)
@@ -124,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if sharing.over is not None:
             return  # the model says so
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and model.require_backward_grad_sync:
-            sharing.bind(model, self.param_groups, self.state)
+            self._bind(model)
         if problem := sharing.written():
             assert sharing.host is not None
             text = f"{sharing.host.name(sharing.host.rank)}: {problem}"

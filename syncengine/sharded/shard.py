@@ -10,7 +10,7 @@ import torch
 from syncengine.sharded.cut import Slice
 from syncengine.sharded.memory import flat
 
-_NOT_OPTIONS = ("params", "param_names")
+NOT_OPTIONS = ("params", "param_names")
 
 
 class Member(NamedTuple):
@@ -97,7 +97,7 @@ class Shard:
                 piece.drop_gradient()
         for ours, theirs in zip(self._optimizer.param_groups, groups, strict=False):
             for key, value in ours.items():  # some optimizers keep numbers there
-                if key not in _NOT_OPTIONS and theirs.get(key) is not value:
+                if key not in NOT_OPTIONS and theirs.get(key) is not value:
                     theirs[key] = value
 
     def state_of(self, piece: Piece) -> dict[str, Any]:
@@ -111,21 +111,22 @@ class Shard:
 
 
 def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
 
 
 def describe_options(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """What all ranks must have in common of parameter groups: numbers of parameters, and options that are data."""
     lines = []
     for number, group in enumerate(groups):
-        options = {key: _data(value) for key, value in _options_of(group).items()}
+        options = {key: plain_data(value) for key, value in _options_of(group).items()}
         lines.append(f"group {number} of {len(group['params'])} parameters: {options}")
     return lines
 
 
-def _data(value: Any) -> Any:
+def plain_data(value: Any) -> Any:
+    """``value`` as numbers, texts and lists of them."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [_data(item) for item in value]
+        return [plain_data(item) for item in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__

@@ -184,8 +184,6 @@ class Sharing:
             if problem := block.wrong_sum() or block.sparse_gradient():
                 return problem
         for model in self.models:
-            if model._join_config.enable:
-                return "ShardedOptimizer.step() does not work inside join() yet: give all ranks as many batches"
             if not model._reduces or all(parameter.grad is None for parameter in model._module_parameters):
                 continue
             if reason := model.reducer.not_averaged():

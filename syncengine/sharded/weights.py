@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from syncengine._C import CommonMemory, is_dense, storage_references
+from syncengine.parallel.watchers import common
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.memory import Host, Layout, create_common, flat
 
@@ -62,7 +63,7 @@ def _shares_memory(named: Sequence[Named]) -> str:
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """Who holds the memory of ``tensor``: tensors, or Python by its storage. Those of a tensor by itself are counted."""
+    """How many hold the memory of ``tensor``, it among them: tensors, or Python by its storage."""
     storage = tensor.untyped_storage()
     return storage_references(tensor) + sys.getrefcount(storage)
 
@@ -102,11 +103,12 @@ class SharedWeights:
         what = "a parameter of ShardedOptimizer differs"
         agree(communicator, what, "\n".join(lines).encode(), lambda: lines, "", _LOOK)
         if self._host.rank == 0:
-            for common, parameter in zip(self._common, self.parameters, strict=True):
-                common.copy_(parameter.detach())
+            for memory, parameter in zip(self._common, self.parameters, strict=True):
+                memory.copy_(parameter.detach())
         communicator.barrier()
-        for common, parameter in zip(self._common, self.parameters, strict=True):
-            parameter.data = common
+        for memory, parameter in zip(self._common, self.parameters, strict=True):
+            parameter.data = memory
+            common[parameter] = True
         self.loaded = False
         self.note()
 
@@ -116,6 +118,7 @@ class SharedWeights:
             return
         for parameter in self.parameters:
             parameter.data = parameter.detach().clone()
+            common.pop(parameter, None)
         self.loaded = True
 
     def note(self) -> None:
