@@ -206,6 +206,42 @@ def test_two_models(pool: RankPool):
     assert pool.run(two_models) == [[]] * 2
 
 
+def adversaries() -> list[str]:
+    """Two optimizers, each of one model; the other model's last backward is this rank's own."""
+    nets = [[make(), make("tied")], [make(), make("tied")]]
+    for kind, (first, second) in zip([sharded, plain], nets, strict=True):
+        (one, optimizer), (other, others_optimizer) = kind(first), kind(second)
+        for step in range(3):
+            optimizer.zero_grad()
+            others_optimizer.zero_grad()
+            backward(one, step)
+            with other.no_sync():
+                backward(other, step)
+            optimizer.step()
+            others_optimizer.zero_grad()
+            backward(other, step)
+            others_optimizer.step()
+    return [name for a, b in zip(*nets, strict=True) for name in different_weights(a, b)]
+
+
+def test_an_optimizer_for_each_of_two_models(pool: RankPool):
+    assert pool.run(adversaries) == [[]] * 2
+
+
+def wrapped_twice() -> list[str]:
+    ours, theirs = make(), make()
+    for net, kind in ((ours, sharded), (theirs, plain)):
+        model, optimizer = kind(net)
+        train(model, optimizer, 2)
+        del model
+        train(syncengine.Parallel(net), optimizer, range(2, 4))
+    return different_weights(ours, theirs)
+
+
+def test_a_model_may_be_wrapped_again(pool: RankPool):
+    assert pool.run(wrapped_twice) == [[]] * 2
+
+
 def pickled() -> str:
     import copy
 

@@ -42,7 +42,7 @@ from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.tuning import Tuner
 from syncengine.parallel.uneven import UnevenData
-from syncengine.parallel.watchers import forward_watchers, register
+from syncengine.parallel.watchers import common, forward_watchers, register
 
 
 @refuse_methods
@@ -264,7 +264,7 @@ class Parallel(CommHooks, PlansBuckets, UnevenData, ForTools):
         check_same_on_all_ranks(self.communicator, f"{self._name()} differs", lines)
         if self._reduces:
             self._number = self._reserve_slots()
-        tensors = [tensor for _, tensor in named]
+        tensors = [tensor for _, tensor in named if tensor not in common]  # these are the same
         TensorBroadcast(self.communicator, tensors, self.device)(tensors, 0)
 
     def __getstate__(self) -> dict[str, Any]:

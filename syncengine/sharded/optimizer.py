@@ -78,7 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for parameter in self.param_groups[-1]["params"]:
             if parameter.device.type not in ("cpu", "meta"):
                 raise InvalidUsage(f"ShardedOptimizer is for CPU models, but a parameter is on {parameter.device}")
-        self._sharing.models.clear()
+        self._sharing.look_again()
         self._private = None
 
     # --- Step
@@ -149,7 +149,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _bind(self, model: Model) -> None:
         self._sharing.bind(model, self.param_groups, self.state)
-        self._number(model)
+        if model in self._sharing.models:
+            self._number(model)
 
     def _update_private(self) -> None:
         members = self._sharing.unshared(self.param_groups)

@@ -36,7 +36,8 @@ class Sharing:
         self._make_shard, self._cuts, self._sums = make_shard, cuts, sums
         self.host: Host | None = None
         self.blocks: list[Block] = []
-        self.models: weakref.WeakSet[Model] = weakref.WeakSet()  # that it has looked at
+        self.models: weakref.WeakSet[Model] = weakref.WeakSet()  # whose parameters it updates
+        self._known: weakref.WeakSet[Model] = weakref.WeakSet()  # that it has looked at
         self.names: dict[int, str] = {}  # of the parameters of these models, by id
         self.loaded = 0  # digest of a state that was loaded since the last update
         self.over: SyncError | None = None  # why there can't be another update
@@ -58,25 +59,30 @@ class Sharing:
 
     def bind(self, model: Model, groups: Groups, state: State) -> None:
         """Moves the parameters that ``model`` trains into shared memory, if it is new. Collective then."""
-        if model in self.models:
+        if model in self._known:
             return
-        self.models.add(model)
+        self._known.add(model)
         if model.communicator.size == 1:
             return
         names = {id(p): n for n, p in zip(model._parameter_names, model._module_parameters, strict=True)}
-        mine = [member for member in self.unshared(groups) if id(member.parameter) in names]
-        if not mine:
+        if not any(id(parameter) in names for group in groups for parameter in group["params"]):
             return
         if self.host is not None and self.host.communicator is not model.communicator:
             raise InvalidUsage(
                 "the models of one ShardedOptimizer need the same process_group: make one for each model"
             )
+        self.models.add(model)
         self.names.update(names)
         self.host = self.host or Host(model.communicator)
         model.reducer.watch_local_backwards()
+        mine = [member for member in self.unshared(groups) if id(member.parameter) in names]
         trained = [member for member in mine if member.parameter.requires_grad]
         self._share(trained, groups, state, _renorms(model.module, names))
         guard(model)
+
+    def look_again(self) -> None:
+        """The optimizer has more parameters."""
+        self._known.clear()
 
     def catch_up(self, groups: Groups, state: State) -> None:
         """Moves parameters that were frozen, and have a gradient now, into shared memory. Collective if there are."""
@@ -115,14 +121,17 @@ class Sharing:
         number = self._updates + 1
         memory = self.blocks[0].weights.memory
         try:
-            news = update_together(
-                self.host, memory, number, lambda: self._prepare(groups), lambda: self._write(groups)
+            update_together(
+                self.host,
+                memory,
+                number,
+                lambda: self._prepare(groups),
+                lambda: self._write(groups),
+                self._share_state,
             )
             self._updates = number
             for block in self.blocks:
                 block.weights.note_update()
-            if news:
-                self._share_state()
         except SyncError as error:
             if self.host.communicator.exception() is not None:
                 self.end(error)
@@ -199,16 +208,20 @@ class Sharing:
             if isinstance(error, SyncError):
                 self.end(error)
         if self.over is not None:
-            raise self.over
+            raise self._again()
 
     def raise_if_torn(self) -> None:
         """Raises ``TornWeights`` if nobody must use the weights any more."""
         if isinstance(self.over, TornWeights):
-            raise self.over
+            raise self._again()
+
+    def _again(self) -> SyncError:
+        """A new one each time: what was raised holds its callers, and they hold this."""
+        return type(self.over)(str(self.over)) if self.over is not None else SyncError()
 
     def end(self, error: SyncError) -> None:
         """No more updates. This rank keeps weights and state as they are, for itself."""
-        self.over = error
+        self.over = type(error)(str(error))
         part(self.memories, self.claims, str(error) if isinstance(error, TornWeights) else "")
 
 

@@ -19,13 +19,18 @@ from syncengine.sharded.memory import Host
 
 
 def update_together(
-    host: Host, memory: CommonMemory, number: int, prepare: Callable[[], None], write: Callable[[], bool]
-) -> bool:
-    """Calls ``prepare()``, which is collective and raises on all ranks if on one, and ``write()``; on all ranks.
+    host: Host,
+    memory: CommonMemory,
+    number: int,
+    prepare: Callable[[], None],
+    write: Callable[[], bool],
+    share: Callable[[], None],
+) -> None:
+    """On all ranks, or on none: ``write()``; and where that returns True on any, ``share()``, which is collective.
 
-    Returns whether ``write()`` has returned True on any rank. If a rank fails meanwhile, raises ``TornWeights`` where
-    the weights are torn, else the error with which the communicator has failed; ``write()`` has returned on all ranks
-    then, or was called on none.
+    ``prepare()`` comes before, and is collective: if it raises on one rank, then on all. If a rank fails meanwhile,
+    raises ``TornWeights`` where what the ranks have in common is torn, else the error with which the communicator has
+    failed; all ranks are done then, or none has begun.
     """
     communicator = host.communicator
     try:
@@ -37,23 +42,33 @@ def update_together(
             raise  # on all ranks
         _end(host, error)
         if memory.decide(number, False):
-            _write(host, memory, number, write)  # the others do
+            if _write(host, memory, number, write):  # the others do
+                memory.tear(number)
             _check_whole(host, memory, number, error)
         raise
     if not proceeds:
         communicator.check_peers()
         raise Aborted("another rank has given up this update")
-    flag = torch.tensor([_write(host, memory, number, write)], dtype=torch.int64, device="cpu")
+    news = _write(host, memory, number, write)
     try:
+        flag = torch.tensor([news], dtype=torch.int64, device="cpu")
         communicator.all_reduce(flag, "max")
+        if flag.item():
+            share()
     except BaseException as error:
+        if isinstance(error, SyncError) and communicator.exception() is None:
+            raise  # on all ranks
         _end(host, error)
+        if news:
+            memory.tear(number)
         _check_whole(host, memory, number, error)
         raise
-    return bool(flag.item())
+    if news:
+        memory.complete(host.rank, number)
 
 
 def _write(host: Host, memory: CommonMemory, number: int, write: Callable[[], bool]) -> bool:
+    """Returns whether this rank is not done yet, since it has something to share."""
     try:
         fault_point("updating")
         result = write()
@@ -63,7 +78,8 @@ def _write(host: Host, memory: CommonMemory, number: int, write: Callable[[], bo
         raise TornWeights(
             torn_text(number, f"{host.name(host.rank)} raised {type(error).__name__}: {error}")
         ) from error
-    memory.complete(host.rank, number)
+    if not result:
+        memory.complete(host.rank, number)
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import zlib
 from collections.abc import Sequence
@@ -52,8 +53,10 @@ def _shares_memory(named: Sequence[Named]) -> str:
         if begin < end:
             return f"parameters {before} and {name} share memory: make them one parameter, or clone() one of them"
         end, before = begin + parameter.numel(), name
-    others = _holders(named[0].parameter) - _holders(torch.empty(1)) - len(named) + 1
-    if others > 0:
+    parameter = named[0].parameter
+    if _others(parameter, len(named)) > 0:
+        gc.collect()  # perhaps they are gone, in a cycle
+    if (others := _others(parameter, len(named))) > 0:
         return (
             f"the memory of parameter {named[0].name} is also held by {others} other tensor(s), which would not follow "
             "it into shared memory: a detach()ed, numpy or state_dict() view made before, a graph that is still alive, "
@@ -66,6 +69,10 @@ def _holders(tensor: torch.Tensor) -> int:
     """How many hold the memory of ``tensor``, it among them: tensors, or Python by its storage."""
     storage = tensor.untyped_storage()
     return storage_references(tensor) + sys.getrefcount(storage)
+
+
+def _others(tensor: torch.Tensor, known: int) -> int:
+    return _holders(tensor) - _holders(torch.empty(1)) - known + 1
 
 
 def checksum(tensor: torch.Tensor) -> int:
