@@ -194,6 +194,13 @@ class Communicator:
     def check_peers(self) -> None:
         """Checks the other ranks, and raises the error that this communicator has failed with, if it has."""
 
+    @property
+    def hosts(self) -> list[int]:
+        """Of each member, its host, numbered from 0."""
+
+    def dead(self) -> list[int]:
+        """Of the members on this host, counted among themselves, those whose processes have died."""
+
     def close_devices(self) -> None:
         """Releases its CUDA devices, which would keep it alive: once it has failed."""
 
@@ -328,6 +335,65 @@ class StepTimes:
         and `median_wait`, from the end of this rank's own backward until the averages were there.
         """
 
+class CommonMemory:
+    """Memory that the ranks of a host have in common, and what they say about updates of it.
+
+    A forked child maps it copy-on-write: it reads what is there, and what it writes is its own. Updates are numbered
+    from 1.
+    """
+
+    @property
+    def bytes(self) -> int:
+        """How many there are for tensors."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it has not been detached."""
+
+    def tensor(self, offset: int, sizes: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """The tensor at `offset` (bytes), with a storage of its own. InvalidUsage if it is not inside."""
+
+    def decide(self, number: int, proceeds: bool) -> bool:
+        """Whether update `number` takes place: `proceeds`, if no rank was first to say otherwise."""
+
+    def complete(self, rank: int, number: int) -> None:
+        """Rank `rank` of this host has made its part of update `number`."""
+
+    def completed(self, ranks: int) -> list[int]:
+        """Of each of the host's `ranks`, the last update it has completed."""
+
+    def tear(self, number: int) -> None:
+        """Update `number` will never be complete."""
+
+    @property
+    def torn(self) -> int:
+        """The update that will never be complete; 0: none."""
+
+    def detach(self) -> bool:
+        """From now on a private copy, at the same addresses. Nobody may write meanwhile. False if memory is short."""
+
+class MemoryHandoff:
+    """How the ranks of a host come to have memory in common: one makes it, all exchange addresses, then call exchange.
+
+    `bytes`: on the rank that makes it; 0 on the others. InvalidUsage, with the numbers, if memory is short.
+    """
+
+    def __init__(self, bytes: int) -> None: ...
+    def address(self) -> bytes:
+        """Less than 144 bytes, with a secret, for the others."""
+
+    def exchange(self, rank: int, addresses: Sequence[bytes], maker: int, timeout: float) -> CommonMemory:
+        """What rank `maker` has made. `addresses` by rank, empty for those of other hosts. Collective, once."""
+
+def storage_references(tensor: torch.Tensor) -> int:
+    """How many tensors, views and others hold this tensor's memory."""
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie without gaps and do not share memory."""
+
+def fault_point(name: str) -> None:
+    """A point where tests of faults can interfere, in a build for them."""
+
 class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.
 
@@ -418,6 +484,12 @@ class Reducer:
 
     def last_error(self) -> str:
         """Of the last forward or backward that was given up; empty if there was none."""
+
+    def not_averaged(self) -> str:
+        """Why `.grad` does not hold the averages of the last backward; empty if it does."""
+
+    def watch_local_backwards(self) -> None:
+        """From now on not_averaged() knows of backwards under no_sync, too."""
 
     def remove_hooks(self) -> None:
         """Stops listening to autograd."""

@@ -29,6 +29,7 @@ from syncengine.communicator import (
     world_size,
 )
 from syncengine.parallel import Parallel
+from syncengine.sharded import ShardedOptimizer
 from syncengine.torch_backend import register as _register
 
 if torch.distributed.is_available():
@@ -42,6 +43,7 @@ except importlib.metadata.PackageNotFoundError:  # built in place
 __all__ = [
     "Communicator",
     "Parallel",
+    "ShardedOptimizer",
     "Work",
     "__version__",
     "all_gather",

@@ -29,3 +29,7 @@ class Aborted(SyncError):
 
 class InvalidUsage(SyncError, ValueError):
     """A call, argument or environment variable that can't work, whatever the other ranks do."""
+
+
+class TornWeights(SyncError):
+    """A rank has ended in the middle of an update of weights that all share: continue from a checkpoint."""

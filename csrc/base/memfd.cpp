@@ -13,6 +13,7 @@ namespace syncengine {
 
 namespace {
 
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr unsigned kNoExecSeal = 0x8;  // MFD_NOEXEC_SEAL: since Linux 6.3, and demanded where vm.memfd_noexec is 2
 
 }  // namespace
@@ -23,9 +24,11 @@ UniqueFd create_sealed_memfd(const char* name, size_t bytes, const char* hint) {
   if (!fd) throw_descriptor_error("can't create shared memory", errno);
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0)
     throw_system_error("can't size shared memory to " + std::to_string(bytes) + " bytes" + hint, errno);
-  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0)
+  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0)
     throw_system_error("can't seal shared memory", errno);
   return fd;
 }
+
+bool has_fixed_size(int fd) { return (fcntl(fd, F_GET_SEALS) & kSeals) == kSeals; }
 
 }  // namespace syncengine

@@ -11,4 +11,7 @@ namespace syncengine {
 // InvalidUsage with `hint` behind what failed for want of room.
 UniqueFd create_sealed_memfd(const char* name, size_t bytes, const char* hint = "");
 
+// Whether `fd` is such memory: its size will stay what it is.
+bool has_fixed_size(int fd);
+
 }  // namespace syncengine

@@ -270,6 +270,9 @@ void bind_communicator(py::module_& module) {
           "with `text`.")
       .def("check_peers", &Communicator::check_peers, py::call_guard<py::gil_scoped_release>(),
            "Raises the error that this communicator has failed with, if it has, after a look at the other ranks.")
+      .def_property_readonly("hosts", &Communicator::hosts, "Of each member, its host, numbered from 0.")
+      .def("dead", &Communicator::dead, py::call_guard<py::gil_scoped_release>(),
+           "Of the members on this host, counted among themselves, those whose processes have died.")
       .def(
           "close_devices", [](const Communicator& self) { close_devices(&self); },
           py::call_guard<py::gil_scoped_release>(), "Lets go of what it has on CUDA devices: it has failed.")

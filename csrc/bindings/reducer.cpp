@@ -167,6 +167,8 @@ void bind_reducer(py::module_& module) {
       .def("check_finalized", &Reducer::check_finalized, NoGil())
       .def("graph_is_static", &Reducer::graph_is_static, NoGil())
       .def("last_error", &Reducer::last_error, NoGil())
+      .def("not_averaged", &Reducer::not_averaged, NoGil())
+      .def("watch_local_backwards", &Reducer::watch_local_backwards, NoGil())
       .def("remove_hooks", &Reducer::remove_hooks, NoGil())
       .def("timeline", &timeline_dict)
       .def("set_sample_rate", &Reducer::set_sample_rate, py::arg("rate"), NoGil())

@@ -162,7 +162,7 @@ void Reducer::check_parameters_take_part(const std::vector<at::Tensor>& outputs)
 }
 
 void Reducer::prepare_for_local_backward(const std::vector<at::Tensor>& outputs) {
-  if (!pooled_.pool()) return;
+  if (!pooled_.pool() && !watches_local_backwards_) return;
   for (const auto& output : outputs) hook_output(weak_from_this(), output, nullptr);
 }
 
@@ -226,6 +226,16 @@ Statistics Reducer::statistics() const {
 bool Reducer::graph_is_static() const {
   std::lock_guard lock(mutex_);
   return graph_is_static_;
+}
+
+void Reducer::watch_local_backwards() {
+  std::lock_guard lock(mutex_);
+  watches_local_backwards_ = true;
+}
+
+std::string Reducer::not_averaged() const {
+  std::lock_guard lock(mutex_);
+  return not_averaged_;
 }
 
 std::string Reducer::last_error() const {

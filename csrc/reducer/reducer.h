@@ -116,6 +116,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void check_finalized() const;
   // Whether each synchronized backward so far has brought the same gradients on this rank.
   bool graph_is_static() const;
+  // Why .grad does not hold the averages of the last backward; empty if it does. Whoever asks is to say so before.
+  std::string not_averaged() const;
+  void watch_local_backwards();
   // Of the last backward, or forward, that was given up; empty if there was none.
   std::string last_error() const;
   // Backwards are this rank's own from then on; another synchronized forward raises.
@@ -217,6 +220,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
   // From one backward to the next.
   std::string last_error_;
+  std::string not_averaged_;
+  bool watches_local_backwards_ = false;
   std::optional<uint64_t> last_used_;  // Averaging::used of the last backward
   bool graph_is_static_ = true;
   bool brought_nothing_ = false;  // the last backward through our outputs ended without any gradient

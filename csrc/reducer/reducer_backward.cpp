@@ -42,6 +42,7 @@ void Reducer::on_output(Forward& forward) {
 
 void Reducer::on_local_output() {
   std::lock_guard lock(mutex_);
+  not_averaged_ = "the last backward was this rank's own (no_sync)";
   pool_gradients();
 }
 

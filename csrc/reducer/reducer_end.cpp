@@ -58,6 +58,7 @@ void Reducer::finalize() {
     graph_is_static_ &= !used || used == last_used_;
     dropped_last_ = false;
     ended_well_ = averaging_.statistics.backwards;
+    not_averaged_.clear();
     end_backward();
   }
   if (!written.empty()) run_hooks_of_users(written);
@@ -144,6 +145,7 @@ void Reducer::fail_finalizing(const std::string& text) {
 void Reducer::give_up(const Reason& reason, bool keeps_gradients) {
   last_error_ = reason.text;
   averaging_.step_times->interrupt();
+  not_averaged_ = "the last backward was abandoned (" + reason.text + ")";
   if (reason.for_good) unusable_ = reason.text;
   // A device's thread of autograd may come here when whoever called backward() has its error and touches .grad, under
   // the GIL.

@@ -20,10 +20,15 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def check_same_on_all_ranks(communicator: Communicator, what: str, lines: Sequence[str]) -> None:
+def check_same_on_all_ranks(
+    communicator: Communicator,
+    what: str,
+    lines: Sequence[str],
+    advice: str = "Build the same model with the same arguments on every rank.",
+) -> None:
     """Raises ``Mismatch`` on every rank, naming the first line that differs and both sides, unless all ranks agree.
 
-    ``what`` is subject and verb ("... differs"). Collective.
+    ``what`` is subject and verb ("... differs"); ``advice`` ends the text. Collective.
     """
     text = "\n".join(lines).encode()
     head = hashlib.sha256(text).digest() + len(text).to_bytes(8, "little")
@@ -43,8 +48,7 @@ def check_same_on_all_ranks(communicator: Communicator, what: str, lines: Sequen
         ours, theirs = (lines[at] if at < len(lines) else "nothing" for lines in (expected, other))
         ranks = communicator.global_ranks
         raise Mismatch(
-            f"{what} between ranks: rank {ranks[0]} has [{ours}], rank {ranks[rank]} has [{theirs}]. "
-            "Build the same model with the same arguments on every rank."
+            f"{what} between ranks: rank {ranks[0]} has [{ours}], rank {ranks[rank]} has [{theirs}]. {advice}"
         )
 
 

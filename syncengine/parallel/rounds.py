@@ -24,6 +24,7 @@ class Intent(NamedTuple):
     sends_buffers: float = 0.0
     weight: float = -1.0  # of its gradients; none if negative
     leaves: float = 0.0  # with an error: it takes part no more
+    steps: float = 0.0  # no forward, but a step of the model's optimizer of this number, from 1, that all take part in
 
 
 class Round(NamedTuple):
@@ -48,6 +49,11 @@ class Round(NamedTuple):
         return any(intent.plans for intent in self.intents)
 
     @property
+    def steps(self) -> int:
+        """Whether it is no forward, but a step of an optimizer that all take part in: its number, else 0."""
+        return max(int(intent.steps) for intent in self.intents)
+
+    @property
     def buffers_from(self) -> int | None:
         """The rank whose buffers all get: as in DDP, the last that has a batch."""
         return self.training[-1] if any(intent.sends_buffers for intent in self.intents) else None
@@ -66,6 +72,7 @@ class Round(NamedTuple):
                 ("synchronizes", "synchronizes its gradients", "does not (no_sync?)"),
                 ("sends_buffers", "synchronizes its buffers", "does not (forward_sync_buffers?)"),
                 ("weight", "called weight()", "did not"),
+                ("steps", "steps a ShardedOptimizer", "does not, or another one"),
             ):
                 here, there = (float(getattr(self.intents[r], field)) for r in (rank, first))
                 if field == "weight":

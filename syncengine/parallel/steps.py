@@ -22,6 +22,7 @@ from syncengine.parallel.reducer import ModelReducer
 from syncengine.parallel.replication import check_not_replaced, own_name
 from syncengine.parallel.rounds import Round
 from syncengine.parallel.uneven import UnevenInputs
+from syncengine.parallel.watchers import follow_step
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +113,9 @@ class Steps:
     def shadow(self, current: Round) -> None:
         """Does on a rank that has joined what the collectives of the others' forward and backward need."""
         current.check()
+        if current.steps:
+            follow_step(self.model, current)
+            return
         if current.plans:
             self.planning.renew(current)
         if current.buffers_from is not None:

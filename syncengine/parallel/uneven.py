@@ -17,6 +17,7 @@ from syncengine.parallel.model import Model, Switches
 from syncengine.parallel.replication import own_name
 from syncengine.parallel.rounds import Intent, Round, tell
 from syncengine.parallel.sync_batch_norm import check_all_have_batches
+from syncengine.parallel.watchers import common
 from syncengine.parallel.weights import WeightExchange, averaging
 
 
@@ -110,6 +111,7 @@ class UnevenInputs:
         self.buffers.look_up()
         named = named_state(model, self.buffers if self.switches.forward_sync_buffers else None)
         named += () if self.delayed is None else self.delayed.named
+        named = [(name, tensor) for name, tensor in named if tensor not in common]  # these are the same
         broadcast_named(model.communicator, "the final models differ", named, model.device, root)
 
 

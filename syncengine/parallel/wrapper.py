@@ -38,6 +38,7 @@ from syncengine.parallel.summary import follow
 from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.uneven import UnevenInputs
+from syncengine.parallel.watchers import common, forward_watchers, register
 from syncengine.parallel.weights import check_weight
 
 # Made anew for a copy.
@@ -150,6 +151,7 @@ class Parallel(ForTools):
 
     def _compose(self, hooks: Sequence[tuple[Any, Any]] = (), number: int | None = None) -> None:
         """Makes the parts for the present group of ranks, with these communication hooks. ``number``: see Planning."""
+        register(self)
         if not hooks and self._mixed_precision is not None and self._mixed_precision.compress is not None:
             hooks = [(self._mixed_precision.compress, None)]
         self._model = model = Model.of(self.module, self.communicator, self.device, self.parameters_to_ignore)
@@ -186,7 +188,8 @@ class Parallel(ForTools):
             f"mixed_precision={self.mixed_precision}"
         )
         lines = [settings, *describe_layout(named, _details)]
-        broadcast_named(self.communicator, f"{self._model} differs", named, self.device, 0, lines)
+        private = [(name, tensor) for name, tensor in named if tensor not in common]  # the others are the same
+        broadcast_named(self.communicator, f"{self._model} differs", private, self.device, 0, lines)
         if self._reduces:
             self._planning.number = self._planning.reserve_slots()
 
@@ -229,6 +232,8 @@ class Parallel(ForTools):
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._optimizers.adopt(self._module_parameters)
+        for watcher in forward_watchers:
+            watcher(self)
         if self._delayed is not None:
             self._delayed.begin_forward(self.require_backward_grad_sync)
         if self.device_ids:

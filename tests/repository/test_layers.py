@@ -42,6 +42,7 @@ MODULES = [
     "torch_backend",
     "hooks",
     "parallel",
+    "sharded",
     "bench",
     "doctor",
     "patch",
@@ -66,6 +67,7 @@ PARALLEL_MODULES = [
     "buffers",
     "delayed",
     "rounds",
+    "watchers",
     "tuning",
     "planning",
     "reducer",
@@ -102,6 +104,23 @@ HOROVOD_MODULES = [
     "optimizer",
     "join",
     "refusal",
+    "__init__",
+]
+SHARDED_MODULES = [
+    "agreement",
+    "kinds",
+    "cut",
+    "memory",
+    "weights",
+    "shard",
+    "state",
+    "claims",
+    "block",
+    "update",
+    "sharing",
+    "writing",
+    "joining",
+    "optimizer",
     "__init__",
 ]
 LAUNCH_MODULES = ["variables", "slurm", "arrivals", "store", "mpi", "environment", "local", "__init__"]
@@ -204,3 +223,4 @@ def test_imports_point_downwards():
     assert python_violations(ROOT / "syncengine" / "launch", "syncengine.launch", LAUNCH_MODULES) == []
     assert python_violations(ROOT / "syncengine" / "parallel", "syncengine.parallel", PARALLEL_MODULES) == []
     assert python_violations(ROOT / "syncengine" / "horovod", "syncengine.horovod", HOROVOD_MODULES) == []
+    assert python_violations(ROOT / "syncengine" / "sharded", "syncengine.sharded", SHARDED_MODULES) == []

@@ -90,6 +90,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual void throw_if_failed() const = 0;
   // The same, after a look at the peers: for a rank that waits for something else than this communicator's work.
   virtual void check_peers() { throw_if_failed(); }
+  // Of the members on this host, counted among themselves, those whose processes have died.
+  virtual std::vector<int> dead() { return {}; }
 
   // Collective over this communicator. Every rank names the group it will be in (ranks of this communicator, its own among
   // them), or none and gets nullptr. Blocks.

@@ -48,6 +48,7 @@ class ShmCommunicator : public Communicator, protected Progressable {
   void set_last_words(const std::string& text, std::vector<std::shared_ptr<Work>> works) override;
   void throw_if_failed() const override;
   void check_peers() override;
+  std::vector<int> dead() override;
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>& interrupted) override;
   std::shared_ptr<void> allocate(size_t bytes) override;
   shm::Pool* gradient_pool() override { return engine_->gradient_pool(); }

@@ -20,6 +20,16 @@ std::string seconds_text(Duration duration) {
 
 }  // namespace
 
+std::vector<int> ShmCommunicator::dead() {
+  engine_->throw_if_forked();
+  return engine_->locked([&] {
+    std::vector<int> members;
+    for (int member = 0; member < group_.size; ++member)
+      if (engine_->is_dead(group_.local_ranks[member])) members.push_back(member);
+    return members;
+  });
+}
+
 void ShmCommunicator::look_around() {
   if (ended_) return;
   heed_peers();

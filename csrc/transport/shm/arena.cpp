@@ -18,8 +18,6 @@ namespace syncengine::shm {
 
 namespace {
 
-constexpr size_t kHugePage = 2 << 20;
-constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 constexpr size_t kHeapBegin = round_up(sizeof(ArenaHeader), kPage);
 
 Mapping map_arena(int fd, size_t bytes) {
@@ -53,7 +51,7 @@ size_t default_arena_bytes(size_t memory, int ranks) {
 PeerArena::PeerArena(int fd, size_t bytes) {
   struct stat status{};
   // Sealed, or the peer could shrink it under us: a SIGBUS instead of an error.
-  bool sound = (fcntl(fd, F_GET_SEALS) & kSeals) == kSeals && fstat(fd, &status) == 0 &&
+  bool sound = has_fixed_size(fd) && fstat(fd, &status) == 0 &&
                static_cast<size_t>(status.st_size) == bytes && bytes > kHeapBegin;
   if (!sound) throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
   mapping_ = map_arena(fd, bytes);

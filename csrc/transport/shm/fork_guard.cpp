@@ -8,6 +8,7 @@
 
 #include "base/resources.h"
 #include "transport/shm/arena.h"
+#include "transport/shm/region.h"
 
 namespace syncengine::shm {
 
@@ -17,6 +18,7 @@ struct Registry {
   std::mutex mutex;
   std::set<Arena*> arenas;
   std::set<PeerArena*> peers;
+  std::set<Region*> regions;
 };
 
 Registry& registry() {
@@ -40,6 +42,12 @@ void ForkGuard::add(PeerArena* arena) {
   registry().peers.insert(arena);
 }
 
+void ForkGuard::add(Region* region) {
+  install();
+  std::lock_guard lock(registry().mutex);
+  registry().regions.insert(region);
+}
+
 void ForkGuard::remove(Arena* arena) {
   std::lock_guard lock(registry().mutex);
   registry().arenas.erase(arena);
@@ -48,6 +56,11 @@ void ForkGuard::remove(Arena* arena) {
 void ForkGuard::remove(PeerArena* arena) {
   std::lock_guard lock(registry().mutex);
   registry().peers.erase(arena);
+}
+
+void ForkGuard::remove(Region* region) {
+  std::lock_guard lock(registry().mutex);
+  registry().regions.erase(region);
 }
 
 // Locks in the order of docs/threads.md.
@@ -83,6 +96,7 @@ void ForkGuard::in_child() {
     arena->mutex_.unlock();
   }
   for (PeerArena* peer : registry().peers) make_inaccessible(peer->mapping_.data(), peer->mapping_.bytes());
+  for (Region* region : registry().regions) region->become_forked();
   Pool::unlock_all();
   registry().mutex.unlock();
 }

@@ -5,13 +5,16 @@ namespace syncengine::shm {
 
 class Arena;
 class PeerArena;
+class Region;
 
 class ForkGuard {
  public:
   static void add(Arena* arena);
   static void add(PeerArena* arena);
+  static void add(Region* region);
   static void remove(Arena* arena);
   static void remove(PeerArena* arena);
+  static void remove(Region* region);
 
  private:
   static void install();

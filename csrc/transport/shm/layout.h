@@ -17,6 +17,7 @@
 namespace syncengine::shm {
 
 inline constexpr size_t kPage = 4096;
+inline constexpr size_t kHugePage = 2 << 20;
 inline constexpr int kMaxLocalRanks = 64;  // one bit each in Doorbell::interest
 inline constexpr size_t kRecords = 64;     // operations in flight per lane
 inline constexpr size_t kSlots = 4;        // staging slots per lane

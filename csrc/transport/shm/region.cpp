@@ -1,0 +1,125 @@
+#include "transport/shm/region.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <string>
+
+#include "base/alignment.h"
+#include "base/error.h"
+#include "base/memfd.h"
+#include "base/resources.h"
+#include "transport/shm/fork_guard.h"
+#include "transport/shm/private_copy.h"
+
+namespace syncengine::shm {
+
+namespace {
+
+constexpr size_t kHead = round_up(sizeof(RegionHeader), kPage);
+
+}  // namespace
+
+std::shared_ptr<Region> Region::create(size_t bytes) {
+  const size_t whole = kHead + round_up(bytes, kPage), available = available_memory();
+  if (whole > available)
+    throw Error(ErrorKind::InvalidUsage, std::to_string(whole) + " bytes of shared memory wanted, " +
+                                             std::to_string(available) +
+                                             " available on this machine (or in this cgroup)");
+  std::shared_ptr<Region> region(new Region(create_sealed_memfd("syncengine-common", whole), whole));
+  region->header().magic = arena_magic();
+  region->header().bytes = whole - kHead;
+  return region;
+}
+
+std::shared_ptr<Region> Region::open(UniqueFd fd) {
+  struct stat status{};
+  // Sealed, or the peer could shrink it under us: a SIGBUS instead of an error.
+  const bool sealed = has_fixed_size(fd.get()) && fstat(fd.get(), &status) == 0 &&
+                      static_cast<size_t>(status.st_size) >= kHead;
+  if (sealed) {
+    const auto whole = static_cast<size_t>(status.st_size);
+    std::shared_ptr<Region> region(new Region(std::move(fd), whole));
+    if (region->header().magic == arena_magic() && region->header().bytes == whole - kHead) return region;
+  }
+  throw Error(ErrorKind::InvalidUsage, "a peer sent something else than memory that ranks have in common");
+}
+
+Region::Region(UniqueFd fd, size_t bytes) : fd_(std::move(fd)), mapping_(fd_.get(), bytes) {
+  struct stat status{};
+  if (fstat(fd_.get(), &status) == 0) file_ = status.st_ino;
+  if (bytes >= kHugePage) madvise(mapping_.data(), bytes, MADV_HUGEPAGE);
+  ForkGuard::add(this);
+}
+
+Region::~Region() { ForkGuard::remove(this); }
+
+std::byte* Region::at(size_t offset, size_t bytes) const {
+  if (offset > this->bytes() || bytes > this->bytes() - offset)
+    throw Error(ErrorKind::InvalidUsage, "offset " + std::to_string(offset) + " and " + std::to_string(bytes) +
+                                             " bytes are not in a region of " + std::to_string(this->bytes()));
+  return mapping_.data() + kHead + offset;
+}
+
+bool Region::decide(uint64_t number, bool proceeds) {
+  auto& verdict = header().verdict;
+  const uint64_t mine = 2 * number + (proceeds ? 1 : 0);
+  uint64_t current = verdict.load(std::memory_order_acquire);
+  while (current < 2 * number) {
+    if (verdict.compare_exchange_weak(current, mine, std::memory_order_acq_rel)) return proceeds;
+  }
+  return current == 2 * number + 1;
+}
+
+// Release: what this rank wrote. Acquire, in completed(): who finds it complete reads that.
+void Region::complete(int rank, uint64_t number) {
+  header().done[rank].update.store(number, std::memory_order_release);
+}
+
+std::vector<uint64_t> Region::completed(int ranks) const {
+  std::vector<uint64_t> updates;
+  for (int rank = 0; rank < ranks; ++rank)
+    updates.push_back(header().done[rank].update.load(std::memory_order_acquire));
+  return updates;
+}
+
+void Region::tear(uint64_t number) {
+  uint64_t none = 0;
+  header().torn.compare_exchange_strong(none, number, std::memory_order_acq_rel);
+}
+
+uint64_t Region::torn() const { return header().torn.load(std::memory_order_acquire); }
+
+bool Region::detach() {
+  std::lock_guard lock(mutex_);
+  if (!shared_) return true;
+  const Range whole{0, mapping_.bytes()};
+  const bool own = is_own_file();
+  const std::vector<Range> all = own ? pages_in(fd_.get(), whole) : std::vector<Range>{whole};
+  size_t bytes = 0;
+  for (Range pages : all) bytes += pages.bytes();
+  if (bytes > available_memory()) return false;
+  PrivateCopy copy(whole.end);
+  for (Range pages : all) copy.fill(pages.begin, mapping_.data() + pages.begin, pages.bytes());
+  if (!copy.put(mapping_.data())) return false;
+  shared_ = false;
+  fd_.reset();
+  return true;
+}
+
+bool Region::is_own_file() const {
+  struct stat status{};
+  return fstat(fd_.get(), &status) == 0 && status.st_ino == file_;
+}
+
+void Region::become_forked() {
+  if (!shared_) return;  // private memory is inherited as usual
+  void* const data = mapping_.data();
+  const bool mapped = is_own_file() && mmap(data, mapping_.bytes(), PROT_READ | PROT_WRITE,
+                                            MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, fd_.get(), 0) == data;
+  if (!mapped) mprotect(data, mapping_.bytes(), PROT_READ);
+  shared_ = false;
+  fd_.reset();
+}
+
+}  // namespace syncengine::shm

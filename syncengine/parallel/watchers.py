@@ -1,0 +1,40 @@
+"""All ``Parallel``s of this process, and who is told of their forwards: optimizers that ranks share, a layer above."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.weak import WeakIdKeyDictionary
+
+from syncengine.parallel.model import Model
+from syncengine.parallel.rounds import Round
+
+_numbers = itertools.count()
+models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # as they were made
+forward_watchers: list[Callable[[Any], None]] = []  # called before each forward; may raise
+common: Any = WeakIdKeyDictionary()  # parameters that lie in memory that all ranks share
+_followers: weakref.WeakKeyDictionary[Model, list[weakref.WeakMethod[Callable[[Round], None]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def register(model: Any) -> None:
+    """From now on it is among ``models``."""
+    models[next(_numbers)] = model
+
+
+def take_part(model: Model, follow: Callable[[Round], None]) -> int:
+    """``follow`` makes an optimizer's step on a rank that has joined, with those that train. Returns its number."""
+    followers = _followers.setdefault(model, [])
+    followers.append(weakref.WeakMethod(follow))
+    return len(followers)
+
+
+def follow_step(model: Model, current: Round) -> None:
+    """On a rank that has joined: takes part in the step that the others have told of."""
+    follow = _followers[model][current.steps - 1]()
+    if follow is not None:
+        follow(current)

@@ -1,0 +1,45 @@
+"""What ranks tell each other before they change what they have in common, so that all do it or none."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from syncengine._C import Communicator
+from syncengine.errors import Aborted, InvalidUsage, Mismatch
+from syncengine.parallel.replication import check_same_on_all_ranks, gather_bytes
+
+_LONGEST_ERROR = 1000  # bytes
+_DIGEST = 24
+
+
+def agree(
+    communicator: Communicator, what: str, facts: bytes, describe: Callable[[], Sequence[str]], error: str, advice: str
+) -> None:
+    """Returns on all ranks if ``facts`` are the same on all and none has an ``error``. Else all raise. Collective.
+
+    ``InvalidUsage`` with its own error on a rank that has one, ``Aborted`` with it on the others; ``Mismatch`` with the
+    first line of ``describe`` that differs. The communicator can still be used.
+    """
+    own = hashlib.sha256(facts).digest()[:_DIGEST] + bytes([bool(error)])
+    everyone = gather_bytes(communicator, own, len(own))
+    if all(other == own for other in everyone) and not error:
+        return
+    failed = [rank for rank, other in enumerate(everyone) if other[_DIGEST]]
+    if failed:
+        me = f"rank {communicator.global_ranks[communicator.rank]}: "
+        texts = gather_bytes(communicator, (me + error).encode()[:_LONGEST_ERROR], _LONGEST_ERROR)
+        if error:
+            raise InvalidUsage(me + error)
+        raise Aborted(texts[failed[0]].rstrip(b"\0").decode(errors="ignore"))
+    check_same_on_all_ranks(communicator, what, describe(), advice)
+    raise Mismatch(f"{what} between ranks. {advice}")
+
+
+def gather_texts(communicator: Communicator, text: str) -> list[str]:
+    """Every rank's text. Collective."""
+    data = text.encode()
+    sizes = gather_bytes(communicator, len(data).to_bytes(8, "little"), 8)
+    lengths = [int.from_bytes(size, "little") for size in sizes]
+    texts = gather_bytes(communicator, data, max(max(lengths), 1))
+    return [other[:length].decode() for other, length in zip(texts, lengths, strict=True)]

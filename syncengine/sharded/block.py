@@ -1,0 +1,100 @@
+"""Parameters that came into shared memory together, and what updates them there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from syncengine._C import CommonMemory
+from syncengine.errors import InvalidUsage
+from syncengine.sharded.claims import Claim, claim
+from syncengine.sharded.cut import Size, cut_elements, deal_whole
+from syncengine.sharded.memory import Host
+from syncengine.sharded.shard import Member, Shard
+from syncengine.sharded.state import SharedState
+from syncengine.sharded.weights import Named, SharedWeights, checksum
+
+
+class Block:
+    """Weights, this rank's shard of them, and its state. Made collectively, of the same parameters on all ranks."""
+
+    def __init__(
+        self,
+        host: Host,
+        make_shard: Callable[..., Shard],
+        cuts: bool,
+        groups: Sequence[Mapping[str, Any]],
+        members: Sequence[Member],
+        named: Sequence[Named],
+        state: MutableMapping[torch.Tensor, dict[str, Any]],
+        memories: list[CommonMemory],
+    ) -> None:
+        self.weights = SharedWeights(host, named)
+        memories.append(self.weights.memory)
+        sizes = [Size(member.parameter.numel(), member.parameter.element_size()) for member in members]
+        slices = (cut_elements if cuts else deal_whole)(sizes, host.size)[host.rank]
+        self.shard = make_shard(groups, members, slices, is_common=True)
+        self.state = SharedState(host, self.shard, state, memories)
+        if any(member.parameter in state for member in members):
+            self.state.load()
+        self.problem = ""  # of the state that the last update has brought
+        self.claims: list[Claim] = [claim(one.parameter, one.name, self.weights) for one in named]
+        self._sums: list[int] = []
+
+    def gradients(self) -> bytes:
+        """Of each parameter, whether it has one."""
+        return bytes(parameter.grad is not None for parameter in self.weights.parameters)
+
+    def describe_gradients(self) -> list[str]:
+        """The same for messages."""
+        return [f"{name}: {'no ' if p.grad is None else ''}gradient" for name, p in self.weights.named]
+
+    def sparse_gradient(self) -> str:
+        """Says which parameter has one; or an empty text."""
+        for name, parameter in self.weights.named:
+            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
+                return f"the gradient of parameter {name} is sparse: ShardedOptimizer needs dense ones (sparse=False)"
+        return ""
+
+    def has_news(self) -> bool:
+        """Whether the optimizer has new state, or state that can't be shared, on this rank."""
+        try:
+            return self.state.has_news()
+        except InvalidUsage as error:
+            self.problem = str(error)
+            return True
+
+    def take_sums(self) -> None:
+        """Of the weights that this rank updates."""
+        self._sums = [checksum(piece.tensor) for piece in self.shard.pieces]
+
+    def wrong_sum(self) -> str:
+        """Says which parameter has other bytes than when their sums were taken; or an empty text."""
+        for piece, before in zip(self.shard.pieces, self._sums, strict=False):
+            if checksum(piece.tensor) != before:
+                name = self.weights.named[piece.index].name
+                return (
+                    f"parameter {name} was written to since the last step, by means that torch does not see (.data, "
+                    "numpy), on some rank: the weights are void. Continue from a checkpoint"
+                )
+        return ""
+
+    def forget_sums(self) -> None:
+        """They were written to, and may be."""
+        self._sums = []
+
+
+def part(memories: Sequence[CommonMemory], claims: Sequence[Claim], torn: str = "") -> bool:
+    """Gives this rank private copies of what it shares; False if memory is too short for that."""
+    parted = True
+    for memory in memories:
+        with contextlib.suppress(MemoryError):
+            parted &= memory.detach()
+    for one in claims:
+        one.torn = torn or one.torn
+        if parted:
+            one.give_up()
+    return parted

@@ -1,0 +1,116 @@
+"""Which parameters lie in shared memory, and what is kept from writing to them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from syncengine.errors import InvalidUsage, TornWeights
+from syncengine.parallel.watchers import common
+
+
+class Claimant(Protocol):
+    """Who has moved parameters into shared memory."""
+
+    def unload(self) -> None:
+        """A state dict is about to be written to the parameters."""
+
+
+class Claim:
+    """Of one parameter."""
+
+    def __init__(self, parameter: torch.nn.Parameter, name: str, by: Claimant) -> None:
+        self._parameter = weakref.ref(parameter)
+        self.name = name
+        self.by: Claimant | None = by  # None: it is private again
+        self.torn = ""  # why nobody must use its values
+
+    def give_up(self) -> None:
+        """The parameter is private again."""
+        self.by = None
+        common.pop(self._parameter(), None)
+
+
+_claims: Any = WeakIdKeyDictionary()  # by parameter
+_installed = False
+
+
+def claim(parameter: torch.nn.Parameter, name: str, by: Claimant) -> Claim:
+    """Notes that ``parameter`` lies in shared memory from now on."""
+    global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_refuse_plain_optimizers)
+    made = _claims[parameter] = Claim(parameter, name, by)
+    return made
+
+
+def check_not_torn(parameters: Iterable[torch.Tensor | None]) -> None:
+    """Raises ``TornWeights`` if one of them must not be used."""
+    for parameter in parameters:
+        found = _claims.get(parameter) if parameter is not None else None
+        if found is not None and found.torn:
+            raise TornWeights(found.torn)
+
+
+def _refuse_plain_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if getattr(optimizer, "is_sharded", False):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found = _claims.get(parameter)
+            if found is not None and found.by is not None:
+                raise InvalidUsage(
+                    f"{type(optimizer).__name__}.step() would write to parameter {found.name}, which lies in memory "
+                    "that all ranks share, on each of them: step the ShardedOptimizer instead, or release() it first"
+                )
+
+
+def guard(module: torch.nn.Module) -> None:
+    """Follows what loads into, saves and copies the claimed parameters of ``module`` and its submodules."""
+    for submodule in module.modules():
+        if any(_claims.get(p) is not None for p in submodule._parameters.values() if p is not None):
+            if any(isinstance(hook, _Guard) for hook in submodule._state_dict_pre_hooks.values()):
+                continue
+            hook = _Guard(submodule)
+            submodule.register_state_dict_pre_hook(hook)
+            submodule.register_load_state_dict_pre_hook(hook)
+
+
+class _Guard:
+    """Hooks of a module. Copies and pickles of the module have something harmless in its place."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+
+    def __call__(self, module: torch.nn.Module, *args: Any) -> None:
+        if len(args) <= 2:  # prefix, keep_vars
+            check_not_torn(module._parameters.values())
+        else:
+            self._before_load(module, *args[:3])
+
+    def _before_load(self, module: torch.nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+        for key, parameter in module._parameters.items():
+            found = _claims.get(parameter) if parameter is not None else None
+            if found is None or prefix + key not in state_dict:
+                continue
+            found.torn = ""
+            if found.by is None:
+                continue
+            if metadata.get("assign_to_params_buffers"):
+                raise InvalidUsage(
+                    f"load_state_dict(assign=True) would put another tensor in the place of parameter {found.name}, "
+                    "which lies in memory that all ranks share: leave out assign=True"
+                )
+            found.by.unload()
+
+    def __reduce__(self) -> Any:
+        if (module := self._module()) is not None:
+            check_not_torn(module._parameters.values())
+        return functools.partial, (torch.nn.Identity,)  # takes any arguments, and does nothing

@@ -1,0 +1,86 @@
+"""Steps while some ranks have run out of batches: those still have their part of the weights to update.
+
+They have no gradients of their own. Those of a rank that trains are sent to them as they are when it steps, so that
+clipping and the like count; and the options of its parameter groups, which a scheduler may have changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import JoinHook
+
+from syncengine.errors import InvalidUsage
+from syncengine.parallel import Parallel
+from syncengine.parallel.rounds import Intent, Round, tell
+from syncengine.sharded.agreement import gather_texts
+from syncengine.sharded.shard import NOT_OPTIONS, plain_data
+from syncengine.sharded.sharing import Groups, Sharing
+
+
+def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_join: bool) -> Round | None:
+    """In a join context, tells ranks that have joined of a step. Returns what all do; None outside of one."""
+    for model in sharing.models:
+        if not model._join_config.enable or sharing.host is None:
+            continue
+        if model._join_config.is_first_joinable and not in_torch_join:
+            raise InvalidUsage("torch's Join needs the ShardedOptimizer as well: Join([model, optimizer])")
+        current = tell(sharing.host.communicator, Intent(1.0, steps=float(number(model))))
+        current.check()
+        return current
+    return None
+
+
+def send_gradients(sharing: Sharing, groups: Groups, current: Round) -> None:
+    """Those of the first rank that trains, and its options, to those that have joined. Collective."""
+    assert sharing.host is not None
+    communicator = sharing.host.communicator
+    if len(current.training) == communicator.size:
+        return
+    source, trains = current.training[0], communicator.rank in current.training
+    parameters = [parameter for block in sharing.blocks for parameter in block.weights.parameters]
+    options = [{k: plain_data(v) for k, v in group.items() if k not in NOT_OPTIONS} for group in groups]
+    own = json.dumps({"options": options, "has": [p.grad is not None for p in parameters]}) if trains else ""
+    told = json.loads(gather_texts(communicator, own)[source])
+    for parameter, has in zip(parameters, told["has"], strict=True):
+        if not trains:
+            parameter.grad = torch.empty_like(parameter) if has else None
+        if has:
+            grad = parameter.grad
+            if grad is None or grad.stride() != parameter.stride():
+                same = torch.empty_like(parameter)
+                parameter.grad = same if grad is None else same.copy_(grad)
+            assert parameter.grad is not None
+            communicator.broadcast(parameter.grad.detach(), source)
+    if not trains:
+        for group, theirs in zip(groups, told["options"], strict=True):
+            for key, value in theirs.items():
+                _set(group, key, value)
+
+
+def _set(group: dict[str, Any], key: str, value: Any) -> None:
+    here = group.get(key)
+    if plain_data(here) == value:
+        return
+    if isinstance(here, torch.Tensor):
+        here.fill_(value)
+    else:
+        group[key] = tuple(value) if isinstance(here, tuple) else value
+
+
+class StepHook(JoinHook):
+    """What torch's ``Join`` calls on a rank that has joined."""
+
+    def __init__(self, sharing: Sharing, follow: Callable[[Round], None]) -> None:
+        self._sharing, self._follow = sharing, follow
+
+    def main_hook(self) -> None:
+        """Takes part in the others' step."""
+        if self._sharing.host is None:
+            return
+        current = tell(self._sharing.host.communicator, Intent(trains=0.0))
+        if current.steps:
+            self._follow(current)

@@ -1,0 +1,86 @@
+"""Memory that the ranks of one host have in common: how they come by it, and where tensors lie in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from syncengine._C import CommonMemory, Communicator, MemoryHandoff
+from syncengine.errors import InvalidUsage
+from syncengine.sharded.agreement import agree, gather_texts
+
+_ALIGNMENT = 64  # bytes: no two tensors have a cache line in common
+
+
+class Host:
+    """The members of a communicator that share this rank's host."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        hosts = communicator.hosts
+        self.communicator = communicator
+        self.members = [rank for rank, host in enumerate(hosts) if host == hosts[communicator.rank]]
+        self.rank = self.members.index(communicator.rank)
+        self.is_one_of_several = len(self.members) < communicator.size
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.members)
+
+    def name(self, member: int) -> str:
+        """As messages call the ``member``-th of them."""
+        return f"rank {self.communicator.global_ranks[self.members[member]]}"
+
+
+class Layout(NamedTuple):
+    """Of a tensor without gaps."""
+
+    sizes: Sequence[int]
+    strides: Sequence[int]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """That of ``tensor``."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all elements."""
+        elements = 1
+        for size in self.sizes:
+            elements *= size
+        return elements * self.dtype.itemsize
+
+
+def create_common(host: Host, what: str, layouts: Sequence[Layout]) -> tuple[CommonMemory, list[torch.Tensor]]:
+    """Memory for these tensors, and the tensors: zeros, each with a storage of its own. Collective over all hosts.
+
+    ``layouts`` are the same on all ranks. Raises on all of them if memory is short on one.
+    """
+    offsets, size = [], 0
+    for layout in layouts:
+        offsets.append(size)
+        size += -(-layout.nbytes // _ALIGNMENT) * _ALIGNMENT
+    offer, error = None, ""
+    try:
+        offer = MemoryHandoff(size if host.rank == 0 else 0)
+    except InvalidUsage as problem:
+        error = f"{what}: {problem}"
+    agree(host.communicator, what, b"", lambda: [], error, "")
+    assert offer is not None
+    addresses = gather_texts(host.communicator, offer.address().decode())
+    here = [address.encode() if rank in host.members else b"" for rank, address in enumerate(addresses)]
+    memory = offer.exchange(host.communicator.rank, here, host.members[0], host.communicator.timeout)
+    tensors = [
+        memory.tensor(offset, layout.sizes, layout.strides, layout.dtype)
+        for offset, layout in zip(offsets, layouts, strict=True)
+    ]
+    return memory, tensors
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor without gaps in the order in which they lie in memory; a view."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -1,0 +1,245 @@
+"""``ShardedOptimizer``: each rank of a host updates a part of the weights, which all of them share."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join, Joinable
+
+from syncengine.errors import InvalidUsage, SyncError
+from syncengine.parallel import Parallel
+from syncengine.parallel.rounds import Round
+from syncengine.parallel.watchers import forward_watchers, models, take_part
+from syncengine.sharded.block import part
+from syncengine.sharded.cut import Slice
+from syncengine.sharded.joining import StepHook, announce_step, send_gradients
+from syncengine.sharded.kinds import is_elementwise
+from syncengine.sharded.shard import Shard
+from syncengine.sharded.sharing import Sharing
+from syncengine.sharded.writing import write_together
+
+_optimizers: weakref.WeakSet[ShardedOptimizer] = weakref.WeakSet()
+
+
+class ShardedOptimizer(torch.optim.Optimizer, Joinable):
+    """An optimizer of which each rank of a host does a part, over weights and state that are there once for all ranks.
+
+    ``params`` are parameters or groups of them, as for ``optimizer_class``, which gets ``defaults``. It may be made
+    before or after the model is wrapped. At the first synchronized forward of a ``Parallel`` that has these parameters,
+    or the first ``step()``, they move into memory that all ranks of the host share. Parameters that no ``Parallel``
+    has, or that are frozen, stay private, and each rank updates them by itself. Over several hosts, each has one copy.
+
+    ``elements``: whether the optimizer treats each element by itself, so that parameters may be cut into slices; needed
+    where syncengine does not know the class. Without cutting (False), each parameter is updated whole, by one rank.
+    ``checksum``: each step looks for writes to the weights that torch does not see, as by numpy. It reads them twice.
+
+    ``param_groups`` and ``state`` are those of the optimizer that it stands for, with the full shapes, and so is
+    ``state_dict()``, which any rank may call alone. All ranks call ``step()`` and ``load_state_dict()``.
+
+    Raises ``InvalidUsage`` for what can't be sharded: CUDA parameters, ``LBFGS``, sparse gradients, classes that it
+    does not know (see ``elements``).
+    """
+
+    is_sharded = True
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        elements: bool | None = None,
+        checksum: bool = False,
+        **defaults: Any,
+    ) -> None:
+        cuts = is_elementwise(optimizer_class, elements)
+        if defaults.get("differentiable"):
+            raise InvalidUsage("ShardedOptimizer: differentiable=True can't be sharded")
+        self._make_shard = functools.partial(Shard, optimizer_class, defaults)
+        self._sharing = Sharing(self._make_shard, cuts, checksum)
+        self._private: Shard | None = None  # of what is not shared
+        plain = optimizer_class(list(params), **defaults)  # checks them as it would by itself
+        torch.optim.Optimizer.__init__(self, plain.param_groups, plain.defaults)
+        Joinable.__init__(self)
+        self._numbers: weakref.WeakKeyDictionary[Parallel, int] = weakref.WeakKeyDictionary()
+        self.state.update(plain.state)
+        if _watch_forward not in forward_watchers:
+            forward_watchers.append(_watch_forward)
+        _optimizers.add(self)
+        weakref.finalize(self, part, self._sharing.memories, self._sharing.claims).atexit = False
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. The next forward or step moves these parameters into shared memory, too."""
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.device.type not in ("cpu", "meta"):
+                raise InvalidUsage(f"ShardedOptimizer is for CPU models, but a parameter is on {parameter.device}")
+        self._sharing.look_again()
+        self._private = None
+
+    # --- Step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates the weights, on all ranks at once; ``closure`` is evaluated once, before.
+
+        Raises on all ranks, before anything is written, if a rank's gradients are its own (after ``no_sync``, or after
+        an abandoned backward), or if which of them are None, parameter groups or their options differ between ranks.
+        ``TornWeights`` if a rank dies in the middle of it.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._bind_all()
+        self._sharing.catch_up(self.param_groups, self.state)
+        if notice := Join.notify_join_context(self):  # torch's Join only
+            notice.wait()
+        current = announce_step(self._sharing, self._number, self._join_config.enable)
+        if current is not None:
+            send_gradients(self._sharing, self.param_groups, current)
+        self._sharing.update(self.param_groups)
+        self._update_private()
+        return loss
+
+    def _number(self, model: Parallel) -> int:
+        """Among the sharded optimizers of ``model``."""
+        if model not in self._numbers:
+            self._numbers[model] = take_part(model._model, self._follow)
+        return self._numbers[model]
+
+    @torch.no_grad()
+    def _follow(self, current: Round) -> None:
+        """A step of the others, on a rank that has no batch. Its gradients are what they were."""
+        shared = [parameter for block in self._sharing.blocks for parameter in block.weights.parameters]
+        before = [parameter.grad for parameter in shared]
+        try:
+            send_gradients(self._sharing, self.param_groups, current)
+            self._sharing.update(self.param_groups)
+        finally:
+            for parameter, grad in zip(shared, before, strict=True):
+                parameter.grad = grad
+
+    def join_hook(self, **kwargs: Any) -> StepHook:
+        """For torch's ``Join([model, optimizer])``."""
+        return StepHook(self._sharing, self._follow)
+
+    @property
+    def join_device(self) -> torch.device:
+        """As of the model."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """As of the model that is trained."""
+        self._bind_all()
+        group = next((model.process_group for model in self._sharing.models), None)
+        if group is None:
+            raise InvalidUsage("torch's Join needs a model: wrap it in Parallel before")
+        return group
+
+    def _bind_all(self) -> None:
+        self._sharing.raise_if_over()
+        for model in list(models.values()):
+            self._bind(model)
+
+    def _bind(self, model: Parallel) -> None:
+        self._sharing.bind(model, self.param_groups, self.state)
+        if model in self._sharing.models:
+            self._number(model)
+
+    def _update_private(self) -> None:
+        members = self._sharing.unshared(self.param_groups)
+        if not members:
+            return
+        if self._private is None or len(members) != len(self._private.members):
+            slices = [Slice(i, 0, member.parameter.numel()) for i, member in enumerate(members)]
+            self._private = self._make_shard(self.param_groups, members, slices, is_common=False)
+            for piece in self._private.pieces:
+                if piece.parameter in self.state:
+                    self._private.set_state_of(piece, self.state[piece.parameter])
+        self._private.update(self.param_groups)
+        for piece in self._private.pieces:
+            if state := self._private.state_of(piece):
+                self.state[piece.parameter] = state
+
+    def _on_forward(self, model: Parallel) -> None:
+        sharing = self._sharing
+        sharing.raise_if_torn()
+        with contextlib.suppress(SyncError):
+            sharing.raise_if_over()
+        if sharing.over is not None:
+            return  # the model says so
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and model.require_backward_grad_sync:
+            self._bind(model)
+        if problem := sharing.written():
+            assert sharing.host is not None
+            text = f"{sharing.host.name(sharing.host.rank)}: {problem}"
+            sharing.host.communicator.abort(text, "InvalidUsage")
+            sharing.end(InvalidUsage(text))
+            raise InvalidUsage(text)
+
+    # --- State
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of the optimizer that it stands for, with full shapes. Any rank may call it alone, at any time."""
+        with contextlib.suppress(SyncError):
+            self._sharing.raise_if_over()
+        self._sharing.raise_if_torn()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what ``state_dict()`` of this or of the plain optimizer gives, on any number of ranks. On all ranks.
+
+        It does not change the argument. The next ``step()`` brings the state into shared memory, and raises on all
+        ranks if they have not loaded the same.
+        """
+        super().load_state_dict(state_dict)
+        digest = 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state.get(parameter, {})
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        state[key] = value.detach().clone()
+                        digest = zlib.crc32(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data, digest)
+                    else:
+                        digest = zlib.crc32(repr(value).encode(), digest)
+        self._private = None
+        self._sharing.loaded = digest or 1
+        for block in self._sharing.blocks:
+            block.state.whole = self.state
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise InvalidUsage("a ShardedOptimizer can't be copied or pickled: use its state_dict()")
+
+    # --- Writing
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[bool]:
+        """A context in which one rank may write to the weights. All ranks enter it; it is True on the one that may.
+
+            with optimizer.writing() as may_write, torch.no_grad():
+                if may_write:
+                    model.module.embedding.weight.clamp_(-1, 1)
+
+        All ranks see what rank 0 has written when they leave it. An error of rank 0 is raised on the others as
+        ``Aborted``.
+        """
+        self._bind_all()
+        with write_together(self._sharing, self.param_groups) as may_write:
+            yield may_write
+
+    def release(self) -> None:
+        """Gives this rank private copies of weights and state, and ends this optimizer: for another one after it."""
+        if self._sharing.over is None:
+            self._sharing.end(InvalidUsage("this ShardedOptimizer was released"))
+
+
+def _watch_forward(model: Parallel) -> None:
+    for optimizer in list(_optimizers):
+        optimizer._on_forward(model)

@@ -1,0 +1,236 @@
+"""What one optimizer has in common with those of the other ranks, and how they change it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+
+from syncengine._C import CommonMemory
+from syncengine.errors import InvalidUsage, SyncError, TornWeights
+from syncengine.parallel import Parallel
+from syncengine.sharded.agreement import agree
+from syncengine.sharded.block import Block, part
+from syncengine.sharded.claims import Claim, guard
+from syncengine.sharded.memory import Host
+from syncengine.sharded.shard import Member, Shard, describe_options
+from syncengine.sharded.update import update_together
+from syncengine.sharded.weights import Named, why_not_shared
+
+Groups = list[dict[str, Any]]
+State = MutableMapping[torch.Tensor, dict[str, Any]]
+
+SAME = "Do the same on every rank before step()."
+
+
+class Sharing:
+    """Blocks of weights in shared memory. ``groups`` and ``state``, in its methods, are the optimizer's own.
+
+    ``make_shard`` is ``Shard``, for the class of optimizers that the user has chosen; ``cuts`` and ``sums`` as the
+    arguments ``elements`` and ``checksum``.
+    """
+
+    def __init__(self, make_shard: Callable[..., Shard], cuts: bool, sums: bool) -> None:
+        self._make_shard, self._cuts, self._sums = make_shard, cuts, sums
+        self.host: Host | None = None
+        self.blocks: list[Block] = []
+        self.models: weakref.WeakSet[Parallel] = weakref.WeakSet()  # whose parameters it updates
+        self._known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # that it has looked at
+        self.names: dict[int, str] = {}  # of the parameters of these models, by id
+        self.loaded = 0  # digest of a state that was loaded since the last update
+        self.over: SyncError | None = None  # why there can't be another update
+        self.memories: list[CommonMemory] = []  # of all blocks, as the next
+        self.claims: list[Claim] = []
+        self._updates = 0
+
+    # --- What is shared
+
+    def unshared(self, groups: Groups) -> list[Member]:
+        """The parameters that are not, or not yet."""
+        shared = {id(p) for block in self.blocks for p in block.weights.parameters}
+        return [
+            Member(parameter, number)
+            for number, group in enumerate(groups)
+            for parameter in group["params"]
+            if id(parameter) not in shared
+        ]
+
+    def bind(self, model: Parallel, groups: Groups, state: State) -> None:
+        """Moves the parameters that ``model`` trains into shared memory, if it is new. Collective then."""
+        if model in self._known:
+            return
+        self._known.add(model)
+        if model.communicator.size == 1:
+            return
+        names = {id(p): n for n, p in zip(model._model.names, model._model.parameters, strict=True)}
+        if not any(id(parameter) in names for group in groups for parameter in group["params"]):
+            return
+        if self.host is not None and self.host.communicator is not model.communicator:
+            raise InvalidUsage(
+                "the models of one ShardedOptimizer need the same process_group: make one for each model"
+            )
+        self.models.add(model)
+        self.names.update(names)
+        self.host = self.host or Host(model.communicator)
+        model.reducer.watch_local_backwards()
+        mine = [member for member in self.unshared(groups) if id(member.parameter) in names]
+        trained = [member for member in mine if member.parameter.requires_grad]
+        self._share(trained, groups, state, _renorms(model.module, names))
+        guard(model)
+
+    def look_again(self) -> None:
+        """The optimizer has more parameters."""
+        self._known.clear()
+
+    def catch_up(self, groups: Groups, state: State) -> None:
+        """Moves parameters that were frozen, and have a gradient now, into shared memory. Collective if there are."""
+        members = self.unshared(groups)
+        late = [m for m in members if m.parameter.grad is not None and id(m.parameter) in self.names]
+        self._share(late, groups, state, "")
+        if late:
+            for model in self.models:
+                guard(model)
+
+    def _share(self, members: Sequence[Member], groups: Groups, state: State, problem: str) -> None:
+        if not members or self.host is None:
+            return
+        named = [Named(self.names[id(member.parameter)], member.parameter) for member in members]
+        lines = [
+            f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, {'some' if p in state else 'no'} state"
+            for name, p in named
+        ]
+        communicator = self.host.communicator
+        what = "what ShardedOptimizer is to share differs"
+        agree(communicator, what, "\n".join(lines).encode(), lambda: lines, problem or why_not_shared(named), SAME)
+        block = Block(self.host, self._make_shard, self._cuts, groups, members, named, state, self.memories)
+        self.blocks.append(block)
+        self.claims += block.claims
+        flag = torch.tensor([block.has_news()], dtype=torch.int64, device="cpu")
+        communicator.all_reduce(flag, "max")
+        if flag.item():
+            block.state.share(block.problem)
+
+    # --- An update
+
+    def update(self, groups: Groups) -> None:
+        """Collective: one step of the optimizer, on all ranks or on none."""
+        if not self.blocks or self.host is None:
+            return
+        number = self._updates + 1
+        memory = self.blocks[0].weights.memory
+        try:
+            update_together(
+                self.host,
+                memory,
+                number,
+                lambda: self._prepare(groups),
+                lambda: self._write(groups),
+                self._share_state,
+            )
+            self._updates = number
+            for block in self.blocks:
+                block.weights.note_update()
+        except SyncError as error:
+            if self.host.communicator.exception() is not None:
+                self.end(error)
+            raise
+        for block in self.blocks:
+            block.state.read_numbers()
+
+    def _prepare(self, groups: Groups) -> None:
+        self.agree("what ShardedOptimizer.step() is to do differs", groups, self._problem())
+        for block in self.blocks:
+            if block.weights.loaded:
+                block.weights.share()
+        if self.loaded:
+            for block in self.blocks:
+                block.state.load()
+            self._share_state()
+            self.loaded = 0
+
+    def _write(self, groups: Groups) -> bool:
+        news = False
+        for block in self.blocks:
+            block.shard.update(groups)
+            news |= block.has_news()
+            if self._sums:
+                block.take_sums()
+        return news
+
+    def _share_state(self) -> None:
+        for block in self.blocks:
+            block.state.share(block.problem)
+
+    # --- What ranks must have in common for it
+
+    def agree(self, what: str, groups: Groups, problem: str) -> None:
+        """Raises on all ranks if one has a ``problem``, or they are about to make different updates. Collective."""
+        assert self.host is not None
+        options = describe_options(groups)
+        marks = [block.gradients() + bytes([block.weights.loaded]) for block in self.blocks]
+        facts = b"|".join([str((self._updates, self.loaded)).encode(), "\n".join(options).encode(), *marks])
+        agree(self.host.communicator, what, facts, lambda: self._describe(options), problem, SAME)
+
+    def _describe(self, options: Sequence[str]) -> list[str]:
+        digest = f"yes, CRC-32 {self.loaded:08x}" if self.loaded else "no"
+        lines = [f"step {self._updates + 1}", *options, f"loaded a state dict of the optimizer: {digest}"]
+        for block in self.blocks:
+            lines.append(f"loaded a state dict of the model: {'yes' if block.weights.loaded else 'no'}")
+            lines += block.describe_gradients()
+        return lines
+
+    def written(self) -> str:
+        """Which parameter this rank has written to outside of an update; or an empty text."""
+        return next((text for block in self.blocks if (text := block.weights.written_by_this_rank())), "")
+
+    def _problem(self) -> str:
+        """Why this rank can't make an update; or an empty text."""
+        if problem := self.written():
+            return problem
+        for block in self.blocks:
+            if problem := block.wrong_sum() or block.sparse_gradient():
+                return problem
+        for model in self.models:
+            if not model._reduces or all(parameter.grad is None for parameter in model._module_parameters):
+                continue
+            if reason := model.reducer.not_averaged():
+                return f"the gradients of {type(model.module).__name__} are not averages: {reason}"
+        return ""
+
+    # --- Its end
+
+    def raise_if_over(self) -> None:
+        """Raises what has ended it."""
+        if self.over is None and self.host is not None:
+            error = self.host.communicator.exception()
+            if isinstance(error, SyncError):
+                self.end(error)
+        if self.over is not None:
+            raise self._again()
+
+    def raise_if_torn(self) -> None:
+        """Raises ``TornWeights`` if nobody must use the weights any more."""
+        if isinstance(self.over, TornWeights):
+            raise self._again()
+
+    def _again(self) -> SyncError:
+        """A new one each time: what was raised holds its callers, and they hold this."""
+        return type(self.over)(str(self.over)) if self.over is not None else SyncError()
+
+    def end(self, error: SyncError) -> None:
+        """No more updates. This rank keeps weights and state as they are, for itself."""
+        self.over = type(error)(str(error))
+        part(self.memories, self.claims, str(error) if isinstance(error, TornWeights) else "")
+
+
+def _renorms(module: torch.nn.Module, names: dict[int, str]) -> str:
+    """Says which layer would write to shared weights in forward; or an empty text."""
+    for layer in module.modules():
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.max_norm is not None:
+            return (
+                f"{names.get(id(layer.weight), 'an embedding')} belongs to an {type(layer).__name__} with max_norm, "
+                "which writes to it in forward: that can't be shared. Leave out max_norm"
+            )
+    return ""

@@ -1,0 +1,191 @@
+"""The optimizer's state in memory that all ranks of a host have in common.
+
+torch's optimizers make their state when they first need it. So after an update each rank looks for what is new in its
+pieces; the ranks tell each other of it, make memory for all of it, and move it there. Each rank then sees the whole
+state of each parameter as tensors of the parameter's shape.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from syncengine._C import CommonMemory
+from syncengine.errors import InvalidUsage
+from syncengine.sharded.agreement import gather_texts
+from syncengine.sharded.memory import Host, Layout, create_common
+from syncengine.sharded.shard import Piece, Shard
+
+State = MutableMapping[torch.Tensor, dict[str, Any]]
+
+_NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
+
+
+class Entry(NamedTuple):
+    """One item of one parameter's state, as all ranks have agreed on it."""
+
+    kind: str  # "elements", one for each of the parameter's; "tensor"; "none"; or of _NUMBERS
+    common: torch.Tensor  # where it lies; what it is like, of "none"
+    owner: int  # the first rank of the host that has a piece
+
+
+class SharedState:
+    """The state of one shard's parameters. ``whole`` is the sharded optimizer's own ``state``.
+
+    ``memories``: a list of what is shared, which it keeps up to date.
+    """
+
+    def __init__(self, host: Host, shard: Shard, whole: State, memories: list[CommonMemory]) -> None:
+        self._host = host
+        self._shard = shard
+        self.whole = whole
+        self._entries: dict[tuple[int, str], Entry] = {}
+        self._installed: list[dict[str, Any]] = [{} for _ in shard.pieces]  # what this rank's pieces should have
+        self._memories = memories
+        self._own: list[CommonMemory] = []
+
+    def has_news(self) -> bool:
+        """Whether this rank's pieces have state that is not common yet. Follows what the optimizer has replaced."""
+        news = False
+        for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
+            state = self._shard.state_of(piece)
+            for key, value in state.items():
+                if key not in installed:
+                    news = True
+                elif value is not installed[key]:
+                    state[key] = installed[key] = self._follow(piece, key, value, installed[key])
+            if len(state) < len(installed):
+                gone = next(key for key in installed if key not in state)
+                raise InvalidUsage(f"the optimizer has removed {gone!r} from its state: that can't be sharded")
+        return news
+
+    def _follow(self, piece: Piece, key: str, value: Any, installed: Any) -> Any:
+        """The optimizer has put another value in the place of ``installed``."""
+        if isinstance(value, torch.Tensor) and isinstance(installed, torch.Tensor):
+            if value.shape != installed.shape or value.dtype != installed.dtype:
+                raise InvalidUsage(f"the optimizer has replaced {key!r} in its state by one of another shape or dtype")
+            return installed.copy_(value)
+        entry = self._entries[piece.index, key]
+        if type(value).__name__ != entry.kind:
+            raise InvalidUsage(f"the optimizer has replaced {key!r} in its state by {value!r}")
+        if entry.owner == self._host.rank:
+            entry.common.fill_(value)
+        return value
+
+    def share(self, error: str = "") -> None:
+        """Moves what is new into common memory. Collective over all hosts: raises ``InvalidUsage`` on all of them.
+
+        ``error``: why this rank can't.
+        """
+        mine: dict[str, Any] = {}
+        try:
+            mine = {} if error else self._describe_news()
+        except InvalidUsage as problem:
+            error = str(problem)
+        texts = gather_texts(self._host.communicator, json.dumps({"error": error, "news": mine}))
+        answers = [json.loads(text) for text in texts]
+        for rank, answer in enumerate(answers):
+            if answer["error"]:
+                raise InvalidUsage(f"rank {self._host.communicator.global_ranks[rank]}: {answer['error']}")
+        entries: dict[tuple[int, str], tuple[str, Layout, int]] = {}
+        for owner, rank in enumerate(self._host.members):
+            for name, (kind, sizes, strides, dtype) in answers[rank]["news"].items():
+                index, _, key = name.partition(" ")
+                layout = Layout(sizes, strides, getattr(torch, dtype))
+                entries.setdefault((int(index), key), (kind, layout, owner))
+        layouts = [layout for _, layout, _ in entries.values()]
+        memory, tensors = create_common(self._host, "ShardedOptimizer: the state", layouts)
+        self._memories.append(memory)
+        self._own.append(memory)
+        for (place, (kind, _, owner)), tensor in zip(entries.items(), tensors, strict=True):
+            self._entries[place] = Entry(kind, tensor, owner)
+        self._move()
+        self._host.communicator.barrier()
+        self._show(entries)
+
+    def _describe_news(self) -> dict[str, tuple[str, Sequence[int], Sequence[int], str]]:
+        news = {}
+        for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
+            for key, value in self._shard.state_of(piece).items():
+                if key not in installed:
+                    kind, layout = _describe(piece, key, value)
+                    news[f"{piece.index} {key}"] = (kind, *layout[:2], str(layout.dtype).removeprefix("torch."))
+        return news
+
+    def _move(self) -> None:
+        """This rank's new values go where they belong, and the optimizer goes on with them there."""
+        for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
+            state = self._shard.state_of(piece)
+            for key, value in list(state.items()):
+                if key in installed:
+                    continue
+                entry = self._entries[piece.index, key]
+                owns = entry.owner == self._host.rank
+                if entry.kind == "elements":
+                    state[key] = piece.cut(entry.common)
+                    state[key].copy_(value)
+                elif entry.kind == "tensor" and owns:
+                    state[key] = entry.common.copy_(value)
+                elif entry.kind in _NUMBERS and owns:
+                    entry.common.fill_(value)
+                installed[key] = state[key]
+
+    def _show(self, places: Any) -> None:
+        for index, key in places:
+            entry = self._entries[index, key]
+            whole = self.whole[self._shard.members[index].parameter]
+            if entry.kind in ("elements", "tensor"):
+                whole[key] = entry.common
+            else:
+                whole[key] = _NUMBERS[entry.kind](entry.common.item()) if entry.kind in _NUMBERS else None
+
+    def read_numbers(self) -> None:
+        """Brings the numbers of parameters that other ranks update. After an update."""
+        self._show([place for place, entry in self._entries.items() if entry.kind in _NUMBERS])
+
+    def load(self) -> None:
+        """Gives this rank's pieces their part of ``whole``, which somebody has filled; to be shared then."""
+        self._entries.clear()
+        for memory in self._own:
+            self._memories.remove(memory)
+        self._own.clear()
+        self._installed = [{} for _ in self._shard.pieces]
+        for piece in self._shard.pieces:
+            state = {}
+            for key, value in self.whole.get(piece.parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    if value.shape == piece.parameter.shape and value.dim() > 0:
+                        value = piece.cut(piece.laid_out(value))
+                    elif value.dim() > 0 and not piece.is_whole:
+                        raise InvalidUsage(_not_elementwise(key, value))
+                    value = value.detach().clone()
+                state[key] = value
+            self._shard.set_state_of(piece, state)
+
+
+def _describe(piece: Piece, key: str, value: Any) -> tuple[str, Layout]:
+    if value is None or type(value).__name__ in _NUMBERS:
+        kind = "none" if value is None else type(value).__name__
+        return kind, Layout((), (), torch.float64 if kind == "float" else torch.int64)
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type != "cpu":
+        raise InvalidUsage(
+            f"the optimizer keeps {key!r}, a {type(value).__name__}, which can't be shared between ranks"
+        )
+    if piece.is_whole:
+        return "tensor", Layout.of(torch.empty_like(value, device="meta"))
+    if value.dim() == 0:
+        return "tensor", Layout.of(value)
+    if value.shape == piece.tensor.shape:
+        parameter = piece.parameter
+        return "elements", Layout(tuple(parameter.shape), tuple(parameter.stride()), value.dtype)
+    raise InvalidUsage(_not_elementwise(key, value))
+
+
+def _not_elementwise(key: str, value: torch.Tensor) -> str:
+    return (
+        f"the optimizer keeps {key!r} of shape {tuple(value.shape)}, which is not one number for each element of a "
+        "parameter: pass elements=False to ShardedOptimizer"
+    )

@@ -1,0 +1,111 @@
+"""How all ranks make one update, or none does: agree, decide, write, and see whether all have.
+
+All ranks agree first. A failure may reach some of them then and not others: so the first rank that knows either way
+writes a verdict into shared memory, which holds for all of the host. Each rank then writes its slices, and says so
+there. So after any failure a survivor can tell whether the weights are whole, before or after this update, or torn,
+because a rank has died in the middle of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from syncengine._C import CommonMemory, fault_point
+from syncengine.errors import Aborted, SyncError, TornWeights
+from syncengine.sharded.memory import Host
+
+
+def update_together(
+    host: Host,
+    memory: CommonMemory,
+    number: int,
+    prepare: Callable[[], None],
+    write: Callable[[], bool],
+    share: Callable[[], None],
+) -> None:
+    """On all ranks, or on none: ``write()``; and where that returns True on any, ``share()``, which is collective.
+
+    ``prepare()`` comes before, and is collective: if it raises on one rank, then on all. If a rank fails meanwhile,
+    raises ``TornWeights`` where what the ranks have in common is torn, else the error with which the communicator has
+    failed; all ranks are done then, or none has begun.
+    """
+    communicator = host.communicator
+    try:
+        prepare()
+        fault_point("agreed")
+        proceeds = memory.decide(number, True)
+    except BaseException as error:
+        if isinstance(error, SyncError) and communicator.exception() is None:
+            raise  # on all ranks
+        _end(host, error)
+        if memory.decide(number, False):
+            if _write(host, memory, number, write):  # the others do
+                memory.tear(number)
+            _check_whole(host, memory, number, error)
+        raise
+    if not proceeds:
+        communicator.check_peers()
+        raise Aborted("another rank has given up this update")
+    news = _write(host, memory, number, write)
+    try:
+        flag = torch.tensor([news], dtype=torch.int64, device="cpu")
+        communicator.all_reduce(flag, "max")
+        if flag.item():
+            share()
+    except BaseException as error:
+        if isinstance(error, SyncError) and communicator.exception() is None:
+            raise  # on all ranks
+        _end(host, error)
+        if news:
+            memory.tear(number)
+        _check_whole(host, memory, number, error)
+        raise
+    if news:
+        memory.complete(host.rank, number)
+
+
+def _write(host: Host, memory: CommonMemory, number: int, write: Callable[[], bool]) -> bool:
+    """Returns whether this rank is not done yet, since it has something to share."""
+    try:
+        fault_point("updating")
+        result = write()
+    except BaseException as error:
+        memory.tear(number)
+        _end(host, error)
+        raise TornWeights(
+            torn_text(number, f"{host.name(host.rank)} raised {type(error).__name__}: {error}")
+        ) from error
+    if not result:
+        memory.complete(host.rank, number)
+    return result
+
+
+def _end(host: Host, error: BaseException) -> None:
+    """The communicator fails on all ranks, unless it has."""
+    host.communicator.abort(
+        f"{host.name(host.rank)} raised in ShardedOptimizer.step(): {type(error).__name__}: {error}"
+    )
+
+
+def _check_whole(host: Host, memory: CommonMemory, number: int, error: BaseException) -> None:
+    """Waits until all ranks of this host have made the update, and raises ``TornWeights`` if one never will."""
+    deadline = time.monotonic() + host.communicator.timeout
+    while True:
+        dead = host.communicator.dead()  # first: what these have done is there by now
+        behind = [rank for rank, done in enumerate(memory.completed(host.size)) if done < number]
+        if not behind and not memory.torn:
+            return
+        lost = [rank for rank in behind if rank in dead]
+        if lost or memory.torn or time.monotonic() > deadline:
+            memory.tear(number)
+            names = ", ".join(host.name(rank) for rank in lost or behind)
+            raise TornWeights(torn_text(number, f"{names} did not complete its part of the update")) from error
+        time.sleep(0.001)
+
+
+def torn_text(number: int, why: str) -> str:
+    """What everybody says who is asked for torn weights."""
+    return f"the weights are torn at step {number}: continue from a checkpoint ({why})"

@@ -1,0 +1,162 @@
+"""Parameters in memory that all ranks of a host have in common: how they get there, and whether somebody writes."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from syncengine._C import CommonMemory, is_dense, storage_references
+from syncengine.parallel.watchers import common
+from syncengine.sharded.agreement import agree
+from syncengine.sharded.memory import Host, Layout, create_common, flat
+
+_LOOK = "Give them the same values on every rank before the first step."
+
+
+class Named(NamedTuple):
+    """A parameter, and what messages call it."""
+
+    name: str
+    parameter: torch.nn.Parameter
+
+
+def why_not_shared(named: Sequence[Named]) -> str:
+    """Why these can't move into common memory, naming the first that can't; or an empty text."""
+    by_storage: dict[int, list[Named]] = {}
+    for one in named:
+        name, parameter = one
+        if parameter.device.type != "cpu":
+            return f"parameter {name} is on {parameter.device}: ShardedOptimizer is for CPU models"
+        if parameter.layout is not torch.strided or not is_dense(parameter):
+            return (
+                f"parameter {name} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has elements "
+                "that share memory, or gaps between them: clone() it into dense memory first"
+            )
+        if parameter.numel():
+            by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(one)
+    for together in by_storage.values():
+        if problem := _shares_memory(together):
+            return problem
+    return ""
+
+
+def _shares_memory(named: Sequence[Named]) -> str:
+    """``named`` lie in one storage, each in a part of its own: nothing else may hold it, or it would not follow."""
+    end, before = 0, ""
+    for name, parameter in sorted(named, key=lambda one: one.parameter.storage_offset()):
+        begin = int(parameter.storage_offset())
+        if begin < end:
+            return f"parameters {before} and {name} share memory: make them one parameter, or clone() one of them"
+        end, before = begin + parameter.numel(), name
+    parameter = named[0].parameter
+    if _others(parameter, len(named)) > 0:
+        gc.collect()  # perhaps they are gone, in a cycle
+    if (others := _others(parameter, len(named))) > 0:
+        return (
+            f"the memory of parameter {named[0].name} is also held by {others} other tensor(s), which would not follow "
+            "it into shared memory: a detach()ed, numpy or state_dict() view made before, a graph that is still alive, "
+            "or another ShardedOptimizer. Drop them, or clone() them, before the first forward"
+        )
+    return ""
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many hold the memory of ``tensor``, it among them: tensors, or Python by its storage."""
+    storage = tensor.untyped_storage()
+    return storage_references(tensor) + sys.getrefcount(storage)
+
+
+def _others(tensor: torch.Tensor, known: int) -> int:
+    return _holders(tensor) - _holders(torch.empty(1)) - known + 1
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """CRC-32 of the elements in the order in which they lie in memory."""
+    return zlib.crc32(flat(tensor.detach()).view(torch.uint8).numpy().data)
+
+
+class SharedWeights:
+    """Parameters in common memory; what they were like when this rank last looked, so that it sees who has written."""
+
+    def __init__(self, host: Host, named: Sequence[Named]) -> None:
+        self._host = host
+        self.named = list(named)
+        self.parameters = [parameter for _, parameter in named]
+        self.loaded = False  # load_state_dict() has put them into private memory, for the next step to share
+        self._versions: list[int] = []
+        self._pointers: list[int] = []
+        self.memory: CommonMemory
+        self.memory, self._common = create_common(
+            host, "ShardedOptimizer: the weights", [Layout.of(parameter) for parameter in self.parameters]
+        )
+        self.share()
+
+    def share(self) -> None:
+        """Moves the values that the parameters have now into the common memory. Collective.
+
+        Raises ``Mismatch`` on all ranks, naming the parameter, where they have different ones.
+        """
+        sums = [checksum(parameter) for parameter in self.parameters]
+        lines = [
+            f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)} strides {p.stride()}, CRC-32 {value:08x}"
+            for (name, p), value in zip(self.named, sums, strict=True)
+        ]
+        communicator = self._host.communicator
+        what = "a parameter of ShardedOptimizer differs"
+        agree(communicator, what, "\n".join(lines).encode(), lambda: lines, "", _LOOK)
+        if self._host.rank == 0:
+            for memory, parameter in zip(self._common, self.parameters, strict=True):
+                memory.copy_(parameter.detach())
+        communicator.barrier()
+        for memory, parameter in zip(self._common, self.parameters, strict=True):
+            parameter.data = memory
+            common[parameter] = True
+        self.loaded = False
+        self.note()
+
+    def unload(self) -> None:
+        """What load_state_dict() is about to write goes into memory of this rank alone."""
+        if self.loaded:
+            return
+        for parameter in self.parameters:
+            parameter.data = parameter.detach().clone()
+            common.pop(parameter, None)
+        self.loaded = True
+
+    def note(self) -> None:
+        """They are as they should be."""
+        self._versions = [parameter._version for parameter in self.parameters]
+        self._pointers = [parameter.data_ptr() for parameter in self.parameters]
+
+    def note_update(self) -> None:
+        """All ranks have updated them: graphs that hold them as they were must not be used any more."""
+        torch.autograd.graph.increment_version(self.parameters)
+        self.note()
+
+    def written_by_this_rank(self) -> str:
+        """Says which parameter was written to, or moved, by other code than an update; or an empty text."""
+        if self.loaded:
+            return ""
+        pointers = [parameter.data_ptr() for parameter in self.parameters]
+        if pointers != self._pointers:
+            name = self._first(pointers, self._pointers)
+            return (
+                f"parameter {name} lies in other memory than the other ranks' (by p.data = ..., .half().float(), "
+                "share_memory_() or the like), so they do not see what becomes of it"
+            )
+        versions = [parameter._version for parameter in self.parameters]
+        if versions != self._versions:
+            name = self._first(versions, self._versions)
+            return (
+                f"parameter {name} was written to outside of ShardedOptimizer.step(), in memory that all ranks share: "
+                "the weights are void. Continue from a checkpoint; write to them within `with optimizer.writing():`"
+            )
+        return ""
+
+    def _first(self, now: Sequence[int], before: Sequence[int]) -> str:
+        return next(one.name for one, a, b in zip(self.named, now, before, strict=True) if a != b)

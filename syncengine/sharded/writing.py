@@ -1,0 +1,43 @@
+"""Writes to shared weights outside of an update: by one rank, while the others wait."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from syncengine.errors import InvalidUsage
+from syncengine.sharded.agreement import agree
+from syncengine.sharded.sharing import SAME, Groups, Sharing
+
+
+@contextlib.contextmanager
+def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
+    """Gives True on rank 0, which may write, and False on the others, which must not. Collective."""
+    host = sharing.host
+    if host is None:
+        yield True
+        return
+    communicator = host.communicator
+    sharing.agree("what is to be done before writing() differs", groups, sharing.written())
+    writes, error = communicator.rank == 0, None
+    try:
+        yield writes
+    except Exception as problem:
+        error = problem
+    text = f"{type(error).__name__}: {error}" if error else "" if writes else sharing.written()
+    try:
+        agree(communicator, "", b"", lambda: [], text and f"in writing(): {text}", SAME)
+    except InvalidUsage:
+        if error is not None:
+            raise error from None
+        raise
+    finally:
+        for block in sharing.blocks:
+            block.weights.note()
+            block.forget_sums()
+    for block in sharing.blocks:
+        if host.is_one_of_several:
+            for parameter in block.weights.parameters:
+                communicator.broadcast(parameter.detach(), 0)
+        communicator.barrier()
+        block.weights.note_update()

@@ -1,0 +1,131 @@
+// Memory that ranks have in common: what they say about updates of it, and who sees which bytes.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "base/memfd.h"
+#include "child.h"
+#include "test.h"
+#include "transport/shm/region.h"
+
+namespace syncengine {
+
+using shm::Region;
+using testing::is_mapped_shared;
+using testing::memory_of_process;
+using testing::true_in_child;
+
+namespace {
+
+constexpr size_t kMiB = 1 << 20;
+constexpr bool kCountsBytes = testing::kSlowdown == 1;
+
+std::shared_ptr<Region> again(const Region& region) { return Region::open(UniqueFd(dup(region.fd()))); }
+
+char* chars(const Region& region, size_t offset = 0) { return reinterpret_cast<char*>(region.at(offset, 1)); }
+
+bool all_are(const char* data, size_t bytes, char value) {
+  return std::all_of(data, data + bytes, [&](char c) { return c == value; });
+}
+
+}  // namespace
+
+TEST(ranks_see_each_others_bytes) {
+  auto made = Region::create(3 * kMiB), opened = again(*made);
+  CHECK_EQ(opened->bytes(), made->bytes());
+  std::memset(chars(*made), 5, 3 * kMiB);
+  CHECK(all_are(chars(*opened), 3 * kMiB, 5));
+  made.reset();
+  CHECK(all_are(chars(*opened), 3 * kMiB, 5));
+}
+
+TEST(what_is_no_region_is_refused) {
+  CHECK_THROWS(Region::open(UniqueFd(open("/dev/null", O_RDWR))), ErrorKind::InvalidUsage);
+  CHECK_THROWS(Region::open(create_sealed_memfd("syncengine", 5 * kMiB)), ErrorKind::InvalidUsage);
+  CHECK_THROWS(Region::open(UniqueFd(memfd_create("syncengine", MFD_CLOEXEC))), ErrorKind::InvalidUsage);
+  auto region = Region::create(kMiB);
+  CHECK_THROWS(region->at(kMiB - 1, 2), ErrorKind::InvalidUsage);
+  CHECK_THROWS(region->at(~size_t{0}, 2), ErrorKind::InvalidUsage);
+  CHECK_THROWS(Region::create(size_t{1} << 60), ErrorKind::InvalidUsage);
+}
+
+TEST(the_first_verdict_holds_for_all) {
+  auto region = Region::create(0), other = again(*region);
+  CHECK(region->decide(1, true));
+  CHECK(other->decide(1, false));
+  CHECK(!other->decide(2, false));
+  CHECK(!region->decide(2, true));
+  CHECK(region->decide(5, true));
+  CHECK(other->decide(5, true));
+}
+
+TEST(racing_ranks_get_one_verdict) {
+  auto region = Region::create(0);
+  for (uint64_t number = 1; number <= 2000 / testing::kSlowdown; ++number) {
+    std::atomic<int> ready = 0;
+    std::vector<int> verdicts(3);
+    std::vector<std::thread> ranks;
+    for (int rank = 0; rank < 3; ++rank) {
+      ranks.emplace_back([&, rank] {
+        ready.fetch_add(1);
+        while (ready.load() < 3) std::this_thread::yield();
+        verdicts[rank] = region->decide(number, rank != 1);
+      });
+    }
+    for (auto& rank : ranks) rank.join();
+    CHECK(verdicts[0] == verdicts[1] && verdicts[1] == verdicts[2]);
+  }
+}
+
+TEST(each_rank_says_what_it_has_completed_and_the_first_tear_stays) {
+  auto region = Region::create(0), other = again(*region);
+  region->complete(0, 4);
+  other->complete(2, 3);
+  CHECK(region->completed(3) == (std::vector<uint64_t>{4, 0, 3}));
+  CHECK_EQ(other->torn(), uint64_t{0});
+  other->tear(4);
+  region->tear(5);
+  CHECK_EQ(region->torn(), uint64_t{4});
+}
+
+TEST(a_detached_region_is_this_ranks_own_at_the_same_address) {
+  auto region = Region::create(64 * kMiB), other = again(*region);
+  std::memset(chars(*region, 20 * kMiB), 3, kMiB);
+  char* const address = chars(*region, 20 * kMiB);
+  CHECK(is_mapped_shared(address));
+  const long before = memory_of_process("Anonymous");
+  CHECK(region->detach());
+  CHECK(region->detach());
+  CHECK(!region->is_shared() && !is_mapped_shared(address));
+  if (kCountsBytes) CHECK(memory_of_process("Anonymous") - before < static_cast<long>(4 * kMiB));
+  CHECK(all_are(address, kMiB, 3));
+  *address = 9;
+  *chars(*other, 20 * kMiB + 1) = 8;
+  CHECK_EQ(int{*chars(*other, 20 * kMiB)}, 3);
+  CHECK_EQ(int{address[1]}, 3);
+}
+
+TEST(a_child_reads_what_is_there_and_writes_for_itself) {
+  auto region = Region::create(32 * kMiB), detached = Region::create(kMiB);
+  std::memset(chars(*region), 1, 32 * kMiB);
+  std::memset(chars(*detached), 6, kMiB);
+  CHECK(detached->detach());
+  const long before = memory_of_process("Anonymous");
+  CHECK(true_in_child([&] {
+    const bool copied = kCountsBytes && memory_of_process("Anonymous") - before > static_cast<long>(2 * kMiB);
+    const bool reads = all_are(chars(*region), 32 * kMiB, 1) && all_are(chars(*detached), kMiB, 6);
+    std::memset(chars(*region), 2, kMiB);
+    region->tear(1);
+    return !copied && reads && all_are(chars(*region), kMiB, 2) && !region->is_shared();
+  }));
+  CHECK(all_are(chars(*region), 32 * kMiB, 1));
+  CHECK_EQ(region->torn(), uint64_t{0});
+}
+
+}  // namespace syncengine

@@ -1,0 +1,255 @@
+"""ShardedOptimizer where a plain optimizer stood: schedulers, scalers, hooks, groups, closures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from sharded_training import batch, differences, different_weights, error_of, make, plain, sharded, train
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+import syncengine
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer], Any]
+
+
+def backward(model: nn.Module, step: int, factor: float = 1.0) -> torch.Tensor:
+    loss = model(batch(step)).square().mean() * factor
+    loss.backward()
+    return loss
+
+
+def schedulers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=6)
+    rates = []
+    for step in range(5):
+        train(model, optimizer, range(step, step + 1))
+        (warm if step < 2 else cycle).step()
+        rates.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]))
+    return rates
+
+
+def rate_tensor(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
+    train(model, optimizer, 2)
+    optimizer.param_groups[0]["lr"].fill_(0.01)
+    train(model, optimizer, 2)
+
+
+def kept_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    train(model, optimizer, 4, set_to_none=False)
+
+
+def accumulation(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    for step in range(4):
+        optimizer.zero_grad()
+        with model.no_sync():
+            backward(model, 2 * step)
+        backward(model, 2 * step + 1)
+        optimizer.step()
+
+
+def clipping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    norms = []
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(model, step, 100.0)
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+    return norms
+
+
+def scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+    scales = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(batch(step)).square().mean() * (float("inf") if step == 3 else 1.0)
+        scaler.scale(loss).backward()
+        if step % 2:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    seen: list[str] = []
+
+    def halve(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        seen.append("before")
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad.mul_(0.5)
+
+    optimizer.register_step_pre_hook(halve)
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    everywhere = register_optimizer_step_post_hook(lambda *_: seen.append("any"))
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 1})
+    train(model, optimizer, 3)
+    everywhere.remove()
+    return seen, optimizer.state_dict()["more"], optimizer.step.__name__
+
+
+def closures(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    losses = []
+    for step in range(4):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            return backward(model, step)
+
+        losses.append(optimizer.step(closure).item())
+    return losses
+
+
+def another_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    train(model, optimizer, 2)
+    optimizer.add_param_group({"params": list(model.module.layers[0].parameters()), "lr": 0.03})
+    train(model, optimizer, range(2, 5))
+
+
+def thawing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    model.module.layers[2].requires_grad_(False)
+    train(model, optimizer, 2)
+    model.module.layers[2].requires_grad_(True)
+    train(model, optimizer, range(2, 5))
+
+
+LOOPS = [
+    schedulers,
+    rate_tensor,
+    kept_gradients,
+    accumulation,
+    clipping,
+    scaler,
+    hooks,
+    closures,
+    another_group,
+    thawing,
+]
+
+
+def beside_plain(loops: list[Loop]) -> list[str]:
+    wrong = []
+    for loop in loops:
+        ours, theirs = make(), make()
+        results = []
+        for net, kind in ((ours, sharded), (theirs, plain)):
+            model, optimizer = kind(net)
+            if loop is another_group:
+                rest = [p for name, p in net.named_parameters() if not name.startswith("layers.0")]
+                del optimizer
+                model = syncengine.Parallel(net)
+                optimizer = (
+                    syncengine.ShardedOptimizer(rest, torch.optim.AdamW, lr=1e-2)
+                    if kind is sharded
+                    else torch.optim.AdamW(rest, lr=1e-2)
+                )
+            results.append((loop(model, optimizer), optimizer.state_dict()))
+        wrong += [f"{loop.__name__}: {one}" for one in different_weights(ours, theirs)]
+        wrong += [f"{loop.__name__}: {one}" for one in differences(results[1][1], results[0][1])]
+        if results[0][0] != results[1][0]:
+            wrong.append(f"{loop.__name__}: {results[0][0]} instead of {results[1][0]}")
+    return wrong
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_as_with_a_plain_optimizer(pool: RankPool, loop: Loop):
+    assert pool.run(beside_plain, [loop], world=3) == [[]] * 3
+
+
+def groups_and_names() -> list[str]:
+    nets = [make(), make()]
+    trained = []
+    for net, kind in zip(nets, [None, torch.optim.AdamW], strict=True):
+        groups = [
+            {"params": [(n, p) for n, p in net.named_parameters() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [(n, p) for n, p in net.named_parameters() if p.dim() < 2], "lr": 0.02, "weight_decay": 0.0},
+        ]
+        if kind is None:
+            optimizer = syncengine.ShardedOptimizer(groups, torch.optim.AdamW, lr=1e-2)
+        else:
+            optimizer = kind(groups, lr=1e-2)
+        train(syncengine.Parallel(net), optimizer, 4)
+        trained.append(optimizer.state_dict())
+    return different_weights(*nets) + differences(trained[1], trained[0])
+
+
+def test_groups_names_and_an_optimizer_before_the_model(pool: RankPool):
+    assert pool.run(groups_and_names) == [[]] * 2
+
+
+def two_models() -> list[str]:
+    nets = [[make(), make("tied")], [make(), make("tied")]]
+    for kind, (first, second) in enumerate(nets):
+        parameters = [*first.parameters(), *second.parameters()]
+        if kind == 0:
+            optimizer = syncengine.ShardedOptimizer(parameters, torch.optim.AdamW, lr=1e-2)
+        else:
+            optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        models = [syncengine.Parallel(first), syncengine.Parallel(second)]
+        for step in range(4):
+            optimizer.zero_grad()
+            sum(model(batch(step)).square().mean() for model in models).backward()
+            optimizer.step()
+    return [name for a, b in zip(*nets, strict=True) for name in different_weights(a, b)]
+
+
+def test_two_models(pool: RankPool):
+    assert pool.run(two_models) == [[]] * 2
+
+
+def adversaries() -> list[str]:
+    """Two optimizers, each of one model; the other model's last backward is this rank's own."""
+    nets = [[make(), make("tied")], [make(), make("tied")]]
+    for kind, (first, second) in zip([sharded, plain], nets, strict=True):
+        (one, optimizer), (other, others_optimizer) = kind(first), kind(second)
+        for step in range(3):
+            optimizer.zero_grad()
+            others_optimizer.zero_grad()
+            backward(one, step)
+            with other.no_sync():
+                backward(other, step)
+            optimizer.step()
+            others_optimizer.zero_grad()
+            backward(other, step)
+            others_optimizer.step()
+    return [name for a, b in zip(*nets, strict=True) for name in different_weights(a, b)]
+
+
+def test_an_optimizer_for_each_of_two_models(pool: RankPool):
+    assert pool.run(adversaries) == [[]] * 2
+
+
+def wrapped_twice() -> list[str]:
+    ours, theirs = make(), make()
+    for net, kind in ((ours, sharded), (theirs, plain)):
+        model, optimizer = kind(net)
+        train(model, optimizer, 2)
+        del model
+        train(syncengine.Parallel(net), optimizer, range(2, 4))
+    return different_weights(ours, theirs)
+
+
+def test_a_model_may_be_wrapped_again(pool: RankPool):
+    assert pool.run(wrapped_twice) == [[]] * 2
+
+
+def pickled() -> str:
+    import copy
+
+    model, optimizer = sharded(make())
+    train(model, optimizer, 1)
+    return error_of(lambda: copy.deepcopy(optimizer))
+
+
+def test_the_optimizer_itself_is_not_copied(pool: RankPool):
+    for text in pool.run(pickled):
+        assert "use its state_dict()" in text

@@ -1,0 +1,223 @@
+"""What ShardedOptimizer refuses, and what step() finds before it writes anything."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import RankPool
+from sharded_training import batch, different_weights, error_of, make, plain, sharded, train
+from torch import nn
+
+import syncengine
+from syncengine.sharded.cut import GRAIN, Size, cut_elements, deal_whole
+
+
+class MySgd(torch.optim.SGD):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        (MySgd, {}, "does not know MySgd: pass elements=True"),
+        (torch.optim.Adafactor, {}, "does not know Adafactor"),
+        (torch.optim.LBFGS, {}, "LBFGS can't be sharded: it evaluates its closure several times"),
+        (torch.optim.LBFGS, {"elements": False}, "LBFGS can't be sharded"),
+        (torch.optim.SparseAdam, {"elements": True}, "SparseAdam can't be sharded: it is for sparse gradients"),
+        (torch.optim.Adam, {"differentiable": True}, "differentiable=True"),
+        (nn.Linear, {}, "needs a class of optimizers"),
+    ],
+)
+def test_what_can_not_be_sharded_is_refused(kind: type, options: dict, text: str):
+    with pytest.raises(syncengine.errors.InvalidUsage, match=text.replace("(", r"\(")):
+        syncengine.ShardedOptimizer([nn.Parameter(torch.ones(3))], kind, **options)
+
+
+def test_arguments_are_checked_as_by_the_optimizer_itself():
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        syncengine.ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW, lr=-1.0)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        syncengine.ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.AdamW, learning_rate=1.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("sizes", [[5], [64, 64, 64], [1000, 3, 0, 70_000, 129], [1] * 40, [0], []], ids=str)
+def test_slices_cover_each_element_once(sizes: list[int], ranks: int):
+    for divide in (cut_elements, deal_whole):
+        parts = divide([Size(n, 4) for n in sizes], ranks)
+        assert len(parts) == ranks
+        slices = sorted(itertools.chain(*parts))
+        for index, n in enumerate(sizes):
+            own = [s for s in slices if s.parameter == index and s.begin < s.end]
+            assert sum(s.end - s.begin for s in own) == n
+            assert all(s.begin % GRAIN == 0 for s in own)
+            assert all(a.end == b.begin for a, b in itertools.pairwise(own))
+    work = [sum(s.end - s.begin for s in part) for part in cut_elements([Size(n, 4) for n in sizes], ranks)]
+    assert max(work) - sum(work) / ranks <= 2 * GRAIN
+
+
+def broken(how: str) -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    me = syncengine.rank()
+    weights = [p.detach().clone() for p in net.parameters()]
+    optimizer.zero_grad()
+    if how in ("no_sync", "no_sync on one"):
+        if how == "no_sync" or me == 1:
+            with model.no_sync():
+                model(batch(2)).square().mean().backward()
+    else:
+        model(batch(2)).square().mean().backward()
+    if how == "none" and me == 1:
+        net.head.bias.grad = None
+    if how == "rate" and me == 1:
+        optimizer.param_groups[0]["lr"] = 0.5
+    text = error_of(optimizer.step)
+    same = all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
+    optimizer.param_groups[0]["lr"] = 1e-2
+    return [text, str(same), error_of(lambda: train(model, optimizer, 1))]
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("no_sync", "the gradients of Mlp are not averages: the last backward was this rank's own (no_sync)"),
+        ("no_sync on one", "not averages: the last backward was this rank's own (no_sync)"),
+        ("none", "rank 0 has [head.bias: gradient], rank 1 has [head.bias: no gradient]"),
+        ("rate", "'lr': 0.5"),
+    ],
+)
+def test_step_raises_on_all_ranks_before_it_writes(pool: RankPool, how: str, text: str):
+    for found, same, after in pool.run(broken, how):
+        assert text in found
+        assert (same, after) == ("True", "")  # and the next step is an ordinary one
+
+
+def abandoned() -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+
+    def stop(grad: torch.Tensor) -> None:
+        raise RuntimeError("stop")
+
+    handle = net.layers[2].weight.register_hook(stop)
+    texts = [error_of(lambda: train(model, optimizer, 1))]
+    handle.remove()
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    texts.append(error_of(optimizer.step))
+    return [*texts, error_of(lambda: train(model, optimizer, 1))]
+
+
+def test_step_raises_after_an_abandoned_backward(pool: RankPool):
+    for first, step, after in pool.run(abandoned):
+        assert "stop" in first
+        assert "not averages: the last backward was abandoned" in step
+        assert after == ""
+
+
+def aliased(how: str) -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    held = {
+        "detached": lambda: net.head.weight.detach(),
+        "numpy": lambda: net.head.weight.detach().numpy()[1:],
+        "storage": lambda: net.head.weight.untyped_storage(),
+        "state_dict": net.state_dict,
+        "graph": lambda: net(batch(0)).sum(),
+        "nothing": lambda: None,
+    }[how]()
+    text = error_of(lambda: train(model, optimizer, 1))
+    del held
+    return [text]
+
+
+@pytest.mark.parametrize("how", ["detached", "numpy", "storage", "state_dict", "graph", "nothing"])
+def test_views_from_before_are_refused_by_name(pool: RankPool, how: str):
+    for (text,) in pool.run(aliased, how):
+        if how == "nothing":
+            assert text == ""
+        else:
+            assert "the memory of parameter " in text and "is also held by 1 other" in text, text
+
+
+class Views(nn.Module):
+    """Parameters that lie in one storage."""
+
+    def __init__(self, second_at: int) -> None:
+        super().__init__()
+        memory = torch.linspace(-1, 1, 24 * 8)
+        self.first = nn.Parameter(memory[:96].view(24, 4))
+        self.second = nn.Parameter(memory[second_at : second_at + 96].view(24, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.first + x @ self.second
+
+
+def in_one_storage(second_at: int) -> list[str]:
+    ours, theirs = Views(second_at), Views(second_at)
+    model, optimizer = sharded(ours)
+    text = error_of(lambda: train(model, optimizer, 3))
+    if text:
+        return [text]
+    train(*plain(theirs), 3)
+    sizes = {p.untyped_storage().nbytes() for p in ours.parameters()}
+    return [*different_weights(ours, theirs), *[f"{n} bytes" for n in sizes - {96 * 4}]]
+
+
+def test_parameters_of_one_storage_follow_or_are_refused(pool: RankPool):
+    assert pool.run(in_one_storage, 96) == [[]] * 2
+    for (text,) in pool.run(in_one_storage, 95):
+        assert "parameters first and second share memory" in text
+
+
+def other_values() -> str:
+    net = make()
+    with torch.no_grad():
+        net.head.bias.add_(syncengine.rank())
+    model = syncengine.Parallel(net, init_sync=False)
+    optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    return error_of(lambda: train(model, optimizer, 1))
+
+
+def test_weights_that_differ_between_ranks_are_named(pool: RankPool):
+    for text in pool.run(other_values):
+        assert text.startswith("Mismatch: a parameter of ShardedOptimizer differs between ranks")
+        assert "head.bias: float32 (7,)" in text
+
+
+def sparse() -> str:
+    net = nn.Sequential(nn.Embedding(5, 24, sparse=True), nn.Linear(24, 2))
+    model = syncengine.Parallel(net)
+    optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    model(torch.tensor([1, 2])).sum().backward()
+    return error_of(optimizer.step)
+
+
+def test_sparse_gradients_are_refused(pool: RankPool):
+    for text in pool.run(sparse):
+        assert "the gradient of parameter 0.weight is sparse" in text
+
+
+class RowSum(torch.optim.SGD):
+    """Says it is elementwise, but keeps something else."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable | None = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["sum"] = p.grad.sum().view(1)
+
+
+def not_elementwise() -> str:
+    return error_of(lambda: train(*sharded(make(), RowSum, elements=True), 1))
+
+
+def test_state_that_is_not_elementwise_is_named(pool: RankPool):
+    for text in pool.run(not_elementwise):
+        assert "keeps 'sum' of shape (1,), which is not one number for each element" in text

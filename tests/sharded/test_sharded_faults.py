@@ -1,0 +1,210 @@
+"""A rank ends, or fails, somewhere in an update: survivors know whether the weights are whole, and of which step."""
+
+from __future__ import annotations
+
+import io
+import random
+import signal
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from faults import Outcome, my_rank, needs_hooks, set_fault, suffer
+from pool import RankPool
+from sharded_training import error_of, make, sharded, train
+from torch import nn
+
+import syncengine
+
+STEPS = 6
+
+
+def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    value = 0
+    tensors = [*net.parameters()]
+    for parameter in net.parameters():
+        state = optimizer.state.get(parameter, {})
+        tensors += [state[key] for key in ("step", "exp_avg", "exp_avg_sq") if key in state]
+    for tensor in tensors:
+        value = zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data, value)
+    return value
+
+
+def undisturbed(steps: int) -> list[int]:
+    """Digests after each step, also after none."""
+    net = make()
+    model, optimizer = sharded(net)
+    digests = [digest(net, optimizer)]
+    train(model, optimizer, steps, after=lambda step: digests.append(digest(net, optimizer)))
+    return digests
+
+
+def save(net: nn.Module) -> None:
+    torch.save(net, io.BytesIO())
+
+
+def suffer_in_training(victim: int, fault: str, started: str = "") -> Outcome:
+    """What a survivor tells: its error, the last step that it has made, and what it then finds."""
+    set_fault(victim, fault)
+
+    def body(step) -> dict:
+        net = make()
+        model, optimizer = sharded(net)
+        made = [0]
+
+        def after(number: int) -> None:
+            made[0] = number + 1
+            if started and my_rank() == victim:
+                Path(started).touch()
+
+        error = error_of(lambda: train(model, optimizer, 10**6 if started else STEPS, after=after))
+        found = {"error": error, "made": made[0]}
+        found["forward"] = error_of(lambda: train(model, optimizer, 1))
+        found["state_dict"] = error_of(optimizer.state_dict)
+        found["model"] = error_of(net.state_dict)
+        found["save"] = error_of(lambda: save(net))
+        found["digest"] = digest(net, optimizer)
+        found["parted"] = not _maps_shared()
+        return found
+
+    return suffer(body, timeout=30.0)
+
+
+def _maps_shared() -> bool:
+    return "memfd:syncengine-common" in Path("/proc/self/maps").read_text()
+
+
+def check(outcome: Outcome, digests: list[int]) -> bool:
+    """Whether the weights were torn; else they are those after some step, which the survivor can tell."""
+    assert outcome.left == [], outcome
+    found = outcome.value
+    assert found["parted"], found
+    torn = "TornWeights" in found["error"]
+    for what in ("forward", "state_dict", "model", "save"):
+        assert ("the weights are torn at step" in found[what]) == torn, found
+    if torn:
+        assert f"the weights are torn at step {found['made'] + 1}: continue from a checkpoint" in found["error"]
+        return True
+    assert found["error"].startswith("PeerLost"), found
+    assert found["state_dict"] == found["model"] == found["save"] == "", found
+    if len(digests) > found["made"] + 1:
+        assert found["digest"] in digests[found["made"] : found["made"] + 2], found
+    return False
+
+
+@needs_hooks
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(
+    ("point", "torn"), [("agreed", None), ("updating", True), ("updated", True), ("completed", False)]
+)
+def test_killed_in_an_update(pool: RankPool, point: str, torn: bool | None, world: int):
+    digests = pool.run(undisturbed, STEPS, world=world)[0]
+    for number in (1, 4):
+        victim = number % world
+        with pool.spawn_ranks(
+            suffer_in_training, victim, f"{point}:{number}:kill", world=world, settings=None
+        ) as ranks:
+            assert ranks[victim].exit_code() == -signal.SIGKILL
+            for rank in ranks:
+                if rank is not ranks[victim]:
+                    outcome = rank.result()
+                    found = check(outcome, digests)
+                    # Who dies when it has agreed dies before the others know, or when they have begun. The first update
+                    # ends with an exchange of new state, and with it all of it is there.
+                    either = torn is None or (number == 1 and point in ("updated", "completed"))
+                    assert either or found == torn, outcome
+
+
+@needs_hooks
+@pytest.mark.parametrize("point", ["opened", "staged", "reduced", "finished"])
+def test_killed_outside_of_an_update(pool: RankPool, point: str):
+    """In some collective of the third or fourth step: of backward, or around an update."""
+    digests = pool.run(undisturbed, STEPS, world=3)[0]
+    for number in (30, 33, 36):
+        with pool.spawn_ranks(suffer_in_training, 1, f"{point}:{number}:kill", world=3, settings=None) as ranks:
+            ranks[1].exit_code()
+            for rank in (ranks[0], ranks[2]):
+                if "error" in (outcome := rank.result()).value and outcome.value["error"]:
+                    check(outcome, digests)
+
+
+def test_killed_at_any_time(pool: RankPool, tmp_path: Path):
+    digests = pool.run(undisturbed, 40, world=2)[0]
+    moments = random.Random(7)
+    for attempt in range(6):
+        started = tmp_path / f"started{attempt}"
+        with pool.spawn_ranks(suffer_in_training, 1, "", str(started), world=2, settings=None) as ranks:
+            deadline = time.monotonic() + 60
+            while not started.exists() and time.monotonic() < deadline:
+                time.sleep(0.001)
+            time.sleep(moments.random() * 0.05)
+            ranks[1].signal(signal.SIGKILL)
+            check(ranks[0].result(), digests)
+
+
+def raises_in_update() -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    if syncengine.rank() == 1:
+        shard = optimizer._sharing.blocks[0].shard
+        shard._step = lambda inner: 1 / 0
+    return [error_of(lambda: train(model, optimizer, 1)), error_of(net.state_dict), error_of(optimizer.state_dict)]
+
+
+def test_an_error_within_an_update_tears_the_weights_on_all_ranks(pool: RankPool):
+    for answer in pool.run(raises_in_update, world=3):
+        assert all("TornWeights: the weights are torn at step 3" in text for text in answer), answer
+
+
+def fails_elsewhere() -> list:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+
+    def go() -> None:  # a rank that is not as far may fail within its last step
+        train(model, optimizer, range(2, 3))
+        if syncengine.rank() == 1:
+            model.communicator.abort("rank 1: enough")
+        train(model, optimizer, range(3, 4))
+
+    texts = [error_of(go), error_of(net.state_dict)]
+    whole = digest(net, optimizer)
+    state = optimizer.state_dict()
+    with torch.no_grad():
+        net.head.bias.fill_(syncengine.rank())  # nobody else sees it
+    alone = bool((net.head.bias == syncengine.rank()).all())
+    return [texts, whole, alone, len(state["state"])]
+
+
+def test_after_another_failure_each_survivor_has_its_own_weights(pool: RankPool):
+    digests = pool.run(undisturbed, 3, world=3)[0]
+    for texts, whole, alone, states in pool.run(fails_elsewhere, world=3):
+        assert "enough" in texts[0] and texts[1] == ""
+        assert whole == digests[3]
+        assert alone and states == 10
+
+
+def goes_on() -> list[str]:
+    """A torn model is whole again once it has loaded a checkpoint; all ranks are still there."""
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    checkpoint = {name: value.clone() for name, value in net.state_dict().items()}
+    if syncengine.rank() == 1:
+        optimizer._sharing.blocks[0].shard._step = lambda inner: 1 / 0
+    texts = [error_of(lambda: train(model, optimizer, 1)), error_of(net.state_dict)]
+    net.load_state_dict(checkpoint)
+    texts.append(error_of(net.state_dict))
+    del optimizer
+    model, optimizer = sharded(net)
+    texts.append(error_of(lambda: train(model, optimizer, 1)))
+    return texts
+
+
+def test_a_torn_model_goes_on_from_a_checkpoint(pool: RankPool):
+    for update, before, after, step in pool.run(goes_on):
+        assert "TornWeights" in update and "TornWeights" in before
+        assert (after, step) == ("", "")

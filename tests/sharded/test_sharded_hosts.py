@@ -1,0 +1,44 @@
+"""ShardedOptimizer on several hosts: sharded within each, the same on all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pool import RankPool
+from sharded_training import differences, different_weights, make, plain, sharded, train
+from test_hosts import run, start
+
+PLACEMENTS = ["ab", "aab", "aabb", "abab"]
+
+
+def on_hosts(hosts: str) -> tuple[list[str], list[torch.Tensor], int]:
+    communicator = start(hosts)
+    ours, theirs = make(), make()
+    model, optimizer = sharded(ours)
+    train(model, optimizer, 5)
+    with optimizer.writing() as may_write, torch.no_grad():
+        if may_write:
+            ours.head.bias.add_(1)
+    reference, plain_optimizer = plain(theirs)
+    train(reference, plain_optimizer, 5)
+    with torch.no_grad():
+        theirs.head.bias.add_(1)
+    train(model, optimizer, range(5, 7))
+    train(reference, plain_optimizer, range(5, 7))
+    wrong = different_weights(ours, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
+    parts = sum(piece.end - piece.begin for piece in optimizer._sharing.blocks[0].shard.pieces)
+    communicator.barrier()
+    return wrong, [p.detach().clone() for p in ours.parameters()], parts
+
+
+@pytest.mark.parametrize("hosts", PLACEMENTS)
+def test_hosts_have_the_same_bits_and_share_within(pool: RankPool, hosts: str):
+    answers = run(pool, on_hosts, hosts)
+    assert [wrong for wrong, _, _ in answers] == [[]] * len(hosts)
+    total = sum(p.numel() for p in make().parameters())
+    for host in set(hosts):
+        parts = [part for (_, _, part), other in zip(answers, hosts, strict=True) if other == host]
+        assert sum(parts) == total  # each host does it all
+        assert max(parts) - min(parts) <= 256
+    for _, weights, _ in answers[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(weights, answers[0][1], strict=True))

@@ -1,0 +1,72 @@
+"""Uneven inputs: a rank that has run out of batches still updates its part of the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from sharded_training import batch, different_weights, error_of, make, plain, sharded, train
+from torch import nn
+from torch.distributed.algorithms.join import Join
+
+import syncengine
+
+
+def uneven(model: nn.Module, optimizer: torch.optim.Optimizer, context: Any, batches: int) -> None:
+    """The first rank has fewest batches; gradients are clipped, and the rate changes."""
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    train(model, optimizer, 1)
+    with context:
+        for step in range(1, batches + 2 * syncengine.rank()):
+            optimizer.zero_grad()
+            (model(batch(step)).square().mean() * 100).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            scheduler.step()
+
+
+def beside_plain(torchs: bool) -> list[str]:
+    nets = [make(), make()]
+    for net, kind in zip(nets, [sharded, plain], strict=True):
+        model, optimizer = kind(net)
+        together = [model, optimizer] if kind is sharded else [model]
+        uneven(model, optimizer, Join(together) if torchs else model.join(), 4)
+    return different_weights(*nets)
+
+
+@pytest.mark.parametrize("torchs", [False, True], ids=["model.join", "torch's Join"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_without_batches_updates_its_part(pool: RankPool, torchs: bool, world: int):
+    assert pool.run(beside_plain, torchs, world=world, gloo=True) == [[]] * world
+
+
+def goes_on_after_join() -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    grads = [None]
+    with model.join():
+        train(model, optimizer, 2 + syncengine.rank())
+        grads = [p.grad.clone() for p in net.parameters()]
+    kept = all(torch.equal(a, p.grad) for a, p in zip(grads, net.parameters(), strict=True))
+    optimizer.param_groups[0]["lr"] = 1e-2
+    return [error_of(lambda: train(model, optimizer, 2)), str(kept)]
+
+
+def test_training_goes_on_after_it(pool: RankPool):
+    assert pool.run(goes_on_after_join) == [["", "True"]] * 2
+
+
+def only_the_model() -> str:
+    model, optimizer = sharded(make())
+    train(model, optimizer, 1)
+    join = Join([model])
+    text = error_of(lambda: train(model, optimizer, 1))
+    del join
+    return text
+
+
+def test_torchs_join_needs_the_optimizer_too(pool: RankPool):
+    for text in pool.run(only_the_model, gloo=True):
+        assert "Join([model, optimizer])" in text

@@ -1,0 +1,195 @@
+"""Which memory ranks share, what their children see of it, and that it goes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+from pathlib import Path
+
+import torch
+from pool import RankPool
+from sharded_training import batch, make, sharded, train
+from torch import nn
+
+import syncengine
+
+MIB = 1 << 20
+COMMON = "memfd:syncengine-common"
+
+
+class Large(nn.Module):
+    """16 MiB of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(24, 174_000)
+        self.frozen = nn.Linear(24, 24).requires_grad_(False)
+        self.register_buffer("buffer", torch.zeros(5000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(self.frozen(x))
+
+
+def common_maps() -> list[tuple[int, int]]:
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if COMMON in line]
+    return [tuple(int(x, 16) for x in line.split()[0].split("-")) for line in lines]
+
+
+def is_shared(tensor: torch.Tensor) -> bool:
+    return any(begin <= tensor.data_ptr() < end for begin, end in common_maps())
+
+
+def what_is_shared() -> dict:
+    net = Large()
+    model, optimizer = sharded(net)
+    uncovered = nn.Linear(3, 3)
+    optimizer.add_param_group({"params": list(uncovered.parameters())})
+    train(model, optimizer, 2)
+    state = optimizer.state[net.body.weight]
+    shared = {name: is_shared(tensor) for name, tensor in net.state_dict().items()}
+    return {
+        **shared,
+        "uncovered": any(is_shared(p) for p in uncovered.parameters()),
+        "exp_avg": is_shared(state["exp_avg"]),
+    }
+
+
+def test_trained_weights_and_state_are_shared_and_nothing_else(pool: RankPool):
+    shared = {"body.weight": True, "body.bias": True, "exp_avg": True}
+    private = dict.fromkeys(["frozen.weight", "frozen.bias", "buffer", "uncovered"], False)
+    assert pool.run(what_is_shared) == [{**shared, **private}] * 2
+
+
+def pss(which: list[tuple[int, int]]) -> tuple[int, int]:
+    """Of these mappings, what this process has in memory, and its share of that; bytes."""
+    resident = share = 0
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = any(begin <= int(found[1], 16) < end for begin, end in which)
+        elif inside and line.startswith("Rss:"):
+            resident += int(line.split()[1]) * 1024
+        elif inside and line.startswith("Pss:"):
+            share += int(line.split()[1]) * 1024
+    return resident, share
+
+
+def how_much() -> tuple[int, int]:
+    model, optimizer = sharded(Large())
+    train(model, optimizer, 2)
+    for tensor in [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]:
+        tensor.detach().sum()  # so that each rank has all pages
+    syncengine.barrier()
+    result = pss(common_maps())
+    syncengine.barrier()
+    return result
+
+
+def test_weights_and_state_are_in_memory_once(pool: RankPool):
+    for resident, share in pool.run(how_much, world=4):
+        assert resident > 3 * 16 * MIB
+        assert share < resident / 4 + MIB
+
+
+def own_bytes() -> int:
+    return int(re.search(r"Anonymous:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024
+
+
+def child_of(net: nn.Module, optimizer: torch.optim.Optimizer, before: int) -> str:
+    """Runs in a forked child."""
+    weight = net.body.weight.detach()
+    grown = own_bytes() - before
+    if grown > 4 * MIB:
+        return f"the fork copied {grown} bytes"
+    if weight.sum().item() != weight.clone().sum().item():
+        return "unreadable"
+    weight.fill_(7)
+    if not (weight == 7).all():
+        return "it can't write to its copy"
+    try:
+        optimizer.step()
+    except syncengine.errors.InvalidUsage as error:
+        return "" if "forked child" in str(error) else str(error)
+    return "it could step"
+
+
+def forks() -> list[str]:
+    net = Large()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    optimizer.zero_grad()  # gradients are copied for children
+    before = net.body.weight.detach().clone()
+    gc.collect()
+    reads, writes = os.pipe()
+    size = own_bytes()
+    if (pid := os.fork()) == 0:
+        answer = "died"
+        try:
+            answer = child_of(net, optimizer, size)
+        except BaseException as error:
+            answer = repr(error)
+        finally:
+            os.write(writes, answer.encode() or b"ok")
+            os._exit(0)
+    os.close(writes)
+    answer = os.read(reads, 1000).decode()
+    os.close(reads)
+    os.waitpid(pid, 0)
+    kept = torch.equal(before, net.body.weight)
+    train(model, optimizer, 1)
+    return [answer, str(kept)]
+
+
+def test_a_forked_child_reads_weights_that_nobody_has_copied(pool: RankPool):
+    with pool.spawn_ranks(forks) as ranks:
+        assert [rank.result() for rank in ranks] == [["ok", "True"]] * 2
+
+
+def workers() -> float:
+    net = Large()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 1)
+    data = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)
+    total = 0.0
+    for part in data:
+        total += part.sum().item()
+        train(model, optimizer, 1)
+    return total
+
+
+def test_dataloader_workers(pool: RankPool):
+    with pool.spawn_ranks(workers) as ranks:
+        assert [rank.result() for rank in ranks] == [28.0] * 2
+
+
+def leaves_nothing() -> list:
+    before = {entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink() and entry.exists()}
+
+    def once() -> None:
+        net = make()
+        model, optimizer = sharded(net)
+        train(model, optimizer, 2)
+        syncengine.barrier()
+
+    once()
+    gc.collect()
+    open_now = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
+    return [common_maps(), [path for path in open_now if COMMON in path], len(before) > 0]
+
+
+def test_nothing_is_left_of_an_optimizer_that_is_gone(pool: RankPool):
+    for maps, files, _ in pool.run(leaves_nothing):
+        assert maps == [] and files == []
+
+
+def channels_last() -> list[bool]:
+    net = make("conv")
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    weight = net.body[0].weight
+    return [weight.is_contiguous(memory_format=torch.channels_last), is_shared(weight), model(batch(0)).numel() > 0]
+
+
+def test_layouts_stay(pool: RankPool):
+    assert pool.run(channels_last) == [[True, True, True]] * 2

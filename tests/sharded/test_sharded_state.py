@@ -1,0 +1,196 @@
+"""state_dict() of a ShardedOptimizer is the plain optimizer's, and goes back and forth between them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from pool import RankPool
+from sharded_training import differences, different_weights, error_of, make, plain, sharded, snapshot, train
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+import syncengine
+
+KINDS = ["SGD", "AdamW", "NAdam", "Adagrad", "ASGD"]
+
+
+def continues(kind_name: str, first_sharded: bool) -> list[str]:
+    """Four steps one way and four the other, beside eight of plain torch."""
+    kind = getattr(torch.optim, kind_name)
+    options = {"momentum": 0.9} if kind_name == "SGD" else {}
+    whole, half = make(), make()
+    reference, optimizer = plain(whole, kind, **options)
+    train(reference, optimizer, 8)
+    one, other = (sharded, plain) if first_sharded else (plain, sharded)
+    model, before = one(half, kind, **options)
+    train(model, before, 4)
+    saved = io.BytesIO()
+    torch.save({"model": half.state_dict(), "optimizer": before.state_dict()}, saved)
+    checkpoint = torch.load(io.BytesIO(saved.getvalue()))
+    untouched = copy.deepcopy(checkpoint)
+    second = make("mlp")
+    model, after = other(second, kind, **options)
+    train(model, after, 2)  # something to be overwritten
+    model.module.load_state_dict(checkpoint["model"])
+    after.load_state_dict(copy.deepcopy(checkpoint["optimizer"]) if first_sharded else checkpoint["optimizer"])
+    wrong = differences(after.state_dict(), checkpoint["optimizer"])
+    train(model, after, range(4, 8))
+    wrong += [f"argument: {one}" for one in differences(untouched["optimizer"], checkpoint["optimizer"])]
+    return wrong + different_weights(whole, second) + differences(optimizer.state_dict(), after.state_dict())
+
+
+@pytest.mark.parametrize("first_sharded", [True, False], ids=["to plain", "from plain"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_continues_with_the_same_bits(pool: RankPool, kind: str, first_sharded: bool):
+    assert pool.run(continues, kind, first_sharded) == [[]] * 2
+
+
+def save(path: str) -> None:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 3)
+    if syncengine.rank() == 0:
+        torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+
+def load(path: str) -> list[str]:
+    checkpoint = torch.load(path)
+    found = []
+    nets = []
+    for make_optimizer in (sharded, plain):
+        net = make()
+        net.load_state_dict(checkpoint["model"])
+        model, optimizer = make_optimizer(net)
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        train(model, optimizer, range(3, 6))
+        nets.append((net, optimizer))
+    (ours, optimizer), (theirs, reference) = nets
+    return found + different_weights(ours, theirs) + differences(reference.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_checkpoint_of_three_ranks_loads_on_any_number(pool: RankPool, world: int, tmp_path: Path):
+    pool.run(save, str(tmp_path / "checkpoint.pt"), world=3)
+    assert pool.run(load, str(tmp_path / "checkpoint.pt"), world=world) == [[]] * world
+
+
+def any_rank_alone() -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    syncengine.barrier()
+    found = []
+    if syncengine.rank() == 1:  # nobody else does anything meanwhile
+        found.append(snapshot(optimizer))
+    syncengine.barrier()
+    train(model, optimizer, 1)
+    reference_model, reference = plain(make())
+    train(reference_model, reference, 2)
+    return [wrong for state in found for wrong in differences(reference.state_dict(), state)]
+
+
+def test_one_rank_alone_can_save(pool: RankPool):
+    assert pool.run(any_rank_alone, world=3) == [[]] * 3
+
+
+def sizes_of_saved() -> list[int]:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 1)
+    sizes = []
+    for item in (net.state_dict(), optimizer.state_dict(), net.head.bias, copy.deepcopy(net.head.weight)):
+        file = io.BytesIO()
+        torch.save(item, file)
+        sizes.append(len(file.getvalue()))
+    return sizes
+
+
+def sizes_of_plain() -> list[int]:
+    net = make()
+    model, optimizer = plain(net)
+    train(model, optimizer, 1)
+    sizes = []
+    for item in (net.state_dict(), optimizer.state_dict(), net.head.bias, copy.deepcopy(net.head.weight)):
+        file = io.BytesIO()
+        torch.save(item, file)
+        sizes.append(len(file.getvalue()))
+    return sizes
+
+
+def test_what_is_saved_has_its_ordinary_size(pool: RankPool):
+    ours, theirs = pool.run(sizes_of_saved), pool.run(sizes_of_plain)
+    assert all(abs(a - b) <= 64 * 30 for a, b in zip(ours[0], theirs[0], strict=True)), (ours, theirs)
+
+
+def others_see_ordinary_tensors() -> list[str]:
+    ours, theirs = make(), make()
+    model, optimizer = sharded(ours)
+    reference, plain_optimizer = plain(theirs)
+    averaged = [torch.optim.swa_utils.AveragedModel(net) for net in (ours, theirs)]
+    train(model, optimizer, 3, after=lambda step: averaged[0].update_parameters(ours))
+    train(reference, plain_optimizer, 3, after=lambda step: averaged[1].update_parameters(theirs))
+    wrong = different_weights(*averaged)
+    twin = copy.deepcopy(ours)
+    frozen = [p.detach().clone() for p in twin.parameters()]
+    train(model, optimizer, range(3, 5))
+    wrong += ["deepcopy follows" for a, b in zip(frozen, twin.parameters(), strict=True) if not torch.equal(a, b)]
+    array = ours.head.weight.detach().numpy()
+    wrong += [] if (array == ours.head.weight.detach().clone().numpy()).all() else ["numpy"]
+    return wrong
+
+
+def test_averaged_models_copies_and_numpy(pool: RankPool):
+    assert pool.run(others_see_ordinary_tensors) == [[]] * 2
+
+
+def loads_on_one_rank_alone() -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    before = [p.detach().clone() for p in net.parameters()]
+    if syncengine.rank() == 1:
+        optimizer.load_state_dict(snapshot(optimizer))
+    texts = [error_of(lambda: train(model, optimizer, 1))]
+    kept = all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    if syncengine.rank() == 0:
+        optimizer.load_state_dict(snapshot(optimizer))
+    texts.append(error_of(lambda: train(model, optimizer, 1)))
+    if syncengine.rank() == 1:
+        net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
+    texts.append(error_of(lambda: train(model, optimizer, 1)))
+    return [*texts, str(kept)]
+
+
+def test_loading_on_one_rank_alone_is_named(pool: RankPool):
+    for optimizer, both, model, kept in pool.run(loads_on_one_rank_alone):
+        assert "Mismatch" in optimizer and "loaded a state dict of the optimizer: no" in optimizer, optimizer
+        assert both == "", both
+        assert "Mismatch" in model and "loaded a state dict of the model: no" in model, model
+        assert kept == "True"
+
+
+def through_dcp(folder: str) -> list[str]:
+    ours, theirs = make(), make()
+    model, optimizer = sharded(ours)
+    train(model, optimizer, 3)
+    dcp.save({"optimizer": get_optimizer_state_dict(ours, optimizer)}, checkpoint_id=folder)
+    reference, plain_optimizer = plain(theirs)
+    train(reference, plain_optimizer, 5)
+    again = make()
+    again.load_state_dict(ours.state_dict())
+    model, optimizer = sharded(again)
+    state = {"optimizer": get_optimizer_state_dict(again, optimizer)}  # its _init_optim_state steps with zeros
+    dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(again, optimizer, state["optimizer"])
+    train(model, optimizer, range(3, 5))
+    return different_weights(again, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
+
+
+def test_distributed_checkpoints(pool: RankPool):
+    with tempfile.TemporaryDirectory() as folder:
+        assert pool.run(through_dcp, folder, gloo=True) == [[]] * 2

@@ -1,0 +1,214 @@
+"""Who may write to shared weights, and what happens to others."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import RankPool
+from sharded_training import batch, different_weights, error_of, make, plain, sharded, train
+from torch import nn
+
+import syncengine
+
+
+def scale(net, optimizer):
+    with torch.no_grad():
+        net.head.weight.mul_(1.0)
+
+
+def initialize(net, optimizer):
+    nn.init.zeros_(net.head.weight)
+
+
+def cast(net, optimizer):
+    net.head.double().float()
+
+
+def point_elsewhere(net, optimizer):
+    net.head.weight.data = net.head.weight.data.clone()
+
+
+WRITES = {f.__name__: f for f in (scale, initialize, cast, point_elsewhere)}
+
+
+def write(how: str, ranks: list[int], before: str) -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+
+    def go() -> None:  # a rank that is quick may end the calls of one that is not as far
+        train(model, optimizer, 2)
+        if before == "step":
+            optimizer.zero_grad()
+            model(batch(2)).square().mean().backward()
+        if syncengine.rank() in ranks:
+            WRITES[how](net, optimizer)
+        if before == "step":
+            optimizer.step()
+        else:
+            train(model, optimizer, 1)
+
+    return [error_of(go), error_of(optimizer.step)]
+
+
+@pytest.mark.parametrize("before", ["forward", "step"])
+@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=["all", "one"])
+@pytest.mark.parametrize("how", WRITES)
+def test_a_write_outside_of_step_is_named(pool: RankPool, how: str, ranks: list[int], before: str):
+    moved = how in ("cast", "point_elsewhere")
+    for answer in pool.run(write, how, ranks, before):
+        assert "parameter head.weight" in answer[0], answer
+        assert ("lies in other memory" if moved else "the weights are void") in answer[0], answer
+        assert any(f"rank {rank}: parameter" in answer[0] for rank in ranks), answer
+        assert answer[1] != ""
+
+
+def plain_optimizer() -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    before = net.head.weight.detach().clone()
+    other = torch.optim.SGD(net.parameters(), lr=0.1)
+    text = error_of(other.step)
+    kept = torch.equal(before, net.head.weight)
+    train(model, optimizer, 1)  # nothing has been written, so it goes on
+    optimizer.release()
+    syncengine.barrier()
+    return [text, str(kept), error_of(other.step), error_of(optimizer.step)]
+
+
+def test_a_plain_optimizer_on_shared_weights_is_stopped(pool: RankPool):
+    for text, kept, released, over in pool.run(plain_optimizer):
+        assert "SGD.step() would write to parameter layers.0.weight" in text
+        assert (kept, released) == ("True", "")
+        assert "released" in over
+
+
+def dropped() -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    syncengine.barrier()
+    del optimizer
+    gc.collect()
+    syncengine.barrier()
+    with torch.no_grad():
+        net.head.weight.fill_(syncengine.rank())
+    syncengine.barrier()
+    alone = bool((net.head.weight == syncengine.rank()).all())
+    return [error_of(torch.optim.SGD(net.parameters(), lr=0.1).step), str(alone)]
+
+
+def test_weights_are_private_once_the_optimizer_is_gone(pool: RankPool):
+    assert pool.run(dropped) == [["", "True"]] * 2
+
+
+def renorm() -> str:
+    net = nn.Sequential(nn.Embedding(5, 24, max_norm=1.0), nn.Linear(24, 2))
+    model = syncengine.Parallel(net)
+    optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    return error_of(lambda: model(torch.tensor([1, 2]))) + str(len(optimizer.state))
+
+
+def test_an_embedding_with_max_norm_is_refused(pool: RankPool):
+    for text in pool.run(renorm):
+        assert "0.weight belongs to an Embedding with max_norm" in text
+
+
+def assign() -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 1)
+    text = error_of(lambda: net.load_state_dict(net.state_dict(), assign=True))
+    train(model, optimizer, 1)
+    return [text]
+
+
+def test_assign_is_refused(pool: RankPool):
+    for (text,) in pool.run(assign):
+        assert "load_state_dict(assign=True) would put another tensor in the place of parameter" in text
+
+
+def write_in_context(fails: str) -> list:
+    net, reference_net = make(), make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    text = ""
+    try:
+        with optimizer.writing() as may_write, torch.no_grad():
+            if may_write:
+                net.head.weight.clamp_(-0.01, 0.01)
+                if fails == "writer":
+                    raise ValueError("no")
+            elif fails == "other":
+                net.head.weight.add_(1)
+    except (ValueError, syncengine.errors.SyncError) as error:
+        text = f"{type(error).__name__}: {error}"
+    reference, plain_optimizer = plain(reference_net)
+    train(reference, plain_optimizer, 2)
+    with torch.no_grad():
+        reference_net.head.weight.clamp_(-0.01, 0.01)
+    if not fails:
+        train(model, optimizer, range(2, 4))
+        train(reference, plain_optimizer, range(2, 4))
+    return [text, different_weights(net, reference_net) if fails != "other" else []]
+
+
+@pytest.mark.parametrize("fails", ["", "writer", "other"])
+def test_writing(pool: RankPool, fails: str):
+    (first, wrong), (second, others_wrong) = pool.run(write_in_context, fails)
+    assert wrong == others_wrong == []
+    if fails == "":
+        assert first == second == ""
+    elif fails == "writer":
+        assert first == "ValueError: no"
+        assert second.startswith("Aborted: rank 0: in writing(): ValueError: no")
+    else:
+        assert first.startswith("Aborted: rank 1: in writing(): parameter head.weight was written to")
+        assert second.startswith("InvalidUsage: rank 1: in writing(): parameter head.weight was written to")
+
+
+def unseen(write: Callable[[nn.Module], None]) -> list[str]:
+    net = make()
+    model, optimizer = sharded(net, checksum=True)
+    train(model, optimizer, 2)
+    texts = [error_of(lambda: train(model, optimizer, 1))]
+    syncengine.barrier()
+    if syncengine.rank() == 1:
+        write(net)
+    syncengine.barrier()
+    return [*texts, error_of(lambda: train(model, optimizer, 1))]
+
+
+def by_data(net: nn.Module) -> None:
+    net.layers[0].weight.data[0, 0] += 1
+
+
+def by_numpy(net: nn.Module) -> None:
+    net.head.weight.detach().numpy()[0] = 3
+
+
+@pytest.mark.parametrize("how", [by_data, by_numpy])
+def test_a_checksum_sees_what_versions_do_not(pool: RankPool, how: Callable[[nn.Module], None]):
+    for before, after in pool.run(unseen, how):
+        assert before == ""
+        assert "by means that torch does not see" in after
+
+
+def old_graph() -> str:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 1)
+    with model.no_sync():
+        loss = model(batch(1)).square().mean()
+    optimizer.zero_grad()
+    model(batch(1)).square().mean().backward()
+    optimizer.step()
+    return error_of(loss.backward)
+
+
+def test_a_graph_from_before_the_step_can_not_be_used(pool: RankPool):
+    for text in pool.run(old_graph, world=3):
+        assert "has been modified by an inplace operation" in text

@@ -1,0 +1,95 @@
+"""What the tests of ShardedOptimizer share: models, and training beside plain torch. Runs inside rank processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from models.workload import same_bits
+from parallel_models import MODELS
+from torch import nn
+
+import syncengine
+
+
+def make(model: str = "mlp", dtype: torch.dtype | None = None) -> nn.Module:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    net = MODELS[model]()
+    return net if dtype is None else net.to(dtype)
+
+
+def batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Other data on each rank and in each step."""
+    generator = torch.Generator().manual_seed(1000 * step + syncengine.rank())
+    return torch.randn(6, 24, generator=generator).to(dtype)
+
+
+def dtype_of(net: nn.Module) -> torch.dtype:
+    return next(net.parameters()).dtype
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range | int, **how: Any) -> None:
+    """`set_to_none`, as of zero_grad; `after`: called with the number of the step after each."""
+    dtype = dtype_of(model)
+    for step in range(steps) if isinstance(steps, int) else steps:
+        optimizer.zero_grad(how.get("set_to_none", True))
+        model(batch(step, dtype)).float().square().mean().backward()
+        optimizer.step()
+        if "after" in how:
+            how["after"](step)
+
+
+def sharded(net: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> tuple[Any, Any]:
+    """(the wrapped model, its sharded optimizer)"""
+    options = {"lr": 1e-2, **options}
+    return syncengine.Parallel(net), syncengine.ShardedOptimizer(net.parameters(), kind, **options)
+
+
+def plain(net: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> tuple[Any, Any]:
+    """(the wrapped model, an optimizer on each rank)"""
+    return syncengine.Parallel(net), kind(net.parameters(), **{"lr": 1e-2, **options})
+
+
+def differences(a: Any, b: Any) -> list[str]:
+    """Of two state dicts of optimizers: where their bits or their structure differ."""
+    wrong = [] if a["param_groups"] == b["param_groups"] else ["param_groups"]
+    if a["state"].keys() != b["state"].keys():
+        return [*wrong, f"{list(a['state'])} and {list(b['state'])}"]
+    for index, state in a["state"].items():
+        other = b["state"][index]
+        if list(state) != list(other):
+            wrong.append(f"{index}: {list(state)} and {list(other)}")
+            continue
+        for key, value in state.items():
+            if not _same(value, other[key]):
+                wrong.append(f"{index}.{key}")
+    return wrong
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and same_bits(a, b)
+    return type(a) is type(b) and a == b
+
+
+def different_weights(a: nn.Module, b: nn.Module) -> list[str]:
+    """Names of parameters and buffers whose bits differ."""
+    theirs = b.state_dict()
+    return [name for name, tensor in a.state_dict().items() if not same_bits(tensor, theirs[name])]
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> Any:
+    """Its state dict, as it is now."""
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """Class and text of the error that the call raises; empty if it raises none."""
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
