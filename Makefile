@@ -2,6 +2,7 @@
 #
 #   make train       train a small GPT on 2 ranks with syncengine and with DDP, compare
 #   make test        all tests: the C++ core's, then everything else
+#   make test-integrations  the tests with Lightning, Accelerate, Transformers and Ray, which it installs
 #   make sanitize    the C++ core's tests under ThreadSanitizer and AddressSanitizer + UBSan, and the portable core's
 #   make build       the extension, in place, as users get it
 #   make core-test   only the C++ core's tests
@@ -41,10 +42,13 @@ unexport PYTHONDONTWRITEBYTECODE
 	touch $@
 
 # Frameworks, which bring packages of their own: those of .venv are there first, so that torch and NumPy stay what they are.
+# But for mpi4py: without an MPI it raises what Lightning, which looks for one, does not expect.
 .venv-integrations/ready: requirements-integrations.txt .venv/ready
 	$(PY) -m venv --without-pip .venv-integrations
 	site=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	  echo "import site; site.addsitedir('$$site')" > $${site/.venv/.venv-integrations}/main_environment.pth
+	  there=$${site/.venv/.venv-integrations} && \
+	  echo "import site; site.addsitedir('$$site')" > $$there/main_environment.pth && \
+	  echo 'raise ImportError("there is no MPI in this environment")' > $$there/mpi4py.py
 	$(PY) -m pip --python .venv-integrations/bin/python install -qq --no-compile --constraint requirements.txt --requirement $<
 	touch $@
 
@@ -66,7 +70,7 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 # ---- what it is for ----
 
-.PHONY: train test core-build core-test sanitize arm-check cuda-check cuda-torch-check gpu gpu-core gpu-build gpu-tests gpu-benchmarks lint format clean
+.PHONY: train test test-integrations core-build core-test sanitize arm-check cuda-check cuda-torch-check gpu gpu-core gpu-build gpu-tests gpu-benchmarks lint format clean
 train: build
 	$(PY) -m examples.train_gpt compare
 
@@ -77,6 +81,9 @@ test:
 	  core-build build-for-tests .venv-openmpi/ready .venv-mpich/ready
 	$(MAKE) --no-print-directory core-test
 	$(PY) -m pytest -q --numprocesses 2 --dist loadfile
+
+test-integrations: build-for-tests .venv-integrations/ready
+	.venv-integrations/bin/python -m pytest -q --numprocesses 2 --dist loadfile tests/integrations
 
 core-build:
 	$(MAKE) --no-print-directory -C tests/core FLAVORS=plain build

@@ -24,6 +24,14 @@ settings.register_profile("syncengine", deadline=None, max_examples=50, derandom
 settings.load_profile("syncengine")
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Says which tests a run of `tests` leaves out."""
+    if "tests" in config.args:
+        terminalreporter.write_line(
+            "not among them: tests/integrations (Lightning, Ray, ...), by `make test-integrations`"
+        )
+
+
 @pytest.fixture(scope="session")
 def pool(nothing_is_left: None) -> Iterator[RankPool]:
     """Rank processes: see pool.py."""

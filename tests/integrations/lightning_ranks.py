@@ -152,8 +152,22 @@ def on_ranks(function: Callable[[Any], None]) -> Callable[..., None]:
     return test
 
 
-def _call(module_name: str, name: str, tree_name: str) -> None:
-    getattr(importlib.import_module(module_name), name).on_ranks(tree(tree_name))
+def run_alone(function: Callable[[], Any]) -> Callable[..., None]:
+    """The same for `function()`, of other frameworks."""
+
+    @functools.wraps(function, assigned=["__doc__"], updated=[])
+    def test(pool: RankPool, tmp_path: Path) -> None:
+        environ = launched(unused_ports(7)) | {"TESTS_FOLDER": str(tmp_path)}
+        pool.run(_call, function.__module__, function.__name__, None, settings=None, environ=environ, timeout=180)
+
+    del test.__wrapped__
+    test.on_ranks = function
+    return test
+
+
+def _call(module_name: str, name: str, tree_name: str | None) -> None:
+    function = getattr(importlib.import_module(module_name), name).on_ranks
+    function() if tree_name is None else function(tree(tree_name))
 
 
 def unused_ports(count: int) -> list[int]:

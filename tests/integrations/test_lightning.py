@@ -11,7 +11,7 @@ import lightning_ranks
 import pytest
 import torch
 import torch.distributed as dist
-from lightning_ranks import QUIET, both, leave, loader, module, net, on_ranks, same, shared_folder, weights
+from lightning_ranks import QUIET, both, leave, loader, module, on_ranks, same, shared_folder, weights
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader
@@ -196,10 +196,14 @@ def test_sync_batch_norm(lightning):
             x, y = torch.randn(6, 12, generator=generator), torch.randn(6, 1, generator=generator)
             yield (x.double(), y.double()) if rank is None else (x[rank::2].double(), y[rank::2].double())
 
+    def data(self):
+        return DataLoader(list(batches(self.global_rank)), batch_size=None)
+
+    def sgd(model):
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
     torch.manual_seed(7)
-    model = module(
-        lightning, train_dataloader=lambda self: DataLoader(list(batches(self.global_rank)), batch_size=None)
-    )
+    model = module(lightning, train_dataloader=data, configure_optimizers=sgd)
     model.net[3] = nn.Identity()
     alone = nn.Sequential(nn.Linear(12, 40), nn.BatchNorm1d(40), nn.GELU(), nn.Identity(), nn.Linear(40, 1)).double()
     trainer = lightning.pl.Trainer(
@@ -212,7 +216,7 @@ def test_sync_batch_norm(lightning):
     )
     alone.load_state_dict(model.net.double().state_dict())
     trainer.fit(model)
-    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.01)
+    optimizer = sgd(alone)
     for x, y in batches():
         optimizer.zero_grad()
         (alone(x) - y).square().mean().backward()
@@ -392,11 +396,3 @@ def test_wrong_devices(lightning):
     strategy = lightning.FabricStrategy(parallel_devices=[torch.device("cuda", 0)] * 2)
     with pytest.raises(errors.InvalidUsage, match=r"built without CUDA.*accelerator='cpu'"):
         strategy._get_process_group_backend()
-
-
-@on_ranks
-def test_a_model_that_is_wrapped_already(lightning):
-    fabric = lightning.fabric.Fabric(accelerator="cpu", devices=2, strategy="syncengine")
-    fabric.launch()
-    with pytest.warns(UserWarning, match="wrap"):
-        fabric.setup_module(syncengine.Parallel(net()))

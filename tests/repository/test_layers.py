@@ -42,6 +42,7 @@ MODULES = [
     "hooks",
     "parallel",
     "__init__",
+    "accelerate",
     "_lightning",
     "lightning",
     "pytorch_lightning",

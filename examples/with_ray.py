@@ -1,0 +1,68 @@
+"""Ray Train on two CPU workers: `Parallel` in the place of `prepare_model`; --ddp is the same over DDP and Gloo.
+
+python examples/with_ray.py
+python examples/with_ray.py --backend syncengine  # torch.distributed's collectives, too
+"""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+import ray
+import ray.train
+import ray.train.torch
+import torch
+from torch import nn
+
+import syncengine
+
+
+def import_syncengine() -> None:
+    """In each of Ray's processes: registers the backend before Ray makes the process group."""
+    import syncengine  # noqa: F401
+
+
+def train(options: dict) -> None:
+    """One worker."""
+    rank = ray.train.get_context().get_world_rank()
+    torch.manual_seed(1)
+    torch.set_num_threads(1)
+    module = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.Tanh(), nn.Linear(64, 1))
+    model = ray.train.torch.prepare_model(module) if options["ddp"] else syncengine.Parallel(module)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    data = torch.Generator().manual_seed(rank)
+    for epoch in range(3):
+        for _ in range(8):
+            x = torch.randn(32, 16, generator=data)
+            loss = (model(x) - x.sum(1, keepdim=True).sin()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        torch.distributed.all_reduce(loss.detach())
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(module.state_dict(), Path(folder) / "weights.pt")
+            checkpoint = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
+            ray.train.report({"epoch": epoch, "loss": loss.item() / 2}, checkpoint=checkpoint)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ddp", action="store_true")
+    parser.add_argument("--backend", default="gloo")
+    parser.add_argument("--out", type=Path, default=Path("outputs/with_ray"))
+    options = parser.parse_args()
+
+    hook = {"worker_process_setup_hook": import_syncengine} if options.backend == "syncengine" else {}
+    small = {"num_cpus": 3, "object_store_memory": 100 * 2**20, "include_dashboard": False}
+    ray.init(**small, _node_ip_address="127.0.0.2", runtime_env=hook)  # of 127.0.0.1 Ray would make a public address
+    result = ray.train.torch.TorchTrainer(
+        train,
+        train_loop_config={"ddp": options.ddp},
+        torch_config=ray.train.torch.TorchConfig(backend=options.backend),
+        scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+        run_config=ray.train.RunConfig(storage_path=str(options.out.resolve()), name="run"),
+    ).fit()
+    print(f"loss {result.metrics['loss']:.4f}, {result.checkpoint.path}")
+    ray.shutdown()

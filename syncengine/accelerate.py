@@ -1,0 +1,57 @@
+"""Hugging Face Accelerate with Parallel in DDP's place: `from syncengine.accelerate import Accelerator`.
+
+Nothing else changes. On CPUs under torchrun the process group is syncengine's, too.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import syncengine  # noqa: F401 (registers the backend)
+from syncengine.errors import InvalidUsage
+from syncengine.parallel import Parallel
+from syncengine.torch_backend import NAME
+
+try:
+    import accelerate
+    from accelerate.utils import InitProcessGroupKwargs, parse_flag_from_env
+except ModuleNotFoundError as error:
+    if error.name != "accelerate":
+        raise
+    raise ModuleNotFoundError(
+        "syncengine.accelerate needs the package accelerate: pip install 'syncengine[accelerate]'", name=error.name
+    ) from error
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # which is not there where types are checked
+    """Accelerate's, whose `prepare` wraps models with `Parallel`.
+
+    Raises InvalidUsage where a launcher has started several ranks and Accelerate would train each of them alone.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        on_cpu = bool(kwargs.get("cpu")) or parse_flag_from_env("ACCELERATE_USE_CPU")
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if on_cpu and ranks > 1 and "RANK" in os.environ and not dist.is_initialized():
+            handlers = [h for h in kwargs.get("kwargs_handlers") or () if isinstance(h, InitProcessGroupKwargs)]
+            dist.init_process_group(NAME, timeout=handlers[-1].timeout if handlers else None)
+        super().__init__(*args, **kwargs)
+        if ranks > self.num_processes == 1:
+            raise InvalidUsage(
+                f"{ranks} ranks were launched, and Accelerate, which has found no accelerator, would train each of "
+                "them alone: for CPUs give Accelerator(cpu=True), or set ACCELERATE_USE_CPU=1"
+            )
+
+    def prepare_model(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """As Accelerate's, which looks DDP up by name."""
+        names: Any = torch.nn.parallel
+        theirs, names.DistributedDataParallel = names.DistributedDataParallel, Parallel
+        try:
+            prepared: torch.nn.Module = super().prepare_model(model, *args, **kwargs)
+        finally:
+            names.DistributedDataParallel = theirs
+        return prepared

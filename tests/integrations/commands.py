@@ -1,0 +1,46 @@
+"""Commands that tests start as a user would."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from lightning_ranks import unused_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+BIN = Path(sys.executable).parent
+
+
+def run(*command: object, home: Path, timeout: float = 300) -> str:
+    """What a command says, which must succeed; it finds its home in `home`."""
+    settings = {
+        "HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
+        "MASTER_PORT": str(unused_ports(1)[0]),
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PYTHONWARNINGS": "ignore",
+    }
+    finished = subprocess.run(
+        [str(part) for part in command],
+        cwd=home,
+        env=os.environ | settings,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
+    return finished.stdout
+
+
+def torchrun(example: str, *arguments: object, home: Path) -> str:
+    at = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, *at)
+    return run(*launcher, ROOT / "examples" / example, *arguments, home=home)
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    return torch.load(path, weights_only=True)
