@@ -54,14 +54,15 @@ class Lane {
  private:
   using Active = LaneState::Active;
   using Cursor = LaneState::Cursor;
-  enum class Phase : uint8_t { Retire, Compare, Pull, Reduce, Stage, Open };
-
   // The members that the phase's next step waits for, all or one: with none, it may go. Nothing: there is no such step, or this
   // rank has to go on with another phase first. The own bit: its envelopes still leave its memory.
-  std::optional<uint64_t> blockers(Phase phase, bool all) const;
-  std::optional<uint64_t> pull_blockers(bool all) const;
-  std::optional<uint64_t> stage_blockers(bool all) const;
-  bool may_go(Phase phase) const { return blockers(phase, false) == 0; }
+  using Blockers = std::optional<uint64_t>;
+  Blockers retire_blockers(bool all) const;
+  Blockers pull_blockers(bool all) const;
+  Blockers reduce_blockers(bool all) const;
+  Blockers stage_blockers(bool all) const;
+  Blockers open_blockers(bool all) const;
+  uint64_t compare_blockers(bool all) const;  // of the oldest operation
 
   bool open();
   bool stage_one();

@@ -10,30 +10,16 @@ constexpr auto kOpened = &shm::LaneProgress::opened, kStaged = &shm::LaneProgres
 
 }  // namespace
 
-std::optional<uint64_t> Lane::blockers(Phase phase, bool all) const {
+Lane::Blockers Lane::retire_blockers(bool all) const {
   const LaneState& s = state_;
-  if (s.active.empty() && phase != Phase::Open) return {};
-  switch (phase) {
-    case Phase::Retire: {
-      if (s.pulled.operation == s.retired) return {};
-      const Active& front = s.active.front();
-      return front.peers_read_user ? s.behind(kPulled, front.end, all) : 0;
-    }
-    case Phase::Compare: return s.behind(kOpened, s.retired + 1, all);
-    case Phase::Pull: return pull_blockers(all);
-    case Phase::Reduce:
-      if (s.reduced.total == s.staged.total) return {};
-      return s.at(s.reduced.operation).reduces ? s.behind(kStaged, s.reduced.total + 1, all) : 0;
-    case Phase::Stage: return stage_blockers(all);
-    case Phase::Open:
-      if (queue_.empty() || s.active.size() == shm::kRecords) return {};
-      // A record is overwritten only after every rank has compared it with its own.
-      return s.opened < shm::kRecords ? 0 : s.behind(&shm::LaneProgress::compared, s.opened - shm::kRecords + 1, all);
-  }
-  return {};
+  if (s.pulled.operation == s.retired) return {};
+  const Active& front = s.active.front();
+  return front.peers_read_user ? s.behind(kPulled, front.end, all) : 0;
 }
 
-std::optional<uint64_t> Lane::pull_blockers(bool all) const {
+uint64_t Lane::compare_blockers(bool all) const { return state_.behind(kOpened, state_.retired + 1, all); }
+
+Lane::Blockers Lane::pull_blockers(bool all) const {
   const LaneState& s = state_;
   if (s.pulled.total == s.reduced.total) return {};
   const Active& active = s.at(s.pulled.operation);
@@ -50,8 +36,14 @@ std::optional<uint64_t> Lane::pull_blockers(bool all) const {
   return late ? uint64_t{1} << operation.root : 0;
 }
 
+Lane::Blockers Lane::reduce_blockers(bool all) const {
+  const LaneState& s = state_;
+  if (s.reduced.total == s.staged.total) return {};
+  return s.at(s.reduced.operation).reduces ? s.behind(kStaged, s.reduced.total + 1, all) : 0;
+}
+
 // A slot's last chunk must have been read by everybody, this rank included.
-std::optional<uint64_t> Lane::stage_blockers(bool all) const {
+Lane::Blockers Lane::stage_blockers(bool all) const {
   const LaneState& s = state_;
   if (s.staged.operation == s.opened) return {};
   const Active& active = s.at(s.staged.operation);
@@ -63,17 +55,27 @@ std::optional<uint64_t> Lane::stage_blockers(bool all) const {
   return s.behind(kPulled, needed, all);
 }
 
+// A record is overwritten only after every rank has compared it with its own.
+Lane::Blockers Lane::open_blockers(bool all) const {
+  const LaneState& s = state_;
+  if (queue_.empty() || s.active.size() == shm::kRecords) return {};
+  return s.opened < shm::kRecords ? 0 : s.behind(&shm::LaneProgress::compared, s.opened - shm::kRecords + 1, all);
+}
+
 uint64_t Lane::missing(bool all) const {
-  uint64_t members = 0;
-  for (Phase phase : {Phase::Retire, Phase::Compare, Phase::Pull, Phase::Reduce, Phase::Stage, Phase::Open})
-    members |= blockers(phase, all).value_or(0);
+  uint64_t members = open_blockers(all).value_or(0);
+  if (state_.active.empty()) return members;
+  members |= compare_blockers(all);
+  for (auto blockers : {&Lane::retire_blockers, &Lane::pull_blockers, &Lane::reduce_blockers, &Lane::stage_blockers})
+    members |= (this->*blockers)(all).value_or(0);
   return members;
 }
 
 uint64_t Lane::blocking_ranks() const {
-  if (auto members = blockers(Phase::Retire, true)) return *members | *blockers(Phase::Compare, true);
-  if (auto members = blockers(Phase::Pull, true)) return *members;
-  if (auto members = blockers(Phase::Reduce, true)) return *members;
+  if (state_.active.empty()) return missing(true);
+  if (auto members = retire_blockers(true)) return *members | compare_blockers(true);
+  if (auto members = pull_blockers(true)) return *members;
+  if (auto members = reduce_blockers(true)) return *members;
   return missing(true);
 }
 
