@@ -42,10 +42,13 @@ unexport PYTHONDONTWRITEBYTECODE
 	touch $@
 
 # Frameworks, which bring packages of their own: those of .venv are there first, so that torch and NumPy stay what they are.
+# But for mpi4py: without an MPI it raises what Lightning, which looks for one, does not expect.
 .venv-integrations/ready: requirements-integrations.txt .venv/ready
 	$(PY) -m venv --without-pip .venv-integrations
 	site=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
-	  echo "import site; site.addsitedir('$$site')" > $${site/.venv/.venv-integrations}/main_environment.pth
+	  there=$${site/.venv/.venv-integrations} && \
+	  echo "import site; site.addsitedir('$$site')" > $$there/main_environment.pth && \
+	  echo 'raise ImportError("there is no MPI in this environment")' > $$there/mpi4py.py
 	$(PY) -m pip --python .venv-integrations/bin/python install -qq --no-compile --constraint requirements.txt --requirement $<
 	touch $@
 

@@ -1,7 +1,6 @@
 """Hugging Face Accelerate with a small GPT-2 of random weights: --ddp is the same training over DDP.
 
 torchrun --nproc-per-node 2 examples/with_accelerate.py
-accelerate launch --cpu --num_processes 2 examples/with_accelerate.py
 """
 
 import argparse

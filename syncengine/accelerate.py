@@ -1,6 +1,6 @@
 """Hugging Face Accelerate with Parallel in DDP's place: `from syncengine.accelerate import Accelerator`.
 
-Nothing else changes. On CPUs under torchrun or `accelerate launch --cpu` the process group is syncengine's, too.
+Nothing else changes. On CPUs under torchrun the process group is syncengine's, too.
 """
 
 from __future__ import annotations

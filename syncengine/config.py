@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from syncengine._C import JobOptions, NetworkOptions
 from syncengine.errors import InvalidUsage
+
+if TYPE_CHECKING:
+    from syncengine._C import JobOptions, NetworkOptions
 
 ALGORITHMS = ("auto", "direct", "staged", "one_shot", "ring")
 NUMERICS = ("rank_order", "ring", "fast")
@@ -73,6 +75,8 @@ class Config:
 
     def options(self, timeout: float) -> JobOptions:
         """The extension's options; `timeout` in seconds is what None stands for."""
+        from syncengine._C import JobOptions  # the doctor reads settings where it can't be loaded
+
         options = JobOptions()
         options.algorithm = self.algorithm
         options.numerics = self.numerics
@@ -90,6 +94,8 @@ class Config:
 
     def network(self, interface: str, peers: int) -> NetworkOptions:
         """The extension's options for listening to `peers` ranks of other hosts; `interface` is what "" stands for."""
+        from syncengine._C import NetworkOptions
+
         options = NetworkOptions()
         options.interface = self.interface or interface
         options.sockets = self.sockets

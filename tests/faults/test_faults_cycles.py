@@ -98,9 +98,10 @@ def run_beside(beside, stack):
         stack.callback(feeder.close)
     elif beside == "pin_memory":  # a DataLoader's, where there is an accelerator
         stack.enter_context(patch("torch.accelerator.set_device_index"))
-        done = threading.Event()
-        arguments = (queue.Queue(), queue.Queue(), 0, done, "")
-        start(threading.Thread(target=_pin_memory_loop, args=arguments), done.set, stack)
+        done, batches = threading.Event(), queue.Queue()
+        arguments = (batches, queue.Queue(), 0, done, "")
+        start(threading.Thread(target=_pin_memory_loop, args=arguments), lambda: batches.put((0, None)), stack)
+        stack.callback(done.set)
     elif beside == "logging":
         listener = logging.handlers.QueueListener(queue.Queue())
         listener.start()

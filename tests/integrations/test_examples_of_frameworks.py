@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from commands import BIN, ROOT, load, run, torchrun
-from lightning_ranks import same, unused_ports
+from commands import ROOT, load, run, torchrun
+from lightning_ranks import same
 
 
 def test_lightning(tmp_path: Path):
@@ -26,19 +26,7 @@ def test_fabric(tmp_path: Path):
 
 
 def test_accelerate(tmp_path: Path):
-    accelerate = (
-        BIN / "accelerate",
-        "launch",
-        "--cpu",
-        "--num_processes",
-        2,
-        "--num_machines",
-        1,
-        "--mixed_precision=no",
-    )
-    port = ("--num_cpu_threads_per_process", 1, "--main_process_port", unused_ports(1)[0])
-    example = ROOT / "examples" / "with_accelerate.py"
-    assert "Parallel: loss" in run(*accelerate, *port, example, "--out", tmp_path / "ours.pt", home=tmp_path)
+    assert "Parallel: loss" in torchrun("with_accelerate.py", "--out", tmp_path / "ours.pt", home=tmp_path)
     said = torchrun("with_accelerate.py", "--ddp", "--out", tmp_path / "ddp.pt", home=tmp_path)
     assert "DistributedDataParallel: loss" in said
     same(load(tmp_path / "ours.pt"), load(tmp_path / "ddp.pt"))

@@ -28,7 +28,7 @@ def trained(home: Path, *arguments: object) -> dict[str, torch.Tensor]:
     (line,) = [line for line in said.splitlines() if line.startswith("loss ")]
     folder = Path(line.rpartition(", ")[2])
     assert folder.is_relative_to(home)
-    assert len(list(folder.parent.glob("checkpoint_*"))) == 3
+    assert len(list(folder.parent.glob("checkpoint_*/weights.pt"))) == 3
     return load(folder / "weights.pt")
 
 

@@ -82,7 +82,7 @@ SpanList Lane::spans_of(int member, uint64_t operation, const Operation& asked) 
 }
 
 bool Lane::open() {
-  if (!may_go(Phase::Open)) return false;
+  if (!has_open() || open_blockers(false)) return false;
   Active active{.item = std::move(queue_.front()), .in_arena = false, .spans = {}};
   queue_.pop_front();
   const Operation& operation = active.item.operation;
@@ -141,7 +141,7 @@ bool Lane::find_peers_spans(uint64_t operation, Active& active) {
     active.spans = {asked.input};
     return true;
   }
-  if (!may_go(Phase::Stage)) return false;
+  if (stage_blockers(false)) return false;
   compare(operation, active);
   for (int member = 0; member < state_.group.size && active.path == Path::Direct; ++member) {
     int64_t spans = state_.record(member, operation).spans;
@@ -189,8 +189,8 @@ void Lane::step(Cursor& cursor, LaneState::Field field, const char* point) {
 bool Lane::stage_one() {
   if (state_.staged.operation == state_.opened) return false;
   Active& active = state_.at(state_.staged.operation);
-  if (!choose_path(state_.staged.operation, active) || !may_go(Phase::Stage)) return false;
-  if (active.path != Path::Direct || state_.always_slots) {
+  if (!choose_path(state_.staged.operation, active) || !has_slot() || stage_blockers(false)) return false;
+  if (state_.takes_slot(active)) {
     state_.moved_bytes += prepare(active, state_.staged);
     state_.runner.stage(active.item.operation, plan_);
   }
@@ -205,7 +205,7 @@ bool Lane::reduce_one() {
     step(state_.reduced, &shm::LaneProgress::reduced, "reduced");
     return true;
   }
-  if (!may_go(Phase::Reduce)) return false;
+  if (!has_reduce() || reduce_blockers(false)) return false;
   Active& active = state_.at(state_.reduced.operation);
   if (active.reduces) {
     compare(state_.reduced.operation, active);
@@ -218,7 +218,7 @@ bool Lane::reduce_one() {
 }
 
 bool Lane::pull_one() {
-  if (!may_go(Phase::Pull)) return false;
+  if (!has_pull() || pull_blockers(false)) return false;
   Active& active = state_.at(state_.pulled.operation);
   if (active.pulls) {
     compare(state_.pulled.operation, active);
@@ -233,7 +233,7 @@ bool Lane::retire() {
   if (state_.active.empty()) return false;
   Active& active = state_.active.front();
   bool agreed = compare(state_.retired, active);
-  if (!agreed || !may_go(Phase::Retire)) return false;
+  if (!agreed || !has_retire() || retire_blockers(false)) return false;
   if (stop_()) return false;  // a rank that slept through the peers' failure must not report success
   ++state_.counters.operations;
   sync_point("finished");

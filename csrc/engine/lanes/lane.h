@@ -8,7 +8,6 @@
 #include <deque>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <vector>
 
 #include "engine/lanes/exchange.h"
@@ -54,14 +53,20 @@ class Lane {
  private:
   using Active = LaneState::Active;
   using Cursor = LaneState::Cursor;
-  enum class Phase : uint8_t { Retire, Compare, Pull, Reduce, Stage, Open };
-
-  // The members that the phase's next step waits for, all or one: with none, it may go. Nothing: there is no such step, or this
-  // rank has to go on with another phase first. The own bit: its envelopes still leave its memory.
-  std::optional<uint64_t> blockers(Phase phase, bool all) const;
-  std::optional<uint64_t> pull_blockers(bool all) const;
-  std::optional<uint64_t> stage_blockers(bool all) const;
-  bool may_go(Phase phase) const { return blockers(phase, false) == 0; }
+  // Whether a phase has a next step that this rank itself is ready for.
+  bool has_retire() const { return state_.pulled.operation != state_.retired; }
+  bool has_pull() const { return state_.pulled.total != state_.reduced.total; }
+  bool has_reduce() const { return state_.reduced.total != state_.staged.total; }
+  bool has_stage() const { return state_.staged.operation != state_.opened && has_slot(); }
+  bool has_open() const { return !queue_.empty() && state_.active.size() != shm::kRecords; }
+  bool has_slot() const;  // for the next chunk, as far as is known
+  // And the members that this step waits for, all or one: with none, it may go. The own bit: envelopes still leave its memory.
+  uint64_t retire_blockers(bool all) const;
+  uint64_t pull_blockers(bool all) const;
+  uint64_t reduce_blockers(bool all) const;
+  uint64_t stage_blockers(bool all) const;
+  uint64_t open_blockers(bool all) const;
+  uint64_t compare_blockers(bool all) const;  // of the oldest operation
 
   bool open();
   bool stage_one();

@@ -10,32 +10,16 @@ constexpr auto kOpened = &shm::LaneProgress::opened, kStaged = &shm::LaneProgres
 
 }  // namespace
 
-std::optional<uint64_t> Lane::blockers(Phase phase, bool all) const {
+uint64_t Lane::retire_blockers(bool all) const {
   const LaneState& s = state_;
-  if (s.active.empty() && phase != Phase::Open) return {};
-  switch (phase) {
-    case Phase::Retire: {
-      if (s.pulled.operation == s.retired) return {};
-      const Active& front = s.active.front();
-      return front.peers_read_user ? s.behind(kPulled, front.end, all) : 0;
-    }
-    case Phase::Compare: return s.behind(kOpened, s.retired + 1, all);
-    case Phase::Pull: return pull_blockers(all);
-    case Phase::Reduce:
-      if (s.reduced.total == s.staged.total) return {};
-      return s.at(s.reduced.operation).reduces ? s.behind(kStaged, s.reduced.total + 1, all) : 0;
-    case Phase::Stage: return stage_blockers(all);
-    case Phase::Open:
-      if (queue_.empty() || s.active.size() == shm::kRecords) return {};
-      // A record is overwritten only after every rank has compared it with its own.
-      return s.opened < shm::kRecords ? 0 : s.behind(&shm::LaneProgress::compared, s.opened - shm::kRecords + 1, all);
-  }
-  return {};
+  const Active& front = s.active.front();
+  return front.peers_read_user ? s.behind(kPulled, front.end, all) : 0;
 }
 
-std::optional<uint64_t> Lane::pull_blockers(bool all) const {
+uint64_t Lane::compare_blockers(bool all) const { return state_.behind(kOpened, state_.retired + 1, all); }
+
+uint64_t Lane::pull_blockers(bool all) const {
   const LaneState& s = state_;
-  if (s.pulled.total == s.reduced.total) return {};
   const Active& active = s.at(s.pulled.operation);
   if (exchange_) {
     uint64_t own = exchange_->uses_own_memory(s.pulled.total) ? uint64_t{1} << s.group.rank : 0;
@@ -50,30 +34,48 @@ std::optional<uint64_t> Lane::pull_blockers(bool all) const {
   return late ? uint64_t{1} << operation.root : 0;
 }
 
-// A slot's last chunk must have been read by everybody, this rank included.
-std::optional<uint64_t> Lane::stage_blockers(bool all) const {
+uint64_t Lane::reduce_blockers(bool all) const {
   const LaneState& s = state_;
-  if (s.staged.operation == s.opened) return {};
+  return s.at(s.reduced.operation).reduces ? s.behind(kStaged, s.reduced.total + 1, all) : 0;
+}
+
+// A slot's last chunk must have been read by everybody: this rank, and
+bool Lane::has_slot() const {
+  const LaneState& s = state_;
+  return s.pulled.total + s.slots > s.staged.total || !s.takes_slot(s.at(s.staged.operation));
+}
+
+// its peers.
+uint64_t Lane::stage_blockers(bool all) const {
+  const LaneState& s = state_;
   const Active& active = s.at(s.staged.operation);
   if (!active.path_known) return s.behind(kOpened, s.staged.operation + 1, all);
-  bool takes_slot = active.path != Path::Direct || s.always_slots;
-  if (!takes_slot || s.staged.total < s.slots) return 0;
-  uint64_t needed = s.staged.total - s.slots + 1;
-  if (s.pulled.total < needed) return {};
-  return s.behind(kPulled, needed, all);
+  if (!s.takes_slot(active) || s.staged.total < s.slots) return 0;
+  return s.behind(kPulled, s.staged.total - s.slots + 1, all);
+}
+
+// A record is overwritten only after every rank has compared it with its own.
+uint64_t Lane::open_blockers(bool all) const {
+  const LaneState& s = state_;
+  return s.opened < shm::kRecords ? 0 : s.behind(&shm::LaneProgress::compared, s.opened - shm::kRecords + 1, all);
 }
 
 uint64_t Lane::missing(bool all) const {
-  uint64_t members = 0;
-  for (Phase phase : {Phase::Retire, Phase::Compare, Phase::Pull, Phase::Reduce, Phase::Stage, Phase::Open})
-    members |= blockers(phase, all).value_or(0);
+  uint64_t members = has_open() ? open_blockers(all) : 0;
+  if (state_.active.empty()) return members;
+  members |= compare_blockers(all);
+  if (has_retire()) members |= retire_blockers(all);
+  if (has_pull()) members |= pull_blockers(all);
+  if (has_reduce()) members |= reduce_blockers(all);
+  if (has_stage()) members |= stage_blockers(all);
   return members;
 }
 
 uint64_t Lane::blocking_ranks() const {
-  if (auto members = blockers(Phase::Retire, true)) return *members | *blockers(Phase::Compare, true);
-  if (auto members = blockers(Phase::Pull, true)) return *members;
-  if (auto members = blockers(Phase::Reduce, true)) return *members;
+  if (state_.active.empty()) return missing(true);
+  if (has_retire()) return retire_blockers(true) | compare_blockers(true);
+  if (has_pull()) return pull_blockers(true);
+  if (has_reduce()) return reduce_blockers(true);
   return missing(true);
 }
 

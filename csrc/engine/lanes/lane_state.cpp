@@ -16,10 +16,7 @@ uint64_t LaneState::behind(Field field, uint64_t count, bool all) const {
   return members;
 }
 
-bool LaneState::compare(uint64_t operation, Active& active) {
-  uint64_t everybody =
-      (group.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group.size) - 1) & ~(uint64_t{1} << group.rank);
-  if (active.verified == everybody) return true;
+bool LaneState::compare_more(uint64_t operation, Active& active) {
   const shm::OpRecord& mine = record(group.rank, operation);
   for (int member = 0; member < group.size; ++member) {
     uint64_t bit = uint64_t{1} << member;
@@ -31,7 +28,7 @@ bool LaneState::compare(uint64_t operation, Active& active) {
     const uint64_t* flags = group.block(member).lanes[id].flags[operation % shm::kRecords];
     for (size_t i = 0; i < mine.flag_words; ++i) active.item.operation.flags[i] |= flags[i];
   }
-  return active.verified == everybody;
+  return active.verified == peers;
 }
 
 void LaneState::point_bases(const Active& active, uint64_t chunk) {

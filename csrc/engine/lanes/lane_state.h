@@ -65,14 +65,21 @@ struct LaneState {
   shm::LaneProgress& own() const { return progress_of(group.rank); }
   shm::LaneProgress& progress_of(int member) const { return group.block(member).lanes[id].progress; }
 
+  bool takes_slot(const Active& active) const {
+    return active.path_known && (active.path != Path::Direct || always_slots);
+  }
   // Members that have not counted so far yet: all of them, or one.
   uint64_t behind(Field field, uint64_t count, bool all) const;
   // Compares the peers' records with the own one as they come in, and takes over their flags. True once all agreed.
-  bool compare(uint64_t operation, Active& active);
+  bool compare(uint64_t operation, Active& active) {
+    return active.verified == peers || compare_more(operation, active);
+  }
   void point_bases(const Active& active, uint64_t chunk);  // the runner's; `chunk` of the lane
 
   const Group& group;
   const int id;
+  const uint64_t peers =
+      (group.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group.size) - 1) & ~(uint64_t{1} << group.rank);
   std::deque<Active> active;  // operations retired .. opened - 1
   uint64_t retired = 0, opened = 0;
   Cursor staged, reduced, pulled;
@@ -81,6 +88,9 @@ struct LaneState {
   Counters counters;
   size_t slots = shm::kSlots, slot_bytes = shm::kSlotBytes;
   bool always_slots = false;  // a chunk takes a slot's turn on the direct path, too
+
+ private:
+  bool compare_more(uint64_t operation, Active& active);
 };
 
 }  // namespace syncengine
