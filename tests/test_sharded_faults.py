@@ -144,6 +144,26 @@ def test_killed_at_any_time(pool: RankPool, tmp_path: Path):
             check(ranks[0].result(), digests)
 
 
+def stops() -> list:
+    """This rank is stopped in the middle of its second update, and goes on when the others have given up."""
+    set_fault(1, "updating:2:stop")
+    syncengine.init(timeout=3.0)
+    net = make()
+    model, optimizer = sharded(net)
+    return [error_of(lambda: train(model, optimizer, 4)), error_of(net.state_dict)]
+
+
+@needs_hooks
+def test_a_stopped_rank_leaves_torn_weights(pool: RankPool):
+    with pool.spawn_ranks(stops, world=3, settings=None) as ranks:
+        for rank in (ranks[0], ranks[2]):
+            update, state = rank.result()
+            assert "TornWeights: the weights are torn at step 2" in update and "TornWeights" in state
+        ranks[1].signal(signal.SIGCONT)
+        update, state = ranks[1].result()
+        assert "TornWeights" in update and "TornWeights" in state
+
+
 def raises_in_update() -> list[str]:
     net = make()
     model, optimizer = sharded(net)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
@@ -222,7 +223,12 @@ class Sharing:
     def end(self, error: SyncError) -> None:
         """No more updates. This rank keeps weights and state as they are, for itself."""
         self.over = type(error)(str(error))
-        part(self.memories, self.claims, str(error) if isinstance(error, TornWeights) else "")
+        if not part(self.memories, self.claims, str(error) if isinstance(error, TornWeights) else ""):
+            warnings.warn(
+                "there is not enough memory for private copies of the weights and state that ShardedOptimizer has "
+                "shared: they stay in memory that other ranks may write to",
+                stacklevel=2,
+            )
 
 
 def _renorms(module: torch.nn.Module, names: dict[int, str]) -> str:

@@ -14,8 +14,10 @@ from collections.abc import Callable
 import torch
 
 from syncengine._C import CommonMemory, fault_point
-from syncengine.errors import Aborted, SyncError, TornWeights
+from syncengine.errors import Aborted, SyncError, Timeout, TornWeights
 from syncengine.sharded.memory import Host
+
+_MOMENT = 1.0  # seconds
 
 
 def update_together(
@@ -92,7 +94,8 @@ def _end(host: Host, error: BaseException) -> None:
 
 def _check_whole(host: Host, memory: CommonMemory, number: int, error: BaseException) -> None:
     """Waits until all ranks of this host have made the update, and raises ``TornWeights`` if one never will."""
-    deadline = time.monotonic() + host.communicator.timeout
+    patience = _MOMENT if isinstance(error, Timeout) else host.communicator.timeout  # they have been waited for
+    deadline = time.monotonic() + patience
     while True:
         dead = host.communicator.dead()  # first: what these have done is there by now
         behind = [rank for rank, done in enumerate(memory.completed(host.size)) if done < number]
