@@ -179,7 +179,7 @@ def write_what_was_loaded() -> list[str]:
         if may_write:
             ours.head.bias.fill_(2)
     theirs.head.bias.data.fill_(2)
-    return different_weights(ours, theirs) + [error_of(lambda: train(model, optimizer, 1))]
+    return [*different_weights(ours, theirs), error_of(lambda: train(model, optimizer, 1))]
 
 
 def test_writing_to_weights_that_were_just_loaded(pool: RankPool):
