@@ -24,8 +24,7 @@ UniqueFd create_sealed_memfd(const char* name, size_t bytes, const char* hint) {
   if (!fd) throw_descriptor_error("can't create shared memory", errno);
   if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0)
     throw_system_error("can't size shared memory to " + std::to_string(bytes) + " bytes" + hint, errno);
-  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0)
-    throw_system_error("can't seal shared memory", errno);
+  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) throw_system_error("can't seal shared memory", errno);
   return fd;
 }
 

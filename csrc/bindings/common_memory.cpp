@@ -87,8 +87,9 @@ void bind_common_memory(py::module_& module) {
   module.def(
       "is_dense", [](const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }, py::arg("tensor"),
       "Whether its elements lie without gaps and do not share memory.");
-  module.def("fault_point", [](const std::string& name) { sync_point(name.c_str()); }, py::arg("name"),
-             "A point where tests of faults can interfere; nothing otherwise.");
+  module.def(
+      "fault_point", [](const std::string& name) { sync_point(name.c_str()); }, py::arg("name"),
+      "A point where tests of faults can interfere; nothing otherwise.");
 }
 
 }  // namespace syncengine

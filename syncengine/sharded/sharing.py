@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from syncengine.sharded.block import Block, part
 from syncengine.sharded.claims import Claim, guard
 from syncengine.sharded.memory import Host
 from syncengine.sharded.shard import Member, Shard, describe_options
-from syncengine.sharded.update import update_together
+from syncengine.sharded.update import torn_text, update_together
 from syncengine.sharded.weights import Named, why_not_shared
 
 Groups = list[dict[str, Any]]
@@ -132,9 +133,10 @@ class Sharing:
             self._updates = number
             for block in self.blocks:
                 block.weights.note_update()
-        except SyncError as error:
-            if self.host.communicator.exception() is not None:
-                self.end(error)
+        except BaseException as error:
+            failure = self.host.communicator.exception()
+            if isinstance(failure, SyncError):
+                self.end(error if isinstance(error, SyncError) else failure)
             raise
         for block in self.blocks:
             block.state.read_numbers()
@@ -221,8 +223,16 @@ class Sharing:
 
     def end(self, error: SyncError) -> None:
         """No more updates. This rank keeps weights and state as they are, for itself."""
+        torn = self.blocks[0].weights.memory.torn if self.blocks else 0
+        if torn and not isinstance(error, TornWeights):
+            error = TornWeights(torn_text(torn, str(error)))
         self.over = type(error)(str(error))
-        part(self.memories, self.claims, str(error) if isinstance(error, TornWeights) else "")
+        if not part(self.memories, self.claims, str(error) if torn else ""):
+            warnings.warn(
+                "there is not enough memory for private copies of the weights and state that ShardedOptimizer has "
+                "shared: they stay in memory that other ranks may write to",
+                stacklevel=2,
+            )
 
 
 def _renorms(module: torch.nn.Module, names: dict[int, str]) -> str:

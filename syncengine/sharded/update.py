@@ -14,8 +14,10 @@ from collections.abc import Callable
 import torch
 
 from syncengine._C import CommonMemory, fault_point
-from syncengine.errors import Aborted, SyncError, TornWeights
+from syncengine.errors import Aborted, SyncError, Timeout, TornWeights
 from syncengine.sharded.memory import Host
+
+_MOMENT = 1.0  # seconds
 
 
 def update_together(
@@ -75,6 +77,8 @@ def _write(host: Host, memory: CommonMemory, number: int, write: Callable[[], bo
     except BaseException as error:
         memory.tear(number)
         _end(host, error)
+        if not isinstance(error, Exception):
+            raise  # Ctrl-C
         raise TornWeights(
             torn_text(number, f"{host.name(host.rank)} raised {type(error).__name__}: {error}")
         ) from error
@@ -91,8 +95,12 @@ def _end(host: Host, error: BaseException) -> None:
 
 
 def _check_whole(host: Host, memory: CommonMemory, number: int, error: BaseException) -> None:
-    """Waits until all ranks of this host have made the update, and raises ``TornWeights`` if one never will."""
-    deadline = time.monotonic() + host.communicator.timeout
+    """Waits until all ranks of this host have made the update; raises ``TornWeights`` if one never will.
+
+    Unless ``error``, which has ended the communicator, is Ctrl-C: that comes first, and the memory says the rest.
+    """
+    patience = _MOMENT if isinstance(error, Timeout) else host.communicator.timeout  # they have been waited for
+    deadline = time.monotonic() + patience
     while True:
         dead = host.communicator.dead()  # first: what these have done is there by now
         behind = [rank for rank, done in enumerate(memory.completed(host.size)) if done < number]
@@ -101,6 +109,8 @@ def _check_whole(host: Host, memory: CommonMemory, number: int, error: BaseExcep
         lost = [rank for rank in behind if rank in dead]
         if lost or memory.torn or time.monotonic() > deadline:
             memory.tear(number)
+            if not isinstance(error, Exception):
+                return
             names = ", ".join(host.name(rank) for rank in lost or behind)
             raise TornWeights(torn_text(number, f"{names} did not complete its part of the update")) from error
         time.sleep(0.001)

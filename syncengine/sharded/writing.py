@@ -19,6 +19,9 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
         return
     communicator = host.communicator
     sharing.agree("what is to be done before writing() differs", groups, sharing.written())
+    for block in sharing.blocks:
+        if block.weights.loaded:
+            block.weights.share()
     writes, error = communicator.rank == 0, None
     try:
         yield writes

@@ -13,6 +13,7 @@ from torch import nn
 
 import syncengine
 from syncengine.sharded.cut import GRAIN, Size, cut_elements, deal_whole
+from syncengine.sharded.weights import Named, why_not_shared
 
 
 class MySgd(torch.optim.SGD):
@@ -57,6 +58,15 @@ def test_slices_cover_each_element_once(sizes: list[int], ranks: int):
             assert all(a.end == b.begin for a, b in itertools.pairwise(own))
     work = [sum(s.end - s.begin for s in part) for part in cut_elements([Size(n, 4) for n in sizes], ranks)]
     assert max(work) - sum(work) / ranks <= 2 * GRAIN
+
+
+def test_only_weights_of_a_cpu_are_shared():
+    elsewhere = nn.Parameter(torch.empty(3, device="meta"))
+    assert "parameter w is on meta: ShardedOptimizer is for CPU models" in why_not_shared([Named("w", elsewhere)])
+    expanded = nn.Parameter(torch.ones(1).expand(5))
+    assert "parameter w of shape (5,) and strides (0,) has elements that share memory" in why_not_shared(
+        [Named("w", expanded)]
+    )
 
 
 def broken(how: str) -> list[str]:

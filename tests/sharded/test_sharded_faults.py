@@ -144,19 +144,50 @@ def test_killed_at_any_time(pool: RankPool, tmp_path: Path):
             check(ranks[0].result(), digests)
 
 
-def raises_in_update() -> list[str]:
+def stops() -> list:
+    """This rank is stopped in the middle of its second update, and goes on when the others have given up."""
+    set_fault(1, "updating:2:stop")
+    syncengine.init(timeout=3.0)
+    net = make()
+    model, optimizer = sharded(net)
+    return [error_of(lambda: train(model, optimizer, 4)), error_of(net.state_dict)]
+
+
+@needs_hooks
+def test_a_stopped_rank_leaves_torn_weights(pool: RankPool):
+    with pool.spawn_ranks(stops, world=3, settings=None) as ranks:
+        for rank in (ranks[0], ranks[2]):
+            update, state = rank.result()
+            assert "TornWeights: the weights are torn at step 2" in update and "TornWeights" in state
+        ranks[1].signal(signal.SIGCONT)
+        update, state = ranks[1].result()
+        assert "TornWeights" in update and "TornWeights" in state
+
+
+def raises_in_update(kind: type[BaseException]) -> list[str]:
     net = make()
     model, optimizer = sharded(net)
     train(model, optimizer, 2)
+
+    def fail(inner: torch.optim.Optimizer) -> None:
+        raise kind("stop")
+
     if syncengine.rank() == 1:
-        shard = optimizer._sharing.blocks[0].shard
-        shard._step = lambda inner: 1 / 0
-    return [error_of(lambda: train(model, optimizer, 1)), error_of(net.state_dict), error_of(optimizer.state_dict)]
+        optimizer._sharing.blocks[0].shard._step = fail
+    try:
+        text = error_of(lambda: train(model, optimizer, 1))
+    except KeyboardInterrupt:
+        text = "KeyboardInterrupt"
+    return [text, error_of(net.state_dict), error_of(optimizer.state_dict), error_of(optimizer.step)]
 
 
-def test_an_error_within_an_update_tears_the_weights_on_all_ranks(pool: RankPool):
-    for answer in pool.run(raises_in_update, world=3):
-        assert all("TornWeights: the weights are torn at step 3" in text for text in answer), answer
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_error_within_an_update_tears_the_weights_on_all_ranks(pool: RankPool, kind: type[BaseException]):
+    torn = "TornWeights: the weights are torn at step 3"
+    for rank, answer in enumerate(pool.run(raises_in_update, kind, world=3)):
+        if rank == 1 and kind is KeyboardInterrupt:
+            assert answer.pop(0) == "KeyboardInterrupt"
+        assert all(torn in text for text in answer), answer
 
 
 def fails_elsewhere() -> list:

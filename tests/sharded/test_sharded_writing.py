@@ -170,6 +170,22 @@ def test_writing(pool: RankPool, fails: str):
         assert second.startswith("InvalidUsage: rank 1: in writing(): parameter head.weight was written to")
 
 
+def write_what_was_loaded() -> list[str]:
+    ours, theirs = make(), make()
+    model, optimizer = sharded(ours)
+    train(model, optimizer, 2)
+    ours.load_state_dict(theirs.state_dict())
+    with optimizer.writing() as may_write, torch.no_grad():
+        if may_write:
+            ours.head.bias.fill_(2)
+    theirs.head.bias.data.fill_(2)
+    return [*different_weights(ours, theirs), error_of(lambda: train(model, optimizer, 1))]
+
+
+def test_writing_to_weights_that_were_just_loaded(pool: RankPool):
+    assert pool.run(write_what_was_loaded) == [[""]] * 2
+
+
 def unseen(write: Callable[[nn.Module], None]) -> list[str]:
     net = make()
     model, optimizer = sharded(net, checksum=True)

@@ -51,8 +51,8 @@ size_t default_arena_bytes(size_t memory, int ranks) {
 PeerArena::PeerArena(int fd, size_t bytes) {
   struct stat status{};
   // Sealed, or the peer could shrink it under us: a SIGBUS instead of an error.
-  bool sound = has_fixed_size(fd) && fstat(fd, &status) == 0 &&
-               static_cast<size_t>(status.st_size) == bytes && bytes > kHeapBegin;
+  bool sound = has_fixed_size(fd) && fstat(fd, &status) == 0 && static_cast<size_t>(status.st_size) == bytes &&
+               bytes > kHeapBegin;
   if (!sound) throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
   mapping_ = map_arena(fd, bytes);
   if (header().magic != arena_magic())

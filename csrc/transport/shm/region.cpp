@@ -35,8 +35,8 @@ std::shared_ptr<Region> Region::create(size_t bytes) {
 std::shared_ptr<Region> Region::open(UniqueFd fd) {
   struct stat status{};
   // Sealed, or the peer could shrink it under us: a SIGBUS instead of an error.
-  const bool sealed = has_fixed_size(fd.get()) && fstat(fd.get(), &status) == 0 &&
-                      static_cast<size_t>(status.st_size) >= kHead;
+  const bool sealed =
+      has_fixed_size(fd.get()) && fstat(fd.get(), &status) == 0 && static_cast<size_t>(status.st_size) >= kHead;
   if (sealed) {
     const auto whole = static_cast<size_t>(status.st_size);
     std::shared_ptr<Region> region(new Region(std::move(fd), whole));

@@ -23,7 +23,7 @@ namespace syncengine::shm {
 // of them can't know that any more, the first to say so decides for all.
 struct RegionHeader {
   uint64_t magic;
-  uint64_t bytes;                           // behind this header
+  uint64_t bytes;                             // behind this header
   alignas(64) std::atomic<uint64_t> verdict;  // of the last update: twice its number, and 1 if it takes place
   alignas(64) std::atomic<uint64_t> torn;     // the update that will never be complete; 0: none
   struct alignas(64) Done {
