@@ -161,7 +161,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self._private = self._make_shard(self.param_groups, members, slices, is_common=False)
             for piece in self._private.pieces:
                 if piece.parameter in self.state:
-                    self._private.set_state_of(piece, self.state[piece.parameter])
+                    state = self.state[piece.parameter]  # perhaps the very tensors that were loaded
+                    own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+                    self._private.set_state_of(piece, own)
         self._private.update(self.param_groups)
         for piece in self._private.pieces:
             if state := self._private.state_of(piece):
@@ -203,9 +205,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for group in self.param_groups:
             for parameter in group["params"]:
                 state = self.state.get(parameter, {})
-                for key, value in state.items():
+                for value in state.values():
                     if isinstance(value, torch.Tensor):
-                        state[key] = value.detach().clone()
                         digest = zlib.crc32(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data, digest)
                     else:
                         digest = zlib.crc32(repr(value).encode(), digest)

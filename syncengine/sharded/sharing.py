@@ -224,6 +224,7 @@ class Sharing:
     def end(self, error: SyncError) -> None:
         """No more updates. This rank keeps weights and state as they are, for itself."""
         torn = self.blocks[0].weights.memory.torn if self.blocks else 0
+        torn = torn if torn > self._updates else 0  # else another rank can't know that it is complete
         if torn and not isinstance(error, TornWeights):
             error = TornWeights(torn_text(torn, str(error)))
         self.over = type(error)(str(error))

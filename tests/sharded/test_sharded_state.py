@@ -60,6 +60,7 @@ def save(path: str) -> None:
 
 def load(path: str) -> list[str]:
     checkpoint = torch.load(path)
+    untouched = copy.deepcopy(checkpoint["optimizer"])
     found = []
     nets = []
     for make_optimizer in (sharded, plain):
@@ -69,6 +70,8 @@ def load(path: str) -> list[str]:
         optimizer.load_state_dict(checkpoint["optimizer"])
         train(model, optimizer, range(3, 6))
         nets.append((net, optimizer))
+        if make_optimizer is sharded:
+            found = [f"argument: {one}" for one in differences(untouched, checkpoint["optimizer"])]
     (ours, optimizer), (theirs, reference) = nets
     return found + different_weights(ours, theirs) + differences(reference.state_dict(), optimizer.state_dict())
 
