@@ -51,15 +51,6 @@ at::Tensor tensor_in(const Shared& region, size_t offset, const std::vector<int6
 }  // namespace
 
 void bind_common_memory(py::module_& module) {
-  py::class_<MemoryHandoff>(module, "MemoryHandoff", "How the ranks of a host come to have memory in common.")
-      .def(py::init<size_t>(), py::arg("bytes"), "`bytes`: on the rank that makes it; 0 on the others.")
-      .def(
-          "address", [](const MemoryHandoff& self) { return py::bytes(self.handoff.address()); },
-          "Less than 144 bytes, with a secret, for the others.")
-      .def("exchange", &MemoryHandoff::exchange, py::arg("rank"), py::arg("addresses"), py::arg("maker"),
-           py::arg("timeout"), py::call_guard<py::gil_scoped_release>(),
-           "What rank `maker` has made. `addresses` by rank, empty for those of other hosts. Collective, once.");
-
   py::class_<shm::Region, Shared>(module, "CommonMemory", "Memory that the ranks of a host have in common.")
       .def_property_readonly("bytes", &shm::Region::bytes)
       .def_property_readonly("is_shared", &shm::Region::is_shared, "Whether it has not been detached.")
@@ -80,6 +71,15 @@ void bind_common_memory(py::module_& module) {
       .def_property_readonly("torn", &shm::Region::torn, "The update that will never be complete; 0: none.")
       .def("detach", &shm::Region::detach, py::call_guard<py::gil_scoped_release>(),
            "From now on a private copy, at the same addresses. False if memory is short.");
+
+  py::class_<MemoryHandoff>(module, "MemoryHandoff", "How the ranks of a host come to have memory in common.")
+      .def(py::init<size_t>(), py::arg("bytes"), "`bytes`: on the rank that makes it; 0 on the others.")
+      .def(
+          "address", [](const MemoryHandoff& self) { return py::bytes(self.handoff.address()); },
+          "Less than 144 bytes, with a secret, for the others.")
+      .def("exchange", &MemoryHandoff::exchange, py::arg("rank"), py::arg("addresses"), py::arg("maker"),
+           py::arg("timeout"), py::call_guard<py::gil_scoped_release>(),
+           "What rank `maker` has made. `addresses` by rank, empty for those of other hosts. Collective, once.");
 
   module.def(
       "storage_references", [](const at::Tensor& tensor) { return tensor.storage().use_count(); }, py::arg("tensor"),
