@@ -18,11 +18,6 @@ from torch import nn
 import syncengine
 
 
-def import_syncengine() -> None:
-    """In each of Ray's processes: registers the backend before Ray makes the process group."""
-    import syncengine  # noqa: F401
-
-
 def train(options: dict) -> None:
     """One worker."""
     rank = ray.train.get_context().get_world_rank()
@@ -54,9 +49,8 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("outputs/with_ray"))
     options = parser.parse_args()
 
-    hook = {"worker_process_setup_hook": import_syncengine} if options.backend == "syncengine" else {}
     small = {"num_cpus": 3, "object_store_memory": 100 * 2**20, "include_dashboard": False}
-    ray.init(**small, _node_ip_address="127.0.0.2", runtime_env=hook)  # of 127.0.0.1 Ray would make a public address
+    ray.init(**small, _node_ip_address="127.0.0.2")  # of 127.0.0.1 Ray would make a public address
     result = ray.train.torch.TorchTrainer(
         train,
         train_loop_config={"ddp": options.ddp},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from commands import ROOT, load, run, torchrun
 from lightning_ranks import same
 
@@ -37,6 +38,17 @@ def test_transformers(tmp_path: Path):
     assert "Parallel: loss" in torchrun("with_transformers.py", "--out", ours, home=tmp_path)
     assert "DistributedDataParallel: loss" in torchrun("with_transformers.py", "--ddp", "--out", ddp, home=tmp_path)
     same(load(ours / "weights.pt"), load(ddp / "weights.pt"))
+
+
+@pytest.mark.parametrize("name", ["with_accelerate", "with_transformers"])
+def test_no_line_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    """Over DDP and Gloo; and the same with Parallel in DDP's place, of which one line tells."""
+    out = {patched: tmp_path / patched for patched in ("0", "1")}
+    for patched, made in (("0", "DistributedDataParallel: loss"), ("1", "Parallel: loss")):
+        monkeypatch.setenv("SYNCENGINE_PATCH", patched)
+        assert made in torchrun(f"{name}.py", "--ddp", "--out", out[patched], home=tmp_path).splitlines()[-1]
+    ours, ddp = (load(path / "weights.pt" if path.is_dir() else path) for path in (out["1"], out["0"]))
+    same(ours, ddp)
 
 
 def test_syncengine_needs_none_of_them(tmp_path: Path):

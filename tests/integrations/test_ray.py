@@ -1,4 +1,4 @@
-"""examples/with_ray.py: two CPU workers, by wrapper and by name of the backend; the weights are those over DDP."""
+"""examples/with_ray.py: two workers, by wrapper, by the name of the backend, and unchanged; with the weights of DDP."""
 
 from __future__ import annotations
 
@@ -35,3 +35,9 @@ def trained(home: Path, *arguments: object) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("backend", ["gloo", "syncengine"])
 def test_two_workers(tmp_path: Path, over_ddp: dict[str, torch.Tensor], backend: str):
     same(trained(tmp_path, "--backend", backend), over_ddp)
+
+
+def test_no_line_changed(tmp_path: Path, over_ddp: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch):
+    """Its processes have the variable of the one that starts them."""
+    monkeypatch.setenv("SYNCENGINE_PATCH", "1")
+    same(trained(tmp_path, "--ddp"), over_ddp)

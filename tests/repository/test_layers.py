@@ -21,8 +21,12 @@ LAYERS = [
     "c10d",
     "bindings",
 ]
-# The same among the folders of a layer.
-SUBLAYERS = {"engine": ["progress", "lanes", "messages", "communicator", "hosts", "job"]}
+# The same among the folders of a layer; "" are the files beside them.
+SUBLAYERS = {
+    "transport": ["", "shm", "matching", "packets", "tcp"],
+    "engine": ["progress", "lanes", "messages", "communicator", "hosts", "job"],
+    "cuda": ["", "absent", "device"],
+}
 WITH_TORCH = {"streams", "reducer", "c10d", "bindings"}
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 
@@ -131,7 +135,7 @@ SOURCES = sorted(path for kind in ("*.h", "*.cpp", "*.cu") for path in (ROOT / "
 def height(path: str) -> tuple[int, int]:
     """Of the folder of a file at `path`, relative to csrc/: which layer, and which part of the layer."""
     layer, part = path.split("/")[:2]
-    return LAYERS.index(layer), SUBLAYERS[layer].index(part) if layer in SUBLAYERS else 0
+    return LAYERS.index(layer), SUBLAYERS[layer].index("" if "." in part else part) if layer in SUBLAYERS else 0
 
 
 def violations(path: str, text: str) -> list[str]:
@@ -170,6 +174,8 @@ def test_includes_point_downwards(path):
         ("collectives/plan.cpp", '  # include "engine/progress/work.h"'),
         ("engine/progress/work.cpp", '"work.h"'),
         ("engine/progress/work.cpp", '"engine/lanes/lane.h"'),
+        ("transport/matching/frame.h", '"transport/tcp/peer.h"'),
+        ("cuda/pieces.cpp", '"cuda/device/group.h"'),
     ],
 )
 def test_violations_are_found(path, include):
