@@ -176,7 +176,7 @@ def _start(
             target.copy_(values)
         return tensor
 
-    return _launch("allreduce", name, what, [values.view(-1)], op, prescale, postscale, finish)
+    return launch("allreduce", name, what, [values.view(-1)], op, prescale, postscale, finish)
 
 
 def _start_group(
@@ -201,10 +201,10 @@ def _start_group(
                     results[i] = part.view(tensors[i].shape)
         return results
 
-    return _launch("grouped_allreduce", name, what, flats, op, prescale, postscale, finish)
+    return launch("grouped_allreduce", name, what, flats, op, prescale, postscale, finish)
 
 
-def _launch(
+def launch(
     kind: str,
     name: str | None,
     what: str,
@@ -214,6 +214,7 @@ def _launch(
     postscale: float,
     finish: Callable[[], Any],
 ) -> int:
+    """Reduces `flats` in place; the result of the operation is `finish()`, once they are reduced and scaled."""
     stream = calls()
     layout = [(dtype_name(flat.dtype), flat.numel()) for flat in flats]
     announcement = stream.announce(Request(kind, name or "", what, layout, op.value))

@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.allreduce import Compressor, arguments
+from syncengine.horovod.allreduce import Compressor, arguments, launch
 from syncengine.horovod.compression import Compression
 from syncengine.horovod.gather import allgather
-from syncengine.horovod.handles import Operation, begin, begin_group, synchronize
+from syncengine.horovod.handles import begin_group, synchronize
 from syncengine.horovod.process import calls, size
 from syncengine.horovod.process_sets import check_process_set, global_process_set
-from syncengine.horovod.reductions import Average, ReduceOp, Sum, check_reducible, choose_op, engine_op, finish_average
-from syncengine.horovod.reductions import scale as scale_in_place
-from syncengine.horovod.requests import Request, describe, dtype_name
+from syncengine.horovod.reductions import Average, ReduceOp, Sum, check_reducible, choose_op
+from syncengine.horovod.requests import Request, describe
 
 
 def reducescatter_async(
@@ -39,21 +38,12 @@ def reducescatter_async(
     stream = calls()
     values = tensor.detach().clone(memory_format=torch.contiguous_format)
     what = f"{describe(values)}, {arguments(op, prescale_factor, postscale_factor)}"
-    layout = [(dtype_name(values.dtype), values.numel())]
-    announcement = stream.announce(Request("reducescatter", name or "", what, layout, op.value))
-    scale_in_place(values, prescale_factor)
+
+    def own_part() -> torch.Tensor:
+        return values.tensor_split(stream.size)[stream.rank].clone()
+
     # An all-reduce, so that those who have joined can take part whatever the number of rows.
-    with announcement.explains():
-        work = stream.communicator.all_reduce(values.view(-1), engine_op(values.dtype, op), async_op=True)
-    part = values.tensor_split(stream.size)[stream.rank]
-
-    def finish(_: object) -> torch.Tensor:
-        own = part.clone()
-        finish_average(own, op, stream.size)
-        scale_in_place(own, postscale_factor)
-        return own
-
-    return begin(Operation(announcement, [work], finish, values))
+    return launch("reducescatter", name, what, [values.view(-1)], op, prescale_factor, postscale_factor, own_part)
 
 
 def reducescatter(

@@ -101,21 +101,9 @@ def test_one_rank_alone_can_save(pool: RankPool):
     assert pool.run(any_rank_alone, world=3) == [[]] * 3
 
 
-def sizes_of_saved() -> list[int]:
+def sizes_of_saved(is_sharded: bool) -> list[int]:
     net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 1)
-    sizes = []
-    for item in (net.state_dict(), optimizer.state_dict(), net.head.bias, copy.deepcopy(net.head.weight)):
-        file = io.BytesIO()
-        torch.save(item, file)
-        sizes.append(len(file.getvalue()))
-    return sizes
-
-
-def sizes_of_plain() -> list[int]:
-    net = make()
-    model, optimizer = plain(net)
+    model, optimizer = sharded(net) if is_sharded else plain(net)
     train(model, optimizer, 1)
     sizes = []
     for item in (net.state_dict(), optimizer.state_dict(), net.head.bias, copy.deepcopy(net.head.weight)):
@@ -126,7 +114,7 @@ def sizes_of_plain() -> list[int]:
 
 
 def test_what_is_saved_has_its_ordinary_size(pool: RankPool):
-    ours, theirs = pool.run(sizes_of_saved), pool.run(sizes_of_plain)
+    ours, theirs = pool.run(sizes_of_saved, True), pool.run(sizes_of_saved, False)
     assert all(abs(a - b) <= 64 * 30 for a, b in zip(ours[0], theirs[0], strict=True)), (ours, theirs)
 
 
