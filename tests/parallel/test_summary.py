@@ -110,6 +110,18 @@ def test_nothing_is_said_after_an_error_outside_of_training(pool: RankPool):
         assert "the disk is full" in ranks[0].output()
 
 
+def train_and_fail_later() -> None:
+    train(23, keeps=False)
+    raise ValueError("the disk is full")
+
+
+def test_nothing_is_said_after_an_error_when_the_model_is_gone(pool: RankPool):
+    """And its communicator, which would know of it."""
+    with pool.spawn_ranks(train_and_fail_later, environ=WANTED) as ranks:
+        assert lines(ranks) == [[], []]
+        assert "the disk is full" in ranks[0].output()
+
+
 def test_by_default_it_is_said():
     assert syncengine.config.Config.read({}).summary
     assert not syncengine.config.Config.read({"SYNCENGINE_SUMMARY": "0"}).summary
