@@ -10,7 +10,7 @@ try:
     import torch  # loads the libraries that the extension needs
 
     from syncengine import _extension  # noqa: F401 (says so if there is no extension)
-except ImportError as error:
+except (ImportError, OSError) as error:  # OSError: a library of torch's
     from syncengine.doctor.rescue import examine_instead
 
     examine_instead(error)  # if this is `syncengine doctor`; it does not return then

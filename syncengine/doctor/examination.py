@@ -16,7 +16,7 @@ def examine(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     import_error = getattr(options, "import_error", "")
     try:
         import torch.distributed  # noqa: F401
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # OSError: a library of torch's
         return _without_torch(options, error)
     from syncengine.errors import SyncError
     from syncengine.launch import Launch, find_launch
@@ -113,10 +113,10 @@ def _failures(outcomes: dict[int, Any], missing: set[int], several_hosts: bool) 
     return found
 
 
-def _without_torch(options: argparse.Namespace, error: ImportError) -> int:
+def _without_torch(options: argparse.Namespace, error: Exception) -> int:
     finding = Finding("torch", FATAL, [], f"PyTorch can't be imported: {error}", "install PyTorch: pip install torch")
     if options.json:
-        print(json.dumps({"exit_code": 2, "findings": [finding.as_json()]}))
+        print(json.dumps({"status": "can't run", "exit_code": 2, "findings": [finding.as_json()]}))
     else:
         print(f"syncengine doctor, {sys.executable}\n\n1. {finding.text}\n   {finding.remedy}", flush=True)
     return 2

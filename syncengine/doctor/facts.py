@@ -11,10 +11,12 @@ import socket
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncengine.config import Config
-from syncengine.launch import Launch
+
+if TYPE_CHECKING:
+    from syncengine.launch import Launch  # imports torch, which may be what is broken
 
 Facts = dict[str, Any]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from syncengine.doctor import DESCRIPTION, add_options, run
 
 
-def examine_instead(error: ImportError) -> None:
+def examine_instead(error: Exception) -> None:
     """If this process is to run `syncengine doctor`: runs it with what can be imported, and exits. Else returns."""
     arguments = _arguments_of_doctor(sys.argv[0], sys.orig_argv)
     if arguments is None:
@@ -18,6 +18,7 @@ def examine_instead(error: ImportError) -> None:
     add_options(parser)
     options = parser.parse_args(arguments)
     options.import_error = str(error)
+    sys.modules["syncengine._C"] = None  # type: ignore[assignment] # nobody tries again: it may end the process
     sys.exit(run(options, ["doctor", *arguments]))
 
 
