@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import pty
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from command import LAUNCHERS, environ_of, launched, syncengine
+from command import environ_of
 from pool import RankPool
 from repository import ROOT
 
+from syncengine.__main__ import main
 from syncengine.bench.collectives import COLLECTIVES, Case, Shape, bus_factor
 from syncengine.bench.options import DTYPES, OPS, add_options, size, sizes
 from syncengine.bench.patterns import PERIOD, count_wrong, reduced, tile, values
+from syncengine.bench.report import Table
 
 SHORT = ("-n", "4", "-w", "1")
 
@@ -82,11 +87,14 @@ def test_options_of_nccl_tests():
         ((), "give --ranks N"),
     ],
 )
-def test_what_cannot_work_is_refused(arguments: tuple[str, ...], text: str):
-    result = syncengine("bench", *arguments)
-    assert result.returncode == 2
-    assert text in result.stderr
-    assert "Traceback" not in result.stderr
+def test_what_cannot_work_is_refused(arguments: tuple[str, ...], text: str, capfd: pytest.CaptureFixture[str]):
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    said = capfd.readouterr()
+    assert (code, said.out) == (2, "")
+    assert text in said.err
 
 
 # --- What is right
@@ -126,11 +134,6 @@ def test_wrong_elements_are_counted():
 
 def measured(*arguments: str, broken: int = 0) -> tuple[int, dict[str, Any] | None]:
     """Runs the command on this rank, in this process. Rank 1 spoils `broken` elements of each result."""
-    import contextlib
-    import io
-
-    from syncengine.__main__ import main
-
     call = Case.call
 
     def broken_call(self: Case) -> None:
@@ -141,7 +144,7 @@ def measured(*arguments: str, broken: int = 0) -> tuple[int, dict[str, Any] | No
     Case.call = broken_call if broken else call
     said = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said):
+        with redirect_stdout(said):
             code = main(["bench", "--json", *SHORT, *arguments])
     finally:
         Case.call = call
@@ -202,15 +205,25 @@ def test_a_root_that_is_no_rank(pool: RankPool):
 # --- The command
 
 
-def test_columns():
-    result = syncengine("bench", "--ranks", "2", "-b", "8", "-e", "64", "--collective", "all", "--compare", *SHORT)
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
+def test_columns_and_progress():
+    """stdout is a file, and stderr a terminal."""
+    ours, theirs = pty.openpty()
+    wanted = ["--ranks", "2", "-b", "8", "-e", "64", "--collective", "all", "--compare", *SHORT]
+    command = [sys.executable, "-m", "syncengine", "bench", *wanted]
+    process = subprocess.Popen(command, env=environ_of(), cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True)
+    os.close(theirs)
+    out, _ = process.communicate(timeout=240)
+    shown = os.read(ours, 65536).decode()
+    os.close(ours)
+    assert process.returncode == 0, shown
+    assert "all_reduce: 8 bytes, 1 of 4" in shown
+    assert shown.endswith("\r\033[K")
+    lines = out.splitlines()
     tables = [i for i, line in enumerate(lines) if line.startswith("# syncengine bench, ")]
     assert len(tables) == len(COLLECTIVES)
-    ours = ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
+    columns = ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
     head = lines[tables[0] + 3].lstrip("#").split()
-    assert head == [*ours, "Gloo", "time", "busbw", "#wrong", "ratio", "(quartiles)"]
+    assert head == [*columns, "Gloo", "time", "busbw", "#wrong", "ratio", "(quartiles)"]
     rows = [line.split() for line in lines[tables[0] : tables[1]] if not line.startswith("#")]
     assert [row[:5] for row in rows] == [[str(b), str(b // 4), "float", "sum", "-1"] for b in (8, 16, 32, 64)]
     for row in rows:
@@ -220,31 +233,36 @@ def test_columns():
         assert algbw == busbw  # of two ranks
         assert float(gloo_time) > 0
         assert float(ratio) > 0
-    assert result.stdout.count("# Wrong values: 0 OK") == len(COLLECTIVES) - 1
-    assert "\r" not in result.stderr  # no terminal
+    assert out.count("# Wrong values: 0 OK") == len(COLLECTIVES) - 1
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_by_launchers(launcher: str):
-    result = launched(launcher, "bench", "-b", "1K", "-e", "1M", "-f", "1024", "--compare", "--json", *SHORT)
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout)
-    assert [row["size"] for row in report["rows"]] == [1024, 2**20]
-    for row in report["rows"]:
-        assert row["wrong"] == row["gloo"]["wrong"] == 0
-        assert 0 < row["ratio"]["p25"] <= row["ratio"]["median"] <= row["ratio"]["p75"]
-        assert 0 < row["spread"]["p25"] <= row["time"] <= row["spread"]["p75"]
+def table_of(rows: list[dict[str, Any]], *arguments: str) -> list[str]:
+    """What the table says from its first row on."""
+    communicator = SimpleNamespace(size=2, numerics="rank_order", links="")
+    with redirect_stdout(io.StringIO()) as said:
+        table = Table(parsed(*arguments), communicator, "all_reduce")
+        for row in rows:
+            table.add(row)
+        table.end()
+    return said.getvalue().splitlines()[5:]
 
 
-def test_progress_on_a_terminal():
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "syncengine", "bench", "--ranks", "2", "-b", "8", "-e", "16", *SHORT]
-    process = subprocess.Popen(command, env=environ_of(), cwd=ROOT, stdout=subprocess.PIPE, stderr=theirs, text=True)
-    os.close(theirs)
-    out, _ = process.communicate(timeout=240)
-    shown = os.read(ours, 65536).decode()
-    os.close(ours)
-    assert process.returncode == 0, shown
-    assert "all_reduce: 8 bytes, 1 of 2" in shown
-    assert shown.endswith("\r\033[K")
-    assert len([line for line in out.splitlines() if not line.startswith("#")]) == 2
+def row_of(wrong: int | None, **more: Any) -> dict[str, Any]:
+    place = {"size": 8, "count": 2, "type": "float", "redop": "sum", "root": -1}
+    return place | {"time": 2.0, "algbw": 0.004, "busbw": 0.006, "wrong": wrong} | more
+
+
+def test_the_table_says_what_is_wrong():
+    row, *end = table_of([row_of(0), row_of(7)])[1:]
+    assert row.split()[-1] == "7"
+    assert end == ["# Wrong values: 7 FAILED", "# Avg bus bandwidth: 0.006 GB/s", "#"]
+    assert table_of([row_of(None)])[0].split()[-1] == "N/A"
+    assert table_of([row_of(None)])[1] == "# Wrong values: not checked"
+
+
+def test_the_table_compares():
+    gloo = {"time": 6.0, "algbw": 0.001, "busbw": 0.002, "wrong": 3}
+    row, *_ = table_of([row_of(0, gloo=gloo, ratio={"p25": 2.5, "median": 3, "p75": 3.25})], "--compare")
+    assert row.split()[8:] == ["0", "6.00", "0.00", "3", "3.00", "(2.50", "to", "3.25)"]
+    row, *_ = table_of([row_of(0, gloo={"missing": "it has no such thing"})], "--compare")
+    assert row.split()[8:] == ["0", "-", "-", "-", "-", "(it", "has", "no", "such", "thing)"]

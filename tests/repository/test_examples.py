@@ -119,12 +119,6 @@ def test_a_plain_process_loads_the_checkpoint(compared):
     assert len(text.split("\n\n", 1)[1]) == len("def ") + 20 + len("\n")
 
 
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich"])
-def test_mpirun_trains_the_same_bits_as_torchrun(compared, tmp_path, launcher):
-    run(*mpi_command(launcher), "-m", "examples.train_gpt", "train", "--out", tmp_path, *TINY)
-    assert same_bits(tmp_path / "checkpoint.pt", compared[0] / "syncengine" / "checkpoint.pt")
-
-
 def test_inside_an_initialized_process_group(pool, compared, tmp_path):
     pool.run(call_main, "examples.train_gpt", ["train", f"--out={tmp_path}", *TINY], gloo=True, settings=None)
     assert same_bits(tmp_path / "checkpoint.pt", compared[0] / "syncengine" / "checkpoint.pt")

@@ -1,4 +1,4 @@
-"""Runs the command `syncengine` as users do: alone, by launchers, and by hand, one environment for each rank."""
+"""Runs the command `syncengine` as users do: alone, and by hand, one environment for each rank."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from repository import ROOT
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
-LAUNCHERS = ("torchrun", "openmpi", "mpich")
 _FOREIGN = ("OMPI_", "PMI", "SLURM_", "SYNCENGINE_", "OMP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 
 Result = subprocess.CompletedProcess
@@ -29,26 +26,6 @@ def syncengine(*arguments: str, environ: dict[str, str] | None = None, **options
     command = [sys.executable, "-m", "syncengine", *arguments]
     return subprocess.run(
         command, env=environ_of(**(environ or {})), capture_output=True, text=True, timeout=240, check=False, **options
-    )
-
-
-def launched(launcher: str, *arguments: str) -> Result:
-    """The same on two ranks, by a launcher."""
-    if launcher == "torchrun":
-        command = [sys.executable, *TORCHRUN]
-    else:
-        folder = ROOT / f".venv-{launcher}" / "bin"
-        if not (folder / "mpirun").exists():
-            pytest.skip(f"no {folder}: run `make .venv-{launcher}/ready`")
-        options = {"openmpi": ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"], "mpich": []}[launcher]
-        command = [str(folder / "mpirun"), *options, "-n", "2", str(folder / "python")]
-    return subprocess.run(
-        [*command, "-m", "syncengine", *arguments],
-        env=environ_of(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
     )
 
 

@@ -1,0 +1,108 @@
+"""`syncengine doctor` where syncengine is broken: an extension that does not load, or of another build; no torch."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from command import by_hand, syncengine
+from doctor_ranks import PATIENT, finding, report_of
+from repository import ROOT
+
+from syncengine import _C
+
+
+def copy_of_package(folder: Path, change: Callable[[bytes], bytes]) -> dict[str, str]:
+    """A package of its own in `folder`, with an extension that `change` has made of ours; the environment to use it."""
+    shutil.copytree(ROOT / "syncengine", folder / "syncengine", ignore=shutil.ignore_patterns("_C.*.so", "__pycache__"))
+    ours = Path(_C.__file__)
+    (folder / "syncengine" / ours.name).write_bytes(change(ours.read_bytes()))
+    return {"PYTHONPATH": str(folder)}
+
+
+def damaged(extension: bytes) -> bytes:
+    return bytes(len(extension))
+
+
+def of_another_torch(extension: bytes) -> bytes:
+    """Which wants a function that this one does not have."""
+    name = b"_ZN3c1010TensorImpl12mutable_gradEv\0"
+    assert name in extension
+    return extension.replace(name, name.replace(b"mutable", b"altered"))
+
+
+def of_another_build(extension: bytes) -> bytes:
+    """With another build number: the constant that the code returns."""
+    number = struct.pack("<Q", int(_C.build_id, 16))
+    assert number in extension
+    return extension.replace(number, struct.pack("<Q", 0x0123456789ABCDEF))
+
+
+def truncated(extension: bytes) -> bytes:
+    """As by a full disk: the loader would map what is not there, and die of SIGBUS."""
+    return extension[: len(extension) // 2]
+
+
+def test_an_extension_that_cannot_be_loaded(tmp_path: Path):
+    environ = copy_of_package(tmp_path, damaged)
+    result = syncengine("doctor", "--json", environ=environ, cwd=tmp_path)
+    found = finding(report_of(result), "extension")
+    assert result.returncode == 2
+    assert f"{Path(_C.__file__).name} can't be loaded: " in found["text"]
+    assert "install syncengine again" in found["remedy"]
+    other = syncengine("bench", environ=environ, cwd=tmp_path)
+    assert "ImportError" in other.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"), [(of_another_torch, "undefined symbol"), (truncated, "the file is cut off")]
+)
+def test_the_text_says_why_it_cannot_be_loaded(tmp_path: Path, change: Callable[[bytes], bytes], reason: str):
+    environ = copy_of_package(tmp_path, change)
+    text = syncengine("doctor", environ=environ, cwd=tmp_path)
+    assert text.returncode == 2, text.stderr
+    assert f"{Path(_C.__file__).name} can't be loaded: " in text.stdout
+    assert reason in text.stdout
+    assert "Traceback" not in text.stdout + text.stderr
+
+
+def test_one_rank_cannot_load_it_and_one_has_another_build(tmp_path: Path, unused_port: int):
+    broken = copy_of_package(tmp_path / "damaged", damaged)
+    other = copy_of_package(tmp_path / "other", of_another_build)
+    results = by_hand([{}, broken, other], unused_port, "doctor", "--json", *PATIENT)
+    assert [result.returncode for result in results] == [2, 0, 0], [result.stderr for result in results]
+    assert [result.stdout for result in results[1:]] == ["", ""]
+    report = report_of(results[0])
+    found = finding(report, "extension")
+    assert found["ranks"] == [1]
+    assert found["text"].startswith("rank 1 on ")
+    builds = finding(report, "builds")
+    assert builds["ranks"] == [2]
+    assert f"rank 0: {_C.build_id}; rank 2: 0123456789abcdef" in builds["text"]
+    assert "the same version of syncengine" in builds["remedy"]
+    assert report["self_test"] == {}
+
+
+def test_an_extension_that_rank_0_cannot_load(tmp_path: Path, unused_port: int):
+    broken = copy_of_package(tmp_path, damaged)
+    results = by_hand([broken, {}], unused_port, "doctor", *PATIENT)
+    assert [result.returncode for result in results] == [2, 0], results[1].stderr
+    assert "rank 0 on " in results[0].stdout
+    assert results[1].stdout == ""
+
+
+@pytest.mark.parametrize("error", ["ImportError('libtorch.so is of another libc')", "OSError('no libgomp.so.1')"])
+def test_a_torch_that_cannot_be_imported(tmp_path: Path, error: str):
+    """It is what imports syncengine that fails then: `import torch` comes first there."""
+    environ = copy_of_package(tmp_path, damaged)
+    (tmp_path / "torch.py").write_text(f"raise {error}\n")
+    text = syncengine("doctor", environ=environ, cwd=tmp_path)
+    assert text.returncode == 2
+    assert f"PyTorch can't be imported: {eval(error)}\n   install PyTorch: pip install torch\n" in text.stdout
+    assert text.stderr == ""
+    report = report_of(syncengine("doctor", "--json", environ=environ, cwd=tmp_path))
+    assert finding(report, "torch")["severity"] == "fatal"
+    assert report["status"] == "can't run"

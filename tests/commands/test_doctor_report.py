@@ -1,0 +1,214 @@
+"""What `syncengine doctor` makes of facts, findings and the self-test: its report, and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+from contextlib import redirect_stdout
+from typing import Any
+
+import pytest
+from doctor_facts import MIB, broken, facts, on
+
+from syncengine.__main__ import main
+from syncengine.doctor import examination
+from syncengine.doctor.checks import FATAL, NOTE, WARNING, Finding, find_all, ranks_text, size_text, split_remedy
+from syncengine.doctor.facts import collect_facts
+from syncengine.doctor.report import HOW_TO_START, print_report
+from syncengine.doctor.rescue import _arguments_of_doctor
+from syncengine.launch import Launch
+
+# --- What the self-test has shown
+
+GOOD = {"wrong": {}}
+PEER = "see what that rank said before it ended"
+
+
+def raised(kind: str, error: str) -> dict[str, str]:
+    return {"kind": kind, "error": error}
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "missing", "several_hosts", "expected"),
+    [
+        ({0: GOOD, 1: GOOD}, set(), True, []),
+        (
+            {0: GOOD, 1: {"wrong": {"all_gather": 3, "broadcast": 1}}},
+            set(),
+            True,
+            [
+                Finding(
+                    "wrong results",
+                    FATAL,
+                    [1],
+                    "rank 1 got wrong elements: 3 of all_gather, 1 of broadcast",
+                    "test this host's memory and network; on healthy ones it is a bug of syncengine: report it",
+                )
+            ],
+        ),
+        (
+            {0: raised("PeerLost", "rank 2 died"), 1: raised("PeerLost", "rank 2 died")},
+            {2},
+            False,
+            [
+                Finding("self-test", FATAL, [0, 1], "ranks 0, 1: PeerLost: rank 2 died", PEER),
+                Finding("self-test", FATAL, [2], "rank 2 did not come back from the self-test", PEER),
+            ],
+        ),
+        (
+            {0: raised("Timeout", "too late: x"), 1: raised("Aborted", "rank 0 failed: x")},
+            set(),
+            False,
+            [
+                Finding("self-test", FATAL, [0], "rank 0: Timeout: too late: x", "see what those ranks are doing"),
+                Finding("self-test", FATAL, [1], "rank 1: Aborted: rank 0 failed: x", "mend what that rank names"),
+            ],
+        ),
+        *[
+            (
+                {0: GOOD, 1: raised(kind, "x: y")},
+                set(),
+                True,
+                [Finding("self-test", FATAL, [1], f"rank 1: {kind}: {what}", remedy)],
+            )
+            for kind, what, remedy in (
+                ("Timeout", "x: y", examination._PORTS),
+                ("PeerLost", "x: y", examination._PORTS),
+                ("Aborted", "x: y", "mend what that rank names"),
+                ("InvalidUsage", "x", "y"),
+            )
+        ],
+    ],
+)
+def test_failures_of_the_self_test(outcomes: Any, missing: set[int], several_hosts: bool, expected: list[Finding]):
+    assert examination._failures(outcomes, missing, several_hosts) == expected
+    assert "open all ports between the hosts" in examination._PORTS
+
+
+# --- Facts
+
+
+def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SYNCENGINE_SECRET", "sesame, sixteen bytes")
+    monkeypatch.setenv("SYNCENGINE_SILENCE", "7")
+    monkeypatch.setenv("SYNCENGINE_TEST_SOMETHING", "1")
+    monkeypatch.setenv("SYNCENGINE_SOCKET", "2")
+    found = collect_facts(Launch("single", 0, 1), "")
+    assert "sesame" not in json.dumps(found)
+    assert found["variables"]["SYNCENGINE_SECRET"] == "(set)"
+    assert found["settings"]["has_secret"]
+    assert found["variables"]["SYNCENGINE_SILENCE"] == "7"
+    assert found["unknown_variables"] == {"SYNCENGINE_SOCKET": "SYNCENGINE_SOCKETS"}
+
+
+def test_a_part_that_fails_is_a_fact(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.statvfs", lambda _: 1 / 0)
+    found = collect_facts(Launch("single", 0, 1), "it can't be loaded: install it again")
+    assert found["memory"] == {"error": "ZeroDivisionError: division by zero"}
+    assert found["extension"] == {"error": "it can't be loaded: install it again"}
+    assert find_all([found])[0].remedy.endswith(": install it again")
+
+
+# --- The report
+
+
+def printed(everyone: list[dict[str, Any]], findings: list[Finding], launch: Launch, as_json: bool = False) -> str:
+    with redirect_stdout(io.StringIO()) as said:
+        print_report(everyone, {}, findings, 2, launch, "", as_json)
+    return said.getvalue()
+
+
+def test_the_text_of_a_report():
+    """One line where ranks are alike; numbered findings, and notes behind them."""
+    everyone = [facts(0), facts(1), on("b", 2, cpus={"threads": 3}), broken(3, "versions", "lost", "b")]
+    findings = [
+        Finding("x", FATAL, [0], "first", "do this"),
+        Finding("y", WARNING, [1], "second", "do that"),
+        Finding("z", NOTE, [1], "third", "perhaps this"),
+    ]
+    lines = printed(everyone, findings, Launch("torchrun", 0, 4)).splitlines()
+    assert lines[0] == "syncengine doctor: 4 ranks on 2 hosts, started by torchrun"
+    assert "  versions     ranks 0-2: syncengine 1 (build 1), torch 2, Python 3" in lines
+    assert "               rank 3: lost" in lines
+    assert "  CPUs         ranks 0, 1, 3: 4 of 4, 1 thread, kernels avx2" in lines
+    assert "               rank 2: 4 of 4, 3 threads, kernels avx2" in lines
+    assert "  memory       a: 8.0 GiB available of 16.0 GiB; /dev/shm 8.0 GiB free of 8.0 GiB" in lines
+    assert "  descriptors  a: 10 open, ulimit -n 1024" in lines
+    assert "               b: lo 127.0.0.1" in lines
+    assert "  self-test    not run: see the findings" in lines
+    assert lines[lines.index("2 findings:") :] == [
+        "2 findings:",
+        "1. first (training can't run)",
+        "   remedy: do this",
+        "2. second",
+        "   remedy: do that",
+        "",
+        "note: third",
+        "   perhaps this",
+    ]
+
+
+def test_a_report_as_json():
+    (found,) = findings = [Finding("x", FATAL, [0], "first", "do this")]
+    report = json.loads(printed([facts(0)], findings, Launch("mpi", 0, 1), as_json=True))
+    assert (report["status"], report["exit_code"], report["launcher"]) == ("can't run", 2, "mpi")
+    assert report["findings"] == [found.as_json()]
+    assert report["ranks"] == [facts(0)]
+
+
+def test_one_process_is_told_how_to_start_ranks():
+    assert printed([facts(0)], [], Launch("single", 0, 1)).endswith(f"\n0 findings\n\n{HOW_TO_START}\n")
+    for command in ("torchrun --nproc-per-node 2 -m syncengine doctor", "syncengine doctor --ranks 2"):
+        assert command in HOW_TO_START
+
+
+@pytest.mark.parametrize(
+    ("severities", "status", "code"),
+    [([], "fine", 0), ([NOTE], "fine", 0), ([NOTE, WARNING], "findings", 1), ([WARNING, FATAL], "can't run", 2)],
+)
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, severities: list[str], status: str, code: int):
+    """Of one rank. What is fatal spares the self-test."""
+    tested = []
+    monkeypatch.setattr(examination, "_self_test", lambda timeout: tested.append(timeout) or GOOD)
+    found = [Finding("x", severity, [0], "text", "remedy") for severity in severities]
+    monkeypatch.setattr(examination, "find_all", lambda everyone: found)
+    monkeypatch.setattr("syncengine.launch.find_launch", lambda: Launch("torchrun", 0, 1))
+    options = argparse.Namespace(json=True, ranks=None, timeout=3.0)
+    with redirect_stdout(io.StringIO()) as said:
+        assert examination.examine(options, []) == code
+    report = json.loads(said.getvalue())
+    assert (report["status"], report["exit_code"]) == (status, code)
+    assert tested == ([] if FATAL in severities else [3.0])
+
+
+# --- Parts
+
+
+def test_texts():
+    assert ranks_text([3]) == "rank 3"
+    assert ranks_text([5, 0, 1, 2, 7, 8]) == "ranks 0-2, 5, 7, 8"
+    assert size_text(3 * 2**29) == "1.5 GiB"
+    assert size_text(MIB) == "1 MiB"
+    assert split_remedy("a: b is wrong: do c") == ("a: b is wrong", "do c")
+    assert split_remedy("a: b is wrong; do c") == ("a: b is wrong", "do c")
+    assert split_remedy("no idea") == ("no idea", "see docs/errors.md")
+
+
+def test_it_knows_when_it_is_the_program():
+    rest = ["syncengine", "doctor", "--json"]
+    assert _arguments_of_doctor("-m", ["python", "-u", "-m", *rest]) == ["--json"]
+    assert _arguments_of_doctor("/bin/syncengine", ["python", "/bin/syncengine", "doctor"]) == []
+    assert _arguments_of_doctor("/bin/syncengine", ["python", "/bin/syncengine", "bench"]) is None
+    assert _arguments_of_doctor("train.py", ["python", "train.py", *rest]) is None
+
+
+@pytest.mark.parametrize("arguments", [["--ranks", "65"], ["--ranks", "1"], ["--timeout", "soon"], ["--timeout", "0"]])
+def test_wrong_arguments_are_refused(arguments: list[str], capfd: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *arguments])
+    assert ended.value.code == 2
+    assert arguments[0] in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        main([])
+    assert "COMMAND" in capfd.readouterr().err

@@ -1,0 +1,53 @@
+"""What ranks on machines where all is well, or nearly, would say of themselves to `syncengine doctor`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MIB = 2**20
+
+
+def facts(rank: int, **changes: Any) -> dict[str, Any]:
+    """Of a rank on a machine where all is well."""
+    well = {
+        "rank": rank,
+        "host": "a",
+        "extension": {
+            "build": "1",
+            "has_cuda": True,
+            "has_test_hooks": False,
+            "instruction_set": "avx2",
+            "best_instruction_set": "avx2",
+            "host_key": "kernel",
+            "interfaces": [["lo", "127.0.0.1"]],
+        },
+        "versions": {"syncengine": "1", "torch": "2", "python": "3"},
+        "cpus": {"affinity": [0, 1, 2, 3], "of_machine": 4, "threads": 1, "available": 4},
+        "memory": {"available": 8192 * MIB, "total": 16384 * MIB, "shm_free": 8192 * MIB, "shm_total": 8192 * MIB},
+        "descriptors": {"limit": 1024, "open": 10},
+        "settings": {
+            "algorithm": "auto",
+            "numerics": "rank_order",
+            "interhost": "tcp",
+            "host_algorithm": "auto",
+            "sockets": 4,
+            "checksum": False,
+            "has_secret": True,
+        },
+        "cuda": {"version": None, "devices": []},
+        "variables": {},
+        "unknown_variables": {},
+    }
+    return {
+        name: value | changes.get(name, {}) if isinstance(value, dict) else changes.get(name, value)
+        for name, value in well.items()
+    }
+
+
+def broken(rank: int, name: str, error: str, host: str = "a") -> dict[str, Any]:
+    """A part of whose facts could not be had."""
+    return facts(rank, host=host) | {name: {"error": error}}
+
+
+def on(host: str, rank: int, **changes: Any) -> dict[str, Any]:
+    return facts(rank, host=host, **changes)
