@@ -10,6 +10,7 @@ imported when a group or a model is made, and its errors are raised there.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Collection, Iterator
@@ -69,10 +70,11 @@ def patch() -> None:
 
 
 def tell(text: str) -> None:
-    """A line on stderr."""
+    """A line on stderr, if that takes it."""
     if sys.stderr is not None:
-        sys.stderr.write(f"syncengine: {text}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):  # closed at the other end, or here
+            sys.stderr.write(f"syncengine: {text}\n")
+            sys.stderr.flush()
 
 
 class _Devices(Collection[str]):

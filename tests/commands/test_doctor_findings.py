@@ -26,6 +26,10 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[Finding]]] = {
             Finding("extension", FATAL, [2], "rank 2 on a: x", "on a: see docs/errors.md"),
         ],
     ),
+    "the same extension on two hosts": (
+        [broken(0, "extension", "x: y"), broken(1, "extension", "x: y", "b")],
+        [Finding("extension", FATAL, [0, 1], "ranks 0, 1 on a, b: x", "on a, b: y")],
+    ),
     "shared memory": (
         [facts(0), facts(1, extension={"shared_memory_error": "can't size it: File too large"})],
         [Finding("shared memory", FATAL, [1], "rank 1: can't size it: File too large", LIMITS)],
@@ -175,6 +179,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[Finding]]] = {
             )
         ],
     ),
+    "a /dev/shm that is just large enough": ([facts(0, memory={"shm_total": 512 * MIB})], []),
     "few file descriptors": (
         [facts(0, descriptors={"limit": 76}), facts(1)],  # 10 open, 3 to connect, 64 for the rest: one more is enough
         [
@@ -188,6 +193,18 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[Finding]]] = {
         ],
     ),
     "just enough file descriptors": ([facts(0, descriptors={"limit": 77}), facts(1)], []),
+    "file descriptors of which twice as many are 1024": (
+        [facts(0, descriptors={"limit": 500, "open": 445}), facts(1)],
+        [
+            Finding(
+                "file descriptors",
+                WARNING,
+                [0],
+                "rank 0 on a: ulimit -n is 500; 445 are open, and connecting takes 3",
+                "raise ulimit -n to 1024",
+            )
+        ],
+    ),
     "too few file descriptors": (
         [facts(0, descriptors={"limit": 812, "open": 810}), facts(1)],
         [
@@ -197,6 +214,18 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[Finding]]] = {
                 [0],
                 "rank 0 on a: ulimit -n is 812; 810 are open, and connecting takes 3",
                 "raise ulimit -n to 2048",
+            )
+        ],
+    ),
+    "file descriptors that connecting uses up": (
+        [facts(0, descriptors={"limit": 13}), facts(1)],
+        [
+            Finding(
+                "file descriptors",
+                WARNING,
+                [0],
+                "rank 0 on a: ulimit -n is 13; 10 are open, and connecting takes 3",
+                "raise ulimit -n to 1024",
             )
         ],
     ),
@@ -262,6 +291,7 @@ def test_findings_from_facts(case: str):
 
 
 def test_the_worst_comes_first():
+    assert (FATAL, WARNING, NOTE) == ("fatal", "warning", "note")  # as --json has them
     everyone = [facts(0, cpus={"threads": 16}), facts(1, extension={"build": "2", "has_test_hooks": True})]
     assert [found.severity for found in find_all(everyone)] == [FATAL, WARNING, NOTE]
 
@@ -271,6 +301,7 @@ def test_descriptors_that_connecting_takes():
     two_hosts = [on("ab"[rank // 2], rank) for rank in range(4)]
     assert needed_descriptors(two_hosts[0], two_hosts[:2]) == 3
     assert needed_descriptors(two_hosts[0], two_hosts) == 3 + 5 * 2 + 3
+    assert needed_descriptors(two_hosts[0], two_hosts[:3]) == 3 + 5 + 3
     by_mpi = [on("ab"[rank // 2], rank, settings={"interhost": "mpi"}) for rank in range(4)]
     assert needed_descriptors(by_mpi[0], by_mpi) == 3
 

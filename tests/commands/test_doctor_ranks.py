@@ -229,3 +229,18 @@ def test_wrong_results_are_counted_and_named(pool: RankPool):
     (found,) = _failures({0: good, 1: bad}, set(), several_hosts=False)
     assert found.ranks == [1]
     assert re.match(r"rank 1 got wrong elements: \d+ of all_gather", found.text)
+
+
+def self_test_without_averages() -> dict[str, int]:
+    from syncengine.doctor import self_test
+
+    wrapper, seconds = self_test.Parallel, self_test.SECONDS
+    self_test.Parallel, self_test.SECONDS = (lambda module, process_group: module), 0.02
+    try:
+        return self_test.run_self_test(60.0)["wrong"]
+    finally:
+        self_test.Parallel, self_test.SECONDS = wrapper, seconds
+
+
+def test_gradients_that_are_no_averages_are_wrong(pool: RankPool):
+    assert pool.run(self_test_without_averages, settings=None) == [{"gradients of Parallel": 300 * 20}] * 2

@@ -5,13 +5,24 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from doctor_facts import MIB, broken, facts, on
 
+import syncengine
+from syncengine import _C
 from syncengine.__main__ import main
+from syncengine.config import Config
 from syncengine.doctor import examination
 from syncengine.doctor.checks import FATAL, NOTE, WARNING, Finding, find_all, ranks_text, size_text, split_remedy
 from syncengine.doctor.facts import collect_facts
@@ -87,6 +98,49 @@ def test_failures_of_the_self_test(outcomes: Any, missing: set[int], several_hos
 
 
 # --- Facts
+
+
+def test_facts_of_this_process():
+    """Beside what others say of it."""
+    found = json.loads(json.dumps(collect_facts(Launch("single", 0, 1), "")))
+    extension, cpus, memory = found["extension"], found["cpus"], found["memory"]
+    assert (found["rank"], found["world_size"], found["launcher"], found["pid"]) == (0, 1, "single", os.getpid())
+    assert found["host"] == socket.gethostname()
+    assert (extension["build"], extension["file"]) == (_C.build_id, _C.__file__)
+    assert (extension["has_cuda"], extension["has_test_hooks"]) == (_C.has_cuda, _C.has_test_hooks)
+    assert extension["instruction_set"] == extension["best_instruction_set"] == _C.instruction_set()
+    assert ["lo", "127.0.0.1"] in extension["interfaces"]
+    assert extension["host_key"] == _C.host_key("")
+    assert extension["shared_memory"] is None  # no error, and nothing to say
+    assert found["versions"]["python"] == platform.python_version()
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["syncengine"] == syncengine.__version__
+    assert cpus["affinity"] == sorted(os.sched_getaffinity(0))
+    assert (cpus["of_machine"], cpus["threads"]) == (os.cpu_count(), torch.get_num_threads())
+    assert 1 <= cpus["available"] <= len(cpus["affinity"])
+    assert 0 < memory["available"] <= memory["total"] <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    shared = shutil.disk_usage("/dev/shm")
+    assert memory["shm_total"] == shared.total
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    assert memory["address_space"] == (None if space == resource.RLIM_INFINITY else space)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert found["descriptors"]["limit"] == limit
+    assert 3 <= found["descriptors"]["open"] <= len(list(Path("/proc/self/fd").iterdir()))
+    assert found["settings"] == {**Config().shared(), "interface": "", "has_secret": False}
+    assert found["cuda"]["version"] == torch.version.cuda
+    assert len(found["cuda"]["devices"]) == torch.cuda.device_count()
+
+
+def test_facts_without_the_extension(monkeypatch: pytest.MonkeyPatch):
+    """As far as Python knows them; they are enough for all checks."""
+    monkeypatch.setitem(sys.modules, "syncengine._C", None)
+    monkeypatch.delattr(syncengine, "_C")
+    found = collect_facts(Launch("single", 0, 1), "no such file: install it")
+    assert found["extension"] == {"error": "no such file: install it"}
+    assert found["cpus"]["available"] == len(os.sched_getaffinity(0))
+    assert found["memory"].keys() == {"shm_free", "shm_total", "address_space"}
+    assert found["descriptors"] == {"limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
+    assert [one.name for one in find_all([found]) if one.severity == FATAL] == ["extension"]
 
 
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch):
@@ -189,6 +243,7 @@ def test_texts():
     assert ranks_text([3]) == "rank 3"
     assert ranks_text([5, 0, 1, 2, 7, 8]) == "ranks 0-2, 5, 7, 8"
     assert size_text(3 * 2**29) == "1.5 GiB"
+    assert size_text(2**30) == "1.0 GiB"
     assert size_text(MIB) == "1 MiB"
     assert split_remedy("a: b is wrong: do c") == ("a: b is wrong", "do c")
     assert split_remedy("a: b is wrong; do c") == ("a: b is wrong", "do c")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import io
@@ -253,6 +254,9 @@ def test_what_parallel_does_not_take(monkeypatch: pytest.MonkeyPatch):
     assert patch.refusal((linear,), {}, 65) == "syncengine can't connect 65 ranks, 64 at most"
     assert patch.refusal((3,), {}, 2) == "it is no torch.nn.Module"
     assert "parameter weight on meta" in patch.refusal((nn.Linear(2, 2, device="meta"),), {}, 2)
+    sparse = nn.Module()
+    sparse.weight = nn.Parameter(torch.eye(2).to_sparse())
+    assert "weight" in patch.refusal((sparse,), {}, 2)
     monkeypatch.setattr(patch, "device_of", lambda named: torch.device("cuda", 0))
     monkeypatch.setattr(patch, "has_cuda", False)
     assert "syncengine was built without CUDA: with nvcc" in patch.refusal((linear,), {}, 2)
@@ -283,3 +287,11 @@ def test_a_stderr_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     syncengine_autoload.tell("something")
     assert sys.stderr.getvalue() == "syncengine: something\n"
+    sys.stderr.close()
+    syncengine_autoload.tell("nothing, and no error, which would break `import torch`")
+    read, write = os.pipe()
+    os.close(read)
+    monkeypatch.setattr(sys, "stderr", os.fdopen(write, "w"))
+    syncengine_autoload.tell("nothing")
+    with contextlib.suppress(BrokenPipeError):
+        sys.stderr.close()
