@@ -13,6 +13,8 @@ from syncengine.horovod.gradient_stream import GradientStream
 from syncengine.horovod.reductions import scale
 from syncengine.horovod.streams import Announcement
 
+_STRIDED = torch.strided
+
 
 class _Flat:
     """A bucket as one tensor: in memory that the peers read, or a large gradient where it lies."""
@@ -53,9 +55,9 @@ class Gradients:
         me = weakref.ref(self)  # a parameter keeps its hooks
         for i, parameter in enumerate(parameters):
 
-            def hook(_: torch.Tensor, i: int = i) -> None:
+            def hook(parameter: torch.Tensor, i: int = i) -> None:
                 if gradients := me():
-                    gradients._on_gradient(i)
+                    gradients._on_gradient(i, parameter)
 
             parameter.register_post_accumulate_grad_hook(hook)
 
@@ -77,7 +79,7 @@ class Gradients:
             parameter = self._parameters[i]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            self._bring(i)
+            self._bring(i, parameter)
         if self._announcement is not None:
             self._announcement.wait()
         for bucket, flat, work in self._reducing:
@@ -100,42 +102,50 @@ class Gradients:
         self._announcement: Announcement | None = None
         self._reducing: list[tuple[int, _Flat, Work]] = []
 
-    @torch.no_grad()
-    def _on_gradient(self, i: int) -> None:
-        if self._left[i] <= 0:
+    def _on_gradient(self, i: int, parameter: torch.Tensor) -> None:
+        """Called a thousand times a step, where parameters are small: what is rare is elsewhere."""
+        left = self._left[i] = self._left[i] - 1
+        if left > 0:
+            return
+        if left < 0:
             raise InvalidUsage(
                 f"the gradient of {self._names[i]} was computed more than {self._passes} times before step(): call "
                 f"step() or synchronize() after each backward, or give backward_passes_per_step (now {self._passes}) "
                 "how many come before it"
             )
-        self._left[i] -= 1
-        if self._left[i] == 0:
-            self._bring(i)
+        self._bring(i, parameter)
 
-    def _bring(self, i: int) -> None:
-        self._check(i)
+    def _bring(self, i: int, parameter: torch.Tensor) -> None:
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.requires_grad or gradient.layout is not _STRIDED:
+            self._check(i, gradient)
         self._stream.in_step = True
         self._order.append(i)
-        self._missing[self._bucket_of[i]] -= 1
+        bucket = self._bucket_of[i]
+        left = self._missing[bucket] = self._missing[bucket] - 1
+        if left == 0 and bucket == self._next:
+            self._reduce_what_is_complete()
+
+    @torch.no_grad()
+    def _reduce_what_is_complete(self) -> None:
         while self._next < len(self._missing) and self._missing[self._next] == 0:
             self._reduce(self._next)
             self._next += 1
 
-    def _check(self, i: int) -> None:
-        parameter = self._parameters[i]
-        assert parameter.grad is not None
-        if parameter.grad.requires_grad:
+    @torch.no_grad()
+    def _check(self, i: int, gradient: torch.Tensor) -> None:
+        if gradient.requires_grad:
             raise InvalidUsage(
                 f"the gradient of {self._names[i]} has a graph of its own: a DistributedOptimizer does not work with "
                 "backward(create_graph=True); use torch.autograd.grad for that"
             )
-        if parameter.grad.layout != torch.strided:
-            if not self._sparse_as_dense:
-                raise InvalidUsage(
-                    f"the gradient of {self._names[i]} is sparse: give DistributedOptimizer(sparse_as_dense=True), or "
-                    "wrap the model in syncengine.Parallel, which exchanges sparse gradients"
-                )
-            parameter.grad = parameter.grad.to_dense()
+        if not self._sparse_as_dense:
+            raise InvalidUsage(
+                f"the gradient of {self._names[i]} is sparse: give DistributedOptimizer(sparse_as_dense=True), or "
+                "wrap the model in syncengine.Parallel, which exchanges sparse gradients"
+            )
+        self._parameters[i].grad = gradient.to_dense()
 
     def _gradients(self, bucket: int) -> list[torch.Tensor]:
         gradients = []
