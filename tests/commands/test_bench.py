@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import json
 import os
@@ -190,6 +191,68 @@ def test_a_broken_result_is_counted(pool: RankPool, name: str):
     turns = 4
     assert report["rows"][0]["wrong"] == 5 * turns
     assert (code, other) == (1, 0)
+
+
+def measured_beside_a_broken_gloo(arguments: tuple[str, ...], broken: int) -> tuple[int, dict[str, Any] | None]:
+    """Rank 1 spoils `broken` elements of each of Gloo's results."""
+    measure = importlib.import_module("syncengine.bench.measure")  # whose name there is that of a function
+    case_of = measure.gloo_case
+
+    def broken_case(shape: Shape, group: Any) -> Case:
+        case = case_of(shape, group)
+        call = case.call
+
+        def broken_call() -> None:
+            call()
+            if case.rank == 1:
+                case.output[:broken] += 1
+
+        case.call = broken_call
+        return case
+
+    measure.gloo_case = broken_case
+    try:
+        return measured("--compare", *arguments)
+    finally:
+        measure.gloo_case = case_of
+
+
+def test_broken_results_of_gloo_are_counted_beside_right_ones(pool: RankPool):
+    (code, report), (other, _) = pool.run(measured_beside_a_broken_gloo, ("-b", "4K", "-e", "4K"), 3, settings=None)
+    (row,) = report["rows"]
+    assert (row["wrong"], row["gloo"]["wrong"]) == (0, 3 * 4)
+    assert row["ratio"]["median"] > 0
+    assert (code, other) == (1, 0)
+
+
+def test_times_are_those_of_the_slowest_rank():
+    """Of two, one of which takes three times as long; wrong elements are all ranks'."""
+    own: list[torch.Tensor] = []
+
+    def all_gather(output: torch.Tensor, input: torch.Tensor) -> None:
+        own.append(input)
+        output.copy_(torch.stack([input, 3 * input]))
+
+    communicator = SimpleNamespace(size=2, barrier=lambda: None, all_gather=all_gather)
+    case = SimpleNamespace(fill=lambda turn: None, call=lambda: None, wrong=lambda turn: 2)
+    take_turns = importlib.import_module("syncengine.bench.measure").take_turns
+    times, wrong = take_turns({"one": case, "other": case}, 5, 1, True, communicator)
+    (said,) = own
+    assert torch.equal(torch.stack([times["one"], times["other"]]).flatten(), 3 * said[:10])
+    assert wrong == {"one": 4 * 5 * 2, "other": 4 * 5 * 2}
+
+
+def test_the_ratio_is_gloos_time_over_ours(monkeypatch: pytest.MonkeyPatch):
+    measure = importlib.import_module("syncengine.bench.measure")
+    times = {"syncengine": torch.tensor([1.0, 2, 4]).double(), "gloo": torch.tensor([3.0, 8, 20]).double()}
+    monkeypatch.setattr(measure, "gloo_case", lambda *_: SimpleNamespace(call=lambda: None))
+    monkeypatch.setattr(measure, "take_turns", lambda *_: (times, {"syncengine": 0, "gloo": 1}))
+    groups = SimpleNamespace(gloo=object(), syncengine=None)
+    row = measure.measure("all_reduce", 1024, parsed("-w", "0"), SimpleNamespace(size=2, rank=0), groups)
+    assert row["ratio"] == {"p25": 3.5, "median": 4.0, "p75": 4.5}
+    assert (row["time"], row["wrong"]) == (2.0, 0)
+    assert row["spread"] == {"p25": 1.5, "median": 2.0, "p75": 3.0}
+    assert (row["gloo"]["time"], row["gloo"]["wrong"]) == (8.0, 1)
 
 
 def test_unchecked_results_are_not_called_right(pool: RankPool):
