@@ -1,5 +1,7 @@
 """One script, really started by each launcher that can run here."""
 
+import contextlib
+import importlib
 import json
 import os
 import subprocess
@@ -46,10 +48,6 @@ def mpi(name):
         pytest.skip(f"no {folder}: run `make .venv-{name}/ready`")
     options = {"openmpi": ["--allow-run-as-root", "--oversubscribe"], "mpich": []}[name]
     return [str(folder / "mpirun"), *options, "-n", "2"], str(folder / "python")
-
-
-def test_plain_process():
-    assert run([sys.executable, SCRIPT, "never"]) == answers(1, "never")
 
 
 @pytest.mark.parametrize("when", [["never", "group", "before"], ["after"]], ids=",".join)
@@ -101,22 +99,41 @@ def test_mpi4py_of_another_mpi_is_refused():
     assert "mpi4py uses another MPI than the launcher" in result.stderr
 
 
-def test_ranks_started_by_hand(unused_port):
+def script_with(environ, *when):
+    """The script in a new process that has nothing of a launcher but these variables, and its own store."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+    os.environ.update(environ)
+    importlib.reload(importlib.import_module("syncengine.launch.store"))  # the pool's ranks meet in a file otherwise
+    for job in when:
+        launched_script.main(job)
+
+
+def started(pool, environs, *when):
+    """The script's answers in processes with these environments, which end well."""
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(pool.spawn_ranks(script_with, environ, *when, world=1, settings=None))[0]
+            for environ in environs
+        ]
+        assert [rank.exit_code() for rank in ranks] == [0] * len(ranks), [rank.output() for rank in ranks]
+        said = [json.loads(line) for rank in ranks for line in rank.output().splitlines() if line.startswith("{")]
+    return sorted(said, key=lambda answer: answer["rank"])
+
+
+def test_plain_process(pool):
+    assert started(pool, [{}], "never") == answers(1, "never")
+
+
+def test_ranks_started_by_hand(pool, unused_port):
     """Without a launcher's agent rank 0 serves the store; the user's own env:// group shares its port."""
-    environ = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(unused_port), "WORLD_SIZE": "2"}
-    command = [
-        "bash",
-        "-c",
-        'RANK=1 "$0" "$1" after & RANK=0 "$0" "$1" after && wait $!',
-        sys.executable,
-        SCRIPT,
-    ]
-    assert run(command, **environ) == answers(2, "after")
+    common = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(unused_port), "WORLD_SIZE": "2"}
+    assert started(pool, [common | {"RANK": rank} for rank in "10"], "after") == answers(2, "after")
 
 
-def test_slurm_variables(unused_port):
+def test_slurm_variables(pool, unused_port):
     """srun's variables, set by hand: rank 0's address comes from the list of nodes."""
-    environ = {
+    common = {
         "SLURM_JOB_ID": "1",
         "SLURM_STEP_ID": "0",
         "SLURM_STEP_NUM_TASKS": "2",
@@ -126,8 +143,8 @@ def test_slurm_variables(unused_port):
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "MASTER_PORT": str(unused_port),
     }
-    ranks = 'for r in 0 1; do SLURM_PROCID=$r SLURM_LOCALID=$r "$0" "$1" never & pids+=($!); done; wait ${pids[@]}'
-    assert run(["bash", "-c", ranks, sys.executable, SCRIPT], **environ) == answers(2, "never")
+    environs = [common | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
+    assert started(pool, environs, "never") == answers(2, "never")
 
 
 def without_world_size():
