@@ -9,11 +9,14 @@
 //   Parted      Parted     -           Parted       Broken
 //   Broken      Broken     -           -            Broken    no byte comes through any more
 //
-// Thread-safety: as the peer's. Failure: `-` is a defect of the caller, and throws std::bad_optional_access.
+// Thread-safety: as the peer's. Failure: `-` is a defect of the caller: throws Aborted, which names state and event.
 #pragma once
 
 #include <cstdint>
 #include <optional>
+#include <string>
+
+#include "base/error.h"
 
 namespace syncengine::matching {
 
@@ -32,7 +35,15 @@ class Lifecycle {
     return kTable[state][event];
   }
 
-  void on(Event event) { state_ = next(state_, event).value(); }
+  void on(Event event) {
+    constexpr const char* kStates[] = {"Open", "PeerLeft", "Leaving", "Answering", "Said", "Parted", "Broken"};
+    constexpr const char* kEvents[] = {"Leave", "SayGoodbye", "HearGoodbye", "Break"};
+    const std::optional<State> then = next(state_, event);
+    if (!then)
+      throw Error(ErrorKind::Aborted, std::string("a defect of syncengine: the connection to a peer is ") +
+                                          kStates[state_] + ", which does not allow " + kEvents[event]);
+    state_ = *then;
+  }
 
   State state() const { return state_; }
   bool is_in_use() const { return state_ <= PeerLeft; }  // transfers may begin

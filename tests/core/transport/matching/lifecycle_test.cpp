@@ -2,6 +2,7 @@
 #include "transport/matching/lifecycle.h"
 
 #include <set>
+#include <string>
 
 #include "test.h"
 
@@ -13,6 +14,25 @@ namespace {
 
 constexpr Lifecycle::Event kEvents[] = {Lifecycle::Leave, Lifecycle::SayGoodbye, Lifecycle::HearGoodbye,
                                         Lifecycle::Break};
+
+std::string name(Lifecycle::State state) {
+  switch (state) {
+    case Lifecycle::Open: return "Open";
+    case Lifecycle::PeerLeft: return "PeerLeft";
+    case Lifecycle::Leaving: return "Leaving";
+    case Lifecycle::Answering: return "Answering";
+    case Lifecycle::Said: return "Said";
+    case Lifecycle::Parted: return "Parted";
+    case Lifecycle::Broken: return "Broken";
+  }
+  return "";
+}
+
+std::string name(Lifecycle::Event event) {
+  return event == Lifecycle::Leave        ? "Leave"
+         : event == Lifecycle::SayGoodbye ? "SayGoodbye"
+                                          : "HearGoodbye";  // Break is allowed everywhere
+}
 
 // What has happened, in place of a state.
 struct History {
@@ -50,8 +70,10 @@ void walk(const Lifecycle& life, const History& history, std::set<int>& seen, in
       bool thrown = false;
       try {
         next.on(event);
-      } catch (const std::bad_optional_access&) {
+      } catch (const Error& error) {
         thrown = true;
+        CHECK(
+            std::string(error.what()).ends_with(" is " + name(life.state()) + ", which does not allow " + name(event)));
       }
       CHECK(thrown && next.state() == life.state());
       continue;
