@@ -155,7 +155,7 @@ void InterhostCommunicator::heed_remote_peers() {
       continue;
     }
     // What it had completed, it has sent.
-    bool in_vain = interhost_route_->waits_in_vain(messenger_.office(), member, left->second.tally);
+    bool in_vain = interhost_route_->waits_for(messenger_.office(), member, left->second.tally);
     for (int id = 0; id < shm::kLanes; ++id)
       in_vain |=
           pending[id] && left->second.completed[id] <= (id == shm::kUserLane ? user_lane_ : scheduled_lane_).retired();

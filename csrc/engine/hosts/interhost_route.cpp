@@ -9,8 +9,7 @@ namespace syncengine::hosts {
 
 namespace {
 
-constexpr uint64_t kWindow = 32;  // letters that a rank keeps for a peer without having asked for them
-constexpr size_t kPieces = 8;     // of one message under way at once
+constexpr size_t kPieces = 8;  // of one message under way at once
 
 }  // namespace
 
@@ -62,7 +61,7 @@ bool InterhostRoute::advance(Office& office, size_t& moved_bytes) {
 
 bool InterhostRoute::announce(int member, Peer& peer, Office& office) {
   bool moved = false;
-  for (; !peer.waiting.empty() && peer.announced - peer.taken_in < kWindow; moved = true) {
+  for (; !peer.waiting.empty() && peer.has_room(); moved = true) {
     Post post = std::move(peer.waiting.front());
     peer.waiting.pop_front();
     const Message& message = post.message;
@@ -164,21 +163,16 @@ void InterhostRoute::post_piece(int member, Transit& transit) {
 }
 
 // What ended there before it left comes to its end here by itself.
-bool InterhostRoute::waits_in_vain(const Office& office, int member, const Tally& theirs) const {
+bool InterhostRoute::waits_for(const Office& office, int member, const Tally& theirs) const {
   const Peer& peer = peers_.at(member);
-  bool room = peer.announced - peer.taken_in < kWindow;
-  return ((office.awaited() >> member & 1) && peer.letters.empty()) || (!peer.waiting.empty() && !room) ||
+  return ((office.awaited() >> member & 1) && peer.letters.empty()) || (!peer.waiting.empty() && !peer.has_room()) ||
          (!peer.receiving.empty() && peer.ended.received >= theirs.sent) ||
          (!peer.sending.empty() && peer.ended.sent >= theirs.received);
 }
 
 uint64_t InterhostRoute::remote_blocking_ranks(const Office& office) const {
   uint64_t members = 0;
-  for (const auto& [member, peer] : peers_) {
-    bool awaited = (office.awaited() >> member & 1) && peer.letters.empty();
-    if (awaited || !peer.waiting.empty() || !peer.sending.empty() || !peer.receiving.empty())
-      members |= uint64_t{1} << member;
-  }
+  for (const auto& [member, peer] : peers_) members |= uint64_t{waits_for(office, member)} << member;
   return members;
 }
 

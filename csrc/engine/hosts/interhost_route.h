@@ -29,11 +29,13 @@ class InterhostRoute final : public MessageRoute {
   uint64_t interhost_bytes() const override { return interhost_bytes_; }
 
   Tally tally(int member) const { return peers_.at(member).ended; }
-  // Whether something waits in vain for a member that has left after `theirs`: what it had sent still comes.
-  bool waits_in_vain(const Office& office, int member, const Tally& theirs) const;
+  // Whether something waits for the member. `theirs`: it has left after these, and what it had sent still comes.
+  bool waits_for(const Office& office, int member, const Tally& theirs = {}) const;
   uint64_t remote_blocking_ranks(const Office& office) const;  // members whose next step is needed
 
  private:
+  static constexpr uint64_t kWindow = 32;  // letters that a rank keeps for a peer without having asked for them
+
   struct Piece {
     std::shared_ptr<Interhost::Transfer> transfer;
     size_t offset, bytes;
@@ -50,7 +52,8 @@ class InterhostRoute final : public MessageRoute {
     std::deque<Post> waiting;  // for room to be announced
     uint64_t announced = 0;    // letters
     uint64_t taken_in = 0;     // of them, by the peer
-    uint64_t numbers = 0;      // given to messages that come by transfers
+    bool has_room() const { return announced - taken_in < kWindow; }
+    uint64_t numbers = 0;  // given to messages that come by transfers
     std::list<Transit> sending;
 
     std::deque<Letter> letters;  // not heard
