@@ -9,6 +9,7 @@
 #include "base/descriptors.h"
 #include "base/error.h"
 #include "base/sync_point.h"
+#include "base/texts.h"
 #include "bootstrap/goodbye.h"
 #include "bootstrap/local_socket.h"
 #include "bootstrap/process.h"
@@ -26,22 +27,16 @@ std::string process_of(const std::string& name) {
   return begin == std::string::npos || end <= begin ? "" : name.substr(begin + 1, end - begin - 1);
 }
 
-std::string names_of(const std::set<int>& ranks) {
-  std::string list;
-  for (int rank : ranks) list += (list.empty() ? "" : ", ") + std::to_string(rank);
-  return (ranks.size() == 1 ? "rank " : "ranks ") + list;
-}
-
 // Whoever fails breaks off with everybody: the dead are to blame, not those who noticed first.
 [[noreturn]] void throw_lost(const std::set<int>& lost, const std::set<int>& dead) {
-  if (!dead.empty()) throw Error(ErrorKind::PeerLost, names_of(dead) + " died while the ranks connected");
-  throw Error(ErrorKind::PeerLost, names_of(lost) + " broke off while the ranks connected: see its own error");
+  if (!dead.empty()) throw Error(ErrorKind::PeerLost, rank_names(dead) + " died while the ranks connected");
+  throw Error(ErrorKind::PeerLost, rank_names(lost) + " broke off while the ranks connected: see its own error");
 }
 
 [[noreturn]] void throw_unreachable(int rank, const std::set<int>& unreachable, const std::set<int>& dead) {
   if (!dead.empty()) throw_lost(unreachable, dead);
   throw Error(ErrorKind::PeerLost,
-              "rank " + std::to_string(rank) + " can't reach " + names_of(unreachable) +
+              "rank " + std::to_string(rank) + " can't reach " + rank_names(unreachable) +
                   " through this host's memory, though it runs on the same host: it died or broke off");
 }
 
@@ -191,7 +186,7 @@ void LocalMeeting::throw_timeout() const {
   if (std::any_of(visitors_.begin(), visitors_.end(), is_owed))
     owed = ": the kernel passes on no more descriptors of this user than ulimit -n allows one process; raise it";
   throw Error(ErrorKind::Timeout,
-              "rank " + std::to_string(rank_) + " waited in init() for " + names_of(missing) + owed);
+              "rank " + std::to_string(rank_) + " waited in init() for " + rank_names(missing) + owed);
 }
 
 std::map<int, UniqueFd> LocalMeeting::take_memories() {

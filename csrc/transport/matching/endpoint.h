@@ -1,7 +1,7 @@
 // What the endpoints of all transports are alike in: calls of any thread, posts on their way to peers, faults, the rhythm of
 // heartbeats, and leaving. How bytes move is the transport's.
 //
-// `Peer` has an outbox() and an inbox(), tell, withdraw, excuse, life, take_leave, gone and fail.
+// `Peer` has a session(), withdraw, take_leave, gone and fail.
 //
 // Locks: a thread that holds one may take only those below it. `turn_` lets withdraw() in between two passes; `progress_`
 // guards the peers, for one pass; then the queue's.
@@ -89,25 +89,25 @@ class Endpoint : public Interhost {
   template <class Call>
   void for_each_unbroken(const Call& call) {
     for (auto& [rank, peer] : peers_) {
-      if (!peer->life().is_broken()) guarded(rank, call);
+      if (!peer->session().life.is_broken()) guarded(rank, call);
     }
   }
 
   void take_posts() {
     for (SubmissionQueue::Post& post : queue_.take()) {
-      if (!peers_.at(post.peer)->life().is_in_use() && queue_.post_too_late(post)) {
+      if (!peers_.at(post.peer)->session().life.is_in_use() && queue_.post_too_late(post)) {
         shared_.news = true;
         continue;
       }
       guarded(post.peer, [&](Peer& peer) {
         switch (post.kind) {
           case SubmissionQueue::Post::Send:
-            peer.outbox().post(post.tag, post.data, post.bytes, std::move(post.transfer));
+            peer.session().outbox.post(post.tag, post.data, post.bytes, std::move(post.transfer));
             break;
           case SubmissionQueue::Post::Receive:
-            peer.inbox().post(post.tag, post.data, post.bytes, std::move(post.transfer));
+            peer.session().inbox.post(post.tag, post.data, post.bytes, std::move(post.transfer));
             break;
-          case SubmissionQueue::Post::Tell: peer.tell(post.message); break;
+          case SubmissionQueue::Post::Tell: peer.session().tell(post.message); break;
         }
       });
     }
@@ -118,7 +118,7 @@ class Endpoint : public Interhost {
     auto now = Clock::now();
     // Stopped, or starved of a processor: then the peers were not heard because nobody listened.
     if (rhythm_.is_judged() && now - last_pass_ > seconds(rhythm_.pause())) {
-      for (auto& [rank, peer] : peers_) peer->excuse(now);
+      for (auto& [rank, peer] : peers_) peer->session().pulse.excuse(now);
     }
     last_pass_ = now;
     if (now < next_beat_) return false;
@@ -136,7 +136,7 @@ class Endpoint : public Interhost {
     if (!leaving_until_) {
       leaving_until_ = now + kLongestGoodbye;
       for (auto& [rank, peer] : peers_) {
-        if (peer->life().is_in_use()) peer->take_leave(error);
+        if (peer->session().life.is_in_use()) peer->take_leave(error);
       }
       return false;
     }
@@ -165,8 +165,8 @@ class Endpoint : public Interhost {
     queue_.deliver(shared_.heard);  // what it said before
     Peer& peer = *peers_.at(rank);
     // Before the transfers: who sees one fail finds the reason.
-    bool has_left = peer.life().has_peer_left();
-    queue_.note_failure(rank, error, has_left ? peer.inbox().take_unexpected() : Inbox::Unexpecteds());
+    bool has_left = peer.session().life.has_peer_left();
+    queue_.note_failure(rank, error, has_left ? peer.session().inbox.take_unexpected() : Inbox::Unexpecteds());
     peer.fail(error);
   }
 

@@ -7,12 +7,6 @@ namespace syncengine::matching {
 
 namespace {
 
-std::string tenths(double seconds) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f s", seconds);
-  return text;
-}
-
 double between(Clock::time_point begin, Clock::time_point end) {
   return std::chrono::duration<double>(end - begin).count();
 }
@@ -30,20 +24,20 @@ void Pulse::judge(Clock::time_point now) {
   if (silent < std::min(rhythm_.notice, rhythm_.silence)) return;
   char due[64];
   std::snprintf(due, sizeof(due), "(a heartbeat is due every %.2f s)", rhythm_.heartbeat);
-  std::string what = rank_name(peer_) + " has been silent for " + tenths(silent) + " " + due +
+  std::string what = rank_name(peer_) + " has been silent for " + seconds_text(silent) + " " + due +
                      ": its process is stopped, or its host or the network to it is down";
   if (silent >= rhythm_.silence)
-    throw Error(ErrorKind::PeerLost, what + "; it was given up after " + tenths(rhythm_.silence) +
+    throw Error(ErrorKind::PeerLost, what + "; it was given up after " + seconds_text(rhythm_.silence) +
                                          " (init(silence=...) or SYNCENGINE_SILENCE)");
   if (noticed_) return;
   noticed_ = last_;
   shared_.log += "[syncengine] " + rank_name(shared_.rank) + ": " + what + "; it is given up after " +
-                 tenths(rhythm_.silence) + " (init(silence=...) or SYNCENGINE_SILENCE)\n";
+                 seconds_text(rhythm_.silence) + " (init(silence=...) or SYNCENGINE_SILENCE)\n";
 }
 
 void Pulse::note_return() {
   shared_.log += "[syncengine] " + rank_name(shared_.rank) + ": " + rank_name(peer_) + " is heard again, after " +
-                 tenths(between(*noticed_, *last_)) + "\n";
+                 seconds_text(between(*noticed_, *last_)) + "\n";
   noticed_.reset();
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/texts.h"
 #include "transport/interhost.h"
 
 namespace syncengine::matching {
@@ -19,9 +20,6 @@ struct Shared {
   std::string log;                                                    // lines for stderr, once no lock is held
   std::vector<std::byte> scratch = std::vector<std::byte>(64 << 10);  // where bytes go that nobody wants any more
 };
-
-// Whom an error is about: "rank 3".
-inline std::string rank_name(int rank) { return "rank " + std::to_string(rank); }
 
 inline Error garbage(int peer, const std::string& what) {
   return {ErrorKind::PeerLost, rank_name(peer) + " sent " + what +

@@ -12,7 +12,7 @@
 namespace syncengine::packets {
 
 using matching::Arrival, matching::Channel, matching::Frame, matching::Kind, matching::Lifecycle;
-using matching::encode, matching::garbage, matching::kFrameBytes, matching::rank_name, matching::Writer;
+using matching::encode, matching::garbage, matching::kFrameBytes, matching::Writer;
 
 namespace {
 
@@ -30,55 +30,38 @@ bool is_data(Kind kind) { return kind == Kind::Eager || kind == Kind::Chunk; }
 }  // namespace
 
 Peer::Peer(matching::Shared& shared, Traffic& traffic, const Options& options, int rank)
-    : shared_(shared),
-      traffic_(traffic),
-      options_(options),
-      rank_(rank),
-      withdrawals_(rank),
-      outbox_(shared, rank, out_, withdrawals_),
-      inbox_(shared, rank, out_, withdrawals_),
-      pulse_(shared, rhythm(options), rank) {
-  out_ = Writer().u64(kGreeting).u64(options.build).text();
+    : session_(shared, rhythm(options), rank), traffic_(traffic), options_(options) {
+  session_.out = Writer().u64(kGreeting).u64(options.build).text();
   receive(kControlBytes, {});
-}
-
-void Peer::tell(const std::string& message) {
-  out_ += encode({.kind = Kind::Message, .payload = static_cast<uint32_t>(message.size())});
-  out_ += message;
-}
-
-void Peer::withdraw(uint64_t first, uint64_t last, const Error& error) {
-  outbox_.withdraw(first, last, error);
-  inbox_.withdraw(first, last, error);
 }
 
 // ---- out ----
 
 void Peer::step() {
-  while (life_.may_send() && outgoing_ + 1 + kMostAnnounced <= kMostOutgoing) {
-    if (out_.empty() && !outbox_.has_next()) {
-      if (life_.is_in_use()) return;
-      life_.on(Lifecycle::SayGoodbye);
-      out_ = encode({.kind = Kind::Goodbye});
+  while (session_.life.may_send() && outgoing_ + 1 + kMostAnnounced <= kMostOutgoing) {
+    if (session_.out.empty() && !session_.outbox.has_next()) {
+      if (session_.life.is_in_use()) return;
+      session_.life.on(Lifecycle::SayGoodbye);
+      session_.out = encode({.kind = Kind::Goodbye});
     }
     send_packet();
   }
 }
 
-// Frames of `out_` first, so that no message waits behind more than the payloads that are announced already.
+// Frames of `session_.out` first, so that no message waits behind more than the payloads that are announced already.
 void Peer::send_packet() {
   Buffer packet = traffic_.take(kControlBytes);
   auto* start = reinterpret_cast<char*>(packet.data()) + sizeof(uint32_t);
-  size_t used = out_.copy(start, kRoom);
-  out_.erase(0, used);
+  size_t used = session_.out.copy(start, kRoom);
+  session_.out.erase(0, used);
   auto add = [&](const void* bytes, size_t count) {
     if (count > 0) std::memcpy(start + used, bytes, count);
     used += count;
   };
   std::vector<std::pair<Buffer, size_t>> payloads;
-  while (out_.empty() && outbox_.has_next() && payloads.size() < kMostAnnounced &&
+  while (session_.out.empty() && session_.outbox.has_next() && payloads.size() < kMostAnnounced &&
          used + kFrameBytes + kInlineBytes <= kRoom) {
-    matching::Piece piece = outbox_.next();
+    matching::Piece piece = session_.outbox.next();
     add(encode(piece.frame).data(), kFrameBytes);
     if (is_inline(piece.frame)) {
       add(piece.payload(), piece.frame.payload);
@@ -86,7 +69,7 @@ void Peer::send_packet() {
       payloads.emplace_back(traffic_.take(piece.frame.payload), piece.frame.payload);
       std::memcpy(payloads.back().first.data(), piece.payload(), piece.frame.payload);
     }
-    outbox_.written(piece);
+    session_.outbox.written(piece);
   }
   auto count = static_cast<uint32_t>(used);
   std::memcpy(packet.data(), &count, sizeof(count));
@@ -96,22 +79,22 @@ void Peer::send_packet() {
 }
 
 void Peer::send(Buffer buffer, size_t bytes) {
-  traffic_.post(rank_, true, std::move(buffer), bytes);
+  traffic_.post(session_.rank, true, std::move(buffer), bytes);
   ++outgoing_;
 }
 
 // ---- in ----
 
 void Peer::receive(size_t bytes, std::optional<Arrival> arrival) {
-  uint64_t id = traffic_.post(rank_, false, traffic_.take(bytes), bytes);
+  uint64_t id = traffic_.post(session_.rank, false, traffic_.take(bytes), bytes);
   incoming_.push_back({.id = id, .arrival = std::move(arrival)});
 }
 
 void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
   if (!error.empty()) {
-    life_.on(Lifecycle::Break);
+    session_.life.on(Lifecycle::Break);
     throw Error(ErrorKind::PeerLost,
-                rank_name(rank_) + " died, or the way to it broke (" + options_.by + ": " + error + ")");
+                rank_name(session_.rank) + " died, or the way to it broke (" + options_.by + ": " + error + ")");
   }
   auto ended = std::find_if(incoming_.begin(), incoming_.end(), [&](const Incoming& each) { return each.id == id; });
   if (ended == incoming_.end()) {
@@ -119,18 +102,18 @@ void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
     traffic_.give_back(std::move(buffer));
     return;
   }
-  pulse_.heard();
+  session_.pulse.heard();
   ended->ended = true;
   ended->buffer = std::move(buffer);
   std::optional<Error> fault;
-  while (!incoming_.empty() && incoming_.front().ended && !life_.is_broken()) {
+  while (!incoming_.empty() && incoming_.front().ended && !session_.life.is_broken()) {
     Incoming next = std::move(incoming_.front());
     incoming_.pop_front();
     try {
       take_incoming(std::move(next));
     } catch (const Error& error) {
       if (!fault) fault = error;
-      life_.on(Lifecycle::Leave);
+      session_.life.on(Lifecycle::Leave);
     }
   }
   if (fault) throw Error(*fault);
@@ -158,12 +141,12 @@ void Peer::on_frames(const std::byte* packet) {
     try {
       on_frame(*frame, payload);
     } catch (const Error& error) {
-      if (life_.is_broken()) throw;
+      if (session_.life.is_broken()) throw;
       if (!fault) fault = error;
-      life_.on(Lifecycle::Leave);
+      session_.life.on(Lifecycle::Leave);
     }
   }
-  if (!life_.has_peer_left()) receive(kControlBytes, {});
+  if (!session_.life.has_peer_left()) receive(kControlBytes, {});
   if (fault) throw Error(*fault);
 }
 
@@ -174,8 +157,8 @@ void Peer::take_greeting() {
   uint64_t greeting = reader.u64(), build = reader.u64();
   if (greeting != kGreeting) throw_out_of_step();
   if (build != options_.build) {
-    life_.on(Lifecycle::Break);
-    throw another_build(rank_, build);
+    session_.life.on(Lifecycle::Break);
+    throw another_build(session_.rank, build);
   }
   in_.erase(0, kGreetingBytes);
   greeted_ = true;
@@ -201,7 +184,7 @@ void Peer::on_frame(const Frame& frame, const std::string& payload) {
     Arrival arrival{.frame = frame};
     std::optional<Error> fault;
     try {
-      if (life_.is_in_use()) arrival = inbox_.begin(frame);
+      if (session_.life.is_in_use()) arrival = session_.inbox.begin(frame);
     } catch (const Error& error) {
       fault = error;  // its payload comes all the same
     }
@@ -212,77 +195,50 @@ void Peer::on_frame(const Frame& frame, const std::string& payload) {
     if (fault) throw Error(*fault);
     return;
   }
-  if (frame.kind == Kind::Goodbye) {
-    life_.on(Lifecycle::HearGoodbye);
-    if (life_.is_in_use())
-      throw Error(ErrorKind::PeerLost, rank_name(rank_) + " has left (it exited, or called syncengine.shutdown())");
-  }
-  if (!life_.is_in_use()) return;
-  switch (frame.kind) {
-    case Kind::Message:
-      shared_.heard.push_back({rank_, payload});
-      shared_.news = true;
-      break;
-    case Kind::Ready: outbox_.on_ready(frame); break;
-    case Kind::Ask: inbox_.on_ask(frame); break;
-    case Kind::Credit: outbox_.on_credit(frame); break;
-    case Kind::Withdrawn: withdrawals_.hear(frame); break;
-    case Kind::Verdict:
-      throw Error(static_cast<ErrorKind>(frame.size) == ErrorKind::Mismatch ? ErrorKind::Mismatch : ErrorKind::PeerLost,
-                  rank_name(rank_) + " gave " + rank_name(shared_.rank) + " up: " + payload);
-    default: break;  // a heartbeat: that it came is all
-  }
+  if (frame.kind == Kind::Goodbye || session_.life.is_in_use()) session_.on_control(frame, payload);
+  if (frame.kind == Kind::Goodbye && session_.life.is_in_use())
+    throw Error(ErrorKind::PeerLost,
+                rank_name(session_.rank) + " has left (it exited, or called syncengine.shutdown())");
 }
 
 void Peer::take_data(Arrival& arrival, const std::byte* payload) {
-  if (!life_.is_in_use()) return;
+  if (!session_.life.is_in_use()) return;
   const Frame& frame = arrival.frame;
   std::byte* place = arrival.place();
   if (place && frame.payload > 0) std::memcpy(place, payload, frame.payload);
-  if (shared_.checksum && place && matching::crc32c(place, frame.payload) != frame.checksum)
-    throw garbage(rank_, "data whose checksum differs");
-  inbox_.end(arrival);
+  if (session_.shared.checksum && place && matching::crc32c(place, frame.payload) != frame.checksum)
+    throw garbage(session_.rank, "data whose checksum differs");
+  session_.inbox.end(arrival);
 }
 
 // What comes next can't be received: nobody knows what it is.
 void Peer::throw_out_of_step() {
-  life_.on(Lifecycle::Break);
-  throw garbage(rank_, "something that is no frame of syncengine's");
+  session_.life.on(Lifecycle::Break);
+  throw garbage(session_.rank, "something that is no frame of syncengine's");
 }
 
 // ---- the end ----
 
 void Peer::beat() {
-  if (options_.silence > 0 && life_.is_in_use() && out_.empty() && outgoing_ == 0)
-    out_ += encode({.kind = Kind::Heartbeat});
+  if (options_.silence > 0 && session_.life.is_in_use() && session_.out.empty() && outgoing_ == 0)
+    session_.add({.kind = Kind::Heartbeat});
 }
 
 void Peer::look_at_clock(Clock::time_point now) {
-  if (life_.is_in_use()) pulse_.judge(now);
+  if (session_.life.is_in_use()) session_.pulse.judge(now);
 }
 
 void Peer::fail(const Error& error) {
-  life_.on(Lifecycle::Leave);
-  outbox_.fail(error);
-  inbox_.fail(error);
-  if (!life_.is_broken() && !life_.has_peer_left()) {
-    std::string text = std::string(error.what()).substr(0, matching::kMaxVerdict);
-    out_ += encode({.kind = Kind::Verdict,
-                    .payload = static_cast<uint32_t>(text.size()),
-                    .size = static_cast<uint32_t>(error.kind())});
-    out_ += text;
-  }
-  shared_.news = true;
-}
-
-void Peer::take_leave(const Error& error) {
-  life_.on(Lifecycle::Leave);
-  outbox_.fail_unready(error);
-  inbox_.fail(error);
+  session_.life.on(Lifecycle::Leave);
+  session_.outbox.fail(error);
+  session_.inbox.fail(error);
+  if (!session_.life.is_broken() && !session_.life.has_peer_left()) session_.add_verdict(error);
+  session_.shared.news = true;
 }
 
 bool Peer::gone() const {
-  return life_.is_broken() || (life_.state() == Lifecycle::Parted && outgoing_ == 0 && incoming_.empty());
+  return session_.life.is_broken() ||
+         (session_.life.state() == Lifecycle::Parted && outgoing_ == 0 && incoming_.empty());
 }
 
 }  // namespace syncengine::packets

@@ -16,11 +16,7 @@
 #include <string_view>
 
 #include "base/deadline.h"
-#include "transport/matching/inbox.h"
-#include "transport/matching/lifecycle.h"
-#include "transport/matching/outbox.h"
-#include "transport/matching/pulse.h"
-#include "transport/matching/shared.h"
+#include "transport/matching/session.h"
 #include "transport/packets/packets.h"
 #include "transport/packets/traffic.h"
 
@@ -30,10 +26,8 @@ class Peer {
  public:
   Peer(matching::Shared& shared, Traffic& traffic, const Options& options, int rank);
 
-  matching::Outbox& outbox() { return outbox_; }
-  matching::Inbox& inbox() { return inbox_; }
-  void tell(const std::string& message);
-  void withdraw(uint64_t first, uint64_t last, const Error& error);
+  matching::Session& session() { return session_; }
+  void withdraw(uint64_t first, uint64_t last, const Error& error) { session_.withdraw(first, last, error); }
 
   // Posts what may go.
   void step();
@@ -42,12 +36,9 @@ class Peer {
 
   void beat();                            // says that this rank is alive
   void look_at_clock(Clock::time_point);  // is the peer?
-  void excuse(Clock::time_point now) { pulse_.excuse(now); }
-
-  const matching::Lifecycle& life() const { return life_; }
   void fail(const Error& error);
   // Ends it in order: what is under way is sent, then the Goodbye.
-  void take_leave(const Error& error);
+  void take_leave(const Error& error) { session_.take_leave(error); }
   bool gone() const;  // nothing is under way, and nothing will be
 
  private:
@@ -70,21 +61,14 @@ class Peer {
   void send(Buffer buffer, size_t bytes);
   [[noreturn]] void throw_out_of_step();
 
-  matching::Shared& shared_;
+  matching::Session session_;
   Traffic& traffic_;
   const Options& options_;
-  int rank_;
-  std::string out_;  // frames that wait to be sent
-  matching::Withdrawals withdrawals_;
-  matching::Outbox outbox_;
-  matching::Inbox inbox_;
   size_t outgoing_ = 0;  // packets under way
   std::deque<Incoming> incoming_;
-  std::string in_;     // of a frame that is not whole
-  int announced_ = 0;  // payloads, in the packet of frames that is being read
-  matching::Pulse pulse_;
+  std::string in_;        // of a frame that is not whole
+  int announced_ = 0;     // payloads, in the packet of frames that is being read
   bool greeted_ = false;  // it did: it is of this build
-  matching::Lifecycle life_;
 };
 
 }  // namespace syncengine::packets

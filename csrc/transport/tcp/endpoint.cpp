@@ -47,8 +47,9 @@ void Endpoint::wake() {
 bool Endpoint::has_unsent() const {
   if (queue_.has_posts()) return true;
   std::lock_guard lock(progress_);
-  return std::any_of(peers_.begin(), peers_.end(),
-                     [](const auto& item) { return !item.second->life().is_broken() && item.second->has_unsent(); });
+  return std::any_of(peers_.begin(), peers_.end(), [](const auto& item) {
+    return !item.second->session().life.is_broken() && item.second->has_unsent();
+  });
 }
 
 // ---- one thread at a time ----
@@ -86,7 +87,7 @@ void Endpoint::on_event(uint64_t key, uint32_t events) {
     return;
   }
   Peer& peer = *peers_.at(static_cast<int>(key >> 8));
-  if (!peer.life().is_broken()) peer.on_event(key & 255, events);
+  if (!peer.session().life.is_broken()) peer.on_event(key & 255, events);
 }
 
 // False when all is over.

@@ -10,7 +10,7 @@
 
 #include "base/build_id.h"
 #include "base/sync_point.h"
-#include "transport/matching/shared.h"
+#include "base/texts.h"
 #include "transport/tcp/descriptors.h"
 #include "transport/tcp/sha256.h"
 #include "transport/tcp/socket.h"

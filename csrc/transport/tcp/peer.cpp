@@ -22,29 +22,18 @@ constexpr Duration kGoodbyeDelay = std::chrono::milliseconds(500);
 }  // namespace
 
 Peer::Peer(Shared& shared, const Options& options, int rank, std::vector<UniqueFd> sockets)
-    : shared_(shared),
-      rank_(rank),
-      withdrawals_(rank),
-      outbox_(shared, rank, control_.out, withdrawals_),
-      inbox_(shared, rank, control_.out, withdrawals_),
-      pulse_(shared, rhythm(options), rank) {
+    : session_(shared, rhythm(options), rank) {
   for (auto& socket : sockets) send_at_once(socket);
   control_.fd = ParentFd(std::move(sockets.front()));
   for (size_t i = 1; i < sockets.size(); ++i) data_.emplace_back(std::move(sockets[i]));
 }
 
-void Peer::tell(const std::string& message) {
-  control_.out += encode({.kind = Kind::Message, .payload = static_cast<uint32_t>(message.size())});
-  control_.out += message;
-}
-
 void Peer::withdraw(uint64_t first, uint64_t last, const Error& error) {
-  outbox_.withdraw(first, last, error);
   for (auto& channel : data_) {
     Send* send = channel.writing();
     if (send && first <= send->tag && send->tag <= last) send->detach(error);
   }
-  inbox_.withdraw(first, last, error);
+  session_.withdraw(first, last, error);
 }
 
 std::vector<int> Peer::descriptors() const {
@@ -68,7 +57,7 @@ void Peer::on_event(size_t connection, uint32_t events) {
 }
 
 void Peer::speak() {
-  if (control_.writable && !control_.out.empty()) write_control();
+  if (control_.writable && !session_.out.empty()) write_control();
 }
 
 bool Peer::step() {
@@ -76,24 +65,26 @@ bool Peer::step() {
   bool more = control_.readable && !control_.ended;
   for (auto& channel : data_) {
     if (channel.readable && channel.status == Status::Open) read_data(channel);
-    if (channel.writable && channel.status != Status::Broken && life_.may_send()) write_data(channel);
+    if (channel.writable && channel.status != Status::Broken && session_.life.may_send()) write_data(channel);
     more |= channel.readable && channel.status == Status::Open;
-    more |= channel.writable && channel.status != Status::Broken && (channel.is_writing() || outbox_.has_next());
+    more |=
+        channel.writable && channel.status != Status::Broken && (channel.is_writing() || session_.outbox.has_next());
   }
   speak();
-  more |= control_.writable && !control_.out.empty();
-  if (life_.owes_goodbye()) say_goodbye();
+  more |= control_.writable && !session_.out.empty();
+  if (session_.life.owes_goodbye()) say_goodbye();
   bool all_ended = control_.ended && std::all_of(data_.begin(), data_.end(), [](const DataChannel& channel) {
                      return channel.status != Status::Open;
                    });
-  if (all_ended && life_.state() == Lifecycle::PeerLeft) {
-    throw Error(ErrorKind::PeerLost, rank_name(rank_) + " has left (it exited, or called syncengine.shutdown())");
+  if (all_ended && session_.life.state() == Lifecycle::PeerLeft) {
+    throw Error(ErrorKind::PeerLost,
+                rank_name(session_.rank) + " has left (it exited, or called syncengine.shutdown())");
   }
   return more;
 }
 
 bool Peer::has_unsent() const {
-  return !control_.out.empty() || outbox_.has_next() ||
+  return !session_.out.empty() || session_.outbox.has_next() ||
          std::any_of(data_.begin(), data_.end(), [](const DataChannel& channel) { return channel.is_writing(); });
 }
 
@@ -104,16 +95,16 @@ void Peer::read_control() {
   int code = errno;
   control_.in.resize(had + std::max<ssize_t>(got, 0));
   if (got > 0) {
-    pulse_.heard();
+    session_.pulse.heard();
     on_control_frames();
   } else if (got == 0) {
     control_.ended = true;
-    if (life_.state() == Lifecycle::Open) throw_lost("its connection was closed");
+    if (session_.life.state() == Lifecycle::Open) throw_lost("its connection was closed");
   } else if (code != EINTR) {
     control_.readable = false;
     if (code == EAGAIN) return;
     control_.ended = true;
-    if (life_.state() == Lifecycle::Open) throw_lost(std::strerror(code));
+    if (session_.life.state() == Lifecycle::Open) throw_lost(std::strerror(code));
   }
 }
 
@@ -121,68 +112,47 @@ void Peer::on_control_frames() {
   std::string_view rest = control_.in;
   while (rest.size() >= kFrameBytes) {
     auto frame = decode(rest.substr(0, kFrameBytes), Channel::Control);
-    if (!frame) throw garbage(rank_, "something that is no frame of syncengine's");
+    if (!frame) throw garbage(session_.rank, "something that is no frame of syncengine's");
     if (rest.size() < kFrameBytes + frame->payload) break;
-    on_control_frame(*frame, rest.substr(kFrameBytes, frame->payload));
+    session_.on_control(*frame, rest.substr(kFrameBytes, frame->payload));
     rest.remove_prefix(kFrameBytes + frame->payload);
   }
   control_.in.erase(0, control_.in.size() - rest.size());
 }
 
-void Peer::on_control_frame(const Frame& frame, std::string_view payload) {
-  switch (frame.kind) {
-    case Kind::Message:
-      shared_.heard.push_back({rank_, std::string(payload)});
-      shared_.news = true;
-      break;
-    case Kind::Ready: outbox_.on_ready(frame); break;
-    case Kind::Ask: inbox_.on_ask(frame); break;
-    case Kind::Credit: outbox_.on_credit(frame); break;
-    case Kind::Withdrawn: withdrawals_.hear(frame); break;
-    case Kind::Goodbye: life_.on(Lifecycle::HearGoodbye); break;
-    case Kind::Verdict: on_verdict(static_cast<ErrorKind>(frame.size), std::string(payload)); break;
-    default: break;  // a heartbeat: that it came is all
-  }
-}
-
-void Peer::on_verdict(ErrorKind kind, const std::string& text) const {
-  throw Error(kind == ErrorKind::Mismatch ? kind : ErrorKind::PeerLost,
-              rank_name(rank_) + " closed its connection to " + rank_name(shared_.rank) + ": " + text);
-}
-
 void Peer::write_control() {
-  ssize_t sent = send(control_.fd.get(), control_.out.data() + control_.written, control_.out.size() - control_.written,
+  ssize_t sent = send(control_.fd.get(), session_.out.data() + control_.written, session_.out.size() - control_.written,
                       MSG_NOSIGNAL);
   if (sent < 0) {
     if (errno == EINTR) return;
     control_.writable = false;
-    if (errno == EAGAIN || life_.state() != Lifecycle::Open) return;
+    if (errno == EAGAIN || session_.life.state() != Lifecycle::Open) return;
     throw_lost(std::strerror(errno));
   }
   control_.written += static_cast<size_t>(sent);
-  if (control_.written == control_.out.size() || control_.written >= kKeepWritten) {
-    control_.out.erase(0, control_.written);
+  if (control_.written == session_.out.size() || control_.written >= kKeepWritten) {
+    session_.out.erase(0, control_.written);
     control_.written = 0;
   }
 }
 
 void Peer::read_data(DataChannel& channel) {
-  bool heard = channel.read(shared_.scratch);
+  bool heard = channel.read(session_.shared.scratch);
   if (channel.status != Status::Open) return on_end(channel);
   if (!heard) return;
-  pulse_.heard();
+  session_.pulse.heard();
   for (;;) {
     if (Arrival* arrival = channel.ended_frame()) {
       const Frame& frame = arrival->frame;
       std::byte* place = arrival->place();
-      if (shared_.checksum && place && crc32c(place, frame.payload) != frame.checksum)
-        throw garbage(rank_, "data whose checksum differs");
-      inbox_.end(*arrival);
+      if (session_.shared.checksum && place && crc32c(place, frame.payload) != frame.checksum)
+        throw garbage(session_.rank, "data whose checksum differs");
+      session_.inbox.end(*arrival);
       channel.receive(std::nullopt);
     } else if (auto header = channel.begun_frame(); header && !channel.is_reading()) {
       auto frame = decode(*header, Channel::Data);
-      if (!frame) throw garbage(rank_, "something that is no frame of syncengine's");
-      channel.receive(inbox_.begin(*frame));
+      if (!frame) throw garbage(session_.rank, "something that is no frame of syncengine's");
+      channel.receive(session_.inbox.begin(*frame));
     } else {
       return;
     }
@@ -191,10 +161,10 @@ void Peer::read_data(DataChannel& channel) {
 
 void Peer::write_data(DataChannel& channel) {
   if (!channel.is_writing()) {
-    if (!outbox_.has_next()) return;
-    channel.start(outbox_.next(channel.piece_bytes()));
+    if (!session_.outbox.has_next()) return;
+    channel.start(session_.outbox.next(channel.piece_bytes()));
   }
-  if (auto piece = channel.write()) outbox_.written(*piece);
+  if (auto piece = channel.write()) session_.outbox.written(*piece);
   if (channel.status == Status::Broken) on_end(channel);
 }
 
@@ -205,49 +175,40 @@ void Peer::on_end(DataChannel& channel) {
 }
 
 void Peer::beat() {
-  if (life_.is_in_use()) control_.out += encode({.kind = Kind::Heartbeat});
+  if (session_.life.is_in_use()) session_.add({.kind = Kind::Heartbeat});
 }
 
 void Peer::look_at_clock(Clock::time_point now) {
-  if (!life_.is_in_use()) return;
-  if (broken_ && life_.state() == Lifecycle::Open && now - *broken_ > kGoodbyeDelay)
+  if (!session_.life.is_in_use()) return;
+  if (broken_ && session_.life.state() == Lifecycle::Open && now - *broken_ > kGoodbyeDelay)
     throw_lost(how_broken_.empty() ? "a connection was closed" : how_broken_);
-  pulse_.judge(now);
+  session_.pulse.judge(now);
 }
 
 void Peer::throw_lost(const std::string& how) const {
-  throw Error(ErrorKind::PeerLost, rank_name(rank_) + " died, or the network to it broke (" + how + ")");
+  throw Error(ErrorKind::PeerLost, rank_name(session_.rank) + " died, or the network to it broke (" + how + ")");
 }
 
 void Peer::fail(const Error& error) {
-  if (life_.state() == Lifecycle::Open) give_verdict(error);
-  life_.on(Lifecycle::Break);
-  outbox_.fail(error);
-  inbox_.fail(error);
+  if (session_.life.state() == Lifecycle::Open) {  // if there is anybody to hear it, and room for it at once
+    session_.add_verdict(error);
+    (void)!send(control_.fd.get(), session_.out.data() + control_.written, session_.out.size() - control_.written,
+                MSG_NOSIGNAL);
+  }
+  session_.life.on(Lifecycle::Break);
+  session_.outbox.fail(error);
+  session_.inbox.fail(error);
   for (auto& channel : data_) {
     if (Send* send = channel.writing()) send->fail(error);
     channel.close();
   }
   control_.fd.reset();
-  shared_.news = true;
-}
-
-// If there is anybody to hear it, and room for it at once.
-void Peer::give_verdict(const Error& error) {
-  std::string text = std::string(error.what()).substr(0, kMaxVerdict);
-  control_.out += encode({.kind = Kind::Verdict,
-                          .payload = static_cast<uint32_t>(text.size()),
-                          .size = static_cast<uint32_t>(error.kind())});
-  control_.out += text;
-  (void)!send(control_.fd.get(), control_.out.data() + control_.written, control_.out.size() - control_.written,
-              MSG_NOSIGNAL);
+  session_.shared.news = true;
 }
 
 void Peer::take_leave(const Error& error) {
-  life_.on(Lifecycle::Leave);
-  outbox_.fail_unready(error);
-  inbox_.fail(error);
-  control_.out += encode({.kind = Kind::Goodbye});
+  session_.take_leave(error);
+  session_.add({.kind = Kind::Goodbye});
 }
 
 // The connections' ends follow what is still to go out on them.
@@ -255,11 +216,11 @@ void Peer::say_goodbye() {
   if (has_unsent()) return;
   shutdown(control_.fd.get(), SHUT_WR);
   for (auto& channel : data_) channel.end_writing();
-  life_.on(Lifecycle::SayGoodbye);
+  session_.life.on(Lifecycle::SayGoodbye);
 }
 
 bool Peer::gone() const {
-  if (life_.is_broken()) return true;
+  if (session_.life.is_broken()) return true;
   return control_.ended && std::none_of(data_.begin(), data_.end(),
                                         [](const DataChannel& channel) { return channel.status == Status::Open; });
 }

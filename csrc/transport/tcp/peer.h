@@ -10,11 +10,7 @@
 #include <vector>
 
 #include "base/deadline.h"
-#include "transport/matching/inbox.h"
-#include "transport/matching/lifecycle.h"
-#include "transport/matching/outbox.h"
-#include "transport/matching/pulse.h"
-#include "transport/matching/shared.h"
+#include "transport/matching/session.h"
 #include "transport/tcp/data_channel.h"
 #include "transport/tcp/tcp.h"
 
@@ -24,9 +20,7 @@ class Peer {
  public:
   Peer(Shared& shared, const Options& options, int rank, std::vector<UniqueFd> sockets);
 
-  Outbox& outbox() { return outbox_; }
-  Inbox& inbox() { return inbox_; }
-  void tell(const std::string& message);
+  matching::Session& session() { return session_; }
   void withdraw(uint64_t first, uint64_t last, const Error& error);
 
   // Descriptors and what the kernel says of them; the first is for control.
@@ -42,9 +36,6 @@ class Peer {
 
   void beat();                            // says that this rank is alive
   void look_at_clock(Clock::time_point);  // is the peer?
-  void excuse(Clock::time_point now) { pulse_.excuse(now); }
-
-  const Lifecycle& life() const { return life_; }
   void fail(const Error& error);
 
   // Ends it in order: what is under way is sent, then a goodbye, then the connections' ends; gone() once the peer has
@@ -58,33 +49,24 @@ class Peer {
     bool readable = true;
     bool writable = true;
     bool ended = false;
-    std::string in, out;
-    size_t written = 0;  // of `out`
+    std::string in;
+    size_t written = 0;  // of the session's frames
   };
 
   void read_control();
   void write_control();
   void on_control_frames();
-  void on_control_frame(const Frame& frame, std::string_view payload);
   void read_data(DataChannel& channel);
   void write_data(DataChannel& channel);
   void on_end(DataChannel& channel);
-  void on_verdict(ErrorKind kind, const std::string& text) const;
-  void give_verdict(const Error& error);
   void say_goodbye();
   [[noreturn]] void throw_lost(const std::string& how) const;
 
-  Shared& shared_;
-  int rank_;
+  matching::Session session_;
   Control control_;
   std::vector<DataChannel> data_;
-  Withdrawals withdrawals_;
-  Outbox outbox_;
-  Inbox inbox_;
-  Pulse pulse_;
   std::optional<Clock::time_point> broken_;  // a data connection ended without a goodbye, which may be on its way
   std::string how_broken_;
-  Lifecycle life_;
 };
 
 }  // namespace syncengine::tcp

@@ -180,8 +180,8 @@ TEST(tcp_fuzz_streams) {
     for (uint64_t tag = 0; tag < 4; ++tag) {
       size_t bytes = random() % 2 ? 100 : 20000;
       places.push_back(std::make_unique_for_overwrite<std::byte[]>(bytes));
-      peer.inbox().post(tag, places.back().get(), bytes, transfer());
-      peer.outbox().post(tag, memory.data(), random() % 40000, transfer());
+      peer.session().inbox.post(tag, places.back().get(), bytes, transfer());
+      peer.session().outbox.post(tag, memory.data(), random() % 40000, transfer());
     }
     try {
       for (int step = 0; step < 40; ++step) {

@@ -1,0 +1,46 @@
+#include "transport/matching/session.h"
+
+namespace syncengine::matching {
+
+void Session::add(Frame frame, std::string_view text) {
+  frame.payload = static_cast<uint32_t>(text.size());
+  out += encode(frame);
+  out += text;
+}
+
+void Session::add_verdict(const Error& error) {
+  add({.kind = Kind::Verdict, .size = static_cast<uint32_t>(error.kind())},
+      std::string(error.what()).substr(0, kMaxVerdict));
+}
+
+void Session::on_control(const Frame& frame, std::string_view text) {
+  const bool mismatch = static_cast<ErrorKind>(frame.size) == ErrorKind::Mismatch;
+  switch (frame.kind) {
+    case Kind::Message:
+      shared.heard.push_back({rank, std::string(text)});
+      shared.news = true;
+      break;
+    case Kind::Ready: return outbox.on_ready(frame);
+    case Kind::Ask: return inbox.on_ask(frame);
+    case Kind::Credit: return outbox.on_credit(frame);
+    case Kind::Withdrawn: return withdrawals.hear(frame);
+    case Kind::Goodbye: return life.on(Lifecycle::HearGoodbye);
+    case Kind::Verdict:
+      throw Error(mismatch ? ErrorKind::Mismatch : ErrorKind::PeerLost,
+                  rank_name(rank) + " closed its connection to " + rank_name(shared.rank) + ": " + std::string(text));
+    default: break;  // a heartbeat: that it came is all
+  }
+}
+
+void Session::withdraw(uint64_t first, uint64_t last, const Error& error) {
+  outbox.withdraw(first, last, error);
+  inbox.withdraw(first, last, error);
+}
+
+void Session::take_leave(const Error& error) {
+  life.on(Lifecycle::Leave);
+  outbox.fail_unready(error);
+  inbox.fail(error);
+}
+
+}  // namespace syncengine::matching
