@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "base/texts.h"
 #include "base/thread.h"
 #include "cuda/control.h"
 
@@ -82,11 +83,9 @@ void TransportWatch::heed_wait() {
     return;
   }
   const Duration age = Clock::now() - since_;
-  if (age < std::min(communicator_->log_after(), communicator_->timeout())) return;
-  char seconds[32];
-  std::snprintf(seconds, sizeof(seconds), "%.1f s", std::chrono::duration<double>(age).count());
+  if (age < std::min(communicator_->options().log_after, communicator_->timeout())) return;
   const std::string text =
-      name(communicator_->rank()) + " waits for other ranks since " + seconds + " in " + text_of(now.first);
+      name(communicator_->rank()) + " waits for other ranks since " + seconds_text(age) + " in " + text_of(now.first);
   if (age >= communicator_->timeout())
     fail(ErrorKind::Timeout, text + ": a CUDA stream gave up after the timeout; look at what the other ranks do");
   if (!logged_) std::fprintf(stderr, "syncengine: %s (CUDA stream)\n", text.c_str());

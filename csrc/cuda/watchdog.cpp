@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "base/texts.h"
 #include "base/thread.h"
 
 namespace syncengine::cuda {
@@ -94,10 +95,8 @@ void Watchdog::heed_wait() {
     if (age >= kCrosswise && waits_for(peer, communicator_->rank()))
       fail(ErrorKind::Mismatch, names({communicator_->rank()}) + " waits in " + what + ", " + names({peer}) + " in " +
                                     latest_text(peer) + ", for each other");
-  char seconds[32];
-  std::snprintf(seconds, sizeof(seconds), "%.1f s", std::chrono::duration<double>(age).count());
   const std::string text =
-      names({communicator_->rank()}) + " waits for " + names(late) + " since " + seconds + " in " + what;
+      names({communicator_->rank()}) + " waits for " + names(late) + " since " + seconds_text(age) + " in " + what;
   if (age >= communicator_->timeout())
     fail(ErrorKind::Timeout, text + ": a CUDA stream gave up after the timeout; look at what these ranks do");
   if (age >= log_after_ && !logged_) {
@@ -137,10 +136,10 @@ std::string Watchdog::latest_text(int rank) const {
   return text_of(rank, controls_[rank]->latest.load(std::memory_order_relaxed));
 }
 
-std::string Watchdog::names(const std::vector<int>& ranks) const {
-  std::string list;
-  for (int rank : ranks) list += (list.empty() ? "" : ", ") + std::to_string(communicator_->global_ranks()[rank]);
-  return (ranks.size() == 1 ? "rank " : "ranks ") + list;
+std::string Watchdog::names(const std::vector<int>& members) const {
+  std::vector<int> ranks;
+  for (int member : members) ranks.push_back(communicator_->global_ranks()[member]);
+  return rank_names(ranks);
 }
 
 std::string Watchdog::text_of(int rank, uint32_t fingerprint) const {

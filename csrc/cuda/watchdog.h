@@ -53,7 +53,7 @@ class Watchdog {
   std::vector<int> missing() const;
   bool waits_for(int rank, int peer) const;
   std::string latest_text(int rank) const;
-  std::string names(const std::vector<int>& ranks) const;
+  std::string names(const std::vector<int>& members) const;
   std::string text_of(int rank, uint32_t fingerprint) const;
   Control& own() const { return *controls_[communicator_->rank()]; }
 

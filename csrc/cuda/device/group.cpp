@@ -60,7 +60,7 @@ RealDeviceGroup::RealDeviceGroup(std::shared_ptr<Communicator> communicator, int
   tell_peers_if_it_fails(*communicator_, [&] { prepare_staging(interrupted); });
   counters_["host_staging"] = host_staging_ != nullptr;
   counters_["push"] = site_.push;
-  watchdog_ = std::make_unique<Watchdog>(communicator_, std::move(words), communicator_->log_after());
+  watchdog_ = std::make_unique<Watchdog>(communicator_, std::move(words), communicator_->options().log_after);
   tell_peers_if_it_fails(*communicator_, [&] { prove_signals(); });
 }
 
@@ -111,7 +111,7 @@ const char* RealDeviceGroup::enqueue(const Operation& operation, cudaStream_t st
 RealDeviceGroup::Choice RealDeviceGroup::choose(const Operation& operation) {
   Choice choice;
   choice.route.memories.resize(site_.world);
-  const Algorithm algorithm = communicator_->algorithm();
+  const Algorithm algorithm = communicator_->options().algorithm;
   const bool by_size = algorithm == Algorithm::Auto || algorithm == Algorithm::Ring;
   const Route one_kernel{.path = Path::OneShot};
   if (by_size && operation.input.bytes() <= kTinyBytes && fits_one_kernel(operation, site_, one_kernel) &&

@@ -41,10 +41,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual int rank() const = 0;
   virtual int size() const = 0;
   virtual const std::vector<int>& global_ranks() const = 0;  // of each member, for messages
-  virtual Numerics numerics() const = 0;
-  virtual Duration timeout() const = 0;
-  virtual Duration log_after() const = 0;
-  virtual Algorithm algorithm() const = 0;
+  virtual const Options& options() const = 0;
+  Numerics numerics() const { return options().numerics; }
+  Duration timeout() const { return options().timeout; }
   virtual bool spans_hosts() const { return false; }
   virtual std::vector<int> hosts() const { return std::vector<int>(size(), 0); }  // of each member, numbered from 0
   // Between hosts: what moves bytes between the members' devices, where there is something that does. `name` as in Interhost.

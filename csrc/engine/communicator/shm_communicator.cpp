@@ -56,7 +56,7 @@ ShmCommunicator::ShmCommunicator(std::shared_ptr<Engine> engine, const Group& gr
     : engine_(std::move(engine)),
       origin_(origin),
       group_(group),
-      parts_(make_parts(group_, [this] { return any_peer_failed(); }, engine_->trash())) {}
+      parts_(make_parts(group_, [this] { return any_peer_failed(); }, engine_->lock().trash())) {}
 
 ShmCommunicator::~ShmCommunicator() {
   if (engine_->arena()->forked()) return;
@@ -68,17 +68,7 @@ ShmCommunicator::~ShmCommunicator() {
 std::shared_ptr<Work> ShmCommunicator::enqueue(Operation operation, std::shared_ptr<const Slots> slots, size_t index) {
   engine_->throw_if_forked();
   require_supported(operation);
-  auto work = std::make_shared<Work>(engine_->tally());
-  std::lock_guard lock(submit_mutex_);
-  if (error_) {
-    work->fail(error_);
-    std::rethrow_exception(error_);
-  }
-  const uint64_t slot = slots ? slots->first() + index : Lane::kNoKey;
-  work->place = !slots ? Work::Place{shm::kUserLane, submitted_++, 0}
-                       : Work::Place{shm::kScheduledLane, slot, ++announced_[slot]};
-  submissions_.push_back({std::move(operation), work, Clock::now(), slot, std::move(slots)});
-  return work;
+  return submissions_.add(std::move(operation), std::move(slots), index);
 }
 
 std::shared_ptr<Work> ShmCommunicator::submit(Operation operation) {
@@ -97,19 +87,7 @@ std::shared_ptr<Work> ShmCommunicator::post(Message message, bool sends) {
   if (!any && (message.peer < 0 || message.peer >= size()))
     throw Error(ErrorKind::InvalidUsage, message.describe() + ": rank " + std::to_string(message.peer) +
                                              " is not in 0.." + std::to_string(size() - 1));
-  auto work = std::make_shared<Work>(engine_->tally());
-  Lane::Item item{.operation = {}, .work = work, .since = Clock::now()};
-  item.operation.describe = message.describe;
-  item.operation.keepalive = message.keepalive;
-  {
-    std::lock_guard lock(submit_mutex_);
-    if (error_) {
-      work->fail(error_);
-      std::rethrow_exception(error_);
-    }
-    work->place = {shm::kMessages, 0, 0};
-    posts_.push_back({std::move(message), sends, std::move(item)});
-  }
+  auto work = submissions_.add(std::move(message), sends);
   engine_->poke(*this);
   return work;
 }
@@ -172,8 +150,7 @@ void ShmCommunicator::wait(const std::shared_ptr<Work>& work, const std::functio
 
 void ShmCommunicator::throw_if_failed() const {
   engine_->throw_if_forked();
-  std::lock_guard lock(submit_mutex_);
-  if (error_) std::rethrow_exception(error_);
+  submissions_.throw_if_ended();
 }
 
 void ShmCommunicator::check_peers() {
@@ -205,21 +182,17 @@ std::map<std::string, uint64_t> ShmCommunicator::counters() const {
 
 bool ShmCommunicator::advance() {
   if (ended_) return false;
-  {
-    std::lock_guard lock(submit_mutex_);
-    taken_.swap(submissions_);
-    taken_posts_.swap(posts_);
-  }
-  bool moved = !taken_.empty();
-  for (Lane::Item& item : taken_) {
+  submissions_.swap(taken_);
+  bool moved = !taken_.operations.empty();
+  for (Lane::Item& item : taken_.operations) {
     if (item.key == Lane::kNoKey)
       user_lane_.call(std::move(item));
     else
       schedule_.announce(std::move(item));
   }
-  taken_.clear();
-  for (Post& post : taken_posts_) messenger_.post(std::move(post));
-  taken_posts_.clear();
+  taken_.operations.clear();
+  for (Post& post : taken_.posts) messenger_.post(std::move(post));
+  taken_.posts.clear();
   try {
     moved |= user_lane_.advance(kBudget);
     moved |= schedule_.advance();

@@ -1,9 +1,8 @@
 // A communicator whose members share one host's memory.
 #pragma once
 
-#include <mutex>
-
 #include "engine/communicator/communicator.h"
+#include "engine/communicator/submissions.h"
 #include "engine/lanes/lane.h"
 #include "engine/lanes/schedule.h"
 #include "engine/messages/messenger.h"
@@ -30,10 +29,7 @@ class ShmCommunicator : public Communicator, protected Progressable {
   int rank() const override { return group_.rank; }
   int size() const override { return group_.size; }
   const std::vector<int>& global_ranks() const override { return group_.global_ranks; }
-  Numerics numerics() const override { return engine_->options().numerics; }
-  Duration timeout() const override { return engine_->options().timeout; }
-  Duration log_after() const override { return engine_->options().log_after; }
-  Algorithm algorithm() const override { return engine_->options().algorithm; }
+  const Options& options() const override { return engine_->options(); }
 
   std::shared_ptr<Work> submit(Operation operation) override;
   void run(Operation operation, const std::function<void()>& interrupted) override;
@@ -116,17 +112,11 @@ class ShmCommunicator : public Communicator, protected Progressable {
   Messenger& messenger_ = *parts_.messenger;
 
   const std::shared_ptr<SlotTable> slots_ = std::make_shared<SlotTable>(shm::kReadySlots);
-  mutable std::mutex submit_mutex_;  // guards the next five; never held together with work under the progress lock
-  std::vector<Lane::Item> submissions_;
-  std::vector<Post> posts_;
-  std::exception_ptr error_;
-  uint64_t submitted_ = 0;
-  std::map<uint64_t, uint64_t> announced_;  // count per slot
+  Submissions submissions_{engine_->tally()};
 
-  std::vector<Lane::Item> taken_;  // progress lock: reused by advance()
-  std::vector<Post> taken_posts_;  // the same
-  bool ended_ = false;             // progress lock
-  std::string last_words_;         // the same, as the next
+  Submissions::Batch taken_;  // progress lock, as the next; reused by advance()
+  bool ended_ = false;
+  std::string last_words_;
   std::vector<std::shared_ptr<Work>> last_works_;
   Clock::time_point logged_{};  // the operation that the log line was about
 };

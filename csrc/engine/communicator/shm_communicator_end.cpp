@@ -32,7 +32,7 @@ void ShmCommunicator::close() {
     if (origin_ == Origin::Split) return;
     for (Progressable* progressable : engine_->progressables()) progressable->leave();
   });
-  engine_->await_drops();
+  engine_->lock().await_drops();
 }
 
 std::vector<ArenaRange> ShmCommunicator::direct_memory() const {
@@ -92,16 +92,9 @@ void ShmCommunicator::end(shm::Standing standing, const Error& for_peers, const 
   write_end_record(group_.own().end_record, standing, for_peers.kind(), for_peers.what());
   if (standing == shm::Standing::Failed) engine_->sever_tensors(direct_memory(), for_peers);
   auto error = std::make_exception_ptr(raised_here);
-  std::vector<Lane::Item> late;
-  std::vector<Post> late_posts;
-  {
-    std::lock_guard lock(submit_mutex_);
-    error_ = error;
-    late.swap(submissions_);
-    late_posts.swap(posts_);
-  }
-  for (Post& post : late_posts) messenger_.post(std::move(post));
-  for (Lane::Item& item : late) user_lane_.enqueue(std::move(item));
+  Submissions::Batch late = submissions_.end(error);
+  for (Post& post : late.posts) messenger_.post(std::move(post));
+  for (Lane::Item& item : late.operations) user_lane_.enqueue(std::move(item));
   schedule_.fail_all();
   user_lane_.fail_all(error);
   scheduled_lane_.fail_all(error);

@@ -3,6 +3,7 @@
 #include <bit>
 
 #include "base/error.h"
+#include "base/texts.h"
 #include "engine/communicator/shm_communicator.h"
 
 namespace syncengine {
@@ -36,13 +37,8 @@ std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ran
   run(std::move(gather), interrupted);
   if (!mine.members) return nullptr;
 
-  auto name = [&](int rank) { return "rank " + std::to_string(global_ranks()[rank]); };
-  auto names = [&](uint64_t mask) {
-    std::string list;
-    for (int rank = 0; rank < size(); ++rank)
-      if (mask >> rank & 1) list += (list.empty() ? "" : ", ") + std::to_string(global_ranks()[rank]);
-    return (mask == 0 ? "none" : (mask & (mask - 1)) == 0 ? "rank " : "ranks ") + list;
-  };
+  auto name = [&](int rank) { return rank_names(global_ranks(), uint64_t{1} << rank); };
+  auto names = [&](uint64_t mask) { return mask == 0 ? "none" : rank_names(global_ranks(), mask); };
   std::vector<int> members;
   for (int rank = 0; rank < size(); ++rank) {
     if (!(mine.members >> rank & 1)) continue;

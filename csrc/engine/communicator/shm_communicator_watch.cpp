@@ -1,24 +1,12 @@
 // What a communicator does about every 50 ms while something waits: deaths, departures and deadlines. These are the
 // parts of ShmCommunicator that turn a wait that can't end into a named error.
 #include <algorithm>
-#include <cstdio>
 
+#include "base/texts.h"
 #include "engine/communicator/shm_communicator.h"
 #include "engine/lanes/mismatch.h"
 
 namespace syncengine {
-
-namespace {
-
-double to_seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
-
-std::string seconds_text(Duration duration) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.1f s", to_seconds(duration));
-  return text;
-}
-
-}  // namespace
 
 std::vector<int> ShmCommunicator::dead() {
   engine_->throw_if_forked();
@@ -51,7 +39,7 @@ ShmCommunicator::Pending ShmCommunicator::oldest() const {
 }
 
 std::string ShmCommunicator::names_of_blocking_ranks(const Pending& pending) const {
-  return pending.blocking_ranks ? group_.names(pending.blocking_ranks) : "";
+  return rank_names(group_.global_ranks, pending.blocking_ranks);
 }
 
 std::string ShmCommunicator::what_is_pending() const {
@@ -93,7 +81,7 @@ void ShmCommunicator::heed_deadline() {
   }
   if (logged_ == item->since) return;
   logged_ = item->since;
-  engine_->log(what_is_pending());
+  engine_->lock().log(what_is_pending());
 }
 
 DeadlockDetector::Wait ShmCommunicator::wait_of(const Work& work) const {

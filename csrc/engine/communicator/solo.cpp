@@ -17,10 +17,7 @@ class SoloCommunicator final : public Communicator {
   int rank() const override { return 0; }
   int size() const override { return 1; }
   const std::vector<int>& global_ranks() const override { return ranks_; }
-  Numerics numerics() const override { return options_.numerics; }
-  Duration timeout() const override { return options_.timeout; }
-  Duration log_after() const override { return options_.log_after; }
-  Algorithm algorithm() const override { return options_.algorithm; }
+  const Options& options() const override { return options_; }
 
   std::shared_ptr<Work> submit(Operation operation) override {
     throw_if_failed();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/texts.h"
 #include "engine/hosts/measure.h"
 #include "engine/lanes/mismatch.h"
 
@@ -203,12 +204,7 @@ std::string InterhostCommunicator::names_of_blocking_ranks(const Pending& pendin
       members |=
           exchanges_[pending.item->key == Lane::kNoKey ? shm::kUserLane : shm::kScheduledLane]->remote_blocking_ranks();
   }
-  members &= ~(uint64_t{1} << rank());
-  std::string list;
-  int count = 0;
-  for (int member = 0; member < size(); ++member)
-    if (members >> member & 1) list += (count++ ? ", " : "") + std::to_string(links_.global_ranks[member]);
-  return list.empty() ? "" : (count == 1 ? "rank " : "ranks ") + list;
+  return rank_names(links_.global_ranks, members & ~(uint64_t{1} << rank()));
 }
 
 // A peer that failed has said why before its connection ended.
@@ -254,28 +250,23 @@ std::shared_ptr<void> InterhostCommunicator::expect_group() {
 // Members that all live on this host need no network.
 std::shared_ptr<Communicator> InterhostCommunicator::join(const std::vector<int>& members,
                                                           const std::vector<Ticket>& tickets) {
-  bool all_here = true;
   std::vector<Member> joined;
+  std::vector<int> here;
+  std::vector<Ticket> tickets_here(group_.size);
   for (int member : members) {
-    bool here = !links_.is_remote(member);
-    all_here &= here;
     joined.push_back({.label = links_.placement.host_of[member],
                       .job_rank = links_.job_ranks[member],
                       .global_rank = links_.global_ranks[member],
-                      .local_rank = here ? group_.local_ranks[links_.placement.local_index(member)] : -1,
                       .offset = tickets[member].offset});
+    if (links_.is_remote(member)) continue;
+    here.push_back(links_.placement.local_index(member));
+    joined.back().local_rank = group_.local_ranks[here.back()];
+    tickets_here[here.back()] = tickets[member];
   }
+  if (here.size() == members.size()) return ShmCommunicator::join(here, tickets_here);
   int rank_in_group = static_cast<int>(std::find(members.begin(), members.end(), rank()) - members.begin());
   auto number = static_cast<uint32_t>(tickets[members.front()].number);
-  if (!all_here) return create(links_.network, number, rank_in_group, joined, Origin::Split);
-  std::vector<int> globals, locals;
-  std::vector<uint64_t> offsets;
-  for (const Member& member : joined) {
-    globals.push_back(member.global_rank);
-    locals.push_back(member.local_rank);
-    offsets.push_back(member.offset);
-  }
-  return std::make_shared<ShmCommunicator>(engine_, rank_in_group, globals, locals, offsets, Origin::Split);
+  return create(links_.network, number, rank_in_group, joined, Origin::Split);
 }
 
 }  // namespace syncengine::hosts

@@ -88,14 +88,6 @@ class Network final : public IoLoop, private Progressable {
 
   // Progressable, under the progress lock: messages are heard before anything else is done.
   bool advance() override;
-  uint64_t interest() const override { return 0; }
-  void look_around() override {}
-  void lose_direct_memory(const Error&) override {}
-  void fail(ErrorKind, const std::string&) override {}
-  void leave() override {}
-  DeadlockDetector::Wait wait_of(const Work&) const override { return {}; }
-  bool has_block(int, uint64_t) const override { return false; }
-  std::string describe_wait(const Work&) const override { return ""; }
 
   std::shared_ptr<Engine> engine_;
   std::unique_ptr<Interhost> interhost_;

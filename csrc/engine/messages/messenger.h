@@ -36,7 +36,6 @@ class Messenger final : private MessageRoute::Office {
 
   uint64_t interhost_bytes() const { return far_ ? far_->interhost_bytes() : 0; }
 
-  MessageRoute* far() const { return far_.get(); }
   const MailboxRoute& near() const { return *near_; }
   const MessageRoute::Office& office() const { return *this; }
 

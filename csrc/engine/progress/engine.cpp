@@ -11,9 +11,8 @@ namespace syncengine {
 
 namespace {
 
-constexpr int kCarryPasses = 64;                     // of one carry_on(): bounds how long bytes may lie unread
-constexpr int kPokePasses = 4;                       // of one poke: bounds how long a hook may take
-constexpr auto kPatience = std::chrono::seconds(5);  // with threads that drop what operations held
+constexpr int kCarryPasses = 64;  // of one carry_on(): bounds how long bytes may lie unread
+constexpr int kPokePasses = 4;    // of one poke: bounds how long a hook may take
 
 }  // namespace
 
@@ -63,25 +62,25 @@ void Engine::expect_io_thread() {
 
 shm::Pool* Engine::gradient_pool() {
   if (options_.gradient_memory != GradientMemory::Arena) return nullptr;
-  Locked lock(*this);
+  std::lock_guard lock(lock_);
   if (gradient_pool_ == nullptr) gradient_pool_ = arena_->create_pool();
   return gradient_pool_;
 }
 
 void Engine::add(Progressable* progressable) {
-  Locked lock(*this);
+  std::lock_guard lock(lock_);
   progressables_.push_back(progressable);
 }
 
 void Engine::remove(Progressable* progressable) {
-  Locked lock(*this);
+  std::lock_guard lock(lock_);
   std::erase(progressables_, progressable);
 }
 
 bool Engine::pass() {
   bool moved = false;
   {
-    Locked lock(*this);
+    std::lock_guard lock(lock_);
     for (Progressable* progressable : progressables_) moved |= progressable->advance();
     if (moved) wake_io_loop();
   }
@@ -93,7 +92,7 @@ bool Engine::pass() {
 void Engine::poke(Progressable& owner) {
   bool moved = false;
   driver_.visit();
-  if (Locked lock(*this, std::try_to_lock); lock) {
+  if (std::unique_lock lock(lock_, std::try_to_lock); lock) {
     bool again = true;
     for (int passes = 0; again && passes < (lazy_ ? kPokePasses : 1); ++passes) {
       again = false;
@@ -117,7 +116,7 @@ bool Engine::carry_on() {
   bool ended = false, moved = true, any = false;
   driver_.visit();
   {
-    Locked lock(*this);
+    std::lock_guard lock(lock_);
     uint64_t before = tally_.ended.load(std::memory_order_relaxed);  // relaxed: works end under the lock
     for (int passes = 0; moved && passes < kCarryPasses; ++passes) {
       if (bell_->anybody_listens()) bell_->listen_for(interest());  // to what the sleepers need now
@@ -136,12 +135,6 @@ uint64_t Engine::interest() const {
   uint64_t ranks = 0;
   for (Progressable* progressable : progressables_) ranks |= progressable->interest();
   return ranks;
-}
-
-void Engine::await_drops() {
-  auto deadline = Deadline::after(kPatience);  // one of them may be the caller: a finalizer that closes a communicator
-  while (droppers_.load(std::memory_order_acquire) > 0 && !deadline.passed())  // acquire: after what they did
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
 }
 
 void Engine::sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause) {

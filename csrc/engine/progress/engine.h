@@ -9,24 +9,22 @@
 #pragma once
 
 #include <atomic>
-#include <cstdio>
 #include <functional>
 #include <future>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "base/error.h"
-#include "base/sync_point.h"
 #include "engine/progress/bell.h"
 #include "engine/progress/deadlock_detector.h"
 #include "engine/progress/driver.h"
 #include "engine/progress/group.h"
 #include "engine/progress/io_loop.h"
 #include "engine/progress/options.h"
+#include "engine/progress/progress_lock.h"
 #include "engine/progress/work.h"
 #include "transport/shm/arena.h"
 
@@ -37,17 +35,17 @@ class Progressable {
  public:
   virtual ~Progressable() = default;
   virtual bool advance() = 0;
-  virtual uint64_t interest() const = 0;  // local ranks whose next step is needed
-  virtual void look_around() = 0;         // deaths, failures, deadlines: about every 50 ms while something waits
-  virtual void lose_direct_memory(const Error& cause) = 0;  // some tensors of the arena were severed
-  virtual void fail(ErrorKind kind, const std::string& text) = 0;
-  virtual void leave() = 0;
+  virtual uint64_t interest() const { return 0; }  // local ranks whose next step is needed
+  virtual void look_around() {}  // deaths, failures, deadlines: about every 50 ms while something waits
+  virtual void lose_direct_memory(const Error& /*cause*/) {}  // some tensors of the arena were severed
+  virtual void fail(ErrorKind, const std::string& /*text*/) {}
+  virtual void leave() {}
   virtual IoLoop* io_loop() { return nullptr; }  // for a thread that waits for it; without any lock
 
   // For the search for ranks that wait for each other. Members are local ranks.
-  virtual DeadlockDetector::Wait wait_of(const Work& work) const = 0;
-  virtual bool has_block(int local_rank, uint64_t offset) const = 0;
-  virtual std::string describe_wait(const Work& work) const = 0;
+  virtual DeadlockDetector::Wait wait_of(const Work&) const { return {}; }
+  virtual bool has_block(int /*local_rank*/, uint64_t /*offset*/) const { return false; }
+  virtual std::string describe_wait(const Work&) const { return ""; }
 };
 
 // How many threads of this process might make calls; asked by one that waits. kUnknown if it is not one of those counted.
@@ -78,10 +76,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   void add(Progressable* progressable);
   void remove(Progressable* progressable);
-  // Runs `change` under the progress lock.
+  ProgressLock& lock() { return lock_; }
   template <class Change>
   auto locked(Change&& change) {
-    Locked lock(*this);
+    std::lock_guard held(lock_);
     return change();
   }
 
@@ -92,18 +90,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Drives until `work` of `owner` ended. `gives_up`: `interrupted` will end it some time.
   void wait(const Work& work, Progressable& owner, const std::function<void()>& interrupted, bool gives_up);
 
-  // Waits, not for ever, for threads that still drop what ended operations held. Before the interpreter ends, which such a drop
-  // may need: a thread that asks for Python's lock later is ended, and with it the process. Without that lock.
-  void await_drops();
-
   Work::Tally& tally() { return tally_; }
 
   // Under the progress lock.
-  std::vector<std::shared_ptr<void>>& trash() { return trash_; }
   void wake_io_loop() {
     if (asleep_) asleep_->wake();
   }
-  void log(const std::string& line) { log_ += "[syncengine] " + line + "\n"; }
   bool is_dead(int local_rank);
   void sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause);
   // "rank 1 waits in its collective call number 2 for rank 0", for those of `local_ranks` that do; empty if none.
@@ -113,34 +105,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void throw_if_forked() const;
 
  private:
-  // The progress lock. When it has let go of it, it drops the trash, since a tensor's last reference may wait for Python's
-  // lock, and writes the log, since stderr may be a full pipe.
-  class Locked {
-   public:
-    explicit Locked(Engine& engine) : engine_(engine), lock_(engine.mutex_) {}
-    Locked(Engine& engine, std::try_to_lock_t) : engine_(engine), lock_(engine.mutex_, std::try_to_lock) {}
-    ~Locked() {
-      std::vector<std::shared_ptr<void>> trash;
-      std::string log;
-      if (!lock_) return;
-      trash.swap(engine_.trash_);
-      log.swap(engine_.log_);
-      const bool drops = !trash.empty();
-      if (drops) engine_.droppers_.fetch_add(1, std::memory_order_relaxed);  // relaxed: under the lock
-      lock_.unlock();
-      if (!log.empty()) std::fputs(log.c_str(), stderr);
-      if (!drops) return;
-      sync_point("dropping");
-      trash.clear();
-      engine_.droppers_.fetch_sub(1, std::memory_order_release);  // release: what it did is done
-    }
-    explicit operator bool() const { return lock_.owns_lock(); }
-
-   private:
-    Engine& engine_;
-    std::unique_lock<std::mutex> lock_;
-  };
-
   void thread_main(std::promise<void> begun);
   bool pass();
   uint64_t interest() const;  // under the progress lock
@@ -161,15 +125,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   CountCallers count_callers_;
   std::vector<std::unique_ptr<shm::PeerArena>> peers_;
   std::unique_ptr<Bell> bell_;
-  shm::Pool* gradient_pool_ = nullptr;  // made when it is asked for; under mutex_
+  shm::Pool* gradient_pool_ = nullptr;  // made when it is asked for; under lock_
   bool lazy_ = false;                   // no cores for the engines' threads beside the ranks' own
   bool cores_to_spare_ = false;         // enough for every rank's waiting thread to spin
   bool io_thread_ = false;
 
-  std::mutex mutex_;  // the progress lock
+  ProgressLock lock_;
   std::vector<Progressable*> progressables_;
-  std::vector<std::shared_ptr<void>> trash_;  // what ended operations held
-  std::string log_;
   uint64_t dead_ = 0;
   struct Sleeper {
     const Work& work;
@@ -182,7 +144,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::unique_ptr<DeadlockDetector> deadlock_detector_;
 
   Work::Tally tally_;
-  std::atomic<int> droppers_{0};
   std::atomic<uint64_t> sleeps_{0};
   Driver driver_{Driver::Kind::Handed, [this] { return tally_.outstanding.load(std::memory_order_seq_cst) > 0; }};
   std::thread thread_;

@@ -61,7 +61,7 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
   bool moved = false;
   {
     // One critical section: a thread that changes what this one waits for does so before, and is seen, or after, and rings.
-    Locked lock(*this);
+    std::lock_guard lock(lock_);
     ticket = bell_->listen(interest());
     for (Progressable* progressable : progressables_) moved |= progressable->advance();
     if (io_loop) asleep_ = io_loop;

@@ -9,7 +9,7 @@
 namespace syncengine {
 
 void Engine::look_around() {
-  Locked lock(*this);
+  std::lock_guard lock(lock_);
   auto progressables = progressables_;  // a failure may reach others
   for (Progressable* progressable : progressables) progressable->look_around();
   publish_waits();

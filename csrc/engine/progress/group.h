@@ -29,16 +29,6 @@ struct Group {
 
   shm::GroupBlock& block(int member) const { return *blocks[member]; }
   shm::GroupBlock& own() const { return *blocks[rank]; }
-  // "rank 2", or "ranks 1, 3" for the members in `mask`.
-  std::string names(uint64_t mask) const {
-    std::string list;
-    int count = 0;
-    for (int member = 0; member < size; ++member) {
-      if (!(mask >> member & 1)) continue;
-      list += (count++ ? ", " : "") + std::to_string(global_ranks[member]);
-    }
-    return (count == 1 ? "rank " : "ranks ") + list;
-  }
   std::string name(int member) const { return "rank " + std::to_string(global_ranks[member]); }
 
   // The memory of `member` at an offset that it published. Throws InvalidUsage if that lies outside its arena.
