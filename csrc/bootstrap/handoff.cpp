@@ -6,7 +6,7 @@
 #include "bootstrap/goodbye.h"
 #include "bootstrap/greeting.h"
 #include "bootstrap/local_socket.h"
-#include "bootstrap/meeting.h"
+#include "bootstrap/rendezvous.h"
 #include "bootstrap/process.h"
 
 namespace syncengine {
@@ -23,7 +23,7 @@ std::string random_text(size_t bytes) {
   return text;
 }
 
-MeetingPlace parse(const std::string& address) {
+RendezvousPoint parse(const std::string& address) {
   const size_t slash = address.find('/');
   if (slash == std::string::npos) return {.name = address, .secret = {}};
   return {.name = address.substr(0, slash), .secret = address.substr(slash + 1)};
@@ -53,35 +53,35 @@ Handoff::Handoff()
 
 std::vector<UniqueFd> Handoff::exchange(int rank, const std::vector<std::string>& addresses, int own, Deadline deadline,
                                         const std::function<void()>& interrupted) {
-  std::map<int, MeetingPlace> places;
+  std::map<int, RendezvousPoint> places;
   for (size_t peer = 0; peer < addresses.size(); ++peer) {
     if (!addresses[peer].empty()) places[static_cast<int>(peer)] = parse(addresses[peer]);
   }
   places[rank] = {.name = name_, .secret = secret_};
   sync_point("listening");
-  LocalMeeting meeting(rank, std::move(places), own, listener_);
+  LocalRendezvous rendezvous(rank, std::move(places), own, listener_);
   try {
-    for (bool first = true; !meeting.over(); first = false) {
-      meeting.step();
+    for (bool first = true; !rendezvous.over(); first = false) {
+      rendezvous.step();
       if (first) sync_point("connecting");
-      if (meeting.over()) break;
-      if (deadline.passed()) meeting.throw_timeout();
-      meeting.wait();
+      if (rendezvous.over()) break;
+      if (deadline.passed()) rendezvous.throw_timeout();
+      rendezvous.wait();
       if (interrupted) interrupted();
     }
     listener_.reset();
-    say_goodbye(meeting.served(), Goodbye{});
+    say_goodbye(rendezvous.served(), Goodbye{});
   } catch (const Error& error) {
     Error told = for_peers(rank, error);
-    say_goodbye(meeting.served(), told.kind(), told.what());
+    say_goodbye(rendezvous.served(), told.kind(), told.what());
     throw;
   } catch (...) {
-    say_goodbye(meeting.served(), ErrorKind::Aborted,
+    say_goodbye(rendezvous.served(), ErrorKind::Aborted,
                 "rank " + std::to_string(rank) + " was interrupted (Ctrl-C) in init()");
     throw;
   }
   std::vector<UniqueFd> memories(addresses.size());
-  for (auto& [peer, memory] : meeting.take_memories()) memories[peer] = std::move(memory);
+  for (auto& [peer, memory] : rendezvous.take_memories()) memories[peer] = std::move(memory);
   return memories;
 }
 

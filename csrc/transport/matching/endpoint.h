@@ -1,4 +1,4 @@
-// What the endpoints of all transports are alike in: calls of any thread, posts on their way to peers, faults, the rhythm of
+// What the endpoints of all transports are alike in: calls of any thread, posts on their way to peers, faults, the timing of
 // heartbeats, and leaving. How bytes move is the transport's.
 //
 // `Peer` has a session(), withdraw, take_leave, gone and fail.
@@ -20,7 +20,7 @@
 
 #include "base/deadline.h"
 #include "transport/interhost.h"
-#include "transport/matching/pulse.h"
+#include "transport/matching/heartbeat_monitor.h"
 #include "transport/matching/shared.h"
 #include "transport/matching/submission_queue.h"
 
@@ -61,8 +61,8 @@ class Endpoint : public Interhost {
   }
 
  protected:
-  Endpoint(int rank, bool checksum, const Rhythm& rhythm)
-      : queue_(rank, [this] { wake(); }), heartbeat_(seconds(rhythm.heartbeat)), rhythm_(rhythm) {
+  Endpoint(int rank, bool checksum, const HeartbeatTiming& timing)
+      : queue_(rank, [this] { wake(); }), heartbeat_(seconds(timing.heartbeat)), timing_(timing) {
     shared_.rank = rank;
     shared_.checksum = checksum;
   }
@@ -117,8 +117,8 @@ class Endpoint : public Interhost {
   bool is_beat_due() {
     auto now = Clock::now();
     // Stopped, or starved of a processor: then the peers were not heard because nobody listened.
-    if (rhythm_.is_judged() && now - last_pass_ > seconds(rhythm_.pause())) {
-      for (auto& [rank, peer] : peers_) peer->session().pulse.excuse(now);
+    if (timing_.is_judged() && now - last_pass_ > seconds(timing_.pause())) {
+      for (auto& [rank, peer] : peers_) peer->session().heartbeat.excuse(now);
     }
     last_pass_ = now;
     if (now < next_beat_) return false;
@@ -171,7 +171,7 @@ class Endpoint : public Interhost {
   }
 
   std::mutex turn_;
-  const Rhythm rhythm_;
+  const HeartbeatTiming timing_;
   Clock::time_point next_beat_{};
   std::optional<Clock::time_point> leaving_until_;
 };

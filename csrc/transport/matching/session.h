@@ -10,13 +10,13 @@
 #include "transport/matching/inbox.h"
 #include "transport/matching/lifecycle.h"
 #include "transport/matching/outbox.h"
-#include "transport/matching/pulse.h"
+#include "transport/matching/heartbeat_monitor.h"
 
 namespace syncengine::matching {
 
 struct Session {
-  Session(Shared& endpoint, const Rhythm& rhythm, int peer)
-      : shared(endpoint), rank(peer), withdrawals(peer), pulse(endpoint, rhythm, peer) {}
+  Session(Shared& endpoint, const HeartbeatTiming& timing, int peer)
+      : shared(endpoint), rank(peer), withdrawals(peer), heartbeat(endpoint, timing, peer) {}
 
   void tell(const std::string& message) { add({.kind = Kind::Message}, message); }
   void add_verdict(const Error& error);               // what the peer is to know of its end
@@ -31,7 +31,7 @@ struct Session {
   Withdrawals withdrawals;
   Outbox outbox{shared, rank, out, withdrawals};
   Inbox inbox{shared, rank, out, withdrawals};
-  Pulse pulse;
+  HeartbeatMonitor heartbeat;
   Lifecycle life;
 };
 

@@ -8,7 +8,7 @@
 
 #include "base/build_id.h"
 #include "transport/interhost.h"
-#include "transport/matching/pulse.h"
+#include "transport/matching/heartbeat_monitor.h"
 #include "transport/packets/mover.h"
 
 namespace syncengine::packets {
@@ -24,7 +24,7 @@ struct Options {
       open_device_transport = {};
 };
 
-inline matching::Rhythm rhythm(const Options& options) {
+inline matching::HeartbeatTiming heartbeat_timing(const Options& options) {
   return {.heartbeat = options.heartbeat, .silence = options.silence};
 }
 

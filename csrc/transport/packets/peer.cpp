@@ -30,7 +30,7 @@ bool is_data(Kind kind) { return kind == Kind::Eager || kind == Kind::Chunk; }
 }  // namespace
 
 Peer::Peer(matching::Shared& shared, Traffic& traffic, const Options& options, int rank)
-    : session_(shared, rhythm(options), rank), traffic_(traffic), options_(options) {
+    : session_(shared, heartbeat_timing(options), rank), traffic_(traffic), options_(options) {
   session_.out = Writer().u64(kGreeting).u64(options.build).text();
   receive(kControlBytes, {});
 }
@@ -102,7 +102,7 @@ void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
     traffic_.give_back(std::move(buffer));
     return;
   }
-  session_.pulse.heard();
+  session_.heartbeat.heard();
   ended->ended = true;
   ended->buffer = std::move(buffer);
   std::optional<Error> fault;
@@ -225,7 +225,7 @@ void Peer::beat() {
 }
 
 void Peer::look_at_clock(Clock::time_point now) {
-  if (session_.life.is_in_use()) session_.pulse.judge(now);
+  if (session_.life.is_in_use()) session_.heartbeat.judge(now);
 }
 
 void Peer::fail(const Error& error) {

@@ -22,7 +22,7 @@ constexpr Duration kGoodbyeDelay = std::chrono::milliseconds(500);
 }  // namespace
 
 Peer::Peer(Shared& shared, const Options& options, int rank, std::vector<UniqueFd> sockets)
-    : session_(shared, rhythm(options), rank) {
+    : session_(shared, heartbeat_timing(options), rank) {
   for (auto& socket : sockets) send_at_once(socket);
   control_.fd = ParentFd(std::move(sockets.front()));
   for (size_t i = 1; i < sockets.size(); ++i) data_.emplace_back(std::move(sockets[i]));
@@ -95,7 +95,7 @@ void Peer::read_control() {
   int code = errno;
   control_.in.resize(had + std::max<ssize_t>(got, 0));
   if (got > 0) {
-    session_.pulse.heard();
+    session_.heartbeat.heard();
     on_control_frames();
   } else if (got == 0) {
     control_.ended = true;
@@ -140,7 +140,7 @@ void Peer::read_data(DataChannel& channel) {
   bool heard = channel.read(session_.shared.scratch);
   if (channel.status != Status::Open) return on_end(channel);
   if (!heard) return;
-  session_.pulse.heard();
+  session_.heartbeat.heard();
   for (;;) {
     if (Arrival* arrival = channel.ended_frame()) {
       const Frame& frame = arrival->frame;
@@ -182,7 +182,7 @@ void Peer::look_at_clock(Clock::time_point now) {
   if (!session_.life.is_in_use()) return;
   if (broken_ && session_.life.state() == Lifecycle::Open && now - *broken_ > kGoodbyeDelay)
     throw_lost(how_broken_.empty() ? "a connection was closed" : how_broken_);
-  session_.pulse.judge(now);
+  session_.heartbeat.judge(now);
 }
 
 void Peer::throw_lost(const std::string& how) const {

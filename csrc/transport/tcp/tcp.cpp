@@ -2,7 +2,7 @@
 
 #include "transport/tcp/descriptors.h"
 #include "transport/tcp/endpoint.h"
-#include "transport/tcp/meeting.h"
+#include "transport/tcp/rendezvous.h"
 #include "transport/tcp/socket.h"
 
 namespace syncengine::tcp {
@@ -51,8 +51,8 @@ std::unique_ptr<Interhost> connect(Listener listener, int rank, const std::vecto
     check_fit(rank, listener.address_, peer, peers[peer]);
   }
   require_room(listener.options_, static_cast<int>(peers.size()));
-  Meeting meeting(listener.options_, rank, listener.address_, std::move(peers), listener.fd_.get());
-  return std::make_unique<Endpoint>(listener.options_, rank, meeting.meet(deadline, interrupted));
+  Rendezvous rendezvous(listener.options_, rank, listener.address_, std::move(peers), listener.fd_.get());
+  return std::make_unique<Endpoint>(listener.options_, rank, rendezvous.run(deadline, interrupted));
 }
 
 }  // namespace syncengine::tcp

@@ -13,7 +13,7 @@
 
 #include "base/deadline.h"
 #include "transport/interhost.h"
-#include "transport/matching/pulse.h"
+#include "transport/matching/heartbeat_monitor.h"
 #include "transport/tcp/address.h"
 #include "transport/tcp/parent_fd.h"
 
@@ -31,7 +31,7 @@ struct Options {
   std::string secret;        // see load_secret()
 };
 
-inline matching::Rhythm rhythm(const Options& options) {
+inline matching::HeartbeatTiming heartbeat_timing(const Options& options) {
   return {.heartbeat = options.heartbeat, .silence = options.silence};
 }
 

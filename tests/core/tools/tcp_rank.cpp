@@ -26,7 +26,7 @@
 #include <thread>
 #include <vector>
 
-#include "transport/tcp/meeting.h"
+#include "transport/tcp/rendezvous.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/tcp.h"
 
@@ -266,9 +266,9 @@ void raw(const Settings& settings) {
   own.port = tcp::port_of(listener);
   auto addresses = swap_addresses(settings, encode(own));
   int peer = 1 - settings.rank;
-  tcp::Meeting meeting(options, settings.rank, own, {{peer, tcp::decode_address(peer, addresses[peer])}},
+  tcp::Rendezvous rendezvous(options, settings.rank, own, {{peer, tcp::decode_address(peer, addresses[peer])}},
                        listener.get());
-  auto sockets = meeting.meet(settings.deadline(), {});
+  auto sockets = rendezvous.run(settings.deadline(), {});
   std::cout << "connected" << std::endl;
   for (auto& socket : sockets.at(peer)) tcp::send_at_once(socket);
   raw(settings, sockets.at(peer));

@@ -12,7 +12,7 @@
 namespace syncengine::matching {
 
 // Seconds. Where `silence` is 0 there are no heartbeats, and nothing follows.
-struct Rhythm {
+struct HeartbeatTiming {
   static constexpr double kNotice = 2.0;
   double heartbeat = 0.25;  // a sign of life is sent so often
   double silence = 30.0;    // without one from a peer, after which it is lost
@@ -23,9 +23,9 @@ struct Rhythm {
   double pause() const { return std::min(silence, notice) / 2; }
 };
 
-class Pulse {
+class HeartbeatMonitor {
  public:
-  Pulse(Shared& shared, const Rhythm& rhythm, int peer) : shared_(shared), rhythm_(rhythm), peer_(peer) {}
+  HeartbeatMonitor(Shared& shared, const HeartbeatTiming& timing, int peer) : shared_(shared), timing_(timing), peer_(peer) {}
 
   void heard() {
     last_ = Clock::now();
@@ -38,7 +38,7 @@ class Pulse {
   void note_return();
 
   Shared& shared_;
-  Rhythm rhythm_;
+  HeartbeatTiming timing_;
   int peer_;
   std::optional<Clock::time_point> last_;     // nothing before its first sign of life: it may still be connecting
   std::optional<Clock::time_point> noticed_;  // since when it had been silent, when the line was written

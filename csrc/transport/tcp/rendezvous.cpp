@@ -1,4 +1,4 @@
-#include "transport/tcp/meeting.h"
+#include "transport/tcp/rendezvous.h"
 
 #include <poll.h>
 #include <sys/socket.h>
@@ -25,7 +25,7 @@ constexpr Duration kProbePause = std::chrono::milliseconds(250);
 
 }  // namespace
 
-Meeting::Meeting(const Options& options, int rank, const Address& own, std::map<int, Address> peers, int listener)
+Rendezvous::Rendezvous(const Options& options, int rank, const Address& own, std::map<int, Address> peers, int listener)
     : options_(options), rank_(rank), own_(own), peers_(std::move(peers)), listener_(listener) {
   for (const auto& [peer, address] : peers_) {
     keys_[peer] = pair_keys(rank, own, peer, address, options.secret);
@@ -40,7 +40,7 @@ Meeting::Meeting(const Options& options, int rank, const Address& own, std::map<
   }
 }
 
-std::map<int, Sockets> Meeting::meet(Deadline deadline, const std::function<void()>& interrupted) {
+std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<void()>& interrupted) {
   sync_point("tcp_meeting");
   while (missing_ > 0) {
     bool is_full = full_ && Clock::now() < full_->again;
@@ -76,7 +76,7 @@ std::map<int, Sockets> Meeting::meet(Deadline deadline, const std::function<void
   return std::move(sockets_);
 }
 
-void Meeting::accept_callers() {
+void Rendezvous::accept_callers() {
   auto is_silent = [](const Call& call) { return !call.server->has_ticket(); };
   for (;;) {
     auto oldest = std::find_if(unauthenticated_.begin(), unauthenticated_.end(), is_silent);
@@ -102,7 +102,7 @@ void Meeting::accept_callers() {
 }
 
 // Strangers that say nothing go, since what is needed for the ranks was there at first; if that does not help, it is said.
-void Meeting::wait_for_descriptors(int code) {
+void Rendezvous::wait_for_descriptors(int code) {
   auto now = Clock::now();
   if (!full_) full_ = Full{.since = now};
   full_->again = now + kPause;
@@ -113,7 +113,7 @@ void Meeting::wait_for_descriptors(int code) {
   throw_out_of_descriptors(rank_name(rank_) + " can't accept the connections of " + missing_names(), code);
 }
 
-void Meeting::dial(Call& call) {
+void Rendezvous::dial(Call& call) {
   const Address& address = peers_.at(call.peer);
   call.fd = begin_connect(own_.ip, address.ip, address.port);
   call.connecting = true;
@@ -121,7 +121,7 @@ void Meeting::dial(Call& call) {
   if (!call.fd) break_off(call, errno);
 }
 
-void Meeting::break_off(Call& call, int code) {
+void Rendezvous::break_off(Call& call, int code) {
   const Address& address = peers_.at(call.peer);
   std::string where = text(address.ip, address.port);
   if (code == ECONNREFUSED) {
@@ -135,7 +135,7 @@ void Meeting::break_off(Call& call, int code) {
   call.again = Clock::now() + kPause;
 }
 
-bool Meeting::advance(Call& call) {
+bool Rendezvous::advance(Call& call) {
   if (!call.fd) {
     if (Clock::now() < call.again) return false;
     dial(call);
@@ -160,7 +160,7 @@ bool Meeting::advance(Call& call) {
   return broken || Clock::now() >= call.limit;
 }
 
-void Meeting::greet(Call& call) {
+void Rendezvous::greet(Call& call) {
   Hello hello{.build = build_id(),
               .connection = static_cast<uint16_t>(call.connection),
               .client = static_cast<uint32_t>(rank_),
@@ -175,7 +175,7 @@ void Meeting::greet(Call& call) {
 }
 
 // True once the handshake is over; else `code` says why not: EAGAIN for now, 0 if the other side closed.
-bool Meeting::talk(Call& call, int& code) {
+bool Rendezvous::talk(Call& call, int& code) {
   Handshake& handshake = call.handshake();
   while (handshake.wanted() > 0) {
     // Never more than the handshake: what follows is for the connection's next owner.
@@ -199,7 +199,7 @@ bool Meeting::talk(Call& call, int& code) {
   return true;
 }
 
-bool Meeting::settle(Call& call) {
+bool Rendezvous::settle(Call& call) {
   Handshake& handshake = call.handshake();
   int peer = call.client ? call.peer : static_cast<int>(handshake.hello().client);
   switch (handshake.verdict()) {
@@ -233,7 +233,7 @@ bool Meeting::settle(Call& call) {
 
 // A rank's name with a valid ticket and nothing behind it: that rank has another secret, or somebody has read the addresses in the
 // launcher's exchange. He must not end the job, so the rank may still come.
-void Meeting::doubt(int peer, const std::string& what) {
+void Rendezvous::doubt(int peer, const std::string& what) {
   std::string text = "somebody called as " + rank_name(peer) + " with " + what;
   reasons_[peer] = text;
   if (!doubted_.try_emplace(peer).second) return;
@@ -244,14 +244,14 @@ void Meeting::doubt(int peer, const std::string& what) {
       rank_name(rank_).c_str(), text.c_str());
 }
 
-bool Meeting::is_missing(int peer) const {
+bool Rendezvous::is_missing(int peer) const {
   const Sockets& sockets = sockets_.at(peer);
   return std::any_of(sockets.begin(), sockets.end(), [](const UniqueFd& fd) { return !fd; });
 }
 
 // A rank with another secret has heard it from this one, and its init() has failed: nobody listens there any more. No stranger
 // can do that to a rank that is still to come.
-void Meeting::look_after_doubted() {
+void Rendezvous::look_after_doubted() {
   auto now = Clock::now();
   for (auto& [peer, doubt] : doubted_) {
     if (!is_missing(peer)) {
@@ -270,13 +270,13 @@ void Meeting::look_after_doubted() {
   }
 }
 
-void Meeting::throw_other_secret(int peer) const {
+void Rendezvous::throw_other_secret(int peer) const {
   throw Error(ErrorKind::InvalidUsage, rank_name(peer) + " and " + rank_name(rank_) +
                                            " have different secrets: set SYNCENGINE_SECRET (or what is in "
                                            "SYNCENGINE_SECRET_FILE) to the same on all ranks");
 }
 
-std::string Meeting::missing_names() const {
+std::string Rendezvous::missing_names() const {
   std::string names;
   int count = 0;
   for (const auto& [peer, sockets] : sockets_) {

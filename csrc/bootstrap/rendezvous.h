@@ -17,14 +17,14 @@
 namespace syncengine {
 
 // Of a peer: where it listens, and what proves that who listens there is it.
-struct MeetingPlace {
+struct RendezvousPoint {
   std::string name, secret;
 };
 
-class LocalMeeting {
+class LocalRendezvous {
  public:
   // `places` has the peers, by rank, and this rank; `own` is the descriptor to hand out.
-  LocalMeeting(int rank, std::map<int, MeetingPlace> places, int own, const UniqueFd& listener);
+  LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const UniqueFd& listener);
 
   // What can be done now. Throws if a peer is lost.
   void step();
@@ -64,7 +64,7 @@ class LocalMeeting {
   static bool is_owed(const Visitor& visitor) { return visitor.stage == Visitor::Stage::Proved; }
 
   const int rank_, own_;
-  const std::map<int, MeetingPlace> places_;
+  const std::map<int, RendezvousPoint> places_;
   const UniqueFd& listener_;
   std::map<int, Call> calls_;
   std::list<Visitor> visitors_;  // the oldest first

@@ -1,4 +1,4 @@
-#include "bootstrap/meeting.h"
+#include "bootstrap/rendezvous.h"
 
 #include <poll.h>
 
@@ -42,7 +42,7 @@ std::string process_of(const std::string& name) {
 
 }  // namespace
 
-LocalMeeting::LocalMeeting(int rank, std::map<int, MeetingPlace> places, int own, const UniqueFd& listener)
+LocalRendezvous::LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const UniqueFd& listener)
     : rank_(rank), own_(own), places_(std::move(places)), listener_(listener) {
   for (const auto& [peer, place] : places_) {
     if (peer == rank) continue;
@@ -54,11 +54,11 @@ LocalMeeting::LocalMeeting(int rank, std::map<int, MeetingPlace> places, int own
                       3 * calls_.size());
 }
 
-bool LocalMeeting::has_all() const {
+bool LocalRendezvous::has_all() const {
   return std::none_of(calls_.begin(), calls_.end(), [](const auto& call) { return call.second.misses_memory(); });
 }
 
-void LocalMeeting::step() {
+void LocalRendezvous::step() {
   for (auto& [peer, call] : calls_) advance(peer, call);
   accept();
   visitors_.remove_if([this](Visitor& visitor) { return advance(visitor); });
@@ -69,8 +69,8 @@ void LocalMeeting::step() {
   throw_lost(lost_, ended(processes));
 }
 
-void LocalMeeting::reach(int peer, Call& call) {
-  const MeetingPlace& place = places_.at(peer);
+void LocalRendezvous::reach(int peer, Call& call) {
+  const RendezvousPoint& place = places_.at(peer);
   switch (local_socket::call(place.name, call.socket)) {
     case local_socket::Called::NotYet: return;
     case local_socket::Called::Refused: unreachable_.insert(peer); return;
@@ -83,7 +83,7 @@ void LocalMeeting::reach(int peer, Call& call) {
   if (!local_socket::send(call.socket, &call.greeting, sizeof(call.greeting))) unreachable_.insert(peer);
 }
 
-void LocalMeeting::advance(int peer, Call& call) {
+void LocalRendezvous::advance(int peer, Call& call) {
   using local_socket::Got;
   Got got = Got::Nothing;
   if (call.stage == Call::Stage::Unreached) {
@@ -111,7 +111,7 @@ void LocalMeeting::advance(int peer, Call& call) {
   if (got == Got::BrokenOff) lost_.insert(peer);
 }
 
-void LocalMeeting::accept() {
+void LocalRendezvous::accept() {
   for (UniqueFd socket = local_socket::accept(listener_); socket; socket = local_socket::accept(listener_)) {
     if (!local_socket::same_user(socket)) continue;
     visitors_.push_back({.socket = std::move(socket)});
@@ -122,7 +122,7 @@ void LocalMeeting::accept() {
   }
 }
 
-bool LocalMeeting::advance(Visitor& visitor) {
+bool LocalRendezvous::advance(Visitor& visitor) {
   using local_socket::Got;
   using local_socket::Sent;
   if (visitor.stage == Visitor::Stage::Silent) {
@@ -157,7 +157,7 @@ bool LocalMeeting::advance(Visitor& visitor) {
   return true;
 }
 
-void LocalMeeting::wait() const {
+void LocalRendezvous::wait() const {
   std::vector<pollfd> waits{{listener_.get(), POLLIN, 0}};
   bool retries = false;
   for (const auto& [peer, call] : calls_) {
@@ -177,7 +177,7 @@ void LocalMeeting::wait() const {
   poll(waits.data(), waits.size(), retries ? kRetryMs : kPollMs);
 }
 
-void LocalMeeting::throw_timeout() const {
+void LocalRendezvous::throw_timeout() const {
   std::set<int> missing = unserved_;
   std::string owed;
   for (const auto& [peer, call] : calls_) {
@@ -189,7 +189,7 @@ void LocalMeeting::throw_timeout() const {
               "rank " + std::to_string(rank_) + " waited in init() for " + rank_names(missing) + owed);
 }
 
-std::map<int, UniqueFd> LocalMeeting::take_memories() {
+std::map<int, UniqueFd> LocalRendezvous::take_memories() {
   std::map<int, UniqueFd> memories;
   for (auto& [peer, call] : calls_) memories[peer] = std::move(call.memory);
   return memories;

@@ -23,12 +23,12 @@ namespace syncengine::tcp {
 // A peer's authenticated connections: the first for control, the others for data.
 using Sockets = std::vector<UniqueFd>;
 
-class Meeting {
+class Rendezvous {
  public:
   // `peers` by rank; the own rank is not among them.
-  Meeting(const Options& options, int rank, const Address& own, std::map<int, Address> peers, int listener);
+  Rendezvous(const Options& options, int rank, const Address& own, std::map<int, Address> peers, int listener);
 
-  std::map<int, Sockets> meet(Deadline deadline, const std::function<void()>& interrupted);
+  std::map<int, Sockets> run(Deadline deadline, const std::function<void()>& interrupted);
 
  private:
   // One side of a connection that is being opened.
