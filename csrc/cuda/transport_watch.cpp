@@ -62,11 +62,11 @@ void TransportWatch::run() {
 
 void TransportWatch::look() {
   communicator_->check_peers();
-  heed_mismatch();
-  heed_wait();
+  check_mismatch();
+  check_wait();
 }
 
-void TransportWatch::heed_mismatch() {
+void TransportWatch::check_mismatch() {
   const uint32_t found = load(words_->mismatch[0]);
   if (found == 0) return;
   fail(ErrorKind::Mismatch, name(communicator_->rank()) + " called " + text_of(load(words_->mismatch[2])) + ", " +
@@ -74,7 +74,7 @@ void TransportWatch::heed_mismatch() {
                                 " something else: all ranks must make the same calls in the same order");
 }
 
-void TransportWatch::heed_wait() {
+void TransportWatch::check_wait() {
   const std::pair now{load(words_->waiting), load(words_->progress)};
   if (now.first == 0 || now != stand_) {
     stand_ = now;

@@ -46,8 +46,8 @@ class TransportWatch {
  private:
   void run();
   void look();
-  void heed_mismatch();
-  void heed_wait();
+  void check_mismatch();
+  void check_wait();
   [[noreturn]] void fail(ErrorKind kind, const std::string& text);
   std::string name(int rank) const;
   std::string text_of(uint32_t fingerprint);

@@ -58,14 +58,14 @@ void Watchdog::run() {
 void Watchdog::look() {
   try {
     communicator_->check_peers();
-    heed_mismatch();
-    heed_wait();
+    check_mismatch();
+    check_wait();
   } catch (...) {  // the communicator has failed, and has the error
     failed_.store(true, std::memory_order_release);
   }
 }
 
-void Watchdog::heed_mismatch() {
+void Watchdog::check_mismatch() {
   const uint32_t found = load(own().mismatch[0]);
   if (found == 0) return;
   const int rank = communicator_->rank(), peer = static_cast<int>(found) - 1;
@@ -73,7 +73,7 @@ void Watchdog::heed_mismatch() {
                                 " called " + text_of(peer, load(own().mismatch[1])));
 }
 
-void Watchdog::heed_wait() {
+void Watchdog::check_wait() {
   const Stand now{load(own().waiting), load(own().progress)};
   if (now.waiting == 0 || !(now == stand_)) {
     stand_ = now;

@@ -46,8 +46,8 @@ class Watchdog {
 
   void run();
   void look();
-  void heed_mismatch();
-  void heed_wait();
+  void check_mismatch();
+  void check_wait();
   void fail(ErrorKind kind, const std::string& text);
   void release();
   std::vector<int> missing() const;

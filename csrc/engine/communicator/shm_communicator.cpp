@@ -155,7 +155,7 @@ void ShmCommunicator::throw_if_failed() const {
 
 void ShmCommunicator::check_peers() {
   engine_->throw_if_forked();
-  engine_->locked([&] { look_around(); });
+  engine_->locked([&] { check_health(); });
   throw_if_failed();
 }
 

@@ -61,7 +61,7 @@ class ShmCommunicator : public Communicator, protected Progressable {
   // Progressable: under the progress lock.
   bool advance() override;
   uint64_t interest() const override;
-  void look_around() override;
+  void check_health() override;
   void lose_direct_memory(const Error& cause) override;
   void fail(ErrorKind kind, const std::string& text) override;
   void leave() override;
@@ -74,8 +74,8 @@ class ShmCommunicator : public Communicator, protected Progressable {
   void give_back_block();
   void await_last_works();
   virtual void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
-  void heed_peers();
-  void heed_deadline();
+  void check_members();
+  void check_deadline();
   std::vector<ArenaRange> direct_memory() const;
   // The operation that waits longest, and the members that hold it up.
   struct Pending {

@@ -18,10 +18,10 @@ std::vector<int> ShmCommunicator::dead() {
   });
 }
 
-void ShmCommunicator::look_around() {
+void ShmCommunicator::check_health() {
   if (ended_) return;
-  heed_peers();
-  if (!ended_) heed_deadline();
+  check_members();
+  if (!ended_) check_deadline();
 }
 
 ShmCommunicator::Pending ShmCommunicator::oldest() const {
@@ -53,7 +53,7 @@ std::string ShmCommunicator::what_is_pending() const {
          (crosswise.empty() ? "" : "; meanwhile " + crosswise);
 }
 
-void ShmCommunicator::heed_peers() {
+void ShmCommunicator::check_members() {
   const Lane::Item* item = oldest().item;
   std::string what = item ? " while " + group_.name(group_.rank) + " was in " + describe(item->operation) : "";
   for (int member = 0; member < group_.size; ++member) {
@@ -70,7 +70,7 @@ void ShmCommunicator::heed_peers() {
   }
 }
 
-void ShmCommunicator::heed_deadline() {
+void ShmCommunicator::check_deadline() {
   const Lane::Item* item = oldest().item;
   if (!item) return;
   Duration age = Clock::now() - item->since;

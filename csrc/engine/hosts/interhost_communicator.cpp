@@ -135,13 +135,13 @@ void InterhostCommunicator::hear_ended(int member, const Ended& ended) {
   left_[member] = ended;
 }
 
-void InterhostCommunicator::look_around() {
-  ShmCommunicator::look_around();
-  if (!ended_) heed_remote_peers();
+void InterhostCommunicator::check_health() {
+  ShmCommunicator::check_health();
+  if (!ended_) check_remote_members();
   if (!ended_) tell_who_is_late();
 }
 
-void InterhostCommunicator::heed_remote_peers() {
+void InterhostCommunicator::check_remote_members() {
   const Lane::Item* item = oldest().item;
   std::string what = item ? " while " + links_.name(rank()) + " was in " + describe(item->operation) : "";
   bool pending[] = {user_lane_.oldest() != nullptr, scheduled_lane_.oldest() || schedule_.oldest()};
@@ -156,7 +156,7 @@ void InterhostCommunicator::heed_remote_peers() {
       continue;
     }
     // What it had completed, it has sent.
-    bool in_vain = interhost_route_->waits_for(messenger_.office(), member, left->second.tally);
+    bool in_vain = interhost_route_->waits_for(messenger_.matcher(), member, left->second.tally);
     for (int id = 0; id < shm::kLanes; ++id)
       in_vain |=
           pending[id] && left->second.completed[id] <= (id == shm::kUserLane ? user_lane_ : scheduled_lane_).retired();
@@ -197,7 +197,7 @@ std::string InterhostCommunicator::names_of_blocking_ranks(const Pending& pendin
   if (members == 0) {
     for (int i = 0; i < group_.size; ++i) members |= (pending.blocking_ranks >> i & 1) << links_.placement.locals()[i];
     if (is_message)
-      members |= interhost_route_->remote_blocking_ranks(messenger_.office());
+      members |= interhost_route_->remote_blocking_ranks(messenger_.matcher());
     else if (pending.item && pending.item == schedule_.oldest())
       members |= interhost_schedule_->remote_blocking_ranks();
     else if (pending.item)

@@ -59,10 +59,10 @@ class InterhostCommunicator final : private InterhostParts, public ShmCommunicat
 
   // A rank that shares its host waits for that one's ranks as well.
   IoLoop* io_loop() override { return group_.size == 1 && engine_->is_alone() ? links_.network.get() : nullptr; }
-  void look_around() override;
+  void check_health() override;
   void fail(ErrorKind kind, const std::string& text) override;
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here) override;
-  void heed_remote_peers();
+  void check_remote_members();
   void tell_who_is_late();
   uint64_t absent_here() const;
   std::string names_of_blocking_ranks(const Pending& pending) const override;

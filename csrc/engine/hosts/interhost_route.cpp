@@ -46,20 +46,20 @@ void InterhostRoute::fetch(int source, Letter letter, Post receive) {
   peers_.at(source).receiving.push_back({std::move(receive), letter.number});
 }
 
-bool InterhostRoute::advance(Office& office, size_t& moved_bytes) {
+bool InterhostRoute::advance(Matcher& matcher, size_t& moved_bytes) {
   moved_bytes_ = 0;
   bool moved = false;
   for (auto& [member, peer] : peers_) {
-    moved |= announce(member, peer, office);
-    moved |= hear_letters(member, peer, office);
-    moved |= move(member, peer.sending, peer.ended.sent, office);
-    moved |= move(member, peer.receiving, peer.ended.received, office);
+    moved |= announce(member, peer, matcher);
+    moved |= hear_letters(member, peer, matcher);
+    moved |= move(member, peer.sending, peer.ended.sent, matcher);
+    moved |= move(member, peer.receiving, peer.ended.received, matcher);
   }
   moved_bytes += moved_bytes_;
   return moved;
 }
 
-bool InterhostRoute::announce(int member, Peer& peer, Office& office) {
+bool InterhostRoute::announce(int member, Peer& peer, Matcher& matcher) {
   bool moved = false;
   for (; !peer.waiting.empty() && peer.has_room(); moved = true) {
     Post post = std::move(peer.waiting.front());
@@ -84,28 +84,28 @@ bool InterhostRoute::announce(int member, Peer& peer, Office& office) {
     ++peer.announced;
     sync_point("announced a message");
     if (whole)
-      office.finish(post);
+      matcher.finish(post);
     else
       peer.sending.push_back({std::move(post), peer.numbers - 1});
   }
   return moved;
 }
 
-bool InterhostRoute::hear_letters(int member, Peer& peer, Office& office) {
+bool InterhostRoute::hear_letters(int member, Peer& peer, Matcher& matcher) {
   bool moved = false;
-  for (; !peer.letters.empty() && office.listens(); moved = true) {
+  for (; !peer.letters.empty() && matcher.listens(); moved = true) {
     Letter letter = std::move(peer.letters.front());
     peer.letters.pop_front();
     if (++peer.heard - peer.told >= kWindow / 2) {
       peer.told = peer.heard;
       links_.tell(member, Heard{.head = {}, .count = peer.heard});
     }
-    office.arrive(member, std::move(letter));
+    matcher.arrive(member, std::move(letter));
   }
   return moved;
 }
 
-bool InterhostRoute::move(int member, std::list<Transit>& transits, uint64_t& ended, Office& office) {
+bool InterhostRoute::move(int member, std::list<Transit>& transits, uint64_t& ended, Matcher& matcher) {
   bool moved = false;
   for (auto next = transits.begin(); next != transits.end();) {
     auto transit = next++;
@@ -114,7 +114,7 @@ bool InterhostRoute::move(int member, std::list<Transit>& transits, uint64_t& en
     for (; transit->posted < bytes && transit->pieces.size() < kPieces; moved = true) post_piece(member, *transit);
     if (!transit->pieces.empty()) continue;
     ++ended;
-    office.finish(transit->post);
+    matcher.finish(transit->post);
     transits.erase(transit);
     moved = true;
   }
@@ -163,16 +163,16 @@ void InterhostRoute::post_piece(int member, Transit& transit) {
 }
 
 // What ended there before it left comes to its end here by itself.
-bool InterhostRoute::waits_for(const Office& office, int member, const Tally& theirs) const {
+bool InterhostRoute::waits_for(const Matcher& matcher, int member, const Tally& theirs) const {
   const Peer& peer = peers_.at(member);
-  return ((office.awaited() >> member & 1) && peer.letters.empty()) || (!peer.waiting.empty() && !peer.has_room()) ||
+  return ((matcher.awaited() >> member & 1) && peer.letters.empty()) || (!peer.waiting.empty() && !peer.has_room()) ||
          (!peer.receiving.empty() && peer.ended.received >= theirs.sent) ||
          (!peer.sending.empty() && peer.ended.sent >= theirs.received);
 }
 
-uint64_t InterhostRoute::remote_blocking_ranks(const Office& office) const {
+uint64_t InterhostRoute::remote_blocking_ranks(const Matcher& matcher) const {
   uint64_t members = 0;
-  for (const auto& [member, peer] : peers_) members |= uint64_t{waits_for(office, member)} << member;
+  for (const auto& [member, peer] : peers_) members |= uint64_t{waits_for(matcher, member)} << member;
   return members;
 }
 

@@ -23,15 +23,15 @@ class InterhostRoute final : public MessageRoute {
 
   void send(Post post) override;
   void fetch(int source, Letter letter, Post receive) override;
-  bool advance(Office& office, size_t& moved_bytes) override;
+  bool advance(Matcher& matcher, size_t& moved_bytes) override;
   const Post* oldest() const override;
   std::vector<Post> take_all() override;
   uint64_t interhost_bytes() const override { return interhost_bytes_; }
 
   Tally tally(int member) const { return peers_.at(member).ended; }
   // Whether something waits for the member. `theirs`: it has left after these, and what it had sent still comes.
-  bool waits_for(const Office& office, int member, const Tally& theirs = {}) const;
-  uint64_t remote_blocking_ranks(const Office& office) const;  // members whose next step is needed
+  bool waits_for(const Matcher& matcher, int member, const Tally& theirs = {}) const;
+  uint64_t remote_blocking_ranks(const Matcher& matcher) const;  // members whose next step is needed
 
  private:
   static constexpr uint64_t kWindow = 32;  // letters that a rank keeps for a peer without having asked for them
@@ -63,9 +63,9 @@ class InterhostRoute final : public MessageRoute {
     Tally ended;
   };
 
-  bool announce(int member, Peer& peer, Office& office);
-  bool move(int member, std::list<Transit>& transits, uint64_t& ended, Office& office);
-  bool hear_letters(int member, Peer& peer, Office& office);
+  bool announce(int member, Peer& peer, Matcher& matcher);
+  bool move(int member, std::list<Transit>& transits, uint64_t& ended, Matcher& matcher);
+  bool hear_letters(int member, Peer& peer, Matcher& matcher);
   bool end_pieces(Transit& transit);
   void post_piece(int member, Transit& transit);
 

@@ -27,21 +27,21 @@ void MailboxRoute::fetch(int source, Letter letter, Post receive) {
   incoming_[member_of(source)].transfers.push_back({std::move(letter), std::move(receive)});
 }
 
-bool MailboxRoute::advance(Office& office, size_t& moved_bytes) {
+bool MailboxRoute::advance(Matcher& matcher, size_t& moved_bytes) {
   moved_bytes_ = 0;
   bool moved = false;
   for (int peer = 0; peer < group_.size; ++peer) {
     if (peer == group_.rank) continue;
-    moved |= fetch_next(peer, office);
-    moved |= serve(peer, office);
-    moved |= announce(peer, office);
-    if (office.listens()) moved |= hear(peer, office);
+    moved |= fetch_next(peer, matcher);
+    moved |= serve(peer, matcher);
+    moved |= announce(peer, matcher);
+    if (matcher.listens()) moved |= hear(peer, matcher);
   }
   moved_bytes += moved_bytes_;
   return moved;
 }
 
-bool MailboxRoute::announce(int destination, Office& office) {
+bool MailboxRoute::announce(int destination, Matcher& matcher) {
   Outgoing& to = outgoing_[destination];
   if (to.waiting.empty()) return false;
   shm::Outbox& box = outbox(group_.rank, destination);
@@ -65,7 +65,7 @@ bool MailboxRoute::announce(int destination, Office& office) {
   box.announced.store(number + 1, std::memory_order_release);  // release: the letter
   sync_point("announced a message");
   if (small)
-    office.finish(post);
+    matcher.finish(post);
   else
     to.announced.push_back({std::move(post), number, offset});
   return true;
@@ -92,7 +92,7 @@ bool MailboxRoute::can_serve(int destination) const {
 }
 
 // Gives the receiver the message that it wants.
-bool MailboxRoute::serve(int destination, Office& office) {
+bool MailboxRoute::serve(int destination, Matcher& matcher) {
   Outgoing& to = outgoing_[destination];
   if (to.announced.empty()) return false;
   const shm::Inbox& box = inbox(destination, group_.rank);
@@ -131,12 +131,12 @@ bool MailboxRoute::serve(int destination, Office& office) {
   if (to.done < bytes) return moved;
   to.done = 0;
   ++to.served;
-  office.finish(wanted->post);
+  matcher.finish(wanted->post);
   to.announced.erase(wanted);
   return true;
 }
 
-bool MailboxRoute::hear(int source, Office& office) {
+bool MailboxRoute::hear(int source, Matcher& matcher) {
   Incoming& from = incoming_[source];
   const shm::Outbox& box = outbox(source, group_.rank);
   if (box.announced.load(std::memory_order_acquire) == from.heard) return false;  // acquire: the letter
@@ -150,12 +150,12 @@ bool MailboxRoute::hear(int source, Office& office) {
                  .whole = letter.bytes <= shm::kLetterBytes};
   if (arrived.whole) arrived.content.assign(letter.content, letter.content + arrived.bytes);
   inbox(group_.rank, source).heard.store(++from.heard, std::memory_order_release);  // release: our reads
-  office.arrive(ranks_[source], std::move(arrived));
+  matcher.arrive(ranks_[source], std::move(arrived));
   return true;
 }
 
 // One message of a source at a time, in the order in which they were matched.
-bool MailboxRoute::fetch_next(int source, Office& office) {
+bool MailboxRoute::fetch_next(int source, Matcher& matcher) {
   Incoming& from = incoming_[source];
   if (from.transfers.empty()) return false;
   Transfer& transfer = from.transfers.front();
@@ -173,7 +173,7 @@ bool MailboxRoute::fetch_next(int source, Office& office) {
   direct_ += transfer.letter.offset >= 0;
   Post post = std::move(transfer.post);
   from.transfers.pop_front();
-  office.finish(post);
+  matcher.finish(post);
   return true;
 }
 

@@ -25,14 +25,14 @@ class MailboxRoute final : public MessageRoute {
 
   void send(Post post) override;
   void fetch(int source, Letter letter, Post receive) override;
-  bool advance(Office& office, size_t& moved_bytes) override;
+  bool advance(Matcher& matcher, size_t& moved_bytes) override;
   const Post* oldest() const override;
   std::vector<Post> take_all() override;
 
   // Members of the group (not ranks) whose next step may help; those that this rank can't go on without, and that have left
   // nothing for it to read.
-  uint64_t interest(const Office& office) const;
-  uint64_t missing(const Office& office) const;
+  uint64_t interest(const Matcher& matcher) const;
+  uint64_t missing(const Matcher& matcher) const;
   void add_direct_memory(std::vector<ArenaRange>& ranges) const;
   uint64_t direct() const { return direct_; }  // messages received straight out of the sender's arena
   // Offsets of own memory of kFragmentsBytes each, which must be given back with the group.
@@ -67,10 +67,10 @@ class MailboxRoute final : public MessageRoute {
   shm::Inbox& inbox(int at, int from) const { return group_.block(at).messages.in[from]; }
   int member_of(int rank) const;
   uint64_t among_members(uint64_t ranks) const;
-  bool hear(int source, Office& office);
-  bool announce(int destination, Office& office);
-  bool serve(int destination, Office& office);
-  bool fetch_next(int source, Office& office);
+  bool hear(int source, Matcher& matcher);
+  bool announce(int destination, Matcher& matcher);
+  bool serve(int destination, Matcher& matcher);
+  bool fetch_next(int source, Matcher& matcher);
   bool fetch_direct(int source, Transfer& transfer);
   bool fetch_staged(int source, Transfer& transfer);
   bool has_room(int destination) const;

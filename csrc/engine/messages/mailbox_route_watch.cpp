@@ -12,15 +12,15 @@ uint64_t MailboxRoute::among_members(uint64_t ranks) const {
   return members;
 }
 
-uint64_t MailboxRoute::interest(const Office& office) const {
-  uint64_t members = missing(office) | among_members(office.perhaps_awaited());
+uint64_t MailboxRoute::interest(const Matcher& matcher) const {
+  uint64_t members = missing(matcher) | among_members(matcher.perhaps_awaited());
   for (int peer = 0; peer < group_.size; ++peer)
     if (!incoming_[peer].transfers.empty()) members |= uint64_t{1} << peer;
   return members & ~(uint64_t{1} << group_.rank);
 }
 
-uint64_t MailboxRoute::missing(const Office& office) const {
-  uint64_t members = 0, awaited = among_members(office.awaited());
+uint64_t MailboxRoute::missing(const Matcher& matcher) const {
+  uint64_t members = 0, awaited = among_members(matcher.awaited());
   for (int peer = 0; peer < group_.size; ++peer) {
     if (peer == group_.rank) continue;
     const shm::Outbox& box = outbox(peer, group_.rank);

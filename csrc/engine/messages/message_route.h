@@ -36,7 +36,7 @@ struct Letter {
 class MessageRoute {
  public:
   // Who matches letters with receives.
-  class Office {
+  class Matcher {
    public:
     virtual bool listens() const = 0;                    // some receive has no letter yet: those that come are wanted
     virtual uint64_t awaited() const = 0;                // members that such a receive can't go on without
@@ -45,7 +45,7 @@ class MessageRoute {
     virtual void finish(Post& post) = 0;
 
    protected:
-    ~Office() = default;
+    ~Matcher() = default;
   };
 
   virtual ~MessageRoute() = default;
@@ -54,7 +54,7 @@ class MessageRoute {
   // `receive` is for this letter, and of the same size.
   virtual void fetch(int source, Letter letter, Post receive) = 0;
   // Does what can be done without waiting; adds the bytes that were copied. True if anything moved.
-  virtual bool advance(Office& office, size_t& moved_bytes) = 0;
+  virtual bool advance(Matcher& matcher, size_t& moved_bytes) = 0;
 
   virtual const Post* oldest() const = 0;                 // of those that it has
   virtual std::vector<Post> take_all() = 0;               // that it has

@@ -14,7 +14,7 @@
 
 namespace syncengine {
 
-class Messenger final : private MessageRoute::Office {
+class Messenger final : private MessageRoute::Matcher {
  public:
   // `global_ranks` of the members, for errors. `near` reaches those of the own host, `far` all others, if there are any.
   Messenger(int rank, std::vector<int> global_ranks, std::unique_ptr<MailboxRoute> near,
@@ -37,7 +37,7 @@ class Messenger final : private MessageRoute::Office {
   uint64_t interhost_bytes() const { return far_ ? far_->interhost_bytes() : 0; }
 
   const MailboxRoute& near() const { return *near_; }
-  const MessageRoute::Office& office() const { return *this; }
+  const MessageRoute::Matcher& matcher() const { return *this; }
 
  private:
   struct Arrived {
@@ -46,7 +46,7 @@ class Messenger final : private MessageRoute::Office {
     std::shared_ptr<Post> own = {};  // sent by this rank to itself
   };
 
-  // Office
+  // Matcher
   bool listens() const override { return !receives_.empty(); }
   uint64_t awaited() const override;
   uint64_t perhaps_awaited() const override;

@@ -36,7 +36,7 @@ class Progressable {
   virtual ~Progressable() = default;
   virtual bool advance() = 0;
   virtual uint64_t interest() const { return 0; }  // local ranks whose next step is needed
-  virtual void look_around() {}  // deaths, failures, deadlines: about every 50 ms while something waits
+  virtual void check_health() {}  // deaths, failures, deadlines: about every 50 ms while something waits
   virtual void lose_direct_memory(const Error& /*cause*/) {}  // some tensors of the arena were severed
   virtual void fail(ErrorKind, const std::string& /*text*/) {}
   virtual void leave() {}
@@ -111,7 +111,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // Sleeps, unless something moves or `over()`; with an I/O loop, in it.
   void rest(Duration at_most, const std::function<bool()>& over, IoLoop* io_loop = nullptr);
   bool carry(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again);
-  void look_around();
+  void check_health();
   void publish_waits();
   void end_deadlock(uint64_t stuck);
   std::string describe_wait(int local_rank, const DeadlockDetector::Wait& wait, const Progressable& beside) const;

@@ -141,7 +141,7 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
     if (!carried && !idle && !tick.due()) continue;
     if (idle && !settled) settled = Deadline::after(kTick);
     if (carried || (idle && settled->passed())) waiter.sleep();
-    look_around();
+    check_health();
     if (idle && !work.ended()) rest(kTick, [&] { return work.ended(); });
     if (interrupted) interrupted();
   }
@@ -153,7 +153,7 @@ void Engine::thread_main(std::promise<void> begun) {
   begun.set_value();
   for (Tick tick; driver_.await_turn();) {
     if (pass() && !tick.due()) continue;
-    look_around();
+    check_health();
     rest(kTick, [this] { return driver_.is_stopped(); });
   }
   shm::release_all(arena_->header(), watchers_);

@@ -8,10 +8,10 @@
 
 namespace syncengine {
 
-void Engine::look_around() {
+void Engine::check_health() {
   std::lock_guard lock(lock_);
   auto progressables = progressables_;  // a failure may reach others
-  for (Progressable* progressable : progressables) progressable->look_around();
+  for (Progressable* progressable : progressables) progressable->check_health();
   publish_waits();
   if (uint64_t stuck = deadlock_detector_->search()) end_deadlock(stuck);
 }
