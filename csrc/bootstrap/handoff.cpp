@@ -6,8 +6,8 @@
 #include "bootstrap/goodbye.h"
 #include "bootstrap/greeting.h"
 #include "bootstrap/local_socket.h"
-#include "bootstrap/rendezvous.h"
 #include "bootstrap/process.h"
+#include "bootstrap/rendezvous.h"
 
 namespace syncengine {
 

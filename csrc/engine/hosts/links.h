@@ -35,7 +35,7 @@ struct Links {
   }
   void tell(int member, const std::string& message) const {
     network->interhost().tell(job_ranks[member], message);
-    network->come();
+    network->notify();
   }
   std::shared_ptr<Interhost::Transfer> send(int member, uint64_t tag, const std::byte* data, size_t bytes) const {
     return network->interhost().send(job_ranks[member], tag, data, bytes);

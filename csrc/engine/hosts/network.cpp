@@ -25,7 +25,7 @@ void Network::thread_main() {
   auto progressed = [this] {
     // What ended is stored, then it is seen whether anybody sleeps: the mirror image of Bell::listen().
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    engine_->carry_on();
+    engine_->progress();
   };
   if (!interhost_->has_steps()) return interhost_->run(progressed);
   for (auto last = Interhost::Step::Quiet; last != Interhost::Step::Over;) {
@@ -45,7 +45,7 @@ bool Network::claim() {
 }
 
 // Until the own thread has left its step, there is nothing to do, or it is being woken.
-bool Network::carry(Duration at_most) {
+bool Network::poll(Duration at_most) {
   if (!claimers_.owns_lock()) {
     if (at_most > Duration::zero())
       claimers_.lock();
@@ -67,10 +67,10 @@ void Network::wake() {
 void Network::release() {
   if (claimers_.owns_lock()) claimers_.unlock();
   driver_.leave();
-  if (interhost_->has_unsent()) come();
+  if (interhost_->has_unsent()) notify();
 }
 
-void Network::come() {
+void Network::notify() {
   if (!driver_.is_driven()) driver_.call();
 }
 

@@ -77,10 +77,10 @@ class Network final : public IoLoop, private Progressable {
   void withdraw(uint32_t group, const std::vector<int>& members, const Error& error);  // ranks of the job
 
   bool claim() override;
-  bool carry(Duration at_most) override;
+  bool poll(Duration at_most) override;
   void release() override;
   void wake() override;
-  void come() override;
+  void notify() override;
 
  private:
   void thread_main();

@@ -11,8 +11,8 @@ namespace syncengine {
 
 namespace {
 
-constexpr int kCarryPasses = 64;  // of one carry_on(): bounds how long bytes may lie unread
-constexpr int kPokePasses = 4;    // of one poke: bounds how long a hook may take
+constexpr int kIoPasses = 64;   // of one progress(): bounds how long bytes may lie unread
+constexpr int kPokePasses = 4;  // of one poke: bounds how long a hook may take
 
 }  // namespace
 
@@ -108,17 +108,17 @@ void Engine::poke(Progressable& owner) {
   } else {
     driver_.call();
   }
-  if (IoLoop* io_loop = owner.io_loop()) io_loop->come();
+  if (IoLoop* io_loop = owner.io_loop()) io_loop->notify();
 }
 
 // Once for all that has come: what is sent on should not wait for more of it.
-bool Engine::carry_on() {
+bool Engine::progress() {
   bool ended = false, moved = true, any = false;
   driver_.visit();
   {
     std::lock_guard lock(lock_);
     uint64_t before = tally_.ended.load(std::memory_order_relaxed);  // relaxed: works end under the lock
-    for (int passes = 0; moved && passes < kCarryPasses; ++passes) {
+    for (int passes = 0; moved && passes < kIoPasses; ++passes) {
       if (bell_->anybody_listens()) bell_->listen_for(interest());  // to what the sleepers need now
       moved = false;
       for (Progressable* progressable : progressables_) moved |= progressable->advance();

@@ -62,7 +62,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // call the local ranks.
   void attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names);
 
-  // Another thread of this process will move bytes between hosts, and call carry_on(). A thread that waits for other hosts alone
+  // Another thread of this process will move bytes between hosts, and call progress(). A thread that waits for other hosts alone
   // then sleeps, and is woken when something has ended.
   void expect_io_thread();
 
@@ -86,7 +86,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // One pass now, if nobody is at it; wakes the engine's thread for the rest. After submitting asynchronous work.
   void poke(Progressable& owner);
   // By the thread that moves bytes: does what they allow, in the place of threads that sleep. True if that was anything.
-  bool carry_on();
+  bool progress();
   // Drives until `work` of `owner` ended. `gives_up`: `interrupted` will end it some time.
   void wait(const Work& work, Progressable& owner, const std::function<void()>& interrupted, bool gives_up);
 
@@ -110,7 +110,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   uint64_t interest() const;  // under the progress lock
   // Sleeps, unless something moves or `over()`; with an I/O loop, in it.
   void rest(Duration at_most, const std::function<bool()>& over, IoLoop* io_loop = nullptr);
-  bool carry(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again);
+  bool drive_io(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again);
   void check_health();
   void publish_waits();
   void end_deadlock(uint64_t stuck);

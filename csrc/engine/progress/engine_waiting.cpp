@@ -68,7 +68,7 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
   }
   if (!moved && !over()) {
     if (io_loop) {
-      io_loop->carry(at_most);
+      io_loop->poll(at_most);
     } else {
       sleeps_.fetch_add(1, std::memory_order_relaxed);
       bell_->sleep(ticket, at_most);
@@ -83,7 +83,7 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
 
 // Moves the bytes between hosts itself, until `work` has ended or for a tick: then it looks around and may wait for Python's lock,
 // and must not be needed meanwhile. False: another thread does.
-bool Engine::carry(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again) {
+bool Engine::drive_io(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again) {
   if (!io_loop.claim()) return false;
   struct Claim {
     IoLoop& io_loop;
@@ -91,9 +91,9 @@ bool Engine::carry(const Work& work, IoLoop& io_loop, const std::function<bool()
   } claim{io_loop};
   Deadline tick = Deadline::after(kTick);
   while (!work.ended() && !tick.passed()) {
-    bool moved = carry_on();
+    bool moved = progress();
     if (work.ended()) break;
-    moved |= io_loop.carry(Duration::zero());
+    moved |= io_loop.poll(Duration::zero());
     if (!moved && !spin_again()) rest(tick.left(kTick), [&] { return work.ended(); }, &io_loop);
   }
   return true;
@@ -125,22 +125,22 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
       engine.driver_.leave();
       if (engine.tally_.outstanding.load(std::memory_order_seq_cst) == 0) return;
       engine.driver_.call();
-      if (io_loop) io_loop->come();
+      if (io_loop) io_loop->notify();
     }
   } waiter(*this, {work, owner, gives_up}, owner.io_loop());
   Spin spin(cores_to_spare_);
   Tick tick;
   std::optional<Deadline> settled;  // most waits end before that
   while (!work.ended()) {
-    bool carried = waiter.io_loop && carry(work, *waiter.io_loop, [&] { return spin.again(); });
-    bool moved = !carried && pass();
+    bool drove_io = waiter.io_loop && drive_io(work, *waiter.io_loop, [&] { return spin.again(); });
+    bool moved = !drove_io && pass();
     // Who waits for other hosts alone spins once; then its core is for the thread that moves bytes.
     if (moved && !(io_thread_ && locked([this] { return interest() == 0; }))) spin.reset();
-    if (carried && work.ended()) break;
-    bool idle = !carried && !moved && !work.ended() && !spin.again();
-    if (!carried && !idle && !tick.due()) continue;
+    if (drove_io && work.ended()) break;
+    bool idle = !drove_io && !moved && !work.ended() && !spin.again();
+    if (!drove_io && !idle && !tick.due()) continue;
     if (idle && !settled) settled = Deadline::after(kTick);
-    if (carried || (idle && settled->passed())) waiter.sleep();
+    if (drove_io || (idle && settled->passed())) waiter.sleep();
     check_health();
     if (idle && !work.ended()) rest(kTick, [&] { return work.ended(); });
     if (interrupted) interrupted();

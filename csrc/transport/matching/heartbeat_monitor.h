@@ -25,7 +25,8 @@ struct HeartbeatTiming {
 
 class HeartbeatMonitor {
  public:
-  HeartbeatMonitor(Shared& shared, const HeartbeatTiming& timing, int peer) : shared_(shared), timing_(timing), peer_(peer) {}
+  HeartbeatMonitor(Shared& shared, const HeartbeatTiming& timing, int peer)
+      : shared_(shared), timing_(timing), peer_(peer) {}
 
   void heard() {
     last_ = Clock::now();

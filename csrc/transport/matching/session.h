@@ -7,10 +7,10 @@
 #include <string>
 #include <string_view>
 
+#include "transport/matching/heartbeat_monitor.h"
 #include "transport/matching/inbox.h"
 #include "transport/matching/lifecycle.h"
 #include "transport/matching/outbox.h"
-#include "transport/matching/heartbeat_monitor.h"
 
 namespace syncengine::matching {
 

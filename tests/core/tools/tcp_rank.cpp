@@ -267,7 +267,7 @@ void raw(const Settings& settings) {
   auto addresses = swap_addresses(settings, encode(own));
   int peer = 1 - settings.rank;
   tcp::Rendezvous rendezvous(options, settings.rank, own, {{peer, tcp::decode_address(peer, addresses[peer])}},
-                       listener.get());
+                             listener.get());
   auto sockets = rendezvous.run(settings.deadline(), {});
   std::cout << "connected" << std::endl;
   for (auto& socket : sockets.at(peer)) tcp::send_at_once(socket);

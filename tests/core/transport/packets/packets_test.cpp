@@ -154,7 +154,8 @@ TEST(packets_end_in_order_after_a_mismatch) {
     auto receive = two->receive(0, 3, memory.data(), 900000);
     auto send = one->send(1, 3, memory.data(), 1000000);
     CHECK(one.wait_failed(send).kind() == ErrorKind::Mismatch);
-    CHECK(contains(two.wait_failed(receive).what(), "rank 0 closed its connection to rank 1: rank 0 sends 1000000 bytes where rank 1"));
+    CHECK(contains(two.wait_failed(receive).what(),
+                   "rank 0 closed its connection to rank 1: rank 0 sends 1000000 bytes where rank 1"));
   }
   for (int rank = 0; rank < 2; ++rank) CHECK(wire->closed(rank) == true);
 }
