@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdio>
 
-#include "base/texts.h"
 #include "base/thread.h"
 #include "cuda/control.h"
 
@@ -95,10 +94,6 @@ void TransportWatch::check_wait() {
 void TransportWatch::fail(ErrorKind kind, const std::string& text) {
   communicator_->abort(kind, text);
   throw Error(kind, text);
-}
-
-std::string TransportWatch::name(int rank) const {
-  return "rank " + std::to_string(communicator_->global_ranks()[rank]);
 }
 
 std::string TransportWatch::text_of(uint32_t fingerprint) {

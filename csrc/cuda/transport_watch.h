@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "base/deadline.h"
+#include "base/texts.h"
 #include "engine/communicator/communicator.h"
 
 namespace syncengine::cuda {
@@ -49,7 +49,7 @@ class TransportWatch {
   void check_mismatch();
   void check_wait();
   [[noreturn]] void fail(ErrorKind kind, const std::string& text);
-  std::string name(int rank) const;
+  std::string name(int rank) const { return rank_name(communicator_->global_ranks()[rank]); }
   std::string text_of(uint32_t fingerprint);
 
   std::shared_ptr<Communicator> communicator_;

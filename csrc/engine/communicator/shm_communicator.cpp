@@ -167,15 +167,15 @@ std::shared_ptr<void> ShmCommunicator::allocate(size_t bytes) {
 std::map<std::string, uint64_t> ShmCommunicator::counters() const {
   engine_->throw_if_forked();
   return engine_->locked([&] {
-    auto user = user_lane_.counters(), scheduled = scheduled_lane_.counters();
+    auto user = parts_.user_lane->counters(), scheduled = parts_.scheduled_lane->counters();
     return std::map<std::string, uint64_t>{
         {"operations", user.operations + scheduled.operations},
         {"staged_bytes", user.staged_bytes + scheduled.staged_bytes},
         {"direct_bytes", user.direct_bytes + scheduled.direct_bytes},
         {"one_shot_bytes", user.one_shot_bytes + scheduled.one_shot_bytes},
-        {"messages", messenger_.messages()},
-        {"direct_messages", messenger_.near().direct()},
-        {"interhost_bytes", user.interhost_bytes + scheduled.interhost_bytes + messenger_.interhost_bytes()},
+        {"messages", parts_.messenger->messages()},
+        {"direct_messages", parts_.messenger->near().direct()},
+        {"interhost_bytes", user.interhost_bytes + scheduled.interhost_bytes + parts_.messenger->interhost_bytes()},
         {"sleeps", engine_->sleeps()}};
   });
 }
@@ -186,18 +186,18 @@ bool ShmCommunicator::advance() {
   bool moved = !taken_.operations.empty();
   for (Lane::Item& item : taken_.operations) {
     if (item.key == Lane::kNoKey)
-      user_lane_.call(std::move(item));
+      parts_.user_lane->call(std::move(item));
     else
-      schedule_.announce(std::move(item));
+      parts_.schedule->announce(std::move(item));
   }
   taken_.operations.clear();
-  for (Post& post : taken_.posts) messenger_.post(std::move(post));
+  for (Post& post : taken_.posts) parts_.messenger->post(std::move(post));
   taken_.posts.clear();
   try {
-    moved |= user_lane_.advance(kBudget);
-    moved |= schedule_.advance();
-    moved |= scheduled_lane_.advance(kBudget);
-    moved |= messenger_.advance(kBudget);
+    moved |= parts_.user_lane->advance(kBudget);
+    moved |= parts_.schedule->advance();
+    moved |= parts_.scheduled_lane->advance(kBudget);
+    moved |= parts_.messenger->advance(kBudget);
   } catch (const Error& error) {
     fail(error.kind(), error.what());
     return true;
@@ -209,13 +209,13 @@ bool ShmCommunicator::advance() {
   return moved;
 }
 
-uint64_t ShmCommunicator::missing(bool all) const {
-  return user_lane_.missing(all) | schedule_.missing(all) | scheduled_lane_.missing(all) | messenger_.missing();
+uint64_t ShmCommunicator::Parts::missing(bool all) const {
+  return user_lane->missing(all) | schedule->missing(all) | scheduled_lane->missing(all) | messenger->missing();
 }
 
 uint64_t ShmCommunicator::interest() const {
   if (ended_) return 0;
-  return local_ranks(missing(false) | messenger_.interest());
+  return local_ranks(parts_.missing(false) | parts_.messenger->interest());
 }
 
 uint64_t ShmCommunicator::local_ranks(uint64_t members) const {

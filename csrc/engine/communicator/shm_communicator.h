@@ -19,11 +19,20 @@ class ShmCommunicator : public Communicator, protected Progressable {
                   const std::vector<uint64_t>& offsets, Origin origin);
   ~ShmCommunicator() override;
 
-  // What moves its operations, one of each.
+  // The operation that waits longest, and the members that hold it up.
+  struct Pending {
+    const Lane::Item* item = nullptr;
+    uint64_t blocking_ranks = 0;
+  };
+  // What moves its operations, one of each. Under the progress lock.
   struct Parts {
     std::unique_ptr<Lane> user_lane, scheduled_lane;
     std::unique_ptr<Schedule> schedule;
     std::unique_ptr<Messenger> messenger;
+
+    uint64_t missing(bool all) const;
+    Pending oldest() const;
+    std::vector<ArenaRange> direct_memory() const;
   };
 
   int rank() const override { return group_.rank; }
@@ -76,18 +85,10 @@ class ShmCommunicator : public Communicator, protected Progressable {
   virtual void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
   void check_members();
   void check_deadline();
-  std::vector<ArenaRange> direct_memory() const;
-  // The operation that waits longest, and the members that hold it up.
-  struct Pending {
-    const Lane::Item* item = nullptr;
-    uint64_t blocking_ranks = 0;
-  };
-  Pending oldest() const;
   // "rank 2", "ranks 1, 3": for whom it waits; empty if that is nobody.
   virtual std::string names_of_blocking_ranks(const Pending& pending) const;
   // "rank 0 waits for rank 2 since 5.0 s in all_reduce(...)"; empty if nothing is pending.
   std::string what_is_pending() const;
-  uint64_t missing(bool all) const;
   uint64_t local_ranks(uint64_t members) const;
   bool any_peer_failed() const;
 
@@ -106,10 +107,6 @@ class ShmCommunicator : public Communicator, protected Progressable {
   Origin origin_;
   Group group_;
   Parts parts_;
-  Lane& user_lane_ = *parts_.user_lane;
-  Lane& scheduled_lane_ = *parts_.scheduled_lane;
-  Schedule& schedule_ = *parts_.schedule;
-  Messenger& messenger_ = *parts_.messenger;
 
   const std::shared_ptr<SlotTable> slots_ = std::make_shared<SlotTable>(shm::kReadySlots);
   Submissions submissions_{engine_->tally()};

@@ -35,16 +35,16 @@ void ShmCommunicator::close() {
   engine_->lock().await_drops();
 }
 
-std::vector<ArenaRange> ShmCommunicator::direct_memory() const {
+std::vector<ArenaRange> ShmCommunicator::Parts::direct_memory() const {
   std::vector<ArenaRange> offsets;
-  user_lane_.add_direct_memory(offsets);
-  scheduled_lane_.add_direct_memory(offsets);
-  messenger_.near().add_direct_memory(offsets);
+  user_lane->add_direct_memory(offsets);
+  scheduled_lane->add_direct_memory(offsets);
+  messenger->near().add_direct_memory(offsets);
   return offsets;
 }
 
 void ShmCommunicator::lose_direct_memory(const Error& cause) {
-  for (auto [offset, bytes] : direct_memory()) {
+  for (auto [offset, bytes] : parts_.direct_memory()) {
     if (group_.arena->is_severed(offset, bytes)) return fail(cause.kind(), cause.what());
   }
 }
@@ -75,13 +75,13 @@ void ShmCommunicator::await_last_works() {
 // A peer in the middle of writing this rank's tensors must be told to stop, and kept from going on.
 void ShmCommunicator::leave() {
   Error closed(ErrorKind::InvalidUsage, kClosed);
-  if (!last_words_.empty() && oldest().item != nullptr) {
+  if (!last_words_.empty() && parts_.oldest().item != nullptr) {
     return end(shm::Standing::Failed, Error(ErrorKind::Aborted, last_words_), closed);
   }
-  if (direct_memory().empty()) return end(shm::Standing::Left, closed, closed);
+  if (parts_.direct_memory().empty()) return end(shm::Standing::Left, closed, closed);
   Error left(ErrorKind::PeerLost, group_.name(group_.rank) +
                                       " has left (it exited or called syncengine.shutdown()) while its " +
-                                      describe(oldest().item->operation) + " was pending");
+                                      describe(parts_.oldest().item->operation) + " was pending");
   end(shm::Standing::Failed, left, closed);
 }
 
@@ -90,15 +90,15 @@ void ShmCommunicator::end(shm::Standing standing, const Error& for_peers, const 
   if (ended_) return;
   ended_ = true;
   write_end_record(group_.own().end_record, standing, for_peers.kind(), for_peers.what());
-  if (standing == shm::Standing::Failed) engine_->sever_tensors(direct_memory(), for_peers);
+  if (standing == shm::Standing::Failed) engine_->sever_tensors(parts_.direct_memory(), for_peers);
   auto error = std::make_exception_ptr(raised_here);
   Submissions::Batch late = submissions_.end(error);
-  for (Post& post : late.posts) messenger_.post(std::move(post));
-  for (Lane::Item& item : late.operations) user_lane_.enqueue(std::move(item));
-  schedule_.fail_all();
-  user_lane_.fail_all(error);
-  scheduled_lane_.fail_all(error);
-  messenger_.fail_all(error);
+  for (Post& post : late.posts) parts_.messenger->post(std::move(post));
+  for (Lane::Item& item : late.operations) parts_.user_lane->enqueue(std::move(item));
+  parts_.schedule->fail_all();
+  parts_.user_lane->fail_all(error);
+  parts_.scheduled_lane->fail_all(error);
+  parts_.messenger->fail_all(error);
   group_.bell->ring_all();
   engine_->wake_io_loop();
 }
@@ -114,7 +114,7 @@ void ShmCommunicator::give_back_block() {
   auto unused = [&gone, everybody, me] {
     return (gone.load(std::memory_order_acquire) | me) == everybody;  // acquire: theirs
   };
-  for (size_t offset : messenger_.near().fragments())
+  for (size_t offset : parts_.messenger->near().fragments())
     group_.arena->retire_group(offset, MailboxRoute::kFragmentsBytes, unused);
   group_.arena->retire_group(group_.offsets[group_.rank], sizeof(shm::GroupBlock), unused);
 }

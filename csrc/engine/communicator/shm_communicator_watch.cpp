@@ -24,26 +24,25 @@ void ShmCommunicator::check_health() {
   if (!ended_) check_deadline();
 }
 
-ShmCommunicator::Pending ShmCommunicator::oldest() const {
+ShmCommunicator::Pending ShmCommunicator::Parts::oldest() const {
   Pending oldest;
   auto consider = [&](const auto& queue) {
     const Lane::Item* item = queue.oldest();
     if (item && (!oldest.item || item->since < oldest.item->since)) oldest = {item, queue.blocking_ranks()};
   };
-  consider(user_lane_);
-  consider(scheduled_lane_);
-  consider(schedule_);
-  consider(messenger_);
-  oldest.blocking_ranks &= ~(uint64_t{1} << group_.rank);
+  consider(*user_lane);
+  consider(*scheduled_lane);
+  consider(*schedule);
+  consider(*messenger);
   return oldest;
 }
 
 std::string ShmCommunicator::names_of_blocking_ranks(const Pending& pending) const {
-  return rank_names(group_.global_ranks, pending.blocking_ranks);
+  return rank_names(group_.global_ranks, pending.blocking_ranks & ~(uint64_t{1} << group_.rank));
 }
 
 std::string ShmCommunicator::what_is_pending() const {
-  Pending pending = oldest();
+  Pending pending = parts_.oldest();
   auto [item, blocking_ranks] = pending;
   if (!item) return "";
   std::string names = names_of_blocking_ranks(pending);
@@ -54,7 +53,7 @@ std::string ShmCommunicator::what_is_pending() const {
 }
 
 void ShmCommunicator::check_members() {
-  const Lane::Item* item = oldest().item;
+  const Lane::Item* item = parts_.oldest().item;
   std::string what = item ? " while " + group_.name(group_.rank) + " was in " + describe(item->operation) : "";
   for (int member = 0; member < group_.size; ++member) {
     if (member == group_.rank) continue;
@@ -64,14 +63,14 @@ void ShmCommunicator::check_members() {
     if (standing == shm::Standing::Failed) return fail(static_cast<ErrorKind>(end_record.kind), end_record.text);
     if (dead && standing != shm::Standing::Left) return fail(ErrorKind::PeerLost, group_.name(member) + " died" + what);
     // What it did before it left is visible only now.
-    if (standing == shm::Standing::Left && item && missing(true) >> member & 1)
+    if (standing == shm::Standing::Left && item && parts_.missing(true) >> member & 1)
       return fail(ErrorKind::PeerLost,
                   group_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
   }
 }
 
 void ShmCommunicator::check_deadline() {
-  const Lane::Item* item = oldest().item;
+  const Lane::Item* item = parts_.oldest().item;
   if (!item) return;
   Duration age = Clock::now() - item->since;
   if (age < std::min(engine_->options().log_after, engine_->options().timeout)) return;
@@ -89,11 +88,11 @@ DeadlockDetector::Wait ShmCommunicator::wait_of(const Work& work) const {
   if (work.ended() || ended_)
     members = 0;
   else if (work.place.lane == shm::kUserLane)
-    members = user_lane_.not_called(work.place.number);
+    members = parts_.user_lane->not_called(work.place.number);
   else if (work.place.lane == shm::kMessages)
     members = 0;  // it can't be seen for certain that a message will never come
   else
-    members = schedule_.not_announced(work.place.number, work.place.epoch);
+    members = parts_.schedule->not_announced(work.place.number, work.place.epoch);
   return {group_.offsets[group_.rank], work.place, local_ranks(members & ~(uint64_t{1} << group_.rank))};
 }
 
@@ -105,7 +104,7 @@ bool ShmCommunicator::has_block(int local_rank, uint64_t offset) const {
 }
 
 std::string ShmCommunicator::describe_wait(const Work& work) const {
-  const Lane::Item* item = work.place.lane == shm::kUserLane ? user_lane_.oldest() : schedule_.oldest();
+  const Lane::Item* item = work.place.lane == shm::kUserLane ? parts_.user_lane->oldest() : parts_.schedule->oldest();
   return item ? describe(item->operation) : "a collective";
 }
 

@@ -142,9 +142,10 @@ void InterhostCommunicator::check_health() {
 }
 
 void InterhostCommunicator::check_remote_members() {
-  const Lane::Item* item = oldest().item;
+  const Lane::Item* item = parts_.oldest().item;
   std::string what = item ? " while " + links_.name(rank()) + " was in " + describe(item->operation) : "";
-  bool pending[] = {user_lane_.oldest() != nullptr, scheduled_lane_.oldest() || schedule_.oldest()};
+  bool pending[] = {parts_.user_lane->oldest() != nullptr,
+                    parts_.scheduled_lane->oldest() || parts_.schedule->oldest()};
   for (int member = 0; member < size(); ++member) {
     if (!links_.is_remote(member)) continue;
     auto error = links_.network->interhost().failure(links_.job_ranks[member]);
@@ -156,10 +157,10 @@ void InterhostCommunicator::check_remote_members() {
       continue;
     }
     // What it had completed, it has sent.
-    bool in_vain = interhost_route_->waits_for(messenger_.matcher(), member, left->second.tally);
+    bool in_vain = interhost_route_->waits_for(parts_.messenger->matcher(), member, left->second.tally);
     for (int id = 0; id < shm::kLanes; ++id)
-      in_vain |=
-          pending[id] && left->second.completed[id] <= (id == shm::kUserLane ? user_lane_ : scheduled_lane_).retired();
+      in_vain |= pending[id] && left->second.completed[id] <=
+                                    (id == shm::kUserLane ? parts_.user_lane : parts_.scheduled_lane)->retired();
     if (in_vain)
       return fail(ErrorKind::PeerLost,
                   links_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
@@ -168,7 +169,7 @@ void InterhostCommunicator::check_remote_members() {
 
 // A rank that waits for another one of its host holds up ranks elsewhere that can't see that one.
 void InterhostCommunicator::tell_who_is_late() {
-  const Lane::Item* item = oldest().item;
+  const Lane::Item* item = parts_.oldest().item;
   uint64_t members = item && Clock::now() - item->since > kLate ? absent_here() : 0;
   if (members == told_late_) return;
   told_late_ = members;
@@ -178,27 +179,27 @@ void InterhostCommunicator::tell_who_is_late() {
 
 // Members of the own host that have not made the call that is waited for.
 uint64_t InterhostCommunicator::absent_here() const {
-  const Lane::Item* item = oldest().item;
+  const Lane::Item* item = parts_.oldest().item;
   uint64_t locals = 0;
-  if (item == user_lane_.oldest())
-    locals = user_lane_.not_called(user_lane_.retired());
-  else if (item == schedule_.oldest())
-    locals = schedule_.not_announced(item->work->place.number, item->work->place.epoch);
+  if (item == parts_.user_lane->oldest())
+    locals = parts_.user_lane->not_called(parts_.user_lane->retired());
+  else if (item == parts_.schedule->oldest())
+    locals = parts_.schedule->not_announced(item->work->place.number, item->work->place.epoch);
   uint64_t members = 0;
   for (int i = 0; i < group_.size; ++i) members |= (locals >> i & 1) << links_.placement.locals()[i];
   return members;
 }
 
 std::string InterhostCommunicator::names_of_blocking_ranks(const Pending& pending) const {
-  bool is_message = pending.item && pending.item == messenger_.oldest();
+  bool is_message = pending.item && pending.item == parts_.messenger->oldest();
   uint64_t members = absent_here();
   if (!is_message)
     for (auto [member, others] : late_) members |= others;
   if (members == 0) {
     for (int i = 0; i < group_.size; ++i) members |= (pending.blocking_ranks >> i & 1) << links_.placement.locals()[i];
     if (is_message)
-      members |= interhost_route_->remote_blocking_ranks(messenger_.matcher());
-    else if (pending.item && pending.item == schedule_.oldest())
+      members |= interhost_route_->remote_blocking_ranks(parts_.messenger->matcher());
+    else if (pending.item && pending.item == parts_.schedule->oldest())
       members |= interhost_schedule_->remote_blocking_ranks();
     else if (pending.item)
       members |=
@@ -221,7 +222,7 @@ void InterhostCommunicator::end(shm::Standing standing, const Error& for_peers, 
   Ended ended{.head = {},
               .standing = static_cast<uint32_t>(standing),
               .error = static_cast<uint32_t>(for_peers.kind()),
-              .completed = {user_lane_.retired(), scheduled_lane_.retired()},
+              .completed = {parts_.user_lane->retired(), parts_.scheduled_lane->retired()},
               .tally = {},
               .text = {}};
   std::string(for_peers.what()).copy(ended.text, sizeof(ended.text) - 1);
