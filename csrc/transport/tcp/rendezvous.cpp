@@ -41,7 +41,7 @@ Rendezvous::Rendezvous(const Options& options, int rank, const Address& own, std
 }
 
 std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<void()>& interrupted) {
-  sync_point("tcp_meeting");
+  sync_point("tcp_rendezvous");
   while (missing_ > 0) {
     bool is_full = full_ && Clock::now() < full_->again;
     std::vector<pollfd> waits{{listener_, static_cast<short>(is_full ? 0 : POLLIN), 0}};
