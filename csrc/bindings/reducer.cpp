@@ -6,6 +6,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/python_hook.h"
+#include "reducer/backward.h"
 #include "reducer/device_lane.h"
 #include "reducer/reducer.h"
 
@@ -37,33 +38,35 @@ std::unique_ptr<BucketLane> make_lane(const std::vector<at::Tensor>& parameters,
 
 std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::string model_name,
                                       std::vector<std::string> parameter_names,
-                                      std::shared_ptr<Communicator> communicator, const std::vector<bool>& sparse,
-                                      ReducerOptions options) {
+                                      const std::shared_ptr<Communicator>& communicator,
+                                      const std::vector<bool>& sparse, ReducerOptions options) {
   if (parameters.size() != parameter_names.size() || parameters.size() != sparse.size()) {
     throw Error(ErrorKind::InvalidUsage, "Reducer needs one name and one layout for each parameter");
   }
   auto lane = make_lane(parameters, communicator, options.flat_buckets);
   if (lane) options.gradients_in_arena = false;
-  return std::make_shared<Reducer>(std::move(parameters), ModelNames{std::move(model_name), std::move(parameter_names)},
-                                   std::move(communicator), sparse, options, std::move(lane));
+  return std::make_shared<Reducer>(
+      std::make_unique<Model>(std::move(parameters), ModelNames{std::move(model_name), std::move(parameter_names)},
+                              communicator, sparse, options, std::move(lane)));
 }
 
 void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {
   auto python_hook = std::make_unique<PythonHook>(std::move(state), std::move(hook));
   py::gil_scoped_release no_gil;
-  reducer.set_comm_hook(std::move(python_hook));
+  reducer.model()->routing_for_hook().set_comm_hook(std::move(python_hook));
 }
 
 void set_compression(Reducer& reducer, at::ScalarType dtype, bool divides_first) {
   using Divides = Compression::Divides;
-  reducer.set_compression(Compression(dtype, divides_first ? Divides::First : Divides::Last));
+  reducer.model()->routing_for_hook().set_compression(
+      Compression(dtype, divides_first ? Divides::First : Divides::Last));
 }
 
 void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<torch::jit::PythonFutureWrapper>>& futures) {
   std::vector<TorchFuture> unwrapped;
   for (const auto& future : futures) unwrapped.push_back(future->fut);
   py::gil_scoped_release no_gil;
-  reducer.install_futures(std::move(unwrapped));
+  reducer.model()->coming_backward().wait_at_end_for(std::move(unwrapped));
 }
 
 void shadow_backward(Reducer& reducer) {
@@ -76,11 +79,11 @@ void shadow_backward(Reducer& reducer) {
   }
 }
 
-py::dict statistics_dict(const Reducer& reducer) {
+py::dict statistics_dict(Reducer& reducer) {
   Statistics statistics;
   {
     py::gil_scoped_release no_gil;
-    statistics = reducer.statistics();
+    statistics = reducer.model()->statistics();
   }
   py::dict copied;
   for (size_t i = 0; i < kCopyReasons; ++i) copied[name(static_cast<CopyReason>(i))] = statistics.copied_bytes[i];
@@ -96,11 +99,11 @@ py::dict statistics_dict(const Reducer& reducer) {
   return result;
 }
 
-py::dict timeline_dict(const Reducer& reducer) {
+py::dict timeline_dict(Reducer& reducer) {
   Timeline timeline;
   {
     py::gil_scoped_release no_gil;
-    timeline = reducer.timeline();
+    timeline = reducer.model()->record.timeline;
   }
   const auto& step = timeline.last();
   const auto& totals = timeline.totals();
@@ -153,28 +156,47 @@ void bind_reducer(py::module_& module) {
       .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"), NoGil())
       .def("abandon_forward", &Reducer::abandon_forward, py::arg("text"), NoGil())
       .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
-      .def("install_plan", &Reducer::install_plan, py::arg("buckets"), py::arg("provisional"), NoGil())
-      .def("ready_order", &Reducer::ready_order, NoGil())
-      .def("average_over", &Reducer::average_over, py::arg("divisor"), py::arg("weight"), NoGil())
-      .def("expect_shadows", &Reducer::expect_shadows, NoGil())
       .def("shadow_backward", &shadow_backward)
+      .def("check_finalized", &Reducer::check_finalized, NoGil())
+      .def("remove_hooks", &Reducer::remove_hooks, NoGil())
+      .def("has_averaged", &Reducer::has_averaged, NoGil())
+      .def(
+          "install_plan",
+          [](Reducer& self, const std::vector<std::vector<size_t>>& buckets, bool provisional) {
+            self.model()->install_plan(buckets, provisional);
+          },
+          py::arg("buckets"), py::arg("provisional"), NoGil())
+      .def(
+          "average_over",
+          [](Reducer& self, double divisor, double weight) {
+            self.model()->coming_forward().weighting = {.divisor = divisor, .weight = weight, .given = true};
+          },
+          py::arg("divisor"), py::arg("weight"), NoGil())
+      .def(
+          "expect_shadows", [](Reducer& self) { self.model()->coming_forward().has_shadows = true; }, NoGil())
+      .def("install_futures", &install_futures, py::arg("futures"))
       .def("set_comm_hook", &set_comm_hook, py::arg("state"), py::arg("hook"))
       .def("set_compression", &set_compression, py::arg("dtype"), py::arg("divides_first") = true, NoGil())
-      .def("set_all_reduce_hook", &Reducer::set_all_reduce_hook, NoGil())
-      .def("set_static_graph", &Reducer::set_static_graph, NoGil())
-      .def("install_futures", &install_futures, py::arg("futures"))
-      .def("has_averaged", &Reducer::has_averaged, NoGil())
-      .def("check_finalized", &Reducer::check_finalized, NoGil())
-      .def("graph_is_static", &Reducer::graph_is_static, NoGil())
-      .def("last_error", &Reducer::last_error, NoGil())
-      .def("not_averaged", &Reducer::not_averaged, NoGil())
-      .def("watch_local_backwards", &Reducer::watch_local_backwards, NoGil())
-      .def("remove_hooks", &Reducer::remove_hooks, NoGil())
-      .def("timeline", &timeline_dict)
-      .def("set_sample_rate", &Reducer::set_sample_rate, py::arg("rate"), NoGil())
       .def(
-          "step_times", [](const Reducer& self) { return std::const_pointer_cast<StepTimes>(self.step_times()); },
-          NoGil())
+          "set_all_reduce_hook", [](Reducer& self) { self.model()->routing_for_hook().set_all_reduce_hook(); }, NoGil())
+      .def(
+          "set_static_graph", [](Reducer& self) { self.model()->set_static_graph(); }, NoGil())
+      .def(
+          "watch_local_backwards", [](Reducer& self) { self.model()->outcome.watches_local_backwards = true; }, NoGil())
+      .def(
+          "last_error", [](Reducer& self) { return self.model()->outcome.last_error; }, NoGil())
+      .def(
+          "not_averaged", [](Reducer& self) { return self.model()->outcome.not_averaged; }, NoGil())
+      .def(
+          "ready_order", [](Reducer& self) { return self.model()->record.ready_order; }, NoGil())
+      .def(
+          "graph_is_static", [](Reducer& self) { return self.model()->record.graph_is_static; }, NoGil())
+      .def(
+          "set_sample_rate", [](Reducer& self, uint64_t rate) { self.model()->record.timeline.set_sample_rate(rate); },
+          py::arg("rate"), NoGil())
+      .def(
+          "step_times", [](Reducer& self) { return self.model()->record.step_times; }, NoGil())
+      .def("timeline", &timeline_dict)
       .def("statistics", &statistics_dict);
 }
 

@@ -2,7 +2,17 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include "reducer/python_error.h"
+
 namespace syncengine {
+
+std::shared_ptr<const Slots> Averaging::reserve_slots(const std::string& model, std::optional<uint64_t> copy_of) const {
+  auto describe = [model, copy_of] {
+    const std::string text = "reserving the buckets of " + model;
+    return copy_of ? text + ", a copy of the one with number " + std::to_string(*copy_of) : text;
+  };
+  return communicator->reserve_slots(reason_slot() + 1, describe, raise_pending_signal);
+}
 
 Operation Averaging::operation_of(const BucketLayout& layout) const {
   Operation operation;

@@ -1,5 +1,5 @@
 // What all buckets of a model have in common: whom they are averaged with, how contributions are scaled, in which dtype
-// they travel. And what Python reads about the last backward.
+// they travel.
 //
 // Ownership: the reducer's, as long as the model lives. Thread-safety: the reducer's lock.
 #pragma once
@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "collectives/operation.h"
@@ -18,9 +19,6 @@
 #include "reducer/compression.h"
 #include "reducer/gradient.h"
 #include "reducer/scaling.h"
-#include "reducer/statistics.h"
-#include "reducer/step_times.h"
-#include "reducer/timeline.h"
 
 namespace syncengine {
 
@@ -31,16 +29,12 @@ struct Averaging {
   std::shared_ptr<const Slots> slots = {};  // one for each bucket there may be, then two more; from the first plan on
   std::optional<Compression> compression = {};
 
-  Statistics statistics = {};
-  Timeline timeline = {};
-  std::shared_ptr<StepTimes> step_times = std::make_shared<StepTimes>();
-  uint64_t used = 0;                     // a sum over the parameters in `ready_order`
-  std::vector<size_t> ready_order = {};  // parameters, as the last synchronized backward brought them
-
   size_t usage_slot() const { return parameters; }
   size_t reason_slot() const { return parameters + 1; }
-  size_t slots_needed() const { return parameters + 2; }
+  // Collective; blocks. See Reducer::reserve_slots().
+  std::shared_ptr<const Slots> reserve_slots(const std::string& model, std::optional<uint64_t> copy_of) const;
 
+  void scale_as(const ReducerOptions& options) { scaling = scaling_of(options, communicator->numerics()); }
   // Without memory.
   Operation operation_of(const BucketLayout& layout) const;
   // DDP scales each contribution as it copies it into the bucket; rank_order scales the sum, and so rounds once.

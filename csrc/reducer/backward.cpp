@@ -1,48 +1,31 @@
 #include "reducer/backward.h"
 
-#include <torch/csrc/autograd/graph_task.h>
-
 #include <algorithm>
 #include <utility>
 
 #include "base/error.h"
+#include "reducer/hooks.h"
 #include "reducer/python_error.h"
 #include "reducer/sparse.h"
+#include "reducer/texts.h"
 
 namespace syncengine {
-
-using torch::autograd::Node;
-
-namespace {
-
-// Of the graph task on this thread: all but perhaps the one that it starts from.
-bool is_in_this_task(const Node* node) {
-  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  return nodes != nullptr && nodes->count(const_cast<Node*>(node)) > 0;
-}
-
-bool is_in_this_task(const Forward& forward) {
-  return forward.reached || std::any_of(forward.outputs.begin(), forward.outputs.end(),
-                                        [](const Node* node) { return is_in_this_task(node); });
-}
-
-}  // namespace
-
-void Backward::expect(const std::shared_ptr<Forward>& forward) {
-  std::erase_if(forwards_, [](const auto& weak) { return weak.expired(); });
-  forwards_.push_back(forward);
-  if (forward->outputs.empty()) kept_ = forward;
-}
 
 void Backward::wait_at_end_for(std::vector<TorchFuture> futures) {
   for (auto& future : futures) futures_.push_back(std::move(future));
 }
 
-void Backward::begin(std::shared_ptr<const BucketPlan> plan, Route& route, bool looks_for_unused, bool asks_usage) {
-  plan_ = std::move(plan);
-  route_ = &route;
-  asks_usage_ = asks_usage;
-  usage_travels_ = model_.flat == nullptr && route.outlives_errors() && plan_->sparse().empty() &&
+void Backward::begin() {
+  Usage& usage = model_.usage;
+  // The first iteration of a static graph says nothing about the order in which gradients are ready.
+  plan_ = model_.plan.use(/*shows_order=*/!usage.observes());
+  route_ = &model_.routing.route();
+  dropped_last_ = model_.outcome.has_dropped();
+  model_.record.begin_backward(model_.parameters.size(), plan_->buckets().size());
+  if (usage.observes()) usage.static_graph()->begin_observation();
+  if (model_.flat) model_.flat->begin();
+  asks_usage_ = usage.finds_unused() || usage.observes();
+  usage_travels_ = model_.flat == nullptr && route_->outlives_errors() && plan_->sparse().empty() &&
                    !model_.options.skip_all_reduce_unused_params &&
                    Usage::words_of(plan_->largest_bucket()) + kMaskWords <= kMaxFlagWords;
   buckets_.reserve(plan_->buckets().size());
@@ -50,74 +33,76 @@ void Backward::begin(std::shared_ptr<const BucketPlan> plan, Route& route, bool 
     buckets_.push_back({.layout = layout, .missing = layout->parameters.size()});
   }
   missing_ = buckets_.size();
-  weighting_.divisor = model_.averaging.communicator->size();
-  take_forwards(looks_for_unused);
+  told_.weighting.divisor = model_.averaging.communicator->size();
+  forwards_.tell(told_, model_.parameters, usage.finds_unused());
 }
 
-void Backward::take_forwards(bool looks_for_unused) {
-  std::vector<std::shared_ptr<Forward>> alive;
-  for (const auto& weak : forwards_) {
-    if (auto forward = weak.lock()) alive.push_back(std::move(forward));
+bool Backward::bring(size_t index, const at::Tensor& incoming) {
+  const Parameters& parameters = model_.parameters;
+  const at::Tensor& parameter = parameters.tensor(index);
+  const bool watched = parameters.has_node_hooks(index);
+  if (has_hasty_user_hooks(parameter) || (watched && has_hasty_optimizer(parameter))) {
+    throw Error(ErrorKind::InvalidUsage, hasty_hook_text(parameters, index));
   }
-  auto same = [&](const auto& forward) { return forward->weighting == alive[0]->weighting; };
-  if (alive.size() > 1 && (looks_for_unused || !std::all_of(alive.begin(), alive.end(), same))) {
-    // Those that were dropped, though something still holds their graph, are none of this backward's.
-    const auto last = alive.back();
-    std::erase_if(alive, [](const auto& forward) { return !is_in_this_task(*forward); });
-    if (alive.empty()) alive.push_back(last);
+  const bool is_static = model_.usage.is_static();
+  if (is_static && !is_last_fire(index, incoming, watched)) return false;
+  Gradient& gradient = model_.parameters.gradients()[index];
+  if (gradient.collected() || !plan_->covers(index)) {
+    throw Error(ErrorKind::InvalidUsage, collected_twice_text(parameters, index));
   }
-  if (looks_for_unused) reachable_.assign(model_.parameters.size(), false);
-  for (const auto& forward : alive) {
-    has_shadows_ |= forward->has_shadows;
-    if (forward->weighting.given) {
-      if (weighting_.given && weighting_ != forward->weighting) {
-        throw Error(ErrorKind::InvalidUsage,
-                    "this backward comes from several forwards of " + model_.parameters.model() +
-                        " before which weight() was given different numbers: give it once before the first of them, "
-                        "with the number for all");
-      }
-      weighting_ = forward->weighting;
-    }
-    for (size_t i = 0; i < forward->reachable.size() && looks_for_unused; ++i) {
-      if (forward->reachable[i]) reachable_[i] = true;
-    }
-  }
-  if (!looks_for_unused) return;
-  // Or from a loss that is no output.
-  for (const auto& [node, index] : model_.parameters.accumulators()) {
-    if (!reachable_[index] && is_in_this_task(node)) reachable_[index] = true;
-  }
+  if (!is_static) gradient.note(incoming, watched);
+  record().gradient(index);
+  collect(index);
+  return true;
 }
 
-bool Backward::reachable(size_t index) const { return reachable_[index]; }
-
-void Backward::collect(size_t index, const at::Tensor& incoming, bool watched) {
-  model_.parameters.gradients()[index].collect(incoming, watched, name(index), averaging().statistics);
-  note_ready(index);
-  count_collected(index);
+bool Backward::is_last_fire(size_t index, const at::Tensor& incoming, bool watched) {
+  StaticGraph& graph = *model_.usage.static_graph();
+  const bool observed = graph.observed();
+  const auto fire = observed ? graph.fire(index) : StaticGraph::Fire::NotYet;
+  if (fire == StaticGraph::Fire::Unexpected) {
+    throw Error(ErrorKind::InvalidUsage, graph_changed_text(model_.parameters, index));
+  }
+  if (!observed) {
+    graph.observe(index);
+    if (model_.parameters.tensor(index).grad().defined()) model_.usage.note(index);
+  }
+  model_.parameters.gradients()[index].note(incoming, watched);
+  return fire == StaticGraph::Fire::Last;
 }
 
-void Backward::note_ready(size_t index) {
-  averaging().ready_order.push_back(index);
-  averaging().used += (index + 1) * 0x9e3779b97f4a7c15u ^ index;
-  averaging().timeline.gradient();
-}
-
-void Backward::collect_noted(size_t index) {
-  model_.parameters.gradients()[index].collect_noted(name(index), averaging().statistics);
+void Backward::collect(size_t index) {
+  model_.parameters.gradients()[index].collect(name(index), record().statistics);
   count_collected(index);
 }
 
 void Backward::collect_unused(size_t index) {
-  model_.parameters.gradients()[index].collect_unused(averaging().statistics);
+  model_.parameters.gradients()[index].collect_unused(record().statistics);
   count_collected(index);
+}
+
+void Backward::collect_missing() {
+  StaticGraph* graph = model_.usage.static_graph();
+  const bool observed = graph && graph->observed();
+  if (observed) graph->begin_backward();
+  if (!observed && !model_.usage.finds_unused()) return;
+  for (size_t i = 0; i < model_.parameters.size(); ++i) {
+    if (plan_->covers(i) && !(observed ? graph->is_used(i) : told_.reachable[i])) collect_unused(i);
+  }
+}
+
+void Backward::collect_observed() {
+  for (size_t i = 0; i < model_.parameters.size(); ++i) {
+    if (!plan_->covers(i)) continue;
+    model_.usage.static_graph()->is_used(i) ? collect(i) : collect_unused(i);
+  }
 }
 
 void Backward::collect_absent() {
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
     if (!plan_->covers(i)) continue;
     model_.parameters.gradients()[i].collect_absent();
-    averaging().ready_order.push_back(i);  // as DDP: who was never asked gives the order of registration
+    record().ready_order.push_back(i);  // as DDP: who was never asked gives the order of registration
     count_collected(i);
   }
 }
@@ -127,11 +112,11 @@ void Backward::count_collected(size_t index) {
   Gradient& gradient = model_.parameters.gradients()[index];
   if (bucket.missing == bucket.layout->parameters.size()) route_->open(*this, bucket);
   if (model_.flat) model_.flat->note(bucket.layout->index);
-  if (weighting_.weight != 1.0) gradient.weigh(weighting_.weight);
+  if (told_.weighting.weight != 1.0) gradient.weigh(told_.weighting.weight);
   if (bucket.memory && bucket.memory->small) {
     const size_t offset = bucket.layout->small.offsets[plan_->position_of(index)];
     if (offset != SmallLayout::kLarge) {
-      bucket.memory->small.copy_in(offset, gradient.data(), gradient.memory().nbytes(), averaging().statistics);
+      bucket.memory->small.copy_in(offset, gradient.data(), gradient.memory().nbytes(), record().statistics);
     }
   }
   if (--bucket.missing > 0) return;
@@ -142,7 +127,7 @@ void Backward::count_collected(size_t index) {
 }
 
 bool Backward::skips(const Bucket& bucket) const {
-  if (!model_.options.skip_all_reduce_unused_params || has_shadows_) return false;
+  if (!model_.options.skip_all_reduce_unused_params || told_.has_shadows) return false;
   const auto& parameters = bucket.layout->parameters;
   return std::all_of(parameters.begin(), parameters.end(), [&](size_t i) { return gradients()[i].stands_in(); });
 }
@@ -180,8 +165,8 @@ void Backward::average_sparse_gradients() {
     if (model_.flat) model_.flat->take_over(buckets_[plan_->bucket_of(i)], gradients());
     gathered.push_back(gradients()[i].memory());
   }
-  averaging().statistics.reduced_bytes +=
-      average_sparse(gathered, *averaging().communicator, weighting_.divisor, model_.parameters.model());
+  record().statistics.reduced_bytes +=
+      average_sparse(gathered, *averaging().communicator, told_.weighting.divisor, model_.parameters.model());
 }
 
 // Ranks that skip what others reduce would wait for each other forever.
@@ -200,17 +185,20 @@ void Backward::check_skipped() const {
   }
 }
 
-std::vector<size_t> Backward::deliver(bool tracks_usage, bool tells_which) {
+std::vector<size_t> Backward::deliver() {
+  Usage& usage = model_.usage;
+  if (usage.observes() && !told_.has_shadows) usage.static_graph()->end_of_observation();
   std::vector<size_t> written;
   for (Bucket& bucket : buckets_) {
     route_->deliver(*this, bucket);
     for (size_t i : bucket.layout->parameters) {
       Gradient& gradient = model_.parameters.gradients()[i];
-      const bool delivered = gradient.deliver(!tracks_usage || model_.usage.anywhere(i));
-      if (delivered && tells_which) written.push_back(i);
+      const bool delivered = gradient.deliver(!usage.tracks() || usage.anywhere(i));
+      if (delivered && model_.parameters.any_user_hooks()) written.push_back(i);
       if (averaging().scaling == Scaling::DivideViewed) gradient.keep();
     }
   }
+  usage.clear();
   return written;
 }
 
@@ -231,7 +219,6 @@ Abandoned Backward::abandon(bool keeps_gradients) {
     for (size_t i : bucket.layout->parameters) keeps_gradients ? gradients[i].forget() : gradients[i].discard();
     if (bucket.layout->sparse) continue;
     if (bucket.state != Bucket::State::InFlight) {
-      left.told = true;
       for (size_t i : bucket.layout->parameters) gradients[i].collect_absent();
       route_->stand_in(*this, bucket);
       for (size_t i : bucket.layout->parameters) gradients[i].forget();
@@ -242,12 +229,6 @@ Abandoned Backward::abandon(bool keeps_gradients) {
   if (asks_usage_ && !usage_travels_ && !usage_work_) announce_usage();
   if (usage_work_) left.works.push_back(usage_work_);
   return left;
-}
-
-uint64_t Abandoned::mask(size_t which) const {
-  uint64_t members = 0;
-  for (const auto& memory : buckets) members |= memory->flags[memory->flags.size() - Backward::kMaskWords + which];
-  return members;
 }
 
 void Backward::drop(bool keeps_gradients) {

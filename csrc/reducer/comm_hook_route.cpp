@@ -74,9 +74,9 @@ void CommHookRoute::proceed(Backward& backward, std::mutex& mutex) {
       memory->gradients.push_back(backward.gradients()[i].memory());
       parameters.push_back(backward.gradients()[i].parameter());
     }
-    Averaging& averaging = backward.averaging();
-    averaging.statistics.count_copy(CopyReason::CommHook, dense_bytes(memory->gradients));
-    averaging.timeline.bucket();
+    const Averaging& averaging = backward.averaging();
+    backward.record().statistics.count_copy(CopyReason::CommHook, dense_bytes(memory->gradients));
+    backward.record().timeline.bucket();
     const auto layout = bucket->layout;
     runs_ = true;
     lock.unlock();

@@ -77,6 +77,11 @@ void FlatBuckets::lay_out_nothing(size_t buckets) {
   memory_.reset();
 }
 
+bool FlatBuckets::current_changed() {
+  const c10::Stream now = current();
+  return std::exchange(seen_, now) != now;
+}
+
 void FlatBuckets::begin() {
   for (Flat& flat : flats_) flat.streams.clear();
 }

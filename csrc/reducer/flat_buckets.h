@@ -35,6 +35,9 @@ class FlatBuckets {
   c10::Stream current() const { return lane_->current(); }
   c10::Stream stream() const { return lane_->own(); }
 
+  // Whether another stream is current than when it was last asked; true the first time.
+  bool current_changed();
+
   // A backward begins.
   void begin();
   // The calling thread's current stream has made a gradient of this bucket.
@@ -67,6 +70,7 @@ class FlatBuckets {
   at::Tensor memory_;  // of all buckets
   std::vector<Flat> flats_;
   std::optional<c10::Stream> written_on_;  // see join()
+  std::optional<c10::Stream> seen_;        // see current_changed()
 };
 
 }  // namespace syncengine

@@ -21,7 +21,7 @@ void FlatRoute::ready(Backward& backward, Bucket& /*bucket*/) {
 }
 
 void FlatRoute::start(Backward& backward, Bucket& bucket) {
-  Averaging& averaging = backward.averaging();
+  const Averaging& averaging = backward.averaging();
   const size_t index = bucket.layout->index;
   const double divisor = backward.weighting().divisor;
   flat_.fill(bucket, backward.gradients());
@@ -36,10 +36,10 @@ void FlatRoute::start(Backward& backward, Bucket& bucket) {
     const c10::StreamGuard on(flat_.stream());
     averaging.scale_one_by_one(*bucket.layout, backward.gradients(), flat_.views(index), divisor);
   }
-  averaging.statistics.reduced_bytes += operation.output.bytes();
-  averaging.statistics.count_copy(averaging.compression ? CopyReason::Compression : CopyReason::Bucket,
-                                  operation.output.bytes());
-  averaging.timeline.bucket();
+  backward.record().statistics.reduced_bytes += operation.output.bytes();
+  backward.record().statistics.count_copy(averaging.compression ? CopyReason::Compression : CopyReason::Bucket,
+                                          operation.output.bytes());
+  backward.record().timeline.bucket();
   flat_.all_reduce(std::move(operation));
   bucket.state = Bucket::State::InFlight;
 }

@@ -93,24 +93,15 @@ void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, c10::D
 
 }  // namespace
 
-void Gradient::collect(const at::Tensor& incoming, bool watched, const std::string& name, Statistics& statistics) {
-  const at::Tensor& grad = parameter_.grad();
-  if (!grad.defined()) return collect_unused(statistics);
-  collect(!sparse_ && (watched || is_shared(grad, incoming)), name, statistics);
-}
-
 void Gradient::note(const at::Tensor& incoming, bool watched) {
   const at::Tensor& grad = parameter_.grad();
   if (grad.defined() && grad.layout() == c10::kStrided) shared_ |= watched || is_shared(grad, incoming);
 }
 
-void Gradient::collect_noted(const std::string& name, Statistics& statistics) {
-  if (!parameter_.grad().defined()) return collect_unused(statistics);
-  collect(std::exchange(shared_, false), name, statistics);
-}
-
-void Gradient::collect(bool shared, const std::string& name, Statistics& statistics) {
+void Gradient::collect(const std::string& name, Statistics& statistics) {
   const at::Tensor& grad = parameter_.grad();
+  if (!grad.defined()) return collect_unused(statistics);
+  const bool shared = std::exchange(shared_, false);
   check_reducible(grad, parameter_, device_, sparse_, name);
   if (sparse_) {
     source_ = Source::Own;

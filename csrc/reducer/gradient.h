@@ -33,13 +33,11 @@ class Gradient {
   // Whether collect_unused() was the last to be called.
   bool stands_in() const { return source_ == Source::Unused; }
 
-  // Takes what autograd left in .grad. `incoming` is the tensor that was accumulated: .grad may have taken over its
-  // memory. `watched`: others look at .grad before backward ends, and are to see this rank's own gradient.
-  void collect(const at::Tensor& incoming, bool watched, const std::string& name, Statistics& statistics);
-  // The same in two steps, for a gradient that may be accumulated several times in one backward: what was accumulated
-  // is noted each time, and collected when all has come.
+  // Autograd has accumulated `incoming` in .grad, which may have taken over its memory; perhaps several times in one
+  // backward. `watched`: others look at .grad before backward ends, and are to see this rank's own gradient.
   void note(const at::Tensor& incoming, bool watched);
-  void collect_noted(const std::string& name, Statistics& statistics);
+  // Takes what autograd left in .grad, when all of it has come.
+  void collect(const std::string& name, Statistics& statistics);
   // Stands in for a gradient that this rank does not have.
   void collect_unused(Statistics& statistics);
   // Stands in for the gradient of a rank that has no batch: zeros, and .grad is nobody's business.
@@ -68,7 +66,6 @@ class Gradient {
     Absent,   // a private tensor that is forgotten
   };
 
-  void collect(bool shared, const std::string& name, Statistics& statistics);
   void copy_out(Source source, CopyReason reason, const at::Tensor& grad, Statistics& statistics);
 
   at::Tensor parameter_;

@@ -29,7 +29,7 @@ void InPlaceRoute::stand_in(Backward& backward, Bucket& bucket) {
 }
 
 void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
-  Averaging& averaging = backward.averaging();
+  const Averaging& averaging = backward.averaging();
   const BucketLayout& layout = *bucket.layout;
   const double divisor = backward.weighting().divisor;
   Operation operation = averaging.operation_of(layout);
@@ -37,10 +37,10 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
   if (averaging.compression) {
     for (size_t i : layout.parameters) {
       memory->gradients.push_back(
-          averaging.compression->compress(backward.gradients()[i].memory(), averaging.statistics));
+          averaging.compression->compress(backward.gradients()[i].memory(), backward.record().statistics));
       operation.output.add(memory->gradients.back().mutable_data_ptr(), memory->gradients.back().nbytes());
     }
-    averaging.statistics.count_staged(StageReason::Compression, operation.output.bytes());
+    backward.record().statistics.count_staged(StageReason::Compression, operation.output.bytes());
   } else {
     add_spans(backward, bucket, operation.output);
   }
@@ -54,10 +54,10 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
   memory->flags.push_back(backward.dropped_last() ? backward.own_bit() : 0);
   operation.flags = memory->flags.data();
   operation.flag_words = memory->flags.size();
-  averaging.statistics.reduced_bytes += operation.output.bytes();
+  backward.record().statistics.reduced_bytes += operation.output.bytes();
   operation.input = operation.output;
   operation.keepalive = memory;
-  averaging.timeline.bucket();
+  backward.record().timeline.bucket();
   bucket.row = ProfilerRow("all_reduce", memory->gradients);
   bucket.work = averaging.communicator->announce(averaging.slots, layout.index, std::move(operation));
   bucket.state = Bucket::State::InFlight;
@@ -66,7 +66,7 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
 // Small gradients that follow one another are one span.
 void InPlaceRoute::add_spans(const Backward& backward, Bucket& bucket, SpanList& spans) {
   const BucketLayout& layout = *bucket.layout;
-  Averaging& averaging = backward.averaging();
+  const Averaging& averaging = backward.averaging();
   auto& [gradients, small, flags] = *bucket.memory;
   gradients.reserve(layout.parameters.size());
   std::byte* begin = nullptr;
@@ -82,7 +82,7 @@ void InPlaceRoute::add_spans(const Backward& backward, Bucket& bucket, SpanList&
     spans.add(begin, std::exchange(bytes, 0));
     auto reason = pooled_.note(gradient.data_ptr(), gradient.nbytes());
     if (averaging.communicator->numerics() == Numerics::Ring) reason = StageReason::Numerics;
-    if (reason) averaging.statistics.count_staged(*reason, gradient.nbytes());
+    if (reason) backward.record().statistics.count_staged(*reason, gradient.nbytes());
     spans.add(gradient.mutable_data_ptr(), gradient.nbytes());
     gradients.push_back(gradient);
   }

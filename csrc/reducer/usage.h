@@ -1,5 +1,5 @@
 // Which parameters have had a gradient since the last synchronization, here and on any rank: for models in which some
-// may be unused. Under no_sync it goes on counting.
+// may be unused, in each backward or always. Under no_sync it goes on counting.
 //
 // Ownership: what is reduced is shared with its operation, which may outlive a backward that was abandoned.
 // Thread-safety: none.
@@ -9,16 +9,35 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "reducer/bucket.h"
+#include "reducer/options.h"
+#include "reducer/static_graph.h"
 
 namespace syncengine {
 
 class Usage {
  public:
-  explicit Usage(size_t parameters)
-      : here_(parameters), anywhere_(std::make_shared<std::vector<uint8_t>>(parameters)) {}
+  Usage(size_t parameters, const ReducerOptions& options)
+      : find_unused_(options.find_unused_parameters),
+        here_(parameters),
+        anywhere_(std::make_shared<std::vector<uint8_t>>(parameters)) {
+    if (options.static_graph) set_static_graph();
+  }
+  void set_static_graph() {
+    if (!static_graph_) static_graph_.emplace(here_.size());
+  }
+
+  // Whether each forward looks for unused parameters; whether some may be unused; whether the coming backward, or this
+  // one, shows which are.
+  bool finds_unused() const { return find_unused_ && !static_graph_; }
+  bool tracks() const { return find_unused_ || static_graph_; }
+  bool observes() const { return static_graph_ && !static_graph_->observed(); }
+  // Null if the graph may change.
+  StaticGraph* static_graph() { return static_graph_ ? &*static_graph_ : nullptr; }
+  bool is_static() const { return static_graph_.has_value(); }
 
   void note(size_t parameter) { here_[parameter] = true; }
   void clear() { here_.assign(here_.size(), false); }
@@ -46,6 +65,8 @@ class Usage {
   static size_t words_of(size_t parameters) { return (parameters + 63) / 64; }
 
  private:
+  const bool find_unused_;
+  std::optional<StaticGraph> static_graph_;
   std::vector<bool> here_;
   std::shared_ptr<std::vector<uint8_t>> anywhere_;
 };

@@ -1,0 +1,107 @@
+#include "reducer/outcome.h"
+
+#include <utility>
+
+#include "base/error.h"
+#include "reducer/backward.h"
+#include "reducer/peers.h"
+#include "reducer/python_error.h"
+#include "reducer/texts.h"
+
+namespace syncengine {
+
+uint64_t Abandoned::mask(size_t which) const {
+  uint64_t members = 0;
+  for (const auto& memory : buckets) members |= memory->flags[memory->flags.size() - Backward::kMaskWords + which];
+  return members;
+}
+
+void Outcome::check_usable() const {
+  if (unusable_) throw Error(ErrorKind::InvalidUsage, *unusable_);
+}
+
+void Outcome::give_up(const Reason& reason) {
+  last_error = reason.text;
+  not_averaged = "the last backward was abandoned (" + reason.text + ")";
+  if (reason.for_good) unusable_ = reason.text;
+}
+
+bool Outcome::abandon(Backward& backward, const Reason& reason, bool keeps_gradients) {
+  if (!backward.can_be_abandoned()) return false;
+  Abandoned left = backward.abandon(keeps_gradients);
+  auto unread = std::exchange(unread_, std::nullopt);
+  Reasons reasons = unread ? *unread : exchange(reason);
+  given_up_.emplace(GivenUp{std::move(left), reason, std::move(reasons), unread.has_value()});
+  auto works = given_up_->left.works;
+  works.push_back(given_up_->reasons.work());
+  averaging_.communicator->set_last_words(said_here(*averaging_.communicator, reason.text), std::move(works));
+  return true;
+}
+
+void Outcome::await_peers(std::unique_lock<std::mutex>& lock) {
+  if (!given_up_) return;
+  auto [left, reason, reasons, reused] = *std::exchange(given_up_, std::nullopt);
+  lock.unlock();
+  for (const auto& work : left.works) averaging_.communicator->wait(work, raise_pending_signal);
+  const bool any_told = left.abandoned_by() != 0;  // so all have heard of it, and say why, or that they wait
+  std::optional<Reason> gravest;
+  if (any_told) gravest = reasons.wait();
+  if (!any_told && reused && left.dropped_by() == everybody()) {
+    reasons.wait();  // the exchange was about the backward before, and all others have taken it so
+    reasons = exchange(reason);
+  }
+  lock.lock();
+  averaging_.communicator->set_last_words("", {});
+  if (!any_told) {
+    unread_ = std::move(reasons);
+    has_dropped_ = true;
+  } else if (gravest->for_good) {
+    unusable_ = gravest->text;
+    throw Error(ErrorKind::Aborted, *unusable_);
+  }
+}
+
+void Outcome::check(Backward& backward, std::mutex& mutex) {
+  Communicator& communicator = *averaging_.communicator;
+  auto unread = std::exchange(unread_, std::nullopt);
+  if (backward.abandoned_by() != 0) {
+    const Reason reason = (unread ? *unread : exchange(std::nullopt)).wait();
+    for (const Bucket& bucket : backward.buckets()) {
+      if (bucket.work) communicator.wait(bucket.work);
+    }
+    if (reason.for_good) {
+      std::lock_guard lock(mutex);
+      unusable_ = reason.text;
+    } else {
+      communicator.abort(ErrorKind::Aborted, reason.text);
+    }
+    throw Error(ErrorKind::Aborted, reason.text);
+  }
+  if (unread && backward.dropped_by() == everybody()) communicator.wait(unread->work());
+  if (backward.dropped_by() == 0 || backward.dropped_by() == everybody()) return;
+  std::string ranks;
+  for (int member = 0; member < communicator.size(); ++member) {
+    if (!(backward.dropped_by() >> member & 1)) continue;
+    ranks += (ranks.empty() ? "rank " : ", ") + std::to_string(communicator.global_ranks()[member]);
+  }
+  const std::string text = ranks + ": " + dropped_text(parameters_);
+  communicator.abort(ErrorKind::Aborted, text);
+  throw Error(ErrorKind::Aborted, text);
+}
+
+void Outcome::end_well(uint64_t backward) {
+  ended_well_ = backward;
+  has_dropped_ = false;
+  not_averaged.clear();
+}
+
+void Outcome::drop(bool outlives_errors) {
+  has_dropped_ = true;
+  if (!outlives_errors) {
+    tell_peers(*averaging_.communicator, dropped_text(parameters_));
+  } else if (!unread_) {
+    unread_ = exchange(Reason{dropped_text(parameters_), false});
+  }
+}
+
+}  // namespace syncengine

@@ -1,0 +1,144 @@
+// What autograd's hooks tell the Reducer while backward runs.
+//
+// Callbacks run at the end of the graph task they were queued in. Reentrant checkpointing nests tasks, and an inner one
+// may end before later hooks run or bring the last gradient itself. So each task that we see gets a callback, and the
+// first to find all buckets announced finalizes. That may be an inner task: nothing written here is read by an outer
+// one.
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "base/error.h"
+#include "reducer/backward.h"
+#include "reducer/hooks.h"
+#include "reducer/reducer.h"
+#include "reducer/texts.h"
+
+namespace syncengine {
+
+namespace {
+
+// True in backward() without `inputs`: it accumulates into every leaf. autograd.grad() and backward(inputs=...) do not.
+bool whole_graph_runs() {
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  return chosen == nullptr || chosen->empty();
+}
+
+}  // namespace
+
+void Reducer::on_output(Forward& forward) {
+  std::shared_ptr<Backward> backward;
+  {
+    std::lock_guard lock(mutex_);
+    if (!whole_graph_runs()) return;
+    if (phase_ == Phase::Consumed) throw Error(ErrorKind::InvalidUsage, consumed_text(model_->parameters));
+    if (phase_ != Phase::Armed) return;
+    forward.reached = claimed_ = true;
+    model_->pool_gradients();
+    // From here on the peers expect us: an error anywhere in this backward must reach them.
+    watch_this_backward();
+    // If no parameter at all is used here, no other hook will run.
+    if (model_->usage.tracks()) {
+      begin_backward();
+      model_->backward->collect_missing();
+      backward = model_->backward;
+    }
+  }
+  if (backward) backward->proceed(mutex_);
+}
+
+void Reducer::on_local_output() {
+  std::lock_guard lock(mutex_);
+  model_->outcome.not_averaged = "the last backward was this rank's own (no_sync)";
+  model_->pool_gradients();
+}
+
+void Reducer::watch_this_backward() {
+  if (tasks_.watch()) {
+    queue_backward_end(shared_from_this(), model_->record.statistics.backwards + (phase_ == Phase::Armed));
+  }
+}
+
+bool Reducer::postpones(size_t index) const {
+  std::lock_guard lock(mutex_);
+  return model_->plan.covers(index) && (phase_ == Phase::Armed || phase_ == Phase::Syncing);
+}
+
+void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
+  if (phase_.load(std::memory_order_relaxed) == Phase::Local && !model_->options.find_unused_parameters) {
+    return;  // this thread's
+  }
+  std::shared_ptr<Backward> backward;
+  {
+    std::lock_guard lock(mutex_);
+    const Parameters& parameters = model_->parameters;
+    if (model_->usage.finds_unused() && parameters.tensor(index).grad().defined()) model_->usage.note(index);
+    switch (phase_) {
+      case Phase::Local: return;
+      case Phase::Finalizing: fail(collected_twice_text(parameters, index));
+      case Phase::Consumed:
+        if (tasks_.any()) {
+          if (const Reason* reason = model_->outcome.given_up()) {
+            throw Error(ErrorKind::Aborted, reason->text);  // on another thread
+          }
+          fail(collected_twice_text(parameters, index));
+        }
+        if (outputs_hooked_) return;  // a backward that is none of ours: on_output has not run
+        throw Error(ErrorKind::InvalidUsage, consumed_text(parameters));  // as far as one can tell
+      case Phase::Armed:
+        // Nor is one that comes from another wrapper of the same module.
+        if (!claimed_ && parameters.claimed_by_another(index)) return;
+        watch_this_backward();
+        begin_backward();
+        model_->backward->collect_missing();
+        break;
+      case Phase::Syncing: watch_this_backward();
+    }
+    backward = model_->backward;
+    try {
+      if (!backward->bring(index, incoming)) return;
+    } catch (const Error& error) {
+      give_up({error.what(), false});
+      throw;
+    }
+  }
+  backward->proceed(mutex_);
+}
+
+void Reducer::on_backward_end() {
+  {
+    std::lock_guard lock(mutex_);
+    tasks_.ended();
+    model_->outcome.brought_nothing = phase_ == Phase::Armed;
+    if (phase_ == Phase::Armed) claimed_ = false;
+    // An inner task has finalized: this one may go on another stream.
+    if (model_->flat && phase_ == Phase::Consumed) model_->flat->join();
+    if (phase_ != Phase::Syncing) return;
+    // The outermost task, which on_output watches, ends last: only then all hooks have fired.
+    const bool observed_now = model_->usage.observes() && !tasks_.any();
+    if (!model_->backward->collected_all() && !observed_now) return;
+    phase_ = Phase::Finalizing;
+  }
+  finalize();
+}
+
+void Reducer::on_backward_failed(const std::string& text) noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    if (phase_ == Phase::Armed || phase_ == Phase::Syncing) give_up({text, false});
+  } catch (...) {
+    // The error that is on its way says more.
+  }
+}
+
+void Reducer::on_backward_abandoned(uint64_t backward) noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    tasks_.ended();
+    if (phase_ == Phase::Armed || phase_ == Phase::Syncing) give_up({"backward aborted", false});
+    Outcome& outcome = model_->outcome;
+    if (outcome.has_ended_well(backward)) outcome.drop(model_->routing.route().outlives_errors());
+  } catch (...) {
+    // In a destructor, on the way of the error that ended this backward.
+  }
+}
+
+}  // namespace syncengine

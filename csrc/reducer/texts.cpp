@@ -1,0 +1,88 @@
+#include "reducer/texts.h"
+
+#include "reducer/model.h"
+
+namespace syncengine {
+
+namespace {
+
+std::string missing_text(const Model& model) {
+  const Parameters& parameters = model.parameters;
+  std::string indices, missing;
+  size_t next = 0;  // DDP counts only parameters that require a gradient
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    size_t index = next;
+    if (!model.plan.covers(i) || (++next, parameters.gradients()[i].collected())) continue;
+    indices += " " + std::to_string(index);
+    missing += (missing.empty() ? "" : ", ") + parameters.name(i);
+  }
+  const Communicator& communicator = *model.averaging.communicator;
+  const std::string rank = std::to_string(communicator.global_ranks()[communicator.rank()]);
+  return "\nParameter indices which did not receive grad for rank " + rank + ":" + indices +
+         "\nParameters which did not receive grad for rank " + rank + ": " + missing;
+}
+
+}  // namespace
+
+std::string unfinished_text(const Model& model) {
+  if (model.usage.is_static()) {
+    return "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
+           "that your training graph has changed in this iteration, e.g., one parameter is used in first iteration, "
+           "but "
+           "then got unused in the second iteration. this is not compatible with static_graph set to True." +
+           missing_text(model);
+  }
+  return "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "
+         "that your module has parameters that were not used in producing loss. You can enable unused parameter "
+         "detection by passing the keyword argument `find_unused_parameters=True` to `syncengine.Parallel`, and by "
+         "making sure all `forward` function outputs participate in calculating loss." +
+         missing_text(model);
+}
+
+std::string removed_text(const Parameters& parameters) {
+  return "the hooks of " + parameters.model() +
+         " were removed (_remove_autograd_hooks), so it synchronizes nothing any more: wrap the module again, on all "
+         "ranks";
+}
+
+std::string dropped_text(const Parameters& parameters) {
+  return "backward of " + parameters.model() +
+         " raised after its averages were complete, and the error was caught there, while other ranks went on: their "
+         "weights may differ. Let the error end the job, or skip that step on all ranks";
+}
+
+std::string collected_twice_text(const Parameters& parameters, size_t index) {
+  return "Expected to mark a variable ready only once. Parameter " + std::to_string(index) + " (" +
+         parameters.name(index) + ") of " + parameters.model() +
+         " got another gradient when its average was already on its way: it is used " +
+         "outside of the module's forward, or in several reentrant checkpoints (use_reentrant=False or "
+         "static_graph=True helps)";
+}
+
+std::string graph_changed_text(const Parameters& parameters, size_t index) {
+  return "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
+         "then "
+         "got "
+         "used in the second iteration. this is not compatible with static_graph set to True. Parameter " +
+         parameters.name(index) + " of " + parameters.model() + " got more gradients than in the first iteration";
+}
+
+std::string consumed_text(const Parameters& parameters) {
+  return "this backward runs through a forward of " + parameters.model() +
+         " that an earlier backward has already synchronized, so its gradients would differ between ranks. Run one "
+         "backward over the sum of the losses, or the earlier forwards and backwards under no_sync()";
+}
+
+std::string replaced_text(const Parameters& parameters) {
+  return "the outputs of " + parameters.model() +
+         " depend on none of the parameters that it was made with, so nothing would be synchronized. Were they "
+         "replaced, say by load_state_dict(assign=True)? Then wrap the module again";
+}
+
+std::string hasty_hook_text(const Parameters& parameters, size_t index) {
+  return "a hook was registered on parameter " + parameters.name(index) + " of " + parameters.model() +
+         " (register_post_accumulate_grad_hook, or an optimizer in backward) after the forward, so it would see this "
+         "rank's gradient instead of the average: register it before the forward";
+}
+
+}  // namespace syncengine
