@@ -17,6 +17,7 @@
 namespace syncengine {
 
 namespace py = pybind11;
+using namespace py::literals;
 
 namespace {
 
@@ -85,18 +86,15 @@ py::dict statistics_dict(Reducer& reducer) {
     py::gil_scoped_release no_gil;
     statistics = reducer.model()->statistics();
   }
-  py::dict copied;
-  for (size_t i = 0; i < kCopyReasons; ++i) copied[name(static_cast<CopyReason>(i))] = statistics.copied_bytes[i];
-  py::dict result;
-  result["backwards"] = statistics.backwards;
-  result["buckets"] = statistics.buckets;
-  result["reduced_bytes"] = statistics.reduced_bytes;
-  result["copied_bytes"] = copied;
-  py::dict staged;
-  for (size_t i = 0; i < kStageReasons; ++i) staged[name(static_cast<StageReason>(i))] = statistics.staged_bytes[i];
-  result["staged_bytes"] = staged;
-  result["shortage"] = statistics.shortage;
-  return result;
+  auto by_name = [](const auto& names, const auto& bytes) {
+    py::dict result;
+    for (size_t i = 0; i < names.size(); ++i) result[names[i]] = bytes[i];
+    return result;
+  };
+  return py::dict(
+      "backwards"_a = statistics.backwards, "buckets"_a = statistics.buckets,
+      "reduced_bytes"_a = statistics.reduced_bytes, "copied_bytes"_a = by_name(kCopyReasons, statistics.copied_bytes),
+      "staged_bytes"_a = by_name(kStageReasons, statistics.staged_bytes), "shortage"_a = statistics.shortage);
 }
 
 py::dict timeline_dict(Reducer& reducer) {
@@ -108,29 +106,19 @@ py::dict timeline_dict(Reducer& reducer) {
   const auto& step = timeline.last();
   const auto& totals = timeline.totals();
   auto average = [&](int64_t total) { return totals.steps ? total / totals.steps : 0; };
-  py::dict result;
-  result["steps"] = totals.steps;
-  result["forward_start"] = step.forward_start;
-  result["backward_start"] = step.backward_start;
-  result["backward_end"] = step.backward_end;
-  result["comm_start"] = step.comm_start;
-  result["comm_end"] = step.comm_end;
-  result["ready"] = step.ready;
-  result["forward"] = std::make_pair(step.forward(), average(totals.forward));
-  result["backward"] = std::make_pair(step.backward(), average(totals.backward));
-  result["comm"] = std::make_pair(step.comm(), average(totals.comm));
-  result["overlap"] = std::make_pair(step.overlap(), average(totals.overlap));
-  return result;
+  return py::dict("steps"_a = totals.steps, "forward_start"_a = step.forward_start,
+                  "backward_start"_a = step.backward_start, "backward_end"_a = step.backward_end,
+                  "comm_start"_a = step.comm_start, "comm_end"_a = step.comm_end, "ready"_a = step.ready,
+                  "forward"_a = std::pair(step.forward(), average(totals.forward)),
+                  "backward"_a = std::pair(step.backward(), average(totals.backward)),
+                  "comm"_a = std::pair(step.comm(), average(totals.comm)),
+                  "overlap"_a = std::pair(step.overlap(), average(totals.overlap)));
 }
 
 py::dict summary_dict(const StepTimes& times) {
   const StepTimes::Summary summary = times.summary();
-  py::dict result;
-  result["steps"] = summary.steps;
-  result["bytes"] = summary.bytes;
-  result["median"] = summary.median;
-  result["median_wait"] = summary.median_wait;
-  return result;
+  return py::dict("steps"_a = summary.steps, "bytes"_a = summary.bytes, "median"_a = summary.median,
+                  "median_wait"_a = summary.median_wait);
 }
 
 }  // namespace

@@ -42,7 +42,10 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
   const at::Tensor& parameter = parameters.tensor(index);
   const bool watched = parameters.has_node_hooks(index);
   if (has_hasty_user_hooks(parameter) || (watched && has_hasty_optimizer(parameter))) {
-    throw Error(ErrorKind::InvalidUsage, hasty_hook_text(parameters, index));
+    throw Error(ErrorKind::InvalidUsage,
+                "a hook was registered on parameter " + name(index) + " of " + parameters.model() +
+                    " (register_post_accumulate_grad_hook, or an optimizer in backward) after the forward, so it would "
+                    "see this rank's gradient instead of the average: register it before the forward");
   }
   const bool is_static = model_.usage.is_static();
   if (is_static && !is_last_fire(index, incoming, watched)) return false;
@@ -61,7 +64,12 @@ bool Backward::is_last_fire(size_t index, const at::Tensor& incoming, bool watch
   const bool observed = graph.observed();
   const auto fire = observed ? graph.fire(index) : StaticGraph::Fire::NotYet;
   if (fire == StaticGraph::Fire::Unexpected) {
-    throw Error(ErrorKind::InvalidUsage, graph_changed_text(model_.parameters, index));
+    throw Error(ErrorKind::InvalidUsage,
+                "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
+                "but then got used in the second iteration. this is not compatible with static_graph set to True. "
+                "Parameter " +
+                    name(index) + " of " + model_.parameters.model() +
+                    " got more gradients than in the first iteration");
   }
   if (!observed) {
     graph.observe(index);

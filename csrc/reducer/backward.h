@@ -18,7 +18,7 @@
 
 #include "reducer/bucket.h"
 #include "reducer/bucket_plan.h"
-#include "reducer/forwards.h"
+#include "reducer/forward.h"
 #include "reducer/future.h"
 #include "reducer/model.h"
 #include "reducer/outcome.h"

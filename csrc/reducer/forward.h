@@ -1,11 +1,14 @@
-// What one synchronized forward says about the backward through it.
+// What synchronized forwards say about the backward through them.
 //
-// Ownership: the hooks on its outputs, so it is destroyed with the graph: what a dropped forward has said has no
-// effect.
+// Ownership: the hooks on a forward's outputs, so it is destroyed with the graph: what a dropped one has said has no
+// effect. Thread-safety: none.
 #pragma once
 
 #include <cstddef>
+#include <memory>
 #include <vector>
+
+#include "reducer/parameters.h"
 
 namespace torch::autograd {
 struct Node;
@@ -27,6 +30,21 @@ struct Forward {
   std::vector<bool> reachable = {};                        // by parameter, from its outputs; empty if nobody asks
   std::vector<const torch::autograd::Node*> outputs = {};  // the nodes of its outputs: to be compared only
   bool reached = false;                                    // by a backward
+};
+
+// Those that a backward may come from.
+class Forwards {
+ public:
+  // Keeps `forward` itself if none of its outputs does.
+  void expect(const std::shared_ptr<Forward>& forward);
+
+  // In the backward's first graph task: adds to `all` what each says, and, if it `looks_for_unused`, what else the
+  // backward reaches. Throws InvalidUsage if two say different weights.
+  void tell(Forward& all, const Parameters& parameters, bool looks_for_unused) const;
+
+ private:
+  std::vector<std::weak_ptr<Forward>> forwards_;
+  std::shared_ptr<Forward> kept_;  // the last of them, if its outputs don't keep it
 };
 
 }  // namespace syncengine

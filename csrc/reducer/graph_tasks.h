@@ -26,7 +26,6 @@ class GraphTasks {
     ++watched_;
     return true;
   }
-  bool watches_current() const { return last_ == current(); }
   void ended() {
     --watched_;
     all_ended_.notify_all();

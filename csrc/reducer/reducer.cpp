@@ -84,7 +84,10 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
   if (model_->usage.finds_unused() || model_->usage.observes())
     other_leaves = mark_reachable(outputs, *model_, forward);
   if (model_->outcome.brought_nothing && are_replaced(model_->parameters, outputs)) {
-    const std::string text = replaced_text(model_->parameters);
+    const std::string text = "the outputs of " + model_->parameters.model() +
+                             " depend on none of the parameters that it was made with, so nothing would be "
+                             "synchronized. Were they replaced, say by load_state_dict(assign=True)? Then wrap the "
+                             "module again";
     give_up({text, true}, /*keeps_gradients=*/true);
     throw Error(ErrorKind::InvalidUsage, text);
   }

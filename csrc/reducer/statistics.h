@@ -8,7 +8,7 @@
 
 namespace syncengine {
 
-// Why a gradient could not be reduced in the memory where autograd left it.
+// Why a gradient could not be reduced in the memory where autograd left it. Python has them by name.
 enum class CopyReason : uint8_t {
   SharedStorage,  // something else holds the memory, and might still read it in this backward
   Layout,         // strides are not the parameter's: ranks would disagree on the order of elements
@@ -19,21 +19,8 @@ enum class CopyReason : uint8_t {
   Compression,    // what travels is of another dtype
   Bucket,         // on a device buckets are flat
 };
-inline constexpr size_t kCopyReasons = 8;
-
-constexpr const char* name(CopyReason reason) {
-  switch (reason) {
-    case CopyReason::SharedStorage: return "shared storage";
-    case CopyReason::Layout: return "layout";
-    case CopyReason::Graph: return "graph";
-    case CopyReason::Small: return "small";
-    case CopyReason::Unused: return "unused";
-    case CopyReason::CommHook: return "comm hook";
-    case CopyReason::Compression: return "compression";
-    case CopyReason::Bucket: return "bucket";
-  }
-  return "unknown";
-}
+inline constexpr std::array kCopyReasons{"shared storage", "layout",    "graph",       "small",
+                                         "unused",         "comm hook", "compression", "bucket"};
 
 // Why a gradient lay where peers do not reach it, or could not be reduced there.
 enum class StageReason : uint8_t {
@@ -43,25 +30,14 @@ enum class StageReason : uint8_t {
   Shortage,     // the pool could not grow: Statistics::shortage says why
   Elsewhere,    // in memory that autograd did not get from the pool
 };
-inline constexpr size_t kStageReasons = 5;
-
-constexpr const char* name(StageReason reason) {
-  switch (reason) {
-    case StageReason::Setting: return "setting";
-    case StageReason::Numerics: return "numerics";
-    case StageReason::Compression: return "compression";
-    case StageReason::Shortage: return "shortage";
-    case StageReason::Elsewhere: return "elsewhere";
-  }
-  return "unknown";
-}
+inline constexpr std::array kStageReasons{"setting", "numerics", "compression", "shortage", "elsewhere"};
 
 struct Statistics {
   uint64_t backwards = 0;  // synchronized so far; everything below is about the last one
   uint64_t buckets = 0;
   uint64_t reduced_bytes = 0;
-  std::array<uint64_t, kCopyReasons> copied_bytes{};
-  std::array<uint64_t, kStageReasons> staged_bytes{};  // of this rank's; a bucket is staged with any of them
+  std::array<uint64_t, kCopyReasons.size()> copied_bytes{};
+  std::array<uint64_t, kStageReasons.size()> staged_bytes{};  // of this rank's; a bucket is staged with any of them
   std::string shortage;
 
   void count_staged(StageReason reason, size_t bytes) { staged_bytes[static_cast<size_t>(reason)] += bytes; }

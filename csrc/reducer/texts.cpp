@@ -59,30 +59,10 @@ std::string collected_twice_text(const Parameters& parameters, size_t index) {
          "static_graph=True helps)";
 }
 
-std::string graph_changed_text(const Parameters& parameters, size_t index) {
-  return "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, but "
-         "then "
-         "got "
-         "used in the second iteration. this is not compatible with static_graph set to True. Parameter " +
-         parameters.name(index) + " of " + parameters.model() + " got more gradients than in the first iteration";
-}
-
 std::string consumed_text(const Parameters& parameters) {
   return "this backward runs through a forward of " + parameters.model() +
          " that an earlier backward has already synchronized, so its gradients would differ between ranks. Run one "
          "backward over the sum of the losses, or the earlier forwards and backwards under no_sync()";
-}
-
-std::string replaced_text(const Parameters& parameters) {
-  return "the outputs of " + parameters.model() +
-         " depend on none of the parameters that it was made with, so nothing would be synchronized. Were they "
-         "replaced, say by load_state_dict(assign=True)? Then wrap the module again";
-}
-
-std::string hasty_hook_text(const Parameters& parameters, size_t index) {
-  return "a hook was registered on parameter " + parameters.name(index) + " of " + parameters.model() +
-         " (register_post_accumulate_grad_hook, or an optimizer in backward) after the forward, so it would see this "
-         "rank's gradient instead of the average: register it before the forward";
 }
 
 }  // namespace syncengine

@@ -14,11 +14,8 @@ struct Model;
 std::string unfinished_text(const Model& model);
 
 std::string removed_text(const Parameters& parameters);
-std::string replaced_text(const Parameters& parameters);
 std::string dropped_text(const Parameters& parameters);
 std::string consumed_text(const Parameters& parameters);
-std::string hasty_hook_text(const Parameters& parameters, size_t index);
 std::string collected_twice_text(const Parameters& parameters, size_t index);
-std::string graph_changed_text(const Parameters& parameters, size_t index);
 
 }  // namespace syncengine

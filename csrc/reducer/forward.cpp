@@ -1,4 +1,4 @@
-#include "reducer/forwards.h"
+#include "reducer/forward.h"
 
 #include <torch/csrc/autograd/graph_task.h>
 
