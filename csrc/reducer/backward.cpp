@@ -27,7 +27,7 @@ void Backward::begin() {
   asks_usage_ = usage.finds_unused() || usage.observes();
   usage_travels_ = model_.flat == nullptr && route_->outlives_errors() && plan_->sparse().empty() &&
                    !model_.options.skip_all_reduce_unused_params &&
-                   Usage::words_of(plan_->largest_bucket()) + kMaskWords <= kMaxFlagWords;
+                   Usage::words_of(plan_->largest_bucket()) + Masks::kWords <= kMaxFlagWords;
   buckets_.reserve(plan_->buckets().size());
   for (const auto& layout : plan_->buckets()) {
     buckets_.push_back({.layout = layout, .missing = layout->parameters.size()});
@@ -49,13 +49,13 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
   }
   const bool is_static = model_.usage.is_static();
   if (is_static && !is_last_fire(index, incoming, watched)) return false;
-  Gradient& gradient = model_.parameters.gradients()[index];
-  if (gradient.collected() || !plan_->covers(index)) {
+  if (gradient(index).collected() || !plan_->covers(index)) {
     throw Error(ErrorKind::InvalidUsage, collected_twice_text(parameters, index));
   }
-  if (!is_static) gradient.note(incoming, watched);
-  record().gradient(index);
-  collect(index);
+  if (!is_static) gradient(index).note(incoming, watched);
+  gradient(index).collect(name(index), model_.record.statistics);
+  model_.record.gradient(index);
+  count_collected(index);
   return true;
 }
 
@@ -75,18 +75,8 @@ bool Backward::is_last_fire(size_t index, const at::Tensor& incoming, bool watch
     graph.observe(index);
     if (model_.parameters.tensor(index).grad().defined()) model_.usage.note(index);
   }
-  model_.parameters.gradients()[index].note(incoming, watched);
+  gradient(index).note(incoming, watched);
   return fire == StaticGraph::Fire::Last;
-}
-
-void Backward::collect(size_t index) {
-  model_.parameters.gradients()[index].collect(name(index), record().statistics);
-  count_collected(index);
-}
-
-void Backward::collect_unused(size_t index) {
-  model_.parameters.gradients()[index].collect_unused(record().statistics);
-  count_collected(index);
 }
 
 void Backward::collect_missing() {
@@ -95,36 +85,43 @@ void Backward::collect_missing() {
   if (observed) graph->begin_backward();
   if (!observed && !model_.usage.finds_unused()) return;
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
-    if (plan_->covers(i) && !(observed ? graph->is_used(i) : told_.reachable[i])) collect_unused(i);
+    if (!plan_->covers(i) || (observed ? graph->is_used(i) : told_.reachable[i])) continue;
+    gradient(i).collect_unused(model_.record.statistics);
+    count_collected(i);
   }
 }
 
 void Backward::collect_observed() {
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
     if (!plan_->covers(i)) continue;
-    model_.usage.static_graph()->is_used(i) ? collect(i) : collect_unused(i);
+    if (!model_.usage.static_graph()->is_used(i)) {
+      gradient(i).collect_unused(model_.record.statistics);
+    } else {
+      gradient(i).collect(name(i), model_.record.statistics);
+    }
+    count_collected(i);
   }
 }
 
 void Backward::collect_absent() {
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
     if (!plan_->covers(i)) continue;
-    model_.parameters.gradients()[i].collect_absent();
-    record().ready_order.push_back(i);  // as DDP: who was never asked gives the order of registration
+    gradient(i).collect_absent();
+    model_.record.ready_order.push_back(i);  // as DDP: who was never asked gives the order of registration
     count_collected(i);
   }
 }
 
 void Backward::count_collected(size_t index) {
   Bucket& bucket = buckets_[plan_->bucket_of(index)];
-  Gradient& gradient = model_.parameters.gradients()[index];
   if (bucket.missing == bucket.layout->parameters.size()) route_->open(*this, bucket);
   if (model_.flat) model_.flat->note(bucket.layout->index);
-  if (told_.weighting.weight != 1.0) gradient.weigh(told_.weighting.weight);
+  if (told_.weighting.weight != 1.0) gradient(index).weigh(told_.weighting.weight);
   if (bucket.memory && bucket.memory->small) {
     const size_t offset = bucket.layout->small.offsets[plan_->position_of(index)];
     if (offset != SmallLayout::kLarge) {
-      bucket.memory->small.copy_in(offset, gradient.data(), gradient.memory().nbytes(), record().statistics);
+      bucket.memory->small.copy_in(offset, gradient(index).data(), gradient(index).memory().nbytes(),
+                                   model_.record.statistics);
     }
   }
   if (--bucket.missing > 0) return;
@@ -137,7 +134,7 @@ void Backward::count_collected(size_t index) {
 bool Backward::skips(const Bucket& bucket) const {
   if (!model_.options.skip_all_reduce_unused_params || told_.has_shadows) return false;
   const auto& parameters = bucket.layout->parameters;
-  return std::all_of(parameters.begin(), parameters.end(), [&](size_t i) { return gradients()[i].stands_in(); });
+  return std::all_of(parameters.begin(), parameters.end(), [&](size_t i) { return gradient(i).stands_in(); });
 }
 
 void Backward::announce_usage() {
@@ -145,21 +142,22 @@ void Backward::announce_usage() {
   Operation operation;
   operation.dtype = DType::UInt8;
   operation.op = ReduceOp::Max;
-  operation.numerics = averaging().communicator->numerics();
+  operation.numerics = model_.averaging.communicator->numerics();
   operation.output.add(anywhere->data(), anywhere->size());
   operation.input = operation.output;
   operation.describe = [names = model_.parameters.names()] { return "used parameters of " + names->model; };
   operation.keepalive = anywhere;
-  usage_work_ = averaging().communicator->announce(averaging().slots, averaging().usage_slot(), std::move(operation));
+  usage_work_ = model_.averaging.communicator->announce(model_.averaging.slots, model_.averaging.usage_slot(),
+                                                        std::move(operation));
 }
 
 void Backward::proceed(std::mutex& mutex) { route_->proceed(*this, mutex); }
 
 void Backward::finish() {
-  Communicator& communicator = *averaging().communicator;
+  Communicator& communicator = *model_.averaging.communicator;
   if (model_.options.skip_all_reduce_unused_params) check_skipped();
   route_->finish(*this);
-  if (abandoned_by_ != 0) return;
+  if (masks_.abandoned_by != 0) return;
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
   if (!route_->takes_sparse() && !plan_->sparse().empty()) average_sparse_gradients();
   for (const TorchFuture& future : std::exchange(futures_, {})) {
@@ -170,16 +168,16 @@ void Backward::finish() {
 void Backward::average_sparse_gradients() {
   std::vector<at::Tensor> gathered;
   for (size_t i : plan_->sparse()) {
-    if (model_.flat) model_.flat->take_over(buckets_[plan_->bucket_of(i)], gradients());
-    gathered.push_back(gradients()[i].memory());
+    if (model_.flat) model_.flat->take_over(buckets_[plan_->bucket_of(i)], model_.parameters.gradients());
+    gathered.push_back(gradient(i).memory());
   }
-  record().statistics.reduced_bytes +=
-      average_sparse(gathered, *averaging().communicator, told_.weighting.divisor, model_.parameters.model());
+  model_.record.statistics.reduced_bytes +=
+      average_sparse(gathered, *model_.averaging.communicator, told_.weighting.divisor, model_.parameters.model());
 }
 
 // Ranks that skip what others reduce would wait for each other forever.
 void Backward::check_skipped() const {
-  Communicator& communicator = *averaging().communicator;
+  Communicator& communicator = *model_.averaging.communicator;
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
   for (const auto& bucket : buckets_) {
     if (bucket.state != Bucket::State::Skipped) continue;
@@ -200,10 +198,9 @@ std::vector<size_t> Backward::deliver() {
   for (Bucket& bucket : buckets_) {
     route_->deliver(*this, bucket);
     for (size_t i : bucket.layout->parameters) {
-      Gradient& gradient = model_.parameters.gradients()[i];
-      const bool delivered = gradient.deliver(!usage.tracks() || usage.anywhere(i));
+      const bool delivered = gradient(i).deliver(!usage.tracks() || usage.anywhere(i));
       if (delivered && model_.parameters.any_user_hooks()) written.push_back(i);
-      if (averaging().scaling == Scaling::DivideViewed) gradient.keep();
+      if (model_.averaging.scaling == Scaling::DivideViewed) gradient(i).keep();
     }
   }
   usage.clear();
@@ -222,14 +219,13 @@ bool Backward::can_be_abandoned() const {
 Abandoned Backward::abandon(bool keeps_gradients) {
   is_abandoned_ = true;
   Abandoned left;
-  auto& gradients = model_.parameters.gradients();
   for (Bucket& bucket : buckets_) {
-    for (size_t i : bucket.layout->parameters) keeps_gradients ? gradients[i].forget() : gradients[i].discard();
+    for (size_t i : bucket.layout->parameters) keeps_gradients ? gradient(i).forget() : gradient(i).discard();
     if (bucket.layout->sparse) continue;
     if (bucket.state != Bucket::State::InFlight) {
-      for (size_t i : bucket.layout->parameters) gradients[i].collect_absent();
+      for (size_t i : bucket.layout->parameters) gradient(i).collect_absent();
       route_->stand_in(*this, bucket);
-      for (size_t i : bucket.layout->parameters) gradients[i].forget();
+      for (size_t i : bucket.layout->parameters) gradient(i).forget();
     }
     left.works.push_back(bucket.work);
     left.buckets.push_back(bucket.memory);
@@ -241,9 +237,8 @@ Abandoned Backward::abandon(bool keeps_gradients) {
 
 void Backward::drop(bool keeps_gradients) {
   is_over_ = true;
-  auto& gradients = model_.parameters.gradients();
   for (Bucket& bucket : buckets_) {
-    for (size_t i : bucket.layout->parameters) keeps_gradients ? gradients[i].forget() : gradients[i].discard();
+    for (size_t i : bucket.layout->parameters) keeps_gradients ? gradient(i).forget() : gradient(i).discard();
   }
   if (route_) route_->drop();
 }

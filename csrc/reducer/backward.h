@@ -66,10 +66,8 @@ class Backward {
 
   void proceed(std::mutex& mutex);
   void finish();
-  // Members (bit per rank) that have abandoned this one; and that have abandoned the last one, after its averages had
-  // been complete. Known after finish().
-  uint64_t abandoned_by() const { return abandoned_by_; }
-  uint64_t dropped_by() const { return dropped_by_; }
+  // What the peers have said about it and the last one. Known after finish().
+  Masks& masks() { return masks_; }
 
   // Puts the averages into .grad. Returns the parameters whose .grad has been written, if users have hooks on any.
   std::vector<size_t> deliver();
@@ -84,35 +82,25 @@ class Backward {
 
   // --- For routes
 
-  const Averaging& averaging() const { return model_.averaging; }
-  Record& record() const { return model_.record; }
-  const std::vector<Gradient>& gradients() const { return model_.parameters.gradients(); }
+  Model& model() const { return model_; }
   std::vector<Bucket>& buckets() { return buckets_; }
   const Weighting& weighting() const { return told_.weighting; }
   // With the bucket that it is about; all by itself where not every bucket is the engine's to reduce.
   bool usage_travels() const { return asks_usage_ && usage_travels_; }
-  const Usage& usage() const { return model_.usage; }
-  void take_usage(const BucketLayout& layout, const uint64_t* bits) { model_.usage.take_bits(layout, bits); }
-  uint64_t own_bit() const { return uint64_t{1} << model_.averaging.communicator->rank(); }
-  bool is_abandoned() const { return is_abandoned_; }
-  bool dropped_last() const { return dropped_last_; }  // and the peers are to hear of it
-  void note_masks(uint64_t abandoned, uint64_t dropped) {
-    abandoned_by_ |= abandoned;
-    dropped_by_ |= dropped;
+  // What this rank says.
+  Masks own_masks() const {
+    const uint64_t here = uint64_t{1} << model_.averaging.communicator->rank();
+    return {.abandoned_by = is_abandoned_ ? here : 0, .dropped_by = dropped_last_ ? here : 0};
   }
-
-  // At the end of a bucket's flags: members that have abandoned this backward; and the last one, see dropped_by().
-  static constexpr size_t kMaskWords = 2;
 
  private:
   bool is_last_fire(size_t index, const at::Tensor& incoming, bool watched);
-  void collect(size_t index);
-  void collect_unused(size_t index);
   void count_collected(size_t index);
   bool skips(const Bucket& bucket) const;
   void announce_usage();
   void check_skipped() const;
   void average_sparse_gradients();
+  Gradient& gradient(size_t index) const { return model_.parameters.gradients()[index]; }
   const std::string& name(size_t index) const { return model_.parameters.name(index); }
 
   Model& model_;
@@ -129,7 +117,7 @@ class Backward {
   std::shared_ptr<Work> usage_work_;
   bool is_over_ = false;  // dropped, while another thread may still be in proceed()
   bool is_abandoned_ = false, dropped_last_ = false;
-  uint64_t abandoned_by_ = 0, dropped_by_ = 0;
+  Masks masks_;
 };
 
 }  // namespace syncengine

@@ -63,27 +63,28 @@ void CommHookRoute::install(const BucketPlan& plan) {
 }
 
 void CommHookRoute::proceed(Backward& backward, std::mutex& mutex) {
+  Model& model = backward.model();
+  const auto& gradients = model.parameters.gradients();
   std::unique_lock lock(mutex);
   while (Bucket* bucket = runs_ || backward.is_over() ? nullptr : backward.next_in_order()) {
     if (bucket->state == Bucket::State::Skipped) continue;
     bucket->state = Bucket::State::InFlight;
-    if (flat_) flat_->take_over(*bucket, backward.gradients());
+    if (flat_) flat_->take_over(*bucket, gradients);
     auto memory = bucket->memory = std::make_shared<BucketMemory>();
     std::vector<at::Tensor> parameters;
     for (size_t i : bucket->layout->parameters) {
-      memory->gradients.push_back(backward.gradients()[i].memory());
-      parameters.push_back(backward.gradients()[i].parameter());
+      memory->gradients.push_back(gradients[i].memory());
+      parameters.push_back(gradients[i].parameter());
     }
-    const Averaging& averaging = backward.averaging();
-    backward.record().statistics.count_copy(CopyReason::CommHook, dense_bytes(memory->gradients));
-    backward.record().timeline.bucket();
+    model.record.statistics.count_copy(CopyReason::CommHook, dense_bytes(memory->gradients));
+    model.record.timeline.bucket();
     const auto layout = bucket->layout;
     runs_ = true;
     lock.unlock();
     try {
       start(*layout, std::move(parameters), memory->gradients);
     } catch (...) {
-      tell_peers(*averaging.communicator, "the communication hook raised " + current_error_text());
+      tell_peers(*model.averaging.communicator, "the communication hook raised " + current_error_text());
       lock.lock();
       runs_ = false;
       throw;
@@ -94,11 +95,11 @@ void CommHookRoute::proceed(Backward& backward, std::mutex& mutex) {
 }
 
 void CommHookRoute::finish(Backward& backward) {
-  Communicator& communicator = *backward.averaging().communicator;
+  Communicator& communicator = *backward.model().averaging.communicator;
   try {
     for (const auto& bucket : backward.buckets()) {
       if (!bucket.memory) continue;
-      if (flat_) flat_->take_over(bucket, backward.gradients());
+      if (flat_) flat_->take_over(bucket, backward.model().parameters.gradients());
       const at::Tensor result = wait(*bucket.layout, bucket.memory->gradients, communicator);
       if (flat_) flat_->keep(result);
     }

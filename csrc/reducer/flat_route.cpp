@@ -21,29 +21,29 @@ void FlatRoute::ready(Backward& backward, Bucket& /*bucket*/) {
 }
 
 void FlatRoute::start(Backward& backward, Bucket& bucket) {
-  const Averaging& averaging = backward.averaging();
+  Record& record = backward.model().record;
   const size_t index = bucket.layout->index;
   const double divisor = backward.weighting().divisor;
-  flat_.fill(bucket, backward.gradients());
-  Operation operation = averaging.operation_of(*bucket.layout);
+  flat_.fill(bucket, gradients_);
+  Operation operation = averaging_.operation_of(*bucket.layout);
   operation.layout_hash =
-      operation.layout_hash * 31 + averaging.slots->first();  // of this model: another may look the same
+      operation.layout_hash * 31 + averaging_.slots->first();  // of this model: another may look the same
   operation.output = operation.input = flat_.span(index);
   // As in place; but what is scaled beforehand is scaled where it lies, so that the peers may read it there.
-  if (!averaging.scales_first() && averaging.scales_all_alike(divisor)) {
+  if (!averaging_.scales_first() && averaging_.scales_all_alike(divisor)) {
     operation.postscale = 1.0 / divisor;
   } else {
     const c10::StreamGuard on(flat_.stream());
-    averaging.scale_one_by_one(*bucket.layout, backward.gradients(), flat_.views(index), divisor);
+    averaging_.scale_one_by_one(*bucket.layout, gradients_, flat_.views(index), divisor);
   }
-  backward.record().statistics.reduced_bytes += operation.output.bytes();
-  backward.record().statistics.count_copy(averaging.compression ? CopyReason::Compression : CopyReason::Bucket,
-                                          operation.output.bytes());
-  backward.record().timeline.bucket();
+  record.statistics.reduced_bytes += operation.output.bytes();
+  record.statistics.count_copy(averaging_.compression ? CopyReason::Compression : CopyReason::Bucket,
+                               operation.output.bytes());
+  record.timeline.bucket();
   flat_.all_reduce(std::move(operation));
   bucket.state = Bucket::State::InFlight;
 }
 
-void FlatRoute::finish(Backward& backward) { flat_.finish(backward.buckets(), backward.gradients()); }
+void FlatRoute::finish(Backward& backward) { flat_.finish(backward.buckets(), gradients_); }
 
 }  // namespace syncengine

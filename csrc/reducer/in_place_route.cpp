@@ -10,7 +10,7 @@
 namespace syncengine {
 
 void InPlaceRoute::open(Backward& backward, Bucket& bucket) {
-  const Averaging& averaging = backward.averaging();
+  const Averaging& averaging = backward.model().averaging;
   if (bucket.layout->sparse) return;
   bucket.memory = std::make_shared<BucketMemory>();
   if (!pooled_.pool() || averaging.compression || averaging.communicator->numerics() == Numerics::Ring) {
@@ -29,7 +29,8 @@ void InPlaceRoute::stand_in(Backward& backward, Bucket& bucket) {
 }
 
 void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
-  const Averaging& averaging = backward.averaging();
+  Model& model = backward.model();
+  const Averaging& averaging = model.averaging;
   const BucketLayout& layout = *bucket.layout;
   const double divisor = backward.weighting().divisor;
   Operation operation = averaging.operation_of(layout);
@@ -37,27 +38,26 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
   if (averaging.compression) {
     for (size_t i : layout.parameters) {
       memory->gradients.push_back(
-          averaging.compression->compress(backward.gradients()[i].memory(), backward.record().statistics));
+          averaging.compression->compress(model.parameters.gradients()[i].memory(), model.record.statistics));
       operation.output.add(memory->gradients.back().mutable_data_ptr(), memory->gradients.back().nbytes());
     }
-    backward.record().statistics.count_staged(StageReason::Compression, operation.output.bytes());
+    model.record.statistics.count_staged(StageReason::Compression, operation.output.bytes());
   } else {
     add_spans(backward, bucket, operation.output);
   }
   if (averaging.scales_all_alike(divisor)) {
     (averaging.scales_first() ? operation.prescale : operation.postscale) = 1.0 / divisor;
   } else {
-    averaging.scale_one_by_one(layout, backward.gradients(), memory->gradients, divisor);
+    averaging.scale_one_by_one(layout, model.parameters.gradients(), memory->gradients, divisor);
   }
-  if (backward.usage_travels()) backward.usage().add_bits(layout, memory->flags);
-  memory->flags.push_back(backward.is_abandoned() ? backward.own_bit() : 0);
-  memory->flags.push_back(backward.dropped_last() ? backward.own_bit() : 0);
+  if (backward.usage_travels()) model.usage.add_bits(layout, memory->flags);
+  backward.own_masks().put(memory->flags);
   operation.flags = memory->flags.data();
   operation.flag_words = memory->flags.size();
-  backward.record().statistics.reduced_bytes += operation.output.bytes();
+  model.record.statistics.reduced_bytes += operation.output.bytes();
   operation.input = operation.output;
   operation.keepalive = memory;
-  backward.record().timeline.bucket();
+  model.record.timeline.bucket();
   bucket.row = ProfilerRow("all_reduce", memory->gradients);
   bucket.work = averaging.communicator->announce(averaging.slots, layout.index, std::move(operation));
   bucket.state = Bucket::State::InFlight;
@@ -66,13 +66,14 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
 // Small gradients that follow one another are one span.
 void InPlaceRoute::add_spans(const Backward& backward, Bucket& bucket, SpanList& spans) {
   const BucketLayout& layout = *bucket.layout;
-  const Averaging& averaging = backward.averaging();
+  Model& model = backward.model();
+  const Averaging& averaging = model.averaging;
   auto& [gradients, small, flags] = *bucket.memory;
   gradients.reserve(layout.parameters.size());
   std::byte* begin = nullptr;
   size_t bytes = 0;
   for (size_t k = 0; k < layout.parameters.size(); ++k) {
-    const at::Tensor& gradient = backward.gradients()[layout.parameters[k]].memory();
+    const at::Tensor& gradient = model.parameters.gradients()[layout.parameters[k]].memory();
     size_t offset = layout.small.offsets[k];
     if (small && offset != SmallLayout::kLarge) {
       if (bytes == 0) begin = small.at(offset);
@@ -82,7 +83,7 @@ void InPlaceRoute::add_spans(const Backward& backward, Bucket& bucket, SpanList&
     spans.add(begin, std::exchange(bytes, 0));
     auto reason = pooled_.note(gradient.data_ptr(), gradient.nbytes());
     if (averaging.communicator->numerics() == Numerics::Ring) reason = StageReason::Numerics;
-    if (reason) backward.record().statistics.count_staged(*reason, gradient.nbytes());
+    if (reason) model.record.statistics.count_staged(*reason, gradient.nbytes());
     spans.add(gradient.mutable_data_ptr(), gradient.nbytes());
     gradients.push_back(gradient);
   }
@@ -92,24 +93,24 @@ void InPlaceRoute::add_spans(const Backward& backward, Bucket& bucket, SpanList&
 void InPlaceRoute::finish(Backward& backward) {
   for (Bucket& bucket : backward.buckets()) {
     if (!bucket.work) continue;
-    backward.averaging().communicator->wait(bucket.work, raise_pending_signal);
+    backward.model().averaging.communicator->wait(bucket.work, raise_pending_signal);
     bucket.row.end();
-    const auto* masks = bucket.memory->flags.data() + bucket.memory->flags.size() - Backward::kMaskWords;
-    backward.note_masks(masks[0], masks[1]);
-    if (masks[0] != 0) return;  // nobody waits for the others: their averages are of no use
+    backward.masks().add(bucket.memory->flags);
+    if (backward.masks().abandoned_by != 0) return;  // nobody waits for the others: their averages are of no use
   }
 }
 
 void InPlaceRoute::deliver(Backward& backward, Bucket& bucket) {
   if (!bucket.work) return;
+  Model& model = backward.model();
   const BucketLayout& layout = *bucket.layout;
   auto& [gradients, small, flags] = *bucket.memory;
   small.copy_out();
-  if (backward.usage_travels()) backward.take_usage(layout, flags.data());
-  if (backward.averaging().compression) {
+  if (backward.usage_travels()) model.usage.take_bits(layout, flags.data());
+  if (model.averaging.compression) {
     at::NoGradGuard no_grad;
     for (size_t k = 0; k < layout.parameters.size(); ++k) {
-      backward.gradients()[layout.parameters[k]].memory().copy_(gradients[k]);
+      model.parameters.gradients()[layout.parameters[k]].memory().copy_(gradients[k]);
     }
   }
   *bucket.memory = {};  // the engine may hold the operation a little longer

@@ -10,10 +10,10 @@
 
 namespace syncengine {
 
-uint64_t Abandoned::mask(size_t which) const {
-  uint64_t members = 0;
-  for (const auto& memory : buckets) members |= memory->flags[memory->flags.size() - Backward::kMaskWords + which];
-  return members;
+Masks Abandoned::masks() const {
+  Masks all;
+  for (const auto& memory : buckets) all.add(memory->flags);
+  return all;
 }
 
 void Outcome::check_usable() const {
@@ -43,10 +43,10 @@ void Outcome::await_peers(std::unique_lock<std::mutex>& lock) {
   auto [left, reason, reasons, reused] = *std::exchange(given_up_, std::nullopt);
   lock.unlock();
   for (const auto& work : left.works) averaging_.communicator->wait(work, raise_pending_signal);
-  const bool any_told = left.abandoned_by() != 0;  // so all have heard of it, and say why, or that they wait
+  const bool any_told = left.masks().abandoned_by != 0;  // so all have heard of it, and say why, or that they wait
   std::optional<Reason> gravest;
   if (any_told) gravest = reasons.wait();
-  if (!any_told && reused && left.dropped_by() == everybody()) {
+  if (!any_told && reused && left.masks().dropped_by == everybody()) {
     reasons.wait();  // the exchange was about the backward before, and all others have taken it so
     reasons = exchange(reason);
   }
@@ -63,8 +63,9 @@ void Outcome::await_peers(std::unique_lock<std::mutex>& lock) {
 
 void Outcome::check(Backward& backward, std::mutex& mutex) {
   Communicator& communicator = *averaging_.communicator;
+  const auto [abandoned_by, dropped_by] = backward.masks();
   auto unread = std::exchange(unread_, std::nullopt);
-  if (backward.abandoned_by() != 0) {
+  if (abandoned_by != 0) {
     const Reason reason = (unread ? *unread : exchange(std::nullopt)).wait();
     for (const Bucket& bucket : backward.buckets()) {
       if (bucket.work) communicator.wait(bucket.work);
@@ -77,11 +78,11 @@ void Outcome::check(Backward& backward, std::mutex& mutex) {
     }
     throw Error(ErrorKind::Aborted, reason.text);
   }
-  if (unread && backward.dropped_by() == everybody()) communicator.wait(unread->work());
-  if (backward.dropped_by() == 0 || backward.dropped_by() == everybody()) return;
+  if (unread && dropped_by == everybody()) communicator.wait(unread->work());
+  if (dropped_by == 0 || dropped_by == everybody()) return;
   std::string ranks;
   for (int member = 0; member < communicator.size(); ++member) {
-    if (!(backward.dropped_by() >> member & 1)) continue;
+    if (!(dropped_by >> member & 1)) continue;
     ranks += (ranks.empty() ? "rank " : ", ") + std::to_string(communicator.global_ranks()[member]);
   }
   const std::string text = ranks + ": " + dropped_text(parameters_);

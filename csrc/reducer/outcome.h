@@ -28,12 +28,8 @@ struct Abandoned {
   std::vector<std::shared_ptr<Work>> works;
   std::vector<std::shared_ptr<BucketMemory>> buckets;
 
-  // As those of Backward, of this rank, too. To be asked when all works have ended.
-  uint64_t abandoned_by() const { return mask(0); }
-  uint64_t dropped_by() const { return mask(1); }
-
- private:
-  uint64_t mask(size_t which) const;
+  // Of this rank, too. To be asked when all works have ended.
+  Masks masks() const;
 };
 
 class Outcome {
