@@ -84,7 +84,9 @@ py::dict statistics_dict(Reducer& reducer) {
   Statistics statistics;
   {
     py::gil_scoped_release no_gil;
-    statistics = reducer.model()->statistics();
+    const auto model = reducer.model();
+    statistics = model->record.statistics;
+    if (const auto* pool = model->pooled.pool()) statistics.shortage = pool->shortage();
   }
   auto by_name = [](const auto& names, const auto& bytes) {
     py::dict result;

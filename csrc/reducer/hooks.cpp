@@ -22,25 +22,14 @@ namespace {
 
 using torch::autograd::variable_list;
 
-template <class Call>
-void call_from_autograd(Call&& call) {
-  try {
-    call();
-  } catch (const Error&) {
-    rethrow_for_autograd();
-  }
-}
-
 // For hooks in a backward that averages: what it has collected is let go before anyone learns of the error.
 template <class Call>
 void call_in_backward(Reducer& reducer, Call&& call) {
   try {
-    try {
-      call();
-    } catch (const Error& error) {
-      reducer.on_backward_failed(error.what());
-      rethrow_for_autograd();
-    }
+    call();
+  } catch (const Error& error) {
+    reducer.on_backward_failed(error.what());
+    rethrow_for_autograd();
   } catch (...) {
     reducer.on_backward_failed("backward aborted");
     throw;
@@ -106,7 +95,11 @@ class BackwardEnd {
 
   void reach() {
     auto reducer = std::move(reducer_);
-    call_from_autograd([&] { reducer->on_backward_end(); });
+    try {
+      reducer->on_backward_end();
+    } catch (const Error&) {
+      rethrow_for_autograd();
+    }
   }
 
  private:

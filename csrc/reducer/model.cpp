@@ -77,10 +77,4 @@ void Model::pool_gradients() {
   pooled.use_in_this_task(parameters.tensor(plan->buckets()[0]->parameters[0]).grad().defined());
 }
 
-Statistics Model::statistics() const {
-  Statistics statistics = record.statistics;
-  if (pooled.pool()) statistics.shortage = pooled.pool()->shortage();
-  return statistics;
-}
-
 }  // namespace syncengine

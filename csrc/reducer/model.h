@@ -70,7 +70,6 @@ struct Model {
 
   // The graph task on this thread brings gradients.
   void pool_gradients();
-  Statistics statistics() const;
 
  private:
   void check_between_backwards(const char* what) const;

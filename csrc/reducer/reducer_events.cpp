@@ -134,8 +134,7 @@ void Reducer::on_backward_abandoned(uint64_t backward) noexcept {
     std::lock_guard lock(mutex_);
     tasks_.ended();
     if (phase_ == Phase::Armed || phase_ == Phase::Syncing) give_up({"backward aborted", false});
-    Outcome& outcome = model_->outcome;
-    if (outcome.has_ended_well(backward)) outcome.drop(model_->routing.route().outlives_errors());
+    if (model_->outcome.has_ended_well(backward)) model_->outcome.drop(model_->routing.route().outlives_errors());
   } catch (...) {
     // In a destructor, on the way of the error that ended this backward.
   }
