@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +25,9 @@ from syncengine.sharded.shard import Shard
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.writing import write_together
 
-_optimizers: weakref.WeakSet[ShardedOptimizer] = weakref.WeakSet()
+# In the order in which they were made, which is the same on all ranks, as a set's is not: they bind by collectives.
+_optimizers: weakref.WeakValueDictionary[int, ShardedOptimizer] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class ShardedOptimizer(torch.optim.Optimizer, Joinable):
@@ -69,7 +72,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.state.update(plain.state)
         if _watch_forward not in forward_watchers:
             forward_watchers.append(_watch_forward)
-        _optimizers.add(self)
+        _optimizers[next(_numbers)] = self
         weakref.finalize(self, part, self._sharing.memories, self._sharing.claims).atexit = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -242,5 +245,5 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
 
 def _watch_forward(model: Parallel) -> None:
-    for optimizer in list(_optimizers):
+    for optimizer in list(_optimizers.values()):
         optimizer._on_forward(model)

@@ -37,7 +37,8 @@ class Sharing:
         self._make_shard, self._cuts, self._sums = make_shard, cuts, sums
         self.host: Host | None = None
         self.blocks: list[Block] = []
-        self.models: weakref.WeakSet[Parallel] = weakref.WeakSet()  # whose parameters it updates
+        # Whose parameters it updates; in the order of their binding, which all ranks have in common.
+        self.models: weakref.WeakKeyDictionary[Parallel, None] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # that it has looked at
         self.names: dict[int, str] = {}  # of the parameters of these models, by id
         self.loaded = 0  # digest of a state that was loaded since the last update
@@ -72,7 +73,7 @@ class Sharing:
             raise InvalidUsage(
                 "the models of one ShardedOptimizer need the same process_group: make one for each model"
             )
-        self.models.add(model)
+        self.models[model] = None
         self.names.update(names)
         self.host = self.host or Host(model.communicator)
         model.reducer.watch_local_backwards()
