@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,6 +80,34 @@ def different_weights(a: nn.Module, b: nn.Module) -> list[str]:
     """Names of parameters and buffers whose bits differ."""
     theirs = b.state_dict()
     return [name for name, tensor in a.state_dict().items() if not same_bits(tensor, theirs[name])]
+
+
+def not_divided(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Says so if the weights of `net` are not in common memory, or not divided between the ranks of this host.
+
+    What each rank computes by itself has the same bits as well.
+    """
+    trained = [name for name, p in net.named_parameters() if p.requires_grad and not is_common(p)]
+    wrong = [f"{name} is not shared" for name in trained]
+    own = torch.zeros(1, dtype=torch.int64)
+    for block in optimizer._sharing.blocks:
+        own += sum(piece.end - piece.begin for piece in block.shard.pieces)
+    largest = own.clone()
+    syncengine.all_reduce(own)
+    syncengine.all_reduce(largest, "max")
+    total = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    if own.item() != total or largest.item() == total:
+        wrong.append(f"of {total} elements all ranks update {own.item()} together, one {largest.item()}")
+    return wrong
+
+
+def is_common(tensor: torch.Tensor) -> bool:
+    """Whether it lies in memory that the ranks of this host share."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(x, 16) for x in line.split()[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return "memfd:syncengine-common" in line
+    return False
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Any:
