@@ -1,6 +1,6 @@
 # What a developer runs. Needs python3 (3.10 or later), g++ (12 or later) and make; the rest is installed into .venv.
 #
-#   make train       train a small GPT on 2 ranks with syncengine and with DDP, compare
+#   make train       train a small GPT on 2 ranks with syncengine, with DDP and sharded, compare
 #   make test        all tests: the C++ core's, then everything else
 #   make test-integrations  the tests with Lightning, Accelerate, Transformers and Ray, which it installs
 #   make sanitize    the C++ core's tests under ThreadSanitizer and AddressSanitizer + UBSan, and the portable core's

@@ -1,6 +1,6 @@
 """Trains a small character-level GPT on the Python standard library's sources.
 
-python -m examples.train_gpt compare                  syncengine, then DDP over Gloo, from the same seed, and a table
+python -m examples.train_gpt compare                  syncengine, DDP over Gloo, ShardedOptimizer, and a table
 python -m examples.train_gpt train                    one run: alone, or on all ranks of torchrun, mpirun or srun
 python -m examples.train_gpt sample --checkpoint F    a plain process loads what a run left, writes some text with it
 """
@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     one.add_argument("--engine", choices=ENGINES, default="syncengine")
     one.add_argument("--out", type=Path, default=OUT / "train", help="folder of the results; default %(default)s")
 
-    both = commands.add_parser("compare", parents=[shape], help="syncengine against DDP over Gloo")
+    both = commands.add_parser("compare", parents=[shape], help="syncengine, plain and sharded, beside DDP over Gloo")
     both.add_argument("--ranks", type=int, default=2, help="default %(default)s")
     both.add_argument("--out", type=Path, default=OUT, help="folder of the results; default %(default)s")
 
@@ -63,13 +63,13 @@ def run_train(options: dict) -> int:
 
 
 def run_compare(options: dict) -> int:
-    """Two training runs and their comparison; 1 if the trained models differ in any bit."""
+    """Three training runs and their comparison; 1 if the trained models differ in any bit."""
     ranks, out = options.pop("ranks"), options.pop("out").resolve()
     # From 3 ranks on only the ring adds in Gloo's order; with 2 there is only one order.
     options["numerics"] = options["numerics"] or ("rank_order" if ranks <= 2 else "ring")
     arguments = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     if not compare(ranks, out, arguments):
-        print("the two trained models differ", file=sys.stderr)
+        print("the trained models differ", file=sys.stderr)
         return 1
     return 0
 

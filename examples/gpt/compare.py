@@ -1,4 +1,4 @@
-"""Runs the training twice, with syncengine and with torch's DistributedDataParallel over Gloo, and compares."""
+"""Runs the training with syncengine, with torch's DistributedDataParallel over Gloo, and sharded, and compares."""
 
 import json
 import os
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from .engine import ENGINES
 from .report import Run, plot, table
 from .train import load
 
@@ -15,18 +16,18 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def compare(ranks: int, out: Path, arguments: list[str]) -> bool:
-    """Whether both engines trained the same bits; prints the table and leaves `comparison.png` in `out`."""
+    """Whether all engines trained the same bits; prints the table and leaves `comparison.png` in `out`."""
     runs = []
-    for engine in ("syncengine", "ddp"):
+    for engine in ENGINES:
         launch(ranks, engine, out / engine, arguments)
         runs.append(
             Run(engine, load(out / engine / "checkpoint.pt"), json.loads((out / engine / "metrics.json").read_text()))
         )
-    different, largest = difference(runs[0].model, runs[1].model)
-    print(table(runs, different, largest))
+    differences = [difference(run.model, runs[0].model) for run in runs]
+    print(table(runs, differences))
     plot(runs, out / "comparison.png")
     print(f"\nplot        {out / 'comparison.png'}\ncheckpoint  {out / 'syncengine' / 'checkpoint.pt'}")
-    return different == 0
+    return not any(different for different, _ in differences)
 
 
 def launch(ranks: int, engine: str, out: Path, arguments: list[str]) -> None:

@@ -1,14 +1,16 @@
-"""The lines in which torch's DistributedDataParallel and syncengine differ: `init` and the wrapping of the model."""
+"""The lines in which torch's DistributedDataParallel and syncengine differ: `init`, the wrapping, the optimizer."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-ENGINES = ("syncengine", "ddp")
+ENGINES = ("syncengine", "ddp", "sharded")  # sharded: syncengine with its ShardedOptimizer
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class World:
 @contextmanager
 def data_parallel(model: nn.Module, engine: str, numerics: str) -> Iterator[tuple[nn.Module, World]]:
     """`model`, its gradients averaged over all ranks of this launch."""
-    if engine == "syncengine":
+    if engine != "ddp":
         import syncengine  # here, so that the comparison run never loads it
 
         syncengine.init(numerics=numerics)
@@ -44,3 +46,12 @@ def data_parallel(model: nn.Module, engine: str, numerics: str) -> Iterator[tupl
 
         yield model, World(dist.get_rank(), dist.get_world_size(), dist.barrier, maximum)
         dist.destroy_process_group()
+
+
+def adamw(model: nn.Module, engine: str, **options: Any) -> torch.optim.Optimizer:
+    """torch's AdamW on each rank, or shared between them."""
+    if engine == "sharded":
+        import syncengine
+
+        return syncengine.ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    return torch.optim.AdamW(model.parameters(), **options)

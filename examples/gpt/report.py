@@ -11,11 +11,12 @@ from matplotlib import pyplot
 
 from .model import GPT
 
-NAMES = {"syncengine": "syncengine", "ddp": "DDP + Gloo"}
+NAMES = {"syncengine": "syncengine", "ddp": "DDP + Gloo", "sharded": "ShardedOptimizer"}
 COMPUTE, EXPOSED = "#7f8c99", "#d1495b"
 LINE = {
     "syncengine": {"color": "#00798c", "linewidth": 3},
     "ddp": {"color": "black", "linewidth": 1, "linestyle": "--"},
+    "sharded": {"color": "#edae49", "linewidth": 1, "linestyle": ":"},
 }
 
 
@@ -45,8 +46,8 @@ class Run:
         return 1e3 * median(sync - no_sync for sync, no_sync in pairs)
 
 
-def table(runs: list[Run], different: int, largest: float) -> str:
-    """The comparison in plain text."""
+def table(runs: list[Run], differences: list[tuple[int, float]]) -> str:
+    """The comparison in plain text. `differences`: elements of each run's model unlike the first's, and the largest."""
     ranks = runs[0].metrics["ranks"]
     parameters = sum(parameter.numel() for parameter in runs[0].model.parameters())
     rows = [
@@ -55,11 +56,13 @@ def table(runs: list[Run], different: int, largest: float) -> str:
         ("validation loss", *(f"{run.metrics['validation_loss']:.6f}" for run in runs)),
         ("median step time", *(f"{run.step_ms:.1f} ms" for run in runs)),
         ("sync overhead per step", *(f"{run.overhead_ms:.1f} ms" for run in runs)),
+        ("memory per rank", *(f"{run.metrics['memory_bytes'] / 2**20:.0f} MiB" for run in runs)),
     ]
     lines = [f"\nGPT of {parameters / 1e6:.1f} M parameters, {ranks} ranks, {len(runs[0].metrics['losses'])} steps\n"]
-    lines += [f"{label:<28}" + "".join(f"{cell:>16}" for cell in cells) for label, *cells in rows]
+    lines += [f"{label:<28}" + "".join(f"{cell:>18}" for cell in cells) for label, *cells in rows]
+    different, largest = (max(values) for values in zip(*differences, strict=True))
     lines.append(
-        f"\nlargest difference between the two trained models: {largest:g} ({different} elements differ in any bit)"
+        f"\nlargest difference between the trained models: {largest:g} ({different} elements differ in any bit)"
     )
     return "\n".join(lines)
 

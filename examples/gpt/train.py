@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from .data import ALPHABET, Batches, load_text, validation_batches
-from .engine import World, data_parallel
+from .engine import World, adamw, data_parallel
 from .model import GPT, GPTConfig
+from .memory import resident
 from .progress import Progress
 
 WARMUP_STEPS = 10  # not measured: caches, allocator and gradient buckets settle
@@ -34,19 +35,25 @@ class TrainOptions:
 
 
 class Timings:
-    """Seconds of ordinary steps, and of forward + backward with and without synchronization of the same batch."""
+    """Seconds of ordinary steps, and of forward + backward with and without synchronization of the same batch; bytes."""
 
     def __init__(self) -> None:
         self.step: list[float] = []
         self.sync: list[float] = []
         self.no_sync: list[float] = []
+        self.memory = 0.0  # that training has taken, at its end
 
-    def slowest(self, world: World) -> dict[str, list[float]]:
+    def slowest(self, world: World) -> dict[str, object]:
         """Each measurement's maximum over the ranks."""
-        seconds = torch.tensor(self.step + self.sync + self.no_sync, dtype=torch.float64)
-        world.maximum(seconds)
-        step, sync, no_sync = seconds.split([len(self.step), len(self.sync), len(self.no_sync)])
-        return {"step_seconds": step.tolist(), "sync_seconds": sync.tolist(), "no_sync_seconds": no_sync.tolist()}
+        numbers = torch.tensor([*self.step, *self.sync, *self.no_sync, self.memory], dtype=torch.float64)
+        world.maximum(numbers)
+        step, sync, no_sync, memory = numbers.split([len(self.step), len(self.sync), len(self.no_sync), 1])
+        return {
+            "step_seconds": step.tolist(),
+            "sync_seconds": sync.tolist(),
+            "no_sync_seconds": no_sync.tolist(),
+            "memory_bytes": memory.item(),
+        }
 
 
 def train(options: TrainOptions) -> None:
@@ -55,11 +62,12 @@ def train(options: TrainOptions) -> None:
     torch.manual_seed(options.seed)
     config = GPTConfig(vocabulary=len(ALPHABET), layers=options.layers, width=options.width)
     training, validation = load_text()
+    before = resident()
 
     with data_parallel(GPT(config), options.engine, options.numerics) as (model, world):
         batches = Batches(training, options.batch, config.context, options.seed + world.rank)
-        losses, timings = run_steps(model, batches, options, world)
-        seconds = timings.slowest(world)
+        losses, timings = run_steps(model, batches, options, world, before)
+        measured = timings.slowest(world)
         if world.rank == 0:
             loss = validation_loss(model.module, validation)
             metrics = {
@@ -67,14 +75,16 @@ def train(options: TrainOptions) -> None:
                 "ranks": world.size,
                 "validation_loss": loss,
                 "losses": losses,
-            } | seconds
+            } | measured
             save(options.out, model.module, metrics)
         world.barrier()
 
 
-def run_steps(model: nn.Module, batches: Batches, options: TrainOptions, world: World) -> tuple[list[float], Timings]:
-    """The training loop: this rank's losses and timings."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.99), weight_decay=0.1)
+def run_steps(
+    model: nn.Module, batches: Batches, options: TrainOptions, world: World, before: int
+) -> tuple[list[float], Timings]:
+    """The training loop: this rank's losses and timings. `before`: the memory before the model was made."""
+    optimizer = adamw(model, options.engine, lr=options.learning_rate, betas=(0.9, 0.99), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, options.steps))
     losses, timings = [], Timings()
 
@@ -104,6 +114,9 @@ def run_steps(model: nn.Module, batches: Batches, options: TrainOptions, world: 
             timings.sync.append(synchronized - start)
         elif step >= WARMUP_STEPS:
             timings.step.append(time.perf_counter() - start)
+    world.barrier()
+    timings.memory = resident() - before  # here: later the ranks no longer share what they have shared
+    world.barrier()
     return losses, timings
 
 

@@ -17,11 +17,13 @@ import torch.distributed as dist
 from pool import RankPool
 from repository import ROOT
 
+import syncengine
 from benchmarks import all_reduce, cuda_train_step, train_step
 from benchmarks.support import output, ranks, stats
 from examples import train_gpt
 from examples.gpt.compare import difference
 from examples.gpt.data import ALPHABET, Batches, decode, encode, load_text
+from examples.gpt.engine import ENGINES, adamw
 from examples.gpt.train import load
 
 TINY = ["--steps=24", "--layers=1", "--width=32", "--batch=2"]
@@ -89,20 +91,29 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_compare_trains_the_same_bits(compared):
     out, text = compared
-    assert same_bits(out / "syncengine" / "checkpoint.pt", out / "ddp" / "checkpoint.pt")
-    assert "largest difference between the two trained models: 0 (0 elements" in text
-    for row in ("validation loss", "median step time", "sync overhead per step", "syncengine", "DDP + Gloo"):
+    for engine in ("syncengine", "sharded"):
+        assert same_bits(out / engine / "checkpoint.pt", out / "ddp" / "checkpoint.pt")
+    assert "largest difference between the trained models: 0 (0 elements" in text
+    for row in ("validation loss", "median step time", "sync overhead per step", "memory per rank"):
         assert row in text
+    for column in ("syncengine", "DDP + Gloo", "ShardedOptimizer"):
+        assert column in text
 
 
 def test_compare_leaves_metrics_and_a_plot(compared):
     out, _ = compared
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    for engine in ("syncengine", "ddp"):
+    for engine in ENGINES:
         metrics = json.loads((out / engine / "metrics.json").read_text())
+        assert metrics["memory_bytes"] > 0
         assert (metrics["engine"], metrics["ranks"], len(metrics["losses"])) == (engine, 2, 24)
         assert len(metrics["sync_seconds"]) == len(metrics["no_sync_seconds"]) == 3
         assert len(metrics["step_seconds"]) == 24 - 10 - 3
+
+
+def test_the_third_run_is_sharded():
+    assert type(adamw(torch.nn.Linear(3, 2), "sharded", lr=1e-3)) is syncengine.ShardedOptimizer
+    assert type(adamw(torch.nn.Linear(3, 2), "syncengine", lr=1e-3)) is torch.optim.AdamW
 
 
 def test_the_model_learns(compared):
