@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from .data import ALPHABET, Batches, load_text, validation_batches
 from .engine import World, adamw, data_parallel
-from .model import GPT, GPTConfig
 from .memory import resident
+from .model import GPT, GPTConfig
 from .progress import Progress
 
 WARMUP_STEPS = 10  # not measured: caches, allocator and gradient buckets settle
@@ -35,13 +35,13 @@ class TrainOptions:
 
 
 class Timings:
-    """Seconds of ordinary steps, and of forward + backward with and without synchronization of the same batch; bytes."""
+    """Seconds of ordinary steps, and of forward + backward with and without synchronization of the same batch."""
 
     def __init__(self) -> None:
         self.step: list[float] = []
         self.sync: list[float] = []
         self.no_sync: list[float] = []
-        self.memory = 0.0  # that training has taken, at its end
+        self.memory = 0.0  # bytes that training has taken, at its end
 
     def slowest(self, world: World) -> dict[str, object]:
         """Each measurement's maximum over the ranks."""

@@ -144,7 +144,7 @@ def on_ranks(function: Callable[[Any], None]) -> Callable[..., None]:
     @pytest.mark.parametrize("name", TREES)
     @functools.wraps(function, assigned=["__doc__"], updated=[])
     def test(pool: RankPool, name: str, tmp_path: Path) -> None:
-        environ = launched(unused_ports(7)) | {"TESTS_FOLDER": str(tmp_path)}
+        environ = launched(unused_ports(8)) | {"TESTS_FOLDER": str(tmp_path)}
         pool.run(_call, function.__module__, function.__name__, name, settings=None, environ=environ, timeout=180)
 
     del test.__wrapped__  # pytest would look for its arguments
@@ -157,7 +157,7 @@ def run_alone(function: Callable[[], Any]) -> Callable[..., None]:
 
     @functools.wraps(function, assigned=["__doc__"], updated=[])
     def test(pool: RankPool, tmp_path: Path) -> None:
-        environ = launched(unused_ports(7)) | {"TESTS_FOLDER": str(tmp_path)}
+        environ = launched(unused_ports(8)) | {"TESTS_FOLDER": str(tmp_path)}
         pool.run(_call, function.__module__, function.__name__, None, settings=None, environ=environ, timeout=180)
 
     del test.__wrapped__

@@ -28,14 +28,14 @@ def trainer_of(folder: Path, **options) -> Trainer:
         "report_to": "none",
         "disable_tqdm": True,
     }
-    callbacks = options.pop("callbacks", None)
+    others = {name: options.pop(name) for name in ("callbacks", "optimizer_cls_and_kwargs") if name in options}
     torch.manual_seed(7)
     return Trainer(
         model=bert(),
         args=TrainingArguments(output_dir=str(folder), **settings | options),
         train_dataset=data(),
         eval_dataset=data(9),
-        callbacks=callbacks,
+        **others,
     )
 
 
