@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from syncengine._C import CommonMemory, Communicator, MemoryHandoff
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, SyncError
 from syncengine.sharded.agreement import agree, gather_texts
 
 _ALIGNMENT = 64  # bytes: no two tensors have a cache line in common
@@ -58,7 +58,8 @@ class Layout(NamedTuple):
 def create_common(host: Host, what: str, layouts: Sequence[Layout]) -> tuple[CommonMemory, list[torch.Tensor]]:
     """Memory for these tensors, and the tensors: zeros, each with a storage of its own. Collective over all hosts.
 
-    ``layouts`` are the same on all ranks. Raises on all of them if memory is short on one.
+    ``layouts`` are the same on all ranks. Raises on all of them if memory is short on one. Where they can't connect,
+    the communicator has failed.
     """
     offsets, size = [], 0
     for layout in layouts:
@@ -73,7 +74,11 @@ def create_common(host: Host, what: str, layouts: Sequence[Layout]) -> tuple[Com
     assert offer is not None
     addresses = gather_texts(host.communicator, offer.address().decode())
     here = [address.encode() if rank in host.members else b"" for rank, address in enumerate(addresses)]
-    memory = offer.exchange(host.communicator.rank, here, host.members[0], host.communicator.timeout)
+    try:
+        memory = offer.exchange(host.communicator.rank, here, host.members[0], host.communicator.timeout)
+    except SyncError as problem:  # of this rank alone: the others may have come through
+        host.communicator.abort(str(problem), type(problem).__name__)
+        raise
     tensors = [
         memory.tensor(offset, layout.sizes, layout.strides, layout.dtype)
         for offset, layout in zip(offsets, layouts, strict=True)

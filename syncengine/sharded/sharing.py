@@ -45,7 +45,8 @@ class Sharing:
         self.over: SyncError | None = None  # why there can't be another update
         self.memories: list[CommonMemory] = []  # of all blocks, as the next
         self.claims: list[Claim] = []
-        self._updates = 0
+        self._updates = 0  # with those by writing()
+        self._writings = 0
 
     # --- What is shared
 
@@ -127,6 +128,7 @@ class Sharing:
                 self.host,
                 memory,
                 number,
+                self._step(number),
                 lambda: self._prepare(groups),
                 lambda: self._write(groups),
                 self._share_state,
@@ -141,6 +143,15 @@ class Sharing:
             raise
         for block in self.blocks:
             block.state.read_numbers()
+
+    def decide_to_write(self, proceeds: bool) -> bool:
+        """The verdict on a writing(), which holds for all of this host: ``proceeds``, if nobody was first."""
+        return self.blocks[0].weights.memory.decide(self._updates + 1, proceeds)
+
+    def note_writing(self) -> None:
+        """It is over."""
+        self._updates += 1
+        self._writings += 1
 
     def _prepare(self, groups: Groups) -> None:
         self.agree("what ShardedOptimizer.step() is to do differs", groups, self._problem())
@@ -162,6 +173,10 @@ class Sharing:
                 block.take_sums()
         return news
 
+    def _step(self, number: int) -> int:
+        """Which of the user's steps this update is."""
+        return number - self._writings
+
     def _share_state(self) -> None:
         for block in self.blocks:
             block.state.share(block.problem)
@@ -178,7 +193,7 @@ class Sharing:
 
     def _describe(self, options: Sequence[str]) -> list[str]:
         digest = f"yes, CRC-32 {self.loaded:08x}" if self.loaded else "no"
-        lines = [f"step {self._updates + 1}", *options, f"loaded a state dict of the optimizer: {digest}"]
+        lines = [f"step {self._step(self._updates + 1)}", *options, f"loaded a state dict of the optimizer: {digest}"]
         for block in self.blocks:
             lines.append(f"loaded a state dict of the model: {'yes' if block.weights.loaded else 'no'}")
             lines += block.describe_gradients()
@@ -222,12 +237,19 @@ class Sharing:
         """A new one each time: what was raised holds its callers, and they hold this."""
         return type(self.over)(str(self.over)) if self.over is not None else SyncError()
 
+    def tear(self, error: BaseException) -> None:
+        """The weights may be half written, and the communicator has failed: raises ``TornWeights``, now and later."""
+        self.blocks[0].weights.memory.tear(self._updates + 1)
+        self.end(error if isinstance(error, SyncError) else InvalidUsage(str(error)))
+        if isinstance(error, Exception):
+            raise self._again() from error
+
     def end(self, error: SyncError) -> None:
         """No more updates. This rank keeps weights and state as they are, for itself."""
         torn = self.blocks[0].weights.memory.torn if self.blocks else 0
         torn = torn if torn > self._updates else 0  # else another rank can't know that it is complete
         if torn and not isinstance(error, TornWeights):
-            error = TornWeights(torn_text(torn, str(error)))
+            error = TornWeights(torn_text(self._step(torn), str(error)))
         self.over = type(error)(str(error))
         if not part(self.memories, self.claims, str(error) if torn else ""):
             warnings.warn(

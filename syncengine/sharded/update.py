@@ -24,6 +24,7 @@ def update_together(
     host: Host,
     memory: CommonMemory,
     number: int,
+    step: int,
     prepare: Callable[[], None],
     write: Callable[[], bool],
     share: Callable[[], None],
@@ -44,14 +45,14 @@ def update_together(
             raise  # on all ranks
         _end(host, error)
         if memory.decide(number, False):
-            if _write(host, memory, number, write):  # the others do
+            if _write(host, memory, number, step, write):  # the others do
                 memory.tear(number)
-            _check_whole(host, memory, number, error)
+            _check_whole(host, memory, number, step, error)
         raise
     if not proceeds:
         communicator.check_peers()
         raise Aborted("another rank has given up this update")
-    news = _write(host, memory, number, write)
+    news = _write(host, memory, number, step, write)
     try:
         flag = torch.tensor([news], dtype=torch.int64, device="cpu")
         communicator.all_reduce(flag, "max")
@@ -63,13 +64,13 @@ def update_together(
         _end(host, error)
         if news:
             memory.tear(number)
-        _check_whole(host, memory, number, error)
+        _check_whole(host, memory, number, step, error)
         raise
     if news:
         memory.complete(host.rank, number)
 
 
-def _write(host: Host, memory: CommonMemory, number: int, write: Callable[[], bool]) -> bool:
+def _write(host: Host, memory: CommonMemory, number: int, step: int, write: Callable[[], bool]) -> bool:
     """Returns whether this rank is not done yet, since it has something to share."""
     try:
         fault_point("updating")
@@ -79,9 +80,7 @@ def _write(host: Host, memory: CommonMemory, number: int, write: Callable[[], bo
         _end(host, error)
         if not isinstance(error, Exception):
             raise  # Ctrl-C
-        raise TornWeights(
-            torn_text(number, f"{host.name(host.rank)} raised {type(error).__name__}: {error}")
-        ) from error
+        raise TornWeights(torn_text(step, f"{host.name(host.rank)} raised {type(error).__name__}: {error}")) from error
     if not result:
         memory.complete(host.rank, number)
     return result
@@ -94,7 +93,7 @@ def _end(host: Host, error: BaseException) -> None:
     )
 
 
-def _check_whole(host: Host, memory: CommonMemory, number: int, error: BaseException) -> None:
+def _check_whole(host: Host, memory: CommonMemory, number: int, step: int, error: BaseException) -> None:
     """Waits until all ranks of this host have made the update; raises ``TornWeights`` if one never will.
 
     Unless ``error``, which has ended the communicator, is Ctrl-C: that comes first, and the memory says the rest.
@@ -112,10 +111,10 @@ def _check_whole(host: Host, memory: CommonMemory, number: int, error: BaseExcep
             if not isinstance(error, Exception):
                 return
             names = ", ".join(host.name(rank) for rank in lost or behind)
-            raise TornWeights(torn_text(number, f"{names} did not complete its part of the update")) from error
+            raise TornWeights(torn_text(step, f"{names} did not complete its part of the update")) from error
         time.sleep(0.001)
 
 
-def torn_text(number: int, why: str) -> str:
+def torn_text(step: int, why: str) -> str:
     """What everybody says who is asked for torn weights."""
-    return f"the weights are torn at step {number}: continue from a checkpoint ({why})"
+    return f"the weights are torn at step {step}: continue from a checkpoint ({why})"

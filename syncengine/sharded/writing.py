@@ -5,23 +5,47 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from syncengine.errors import InvalidUsage
+from syncengine.errors import Aborted, InvalidUsage, SyncError
 from syncengine.sharded.agreement import agree
+from syncengine.sharded.memory import Host
 from syncengine.sharded.sharing import SAME, Groups, Sharing
 
 
 @contextlib.contextmanager
 def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
-    """Gives True on rank 0, which may write, and False on the others, which must not. Collective."""
+    """Gives True on rank 0, which may write, and False on the others, which must not. Collective.
+
+    A failure may reach some ranks when rank 0 has begun already. So it says in shared memory that it begins, as for an
+    update; the weights are torn then, since nobody can tell what it has written.
+    """
     host = sharing.host
-    if host is None:
+    if host is None or not sharing.blocks:
         yield True
         return
+    try:
+        sharing.agree("what is to be done before writing() differs", groups, sharing.written())
+        for block in sharing.blocks:
+            if block.weights.loaded:
+                block.weights.share()
+        if host.communicator.rank == 0 and not sharing.decide_to_write(True):
+            host.communicator.check_peers()
+            raise Aborted("another rank has given up this writing()")
+    except SyncError as error:
+        if host.communicator.exception() is not None and sharing.decide_to_write(False):
+            sharing.tear(error)
+        raise
+    try:
+        yield from _write_alone(sharing, host)
+    except BaseException as error:
+        if host.communicator.exception() is not None:
+            sharing.tear(error)
+        sharing.note_writing()
+        raise
+    sharing.note_writing()
+
+
+def _write_alone(sharing: Sharing, host: Host) -> Iterator[bool]:
     communicator = host.communicator
-    sharing.agree("what is to be done before writing() differs", groups, sharing.written())
-    for block in sharing.blocks:
-        if block.weights.loaded:
-            block.weights.share()
     writes, error = communicator.rank == 0, None
     try:
         yield writes

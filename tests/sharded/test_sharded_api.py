@@ -8,9 +8,20 @@ from typing import Any
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import batch, differences, different_weights, error_of, make, plain, sharded, train
+from sharded_training import (
+    batch,
+    differences,
+    different_weights,
+    error_of,
+    is_common,
+    make,
+    not_divided,
+    plain,
+    sharded,
+    train,
+)
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import syncengine
 
@@ -24,14 +35,23 @@ def backward(model: nn.Module, step: int, factor: float = 1.0) -> torch.Tensor:
 
 
 def schedulers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
-    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=6)
+    kinds = torch.optim.lr_scheduler
+    warm = kinds.LinearLR(optimizer, 0.1, total_iters=2)
+    sequence = kinds.SequentialLR(optimizer, [warm, kinds.ExponentialLR(optimizer, 0.5)], [2])
+    plateau = kinds.ReduceLROnPlateau(optimizer, patience=0)
+    cycle = kinds.OneCycleLR(optimizer, 0.02, total_steps=6)
     rates = []
-    for step in range(5):
+    for step in range(10):
         train(model, optimizer, range(step, step + 1))
-        (warm if step < 2 else cycle).step()
+        if step < 5:
+            sequence.step()
+        elif step < 7:
+            plateau.step(1.0)
+        else:
+            cycle.step()
         rates.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["betas"]))
-    return rates
+    assert len(set(rates)) > 5
+    return rates, cycle.state_dict()["last_epoch"], plateau.state_dict()
 
 
 def rate_tensor(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -39,6 +59,17 @@ def rate_tensor(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     train(model, optimizer, 2)
     optimizer.param_groups[0]["lr"].fill_(0.01)
     train(model, optimizer, 2)
+
+
+def zeroed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    train(model, optimizer, 1)
+    none = []
+    for set_to_none in (False, True):
+        backward(model, 1)
+        optimizer.zero_grad(set_to_none)
+        none.append([p.grad is None or bool(p.grad.any()) for p in model.parameters()])
+    assert not any(none[0]) and all(none[1])
+    return none
 
 
 def kept_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -60,7 +91,10 @@ def clipping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
         optimizer.zero_grad()
         backward(model, step, 100.0)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        if step > 1:
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
         optimizer.step()
+    assert min(norms) > 0.5  # they are clipped
     return norms
 
 
@@ -69,32 +103,71 @@ def scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     scales = []
     for step in range(6):
         optimizer.zero_grad()
-        loss = model(batch(step)).square().mean() * (float("inf") if step == 3 else 1.0)
+        too_large = step == 3 and syncengine.rank() == 1  # the averages are, then, on all ranks
+        loss = model(batch(step)).square().mean() * (float("inf") if too_large else 1.0)
         scaler.scale(loss).backward()
         if step % 2:
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
+    assert scales[2] > scales[3]
     return scales
 
 
-def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    seen: list[str] = []
+def fused_scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    return scaler(model, optimizer)
 
-    def halve(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        seen.append("before")
-        for group in optimizer.param_groups:
+
+def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    """What each of them sees, in which order; what they change counts; those that are removed are not called."""
+    seen: list[tuple] = []
+    weights = list(model.parameters())
+
+    def hook(name: str) -> Callable[..., None]:
+        def note(which: torch.optim.Optimizer, *others: Any) -> None:
+            sums = [w.detach().double().sum().item() for w in weights]  # of all ranks' slices
+            seen.append((name, which is optimizer, sums, [len(other) for other in others]))
+
+        return note
+
+    def halve(which: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in which.param_groups:
             for p in group["params"]:
                 p.grad.mul_(0.5)
 
-    optimizer.register_step_pre_hook(halve)
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
-    everywhere = register_optimizer_step_post_hook(lambda *_: seen.append("any"))
-    optimizer.register_state_dict_post_hook(lambda optimizer, state: {**state, "more": 1})
-    train(model, optimizer, 3)
-    everywhere.remove()
-    return seen, optimizer.state_dict()["more"], optimizer.step.__name__
+    handles = [
+        register_optimizer_step_pre_hook(hook("any, before")),
+        register_optimizer_step_post_hook(hook("any, after")),
+        optimizer.register_step_pre_hook(halve),
+        optimizer.register_step_pre_hook(hook("before")),
+        optimizer.register_step_post_hook(hook("after")),
+        optimizer.register_state_dict_pre_hook(hook("before state_dict")),
+        optimizer.register_state_dict_post_hook(lambda which, state: {**state, "more": 1}),
+        optimizer.register_load_state_dict_pre_hook(without_momenta),
+        optimizer.register_load_state_dict_post_hook(hook("after load")),
+    ]
+    train(model, optimizer, 2)
+    state = optimizer.state_dict()
+    assert state["more"] == 1
+    optimizer.load_state_dict(state)
+    train(model, optimizer, range(2, 4))
+    for handle in handles:
+        handle.remove()
+    train(model, optimizer, range(4, 6))
+    names = [name for name, *_ in seen]
+    step = ["any, before", "before", "after", "any, after"]
+    assert sorted(names) == sorted([*step * 4, "before state_dict", "after load"]), names
+    assert seen[names.index("before")][2] != seen[names.index("after")][2]
+    return seen, optimizer.step.__name__
+
+
+def without_momenta(which: torch.optim.Optimizer, state: dict) -> dict:
+    entries = {
+        index: {k: torch.zeros_like(v) if k == "exp_avg" else v for k, v in entry.items()}
+        for index, entry in state["state"].items()
+    }
+    return {**state, "state": entries}
 
 
 def closures(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -125,10 +198,12 @@ def thawing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 LOOPS = [
     schedulers,
     rate_tensor,
+    zeroed,
     kept_gradients,
     accumulation,
     clipping,
     scaler,
+    fused_scaler,
     hooks,
     closures,
     another_group,
@@ -142,7 +217,7 @@ def beside_plain(loops: list[Loop]) -> list[str]:
         ours, theirs = make(), make()
         results = []
         for net, kind in ((ours, sharded), (theirs, plain)):
-            model, optimizer = kind(net)
+            model, optimizer = kind(net, fused=loop is fused_scaler)
             if loop is another_group:
                 rest = [p for name, p in net.named_parameters() if not name.startswith("layers.0")]
                 del optimizer
@@ -153,6 +228,8 @@ def beside_plain(loops: list[Loop]) -> list[str]:
                     else torch.optim.AdamW(rest, lr=1e-2)
                 )
             results.append((loop(model, optimizer), optimizer.state_dict()))
+            if kind is sharded:
+                wrong += [f"{loop.__name__}: {one}" for one in not_divided(net, optimizer)]
         wrong += [f"{loop.__name__}: {one}" for one in different_weights(ours, theirs)]
         wrong += [f"{loop.__name__}: {one}" for one in differences(results[1][1], results[0][1])]
         if results[0][0] != results[1][0]:
@@ -184,6 +261,30 @@ def groups_and_names() -> list[str]:
 
 def test_groups_names_and_an_optimizer_before_the_model(pool: RankPool):
     assert pool.run(groups_and_names) == [[]] * 2
+
+
+def made_after_backward() -> list[str]:
+    """It binds at its first step, then, and has the model's own parameters in its groups."""
+    nets = [make(), make()]
+    optimizers: list[torch.optim.Optimizer] = []
+    for net, kind in zip(nets, [syncengine.ShardedOptimizer, None], strict=True):
+        model = syncengine.Parallel(net)
+        backward(model, 0)
+        if kind is None:
+            optimizers.append(torch.optim.AdamW(net.parameters(), lr=1e-2))
+        else:
+            optimizers.append(kind(net.parameters(), torch.optim.AdamW, lr=1e-2))
+        private = not any(is_common(p) for p in net.parameters())
+        optimizers[-1].step()
+        train(model, optimizers[-1], range(1, 3))
+    wrong = [] if private else ["shared too early"]
+    (group,) = optimizers[0].param_groups
+    wrong += [] if all(a is b for a, b in zip(group["params"], nets[0].parameters(), strict=True)) else ["param_groups"]
+    return wrong + different_weights(*nets) + not_divided(nets[0], optimizers[0])
+
+
+def test_an_optimizer_that_is_made_after_a_backward(pool: RankPool):
+    assert pool.run(made_after_backward) == [[]] * 2
 
 
 def two_models() -> list[str]:

@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from parallel_models import MODELS
 from pool import RankPool
 from sharded_training import (
+    MODELS,
+    OPTIMIZERS,
     batch,
     differences,
     different_weights,
@@ -27,19 +28,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 
-OPTIMIZERS = {
-    "SGD": {"lr": 1e-3, "momentum": 0.9, "nesterov": True},
-    "Adam": {"amsgrad": True},
-    "AdamW": {},
-    "NAdam": {},
-    "RAdam": {},
-    "Adamax": {},
-    "Adadelta": {"lr": 1.0},
-    "Adagrad": {"initial_accumulator_value": 0.1},
-    "RMSprop": {"momentum": 0.9, "centered": True},
-    "ASGD": {},
-    "Rprop": {},
-}
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 
 
@@ -84,24 +72,13 @@ CASES = [
 CASES += [Case(name, "foreach", None, model) for name in OPTIMIZERS for model in ("conv", "tied", "mixed")]
 
 
-class Odd(nn.Module):
-    """Sizes that no vector divides, so that slices end and begin within parameters, and have tails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(24, 97), nn.Linear(97, 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x).tanh())
-
-
 class Together(nn.Module):
     """A model for each case. They are trained in the same steps, each by its own optimizer."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        models = [Odd() if case.model == "odd" else MODELS[case.model]() for case in CASES]
+        models = [MODELS[case.model]() for case in CASES]
         self.models = nn.ModuleList(
             net.to(case.dtype) if case.dtype else net for net, case in zip(models, CASES, strict=True)
         )

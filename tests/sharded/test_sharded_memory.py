@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from pool import RankPool
-from sharded_training import batch, make, sharded, train
+from sharded_training import batch, common_memory, is_common, make, sharded, train
 from torch import nn
 
 import syncengine
@@ -31,15 +31,6 @@ class Large(nn.Module):
         return self.body(self.frozen(x))
 
 
-def common_maps() -> list[tuple[int, int]]:
-    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if COMMON in line]
-    return [tuple(int(x, 16) for x in line.split()[0].split("-")) for line in lines]
-
-
-def is_shared(tensor: torch.Tensor) -> bool:
-    return any(begin <= tensor.data_ptr() < end for begin, end in common_maps())
-
-
 def what_is_shared() -> dict:
     net = Large()
     model, optimizer = sharded(net)
@@ -47,11 +38,11 @@ def what_is_shared() -> dict:
     optimizer.add_param_group({"params": list(uncovered.parameters())})
     train(model, optimizer, 2)
     state = optimizer.state[net.body.weight]
-    shared = {name: is_shared(tensor) for name, tensor in net.state_dict().items()}
+    shared = {name: is_common(tensor) for name, tensor in net.state_dict().items()}
     return {
         **shared,
-        "uncovered": any(is_shared(p) for p in uncovered.parameters()),
-        "exp_avg": is_shared(state["exp_avg"]),
+        "uncovered": any(is_common(p) for p in uncovered.parameters()),
+        "exp_avg": is_common(state["exp_avg"]),
     }
 
 
@@ -81,7 +72,7 @@ def how_much() -> tuple[int, int]:
     for tensor in [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]:
         tensor.detach().sum()  # so that each rank has all pages
     syncengine.barrier()
-    result = pss(common_maps())
+    result = pss(common_memory())
     syncengine.barrier()
     return result
 
@@ -175,7 +166,7 @@ def leaves_nothing() -> list:
     once()
     gc.collect()
     open_now = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
-    return [common_maps(), [path for path in open_now if COMMON in path], len(before) > 0]
+    return [common_memory(), [path for path in open_now if COMMON in path], len(before) > 0]
 
 
 def test_nothing_is_left_of_an_optimizer_that_is_gone(pool: RankPool):
@@ -188,7 +179,7 @@ def channels_last() -> list[bool]:
     model, optimizer = sharded(net)
     train(model, optimizer, 2)
     weight = net.body[0].weight
-    return [weight.is_contiguous(memory_format=torch.channels_last), is_shared(weight), model(batch(0)).numel() > 0]
+    return [weight.is_contiguous(memory_format=torch.channels_last), is_common(weight), model(batch(0)).numel() > 0]
 
 
 def test_layouts_stay(pool: RankPool):

@@ -3,16 +3,46 @@
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from models.workload import same_bits
-from parallel_models import MODELS
+from parallel_models import MODELS as LARGER
 from torch import nn
 
 import syncengine
+
+
+class Odd(nn.Module):
+    """Sizes that no vector divides, so that slices end and begin within parameters, and have tails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 97), nn.Linear(97, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).tanh())
+
+
+MODELS = {**LARGER, "odd": Odd}
+
+# Of torch's elementwise ones, the options with most state.
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 1e-3, "momentum": 0.9, "nesterov": True},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "Adadelta": {"lr": 1.0},
+    "Adagrad": {"initial_accumulator_value": 0.1},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "ASGD": {},
+    "Rprop": {},
+}
 
 
 def make(model: str = "mlp", dtype: torch.dtype | None = None) -> nn.Module:
@@ -101,13 +131,28 @@ def not_divided(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     return wrong
 
 
+def common_memory() -> list[tuple[int, int]]:
+    """Where this process maps memory of ShardedOptimizer: begin and end."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if "memfd:syncengine-common" in line]
+    return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
+
+
 def is_common(tensor: torch.Tensor) -> bool:
     """Whether it lies in memory that the ranks of this host share."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        begin, end = (int(x, 16) for x in line.split()[0].split("-"))
-        if begin <= tensor.data_ptr() < end:
-            return "memfd:syncengine-common" in line
-    return False
+    return any(begin <= tensor.data_ptr() < end for begin, end in common_memory())
+
+
+def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Of the weights and of AdamW's state."""
+    value = 0
+    tensors: list[torch.Tensor] = [*net.parameters()]
+    for parameter in net.parameters():
+        state = optimizer.state.get(parameter, {})
+        tensors += [state[key] for key in ("step", "exp_avg", "exp_avg_sq") if key in state]
+    for tensor in tensors:
+        value = zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data, value)
+    return value
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Any:

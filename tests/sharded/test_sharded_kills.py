@@ -1,0 +1,164 @@
+"""SIGKILL at each protocol state of a whole life with ShardedOptimizer, and at random instants: never silently torn.
+
+The life: weights move into shared memory, are updated, loaded, written to, and the state with them. Survivors know of
+all values that there should be, from a life that nothing disturbs.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import Outcome, needs_hooks, set_fault, suffer, wait_for_file
+from pool import RankPool, Ranks
+from sharded_training import common_memory, digest, error_of, make, sharded, snapshot, train
+
+from syncengine._C import fault_point
+
+INSTANTS = int(os.environ.get("SYNCENGINE_TEST_KILLS", "40"))  # other ones for another number
+POINTS = {  # which occurrences of them; those before are init's
+    "listening": range(1, 5),  # memory comes into being: for the weights, and three times for the state
+    "connecting": range(1, 5),
+    "agreed": range(1, 8),
+    "updating": range(1, 8),
+    "updated": range(1, 8),
+    "completed": range(1, 8),
+    "writing": range(1, 2),  # of the life itself
+    "opened": range(8, 88, 8),  # of collectives
+    "reducing": range(8, 48, 5),
+    "finished": range(8, 88, 8),
+}
+
+
+class Life:
+    """What becomes of a model and its optimizer; `digests` after each of its stages."""
+
+    def __init__(self) -> None:
+        self.net = make("odd")
+        self.model, self.optimizer = sharded(self.net)
+        self.digests: list[int] = []
+
+    def live(self) -> None:
+        look = self._look
+        look()
+        self._train(0, 2)
+        weights, state = copy.deepcopy(self.net.state_dict()), snapshot(self.optimizer)
+        self._train(2, 4)
+        self.net.load_state_dict(weights)
+        look()
+        self.optimizer.load_state_dict(state)
+        look()
+        self._train(2, 4)
+        with self.optimizer.writing() as may_write, torch.no_grad():
+            if may_write:
+                self.net.first.weight.mul_(0.5)
+                fault_point("writing")
+                self.net.second.weight.mul_(0.5)
+        look()
+        self._train(4, 6)
+
+    def go_on(self) -> None:
+        train(self.model, self.optimizer, 1)
+
+    def _train(self, begin: int, end: int) -> None:
+        train(self.model, self.optimizer, range(begin, end), after=lambda step: self._look())
+
+    def _look(self) -> None:
+        self.digests.append(digest(self.net, self.optimizer))
+
+
+def undisturbed() -> list[int]:
+    life = Life()
+    life.live()
+    life.go_on()
+    return [*life.digests, digest(life.net, life.optimizer)]
+
+
+def live_beside(victim: int, fault: str, started: str = "") -> Outcome:
+    """What a survivor tells."""
+    set_fault(victim, fault)
+
+    def body(step: Callable[[], None]) -> dict[str, Any]:
+        life = Life()
+        if started:
+            Path(started).touch()
+        found: dict[str, Any] = {"error": error_of(life.live), "digests": life.digests}
+        found["forward"] = error_of(life.go_on)
+        found["state_dict"] = error_of(life.optimizer.state_dict)
+        found["model"] = error_of(life.net.state_dict)
+        found["copy"] = error_of(lambda: copy.deepcopy(life.net))
+        found["digest"] = digest(life.net, life.optimizer)
+        found["shared"] = common_memory()
+        return found
+
+    return suffer(body, timeout=30.0)
+
+
+def check(outcome: Outcome, digests: list[int]) -> bool | None:
+    """Whether the weights are torn; else they are those of some stage. None: this rank has come through."""
+    assert outcome.left == [], outcome
+    found = outcome.value
+    if found is None:  # before anything was shared
+        assert outcome.error == "PeerLost", outcome
+        return None
+    made = len(found["digests"])
+    assert found["digests"] == digests[:made], found
+    if not found["error"] and not found["forward"]:
+        return None
+    assert found["shared"] == [], found
+    torn = "TornWeights" in found["error"] or "TornWeights" in found["forward"]
+    for what in ("forward", "state_dict", "model", "copy"):
+        assert ("the weights are torn at step" in found[what]) == torn, found
+    if not torn:
+        assert found["state_dict"] == found["model"] == found["copy"] == "", found
+        assert "PeerLost" in found["error"] + found["forward"], found
+        assert found["digest"] in digests[max(made - 1, 0) : made + 1], found
+    return torn
+
+
+def check_survivors(ranks: Ranks, victim: int, digests: list[int]) -> list[bool | None]:
+    outcomes = [rank.result() for rank in ranks if rank is not ranks[victim]]
+    torn = [check(outcome, digests) for outcome in outcomes]
+    whole = {outcome.value["digest"] for outcome, is_torn in zip(outcomes, torn, strict=True) if is_torn is False}
+    assert len(whole) <= 1, outcomes  # all after the same stage
+    return torn
+
+
+@needs_hooks
+@pytest.mark.parametrize("point", POINTS)
+def test_killed_at_each_state(pool: RankPool, point: str):
+    digests = {world: pool.run(undisturbed, world=world)[0] for world in (2, 3)}
+    for number in POINTS[point]:
+        world = 2 + number % 2
+        victim = 0 if point == "writing" else number // 2 % world
+        with pool.spawn_ranks(live_beside, victim, f"{point}:{number}:kill", world=world, settings=None) as ranks:
+            torn = check_survivors(ranks, victim, digests[world])
+            assert ranks[victim].exit_code() == -signal.SIGKILL, f"there is no {point} number {number}"
+            if point in ("updating", "writing"):
+                assert all(torn)
+
+
+def test_killed_at_random_instants(pool: RankPool, tmp_path: Path):
+    began = time.monotonic()
+    digests = {world: pool.run(undisturbed, world=world)[0] for world in (2, 3)}
+    lasts = (time.monotonic() - began) / 2
+    moments = random.Random(INSTANTS)
+    found: list[bool | None] = []
+    for attempt in range(INSTANTS):
+        world = 2 + attempt % 2
+        victim = attempt // 2 % world
+        started = tmp_path / str(attempt)
+        with pool.spawn_ranks(live_beside, -1, "", str(started), world=world, settings=None) as ranks:
+            wait_for_file(started)
+            time.sleep(moments.random() * lasts)
+            ranks[victim].signal(signal.SIGKILL)
+            found += check_survivors(ranks, victim, digests[world])
+    assert False in found
