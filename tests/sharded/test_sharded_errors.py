@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import batch, different_weights, error_of, make, plain, sharded, train
+from sharded_training import batch, differences, different_weights, error_of, make, plain, sharded, snapshot, train
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncengine
 from syncengine.sharded.cut import GRAIN, Size, cut_elements, deal_whole
@@ -58,6 +59,8 @@ def test_slices_cover_each_element_once(sizes: list[int], ranks: int):
             assert all(a.end == b.begin for a, b in itertools.pairwise(own))
     work = [sum(s.end - s.begin for s in part) for part in cut_elements([Size(n, 4) for n in sizes], ranks)]
     assert max(work) - sum(work) / ranks <= 2 * GRAIN
+    whole = [sum(s.end - s.begin for s in part) for part in deal_whole([Size(n, 4) for n in sizes], ranks)]
+    assert max(whole) - sum(whole) / ranks <= max(sizes, default=0)
 
 
 def test_only_weights_of_a_cpu_are_shared():
@@ -69,12 +72,23 @@ def test_only_weights_of_a_cpu_are_shared():
     )
 
 
+def test_cuda_parameters_are_refused_by_name():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        elsewhere = nn.Parameter(torch.empty(3, device="cuda"))
+        for make_one in (
+            lambda: syncengine.ShardedOptimizer([elsewhere], torch.optim.SGD, lr=0.1),
+            lambda: syncengine.ShardedOptimizer([("w", elsewhere)], torch.optim.SGD, lr=0.1),
+        ):
+            with pytest.raises(syncengine.errors.InvalidUsage, match="for CPU models, but a parameter is on cuda"):
+                make_one()
+
+
 def broken(how: str) -> list[str]:
     net = make()
     model, optimizer = sharded(net)
     train(model, optimizer, 2)
     me = syncengine.rank()
-    weights = [p.detach().clone() for p in net.parameters()]
+    before = [p.detach().clone() for p in net.parameters()], snapshot(optimizer)
     optimizer.zero_grad()
     if how in ("no_sync", "no_sync on one"):
         if how == "no_sync" or me == 1:
@@ -86,10 +100,16 @@ def broken(how: str) -> list[str]:
         net.head.bias.grad = None
     if how == "rate" and me == 1:
         optimizer.param_groups[0]["lr"] = 0.5
+    if how == "option" and me == 0:
+        optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+    if how == "group" and me == 1:
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     text = error_of(optimizer.step)
-    same = all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
-    optimizer.param_groups[0]["lr"] = 1e-2
-    return [text, str(same), error_of(lambda: train(model, optimizer, 1))]
+    same = all(torch.equal(a, b) for a, b in zip(before[0], net.parameters(), strict=True))
+    optimizer.param_groups[0].update(lr=1e-2, betas=(0.9, 0.999))
+    del optimizer.param_groups[1:]
+    wrong = differences(before[1], optimizer.state_dict())
+    return [text, str(same), str(wrong), error_of(lambda: train(model, optimizer, 1))]
 
 
 @pytest.mark.parametrize(
@@ -99,12 +119,14 @@ def broken(how: str) -> list[str]:
         ("no_sync on one", "not averages: the last backward was this rank's own (no_sync)"),
         ("none", "rank 0 has [head.bias: gradient], rank 1 has [head.bias: no gradient]"),
         ("rate", "'lr': 0.5"),
+        ("option", "'betas': [0.8, 0.9]"),
+        ("group", "rank 1 has [group 1 of 1 parameters"),
     ],
 )
 def test_step_raises_on_all_ranks_before_it_writes(pool: RankPool, how: str, text: str):
-    for found, same, after in pool.run(broken, how):
+    for found, same, wrong, after in pool.run(broken, how):
         assert text in found
-        assert (same, after) == ("True", "")  # and the next step is an ordinary one
+        assert (same, wrong, after) == ("True", "[]", "")  # and the next step is an ordinary one
 
 
 def abandoned() -> list[str]:

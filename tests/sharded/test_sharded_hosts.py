@@ -42,3 +42,26 @@ def test_hosts_have_the_same_bits_and_share_within(pool: RankPool, hosts: str):
         assert max(parts) - min(parts) <= 256
     for _, weights, _ in answers[1:]:
         assert all(torch.equal(a, b) for a, b in zip(weights, answers[0][1], strict=True))
+
+
+def bytes_between_hosts(hosts: str) -> list[int]:
+    """That this rank sends in three steps, plain and sharded."""
+    communicator = start(hosts)
+    sent = []
+    for kind in (plain, sharded):
+        model, optimizer = kind(make())
+        train(model, optimizer, 3)
+        communicator.barrier()
+        before = communicator.counters()["interhost_bytes"]
+        train(model, optimizer, range(3, 6))
+        communicator.barrier()
+        sent.append(communicator.counters()["interhost_bytes"] - before)
+    return sent
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aabb"])
+def test_nothing_more_crosses_than_gradients(pool: RankPool, hosts: str):
+    as_before, as_sharded = (sum(each) for each in zip(*run(pool, bytes_between_hosts, hosts), strict=True))
+    gradients = 3 * sum(4 * p.numel() for p in make().parameters())
+    assert as_before > gradients
+    assert as_sharded < as_before + gradients / 100

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from pool import RankPool
-from sharded_training import batch, common_memory, is_common, make, sharded, train
+from sharded_training import batch, common_memory, error_of, is_common, make, sharded, train
 from torch import nn
 
 import syncengine
@@ -135,6 +135,31 @@ def forks() -> list[str]:
 def test_a_forked_child_reads_weights_that_nobody_has_copied(pool: RankPool):
     with pool.spawn_ranks(forks) as ranks:
         assert [rank.result() for rank in ranks] == [["ok", "True"]] * 2
+
+
+def survives() -> list[int]:
+    """What this rank takes when the communicator has failed, and what its weights and state are."""
+    model, optimizer = sharded(Large())
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    gc.collect()
+    syncengine.barrier()
+    before = own_bytes()
+    if syncengine.rank() == 1:
+        model.communicator.abort("rank 1: enough")
+    text = error_of(optimizer.step)
+    assert "enough" in text, text
+    taken = own_bytes() - before
+    assert common_memory() == []
+    tensors = [p for p in model.parameters() if p.requires_grad]
+    tensors += [value for state in optimizer.state.values() for value in state.values()]
+    return [taken, sum(tensor.numel() * tensor.element_size() for tensor in tensors)]
+
+
+def test_a_survivor_takes_the_memory_of_one_copy(pool: RankPool):
+    for taken, size in pool.run(survives):
+        assert size > 3 * 16 * MIB
+        assert abs(taken - size) < 2 * MIB
 
 
 def workers() -> float:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import batch, different_weights, error_of, make, plain, sharded, train
+from sharded_training import batch, different_weights, error_of, make, not_divided, plain, sharded, train
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import syncengine
 
@@ -23,6 +24,12 @@ def initialize(net, optimizer):
     nn.init.zeros_(net.head.weight)
 
 
+def sharpness_aware(net, optimizer):
+    """What SAM does between its two backwards."""
+    with torch.no_grad():
+        torch._foreach_add_([net.head.weight], [torch.ones_like(net.head.weight)], alpha=0.05)
+
+
 def cast(net, optimizer):
     net.head.double().float()
 
@@ -31,7 +38,7 @@ def point_elsewhere(net, optimizer):
     net.head.weight.data = net.head.weight.data.clone()
 
 
-WRITES = {f.__name__: f for f in (scale, initialize, cast, point_elsewhere)}
+WRITES = {f.__name__: f for f in (scale, initialize, sharpness_aware, cast, point_elsewhere)}
 
 
 def write(how: str, ranks: list[int], before: str) -> list[str]:
@@ -211,6 +218,81 @@ def test_a_checksum_sees_what_versions_do_not(pool: RankPool, how: Callable[[nn.
     for before, after in pool.run(unseen, how):
         assert before == ""
         assert "by means that torch does not see" in after
+
+
+def loads_a_part() -> list[str]:
+    """Of a model whose weights are shared, on all ranks."""
+    ours, theirs = make(), make()
+    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
+    part = {name: torch.full_like(value, 0.01) for name, value in ours.layers[2].state_dict().items()}
+    for net, wrapped, one in ((ours, model, optimizer), (theirs, reference, plain_optimizer)):
+        train(wrapped, one, 2)
+        net.layers[2].load_state_dict(part)
+        train(wrapped, one, range(2, 4))
+    return different_weights(ours, theirs) + not_divided(ours, optimizer)
+
+
+def test_a_part_of_the_model_can_be_loaded_on_all_ranks(pool: RankPool):
+    assert pool.run(loads_a_part) == [[]] * 2
+
+
+def versions(elements: bool) -> list[bool]:
+    net = make()
+    model, optimizer = sharded(net, elements=elements)
+    train(model, optimizer, 1)
+    weights = [p.detach().clone() for p in net.parameters()]
+    before = [p._version for p in net.parameters()]
+    optimizer.zero_grad()
+    model(batch(1)).square().mean().backward()
+    syncengine.barrier()
+    still = all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
+    still &= before == [p._version for p in net.parameters()]
+    optimizer.step()
+    return [still, *(p._version > v for p, v in zip(net.parameters(), before, strict=True))]
+
+
+@pytest.mark.parametrize("elements", [True, False])
+def test_step_alone_changes_weights_and_the_versions_of_all_of_them(pool: RankPool, elements: bool):
+    for still, *risen in pool.run(versions, elements, world=3):
+        assert still
+        assert all(risen) and len(risen) == 10
+
+
+class Late(torch.autograd.Function):
+    """Reads a weight in backward, long after the weight's own gradient was ready; autograd does not know of it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.weight = weight
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.weight.square().sum(), None
+
+
+class ReadsLate(nn.Module):
+    """The first part is computed again in backward, where its weights are used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = make("odd"), nn.Linear(7, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(self.first, x.requires_grad_(), use_reentrant=True)
+        return self.last(Late.apply(hidden, self.last.weight.detach()))
+
+
+def reads_late() -> list[str]:
+    ours, theirs = ReadsLate(), ReadsLate()
+    theirs.load_state_dict(ours.state_dict())
+    train(*sharded(ours), 5)
+    train(*plain(theirs), 5)
+    return different_weights(ours, theirs)
+
+
+def test_weights_that_backward_reads_late(pool: RankPool):
+    assert pool.run(reads_late, world=3) == [[]] * 3
 
 
 def old_graph() -> str:
