@@ -20,6 +20,7 @@ import torch
 from faults import Outcome, needs_hooks, set_fault, suffer, wait_for_file
 from pool import RankPool, Ranks
 from sharded_training import common_memory, digest, error_of, make, sharded, snapshot, train
+from test_hosts import live_on
 
 from syncengine._C import fault_point
 
@@ -45,6 +46,7 @@ class Life:
         self.net = make("odd")
         self.model, self.optimizer = sharded(self.net)
         self.digests: list[int] = []
+        self.steps = 0
 
     def live(self) -> None:
         look = self._look
@@ -69,7 +71,11 @@ class Life:
         train(self.model, self.optimizer, 1)
 
     def _train(self, begin: int, end: int) -> None:
-        train(self.model, self.optimizer, range(begin, end), after=lambda step: self._look())
+        train(self.model, self.optimizer, range(begin, end), after=self._after_step)
+
+    def _after_step(self, step: int) -> None:
+        self.steps += 1
+        self._look()
 
     def _look(self) -> None:
         self.digests.append(digest(self.net, self.optimizer))
@@ -91,6 +97,7 @@ def live_beside(victim: int, fault: str, started: str = "") -> Outcome:
         if started:
             Path(started).touch()
         found: dict[str, Any] = {"error": error_of(life.live), "digests": life.digests}
+        found["steps"] = life.steps
         found["forward"] = error_of(life.go_on)
         found["state_dict"] = error_of(life.optimizer.state_dict)
         found["model"] = error_of(life.net.state_dict)
@@ -117,7 +124,9 @@ def check(outcome: Outcome, digests: list[int]) -> bool | None:
     torn = "TornWeights" in found["error"] or "TornWeights" in found["forward"]
     for what in ("forward", "state_dict", "model", "copy"):
         assert ("the weights are torn at step" in found[what]) == torn, found
-    if not torn:
+    if torn:
+        assert f"torn at step {found['steps'] + 1}: continue from a checkpoint" in found["forward"], found
+    else:
         assert found["state_dict"] == found["model"] == found["copy"] == "", found
         assert "PeerLost" in found["error"] + found["forward"], found
         assert found["digest"] in digests[max(made - 1, 0) : made + 1], found
@@ -144,6 +153,22 @@ def test_killed_at_each_state(pool: RankPool, point: str):
             assert ranks[victim].exit_code() == -signal.SIGKILL, f"there is no {point} number {number}"
             if point in ("updating", "writing"):
                 assert all(torn)
+
+
+def live_on_hosts(hosts: str, fault: str) -> Outcome:
+    live_on(hosts)
+    return live_beside(len(hosts) - 1, fault)
+
+
+@needs_hooks
+@pytest.mark.parametrize("hosts", ["aab", "abb"])
+def test_each_host_has_weights_of_its_own(pool: RankPool, hosts: str):
+    """The last rank dies in the third update: that of other hosts is complete."""
+    digests = pool.run(undisturbed, world=3)[0]
+    with pool.spawn_ranks(live_on_hosts, hosts, "updating:3:kill", world=3, settings=None) as ranks:
+        for rank in (0, 1):
+            assert check(ranks[rank].result(), digests) == (hosts[rank] == "b")
+        assert ranks[2].exit_code() == -signal.SIGKILL
 
 
 def test_killed_at_random_instants(pool: RankPool, tmp_path: Path):
