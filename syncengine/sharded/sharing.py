@@ -157,14 +157,24 @@ class Sharing:
         self.agree("what ShardedOptimizer.step() is to do differs", groups, self._problem())
         for block in self.blocks:
             if block.weights.loaded:
-                block.weights.share()
+                block.weights.give()
         if self.loaded:
             for block in self.blocks:
                 block.state.load()
-            self._share_state()
-            self.loaded = 0
+            for block in self.blocks:
+                block.state.give(block.problem)
+
+    def _take_loaded(self) -> None:
+        """What ``_prepare`` has brought into common memory. Not there, as it may fail when others begin the update."""
+        for block in self.blocks:
+            if block.weights.loaded:
+                block.weights.take()
+            if self.loaded:
+                block.state.take()
+        self.loaded = 0
 
     def _write(self, groups: Groups) -> bool:
+        self._take_loaded()
         news = False
         for block in self.blocks:
             block.shard.update(groups)

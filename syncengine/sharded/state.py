@@ -80,6 +80,11 @@ class SharedState:
 
         ``error``: why this rank can't.
         """
+        self.give(error)
+        self.take()
+
+    def give(self, error: str = "") -> None:
+        """The first half: the common memory has all of it, ``whole`` is as it was. Collective."""
         mine: dict[str, Any] = {}
         try:
             mine = {} if error else self._describe_news()
@@ -104,7 +109,10 @@ class SharedState:
             self._entries[place] = Entry(kind, tensor, owner)
         self._move()
         self._host.communicator.barrier()
-        self._show(entries)
+
+    def take(self) -> None:
+        """The second half, which nothing interrupts."""
+        self._show(self._entries)
 
     def _describe_news(self) -> dict[str, tuple[str, Sequence[int], Sequence[int], str]]:
         news = {}

@@ -97,10 +97,15 @@ class SharedWeights:
         self.share()
 
     def share(self) -> None:
-        """Moves the values that the parameters have now into the common memory. Collective.
+        """Moves the parameters, with the values that they have now, into the common memory. Collective.
 
         Raises ``Mismatch`` on all ranks, naming the parameter, where they have different ones.
         """
+        self.give()
+        self.take()
+
+    def give(self) -> None:
+        """The first half: the common memory has the values, this rank still its own. Collective."""
         sums = [checksum(parameter) for parameter in self.parameters]
         lines = [
             f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)} strides {p.stride()}, CRC-32 {value:08x}"
@@ -113,6 +118,9 @@ class SharedWeights:
             for memory, parameter in zip(self._common, self.parameters, strict=True):
                 memory.copy_(parameter.detach())
         communicator.barrier()
+
+    def take(self) -> None:
+        """The second half, which nothing interrupts."""
         for memory, parameter in zip(self._common, self.parameters, strict=True):
             parameter.data = memory
             common[parameter] = True

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import signal
+import time
 
 import pytest
 import torch
 from faults import Outcome, needs_hooks, set_fault, suffer
 from pool import RankPool
-from sharded_training import common_memory, digest, error_of, make, sharded, train
+from sharded_training import common_memory, digest, error_of, make, sharded, snapshot, train
 from torch import nn
 
 import syncengine
@@ -190,3 +192,49 @@ def test_a_torn_model_goes_on_from_a_checkpoint(pool: RankPool):
     for update, before, after, step in pool.run(goes_on):
         assert "TornWeights" in update and "TornWeights" in before
         assert (after, step) == ("", "")
+
+
+class FailsBehind:
+    """A communicator that fails in the last barrier before an update, when the others have made it."""
+
+    def __init__(self, optimizer: syncengine.ShardedOptimizer, barriers: int) -> None:
+        self._sharing, self._barriers = optimizer._sharing, barriers
+        self._communicator = optimizer._sharing.host.communicator
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._communicator, name)
+
+    def barrier(self) -> None:
+        self._communicator.barrier()
+        self._barriers -= 1
+        if self._barriers == 0:
+            memory, number = self._sharing.blocks[0].weights.memory, self._sharing._updates + 1
+            while sum(done >= number for done in memory.completed(3)) < 2:
+                time.sleep(0.001)
+            self._communicator.abort("rank 1: enough")
+            self._communicator.check_peers()
+
+
+def fails_behind(loads: str, fails: bool) -> list:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    weights, state = copy.deepcopy(net.state_dict()), snapshot(optimizer)
+    train(model, optimizer, range(2, 4))
+    if "model" in loads:
+        net.load_state_dict(weights)
+    if "optimizer" in loads:
+        optimizer.load_state_dict(state)
+    if fails and syncengine.rank() == 1:
+        optimizer._sharing.host.communicator = FailsBehind(optimizer, len(loads.split()))
+    text = error_of(lambda: train(model, optimizer, range(4, 5)))
+    return [text, digest(net, optimizer), error_of(optimizer.state_dict)]
+
+
+@pytest.mark.parametrize("loads", ["model", "optimizer", "model optimizer"])
+def test_a_rank_that_fails_when_others_update_what_was_loaded(pool: RankPool, loads: str):
+    """All of them have what was loaded and this update of it, the one that has failed before it, too."""
+    wanted = pool.run(fails_behind, loads, False, world=3)[0][1]
+    for text, found, state in pool.run(fails_behind, loads, True, world=3):
+        assert "enough" in text
+        assert (found, state) == (wanted, "")

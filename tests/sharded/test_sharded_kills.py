@@ -46,7 +46,8 @@ class Life:
         self.net = make("odd")
         self.model, self.optimizer = sharded(self.net)
         self.digests: list[int] = []
-        self.steps = 0
+        self.steps = self.written = 0
+        self.updates: list[int] = []  # by when there were how many
 
     def live(self) -> None:
         look = self._look
@@ -64,6 +65,7 @@ class Life:
                 self.net.first.weight.mul_(0.5)
                 fault_point("writing")
                 self.net.second.weight.mul_(0.5)
+        self.written = 1
         look()
         self._train(4, 6)
 
@@ -79,13 +81,15 @@ class Life:
 
     def _look(self) -> None:
         self.digests.append(digest(self.net, self.optimizer))
+        self.updates.append(self.steps + self.written)
 
 
-def undisturbed() -> list[int]:
+def undisturbed() -> list[tuple[int, int]]:
+    """Of each stage: how many updates there were, and the digest."""
     life = Life()
     life.live()
     life.go_on()
-    return [*life.digests, digest(life.net, life.optimizer)]
+    return [*zip(life.updates, life.digests, strict=True), (life.steps + 2, digest(life.net, life.optimizer))]
 
 
 def live_beside(victim: int, fault: str, started: str = "") -> Outcome:
@@ -109,7 +113,7 @@ def live_beside(victim: int, fault: str, started: str = "") -> Outcome:
     return suffer(body, timeout=30.0)
 
 
-def check(outcome: Outcome, digests: list[int]) -> bool | None:
+def check(outcome: Outcome, stages: list[tuple[int, int]]) -> bool | None:
     """Whether the weights are torn; else they are those of some stage. None: this rank has come through."""
     assert outcome.left == [], outcome
     found = outcome.value
@@ -117,7 +121,7 @@ def check(outcome: Outcome, digests: list[int]) -> bool | None:
         assert outcome.error == "PeerLost", outcome
         return None
     made = len(found["digests"])
-    assert found["digests"] == digests[:made], found
+    assert found["digests"] == [value for _, value in stages[:made]], found
     if not found["error"] and not found["forward"]:
         return None
     assert found["shared"] == [], found
@@ -129,27 +133,33 @@ def check(outcome: Outcome, digests: list[int]) -> bool | None:
     else:
         assert found["state_dict"] == found["model"] == found["copy"] == "", found
         assert "PeerLost" in found["error"] + found["forward"], found
-        assert found["digest"] in digests[max(made - 1, 0) : made + 1], found
+        assert updates_of(outcome, stages), found
     return torn
 
 
-def check_survivors(ranks: Ranks, victim: int, digests: list[int]) -> list[bool | None]:
+def updates_of(outcome: Outcome, stages: list[tuple[int, int]]) -> set[int]:
+    """How many updates there are in what a survivor is left with: as many as it knows of, or one more."""
+    made = len(outcome.value["digests"])
+    return {number for number, value in stages[max(made - 1, 0) : made + 1] if value == outcome.value["digest"]}
+
+
+def check_survivors(ranks: Ranks, victim: int, stages: list[tuple[int, int]]) -> list[bool | None]:
     outcomes = [rank.result() for rank in ranks if rank is not ranks[victim]]
-    torn = [check(outcome, digests) for outcome in outcomes]
-    whole = {outcome.value["digest"] for outcome, is_torn in zip(outcomes, torn, strict=True) if is_torn is False}
-    assert len(whole) <= 1, outcomes  # all after the same stage
+    torn = [check(outcome, stages) for outcome in outcomes]
+    whole = [updates_of(outcome, stages) for outcome, is_torn in zip(outcomes, torn, strict=True) if is_torn is False]
+    assert not whole or set.intersection(*whole), outcomes  # all after the same update
     return torn
 
 
 @needs_hooks
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_at_each_state(pool: RankPool, point: str):
-    digests = {world: pool.run(undisturbed, world=world)[0] for world in (2, 3)}
+    stages = {world: pool.run(undisturbed, world=world)[0] for world in (2, 3)}
     for number in POINTS[point]:
         world = 2 + number % 2
         victim = 0 if point == "writing" else number // 2 % world
         with pool.spawn_ranks(live_beside, victim, f"{point}:{number}:kill", world=world, settings=None) as ranks:
-            torn = check_survivors(ranks, victim, digests[world])
+            torn = check_survivors(ranks, victim, stages[world])
             assert ranks[victim].exit_code() == -signal.SIGKILL, f"there is no {point} number {number}"
             if point in ("updating", "writing"):
                 assert all(torn)
@@ -164,16 +174,16 @@ def live_on_hosts(hosts: str, fault: str) -> Outcome:
 @pytest.mark.parametrize("hosts", ["aab", "abb"])
 def test_each_host_has_weights_of_its_own(pool: RankPool, hosts: str):
     """The last rank dies in the third update: that of other hosts is complete."""
-    digests = pool.run(undisturbed, world=3)[0]
+    stages = pool.run(undisturbed, world=3)[0]
     with pool.spawn_ranks(live_on_hosts, hosts, "updating:3:kill", world=3, settings=None) as ranks:
         for rank in (0, 1):
-            assert check(ranks[rank].result(), digests) == (hosts[rank] == "b")
+            assert check(ranks[rank].result(), stages) == (hosts[rank] == "b")
         assert ranks[2].exit_code() == -signal.SIGKILL
 
 
 def test_killed_at_random_instants(pool: RankPool, tmp_path: Path):
     began = time.monotonic()
-    digests = {world: pool.run(undisturbed, world=world)[0] for world in (2, 3)}
+    stages = {world: pool.run(undisturbed, world=world)[0] for world in (2, 3)}
     lasts = (time.monotonic() - began) / 2
     moments = random.Random(INSTANTS)
     found: list[bool | None] = []
@@ -185,5 +195,5 @@ def test_killed_at_random_instants(pool: RankPool, tmp_path: Path):
             wait_for_file(started)
             time.sleep(moments.random() * lasts)
             ranks[victim].signal(signal.SIGKILL)
-            found += check_survivors(ranks, victim, digests[world])
+            found += check_survivors(ranks, victim, stages[world])
     assert False in found
