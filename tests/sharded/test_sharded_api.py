@@ -265,6 +265,7 @@ def test_groups_names_and_an_optimizer_before_the_model(pool: RankPool):
 
 def made_after_backward() -> list[str]:
     """It binds at its first step, then, and has the model's own parameters in its groups."""
+    wrong = []
     nets = [make(), make()]
     optimizers: list[torch.optim.Optimizer] = []
     for net, kind in zip(nets, [syncengine.ShardedOptimizer, None], strict=True):
@@ -274,10 +275,10 @@ def made_after_backward() -> list[str]:
             optimizers.append(torch.optim.AdamW(net.parameters(), lr=1e-2))
         else:
             optimizers.append(kind(net.parameters(), torch.optim.AdamW, lr=1e-2))
-        private = not any(is_common(p) for p in net.parameters())
+        wrong += ["shared too early"] if any(is_common(p) for p in net.parameters()) else []
         optimizers[-1].step()
+        wrong += not_divided(net, optimizers[-1]) if kind is not None else []
         train(model, optimizers[-1], range(1, 3))
-    wrong = [] if private else ["shared too early"]
     (group,) = optimizers[0].param_groups
     wrong += [] if all(a is b for a, b in zip(group["params"], nets[0].parameters(), strict=True)) else ["param_groups"]
     return wrong + different_weights(*nets) + not_divided(nets[0], optimizers[0])
@@ -305,6 +306,29 @@ def two_models() -> list[str]:
 
 def test_two_models(pool: RankPool):
     assert pool.run(two_models) == [[]] * 2
+
+
+def group_of_another_model() -> list[str]:
+    """Which has been trained without it before."""
+    wrong = []
+    nets = [[make(), make("tied")], [make(), make("tied")]]
+    for (first, second), kind in zip(nets, [sharded, plain], strict=True):
+        (one, optimizer), other = kind(first), syncengine.Parallel(second)
+        for step in range(6):
+            optimizer.zero_grad()
+            other.zero_grad()
+            backward(one, step)
+            backward(other, step)
+            if step == 3:
+                optimizer.add_param_group({"params": list(second.parameters()), "lr": 0.03})
+            optimizer.step()
+        if kind is sharded:
+            wrong += not_divided(nn.ModuleList([first, second]), optimizer)
+    return wrong + [name for a, b in zip(*nets, strict=True) for name in different_weights(a, b)]
+
+
+def test_a_group_of_a_model_that_was_there_before(pool: RankPool):
+    assert pool.run(group_of_another_model) == [[]] * 2
 
 
 def adversaries() -> list[str]:
