@@ -25,15 +25,15 @@ from test_hosts import live_on
 from syncengine._C import fault_point
 
 INSTANTS = int(os.environ.get("SYNCENGINE_TEST_KILLS", "40"))  # other ones for another number
-POINTS = {  # which occurrences of them; those before are init's
-    "listening": range(1, 5),  # memory comes into being: for the weights, and three times for the state
+POINTS = {  # which occurrences of them
+    "listening": range(1, 5),  # memory is handed over: by init, for the weights, for new state, for loaded state
     "connecting": range(1, 5),
     "agreed": range(1, 8),
     "updating": range(1, 8),
     "updated": range(1, 8),
     "completed": range(1, 8),
     "writing": range(1, 2),  # of the life itself
-    "opened": range(8, 88, 8),  # of collectives
+    "opened": range(8, 88, 8),  # of collectives; the first are init's
     "reducing": range(8, 48, 5),
     "finished": range(8, 88, 8),
 }
