@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "reducer/cpu_allocator.h"
+#include "reducer/element_order.h"
 #include "reducer/tensor_dtype.h"
 
 namespace syncengine {
@@ -11,9 +12,6 @@ namespace syncengine {
 namespace {
 
 constexpr size_t kNamesShown = 3;
-
-// FNV-1a, a word at a time: told apart must be honest mistakes, not attacks.
-uint64_t mix(uint64_t hash, uint64_t value) { return (hash ^ value) * 1099511628211u; }
 
 std::shared_ptr<const BucketLayout> make_layout(size_t index, const std::vector<size_t>& parameters,
                                                 const std::vector<Gradient>& gradients,

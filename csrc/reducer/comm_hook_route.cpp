@@ -15,14 +15,16 @@ namespace syncengine {
 
 namespace {
 
-// The parts of a flat bucket, each in its gradient's own layout.
-std::vector<at::Tensor> parts_of(const at::Tensor& flat, const std::vector<at::Tensor>& memory) {
+// The parts of a flat bucket, each in the order of elements that all ranks have agreed on.
+std::vector<at::Tensor> parts_of(const at::Tensor& flat, const BucketLayout& layout,
+                                 const std::vector<Gradient>& gradients, const std::vector<at::Tensor>& memory) {
   std::vector<at::Tensor> parts;
   parts.reserve(memory.size());
   int64_t offset = 0;
-  for (const at::Tensor& like : memory) {
-    parts.push_back(flat.as_strided(like.sizes(), like.strides(), flat.storage_offset() + offset));
-    offset += like.numel();
+  for (size_t k = 0; k < memory.size(); ++k) {
+    const at::Tensor part = flat.narrow(0, offset, memory[k].numel());
+    parts.push_back(gradients[layout.parameters[k]].order().view(part, memory[k]));
+    offset += memory[k].numel();
   }
   return parts;
 }
@@ -82,7 +84,7 @@ void CommHookRoute::proceed(Backward& backward, std::mutex& mutex) {
     runs_ = true;
     lock.unlock();
     try {
-      start(*layout, std::move(parameters), memory->gradients);
+      start(*layout, std::move(parameters), memory->gradients, backward.model().parameters.gradients());
     } catch (...) {
       tell_peers(*model.averaging.communicator, "the communication hook raised " + current_error_text());
       lock.lock();
@@ -100,7 +102,8 @@ void CommHookRoute::finish(Backward& backward) {
     for (const auto& bucket : backward.buckets()) {
       if (!bucket.memory) continue;
       if (flat_) flat_->take_over(bucket, backward.model().parameters.gradients());
-      const at::Tensor result = wait(*bucket.layout, bucket.memory->gradients, communicator);
+      const at::Tensor result =
+          wait(*bucket.layout, bucket.memory->gradients, backward.model().parameters.gradients(), communicator);
       if (flat_) flat_->keep(result);
     }
   } catch (...) {
@@ -112,7 +115,7 @@ void CommHookRoute::finish(Backward& backward) {
 void CommHookRoute::drop() { flights_ = std::vector<Flight>(flights_.size()); }
 
 void CommHookRoute::start(const BucketLayout& layout, std::vector<at::Tensor> parameters,
-                          const std::vector<at::Tensor>& memory) {
+                          const std::vector<at::Tensor>& memory, const std::vector<Gradient>& gradients) {
   const c10::OptionalDeviceGuard on_device(at::device_of(memory[0]));  // the hook's, too
   Flight& flight = flights_[layout.index];
   std::vector<size_t> offsets, lengths;
@@ -130,7 +133,7 @@ void CommHookRoute::start(const BucketLayout& layout, std::vector<at::Tensor> pa
       }
       for (const at::Tensor& parameter : parameters) sizes.push_back(parameter.sizes());
       if (!flight.flat.defined()) flight.flat = at::empty({static_cast<int64_t>(length)}, memory[0].options());
-      at::_foreach_copy_(parts_of(flight.flat, memory), memory);
+      at::_foreach_copy_(parts_of(flight.flat, layout, gradients, memory), memory);
     }
   }
   at::Tensor buffer = flight.flat.is_complex() ? at::view_as_real(flight.flat).view(-1) : flight.flat;  // as DDP
@@ -140,7 +143,7 @@ void CommHookRoute::start(const BucketLayout& layout, std::vector<at::Tensor> pa
 }
 
 at::Tensor CommHookRoute::wait(const BucketLayout& layout, const std::vector<at::Tensor>& memory,
-                               Communicator& communicator) {
+                               const std::vector<Gradient>& gradients, Communicator& communicator) {
   Flight& flight = flights_[layout.index];
   auto what = [&] { return "the communication hook's future of " + layout.describe(); };
   return keeping_python_errors([&] {
@@ -158,7 +161,7 @@ at::Tensor CommHookRoute::wait(const BucketLayout& layout, const std::vector<at:
                                                " elements instead of " + std::to_string(flight.flat.numel()));
     }
     result = result.contiguous().view(-1);
-    at::_foreach_copy_(memory, parts_of(result, memory));
+    at::_foreach_copy_(memory, parts_of(result, layout, gradients, memory));
     return result;
   });
 }

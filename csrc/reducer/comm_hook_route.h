@@ -19,6 +19,7 @@
 #include "reducer/bucket.h"
 #include "reducer/flat_buckets.h"
 #include "reducer/future.h"
+#include "reducer/gradient.h"
 #include "reducer/route.h"
 
 namespace syncengine {
@@ -45,8 +46,10 @@ class CommHookRoute final : public Route {
     TorchFuture future;
   };
 
-  void start(const BucketLayout& layout, std::vector<at::Tensor> parameters, const std::vector<at::Tensor>& memory);
-  at::Tensor wait(const BucketLayout& layout, const std::vector<at::Tensor>& memory, Communicator& communicator);
+  void start(const BucketLayout& layout, std::vector<at::Tensor> parameters, const std::vector<at::Tensor>& memory,
+             const std::vector<Gradient>& gradients);
+  at::Tensor wait(const BucketLayout& layout, const std::vector<at::Tensor>& memory,
+                  const std::vector<Gradient>& gradients, Communicator& communicator);
 
   std::unique_ptr<c10d::CommHookInterface> hook_;
   FlatBuckets* flat_;

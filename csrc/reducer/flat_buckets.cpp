@@ -16,14 +16,6 @@ namespace {
 
 constexpr size_t kBucketAlignment = 256;  // of each bucket, as cudaMalloc's
 
-// The part of `flat` from `offset` on, in elements, as a tensor like the parameter: in the order of elements in which
-// Gradient::memory() has them.
-at::Tensor view_of(const at::Tensor& flat, int64_t offset, const at::Tensor& parameter) {
-  const at::Tensor part = flat.narrow(0, offset, parameter.numel());
-  if (!parameter.is_non_overlapping_and_dense()) return part.view(parameter.sizes());
-  return part.as_strided(parameter.sizes(), parameter.strides());
-}
-
 std::vector<at::Tensor> memories(const Bucket& bucket, const std::vector<Gradient>& gradients) {
   std::vector<at::Tensor> all;
   all.reserve(bucket.layout->parameters.size());
@@ -65,7 +57,7 @@ void FlatBuckets::lay_out(const BucketPlan& plan, const std::vector<Gradient>& g
     int64_t offset = 0;
     for (size_t i : parameters) {
       const at::Tensor& parameter = gradients[i].parameter();
-      flat.views.push_back(view_of(elements, offset, parameter));
+      flat.views.push_back(gradients[i].order().view(elements.narrow(0, offset, parameter.numel()), parameter));
       offset += parameter.numel();
     }
     begin += round_up(bytes, kBucketAlignment);

@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <string>
 
+#include "reducer/element_order.h"
 #include "reducer/statistics.h"
 
 namespace syncengine {
@@ -22,13 +23,15 @@ class Gradient {
  public:
   // `sparse`: expected to be of sparse layout (nn.Embedding(sparse=True)), and then never of another.
   Gradient(at::Tensor parameter, bool sparse)
-      : parameter_(std::move(parameter)), device_(parameter_.device()), sparse_(sparse) {}
+      : parameter_(std::move(parameter)), order_(parameter_), device_(parameter_.device()), sparse_(sparse) {}
 
   const at::Tensor& parameter() const { return parameter_; }
   bool sparse() const { return sparse_; }
   bool collected() const { return source_ != Source::None; }
   std::byte* data() const { return static_cast<std::byte*>(memory_.mutable_data_ptr()); }
   const at::Tensor& memory() const { return memory_; }
+  // For memory of buckets; what was collected has the order that the parameter has now.
+  const ElementOrder& order() const { return order_; }
 
   // Whether collect_unused() was the last to be called.
   bool stands_in() const { return source_ == Source::Unused; }
@@ -69,6 +72,7 @@ class Gradient {
   void copy_out(Source source, CopyReason reason, const at::Tensor& grad, Statistics& statistics);
 
   at::Tensor parameter_;
+  ElementOrder order_;
   c10::Device device_;  // where the gradient has to be
   at::Tensor memory_;
   Source source_ = Source::None;

@@ -2,9 +2,12 @@
 
 #include <ATen/core/grad_mode.h>
 
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "reducer/backward.h"
+#include "reducer/element_order.h"
 #include "reducer/python_error.h"
 
 namespace syncengine {
@@ -34,6 +37,7 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
   const BucketLayout& layout = *bucket.layout;
   const double divisor = backward.weighting().divisor;
   Operation operation = averaging.operation_of(layout);
+  follow_strides(backward, layout, operation);
   const auto memory = bucket.memory;
   if (averaging.compression) {
     for (size_t i : layout.parameters) {
@@ -61,6 +65,25 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
   bucket.row = ProfilerRow("all_reduce", memory->gradients);
   bucket.work = averaging.communicator->announce(averaging.slots, layout.index, std::move(operation));
   bucket.state = Bucket::State::InFlight;
+}
+
+// Parameters may have got other strides, perhaps on one rank alone: bytes must be added to those of the same elements.
+void InPlaceRoute::follow_strides(const Backward& backward, const BucketLayout& layout, Operation& operation) {
+  std::vector<std::pair<size_t, std::vector<int64_t>>> strided;
+  for (size_t i : layout.parameters) {
+    const at::Tensor& gradient = backward.gradients()[i].memory();
+    if (gradient.is_contiguous()) continue;
+    operation.layout_hash = mix_strides(mix(operation.layout_hash, i), gradient);
+    strided.emplace_back(i, gradient.strides().vec());
+  }
+  if (strided.empty()) return;
+  operation.describe = [shared = layout.shared_from_this(), strided = std::move(strided)] {
+    std::string text = shared->describe();
+    for (const auto& [i, strides] : strided)
+      text += (i == strided[0].first ? ", strides of " : ", of ") + shared->names->parameters[i] + " " +
+              c10::str(at::IntArrayRef(strides));
+    return text;
+  };
 }
 
 // Small gradients that follow one another are one span.

@@ -23,6 +23,7 @@ class InPlaceRoute final : public Route {
 
  private:
   void add_spans(const Backward& backward, Bucket& bucket, SpanList& spans);
+  static void follow_strides(const Backward& backward, const BucketLayout& layout, Operation& operation);
   void announce(Backward& backward, Bucket& bucket);
 
   PooledGradients& pooled_;

@@ -7,10 +7,12 @@ import pickle
 
 import pytest
 import torch
+from flat import Parallel as FlatParallel
 from parallel_models import CAP, Branches, Conv, Mlp, backwards, both, data, gradients, small
 from pool import RankPool, run_on_ranks
 from test_parallel_modules import Forked
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import syncengine
 from syncengine.errors import SyncError
@@ -32,6 +34,84 @@ def test_dtype_may_change_after_wrapping():
                 syncengine.all_gather(everyone, grad)
                 assert grad.dtype == dtype
                 assert torch.equal(everyone[0], everyone[1])
+
+
+def in_last_format(module: nn.Module) -> None:
+    module.to(memory_format=torch.channels_last)
+
+
+def transposed(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = parameter.data.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def average_beside(model: nn.Module, inputs: torch.Tensor) -> None:
+    """One backward; the averages are those of the plain module's gradients, by a communicator's all-reduce."""
+    model.zero_grad()
+    model.module(inputs).square().sum().backward()
+    expected = [grad.contiguous().double() for grad in gradients(model)]
+    for grad in expected:
+        syncengine.all_reduce(grad, "avg")
+    model.zero_grad()
+    model(inputs).square().sum().backward()
+    for grad, average in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(grad.double(), average, rtol=1e-4, atol=1e-4)
+
+
+@run_on_ranks()
+def test_strides_may_change_after_wrapping():
+    """Under DDP the averages are permuted from then on."""
+    for change in (in_last_format, transposed):
+        model = syncengine.Parallel(unusual())
+        backwards(model)
+        change(model)
+        for i in range(3):
+            average_beside(model, data(i))
+
+
+def unusual() -> nn.Module:
+    torch.manual_seed(7)
+    body = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, (3, 2)), nn.Flatten(), nn.Linear(24, 5)]
+    return nn.Sequential(nn.Linear(24, 144), nn.Unflatten(1, (3, 8, 6)), *body[:3], nn.AdaptiveAvgPool2d(2), *body[3:])
+
+
+def change_strides(alone: int, after: int, flat: bool) -> str:
+    model = (FlatParallel if flat else syncengine.Parallel)(unusual())
+    for _ in range(after):
+        backwards(model, 1)
+    if syncengine.rank() == alone:
+        in_last_format(model)
+    try:
+        for i in range(3):
+            average_beside(model, data(i))
+    except SyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "averaged"
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_strides_that_change_on_one_rank_alone_are_named(pool: RankPool, alone: int, after: int):
+    for text in pool.run(change_strides, alone, after, False):
+        assert "Mismatch: " in text
+        assert "of Parallel(Sequential) (" in text
+        assert "with another layout" in text or "strides of " in text  # as this rank's own are usual or not
+
+
+@pytest.mark.parametrize("after", [0, 1, 3])
+def test_strides_may_change_on_one_rank_alone_where_gradients_are_copied(pool: RankPool, after: int):
+    assert pool.run(change_strides, 1, after, True) == ["averaged"] * 2
+
+
+@run_on_ranks(gloo=True)
+def test_strides_may_change_on_one_rank_alone_under_a_hook():
+    model = syncengine.Parallel(unusual())
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    backwards(model)
+    if syncengine.rank() == 1:
+        in_last_format(model)
+    for i in range(3):
+        average_beside(model, data(i))
 
 
 def replace_parameters() -> str:

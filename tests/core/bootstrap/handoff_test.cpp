@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstring>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <thread>
 
@@ -182,8 +183,13 @@ TEST(who_knows_the_name_but_not_the_secret_gets_nothing) {
   const std::string name = handoffs[0].name();
   const auto addresses = addresses_of(handoffs);
   std::atomic<bool> refused{false};
+  struct SetAtEnd {  // also by a check that fails
+    std::atomic<bool>& flag;
+    ~SetAtEnd() { flag = true; }
+  };
   run_ranks(3, [&](int rank) {
     if (rank == 2) {
+      const SetAtEnd done{refused};
       const std::string wrong(64, '0');
       const std::vector<UniqueFd> outsiders = [&] {
         std::vector<UniqueFd> all;
@@ -194,8 +200,11 @@ TEST(who_knows_the_name_but_not_the_secret_gets_nothing) {
             name, 1, [&](auto& greeting, auto&) { return *answer(wrong, greeting, challenge(wrong, greeting)); }));
         return all;
       }();
-      for (const auto& outsider : outsiders) CHECK_EQ(descriptors_until_closed(outsider), 0);
-      refused = true;
+      for (const auto& outsider : outsiders) {
+        const timeval limit{.tv_sec = 5, .tv_usec = 0};
+        setsockopt(outsider.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+        CHECK_EQ(descriptors_until_closed(outsider), 0);
+      }
       return;
     }
     while (rank == 1 && !refused)
@@ -218,19 +227,36 @@ TEST(a_recorded_proof_is_worth_nothing) {
   CHECK(!answer(secret, {.rank = 1, .nonce = random_bytes()}, first));
 }
 
+// It gives no proof, and takes whatever it is answered.
 TEST(a_listener_that_does_not_know_the_secret_is_not_believed) {
-  Handoff handoff, impostor, gone;
-  const std::string false_address = impostor.name() + "/" + secret_of(gone);
-  UniqueFd own = memory_of(0), bait = memory_of(1);
-  const std::vector<std::string> seen{handoff.address(), false_address}, known{handoff.address(), impostor.address()};
+  Handoff handoff;
+  const std::string name = "syncengine-impostor-" + handoff.name().substr(handoff.name().rfind('-') + 1);
+  const UniqueFd impostor = local_socket::listen(name);
+  const std::vector<std::string> addresses{handoff.address(), name + "/" + std::string(64, 'a')};
   run_ranks(2, [&](int rank) {
     if (rank == 0) {
+      UniqueFd own = memory_of(0);
       const auto text =
-          CHECK_THROWS(handoff.exchange(0, seen, own.get(), Deadline::after(kPatience), {}), ErrorKind::PeerLost);
+          CHECK_THROWS(handoff.exchange(0, addresses, own.get(), Deadline::after(kPatience), {}), ErrorKind::PeerLost);
       CHECK(text.starts_with("rank 1 broke off"));
-    } else {
-      CHECK_THROWS(impostor.exchange(1, known, bait.get(), Deadline::after(kPatience), {}), ErrorKind::PeerLost);
+      return;
     }
+    using local_socket::Got;
+    UniqueFd caller;
+    auto wait_for = [](auto&& step) {
+      while (!step()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    };
+    wait_for([&] { return static_cast<bool>(caller = local_socket::accept(impostor)); });
+    Greeting greeting;
+    wait_for([&] { return local_socket::receive(caller, &greeting, sizeof(greeting)) == Got::Message; });
+    const Challenge empty{.nonce = random_bytes(), .proof = {}};
+    CHECK(local_socket::send(caller, &empty, sizeof(empty)));
+    Answer answer;
+    Got got = Got::Nothing;
+    wait_for([&] { return (got = local_socket::receive(caller, &answer, sizeof(answer))) != Got::Nothing; });
+    UniqueFd bait = memory_of(1);
+    if (got == Got::Message) (void)local_socket::send_fd(caller, 1, bait.get());
+    CHECK(got == Got::BrokenOff);
   });
 }
 
@@ -419,13 +445,16 @@ TEST(a_rank_that_runs_out_of_descriptors_says_so) {
   }));
 }
 
-// The kernel counts those of one user that nobody has received; it lets an administrator go beyond.
-TEST(a_limit_on_descriptors_in_flight_is_waited_out) {
+namespace {
+
+// Runs `body` as an ordinary user of whom the kernel passes on no more descriptors, until the one that `body` gets is closed.
+// It lets an administrator go beyond; and only he can become somebody else, whom nobody's other processes disturb.
+void with_descriptors_in_flight(const std::function<void(UniqueFd&)>& body) {
 #ifdef __SANITIZE_THREAD__
   return;  // it lets no forked child start threads
 #endif
-  if (geteuid() != 0) return;  // only an administrator can become somebody else, whom nobody's other processes disturb
-  CHECK(testing::true_in_child([] {
+  if (geteuid() != 0) return;
+  CHECK(testing::true_in_child([&] {
     constexpr uid_t kNobody = 54321;
     CHECK_EQ(setgid(kNobody), 0);
     CHECK_EQ(setuid(kNobody), 0);
@@ -451,7 +480,15 @@ TEST(a_limit_on_descriptors_in_flight_is_waited_out) {
     limit_descriptors(120);
     CHECK_EQ(sendmsg(sender.get(), &message, MSG_NOSIGNAL), -1);
     CHECK_EQ(errno, ETOOMANYREFS);
+    body(receiver);
+    return true;
+  }));
+}
 
+}  // namespace
+
+TEST(a_limit_on_descriptors_in_flight_is_waited_out) {
+  with_descriptors_in_flight([](UniqueFd& receiver) {
     std::vector<Handoff> handoffs(3);
     const auto addresses = addresses_of(handoffs);
     std::atomic<int> calls{0};
@@ -463,8 +500,42 @@ TEST(a_limit_on_descriptors_in_flight_is_waited_out) {
       check_memories(rank, handoffs[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), let_go));
     });
     CHECK(calls >= 20);  // nobody had come through before
-    return true;
-  }));
+  });
+}
+
+TEST(a_limit_on_descriptors_in_flight_is_named_at_the_deadline) {
+  with_descriptors_in_flight([](UniqueFd&) {
+    std::vector<Handoff> handoffs(2);
+    const auto addresses = addresses_of(handoffs);
+    run_ranks(2, [&](int rank) {
+      UniqueFd own = memory_of(rank);
+      const Deadline deadline = Deadline::after(seconds(rank == 0 ? 1 : 20));
+      const ErrorKind kind = rank == 0 ? ErrorKind::Timeout : ErrorKind::PeerLost;
+      const auto text = CHECK_THROWS(handoffs[rank].exchange(rank, addresses, own.get(), deadline, {}), kind);
+      if (rank == 0) CHECK(testing::contains(text, "no more descriptors of this user than ulimit -n allows"));
+    });
+  });
+}
+
+// It has proved who it is, and waits for the memory.
+TEST(a_rank_that_goes_while_descriptors_are_in_flight_is_lost) {
+  with_descriptors_in_flight([](UniqueFd&) {
+    Handoff handoff, other;
+    const std::vector<std::string> addresses{handoff.address(), other.address()};
+    run_ranks(2, [&](int rank) {
+      if (rank == 1) {
+        const UniqueFd called = call_as(handoff.name(), 1, [&](const Greeting& greeting, const Challenge& challenge) {
+          return *answer(secret_of(handoff), greeting, challenge);
+        });
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        return;
+      }
+      UniqueFd own = memory_of(0);
+      const auto text = CHECK_THROWS(handoff.exchange(0, addresses, own.get(), Deadline::after(seconds(5)), {}),
+                                     ErrorKind::PeerLost);
+      CHECK(text.starts_with("rank 1 "));
+    });
+  });
 }
 
 }  // namespace syncengine

@@ -24,15 +24,23 @@ void connect_two(Options options, const std::function<void(const std::string&, c
   Listener zero(options), one(options);
   std::vector<std::string> addresses{zero.address(), one.address()};
   std::unique_ptr<Interhost> ends[2];
-  std::jthread first([&] { ends[0] = tcp::connect(std::move(zero), 0, addresses, Deadline::after(seconds(20))); });
-  std::exception_ptr failed;
-  try {
+  std::exception_ptr failed, failed_there;
+  auto keep = [](std::exception_ptr& error, auto&& call) {
+    try {
+      call();
+    } catch (...) {
+      error = std::current_exception();
+    }
+  };
+  std::jthread first([&] {
+    keep(failed_there, [&] { ends[0] = tcp::connect(std::move(zero), 0, addresses, Deadline::after(seconds(20))); });
+  });
+  keep(failed, [&] {
     meanwhile(addresses[0], addresses[1]);
-  } catch (...) {
-    failed = std::current_exception();
-  }
-  ends[1] = tcp::connect(std::move(one), 1, addresses, Deadline::after(seconds(20)));
+    ends[1] = tcp::connect(std::move(one), 1, addresses, Deadline::after(seconds(20)));
+  });
   first.join();
+  if (failed_there) std::rethrow_exception(failed_there);  // it comes first: the other one may only follow from it
   if (failed) std::rethrow_exception(failed);
   CHECK(ends[0] && ends[1]);
 }
@@ -201,6 +209,59 @@ TEST(tcp_descriptors_are_counted_before_it_listens) {
   options.peers = 63;
   std::string text = error_of([&] { Listener{options}; }, ErrorKind::InvalidUsage);
   CHECK(contains(text, "63 ranks of other hosts, 3 each") && contains(text, "raise ulimit -n to at least "));
+}
+
+// Where it was not known how many ranks there would be.
+TEST(tcp_descriptors_are_counted_before_it_connects) {
+  std::vector<Listener> listeners;
+  for (int i = 0; i < 8; ++i) listeners.emplace_back(kQuick);
+  std::vector<std::string> addresses;
+  for (const Listener& listener : listeners) addresses.push_back(listener.address());
+  FewDescriptors few(30);
+  std::string text =
+      error_of([&] { tcp::connect(std::move(listeners[7]), 7, addresses, Deadline::after(seconds(20))); },
+               ErrorKind::InvalidUsage);
+  CHECK(contains(text, "7 ranks of other hosts, 3 each") && contains(text, "raise ulimit -n to at least "));
+}
+
+TEST(tcp_a_rank_that_can_not_call_says_so) {
+  Listener zero(kQuick);
+  tcp::Address address = tcp::decode_address(0, zero.address());
+  FewDescriptors few(0);
+  std::string text =
+      error_of([&] { tcp::begin_connect(address.ip, address.ip, address.port); }, ErrorKind::InvalidUsage);
+  CHECK(contains(text, "Too many open files") && contains(text, "raise ulimit -n"));
+}
+
+// What the ranks need was there before strangers took it.
+TEST(tcp_strangers_that_say_nothing_leave_their_descriptors_to_ranks) {
+  Options patient = kQuick;
+  patient.handshake = 5;
+  Listener zero(patient);
+  Actor actor(1, patient);
+  std::vector<std::string> addresses{zero.address(), actor.address()};
+  tcp::Address address = tcp::decode_address(0, addresses[0]);
+  std::vector<UniqueFd> strangers, honest;
+  for (int i = 0; i < 8; ++i) strangers.push_back(dial(address));
+  std::optional<FewDescriptors> few;
+  std::jthread handshakes;
+  int turns = 0;
+  auto interrupted = [&] {
+    if (++turns != 2) return;  // it has let the strangers in
+    for (int i = 0; i < 3; ++i) honest.push_back(dial(address));
+    few.emplace(0);
+    handshakes = std::jthread([&] {
+      for (int connection = 0; connection < 3; ++connection) {
+        tcp::ClientHandshake handshake = actor.greet(0, addresses[0], connection);
+        put(honest[connection], handshake.first_words());
+        put(honest[connection], handshake.receive(get(honest[connection], handshake.wanted())));
+      }
+    });
+  };
+  auto end = tcp::connect(std::move(zero), 0, addresses, Deadline::after(seconds(20)), interrupted);
+  few.reset();
+  handshakes.join();
+  CHECK(end != nullptr);
 }
 
 TEST(tcp_running_out_of_descriptors_is_named_and_no_rank_is_blamed) {
