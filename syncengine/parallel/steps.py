@@ -16,6 +16,7 @@ from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.delayed import DelayedParameters
 from syncengine.parallel.devices import check_not_capturing
 from syncengine.parallel.model import Model, Switches, looks_for_unused
+from syncengine.parallel.newcomers import Newcomers
 from syncengine.parallel.outputs import tensors_in, through_sink
 from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer
@@ -37,6 +38,7 @@ class Steps:
     buffers: Buffers
     uneven: UnevenInputs
     delayed: DelayedParameters | None
+    newcomers: Newcomers
     log: Any  # model.logger
 
     def forward(self, call: Callable[[], Any], joinable: Joinable) -> Any:
@@ -48,6 +50,7 @@ class Steps:
         sync_buffers_after = self.buffers.are_due(_BufferCommHookLocation.POST_FORWARD)
         if synchronize:
             self.log.note_forward()
+            self.newcomers.look()
         try:
             self._begin(synchronize, joinable)
         except Exception as error:

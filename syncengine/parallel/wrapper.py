@@ -22,6 +22,7 @@ from syncengine.parallel.groups import Group, check_group, localize_parameters, 
 from syncengine.parallel.logging import Logger
 from syncengine.parallel.mixed_precision import MixedPrecision
 from syncengine.parallel.model import Model, Switches, not_ignored
+from syncengine.parallel.newcomers import Newcomers
 from syncengine.parallel.optimizers import BackwardOptimizers
 from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer, NoReducer
@@ -169,8 +170,9 @@ class Parallel(ForTools):
         self._buffer_sync = buffers = Buffers(model, self._switches, reducer, self.parameters_to_ignore)
         self._hooks = CommHooks(reducer, planning)
         self._uneven = UnevenInputs(model, self._switches, reducer, buffers, self._hooks, self._delayed)
+        new = Newcomers(model, self.parameters_to_ignore)
         self._steps = Steps(
-            model, self._switches, options, reducer, planning, buffers, self._uneven, self._delayed, self.logger
+            model, self._switches, options, reducer, planning, buffers, self._uneven, self._delayed, new, self.logger
         )
         for hook, state in hooks:
             self._install_hook(state, hook)

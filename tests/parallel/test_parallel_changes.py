@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -158,6 +161,51 @@ def test_a_replaced_parameter_is_not_taken_for_an_unused_one(
 ):
     for text in pool.run(replace_one_parameter, options, after, on_all):
         assert "parameter 2.weight of Parallel(Sequential) was replaced after wrapping" in text
+
+
+class Adapter(nn.Module):
+    """As LoRA: beside a layer, which stays the same object."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down, self.up = nn.Linear(24, 2, bias=False), nn.Linear(2, 24, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def warnings_of(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught if "after wrapping" in str(warning.message)]
+
+
+@run_on_ranks()
+def test_parameters_that_are_added_and_trained_are_warned_of_once():
+    """Under DDP ranks train them apart without a word."""
+    model = syncengine.Parallel(small())
+    backwards(model)
+    model.module[2] = Adapter(model.module[2])
+    texts = warnings_of(lambda: backwards(model))
+    assert sorted(text.split()[1] for text in texts) == ["2.down.weight", "2.up.weight"]
+    assert all("of Parallel(Sequential) after wrapping: its gradients are not averaged" in text for text in texts)
+
+
+@run_on_ranks()
+def test_parameters_that_are_added_on_purpose_or_not_trained_are_not_warned_of():
+    model = syncengine.Parallel(small())
+    model.module[0].average = copy.deepcopy(model.module[0])  # kept there, as moving averages are
+    assert not warnings_of(lambda: backwards(model))
+    model.module[0] = Adapter(model.module[0])
+    for parameter in (model.module[0].down.weight, model.module[0].up.weight):
+        parameter._ddp_ignored = True
+    assert not warnings_of(lambda: backwards(model))
+    del model.module[0].layer.average
+    model.module[2] = Adapter(model.module[2])
+    model(data())
+    assert not warnings_of(lambda: backwards(syncengine.Parallel(model.module), 2))
 
 
 @run_on_ranks(gloo=True)

@@ -72,6 +72,7 @@ PARALLEL_MODULES = [
     "delayed",
     "rounds",
     "watchers",
+    "newcomers",
     "tuning",
     "planning",
     "reducer",
