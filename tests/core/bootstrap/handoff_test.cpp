@@ -531,8 +531,8 @@ TEST(a_rank_that_goes_while_descriptors_are_in_flight_is_lost) {
         return;
       }
       UniqueFd own = memory_of(0);
-      const auto text = CHECK_THROWS(handoff.exchange(0, addresses, own.get(), Deadline::after(seconds(5)), {}),
-                                     ErrorKind::PeerLost);
+      const auto text =
+          CHECK_THROWS(handoff.exchange(0, addresses, own.get(), Deadline::after(seconds(5)), {}), ErrorKind::PeerLost);
       CHECK(text.starts_with("rank 1 "));
     });
   });

@@ -233,37 +233,6 @@ TEST(tcp_a_rank_that_can_not_call_says_so) {
   CHECK(contains(text, "Too many open files") && contains(text, "raise ulimit -n"));
 }
 
-// What the ranks need was there before strangers took it.
-TEST(tcp_strangers_that_say_nothing_leave_their_descriptors_to_ranks) {
-  Options patient = kQuick;
-  patient.handshake = 5;
-  Listener zero(patient);
-  Actor actor(1, patient);
-  std::vector<std::string> addresses{zero.address(), actor.address()};
-  tcp::Address address = tcp::decode_address(0, addresses[0]);
-  std::vector<UniqueFd> strangers, honest;
-  for (int i = 0; i < 8; ++i) strangers.push_back(dial(address));
-  std::optional<FewDescriptors> few;
-  std::jthread handshakes;
-  int turns = 0;
-  auto interrupted = [&] {
-    if (++turns != 2) return;  // it has let the strangers in
-    for (int i = 0; i < 3; ++i) honest.push_back(dial(address));
-    few.emplace(0);
-    handshakes = std::jthread([&] {
-      for (int connection = 0; connection < 3; ++connection) {
-        tcp::ClientHandshake handshake = actor.greet(0, addresses[0], connection);
-        put(honest[connection], handshake.first_words());
-        put(honest[connection], handshake.receive(get(honest[connection], handshake.wanted())));
-      }
-    });
-  };
-  auto end = tcp::connect(std::move(zero), 0, addresses, Deadline::after(seconds(20)), interrupted);
-  few.reset();
-  handshakes.join();
-  CHECK(end != nullptr);
-}
-
 TEST(tcp_running_out_of_descriptors_is_named_and_no_rank_is_blamed) {
   Listener zero(kQuick), one(kQuick);
   std::vector<std::string> addresses{zero.address(), one.address()};
