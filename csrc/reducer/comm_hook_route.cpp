@@ -84,7 +84,7 @@ void CommHookRoute::proceed(Backward& backward, std::mutex& mutex) {
     runs_ = true;
     lock.unlock();
     try {
-      start(*layout, std::move(parameters), memory->gradients, backward.model().parameters.gradients());
+      start(*layout, std::move(parameters), memory->gradients, gradients);
     } catch (...) {
       tell_peers(*model.averaging.communicator, "the communication hook raised " + current_error_text());
       lock.lock();
@@ -97,13 +97,14 @@ void CommHookRoute::proceed(Backward& backward, std::mutex& mutex) {
 }
 
 void CommHookRoute::finish(Backward& backward) {
-  Communicator& communicator = *backward.model().averaging.communicator;
+  Model& model = backward.model();
+  const auto& gradients = model.parameters.gradients();
+  Communicator& communicator = *model.averaging.communicator;
   try {
     for (const auto& bucket : backward.buckets()) {
       if (!bucket.memory) continue;
-      if (flat_) flat_->take_over(bucket, backward.model().parameters.gradients());
-      const at::Tensor result =
-          wait(*bucket.layout, bucket.memory->gradients, backward.model().parameters.gradients(), communicator);
+      if (flat_) flat_->take_over(bucket, gradients);
+      const at::Tensor result = wait(*bucket.layout, bucket.memory->gradients, gradients, communicator);
       if (flat_) flat_->keep(result);
     }
   } catch (...) {

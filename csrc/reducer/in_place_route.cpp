@@ -71,7 +71,7 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
 void InPlaceRoute::follow_strides(const Backward& backward, const BucketLayout& layout, Operation& operation) {
   std::vector<std::pair<size_t, std::vector<int64_t>>> strided;
   for (size_t i : layout.parameters) {
-    const at::Tensor& gradient = backward.gradients()[i].memory();
+    const at::Tensor& gradient = backward.model().parameters.gradients()[i].memory();
     if (gradient.is_contiguous()) continue;
     operation.layout_hash = mix_strides(mix(operation.layout_hash, i), gradient);
     strided.emplace_back(i, gradient.strides().vec());
