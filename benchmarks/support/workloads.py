@@ -29,6 +29,14 @@ def mlp() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
+def large_mlp() -> nn.Module:
+    """Sixteen layers of width 2048: 67 M parameters, more than any cache holds."""
+    layers: list[nn.Module] = []
+    for _ in range(16):
+        layers += [nn.Linear(2048, 2048), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
 def many_small(count: int) -> nn.Module:
     """So many layers of width 16, two parameters each: the cost per gradient counts rather than the bytes."""
     layers = [nn.Linear(16, 16) for _ in range(count)]
@@ -84,3 +92,5 @@ WORKLOADS = {
         Workload("many", partial(many_small, 5000), F.mse_loss, vectors(8, 16)),
     )
 }
+
+LARGE = {"mlp67": Workload("mlp67", large_mlp, F.mse_loss, vectors(32, 2048))}  # for what a step does to weights
