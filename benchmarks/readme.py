@@ -1,7 +1,7 @@
-"""Fills the README's tables from benchmarks/results, so that they can't differ.
+"""Fills the tables of README.md and docs/sharding.md from benchmarks/results, so that they can't differ.
 
-python -m benchmarks.readme            writes README.md
-python -m benchmarks.readme --check    fails if it is not what the results say
+python -m benchmarks.readme            writes them
+python -m benchmarks.readme --check    fails if they are not what the results say
 """
 
 import argparse
@@ -16,9 +16,11 @@ from benchmarks.support.output import RESULTS
 from benchmarks.support.ranks import REPOSITORY
 
 README = REPOSITORY / "README.md"
+SHARDING = REPOSITORY / "docs" / "sharding.md"
 SHOWN_BYTES = (8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 25 << 20, 64 << 20, 256 << 20)
 MODELS = {
     "mlp": "MLP",
+    "mlp67": "large MLP",
     "gpt": "GPT",
     "conv": "conv net with BatchNorm",
     "small": "1000 small parameters",
@@ -27,28 +29,37 @@ MODELS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the README, or checks it."""
+    """Writes the tables, or checks them."""
     parser = argparse.ArgumentParser(prog="benchmarks.readme", description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args(argv).check
-    text = README.read_text()
-    filled = fill(text)
-    if not check:
-        README.write_text(filled)
-    elif filled != text:
-        print("README.md differs from benchmarks/results: run `python -m benchmarks.readme`", file=sys.stderr)
-        return 1
-    return 0
+    differ = 0
+    for document in (README, SHARDING):
+        text = document.read_text()
+        filled = fill(text)
+        if not check:
+            document.write_text(filled)
+        elif filled != text:
+            print(
+                f"{document.name} differs from benchmarks/results: run `python -m benchmarks.readme`", file=sys.stderr
+            )
+            differ = 1
+    return differ
 
 
 def fill(text: str) -> str:
-    """The README with what stands between its markers made anew."""
-    sections: dict[str, Callable[[], str]] = {"all_reduce": all_reduce, "train_step": train_step}
-    for name, section in sections.items():
+    """A document with what stands between its markers made anew."""
+    sections: dict[str, Callable[[], str]] = {
+        "all_reduce": all_reduce,
+        "train_step": train_step,
+        "sharded": sharded,
+        "sharded_memory": sharded_memory,
+    }
+    for name in re.findall(r"<!-- measured:(\w+) -->", text):
         opening, closing = f"<!-- measured:{name} -->", f"<!-- /measured:{name} -->"
         before, rest = text.split(opening)
         after = rest.split(closing)[1]
-        text = f"{before}{opening}\n{section()}\n{closing}{after}"
+        text = f"{before}{opening}\n{sections[name]()}\n{closing}{after}"
     return text
 
 
@@ -108,6 +119,58 @@ def train_step() -> str:
         core to core and back. *Floor*: scaling the gradients in place. Without synchronization a step takes
         at most {worst:.3f} times what it takes in plain torch."""
     return f"{wrapped(title)}\n\n{markdown(head, rows)}\n\n{wrapped(caption)}"
+
+
+def sharded() -> str:
+    """A whole step with one copy of the weights on a host, beside the plain optimizer and ZeRO."""
+    step, memory = load("sharded-2ranks"), load("sharded_memory-2ranks")
+    growth = {result["model"]: peaks(result) for result in memory["results"]}
+    rows = []
+    for result in step["results"]:
+        engines, held = result["engines"], growth.get(result["model"], {})
+        found = engines["today"]["step_ratio"]
+        rows.append(
+            [
+                MODELS[result["model"]],
+                f"{result['parameters'] / 1e6:.1f} M",
+                *(f"{engines[name]['step_ms']['p50']:.1f}" for name in ("ddp", "zero", "today", "sharded")),
+                f"{found['median']:.2f} ({found['lower']:.2f} to {found['upper']:.2f})",
+                *(f"{engines[name]['update_ms']['p50']:.1f}" for name in ("today", "sharded")),
+                *("" if name not in held else f"{held[name]:.0f}" for name in ("ddp", "zero", "today", "sharded")),
+            ]
+        )
+    head = ["model", "parameters", "step, ms: DDP", "DDP, ZeRO", "plain", "sharded", "of plain"]
+    head += ["optimizer, ms: plain", "sharded", "memory, MiB: DDP", "DDP, ZeRO", "plain", "sharded"]
+    caption = f"""
+        A whole step with AdamW (fused), 2 ranks on 2 cores, one thread each, all interleaved in the same
+        processes, trained weights bit-equal: medians of {step["options"]["rounds"]} with a bootstrap interval
+        (95 %), {distance(step)} ns from core to core and back. *Plain*: `syncengine.Parallel` with
+        torch.optim.AdamW on each rank. *ZeRO*: torch's `ZeroRedundancyOptimizer`. *Optimizer*: its part of the
+        step, ranks start together. *Memory*: what a rank's peak (Pss) is above what it was before the model was
+        built."""
+    return f"{markdown(head, rows)}\n\n{wrapped(caption)}"
+
+
+def sharded_memory() -> str:
+    """What a rank holds, by the number of ranks, beside what it should."""
+    rows = []
+    for ranks in (2, 4, 8):
+        for result in load(f"sharded_memory-{ranks}ranks")["results"]:
+            held, one_copy = peaks(result), result["one_copy_bytes"] / 2**20
+            row = [MODELS[result["model"]], str(ranks), f"{held['today']:.0f}", f"{held['sharded']:.0f}"]
+            row += [f"{held['sharded'] / held['today']:.2f}", f"{one_copy:.0f}", f"{held['sharded'] / one_copy:.2f}"]
+            rows.append(row)
+    head = ["model", "ranks", "plain, MiB", "sharded, MiB", "of plain", "one copy, MiB", "of one copy"]
+    caption = """
+        Growth of a rank's memory (Pss) from before the model is built to the peak of training with AdamW, of the
+        rank that grew most. *One copy*: weights and two moments divided by the number of ranks, and a gradient;
+        activations and everything else come on top."""
+    return f"{markdown(head, sorted(rows, key=lambda row: row[0]))}\n\n{wrapped(caption)}"
+
+
+def peaks(result: dict) -> dict[str, float]:
+    """By engine: MiB that the peak grows by."""
+    return {engine: median(each["peak"] for each in found) / 2**20 for engine, found in result["growth_bytes"].items()}
 
 
 def beyond_plain(growth: dict[str, list[int]]) -> dict[str, float]:

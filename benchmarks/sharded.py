@@ -168,12 +168,12 @@ def bits(tensor: Tensor) -> Tensor:
 
 def evaluate(trainees: dict[str, Trainee]) -> dict[str, dict]:
     """Each engine's milliseconds, and what ours takes of theirs, turn by turn."""
-    step, update = ({name: slowest_ms(getattr(t, kind)) for name, t in trainees.items()} for kind in ("step", "update"))
+    step = {name: 1e3 * slowest(trainee.step) for name, trainee in trainees.items()}
+    update = {name: 1e3 * slowest(trainee.update) for name, trainee in trainees.items()}
     results = {}
     for name, trainee in trainees.items():
-        faults = np.median(ranks.slowest(torch.tensor(trainee.step_faults[WARMUP_ROUNDS:], dtype=torch.float64)).numpy())
         entry = {"step_ms": stats.summary(step[name]), "update_ms": stats.summary(update[name])}
-        entry["step_faults"] = float(faults)
+        entry["step_faults"] = float(np.median(slowest(trainee.step_faults)))
         if name != "sharded" and "sharded" in trainees:
             entry["step_ratio"] = interval(step["sharded"] / step[name])
             entry["update_ratio"] = interval(update["sharded"] / update[name])
@@ -183,9 +183,9 @@ def evaluate(trainees: dict[str, Trainee]) -> dict[str, dict]:
     return results
 
 
-def slowest_ms(seconds: list[float]) -> np.ndarray:
-    """Milliseconds of the slowest rank, without the warm-up."""
-    return 1e3 * ranks.slowest(torch.tensor(seconds[WARMUP_ROUNDS:], dtype=torch.float64)).numpy()
+def slowest(samples: list[float]) -> np.ndarray:
+    """Of the rank that had most, without the warm-up."""
+    return ranks.slowest(torch.tensor(samples[WARMUP_ROUNDS:], dtype=torch.float64)).numpy()
 
 
 def interval(samples: np.ndarray) -> dict[str, float]:

@@ -391,8 +391,44 @@ def storage_references(tensor: torch.Tensor) -> int:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements lie without gaps and do not share memory."""
 
+def return_free_memory() -> None:
+    """Gives the machine what malloc keeps of what was freed, where the C library can do that."""
+
 def fault_point(name: str) -> None:
     """A point where tests of faults can interfere, in a build for them."""
+
+class WatchedWeights:
+    """What parameters were like when this rank last looked; all of them with one call."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Notes what they are like."""
+
+    def note(self) -> None:
+        """They are as they should be."""
+
+    def note_update(self) -> None:
+        """All ranks have updated them: raises their versions, and notes what they are like."""
+
+    def moved(self) -> int | None:
+        """The first that lies in other memory than noted."""
+
+    def written(self) -> int | None:
+        """The first that has another version than noted."""
+
+    def gradients(self) -> bytes:
+        """Of each parameter: 0, it has no gradient; 1, a dense one; 2, another."""
+
+class WeightSlices:
+    """Parts of parameters, as the tensors that an optimizer updates."""
+
+    def __init__(self, slices: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
+        """Each: a parameter; a tensor, all its elements or a vector of those from `begin` on; and `begin`."""
+
+    def take_gradients(self) -> None:
+        """Each tensor's gradient becomes its part of the parameter's, copied where that is laid out otherwise."""
+
+    def drop_gradients(self) -> None:
+        """They belong to the parameters alone."""
 
 class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.

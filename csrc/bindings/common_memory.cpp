@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <ATen/ops/from_blob.h>
+#include <malloc.h>
 #include <pybind11/stl.h>
 
 #include "base/error.h"
@@ -48,6 +49,12 @@ at::Tensor tensor_in(const Shared& region, size_t offset, const std::vector<int6
       data, sizes, strides, [kept = Shared(region)](void*) mutable { kept.reset(); }, at::TensorOptions().dtype(type));
 }
 
+void return_free_memory() {
+#ifdef __GLIBC__
+  malloc_trim(0);
+#endif
+}
+
 }  // namespace
 
 void bind_common_memory(py::module_& module) {
@@ -87,6 +94,8 @@ void bind_common_memory(py::module_& module) {
   module.def(
       "is_dense", [](const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }, py::arg("tensor"),
       "Whether its elements lie without gaps and do not share memory.");
+  module.def("return_free_memory", &return_free_memory, py::call_guard<py::gil_scoped_release>(),
+             "Gives the machine what malloc keeps of what was freed, where the C library can do that.");
   module.def(
       "fault_point", [](const std::string& name) { sync_point(name.c_str()); }, py::arg("name"),
       "A point where tests of faults can interfere; nothing otherwise.");

@@ -12,6 +12,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   syncengine::bind_movers(module);
   syncengine::bind_local_bootstrap(module);
   syncengine::bind_common_memory(module);
+  syncengine::bind_weights(module);
   syncengine::bind_reducer(module);
   syncengine::bind_backend(module);
   syncengine::bind_machine(module);

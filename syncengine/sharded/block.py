@@ -45,8 +45,8 @@ class Block:
         self._sums: list[int] = []
 
     def gradients(self) -> bytes:
-        """Of each parameter, whether it has one."""
-        return bytes(parameter.grad is not None for parameter in self.weights.parameters)
+        """Of each parameter, whether it has one: 0, or 1; 2 is one that can't be used."""
+        return self.weights.watched.gradients()
 
     def describe_gradients(self) -> list[str]:
         """The same for messages."""
@@ -54,10 +54,11 @@ class Block:
 
     def sparse_gradient(self) -> str:
         """Says which parameter has one; or an empty text."""
-        for name, parameter in self.weights.named:
-            if parameter.grad is not None and parameter.grad.layout is not torch.strided:
-                return f"the gradient of parameter {name} is sparse: ShardedOptimizer needs dense ones (sparse=False)"
-        return ""
+        index = self.gradients().find(2)
+        if index < 0:
+            return ""
+        name = self.weights.named[index].name
+        return f"the gradient of parameter {name} is sparse: ShardedOptimizer needs dense ones (sparse=False)"
 
     def has_news(self) -> bool:
         """Whether the optimizer has new state, or state that can't be shared, on this rank."""

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from syncengine._C import CommonMemory, Communicator, MemoryHandoff
+from syncengine._C import CommonMemory, Communicator, MemoryHandoff, return_free_memory
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.sharded.agreement import agree, gather_texts
 
 _ALIGNMENT = 64  # bytes: no two tensors have a cache line in common
+_MUCH = 16 << 20  # bytes; to look for what can be returned takes time
 
 
 class Host:
@@ -84,6 +85,27 @@ def create_common(host: Host, what: str, layouts: Sequence[Layout]) -> tuple[Com
         for offset, layout in zip(offsets, layouts, strict=True)
     ]
     return memory, tensors
+
+
+class Mover:
+    """Takes note of memory that is freed because its contents have moved into common memory, and returns it.
+
+    malloc would keep it: a tensor a time is small for it, and all of them together would be a second copy.
+    """
+
+    def __init__(self) -> None:
+        self._freed = 0
+
+    def freed(self, nbytes: int) -> None:
+        """So many more bytes."""
+        self._freed += nbytes
+        if self._freed >= _MUCH:
+            self.end()
+
+    def end(self) -> None:
+        """Nothing more is freed."""
+        self._freed = 0
+        return_free_memory()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:

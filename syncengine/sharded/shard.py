@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from syncengine._C import WeightSlices
 from syncengine.sharded.cut import Slice
 from syncengine.sharded.memory import flat
 
@@ -28,7 +29,6 @@ class Piece:
         self.parameter = parameter
         self.begin, self.end = part.begin, part.end
         self.is_whole = part.end - part.begin == parameter.numel()
-        self._is_common = is_common
         self.tensor = self.cut(parameter.data) if is_common else parameter
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
@@ -41,23 +41,6 @@ class Piece:
             return value.detach()
         same = torch.empty_strided(self.parameter.shape, self.parameter.stride(), dtype=value.dtype)
         return same.copy_(value.detach())
-
-    def take_gradient(self) -> None:
-        """For the update that comes."""
-        if not self._is_common:
-            return
-        grad = self.parameter.grad
-        if grad is None:
-            self.tensor.grad = None
-        elif self.is_whole:
-            self.tensor.grad = grad.detach()
-        else:
-            self.tensor.grad = self.cut(self.laid_out(grad))
-
-    def drop_gradient(self) -> None:
-        """It belongs to the parameter alone."""
-        if self._is_common:
-            self.tensor.grad = None
 
 
 class Shard:
@@ -77,6 +60,7 @@ class Shard:
     ) -> None:
         self.members = list(members)
         self.pieces = [Piece(s.parameter, members[s.parameter].parameter, s, is_common) for s in slices]
+        self._slices = WeightSlices([(p.parameter, p.tensor, p.begin) for p in self.pieces] if is_common else [])
         mirrored: list[dict[str, Any]] = [{**_options_of(group), "params": []} for group in groups]
         for piece in self.pieces:
             mirrored[members[piece.index].group]["params"].append(piece.tensor)
@@ -88,13 +72,11 @@ class Shard:
         """One step of the optimizer on this rank's pieces, with the options of ``groups``."""
         for ours, theirs in zip(self._optimizer.param_groups, groups, strict=False):
             ours.update(_options_of(theirs))
-        for piece in self.pieces:
-            piece.take_gradient()
+        self._slices.take_gradients()
         try:
             self._step(self._optimizer)
         finally:
-            for piece in self.pieces:
-                piece.drop_gradient()
+            self._slices.drop_gradients()
         for ours, theirs in zip(self._optimizer.param_groups, groups, strict=False):
             for key, value in ours.items():  # some optimizers keep numbers there
                 if key not in NOT_OPTIONS and theirs.get(key) is not value:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, MutableMapping, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -47,18 +48,26 @@ class Sharing:
         self.claims: list[Claim] = []
         self._updates = 0  # with those by writing()
         self._writings = 0
+        self._sizes: list[int] | None = None  # of the groups when _unshared was found; None: find it again
+        self._parameters: list[torch.Tensor] = []
+        self._unshared: list[Member] = []
 
     # --- What is shared
 
     def unshared(self, groups: Groups) -> list[Member]:
         """The parameters that are not, or not yet."""
-        shared = {id(p) for block in self.blocks for p in block.weights.parameters}
-        return [
-            Member(parameter, number)
-            for number, group in enumerate(groups)
-            for parameter in group["params"]
-            if id(parameter) not in shared
-        ]
+        sizes = [len(group["params"]) for group in groups]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        if self._sizes != sizes or not all(map(is_, parameters, self._parameters)):
+            self._sizes, self._parameters = sizes, parameters
+            shared = {id(p) for block in self.blocks for p in block.weights.parameters}
+            self._unshared = [
+                Member(parameter, number)
+                for number, group in enumerate(groups)
+                for parameter in group["params"]
+                if id(parameter) not in shared
+            ]
+        return self._unshared
 
     def bind(self, model: Parallel, groups: Groups, state: State) -> None:
         """Moves the parameters that ``model`` trains into shared memory, if it is new. Collective then."""
@@ -109,6 +118,7 @@ class Sharing:
         agree(communicator, what, "\n".join(lines).encode(), lambda: lines, problem or why_not_shared(named), SAME)
         block = Block(self.host, self._make_shard, self._cuts, groups, members, named, state, self.memories)
         self.blocks.append(block)
+        self._sizes = None
         self.claims += block.claims
         flag = torch.tensor([block.has_news()], dtype=torch.int64, device="cpu")
         communicator.all_reduce(flag, "max")
@@ -135,7 +145,7 @@ class Sharing:
             )
             self._updates = number
             for block in self.blocks:
-                block.weights.note_update()
+                block.weights.watched.note_update()
         except BaseException as error:
             failure = self.host.communicator.exception()
             if isinstance(failure, SyncError):

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import MutableMapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
 
-from syncengine._C import CommonMemory
+from syncengine._C import CommonMemory, return_free_memory
 from syncengine.errors import InvalidUsage
 from syncengine.sharded.agreement import gather_texts
-from syncengine.sharded.memory import Host, Layout, create_common
+from syncengine.sharded.memory import Host, Layout, Mover, create_common
 from syncengine.sharded.shard import Piece, Shard
 
 State = MutableMapping[torch.Tensor, dict[str, Any]]
@@ -43,6 +44,7 @@ class SharedState:
         self._shard = shard
         self.whole = whole
         self._entries: dict[tuple[int, str], Entry] = {}
+        self._numbers: list[tuple[int, str]] = []  # of these, what are no tensors
         self._installed: list[dict[str, Any]] = [{} for _ in shard.pieces]  # what this rank's pieces should have
         self._memories = memories
         self._own: list[CommonMemory] = []
@@ -52,6 +54,8 @@ class SharedState:
         news = False
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
             state = self._shard.state_of(piece)
+            if state.keys() == installed.keys() and all(map(is_, state.values(), installed.values())):
+                continue  # as in most steps
             for key, value in state.items():
                 if key not in installed:
                     news = True
@@ -107,12 +111,14 @@ class SharedState:
         self._own.append(memory)
         for (place, (kind, _, owner)), tensor in zip(entries.items(), tensors, strict=True):
             self._entries[place] = Entry(kind, tensor, owner)
+        self._numbers = [place for place, entry in self._entries.items() if entry.kind in _NUMBERS]
         self._move()
         self._host.communicator.barrier()
 
     def take(self) -> None:
         """The second half, which nothing interrupts."""
         self._show(self._entries)
+        return_free_memory()  # of a state that was loaded
 
     def _describe_news(self) -> dict[str, tuple[str, Sequence[int], Sequence[int], str]]:
         news = {}
@@ -125,11 +131,11 @@ class SharedState:
 
     def _move(self) -> None:
         """This rank's new values go where they belong, and the optimizer goes on with them there."""
+        mover = Mover()
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
             state = self._shard.state_of(piece)
-            for key, value in list(state.items()):
-                if key in installed:
-                    continue
+            for key in [key for key in state if key not in installed]:
+                value = state[key]
                 entry = self._entries[piece.index, key]
                 owns = entry.owner == self._host.rank
                 if entry.kind == "elements":
@@ -140,6 +146,11 @@ class SharedState:
                 elif entry.kind in _NUMBERS and owns:
                     entry.common.fill_(value)
                 installed[key] = state[key]
+                if isinstance(value, torch.Tensor):
+                    nbytes = value.nbytes
+                    del value
+                    mover.freed(nbytes)
+        mover.end()
 
     def _show(self, places: Any) -> None:
         for index, key in places:
@@ -152,11 +163,12 @@ class SharedState:
 
     def read_numbers(self) -> None:
         """Brings the numbers of parameters that other ranks update. After an update."""
-        self._show([place for place, entry in self._entries.items() if entry.kind in _NUMBERS])
+        self._show(self._numbers)
 
     def load(self) -> None:
         """Gives this rank's pieces their part of ``whole``, which somebody has filled; to be shared then."""
         self._entries.clear()
+        self._numbers.clear()
         for memory in self._own:
             self._memories.remove(memory)
         self._own.clear()

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from syncengine._C import CommonMemory, is_dense, storage_references
+from syncengine._C import CommonMemory, WatchedWeights, is_dense, return_free_memory, storage_references
 from syncengine.parallel.watchers import common
 from syncengine.sharded.agreement import agree
-from syncengine.sharded.memory import Host, Layout, create_common, flat
+from syncengine.sharded.memory import Host, Layout, Mover, create_common, flat
 
 _LOOK = "Give them the same values on every rank before the first step."
 
@@ -88,8 +88,7 @@ class SharedWeights:
         self.named = list(named)
         self.parameters = [parameter for _, parameter in named]
         self.loaded = False  # load_state_dict() has put them into private memory, for the next step to share
-        self._versions: list[int] = []
-        self._pointers: list[int] = []
+        self.watched = WatchedWeights(self.parameters)
         self.memory: CommonMemory
         self.memory, self._common = create_common(
             host, "ShardedOptimizer: the weights", [Layout.of(parameter) for parameter in self.parameters]
@@ -105,7 +104,7 @@ class SharedWeights:
         self.take()
 
     def give(self) -> None:
-        """The first half: the common memory has the values, this rank still its own. Collective."""
+        """The first half: the common memory has the values, and only the host's first rank has moved. Collective."""
         sums = [checksum(parameter) for parameter in self.parameters]
         lines = [
             f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)} strides {p.stride()}, CRC-32 {value:08x}"
@@ -114,18 +113,23 @@ class SharedWeights:
         communicator = self._host.communicator
         what = "a parameter of ShardedOptimizer differs"
         agree(communicator, what, "\n".join(lines).encode(), lambda: lines, "", _LOOK)
+        mover = Mover()
         if self._host.rank == 0:
             for memory, parameter in zip(self._common, self.parameters, strict=True):
-                memory.copy_(parameter.detach())
+                parameter.data = memory.copy_(parameter.detach())  # at once: else there were two of all for a moment
+                mover.freed(memory.nbytes)
+        mover.end()
         communicator.barrier()
 
     def take(self) -> None:
         """The second half, which nothing interrupts."""
         for memory, parameter in zip(self._common, self.parameters, strict=True):
-            parameter.data = memory
+            if self._host.rank > 0:
+                parameter.data = memory
             common[parameter] = True
+        return_free_memory()
         self.loaded = False
-        self.note()
+        self.watched.note()
 
     def unload(self) -> None:
         """What load_state_dict() is about to write goes into memory of this rank alone."""
@@ -136,35 +140,19 @@ class SharedWeights:
             common.pop(parameter, None)
         self.loaded = True
 
-    def note(self) -> None:
-        """They are as they should be."""
-        self._versions = [parameter._version for parameter in self.parameters]
-        self._pointers = [parameter.data_ptr() for parameter in self.parameters]
-
-    def note_update(self) -> None:
-        """All ranks have updated them: graphs that hold them as they were must not be used any more."""
-        torch.autograd.graph.increment_version(self.parameters)
-        self.note()
-
     def written_by_this_rank(self) -> str:
         """Says which parameter was written to, or moved, by other code than an update; or an empty text."""
         if self.loaded:
             return ""
-        pointers = [parameter.data_ptr() for parameter in self.parameters]
-        if pointers != self._pointers:
-            name = self._first(pointers, self._pointers)
+        if (index := self.watched.moved()) is not None:
             return (
-                f"parameter {name} lies in other memory than the other ranks' (by p.data = ..., .half().float(), "
-                "share_memory_() or the like), so they do not see what becomes of it"
+                f"parameter {self.named[index].name} lies in other memory than the other ranks' (by p.data = ..., "
+                ".half().float(), share_memory_() or the like), so they do not see what becomes of it"
             )
-        versions = [parameter._version for parameter in self.parameters]
-        if versions != self._versions:
-            name = self._first(versions, self._versions)
+        if (index := self.watched.written()) is not None:
             return (
-                f"parameter {name} was written to outside of ShardedOptimizer.step(), in memory that all ranks share: "
-                "the weights are void. Continue from a checkpoint; write to them within `with optimizer.writing():`"
+                f"parameter {self.named[index].name} was written to outside of ShardedOptimizer.step(), in memory that "
+                "all ranks share: the weights are void. Continue from a checkpoint; write to them within `with "
+                "optimizer.writing():`"
             )
         return ""
-
-    def _first(self, now: Sequence[int], before: Sequence[int]) -> str:
-        return next(one.name for one, a, b in zip(self.named, now, before, strict=True) if a != b)

@@ -1,10 +1,14 @@
-"""The README's figures are those of benchmarks/results."""
+"""The figures in the README and in docs/sharding.md are those of benchmarks/results."""
+
+import pytest
 
 from benchmarks import readme
 
 
-def test_tables_are_what_the_results_say():
-    text = readme.README.read_text()
+@pytest.mark.parametrize("document", [readme.README, readme.SHARDING], ids=lambda path: path.name)
+def test_tables_are_what_the_results_say(document):
+    text = document.read_text()
+    assert "<!-- measured:sharded" in text
     assert readme.fill(text) == text, "run `python -m benchmarks.readme`"
 
 
