@@ -154,10 +154,16 @@ def sharded() -> str:
 def sharded_memory() -> str:
     """What a rank holds, by the number of ranks, beside what it should."""
     rows = []
-    for ranks in (2, 4, 8):
-        for result in load(f"sharded_memory-{ranks}ranks")["results"]:
+    documents = [load(path.stem) for path in RESULTS.glob("sharded_memory-*ranks.json")]
+    for document in sorted(documents, key=lambda document: document["options"]["ranks"]):
+        for result in document["results"]:
             held, one_copy = peaks(result), result["one_copy_bytes"] / 2**20
-            row = [MODELS[result["model"]], str(ranks), f"{held['today']:.0f}", f"{held['sharded']:.0f}"]
+            row = [
+                MODELS[result["model"]],
+                str(document["options"]["ranks"]),
+                f"{held['today']:.0f}",
+                f"{held['sharded']:.0f}",
+            ]
             row += [f"{held['sharded'] / held['today']:.2f}", f"{one_copy:.0f}", f"{held['sharded'] / one_copy:.2f}"]
             rows.append(row)
     head = ["model", "ranks", "plain, MiB", "sharded, MiB", "of plain", "one copy, MiB", "of one copy"]

@@ -145,7 +145,7 @@ class Sharing:
             )
             self._updates = number
             for block in self.blocks:
-                block.weights.watched.note_update()
+                block.weights.note_update()
         except BaseException as error:
             failure = self.host.communicator.exception()
             if isinstance(failure, SyncError):

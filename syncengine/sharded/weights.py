@@ -129,7 +129,7 @@ class SharedWeights:
             common[parameter] = True
         return_free_memory()
         self.loaded = False
-        self.watched.note()
+        self.note()
 
     def unload(self) -> None:
         """What load_state_dict() is about to write goes into memory of this rank alone."""
@@ -139,6 +139,14 @@ class SharedWeights:
             parameter.data = parameter.detach().clone()
             common.pop(parameter, None)
         self.loaded = True
+
+    def note(self) -> None:
+        """They are as they should be."""
+        self.watched.note()
+
+    def note_update(self) -> None:
+        """All ranks have updated them: graphs that hold them as they were must not be used any more."""
+        self.watched.note_update()
 
     def written_by_this_rank(self) -> str:
         """Says which parameter was written to, or moved, by other code than an update; or an empty text."""

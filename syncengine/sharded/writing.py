@@ -60,11 +60,11 @@ def _write_alone(sharing: Sharing, host: Host) -> Iterator[bool]:
         raise
     finally:
         for block in sharing.blocks:
-            block.weights.watched.note()
+            block.weights.note()
             block.forget_sums()
     for block in sharing.blocks:
         if host.is_one_of_several:
             for parameter in block.weights.parameters:
                 communicator.broadcast(parameter.detach(), 0)
         communicator.barrier()
-        block.weights.watched.note_update()
+        block.weights.note_update()
