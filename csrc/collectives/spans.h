@@ -28,6 +28,12 @@ class SpanList {
   }
   size_t bytes() const { return bytes_; }
   const std::vector<Span>& spans() const { return spans_; }
+  bool overlaps(const SpanList& other) const {
+    for (const Span& a : spans_)
+      for (const Span& b : other.spans_)
+        if (a.data < b.data + b.bytes && b.data < a.data + a.bytes) return true;
+    return false;
+  }
 
   // The byte at `offset`, which is less than bytes().
   std::byte* at(size_t offset) const {

@@ -27,6 +27,11 @@ Path wanted_path(Algorithm algorithm, const Operation& operation, bool in_arena)
   return Path::Staged;
 }
 
+// Whether the order of the two counts.
+bool collide(const Operation& a, const Operation& b) {
+  return a.output.overlaps(b.output) || a.output.overlaps(b.input) || a.input.overlaps(b.output);
+}
+
 }  // namespace
 
 Lane::Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash,
@@ -36,6 +41,19 @@ Lane::Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()
       stop_(std::move(stop)),
       trash_(trash),
       exchange_(make_exchange ? make_exchange(state_) : nullptr) {}
+
+void Lane::enqueue(Item item) {
+  queue_.push_back(std::move(item));
+  if (queue_.size() == 1) await_memory();
+}
+
+// What goes by a plan has memory of its own.
+void Lane::await_memory() {
+  opens_after_ = 0;
+  if (queue_.empty() || queue_.front().key != kNoKey) return;
+  for (size_t i = state_.active.size(); i > 0 && opens_after_ == 0; --i)
+    if (collide(state_.active[i - 1].item.operation, queue_.front().operation)) opens_after_ = state_.retired + i;
+}
 
 void Lane::call(Item item) {
   auto& called = state_.own().called;
@@ -105,6 +123,7 @@ bool Lane::open() {
   active.item.work->start();
   state_.active.push_back(std::move(active));
   state_.own().opened.store(++state_.opened, std::memory_order_release);  // release: the record is complete
+  await_memory();
   sync_point("opened");
   if (exchange_) exchange_->on_opened(state_.opened - 1);
   return true;

@@ -1,5 +1,6 @@
 // A stream of operations that all ranks of a group run in the same order, chunk by chunk, each phase as far ahead as the
-// peers allow: stage -> reduce -> pull. Operations of different lanes overtake each other; within a lane they pipeline.
+// peers allow: stage -> reduce -> pull. Operations of different lanes overtake each other; within a lane they pipeline, but
+// for one on memory that an earlier one works on: it begins when that has ended, so calls have the effect of their order.
 //
 // Ownership: owns its queued operations. Thread-safety: all calls under the engine's progress lock. Aliasing: see Operation.
 // Failure: advance() throws Mismatch; the caller fails the group.
@@ -28,7 +29,7 @@ class Lane {
   Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash,
        const MakeExchange& make_exchange = {});
 
-  void enqueue(Item item) { queue_.push_back(std::move(item)); }
+  void enqueue(Item item);
   // Enqueues a call of the program, and lets the peers know of it before it can open.
   void call(Item item);
 
@@ -58,7 +59,9 @@ class Lane {
   bool has_pull() const { return state_.pulled.total != state_.reduced.total; }
   bool has_reduce() const { return state_.reduced.total != state_.staged.total; }
   bool has_stage() const { return state_.staged.operation != state_.opened && has_slot(); }
-  bool has_open() const { return !queue_.empty() && state_.active.size() != shm::kRecords; }
+  bool has_open() const {
+    return !queue_.empty() && state_.active.size() != shm::kRecords && state_.retired >= opens_after_;
+  }
   bool has_slot() const;  // for the next chunk, as far as is known
   // And the members that this step waits for, all or one: with none, it may go. The own bit: envelopes still leave its memory.
   uint64_t retire_blockers(bool all) const;
@@ -68,6 +71,7 @@ class Lane {
   uint64_t open_blockers(bool all) const;
   uint64_t compare_blockers(bool all) const;  // of the oldest operation
 
+  void await_memory();
   bool open();
   bool stage_one();
   bool reduce_one();
@@ -89,6 +93,7 @@ class Lane {
   Trash& trash_;
   ChunkPlan plan_;
   std::deque<Item> queue_;
+  uint64_t opens_after_ = 0;  // so many operations have ended: until then they work on the first one's memory
   std::unique_ptr<Exchange> exchange_;
 };
 

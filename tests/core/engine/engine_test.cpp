@@ -181,6 +181,35 @@ TEST(announced_operations_complete_in_any_order) {
   });
 }
 
+TEST(calls_in_flight_on_the_same_memory_have_the_effect_of_their_order) {
+  for (Algorithm algorithm : {Algorithm::Auto, Algorithm::Direct, Algorithm::Staged, Algorithm::OneShot}) {
+    for (int size : {2, 3}) {
+      Options options;
+      options.algorithm = algorithm;
+      run_job(size, options, [](int rank, Communicator& communicator) {
+        for (size_t count : {size_t{10}, size_t{1000}, size_t{70001}}) {
+          std::vector<float> ordinary(count);
+          auto shared = communicator.allocate(count * sizeof(float));
+          for (float* data : {ordinary.data(), static_cast<float*>(shared.get())}) {
+            for (size_t i = 0; i < count; ++i) data[i] = static_cast<float>(rank);
+            const auto all = [&] { return all_reduce_of(data, count * sizeof(float), DType::Float32); };
+            Operation from_last{.collective = Collective::Broadcast, .dtype = DType::Float32};
+            from_last.root = communicator.size() - 1;
+            from_last.input = from_last.output = SpanList(data, count * sizeof(float));
+            const Operation half = all_reduce_of(data + count / 2, (count - count / 2) * sizeof(float), DType::Float32);
+            std::vector<std::shared_ptr<Work>> works;
+            for (Operation operation : {std::move(from_last), all(), half, all()})
+              works.push_back(communicator.submit(std::move(operation)));
+            for (const auto& work : works) communicator.wait(work);
+            const auto n = static_cast<float>(communicator.size());
+            check_values(data, count, [&](size_t i) { return (n - 1) * n * n * (i < count / 2 ? 1 : n); });
+          }
+        }
+      });
+    }
+  }
+}
+
 TEST(asynchronous_work_ends_without_anybody_waiting) {
   run_job(3, {}, [](int rank, Communicator& communicator) {
     std::vector<float> data(300000, static_cast<float>(rank + 1));
