@@ -133,7 +133,7 @@ def test_callbacks_that_do_not_block_run_in_the_order_of_the_calls() -> None:
     for future in futures:
         future.wait()
     assert dist.get_rank() == 1 or seen == list(range(200))  # a late rank adds some to what is complete
-    assert len(completers()) <= 2
+    assert len(completers()) < 10  # two, and one whenever a callback has waited 10 ms for a processor; not 200
 
 
 def deadline_within(how: str) -> str | None:
