@@ -8,7 +8,18 @@ from collections.abc import Callable
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import batch, differences, different_weights, error_of, make, plain, sharded, snapshot, train
+from sharded_training import (
+    batch,
+    differences,
+    different_weights,
+    error_of,
+    is_common,
+    make,
+    plain,
+    sharded,
+    snapshot,
+    train,
+)
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -166,12 +177,14 @@ def aliased(how: str) -> list[str]:
     }[how]()
     text = error_of(lambda: train(model, optimizer, 1))
     del held
-    return [text]
+    again = error_of(lambda: train(model, optimizer, 1))
+    return [text, again, "shared" if all(is_common(p) for p in net.parameters()) else "private"]
 
 
 @pytest.mark.parametrize("how", ["detached", "numpy", "storage", "state_dict", "graph", "nothing"])
 def test_views_from_before_are_refused_by_name(pool: RankPool, how: str):
-    for (text,) in pool.run(aliased, how):
+    for text, again, where in pool.run(aliased, how):
+        assert (again, where) == ("", "shared")  # once nothing else holds them
         if how == "nothing":
             assert text == ""
         else:
