@@ -32,8 +32,7 @@ class Block:
         state: MutableMapping[torch.Tensor, dict[str, Any]],
         memories: list[CommonMemory],
     ) -> None:
-        self.weights = SharedWeights(host, named)
-        memories.append(self.weights.memory)
+        self.weights = SharedWeights(host, named, memories)
         sizes = [Size(member.parameter.numel(), member.parameter.element_size()) for member in members]
         slices = (cut_elements if cuts else deal_whole)(sizes, host.size)[host.rank]
         self.shard = make_shard(groups, members, slices, is_common=True)

@@ -83,8 +83,10 @@ def checksum(tensor: torch.Tensor) -> int:
 class SharedWeights:
     """Parameters in common memory; what they were like when this rank last looked, so that it sees who has written."""
 
-    def __init__(self, host: Host, named: Sequence[Named]) -> None:
+    def __init__(self, host: Host, named: Sequence[Named], memories: list[CommonMemory]) -> None:
+        """``memories``: those in which parameters lie, which a failure is to make private; it is added to them."""
         self._host = host
+        self._memories = memories
         self.named = list(named)
         self.parameters = [parameter for _, parameter in named]
         self.loaded = False  # load_state_dict() has put them into private memory, for the next step to share
@@ -113,6 +115,8 @@ class SharedWeights:
         communicator = self._host.communicator
         what = "a parameter of ShardedOptimizer differs"
         agree(communicator, what, "\n".join(lines).encode(), lambda: lines, "", _LOOK)
+        if self.memory not in self._memories:
+            self._memories.append(self.memory)
         mover = Mover()
         if self._host.rank == 0:
             for memory, parameter in zip(self._common, self.parameters, strict=True):

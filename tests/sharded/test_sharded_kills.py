@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from test_hosts import live_on
 from syncengine._C import fault_point
 
 INSTANTS = int(os.environ.get("SYNCENGINE_TEST_KILLS", "40"))  # other ones for another number
-POINTS = {  # which occurrences of them
+POINTS: dict[str, Sequence[int]] = {  # which occurrences of them
     "listening": range(1, 5),  # memory is handed over: by init, for the weights, for new state, for loaded state
     "connecting": range(1, 5),
     "agreed": range(1, 8),
@@ -33,7 +33,7 @@ POINTS = {  # which occurrences of them
     "updated": range(1, 8),
     "completed": range(1, 8),
     "writing": range(1, 2),  # of the life itself
-    "opened": range(8, 88, 8),  # of collectives; the first are init's
+    "opened": [*range(8, 24), *range(24, 88, 8)],  # of collectives; the first are init's
     "reducing": range(8, 48, 5),
     "finished": range(8, 88, 8),
 }
