@@ -32,7 +32,7 @@ def check_extension() -> None:
         try:
             check_is_whole(str(found.origin))
             importlib.import_module("syncengine._C")
-        except ImportError as error:
+        except (ImportError, OSError) as error:
             raise ImportError(
                 f"syncengine's extension {found.origin} can't be loaded: {error}. It works only with the torch that it "
                 f"was built with, and this is {torch.__version__}: install syncengine again with this one, by `pip "

@@ -28,10 +28,19 @@ class SpanList {
   }
   size_t bytes() const { return bytes_; }
   const std::vector<Span>& spans() const { return spans_; }
+  // The spans of each list lie apart.
   bool overlaps(const SpanList& other) const {
-    for (const Span& a : spans_)
-      for (const Span& b : other.spans_)
-        if (a.data < b.data + b.bytes && b.data < a.data + a.bytes) return true;
+    if (spans_.size() * other.spans_.size() <= 64) {  // no allocation
+      for (const Span& a : spans_)
+        for (const Span& b : other.spans_)
+          if (a.data < b.data + b.bytes && b.data < a.data + a.bytes) return true;
+      return false;
+    }
+    const auto mine = sorted(), theirs = other.sorted();
+    for (auto a = mine.begin(), b = theirs.begin(); a != mine.end() && b != theirs.end();) {
+      if (a->data < b->data + b->bytes && b->data < a->data + a->bytes) return true;
+      (a->data < b->data ? a : b)++;
+    }
     return false;
   }
 
@@ -65,6 +74,12 @@ class SpanList {
   }
 
  private:
+  std::vector<Span> sorted() const {
+    std::vector<Span> spans = spans_;
+    std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.data < b.data; });
+    return spans;
+  }
+
   std::vector<Span> spans_;
   std::vector<size_t> starts_;
   size_t bytes_ = 0;

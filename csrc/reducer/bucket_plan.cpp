@@ -37,6 +37,7 @@ std::shared_ptr<const BucketLayout> make_layout(size_t index, const std::vector<
       fail("the sparse gradient of " + names->parameters[i] + " needs a bucket of its own");
     }
     hash = mix(mix(mix(hash, i), parameter.nbytes()), static_cast<uint64_t>(*own));
+    hash = gradients[i].order().mix_into(hash);
     small.add(parameter.nbytes());
   }
   auto layout = std::make_shared<BucketLayout>();

@@ -31,6 +31,13 @@ class ElementOrder {
     strides_ = parameter.strides().vec();
   }
 
+  // Added to a hash that ranks compare: copies of a model are as each rank made them.
+  uint64_t mix_into(uint64_t hash) const {
+    for (size_t d = 0; d < strides_.size(); ++d)
+      if (sizes_[d] != 1) hash = mix(mix(hash, sizes_[d]), strides_[d]);
+    return hash;
+  }
+
   // The elements of `flat`, as many as `like` has, in this order; in the usual one if `like` has got other sizes.
   at::Tensor view(const at::Tensor& flat, const at::Tensor& like) const {
     const bool is_usual = strides_.empty() || like.sizes() != at::IntArrayRef(sizes_);

@@ -80,6 +80,7 @@ class Gradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self._bring(i, parameter)
+        self._reduce_what_is_complete()  # what has raised in backward does so again
         if self._announcement is not None:
             self._announcement.wait()
         for bucket, flat, work in self._reducing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Container
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from syncengine.parallel.model import Model, not_ignored
@@ -45,21 +47,32 @@ class Newcomers:
         self._model, self._ignored = model, ignored
         self._known: Any = WeakIdKeyDictionary(dict.fromkeys(model.parameters))
         self._seen = _Registrations.count
+        self._waiting: list[tuple[str, weakref.ref[torch.Tensor]]] = []  # frozen, or without a shape, until now
 
     def look(self) -> None:
         """Before a forward."""
-        if self._seen == _Registrations.count:
-            return
-        self._seen = _Registrations.count
+        if self._seen != _Registrations.count:
+            self._seen = _Registrations.count
+            self._find()
+        if self._waiting:
+            self._waiting = [one for one in self._waiting if not self._follow(*one)]
+
+    def _find(self) -> None:
         names = set(self._model.names)  # who takes a name is a replaced parameter, which is an error
         for name, parameter in not_ignored(self._model.module.named_parameters(), self._ignored).items():
-            if name in names or parameter in self._known or not parameter.requires_grad:
-                continue
-            if getattr(parameter, "_ddp_ignored", False):
-                continue
-            self._known[parameter] = None
-            handle: list[Any] = []
-            handle.append(parameter.register_post_accumulate_grad_hook(partial(_warn, name, str(self._model), handle)))
+            if name not in names and parameter not in self._known:
+                self._known[parameter] = None
+                self._waiting.append((name, weakref.ref(parameter)))
+
+    def _follow(self, name: str, reference: weakref.ref[torch.Tensor]) -> bool:
+        parameter = reference()
+        if parameter is None or getattr(parameter, "_ddp_ignored", False):
+            return True
+        if is_lazy(parameter) or not parameter.requires_grad:
+            return False
+        handle: list[Any] = []
+        handle.append(parameter.register_post_accumulate_grad_hook(partial(_warn, name, str(self._model), handle)))
+        return True
 
 
 def _warn(name: str, model: str, handle: list[Any], parameter: torch.Tensor) -> None:

@@ -37,11 +37,19 @@ class Block:
         slices = (cut_elements if cuts else deal_whole)(sizes, host.size)[host.rank]
         self.shard = make_shard(groups, members, slices, is_common=True)
         self.state = SharedState(host, self.shard, state, memories)
+        self.problem = ""  # of the state that was loaded, or that the last update has brought
         if any(member.parameter in state for member in members):
-            self.state.load()
-        self.problem = ""  # of the state that the last update has brought
+            self.load_state()
         self.claims: list[Claim] = [claim(one.parameter, one.name, self.weights) for one in named]
         self._sums: list[int] = []
+
+    def load_state(self) -> None:
+        """As of ``SharedState``; an error is kept for all ranks to hear of, as perhaps only some have it."""
+        self.problem = ""
+        try:
+            self.state.load()
+        except InvalidUsage as error:
+            self.problem = str(error)
 
     def gradients(self) -> bytes:
         """Of each parameter, whether it has one: 0, or 1; 2 is one that can't be used."""

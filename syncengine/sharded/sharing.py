@@ -120,7 +120,7 @@ class Sharing:
         self.blocks.append(block)
         self._sizes = None
         self.claims += block.claims
-        flag = torch.tensor([block.has_news()], dtype=torch.int64, device="cpu")
+        flag = torch.tensor([bool(block.problem) or block.has_news()], dtype=torch.int64, device="cpu")
         communicator.all_reduce(flag, "max")
         if flag.item():
             block.state.share(block.problem)
@@ -170,7 +170,7 @@ class Sharing:
                 block.weights.give()
         if self.loaded:
             for block in self.blocks:
-                block.state.load()
+                block.load_state()
             for block in self.blocks:
                 block.state.give(block.problem)
 

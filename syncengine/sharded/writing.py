@@ -34,14 +34,18 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
         if host.communicator.exception() is not None and sharing.decide_to_write(False):
             sharing.tear(error)
         raise
+    begun = has_writer = host.members[0] == 0  # begun: writing to this host's memory, perhaps
     try:
         yield from _write_alone(sharing, host)
+        begun = True
+        _spread(sharing, host)
     except BaseException as error:
-        if host.communicator.exception() is not None:
+        failed = host.communicator.exception() is not None
+        if failed and begun and (not has_writer or sharing.decide_to_write(False)):
             sharing.tear(error)
-        sharing.note_writing()
         raise
-    sharing.note_writing()
+    finally:
+        sharing.note_writing()
 
 
 def _write_alone(sharing: Sharing, host: Host) -> Iterator[bool]:
@@ -62,9 +66,12 @@ def _write_alone(sharing: Sharing, host: Host) -> Iterator[bool]:
         for block in sharing.blocks:
             block.weights.note()
             block.forget_sums()
+
+
+def _spread(sharing: Sharing, host: Host) -> None:
     for block in sharing.blocks:
         if host.is_one_of_several:
             for parameter in block.weights.parameters:
-                communicator.broadcast(parameter.detach(), 0)
-        communicator.barrier()
+                host.communicator.broadcast(parameter.detach(), 0)
+        host.communicator.barrier()
         block.weights.note_update()

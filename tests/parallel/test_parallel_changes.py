@@ -194,6 +194,20 @@ def test_parameters_that_are_added_and_trained_are_warned_of_once():
 
 
 @run_on_ranks()
+def test_parameters_that_are_added_frozen_or_without_a_shape_are_warned_of_when_they_are_trained():
+    model = syncengine.Parallel(small())
+    adapter = model.module[2] = Adapter(model.module[2])
+    adapter.up.requires_grad_(False)
+    adapter.down.requires_grad_(False)
+    assert not warnings_of(lambda: backwards(model))
+    adapter.up.requires_grad_(True)
+    assert [text.split()[1] for text in warnings_of(lambda: backwards(model))] == ["2.up.weight"]
+    model.module[2] = nn.Sequential(adapter, nn.LazyLinear(1, bias=False))
+    assert not warnings_of(lambda: model(data()))  # gets its shape
+    assert [text.split()[1] for text in warnings_of(lambda: backwards(model))] == ["2.1.weight"]
+
+
+@run_on_ranks()
 def test_parameters_that_are_added_on_purpose_or_not_trained_are_not_warned_of():
     model = syncengine.Parallel(small())
     model.module[0].average = copy.deepcopy(model.module[0])  # kept there, as moving averages are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 
@@ -267,3 +268,33 @@ def not_elementwise() -> str:
 def test_state_that_is_not_elementwise_is_named(pool: RankPool):
     for text in pool.run(not_elementwise):
         assert "keeps 'sum' of shape (1,), which is not one number for each element" in text
+
+
+def loaded_not_elementwise(early: bool) -> list[str]:
+    """Two parameters over three ranks: the last has nothing of the first one, whose state it is."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False))
+    other = copy.deepcopy(net)
+    ordinary = torch.optim.AdamW(other.parameters())
+    other(torch.ones(2, 24)).sum().backward()
+    ordinary.step()
+    state = ordinary.state_dict()
+    state["state"][0]["exp_avg"] = torch.zeros(7)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch(0)[:, :24]).sum().backward()
+        optimizer.step()
+
+    model, optimizer = sharded(net)
+    if not early:
+        step()
+    optimizer.load_state_dict(state)
+    return [error_of(step), error_of(lambda: syncengine.barrier())]
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_loaded_state_that_is_not_elementwise_is_named_on_all_ranks(pool: RankPool, early: bool):
+    for text, after in pool.run(loaded_not_elementwise, early, world=3, timeout=5.0):
+        assert "keeps 'exp_avg' of shape (7,), which is not one number for each element" in text
+        assert after == ""

@@ -50,7 +50,7 @@ bool Driver::await_turn() {
       case Act::AskCalled: answer = called; break;
       case Act::AskVisited: {
         uint64_t visits = visits_.load(std::memory_order_relaxed);  // relaxed: a hint
-        answer = heeds_visits_ && std::exchange(visits_seen_, visits) != visits;
+        answer = counts_visits_ && std::exchange(visits_seen_, visits) != visits;
         break;
       }
       case Act::Sleep: futex_wait(calls_, ticket_, std::chrono::hours(1)); break;

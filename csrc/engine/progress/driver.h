@@ -69,7 +69,7 @@ class Driver {
   void call();                                                       // there is work
   bool is_driven() const { return drivers_.load(std::memory_order_seq_cst) > 0; }
   bool is_parked() const { return parked_.load(std::memory_order_seq_cst); }
-  void ignore_visits() { heeds_visits_ = false; }  // before there is work
+  void ignore_visits() { counts_visits_ = false; }  // before there is work
   void stop();
   bool is_stopped() const { return stopped_.load(std::memory_order_seq_cst); }
 
@@ -79,7 +79,7 @@ class Driver {
  private:
   const Kind kind_;
   const std::function<bool()> has_work_;
-  bool heeds_visits_ = true;
+  bool counts_visits_ = true;
   std::atomic<int> drivers_{0};  // of the program
   std::atomic<uint64_t> visits_{0};
   std::atomic<uint32_t> calls_{0};  // futex word of the own thread

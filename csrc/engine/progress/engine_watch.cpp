@@ -1,4 +1,4 @@
-// What an engine does about every 50 ms while something waits: it lets its communicators look around, and ends the waits of
+// What an engine does about every 50 ms while something waits: it lets its communicators check themselves and their peers, and ends the waits of
 // ranks that wait for each other.
 #include <algorithm>
 #include <bit>

@@ -453,7 +453,10 @@ void with_descriptors_in_flight(const std::function<void(UniqueFd&)>& body) {
 #ifdef __SANITIZE_THREAD__
   return;  // it lets no forked child start threads
 #endif
-  if (geteuid() != 0) return;
+  if (geteuid() != 0) {
+    std::fprintf(stderr, "        not tried: only root can become a user of whom nobody else has processes\n");
+    return;
+  }
   CHECK(testing::true_in_child([&] {
     constexpr uid_t kNobody = 54321;
     CHECK_EQ(setgid(kNobody), 0);

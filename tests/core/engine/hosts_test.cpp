@@ -135,6 +135,25 @@ TEST(other_collectives_over_hosts) {
   }
 }
 
+TEST(calls_in_flight_on_the_same_memory_over_hosts_have_the_effect_of_their_order) {
+  for (const char* hosts : {"ab", "aab"}) {
+    run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
+      const auto n = static_cast<float>(communicator.size());
+      for (size_t count : {size_t{10}, size_t{70001}}) {
+        std::vector<float> data(count, static_cast<float>(rank));
+        Operation from_last{.collective = Collective::Broadcast, .dtype = DType::Float32};
+        from_last.root = communicator.size() - 1;
+        from_last.input = from_last.output = SpanList(data.data(), count * sizeof(float));
+        const Operation all = testing::all_reduce_of(data.data(), count * sizeof(float), DType::Float32);
+        std::vector<std::shared_ptr<Work>> works;
+        for (const Operation& operation : {from_last, all, all}) works.push_back(communicator.submit(operation));
+        for (const auto& work : works) communicator.wait(work);
+        for (float value : data) CHECK(value == (n - 1) * n * n);
+      }
+    });
+  }
+}
+
 TEST(a_barrier_over_hosts_waits_for_everybody) {
   for (const auto& hosts : kPlacements) {
     std::atomic<int> came{0};
