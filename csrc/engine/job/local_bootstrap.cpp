@@ -59,7 +59,7 @@ LocalBootstrap::LocalBootstrap(int rank, int size, Options options, CountCallers
                                              ": needs 2 to " + std::to_string(shm::kMaxLocalRanks) + " ranks");
   arena_ = shm::Arena::create(arena_bytes(options, size));
   block_offset_ = arena_->allocate_group(sizeof(shm::GroupBlock));
-  engine_ = std::make_shared<Engine>(arena_, size, options, std::move(count_callers));
+  engine_ = std::shared_ptr<Engine>(new Engine(arena_, size, options, std::move(count_callers)), &Engine::release);
 }
 
 std::string LocalBootstrap::address() const {
