@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.support import output, ranks
+from benchmarks.support import arguments, output, ranks
 from benchmarks.support.pss import MIB, PeakPss, pss
 from benchmarks.support.workloads import WORKLOADS, Workload
 
@@ -70,19 +70,12 @@ def measure(model: str, engine: str, options: argparse.Namespace) -> tuple[int, 
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; `--worker` marks the processes that `main` starts."""
-    parser = argparse.ArgumentParser(prog="benchmarks.memory", description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="default %(default)s")
-    parser.add_argument("--models", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS))
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    """The command line."""
+    parser = arguments.parser("memory", __doc__, tuple(WORKLOADS), ENGINES)
     parser.add_argument("--steps", type=int, default=20, help="default %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="sets of processes for each engine; default %(default)s")
-    parser.add_argument("--out", type=Path, help="result file; default benchmarks/results/memory-...json")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    options.out = options.out or output.RESULTS / f"memory-{options.ranks}ranks.json"
-    return options
+    return arguments.parse(parser, argv)
 
 
 def work(options: argparse.Namespace) -> None:

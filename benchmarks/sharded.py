@@ -15,7 +15,6 @@ import resource
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.support import output, ranks, stats
+from benchmarks.support import arguments, output, ranks, stats
 from benchmarks.support.start_line import StartLine
 from benchmarks.support.workloads import LARGE, WORKLOADS, Workload
 
@@ -101,17 +100,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; `--worker` marks the processes that `main` starts."""
-    parser = argparse.ArgumentParser(prog="benchmarks.sharded", description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="default %(default)s")
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    """The command line."""
+    parser = arguments.parser("sharded", __doc__, tuple(MODELS), ENGINES)
     parser.add_argument("--rounds", type=int, default=50, help="turns of each engine; default %(default)s")
-    parser.add_argument("--out", type=Path, help="result file; default benchmarks/results/sharded-...json")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    options.out = options.out or output.RESULTS / f"sharded-{options.ranks}ranks.json"
-    return options
+    return arguments.parse(parser, argv)
 
 
 def make_trainee(engine: str, workload: Workload) -> Trainee:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.sharded import ENGINES, MEANING, MODELS, make_trainee
-from benchmarks.support import output, ranks
+from benchmarks.support import arguments, output, ranks
 from benchmarks.support.pss import MIB, PeakPss, pss
 
 Growth = dict[str, list[dict[str, int]]]  # by engine, of each repetition: bytes by when
@@ -56,19 +56,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; `--worker` marks the processes that `main` starts."""
-    parser = argparse.ArgumentParser(prog="benchmarks.sharded_memory", description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="default %(default)s")
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=("mlp", "mlp67", "gpt"))
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    """The command line."""
+    parser = arguments.parser("sharded_memory", __doc__, tuple(MODELS), ENGINES)
+    parser.set_defaults(models=("mlp", "mlp67", "gpt"))
     parser.add_argument("--steps", type=int, default=8, help="default %(default)s")
     parser.add_argument("--repeats", type=int, default=3, help="sets of processes for each engine; default %(default)s")
-    parser.add_argument("--out", type=Path, help="result file; default benchmarks/results/sharded_memory-...json")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--engine", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    options.out = options.out or output.RESULTS / f"sharded_memory-{options.ranks}ranks.json"
-    return options
+    return arguments.parse(parser, argv)
 
 
 def work(options: argparse.Namespace) -> None:

@@ -17,14 +17,13 @@ import resource
 import sys
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.support import output, ranks, stats
+from benchmarks.support import arguments, output, ranks, stats
 from benchmarks.support.start_line import StartLine
 from benchmarks.support.workloads import WORKLOADS, Workload
 
@@ -138,18 +137,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """The command line; `--worker` marks the processes that `main` starts."""
-    parser = argparse.ArgumentParser(prog="benchmarks.train_step", description=__doc__.split("\n")[0])
-    parser.add_argument("--ranks", type=int, default=2, help="default %(default)s")
+    """The command line."""
+    parser = arguments.parser("train_step", __doc__, tuple(WORKLOADS), ENGINES)
     parser.add_argument("--launcher", choices=ranks.LAUNCHERS, default="torchrun", help="default %(default)s")
-    parser.add_argument("--models", nargs="+", choices=tuple(WORKLOADS), default=tuple(WORKLOADS))
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--pairs", type=int, default=100, help="steps with and without sync; default %(default)s")
-    parser.add_argument("--out", type=Path, help="result file; default benchmarks/results/train_step-...json")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    options.out = options.out or output.RESULTS / f"train_step-{options.ranks}ranks.json"
-    return options
+    return arguments.parse(parser, argv)
 
 
 def make_trainee(engine: str, workload: Workload) -> Trainee:
