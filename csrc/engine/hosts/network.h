@@ -55,6 +55,8 @@ class Network final : public IoLoop, private Progressable {
  public:
   Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost);
   ~Network() override;
+  // By any thread, its own as well.
+  static void destroy(Network* network) { delete_off(network->thread_, network); }
 
   const std::shared_ptr<Engine>& engine() const { return engine_; }
   Interhost& interhost() { return *interhost_; }

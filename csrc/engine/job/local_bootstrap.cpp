@@ -59,7 +59,7 @@ LocalBootstrap::LocalBootstrap(int rank, int size, Options options, CountCallers
                                              ": needs 2 to " + std::to_string(shm::kMaxLocalRanks) + " ranks");
   arena_ = shm::Arena::create(arena_bytes(options, size));
   block_offset_ = arena_->allocate_group(sizeof(shm::GroupBlock));
-  engine_ = std::shared_ptr<Engine>(new Engine(arena_, size, options, std::move(count_callers)), &Engine::release);
+  engine_ = std::shared_ptr<Engine>(new Engine(arena_, size, options, std::move(count_callers)), &Engine::destroy);
 }
 
 std::string LocalBootstrap::address() const {
@@ -177,7 +177,7 @@ std::shared_ptr<Communicator> LocalBootstrap::join(const std::vector<UniqueFd>& 
     return std::make_shared<ShmCommunicator>(engine_, rank_, names, local_ranks, offsets, ShmCommunicator::Origin::Job);
   if (!make_interhost)
     throw Error(ErrorKind::InvalidUsage, "the ranks run on several hosts, and nothing connects these");
-  auto network = std::make_shared<hosts::Network>(engine_, make_interhost());
+  std::shared_ptr<hosts::Network> network(new hosts::Network(engine_, make_interhost()), &hosts::Network::destroy);
   return hosts::InterhostCommunicator::create(std::move(network), hosts::kJobGroup, rank_, members,
                                               ShmCommunicator::Origin::Job);
 }

@@ -36,13 +36,6 @@ Engine::~Engine() {
   thread_.join();
 }
 
-void Engine::release(Engine* engine) {
-  if (engine->thread_.get_id() == std::this_thread::get_id())
-    std::thread([engine] { delete engine; }).detach();
-  else
-    delete engine;
-}
-
 void Engine::attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names) {
   peers_ = std::move(peers);
   local_rank_ = local_rank;

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/thread.h"
 #include "engine/progress/bell.h"
 #include "engine/progress/deadlock_detector.h"
 #include "engine/progress/driver.h"
@@ -57,9 +58,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // `most_watchers`: no more ranks than that will share this host.
   Engine(std::shared_ptr<shm::Arena> arena, int most_watchers, Options options, CountCallers count_callers = {});
   ~Engine();
-  // Deletes it: by another thread if this is its own, which has dropped what an operation held, and with that the last
-  // reference. It can't wait for its own end.
-  static void release(Engine* engine);
+  // By any thread, its own as well.
+  static void destroy(Engine* engine) { delete_off(engine->thread_, engine); }
 
   // Once, before any communicator: the other local ranks' arenas, by local rank; null for the own one. `names` is what messages
   // call the local ranks.

@@ -210,38 +210,6 @@ TEST(calls_in_flight_on_the_same_memory_have_the_effect_of_their_order) {
   }
 }
 
-TEST(an_operation_may_hold_the_last_reference_to_its_engine) {
-  struct Holder {
-    std::shared_ptr<Communicator> communicator;
-    std::atomic<int>& dropped;
-    ~Holder() {
-      communicator.reset();
-      ++dropped;
-    }
-  };
-  std::atomic<int> dropped{0};
-  std::vector<std::string> addresses(2);
-  std::barrier ready(2);
-  std::vector<float> data(2 * 1000);
-  testing::run_ranks(2, [&](int rank) {
-    Options options;
-    options.arena_bytes = 64 << 20;
-    auto job = std::make_unique<LocalBootstrap>(rank, 2, options);
-    addresses[rank] = job->address();
-    ready.arrive_and_wait();
-    auto communicator = job->connect(addresses, Deadline::after(std::chrono::seconds(20)));
-    job.reset();
-    Operation operation = all_reduce_of(data.data() + rank * 1000, 1000 * sizeof(float), DType::Float32);
-    std::shared_ptr<void> holder(new Holder{communicator, dropped}, [](Holder* held) { delete held; });
-    operation.keepalive = std::move(holder);
-    communicator->submit(std::move(operation));
-    communicator.reset();
-    for (int tries = 0; dropped < 2 && tries < 2000; ++tries)
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  });
-  CHECK_EQ(dropped.load(), 2);
-}
-
 TEST(asynchronous_work_ends_without_anybody_waiting) {
   run_job(3, {}, [](int rank, Communicator& communicator) {
     std::vector<float> data(300000, static_cast<float>(rank + 1));
