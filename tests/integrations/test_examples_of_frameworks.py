@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import ROOT, load, run, torchrun
+from commands import ROOT, load, over_gloo, run, torchrun
 from lightning_ranks import same
 
 
@@ -14,7 +14,7 @@ def test_lightning(tmp_path: Path):
     """Its own launcher, then torchrun."""
     example = ROOT / "examples" / "with_lightning.py"
     assert "loss 0." in run(sys.executable, example, "--out", tmp_path / "ours.pt", home=tmp_path)
-    torchrun(example.name, "--strategy=ddp", "--out", tmp_path / "ddp.pt", home=tmp_path)
+    over_gloo(torchrun, example.name, "--strategy=ddp", "--out", tmp_path / "ddp.pt", home=tmp_path)
     same(load(tmp_path / "ours.pt"), load(tmp_path / "ddp.pt"))
 
 
@@ -22,13 +22,13 @@ def test_fabric(tmp_path: Path):
     """torchrun, then its own launcher."""
     example = ROOT / "examples" / "with_fabric.py"
     assert "loss 0." in torchrun(example.name, "--out", tmp_path / "ours.pt", home=tmp_path)
-    run(sys.executable, example, "--strategy=ddp", "--out", tmp_path / "ddp.pt", home=tmp_path)
+    over_gloo(run, sys.executable, example, "--strategy=ddp", "--out", tmp_path / "ddp.pt", home=tmp_path)
     same(load(tmp_path / "ours.pt"), load(tmp_path / "ddp.pt"))
 
 
 def test_accelerate(tmp_path: Path):
     assert "Parallel: loss" in torchrun("with_accelerate.py", "--out", tmp_path / "ours.pt", home=tmp_path)
-    said = torchrun("with_accelerate.py", "--ddp", "--out", tmp_path / "ddp.pt", home=tmp_path)
+    said = over_gloo(torchrun, "with_accelerate.py", "--ddp", "--out", tmp_path / "ddp.pt", home=tmp_path)
     assert "DistributedDataParallel: loss" in said
     same(load(tmp_path / "ours.pt"), load(tmp_path / "ddp.pt"))
 
@@ -36,7 +36,8 @@ def test_accelerate(tmp_path: Path):
 def test_transformers(tmp_path: Path):
     ours, ddp = tmp_path / "ours", tmp_path / "ddp"
     assert "Parallel: loss" in torchrun("with_transformers.py", "--out", ours, home=tmp_path)
-    assert "DistributedDataParallel: loss" in torchrun("with_transformers.py", "--ddp", "--out", ddp, home=tmp_path)
+    said = over_gloo(torchrun, "with_transformers.py", "--ddp", "--out", ddp, home=tmp_path)
+    assert "DistributedDataParallel: loss" in said
     same(load(ours / "weights.pt"), load(ddp / "weights.pt"))
 
 
@@ -46,7 +47,8 @@ def test_no_line_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: 
     out = {patched: tmp_path / patched for patched in ("0", "1")}
     for patched, made in (("0", "DistributedDataParallel: loss"), ("1", "Parallel: loss")):
         monkeypatch.setenv("SYNCENGINE_PATCH", patched)
-        assert made in torchrun(f"{name}.py", "--ddp", "--out", out[patched], home=tmp_path).splitlines()[-1]
+        said = over_gloo(torchrun, f"{name}.py", "--ddp", "--out", out[patched], home=tmp_path)
+        assert made in said.splitlines()[-1]
     ours, ddp = (load(path / "weights.pt" if path.is_dir() else path) for path in (out["1"], out["0"]))
     same(ours, ddp)
 
