@@ -166,15 +166,15 @@ void TorchBackend::require_parts(const char* call, const at::Tensor& whole, cons
                                            std::to_string(part.numel()));
 }
 
-Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices) {
+Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices, Counted counted) {
   Call call(name, devices, {name, inputs});
+  call.number = sequence_.fetch_add(counted == Counted::Yes, std::memory_order_relaxed);
   if (coalesced_ && coalesced_->thread == std::this_thread::get_id()) call.coalesced = std::move(coalesced_);
   return call;
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
-  uint64_t number = sequence_.fetch_add(how.counted == Counted::Yes, std::memory_order_relaxed);
-  if (!call.device().is_cpu()) return start_on_device(std::move(call), how, number);
+  if (!call.device().is_cpu()) return start_on_device(std::move(call), how);
   auto limit = at_most(how.timeout);
   auto& operations = call.operations();
   if (!how.async && !call.coalesced && !limit && operations.size() == 1) {
@@ -197,9 +197,8 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
     coalesced_ = std::move(coalesced);
     return nullptr;
   }
-  auto work = c10::make_intrusive<TorchWork>(
-      TorchWork::Origin{communicator_, sends_messages ? messages_ : collectives_, how.type, number, limit},
-      std::move(call), std::move(works));
+  TorchWork::Origin origin{communicator_, sends_messages ? messages_ : collectives_, how.type, call.number, limit};
+  auto work = c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(works));
   if (how.async) return work;
   work->wait();
   return nullptr;

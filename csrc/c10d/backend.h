@@ -95,19 +95,20 @@ class TorchBackend final : public ::c10d::Backend {
   void shutdown() override;
 
  private:
-  enum class Counted { No, Yes };  // by the sequence number, which must be the same on all ranks
+  // By the sequence number, which must be the same on all ranks: a call is counted also if it is refused.
+  enum class Counted { No, Yes };
   struct How {
     ::c10d::OpType type;
     std::chrono::milliseconds timeout;
     bool async;
-    Counted counted = Counted::Yes;
   };
   // What every call begins and ends with.
   // `inputs`: what a profiler is told of.
-  Call begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices = Call::Devices::All);
+  Call begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices = Call::Devices::All,
+             Counted counted = Counted::Yes);
   TorchWorkPtr start(Call call, const How& how);
   // On CUDA tensors: device_work.cpp.
-  TorchWorkPtr start_on_device(Call call, const How& how, uint64_t number);
+  TorchWorkPtr start_on_device(Call call, const How& how);
   TorchWorkPtr finish_on_device(Call call, c10::Stream stream, ::c10d::OpType type, uint64_t number);
   c10::Stream stream_aside(const Call& call);
   std::optional<Duration> at_most(std::chrono::milliseconds timeout) const;

@@ -37,6 +37,7 @@ class Call {
   ~Call();
 
   const char* name() const { return name_; }
+  uint64_t number = 0;  // of the group's collectives
   // The calls that this one will join, once it has begun well.
   std::unique_ptr<Coalesced> coalesced;
   c10::Device device() const { return device_.value_or(c10::Device(c10::kCPU)); }

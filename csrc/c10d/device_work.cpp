@@ -92,7 +92,7 @@ c10::Stream TorchBackend::stream_aside(const Call& call) {
   return side;
 }
 
-TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& how, uint64_t number) {
+TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& how) {
   const bool aside = how.async || call.coalesced;
   const c10::Stream stream = aside ? stream_aside(call) : current_stream(call.device());
   for (const Operation& operation : call.operations()) {
@@ -106,6 +106,7 @@ TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& h
     coalesced_ = std::move(coalesced);
     return nullptr;
   }
+  const uint64_t number = call.number;
   if (how.async) return finish_on_device(std::move(call), stream, how.type, number);
   call.deliver();
   return nullptr;

@@ -11,7 +11,8 @@ namespace {
 
 using ::c10d::OpType;
 
-// Channel 0 is the program's. On channel 1 messages match by the order of the calls, and the fingerprint says of which.
+// Channel 0 is the program's. On channel 1 messages match by the order of the calls, and the fingerprint says of which:
+// else what one rank sent in a call that another one refused would be taken for a part of the next.
 constexpr uint64_t kCollectives = 1;
 enum class Kind : uint64_t { Gather = 1, Scatter, AllToAll };
 
@@ -43,12 +44,12 @@ Message own_message(const char* call, bool sends, int peer, int tag, SpanList me
           .describe = describe(call, sends ? "to" : "from", peer, tag)};
 }
 
-Message part_of_collective(const char* call, Kind kind, bool sends, int peer, SpanList memory) {
+Message part_of_collective(const Call& call, Kind kind, bool sends, int peer, SpanList memory) {
   return {.peer = peer,
           .channel = kCollectives,
-          .fingerprint = static_cast<uint64_t>(kind),
+          .fingerprint = static_cast<uint64_t>(kind) | call.number << 8,
           .memory = std::move(memory),
-          .describe = describe(call, sends ? "to" : "from", peer, -1)};
+          .describe = describe(call.name(), sends ? "to" : "from", peer, -1)};
 }
 
 // Bytes of each rank's part: equal parts where no sizes are given.
@@ -77,29 +78,29 @@ std::vector<size_t> split_bytes(const char* call, const at::Tensor& tensor, cons
 }  // namespace
 
 TorchBackend::TorchWorkPtr TorchBackend::send(Tensors& tensors, int destination, int tag) {
-  Call call = begin("send", tensors, Call::Devices::Cpu);
+  Call call = begin("send", tensors, Call::Devices::Cpu, Counted::No);
   SpanList memory;
   call.read(require_only(tensors, call.name()), memory);
   call.send(own_message(call.name(), true, require_rank(destination, call.name()), tag, std::move(memory)));
-  return start(std::move(call), {OpType::SEND, ::c10d::kUnsetTimeout, true, Counted::No});
+  return start(std::move(call), {OpType::SEND, ::c10d::kUnsetTimeout, true});
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::recv(Tensors& tensors, int source, int tag) {
-  Call call = begin("recv", tensors, Call::Devices::Cpu);
+  Call call = begin("recv", tensors, Call::Devices::Cpu, Counted::No);
   SpanList memory;
   call.write(require_only(tensors, call.name()), memory);
   call.receive(own_message(call.name(), false, require_rank(source, call.name()), tag, std::move(memory)));
   call.results() = tensors;
-  return start(std::move(call), {OpType::RECV, ::c10d::kUnsetTimeout, true, Counted::No});
+  return start(std::move(call), {OpType::RECV, ::c10d::kUnsetTimeout, true});
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag) {
-  Call call = begin("recvAnySource", tensors, Call::Devices::Cpu);
+  Call call = begin("recvAnySource", tensors, Call::Devices::Cpu, Counted::No);
   SpanList memory;
   call.write(require_only(tensors, call.name()), memory);
   call.receive(own_message("recv", false, Message::kAnySource, tag, std::move(memory)));
   call.results() = tensors;
-  return start(std::move(call), {OpType::RECVANYSOURCE, ::c10d::kUnsetTimeout, true, Counted::No});
+  return start(std::move(call), {OpType::RECVANYSOURCE, ::c10d::kUnsetTimeout, true});
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& inputs,
@@ -111,7 +112,7 @@ TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& i
   call.read(input, mine);
   if (rank_ != root) {
     require_lists(call.name(), outputs.size(), 0);
-    call.send(part_of_collective(call.name(), Kind::Gather, true, root, std::move(mine)));
+    call.send(part_of_collective(call, Kind::Gather, true, root, std::move(mine)));
   } else {
     require_lists(call.name(), outputs.size(), 1);
     require_lists(call.name(), outputs[0].size(), size_);
@@ -124,7 +125,7 @@ TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& i
       if (peer == rank_)
         copy_own(mine, memory);
       else
-        call.receive(part_of_collective(call.name(), Kind::Gather, false, peer, std::move(memory)));
+        call.receive(part_of_collective(call, Kind::Gather, false, peer, std::move(memory)));
     }
     call.results() = outputs[0];
   }
@@ -142,7 +143,7 @@ TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& 
   call.results() = outputs;
   if (rank_ != root) {
     require_lists(call.name(), inputs.size(), 0);
-    call.receive(part_of_collective(call.name(), Kind::Scatter, false, root, std::move(mine)));
+    call.receive(part_of_collective(call, Kind::Scatter, false, root, std::move(mine)));
   } else {
     require_lists(call.name(), inputs.size(), 1);
     require_lists(call.name(), inputs[0].size(), size_);
@@ -154,7 +155,7 @@ TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& 
       if (peer == rank_)
         copy_own(memory, mine);
       else
-        call.send(part_of_collective(call.name(), Kind::Scatter, true, peer, std::move(memory)));
+        call.send(part_of_collective(call, Kind::Scatter, true, peer, std::move(memory)));
     }
   }
   return start(std::move(call), {OpType::SCATTER, options.timeout, options.asyncOp});
@@ -210,8 +211,8 @@ void TorchBackend::add_all_to_all(Call& call, std::vector<SpanList> sent, std::v
   copy_own(sent[rank_], received[rank_]);
   for (int step = 1; step < size_; ++step) {
     int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;
-    call.receive(part_of_collective(call.name(), Kind::AllToAll, false, from, std::move(received[from])));
-    call.send(part_of_collective(call.name(), Kind::AllToAll, true, to, std::move(sent[to])));
+    call.receive(part_of_collective(call, Kind::AllToAll, false, from, std::move(received[from])));
+    call.send(part_of_collective(call, Kind::AllToAll, true, to, std::move(sent[to])));
   }
 }
 

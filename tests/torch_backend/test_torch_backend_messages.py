@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import RankPool, run_on_ranks
+from test_hosts import live_on
 from torch_backend_values import COMPLEX, FLOATS, INTEGERS, OTHERS, equal, mine, ours, value
 
 from syncengine.errors import InvalidUsage, Mismatch, PeerLost, Timeout
@@ -197,6 +198,72 @@ def test_wrong_calls_are_refused_on_the_rank_that_makes_them() -> None:
     with pytest.raises(InvalidUsage, match=r"rank 7 of the group is not in 0\.\.1"):
         backend.send([torch.ones(1)], 7, 0)
     dist.barrier(group)
+
+
+def exchange(group: dist.ProcessGroup, how: str, number: float, bad: bool = False) -> list[torch.Tensor]:
+    """The call of 2 ranks that `how` names, which this rank refuses if it is `bad`; what it got."""
+    rank = dist.get_rank()
+    size = 5000 if how.endswith("large") else 3
+    parts = [torch.full((size,), number), torch.full((size,), number)]
+    received = [torch.empty(size), torch.empty(size)]
+    if how.startswith("gather"):
+        if bad:
+            received[0] = torch.empty(size + 1)
+        dist.gather(parts[0], received if rank == 0 else None, 0, group)
+        return received if rank == 0 else []
+    if how.startswith("scatter"):
+        output = received[0].expand(2, size) if bad else received[0]
+        dist.scatter(output, parts if rank == 1 else None, 1, group)
+        return [output]
+    if bad:
+        received[0] = torch.empty(size + 1)
+    dist.all_to_all(received, parts, group)
+    return received
+
+
+def raise_on_rank_0_alone(how: str, hosts: str) -> str:
+    live_on(hosts)
+    group, rank = ours(), dist.get_rank()
+    for tag in (4, 5):  # the program's own messages count nothing
+        if rank == 0:
+            dist.send(torch.ones(tag), 1, group, tag=tag)
+        else:
+            dist.recv(torch.ones(tag), 0, group, tag=tag)
+    for call in range(3):
+        assert all(bool((t == call).all()) for t in exchange(group, how, float(call)))
+    with pytest.raises(Mismatch) as error:  # noqa: PT012
+        try:
+            exchange(group, how, 10.0, bad=rank == 0)
+        except InvalidUsage:
+            assert rank == 0
+        exchange(group, how, 20.0)
+        dist.barrier(group)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+@pytest.mark.parametrize("how", ["gather", "gather large", "scatter", "scatter large", "all_to_all", "all_to_all large"])
+def test_a_call_that_one_rank_refused_is_not_taken_for_the_next(pool: RankPool, how: str, hosts: str):
+    for text in pool.run(raise_on_rank_0_alone, how, hosts, gloo=True, settings=None):
+        name = how.split(" ", maxsplit=1)[0]
+        assert f"rank 0 called {name}(from rank 1 of the group) for" in text
+        assert "in another call of a collective" in text
+
+
+def skip_on_rank_0() -> str:
+    group, rank = ours(), dist.get_rank()
+    if rank == 1:
+        exchange(group, "gather", 10.0)
+    dist.all_reduce(torch.ones(1), group=group)
+    with pytest.raises(Mismatch) as error:  # noqa: PT012
+        exchange(group, "gather", 20.0)
+        dist.barrier(group)
+    return str(error.value)
+
+
+def test_a_gather_that_one_rank_left_out_is_named_after_another_collective(pool: RankPool):
+    for text in pool.run(skip_on_rank_0, gloo=True, settings=None):
+        assert "rank 0 called gather(from rank 1 of the group) for 12 bytes where rank 1 sent 12 bytes in another" in text
 
 
 @run_on_ranks(world=2, gloo=True, settings=None)

@@ -134,7 +134,7 @@ void Messenger::require_same(int source, const Letter& letter, const Post& recei
   throw Error(ErrorKind::Mismatch, name(rank_) + " called " + mine.describe() + " for " +
                                        std::to_string(mine.memory.bytes()) + " bytes where " + name(source) + " sent " +
                                        std::to_string(letter.bytes) + " bytes" +
-                                       (letter.fingerprint != mine.fingerprint ? " in another collective" : "") +
+                                       (letter.fingerprint != mine.fingerprint ? " in another call of a collective" : "") +
                                        ": both sides must mean the same message");
 }
 
