@@ -169,7 +169,7 @@ void TorchBackend::require_parts(const char* call, const at::Tensor& whole, cons
 Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices, Counted counted) {
   Call call(name, devices, {name, inputs});
   call.number = sequence_.fetch_add(counted == Counted::Yes, std::memory_order_relaxed);
-  if (coalesced_ && coalesced_->thread == std::this_thread::get_id()) call.coalesced = std::move(coalesced_);
+  call.coalesced = coalescing_.take();
   return call;
 }
 
@@ -194,7 +194,7 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   if (auto coalesced = std::move(call.coalesced)) {
     std::move(works.begin(), works.end(), std::back_inserter(coalesced->works));
     coalesced->call.absorb(std::move(call));
-    coalesced_ = std::move(coalesced);
+    coalescing_.give(std::move(coalesced));
     return nullptr;
   }
   TorchWork::Origin origin{communicator_, sends_messages ? messages_ : collectives_, how.type, call.number, limit};
@@ -205,11 +205,12 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
 }
 
 // One that was left open by an error of torch's ends here.
-void TorchBackend::startCoalescing() { coalesced_ = std::make_unique<Coalesced>(); }
+void TorchBackend::startCoalescing() { coalescing_.give(std::make_unique<Coalesced>()); }
 
 TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
-  if (!coalesced_) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun, or an error has ended it");
-  Coalesced coalesced = std::move(*std::exchange(coalesced_, nullptr));
+  auto taken = coalescing_.take();
+  if (!taken) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun, or an error has ended it");
+  Coalesced coalesced = std::move(*taken);
   const uint64_t number = sequence_.load(std::memory_order_relaxed);
   constexpr auto kType = ::c10d::OpType::COALESCED;
   if (!coalesced.call.device().is_cpu()) {

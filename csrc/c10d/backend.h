@@ -14,6 +14,7 @@
 #include <memory>
 #include <vector>
 
+#include "c10d/coalescing.h"
 #include "c10d/completer.h"
 #include "c10d/torch_work.h"
 #include "engine/communicator/communicator.h"
@@ -140,9 +141,7 @@ class TorchBackend final : public ::c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> sequence_{0};
-  // Between startCoalescing() and endCoalescing(); each call of that thread takes it and, unless it throws, gives it
-  // back: torch does not end what a call has left by throwing.
-  std::unique_ptr<Coalesced> coalesced_;
+  Coalescing coalescing_;
 };
 
 }  // namespace syncengine

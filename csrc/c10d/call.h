@@ -12,7 +12,6 @@
 #include <algorithm>
 #include <memory>
 #include <optional>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -122,7 +121,6 @@ class Call {
 
 // Calls that are to have one work for all of them, by one thread.
 struct Coalesced {
-  std::thread::id thread = std::this_thread::get_id();
   Call call{"coalesced calls"};
   std::vector<std::shared_ptr<Work>> works;
 };

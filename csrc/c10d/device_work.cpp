@@ -103,7 +103,7 @@ TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& h
   }
   if (auto coalesced = std::move(call.coalesced)) {
     coalesced->call.absorb(std::move(call));
-    coalesced_ = std::move(coalesced);
+    coalescing_.give(std::move(coalesced));
     return nullptr;
   }
   const uint64_t number = call.number;
