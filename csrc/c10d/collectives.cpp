@@ -1,7 +1,7 @@
 // TorchBackend's collectives on tensors of one size: each is one operation of the engine.
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/stack.h>
 
 #include "base/error.h"
 #include "c10d/backend.h"
@@ -257,8 +257,10 @@ void TorchBackend::add_reduce_scatter(Call& call, const at::Tensor& output, cons
                                       const ::c10d::ReduceOp& op) {
   if (is_bitwise(op, output.scalar_type(), call.name())) {
     at::NoGradGuard no_grad;
-    at::Tensor whole = inputs.size() == 1 ? inputs[0] : at::stack(inputs);
-    return add_all_reduce_of_bits(call, whole.reshape({size_, -1}), output, op);
+    Tensors parts;  // of one size, but perhaps of other shapes
+    for (const at::Tensor& input : inputs) parts.push_back(input.reshape(-1));
+    const at::Tensor whole = parts.size() == 1 ? parts[0] : at::cat(parts);
+    return add_all_reduce_of_bits(call, whole.view({size_, output.numel()}), output, op);
   }
   Operation operation = call.reducing(Collective::ReduceScatter, output.scalar_type(), op, size_, numerics());
   for (const at::Tensor& input : inputs) {

@@ -205,6 +205,9 @@ def test_bitwise_reductions() -> None:
             assert equal(part, expected[rank]), (dtype, op)
             dist.reduce_scatter(part.zero_(), list(mine(dtype, 3, 5)), op, group)
             assert equal(part, expected[rank]), (dtype, op)
+            shaped = [mine(dtype, 2, 3), mine(dtype, 3, 2), mine(dtype, 6)]  # of one size
+            dist.reduce_scatter(part := torch.empty(6, dtype=dtype), shaped, op, group)
+            assert equal(part, combine(combine(*values(dtype, 6)[:2]), value(dtype, 2, 6))), (dtype, op)
     with pytest.raises(InvalidUsage, match=r"ReduceOp.BAND has no meaning for dtype Float"):
         dist.all_reduce(torch.ones(2), ReduceOp.BAND, group)
 
