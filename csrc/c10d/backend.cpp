@@ -77,6 +77,7 @@ void TorchBackend::shutdown() {
   communicator_->close();
   collectives_->stop();
   messages_->stop();
+  undelivered_->close();
 }
 
 void TorchBackend::abort() {
@@ -173,12 +174,25 @@ Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call
   return call;
 }
 
+c10::intrusive_ptr<TorchWork> TorchBackend::make_work(TorchWork::Origin origin, Call call,
+                                                      std::vector<std::shared_ptr<syncengine::Work>> works) {
+  origin.undelivered = undelivered_;
+  const bool delivers = call.delivers();
+  auto work = c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(works));
+  if (delivers) {
+    undelivered_->deliver_ended();  // or a program that waits for none of them collects them all
+    undelivered_->add(work);
+  }
+  return work;
+}
+
 TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   if (!call.device().is_cpu()) return start_on_device(std::move(call), how);
   auto limit = at_most(how.timeout);
   auto& operations = call.operations();
   if (!how.async && !call.coalesced && !limit && operations.size() == 1) {
     communicator_->run(std::move(operations[0]), raise_pending_signal);
+    undelivered_->deliver_ended();
     call.deliver();
     return nullptr;
   }
@@ -198,7 +212,7 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
     return nullptr;
   }
   TorchWork::Origin origin{communicator_, sends_messages ? messages_ : collectives_, how.type, call.number, limit};
-  auto work = c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(works));
+  auto work = make_work(std::move(origin), std::move(call), std::move(works));
   if (how.async) return work;
   work->wait();
   return nullptr;
@@ -218,7 +232,7 @@ TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
     return finish_on_device(std::move(coalesced.call), stream, kType, number);
   }
   TorchWork::Origin origin{communicator_, messages_, kType, number, at_most(kGroupTimeout)};
-  return c10::make_intrusive<TorchWork>(std::move(origin), std::move(coalesced.call), std::move(coalesced.works));
+  return make_work(std::move(origin), std::move(coalesced.call), std::move(coalesced.works));
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::barrier(const ::c10d::BarrierOptions& options) {

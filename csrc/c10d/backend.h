@@ -17,6 +17,7 @@
 #include "c10d/coalescing.h"
 #include "c10d/completer.h"
 #include "c10d/torch_work.h"
+#include "c10d/undelivered.h"
 #include "engine/communicator/communicator.h"
 
 namespace syncengine {
@@ -108,6 +109,8 @@ class TorchBackend final : public ::c10d::Backend {
   Call begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices = Call::Devices::All,
              Counted counted = Counted::Yes);
   TorchWorkPtr start(Call call, const How& how);
+  c10::intrusive_ptr<TorchWork> make_work(TorchWork::Origin origin, Call call,
+                                          std::vector<std::shared_ptr<syncengine::Work>> works);
   // On CUDA tensors: device_work.cpp.
   TorchWorkPtr start_on_device(Call call, const How& how);
   TorchWorkPtr finish_on_device(Call call, c10::Stream stream, ::c10d::OpType type, uint64_t number);
@@ -142,6 +145,7 @@ class TorchBackend final : public ::c10d::Backend {
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> sequence_{0};
   Coalescing coalescing_;
+  std::shared_ptr<Undelivered> undelivered_ = std::make_shared<Undelivered>();
 };
 
 }  // namespace syncengine

@@ -1,6 +1,7 @@
 #include "c10d/call.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
@@ -163,11 +164,17 @@ void Call::absorb(Call other) {
   std::move(other.results_.begin(), other.results_.end(), std::back_inserter(results_));
 }
 
+void Call::assign(const at::Tensor& target, const at::Tensor& value) {
+  target.copy_(value);
+  if (!target.is_inference()) target.unsafeGetTensorImpl()->bump_version();
+}
+
 void Call::deliver() {
-  at::NoGradGuard no_grad;
+  // Inference tensors, be they targets or copies, are otherwise written in inference mode alone.
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
   for (const auto& step : steps_) step();
   steps_.clear();
-  for (Delivery& delivery : deliveries_) delivery.target.copy_(delivery.result);
+  for (Delivery& delivery : deliveries_) assign(delivery.target, delivery.result);
   deliveries_.clear();
   row_.end();
 }

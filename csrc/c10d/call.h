@@ -67,8 +67,10 @@ class Call {
 
   // Memory that becomes a tensor's value only by what is done after it was filled.
   void write_apart(const at::Tensor& scratch, SpanList& spans) { keep(scratch, spans); }
-  // Run by deliver(), before anything is put into tensors; writes to `target`.
+  // Run by deliver(), before anything is put into tensors; leads to `target`, which it may assign() to.
   void afterwards(const at::Tensor& target, std::function<void()> step);
+  // In deliver() only. Autograd sees a new version of the target, if that has versions.
+  static void assign(const at::Tensor& target, const at::Tensor& value);
 
   // Sets what follows from dtype and reduction.
   Operation moving(Collective collective, c10::ScalarType type) const;
@@ -89,7 +91,9 @@ class Call {
   // Takes over what another call left to be done.
   void absorb(Call other);
 
-  // Once, after all operations have ended well.
+  bool delivers() const { return !steps_.empty() || !deliveries_.empty(); }
+  // Once, after all operations have ended well. On any thread: neither its mode nor the one in which the call was made
+  // matters.
   void deliver();
 
  private:

@@ -96,7 +96,7 @@ void TorchBackend::add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, 
   call.add(std::move(operation));
   call.afterwards(target, [this_rank = rank_, parts, target, op] {
     at::Tensor result = combined_bits(op, parts);
-    target.copy_(target.sizes() == result.sizes() ? result : result[this_rank].view(target.sizes()));
+    Call::assign(target, target.sizes() == result.sizes() ? result : result[this_rank].view(target.sizes()));
   });
 }
 

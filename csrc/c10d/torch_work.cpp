@@ -1,6 +1,7 @@
 #include "c10d/torch_work.h"
 
 #include "c10d/completer.h"
+#include "c10d/undelivered.h"
 #include "reducer/python_error.h"
 
 namespace syncengine {
@@ -10,7 +11,8 @@ TorchWork::TorchWork(Origin origin, Call call, std::vector<std::shared_ptr<synce
       origin_(std::move(origin)),
       works_(std::move(works)),
       deadline_(origin_.at_most ? Deadline::after(*origin_.at_most) : Deadline::never()),
-      call_(std::move(call)) {}
+      call_(std::move(call)),
+      delivers_(call_.delivers()) {}
 
 bool TorchWork::ended() const {
   return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->ended(); });
@@ -18,7 +20,7 @@ bool TorchWork::ended() const {
 
 bool TorchWork::isCompleted() {
   if (!ended()) return false;
-  if (isSuccess()) deliver();
+  if (isSuccess()) deliver_this_too();
   return true;
 }
 
@@ -40,7 +42,7 @@ bool TorchWork::wait(std::chrono::milliseconds timeout) {
   std::optional<Duration> at_most;
   if (timeout > kNoTimeout) at_most = timeout;
   wait_for_works(at_most, raise_pending_signal);
-  deliver();
+  deliver_this_too();
   return true;
 }
 
@@ -51,6 +53,13 @@ void TorchWork::wait_for_works(std::optional<Duration> at_most, const std::funct
 
 void TorchWork::deliver() {
   std::call_once(delivered_, [this] { call_.deliver(); });
+  if (delivers_) origin_.undelivered->remove(*this);
+}
+
+// In the order of the calls: those before it, which may have been dropped, come first.
+void TorchWork::deliver_this_too() {
+  origin_.undelivered->deliver_ended();
+  deliver();
 }
 
 void TorchWork::abort() {
@@ -80,7 +89,7 @@ void TorchWork::await_end(const std::function<void()>& meanwhile) noexcept {
 void TorchWork::complete_future() {
   try {
     wait_for_works({}, {});
-    deliver();
+    deliver_this_too();
   } catch (...) {
     return future_->setError(std::current_exception());
   }

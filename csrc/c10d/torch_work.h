@@ -1,7 +1,7 @@
 // What torch.distributed holds of a call: the engine's works, and the delivery of their results.
 //
-// Ownership: shared; dropping it does not cancel the call, but drops what deliver() would have done. Thread-safety: any
-// thread. Failure: wait() throws the engine's Error; a future gets it.
+// Ownership: shared; dropping it does not cancel the call, and if its results go through copies Undelivered keeps it.
+// Thread-safety: any thread. Failure: wait() throws the engine's Error; a future gets it.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -19,6 +19,7 @@
 namespace syncengine {
 
 class Completer;
+class Undelivered;
 
 class TorchWork final : public ::c10d::Work {
  public:
@@ -28,6 +29,7 @@ class TorchWork final : public ::c10d::Work {
     ::c10d::OpType type;
     uint64_t number;
     std::optional<Duration> at_most;  // from now on; past it a wait fails the communicator
+    std::shared_ptr<Undelivered> undelivered = {};
   };
   TorchWork(Origin origin, Call call, std::vector<std::shared_ptr<syncengine::Work>> works);
 
@@ -48,16 +50,19 @@ class TorchWork final : public ::c10d::Work {
   void complete_future();
   bool ended() const;
   bool is_late() const { return origin_.at_most && deadline_.passed() && !ended(); }
+  // Its results, once; after it has ended well.
+  void deliver();
 
  private:
   void wait_for_works(std::optional<Duration> at_most, const std::function<void()>& interrupted);
-  void deliver();
+  void deliver_this_too();
 
   Origin origin_;
   std::vector<std::shared_ptr<syncengine::Work>> works_;
   Deadline deadline_;
   std::once_flag delivered_;
   Call call_;
+  const bool delivers_;
   std::once_flag future_made_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };

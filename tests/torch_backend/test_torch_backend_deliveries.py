@@ -1,0 +1,175 @@
+"""The torch.distributed backend "syncengine": results that go through copies, and who puts them into their tensors."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import run_on_ranks
+from torch.distributed import ReduceOp
+from torch_backend_values import equal, ours
+
+
+def through_copies(group: dist.ProcessGroup, **options: Any) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """One call of each kind whose result goes through a copy: what it returned, its target, what that will be."""
+    rank = dist.get_rank()
+    bits = torch.tensor([1 << rank])
+    average = torch.tensor([3 + 2 * rank, 7])
+    unsigned = torch.tensor([rank, 5], dtype=torch.uint64)
+    eighths = torch.tensor([1.0 + rank]).to(torch.float8_e5m2)
+    scaled = torch.full((3,), 2.0 + rank)
+    strided = torch.full((3, 2), rank + 1.0).t()
+    shared = torch.zeros(5)
+    sizes = [torch.zeros(1), torch.zeros(2, 2).t()]
+    part = torch.zeros(2, dtype=torch.int64)
+    calls: list[tuple[Callable[[], Any], torch.Tensor, torch.Tensor]] = [
+        (lambda: dist.all_reduce(bits, ReduceOp.BOR, group, **options), bits, torch.tensor([3])),
+        (lambda: dist.all_reduce(average, ReduceOp.AVG, group, **options), average, torch.tensor([4, 7])),
+        (lambda: dist.all_reduce(unsigned, ReduceOp.MAX, group, **options), unsigned, torch.tensor([1, 5]).to(torch.uint64)),
+        (lambda: dist.all_reduce(eighths, ReduceOp.SUM, group, **options), eighths, torch.tensor([3.0]).to(eighths.dtype)),
+        (
+            lambda: dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5), group, **options),
+            scaled,
+            torch.full((3,), 2.5),
+        ),
+        (lambda: dist.all_reduce(strided, group=group, **options), strided, torch.full((2, 3), 3.0)),
+        (
+            lambda: dist.all_gather([shared[:3], shared[2:]], torch.full((3,), rank + 1.0), group, **options),
+            shared,
+            torch.tensor([1.0, 1, 2, 2, 2]),
+        ),
+        (
+            lambda: dist.all_gather(sizes, [torch.ones(1), torch.ones(2, 2)][rank], group, **options),
+            sizes[1],
+            torch.ones(2, 2),
+        ),
+        (
+            lambda: dist.reduce_scatter_tensor(part, torch.full((4,), 1 << rank), ReduceOp.BXOR, group, **options),
+            part,
+            torch.tensor([3, 3]),
+        ),
+    ]
+    return [(call(), target, expected) for call, target, expected in calls]
+
+
+def missing(calls: list[tuple[Any, torch.Tensor, torch.Tensor]]) -> list[int]:
+    """Whose results are not there."""
+    return [i for i, (_, target, expected) in enumerate(calls) if not equal(target, expected)]
+
+
+def operations(group: dist.ProcessGroup) -> int:
+    return group._get_backend(torch.device("cpu")).communicator.counters()["operations"]
+
+
+def dropped(group: dist.ProcessGroup) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
+    return [(None, target, expected) for _, target, expected in through_copies(group, async_op=True)]
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_the_result_of_a_work_that_was_dropped_is_there_after_the_next_call() -> None:
+    group = ours()
+    calls = dropped(group)
+    dist.barrier(group)
+    assert missing(calls) == []
+    calls = dropped(group)
+    dist.barrier(group, async_op=True).wait()
+    assert missing(calls) == []
+    calls = dropped(group)
+    dist.barrier(group, async_op=True).get_future().wait()
+    assert missing(calls) == []
+    calls = dropped(group)
+    work = dist.barrier(group, async_op=True)
+    while not work.is_completed():
+        pass
+    assert missing(calls) == []
+    calls = dropped(group)
+    group._get_backend(torch.device("cpu")).monitored_barrier()
+    assert missing(calls) == []
+    backend = group._get_backend(torch.device("cpu"))
+    backend._start_coalescing()
+    calls = dropped(group)
+    backend._end_coalescing()
+    dist.barrier(group)
+    assert missing(calls) == []
+    before = operations(group)
+    calls = dropped(group)
+    while operations(group) < before + len(calls) + 1:  # one of them is two operations
+        time.sleep(0.001)
+    dist.destroy_process_group(group)
+    assert missing(calls) == []
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_works_are_delivered_once_and_kept_no_longer() -> None:
+    group = ours()
+    calls = through_copies(group, async_op=True)
+    for work, target, expected in calls:
+        work.wait()
+        assert equal(target, expected)
+        target.zero_()
+    dist.barrier(group)
+    for work, target, _ in calls:
+        work.wait()
+        assert equal(target, torch.zeros_like(target))
+    tensor = torch.tensor([1, 2])
+    for keep in (True, False):
+        seen = weakref.ref(buffer := torch.tensor([1, 2]))
+        work = dist.all_reduce(buffer, ReduceOp.BOR, group, async_op=True)
+        if keep:
+            work.wait()
+        else:
+            del work
+            dist.barrier(group)
+        work = None
+        del buffer
+        gc.collect()
+        assert seen() is None
+    for _ in range(100):  # nor does a program that waits for none of them collect them all
+        dist.all_reduce(tensor, ReduceOp.BOR, group, async_op=True)
+    dist.barrier(group)
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_inference_tensors_are_written_whoever_delivers() -> None:
+    group = ours()
+    with torch.inference_mode():
+        late = through_copies(group, async_op=True)
+        futures = through_copies(group, async_op=True)
+        for work, _, _ in futures:
+            work.get_future().wait()
+        assert missing(futures) == []
+    for work, target, _ in late:
+        assert target.is_inference()
+        work.wait()
+    assert missing(late) == []
+    with torch.inference_mode():
+        bits, integers = torch.tensor([1 << dist.get_rank()]), torch.tensor([3, 5])
+    dist.all_reduce(bits, ReduceOp.BOR, group)
+    dist.all_reduce(integers, ReduceOp.AVG, group)
+    assert bits.tolist() == [3]
+    assert integers.tolist() == [3, 5]
+    with torch.inference_mode():
+        calls = dropped(group)
+    dist.barrier(group)
+    assert missing(calls) == []
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_autograd_sees_what_is_delivered() -> None:
+    group = ours()
+    weight = torch.ones(2, 3, requires_grad=True)
+    value = (torch.full((3, 2), 2.0)).t()
+    product = (weight * value).sum()
+    before = value._version
+    dist.all_reduce(value, group=group)  # through a copy
+    assert value._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    dist.all_reduce(weight.detach().t(), group=group)
+    assert equal(weight.detach(), torch.full((2, 3), 2.0))
