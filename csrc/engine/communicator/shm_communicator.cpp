@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <numeric>
 
 namespace syncengine {
@@ -225,6 +226,7 @@ uint64_t ShmCommunicator::local_ranks(uint64_t members) const {
 }
 
 bool ShmCommunicator::any_peer_failed() const {
+  std::atomic_thread_fence(std::memory_order_acquire);  // what was read of a peer's memory was read before
   for (int member = 0; member < group_.size; ++member) {
     auto standing = group_.block(member).end_record.standing.load(std::memory_order_acquire);
     if (standing == static_cast<uint32_t>(shm::Standing::Failed)) return true;

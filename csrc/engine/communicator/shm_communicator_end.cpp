@@ -1,6 +1,7 @@
 // How a communicator ends on this rank: by failure, its own or a peer's, or in good order; and what is done about memory that
 // peers may still use.
 #include <algorithm>
+#include <atomic>
 #include <thread>
 
 #include "engine/communicator/end_record.h"
@@ -44,8 +45,8 @@ std::vector<ArenaRange> ShmCommunicator::Parts::direct_memory() const {
 }
 
 void ShmCommunicator::lose_direct_memory(const Error& cause) {
-  for (auto [offset, bytes] : parts_.direct_memory()) {
-    if (group_.arena->is_severed(offset, bytes)) return fail(cause.kind(), cause.what());
+  for (const ArenaRange& range : parts_.direct_memory()) {
+    if (group_.arena->is_severed(range.offset, range.bytes)) return fail(cause.kind(), cause.what());
   }
 }
 
@@ -90,6 +91,7 @@ void ShmCommunicator::end(shm::Standing standing, const Error& for_peers, const 
   if (ended_) return;
   ended_ = true;
   write_end_record(group_.own().end_record, standing, for_peers.kind(), for_peers.what());
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // before this rank's program writes to what peers still read
   if (standing == shm::Standing::Failed) engine_->sever_tensors(parts_.direct_memory(), for_peers);
   auto error = std::make_exception_ptr(raised_here);
   Submissions::Batch late = submissions_.end(error);

@@ -270,8 +270,10 @@ void Lane::add_direct_memory(std::vector<ArenaRange>& ranges) const {
   for (const Active& active : state_.active) {
     bool direct = active.in_arena && (!active.path_known || active.path == Path::Direct);
     if (!direct) continue;
+    // Over hosts transfers read it straight from here, and their receivers may hear of the failure too late.
+    const bool apart = active.item.operation.collective == Collective::AllReduce || exchange_;
     for (const Span& span : active.item.operation.input.spans())
-      ranges.push_back({static_cast<size_t>(span.data - state_.group.arena->at(0)), span.bytes});
+      ranges.push_back({static_cast<size_t>(span.data - state_.group.arena->at(0)), span.bytes, apart});
   }
 }
 

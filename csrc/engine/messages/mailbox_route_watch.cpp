@@ -64,7 +64,8 @@ std::vector<size_t> MailboxRoute::fragments() const {
 void MailboxRoute::add_direct_memory(std::vector<ArenaRange>& ranges) const {
   for (const Outgoing& to : outgoing_) {
     for (const Sent& sent : to.announced) {
-      if (sent.offset >= 0) ranges.push_back({static_cast<size_t>(sent.offset), sent.post.message.memory.bytes()});
+      if (sent.offset < 0) continue;
+      ranges.push_back({static_cast<size_t>(sent.offset), sent.post.message.memory.bytes(), false});
     }
   }
 }

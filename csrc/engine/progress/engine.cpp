@@ -138,8 +138,12 @@ uint64_t Engine::interest() const {
 }
 
 void Engine::sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause) {
-  if (ranges.empty()) return;
-  for (auto [offset, bytes] : ranges) arena_->sever_tensor(offset, bytes);
+  bool any = false;
+  for (const ArenaRange& range : ranges) {
+    if (range.apart) arena_->sever_tensor(range.offset, range.bytes);
+    any |= range.apart;
+  }
+  if (!any) return;
   for (Progressable* progressable : progressables_) progressable->lose_direct_memory(cause);
 }
 

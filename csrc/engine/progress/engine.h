@@ -38,7 +38,7 @@ class Progressable {
   virtual bool advance() = 0;
   virtual uint64_t interest() const { return 0; }  // local ranks whose next step is needed
   virtual void check_health() {}  // deaths, failures, deadlines: about every 50 ms while something waits
-  virtual void lose_direct_memory(const Error& /*cause*/) {}  // some tensors of the arena were severed
+  virtual void lose_direct_memory(const Error& /*cause*/) {}  // some of the arena was severed
   virtual void fail(ErrorKind, const std::string& /*text*/) {}
   virtual void leave() {}
   virtual IoLoop* io_loop() { return nullptr; }  // for a thread that waits for it; without any lock
@@ -100,6 +100,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     if (asleep_) asleep_->wake();
   }
   bool is_dead(int local_rank);
+  // Those that must be `apart`. Who still reads others finds afterwards that their owner has failed.
   void sever_tensors(const std::vector<ArenaRange>& ranges, const Error& cause);
   // "rank 1 waits in its collective call number 2 for rank 0", for those of `local_ranks` that do; empty if none.
   std::string who_waits_for_me(uint64_t local_ranks, const Progressable& beside) const;

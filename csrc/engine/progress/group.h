@@ -11,9 +11,10 @@
 
 namespace syncengine {
 
-// A piece of the own arena.
+// A piece of the own arena that peers have been told of.
 struct ArenaRange {
   size_t offset, bytes;
+  bool apart;  // cut loose at a failure: they may still write there, or send on what its owner writes next
 };
 
 struct Group {

@@ -161,11 +161,11 @@ void Arena::reclaim_groups() {
   });
 }
 
-const std::pair<const size_t, Arena::TensorMemory>* Arena::find_tensor(size_t offset) const {
+bool Arena::lies_in_tensor(size_t offset) const {
   auto after = tensors_.upper_bound(offset);
-  if (after == tensors_.begin()) return nullptr;
-  const auto& tensor = *std::prev(after);
-  return offset < tensor.first + tensor.second.bytes ? &tensor : nullptr;
+  if (after == tensors_.begin()) return false;
+  const auto& [begin, memory] = *std::prev(after);
+  return offset < begin + memory.bytes;
 }
 
 Pool* Arena::create_pool() {
@@ -199,20 +199,15 @@ Pool* Arena::create_pool() {
 
 void Arena::sever_tensor(size_t offset, size_t bytes) {
   std::lock_guard lock(mutex_);
-  const auto* tensor = find_tensor(offset);
-  if (!tensor) return;
-  auto [begin, memory] = *tensor;
-  Range range{begin, begin + memory.bytes};
-  if (memory.pool) range = {offset / kPage * kPage, round_up(offset + bytes, kPage)};
-  if (!memory.pool && severed(range)) return;
+  if (!lies_in_tensor(offset)) return;
   // Short of memory: better no content than somebody else's.
-  for (Range part : unsevered(range)) {
+  for (Range part : unsevered({round_down(offset, kPage), round_up(offset + bytes, kPage)})) {
     PrivateCopy copy(part.bytes());
     copy_pages(copy, part, pages_in(part));
     if (!copy.put(at(part.begin))) make_inaccessible(at(part.begin), part.bytes());
+    severed_.push_back(part);
+    any_severed_ = true;
   }
-  severed_.push_back(range);
-  any_severed_ = true;
 }
 
 std::vector<Range> Arena::unsevered(Range range) const {

@@ -65,10 +65,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Gives it back, some time after `is_unused` says that no peer will touch it any more.
   void retire_group(size_t offset, size_t bytes, std::function<bool()> is_unused);
 
-  // Cuts the tensor that lies at `offset` loose from the peers: a private copy at the same address. A rank that was stopped
-  // in the middle of a collective can write into it no more. Nobody may write to it meanwhile.
-  // Of a pool, only the pages of [offset, offset + bytes).
-  void sever_tensor(size_t offset, size_t bytes = 1);
+  // Cuts the pages of [offset, offset + bytes), which lie in one tensor, loose from the peers: a private copy at the same
+  // addresses. A rank that was stopped in the middle of a collective can write into them no more. Nobody may write to them
+  // meanwhile.
+  void sever_tensor(size_t offset, size_t bytes);
   bool is_severed(size_t offset, size_t bytes = 1) const;  // any of it
 
   // Half of the arena's addresses for gradients; null if there is no room. Once.
@@ -90,8 +90,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
     size_t bytes;
     bool pool = false;
   };
-  bool severed(Range range) const;                                                // any of it; under mutex_
-  const std::pair<const size_t, TensorMemory>* find_tensor(size_t offset) const;  // under mutex_
+  bool severed(Range range) const;           // any of it; under mutex_
+  bool lies_in_tensor(size_t offset) const;  // under mutex_
   bool is_own_file() const;
   std::vector<Range> pages_in(Range range) const;
   void copy_pages(PrivateCopy& copy, Range range, const std::vector<Range>& all) const;  // of `range`, to its copy

@@ -158,7 +158,7 @@ TEST(severing_takes_no_more_than_was_touched) {
   chars(tensor)[kMiB] = 1;
   const size_t shared = pages_of(*f.arena);
   const long before = memory_of_process("Anonymous");
-  f.arena->sever_tensor(static_cast<size_t>(f.arena->offset_of(tensor.get(), 1)));
+  f.arena->sever_tensor(static_cast<size_t>(f.arena->offset_of(tensor.get(), 1)), 64 * kMiB);
   CHECK(took(before, 0));
   CHECK_EQ(pages_of(*f.arena), shared);
   CHECK(chars(tensor)[kMiB] == 1 && chars(tensor)[0] == 0);

@@ -177,7 +177,8 @@ TEST(heap_agrees_with_a_naive_model) {
   }
 }
 
-TEST(severed_tensors_keep_their_content_and_hear_nobody) {
+TEST(severed_memory_keeps_its_content_and_hears_nobody) {
+  constexpr size_t kPage = shm::kPage;
   auto arena = shm::Arena::create(kArena);
   auto peer = peer_of(*arena);
   auto tensor = arena->allocate_tensor(10000), bystander = arena->allocate_tensor(10);
@@ -187,25 +188,26 @@ TEST(severed_tensors_keep_their_content_and_hear_nobody) {
   CHECK_EQ(chars(tensor)[9999], 1);
   size_t group = arena->allocate_group(100);
 
-  arena->sever_tensor(offset + 5000);  // any place in it
+  arena->sever_tensor(offset + 5000, 4000);  // the second and third page
   CHECK_EQ(chars(tensor)[9999], 1);
-  theirs[9999] = 2;
-  CHECK_EQ(chars(tensor)[9999], 1);
-  chars(tensor)[0] = 3;
-  CHECK_EQ(theirs[0], 0);
+  theirs[9999] = theirs[kPage] = 2;
+  CHECK(chars(tensor)[9999] == 1 && chars(tensor)[kPage] == 0);
+  chars(tensor)[kPage] = 3;
+  CHECK_EQ(theirs[kPage], 2);
   CHECK_EQ(arena->offset_of(tensor.get(), 10000), -1);
   CHECK_EQ(arena->offset_of(chars(tensor) + 9999, 1), -1);
 
+  CHECK_EQ(arena->offset_of(tensor.get(), kPage), static_cast<int64_t>(offset));  // the rest goes on
+  theirs[kPage - 1] = 7;
+  CHECK_EQ(chars(tensor)[kPage - 1], 7);
   auto beside = static_cast<uint64_t>(arena->offset_of(bystander.get(), 10));
   *chars(bystander) = 6;
   CHECK_EQ(*reinterpret_cast<char*>(peer->at(beside, 1)), 6);
   *arena->at(group) = std::byte{4};  // control memory stays shared: peers must hear of the failure
   CHECK(*peer->at(group, 1) == std::byte{4});
-  arena->sever_tensor(offset);  // again: nothing
-  arena->sever_tensor(group);   // no tensor: nothing
-  CHECK_EQ(chars(tensor)[9999], 1);
-  tensor.reset();
-  CHECK(arena->offset_of(arena->allocate_tensor(10).get(), 10) > static_cast<int64_t>(offset));  // that memory is lost
+  arena->sever_tensor(offset + 5000, 4000);  // again: nothing
+  arena->sever_tensor(group, 1);             // no tensor: nothing
+  CHECK(chars(tensor)[9999] == 1 && chars(tensor)[kPage] == 3);
 }
 
 TEST(a_forked_child_has_copies_of_its_own) {
