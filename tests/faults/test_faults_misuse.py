@@ -1,6 +1,8 @@
 """Ranks that call different things: all of them raise Mismatch within a second, with both sides named."""
 
+import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,6 +224,44 @@ def test_a_failure_next_door_is_harmless_or_told(pool, where):
             assert (outcome.error, outcome.text, outcome.left) == ("Aborted", "rank 0: enough", [])
         else:
             assert (outcome.error, outcome.value, outcome.left) == ("", (2.0, 2.0), [])
+
+
+def memory_of_this_process() -> int:
+    """Bytes in private memory, and in memory shared with other ranks, which counts for each in part."""
+    return 1024 * int(re.findall(r"^Pss:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)[0])
+
+
+def lose_tensors(count) -> Outcome:
+    def body(step):
+        world = syncengine.default_communicator()
+        used = []
+        for _ in range(5):
+            pair = world.split([0, 1])
+            tensor = syncengine.empty(count).fill_(1.0)
+            if my_rank() == 0:
+                work = pair.all_reduce(tensor[: count // 2], async_op=True)
+                world.barrier()
+                pair.abort("rank 0: enough")
+                with pytest.raises(syncengine.errors.Aborted):
+                    work.wait()
+                tensor.fill_(2.0)
+                del work
+            else:
+                world.barrier()
+            world.barrier()
+            del pair, tensor
+            world.barrier()
+            used.append(memory_of_this_process())
+        return used[-1] - used[0]
+
+    return suffer(body, timeout=30.0)
+
+
+def test_memory_that_a_failure_has_detached_is_given_back(pool):
+    count = 2**24
+    for outcome in pool.run(lose_tensors, count, world=2, settings=None):
+        assert (outcome.error, outcome.left) == ("", []), outcome
+        assert outcome.value < 4 * count, "it grows with each failure"
 
 
 def long_text() -> Outcome:

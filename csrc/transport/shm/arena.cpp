@@ -119,19 +119,32 @@ std::shared_ptr<void> Arena::allocate_tensor(size_t bytes) {
 void Arena::discard(std::byte* data, size_t bytes) const {
   if (madvise(data, bytes, forked_ ? MADV_DONTNEED : MADV_REMOVE) == 0) return;
   // Pages that somebody has locked (mlockall) are spared: by the file they go all the same.
-  const bool gone = !forked_ && is_own_file() &&
-                    fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, data - mapping_.data(),
-                              static_cast<off_t>(bytes)) == 0;
-  if (!gone) std::memset(data, 0, bytes);
+  const auto offset = static_cast<size_t>(data - mapping_.data());
+  if (forked_ || !discard_from_file({offset, offset + bytes})) std::memset(data, 0, bytes);
+}
+
+bool Arena::discard_from_file(Range range) const {
+  return is_own_file() && fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                                    static_cast<off_t>(range.begin), static_cast<off_t>(range.bytes())) == 0;
+}
+
+std::vector<Range> Arena::give_back(Range range) const {
+  for (Range cut : severed_) {
+    const Range part{std::max(cut.begin, range.begin), std::min(cut.end, range.end)};
+    if (part.begin >= part.end) continue;
+    make_inaccessible(at(part.begin), part.bytes());
+    discard_from_file(part);
+  }
+  std::vector<Range> rest = unsevered(range);
+  for (Range part : rest) discard(at(part.begin), part.bytes());
+  return rest;
 }
 
 void Arena::release_tensor(size_t offset, size_t bytes) {
   if (forked_) return discard(at(offset), bytes);
   std::lock_guard lock(mutex_);
-  if (severed({offset, offset + bytes})) return;  // private memory now, and for ever: no use for a new tensor
   tensors_.erase(offset);
-  discard(at(offset), bytes);
-  heap_.release(offset, bytes);
+  for (Range part : give_back({offset, offset + bytes})) heap_.release(part.begin, part.bytes());
 }
 
 size_t Arena::allocate_group(size_t bytes) {
@@ -186,7 +199,11 @@ Pool* Arena::create_pool() {
     return {};
   };
   auto lost = [this](const void* block, size_t bytes) {
-    return any_severed_ && is_severed(static_cast<const std::byte*>(block) - mapping_.data(), bytes);
+    const auto offset = static_cast<size_t>(static_cast<const std::byte*>(block) - mapping_.data());
+    if (!any_severed_ || !is_severed(offset, bytes)) return false;
+    std::lock_guard lock(mutex_);
+    give_back({offset, offset + bytes});
+    return true;
   };
   return &Pool::create(
       {.data = at(*offset),

@@ -81,6 +81,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   Arena(UniqueFd fd, size_t bytes);
   void release_tensor(size_t offset, size_t bytes);
   void discard(std::byte* data, size_t bytes) const;  // gives whole pages back; what is read there then is zero
+  bool discard_from_file(Range range) const;
+  // Discards all of it. Returns what may be used again: not what is severed, since a rank that was stopped may write there
+  // whenever it goes on. Under mutex_.
+  std::vector<Range> give_back(Range range) const;
 
   UniqueFd fd_;     // kept for what it tells about pages
   ino_t file_ = 0;  // behind it: somebody may close all descriptors of a process, and open others

@@ -30,8 +30,9 @@ class Pool {
     size_t bytes = 0;
     std::shared_ptr<void> keepalive = {};
     std::function<std::string(size_t bytes)> commit = {};
-    std::function<bool(const void* block, size_t bytes)> lost = {};  // true: never to be handed out again
-    std::function<void(void* data, size_t bytes)> discard = {};      // gives pages back; their content is lost
+    // True: the block's pages are gone, and it is never to be handed out again.
+    std::function<bool(const void* block, size_t bytes)> lost = {};
+    std::function<void(void* data, size_t bytes)> discard = {};  // gives pages back; their content is lost
   };
   static Pool& create(Memory memory);  // of at least a page
 

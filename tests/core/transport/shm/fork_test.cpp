@@ -164,6 +164,37 @@ TEST(severing_takes_no_more_than_was_touched) {
   CHECK(chars(tensor)[kMiB] == 1 && chars(tensor)[0] == 0);
 }
 
+TEST(what_was_severed_is_given_back_once_it_is_freed) {
+  Fixture f;
+  const size_t shared = pages_of(*f.arena);
+  const long before = memory_of_process("Anonymous");
+  std::vector<char*> lost;
+  for (int round = 0; round < 3; ++round) {
+    auto tensor = f.arena->allocate_tensor(8 * kMiB);
+    char* block = f.take(8 * kMiB, 1);
+    std::memset(tensor.get(), 1, 8 * kMiB);
+    for (char* begin : {chars(tensor), block}) {
+      lost.push_back(begin + kMiB);
+      f.arena->sever_tensor(static_cast<size_t>(f.arena->offset_of(lost.back(), 1)), 2 * kMiB);
+      std::memset(begin, 2, 8 * kMiB);
+    }
+    tensor.reset();
+    f.pool.release(block);
+    CHECK_EQ(pages_of(*f.arena), shared);
+    CHECK(std::labs(memory_of_process("Anonymous") - before) <= kNoise || !kCountsBytes);
+  }
+  std::vector<std::shared_ptr<void>> others;
+  for (int i = 0; i < 100; ++i) {  // never its addresses, where a woken rank may write
+    const auto& tensor = others.emplace_back(f.arena->allocate_tensor(kMiB));
+    char* block = f.take(kMiB, 3);
+    CHECK(all_are(chars(tensor), kMiB, 0));
+    for (char* begin : {chars(tensor), block})
+      for (char* other : lost) CHECK(begin + kMiB <= other || other + 2 * kMiB <= begin);
+    std::memset(tensor.get(), 3, kMiB);
+  }
+  CHECK(true_in_child([] { return true; }));
+}
+
 TEST(severing_again_keeps_what_was_written_since) {
   Fixture f;
   auto* block = static_cast<char*>(f.pool.allocate(8 * kPage));  // no page of it is there yet
