@@ -2,6 +2,7 @@
 
 import contextlib
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -154,3 +155,34 @@ def test_work_wait_gives_up(pool):
         assert (outcome.error, outcome.left) == ("Timeout", [])
         assert outcome.text.startswith("rank 0 waits for ranks 1, 2 since 0.5 s in all_reduce"), outcome
     assert 0.5 <= outcomes[0].seconds < 0.5 + WITHIN
+
+
+def late_but_done() -> Outcome:
+    """Another thread brings the operation to its end while the one that waited is about to give it up."""
+    set_fault(0, "giving up:1:sleep1000")
+
+    def body(step):
+        tensor = torch.ones(8)
+        if my_rank() == 0:
+            work = syncengine.all_reduce(tensor, async_op=True)
+            other = threading.Thread(target=work.wait)
+            other.start()
+            step()
+            work.wait(timeout=0.5)
+            other.join()
+        else:
+            time.sleep(1.0)
+            step()
+            syncengine.all_reduce(tensor)
+        syncengine.barrier()
+        return tensor[0].item()
+
+    return suffer(body, timeout=20.0)
+
+
+@needs_hooks
+def test_work_that_ends_as_wait_gives_up_is_no_error(pool):
+    with pool.spawn_ranks(late_but_done, world=2, settings=None) as ranks:
+        for rank in ranks:
+            outcome = rank.result()
+            assert (outcome.error, outcome.value, outcome.left) == ("", 2.0, []), outcome

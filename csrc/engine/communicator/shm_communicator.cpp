@@ -5,6 +5,8 @@
 #include <atomic>
 #include <numeric>
 
+#include "base/sync_point.h"
+
 namespace syncengine {
 
 namespace {
@@ -135,8 +137,13 @@ void ShmCommunicator::wait(const std::shared_ptr<Work>& work, const std::functio
   auto deadline = at_most ? Deadline::after(*at_most) : Deadline::never();
   auto guarded = [&] {
     // Either way the peers can't finish what this rank walks away from.
-    if (deadline.passed() && !work->ended())
-      engine_->locked([&] { fail(ErrorKind::Timeout, what_is_pending() + ": wait(timeout=...) gave up"); });
+    if (deadline.passed() && !work->ended()) {
+      sync_point("giving up");
+      engine_->locked([&] {
+        // Another thread may have ended it meanwhile.
+        if (!work->ended()) fail(ErrorKind::Timeout, what_is_pending() + ": wait(timeout=...) gave up");
+      });
+    }
     try {
       if (interrupted) interrupted();
     } catch (...) {
