@@ -91,6 +91,7 @@ Arrival Inbox::begin(const Frame& frame) {
 
 void Inbox::end(Arrival& arrival) {
   const Frame& frame = arrival.frame;
+  const bool withdrawn = withdrawals_.is_withdrawn(frame.tag);  // which is forgotten if this is the last one to come
   if (frame.kind == Kind::Eager) withdrawals_.count_eager();
   if (arrival.receive) {
     Receive& receive = *arrival.receive;
@@ -101,7 +102,7 @@ void Inbox::end(Arrival& arrival) {
     auto posted = posted_.find(frame.tag);  // while it came
     if (posted != posted_.end()) {
       take(posted->second, unexpected);
-    } else if (!withdrawals_.is_withdrawn(frame.tag)) {
+    } else if (!withdrawn) {
       if (!unexpected_.emplace(frame.tag, std::move(unexpected)).second) throw garbage(peer_, "one transfer twice");
       return;  // its credit is given back when it is taken
     } else {

@@ -197,6 +197,23 @@ TEST(tcp_withdrawals_wait_for_what_was_sent_before_them) {
   CHECK(contains(CHECK_THROWS(side.withdrawals.hear(again), ErrorKind::PeerLost), "one withdrawal twice"));
 }
 
+// What is being read while both sides withdraw it is the last that both wait for.
+TEST(tcp_withdrawals_drop_what_was_coming_meanwhile) {
+  Side side;
+  uint32_t credit = 0;
+  for (uint32_t round = 0; round < 1000; ++round) {  // far more than the window
+    const uint64_t tag = round * 10;
+    Arrival arrival = side.inbox.begin({.kind = Kind::Eager, .payload = kEagerBytes, .tag = tag});
+    side.inbox.withdraw(tag, tag + 9, {ErrorKind::Aborted, "over"});
+    side.withdrawals.hear({.kind = Kind::Withdrawn, .tag = tag, .handle = tag + 9, .size = round + 1});
+    side.inbox.end(arrival);
+    CHECK_EQ(side.withdrawals.size(), 0u);
+    for (const Frame& frame : side.told()) credit += frame.size;
+  }
+  CHECK(side.inbox.take_unexpected().empty());
+  CHECK(credit > 999 * kEagerBytes - kEagerWindow);
+}
+
 // The count goes around; only differences matter.
 TEST(tcp_withdrawals_count_what_was_sent_unasked) {
   Side side;
