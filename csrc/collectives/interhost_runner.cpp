@@ -12,17 +12,6 @@ namespace {
 
 constexpr size_t kWidePiece = 4096;  // elements that are widened at a time: they stay in the cache
 
-// Null unless [offset, offset + bytes) is one piece.
-std::byte* one_piece(const SpanList& spans, size_t offset, size_t bytes) {
-  std::byte* found = nullptr;
-  int pieces = 0;
-  spans.for_each(offset, bytes, [&](std::byte* memory, size_t, size_t) {
-    found = memory;
-    ++pieces;
-  });
-  return pieces == 1 ? found : nullptr;
-}
-
 void copy_out(const SpanList& spans, size_t offset, size_t bytes, std::byte* into) {
   spans.for_each(offset, bytes,
                  [&](std::byte* memory, size_t done, size_t length) { std::memcpy(into + done, memory, length); });
@@ -38,13 +27,13 @@ void copy_in(const SpanList& spans, size_t offset, size_t bytes, const std::byte
 
 const std::byte* InterhostRunner::contribution(const View& view, int rank) const {
   const InterhostCell& cell = view.cell;
-  if (!in_slot(view, rank)) return one_piece(view.operation.input, cell.input, cell.bytes);
+  if (!in_slot(view, rank)) return view.operation.input.one_piece(cell.input, cell.bytes);
   const Runner::Base& from = base(view, rank);
-  return from.spans ? one_piece(*from.spans, place(view), cell.bytes) : from.slot + place(view);
+  return from.spans ? from.spans->one_piece(place(view), cell.bytes) : from.slot + place(view);
 }
 
 std::byte* InterhostRunner::output(const View& view) const {
-  return one_piece(view.operation.output, view.cell.output, view.cell.bytes);
+  return view.operation.output.one_piece(view.cell.output, view.cell.bytes);
 }
 
 void InterhostRunner::gather_contribution(const View& view, int rank, std::byte* into) const {

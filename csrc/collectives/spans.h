@@ -51,6 +51,14 @@ class SpanList {
     return spans_[i].data + (offset - starts_[i]);
   }
 
+  // The memory of [offset, offset + bytes) if it lies in one span, else null.
+  std::byte* one_piece(size_t offset, size_t bytes) const {
+    if (bytes == 0) return nullptr;
+    size_t i = std::upper_bound(starts_.begin(), starts_.end(), offset) - starts_.begin() - 1;
+    size_t skip = offset - starts_[i];
+    return bytes <= spans_[i].bytes - skip ? spans_[i].data + skip : nullptr;
+  }
+
   // Calls visit(std::byte* memory, size_t offset, size_t bytes) for each contiguous piece of [offset, offset + bytes),
   // in order; `offset` in the call is relative to the start of the range.
   template <class Visit>

@@ -148,8 +148,8 @@ void InterhostRoute::post_piece(int member, Transit& transit) {
   auto number = static_cast<uint32_t>(offset / Interhost::kMaxTransfer % (uint64_t{1} << kEnvelopeBits));
   uint64_t tag = tag_of(links_.group, shm::kMessages, transit.number, number, bytes);
   Piece piece{.transfer = {}, .offset = offset, .bytes = bytes, .copy = {}};
-  std::byte* data = memory.at(offset);
-  if (memory.at(offset + bytes - 1) != data + bytes - 1) {
+  std::byte* data = memory.one_piece(offset, bytes);
+  if (data == nullptr) {
     piece.copy = std::make_unique_for_overwrite<std::byte[]>(bytes);
     data = piece.copy.get();
     if (transit.post.sends) memory.copy_to(data, offset, bytes);

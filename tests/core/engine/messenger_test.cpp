@@ -244,6 +244,31 @@ TEST(messages_from_and_into_several_pieces_of_memory) {
   });
 }
 
+// Its last byte lies where it would without the gap.
+TEST(messages_from_and_into_pieces_with_another_one_between) {
+  run_placed({"ab"}, {}, [](int rank, Communicator& communicator) {
+    constexpr size_t kPart = 50000, kBytes = 3 * kPart;
+    std::vector<unsigned char> outer(kBytes, 0), inner(kPart), all(kBytes);
+    fill(all.data(), kBytes, 0, 1, 6);
+    for (int pieces : {0, 1}) {  // the rank whose memory is in pieces
+      Message mine = message(rank == 0 ? "send()" : "receive()", 1 - rank, 6, nullptr, 0);
+      std::vector<unsigned char> whole(kBytes);
+      if (rank == pieces) {
+        mine.memory.add(outer.data(), kPart);
+        mine.memory.add(inner.data(), kPart);
+        mine.memory.add(outer.data() + 2 * kPart, kPart);
+      } else {
+        mine.memory.add(whole.data(), kBytes);
+      }
+      if (rank == 0) mine.memory.copy_from(reinterpret_cast<std::byte*>(all.data()), 0, kBytes);
+      communicator.wait(rank == 0 ? communicator.send(mine) : communicator.receive(mine));
+      std::vector<unsigned char> got(kBytes);
+      mine.memory.copy_to(reinterpret_cast<std::byte*>(got.data()), 0, kBytes);
+      CHECK(got == all);
+    }
+  });
+}
+
 TEST(a_large_message_from_the_arena_is_not_copied_by_its_sender) {
   run_job(2, {}, [](int rank, Communicator& communicator) {
     constexpr size_t kBytes = 1 << 20;
