@@ -17,6 +17,9 @@ void Backward::wait_at_end_for(std::vector<TorchFuture> futures) {
 
 void Backward::begin() {
   Usage& usage = model_.usage;
+  if (auto plan = forwards_.plan(model_.plan.shared(), model_.parameters); plan != model_.plan.shared()) {
+    model_.install(std::move(plan));
+  }
   // The first iteration of a static graph says nothing about the order in which gradients are ready.
   plan_ = model_.plan.use(/*shows_order=*/!usage.observes());
   route_ = &model_.routing.route();
@@ -49,7 +52,10 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
   }
   const bool is_static = model_.usage.is_static();
   if (is_static && !is_last_fire(index, incoming, watched)) return false;
-  if (gradient(index).collected() || !plan_->covers(index)) {
+  if (!plan_->covers(index) || (parameters.any_retired() && !plan_->fits(index, parameter))) {
+    throw Error(ErrorKind::InvalidUsage, uncovered_text(parameters, index));
+  }
+  if (gradient(index).collected()) {
     throw Error(ErrorKind::InvalidUsage, collected_twice_text(parameters, index));
   }
   if (!is_static) gradient(index).note(incoming, watched);

@@ -81,6 +81,14 @@ BucketPlan::BucketPlan(const std::vector<std::vector<size_t>>& indices, const st
   std::sort(sparse_.begin(), sparse_.end());
 }
 
+bool BucketPlan::contains(const BucketPlan& other, const std::vector<Gradient>& gradients) const {
+  for (size_t i = 0; i < places_.size(); ++i) {
+    const at::Tensor& parameter = gradients[i].parameter();
+    if (other.covers(i) && parameter.requires_grad() && !(covers(i) && fits(i, parameter))) return false;
+  }
+  return true;
+}
+
 size_t BucketPlan::largest_bucket() const {
   size_t largest = 0;
   for (const auto& layout : buckets_) largest = std::max(largest, layout->parameters.size());

@@ -35,6 +35,9 @@ class BucketPlan {
     return places_[parameter].bytes == tensor.nbytes() && places_[parameter].type == tensor.scalar_type();
   }
 
+  // Whether it covers, as they are now, all parameters that `other` covers and that still require a gradient.
+  bool contains(const BucketPlan& other, const std::vector<Gradient>& gradients) const;
+
   // Parameters in buckets of sparse layout, in order.
   const std::vector<size_t>& sparse() const { return sparse_; }
   // Bytes of the gradients that belong into the pool.

@@ -18,6 +18,7 @@ class CurrentPlan {
   explicit operator bool() const { return plan_ != nullptr; }
   const BucketPlan& operator*() const { return *plan_; }
   const BucketPlan* operator->() const { return plan_.get(); }
+  const std::shared_ptr<const BucketPlan>& shared() const { return plan_; }
   bool covers(size_t parameter) const { return plan_ && plan_->covers(parameter); }
 
   void install(std::shared_ptr<const BucketPlan> plan) {

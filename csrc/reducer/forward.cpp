@@ -32,6 +32,18 @@ void Forwards::expect(const std::shared_ptr<Forward>& forward) {
   if (forward->outputs.empty()) kept_ = forward;
 }
 
+std::shared_ptr<const BucketPlan> Forwards::plan(const std::shared_ptr<const BucketPlan>& current,
+                                                 const Parameters& parameters) const {
+  auto plan = current;
+  for (const auto& weak : forwards_) {
+    const auto forward = weak.lock();
+    if (!forward || !forward->plan || forward->plan == plan) continue;
+    if (plan->contains(*forward->plan, parameters.gradients()) || !is_in_this_task(*forward)) continue;
+    if (forward->plan->contains(*plan, parameters.gradients())) plan = forward->plan;
+  }
+  return plan;
+}
+
 void Forwards::tell(Forward& all, const Parameters& parameters, bool looks_for_unused) const {
   std::vector<std::shared_ptr<Forward>> alive;
   for (const auto& weak : forwards_) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "reducer/bucket_plan.h"
 #include "reducer/parameters.h"
 
 namespace torch::autograd {
@@ -30,6 +31,7 @@ struct Forward {
   std::vector<bool> reachable = {};                        // by parameter, from its outputs; empty if nobody asks
   std::vector<const torch::autograd::Node*> outputs = {};  // the nodes of its outputs: to be compared only
   bool reached = false;                                    // by a backward
+  std::shared_ptr<const BucketPlan> plan = {};             // that it was made for
 };
 
 // Those that a backward may come from.
@@ -38,6 +40,10 @@ class Forwards {
   // Keeps `forward` itself if none of its outputs does.
   void expect(const std::shared_ptr<Forward>& forward);
 
+  // In the backward's first graph task: the plan to go by, the same on all ranks. The `current` one, unless parameters
+  // were frozen or changed for a later forward than this backward comes from.
+  std::shared_ptr<const BucketPlan> plan(const std::shared_ptr<const BucketPlan>& current,
+                                         const Parameters& parameters) const;
   // In the backward's first graph task: adds to `all` what each says, and, if it `looks_for_unused`, what else the
   // backward reaches. Throws InvalidUsage if two say different weights.
   void tell(Forward& all, const Parameters& parameters, bool looks_for_unused) const;

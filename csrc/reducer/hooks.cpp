@@ -115,15 +115,15 @@ class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor& parameter) override {
     for (const Owner& owner : owners_) {
       auto reducer = owner.reducer.lock();
-      if (reducer && reducer->postpones(owner.index)) return;
+      if (reducer && reducer->postpones()) return;
     }
     (*users_)(parameter);
   }
   void run(const at::Tensor& parameter) { (*users_)(parameter); }
 
-  void add(const std::shared_ptr<Reducer>& reducer, size_t index) {
+  void add(const std::shared_ptr<Reducer>& reducer) {
     remove(*reducer);
-    owners_.push_back({reducer, reducer.get(), index});
+    owners_.push_back({reducer, reducer.get()});
   }
   // Returns whether nobody is left.
   bool remove(const Reducer& reducer) {
@@ -136,7 +136,6 @@ class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
   struct Owner {
     std::weak_ptr<Reducer> reducer;
     const Reducer* address;  // while it is being destroyed, too
-    size_t index;
   };
   std::vector<Owner> owners_;
   std::unique_ptr<PostAccumulateGradHook> users_;
@@ -214,11 +213,11 @@ void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward) {
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->reach(); });
 }
 
-bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, size_t index, const at::Tensor& parameter) {
+bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tensor& parameter) {
   auto* hooks = hooks_of(parameter);
   if (hooks == nullptr || !*hooks) return false;
   if (postponed_hooks(parameter) == nullptr) *hooks = std::make_unique<PostponedHooks>(std::move(*hooks));
-  postponed_hooks(parameter)->add(reducer, index);
+  postponed_hooks(parameter)->add(reducer);
   return true;
 }
 

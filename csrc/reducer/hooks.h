@@ -29,6 +29,8 @@ class GradientHook {
   const torch::autograd::Node* node() const { return node_.get(); }
   // Whether that is the node through which `parameter` gets its gradients now.
   bool fits(const at::Tensor& parameter) const;
+  // Whether nothing else holds the node: no graph, and no other hook.
+  bool is_alone() const { return node_.use_count() == 1; }
   // Who else listens to the node: hooks of the user (Megatron's, Apex'), which are to see this rank's own gradient; or
   // another reducer, of a second wrapper of the same module.
   bool others_are_users() const;
@@ -55,9 +57,9 @@ void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant);
 void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward);
 
 // Users' post-accumulate-grad hooks (an optimizer in backward, say) run before GradientHook, on the local gradient.
-// This makes them wait: nothing runs while Reducer::postpones(index) of any reducer that the parameter belongs to;
+// This makes them wait: nothing runs while Reducer::postpones() of any reducer that the parameter belongs to;
 // whoever delivers the average runs them. False if there are none.
-bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, size_t index, const at::Tensor& parameter);
+bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tensor& parameter);
 // Whether there are some that do not wait, since they came after the last forward.
 bool has_hasty_user_hooks(const at::Tensor& parameter);
 // The same of an optimizer in backward (torch's _apply_optimizer_in_backward).

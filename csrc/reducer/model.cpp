@@ -53,7 +53,11 @@ void Model::install_plan(const std::vector<std::vector<size_t>>& buckets, bool p
   if (!averaging.slots) {
     throw Error(ErrorKind::InvalidUsage, parameters.model() + ": reserve_slots() comes before the first plan");
   }
-  plan.install(std::make_shared<const BucketPlan>(buckets, parameters.gradients(), parameters.names(), provisional));
+  install(std::make_shared<const BucketPlan>(buckets, parameters.gradients(), parameters.names(), provisional));
+}
+
+void Model::install(std::shared_ptr<const BucketPlan> of_another_forward) {
+  plan.install(std::move(of_another_forward));
   pooled.install(*plan);
   routing.route().install(*plan);
 }

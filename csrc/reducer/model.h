@@ -64,6 +64,7 @@ struct Model {
   bool wants_plan(bool changed);
   // Not in the middle of a backward; nor, the first, before slots are reserved.
   void install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional);
+  void install(std::shared_ptr<const BucketPlan> of_another_forward);
   Routing& routing_for_hook();
   // Before the first backward.
   void set_static_graph();

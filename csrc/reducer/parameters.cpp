@@ -1,5 +1,6 @@
 #include "reducer/parameters.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace syncengine {
@@ -17,6 +18,7 @@ Parameters::Parameters(std::vector<at::Tensor> tensors, ModelNames names, const 
 bool Parameters::follow(const std::shared_ptr<Reducer>& reducer) {
   constexpr size_t kSoon = 16, kNext = 8;
   bool news = false;
+  std::erase_if(retired_, [this](const auto& hook) { return hook->is_alone() && accumulators_.erase(hook->node()) > 0; });
   for (size_t i = 0; i < attributes_.size(); ++i) {
     if (i + kSoon < attributes_.size()) attributes_[i + kSoon].prefetch_tensor();
     if (i + kNext < attributes_.size()) attributes_[i + kNext].prefetch_autograd();
@@ -28,19 +30,24 @@ bool Parameters::follow(const std::shared_ptr<Reducer>& reducer) {
   return news;
 }
 
-// A parameter's AccumulateGrad node exists only while it requires a gradient, and torch may put another in its place:
-// when `.data` changes its dtype, say, also if that changes back (model.bfloat16(), model.float()). Of another size it
-// is of no use.
+// A parameter has an AccumulateGrad node when it requires a gradient, and torch may put another in its place: when
+// `.data` changes its dtype, say, also if that changes back (model.bfloat16(), model.float()). Of another size it is of
+// no use. Graphs from before go on with the old one.
 void Parameters::follow(const std::shared_ptr<Reducer>& reducer, size_t index) {
   const at::Tensor& parameter = tensor(index);
   auto& hook = hooks_[index];
   const bool wanted = parameter.requires_grad();
-  if (wanted && postpone_user_hooks(reducer, index, parameter)) any_user_hooks_ = true;
-  if (hook && (!wanted || !hook->fits(parameter))) unhook(index);
+  if (wanted && postpone_user_hooks(reducer, parameter)) any_user_hooks_ = true;
+  if (hook && !hook->fits(parameter)) retire(index);
   if (wanted && !hook) {
     hook = std::make_unique<GradientHook>(*reducer, index, parameter);
     accumulators_[hook->node()] = index;
   }
+}
+
+void Parameters::retire(size_t index) {
+  if (hooks_[index]->is_alone()) return unhook(index);
+  retired_.push_back(std::move(hooks_[index]));
 }
 
 void Parameters::unhook(size_t index) {
@@ -50,15 +57,15 @@ void Parameters::unhook(size_t index) {
 
 bool Parameters::are_covered_by(const BucketPlan& plan) const {
   for (size_t i = 0; i < hooks_.size(); ++i) {
-    if ((hooks_[i] != nullptr) != plan.covers(i)) return false;
-    if (hooks_[i] && !plan.fits(i, tensor(i))) return false;
+    const bool wanted = tensor(i).requires_grad();
+    if (wanted != plan.covers(i) || (wanted && !plan.fits(i, tensor(i)))) return false;
   }
   return true;
 }
 
 void Parameters::let_go_of_nodes() {
   for (size_t i = 0; i < hooks_.size(); ++i) {
-    if (!hooks_[i]) continue;
+    if (!hooks_[i] || !hooks_[i]->is_alone()) continue;
     unhook(i);
     attributes_[i].forget();
   }
@@ -66,6 +73,7 @@ void Parameters::let_go_of_nodes() {
 
 void Parameters::unhook(const Reducer& reducer) {
   accumulators_.clear();
+  retired_.clear();
   for (size_t i = 0; i < hooks_.size(); ++i) {
     hooks_[i].reset();
     attributes_[i].forget();

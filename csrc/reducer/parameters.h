@@ -34,16 +34,18 @@ class Parameters {
   // The AccumulateGrad nodes that are listened to.
   const AccumulatorIndex& accumulators() const { return accumulators_; }
 
-  // Before a forward: `reducer` listens to each that requires a gradient, and to no other. Returns whether anything was
-  // new.
+  // Before a forward: `reducer` listens to each that requires a gradient, or has: a graph from before may bring one when
+  // it does again. Returns whether anything was new.
   bool follow(const std::shared_ptr<Reducer>& reducer);
-  // Whether each that is listened to is in a bucket of `plan`, as it was then, and no other is.
+  // Whether each that requires a gradient is in a bucket of `plan`, as it was then, and no other is.
   bool are_covered_by(const BucketPlan& plan) const;
-  // Forgets AccumulateGrad nodes, so that follow() has them made anew where nobody else holds them.
+  // Forgets AccumulateGrad nodes that nobody else holds, so that follow() has them made anew.
   void let_go_of_nodes();
   // Listens to none, and lets users' hooks run by themselves again.
   void unhook(const Reducer& reducer);
 
+  // Whether graphs from before a change of dtype or size may bring gradients.
+  bool any_retired() const { return !retired_.empty(); }
   // Hooks of the user that run when a gradient is accumulated; they wait for the averages.
   bool any_user_hooks() const { return any_user_hooks_; }
   // See hooks.h, of one that is listened to.
@@ -52,12 +54,14 @@ class Parameters {
 
  private:
   void follow(const std::shared_ptr<Reducer>& reducer, size_t index);
+  void retire(size_t index);
   void unhook(size_t index);
 
   const std::shared_ptr<const ModelNames> names_;
   std::vector<Gradient> gradients_;
   std::vector<Attributes> attributes_;
-  std::vector<std::unique_ptr<GradientHook>> hooks_;  // none while it does not require a gradient
+  std::vector<std::unique_ptr<GradientHook>> hooks_;    // none until it requires a gradient
+  std::vector<std::unique_ptr<GradientHook>> retired_;  // on nodes that graphs hold, and parameters no longer
   AccumulatorIndex accumulators_;
   bool any_user_hooks_ = false;
 };

@@ -32,7 +32,11 @@ std::vector<at::Tensor> mark_reachable(const std::vector<at::Tensor>& outputs, c
 // A module whose parameters were replaced would train without ever being synchronized.
 bool are_replaced(const Parameters& parameters, const std::vector<at::Tensor>& outputs) {
   auto requires_grad = [](const at::Tensor& output) { return output.requires_grad(); };
-  if (parameters.accumulators().empty() || std::none_of(outputs.begin(), outputs.end(), requires_grad)) return false;
+  auto is_trained = [](const Gradient& gradient) { return gradient.parameter().requires_grad(); };
+  const auto& all = parameters.gradients();
+  if (std::none_of(all.begin(), all.end(), is_trained) || std::none_of(outputs.begin(), outputs.end(), requires_grad)) {
+    return false;
+  }
   std::vector<bool> reached(parameters.size());
   mark_used(outputs, parameters.accumulators(), reached);
   return std::find(reached.begin(), reached.end(), true) == reached.end();
@@ -95,6 +99,7 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
     if (const auto* node = hook_output(weak_from_this(), output, model_->forward)) forward.outputs.push_back(node);
   }
   outputs_hooked_ = !forward.outputs.empty();
+  forward.plan = model_->plan.shared();
   model_->coming_backward().expect(std::exchange(model_->forward, nullptr));
   phase_ = Phase::Armed;
   return other_leaves;

@@ -84,7 +84,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Whether a backward runs that comes from this model's outputs. Without the lock.
   bool has_claimed() const { return claimed_; }
   void on_gradient(size_t index, const at::Tensor& incoming);
-  bool postpones(size_t index) const;
+  bool postpones() const;
   void on_backward_end();
   void on_backward_failed(const std::string& text) noexcept;  // by an error of one of these hooks
   // Its graph task has ended without on_backward_end, by anybody's error.

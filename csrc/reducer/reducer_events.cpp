@@ -57,9 +57,9 @@ void Reducer::watch_this_backward() {
   }
 }
 
-bool Reducer::postpones(size_t index) const {
+bool Reducer::postpones() const {
   std::lock_guard lock(mutex_);
-  return model_->plan.covers(index) && (phase_ == Phase::Armed || phase_ == Phase::Syncing);
+  return phase_ == Phase::Armed || phase_ == Phase::Syncing;
 }
 
 void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
@@ -70,6 +70,8 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
   {
     std::lock_guard lock(mutex_);
     const Parameters& parameters = model_->parameters;
+    // Frozen: nothing has come, though its node was run.
+    if (!model_->plan.covers(index) && !parameters.tensor(index).requires_grad()) return;
     if (model_->usage.finds_unused() && parameters.tensor(index).grad().defined()) model_->usage.note(index);
     switch (phase_) {
       case Phase::Local: return;

@@ -51,6 +51,12 @@ std::string dropped_text(const Parameters& parameters) {
          "weights may differ. Let the error end the job, or skip that step on all ranks";
 }
 
+std::string uncovered_text(const Parameters& parameters, size_t index) {
+  return "parameter " + parameters.name(index) + " of " + parameters.model() +
+         " got a gradient from a graph that is older than a forward for which it was frozen (requires_grad=False), or "
+         "of another dtype or size, so it can't be averaged: run that graph's backward before, or freeze only after it";
+}
+
 std::string collected_twice_text(const Parameters& parameters, size_t index) {
   return "Expected to mark a variable ready only once. Parameter " + std::to_string(index) + " (" +
          parameters.name(index) + ") of " + parameters.model() +

@@ -16,6 +16,7 @@ std::string unfinished_text(const Model& model);
 std::string removed_text(const Parameters& parameters);
 std::string dropped_text(const Parameters& parameters);
 std::string consumed_text(const Parameters& parameters);
+std::string uncovered_text(const Parameters& parameters, size_t index);
 std::string collected_twice_text(const Parameters& parameters, size_t index);
 
 }  // namespace syncengine

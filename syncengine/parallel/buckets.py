@@ -88,6 +88,8 @@ class BucketPlanner:
         Buckets are in the order in which they fill. torch puts those below their caps in the order of a hash table,
         which depends on the device's number, and so on the rank.
         """
+        if not order:  # all are frozen
+            return []
         tensors = [self.parameters[i] for i in order]
         sparse = [self.sparse[i] for i in order]
         plan = dist._compute_bucket_assignment_by_size(tensors, list(caps), sparse, list(range(len(order))))[0]

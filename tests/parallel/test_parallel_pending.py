@@ -1,0 +1,138 @@
+"""Forwards whose backward is still to come while the module changes: frozen for another forward, of another dtype."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from flat import flat
+from parallel_models import both, data, different_bits, gradients, small
+from pool import RankPool, run_on_ranks
+from test_parallel_lifetimes import averages
+from torch import nn
+
+import syncengine
+from syncengine.errors import InvalidUsage
+
+Change = Callable[[nn.Module, bool], Any]
+
+
+def freeze(module: nn.Module, there: bool) -> None:
+    module[0].requires_grad_(not there)
+
+
+def round_off(module: nn.Module, there: bool) -> None:
+    module.to(torch.bfloat16 if there else torch.float32)
+
+
+def with_another_forward(change: Change, synchronized: bool, first_drops: bool) -> Callable[[nn.Module], list]:
+    """The steps of a GAN's discriminator: a forward is pending while the module changes for another one."""
+
+    def step(model: nn.Module) -> list:
+        found = []
+        for i in range(4):
+            if first_drops:
+                model(data(i))
+            model.zero_grad()
+            pending = model(data(i)).square().mean()
+            change(model.module, True)
+            with contextlib.nullcontext() if synchronized else model.no_sync():
+                other = model(data(i + 1).to(next(model.parameters()).dtype))
+            change(model.module, False)
+            pending.backward()
+            found += gradients(model)
+            del other
+        return found
+
+    return step
+
+
+def wait_for_other_forwards() -> None:
+    for synchronized in (True, False):
+        for first_drops in (False, True):
+            both(small, with_another_forward(freeze, synchronized, first_drops))
+            # DDP does not follow a change of dtype.
+            torch.manual_seed(0)
+            model = syncengine.Parallel(small())
+            reference = copy.deepcopy(model.module).bfloat16().float()
+            found = with_another_forward(round_off, synchronized, first_drops)(model)
+            for i in range(4):
+                expected = averages(reference, reference(data(i)).square().mean())
+                if i == 0:
+                    continue  # the weights were rounded after that forward
+                assert not different_bits(found[4 * i : 4 * i + 4], expected), (i, synchronized, first_drops)
+
+
+@pytest.mark.parametrize("memory", ["in place", "flat"])
+def test_a_forward_that_is_pending_while_the_module_changes(pool: RankPool, memory: str):
+    pool.run(*((flat, wait_for_other_forwards) if memory == "flat" else (wait_for_other_forwards,)), gloo=True)
+
+
+@run_on_ranks()
+def test_hooks_of_parameters_that_are_frozen_meanwhile_see_the_average():
+    module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    nn.init.ones_(module[0].weight), nn.init.ones_(module[1].weight)
+    seen: list = []
+    module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.item()))
+    model = syncengine.Parallel(module)
+    x = torch.full((1, 1), float(syncengine.rank()))
+    for _ in range(3):
+        module.zero_grad()
+        real = model(x)
+        freeze(module, True)
+        model(x)
+        freeze(module, False)
+        real.sum().backward()
+    assert seen == [0.5] * 3
+
+
+@run_on_ranks()
+def test_what_can_not_be_averaged_any_more_is_an_error():
+    module = small()
+    model = syncengine.Parallel(module)
+    kept = model(data())
+    model(data()).sum().backward()
+    freeze(module, True)
+    model(data())
+    freeze(module, False)
+    with pytest.raises(InvalidUsage, match=r"parameter 0\.(weight|bias) of Parallel\(Sequential\).*was frozen"):
+        kept.sum().backward()
+    for i in range(2):
+        module.zero_grad()
+        model(data(i)).sum().backward()
+    gradient = module[0].weight.grad.clone()
+    syncengine.all_reduce(gradient, op="avg")
+    assert torch.equal(gradient, module[0].weight.grad)
+
+
+@run_on_ranks(gloo=True)
+def test_a_parameter_that_stays_frozen_gets_nothing():
+    module = small()
+    model = syncengine.Parallel(module)
+    for i in range(3):
+        module.zero_grad()
+        pending = model(data(i))
+        freeze(module, True)
+        expected = averages(module[2], module(data(i)).sum())
+        model(data(i + 1))
+        pending.sum().backward()
+        freeze(module, False)
+        assert module[0].weight.grad is None
+        assert not different_bits(gradients(module[2]), expected)
+
+
+@run_on_ranks()
+def test_a_model_that_is_wholly_frozen():
+    module = small()
+    model = syncengine.Parallel(module)
+    for i in range(6):
+        module.zero_grad()
+        module.requires_grad_(i % 3 == 0)
+        x = data(i).requires_grad_()
+        model(x).sum().backward()
+        assert x.grad is not None
+        assert (module[0].weight.grad is None) == (i % 3 != 0)
