@@ -260,7 +260,8 @@ class Sharing:
     def tear(self, error: BaseException) -> None:
         """The weights may be half written, and the communicator has failed: raises ``TornWeights``, now and later."""
         self.blocks[0].weights.memory.tear(self._updates + 1)
-        self.end(error if isinstance(error, SyncError) else InvalidUsage(str(error)))
+        failure = self.host.communicator.exception() if self.host is not None else None
+        self.end(next((e for e in (error, failure) if isinstance(e, SyncError)), InvalidUsage(str(error))))
         if isinstance(error, Exception):
             raise self._again() from error
 

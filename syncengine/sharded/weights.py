@@ -128,8 +128,7 @@ class SharedWeights:
     def take(self) -> None:
         """The second half, which nothing interrupts."""
         for memory, parameter in zip(self._common, self.parameters, strict=True):
-            if self._host.rank > 0:
-                parameter.data = memory
+            parameter.data = memory
             common[parameter] = True
         return_free_memory()
         self.loaded = False
@@ -143,6 +142,32 @@ class SharedWeights:
             parameter.data = parameter.detach().clone()
             common.pop(parameter, None)
         self.loaded = True
+
+    def put_back(self, writes: bool) -> str:
+        """At the end of writing(): what was loaded, or moved elsewhere, goes where all ranks see it, if this one writes.
+
+        Returns what this rank has done that it must not; or an empty text.
+        """
+        moved = self.loaded or self.watched.moved() is not None
+        if not writes:
+            problem = "a state dict was loaded into the model" if self.loaded else self.written_by_this_rank()
+            problem = problem and f"{problem} (on a rank that must not write)"
+        else:
+            problem = next(
+                (
+                    f"parameter {name} has another shape or dtype now"
+                    for (name, parameter), memory in zip(self.named, self._common, strict=True)
+                    if parameter.shape != memory.shape or parameter.dtype != memory.dtype
+                ),
+                "",
+            )
+            if moved and not problem:
+                for memory, parameter in zip(self._common, self.parameters, strict=True):
+                    memory.copy_(parameter.detach())
+        if moved:
+            self.take()
+        self.note()
+        return problem
 
     def note(self) -> None:
         """They are as they should be."""

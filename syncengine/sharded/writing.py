@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from syncengine.errors import Aborted, InvalidUsage, SyncError
+from syncengine.errors import Aborted, SyncError
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.memory import Host
 from syncengine.sharded.sharing import SAME, Groups, Sharing
@@ -36,36 +36,41 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
         raise
     begun = has_writer = host.members[0] == 0  # begun: writing to this host's memory, perhaps
     try:
-        yield from _write_alone(sharing, host)
+        failure: Exception | None = None
+        try:
+            yield host.communicator.rank == 0
+        except Exception as error:
+            failure = error
+        failure = _end_together(sharing, host, failure)
         begun = True
-        _spread(sharing, host)
+        _spread(sharing, host)  # also after an error: all have what was written until then
     except BaseException as error:
+        if not isinstance(error, Exception):  # Ctrl-C, sys.exit(): it leaves the others alone
+            host.communicator.abort(f"{host.name(host.rank)} left writing(): {type(error).__name__}")
         failed = host.communicator.exception() is not None
         if failed and begun and (not has_writer or sharing.decide_to_write(False)):
             sharing.tear(error)
         raise
     finally:
         sharing.note_writing()
+    if failure is not None:
+        raise failure
 
 
-def _write_alone(sharing: Sharing, host: Host) -> Iterator[bool]:
-    communicator = host.communicator
-    writes, error = communicator.rank == 0, None
+def _end_together(sharing: Sharing, host: Host, error: Exception | None) -> Exception | None:
+    """Tells all ranks of an error in the context. Returns what each of them is to raise then. Collective."""
+    problem = ""
+    for block in sharing.blocks:
+        problem = block.weights.put_back(host.communicator.rank == 0) or problem
+        block.forget_sums()
+    text = f"{type(error).__name__}: {error}" if error else problem
     try:
-        yield writes
-    except Exception as problem:
-        error = problem
-    text = f"{type(error).__name__}: {error}" if error else "" if writes else sharing.written()
-    try:
-        agree(communicator, "", b"", lambda: [], text and f"in writing(): {text}", SAME)
-    except InvalidUsage:
-        if error is not None:
-            raise error from None
-        raise
-    finally:
-        for block in sharing.blocks:
-            block.weights.note()
-            block.forget_sums()
+        agree(host.communicator, "", b"", lambda: [], text and f"in writing(): {text}", SAME)
+    except SyncError as failure:
+        if host.communicator.exception() is not None:
+            raise
+        return error or failure
+    return error
 
 
 def _spread(sharing: Sharing, host: Host) -> None:

@@ -11,6 +11,8 @@ from pool import RankPool
 from sharded_training import differences, different_weights, make, plain, sharded, train
 from test_hosts import run, start
 
+import syncengine
+
 PLACEMENTS = ["ab", "aab", "aabb", "abab"]
 
 
@@ -72,3 +74,29 @@ def test_nothing_more_crosses_than_gradients(pool: RankPool, hosts: str):
     gradients = sum(4 * p.numel() for p in make().parameters())
     assert as_before > gradients
     assert as_sharded < as_before + gradients / 100
+
+
+def hosts_after_an_error(hosts: str, fails: int) -> tuple[str, list[torch.Tensor]]:
+    start(hosts)
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    text = ""
+    try:
+        with optimizer.writing() as may_write, torch.no_grad():
+            if may_write:
+                net.head.weight.mul_(2)
+            if syncengine.rank() == fails:
+                raise ValueError("no")
+    except (ValueError, syncengine.errors.SyncError) as error:
+        text = f"{type(error).__name__}: {error}"
+    train(model, optimizer, range(2, 4))
+    return text, [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("fails", [0, 1])
+def test_hosts_have_the_same_after_an_error_in_writing(pool: RankPool, fails: int):
+    answers = run(pool, hosts_after_an_error, "ab", fails)
+    for rank, (text, weights) in enumerate(answers):
+        assert ("ValueError: no" if rank == fails else f"Aborted: rank {fails}: in writing(): ValueError: no") == text
+        assert all(torch.equal(a, b) for a, b in zip(weights, answers[0][1], strict=True))

@@ -1,0 +1,132 @@
+"""What one rank may do in `writing()`, and what the others find after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from pool import RankPool
+from sharded_training import batch, different_weights, error_of, make, not_divided, sharded, train
+from torch import nn
+
+import syncengine
+
+
+def load(net: nn.Module) -> None:
+    net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
+
+
+def load_a_part(net: nn.Module) -> None:
+    net.head.load_state_dict({name: value + 1 for name, value in net.head.state_dict().items()})
+
+
+def point_elsewhere(net: nn.Module) -> None:
+    net.head.weight.data = net.head.weight.data + 1
+
+
+def one_changes(change: Callable[[nn.Module], None]) -> list[str]:
+    ours, theirs = make(), make()
+    model, optimizer = sharded(ours)
+    train(model, optimizer, 2)
+    theirs.load_state_dict(ours.state_dict())
+    with optimizer.writing() as may_write:
+        if may_write:
+            change(ours)
+    change(theirs)
+    wrong = different_weights(ours, theirs)
+    train(model, optimizer, 2)
+    return wrong + not_divided(ours, optimizer)
+
+
+@pytest.mark.parametrize("change", [load, load_a_part, point_elsewhere])
+def test_all_ranks_see_what_one_has_loaded(pool: RankPool, change: Callable[[nn.Module], None]):
+    assert pool.run(one_changes, change) == [[]] * 2
+
+
+def must_not(change: Callable[[nn.Module], None]) -> list[str]:
+    ours, theirs = make(), make()
+    model, optimizer = sharded(ours)
+    train(model, optimizer, 2)
+    theirs.load_state_dict(ours.state_dict())
+
+    def go() -> None:
+        with optimizer.writing() as may_write:
+            if not may_write:
+                change(ours)
+
+    text = error_of(go)
+    wrong = different_weights(ours, theirs)
+    train(model, optimizer, 2)
+    return [text, *wrong, *not_divided(ours, optimizer)]
+
+
+@pytest.mark.parametrize("change", [load, point_elsewhere])
+def test_only_one_rank_may_load(pool: RankPool, change: Callable[[nn.Module], None]):
+    for text, *wrong in pool.run(must_not, change):
+        assert "rank 1: in writing(): " in text
+        assert "(on a rank that must not write)" in text
+        assert wrong == []
+
+
+def narrower() -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+
+    def go() -> None:
+        with optimizer.writing() as may_write:
+            if may_write:
+                net.head.half()
+
+    return [error_of(go), str(net.head.weight.dtype), error_of(lambda: train(model, optimizer, 1))]
+
+
+def test_another_dtype_is_refused(pool: RankPool):
+    for text, dtype, after in pool.run(narrower):
+        assert "rank 0: in writing(): parameter head.weight has another shape or dtype now" in text
+        assert (dtype, after) == ("torch.float32", "")
+
+
+def old_graph() -> str:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 1)
+    with model.no_sync():
+        loss = model(batch(1)).square().mean()
+    try:
+        with optimizer.writing() as may_write, torch.no_grad():
+            if may_write:
+                net.head.weight.mul_(2)
+            raise ValueError
+    except ValueError:
+        pass
+    return error_of(loss.backward)
+
+
+def test_a_graph_from_before_an_error_can_not_be_used(pool: RankPool):
+    for text in pool.run(old_graph):
+        assert "has been modified by an inplace operation" in text
+
+
+def leaves() -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 1)
+    try:
+        with optimizer.writing() as may_write:
+            if may_write:
+                raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        return ["KeyboardInterrupt", error_of(optimizer.step)]
+    except syncengine.errors.SyncError as error:
+        return [f"{type(error).__name__}: {error}", error_of(optimizer.step)]
+    return []
+
+
+def test_a_rank_that_is_interrupted_ends_the_others(pool: RankPool):
+    (first, first_step), (second, second_step) = pool.run(leaves)
+    assert first == "KeyboardInterrupt"
+    for text in (second, first_step, second_step):
+        assert "TornWeights" in text
+        assert "rank 0 left writing(): KeyboardInterrupt" in text
