@@ -14,6 +14,7 @@ from syncengine.errors import InvalidUsage, SyncError
 from syncengine.parallel.replication import own_name
 from syncengine.parallel.rounds import Intent, tell
 from syncengine.parallel.steps import Steps
+from syncengine.parallel.watchers import forward_watchers
 
 _MANY = 1000  # forwards without this rank, after which it warns; as torch
 
@@ -59,6 +60,9 @@ class JoinContext:
         self._config = _JoinConfig(enable, throw_on_early_termination, is_first_joinable=False)
 
     def __enter__(self) -> None:
+        if self._config.enable:
+            for watcher in forward_watchers:  # what is to be shared at the first forward: a rank may have none
+                watcher(self._joinable)
         self._joinable._join_config = self._config
         self._steps.uneven.join_is_over = False
 

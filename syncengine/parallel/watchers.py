@@ -14,7 +14,7 @@ from syncengine.parallel.rounds import Round
 
 _numbers = itertools.count()
 models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # as they were made
-forward_watchers: list[Callable[[Any], None]] = []  # called before each forward; may raise
+forward_watchers: list[Callable[[Any], None]] = []  # called before each forward, and at the begin of join(); may raise
 common: Any = WeakIdKeyDictionary()  # parameters that lie in memory that all ranks share
 _followers: weakref.WeakKeyDictionary[Model, list[weakref.WeakMethod[Callable[[Round], None]]]] = (
     weakref.WeakKeyDictionary()

@@ -17,8 +17,8 @@ from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
 from syncengine.parallel.rounds import Intent, Round, tell
 from syncengine.sharded.agreement import gather_texts
-from syncengine.sharded.shard import NOT_OPTIONS, plain_data
-from syncengine.sharded.sharing import Groups, Sharing
+from syncengine.sharded.shard import NOT_OPTIONS, members_of, plain_data
+from syncengine.sharded.sharing import Groups, Sharing, State
 
 
 def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_join: bool) -> Round | None:
@@ -34,18 +34,30 @@ def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_
     return None
 
 
-def send_gradients(sharing: Sharing, groups: Groups, current: Round) -> None:
-    """Those of the first rank that trains, and its options, to those that have joined. Collective."""
-    assert sharing.host is not None
-    communicator = sharing.host.communicator
-    if len(current.training) == communicator.size:
+def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | None) -> None:
+    """Shares parameters that were frozen; sends gradients and options to the ranks that have joined. Collective.
+
+    Those are the first rank's that trains. ``current`` is what ``announce_step`` returned.
+    """
+    late = sharing.late(groups)
+    if current is None or sharing.host is None or len(current.training) == len(current.intents):
+        sharing.share(late, groups, state)
         return
+    communicator = sharing.host.communicator
     source, trains = current.training[0], communicator.rank in current.training
-    parameters = [parameter for block in sharing.blocks for parameter in block.weights.parameters]
+    members = members_of(groups)
+    late_ones = {id(member.parameter) for member in late}
     options = [{k: plain_data(v) for k, v in group.items() if k not in NOT_OPTIONS} for group in groups]
-    own = json.dumps({"options": options, "has": [p.grad is not None for p in parameters]}) if trains else ""
-    told = json.loads(gather_texts(communicator, own)[source])
-    for parameter, has in zip(parameters, told["has"], strict=True):
+    sent = {
+        "options": options,
+        "late": [place for place, member in enumerate(members) if id(member.parameter) in late_ones],
+        "has": [member.parameter.grad is not None for member in members],
+    }
+    told = json.loads(gather_texts(communicator, json.dumps(sent) if trains else "")[source])
+    sharing.share(late if trains else [members[place] for place in told["late"]], groups, state)
+    has_gradient = {id(m.parameter): has for m, has in zip(members, told["has"], strict=True)}
+    for parameter in (parameter for block in sharing.blocks for parameter in block.weights.parameters):
+        has = has_gradient[id(parameter)]
         if not trains:
             parameter.grad = torch.empty_like(parameter) if has else None
         if has:

@@ -19,7 +19,7 @@ from syncengine.parallel.rounds import Round
 from syncengine.parallel.watchers import forward_watchers, models, take_part
 from syncengine.sharded.block import part
 from syncengine.sharded.cut import Slice
-from syncengine.sharded.joining import StepHook, announce_step, send_gradients
+from syncengine.sharded.joining import StepHook, announce_step, catch_up
 from syncengine.sharded.kinds import is_elementwise
 from syncengine.sharded.shard import Shard
 from syncengine.sharded.sharing import Sharing
@@ -99,12 +99,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         self._bind_all()
-        self._sharing.catch_up(self.param_groups, self.state)
         if notice := Join.notify_join_context(self):  # torch's Join only
             notice.wait()
         current = announce_step(self._sharing, self._number, self._join_config.enable)
-        if current is not None:
-            send_gradients(self._sharing, self.param_groups, current)
+        catch_up(self._sharing, self.param_groups, self.state, current)
         self._sharing.update(self.param_groups)
         self._update_private()
         return loss
@@ -118,13 +116,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     @torch.no_grad()
     def _follow(self, current: Round) -> None:
         """A step of the others, on a rank that has no batch. Its gradients are what they were."""
-        shared = [parameter for block in self._sharing.blocks for parameter in block.weights.parameters]
-        before = [parameter.grad for parameter in shared]
+        before = [(parameter, parameter.grad) for group in self.param_groups for parameter in group["params"]]
         try:
-            send_gradients(self._sharing, self.param_groups, current)
+            catch_up(self._sharing, self.param_groups, self.state, current)
             self._sharing.update(self.param_groups)
         finally:
-            for parameter, grad in zip(shared, before, strict=True):
+            for parameter, grad in before:
                 parameter.grad = grad
 
     def join_hook(self, **kwargs: Any) -> StepHook:

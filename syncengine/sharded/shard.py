@@ -21,6 +21,11 @@ class Member(NamedTuple):
     group: int  # its number among the parameter groups
 
 
+def members_of(groups: Sequence[Mapping[str, Any]]) -> list[Member]:
+    """All of them, in their order."""
+    return [Member(parameter, number) for number, group in enumerate(groups) for parameter in group["params"]]
+
+
 class Piece:
     """What this rank updates of one parameter: all of it, or a slice as a vector."""
 

@@ -17,7 +17,7 @@ from syncengine.sharded.agreement import agree
 from syncengine.sharded.block import Block, part
 from syncengine.sharded.claims import Claim, guard
 from syncengine.sharded.memory import Host
-from syncengine.sharded.shard import Member, Shard, describe_options
+from syncengine.sharded.shard import Member, Shard, describe_options, members_of
 from syncengine.sharded.update import torn_text, update_together
 from syncengine.sharded.weights import Named, why_not_shared
 
@@ -61,12 +61,7 @@ class Sharing:
         if self._sizes != sizes or not all(map(is_, parameters, self._parameters)):
             self._sizes, self._parameters = sizes, parameters
             shared = {id(p) for block in self.blocks for p in block.weights.parameters}
-            self._unshared = [
-                Member(parameter, number)
-                for number, group in enumerate(groups)
-                for parameter in group["params"]
-                if id(parameter) not in shared
-            ]
+            self._unshared = [member for member in members_of(groups) if id(member.parameter) not in shared]
         return self._unshared
 
     def bind(self, model: Parallel, groups: Groups, state: State) -> None:
@@ -89,23 +84,18 @@ class Sharing:
         model.reducer.watch_local_backwards()
         mine = [member for member in self.unshared(groups) if id(member.parameter) in names]
         trained = [member for member in mine if member.parameter.requires_grad]
-        self._share(trained, groups, state, _renorms(model.module, names))
-        guard(model)
+        self.share(trained, groups, state, _renorms(model.module, names))
 
     def look_again(self) -> None:
         """The optimizer has more parameters."""
         self._known.clear()
 
-    def catch_up(self, groups: Groups, state: State) -> None:
-        """Moves parameters that were frozen, and have a gradient now, into shared memory. Collective if there are."""
-        members = self.unshared(groups)
-        late = [m for m in members if m.parameter.grad is not None and id(m.parameter) in self.names]
-        self._share(late, groups, state, "")
-        if late:
-            for model in self.models:
-                guard(model)
+    def late(self, groups: Groups) -> list[Member]:
+        """Parameters that were frozen, and have a gradient now."""
+        return [m for m in self.unshared(groups) if m.parameter.grad is not None and id(m.parameter) in self.names]
 
-    def _share(self, members: Sequence[Member], groups: Groups, state: State, problem: str) -> None:
+    def share(self, members: Sequence[Member], groups: Groups, state: State, problem: str = "") -> None:
+        """Moves these into shared memory. Collective if there are any. ``problem``: why this rank can't."""
         if not members or self.host is None:
             return
         named = [Named(self.names[id(member.parameter)], member.parameter) for member in members]
@@ -124,6 +114,8 @@ class Sharing:
         communicator.all_reduce(flag, "max")
         if flag.item():
             block.state.share(block.problem)
+        for model in self.models:
+            guard(model)
 
     # --- An update
 

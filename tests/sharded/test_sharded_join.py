@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import batch, different_weights, error_of, make, plain, sharded, train
+from sharded_training import batch, different_weights, error_of, make, not_divided, plain, sharded, train
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
@@ -70,3 +70,49 @@ def only_the_model() -> str:
 def test_torchs_join_needs_the_optimizer_too(pool: RankPool):
     for text in pool.run(only_the_model, gloo=True):
         assert "Join([model, optimizer])" in text
+
+
+def no_batch_at_all(world: int) -> list[str]:
+    """The last rank has no batch before or in the context; the first has most."""
+    nets, same = [make(), make()], make()
+    for net, kind in zip(nets, [sharded, plain], strict=True):
+        model, optimizer = kind(net)
+        with model.join():
+            train(model, optimizer, 2 * (world - 1 - syncengine.rank()))
+        if kind is sharded:
+            same.load_state_dict(net.state_dict())
+            train(model, optimizer, range(9, 11))
+    return different_weights(same, nets[1])  # whose optimizers have made different numbers of steps by then
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_without_any_batch(pool: RankPool, world: int):
+    assert pool.run(no_batch_at_all, world, world=world) == [[]] * world
+
+
+def unfrozen_in(torchs: bool) -> list[str]:
+    """On the ranks that still train, after the first one has joined; the others do it after the context."""
+    nets, same = [make(), make()], make()
+    wrong = []
+    for net, kind in zip(nets, [sharded, plain], strict=True):
+        net.head.requires_grad_(False)
+        model, optimizer = kind(net, weight_decay=0.1)
+        together = [model, optimizer] if kind is sharded else [model]
+        with Join(together) if torchs else model.join():
+            train(model, optimizer, 1)
+            if syncengine.rank() > 0:
+                train(model, optimizer, range(1, 3))
+                net.head.requires_grad_(True)
+                train(model, optimizer, range(3, 5))
+        net.head.requires_grad_(True)
+        if kind is sharded:
+            same.load_state_dict(net.state_dict())
+            wrong = not_divided(net, optimizer)
+            train(model, optimizer, range(9, 11))
+    return wrong + different_weights(same, nets[1])
+
+
+@pytest.mark.parametrize("torchs", [False, True], ids=["model.join", "torch's Join"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_parameters_unfrozen_when_a_rank_has_joined(pool: RankPool, torchs: bool, world: int):
+    assert pool.run(unfrozen_in, torchs, world=world, gloo=True) == [[]] * world
