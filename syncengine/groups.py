@@ -63,7 +63,7 @@ def _open_exchange(
     if store is None:  # not every backend has one
         return GroupExchange(group)
     call = "wrap its model in syncengine.Parallel"
-    return StoreExchange(store, rank, len(global_ranks), timeout, config.log_after, global_ranks, call)
+    return StoreExchange(store, rank, len(global_ranks), timeout, config.log_after, global_ranks, call, "group")
 
 
 class GroupExchange:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-import weakref
 from typing import Any
 
 import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel
 
 from syncengine_autoload import VARIABLE, tell
+from syncengine_autoload.rendezvous import Failed, Rendezvous
 
 # Where ranks are processes that have a store in common, or collectives.
 _BACKENDS = {"gloo", "nccl", "mpi", "ucc", "xccl", "syncengine"}
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()  # exchanges over each group
 _told: set[str] = set()
 
 
@@ -89,29 +88,35 @@ def _parallel_for(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> 
 
 
 def _first_reason(group: dist.ProcessGroup, own: str | None) -> str | None:
-    """The reason of the first rank of the group that has one. Raises TimeoutError naming ranks that do not come."""
+    """The reason of the first rank of the group that has one. Raises TimeoutError naming ranks that do not come;
+    RuntimeError if another rank has raised it, say, or was interrupted."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     store = dist.distributed_c10d._world.pg_map[group][1]
     if store is None:  # MPI's
         reasons: list[Any] = [None] * size
         dist.all_gather_object(reasons, own or "", group=group)
     else:
-        number = _made[group] = _made.get(group, 0) + 1
-        store = dist.PrefixStore(f"syncengine/patch/{number}", store)
-        store.set(str(rank), (own or "").encode())  # type: ignore[arg-type] # bytes are what it takes
-        _wait_for(store, dist.get_process_group_ranks(group))
-        reasons = [store.get(str(peer)).decode() for peer in range(size)]
+        ranks = dist.get_process_group_ranks(group)
+        meeting = Rendezvous(store, "patch", rank, ranks)
+        try:
+            _wait_for(meeting, (own or "").encode(), ranks)
+        except Failed as failed:
+            raise RuntimeError(failed.notice.decode()) from None
+        except BaseException as error:
+            meeting.fail(f"rank {dist.get_rank()}: {type(error).__name__}: {error}".encode())
+            raise
+        reasons = [meeting.values[peer].decode() for peer in range(size)]
     said = [f"rank {peer}: {reason}" if reason != own else reason for peer, reason in enumerate(reasons) if reason]
     return said[0] if said else None
 
 
-def _wait_for(store: Any, global_ranks: list[int], log_after: float = 5.0) -> None:
-    """Until each rank has written its reason; the store's own wait is deaf to Ctrl-C."""
+def _wait_for(meeting: Rendezvous, reason: bytes, global_ranks: list[int], log_after: float = 5.0) -> None:
+    """Until each rank has given its reason; the store's own wait is deaf to Ctrl-C."""
+    store: Any = meeting.store  # whose type does not tell of its timeout
     start, pause, told = time.monotonic(), 0.0005, False
-    missing = list(range(len(global_ranks)))
-    while missing := [peer for peer in missing if not store.check([str(peer)])]:
+    while not meeting.gather(reason):
         waited = time.monotonic() - start
-        names = ", ".join(str(global_ranks[peer]) for peer in missing)
+        names = ", ".join(str(global_ranks[peer]) for peer in sorted(meeting.missing()))
         text = f"ranks {names} did not wrap a model in DistributedDataParallel, as this rank does"
         if waited > store.timeout.total_seconds():
             raise TimeoutError(f"{text}, within {waited:.0f} s: all ranks of the group must, with {VARIABLE}=1")

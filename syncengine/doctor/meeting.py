@@ -38,8 +38,10 @@ class Meeting:
             return
         try:
             # All before init() opens another one: the n-th of one rank meets the n-th of the others.
-            seconds = (timeout, 2 * timeout, _FAREWELL)
-            self._exchanges = [open_exchange(launch, each, _LOG_AFTER) for each in seconds]
+            rounds = {"facts": timeout, "outcomes": 2 * timeout, "farewell": _FAREWELL}
+            self._exchanges = [
+                open_exchange(launch, seconds, _LOG_AFTER, purpose=f"doctor/{name}") for name, seconds in rounds.items()
+            ]
         except SyncError as error:
             self._error = str(error)
 

@@ -45,9 +45,10 @@ def find_launch(environ: Mapping[str, str] = os.environ) -> Launch:
 
 
 def open_exchange(
-    launch: Launch, timeout: float, log_after: float, environ: Mapping[str, str] = os.environ
+    launch: Launch, timeout: float, log_after: float, environ: Mapping[str, str] = os.environ, purpose: str = "init"
 ) -> Exchange:
-    """The exchange with the other ranks of `launch`, which has at least two.
+    """The exchange with the other ranks of `launch`, which has at least two. Those that are open at the same time need
+    a `purpose` each, and are opened in the same order on all ranks.
 
     Every call waits at most `timeout` seconds and raises Timeout naming the ranks that did not arrive; after
     `log_after` seconds one line is logged. Raises InvalidUsage if the way can't be opened on this rank.
@@ -63,7 +64,7 @@ def open_exchange(
     else:
         store = launch_store(launch, timeout, log_after, environ)
     assert store is not None  # there is none under MPI only
-    return StoreExchange(store, launch.rank, launch.world_size, timeout, log_after)
+    return StoreExchange(store, launch.rank, launch.world_size, timeout, log_after, purpose=purpose)
 
 
 def launch_store(

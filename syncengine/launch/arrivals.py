@@ -13,27 +13,21 @@ logger = logging.getLogger("syncengine")
 _SHORTEST, _LONGEST = 0.0005, 0.05  # seconds between two looks
 
 
-def wait_for_ranks(
-    missing: set[int], arrived: Callable[[set[int]], set[int]], what: str, timeout: float, log_after: float
-) -> None:
-    """Returns once `arrived(missing)`, called again and again, has named every rank in `missing`.
+def wait_for_ranks(missing: Callable[[], set[int]], what: str, timeout: float, log_after: float) -> None:
+    """Returns once `missing()`, called again and again, names no rank any more.
 
     `what` completes the sentence "rank 3 did not ..." in the log line after `log_after` seconds and in the Timeout
     after `timeout` seconds.
     """
     start = time.monotonic()
-    missing = set(missing)
     logged = False
     pause = _SHORTEST
-    while True:
-        missing -= arrived(missing)
-        if not missing:
-            return
+    while absent := missing():
         waited = time.monotonic() - start
         if waited >= timeout:
-            raise Timeout(f"{name_ranks(missing)} did not {what} within {timeout:g} s")
+            raise Timeout(f"{name_ranks(absent)} did not {what} within {timeout:g} s")
         if waited >= log_after and not logged:
-            logger.warning("waiting since %.0f s: %s did not %s yet", waited, name_ranks(missing), what)
+            logger.warning("waiting since %.0f s: %s did not %s yet", waited, name_ranks(absent), what)
             logged = True
         time.sleep(min(pause, timeout - waited))
         pause = min(pause * 1.5, _LONGEST)

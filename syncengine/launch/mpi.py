@@ -74,21 +74,21 @@ class MPIExchange:
         sends = {peer: comm.Isend([payload, MPI.BYTE], dest=peer, tag=self._tag) for peer in peers}
         self.arrived = values = {self._rank: payload}
 
-        def arrived(missing: set[int]) -> set[int]:
+        def missing() -> set[int]:
             if comm.Iprobe(tag=self._failed):
                 text = bytearray(4096)
                 status = MPI.Status()
                 comm.Recv([text, MPI.BYTE], tag=self._failed, status=status)
                 raise as_error(bytes(text[: status.Get_count(MPI.BYTE)]))
-            for peer in missing - values.keys():
+            for peer in receives.keys() - values.keys():
                 status = MPI.Status()
                 if receives[peer].Test(status):
                     values[peer] = bytes(buffers[peer][: status.Get_count(MPI.BYTE)])
-            return {peer for peer in missing & values.keys() if sends[peer].Test()}
+            return {peer for peer in peers if peer not in values or not sends[peer].Test()}
 
         what = "join (did its process call syncengine.init?)"
         try:
-            wait_for_ranks(set(peers), arrived, what, self._timeout, self._log_after)
+            wait_for_ranks(missing, what, self._timeout, self._log_after)
         except BaseException:
             self._leave_behind(sends.values())
             for receive in receives.values():  # and must not write into buffers that are gone

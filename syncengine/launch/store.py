@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from syncengine.errors import InvalidUsage, PeerLost
 from syncengine.launch.arrivals import as_error, failure_notice, name_ranks, wait_for_ranks
+from syncengine_autoload.rendezvous import Failed, Rendezvous
 
 MAX_PAYLOAD = 64 * 1024  # bytes; addresses and settings are far smaller
 
@@ -30,7 +31,7 @@ def open_store(host: str, port: int, rank: int, world_size: int, timeout: float,
     if not serves:
         # torch's own wait for the server is deaf to Ctrl-C and writes stack traces.
         listening = f"listen at {host}:{port} (MASTER_ADDR and MASTER_PORT: can this host reach it?)"
-        wait_for_ranks({0}, lambda _: {0} if _is_listening(host, port) else set(), listening, timeout, log_after)
+        wait_for_ranks(lambda: set() if _is_listening(host, port) else {0}, listening, timeout, log_after)
     try:
         store = dist.TCPStore(
             host,
@@ -62,7 +63,9 @@ def _is_listening(host: str, port: int) -> bool:
 class StoreExchange:
     """An all-gather of small byte strings over a store. Each call on one rank meets the same call on all others.
 
-    `names` are what messages call the ranks (by default 0, 1, ...), and `call` is what each of them should have called.
+    A rank's n-th exchange for a `purpose` meets the n-th of the others, and that of a rank that was restarted or tries
+    again takes the place of its last one (syncengine_autoload.rendezvous). `names` are what messages call the ranks (by
+    default 0, 1, ...), and `call` is what each of them should have called.
     """
 
     def __init__(
@@ -74,56 +77,51 @@ class StoreExchange:
         log_after: float,
         names: Sequence[int] | None = None,
         call: str = "call syncengine.init",
+        purpose: str = "init",
     ) -> None:
         self._names = list(range(world_size)) if names is None else list(names)
         self._rank, self._what = self._names[rank], f"join (did its process start, and {call}?)"
         self._timeout, self._log_after = timeout, log_after
-        self._rounds = 0
         self.arrived: dict[int, bytes] = {}
         with _lost_store_as_lost_peer(self._rank, set(self._names)):
-            # Every rank opens its n-th exchange over this store: n makes the keys this one's own, also after shutdown.
-            number = store.add(f"syncengine/opened/{rank}", 1)
-            self._store = dist.PrefixStore(f"syncengine/{number}", store)
-            self._next = dist.PrefixStore(f"syncengine/{number + 1}", store)
-            self._store.set("opened", b"")  # type: ignore[arg-type] # bytes are what it takes
+            self._meeting = Rendezvous(store, purpose, rank, self._names)
 
     def __call__(self, payload: bytes) -> list[bytes]:
         """See Exchange."""
         if len(payload) > MAX_PAYLOAD:
             raise InvalidUsage(f"a payload of {len(payload)} bytes is more than the exchange's {MAX_PAYLOAD}")
-        keys = {name: f"{self._rounds}/{peer}" for peer, name in enumerate(self._names)}
-        self._rounds += 1
-        missing = set(self._names)
-        values: dict[int, bytes] = {}
-        self.arrived = values
+        meeting, absent = self._meeting, set(self._names)
+        self.arrived = {}
 
-        def arrived(peers: set[int]) -> set[int]:
-            missing.intersection_update(peers)
-            if self._store.check(["failed"]):
-                raise as_error(self._store.get("failed"))
-            here = {peer for peer in peers if self._store.check([keys[peer]])}
-            values.update((peer, self._store.get(keys[peer])) for peer in here)
-            return here
+        def missing() -> set[int]:
+            try:
+                meeting.gather(payload)
+            except Failed as failed:
+                raise as_error(failed.notice) from None
+            self.arrived = {self._names[peer]: value for peer, value in meeting.values.items()}
+            absent.clear()
+            absent.update(self._names[peer] for peer in meeting.missing())
+            return absent
 
-        with _lost_store_as_lost_peer(self._rank, missing):
-            self._store.set(keys[self._rank], payload)  # type: ignore[arg-type]
-            wait_for_ranks(missing, arrived, self._what, self._timeout, self._log_after)
-        for peer, value in values.items():
+        with _lost_store_as_lost_peer(self._rank, absent):
+            if meeting.met:
+                meeting.begin_round(payload)
+            wait_for_ranks(missing, self._what, self._timeout, self._log_after)
+        for name, value in self.arrived.items():
             if len(value) > MAX_PAYLOAD:
-                raise InvalidUsage(f"rank {peer} sent {len(value)} bytes, more than the exchange's {MAX_PAYLOAD}")
-        return [values[name] for name in self._names]
+                raise InvalidUsage(f"rank {name} sent {len(value)} bytes, more than the exchange's {MAX_PAYLOAD}")
+        return [self.arrived[name] for name in self._names]
 
     def superseded(self) -> bool:
         """See Exchange."""
         with contextlib.suppress(dist.DistError):  # no store, no other exchange
-            return self._next.check(["opened"])
+            return self._meeting.superseded()
         return False
 
     def fail(self, error: BaseException) -> None:
         """Makes the others' waits, now and later, end with this rank's error. The first one counts."""
         with contextlib.suppress(dist.DistError):  # the store is gone, and the others have noticed
-            if not self._store.check(["failed"]):
-                self._store.set("failed", failure_notice(self._rank, error))  # type: ignore[arg-type]
+            self._meeting.fail(failure_notice(self._rank, error))
 
 
 @contextlib.contextmanager

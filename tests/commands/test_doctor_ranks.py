@@ -87,7 +87,8 @@ def test_too_few_descriptors_to_connect(pool: RankPool):
 
 
 def limit_files() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    """To less than shared memory has, and more than the file through which the pool's ranks meet."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
 
 
 def test_shared_memory_that_cannot_be_made(pool: RankPool):

@@ -238,9 +238,10 @@ def one_stays_away(folder: str) -> list[tuple[str, str]]:
 
 
 def test_a_rank_that_does_not_come_is_named(pool: RankPool, tmp_path: Path) -> None:
-    """It comes later, hears of what it has missed, and all meet in the end."""
-    for answers in pool.run(one_stays_away, str(tmp_path), world=3, settings=None):
-        assert answers
+    """It comes later, while the others try again, and all meet in the end."""
+    said = pool.run(one_stays_away, str(tmp_path), world=3, settings=None)
+    assert said[0] and said[1]
+    for answers in said:
         for kind, text in answers:
             assert kind == "Timeout" and text.startswith("rank 2 did not join"), answers
 

@@ -3,6 +3,7 @@
 import logging
 import socket
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from syncengine.errors import Aborted, InvalidUsage, PeerLost, Timeout
 from syncengine.launch import Launch, slurm, store, with_local_ranks
 from syncengine.launch.arrivals import as_error, failure_notice, name_ranks, wait_for_ranks
 from syncengine.launch.environment import detect
+from syncengine_autoload.rendezvous import Rendezvous
 
 TORCHRUN = {
     "RANK": "3",
@@ -245,8 +247,11 @@ def test_exchange_refuses_large_payloads_on_both_sides():
     (result,) = exchange_all([[too_large]], dist.HashStore())
     assert isinstance(result, InvalidUsage)
     shared = dist.HashStore()
-    shared.set("syncengine/1/0/1", too_large)
+    other = Rendezvous(shared, "init", 1, [0, 1])
+    thread = threading.Thread(target=lambda: [time.sleep(0.01) for _ in range(500) if not other.gather(too_large)])
+    thread.start()
     result, _ = exchange_all([[b""], [b""]], shared, absent=(1,))
+    thread.join()
     assert isinstance(result, InvalidUsage)
     assert "rank 1 sent 65537 bytes" in str(result)
 
@@ -286,9 +291,9 @@ def test_occupied_port_is_named():
 
 
 def test_long_wait_is_logged_once(caplog):
-    looks = iter([set(), set(), {0}, set(), set(), {2}])
+    looks = iter([{0, 2}, {0, 2}, {2}, {2}, {2}, set()])
     with caplog.at_level(logging.WARNING, "syncengine"):
-        wait_for_ranks({0, 2}, lambda missing: next(looks), "join", 60.0, 0.0)
+        wait_for_ranks(lambda: next(looks), "join", 60.0, 0.0)
     assert [record.message for record in caplog.records] == ["waiting since 0 s: ranks 0, 2 did not join yet"]
 
 

@@ -29,6 +29,7 @@ import syncengine
 import syncengine_autoload
 from syncengine import patch
 from syncengine_autoload import ddp
+from syncengine_autoload.rendezvous import Rendezvous
 
 SCRIPTS = TESTS / "scripts"
 
@@ -198,6 +199,29 @@ def test_all_ranks_stay_with_ddp_if_one_must(pool: RankPool):
     assert "is not needed" in needless
 
 
+def one_is_interrupted() -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    wait = ddp._wait_for
+    if dist.get_rank() == 1:
+        ddp._wait_for = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            DistributedDataParallel(nn.Linear(2, 2))
+        ddp._wait_for = wait
+    else:
+        with pytest.raises(RuntimeError, match="rank 1: KeyboardInterrupt"):
+            DistributedDataParallel(nn.Linear(2, 2))
+    dist.barrier()
+    assert type(DistributedDataParallel(nn.Linear(2, 2))) is syncengine.Parallel
+
+
+def test_who_waits_is_told_of_an_interrupt(pool: RankPool):
+    with pool.spawn_ranks(on_patched_ranks, one_is_interrupted, gloo=True, settings=None) as ranks:
+        for rank in ranks:
+            rank.result()
+
+
 def subgroups() -> list[str]:
     pair, other = dist.new_group([0, 2]), dist.new_group([1])
     group = other if dist.get_rank() == 1 else pair
@@ -270,15 +294,19 @@ def test_ranks_that_wrap_nothing_are_named(capfd: pytest.CaptureFixture[str]):
     """Where only some ranks have the variable, say."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.05))
-    store.set("0", "")
+    meeting = Rendezvous(store, "patch", 0, [1, 3, 7])
     with pytest.raises(TimeoutError, match=r"ranks 3, 7 did not wrap .* all ranks .* with SYNCENGINE_PATCH=1"):
-        ddp._wait_for(store, [1, 3, 7], log_after=0.0)
+        ddp._wait_for(meeting, b"", [1, 3, 7], log_after=0.0)
     (line,) = capfd.readouterr().err.splitlines()
     assert re.match(r"syncengine: waiting since 0 s: ranks 3, 7 did .*; do they have SYNCENGINE_PATCH=1, too\?", line)
-    for peer in ("1", "2"):
-        threading.Thread(target=store.set, args=(peer, "")).start()
     store.set_timeout(timedelta(seconds=60))
-    ddp._wait_for(store, [1, 3, 7])
+    meetings = [Rendezvous(store, "patch", rank, [1, 3, 7]) for rank in range(3)]
+    threads = [threading.Thread(target=ddp._wait_for, args=(meeting, b"", [1, 3, 7])) for meeting in meetings]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(meeting.values) for meeting in meetings] == [3] * 3
 
 
 def test_a_stderr_that_is_not_there(monkeypatch: pytest.MonkeyPatch):

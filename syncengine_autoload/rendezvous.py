@@ -1,0 +1,180 @@
+"""Where ranks meet over a torch.distributed store that may outlive them: torchrun's agent keeps one for all restarts,
+and a process group made anew finds the keys of the one before.
+
+So what is in the store proves nothing by being there. Each rank signs in with a nonce; all nonces together name a
+session, and a rank writes its payload under a session's name. A payload under a session that this rank's nonce is in
+was written after this rank came. When a nonce is replaced, because its rank was restarted or tries again, there is
+another session, and all write anew.
+
+Here and not in syncengine.launch, since the patch needs it where syncengine can't be imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+_Nonces = tuple[bytes, ...]
+
+# What this process saw at each place that it signed in, by its own nonce there; to tell old failures from new ones.
+_seen: dict[bytes, _Nonces] = {}
+_MOST_SEEN = 1024  # places; a forgotten one costs at most that an old failure is heard once more
+
+
+class Failed(Exception):
+    """A rank has failed; `notice` is what it says."""
+
+    def __init__(self, notice: bytes) -> None:
+        super().__init__(notice)
+        self.notice = notice
+
+
+class Rendezvous:
+    """One meeting of the ranks with these `numbers` over `store`, of which this is the one at index `rank`.
+
+    A rank's n-th one for a `purpose` meets the n-th of the others, unless a rank ended or gave up before it met them:
+    then its next one takes that one's place. Nothing here waits.
+    """
+
+    def __init__(self, store: dist.Store, purpose: str, rank: int, numbers: Sequence[int]) -> None:
+        # Other ranks may have met under this name: groups made anew are numbered from 0 again.
+        place = hashlib.sha256(repr(list(numbers)).encode()).hexdigest()[:16]
+        self.store = dist.PrefixStore(f"syncengine/{purpose}/{place}", store)
+        self.values: dict[int, bytes] = {}  # what has come in this round, by index
+        self.met = False  # whether the first round is complete: from then on the session stays
+        self._told: bytes | None = None  # what the rank said that has failed
+        self._session: dist.PrefixStore | None = None  # keys of the ranks that take part now, and of nobody else
+        self._members: _Nonces = ()  # of the session
+        self._rank, self._size = rank, len(numbers)
+        self._round = 0
+        self._changes = b""  # how many signatures there were when this rank looked
+        self._nonces, notices = self._read()
+        known = _seen.pop(self._nonces[rank], ()) if self._nonces[rank] else ()
+        self._past = {
+            self._nonces[rank],
+            *known,
+            *(nonce for nonce, (attempt, _) in notices.items() if attempt != _attempt()),
+        }
+        self._nonce = secrets.token_hex(8).encode()
+        self._remember()
+        self._sign(b"")
+        self._hear(notices)
+
+    def gather(self, payload: bytes) -> bool:
+        """Whether all ranks have given their payload, which are in `values` then. To be called until it returns True,
+        with the same payload. Raises Failed once a rank has failed.
+        """
+        changed = not self.met and self._look()
+        self._raise_what_is_told()
+        # First of all what the session that was has got: others may have completed it, and signed in anew since.
+        complete = self._collect()
+        if changed and not complete:
+            self._enter(payload)
+            complete = self._collect()
+        if self._session is not None and self._session.check(["failed"]):
+            self._told = self._session.get("failed")
+            self._raise_what_is_told()
+        self.met = self.met or complete
+        return complete
+
+    def begin_round(self, payload: bytes) -> None:
+        """After a complete one: the next, of the same ranks. Then gather()."""
+        assert self._session is not None
+        self.values, self._round = {}, self._round + 1
+        self._give(payload)
+
+    def missing(self) -> set[int]:
+        """Indices of the ranks that have not signed in; if all have, of those that have not given their payload."""
+        away = {peer for peer, nonce in enumerate(self._nonces) if not nonce}
+        return away or set(range(self._size)) - self.values.keys()
+
+    def fail(self, notice: bytes) -> None:
+        """Ends the meeting for all, now and later; the first one counts. Nothing if another rank has ended it."""
+        if self._told is None:
+            self._leave(notice)
+            self._sign(notice)
+
+    def superseded(self) -> bool:
+        """Whether a rank has signed in anew after all had given their payload."""
+        if self.met:
+            self._look()
+        return self.met and self._nonces != self._members
+
+    def _raise_what_is_told(self) -> None:
+        if self._told is not None:
+            self._leave(self._told)
+            raise Failed(self._told)
+
+    def _leave(self, notice: bytes) -> None:
+        """Before it signs in anew: else others could complete the session with what it has given there."""
+        if self._session is not None and not self._session.check(["failed"]):
+            self._session.set("failed", notice)  # type: ignore[arg-type] # bytes are what it takes
+
+    def _sign(self, notice: bytes) -> None:
+        signature = b" ".join([self._nonce, _attempt().encode() or b"-", notice])
+        self.store.set(str(self._rank), signature)  # type: ignore[arg-type]
+        self.store.add("changes", 1)
+
+    def _read(self) -> tuple[_Nonces, dict[bytes, tuple[str, bytes]]]:
+        """Each rank's nonce, b"" without one; of those that have failed, by nonce, in which attempt, and the notice."""
+        nonces, notices = [], {}
+        for peer in range(self._size):
+            there = self.store.check([str(peer)])
+            nonce, attempt, notice = self.store.get(str(peer)).split(b" ", 2) if there else (b"", b"", b"")
+            nonces.append(nonce)
+            if notice:
+                notices[nonce] = (attempt.decode(), notice)
+        return tuple(nonces), notices
+
+    def _hear(self, notices: dict[bytes, tuple[str, bytes]]) -> None:
+        for nonce, (_, notice) in notices.items():
+            if nonce not in self._past and nonce != self._nonce and self._told is None:
+                self._told = notice
+
+    def _look(self) -> bool:
+        """Whether other ranks take part than when it looked last."""
+        changes = self.store.get("changes")  # there, since this rank has signed in
+        if changes == self._changes:
+            return False
+        before = self._nonces
+        self._nonces, notices = self._read()
+        self._hear(notices)
+        self._remember()
+        first, self._changes = not self._changes, changes
+        return first or self._nonces != before
+
+    def _remember(self) -> None:
+        _seen[self._nonce] = self._nonces
+        if len(_seen) > _MOST_SEEN:
+            del _seen[next(iter(_seen))]
+
+    def _enter(self, payload: bytes) -> None:
+        """Also while ranks are missing: those that have come may want to know of each other."""
+        self._members = self._nonces
+        name = hashlib.sha256(b" ".join(self._nonces)).hexdigest()[:32]
+        self.values, self._session = {}, dist.PrefixStore(name, self.store)
+        self._give(payload)
+
+    def _give(self, payload: bytes) -> None:
+        assert self._session is not None
+        self._session.set(f"{self._round}/{self._rank}", payload)  # type: ignore[arg-type]
+
+    def _collect(self) -> bool:
+        if self._session is None:
+            return False
+        for peer in range(self._size):
+            key = f"{self._round}/{peer}"
+            if peer not in self.values and self._session.check([key]):
+                self.values[peer] = self._session.get(key)
+        return len(self.values) == self._size  # so all had signed in
+
+
+def _attempt() -> str:
+    """Equal texts mean that no restart of the ranks lies between; "" says nothing. Agents of several nodes count their
+    restarts apart."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "none")
+    return count if count == "none" or os.environ.get("GROUP_WORLD_SIZE") == "1" else ""

@@ -1,0 +1,223 @@
+"""Ranks meet where others have met before: restarted by torchrun, trying again, or in a group made anew."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pool import RankPool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+import syncengine_autoload
+from syncengine.errors import InvalidUsage, Timeout
+from syncengine_autoload.rendezvous import Failed, Rendezvous
+
+# What ranks do in the attempts that fail: one dies before it comes, then the other, then one hangs until the other has
+# failed.
+ONE_DIES = """
+if attempt == 0 and rank == 1:
+    time.sleep(1)
+    sys.exit(1)
+"""
+ALL_IN_TURN = """
+if attempt < 2 and rank == 1 - attempt:
+    time.sleep(1)
+    sys.exit(1)
+if attempt == 2:
+    if rank == 1:
+        time.sleep(60)
+    syncengine.init(timeout=1)
+if rank == 0:  # of attempt 3: it comes when the other has seen what is left
+    time.sleep(1)
+"""
+
+
+def restarted(folder: Path, before: str, join: str) -> list[str]:
+    """What the two ranks of the last attempt write."""
+    (folder / "train.py").write_text(
+        "import os, sys, time, torch\n"
+        "from datetime import timedelta\n"
+        "from torch import distributed as dist\n"
+        "import syncengine\n"
+        "rank, attempt = int(os.environ['RANK']), int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        f"{before}\n{join}\n"
+        "model = syncengine.Parallel(torch.nn.Linear(1, 1, bias=False))\n"
+        "model(torch.full((1, 1), float(rank))).backward()\n"
+        "os.write(1, f'{attempt} {model.module.weight.grad.item()}\\n'.encode())\n"
+        "syncengine.shutdown()\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=3", "--nproc-per-node=2"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    ended = subprocess.run(
+        [*command, str(folder / "train.py")], env=environ, capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout.splitlines()
+
+
+def test_a_rank_that_died_before_it_came(tmp_path: Path):
+    join = "dist.init_process_group('syncengine', timeout=timedelta(seconds=20))"
+    assert restarted(tmp_path, ONE_DIES, join) == ["1 0.5"] * 2
+
+
+def test_attempts_that_fail_in_turn(tmp_path: Path):
+    assert restarted(tmp_path, ALL_IN_TURN, "syncengine.init(timeout=20)") == ["3 0.5"] * 2
+
+
+def stay_away_then_come() -> int:
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        with pytest.raises(Timeout, match="rank 1 did not join"):
+            syncengine.init(timeout=0.5)
+    else:
+        with pytest.raises(InvalidUsage, match="algorithm"):
+            syncengine.init(algorithm="no such")
+        time.sleep(2)
+    return syncengine.init(timeout=20).size
+
+
+def test_a_rank_that_failed_before_it_came_joins_those_that_try_again(pool: RankPool):
+    assert pool.run(stay_away_then_come, settings=None) == [2, 2]
+
+
+def other_members(shared: str, members: list[list[int]]) -> list[float]:
+    """Groups of the same name over the same store, one after the other."""
+    rank, answers = int(os.environ["RANK"]), []
+    for ranks in members:
+        seconds = timedelta(seconds=10)
+        dist.init_process_group("syncengine", store=dist.FileStore(shared), rank=rank, world_size=3, timeout=seconds)
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            value = torch.tensor([float(rank)])
+            dist.all_reduce(value, group=group)
+            answers.append(value.item())
+        dist.barrier()
+        dist.destroy_process_group()
+    return answers
+
+
+def test_groups_of_one_name_with_other_members(pool: RankPool, tmp_path: Path):
+    said = pool.run(other_members, str(tmp_path / "store"), [[0, 1], [2, 0, 1]], world=3, settings=None)
+    assert said == [[1.0, 3.0], [1.0, 3.0], [3.0]]
+
+
+def two_patched_models() -> list[str]:
+    syncengine_autoload.patch()
+    rank, made = dist.get_rank(), []
+    shared = dist.distributed_c10d._world.pg_map[dist.group.WORLD][1].underlying_store
+    for module in (nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)):
+        if rank == 1 and len(made) == 1:
+            time.sleep(2)
+        try:
+            made.append(type(DistributedDataParallel(module)).__name__)
+        except Exception as error:  # torch's, of a model on meta
+            made.append(type(error).__name__)
+        dist.destroy_process_group()
+        dist.init_process_group("syncengine", store=shared, rank=rank, world_size=2)
+    return made
+
+
+def test_reasons_against_a_model_are_not_those_against_the_next(pool: RankPool):
+    """Of a group with the name and the store of the one before."""
+    with pool.spawn_ranks(two_patched_models, gloo=True, settings=None) as ranks:
+        first, second = (rank.result() for rank in ranks)
+    assert first == second
+    assert first[1] == "Parallel"
+
+
+# ---- ranks as objects over one store, in any order of their steps ----
+
+
+class Life:
+    """One rank's, from its coming until it has met the others, fails, or hears that one has failed."""
+
+    def __init__(self, shared: dist.Store, rank: int, size: int, number: int) -> None:
+        self.payload = f"{rank} {number}".encode()
+        self.meeting = Rendezvous(shared, "test", rank, range(size))
+
+    def step(self) -> bool:
+        return self.meeting.gather(self.payload)
+
+
+def attempt(shared: dist.Store, size: int, dice: random.Random, lives: list[int], steps: int, failures: int) -> bool:
+    """Whether all have met within so many steps, of one rank each; if so, they have given each other the same."""
+    ranks: list[Life | None] = [None] * size
+    met: set[int] = set()
+    for _ in range(steps):
+        rank = dice.randrange(size)
+        life = ranks[rank]
+        if life is None:
+            lives[rank] += 1
+            ranks[rank] = Life(shared, rank, size, lives[rank])
+        elif failures and not met and dice.random() < 0.1:
+            failures -= 1
+            life.meeting.fail(b"a bad day")
+            ranks[rank] = None
+        elif rank not in met:
+            try:
+                if life.step():
+                    met.add(rank)
+            except Failed:
+                assert not met
+                ranks[rank] = None
+        if len(met) == size:
+            given = {rank: life.payload for rank, life in enumerate(ranks)}
+            assert [life.meeting.values for life in ranks] == [given] * size
+            assert not any(life.meeting.superseded() for life in ranks)
+            return True
+    return False
+
+
+@settings(max_examples=200, deadline=None)
+@given(size=st.integers(1, 4), cut=st.lists(st.integers(0, 40), max_size=3), seed=st.integers(0, 2**32))
+def test_the_living_meet_and_nobody_else(size: int, cut: list[int], seed: int):
+    """Attempts that end after any number of steps, as a launcher ends them, and one that does not."""
+    shared, dice, lives = dist.HashStore(), random.Random(seed), [0] * size
+    with pytest.MonkeyPatch.context() as environ:
+        environ.setenv("GROUP_WORLD_SIZE", "1")
+        for number, steps in enumerate(cut):
+            environ.setenv("TORCHELASTIC_RESTART_COUNT", str(number))
+            attempt(shared, size, dice, lives, steps, failures=2)
+        environ.setenv("TORCHELASTIC_RESTART_COUNT", str(len(cut)))
+        assert attempt(shared, size, dice, lives, 2000, failures=3)
+
+
+def test_failures_are_heard_once_and_of_this_attempt(monkeypatch: pytest.MonkeyPatch):
+    shared = dist.HashStore()
+    first = Life(shared, 0, 2, 0)
+    first.meeting.fail(b"a bad day")
+    late = Life(shared, 1, 2, 0)
+    with pytest.raises(Failed, match="a bad day"):
+        late.step()
+    assert not Life(shared, 1, 2, 1).step()  # it has heard that
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # of one of several nodes
+    last = Life(shared, 0, 2, 1)
+    assert not last.step()
+    other = Life(shared, 1, 2, 2)
+    last.meeting.fail(b"another")  # while that one is here
+    with pytest.raises(Failed, match="another"):
+        other.step()
+
+
+def test_who_signs_in_anew_supersedes():
+    shared = dist.HashStore()
+    ranks = [Life(shared, rank, 2, 0) for rank in range(2)]
+    waiting = list(ranks)
+    while waiting := [rank for rank in waiting if not rank.step()]:
+        assert not any(rank.meeting.superseded() for rank in ranks)
+    assert not any(rank.meeting.superseded() for rank in ranks)
+    again = Life(shared, 0, 2, 1)
+    assert ranks[1].meeting.superseded()
+    assert not again.meeting.superseded()
