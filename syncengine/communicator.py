@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import traceback
+import weakref
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from syncengine.groups import (
     forget_groups,
 )
 from syncengine.launch import Launch, find_launch, group_timeout, open_exchange, with_local_ranks
-from syncengine.torch_group import destroy_torch_group, ensure_torch_group
+from syncengine.torch_group import destroy_torch_group, ensure_torch_group, users_group
 
 
 class _Default(NamedTuple):
@@ -32,10 +33,16 @@ class _Default(NamedTuple):
     config: Config
     launch: Launch
     pid: int  # a forked child inherits this object, but the communicator is its parent's
+    group: weakref.ReferenceType[dist.ProcessGroup] | None  # torch's default one, if the ranks are those of it
 
     @property
     def communicator(self) -> Communicator:
         return self.connection.communicator
+
+    def is_replaced(self) -> bool:
+        """Whether torch.distributed has another default group by now, which may have other ranks."""
+        group = users_group()
+        return self.group is not None and group is not None and self.group() is not group
 
 
 _default: _Default | None = None
@@ -64,7 +71,8 @@ def init(
     Collective: every rank calls it. Called again it returns the same communicator; a setting that is given then must
     have the same value. If that communicator has failed, all ranks that call it again, whether they have noticed the
     failure or not, get a new one, with the settings of the old one where none are given; what was made with the old one
-    stays with it. A setting that is None comes from the variable SYNCENGINE_<NAME>, otherwise it is the default:
+    stays with it. So do all ranks of a new default group of torch.distributed, if the old one was that by which the
+    ranks had met. A setting that is None comes from the variable SYNCENGINE_<NAME>, otherwise it is the default:
 
     - `algorithm` ("auto"): how bytes move: "auto", "direct", "staged", "one_shot", "ring". Changes no bits of a result,
       except those of numerics "fast" by NCCL.
@@ -126,7 +134,15 @@ def init(
         if _default is None:
             _default = _connect(find_launch(), Config.read(os.environ, **given))
             install_hooks()
+        elif _default.is_replaced():  # known to this rank alone, perhaps: so only the new group's ranks are asked
+            old, _default = _default, _connect(find_launch(), _default.config.changed(**given))
+            given_up.add(old.communicator)
         elif _default.connection.has_failed():
+            if _default.group is not None and users_group() is None:
+                raise InvalidUsage(
+                    "the default communicator has failed, and the process group by which its ranks met has been "
+                    "destroyed: call torch.distributed.init_process_group again, or begin anew by syncengine.shutdown()"
+                )
             _default = _connect(_default.launch, _default.config.changed(**given))
         else:
             _check_unchanged(_default.config, given)
@@ -137,20 +153,36 @@ def init(
 
 def group_communicator(group: dist.ProcessGroup) -> Communicator:
     """The communicator of a torch.distributed process group: the group's own, if its backend is syncengine; otherwise
-    the default one, initialized if need be, if the group has all ranks; otherwise a new one, with the settings of
-    init() or of the environment. Collective over the group.
+    the default one, initialized if need be, if it has the group's ranks; otherwise a new one, with the settings of
+    init() or of the environment. Collective over the group. Raises InvalidUsage if it has the default one's ranks in
+    another order.
     """
     communicator = backend_communicator(group)
     if communicator is not None:
         return communicator
-    if dist.get_process_group_ranks(group) == list(range(dist.get_world_size())):
-        return init()
     with _lock:
         refuse_forked_child()
+        if _has_default_ranks(group):
+            return init()
         config = _default.config if _default is not None else Config.read(os.environ)
         communicator = communicator_of(group, config)
         install_hooks()
         return communicator
+
+
+def _has_default_ranks(group: dist.ProcessGroup) -> bool:
+    """Whether these are the ranks of the default communicator that there is, or that init() would make."""
+    if dist.get_process_group_ranks(group) != list(range(dist.get_world_size())):
+        return False
+    if _default is None or _default.group is not None:
+        return True
+    ours, theirs = _default.communicator, dist.get_rank(group)
+    if ours.size == dist.get_world_size(group) and ours.rank != theirs:
+        raise InvalidUsage(
+            f"rank {theirs} of the process group is rank {ours.rank} of the default communicator: call "
+            "init_process_group before syncengine.init(), which then takes its ranks"
+        )
+    return ours.size == dist.get_world_size(group)
 
 
 def refuse_forked_child() -> None:
@@ -190,8 +222,13 @@ def is_initialized() -> bool:
     return _default is not None
 
 
+def is_replaced() -> bool:
+    """Whether the next init() will make another default communicator, of a new default group of torch.distributed."""
+    return _default is not None and _default.is_replaced()
+
+
 def default_communicator() -> Communicator:
-    """The communicator that init() made. Raises InvalidUsage without one."""
+    """The communicator that init() made last. Raises InvalidUsage without one."""
     return _current().communicator
 
 
@@ -242,7 +279,9 @@ def _connect(launch: Launch, config: Config) -> _Default:
     timeout = config.timeout or group_timeout() or DEFAULT_TIMEOUT
     exchange = None if launch.world_size == 1 else open_exchange(launch, timeout, config.log_after)
     connection = connect(exchange, launch.rank, launch.world_size, config, timeout)
-    return _Default(connection, config, with_local_ranks(launch, connection.hosts), os.getpid())
+    group = users_group() if launch.kind == "torch.distributed" else None
+    launch = with_local_ranks(launch, connection.hosts)
+    return _Default(connection, config, launch, os.getpid(), None if group is None else weakref.ref(group))
 
 
 def _check_unchanged(config: Config, given: dict[str, Any]) -> None:

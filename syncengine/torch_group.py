@@ -71,6 +71,12 @@ def destroy_torch_group() -> None:
         dist.destroy_process_group()
 
 
+def users_group() -> dist.ProcessGroup | None:
+    """torch.distributed's default group, unless there is none, or init() has made it."""
+    group = _default_group()
+    return None if group is None or (_group is not None and _group() is group) else group
+
+
 def _default_group() -> dist.ProcessGroup | None:
     there = dist.is_available() and dist.is_initialized()
     return dist.distributed_c10d._get_default_group() if there else None

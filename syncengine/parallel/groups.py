@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from syncengine._C import Communicator
-from syncengine.communicator import default_communicator, group_communicator, init, is_initialized
+from syncengine.communicator import default_communicator, group_communicator, init, is_initialized, is_replaced
 from syncengine.errors import InvalidUsage
 from syncengine.groups import backend_communicator
 
@@ -19,7 +19,8 @@ def resolve_group(process_group: Group | None, device_mesh: Any, together: bool 
     """The communicator, and the value of the attribute ``process_group``.
 
     That is a torch process group wherever there is one, since tools ask ``dist.get_rank(model.process_group)``.
-    ``together``: all ranks call this, so a communicator that has failed is replaced; otherwise it is kept.
+    ``together``: all ranks call this, so a communicator that has failed, or whose process group another has taken the
+    place of, is replaced; otherwise it is kept.
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -29,12 +30,15 @@ def resolve_group(process_group: Group | None, device_mesh: Any, together: bool 
         return process_group, process_group
     if process_group is not None:
         return group_communicator(process_group), process_group
-    if not is_initialized() and dist.is_available() and dist.is_initialized():
+    anew = not is_initialized() or (together and is_replaced())
+    if dist.is_available() and dist.is_initialized():
         group = dist.distributed_c10d._get_default_group()
-        communicator = backend_communicator(group)
+        communicator = backend_communicator(group) if anew else None
         if communicator is not None:
             return communicator, group
-    communicator = init() if together or not is_initialized() else default_communicator()
+        if together and not anew and dist.get_world_size() != default_communicator().size:
+            return group_communicator(group), group
+    communicator = init() if together or anew else default_communicator()
     return communicator, _default_group(communicator) or communicator
 
 
