@@ -31,8 +31,16 @@ def through_copies(group: dist.ProcessGroup, **options: Any) -> list[tuple[Any, 
     calls: list[tuple[Callable[[], Any], torch.Tensor, torch.Tensor]] = [
         (lambda: dist.all_reduce(bits, ReduceOp.BOR, group, **options), bits, torch.tensor([3])),
         (lambda: dist.all_reduce(average, ReduceOp.AVG, group, **options), average, torch.tensor([4, 7])),
-        (lambda: dist.all_reduce(unsigned, ReduceOp.MAX, group, **options), unsigned, torch.tensor([1, 5]).to(torch.uint64)),
-        (lambda: dist.all_reduce(eighths, ReduceOp.SUM, group, **options), eighths, torch.tensor([3.0]).to(eighths.dtype)),
+        (
+            lambda: dist.all_reduce(unsigned, ReduceOp.MAX, group, **options),
+            unsigned,
+            torch.tensor([1, 5]).to(torch.uint64),
+        ),
+        (
+            lambda: dist.all_reduce(eighths, ReduceOp.SUM, group, **options),
+            eighths,
+            torch.tensor([3.0]).to(eighths.dtype),
+        ),
         (
             lambda: dist.all_reduce(scaled, dist._make_nccl_premul_sum(0.5), group, **options),
             scaled,

@@ -231,7 +231,7 @@ def raise_on_rank_0_alone(how: str, hosts: str) -> str:
             dist.recv(torch.ones(tag), 0, group, tag=tag)
     for call in range(3):
         assert all(bool((t == call).all()) for t in exchange(group, how, float(call)))
-    with pytest.raises(Mismatch) as error:  # noqa: PT012
+    with pytest.raises(Mismatch) as error:
         try:
             exchange(group, how, 10.0, bad=rank == 0)
         except InvalidUsage:
@@ -242,11 +242,14 @@ def raise_on_rank_0_alone(how: str, hosts: str) -> str:
 
 
 @pytest.mark.parametrize("hosts", ["aa", "ab"])
-@pytest.mark.parametrize("how", ["gather", "gather large", "scatter", "scatter large", "all_to_all", "all_to_all large"])
+@pytest.mark.parametrize(
+    "how", ["gather", "gather large", "scatter", "scatter large", "all_to_all", "all_to_all large"]
+)
 def test_a_call_that_one_rank_refused_is_not_taken_for_the_next(pool: RankPool, how: str, hosts: str):
     for text in pool.run(raise_on_rank_0_alone, how, hosts, gloo=True, settings=None):
         name = how.split(" ", maxsplit=1)[0]
-        assert f"rank 0 called {name}(from rank 1 of the group) for" in text
+        there = [(0, 1), (1, 0)] if name == "all_to_all" else [(0, 1)]  # where it may be noticed
+        assert any(f"rank {a} called {name}(from rank {b} of the group) for" in text for a, b in there)
         assert "in another call of a collective" in text
 
 
@@ -255,7 +258,7 @@ def skip_on_rank_0() -> str:
     if rank == 1:
         exchange(group, "gather", 10.0)
     dist.all_reduce(torch.ones(1), group=group)
-    with pytest.raises(Mismatch) as error:  # noqa: PT012
+    with pytest.raises(Mismatch) as error:
         exchange(group, "gather", 20.0)
         dist.barrier(group)
     return str(error.value)
@@ -263,7 +266,7 @@ def skip_on_rank_0() -> str:
 
 def test_a_gather_that_one_rank_left_out_is_named_after_another_collective(pool: RankPool):
     for text in pool.run(skip_on_rank_0, gloo=True, settings=None):
-        assert "rank 0 called gather(from rank 1 of the group) for 12 bytes where rank 1 sent 12 bytes in another" in text
+        assert "rank 0 called gather(from rank 1 of the group) for 12 bytes where rank 1 sent 12 bytes in" in text
 
 
 @run_on_ranks(world=2, gloo=True, settings=None)
