@@ -18,7 +18,8 @@ from syncengine.parallel import Parallel
 from syncengine.parallel.rounds import Intent, Round, tell
 from syncengine.sharded.agreement import gather_texts
 from syncengine.sharded.shard import NOT_OPTIONS, members_of, plain_data
-from syncengine.sharded.sharing import Groups, Sharing, State
+from syncengine.sharded.sharing import Groups, Sharing
+from syncengine.sharded.state import State
 
 
 def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_join: bool) -> Round | None:

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from syncengine.sharded.block import part
 from syncengine.sharded.cut import Slice
 from syncengine.sharded.joining import StepHook, announce_step, catch_up
 from syncengine.sharded.kinds import is_elementwise
-from syncengine.sharded.shard import Shard
+from syncengine.sharded.shard import Member, Shard
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.writing import write_together
 
@@ -65,6 +64,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._make_shard = functools.partial(Shard, optimizer_class, defaults)
         self._sharing = Sharing(self._make_shard, cuts, checksum)
         self._private: Shard | None = None  # of what is not shared
+        self._private_members: list[Member] = []
         plain = optimizer_class(list(params), **defaults)  # checks them as it would by itself
         torch.optim.Optimizer.__init__(self, plain.param_groups, plain.defaults)
         Joinable.__init__(self)
@@ -103,7 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             notice.wait()
         current = announce_step(self._sharing, self._number, self._join_config.enable)
         catch_up(self._sharing, self.param_groups, self.state, current)
-        self._sharing.update(self.param_groups)
+        self._sharing.update(self.param_groups, self.state)
         self._update_private()
         return loss
 
@@ -119,7 +119,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         before = [(parameter, parameter.grad) for group in self.param_groups for parameter in group["params"]]
         try:
             catch_up(self._sharing, self.param_groups, self.state, current)
-            self._sharing.update(self.param_groups)
+            self._sharing.update(self.param_groups, self.state)
         finally:
             for parameter, grad in before:
                 parameter.grad = grad
@@ -156,18 +156,16 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         members = self._sharing.unshared(self.param_groups)
         if not members:
             return
-        if self._private is None or len(members) != len(self._private.members):
+        if self._private is None or members is not self._private_members:
             slices = [Slice(i, 0, member.parameter.numel()) for i, member in enumerate(members)]
             self._private = self._make_shard(self.param_groups, members, slices, is_common=False)
+            self._private_members = members
             for piece in self._private.pieces:
-                if piece.parameter in self.state:
-                    state = self.state[piece.parameter]  # perhaps the very tensors that were loaded
+                state = self.state.get(piece.parameter) or self._private.state_of(piece)
+                if state:  # perhaps the very tensors that were loaded
                     own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
-                    self._private.set_state_of(piece, own)
-        self._private.update(self.param_groups)
-        for piece in self._private.pieces:
-            if state := self._private.state_of(piece):
-                self.state[piece.parameter] = state
+                    self.state[piece.parameter] = own
+        self._private.update(self.param_groups, self.state)
 
     def _on_forward(self, model: Parallel) -> None:
         sharing = self._sharing
@@ -201,19 +199,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         ranks if they have not loaded the same.
         """
         super().load_state_dict(state_dict)
-        digest = 1
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state = self.state.get(parameter, {})
-                for value in state.values():
-                    if isinstance(value, torch.Tensor):
-                        digest = zlib.crc32(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data, digest)
-                    else:
-                        digest = zlib.crc32(repr(value).encode(), digest)
         self._private = None
-        self._sharing.loaded = digest or 1
-        for block in self._sharing.blocks:
-            block.state.whole = self.state
+        self._sharing.loaded = True
 
     def __getstate__(self) -> dict[str, Any]:
         raise InvalidUsage("a ShardedOptimizer can't be copied or pickled: use its state_dict()")

@@ -73,8 +73,13 @@ class Shard:
         # Without torch's hooks around step(): those are the sharded optimizer's.
         self._step = getattr(optimizer_class.step, "__wrapped__", optimizer_class.step)
 
-    def update(self, groups: Sequence[dict[str, Any]]) -> None:
-        """One step of the optimizer on this rank's pieces, with the options of ``groups``."""
+    def update(self, groups: Sequence[dict[str, Any]], state: Any = None) -> None:
+        """One step of the optimizer on this rank's pieces, with the options of ``groups``.
+
+        ``state``: the sharded optimizer's own, where the parameters are not common.
+        """
+        if state is not None:
+            self._optimizer.state = state
         for ours, theirs in zip(self._optimizer.param_groups, groups, strict=False):
             ours.update(_options_of(theirs))
         self._slices.take_gradients()

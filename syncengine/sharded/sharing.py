@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import reduce
 from operator import is_
 from typing import Any
 
@@ -16,13 +17,14 @@ from syncengine.parallel import Parallel
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.block import Block, part
 from syncengine.sharded.claims import Claim, guard
+from syncengine.sharded.edits import WatchedState
 from syncengine.sharded.memory import Host
 from syncengine.sharded.shard import Member, Shard, describe_options, members_of
+from syncengine.sharded.state import State
 from syncengine.sharded.update import torn_text, update_together
-from syncengine.sharded.weights import Named, why_not_shared
+from syncengine.sharded.weights import Named, renorms, why_not_shared
 
 Groups = list[dict[str, Any]]
-State = MutableMapping[torch.Tensor, dict[str, Any]]
 
 SAME = "Do the same on every rank before step()."
 
@@ -42,7 +44,8 @@ class Sharing:
         self.models: weakref.WeakKeyDictionary[Parallel, None] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # that it has looked at
         self.names: dict[int, str] = {}  # of the parameters of these models, by id
-        self.loaded = 0  # digest of a state that was loaded since the last update
+        self.loaded = False  # a state, or a part of it, since the last update
+        self._watched = WatchedState(self.blocks)
         self.over: SyncError | None = None  # why there can't be another update
         self.memories: list[CommonMemory] = []  # of all blocks, as the next
         self.claims: list[Claim] = []
@@ -84,7 +87,7 @@ class Sharing:
         model.reducer.watch_local_backwards()
         mine = [member for member in self.unshared(groups) if id(member.parameter) in names]
         trained = [member for member in mine if member.parameter.requires_grad]
-        self.share(trained, groups, state, _renorms(model.module, names))
+        self.share(trained, groups, state, renorms(model.module, names))
 
     def look_again(self) -> None:
         """The optimizer has more parameters."""
@@ -105,7 +108,8 @@ class Sharing:
         ]
         communicator = self.host.communicator
         what = "what ShardedOptimizer is to share differs"
-        agree(communicator, what, "\n".join(lines).encode(), lambda: lines, problem or why_not_shared(named), SAME)
+        problem = problem or why_not_shared(named) or self._look_at_state(state)
+        agree(communicator, what, "\n".join(lines).encode(), lambda: lines, problem, SAME)
         block = Block(self.host, self._make_shard, self._cuts, groups, members, named, state, self.memories)
         self.blocks.append(block)
         self._sizes = None
@@ -114,12 +118,15 @@ class Sharing:
         communicator.all_reduce(flag, "max")
         if flag.item():
             block.state.share(block.problem)
+        self._watched.expect_more()
+        if not self.loaded:
+            self._watched.note(state)
         for model in self.models:
             guard(model)
 
     # --- An update
 
-    def update(self, groups: Groups) -> None:
+    def update(self, groups: Groups, state: State) -> None:
         """Collective: one step of the optimizer, on all ranks or on none."""
         if not self.blocks or self.host is None:
             return
@@ -131,7 +138,7 @@ class Sharing:
                 memory,
                 number,
                 self._step(number),
-                lambda: self._prepare(groups),
+                lambda: self._prepare(groups, state),
                 lambda: self._write(groups),
                 self._share_state,
             )
@@ -145,6 +152,7 @@ class Sharing:
             raise
         for block in self.blocks:
             block.state.read_numbers()
+        self._watched.note(state)
 
     def decide_to_write(self, proceeds: bool) -> bool:
         """The verdict on a writing(), which holds for all of this host: ``proceeds``, if nobody was first."""
@@ -155,12 +163,14 @@ class Sharing:
         self._updates += 1
         self._writings += 1
 
-    def _prepare(self, groups: Groups) -> None:
-        self.agree("what ShardedOptimizer.step() is to do differs", groups, self._problem())
+    def _prepare(self, groups: Groups, state: State) -> None:
+        problem = self._problem() or self._look_at_state(state)
+        self.agree("what ShardedOptimizer.step() is to do differs", groups, problem)
         for block in self.blocks:
             if block.weights.loaded:
                 block.weights.give()
         if self.loaded:
+            self._watched.forget()
             for block in self.blocks:
                 block.load_state()
             for block in self.blocks:
@@ -173,7 +183,8 @@ class Sharing:
                 block.weights.take()
             if self.loaded:
                 block.state.take()
-        self.loaded = 0
+                self._watched.expect_more()
+        self.loaded = False
 
     def _write(self, groups: Groups) -> bool:
         self._take_loaded()
@@ -185,11 +196,25 @@ class Sharing:
                 block.take_sums()
         return news
 
+    def _look_at_state(self, state: State) -> str:
+        """Follows what the user has put into it, which is loaded then; says what was done to it that can't be."""
+        for block in self.blocks:
+            block.state.whole = state
+        if self.loaded:
+            return ""
+        if problem := self._watched.written():
+            return problem
+        if self._watched.replaced(state):
+            problem = self._watched.unusable(state)
+            self.loaded = not problem
+        return problem
+
     def _step(self, number: int) -> int:
         """Which of the user's steps this update is."""
         return number - self._writings
 
     def _share_state(self) -> None:
+        self._watched.expect_more()
         for block in self.blocks:
             block.state.share(block.problem)
 
@@ -199,13 +224,17 @@ class Sharing:
         """Raises on all ranks if one has a ``problem``, or they are about to make different updates. Collective."""
         assert self.host is not None
         options = describe_options(groups)
+        if self.loaded:
+            digest = reduce(lambda start, block: block.state.digest(start), self.blocks, 0)
+            options.append(f"loaded a state dict of the optimizer, or replaced its state: yes, CRC-32 {digest:08x}")
+        else:
+            options.append("loaded a state dict of the optimizer, or replaced its state: no")
         marks = [block.gradients() + bytes([block.weights.loaded]) for block in self.blocks]
-        facts = b"|".join([str((self._updates, self.loaded)).encode(), "\n".join(options).encode(), *marks])
+        facts = b"|".join([str(self._updates).encode(), "\n".join(options).encode(), *marks])
         agree(self.host.communicator, what, facts, lambda: self._describe(options), problem, SAME)
 
     def _describe(self, options: Sequence[str]) -> list[str]:
-        digest = f"yes, CRC-32 {self.loaded:08x}" if self.loaded else "no"
-        lines = [f"step {self._step(self._updates + 1)}", *options, f"loaded a state dict of the optimizer: {digest}"]
+        lines = [f"step {self._step(self._updates + 1)}", *options]
         for block in self.blocks:
             lines.append(f"loaded a state dict of the model: {'yes' if block.weights.loaded else 'no'}")
             lines += block.describe_gradients()
@@ -270,14 +299,3 @@ class Sharing:
                 "shared: they stay in memory that other ranks may write to",
                 stacklevel=2,
             )
-
-
-def _renorms(module: torch.nn.Module, names: dict[int, str]) -> str:
-    """Says which layer would write to shared weights in forward; or an empty text."""
-    for layer in module.modules():
-        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.max_norm is not None:
-            return (
-                f"{names.get(id(layer.weight), 'an embedding')} belongs to an {type(layer).__name__} with max_norm, "
-                "which writes to it in forward: that can't be shared. Leave out max_norm"
-            )
-    return ""

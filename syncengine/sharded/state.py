@@ -8,6 +8,7 @@ state of each parameter as tensors of the parameter's shape.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import MutableMapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -48,6 +49,30 @@ class SharedState:
         self._installed: list[dict[str, Any]] = [{} for _ in shard.pieces]  # what this rank's pieces should have
         self._memories = memories
         self._own: list[CommonMemory] = []
+        self.is_made_in_steps = not any(map(shard.state_of, shard.pieces))  # as by most; else at first
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether some of it are no tensors."""
+        return bool(self._numbers)
+
+    def keys(self) -> list[list[str]]:
+        """Of the entries of each parameter."""
+        found: list[list[str]] = [[] for _ in self._shard.members]
+        for index, key in self._entries:
+            found[index].append(key)
+        return found
+
+    def digest(self, start: int) -> int:
+        """Of what ``whole`` has of it; continues that of others."""
+        for member in self._shard.members:
+            for value in self.whole.get(member.parameter, {}).values():
+                if isinstance(value, torch.Tensor):
+                    data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+                    start = zlib.crc32(data, start)
+                else:
+                    start = zlib.crc32(repr(value).encode(), start)
+        return start
 
     def has_news(self) -> bool:
         """Whether this rank's pieces have state that is not common yet. Follows what the optimizer has replaced."""

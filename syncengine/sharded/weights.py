@@ -45,6 +45,17 @@ def why_not_shared(named: Sequence[Named]) -> str:
     return ""
 
 
+def renorms(module: torch.nn.Module, names: dict[int, str]) -> str:
+    """Says which layer would write to shared weights in forward; or an empty text."""
+    for layer in module.modules():
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.max_norm is not None:
+            return (
+                f"{names.get(id(layer.weight), 'an embedding')} belongs to an {type(layer).__name__} with max_norm, "
+                "which writes to it in forward: that can't be shared. Leave out max_norm"
+            )
+    return ""
+
+
 def _shares_memory(named: Sequence[Named]) -> str:
     """``named`` lie in one storage, each in a part of its own: nothing else may hold it, or it would not follow."""
     end, before = 0, ""
@@ -144,7 +155,7 @@ class SharedWeights:
         self.loaded = True
 
     def put_back(self, writes: bool) -> str:
-        """At the end of writing(): what was loaded, or moved elsewhere, goes where all ranks see it, if this one writes.
+        """At the end of writing(): what was loaded, or moved elsewhere, goes where all see it, if this rank writes.
 
         Returns what this rank has done that it must not; or an empty text.
         """
