@@ -102,7 +102,8 @@ def part(memories: Sequence[CommonMemory], claims: Sequence[Claim], torn: str = 
         with contextlib.suppress(MemoryError):
             parted &= memory.detach()
     for one in claims:
-        one.torn = torn or one.torn
+        if torn:
+            one.tear(torn)
         if parted:
             one.give_up()
     return parted

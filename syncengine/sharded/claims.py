@@ -31,6 +31,12 @@ class Claim:
         self.by: Claimant | None = by  # None: it is private again
         self.torn = ""  # why nobody must use its values
 
+    def tear(self, why: str) -> None:
+        """Its values must not be used."""
+        global _torn
+        _torn = True
+        self.torn = why
+
     def give_up(self) -> None:
         """The parameter is private again."""
         self.by = None
@@ -39,6 +45,12 @@ class Claim:
 
 _claims: Any = WeakIdKeyDictionary()  # by parameter
 _installed = False
+_torn = False
+
+
+def any_torn() -> bool:
+    """Whether there may be torn weights in this process."""
+    return _torn
 
 
 def claim(parameter: torch.nn.Parameter, name: str, by: Claimant) -> Claim:

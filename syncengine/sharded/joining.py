@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import JoinHook
@@ -17,8 +16,9 @@ from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
 from syncengine.parallel.rounds import Intent, Round, tell
 from syncengine.sharded.agreement import gather_texts
-from syncengine.sharded.shard import NOT_OPTIONS, members_of, plain_data
-from syncengine.sharded.sharing import Groups, Sharing
+from syncengine.sharded.membership import Groups
+from syncengine.sharded.shard import NOT_OPTIONS, members_of, plain_data, take_option
+from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.state import State
 
 
@@ -40,7 +40,7 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | No
 
     Those are the first rank's that trains. ``current`` is what ``announce_step`` returned.
     """
-    late = sharing.late(groups)
+    late = sharing.members.late(groups)
     if current is None or sharing.host is None or len(current.training) == len(current.intents):
         sharing.share(late, groups, state)
         return
@@ -71,17 +71,7 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | No
     if not trains:
         for group, theirs in zip(groups, told["options"], strict=True):
             for key, value in theirs.items():
-                _set(group, key, value)
-
-
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    here = group.get(key)
-    if plain_data(here) == value:
-        return
-    if isinstance(here, torch.Tensor):
-        here.fill_(value)
-    else:
-        group[key] = tuple(value) if isinstance(here, tuple) else value
+                take_option(group, key, value)
 
 
 class StepHook(JoinHook):

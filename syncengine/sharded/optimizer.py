@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from syncengine.parallel import Parallel
 from syncengine.parallel.rounds import Round
 from syncengine.parallel.watchers import forward_watchers, models, take_part
 from syncengine.sharded.block import part
+from syncengine.sharded.claims import any_torn, check_not_torn
 from syncengine.sharded.cut import Slice
 from syncengine.sharded.joining import StepHook, announce_step, catch_up
 from syncengine.sharded.kinds import is_elementwise
@@ -70,9 +72,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         Joinable.__init__(self)
         self._numbers: weakref.WeakKeyDictionary[Parallel, int] = weakref.WeakKeyDictionary()
         self.state.update(plain.state)
+        self._plain = plain  # to load state dicts as its class does
+        plain.state, plain.param_groups = defaultdict(dict), []
         if _watch_forward not in forward_watchers:
             forward_watchers.append(_watch_forward)
-        _optimizers[next(_numbers)] = self
+        self._made = next(_numbers)
+        _optimizers[self._made] = self
         weakref.finalize(self, part, self._sharing.memories, self._sharing.claims).atexit = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -103,9 +108,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             notice.wait()
         current = announce_step(self._sharing, self._number, self._join_config.enable)
         catch_up(self._sharing, self.param_groups, self.state, current)
-        self._sharing.update(self.param_groups, self.state)
-        self._update_private()
+        try:
+            self._sharing.update(self.param_groups, self.state)
+            self._update_private()
+        finally:
+            self._write_back()
         return loss
+
+    def _write_back(self) -> None:
+        private = [] if self._private is None else [self._private]
+        for shard in [*(block.shard for block in self._sharing.blocks), *private]:
+            shard.write_back(self.param_groups)
 
     def _number(self, model: Parallel) -> int:
         """Among the sharded optimizers of ``model``."""
@@ -121,6 +134,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             catch_up(self._sharing, self.param_groups, self.state, current)
             self._sharing.update(self.param_groups, self.state)
         finally:
+            self._write_back()
             for parameter, grad in before:
                 parameter.grad = grad
 
@@ -153,7 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self._number(model)
 
     def _update_private(self) -> None:
-        members = self._sharing.unshared(self.param_groups)
+        members = self._sharing.members.unshared(self.param_groups)
         if not members:
             return
         if self._private is None or members is not self._private_members:
@@ -169,10 +183,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def _on_forward(self, model: Parallel) -> None:
         sharing = self._sharing
-        sharing.raise_if_torn()
         with contextlib.suppress(SyncError):
             sharing.raise_if_over()
         if sharing.over is not None:
+            check_not_torn(model.module.parameters())
             return  # the model says so
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and model.require_backward_grad_sync:
             self._bind(model)
@@ -202,6 +216,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._private = None
         self._sharing.loaded = True
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._plain.__setstate__(state)  # which may convert what others have saved
+        super().__setstate__({"state": self._plain.state, "param_groups": self._plain.param_groups})
+        self._plain.state, self._plain.param_groups = defaultdict(dict), []
+
     def __getstate__(self) -> dict[str, Any]:
         raise InvalidUsage("a ShardedOptimizer can't be copied or pickled: use its state_dict()")
 
@@ -226,8 +245,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """Gives this rank private copies of weights and state, and ends this optimizer: for another one after it."""
         if self._sharing.over is None:
             self._sharing.end(InvalidUsage("this ShardedOptimizer was released"))
+        _optimizers.pop(self._made, None)
 
 
 def _watch_forward(model: Parallel) -> None:
+    if any_torn():  # also where their optimizer is gone
+        check_not_torn(model.module.parameters())
     for optimizer in list(_optimizers.values()):
         optimizer._on_forward(model)

@@ -70,6 +70,7 @@ class Shard:
         for piece in self.pieces:
             mirrored[members[piece.index].group]["params"].append(piece.tensor)
         self._optimizer = optimizer_class(mirrored, **options)
+        self._options: list[dict[str, Any]] = []  # of this step, as it began
         # Without torch's hooks around step(): those are the sharded optimizer's.
         self._step = getattr(optimizer_class.step, "__wrapped__", optimizer_class.step)
 
@@ -80,17 +81,22 @@ class Shard:
         """
         if state is not None:
             self._optimizer.state = state
-        for ours, theirs in zip(self._optimizer.param_groups, groups, strict=False):
-            ours.update(_options_of(theirs))
+        self._options = [_options_of(group) for group in groups]
+        for ours, theirs in zip(self._optimizer.param_groups, self._options, strict=False):
+            ours.update(theirs)
         self._slices.take_gradients()
         try:
             self._step(self._optimizer)
         finally:
             self._slices.drop_gradients()
-        for ours, theirs in zip(self._optimizer.param_groups, groups, strict=False):
+
+    def write_back(self, groups: Sequence[dict[str, Any]]) -> None:
+        """What the step has changed in its options, into ``groups``: after all shards, which begin with the same."""
+        for ours, before, theirs in zip(self._optimizer.param_groups, self._options, groups, strict=False):
             for key, value in ours.items():  # some optimizers keep numbers there
-                if key not in NOT_OPTIONS and theirs.get(key) is not value:
+                if key not in NOT_OPTIONS and before.get(key, before) is not value:
                     theirs[key] = value
+        self._options = []
 
     def state_of(self, piece: Piece) -> dict[str, Any]:
         """What the optimizer keeps for this piece."""
@@ -116,9 +122,34 @@ def describe_options(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def plain_data(value: Any) -> Any:
-    """``value`` as numbers, texts and lists of them."""
+    """``value`` as numbers, texts, and lists of them; other objects in dicts."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [plain_data(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else type(value).__name__
+    if isinstance(value, float):
+        return float(value)  # numpy.float64 is one
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        return {"numpy": str(value.dtype), "value": value.tolist()}
+    if isinstance(value, dict):
+        return {"dict": {str(key): plain_data(item) for key, item in value.items()}}
+    text = repr(value)
+    return {"object": type(value).__name__ if " at 0x" in text else text}
+
+
+def take_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Puts there what another rank has, as ``plain_data``. Other objects stay: the next agreement compares them."""
+    here = group.get(key)
+    if plain_data(here) == value:
+        return
+    if isinstance(here, torch.Tensor):
+        here.fill_(value)
+    elif isinstance(value, dict):
+        if "numpy" in value:
+            import numpy
+
+            group[key] = numpy.asarray(value["value"], value["numpy"])[()]
+    else:
+        group[key] = tuple(value) if isinstance(here, tuple) else value

@@ -6,8 +6,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from functools import reduce
-from operator import is_
-from typing import Any
 
 import torch
 
@@ -16,15 +14,14 @@ from syncengine.errors import InvalidUsage, SyncError, TornWeights
 from syncengine.parallel import Parallel
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.block import Block, part
-from syncengine.sharded.claims import Claim, guard
+from syncengine.sharded.claims import Claim, any_torn, check_not_torn, guard
 from syncengine.sharded.edits import WatchedState
+from syncengine.sharded.membership import Groups, Membership
 from syncengine.sharded.memory import Host
-from syncengine.sharded.shard import Member, Shard, describe_options, members_of
+from syncengine.sharded.shard import Member, Shard, describe_options
 from syncengine.sharded.state import State
 from syncengine.sharded.update import torn_text, update_together
 from syncengine.sharded.weights import Named, renorms, why_not_shared
-
-Groups = list[dict[str, Any]]
 
 SAME = "Do the same on every rank before step()."
 
@@ -43,7 +40,7 @@ class Sharing:
         # Whose parameters it updates; in the order of their binding, which all ranks have in common.
         self.models: weakref.WeakKeyDictionary[Parallel, None] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # that it has looked at
-        self.names: dict[int, str] = {}  # of the parameters of these models, by id
+        self.members = Membership(self.blocks)
         self.loaded = False  # a state, or a part of it, since the last update
         self._watched = WatchedState(self.blocks)
         self.over: SyncError | None = None  # why there can't be another update
@@ -51,26 +48,15 @@ class Sharing:
         self.claims: list[Claim] = []
         self._updates = 0  # with those by writing()
         self._writings = 0
-        self._sizes: list[int] | None = None  # of the groups when _unshared was found; None: find it again
-        self._parameters: list[torch.Tensor] = []
-        self._unshared: list[Member] = []
 
     # --- What is shared
-
-    def unshared(self, groups: Groups) -> list[Member]:
-        """The parameters that are not, or not yet."""
-        sizes = [len(group["params"]) for group in groups]
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        if self._sizes != sizes or not all(map(is_, parameters, self._parameters)):
-            self._sizes, self._parameters = sizes, parameters
-            shared = {id(p) for block in self.blocks for p in block.weights.parameters}
-            self._unshared = [member for member in members_of(groups) if id(member.parameter) not in shared]
-        return self._unshared
 
     def bind(self, model: Parallel, groups: Groups, state: State) -> None:
         """Moves the parameters that ``model`` trains into shared memory, if it is new. Collective then."""
         if model in self._known:
             return
+        if any_torn():
+            check_not_torn(model.module.parameters())
         self._known.add(model)
         if model.communicator.size == 1:
             return
@@ -78,30 +64,29 @@ class Sharing:
         if not any(id(parameter) in names for group in groups for parameter in group["params"]):
             return
         if self.host is not None and self.host.communicator is not model.communicator:
+            if model.communicator.exception() is not None:
+                return  # one from before a failure
             raise InvalidUsage(
                 "the models of one ShardedOptimizer need the same process_group: make one for each model"
             )
         self.models[model] = None
-        self.names.update(names)
+        self.members.names.update(names)
         self.host = self.host or Host(model.communicator)
         model.reducer.watch_local_backwards()
-        mine = [member for member in self.unshared(groups) if id(member.parameter) in names]
+        mine = [member for member in self.members.unshared(groups) if id(member.parameter) in names]
         trained = [member for member in mine if member.parameter.requires_grad]
         self.share(trained, groups, state, renorms(model.module, names))
+        guard(model)  # of what another one shares, too
 
     def look_again(self) -> None:
         """The optimizer has more parameters."""
         self._known.clear()
 
-    def late(self, groups: Groups) -> list[Member]:
-        """Parameters that were frozen, and have a gradient now."""
-        return [m for m in self.unshared(groups) if m.parameter.grad is not None and id(m.parameter) in self.names]
-
     def share(self, members: Sequence[Member], groups: Groups, state: State, problem: str = "") -> None:
         """Moves these into shared memory. Collective if there are any. ``problem``: why this rank can't."""
         if not members or self.host is None:
             return
-        named = [Named(self.names[id(member.parameter)], member.parameter) for member in members]
+        named = [Named(self.members.names[id(member.parameter)], member.parameter) for member in members]
         lines = [
             f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, {'some' if p in state else 'no'} state"
             for name, p in named
@@ -112,7 +97,7 @@ class Sharing:
         agree(communicator, what, "\n".join(lines).encode(), lambda: lines, problem, SAME)
         block = Block(self.host, self._make_shard, self._cuts, groups, members, named, state, self.memories)
         self.blocks.append(block)
-        self._sizes = None
+        self.members.look_again()
         self.claims += block.claims
         flag = torch.tensor([bool(block.problem) or block.has_news()], dtype=torch.int64, device="cpu")
         communicator.all_reduce(flag, "max")
@@ -156,7 +141,7 @@ class Sharing:
 
     def decide_to_write(self, proceeds: bool) -> bool:
         """The verdict on a writing(), which holds for all of this host: ``proceeds``, if nobody was first."""
-        return self.blocks[0].weights.memory.decide(self._updates + 1, proceeds)
+        return bool(self.blocks) and self.blocks[0].weights.memory.decide(self._updates + 1, proceeds)
 
     def note_writing(self) -> None:
         """It is over."""
@@ -164,7 +149,7 @@ class Sharing:
         self._writings += 1
 
     def _prepare(self, groups: Groups, state: State) -> None:
-        problem = self._problem() or self._look_at_state(state)
+        problem = self._problem(groups) or self._look_at_state(state)
         self.agree("what ShardedOptimizer.step() is to do differs", groups, problem)
         for block in self.blocks:
             if block.weights.loaded:
@@ -244,9 +229,9 @@ class Sharing:
         """Which parameter this rank has written to outside of an update; or an empty text."""
         return next((text for block in self.blocks if (text := block.weights.written_by_this_rank())), "")
 
-    def _problem(self) -> str:
+    def _problem(self, groups: Groups) -> str:
         """Why this rank can't make an update; or an empty text."""
-        if problem := self.written():
+        if problem := self.members.edited(groups) or self.written():
             return problem
         for block in self.blocks:
             if problem := block.wrong_sum() or block.sparse_gradient():
@@ -293,7 +278,10 @@ class Sharing:
         if torn and not isinstance(error, TornWeights):
             error = TornWeights(torn_text(self._step(torn), str(error)))
         self.over = type(error)(str(error))
-        if not part(self.memories, self.claims, str(error) if torn else ""):
+        if part(self.memories, self.claims, str(error) if torn else ""):
+            self.blocks.clear()  # what may hold this would keep another one from sharing these weights
+            self._watched.forget()
+        else:
             warnings.warn(
                 "there is not enough memory for private copies of the weights and state that ShardedOptimizer has "
                 "shared: they stay in memory that other ranks may write to",

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from syncengine.errors import Aborted, SyncError
 from syncengine.sharded.agreement import agree
+from syncengine.sharded.membership import Groups
 from syncengine.sharded.memory import Host
-from syncengine.sharded.sharing import SAME, Groups, Sharing
+from syncengine.sharded.sharing import SAME, Sharing
 
 
 @contextlib.contextmanager
@@ -48,7 +49,7 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
         if not isinstance(error, Exception):  # Ctrl-C, sys.exit(): it leaves the others alone
             host.communicator.abort(f"{host.name(host.rank)} left writing(): {type(error).__name__}")
         failed = host.communicator.exception() is not None
-        if failed and begun and (not has_writer or sharing.decide_to_write(False)):
+        if failed and begun and sharing.blocks and (not has_writer or sharing.decide_to_write(False)):
             sharing.tear(error)
         raise
     finally:

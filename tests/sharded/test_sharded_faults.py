@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import signal
 import time
@@ -11,7 +12,7 @@ import pytest
 import torch
 from faults import Outcome, needs_hooks, set_fault, suffer
 from pool import RankPool
-from sharded_training import common_memory, digest, error_of, make, sharded, snapshot, train
+from sharded_training import common_memory, digest, error_of, make, plain, sharded, snapshot, train
 from torch import nn
 
 import syncengine
@@ -192,6 +193,38 @@ def test_a_torn_model_goes_on_from_a_checkpoint(pool: RankPool):
     for update, before, after, step in pool.run(goes_on):
         assert "TornWeights" in update and "TornWeights" in before
         assert (after, step) == ("", "")
+
+
+def old_one_is_kept(recovers: str) -> list[str]:
+    """A torn optimizer that somebody still holds, as a scheduler does; other models of this process go on."""
+    net, other = make(), make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    checkpoint = {name: value.clone() for name, value in net.state_dict().items()}
+    if syncengine.rank() == 1:
+        optimizer._sharing.blocks[0].shard._step = lambda inner: 1 / 0
+    texts = [error_of(lambda: train(model, optimizer, 1)), error_of(lambda: train(*plain(other), 1))]
+    kept = [optimizer]
+    if recovers == "releases":
+        optimizer.release()
+    elif recovers == "drops":
+        kept.clear()
+        del optimizer
+        gc.collect()
+    new, new_optimizer = sharded(net)
+    texts.append(error_of(lambda: train(new, new_optimizer, 1)))
+    texts.append(error_of(new_optimizer.step))
+    net.load_state_dict(checkpoint)
+    texts.append(error_of(lambda: train(new, new_optimizer, 1)))
+    return texts
+
+
+@pytest.mark.parametrize("recovers", ["", "releases", "drops"])
+def test_a_torn_optimizer_concerns_its_own_weights_until_they_are_loaded(pool: RankPool, recovers: str):
+    for update, unrelated, forward, step, loaded in pool.run(old_one_is_kept, recovers):
+        assert "TornWeights" in update and unrelated == ""
+        assert "TornWeights" in forward and "TornWeights" in step
+        assert loaded == ""
 
 
 class FailsBehind:

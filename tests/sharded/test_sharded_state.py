@@ -257,3 +257,32 @@ def test_whole_state_dicts_of_dcp(pool: RankPool):
 def test_distributed_checkpoints(pool: RankPool):
     with tempfile.TemporaryDirectory() as folder:
         assert pool.run(through_dcp, folder, gloo=True) == [[]] * 2
+
+
+def loads_of_others(kind: str) -> list[str]:
+    """State dicts that the class converts as it loads them."""
+    reference_model, reference = plain(make(), torch.optim.Adam, weight_decay=0.1)
+    train(reference_model, reference, 3)
+    saved = snapshot(reference)
+    if kind == "steps are numbers":
+        for state in saved["state"].values():
+            state["step"] = int(state["step"])
+    kept = copy.deepcopy(saved)
+    ours, theirs = make(), make()
+    (model, optimizer), (other, plain_optimizer) = sharded(ours, weight_decay=0.1), plain(theirs, weight_decay=0.1)
+    for wrapped, one in ((model, optimizer), (other, plain_optimizer)):
+        one.load_state_dict(saved if one is optimizer else copy.deepcopy(saved))  # the plain one writes to it
+        train(wrapped, one, 3)
+    changed = [] if saved["param_groups"] == kept["param_groups"] else ["the argument"]
+    return (
+        changed
+        + differences(saved, kept)
+        + different_weights(ours, theirs)
+        + differences(plain_optimizer.state_dict(), optimizer.state_dict())
+    )
+
+
+@pytest.mark.parametrize("kind", ["steps are numbers", "of Adam for AdamW"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_loading_converts_as_the_class_does(pool: RankPool, kind: str, world: int):
+    assert pool.run(loads_of_others, kind, world=world) == [[]] * world

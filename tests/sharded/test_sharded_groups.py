@@ -1,0 +1,153 @@
+"""`param_groups`: options that optimizers write to, options that are numpy's, and edits by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pool import RankPool
+from sharded_training import batch, different_weights, error_of, make, not_divided, plain, sharded, train
+
+import syncengine
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups, as some do, and corrects its rate by that."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"] / group["step"])
+
+
+def counts() -> list[Any]:
+    ours, theirs = make(), make()
+    for net in (ours, theirs):
+        net.layers[0].requires_grad_(False)
+    (model, optimizer), (reference, plain_optimizer) = sharded(ours, Counting, elements=True), plain(theirs, Counting)
+    for wrapped, one, net in ((model, optimizer, ours), (reference, plain_optimizer, theirs)):
+        train(wrapped, one, 2)
+        net.layers[0].requires_grad_(True)  # a block of its own
+        train(wrapped, one, range(2, 4))
+    wrong = different_weights(ours, theirs)
+    return [[one.param_groups[0]["step"] for one in (optimizer, plain_optimizer)], wrong + not_divided(ours, optimizer)]
+
+
+def test_what_is_counted_in_groups_is_counted_once(pool: RankPool):
+    assert pool.run(counts) == [[[4, 4], []]] * 2
+
+
+class Odd:
+    """An option that is an object."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return f"Odd({self.text})"
+
+
+OPTIONS = {
+    "numpy's number": lambda rank: np.float32(0.1 + rank),
+    "numpy's array": lambda rank: np.array([0.1 + rank]),
+    "a dict": lambda rank: {"a": 0.1 + rank},
+    "an object": lambda rank: Odd(str(rank)),
+}
+
+
+def other_options(kind: str) -> list[str]:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 1)
+    key = "lr" if kind == "numpy's number" else "mine"
+    optimizer.param_groups[0][key] = OPTIONS[kind](0)
+    texts = [error_of(lambda: train(model, optimizer, 1))]
+    optimizer.param_groups[0][key] = OPTIONS[kind](syncengine.rank())
+    return [*texts, error_of(lambda: train(model, optimizer, 1))]
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_options_of_any_kind_are_compared(pool: RankPool, kind: str):
+    for same, other in pool.run(other_options, kind):
+        assert same == ""
+        assert "Mismatch" in other and "group 0 of 10 parameters" in other, other
+
+
+def joined_rates(value: Callable[[float], Any]) -> list[str]:
+    nets = [make(), make()]
+    for net, kind in zip(nets, [sharded, plain], strict=True):
+        model, optimizer = kind(net, torch.optim.SGD)
+        with model.join():
+            for step in range(1 + 3 * syncengine.rank()):
+                optimizer.param_groups[0]["lr"] = value(0.1 / (1 + step))
+                optimizer.zero_grad()
+                model(batch(step)).square().mean().backward()
+                optimizer.step()
+    return different_weights(*nets)
+
+
+@pytest.mark.parametrize("value", [np.float32, np.float64, float])
+def test_a_joined_rank_gets_them(pool: RankPool, value: Callable[[float], Any]):
+    assert pool.run(joined_rates, value) == [[]] * 2
+
+
+def replaced_by_hand() -> list[str]:
+    """Of private parameters: their optimizer goes on with what is there now."""
+    ours, theirs = make(), make()
+    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
+    for net, wrapped, one in ((ours, model, optimizer), (theirs, reference, plain_optimizer)):
+        train(wrapped, one, 2)
+        params = one.param_groups[0]["params"]
+        torch.manual_seed(1)
+        net.head.weight = new = torch.nn.Parameter(torch.randn_like(net.head.weight))
+        params[next(i for i, p in enumerate(params) if p.shape == new.shape and one.state.get(p) and i == 8)] = new
+        for step in range(2):
+            one.zero_grad()
+            net(batch(step)).square().mean().backward()
+            one.step()
+    return different_weights(ours, theirs)
+
+
+def test_a_private_parameter_may_be_replaced_by_hand(pool: RankPool):
+    assert pool.run(replaced_by_hand, world=1) == [[]]
+
+
+def edited(how: str) -> list[str]:
+    net = make()
+    groups = [{"params": list(net.layers.parameters()), "lr": 0.1}, {"params": list(net.head.parameters())}]
+    model = syncengine.Parallel(net)
+    optimizer = syncengine.ShardedOptimizer(groups, torch.optim.AdamW, lr=1e-2)
+    train(model, optimizer, 2)
+    kept = [(group, list(group["params"])) for group in optimizer.param_groups]
+    if how == "a parameter":
+        del optimizer.param_groups[1]["params"][0]
+    elif how == "replaced":
+        optimizer.param_groups[1]["params"][0] = torch.nn.Parameter(torch.ones(2))
+    elif how == "a group":
+        del optimizer.param_groups[0]
+    else:
+        optimizer.param_groups.reverse()
+    before = net.head.weight.detach().clone()
+    text = error_of(lambda: train(model, optimizer, 1))
+    same = torch.equal(before, net.head.weight)
+    optimizer.param_groups[:] = [group for group, _ in kept]
+    for group, params in kept:
+        group["params"][:] = params
+    return [text, str(same), error_of(lambda: train(model, optimizer, 1))]
+
+
+@pytest.mark.parametrize("how", ["a parameter", "replaced", "a group", "the order"])
+def test_groups_of_shared_parameters_are_not_to_be_edited(pool: RankPool, how: str):
+    name = "layers.0.weight" if how in ("a group", "the order") else "head.weight"
+    for text, same, after in pool.run(edited, how):
+        assert f"parameter {name} is not in the group any more" in text
+        assert (same, after) == ("True", "")
