@@ -20,6 +20,7 @@ from syncengine._C import has_cuda
 from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
 from syncengine.parallel.devices import check_buffers_on, device_of
+from syncengine.parallel.model import named_parameters
 from syncengine.parallel.refusal import check_module
 
 MOST_RANKS = 64
@@ -39,10 +40,9 @@ def refusal(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> str | 
     if ranks > MOST_RANKS:
         return f"syncengine can't connect {ranks} ranks, {MOST_RANKS} at most"
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    named = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
     try:
         check_module(module, ignored, all_delayed=bool(delayed))
-        device = device_of(named)
+        device = device_of(named_parameters(module, ignored).items())
         if device.type == "cuda":
             buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
             check_buffers_on(device, buffers)

@@ -69,9 +69,10 @@ class CpuWork final : public PyWork {
 
 SpanList spans_of(const at::Tensor& tensor) { return {tensor.data_ptr(), tensor.nbytes()}; }
 
-// Any dense layout will do where all ranks have the same; otherwise a contiguous copy.
+// Any dense layout will do where all ranks have the same; otherwise a contiguous copy, as where the memory holds the
+// elements' negatives (x.conj().imag is lazy).
 at::Tensor dense(const at::Tensor& tensor) {
-  return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
+  return tensor.is_non_overlapping_and_dense() ? tensor.resolve_neg() : tensor.contiguous().resolve_neg();
 }
 
 // What the engine holds while an operation runs: memory, not tensors. Any thread may let go of it, and the last
@@ -100,8 +101,8 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
     at::NoGradGuard no_grad;
     bool in_place = input.is_same(output);
     require_one_device(input, output, what);
-    from = in_place ? dense(input) : input.contiguous();
-    to = in_place ? from : output.is_contiguous() ? output : at::empty(output.sizes(), output.options());
+    from = in_place ? dense(input) : input.contiguous().resolve_neg();
+    to = in_place ? from : output.is_contiguous() && !output.is_neg() ? output : at::empty(output.sizes(), output.options());
     if (!to.is_same(output)) result = to;
     if (result.defined() && at::has_internal_overlap(output) == at::MemOverlap::Yes)
       throw Error(ErrorKind::InvalidUsage,

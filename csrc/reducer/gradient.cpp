@@ -31,7 +31,9 @@ at::Tensor empty_rows(const at::Tensor& table) {
                                        at::empty(values, table.options()), table.sizes(), table.options());
 }
 
+// As bytes, the gradient; not where its memory holds the conjugate, or the negative, of its elements (conj() is lazy).
 bool follows_layout(const at::Tensor& grad, const at::Tensor& parameter) {
+  if (grad.is_conj() || grad.is_neg()) return false;
   if (parameter.is_contiguous() && grad.is_contiguous()) return true;  // by far the most frequent case
   return torch::autograd::utils::obeys_layout_contract(grad, parameter);
 }

@@ -11,7 +11,7 @@ namespace syncengine {
 // Why a gradient could not be reduced in the memory where autograd left it. Python has them by name.
 enum class CopyReason : uint8_t {
   SharedStorage,  // something else holds the memory, and might still read it in this backward
-  Layout,         // strides are not the parameter's: ranks would disagree on the order of elements
+  Layout,         // strides are not the parameter's: ranks would disagree on the order of elements; or a lazy conj()
   Graph,          // part of a graph (create_graph=True)
   Small,          // less than a page, in a bucket that is otherwise reduced in place
   Unused,         // no gradient here: zeros, or what an earlier backward left, stand in

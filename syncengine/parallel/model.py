@@ -31,7 +31,7 @@ class Model:
         cls, module: torch.nn.Module, communicator: Communicator, device: torch.device, ignored: Container[str]
     ) -> Model:
         """That of all parameters but those that are ``ignored``."""
-        named = not_ignored(module.named_parameters(), ignored)
+        named = named_parameters(module, ignored)
         parameters = list(named.values())
         return cls(module, communicator, device, list(named), parameters, sparse_parameters(module, parameters))
 
@@ -54,6 +54,18 @@ class Switches:
 def looks_for_unused(options: ReducerOptions) -> bool:
     """Whether each forward does: a static graph finds its unused parameters once."""
     return options.find_unused_parameters and not options.static_graph
+
+
+def named_parameters(module: torch.nn.Module, ignored: Container[str]) -> dict[str, torch.nn.Parameter]:
+    """Those of ``module``, each by the first of its names that is not ``ignored``, as in DDP."""
+    named: dict[str, torch.nn.Parameter] = {}
+    seen: set[torch.nn.Parameter] = set()
+    for prefix, submodule in module.named_modules():
+        for name, parameter in submodule.named_parameters(prefix, recurse=False):
+            if name not in ignored and parameter not in seen:
+                seen.add(parameter)
+                named[name] = parameter
+    return named
 
 
 def not_ignored(named: Iterable[tuple[str, _Tensor]], ignored: Container[str]) -> dict[str, _Tensor]:

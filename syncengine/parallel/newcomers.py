@@ -16,7 +16,7 @@ from torch.nn.modules.module import (
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
-from syncengine.parallel.model import Model, not_ignored
+from syncengine.parallel.model import Model, named_parameters
 from syncengine.parallel.watchers import models
 
 
@@ -59,7 +59,7 @@ class Newcomers:
 
     def _find(self) -> None:
         names = set(self._model.names)  # who takes a name is a replaced parameter, which is an error
-        for name, parameter in not_ignored(self._model.module.named_parameters(), self._ignored).items():
+        for name, parameter in named_parameters(self._model.module, self._ignored).items():
             if name not in names and parameter not in self._known:
                 self._known[parameter] = None
                 self._waiting.append((name, weakref.ref(parameter)))

@@ -10,6 +10,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from syncengine.errors import InvalidUsage
+from syncengine.parallel.model import named_parameters
 
 _warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -30,8 +31,8 @@ def check_arguments(device_ids: Any, bucket_cap_mb: float | None, bucket_cap_mb_
 
 def check_module(module: torch.nn.Module, ignored: set[str], all_delayed: bool) -> None:
     """Raises ``InvalidUsage`` for a module that can't be trained yet, naming the parameter or submodule."""
-    named = [(name, parameter) for name, parameter in module.named_parameters() if name not in ignored]
-    for name, parameter in named:
+    named = named_parameters(module, ignored)
+    for name, parameter in named.items():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise InvalidUsage(
                 f"parameter {name} is not initialized yet. Modules with uninitialized parameters can't be used with "
@@ -41,7 +42,7 @@ def check_module(module: torch.nn.Module, ignored: set[str], all_delayed: bool) 
             _refuse(f"parameter {name} of type {type(parameter).__name__}", "pass plain parameters")
         if parameter.layout is not torch.strided:
             _refuse(f"parameter {name} with layout {parameter.layout}", "use dense parameters")
-    if not all_delayed and not any(parameter.requires_grad for _, parameter in named):
+    if not all_delayed and not any(parameter.requires_grad for parameter in named.values()):
         raise InvalidUsage(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
         )

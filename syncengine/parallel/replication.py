@@ -61,7 +61,7 @@ def check_not_replaced(
     """
     if not any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves):
         return
-    current = dict(module.named_parameters())
+    current = dict(module.named_parameters(remove_duplicate=False))
     for name in names:
         if any(leaf is current.get(name) for leaf in leaves):
             text = (

@@ -21,7 +21,7 @@ from syncengine.parallel.devices import check_buffers_on, check_device_ids, devi
 from syncengine.parallel.groups import Group, check_group, localize_parameters, resolve_group
 from syncengine.parallel.logging import Logger
 from syncengine.parallel.mixed_precision import MixedPrecision
-from syncengine.parallel.model import Model, Switches, not_ignored
+from syncengine.parallel.model import Model, Switches, named_parameters, not_ignored
 from syncengine.parallel.newcomers import Newcomers
 from syncengine.parallel.optimizers import BackwardOptimizers
 from syncengine.parallel.planning import Planning
@@ -104,8 +104,12 @@ class Parallel(ForTools):
             localize_parameters(module, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
+        if delayed:  # by whatever name
+            every = {id(parameter) for _, parameter in delayed}
+            named = module.named_parameters(remove_duplicate=False)
+            self.parameters_to_ignore.update(name for name, parameter in named if id(parameter) in every)
         check_module(module, self.parameters_to_ignore, all_delayed=bool(delayed))
-        self.device = device_of([*not_ignored(module.named_parameters(), self.parameters_to_ignore).items(), *delayed])
+        self.device = device_of([*named_parameters(module, self.parameters_to_ignore).items(), *delayed])
         self.device_type = self.device.type
         self.device_ids, self.output_device = check_device_ids(self.device, device_ids, output_device)
         if self.device_type == "cpu":  # torch's own works on CUDA, over its process group

@@ -253,3 +253,21 @@ def test_output_and_input_may_share_memory() -> None:
             assert torch.equal(memory[begin : begin + size], total.chunk(3)[rank]), (size, begin)
     with pytest.raises(InvalidUsage, match=r"all_reduce: several elements of the tensor .* the same memory"):
         syncengine.all_reduce(torch.ones(1).expand(3))
+
+
+@run_on_ranks()
+def test_tensors_whose_memory_holds_the_negative() -> None:
+    rank = syncengine.rank()
+
+    def mine() -> torch.Tensor:
+        values = torch.full((5000,), 1.0 + rank)
+        return torch._neg_view(-values) if rank == 0 else values  # as x.conj().imag is
+
+    for call in (syncengine.all_reduce, lambda tensor: syncengine.broadcast(tensor, 0)):
+        tensor = mine()
+        call(tensor)
+        assert tensor.unique().tolist() == [3.0 if call is syncengine.all_reduce else 1.0]
+    memory = torch.empty(10_000)
+    everyone = torch._neg_view(memory) if rank else memory
+    syncengine.all_gather(everyone, mine())
+    assert everyone.view(2, 5000).unique(dim=1).tolist() == [[1.0], [2.0]]

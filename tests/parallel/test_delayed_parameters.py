@@ -312,3 +312,13 @@ def test_delayed_parameters_that_differ_between_ranks_are_named():
             delay_all_reduce_named_params=[("table.weight", module.table.weight)],
             param_to_hook_all_reduce=module.first,
         )
+
+
+@run_on_ranks()
+def test_a_tied_parameter_is_delayed_by_any_of_its_names():
+    module = TwoParts()
+    module.again = nn.Linear(24, 16)
+    module.again.weight = module.table.weight
+    delayed = [("table.weight", module.table.weight)]
+    model = syncengine.Parallel(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first)
+    assert not {"table.weight", "again.weight"}.intersection(model._model.names)

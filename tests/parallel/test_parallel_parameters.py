@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parallel_models import CAP, Branches, Mlp, backwards, both, data
+from parallel_models import CAP, Branches, Mlp, backwards, both, data, of_both
 from pool import RankPool, run_on_ranks
 from torch import nn
 
@@ -79,6 +79,56 @@ def test_complex_parameters():
             return (x.to(torch.complex64) @ self.weight).abs()
 
     both(Complex, lambda m: m(data()).sum().backward())
+
+
+class Lazy(nn.Module):
+    """Gradients whose memory holds the conjugate, or the negative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waves = nn.Parameter(torch.full((24,), 1 + 2j))
+        self.imaginary = nn.Parameter(torch.full((1,), 3.0))
+        self.always = nn.Parameter(torch.full((24,), 1 - 1j))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        result = x * (1 + 1j) * self.always
+        if use:
+            result = result + x * (2 - 1j) * self.waves.conj() + x * torch.complex(torch.zeros(1), self.imaginary).conj()
+        return result.sum().abs()
+
+
+def lazy_gradients(model: nn.Module, branch: bool) -> list[torch.Tensor]:
+    found = []
+    for i in range(3):
+        if i:
+            model.zero_grad()
+            with model.no_sync():
+                model(data(i)[0], True).backward()  # so what comes next is added to a lazy gradient
+        model(data(i)[0], branch).backward()
+        found += [p.grad.clone() for p in model.parameters()]
+    return found
+
+
+@run_on_ranks(gloo=True)
+def test_gradients_that_are_lazily_conjugated_or_negated():
+    for branch in (True, syncengine.rank() == 0):
+        ours, theirs = of_both(lambda m, branch=branch: lazy_gradients(m, branch), Lazy, find_unused_parameters=True)
+        for mine, other in zip(ours, theirs, strict=True):
+            assert torch.equal(mine, other)
+
+
+@run_on_ranks(gloo=True)
+def test_a_tied_parameter_of_which_one_name_is_ignored():
+    def make(name: str) -> nn.Module:
+        module = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 24))
+        module[2].weight = module[0].weight
+        module._ddp_params_and_buffers_to_ignore = [name]
+        return module
+
+    for name in ("0.weight", "2.weight"):
+        both(lambda name=name: make(name), backwards)
+    model = syncengine.Parallel(make("0.weight"))
+    assert model._model.names == ["0.bias", "1.weight", "1.bias", "2.weight", "2.bias"]
 
 
 @run_on_ranks()
