@@ -430,6 +430,12 @@ class WeightSlices:
     def drop_gradients(self) -> None:
         """They belong to the parameters alone."""
 
+class NodeNumber:
+    """Which autograd nodes this thread has made by a moment."""
+
+    @staticmethod
+    def now() -> NodeNumber: ...
+
 class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.
 
@@ -452,14 +458,14 @@ class Reducer:
         True if a plan must be installed before such a forward runs.
         """
 
-    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The forward has ended with these outputs.
+    def prepare_for_backward(self, outputs: Sequence[torch.Tensor], began: NodeNumber = ...) -> list[torch.Tensor]:
+        """The forward has ended with these outputs; what has a graph from before it `began` is none of its own.
 
         If unused parameters are looked for, and one is found: returns the leaves that the outputs depend on and that
         are not among the parameters.
         """
 
-    def prepare_for_local_backward(self, outputs: Sequence[torch.Tensor]) -> None:
+    def prepare_for_local_backward(self, outputs: Sequence[torch.Tensor], began: NodeNumber) -> None:
         """A forward whose backward will not average has ended with these outputs."""
 
     def abandon_forward(self, text: str) -> None:

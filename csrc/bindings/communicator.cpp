@@ -102,7 +102,9 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
     bool in_place = input.is_same(output);
     require_one_device(input, output, what);
     from = in_place ? dense(input) : input.contiguous().resolve_neg();
-    to = in_place ? from : output.is_contiguous() && !output.is_neg() ? output : at::empty(output.sizes(), output.options());
+    to = in_place                                     ? from
+         : output.is_contiguous() && !output.is_neg() ? output
+                                                      : at::empty(output.sizes(), output.options());
     if (!to.is_same(output)) result = to;
     if (result.defined() && at::has_internal_overlap(output) == at::MemOverlap::Yes)
       throw Error(ErrorKind::InvalidUsage,

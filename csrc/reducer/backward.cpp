@@ -50,22 +50,24 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
                     " (register_post_accumulate_grad_hook, or an optimizer in backward) after the forward, so it would "
                     "see this rank's gradient instead of the average: register it before the forward");
   }
+  // By a part of two models: both reduce what this rank has.
+  const bool kept = watched || parameters.awaited_by_another(index);
   const bool is_static = model_.usage.is_static();
-  if (is_static && !is_last_fire(index, incoming, watched)) return false;
+  if (is_static && !is_last_fire(index, incoming, kept)) return false;
   if (!plan_->covers(index) || (parameters.any_retired() && !plan_->fits(index, parameter))) {
     throw Error(ErrorKind::InvalidUsage, uncovered_text(parameters, index));
   }
   if (gradient(index).collected()) {
     throw Error(ErrorKind::InvalidUsage, collected_twice_text(parameters, index));
   }
-  if (!is_static) gradient(index).note(incoming, watched);
+  if (!is_static) gradient(index).note(incoming, kept);
   gradient(index).collect(name(index), model_.record.statistics);
   model_.record.gradient(index);
   count_collected(index);
   return true;
 }
 
-bool Backward::is_last_fire(size_t index, const at::Tensor& incoming, bool watched) {
+bool Backward::is_last_fire(size_t index, const at::Tensor& incoming, bool kept) {
   StaticGraph& graph = *model_.usage.static_graph();
   const bool observed = graph.observed();
   const auto fire = observed ? graph.fire(index) : StaticGraph::Fire::NotYet;
@@ -81,7 +83,7 @@ bool Backward::is_last_fire(size_t index, const at::Tensor& incoming, bool watch
     graph.observe(index);
     if (model_.parameters.tensor(index).grad().defined()) model_.usage.note(index);
   }
-  gradient(index).note(incoming, watched);
+  gradient(index).note(incoming, kept);
   return fire == StaticGraph::Fire::Last;
 }
 

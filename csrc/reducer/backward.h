@@ -94,7 +94,7 @@ class Backward {
   }
 
  private:
-  bool is_last_fire(size_t index, const at::Tensor& incoming, bool watched);
+  bool is_last_fire(size_t index, const at::Tensor& incoming, bool kept);
   void count_collected(size_t index);
   bool skips(const Bucket& bucket) const;
   void announce_usage();

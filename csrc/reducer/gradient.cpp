@@ -95,9 +95,9 @@ void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, c10::D
 
 }  // namespace
 
-void Gradient::note(const at::Tensor& incoming, bool watched) {
+void Gradient::note(const at::Tensor& incoming, bool kept) {
   const at::Tensor& grad = parameter_.grad();
-  if (grad.defined() && grad.layout() == c10::kStrided) shared_ |= watched || is_shared(grad, incoming);
+  if (grad.defined()) shared_ |= kept || (grad.layout() == c10::kStrided && is_shared(grad, incoming));
 }
 
 void Gradient::collect(const std::string& name, Statistics& statistics) {
@@ -105,7 +105,9 @@ void Gradient::collect(const std::string& name, Statistics& statistics) {
   if (!grad.defined()) return collect_unused(statistics);
   const bool shared = std::exchange(shared_, false);
   check_reducible(grad, parameter_, device_, sparse_, name);
-  if (sparse_) {
+  if (sparse_ && shared) {
+    copy_out(Source::Copy, CopyReason::SharedStorage, grad, statistics);
+  } else if (sparse_) {
     source_ = Source::Own;
     memory_ = grad;
   } else if (!follows_layout(grad, parameter_)) {

@@ -37,8 +37,8 @@ class Gradient {
   bool stands_in() const { return source_ == Source::Unused; }
 
   // Autograd has accumulated `incoming` in .grad, which may have taken over its memory; perhaps several times in one
-  // backward. `watched`: others look at .grad before backward ends, and are to see this rank's own gradient.
-  void note(const at::Tensor& incoming, bool watched);
+  // backward. `kept`: others look at .grad before backward ends, and are to see this rank's own gradient.
+  void note(const at::Tensor& incoming, bool kept);
   // Takes what autograd left in .grad, when all of it has come.
   void collect(const std::string& name, Statistics& statistics);
   // Stands in for a gradient that this rank does not have.

@@ -179,17 +179,27 @@ bool GradientHook::others_are_users() const {
          });
 }
 
-bool GradientHook::claimed_by_another_reducer() const {
+template <class Condition>
+bool GradientHook::any_other_reducer(Condition&& condition) const {
   const auto& hooks = node_->post_hooks();
-  return std::any_of(hooks.begin(), hooks.end(), [this](const auto& hook) {
-    const auto* other = dynamic_cast<const AfterAccumulate*>(hook.get());
-    return other != nullptr && &other->reducer() != &reducer_ && other->reducer().has_claimed();
-  });
+  return hooks.size() > 1 && std::any_of(hooks.begin(), hooks.end(), [&](const auto& hook) {
+           const auto* other = dynamic_cast<const AfterAccumulate*>(hook.get());
+           return other != nullptr && &other->reducer() != &reducer_ && condition(other->reducer());
+         });
+}
+
+bool GradientHook::claimed_by_another_reducer() const {
+  return any_other_reducer([](const Reducer& reducer) { return reducer.has_claimed(); });
+}
+
+bool GradientHook::awaited_by_another_reducer() const {
+  return any_other_reducer([](const Reducer& reducer) { return reducer.awaits_gradients(); });
 }
 
 const torch::autograd::Node* hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output,
-                                         const std::shared_ptr<Forward>& forward) {
+                                         const std::shared_ptr<Forward>& forward, const NodeNumber& began) {
   const auto& node = output.grad_fn();
+  if (node && began.is_after(*node)) return nullptr;
   if (node) node->add_pre_hook(std::make_unique<BeforeOutput>(reducer, forward));
   return node.get();
 }

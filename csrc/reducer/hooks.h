@@ -11,6 +11,7 @@
 #include <memory>
 
 #include "reducer/cpu_allocator.h"
+#include "reducer/node_numbers.h"
 
 namespace syncengine {
 
@@ -34,10 +35,14 @@ class GradientHook {
   // Who else listens to the node: hooks of the user (Megatron's, Apex'), which are to see this rank's own gradient; or
   // another reducer, of a second wrapper of the same module.
   bool others_are_users() const;
-  // The latter, if a backward runs that comes from its outputs.
+  // The latter, if a backward runs that comes from its outputs; or if it waits for gradients.
   bool claimed_by_another_reducer() const;
+  bool awaited_by_another_reducer() const;
 
  private:
+  template <class Condition>
+  bool any_other_reducer(Condition&& condition) const;
+
   const Reducer& reducer_;
   // An intrusive_ptr since torch 2.13, a shared_ptr before. Held: a parameter refers to its node only weakly.
   decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) node_;
@@ -45,9 +50,10 @@ class GradientHook {
 };
 
 // Listens to the start of the backward that goes through `output`: calls Reducer::on_output with `forward`, which lives
-// as long as that graph, or on_local_output if there is none. Returns the output's node; null if it has no graph.
+// as long as that graph, or on_local_output if there is none. Returns the output's node; null if it has no graph, or one
+// from before the forward `began`: that of an input.
 const torch::autograd::Node* hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output,
-                                         const std::shared_ptr<Forward>& forward);
+                                         const std::shared_ptr<Forward>& forward, const NodeNumber& began);
 
 // The graph task on this thread uses `grant` until it ends; if it ends well, the grant learns from it.
 void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant);

@@ -18,7 +18,8 @@ Parameters::Parameters(std::vector<at::Tensor> tensors, ModelNames names, const 
 bool Parameters::follow(const std::shared_ptr<Reducer>& reducer) {
   constexpr size_t kSoon = 16, kNext = 8;
   bool news = false;
-  std::erase_if(retired_, [this](const auto& hook) { return hook->is_alone() && accumulators_.erase(hook->node()) > 0; });
+  std::erase_if(retired_,
+                [this](const auto& hook) { return hook->is_alone() && accumulators_.erase(hook->node()) > 0; });
   for (size_t i = 0; i < attributes_.size(); ++i) {
     if (i + kSoon < attributes_.size()) attributes_[i + kSoon].prefetch_tensor();
     if (i + kNext < attributes_.size()) attributes_[i + kNext].prefetch_autograd();

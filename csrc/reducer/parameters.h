@@ -51,6 +51,7 @@ class Parameters {
   // See hooks.h, of one that is listened to.
   bool has_node_hooks(size_t index) const { return hooks_[index] && hooks_[index]->others_are_users(); }
   bool claimed_by_another(size_t index) const { return hooks_[index] && hooks_[index]->claimed_by_another_reducer(); }
+  bool awaited_by_another(size_t index) const { return hooks_[index] && hooks_[index]->awaited_by_another_reducer(); }
 
  private:
   void follow(const std::shared_ptr<Reducer>& reducer, size_t index);

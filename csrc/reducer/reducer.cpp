@@ -80,7 +80,7 @@ bool Reducer::begin_forward(bool synchronize) {
   return model_->wants_plan(model_->parameters.follow(shared_from_this()));
 }
 
-std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs) {
+std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {
   std::lock_guard lock(mutex_);
   if (recomputing()) return {};
   Forward& forward = model_->coming_forward();
@@ -96,18 +96,20 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
     throw Error(ErrorKind::InvalidUsage, text);
   }
   for (const auto& output : outputs) {
-    if (const auto* node = hook_output(weak_from_this(), output, model_->forward)) forward.outputs.push_back(node);
+    if (const auto* node = hook_output(weak_from_this(), output, model_->forward, began))
+      forward.outputs.push_back(node);
   }
   outputs_hooked_ = !forward.outputs.empty();
+  forward_ended_ = NodeNumber::now();
   forward.plan = model_->plan.shared();
   model_->coming_backward().expect(std::exchange(model_->forward, nullptr));
   phase_ = Phase::Armed;
   return other_leaves;
 }
 
-void Reducer::prepare_for_local_backward(const std::vector<at::Tensor>& outputs) {
+void Reducer::prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {
   if (!model_->pooled.pool() && !model_->outcome.watches_local_backwards) return;
-  for (const auto& output : outputs) hook_output(weak_from_this(), output, nullptr);
+  for (const auto& output : outputs) hook_output(weak_from_this(), output, nullptr, began);
 }
 
 // Checkpointing runs forward again in the middle of backward, which then fails itself.

@@ -52,11 +52,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // A forward with gradients enabled begins; `synchronize`: its backward will average. Returns true if a plan must be
   // installed before such a forward runs, see CurrentPlan.
   bool begin_forward(bool synchronize);
-  // It has ended with these outputs (needed in full only to find unused parameters). Returns the leaves behind them
-  // that are no parameters of ours, if a parameter is unused and is looked for: its replacement may be one of them.
-  std::vector<at::Tensor> prepare_for_backward(const std::vector<at::Tensor>& outputs);
+  // It has ended with these outputs (needed in full only to find unused parameters); it `began` then, if that is known.
+  // Returns the leaves behind them that are no parameters of ours, if a parameter is unused and is looked for: its
+  // replacement may be one of them.
+  std::vector<at::Tensor> prepare_for_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
   // The same for one whose backward will not average: it accumulates where a later one does.
-  void prepare_for_local_backward(const std::vector<at::Tensor>& outputs);
+  void prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
   // It raised; its backward would have averaged.
   void abandon_forward(const std::string& text);
   // Takes part in a synchronized backward of the others without a gradient of its own. Blocks.
@@ -83,6 +84,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_local_output();
   // Whether a backward runs that comes from this model's outputs. Without the lock.
   bool has_claimed() const { return claimed_; }
+  // Whether gradients that come now may be this model's. Without the lock.
+  bool awaits_gradients() const { return phase_ == Phase::Armed || phase_ == Phase::Syncing; }
   void on_gradient(size_t index, const at::Tensor& incoming);
   bool postpones() const;
   void on_backward_end();
@@ -94,6 +97,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   enum class Phase : uint8_t { Local, Armed, Syncing, Finalizing, Consumed };
 
   bool recomputing() const { return phase_ == Phase::Syncing && GraphTasks::inside(); }
+  // Whether all of the graph that runs on this thread was made after the last synchronized forward.
+  bool is_later_graph();
   void watch_this_backward();
   void begin_backward();
   void finalize();
@@ -112,6 +117,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::atomic<bool> delivers_{false};  // see has_averaged()
   bool outputs_hooked_ = false;        // on_output will tell of a backward through the last forward
   bool hooks_removed_ = false;
+  NodeNumber forward_ended_;  // the last synchronized one
+  int judged_task_ = -1;      // of which is_later_graph() was asked last
+  bool is_later_ = false;     // what it said
 };
 
 }  // namespace syncengine

@@ -6,6 +6,9 @@
 // one.
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
+#include <utility>
+
 #include "base/error.h"
 #include "reducer/backward.h"
 #include "reducer/hooks.h"
@@ -59,7 +62,15 @@ void Reducer::watch_this_backward() {
 
 bool Reducer::postpones() const {
   std::lock_guard lock(mutex_);
-  return phase_ == Phase::Armed || phase_ == Phase::Syncing;
+  return awaits_gradients();
+}
+
+bool Reducer::is_later_graph() {
+  if (std::exchange(judged_task_, GraphTasks::current()) == GraphTasks::current()) return is_later_;
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  return is_later_ = nodes != nullptr && std::all_of(nodes->begin(), nodes->end(), [this](const auto* node) {
+                       return node->next_edges().empty() || forward_ended_.is_before(*node);
+                     });
 }
 
 void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
@@ -83,8 +94,9 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
           }
           fail(collected_twice_text(parameters, index));
         }
-        if (outputs_hooked_) return;  // a backward that is none of ours: on_output has not run
-        throw Error(ErrorKind::InvalidUsage, consumed_text(parameters));  // as far as one can tell
+        // A backward that is none of ours: on_output has not run; or as far as one can tell.
+        if (outputs_hooked_ || parameters.awaited_by_another(index) || is_later_graph()) return;
+        throw Error(ErrorKind::InvalidUsage, consumed_text(parameters));
       case Phase::Armed:
         // Nor is one that comes from another wrapper of the same module.
         if (!claimed_ && parameters.claimed_by_another(index)) return;

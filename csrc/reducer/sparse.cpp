@@ -92,7 +92,8 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
   auto* bytes = static_cast<std::byte*>(packed.mutable_data_ptr());
   for (size_t i = 0; i < own.size(); ++i) {
     const Place& place = places[communicator.rank()][i];
-    at::Tensor indices = own[i]._indices().contiguous(), values = own[i]._values().resolve_conj().resolve_neg().contiguous();
+    at::Tensor indices = own[i]._indices().contiguous(),
+               values = own[i]._values().resolve_conj().resolve_neg().contiguous();
     std::memcpy(bytes + place.indices, indices.const_data_ptr(), indices.nbytes());
     std::memcpy(bytes + place.values, values.const_data_ptr(), values.nbytes());
   }

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from syncengine._C import Reducer, ReducerOptions
+from syncengine._C import NodeNumber, Reducer, ReducerOptions
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.model import Model, Switches, looks_for_unused
 from syncengine.parallel.planning import Planning
@@ -73,10 +73,12 @@ class ModelReducer(Reducer):
             planning.renew()
         return needed
 
-    def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def prepare_for_backward(
+        self, outputs: Sequence[torch.Tensor], began: NodeNumber | None = None
+    ) -> list[torch.Tensor]:
         """The next backward will average, whatever the forward before it was told. Collective."""
         self._rebuild_buckets()
-        return super().prepare_for_backward(outputs)
+        return super().prepare_for_backward(outputs, began or NodeNumber())
 
     def _check_reducer_finalized(self) -> None:
         self.check_finalized()

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils.checkpoint import _StopRecomputationError
 
-from syncengine._C import Reducer, ReducerOptions
+from syncengine._C import NodeNumber, Reducer, ReducerOptions
 from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.delayed import DelayedParameters
 from syncengine.parallel.devices import check_not_capturing
@@ -58,8 +58,9 @@ class Steps:
             raise
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
         self.switches.require_forward_param_sync = synchronize
+        began = NodeNumber.now()
         if not synchronize and not sync_buffers_after:
-            return self._local(call())
+            return self._local(call(), began)
         weights = self.uneven.take_weights() if synchronize else None
         try:
             output = call()
@@ -80,10 +81,10 @@ class Steps:
             self.switches.require_forward_param_sync = synchronize = False
             self.reducer.begin_forward(False)
         if not synchronize:
-            return self._local(output)
+            return self._local(output, began)
         if weights is not None:
             self.uneven.average_with(weights.wait())
-        if other_leaves := Reducer.prepare_for_backward(self.reducer, _tensors(output)):
+        if other_leaves := Reducer.prepare_for_backward(self.reducer, _tensors(output), began):
             model = self.model
             check_not_replaced(model.communicator, model.module, model.names, other_leaves)
         if looks_for_unused(self.options):
@@ -107,10 +108,10 @@ class Steps:
         if current is not None and synchronize:
             self.uneven.set_average(current)
 
-    def _local(self, output: Any) -> Any:
+    def _local(self, output: Any, began: NodeNumber) -> Any:
         """The output of a forward whose backward will not average."""
         if _is_recorded():
-            self.reducer.prepare_for_local_backward(_tensors(output))
+            self.reducer.prepare_for_local_backward(_tensors(output), began)
         return output
 
     def shadow(self, current: Round) -> None:

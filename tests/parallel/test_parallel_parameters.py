@@ -93,7 +93,9 @@ class Lazy(nn.Module):
     def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
         result = x * (1 + 1j) * self.always
         if use:
-            result = result + x * (2 - 1j) * self.waves.conj() + x * torch.complex(torch.zeros(1), self.imaginary).conj()
+            result = (
+                result + x * (2 - 1j) * self.waves.conj() + x * torch.complex(torch.zeros(1), self.imaginary).conj()
+            )
         return result.sum().abs()
 
 

@@ -1,0 +1,172 @@
+"""Parameters of several wrapped models in one backward; outputs that are inputs; outputs that can't be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from flat import flat
+from parallel_models import data, different_bits, gradients
+from pool import RankPool, run_on_ranks
+from test_parallel_lifetimes import averages
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import syncengine
+from syncengine.errors import InvalidUsage
+
+
+class Part(nn.Module):
+    """Its encoder is of several pages, so that gradients are reduced in place."""
+
+    def __init__(self, encoder: nn.Module, width: int) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(64, width)
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        return self.head(self.encoder(x) if use else x)
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randn(5, 64, generator=torch.Generator().manual_seed(100 * step + syncengine.rank()))
+
+
+def together(unevenly: bool = True) -> None:
+    """DDP's two reducers may call Gloo in another order on each rank, so autograd alone says what is right."""
+    uses: list[tuple[Callable[[int], bool], dict[str, bool]]] = [(lambda i: True, {})]
+    if unevenly:  # flat buckets are to be started in one order on all ranks
+        uses.append((lambda i: syncengine.rank() == i % 2, {"find_unused_parameters": True}))
+        uses.append((lambda i: syncengine.rank() == 0, {"static_graph": True}))
+    for use, options in uses:
+        encoder = nn.Linear(64, 64)
+        models = [syncengine.Parallel(Part(encoder, width), **options) for width in (2, 3)]
+        for i in range(4):
+            losses = [model.module(batch(i), use(i)).square().sum() for model in models]
+            local = torch.autograd.grad(sum(losses), list(encoder.parameters()), allow_unused=True)
+            expected = [
+                torch.zeros_like(p) if g is None else g for p, g in zip(encoder.parameters(), local, strict=True)
+            ]
+            for gradient in expected:
+                dist.all_reduce(gradient)
+            encoder.zero_grad()
+            sum(model(batch(i), use(i)).square().sum() for model in models).backward()
+            assert not different_bits(gradients(encoder), [gradient / 2 for gradient in expected]), (i, options)
+
+
+@pytest.mark.parametrize("memory", ["pool", "torch", "flat"])
+def test_models_that_share_a_large_part(pool: RankPool, memory: str):
+    settings = {"timeout": 60.0, "gradient_memory": "torch" if memory == "torch" else "arena"}
+    pool.run(*((flat, together, False) if memory == "flat" else (together,)), gloo=True, settings=settings)
+
+
+@run_on_ranks()
+def test_weights_of_models_that_share_a_large_part():
+    encoder = nn.Linear(64, 64, bias=False)
+    models = [syncengine.Parallel(Part(encoder, 1)) for _ in range(2)]
+    for model in models:
+        nn.init.ones_(model.module.head.weight)
+        model.weight(3 if syncengine.rank() == 0 else 1)
+    x = torch.full((1, 64), 1.0 + syncengine.rank())
+    sum(model(x, True).sum() for model in models).backward()
+    assert encoder.weight.grad.unique().tolist() == [2.5]  # (3 * 2 + 1 * 4) / 4
+
+
+def test_a_sparse_table_of_two_models(pool: RankPool):
+    pool.run(two_models_of_a_table)
+
+
+def two_models_of_a_table() -> None:
+    table = nn.Embedding(100, 64, sparse=True)
+    models = [syncengine.Parallel(nn.Sequential(table)) for _ in range(2)]
+    for model in models:
+        model.weight(3 if syncengine.rank() == 0 else 1)
+    rows = torch.tensor([syncengine.rank(), 5])
+    sum(model(rows).sum() for model in models).backward()
+    dense = table.weight.grad.to_dense()
+    assert dense[[0, 1, 5, 6], 0].tolist() == [1.5, 0.5, 2.0, 0.0]
+
+
+class Passing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(24, 3)
+
+    def forward(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.head(h), h
+
+
+@run_on_ranks(gloo=True)
+def test_an_input_that_is_an_output():
+    def train(wrap: Callable[..., nn.Module], first: str, **options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        before, model = nn.Linear(24, 24), wrap(Passing(), **options)
+        for i in range(3):
+            before.zero_grad(), model.zero_grad()
+            h = before(data(i))
+            losses = [model(h)[0].square().sum(), h.square().sum()]
+            if first == "past":
+                losses.reverse()
+            losses[0].backward(retain_graph=True)
+            if first == "past":
+                assert model.module.head.weight.grad is None
+            losses[1].backward()
+        return [*gradients(before), *gradients(model)]
+
+    for first in ("model", "past"):
+        for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+            ours, theirs = (train(w, first, **options) for w in (syncengine.Parallel, DistributedDataParallel))
+            assert not different_bits(ours, theirs), (first, options)
+
+
+class Hidden:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Hiding(nn.Module):
+    """Its result is nothing in which outputs are looked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(24, 64)
+
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return Hidden(self.layer(x))
+
+
+@run_on_ranks(gloo=True)
+def test_backwards_past_a_model_whose_outputs_are_not_found():
+    def train(wrap: Callable[..., nn.Module]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = Hiding()
+        model = wrap(module)
+        found = []
+        for i in range(3):
+            for each in (model, module):
+                module.zero_grad()
+                each(data(i)).value.square().sum().backward()
+                found += gradients(module)
+        return found
+
+    assert not different_bits(train(syncengine.Parallel), train(DistributedDataParallel))
+    module = Hiding()
+    models = [syncengine.Parallel(module), syncengine.Parallel(module)]
+    for i in range(3):
+        for model in models:
+            expected = averages(module, module(data(i)).value.square().sum())
+            module.zero_grad()
+            model(data(i)).value.square().sum().backward()
+            assert not different_bits(gradients(module), expected)
+
+
+@run_on_ranks()
+def test_a_second_backward_through_outputs_that_are_not_found_is_an_error():
+    model = syncengine.Parallel(Hiding())
+    value = model(data()).value
+    value.square().sum().backward(retain_graph=True)
+    with pytest.raises(InvalidUsage, match="has already synchronized"):
+        value.sum().backward()
+    syncengine.barrier()
