@@ -431,10 +431,9 @@ class WeightSlices:
         """They belong to the parameters alone."""
 
 class NodeNumber:
-    """Which autograd nodes this thread has made by a moment."""
+    """Which autograd nodes this thread has made by now."""
 
-    @staticmethod
-    def now() -> NodeNumber: ...
+    def __init__(self) -> None: ...
 
 class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.
@@ -458,7 +457,9 @@ class Reducer:
         True if a plan must be installed before such a forward runs.
         """
 
-    def prepare_for_backward(self, outputs: Sequence[torch.Tensor], began: NodeNumber = ...) -> list[torch.Tensor]:
+    def prepare_for_backward(
+        self, outputs: Sequence[torch.Tensor], began: NodeNumber | None = None
+    ) -> list[torch.Tensor]:
         """The forward has ended with these outputs; what has a graph from before it `began` is none of its own.
 
         If unused parameters are looked for, and one is found: returns the leaves that the outputs depend on and that

@@ -21,7 +21,7 @@ from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
 from syncengine.parallel.devices import check_buffers_on, device_of
 from syncengine.parallel.model import named_parameters
-from syncengine.parallel.refusal import check_module
+from syncengine.parallel.refusal import check_parameters
 
 MOST_RANKS = 64
 
@@ -41,8 +41,9 @@ def refusal(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> str | 
         return f"syncengine can't connect {ranks} ranks, {MOST_RANKS} at most"
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     try:
-        check_module(module, ignored, all_delayed=bool(delayed))
-        device = device_of(named_parameters(module, ignored).items())
+        named = named_parameters(module, ignored)
+        check_parameters(named, all_delayed=bool(delayed))
+        device = device_of(named.items())
         if device.type == "cuda":
             buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
             check_buffers_on(device, buffers)

@@ -138,15 +138,19 @@ void bind_reducer(py::module_& module) {
       .def_readwrite("gradients_in_arena", &ReducerOptions::gradients_in_arena)
       .def_readwrite("flat_buckets", &ReducerOptions::flat_buckets);
   py::class_<StepTimes, std::shared_ptr<StepTimes>>(module, "StepTimes").def("summary", &summary_dict);
-  py::class_<NodeNumber>(module, "NodeNumber").def(py::init<>()).def_static("now", &NodeNumber::now);
+  py::class_<NodeNumber>(module, "NodeNumber").def(py::init(&NodeNumber::now));
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("model_name"), py::arg("parameter_names"),
            py::arg("communicator"), py::arg("sparse"), py::arg("options"), NoGil())
       .def("begin_forward", &Reducer::begin_forward, py::arg("synchronize"), NoGil())
       .def("prepare_for_local_backward", &Reducer::prepare_for_local_backward, py::arg("outputs"), py::arg("began"),
            NoGil())
-      .def("prepare_for_backward", &Reducer::prepare_for_backward, py::arg("outputs"),
-           py::arg_v("began", NodeNumber(), "NodeNumber()"), NoGil())
+      .def(
+          "prepare_for_backward",
+          [](Reducer& self, const std::vector<at::Tensor>& outputs, const std::optional<NodeNumber>& began) {
+            return self.prepare_for_backward(outputs, began.value_or(NodeNumber()));
+          },
+          py::arg("outputs"), py::arg("began") = py::none(), NoGil())
       .def("abandon_forward", &Reducer::abandon_forward, py::arg("text"), NoGil())
       .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
       .def("shadow_backward", &shadow_backward)

@@ -78,7 +78,7 @@ class ModelReducer(Reducer):
     ) -> list[torch.Tensor]:
         """The next backward will average, whatever the forward before it was told. Collective."""
         self._rebuild_buckets()
-        return super().prepare_for_backward(outputs, began or NodeNumber())
+        return super().prepare_for_backward(outputs, began)
 
     def _check_reducer_finalized(self) -> None:
         self.check_finalized()

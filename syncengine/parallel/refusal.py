@@ -3,6 +3,7 @@
 import sys
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -10,7 +11,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.model import named_parameters
 
 _warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -29,9 +29,8 @@ def check_arguments(device_ids: Any, bucket_cap_mb: float | None, bucket_cap_mb_
         raise InvalidUsage(f"bucket_cap_mb_list must be positive numbers of MiB, but is {bucket_cap_mb_list!r}")
 
 
-def check_module(module: torch.nn.Module, ignored: set[str], all_delayed: bool) -> None:
-    """Raises ``InvalidUsage`` for a module that can't be trained yet, naming the parameter or submodule."""
-    named = named_parameters(module, ignored)
+def check_parameters(named: Mapping[str, torch.Tensor], all_delayed: bool) -> None:
+    """Raises ``InvalidUsage`` for a module that can't be trained yet, naming the parameter."""
     for name, parameter in named.items():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
             raise InvalidUsage(

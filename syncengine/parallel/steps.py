@@ -58,7 +58,7 @@ class Steps:
             raise
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
         self.switches.require_forward_param_sync = synchronize
-        began = NodeNumber.now()
+        began = NodeNumber()
         if not synchronize and not sync_buffers_after:
             return self._local(call(), began)
         weights = self.uneven.take_weights() if synchronize else None

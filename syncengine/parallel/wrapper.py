@@ -28,7 +28,7 @@ from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer, NoReducer
 from syncengine.parallel.refusal import (
     check_arguments,
-    check_module,
+    check_parameters,
     refuse_methods,
     warn_of_check_reduction,
     warn_of_find_unused,
@@ -106,10 +106,11 @@ class Parallel(ForTools):
         self.parameters_to_ignore.update(name for name, _ in delayed)
         if delayed:  # by whatever name
             every = {id(parameter) for _, parameter in delayed}
-            named = module.named_parameters(remove_duplicate=False)
-            self.parameters_to_ignore.update(name for name, parameter in named if id(parameter) in every)
-        check_module(module, self.parameters_to_ignore, all_delayed=bool(delayed))
-        self.device = device_of([*named_parameters(module, self.parameters_to_ignore).items(), *delayed])
+            names = module.named_parameters(remove_duplicate=False)
+            self.parameters_to_ignore.update(name for name, parameter in names if id(parameter) in every)
+        named = named_parameters(module, self.parameters_to_ignore)
+        check_parameters(named, all_delayed=bool(delayed))
+        self.device = device_of([*named.items(), *delayed])
         self.device_type = self.device.type
         self.device_ids, self.output_device = check_device_ids(self.device, device_ids, output_device)
         if self.device_type == "cpu":  # torch's own works on CUDA, over its process group
