@@ -121,6 +121,8 @@ SHARDED_MODULES = [
     "state",
     "claims",
     "block",
+    "membership",
+    "edits",
     "update",
     "sharing",
     "writing",
