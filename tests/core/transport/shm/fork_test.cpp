@@ -184,15 +184,17 @@ TEST(what_was_severed_is_given_back_once_it_is_freed) {
     CHECK(std::labs(memory_of_process("Anonymous") - before) <= kNoise || !kCountsBytes);
   }
   std::vector<std::shared_ptr<void>> others;
+  std::vector<char*> blocks;
   for (int i = 0; i < 100; ++i) {  // never its addresses, where a woken rank may write
     const auto& tensor = others.emplace_back(f.arena->allocate_tensor(kMiB));
-    char* block = f.take(kMiB, 3);
+    char* block = blocks.emplace_back(f.take(kMiB, 3));
     CHECK(all_are(chars(tensor), kMiB, 0));
     for (char* begin : {chars(tensor), block})
       for (char* other : lost) CHECK(begin + kMiB <= other || other + 2 * kMiB <= begin);
     std::memset(tensor.get(), 3, kMiB);
   }
   CHECK(true_in_child([] { return true; }));
+  for (char* block : blocks) f.pool.release(block);  // or children of later tests copy them
 }
 
 TEST(severing_again_keeps_what_was_written_since) {
