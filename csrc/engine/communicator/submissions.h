@@ -45,7 +45,8 @@ class Submissions {
   // Gives what there is for an empty one, whose memory is used again.
   void swap(Batch& batch) {
     std::lock_guard lock(mutex_);
-    std::swap(batch, batch_);
+    batch.operations.swap(batch_.operations);
+    batch.posts.swap(batch_.posts);
   }
   Batch end(std::exception_ptr error) {
     std::lock_guard lock(mutex_);

@@ -26,6 +26,7 @@ class ProgressLock {
   void lock() { mutex_.lock(); }
   bool try_lock() { return mutex_.try_lock(); }
   void unlock() {
+    if (trash_.empty() && log_.empty()) return mutex_.unlock();  // after nearly every pass
     Trash trash = std::exchange(trash_, {});
     std::string log = std::exchange(log_, {});
     const bool drops = !trash.empty();
