@@ -19,7 +19,7 @@ from syncengine.sharded.edits import WatchedState
 from syncengine.sharded.membership import Groups, Membership
 from syncengine.sharded.memory import Host
 from syncengine.sharded.shard import Member, Shard, describe_options
-from syncengine.sharded.state import State
+from syncengine.sharded.state import State, digest
 from syncengine.sharded.update import torn_text, update_together
 from syncengine.sharded.weights import Named, renorms, why_not_shared
 
@@ -88,7 +88,8 @@ class Sharing:
             return
         named = [Named(self.members.names[id(member.parameter)], member.parameter) for member in members]
         lines = [
-            f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, {'some' if p in state else 'no'} state"
+            f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, "
+            + (f"state with CRC-32 {digest(state[p]):08x}" if p in state else "no state")
             for name, p in named
         ]
         communicator = self.host.communicator

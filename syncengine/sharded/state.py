@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -66,12 +66,7 @@ class SharedState:
     def digest(self, start: int) -> int:
         """Of what ``whole`` has of it; continues that of others."""
         for member in self._shard.members:
-            for value in self.whole.get(member.parameter, {}).values():
-                if isinstance(value, torch.Tensor):
-                    data = value.detach().contiguous().view(-1).view(torch.uint8).numpy().data
-                    start = zlib.crc32(data, start)
-                else:
-                    start = zlib.crc32(repr(value).encode(), start)
+            start = digest(self.whole.get(member.parameter, {}), start)
         return start
 
     def has_news(self) -> bool:
@@ -209,6 +204,16 @@ class SharedState:
                     value = value.detach().clone()
                 state[key] = value
             self._shard.set_state_of(piece, state)
+
+
+def digest(entries: Mapping[str, Any], start: int = 0) -> int:
+    """CRC-32 of one parameter's state; continues that of others."""
+    for value in entries.values():
+        if isinstance(value, torch.Tensor):
+            start = zlib.crc32(value.detach().contiguous().view(-1).view(torch.uint8).numpy().data, start)
+        else:
+            start = zlib.crc32(repr(value).encode(), start)
+    return start
 
 
 def _describe(piece: Piece, key: str, value: Any) -> tuple[str, Layout]:

@@ -25,6 +25,10 @@ class Named(NamedTuple):
     parameter: torch.nn.Parameter
 
 
+def _lies_elsewhere(parameter: torch.Tensor, memory: torch.Tensor) -> bool:
+    return parameter.data_ptr() != memory.data_ptr() or parameter.stride() != memory.stride()
+
+
 def why_not_shared(named: Sequence[Named]) -> str:
     """Why these can't move into common memory, naming the first that can't; or an empty text."""
     by_storage: dict[int, list[Named]] = {}
@@ -154,12 +158,23 @@ class SharedWeights:
             common.pop(parameter, None)
         self.loaded = True
 
+    def moved_values(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The common memory of parameters that lie elsewhere now, with the values that it is to get.
+
+        These are copies: a parameter may lie in the memory of another one, or in its own in another order.
+        """
+        return [
+            (memory, parameter.detach().clone())
+            for memory, parameter in zip(self._common, self.parameters, strict=True)
+            if _lies_elsewhere(parameter, memory) and (parameter.shape, parameter.dtype) == (memory.shape, memory.dtype)
+        ]
+
     def put_back(self, writes: bool) -> str:
-        """At the end of writing(): what was loaded, or moved elsewhere, goes where all see it, if this rank writes.
+        """At the end of writing(): parameters that were loaded, or moved elsewhere, lie in the common memory again.
 
         Returns what this rank has done that it must not; or an empty text.
         """
-        moved = self.loaded or self.watched.moved() is not None
+        moved = self.loaded or any(map(_lies_elsewhere, self.parameters, self._common))
         if not writes:
             problem = "a state dict was loaded into the model" if self.loaded else self.written_by_this_rank()
             problem = problem and f"{problem} (on a rank that must not write)"
@@ -172,9 +187,6 @@ class SharedWeights:
                 ),
                 "",
             )
-            if moved and not problem:
-                for memory, parameter in zip(self._common, self.parameters, strict=True):
-                    memory.copy_(parameter.detach())
         if moved:
             self.take()
         self.note()

@@ -60,9 +60,15 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
 
 def _end_together(sharing: Sharing, host: Host, error: Exception | None) -> Exception | None:
     """Tells all ranks of an error in the context. Returns what each of them is to raise then. Collective."""
-    problem = ""
+    problem, writes = "", host.communicator.rank == 0
+    try:
+        if writes:  # all are read before the first is written
+            for memory, value in [pair for block in sharing.blocks for pair in block.weights.moved_values()]:
+                memory.copy_(value)
+    except Exception as failure:  # short of memory, say
+        error = error or failure
     for block in sharing.blocks:
-        problem = block.weights.put_back(host.communicator.rank == 0) or problem
+        problem = block.weights.put_back(writes) or problem
         block.forget_sums()
     text = f"{type(error).__name__}: {error}" if error else problem
     try:

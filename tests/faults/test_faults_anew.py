@@ -242,8 +242,9 @@ def test_a_rank_that_does_not_come_is_named(pool: RankPool, tmp_path: Path) -> N
     said = pool.run(one_stays_away, str(tmp_path), world=3, settings=None)
     assert said[0] and said[1]
     for answers in said:
-        for kind, text in answers:
-            assert kind == "Timeout" and text.startswith("rank 2 did not join"), answers
+        assert all(kind == "Timeout" and "did not join" in text for kind, text in answers), answers
+    for answers in said[:2]:  # later it may have come just before another one's time is up
+        assert answers[0][1].startswith("rank 2 did not join"), answers
 
 
 def die_or_try() -> str:

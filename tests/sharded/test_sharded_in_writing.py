@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -25,6 +26,17 @@ def point_elsewhere(net: nn.Module) -> None:
     net.head.weight.data = net.head.weight.data + 1
 
 
+def swap(net: nn.Module) -> None:
+    """The first two parameters of one shape."""
+    first, second = next(p for p in itertools.combinations(net.parameters(), 2) if p[0].shape == p[1].shape)
+    first.data, second.data = second.data, first.data
+
+
+def transpose(net: nn.Module) -> None:
+    square = next(p for p in net.parameters() if p.dim() == 2 and p.shape[0] == p.shape[1])
+    square.data = square.data.t()
+
+
 def one_changes(change: Callable[[nn.Module], None]) -> list[str]:
     ours, theirs = make(), make()
     model, optimizer = sharded(ours)
@@ -39,7 +51,7 @@ def one_changes(change: Callable[[nn.Module], None]) -> list[str]:
     return wrong + not_divided(ours, optimizer)
 
 
-@pytest.mark.parametrize("change", [load, load_a_part, point_elsewhere])
+@pytest.mark.parametrize("change", [load, load_a_part, point_elsewhere, swap, transpose])
 def test_all_ranks_see_what_one_has_loaded(pool: RankPool, change: Callable[[nn.Module], None]):
     assert pool.run(one_changes, change) == [[]] * 2
 

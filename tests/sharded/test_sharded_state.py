@@ -286,3 +286,22 @@ def loads_of_others(kind: str) -> list[str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_loading_converts_as_the_class_does(pool: RankPool, kind: str, world: int):
     assert pool.run(loads_of_others, kind, world=world) == [[]] * world
+
+
+def loads_another_one_before_sharing() -> str:
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entries in saved["state"].values():
+        entries["exp_avg"] = entries["exp_avg"] + syncengine.rank()
+    again = make()
+    model, optimizer = sharded(again)
+    optimizer.load_state_dict(saved)
+    return error_of(lambda: train(model, optimizer, 1))
+
+
+def test_states_that_differ_before_sharing_are_named(pool: RankPool):
+    """As of a stale checkpoint on one rank, loaded before the first forward."""
+    for text in pool.run(loads_another_one_before_sharing):
+        assert text.startswith("Mismatch") and "state with CRC-32" in text
