@@ -50,7 +50,23 @@ def broadcast_optimizer_state(
     ]
     TensorBroadcast(stream.communicator, values, torch.device("cpu"))(values, root_rank)
     if not is_root:
-        optimizer.load_state_dict(_put_tensors(outline, values))
+        _load_in_place(optimizer, _put_tensors(outline, values))
+
+
+def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """The groups and the state stay the objects that they are on the root: schedulers, and the optimizer that a
+    DistributedOptimizer was made of, hold them.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+    optimizer.load_state_dict(state_dict)
+    for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+        if group is not loaded:
+            group.clear()
+            group.update(loaded)
+    if state is not optimizer.state:
+        state.clear()
+        state.update(optimizer.state)
+    optimizer.param_groups, optimizer.state = groups, state
 
 
 def broadcast_object(

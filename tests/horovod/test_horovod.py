@@ -357,3 +357,25 @@ def test_parameters_and_optimizer_state(pool, kind):
     first, second = pool.run(check_state, kind)
     assert len(first) == len(second) > 7
     assert all(map(torch.equal, first, second))
+
+
+def check_scheduler_of_the_base() -> list[float]:
+    hvd.init()
+    model = torch.nn.Linear(3, 2)
+    base = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(base, 1, gamma=0.1)
+    optimizer = hvd.DistributedOptimizer(base)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    rates = []
+    for _ in range(2):
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        rates += [optimizer.param_groups[0]["lr"], base.param_groups[0]["lr"]]
+    assert optimizer.state is base.state
+    return rates
+
+
+def test_a_scheduler_of_the_base_stays_attached(pool):
+    """As in Horovod, on the ranks that the state comes to as well."""
+    assert pool.run(check_scheduler_of_the_base) == [pytest.approx([0.01, 0.01, 0.001, 0.001])] * 2
