@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import batch, different_weights, error_of, make, not_divided, sharded, train
+from sharded_training import different_weights, error_of, make, not_divided, sharded, train, with_an_older_graph
 from torch import nn
 
 import syncengine
@@ -101,11 +101,7 @@ def test_another_dtype_is_refused(pool: RankPool):
 
 
 def old_graph() -> str:
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 1)
-    with model.no_sync():
-        loss = model(batch(1)).square().mean()
+    net, _, optimizer, loss = with_an_older_graph()
     try:
         with optimizer.writing() as may_write, torch.no_grad():
             if may_write:

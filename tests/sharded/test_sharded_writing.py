@@ -8,7 +8,17 @@ from collections.abc import Callable
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import batch, different_weights, error_of, make, not_divided, plain, sharded, train
+from sharded_training import (
+    batch,
+    different_weights,
+    error_of,
+    make,
+    not_divided,
+    plain,
+    sharded,
+    train,
+    with_an_older_graph,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -297,11 +307,7 @@ def test_weights_that_backward_reads_late(pool: RankPool):
 
 
 def old_graph() -> str:
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 1)
-    with model.no_sync():
-        loss = model(batch(1)).square().mean()
+    _, model, optimizer, loss = with_an_older_graph()
     optimizer.zero_grad()
     model(batch(1)).square().mean().backward()
     optimizer.step()

@@ -79,6 +79,16 @@ def sharded(net: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.Adam
     return syncengine.Parallel(net), syncengine.ShardedOptimizer(net.parameters(), kind, **options)
 
 
+def with_an_older_graph() -> tuple[nn.Module, Any, Any, torch.Tensor]:
+    """(net, the wrapped model, its sharded optimizer, a loss whose backward is still to come)"""
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 1)
+    with model.no_sync():
+        loss = model(batch(1)).square().mean()
+    return net, model, optimizer, loss
+
+
 def plain(net: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> tuple[Any, Any]:
     """(the wrapped model, an optimizer on each rank)"""
     return syncengine.Parallel(net), kind(net.parameters(), **{"lr": 1e-2, **options})
