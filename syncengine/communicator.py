@@ -8,6 +8,7 @@ import sys
 import threading
 import traceback
 import weakref
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -145,7 +146,7 @@ def init(
                 )
             _default = _connect(_default.launch, _default.config.changed(**given))
         else:
-            _check_unchanged(_default.config, given)
+            _check_unchanged(_default, given)
         if torch_group:
             ensure_torch_group(_default.connection, _default.launch, _default.config.log_after)
         return _default.communicator
@@ -284,13 +285,12 @@ def _connect(launch: Launch, config: Config) -> _Default:
     return _Default(connection, config, launch, os.getpid(), None if group is None else weakref.ref(group))
 
 
-def _check_unchanged(config: Config, given: dict[str, Any]) -> None:
-    changed = config.changed(**given)
-    for name in given:
-        is_now, wanted = getattr(config, name), getattr(changed, name)
-        if wanted != is_now:
+def _check_unchanged(current: _Default, given: dict[str, Any]) -> None:
+    has = replace(current.config, timeout=current.config.timeout or current.communicator.timeout)
+    for name, wanted in Config.parsed(given).items():
+        if wanted != getattr(has, name):
             raise InvalidUsage(
-                f"init({name}={wanted!r}), but the default communicator already has {name}={is_now!r}: "
+                f"init({name}={wanted!r}), but the default communicator already has {name}={getattr(has, name)!r}: "
                 "call init with all settings first of all, or shutdown() before"
             )
 

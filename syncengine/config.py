@@ -53,25 +53,28 @@ class Config:
 
         Raises InvalidUsage naming the argument or variable, its value, and what is allowed.
         """
-        values = {}
-        for setting in fields(cls):
-            name, variable = setting.name, f"SYNCENGINE_{setting.name.upper()}"
-            if given.get(name) is not None:
-                values[name] = _PARSE[name](given[name], name)
-            elif variable in environ:
-                values[name] = _PARSE[name](environ[variable], variable)
         unknown = given.keys() - {setting.name for setting in fields(cls)}
         if unknown:
             raise TypeError(f"unknown settings: {', '.join(sorted(unknown))}")
-        config = cls(**values)
-        if config.algorithm == "ring" and config.numerics != "ring":
-            raise InvalidUsage(f"algorithm='ring' needs numerics='ring', whose order it has, not {config.numerics!r}")
-        return config
+        values = cls.parsed(given)
+        for setting in fields(cls):
+            name, variable = setting.name, f"SYNCENGINE_{setting.name.upper()}"
+            if name not in values and variable in environ:
+                values[name] = _PARSE[name](environ[variable], variable)
+        return cls(**values)
+
+    def __post_init__(self) -> None:
+        if self.algorithm == "ring" and self.numerics != "ring":
+            raise InvalidUsage(f"algorithm='ring' needs numerics='ring', whose order it has, not {self.numerics!r}")
 
     def changed(self, **given: Any) -> Config:
         """The same, but for the settings in `given` that are not None."""
-        wanted = Config.read({}, **given)
-        return replace(self, **{name: getattr(wanted, name) for name, value in given.items() if value is not None})
+        return replace(self, **Config.parsed(given))
+
+    @staticmethod
+    def parsed(given: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings in `given` that are not None, as a Config has them."""
+        return {name: _PARSE[name](value, name) for name, value in given.items() if value is not None}
 
     def options(self, timeout: float) -> JobOptions:
         """The extension's options; `timeout` in seconds is what None stands for."""
@@ -157,6 +160,12 @@ def _text(value: Any, name: str) -> str:
     return value
 
 
+def _secret(value: Any, name: str) -> str:
+    if value == "":  # what a shell makes of a file that is missing: nobody means "without"
+        raise InvalidUsage(f"{name} is set, but empty: give the secret, or unset it to connect without one")
+    return _text(value, name)
+
+
 def _sockets(value: Any, name: str) -> int:
     try:
         parsed = int(value)
@@ -188,7 +197,7 @@ _PARSE: dict[str, Callable[[Any, str], Any]] = {
     "sockets": _sockets,
     "checksum": _flag,
     "silence": _silence,
-    "secret": _text,
-    "secret_file": _text,
+    "secret": _secret,
+    "secret_file": _secret,
     "summary": _flag,
 }

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from syncengine._C import Backend, has_cuda
 from syncengine.communicator import install_hooks, refuse_forked_child
@@ -35,10 +36,13 @@ def register() -> None:
 def create(options: Any, backend_options: Any) -> Backend:
     """The backend of one process group: its ranks meet through the group's store. Called by torch, on these ranks.
 
-    Settings are SYNCENGINE_*, except the timeout: the group's, or a shorter one in pg_options of another syncengine
-    group. Raises InvalidUsage for those of other backends.
+    Settings are SYNCENGINE_*, except the timeout: the group's, if torch was given one (not its default), or
+    a shorter one in pg_options of another syncengine group. Raises InvalidUsage for those of other backends.
     """
+    config = Config.read(os.environ)
     timeout = options.timeout.total_seconds()
+    if config.timeout is not None and options.timeout == default_pg_timeout:  # nobody has given one
+        timeout = config.timeout
     if backend_options is not None:
         if getattr(backend_options, "backend", None) != NAME:
             kind = type(backend_options).__qualname__
@@ -51,7 +55,7 @@ def create(options: Any, backend_options: Any) -> Backend:
     prepared = prepared_communicator()
     if prepared is not None:
         return Backend(prepared)
-    config = replace(Config.read(os.environ), timeout=min(timeout, 1e9))
+    config = replace(config, timeout=min(timeout, 1e9))
     rank, size, global_ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
     global_ranks = global_ranks or list(range(size))  # as torch leaves it for the group of all ranks
     exchange = None

@@ -55,6 +55,16 @@ def test_init_again_is_the_same_communicator(alone):
     assert syncengine.init(numerics="rank_order").numerics == "rank_order"
 
 
+def test_init_again_asks_for_what_is_there(alone):
+    communicator = syncengine.init(algorithm="ring", numerics="ring")
+    assert syncengine.init(algorithm="ring") is communicator
+    with pytest.raises(InvalidUsage, match=r"numerics='rank_order'.* already has numerics='ring'"):
+        syncengine.init(numerics="rank_order")
+    assert syncengine.init(timeout=communicator.timeout) is communicator  # the default
+    with pytest.raises(InvalidUsage, match=r"timeout=7\.0.* already has timeout=1800\.0"):
+        syncengine.init(timeout=7)
+
+
 def test_bad_setting_leaves_nothing_initialised(alone):
     with pytest.raises(InvalidUsage, match="algorithm='quick'"):
         syncengine.init(algorithm="quick")

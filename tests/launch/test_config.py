@@ -78,6 +78,12 @@ def test_a_ring_needs_its_order():
         Config.read({"SYNCENGINE_ALGORITHM": "ring"}, numerics="fast")
 
 
+@pytest.mark.parametrize("variable", ["SYNCENGINE_SECRET", "SYNCENGINE_SECRET_FILE"])
+def test_an_empty_secret_is_not_the_same_as_none(variable):
+    with pytest.raises(InvalidUsage, match=f"{variable} is set, but empty"):
+        Config.read({variable: ""})
+
+
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [

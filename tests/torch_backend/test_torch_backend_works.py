@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -114,6 +115,14 @@ def test_timeouts_name_the_rank_that_is_missing(pool: RankPool, how: str):
     text = pool.run(wait_for_rank_1, how, gloo=True, settings=None)[0]
     assert "rank 0 waits for rank 1" in text
     assert ("monitored_barrier()" in text) == (how == "monitored")
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_the_timeout_of_the_environment() -> None:
+    with mock.patch.dict(os.environ, SYNCENGINE_TIMEOUT="20"):
+        groups = [ours(), ours(timeout=timedelta(seconds=40))]
+    found = [group._get_backend(torch.device("cpu")).communicator.timeout for group in groups]
+    assert found == [20, 40]  # what torch was given comes first
 
 
 def leave_or_die(how: str) -> str | None:
