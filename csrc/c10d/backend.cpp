@@ -169,10 +169,14 @@ void TorchBackend::require_parts(const char* call, const at::Tensor& whole, cons
 
 Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices, Counted counted) {
   Call call(name, devices, {name, inputs});
-  call.number = sequence_.fetch_add(counted == Counted::Yes, std::memory_order_relaxed);
+  call.number = sequence_.load(std::memory_order_relaxed);
+  if (counted == Counted::AtOnce) count(call);
+  call.to_be_counted = counted == Counted::AtStart;
   call.coalesced = coalescing_.take();
   return call;
 }
+
+void TorchBackend::count(Call& call) { call.number = sequence_.fetch_add(1, std::memory_order_relaxed); }
 
 c10::intrusive_ptr<TorchWork> TorchBackend::make_work(TorchWork::Origin origin, Call call,
                                                       std::vector<std::shared_ptr<syncengine::Work>> works) {
@@ -188,6 +192,7 @@ c10::intrusive_ptr<TorchWork> TorchBackend::make_work(TorchWork::Origin origin, 
 
 TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   if (!call.device().is_cpu()) return start_on_device(std::move(call), how);
+  if (call.to_be_counted) count(call);
   auto limit = at_most(how.timeout);
   auto& operations = call.operations();
   if (!how.async && !call.coalesced && !limit && operations.size() == 1) {

@@ -97,8 +97,12 @@ class TorchBackend final : public ::c10d::Backend {
   void shutdown() override;
 
  private:
-  // By the sequence number, which must be the same on all ranks: a call is counted also if it is refused.
-  enum class Counted { No, Yes };
+  // When a call is counted by the sequence number, which must be the same on all ranks.
+  enum class Counted {
+    Never,    // the program's own messages
+    AtStart,  // not if it is refused: the engine matches the calls that start, so a rank may repeat it
+    AtOnce,   // also if it is refused: what others have sent in it must not be taken for a part of the next
+  };
   struct How {
     ::c10d::OpType type;
     std::chrono::milliseconds timeout;
@@ -107,7 +111,8 @@ class TorchBackend final : public ::c10d::Backend {
   // What every call begins and ends with.
   // `inputs`: what a profiler is told of.
   Call begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices = Call::Devices::All,
-             Counted counted = Counted::Yes);
+             Counted counted = Counted::AtStart);
+  void count(Call& call);
   TorchWorkPtr start(Call call, const How& how);
   c10::intrusive_ptr<TorchWork> make_work(TorchWork::Origin origin, Call call,
                                           std::vector<std::shared_ptr<syncengine::Work>> works);

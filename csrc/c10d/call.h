@@ -36,7 +36,8 @@ class Call {
   ~Call();
 
   const char* name() const { return name_; }
-  uint64_t number = 0;  // of the group's collectives
+  uint64_t number = 0;         // of the group's collectives
+  bool to_be_counted = false;  // gets its number when it starts
   // The calls that this one will join, once it has begun well.
   std::unique_ptr<Coalesced> coalesced;
   c10::Device device() const { return device_.value_or(c10::Device(c10::kCPU)); }

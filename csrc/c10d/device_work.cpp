@@ -101,6 +101,7 @@ TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& h
     else
       queue_of(communicator_, call.device(), raise_pending_signal)->run(operation, stream, handle_of(stream));
   }
+  if (call.to_be_counted) count(call);
   if (auto coalesced = std::move(call.coalesced)) {
     coalesced->call.absorb(std::move(call));
     coalescing_.give(std::move(coalesced));

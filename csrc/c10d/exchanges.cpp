@@ -78,7 +78,7 @@ std::vector<size_t> split_bytes(const char* call, const at::Tensor& tensor, cons
 }  // namespace
 
 TorchBackend::TorchWorkPtr TorchBackend::send(Tensors& tensors, int destination, int tag) {
-  Call call = begin("send", tensors, Call::Devices::Cpu, Counted::No);
+  Call call = begin("send", tensors, Call::Devices::Cpu, Counted::Never);
   SpanList memory;
   call.read(require_only(tensors, call.name()), memory);
   call.send(own_message(call.name(), true, require_rank(destination, call.name()), tag, std::move(memory)));
@@ -86,7 +86,7 @@ TorchBackend::TorchWorkPtr TorchBackend::send(Tensors& tensors, int destination,
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::recv(Tensors& tensors, int source, int tag) {
-  Call call = begin("recv", tensors, Call::Devices::Cpu, Counted::No);
+  Call call = begin("recv", tensors, Call::Devices::Cpu, Counted::Never);
   SpanList memory;
   call.write(require_only(tensors, call.name()), memory);
   call.receive(own_message(call.name(), false, require_rank(source, call.name()), tag, std::move(memory)));
@@ -95,7 +95,7 @@ TorchBackend::TorchWorkPtr TorchBackend::recv(Tensors& tensors, int source, int 
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag) {
-  Call call = begin("recvAnySource", tensors, Call::Devices::Cpu, Counted::No);
+  Call call = begin("recvAnySource", tensors, Call::Devices::Cpu, Counted::Never);
   SpanList memory;
   call.write(require_only(tensors, call.name()), memory);
   call.receive(own_message("recv", false, Message::kAnySource, tag, std::move(memory)));
@@ -105,7 +105,7 @@ TorchBackend::TorchWorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag
 
 TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& inputs,
                                                 const ::c10d::GatherOptions& options) {
-  Call call = begin("gather", inputs, Call::Devices::Cpu);
+  Call call = begin("gather", inputs, Call::Devices::Cpu, Counted::AtOnce);
   int root = require_rank(options.rootRank, call.name());
   const at::Tensor& input = require_only(inputs, call.name());
   SpanList mine;
@@ -134,7 +134,7 @@ TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& i
 
 TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                                  const ::c10d::ScatterOptions& options) {
-  Call call = begin("scatter", first_of(inputs), Call::Devices::Cpu);
+  Call call = begin("scatter", first_of(inputs), Call::Devices::Cpu, Counted::AtOnce);
   int root = require_rank(options.rootRank, call.name());
   const at::Tensor& output = require_only(outputs, call.name());
   if (rank_ == root && inputs.size() == 1) call.compare(output, inputs[0]);
@@ -165,7 +165,7 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall_base(at::Tensor& output, at::T
                                                        std::vector<int64_t>& output_sizes,
                                                        std::vector<int64_t>& input_sizes,
                                                        const ::c10d::AllToAllOptions& options) {
-  Call call = begin("all_to_all", input, Call::Devices::Cpu);
+  Call call = begin("all_to_all", input, Call::Devices::Cpu, Counted::AtOnce);
   require_same_dtype(call.name(), output, input);
   auto out_bytes = split_bytes(call.name(), output, output_sizes, size_);
   auto in_bytes = split_bytes(call.name(), input, input_sizes, size_);
@@ -188,7 +188,7 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall_base(at::Tensor& output, at::T
 
 TorchBackend::TorchWorkPtr TorchBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                                   const ::c10d::AllToAllOptions& options) {
-  Call call = begin("all_to_all", inputs, Call::Devices::Cpu);
+  Call call = begin("all_to_all", inputs, Call::Devices::Cpu, Counted::AtOnce);
   require_lists(call.name(), outputs.size(), size_);
   require_lists(call.name(), inputs.size(), size_);
   call.compare(outputs, inputs);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 from pool import RankPool, run_on_ranks
 from test_hosts import live_on
+from torch.distributed import ReduceOp
 from torch_backend_values import COMPLEX, FLOATS, INTEGERS, OTHERS, equal, mine, ours, value
 
 from syncengine.errors import InvalidUsage, Mismatch, PeerLost, Timeout
@@ -251,6 +253,66 @@ def test_a_call_that_one_rank_refused_is_not_taken_for_the_next(pool: RankPool, 
         there = [(0, 1), (1, 0)] if name == "all_to_all" else [(0, 1)]  # where it may be noticed
         assert any(f"rank {a} called {name}(from rank {b} of the group) for" in text for a, b in there)
         assert "in another call of a collective" in text
+
+
+def collectives(group: dist.ProcessGroup, bad: bool) -> list[tuple[Callable[[], Any], torch.Tensor, torch.Tensor]]:
+    """One call of each other kind, which this rank refuses if it is `bad`: its target, and what that will be."""
+    rank, backend = dist.get_rank(), group._get_backend(torch.device("cpu"))
+    reduced, several, rooted, part, sent = (torch.full((2,), rank + 1.0) for _ in range(5))
+    whole, listed, packed = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+    one, sum_of_both, of_each = torch.full((2,), rank + 1.0), torch.full((2,), 3.0), torch.tensor([1.0, 1, 2, 2])
+    mine = of_each[2 * rank :][:2] * 2
+    op = ReduceOp.BOR if bad else ReduceOp.SUM
+    target = torch.zeros(1).expand(2) if bad else sent
+    lists = [list(listed.chunk(2)), list(packed.chunk(2))]
+    if bad:
+        lists = [[torch.zeros(3), torch.zeros(2)]] * 2
+    return [
+        (lambda: dist.all_reduce(reduced, op, group), reduced, sum_of_both),
+        (lambda: backend.allreduce_coalesced([] if bad else [several]).wait(), several, sum_of_both),
+        (lambda: dist.reduce(rooted, 1, op, group), rooted, sum_of_both if rank else torch.ones(2)),
+        (lambda: dist.broadcast(target, 1, group), target, torch.full((2,), 2.0)),
+        (lambda: dist.all_gather_into_tensor(whole[: 3 if bad else 4], one, group), whole, of_each),
+        (lambda: dist.all_gather(lists[0], one, group), listed, of_each),
+        (lambda: dist.all_gather_coalesced([[t] for t in lists[1]], [one], group), packed, of_each),
+        (lambda: dist.reduce_scatter_tensor(part, of_each[: 3 if bad else 4], group=group), part, mine),
+    ]
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_a_collective_that_one_rank_refused_may_be_repeated() -> None:
+    group, rank = ours(), dist.get_rank()
+    for refused in range(len(collectives(group, False))):
+        if rank == 0:
+            with pytest.raises(InvalidUsage):
+                collectives(group, True)[refused][0]()
+        call, target, expected = collectives(group, False)[refused]
+        call()
+        assert equal(target, expected), refused
+        for how in ("gather", "scatter large", "all_to_all"):
+            assert all(bool((t == refused).all()) for t in exchange(group, how, float(refused)))
+    number = torch.tensor(group._get_backend(torch.device("cpu"))._get_sequence_number_for_group())
+    numbers = [torch.zeros_like(number) for _ in range(2)]
+    dist.all_gather(numbers, number)
+    assert numbers[0] == numbers[1]
+
+
+def refuse_on_rank_0_for_good() -> str:
+    group, rank = ours(), dist.get_rank()
+    tensor = torch.zeros(1).expand(2) if rank == 0 else torch.ones(2)
+    with pytest.raises(Mismatch) as error:
+        try:
+            dist.broadcast(tensor, 1, group, async_op=True)
+        except InvalidUsage:
+            assert rank == 0
+        exchange(group, "gather", 20.0)
+        dist.barrier(group)
+    return str(error.value)
+
+
+def test_a_collective_that_one_rank_refused_and_left_out_is_named_by_a_gather(pool: RankPool):
+    for text in pool.run(refuse_on_rank_0_for_good, gloo=True, settings=None):
+        assert "rank 0 called gather(from rank 1 of the group) for 12 bytes where rank 1 sent 12 bytes in" in text
 
 
 def skip_on_rank_0() -> str:
