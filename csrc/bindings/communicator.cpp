@@ -15,6 +15,7 @@
 #include "bindings/errors.h"
 #include "bindings/tensor.h"
 #include "engine/communicator/communicator.h"
+#include "reducer/assign.h"
 #include "reducer/python_error.h"
 #include "streams/queue.h"
 
@@ -55,8 +56,7 @@ class CpuWork final : public PyWork {
   // A tensor that is not contiguous was reduced as a contiguous copy.
   void deliver() {
     std::call_once(delivered_, [this] {
-      at::NoGradGuard no_grad;
-      if (result_.defined()) target_.copy_(result_);
+      if (result_.defined()) assign(target_, result_);
       result_.reset();
     });
   }
@@ -137,10 +137,7 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
   if (async_op)
     return std::make_unique<CpuWork>(communicator, communicator->submit(std::move(operation)), target, result);
   communicator->run(std::move(operation), check_signals());
-  if (result.defined()) {
-    at::NoGradGuard no_grad;
-    target.copy_(result);
-  }
+  if (result.defined()) assign(target, result);
   return nullptr;
 }
 

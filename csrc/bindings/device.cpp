@@ -11,6 +11,7 @@
 
 #include "bindings/errors.h"
 #include "cuda/device_group.h"
+#include "reducer/assign.h"
 #include "reducer/python_error.h"
 #include "streams/queue.h"
 
@@ -42,8 +43,7 @@ class CudaWork final : public PyWork {
     }
     done_.block(current_stream(target_.device()));
     std::call_once(delivered_, [this] {
-      at::NoGradGuard no_grad;
-      if (result_.defined()) target_.copy_(result_);
+      if (result_.defined()) assign(target_, result_);
       result_.reset();
     });
   }
@@ -76,7 +76,7 @@ std::unique_ptr<PyWork> run_on_device(const std::shared_ptr<Communicator>& commu
   if (communicator->size() == 1) {
     communicator->throw_if_failed();
     require_supported(operation);
-    if (!to.is_same(from)) to.view({-1}).copy_(from.reshape({-1}));
+    if (!to.is_same(from)) assign(to.view({-1}), from.reshape({-1}));
   } else {
     py::gil_scoped_release nogil;
     auto queue = queue_of(communicator, device, check_signals());
@@ -89,7 +89,7 @@ std::unique_ptr<PyWork> run_on_device(const std::shared_ptr<Communicator>& commu
     queue->run(operation, stream, handle_of(stream));
   }
   if (async_op) return std::make_unique<CudaWork>(communicator, stream, from, to, target, result);
-  if (result.defined()) target.copy_(result);
+  if (result.defined()) assign(target, result);
   return nullptr;
 }
 

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "cuda/device_group.h"
+#include "reducer/assign.h"
 
 namespace syncengine {
 
@@ -164,13 +165,8 @@ void Call::absorb(Call other) {
   std::move(other.results_.begin(), other.results_.end(), std::back_inserter(results_));
 }
 
-void Call::assign(const at::Tensor& target, const at::Tensor& value) {
-  target.copy_(value);
-  if (!target.is_inference()) target.unsafeGetTensorImpl()->bump_version();
-}
-
 void Call::deliver() {
-  // Inference tensors, be they targets or copies, are otherwise written in inference mode alone.
+  // The copies, too, may be inference tensors.
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   for (const auto& step : steps_) step();
   steps_.clear();

@@ -68,10 +68,8 @@ class Call {
 
   // Memory that becomes a tensor's value only by what is done after it was filled.
   void write_apart(const at::Tensor& scratch, SpanList& spans) { keep(scratch, spans); }
-  // Run by deliver(), before anything is put into tensors; leads to `target`, which it may assign() to.
+  // Run by deliver(), before anything is put into tensors; leads to `target`, which it may assign() to (assign.h).
   void afterwards(const at::Tensor& target, std::function<void()> step);
-  // In deliver() only. Autograd sees a new version of the target, if that has versions.
-  static void assign(const at::Tensor& target, const at::Tensor& value);
 
   // Sets what follows from dtype and reduction.
   Operation moving(Collective collective, c10::ScalarType type) const;

@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "c10d/backend.h"
+#include "reducer/assign.h"
 
 namespace syncengine {
 
@@ -96,7 +97,7 @@ void TorchBackend::add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, 
   call.add(std::move(operation));
   call.afterwards(target, [this_rank = rank_, parts, target, op] {
     at::Tensor result = combined_bits(op, parts);
-    Call::assign(target, target.sizes() == result.sizes() ? result : result[this_rank].view(target.sizes()));
+    assign(target, target.sizes() == result.sizes() ? result : result[this_rank].view(target.sizes()));
   });
 }
 

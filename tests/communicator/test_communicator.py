@@ -4,7 +4,9 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -281,3 +283,60 @@ def test_tensors_whose_memory_holds_the_negative() -> None:
     everyone = torch._neg_view(memory) if rank else memory
     syncengine.all_gather(everyone, mine())
     assert everyone.view(2, 5000).unique(dim=1).tolist() == [[1.0], [2.0]]
+
+
+def with_gaps(value: float, *shape: int) -> torch.Tensor:
+    """Every second column is the tensor's: it goes through a copy."""
+    return torch.full((*shape[:-1], 2 * shape[-1]), float(value))[..., ::2]
+
+
+def on_tensors_with_gaps(**options: bool) -> list[tuple[Any, torch.Tensor, torch.Tensor]]:
+    """One call of each kind on 2 ranks: what it returned, its target, what that will be."""
+    rank = syncengine.rank()
+    one, whole, part = torch.full((2, 3), rank + 1.0), torch.full((4, 3), rank + 1.0), torch.ones(2, 3)
+    calls: list[tuple[Callable[[torch.Tensor], Any], torch.Tensor, torch.Tensor]] = [
+        (lambda target: syncengine.all_reduce(target, **options), with_gaps(rank + 1.0, 2, 3), part * 3),
+        (lambda target: syncengine.broadcast(target, 1, **options), with_gaps(rank, 2, 3), part),
+        (
+            lambda target: syncengine.all_gather(target, one, **options),
+            with_gaps(0, 4, 3),
+            torch.cat([part, part * 2]),
+        ),
+        (lambda target: syncengine.reduce_scatter(target, whole, **options), with_gaps(0, 2, 3), part * 3),
+    ]
+    return [(call(target), target, expected) for call, target, expected in calls]
+
+
+@run_on_ranks()
+def test_inference_tensors_with_gaps_are_written_in_any_mode() -> None:
+    with torch.inference_mode():
+        made = [with_gaps(syncengine.rank() + 1.0, 2, 3) for _ in range(3)]
+        works = on_tensors_with_gaps(async_op=True)
+    for work, target, expected in works:  # begun in inference mode
+        assert target.is_inference()
+        work.wait()
+        assert torch.equal(target, expected)
+    syncengine.all_reduce(made[0])
+    syncengine.all_reduce(made[1], async_op=True).wait()
+    work = syncengine.all_reduce(made[2], async_op=True)
+    works = on_tensors_with_gaps(async_op=True)
+    with torch.inference_mode():
+        for other, target, expected in works:  # begun outside of it
+            assert not target.is_inference()
+            other.wait()
+            assert torch.equal(target, expected)
+        work.wait()
+    assert all(torch.equal(target, torch.full((2, 3), 3.0)) for target in made)
+
+
+@run_on_ranks()
+def test_autograd_sees_that_tensors_with_gaps_are_written() -> None:
+    for async_op in (False, True):
+        weight = torch.ones(2, 3, requires_grad=True)
+        value = with_gaps(2.0, 2, 3)
+        product = (weight * value).sum()
+        work = syncengine.all_reduce(value, async_op=async_op)
+        if work:
+            work.wait()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.backward()
