@@ -184,8 +184,8 @@ c10::intrusive_ptr<TorchWork> TorchBackend::make_work(TorchWork::Origin origin, 
   const bool delivers = call.delivers();
   auto work = c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(works));
   if (delivers) {
-    undelivered_->deliver_ended();  // or a program that waits for none of them collects them all
     undelivered_->add(work);
+    undelivered_->deliver_ended();  // or a program that waits for none of them collects them all
   }
   return work;
 }

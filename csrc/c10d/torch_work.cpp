@@ -1,10 +1,28 @@
 #include "c10d/torch_work.h"
 
+#include <c10/util/Exception.h>
+
+#include <string>
+
 #include "c10d/completer.h"
 #include "c10d/undelivered.h"
 #include "reducer/python_error.h"
 
 namespace syncengine {
+
+namespace {
+
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& thrown) {
+    return thrown.what_without_backtrace();
+  } catch (const std::exception& thrown) {
+    return thrown.what();
+  }
+}
+
+}  // namespace
 
 TorchWork::TorchWork(Origin origin, Call call, std::vector<std::shared_ptr<syncengine::Work>> works)
     : ::c10d::Work(origin.communicator->rank(), origin.type),
@@ -13,6 +31,11 @@ TorchWork::TorchWork(Origin origin, Call call, std::vector<std::shared_ptr<synce
       deadline_(origin_.at_most ? Deadline::after(*origin_.at_most) : Deadline::never()),
       call_(std::move(call)),
       delivers_(call_.delivers()) {}
+
+TorchWork::~TorchWork() {
+  if (undeliverable_.load(std::memory_order_acquire) && !is_told_.load(std::memory_order_relaxed))
+    TORCH_WARN("syncengine: ", call_.name(), ": its result was not put into its tensor: ", text_of(delivery_error_));
+}
 
 bool TorchWork::ended() const {
   return std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->ended(); });
@@ -25,7 +48,8 @@ bool TorchWork::isCompleted() {
 }
 
 bool TorchWork::isSuccess() const {
-  return std::all_of(works_.begin(), works_.end(),
+  return !undeliverable_.load(std::memory_order_relaxed) &&
+         std::all_of(works_.begin(), works_.end(),
                      [](const auto& work) { return work->state() == syncengine::Work::State::Done; });
 }
 
@@ -33,7 +57,13 @@ std::exception_ptr TorchWork::exception() const {
   for (const auto& work : works_) {
     if (work->state() == syncengine::Work::State::Failed) return work->error();
   }
-  return nullptr;
+  return delivery_error();
+}
+
+std::exception_ptr TorchWork::delivery_error() const {
+  if (!undeliverable_.load(std::memory_order_acquire)) return nullptr;
+  is_told_.store(true, std::memory_order_relaxed);
+  return delivery_error_;
 }
 
 std::vector<at::Tensor> TorchWork::result() { return call_.results(); }
@@ -43,6 +73,7 @@ bool TorchWork::wait(std::chrono::milliseconds timeout) {
   if (timeout > kNoTimeout) at_most = timeout;
   wait_for_works(at_most, raise_pending_signal);
   deliver_this_too();
+  if (auto error = delivery_error()) std::rethrow_exception(error);
   return true;
 }
 
@@ -52,7 +83,14 @@ void TorchWork::wait_for_works(std::optional<Duration> at_most, const std::funct
 }
 
 void TorchWork::deliver() {
-  std::call_once(delivered_, [this] { call_.deliver(); });
+  std::call_once(delivered_, [this] {
+    try {
+      call_.deliver();
+    } catch (...) {
+      delivery_error_ = std::current_exception();
+      undeliverable_.store(true, std::memory_order_release);
+    }
+  });
   if (delivers_) origin_.undelivered->remove(*this);
 }
 
@@ -90,6 +128,7 @@ void TorchWork::complete_future() {
   try {
     wait_for_works({}, {});
     deliver_this_too();
+    if (auto error = delivery_error()) std::rethrow_exception(error);
   } catch (...) {
     return future_->setError(std::current_exception());
   }

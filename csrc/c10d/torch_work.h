@@ -1,7 +1,8 @@
 // What torch.distributed holds of a call: the engine's works, and the delivery of their results.
 //
 // Ownership: shared; dropping it does not cancel the call, and if its results go through copies Undelivered keeps it.
-// Thread-safety: any thread. Failure: wait() throws the engine's Error; a future gets it.
+// Thread-safety: any thread. Failure: wait() throws the engine's Error, or what its delivery has thrown, whoever made
+// that; a future gets it. A delivery's error that nobody has asked for is a warning in the end.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -32,6 +33,7 @@ class TorchWork final : public ::c10d::Work {
     std::shared_ptr<Undelivered> undelivered = {};
   };
   TorchWork(Origin origin, Call call, std::vector<std::shared_ptr<syncengine::Work>> works);
+  ~TorchWork() override;
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -50,17 +52,21 @@ class TorchWork final : public ::c10d::Work {
   void complete_future();
   bool ended() const;
   bool is_late() const { return origin_.at_most && deadline_.passed() && !ended(); }
-  // Its results, once; after it has ended well.
+  // Its results, once; after it has ended well. Keeps the error for wait().
   void deliver();
 
  private:
   void wait_for_works(std::optional<Duration> at_most, const std::function<void()>& interrupted);
   void deliver_this_too();
+  std::exception_ptr delivery_error() const;
 
   Origin origin_;
   std::vector<std::shared_ptr<syncengine::Work>> works_;
   Deadline deadline_;
   std::once_flag delivered_;
+  std::exception_ptr delivery_error_;
+  std::atomic<bool> undeliverable_{false};  // the error is there
+  mutable std::atomic<bool> is_told_{false};
   Call call_;
   const bool delivers_;
   std::once_flag future_made_;

@@ -31,21 +31,13 @@ void Undelivered::deliver_all_ended() {
                  [](const WorkPtr& work) { return work->ended(); });
   }
   for (const WorkPtr& work : ended) {
-    try {
-      if (work->isSuccess()) work->deliver();
-    } catch (...) {
-      remove(*work);
-      throw;
-    }
+    if (work->isSuccess()) work->deliver();
     remove(*work);
   }
 }
 
 void Undelivered::close() noexcept {
-  try {
-    deliver_ended();
-  } catch (...) {  // nobody is left who could be told
-  }
+  deliver_ended();
   std::vector<WorkPtr> dropped;
   std::lock_guard lock(mutex_);
   dropped.swap(works_);

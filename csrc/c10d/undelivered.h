@@ -2,7 +2,7 @@
 // and make sure of its end by another call, as by a barrier.
 //
 // Ownership: shared by the backend and its works, which it keeps. Thread-safety: any thread; no lock while there are
-// none. Failure: as TorchWork's delivery; the failed work is kept no longer.
+// none. Failure: none, a work keeps the error of its delivery.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>

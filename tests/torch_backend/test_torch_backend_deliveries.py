@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import run_on_ranks
+from pool import RankPool, run_on_ranks
 from torch.distributed import ReduceOp
 from torch_backend_values import equal, ours
 
@@ -181,3 +181,78 @@ def test_autograd_sees_what_is_delivered() -> None:
         product.backward()
     dist.all_reduce(weight.detach().t(), group=group)
     assert equal(weight.detach(), torch.full((2, 3), 2.0))
+
+
+def undeliverable(group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
+    """The work of a call that has ended, whose result does not fit its tensor any more; and that."""
+    peer, counters = 1 - dist.get_rank(), group._get_backend(torch.device("cpu")).communicator.counters
+    before = counters()["messages"]
+    target = torch.zeros(3, 2).t()
+    work = dist.irecv(target, peer, group)
+    target.data = torch.empty(7)
+    dist.barrier()  # Gloo's: only now does it get something
+    dist.isend(torch.ones(2, 3), peer, group)
+    while counters()["messages"] < before + 2:
+        time.sleep(0.001)
+    return work, target
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_an_error_of_a_delivery_is_that_of_its_own_work() -> None:
+    group = ours()
+    fits = "size of tensor"
+
+    def strided() -> torch.Tensor:
+        return torch.ones(2, 2).t()
+
+    def in_time(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=group)
+
+    def by_wait(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=group, async_op=True).wait()
+
+    def by_future(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=group, async_op=True).get_future().wait()
+
+    def by_looking(tensor: torch.Tensor) -> None:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        while not work.is_completed():
+            pass
+        assert work.is_success()
+
+    def by_another(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=group, async_op=True)
+        dist.barrier(group)
+
+    for call in (in_time, by_wait, by_future, by_looking, by_another):
+        work, target = undeliverable(group)
+        tensor = strided()
+        call(tensor)
+        assert equal(tensor, torch.full((2, 2), 2.0)), call
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=fits):
+                work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+        with pytest.raises(RuntimeError, match=fits):
+            work.get_future().wait()
+        assert target.shape == (7,)
+    dist.barrier(group)
+
+
+def drop_undeliverable() -> None:
+    group = ours()
+    undeliverable(group)
+    kept, _ = undeliverable(group)
+    dist.barrier(group)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        kept.wait()
+    del kept
+    gc.collect()
+
+
+def test_an_error_of_a_delivery_that_nobody_asked_for_is_a_warning(pool: RankPool):
+    with pool.spawn_ranks(drop_undeliverable, gloo=True, settings=None) as ranks:
+        for rank in ranks:
+            rank.result()
+            assert rank.output().count("recv: its result was not put into its tensor: The size of tensor") == 1
