@@ -224,12 +224,25 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
 }
 
 // One that was left open by an error of torch's ends here.
-void TorchBackend::startCoalescing() { coalescing_.give(std::make_unique<Coalesced>()); }
+void TorchBackend::startCoalescing() {
+  auto coalesced = std::make_unique<Coalesced>();
+  coalesced->dropped = [this](Coalesced& calls) {
+    try {
+      finish(calls);
+    } catch (...) {  // the group has failed
+    }
+  };
+  coalescing_.give(std::move(coalesced));
+}
 
 TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
-  auto taken = coalescing_.take();
-  if (!taken) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun, or an error has ended it");
-  Coalesced coalesced = std::move(*taken);
+  auto coalesced = coalescing_.take();
+  if (!coalesced) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun, or an error has ended it");
+  coalesced->dropped = {};
+  return finish(*coalesced);
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::finish(Coalesced& coalesced) {
   const uint64_t number = sequence_.load(std::memory_order_relaxed);
   constexpr auto kType = ::c10d::OpType::COALESCED;
   if (!coalesced.call.device().is_cpu()) {

@@ -116,6 +116,7 @@ class TorchBackend final : public ::c10d::Backend {
   TorchWorkPtr start(Call call, const How& how);
   c10::intrusive_ptr<TorchWork> make_work(TorchWork::Origin origin, Call call,
                                           std::vector<std::shared_ptr<syncengine::Work>> works);
+  TorchWorkPtr finish(Coalesced& coalesced);
   // On CUDA tensors: device_work.cpp.
   TorchWorkPtr start_on_device(Call call, const How& how);
   TorchWorkPtr finish_on_device(Call call, c10::Stream stream, ::c10d::OpType type, uint64_t number);
@@ -149,8 +150,8 @@ class TorchBackend final : public ::c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> sequence_{0};
-  Coalescing coalescing_;
   std::shared_ptr<Undelivered> undelivered_ = std::make_shared<Undelivered>();
+  Coalescing coalescing_;  // uses those above to its end
 };
 
 }  // namespace syncengine

@@ -10,6 +10,7 @@
 #include <c10/core/Storage.h>
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -124,8 +125,13 @@ class Call {
 
 // Calls that are to have one work for all of them, by one thread.
 struct Coalesced {
+  ~Coalesced() {
+    if (dropped && call.delivers()) std::exchange(dropped, {})(*this);
+  }
+
   Call call{"coalesced calls"};
   std::vector<std::shared_ptr<Work>> works;
+  std::function<void(Coalesced&)> dropped;  // an error has ended them: they take place all the same. Does not throw
 };
 
 }  // namespace syncengine
