@@ -12,7 +12,8 @@ namespace {
 using ::c10d::OpType;
 
 // Channel 0 is the program's. On channel 1 messages match by the order of the calls, and the fingerprint says of which:
-// else what one rank sent in a call that another one refused would be taken for a part of the next.
+// else what one rank sent in a call that another one refused would be taken for a part of the next. It says the dtype,
+// too, which is the same for all parts of a call.
 constexpr uint64_t kCollectives = 1;
 enum class Kind : uint64_t { Gather = 1, Scatter, AllToAll };
 
@@ -44,10 +45,10 @@ Message own_message(const char* call, bool sends, int peer, int tag, SpanList me
           .describe = describe(call, sends ? "to" : "from", peer, tag)};
 }
 
-Message part_of_collective(const Call& call, Kind kind, bool sends, int peer, SpanList memory) {
+Message part_of_collective(const Call& call, Kind kind, c10::ScalarType type, bool sends, int peer, SpanList memory) {
   return {.peer = peer,
           .channel = kCollectives,
-          .fingerprint = static_cast<uint64_t>(kind) | call.number << 8,
+          .fingerprint = static_cast<uint64_t>(kind) | static_cast<uint64_t>(type) << 8 | call.number << 16,
           .memory = std::move(memory),
           .describe = describe(call.name(), sends ? "to" : "from", peer, -1)};
 }
@@ -108,24 +109,26 @@ TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& i
   Call call = begin("gather", inputs, Call::Devices::Cpu, Counted::AtOnce);
   int root = require_rank(options.rootRank, call.name());
   const at::Tensor& input = require_only(inputs, call.name());
+  const c10::ScalarType type = input.scalar_type();
   SpanList mine;
   call.read(input, mine);
   if (rank_ != root) {
     require_lists(call.name(), outputs.size(), 0);
-    call.send(part_of_collective(call, Kind::Gather, true, root, std::move(mine)));
+    call.send(part_of_collective(call, Kind::Gather, type, true, root, std::move(mine)));
   } else {
     require_lists(call.name(), outputs.size(), 1);
     require_lists(call.name(), outputs[0].size(), size_);
     call.compare(outputs[0], input);
     for (int peer = 0; peer < size_; ++peer) {
       SpanList memory;
+      require_same_dtype(call.name(), outputs[0][peer], input);
       call.write(outputs[0][peer], memory);
       if (peer == rank_ && memory.bytes() != mine.bytes())
         throw Error(ErrorKind::InvalidUsage, "gather: the input is of another size than its place in the outputs");
       if (peer == rank_)
         copy_own(mine, memory);
       else
-        call.receive(part_of_collective(call, Kind::Gather, false, peer, std::move(memory)));
+        call.receive(part_of_collective(call, Kind::Gather, type, false, peer, std::move(memory)));
     }
     call.results() = outputs[0];
   }
@@ -137,25 +140,27 @@ TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& 
   Call call = begin("scatter", first_of(inputs), Call::Devices::Cpu, Counted::AtOnce);
   int root = require_rank(options.rootRank, call.name());
   const at::Tensor& output = require_only(outputs, call.name());
+  const c10::ScalarType type = output.scalar_type();
   if (rank_ == root && inputs.size() == 1) call.compare(output, inputs[0]);
   SpanList mine;
   call.write(output, mine);
   call.results() = outputs;
   if (rank_ != root) {
     require_lists(call.name(), inputs.size(), 0);
-    call.receive(part_of_collective(call, Kind::Scatter, false, root, std::move(mine)));
+    call.receive(part_of_collective(call, Kind::Scatter, type, false, root, std::move(mine)));
   } else {
     require_lists(call.name(), inputs.size(), 1);
     require_lists(call.name(), inputs[0].size(), size_);
     for (int peer = 0; peer < size_; ++peer) {
       SpanList memory;
+      require_same_dtype(call.name(), output, inputs[0][peer]);
       call.read(inputs[0][peer], memory);
       if (peer == rank_ && memory.bytes() != mine.bytes())
         throw Error(ErrorKind::InvalidUsage, "scatter: the output is of another size than its place in the inputs");
       if (peer == rank_)
         copy_own(memory, mine);
       else
-        call.send(part_of_collective(call, Kind::Scatter, true, peer, std::move(memory)));
+        call.send(part_of_collective(call, Kind::Scatter, type, true, peer, std::move(memory)));
     }
   }
   return start(std::move(call), {OpType::SCATTER, options.timeout, options.asyncOp});
@@ -181,7 +186,7 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall_base(at::Tensor& output, at::T
     in_offset += in_bytes[peer];
     out_offset += out_bytes[peer];
   }
-  add_all_to_all(call, std::move(sent), std::move(received));
+  add_all_to_all(call, input.scalar_type(), std::move(sent), std::move(received));
   call.results() = {output};
   return start(std::move(call), {OpType::ALLTOALL_BASE, options.timeout, options.asyncOp});
 }
@@ -194,16 +199,19 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall(Tensors& outputs, Tensors& inp
   call.compare(outputs, inputs);
   std::vector<SpanList> sent(size_), received(size_);
   for (int peer = 0; peer < size_; ++peer) {
+    require_same_dtype(call.name(), inputs[peer], inputs[0]);
+    require_same_dtype(call.name(), outputs[peer], inputs[0]);
     call.read(inputs[peer], sent[peer]);
     call.write(outputs[peer], received[peer]);
   }
-  add_all_to_all(call, std::move(sent), std::move(received));
+  add_all_to_all(call, inputs[0].scalar_type(), std::move(sent), std::move(received));
   call.results() = outputs;
   return start(std::move(call), {OpType::ALLTOALL, options.timeout, options.asyncOp});
 }
 
 // Each rank begins with its neighbor, so that not all turn to the same one.
-void TorchBackend::add_all_to_all(Call& call, std::vector<SpanList> sent, std::vector<SpanList> received) {
+void TorchBackend::add_all_to_all(Call& call, c10::ScalarType type, std::vector<SpanList> sent,
+                                  std::vector<SpanList> received) {
   if (sent[rank_].bytes() != received[rank_].bytes())
     throw Error(ErrorKind::InvalidUsage, std::string(call.name()) + ": this rank sends itself " +
                                              std::to_string(sent[rank_].bytes()) + " bytes, but has room for " +
@@ -211,8 +219,8 @@ void TorchBackend::add_all_to_all(Call& call, std::vector<SpanList> sent, std::v
   copy_own(sent[rank_], received[rank_]);
   for (int step = 1; step < size_; ++step) {
     int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;
-    call.receive(part_of_collective(call, Kind::AllToAll, false, from, std::move(received[from])));
-    call.send(part_of_collective(call, Kind::AllToAll, true, to, std::move(sent[to])));
+    call.receive(part_of_collective(call, Kind::AllToAll, type, false, from, std::move(received[from])));
+    call.send(part_of_collective(call, Kind::AllToAll, type, true, to, std::move(sent[to])));
   }
 }
 

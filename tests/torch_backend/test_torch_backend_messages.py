@@ -223,6 +223,30 @@ def exchange(group: dist.ProcessGroup, how: str, number: float, bad: bool = Fals
     return received
 
 
+def exchange_dtypes(how: str) -> str:
+    group, rank = ours(), dist.get_rank()
+    dtype = (torch.float32, torch.int32)[rank]  # of one size
+    parts, received = [torch.ones(3, dtype=dtype)] * 2, list(torch.empty(2, 3, dtype=dtype))
+    with pytest.raises(Mismatch) as error:
+        if how == "gather":
+            dist.gather(parts[0], received if rank == 0 else None, 0, group)
+        elif how == "scatter":
+            dist.scatter(received[0], parts if rank == 0 else None, 0, group)
+        elif how == "all_to_all":
+            dist.all_to_all(received, parts, group)
+        else:
+            dist.all_to_all_single(torch.empty(6, dtype=dtype), torch.cat(parts), group=group)
+        dist.barrier(group)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["gather", "scatter", "all_to_all", "all_to_all_single"])
+def test_parts_of_another_dtype_are_a_mismatch(pool: RankPool, how: str):
+    for text in pool.run(exchange_dtypes, how, gloo=True, settings=None):
+        assert f"called {how.removesuffix('_single')}(from rank" in text
+        assert "of another dtype" in text
+
+
 def raise_on_rank_0_alone(how: str, hosts: str) -> str:
     live_on(hosts)
     group, rank = ours(), dist.get_rank()

@@ -131,11 +131,12 @@ void Messenger::begin(int source, Arrived arrived, Post receive) {
 void Messenger::require_same(int source, const Letter& letter, const Post& receive) const {
   const Message& mine = receive.message;
   if (letter.bytes == mine.memory.bytes() && letter.fingerprint == mine.fingerprint) return;
-  throw Error(ErrorKind::Mismatch,
-              name(rank_) + " called " + mine.describe() + " for " + std::to_string(mine.memory.bytes()) +
-                  " bytes where " + name(source) + " sent " + std::to_string(letter.bytes) + " bytes" +
-                  (letter.fingerprint != mine.fingerprint ? " in another call of a collective" : "") +
-                  ": both sides must mean the same message");
+  throw Error(
+      ErrorKind::Mismatch,
+      name(rank_) + " called " + mine.describe() + " for " + std::to_string(mine.memory.bytes()) + " bytes where " +
+          name(source) + " sent " + std::to_string(letter.bytes) + " bytes" +
+          (letter.fingerprint != mine.fingerprint ? " in another call of a collective, or of another dtype" : "") +
+          ": both sides must mean the same message");
 }
 
 const Lane::Item* Messenger::oldest() const {
