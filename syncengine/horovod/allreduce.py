@@ -12,7 +12,7 @@ from syncengine.horovod.compression import Compression, NoneCompressor
 from syncengine.horovod.handles import Operation, begin, synchronize
 from syncengine.horovod.process import calls
 from syncengine.horovod.process_sets import check_process_set, global_process_set
-from syncengine.horovod.reductions import ReduceOp, check_reducible, choose_op, engine_op, finish_average, scale
+from syncengine.horovod.reductions import ReduceOp, assign, check_reducible, choose_op, engine_op, finish_average, scale
 from syncengine.horovod.requests import Request, describe, dtype_name
 
 Compressor = type[NoneCompressor]
@@ -173,7 +173,7 @@ def _start(
             return values
         tensor, target = in_place
         if target is not None:
-            target.copy_(values)
+            assign(target, values)
         return tensor
 
     return launch("allreduce", name, what, [values.view(-1)], op, prescale, postscale, finish)
@@ -196,7 +196,7 @@ def _start_group(
         for flat, group in zip(flats, members, strict=True):
             for i, part in zip(group, flat.split([tensors[i].numel() for i in group]), strict=True):
                 if in_place:
-                    tensors[i].detach().copy_(part.view(tensors[i].shape))
+                    assign(tensors[i], part.view(tensors[i].shape))
                 else:
                     results[i] = part.view(tensors[i].shape)
         return results

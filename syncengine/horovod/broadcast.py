@@ -12,7 +12,7 @@ from syncengine.horovod.calls import as_bytes, bytes_request
 from syncengine.horovod.handles import Operation, begin, synchronize
 from syncengine.horovod.process import calls, rank
 from syncengine.horovod.process_sets import check_process_set, global_process_set
-from syncengine.horovod.reductions import Average
+from syncengine.horovod.reductions import Average, assign
 from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Round
 
@@ -77,7 +77,7 @@ def _start(tensor: torch.Tensor, values: torch.Tensor, root_rank: int, name: str
         if root_rank in round.joined:
             stream.refuse_joined(round)
         if values.data_ptr() != tensor.data_ptr() and rank() != root_rank:
-            tensor.detach().copy_(values)
+            assign(tensor, values)
         return tensor
 
     return begin(Operation(announcement, [work], finish, values))

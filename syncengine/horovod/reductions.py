@@ -63,12 +63,21 @@ def engine_op(dtype: torch.dtype, op: ReduceOp) -> str:
     return op.value
 
 
+# Tensors of every mode may be written in inference mode.
+@torch.inference_mode()
+def assign(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copies `values` into `target`, which may require a gradient; autograd records nothing."""
+    target.copy_(values)
+
+
+@torch.inference_mode()
 def finish_average(tensor: torch.Tensor, op: ReduceOp, size: int) -> None:
     """Divides a sum of integers in place, toward zero, as Horovod does."""
     if op is Average and not tensor.dtype.is_floating_point:
         tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
 
 
+@torch.inference_mode()
 def scale(tensor: torch.Tensor, factor: float) -> None:
     """Multiplies in place; of integers the product is cut toward zero."""
     if factor == 1.0:

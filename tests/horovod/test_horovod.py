@@ -64,6 +64,23 @@ def test_reductions(pool, world):
     pool.run(check_ops, world=world)
 
 
+@run_on_ranks()
+def test_inference_tensors_are_written_outside_of_inference_mode() -> None:
+    hvd.init()
+    everyone = [of_rank(rank, torch.int64) for rank in range(2)]
+    total, average = oracle("Sum", everyone), oracle("Average", everyone)
+    with torch.inference_mode():
+        plain, scaled, grouped = (everyone[hvd.rank()].clone() for _ in range(3))
+        strided, given = (torch.zeros(4, 3, dtype=torch.int64).t().copy_(plain) for _ in range(2))
+        floats = plain.double()
+    assert torch.equal(hvd.allreduce_(plain), average)
+    assert torch.equal(hvd.allreduce_(scaled, op=hvd.Sum, postscale_factor=2.0), 2 * total)
+    assert torch.equal(hvd.allreduce_(floats, op=hvd.Sum, prescale_factor=2.0), 2.0 * total)
+    assert torch.equal(hvd.allreduce_(strided, op=hvd.Sum), total)
+    assert torch.equal(hvd.grouped_allreduce_([grouped], op=hvd.Sum)[0], total)
+    assert torch.equal(hvd.broadcast_(given, 1), everyone[1])
+
+
 def check_groups() -> None:
     hvd.init()
     shapes, dtypes = [(2,), (), (3, 1), (4,)], [torch.float32, torch.int64, torch.float32, torch.float64]
