@@ -26,18 +26,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
     rank has called it: until then the size of the result is not known.
     """
     check_process_set("allgather", process_set)
-    _check_rows("allgather", tensor)
-    stream = calls()
-    own = tensor.detach().contiguous()
-    row = math.prod(own.shape[1:]) * own.element_size()
-    request = bytes_request("allgather", name or "", describe(own, any_rows=True), row, own=own.shape[0])
-    announcement = stream.announce(request)
-    round = announcement.wait()
-    sizes = bytes_of_rows(round, row)
-    rows = sum(request.own for request in round.requests)
-    whole = torch.empty((rows, *own.shape[1:]), dtype=own.dtype, device=own.device)
-    works = stream.gather(as_bytes(whole), as_bytes(own), sizes)
-    return begin(Operation(announcement, works, lambda _: whole, own))
+    return begin(start_gather(tensor, name)[0])
 
 
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: object = global_process_set) -> torch.Tensor:
@@ -114,6 +103,21 @@ def alltoall(
     return whole if splits is None else (whole, received)
 
 
+def start_gather(tensor: torch.Tensor, name: str | None = None) -> tuple[Operation, list[int]]:
+    """The operation of `allgather_async`, and how many rows each rank has brought: those who have joined, none."""
+    _check_rows("allgather", tensor)
+    stream = calls()
+    own = tensor.detach().contiguous()
+    row = math.prod(own.shape[1:]) * own.element_size()
+    request = bytes_request("allgather", name or "", describe(own, any_rows=True), row, own=own.shape[0])
+    announcement = stream.announce(request)
+    round = announcement.wait()
+    rows = bytes_of_rows(round, 1)
+    whole = torch.empty((sum(rows), *own.shape[1:]), dtype=own.dtype, device=own.device)
+    works = stream.gather(as_bytes(whole), as_bytes(own), bytes_of_rows(round, row))
+    return Operation(announcement, works, lambda _: whole, own), rows
+
+
 def _numbered(name: str | None, number: int) -> str | None:
     return None if name is None else f"{name}.{number}"
 
@@ -141,16 +145,15 @@ def _split_rows(rows: int, splits: torch.Tensor | Sequence[int] | None, ranks: i
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-        ctx.rows = tensor.shape[0] if tensor.dim() else 0
-        whole: torch.Tensor = synchronize(allgather_async(tensor, name))
+        gathered, rows = start_gather(tensor, name)
+        # Asked of the ranks in backward, those who have joined since would not answer.
+        ctx.first, ctx.rows = sum(rows[: rank()]), rows[rank()]
+        whole: torch.Tensor = gathered.result()
         return whole
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        reduced = allreduce(grad_output, op=Average)
-        rows = torch.tensor([ctx.rows], dtype=torch.int64, device="cpu")
-        first = int(allgather(rows)[: rank()].sum())
-        return reduced.narrow(0, first, ctx.rows), None
+        return allreduce(grad_output, op=Average).narrow(0, ctx.first, ctx.rows), None
 
 
 class _AllToAll(torch.autograd.Function):

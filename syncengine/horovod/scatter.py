@@ -10,7 +10,7 @@ import torch
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.allreduce import Compressor, arguments, launch
 from syncengine.horovod.compression import Compression
-from syncengine.horovod.gather import allgather
+from syncengine.horovod.gather import start_gather
 from syncengine.horovod.handles import begin_group, synchronize
 from syncengine.horovod.process import calls, size
 from syncengine.horovod.process_sets import check_process_set, global_process_set
@@ -112,6 +112,7 @@ class _ReduceScatter(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, name: str | None, op: ReduceOp, prescale: float, postscale: float
     ) -> torch.Tensor:
         ctx.parameters = (op, prescale * postscale)
+        ctx.shape = tensor.shape
         part: torch.Tensor = synchronize(
             reducescatter_async(tensor, name, op, prescale_factor=prescale, postscale_factor=postscale)
         )
@@ -122,5 +123,9 @@ class _ReduceScatter(torch.autograd.Function):
         op, factor = ctx.parameters
         if op not in (Sum, Average):
             raise InvalidUsage(f"reducescatter with op={op.name} has no gradient: use hvd.Sum or hvd.Average")
-        whole = allgather(grad_output) * (factor / (size() if op is Average else 1))
-        return whole, None, None, None, None
+        gathered, rows = start_gather(grad_output)
+        whole = grad_output.new_zeros(ctx.shape)
+        for part, brought in zip(whole.tensor_split(size()), gathered.result().split(rows), strict=True):
+            if len(brought):  # the parts of ranks that have joined have no gradient
+                part.copy_(brought)
+        return whole * (factor / (size() if op is Average else 1)), None, None, None, None
