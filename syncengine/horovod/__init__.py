@@ -67,7 +67,7 @@ from syncengine.horovod.scatter import (
     reducescatter,
     reducescatter_async,
 )
-from syncengine.parallel.sync_batch_norm import SyncBatchNorm
+from syncengine.horovod.sync_batch_norm import SyncBatchNorm
 
 
 def __getattr__(name: str) -> NoReturn:

@@ -50,11 +50,14 @@ class Calls(Stream):
         assert request is not None
         works: list[Work] = []
         kept = [torch.zeros(count, dtype=dtype_named(dtype), device="cpu") for dtype, count in request.flat]
-        if request.kind in ("allreduce", "grouped_allreduce", "reducescatter"):
+        if request.kind in ("allreduce", "grouped_allreduce", "reducescatter", "backward of SyncBatchNorm"):
             op = ReduceOp(request.how)
             works = [self.communicator.all_reduce(flat, engine_op(flat.dtype, op), async_op=True) for flat in kept]
         elif request.kind == "allgather":
             works = self._shadow_gather(round, kept)
+        elif request.kind == "SyncBatchNorm":
+            whole = kept[0].new_empty(self.size * kept[0].numel())
+            works = [self.communicator.all_gather(whole, kept[0], async_op=True)]
         elif request.kind == "broadcast":
             if int(request.how) in round.joined:
                 self.refuse_joined(round)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,24 @@ from syncengine._C import Communicator
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.compiled import not_compiled
 from syncengine.parallel.groups import resolve_group
+
+
+class Exchange(Protocol):
+    """Of a ``Communicator``, what these layers need: a user of other means has its own."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """Of each member, its rank in the whole job."""
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        """See ``Communicator``."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> None:
+        """See ``Communicator``."""
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -44,10 +62,10 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         self._update_running_statistics(mean, variance)
         return normalized
 
-    def _communicator(self) -> Communicator:
+    def _communicator(self) -> Exchange:
         """Looked up once: the first time is collective for a process group that is not all ranks."""
         if "_found_communicator" not in self.__dict__:
-            self._found_communicator = resolve_group(self.process_group, None)[0]
+            self._found_communicator: Communicator = resolve_group(self.process_group, None)[0]
         return self._found_communicator
 
     @torch.no_grad()
@@ -112,7 +130,7 @@ class _Normalize(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        communicator: Communicator,
+        communicator: Exchange,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         total, mean, variance = _statistics(x, communicator)
         ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt())
@@ -153,7 +171,7 @@ class _Normalize(torch.autograd.Function):
         return grad_x, grad_weight if wanted[1] else None, grad_bias if wanted[2] else None, None, None
 
 
-def _statistics(x: torch.Tensor, communicator: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
+def _statistics(x: torch.Tensor, communicator: Exchange) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Number of values per channel, mean and biased variance over all ranks: the same bits on each."""
     channels = x.shape[1]
     count = x.numel() // channels

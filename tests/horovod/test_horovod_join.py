@@ -7,8 +7,10 @@ import torch
 from test_horovod import of_rank
 
 import syncengine.horovod as hvd
+from syncengine.errors import Mismatch
 
 DOUBLE = torch.float64
+SOON = {"timeout": 10.0}
 
 
 def backward_beside_join(joined: int, when: str) -> None:
@@ -39,4 +41,47 @@ def backward_beside_join(joined: int, when: str) -> None:
 @pytest.mark.parametrize("when", ["before forward", "before backward"])
 @pytest.mark.parametrize("joined", [0, 1, 2])
 def test_backward_beside_join(pool, joined, when):
-    pool.run(backward_beside_join, joined, when, world=3, environ={"SYNCENGINE_TIMEOUT": "10"})
+    pool.run(backward_beside_join, joined, when, world=3, settings=SOON)
+
+
+def norm_beside_join(steps: list[int]) -> None:
+    """Against a BatchNorm of one process over the samples of those who still have some."""
+    hvd.init()
+    rank = hvd.rank()
+    ours, alone = hvd.SyncBatchNorm(3, dtype=DOUBLE), torch.nn.BatchNorm1d(3, dtype=DOUBLE)
+    for step in range(steps[rank]):
+        active = [r for r, own in enumerate(steps) if step < own]
+        parts = [torch.randn(r + 2, 3, generator=torch.Generator().manual_seed(r), dtype=DOUBLE) for r in active]
+        slopes = [of_rank(9 + r, DOUBLE, (r + 2, 3)) for r in active]
+        whole = torch.cat(parts).requires_grad_()
+        (alone(whole) * torch.cat(slopes)).sum().backward()
+        me, sizes = active.index(rank), [r + 2 for r in active]
+        x = parts[me].clone().requires_grad_()
+        (ours(x) * slopes[me]).sum().backward()
+        torch.testing.assert_close(x.grad, whole.grad.split(sizes)[me])
+        torch.testing.assert_close(ours(x), alone(whole).split(sizes)[me])
+        torch.testing.assert_close(ours.running_var, alone.running_var)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == len(active)
+    assert hvd.join() == max(r for r, own in enumerate(steps) if own == max(steps))
+
+
+@pytest.mark.parametrize("steps", [[2, 0], [1, 3, 2]], ids=str)
+def test_sync_batch_norm_beside_join(pool, steps):
+    pool.run(norm_beside_join, steps, world=len(steps), settings=SOON)
+
+
+def norm_beside_another_call() -> str:
+    hvd.init()
+    with pytest.raises(Mismatch) as caught:
+        if hvd.rank() == 0:
+            hvd.SyncBatchNorm(3)(torch.ones(2, 3))
+        else:
+            hvd.allreduce(torch.ones(1))
+    hvd.init()
+    assert torch.isfinite(hvd.SyncBatchNorm(3)(torch.ones(2, 3))).all(), "the new communicator is used"
+    return str(caught.value)
+
+
+def test_sync_batch_norm_is_named_where_calls_differ(pool):
+    for text in pool.run(norm_beside_another_call):
+        assert "rank 0 called SyncBatchNorm of 3 channels, but rank 1 called allreduce" in text

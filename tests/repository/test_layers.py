@@ -104,6 +104,7 @@ HOROVOD_MODULES = [
     "broadcast",
     "scatter",
     "objects",
+    "sync_batch_norm",
     "gradient_stream",
     "gradients",
     "optimizer",
