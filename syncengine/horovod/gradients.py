@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from syncengine._C import Work
 from syncengine.errors import InvalidUsage
@@ -24,6 +25,13 @@ class _Flat:
         self.views = [
             part.view(tensor.shape) for part, tensor in zip(values.split([t.numel() for t in like]), like, strict=True)
         ]
+
+
+def _let_go(stream: GradientStream, hooks: Sequence[RemovableHandle]) -> None:
+    """Of an optimizer that is gone: the other ranks may still have theirs, so its stream stays for join()."""
+    stream.needed = False
+    for hook in hooks:
+        hook.remove()
 
 
 class Gradients:
@@ -53,13 +61,15 @@ class Gradients:
         self._follow_plan()
         self._start_step()
         me = weakref.ref(self)  # a parameter keeps its hooks
+        hooks = []
         for i, parameter in enumerate(parameters):
 
             def hook(parameter: torch.Tensor, i: int = i) -> None:
                 if gradients := me():
                     gradients._on_gradient(i, parameter)
 
-            parameter.register_post_accumulate_grad_hook(hook)
+            hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+        weakref.finalize(self, _let_go, stream, hooks).atexit = False
 
     @property
     def pending(self) -> bool:

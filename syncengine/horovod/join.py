@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.process import calls, optimizers
+from syncengine.horovod.process import calls, close_unneeded_optimizers, optimizers
 
 
 def join(device: int = -1) -> int:
@@ -34,5 +34,6 @@ def join(device: int = -1) -> int:
     # Who took part in the fewest operations without data was the last to join.
     counts = torch.empty(main.size, dtype=torch.int64, device="cpu")
     main.communicator.all_gather(counts, torch.tensor([served], dtype=torch.int64, device="cpu"))
+    close_unneeded_optimizers()
     fewest = counts.min()
     return int((counts == fewest).nonzero().max())

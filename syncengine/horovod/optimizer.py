@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from syncengine.horovod.allreduce import Compressor
 from syncengine.horovod.compression import Compression
 from syncengine.horovod.gradient_stream import GradientStream, Plan
 from syncengine.horovod.gradients import Gradients
-from syncengine.horovod.process import add_optimizer, calls
+from syncengine.horovod.process import add_optimizer, calls, close_unneeded_optimizers
 from syncengine.horovod.process_sets import check_process_set, global_process_set
 from syncengine.horovod.reductions import Average, ReduceOp, Sum
 from syncengine.horovod.requests import Request, describe
@@ -65,9 +66,7 @@ def DistributedOptimizer(
             "syncengine.Parallel, whose communication hooks may do anything"
         )
     _check_passes(backward_passes_per_step)
-    kind = type(optimizer)
-    cls = type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-    wrapped: Distributed = object.__new__(cls)
+    wrapped: Distributed = object.__new__(_distributed(type(optimizer)))  # type: ignore[arg-type] # it is hashable
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = _names(parameters, named_parameters)
@@ -112,6 +111,7 @@ class Distributed(torch.optim.Optimizer):
         stream.refuse_joined(stream.announce(Request("DistributedOptimizer", what=kind)).wait())
         if stream.size == 1:
             return
+        close_unneeded_optimizers()
         plan = _plan(parameters, groups)
         lines = [
             f"backward_passes_per_step={passes}, op={op.name}, compression={compression.__name__}, "
@@ -199,6 +199,12 @@ class Distributed(torch.optim.Optimizer):
             return loss
 
         return closure_of_all_ranks
+
+
+@functools.cache  # a class that is dropped stays until Python looks for cycles
+def _distributed(kind: type[torch.optim.Optimizer]) -> type[Distributed]:
+    """The class of a DistributedOptimizer of a `kind`."""
+    return type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 def _check_passes(passes: int) -> None:

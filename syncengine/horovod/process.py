@@ -65,8 +65,20 @@ def add_optimizer(stream: Stream) -> None:
 
 
 def optimizers() -> list[Stream]:
-    """The streams of all DistributedOptimizers since init()."""
+    """The streams of DistributedOptimizers since init(), but for those that were closed."""
     return _optimizers
+
+
+def close_unneeded_optimizers() -> None:
+    """Closes the streams that no rank needs any more: a rank alone can't know when that is. Collective."""
+    if not _optimizers:
+        return
+    needed = torch.tensor([stream.needed for stream in _optimizers], dtype=torch.uint8, device="cpu")
+    calls().communicator.all_reduce(needed, "max")
+    for stream, still in zip(list(_optimizers), needed.tolist(), strict=True):
+        if not still:
+            _optimizers.remove(stream)
+            stream.close()
 
 
 def rank() -> int:

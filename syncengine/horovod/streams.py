@@ -87,12 +87,18 @@ class Stream:
     """
 
     in_step = False  # whether this rank has begun an operation that it must go on with itself
+    needed = True  # whether this rank may still begin one
 
     def __init__(self, communicator: Communicator) -> None:
         announcements = communicator.split(list(range(communicator.size)))
         assert announcements is not None
         self.communicator, self.announcements = communicator, announcements
         self.rank, self.size = communicator.rank, communicator.size
+
+    def close(self) -> None:
+        """Disconnects. No rank may still need it."""
+        for communicator in (self.announcements, self.communicator):
+            communicator.close()
 
     def announce(self, request: Request) -> Announcement:
         """Tells all ranks of this rank's next operation; does not wait for theirs."""

@@ -1,0 +1,104 @@
+"""What belongs to a DistributedOptimizer ends with it; a parameter has one at a time."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from faults import Resources
+from pool import run_on_ranks
+from test_horovod_optimizer import loss_of, make_model
+from torch import nn
+
+import syncengine.horovod as hvd
+
+
+def rss() -> int:
+    """Bytes of this process's own memory, and of what it has of shared memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def makings_leave_nothing(with_scheduler: bool) -> tuple[list[str], int, int, int, int]:
+    """What 1000 optimizers on one model leave: handles and threads, streams, hooks on a parameter, classes, bytes."""
+    hvd.init()
+    model = nn.Linear(3, 2)
+
+    def make(count: int) -> None:
+        for i in range(count):
+            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            if with_scheduler:
+                torch.optim.lr_scheduler.StepLR(optimizer, 1)  # a cycle: it lives until Python looks for such
+            if i % 50 == 0:
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+
+    def settle() -> None:
+        gc.collect()
+        make(2)  # each closes what was dropped before
+
+    make(100)
+    settle()
+    before, bytes_before = Resources.now(), rss()
+    make(1000)
+    settle()
+    left, grown = Resources.now().left_since(before), rss() - bytes_before
+    hooks = len(model.weight._post_accumulate_grad_hooks)
+    classes = sum("SGD" in cls.__name__ for cls in torch.optim.SGD.__subclasses__())
+    return left, len(hvd.process.optimizers()), hooks, classes, grown
+
+
+@pytest.mark.parametrize("with_scheduler", [False, True])
+def test_makings_leave_nothing(pool, with_scheduler):
+    for left, streams, hooks, classes, grown in pool.run(makings_leave_nothing, with_scheduler, timeout=120):
+        assert left == []
+        assert streams <= 2
+        assert hooks <= 2
+        assert classes == 1
+        assert grown < 2 * 2**20, "2 KiB for each"
+
+
+def drop_then_join(steps: list[int]) -> list[torch.Tensor]:
+    """As of a function that trains: its optimizer is gone when its rank joins, and the others still step by theirs."""
+    hvd.init()
+    model = make_model()
+
+    def train() -> None:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        for step in range(steps[hvd.rank()]):
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train()
+    assert not hvd.process.optimizers()[0].needed
+    last = hvd.join()
+    assert not hvd.process.optimizers()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+    return [p.detach() for p in model.parameters()]
+
+
+def test_what_one_rank_alone_has_dropped_is_still_served(pool):
+    first, second = pool.run(drop_then_join, [1, 3])
+    assert all(map(torch.equal, first, second))
+
+
+@run_on_ranks()
+def test_optimizers_dropped_on_one_rank_alone_stay_in_step():
+    """Which are closed is agreed on: one rank still holds what the other has dropped."""
+    hvd.init()
+    models = [make_model(i) for i in range(3)]
+    kept = []
+    for model in models:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        loss_of(model, 0).backward()
+        optimizer.step()
+        if hvd.rank() == 0:
+            kept.append(optimizer)
+        del optimizer
+    assert len(hvd.process.optimizers()) == 3
+    kept.clear()
+    last = hvd.DistributedOptimizer(torch.optim.SGD(make_model(3).parameters(), lr=0.1))
+    assert len(hvd.process.optimizers()) == 1
+    del last
