@@ -15,6 +15,8 @@ from syncengine.horovod.reductions import scale
 from syncengine.horovod.streams import Announcement
 
 _STRIDED = torch.strided
+# Who reduces a parameter's gradients: the optimizer made last. By id, which no other has while its owner keeps it.
+_owners: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
 
 
 class _Flat:
@@ -34,6 +36,17 @@ def _let_go(stream: GradientStream, hooks: Sequence[RemovableHandle]) -> None:
         hook.remove()
 
 
+def check_not_in_step(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    """Raises InvalidUsage, naming the parameter, if another optimizer is just reducing gradients of one of these."""
+    for parameter, name in zip(parameters, names, strict=True):
+        owner = _owners.get(id(parameter))
+        if owner is not None and owner.pending and not owner.failed:
+            raise InvalidUsage(
+                f"{name} is a parameter of another DistributedOptimizer, which is between backward and step(): call "
+                "its step() or synchronize() before, and then only the new one's"
+            )
+
+
 class Gradients:
     """Reduces the gradients of `parameters`, bucket by bucket, as soon as each has had `passes` backwards.
 
@@ -51,6 +64,7 @@ class Gradients:
         sparse_as_dense: bool,
     ) -> None:
         self._stream = stream
+        self._superseded_for = ""  # the parameter that a later optimizer has, too
         self._parameters = parameters
         self._names = names
         self._passes = passes
@@ -69,12 +83,30 @@ class Gradients:
                     gradients._on_gradient(i, parameter)
 
             hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-        weakref.finalize(self, _let_go, stream, hooks).atexit = False
+        self._end = weakref.finalize(self, _let_go, stream, hooks)
+        self._end.atexit = False
+        for parameter, name in zip(parameters, names, strict=True):
+            if owner := _owners.get(id(parameter)):
+                owner._give_way(name)
+            _owners[id(parameter)] = self
 
     @property
     def pending(self) -> bool:
         """Whether some gradient is ready, and perhaps being reduced, but not synchronized."""
         return self._stream.in_step
+
+    @property
+    def failed(self) -> bool:
+        """Whether its communicator has."""
+        return self._stream.communicator.exception() is not None
+
+    def refuse_superseded(self) -> None:
+        """Raises InvalidUsage if a later optimizer has one of these parameters, too."""
+        if self._superseded_for:
+            raise InvalidUsage(
+                f"{self._superseded_for} is a parameter of a DistributedOptimizer made later, too, which alone has "
+                "averaged its gradients since: step by the one made last, or give each its own parameters"
+            )
 
     def set_passes(self, passes: int) -> None:
         """How many backwards make a gradient."""
@@ -84,6 +116,7 @@ class Gradients:
     @torch.no_grad()
     def synchronize(self) -> None:
         """Brings the gradients that no backward has brought (zeros, if there are none), and waits for all."""
+        self.refuse_superseded()
         brought = list(self._order)
         for i in set(range(len(self._parameters))).difference(brought):
             parameter = self._parameters[i]
@@ -99,6 +132,13 @@ class Gradients:
         if self._parameters and self._stream.end_step(self._order if brought else []):
             self._follow_plan()
         self._left = [self._passes] * len(self._parameters)
+        self._start_step()
+
+    def _give_way(self, name: str) -> None:
+        """To a later optimizer that has the parameter `name`, too: gradients of two would be averaged twice."""
+        self._superseded_for = self._superseded_for or name
+        self._end()
+        self._flats.clear()
         self._start_step()
 
     def _follow_plan(self) -> None:

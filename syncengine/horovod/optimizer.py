@@ -15,7 +15,7 @@ from syncengine.errors import InvalidUsage
 from syncengine.horovod.allreduce import Compressor
 from syncengine.horovod.compression import Compression
 from syncengine.horovod.gradient_stream import GradientStream, Plan
-from syncengine.horovod.gradients import Gradients
+from syncengine.horovod.gradients import Gradients, check_not_in_step
 from syncengine.horovod.process import add_optimizer, calls, close_unneeded_optimizers
 from syncengine.horovod.process_sets import check_process_set, global_process_set
 from syncengine.horovod.reductions import Average, ReduceOp, Sum
@@ -68,7 +68,7 @@ def DistributedOptimizer(
     _check_passes(backward_passes_per_step)
     wrapped: Distributed = object.__new__(_distributed(type(optimizer)))  # type: ignore[arg-type] # it is hashable
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
     names = _names(parameters, named_parameters)
     wrapped._connect(
         [p for p in parameters if p.requires_grad],
@@ -108,6 +108,7 @@ class Distributed(torch.optim.Optimizer):
         self.gradient_predivide_factor = predivide
         self._synchronized, self._should_synchronize, self._gradients = False, True, None
         kind = type(self).__name__
+        check_not_in_step(parameters, names)
         stream.refuse_joined(stream.announce(Request("DistributedOptimizer", what=kind)).wait())
         if stream.size == 1:
             return
@@ -155,6 +156,8 @@ class Distributed(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
         """Synchronizes, then steps. After each call of `closure`, if that is given; its loss stays this rank's."""
+        if self._gradients is not None:
+            self._gradients.refuse_superseded()
         if closure is not None:
             chosen = self._synchronizing(closure) if self._should_synchronize else closure
             loss = super().step(chosen, **options)

@@ -9,10 +9,12 @@ import pytest
 import torch
 from faults import Resources
 from pool import run_on_ranks
-from test_horovod_optimizer import loss_of, make_model
+from test_horovod_optimizer import add, average, batch, gradients, gradients_of_ranks, loss_of, make_model
 from torch import nn
 
+import syncengine
 import syncengine.horovod as hvd
+from syncengine.errors import InvalidUsage, SyncError
 
 
 def rss() -> int:
@@ -102,3 +104,81 @@ def test_optimizers_dropped_on_one_rank_alone_stay_in_step():
     last = hvd.DistributedOptimizer(torch.optim.SGD(make_model(3).parameters(), lr=0.1))
     assert len(hvd.process.optimizers()) == 1
     del last
+
+
+def sgd(model: nn.Module, **options: object) -> torch.optim.Optimizer:
+    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
+
+
+def of_ranks(model: nn.Module, step: int) -> list[list[torch.Tensor]]:
+    return gradients_of_ranks(model, lambda m, r: m(batch(step, r)).square().mean().backward())
+
+
+@run_on_ranks(world=3)
+def test_the_later_of_two_on_one_parameter_takes_over():
+    """Also where Python still holds the earlier one: by a scheduler, or a name."""
+    hvd.init()
+    model = make_model()
+    earlier = sgd(model, op=hvd.Sum)
+    loss_of(model, 0).backward()
+    earlier.step()
+    earlier.zero_grad()
+    scheduler = torch.optim.lr_scheduler.StepLR(earlier, 1)
+    later = sgd(model, op=hvd.Sum)
+    expected = of_ranks(model, 1)
+    loss_of(model, 1).backward()
+    with pytest.raises(InvalidUsage, match=r"0.weight is a parameter of a DistributedOptimizer made later.* made last"):
+        earlier.step()
+    later.step()
+    assert all(map(torch.equal, gradients(model), map(add, expected)))
+    later.zero_grad()
+    with pytest.raises(InvalidUsage, match="made later"):
+        earlier.step()
+    with pytest.raises(InvalidUsage, match="made later"), earlier.skip_synchronize():
+        earlier.step()
+    scheduler.step()
+
+
+@run_on_ranks()
+def test_one_is_not_made_while_another_reduces():
+    hvd.init()
+    model = make_model()
+    earlier = sgd(model)
+    expected = of_ranks(model, 0)
+    loss_of(model, 0).backward()
+    with pytest.raises(InvalidUsage, match=r"0.weight .* between backward and step\(\)"):
+        sgd(model)
+    earlier.step()
+    assert all(map(torch.equal, gradients(model), map(average, expected)))
+
+
+@run_on_ranks()
+def test_after_an_error_a_new_one_takes_over():
+    """The earlier one, in the middle of its step, is still there."""
+    hvd.init()
+    model = make_model()
+    earlier = sgd(model)
+    loss_of(model, 0).backward()
+    with pytest.raises(SyncError):
+        hvd.barrier()
+        syncengine.default_communicator().abort("by the test")
+        earlier.step()
+    hvd.init()
+    model.zero_grad()
+    later = sgd(model)
+    expected = of_ranks(model, 1)
+    loss_of(model, 1).backward()
+    later.step()
+    assert all(map(torch.equal, gradients(model), map(average, expected)))
+
+
+@run_on_ranks()
+def test_a_parameter_that_is_twice_in_a_group_counts_once():
+    hvd.init()
+    p = torch.zeros(70_000, requires_grad=True)  # reduced where its gradient lies
+    with pytest.warns(UserWarning, match="duplicate parameters"):
+        given = torch.optim.SGD([p, p], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(given, op=hvd.Sum)
+    (p * (hvd.rank() + 1)).sum().backward()
+    optimizer.synchronize()
+    assert torch.equal(p.grad, torch.full_like(p, 3))
