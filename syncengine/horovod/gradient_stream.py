@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -49,24 +49,35 @@ class GradientStream(Stream):
         communicator: Communicator,
         name: str,
         like: Sequence[torch.Tensor],
-        wire: Sequence[torch.dtype],
+        wire: Callable[[torch.dtype], torch.dtype],
         op: ReduceOp,
         groups: Plan | None,
     ) -> None:
         super().__init__(communicator)
         self._name = name
-        self._elements = [tensor.numel() for tensor in like]
-        self._bytes = [tensor.nbytes for tensor in like]
-        self._dtypes = [tensor.dtype for tensor in like]
+        self._elements: list[int] = []
+        self._bytes: list[int] = []
+        self._dtypes: list[torch.dtype] = []
         self._wire = wire
         self._op = op
-        self._fixed = groups is not None
-        # Backward mostly runs in reverse.
-        self.plan = groups or plan_buckets(range(len(like))[::-1], self._bytes, self._dtypes)
+        self._grouped = groups is not None
+        self.plan: Plan = []
+        self.extend(like)
+        self.plan = groups or self.plan
 
-    def request(self) -> Request:
+    def extend(self, like: Sequence[torch.Tensor]) -> None:
+        """More parameters, in buckets behind the others."""
+        first = len(self._elements)
+        self._elements += [tensor.numel() for tensor in like]
+        self._bytes += [tensor.nbytes for tensor in like]
+        self._dtypes += [tensor.dtype for tensor in like]
+        newcomers = range(first, len(self._elements))[::-1]  # backward mostly runs in reverse
+        self.plan = [*self.plan, *plan_buckets(newcomers, self._bytes, self._dtypes)]
+        self._fixed = self._grouped
+
+    def request(self, kind: str = "step", what: str = "") -> Request:
         """How a step is announced."""
-        return Request("step", self._name)
+        return Request(kind, self._name, what)
 
     def elements(self, bucket: int) -> int:
         """Of all its gradients."""
@@ -74,7 +85,7 @@ class GradientStream(Stream):
 
     def wire(self, bucket: int) -> torch.dtype:
         """In which it travels."""
-        return self._wire[self.plan[bucket][0]]
+        return self._wire(self._dtypes[self.plan[bucket][0]])
 
     def reduce(self, flat: torch.Tensor) -> Work:
         """Starts to reduce the next bucket in place."""
@@ -92,6 +103,8 @@ class GradientStream(Stream):
 
     def shadow(self, round: Round) -> None:
         """A step of the others: adds zeros to it."""
+        if round.agreed is not None and round.agreed.kind != "step":
+            self.refuse_joined(round)
         flats = [
             torch.zeros(self.elements(bucket), dtype=self.wire(bucket), device="cpu")
             for bucket in range(len(self.plan))

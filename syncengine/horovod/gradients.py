@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -12,6 +13,7 @@ from syncengine._C import Work
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.gradient_stream import GradientStream
 from syncengine.horovod.reductions import scale
+from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Announcement
 
 _STRIDED = torch.strided
@@ -34,6 +36,18 @@ def _let_go(stream: GradientStream, hooks: Sequence[RemovableHandle]) -> None:
     stream.needed = False
     for hook in hooks:
         hook.remove()
+
+
+def _owner(parameter: torch.Tensor) -> Gradients | None:
+    """Who reduces its gradients, if anybody still does: an optimizer may be gone but for a cycle."""
+    for collects in (True, False):
+        owner = _owners.get(id(parameter))
+        if owner is None or not owner.in_use:
+            return None
+        if collects:
+            del owner
+            gc.collect()
+    return owner
 
 
 def check_not_in_step(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -65,35 +79,31 @@ class Gradients:
     ) -> None:
         self._stream = stream
         self._superseded_for = ""  # the parameter that a later optimizer has, too
-        self._parameters = parameters
-        self._names = names
+        self._parameters: list[torch.Tensor] = []
+        self._names: list[str] = []
         self._passes = passes
         self._factors = factors
         self._sparse_as_dense = sparse_as_dense
         self._flats: dict[int, _Flat] = {}  # of small gradients, as long as the plan
-        self._left = [passes] * len(parameters)  # backwards until each is ready
-        self._follow_plan()
-        self._start_step()
-        me = weakref.ref(self)  # a parameter keeps its hooks
-        hooks = []
-        for i, parameter in enumerate(parameters):
-
-            def hook(parameter: torch.Tensor, i: int = i) -> None:
-                if gradients := me():
-                    gradients._on_gradient(i, parameter)
-
-            hooks.append(parameter.register_post_accumulate_grad_hook(hook))
-        self._end = weakref.finalize(self, _let_go, stream, hooks)
+        self._left: list[int] = []  # backwards until each is ready
+        self._hooks: list[RemovableHandle] = []
+        self._end = weakref.finalize(self, _let_go, stream, self._hooks)
         self._end.atexit = False
         for parameter, name in zip(parameters, names, strict=True):
             if owner := _owners.get(id(parameter)):
                 owner._give_way(name)
-            _owners[id(parameter)] = self
+        self._follow(parameters, names)
+        self._start_step()
 
     @property
     def pending(self) -> bool:
         """Whether some gradient is ready, and perhaps being reduced, but not synchronized."""
         return self._stream.in_step
+
+    @property
+    def in_use(self) -> bool:
+        """Whether no later optimizer has taken its place."""
+        return not self._superseded_for
 
     @property
     def failed(self) -> bool:
@@ -118,7 +128,52 @@ class Gradients:
         """Brings the gradients that no backward has brought (zeros, if there are none), and waits for all."""
         self.refuse_superseded()
         brought = list(self._order)
-        for i in set(range(len(self._parameters))).difference(brought):
+        self._complete(set(range(len(self._parameters))).difference(brought))
+        if self._parameters and self._stream.end_step(self._order if brought else []):
+            self._follow_plan()
+        self._left = [self._passes] * len(self._parameters)
+        self._start_step()
+
+    @torch.no_grad()
+    def take_in(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """From now on reduces the gradients of these, too, and at once what they have by now. Between steps.
+
+        All ranks do so between the same steps; none may have joined, since it would not know of them.
+        """
+        for parameter, name in zip(parameters, names, strict=True):
+            if _owner(parameter) is not None:
+                raise InvalidUsage(
+                    f"{name} needs a gradient now, and is a parameter of two DistributedOptimizers, which would both "
+                    "average it: give each its own parameters"
+                )
+        what = ", ".join(f"{name}: {describe(p)}" for name, p in zip(names, parameters, strict=True))
+        announcement = self._stream.announce(self._stream.request("add_param_group or requires_grad_", what))
+        self._stream.refuse_joined(announcement.wait())
+        first, bucket = len(self._parameters), len(self._stream.plan)
+        self._stream.extend(parameters)
+        self._follow(parameters, names)
+        self._start_step(bucket, announcement)
+        self._complete(range(first, len(self._parameters)))
+        self._start_step()
+
+    def _follow(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        me = weakref.ref(self)  # a parameter keeps its hooks
+        for i, parameter in enumerate(parameters, len(self._parameters)):
+
+            def hook(parameter: torch.Tensor, i: int = i) -> None:
+                if gradients := me():
+                    gradients._on_gradient(i, parameter)
+
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
+            _owners[id(parameter)] = self
+        self._parameters += parameters
+        self._names += names
+        self._left += [self._passes] * len(parameters)
+        self._follow_plan()
+
+    def _complete(self, missing: Iterable[int]) -> None:
+        """Brings the gradients that are missing (zeros, if there are none), and waits for all."""
+        for i in missing:
             parameter = self._parameters[i]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -129,10 +184,6 @@ class Gradients:
         for bucket, flat, work in self._reducing:
             work.wait()
             self._deliver(bucket, flat)
-        if self._parameters and self._stream.end_step(self._order if brought else []):
-            self._follow_plan()
-        self._left = [self._passes] * len(self._parameters)
-        self._start_step()
 
     def _give_way(self, name: str) -> None:
         """To a later optimizer that has the parameter `name`, too: gradients of two would be averaged twice."""
@@ -145,12 +196,12 @@ class Gradients:
         self._flats.clear()
         self._bucket_of = {i: bucket for bucket, members in enumerate(self._stream.plan) for i in members}
 
-    def _start_step(self) -> None:
+    def _start_step(self, bucket: int = 0, announcement: Announcement | None = None) -> None:
         self._stream.in_step = False
         self._order: list[int] = []  # of those that are ready
         self._missing = [len(members) for members in self._stream.plan]
-        self._next = 0  # bucket to reduce
-        self._announcement: Announcement | None = None
+        self._next = bucket  # to reduce
+        self._announcement = announcement
         self._reducing: list[tuple[int, _Flat, Work]] = []
 
     def _on_gradient(self, i: int, parameter: torch.Tensor) -> None:

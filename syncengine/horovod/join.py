@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, Mismatch, SyncError
 from syncengine.horovod.process import calls, close_unneeded_optimizers, optimizers
+from syncengine.horovod.streams import Stream
 
 
 def join(device: int = -1) -> int:
@@ -23,14 +24,24 @@ def join(device: int = -1) -> int:
             "join() between backward and step(): the other ranks wait for these gradients; call optimizer.step() or "
             "synchronize() before"
         )
-    with ThreadPoolExecutor(len(streams)) as pool:
-        others = [pool.submit(stream.serve) for stream in streams[1:]]
+    errors: list[BaseException] = []
+
+    def serve(stream: Stream) -> int:
         try:
-            served = main.serve() + sum(future.result() for future in others)
+            return stream.serve()
         except BaseException as error:
-            for stream in streams:  # else their threads wait for the others
-                stream.abort(f"rank {main.communicator.global_ranks[main.rank]} in hvd.join(): {error}")
+            errors.append(error)
+            kind = type(error).__name__ if isinstance(error, SyncError) else "Aborted"
+            for other in streams:  # else their threads wait for the others
+                other.abort(f"rank {main.communicator.global_ranks[main.rank]} in hvd.join(): {error}", kind)
             raise
+
+    try:
+        with ThreadPoolExecutor(len(streams)) as pool:
+            others = [pool.submit(serve, stream) for stream in streams[1:]]
+            served = serve(main) + sum(future.result() for future in others)
+    except SyncError as error:  # perhaps only that another rank has left, because of what one of these says
+        raise next((cause for cause in errors if isinstance(cause, (InvalidUsage, Mismatch))), error) from None
     # Who took part in the fewest operations without data was the last to join.
     counts = torch.empty(main.size, dtype=torch.int64, device="cpu")
     main.communicator.all_gather(counts, torch.tensor([served], dtype=torch.int64, device="cpu"))

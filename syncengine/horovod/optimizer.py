@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,13 +15,13 @@ from syncengine.horovod.allreduce import Compressor
 from syncengine.horovod.compression import Compression
 from syncengine.horovod.gradient_stream import GradientStream, Plan
 from syncengine.horovod.gradients import Gradients, check_not_in_step
+from syncengine.horovod.parameters import Named, Parameters
 from syncengine.horovod.process import add_optimizer, calls, close_unneeded_optimizers
 from syncengine.horovod.process_sets import check_process_set, global_process_set
 from syncengine.horovod.reductions import Average, ReduceOp, Sum
 from syncengine.horovod.requests import Request, describe
 from syncengine.parallel.replication import check_same_on_all_ranks
 
-Named = Iterable[tuple[str, torch.Tensor]]
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
 
 
@@ -68,11 +67,8 @@ def DistributedOptimizer(
     _check_passes(backward_passes_per_step)
     wrapped: Distributed = object.__new__(_distributed(type(optimizer)))  # type: ignore[arg-type] # it is hashable
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    parameters = list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
-    names = _names(parameters, named_parameters)
     wrapped._connect(
-        [p for p in parameters if p.requires_grad],
-        [name for p, name in zip(parameters, names, strict=True) if p.requires_grad],
+        Parameters(optimizer.param_groups, named_parameters),
         compression,
         backward_passes_per_step,
         op,
@@ -87,14 +83,14 @@ class Distributed(torch.optim.Optimizer):
     """What DistributedOptimizer adds to a class of optimizers. Not to be made by itself."""
 
     backward_passes_per_step: int
+    _parameters: Parameters
     _gradients: Gradients | None  # None with one rank
     _synchronized: bool
     _should_synchronize: bool
 
     def _connect(
         self,
-        parameters: list[torch.Tensor],
-        names: list[str],
+        parameters: Parameters,
         compression: Compressor,
         passes: int,
         op: ReduceOp,
@@ -103,30 +99,32 @@ class Distributed(torch.optim.Optimizer):
         sparse_as_dense: bool,
     ) -> None:
         stream = calls()
+        followed, names = parameters.newcomers(self.param_groups)
+        self._parameters = parameters
         self.backward_passes_per_step = passes
         self.op = op
         self.gradient_predivide_factor = predivide
         self._synchronized, self._should_synchronize, self._gradients = False, True, None
         kind = type(self).__name__
-        check_not_in_step(parameters, names)
+        check_not_in_step(followed, names)
         stream.refuse_joined(stream.announce(Request("DistributedOptimizer", what=kind)).wait())
         if stream.size == 1:
             return
         close_unneeded_optimizers()
-        plan = _plan(parameters, groups)
+        plan = _plan(followed, groups)
         lines = [
             f"backward_passes_per_step={passes}, op={op.name}, compression={compression.__name__}, "
-            f"gradient_predivide_factor={predivide:g}, {len(parameters)} parameters, groups: {plan}",
-            *(f"{name}: {describe(parameter)}" for name, parameter in zip(names, parameters, strict=True)),
+            f"gradient_predivide_factor={predivide:g}, {len(followed)} parameters, groups: {plan}",
+            *(f"{name}: {describe(parameter)}" for name, parameter in zip(names, followed, strict=True)),
         ]
         check_same_on_all_ranks(stream.communicator, f"the parameters of DistributedOptimizer({kind}) differ", lines)
         communicator = stream.communicator.split(list(range(stream.size)))
         assert communicator is not None
-        wire = [compression.wire(parameter.dtype) for parameter in parameters]
         factors = (1.0, 1.0) if predivide == 1.0 else (1.0 / predivide, predivide / stream.size)
-        own = GradientStream(communicator, kind, parameters, wire, op if predivide == 1.0 else Sum, plan)
+        own = GradientStream(communicator, kind, followed, compression.wire, op if predivide == 1.0 else Sum, plan)
         add_optimizer(own)
-        self._gradients = Gradients(own, parameters, names, passes, factors, sparse_as_dense)
+        self._gradients = Gradients(own, followed, names, passes, factors, sparse_as_dense)
+        parameters.accept(self.param_groups)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backwards come before a step. Not between backward and step."""
@@ -139,10 +137,13 @@ class Distributed(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until all gradients are reduced; those that no backward has brought count as they are, or as zeros.
 
+        Also takes in parameters that were unfrozen, or added to the optimizer, which all ranks do in the same step.
         To clip or inspect gradients before `step()`, which then belongs into `skip_synchronize()`. Collective.
         """
         if self._gradients is not None:
             self._gradients.synchronize()
+            if self._parameters.changed(self.param_groups):
+                self._take_in_newcomers(self._gradients)
         self._synchronized = True
 
     @contextmanager
@@ -195,6 +196,12 @@ class Distributed(torch.optim.Optimizer):
                 "optimizer.synchronize() or step() before"
             )
 
+    def _take_in_newcomers(self, gradients: Gradients) -> None:
+        parameters, names = self._parameters.newcomers(self.param_groups)
+        if parameters:
+            gradients.take_in(parameters, names)
+        self._parameters.accept(self.param_groups)
+
     def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def closure_of_all_ranks() -> Any:
             loss = closure()
@@ -213,24 +220,6 @@ def _distributed(kind: type[torch.optim.Optimizer]) -> type[Distributed]:
 def _check_passes(passes: int) -> None:
     if not isinstance(passes, int) or passes < 1:
         raise InvalidUsage(f"backward_passes_per_step={passes!r} must be a whole number from 1 on")
-
-
-def _names(parameters: Sequence[torch.Tensor], named_parameters: Named | None) -> list[str]:
-    if named_parameters is None:
-        return [f"parameter {i}" for i in range(len(parameters))]
-    named = list(named_parameters)
-    if not all(isinstance(item, tuple) and len(item) == 2 for item in named):
-        raise InvalidUsage("named_parameters must be pairs of name and parameter, as model.named_parameters() gives")
-    if twice := [name for name, count in Counter(name for name, _ in named).items() if count > 1]:
-        raise InvalidUsage(f"named_parameters has {', '.join(twice)} more than once: give each parameter its own name")
-    names = {parameter: name for name, parameter in named}
-    for i, parameter in enumerate(parameters):
-        if parameter not in names:
-            raise InvalidUsage(
-                f"named_parameters lacks parameter {i} of the optimizer, of shape {tuple(parameter.shape)}: give the "
-                "names of all of them"
-            )
-    return [names[parameter] for parameter in parameters]
 
 
 def _groups(num_groups: int, groups: Groups) -> Groups:

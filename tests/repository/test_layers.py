@@ -107,6 +107,7 @@ HOROVOD_MODULES = [
     "sync_batch_norm",
     "gradient_stream",
     "gradients",
+    "parameters",
     "optimizer",
     "join",
     "refusal",

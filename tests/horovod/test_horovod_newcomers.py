@@ -1,0 +1,140 @@
+"""Parameters that a DistributedOptimizer gets later: unfrozen ones, and added ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_horovod_optimizer import CASES, average, batch, gradients_of_ranks, loss_of, make_model
+from torch import nn
+
+import syncengine.horovod as hvd
+from syncengine.errors import InvalidUsage, Mismatch
+
+
+def freeze(model: nn.Module, *layers: int) -> None:
+    for i, layer in enumerate(model):
+        layer.requires_grad_(i not in layers)
+
+
+def sgd(model: nn.Module, *layers: int, **options: object) -> torch.optim.Optimizer:
+    """With the parameters of these layers of `model`; all of them if none are named."""
+    parameters = [p for i in layers or range(len(model)) for p in model[i].parameters()]
+    return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), model.named_parameters(), **options)
+
+
+def unfreeze_step_by_step(case: str, passes: int) -> None:
+    """From the last layer to the first: frozen, then added by the optimizer, by its base, or by hand."""
+    hvd.init()
+    options, oracle = CASES[case]
+    model = make_model()
+    layers = [4, 2, 0]
+    freeze(model, 2, 0)
+    base = torch.optim.SGD([*model[4].parameters(), *model[2].parameters()], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(base, model.named_parameters(), backward_passes_per_step=passes, **options)
+    for step in range(8):
+        if step == 2:
+            model[2].requires_grad_(True)
+        if step == 4:
+            model[0].weight.requires_grad_(True)
+            (optimizer if passes == 1 else base).add_param_group({"params": [model[0].weight], "lr": 0.2})
+        if step == 6:
+            model[0].bias.requires_grad_(True)
+            optimizer.param_groups[1]["params"].append(model[0].bias)
+        names = {name for name, p in model.named_parameters() if p.requires_grad}
+        steps = [10 * step + i for i in range(passes)]
+
+        def backward(m: nn.Module, r: int) -> None:
+            for one in steps:  # noqa: B023
+                m(batch(one, r)).square().mean().backward()
+
+        found = gradients_of_ranks(model, backward)
+        expected = {name: oracle(of) for (name, _), of in zip(model.named_parameters(), found, strict=True)}
+        for one in steps:
+            loss_of(model, one).backward()
+        optimizer.step()
+        for name, p in model.named_parameters():
+            assert torch.equal(p.grad, expected[name]) if name in names else p.grad is None, (step, name)
+        optimizer.zero_grad()
+    assert len(names) == 2 * len(layers)
+
+
+@pytest.mark.parametrize(("case", "passes"), [("average", 1), ("sum", 2), ("fp16", 1), ("groups", 1)])
+def test_gradual_unfreezing(pool, case, passes):
+    pool.run(unfreeze_step_by_step, case, passes, world=passes + 1)
+
+
+def unfreeze_on_one_rank() -> str:
+    hvd.init()
+    model = make_model()
+    freeze(model, 0)
+    optimizer = sgd(model)
+    with pytest.raises(Mismatch) as caught:
+        for step in range(3):
+            if step == 1 and hvd.rank() == 0:
+                model[0].requires_grad_(True)
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return str(caught.value)
+
+
+def test_a_rank_where_parameters_stay_frozen_is_named(pool):
+    for text in pool.run(unfreeze_on_one_rank, settings={"timeout": 10.0}):
+        assert "rank 0 called add_param_group or requires_grad_ 'SGD' of 0.weight: float32 (300, 24), 0.bias" in text
+        assert "rank 1 called step 'SGD'" in text
+
+
+def unfreeze_beside_join(joined_before: bool) -> str:
+    """A rank that joins after it has all of them serves them, too."""
+    hvd.init()
+    model = make_model()
+    freeze(model, 0)
+    optimizer = sgd(model)
+
+    def train() -> None:
+        for step in range(3):
+            if hvd.rank() == 1 and step == (1 if joined_before else 2):
+                break
+            if step == 1:
+                model[0].requires_grad_(True)
+            found = gradients_of_ranks(model, lambda m, r: m(batch(step, r)).square().mean().backward())  # noqa: B023
+            expected = [average([own, torch.zeros_like(own) if step == 2 else other]) for own, other in found]
+            loss_of(model, step).backward()
+            optimizer.step()
+            for p, wanted in zip(model.parameters(), expected, strict=True):
+                assert p.grad is None or torch.equal(p.grad, wanted)
+            optimizer.zero_grad()
+        hvd.join()
+
+    if not joined_before:
+        train()
+        return ""
+    with pytest.raises(InvalidUsage) as caught:
+        train()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("joined_before", [True, False])
+def test_unfreezing_beside_join(pool, joined_before):
+    for text in pool.run(unfreeze_beside_join, joined_before, settings={"timeout": 10.0}):
+        if joined_before:
+            assert "add_param_group or requires_grad_ needs every rank, but rank 1 has called join()" in text
+
+
+def unfreeze_what_two_have() -> None:
+    hvd.init()
+    model = make_model()
+    freeze(model, 2)
+    first, second = sgd(model, 0, 2), sgd(model, 4, 2)
+    loss_of(model, 0).backward()
+    first.step()
+    second.step()
+    model[2].requires_grad_(True)
+    loss_of(model, 1).backward()
+    first.step()
+    with pytest.raises(InvalidUsage, match="2.weight needs a gradient now, and is a parameter of two"):
+        second.step()
+
+
+def test_a_frozen_parameter_that_two_have_is_named_once_it_is_unfrozen(pool):
+    pool.run(unfreeze_what_two_have)
