@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "reducer/graph_tasks.h"
 #include "reducer/python_error.h"
 #include "reducer/reducer.h"
 
@@ -115,7 +116,7 @@ class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
   void operator()(const at::Tensor& parameter) override {
     for (const Owner& owner : owners_) {
       auto reducer = owner.reducer.lock();
-      if (reducer && reducer->postpones()) return;
+      if (reducer && reducer->awaits_gradients()) return;
     }
     (*users_)(parameter);
   }
@@ -221,6 +222,29 @@ void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant) {
 void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward) {
   auto end = std::make_shared<BackwardEnd>(std::move(reducer), backward);
   torch::autograd::Engine::get_default_engine().queue_callback([end] { end->reach(); });
+}
+
+void tell_of_outer_task(std::weak_ptr<Reducer> reducer, TaskRole role) {
+  struct Inner {
+    std::weak_ptr<Reducer> reducer;
+    TaskRole role;
+    ~Inner() {
+      if (!GraphTasks::inside()) return;
+      if (auto alive = reducer.lock()) alive->on_outer_task(role);
+    }
+  };
+  auto inner = std::make_shared<const Inner>(std::move(reducer), role);
+  torch::autograd::Engine::get_default_engine().queue_callback([inner] {});
+}
+
+void fail_at_task_end(const std::string& text) {
+  torch::autograd::Engine::get_default_engine().queue_callback([text] {
+    try {
+      throw Error(ErrorKind::InvalidUsage, text);
+    } catch (const Error&) {
+      rethrow_for_autograd();
+    }
+  });
 }
 
 bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tensor& parameter) {

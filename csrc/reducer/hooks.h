@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "reducer/cpu_allocator.h"
 #include "reducer/node_numbers.h"
@@ -62,8 +63,16 @@ void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant);
 // if the task ends without it, with the number of the backward that it took part in.
 void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward);
 
+// What gradients of a graph task are: of the synchronized backward, or not averaged since they seem to be none of this
+// model's forward.
+enum class TaskRole : uint8_t { Ours, Foreign };
+// When the graph task on this thread is gone: calls Reducer::on_outer_task in the one around it, if there is one.
+void tell_of_outer_task(std::weak_ptr<Reducer> reducer, TaskRole role);
+// The graph task on this thread ends with InvalidUsage.
+void fail_at_task_end(const std::string& text);
+
 // Users' post-accumulate-grad hooks (an optimizer in backward, say) run before GradientHook, on the local gradient.
-// This makes them wait: nothing runs while Reducer::postpones() of any reducer that the parameter belongs to;
+// This makes them wait: nothing runs while Reducer::awaits_gradients() of any reducer that the parameter belongs to;
 // whoever delivers the average runs them. False if there are none.
 bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tensor& parameter);
 // Whether there are some that do not wait, since they came after the last forward.

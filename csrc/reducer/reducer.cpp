@@ -100,7 +100,7 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
       forward.outputs.push_back(node);
   }
   outputs_hooked_ = !forward.outputs.empty();
-  forward_ended_ = NodeNumber::now();
+  tasks_.forward_ended();
   forward.plan = model_->plan.shared();
   model_->coming_backward().expect(std::exchange(model_->forward, nullptr));
   phase_ = Phase::Armed;

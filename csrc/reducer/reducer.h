@@ -38,6 +38,7 @@
 #include <vector>
 
 #include "reducer/graph_tasks.h"
+#include "reducer/hooks.h"
 #include "reducer/model.h"
 
 namespace syncengine {
@@ -87,18 +88,20 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Whether gradients that come now may be this model's. Without the lock.
   bool awaits_gradients() const { return phase_ == Phase::Armed || phase_ == Phase::Syncing; }
   void on_gradient(size_t index, const at::Tensor& incoming);
-  bool postpones() const;
   void on_backward_end();
   void on_backward_failed(const std::string& text) noexcept;  // by an error of one of these hooks
   // Its graph task has ended without on_backward_end, by anybody's error.
   void on_backward_abandoned(uint64_t backward) noexcept;
+  // A graph task has ended, and this thread is back in the one around it. See tell_of_outer_task.
+  void on_outer_task(TaskRole of_inner) noexcept;
 
  private:
   enum class Phase : uint8_t { Local, Armed, Syncing, Finalizing, Consumed };
 
   bool recomputing() const { return phase_ == Phase::Syncing && GraphTasks::inside(); }
-  // Whether all of the graph that runs on this thread was made after the last synchronized forward.
-  bool is_later_graph();
+  // Whether the backward on this thread has nothing to do with a synchronized forward, as far as one can tell here; the
+  // task around it is looked at when this one has ended.
+  bool is_foreign();
   void watch_this_backward();
   void begin_backward();
   void finalize();
@@ -109,7 +112,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   [[noreturn]] void fail(const std::string& text);
   void end_backward();
 
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::atomic<Phase> phase_{Phase::Local};  // written under mutex_
   const std::unique_ptr<Model> model_;
   GraphTasks tasks_;
@@ -117,9 +120,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::atomic<bool> delivers_{false};  // see has_averaged()
   bool outputs_hooked_ = false;        // on_output will tell of a backward through the last forward
   bool hooks_removed_ = false;
-  NodeNumber forward_ended_;  // the last synchronized one
-  int judged_task_ = -1;      // of which is_later_graph() was asked last
-  bool is_later_ = false;     // what it said
 };
 
 }  // namespace syncengine

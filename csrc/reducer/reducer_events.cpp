@@ -55,22 +55,15 @@ void Reducer::on_local_output() {
 }
 
 void Reducer::watch_this_backward() {
-  if (tasks_.watch()) {
-    queue_backward_end(shared_from_this(), model_->record.statistics.backwards + (phase_ == Phase::Armed));
-  }
+  if (!tasks_.watch()) return;
+  queue_backward_end(shared_from_this(), model_->record.statistics.backwards + (phase_ == Phase::Armed));
+  // Where on_output watches the outermost one, that is known already.
+  if (!outputs_hooked_) tell_of_outer_task(weak_from_this(), TaskRole::Ours);
 }
 
-bool Reducer::postpones() const {
-  std::lock_guard lock(mutex_);
-  return awaits_gradients();
-}
-
-bool Reducer::is_later_graph() {
-  if (std::exchange(judged_task_, GraphTasks::current()) == GraphTasks::current()) return is_later_;
-  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-  return is_later_ = nodes != nullptr && std::all_of(nodes->begin(), nodes->end(), [this](const auto* node) {
-                       return node->next_edges().empty() || forward_ended_.is_before(*node);
-                     });
+bool Reducer::is_foreign() {
+  if (tasks_.is_new()) tell_of_outer_task(weak_from_this(), TaskRole::Foreign);
+  return tasks_.runs_later_graph();
 }
 
 void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
@@ -95,7 +88,7 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
           fail(collected_twice_text(parameters, index));
         }
         // A backward that is none of ours: on_output has not run; or as far as one can tell.
-        if (outputs_hooked_ || parameters.awaited_by_another(index) || is_later_graph()) return;
+        if (outputs_hooked_ || parameters.awaited_by_another(index) || is_foreign()) return;
         throw Error(ErrorKind::InvalidUsage, consumed_text(parameters));
       case Phase::Armed:
         // Nor is one that comes from another wrapper of the same module.
@@ -126,8 +119,10 @@ void Reducer::on_backward_end() {
     // An inner task has finalized: this one may go on another stream.
     if (model_->flat && phase_ == Phase::Consumed) model_->flat->join();
     if (phase_ != Phase::Syncing) return;
-    // The outermost task, which on_output watches, ends last: only then all hooks have fired.
-    const bool observed_now = model_->usage.observes() && !tasks_.any();
+    // The outermost task ends last: only then all hooks have fired. It is the one that on_output watches, or that has
+    // nodes of the forward.
+    const bool observed_now =
+        model_->usage.observes() && !tasks_.any() && (outputs_hooked_ || !tasks_.runs_later_graph());
     if (!model_->backward->collected_all() && !observed_now) return;
     phase_ = Phase::Finalizing;
   }
@@ -151,6 +146,17 @@ void Reducer::on_backward_abandoned(uint64_t backward) noexcept {
     if (model_->outcome.has_ended_well(backward)) model_->outcome.drop(model_->routing.route().outlives_errors());
   } catch (...) {
     // In a destructor, on the way of the error that ended this backward.
+  }
+}
+
+void Reducer::on_outer_task(TaskRole of_inner) noexcept {
+  try {
+    std::lock_guard lock(mutex_);
+    if (of_inner == TaskRole::Ours) return watch_this_backward();
+    if (phase_ == Phase::Consumed && !tasks_.any() && !is_foreign())
+      fail_at_task_end(consumed_text(model_->parameters));
+  } catch (...) {
+    // In a destructor, on the way of the error that ended the inner one.
   }
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +16,10 @@ from pool import RankPool, run_on_ranks
 from test_parallel_lifetimes import averages
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import syncengine
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, SyncError
 
 
 class Part(nn.Module):
@@ -129,19 +132,23 @@ class Hidden:
 class Hiding(nn.Module):
     """Its result is nothing in which outputs are looked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: int = 0) -> None:
         super().__init__()
-        self.layer = nn.Linear(24, 64)
+        self.layer, self.checkpoints = nn.Linear(24, 24), checkpoints
 
     def forward(self, x: torch.Tensor) -> Hidden:
-        return Hidden(self.layer(x))
+        """Inside of that many reentrant checkpoints, one within the other."""
+        call: Callable[..., torch.Tensor] = self.layer
+        for _ in range(self.checkpoints):
+            call = partial(checkpoint, call, use_reentrant=True)
+        return Hidden(call(x.requires_grad_()))
 
 
 @run_on_ranks(gloo=True)
 def test_backwards_past_a_model_whose_outputs_are_not_found():
-    def train(wrap: Callable[..., nn.Module]) -> list[torch.Tensor]:
+    def train(wrap: Callable[..., nn.Module], checkpoints: int) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        module = Hiding()
+        module = Hiding(checkpoints)
         model = wrap(module)
         found = []
         for i in range(3):
@@ -151,22 +158,98 @@ def test_backwards_past_a_model_whose_outputs_are_not_found():
                 found += gradients(module)
         return found
 
-    assert not different_bits(train(syncengine.Parallel), train(DistributedDataParallel))
-    module = Hiding()
-    models = [syncengine.Parallel(module), syncengine.Parallel(module)]
-    for i in range(3):
-        for model in models:
-            expected = averages(module, module(data(i)).value.square().sum())
-            module.zero_grad()
-            model(data(i)).value.square().sum().backward()
-            assert not different_bits(gradients(module), expected)
+    for checkpoints in range(3):
+        ours, theirs = (train(wrap, checkpoints) for wrap in (syncengine.Parallel, DistributedDataParallel))
+        assert not different_bits(ours, theirs), checkpoints
+        module = Hiding(checkpoints)
+        models = [syncengine.Parallel(module), syncengine.Parallel(module)]
+        for i in range(3):
+            for model in models:
+                expected = averages(module, module.layer(data(i)).square().sum())
+                module.zero_grad()
+                model(data(i)).value.square().sum().backward()
+                assert not different_bits(gradients(module), expected), (checkpoints, i)
 
 
 @run_on_ranks()
 def test_a_second_backward_through_outputs_that_are_not_found_is_an_error():
-    model = syncengine.Parallel(Hiding())
-    value = model(data()).value
-    value.square().sum().backward(retain_graph=True)
-    with pytest.raises(InvalidUsage, match="has already synchronized"):
-        value.sum().backward()
-    syncengine.barrier()
+    """By its outermost graph: what a reentrant checkpoint runs in it was made after the forward."""
+    for checkpoints in range(3):
+        model = syncengine.Parallel(Hiding(checkpoints))
+        for i in range(2):
+            value = model(data(i)).value
+            value.square().sum().backward(retain_graph=True)
+            with pytest.raises(InvalidUsage, match="has already synchronized"):
+                value.sum().backward()
+        syncengine.barrier()
+
+
+class Chain(nn.Module):
+    """Its layers in reentrant checkpoints, one after the other, and a result that is not found."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(dict.fromkeys(layers))
+        self.calls = layers
+
+    def forward(self, x: torch.Tensor) -> Hidden:
+        for layer in self.calls:
+            x = checkpoint(layer, x.requires_grad_(), use_reentrant=True)
+        return Hidden(x)
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.Sequential(*self.calls)(x)
+
+
+@run_on_ranks(gloo=True)
+def test_checkpoints_behind_outputs_that_are_not_found():
+    """DDP never averages such a static graph."""
+    layers = [nn.Linear(24, 24) for _ in range(3)]
+    for calls, options in (
+        (layers, {}),
+        (layers, {"static_graph": True}),
+        ([*layers, layers[0]], {"static_graph": True}),
+    ):
+        module = Chain(*calls)
+        model = syncengine.Parallel(module, **options)
+        for i in range(3):
+            expected = averages(module, module.plain(data(i)).square().sum())
+            module.zero_grad()
+            model(data(i)).value.square().sum().backward()
+            assert not different_bits(gradients(module), expected), (len(calls), options, i)
+
+
+def checkpointed_twice(options: dict[str, bool], other: bool) -> None:
+    layers = [nn.Linear(24, 24) for _ in range(2)]
+    model = syncengine.Parallel(Chain(layers[0], layers[other]), **options)
+    time.sleep(0.5)  # until all ranks have come as far
+    with pytest.raises(SyncError, match="ready only once"):
+        model(data()).value.sum().backward()
+
+
+@pytest.mark.parametrize(("options", "other"), [({}, False), ({"find_unused_parameters": True}, True)])
+def test_gradients_that_come_after_the_average_are_an_error(pool: RankPool, options: dict[str, bool], other: bool):
+    """A parameter in two reentrant checkpoints; one that seemed unused in the first: behind outputs not found."""
+    pool.run(checkpointed_twice, options, other)
+
+
+@run_on_ranks(gloo=True)
+def test_an_error_between_checkpoints_behind_outputs_that_are_not_found_costs_a_step():
+    module = Chain(*(nn.Linear(24, 24, bias=False) for _ in range(2)))
+    model = syncengine.Parallel(module)
+
+    def fail(gradients: Any) -> None:
+        raise ZeroDivisionError
+
+    for i in range(3):
+        expected = averages(module, module.plain(data(i)).sum())
+        module.zero_grad()
+        value = model(data(i)).value
+        if i == 1:
+            value.grad_fn.next_functions[0][0].register_prehook(fail)  # of the first layer's checkpoint
+            with pytest.raises(ZeroDivisionError):
+                value.sum().backward()
+            assert gradients(module) == [None, None]
+        else:
+            value.sum().backward()
+            assert not different_bits(gradients(module), expected), i
