@@ -54,7 +54,11 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
   const bool kept = watched || parameters.awaited_by_another(index);
   const bool is_static = model_.usage.is_static();
   if (is_static && !is_last_fire(index, incoming, kept)) return false;
-  if (!plan_->covers(index) || (parameters.any_retired() && !plan_->fits(index, parameter))) {
+  auto fits = [&] {
+    const at::Tensor& grad = parameter.grad();
+    return plan_->fits(index, parameter) && (!grad.defined() || grad.sizes() == parameter.sizes());
+  };
+  if (!plan_->covers(index) || (parameters.any_retired() && !fits())) {
     throw Error(ErrorKind::InvalidUsage, uncovered_text(parameters, index));
   }
   if (gradient(index).collected()) {

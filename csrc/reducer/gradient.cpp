@@ -10,6 +10,7 @@
 
 #include "base/error.h"
 #include "reducer/cpu_allocator.h"
+#include "reducer/python_wrappers.h"
 
 namespace syncengine {
 
@@ -38,17 +39,9 @@ bool follows_layout(const at::Tensor& grad, const at::Tensor& parameter) {
   return torch::autograd::utils::obeys_layout_contract(grad, parameter);
 }
 
-// Since torch 2.10 a tensor's Python wrapper counts as one of its holders, also when Python itself has let go of it.
-template <class Slot>
-bool python_let_go(const Slot* slot) {
-  if constexpr (requires { slot->has_unique_reference(); }) return slot->has_unique_reference();
-  return false;
-}
-
 // True if `tensor` is held by one C++ reference and by nothing in Python.
 bool has_one_holder(const at::TensorBase& tensor) {
-  auto* impl = tensor.unsafeGetTensorImpl();
-  return tensor.use_count() == 1 || (tensor.use_count() == 2 && python_let_go(impl->pyobj_slot()));
+  return tensor.use_count() == 1 || (tensor.use_count() == 2 && python_let_go(*tensor.unsafeGetTensorImpl()));
 }
 
 bool shares_storage(const at::TensorBase& a, const at::TensorBase& b) {

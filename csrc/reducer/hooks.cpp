@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <typeinfo>
 #include <utility>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "base/error.h"
 #include "reducer/graph_tasks.h"
 #include "reducer/python_error.h"
+#include "reducer/python_wrappers.h"
 #include "reducer/reducer.h"
 
 namespace syncengine {
@@ -171,6 +173,23 @@ GradientHook::~GradientHook() { node_->del_post_hook(key_); }
 bool GradientHook::fits(const at::Tensor& parameter) const {
   return node_ == torch::autograd::impl::try_get_grad_accumulator(parameter) &&
          node_->input_metadata(0).is_same_shape(parameter);
+}
+
+// As torch does where `.data` changes the dtype: a graph, or another reducer's hook, would keep the node there.
+void GradientHook::take_node_from(const at::Tensor& parameter) const {
+  if (node_ != torch::autograd::impl::try_get_grad_accumulator(parameter)) return;
+  auto* meta = torch::autograd::impl::get_autograd_meta(parameter);
+  std::lock_guard lock(meta->mutex_);
+  meta->grad_accumulator_.reset();
+}
+
+bool GradientHook::is_alone() const {
+  const auto& hooks = node_->post_hooks();
+  const size_t ours = std::count_if(hooks.begin(), hooks.end(), [](const auto& hook) {
+    return dynamic_cast<const AfterAccumulate*>(hook.get()) != nullptr;
+  });
+  const size_t holders = node_.use_count();
+  return holders == ours || (holders == ours + 1 && python_let_go(*node_));
 }
 
 bool GradientHook::others_are_users() const {

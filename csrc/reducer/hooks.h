@@ -31,8 +31,10 @@ class GradientHook {
   const torch::autograd::Node* node() const { return node_.get(); }
   // Whether that is the node through which `parameter` gets its gradients now.
   bool fits(const at::Tensor& parameter) const;
-  // Whether nothing else holds the node: no graph, and no other hook.
-  bool is_alone() const { return node_.use_count() == 1; }
+  // If it is, of another size perhaps: the parameter gets a new one when it needs one.
+  void take_node_from(const at::Tensor& parameter) const;
+  // Whether nothing holds the node but hooks like this one, of any reducer: no graph.
+  bool is_alone() const;
   // Who else listens to the node: hooks of the user (Megatron's, Apex'), which are to see this rank's own gradient; or
   // another reducer, of a second wrapper of the same module.
   bool others_are_users() const;

@@ -33,7 +33,7 @@ bool Parameters::follow(const std::shared_ptr<Reducer>& reducer) {
 
 // A parameter has an AccumulateGrad node when it requires a gradient, and torch may put another in its place: when
 // `.data` changes its dtype, say, also if that changes back (model.bfloat16(), model.float()). Of another size it is of
-// no use. Graphs from before go on with the old one.
+// no use. Graphs from before go on with the old one, so a node that is retired is never a parameter's again.
 void Parameters::follow(const std::shared_ptr<Reducer>& reducer, size_t index) {
   const at::Tensor& parameter = tensor(index);
   auto& hook = hooks_[index];
@@ -47,6 +47,7 @@ void Parameters::follow(const std::shared_ptr<Reducer>& reducer, size_t index) {
 }
 
 void Parameters::retire(size_t index) {
+  hooks_[index]->take_node_from(tensor(index));
   if (hooks_[index]->is_alone()) return unhook(index);
   retired_.push_back(std::move(hooks_[index]));
 }

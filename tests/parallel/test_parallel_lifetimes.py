@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import Branches, Mlp, both, data, different_bits, gradients, of_both
+from parallel_models import Branches, Mlp, both, data, different_bits, gradients, of_both, small
 from pool import run_on_ranks
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -159,26 +160,99 @@ def test_a_dtype_that_changes_while_frozen():
     changed_and_back(frozen_and_back)
 
 
+class Mark:
+    """On a node, and gone with it."""
+
+
+def marks_on_nodes(module: nn.Module) -> list[weakref.ref[Mark]]:
+    marks = []
+    for parameter in module.parameters():
+        mark = parameter.view_as(parameter).grad_fn.next_functions[0][0].metadata["mark"] = Mark()
+        marks.append(weakref.ref(mark))
+    return marks
+
+
+@run_on_ranks()
+def test_nodes_that_torch_has_replaced_are_let_go_of():
+    for wrappers in (1, 2):
+        for pending in (False, True):
+            module = small()
+            models = [syncengine.Parallel(module) for _ in range(wrappers)]
+            marks: list[weakref.ref[Mark]] = []
+            for i in range(6):
+                for model in models:
+                    module.zero_grad()
+                    model(data(i)).sum().backward()
+                marks += marks_on_nodes(module)
+                kept = models[0](data(i)) if pending else None
+                module.bfloat16().float()
+                for model in models:
+                    model(data(i))
+                del kept
+            for model in models:
+                model(data())
+            alive = sum(mark() is not None for mark in marks)
+            assert alive == 0, (wrappers, pending, alive)
+
+
+def resize(module: nn.Module, rows: int) -> None:
+    for parameter in module.parameters():
+        parameter.data = torch.ones(rows, *parameter.shape[1:])
+
+
 @run_on_ranks(gloo=True)
 def test_parameters_of_another_size():
     """`.data` of another shape: DDP has to be made anew, ours looks before each forward."""
 
-    def step(wrap: Callable[..., nn.Module]) -> list:
+    def step(wrap: Callable[..., nn.Module], wrappers: int = 1, pending: bool = False) -> list:
         torch.manual_seed(0)
         module = nn.Sequential(nn.Linear(24, 3))
-        model = wrap(module)
-        for i in range(2):
-            model(data(i)).sum().backward()
-        module.zero_grad()
-        for parameter in module.parameters():
-            parameter.data = torch.ones(900, *parameter.shape[1:])
-        if wrap is DistributedDataParallel:
-            del model
-            model = wrap(module)
-        model(data(3)).square().sum().backward()
-        return gradients(module)
+        models = [wrap(module) for _ in range(wrappers)]
+        found = []
+        for rows in (3, 900, 30, 900):
+            kept = [model(data(i)) for i, model in enumerate(models) if pending]
+            resize(module, rows)
+            if wrap is DistributedDataParallel:
+                models.clear()
+                models.append(wrap(module))
+            for model in models:
+                for i in range(2):
+                    module.zero_grad()
+                    model(data(i)).square().sum().backward()
+                found.append(gradients(module))
+            del kept, model
+        return found
 
-    assert not different_bits(step(syncengine.Parallel), step(DistributedDataParallel))
+    expected = step(DistributedDataParallel)
+    for wrappers in (1, 2):
+        for pending in (False, True):
+            ours = step(syncengine.Parallel, wrappers, pending)
+            for i, found in enumerate(ours):
+                assert not different_bits(found, expected[i // wrappers]), (wrappers, pending, i)
+
+
+@run_on_ranks()
+def test_a_gradient_of_a_size_from_before_is_an_error():
+    """The node may be the same, or another one."""
+    for between in (lambda module: None, lambda module: module.bfloat16().float()):
+        for rows in ((3, 900), (900, 3), (30, 31)):
+            module = nn.Sequential(nn.Linear(24, 3))
+            model = syncengine.Parallel(module)
+            resize(module, rows[0])
+            model(data()).sum().backward()
+            module.zero_grad()
+            pending = model(data())
+            resize(between(module) or module, rows[1])
+            out = model(data())
+            with pytest.raises(InvalidUsage, match=r"parameter 0\.(weight|bias) of Parallel\(Sequential\).*size"):
+                pending.sum().backward()
+            del pending, out
+            syncengine.barrier()
+            module.zero_grad()
+            model(data()).sum().backward()
+            gradient = module[0].weight.grad.clone()
+            syncengine.all_reduce(gradient, op="avg")
+            assert torch.equal(gradient, module[0].weight.grad), rows
 
 
 @run_on_ranks()
