@@ -21,7 +21,15 @@ class CurrentPlan {
   const std::shared_ptr<const BucketPlan>& shared() const { return plan_; }
   bool covers(size_t parameter) const { return plan_ && plan_->covers(parameter); }
 
+  // The last one for which not all parameters were frozen, while they are; null if there was none.
+  const std::shared_ptr<const BucketPlan>& before_frozen() const { return before_frozen_; }
+
   void install(std::shared_ptr<const BucketPlan> plan) {
+    if (!plan->buckets().empty()) {
+      before_frozen_.reset();
+    } else if (plan_ && !plan_->buckets().empty()) {
+      before_frozen_ = std::move(plan_);
+    }
     plan_ = std::move(plan);
     used_ = wanted_ = is_known_ = false;
   }
@@ -43,7 +51,7 @@ class CurrentPlan {
   bool is_wanted() const { return wanted_; }
 
  private:
-  std::shared_ptr<const BucketPlan> plan_;
+  std::shared_ptr<const BucketPlan> plan_, before_frozen_;
   bool used_ = false;      // there was a backward since it was installed
   bool wanted_ = false;    // another one
   bool is_known_ = false;  // whether it covers the parameters, as they are now:

@@ -65,6 +65,11 @@ struct Model {
   // Not in the middle of a backward; nor, the first, before slots are reserved.
   void install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional);
   void install(std::shared_ptr<const BucketPlan> of_another_forward);
+  // A gradient has come that is to be averaged. If all parameters were frozen for the last forward, it is from another
+  // graph, and goes by the plan of before.
+  void thaw() {
+    if (plan.before_frozen()) install(plan.before_frozen());
+  }
   Routing& routing_for_hook();
   // Before the first backward.
   void set_static_graph();

@@ -94,6 +94,7 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
         // Nor is one that comes from another wrapper of the same module.
         if (!claimed_ && parameters.claimed_by_another(index)) return;
         watch_this_backward();
+        model_->thaw();
         begin_backward();
         model_->backward->collect_missing();
         break;

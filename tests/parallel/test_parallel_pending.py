@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -123,6 +124,37 @@ def test_a_parameter_that_stays_frozen_gets_nothing():
         freeze(module, False)
         assert module[0].weight.grad is None
         assert not different_bits(gradients(module[2]), expected)
+
+
+def train_past_the_wrapper(model: nn.Module, through_the_wrapper: bool) -> list:
+    """A generator's step freezes the discriminator, then come forwards of the bare module, or under no_sync."""
+    module = model.module
+    seen: list = []
+    found = []
+    if isinstance(model, syncengine.Parallel):  # DDP's run before it averages
+        module[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for i in range(4):
+        for frozen in (False, i == 2):
+            module.zero_grad()
+            module.requires_grad_(not frozen)
+            generated = data(i).requires_grad_()
+            model(generated).square().mean().backward()
+            found.append(generated.grad.clone())
+            module.requires_grad_(True)
+        for k in range(2):  # averaged the first time, if a backward is due
+            module.zero_grad()
+            with model.no_sync():
+                (model if through_the_wrapper else module)(data(i + k)).sum().backward()
+            found += gradients(module)
+            assert not seen or torch.equal(seen[-1], module[0].weight.grad)
+    return found
+
+
+@pytest.mark.parametrize("memory", ["in place", "flat"])
+def test_backwards_past_a_model_that_was_wholly_frozen(pool: RankPool, memory: str):
+    for through_the_wrapper in (False, True):
+        arguments = (both, small, partial(train_past_the_wrapper, through_the_wrapper=through_the_wrapper))
+        pool.run(*((flat, *arguments) if memory == "flat" else arguments), gloo=True)
 
 
 @run_on_ranks()
