@@ -179,19 +179,17 @@ void Reducer::finalize() {
     backward->proceed(mutex_);
     backward->finish();
     model_->outcome.check(*backward, mutex_);
+    std::lock_guard lock(mutex_);
+    written = backward->deliver();
+    model_->record.end_backward(waits_from);
+    model_->outcome.end_well(model_->record.statistics.backwards);
+    end_backward();
   } catch (const Error& error) {
     fail_finalizing(error.what());
     throw;
   } catch (...) {
     fail_finalizing("backward aborted");
     throw;
-  }
-  {
-    std::lock_guard lock(mutex_);
-    written = backward->deliver();
-    model_->record.end_backward(waits_from);
-    model_->outcome.end_well(model_->record.statistics.backwards);
-    end_backward();
   }
   if (!written.empty()) run_hooks_of_users(written);
 }
@@ -209,7 +207,8 @@ void Reducer::run_hooks_of_users(const std::vector<size_t>& written) {
   }
 }
 
-// With what is on its way: an error of the communicator, of somebody's hook, or of a gradient that can't be reduced.
+// With what is on its way: an error of the communicator, of somebody's hook, or of a gradient that can't be reduced, or
+// can't take its average.
 void Reducer::fail_finalizing(const std::string& text) {
   std::lock_guard lock(mutex_);
   model_->outcome.last_error = text;

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import CAP, Mlp, data, different_bits, gradients
+from parallel_models import CAP, Branches, Mlp, data, different_bits, gradients
 from pool import RankPool, run_on_ranks
 from test_parallel_faults import InBackward
 from torch import nn
@@ -501,3 +501,25 @@ def test_gradients_outlive_an_error_in_forward_with_a_communication_hook():
     with pytest.raises((Bad, SyncError)):  # or the other's
         model(data())
     assert not different_bits(gradients(module), before)
+
+
+def grad_of_inference() -> str:
+    model = syncengine.Parallel(Branches(), find_unused_parameters=True)
+    left = syncengine.rank() == 0
+    model(data(0), left).sum().backward()
+    if left:
+        with torch.inference_mode():
+            model.module.right.weight.grad = torch.zeros(24, 24)  # nothing can be written to it any more
+    with pytest.raises(RuntimeError) as error:  # here, or in the next step
+        for i in range(2):
+            model(data(i), left).sum().backward()
+    assert model.module.right.weight.grad is None or not left
+    with pytest.raises(SyncError):
+        model(data(2), left)
+    return str(error.value)
+
+
+def test_an_average_that_can_not_be_delivered_is_told(pool: RankPool):
+    first, other = pool.run(grad_of_inference)
+    assert "inference tensor" in first
+    assert "rank 0: backward aborted" in other
