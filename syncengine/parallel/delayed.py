@@ -74,7 +74,7 @@ class DelayedParameters:
                 )
 
     def begin_forward(self, synchronizes: bool) -> None:
-        """In each forward: ``.grad`` is the buffer, zeroed where it was None."""
+        """In each forward that may have a backward: ``.grad`` is the buffer, zeroed where it was None."""
         if not self._checked:
             self._checked = True
             self._check_hooks()

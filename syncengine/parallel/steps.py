@@ -46,7 +46,7 @@ class Steps:
 
         ``joinable``: the wrapper, whose join context it may be in.
         """
-        synchronize = _is_recorded() and self.switches.require_backward_grad_sync
+        synchronize = is_recorded() and self.switches.require_backward_grad_sync
         sync_buffers_after = self.buffers.are_due(_BufferCommHookLocation.POST_FORWARD)
         if synchronize:
             self.log.note_forward()
@@ -92,7 +92,7 @@ class Steps:
         return output
 
     def _begin(self, synchronize: bool, joinable: Joinable) -> None:
-        needs_plan = _is_recorded() and (self.reducer.begin_forward(synchronize) or self.planning.plan is None)
+        needs_plan = is_recorded() and (self.reducer.begin_forward(synchronize) or self.planning.plan is None)
         plans = needs_plan and synchronize
         sends_buffers = self.buffers.are_due(_BufferCommHookLocation.PRE_FORWARD)
         if plans and self.model.device.type == "cuda":
@@ -110,7 +110,7 @@ class Steps:
 
     def _local(self, output: Any, began: NodeNumber) -> Any:
         """The output of a forward whose backward will not average."""
-        if _is_recorded():
+        if is_recorded():
             self.reducer.prepare_for_local_backward(_tensors(output), began)
         return output
 
@@ -132,7 +132,7 @@ class Steps:
                 self.delayed.shadow()
 
 
-def _is_recorded() -> bool:
+def is_recorded() -> bool:
     """Whether what is called now can have a backward; in inference mode nothing has, whatever enable_grad() says."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 

@@ -34,7 +34,7 @@ from syncengine.parallel.refusal import (
     warn_of_find_unused,
     warn_of_wrapper,
 )
-from syncengine.parallel.steps import Steps
+from syncengine.parallel.steps import Steps, is_recorded
 from syncengine.parallel.summary import follow
 from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
@@ -241,7 +241,7 @@ class Parallel(ForTools):
         self._optimizers.adopt(self._module_parameters)
         for watcher in forward_watchers:
             watcher(self)
-        if self._delayed is not None:
+        if self._delayed is not None and is_recorded():
             self._delayed.begin_forward(self.require_backward_grad_sync)
         if self.device_ids:
             inputs, kwargs = move_inputs(inputs, kwargs, self.device)

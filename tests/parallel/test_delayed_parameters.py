@@ -165,6 +165,28 @@ def with_weights(model: nn.Module) -> None:
         model(data(step)[:rank]).square().mean().backward()
 
 
+def test_evaluation_between_forward_and_backward(pool: RankPool):
+    for of in ("it", "another"):
+        pool.run(both_ways, partial(with_evaluation, of=of))
+
+
+def with_evaluation(model: nn.Module, of: str) -> None:
+    """By the same wrapper, under no_sync, or by another one with the same trigger."""
+    module = model.module
+    options: dict[str, Any] = {}
+    if model._delay_all_reduce_params:
+        options = {"delay_all_reduce_named_params": [("head.bias", module.head.bias)]}
+        options["param_to_hook_all_reduce"] = module.first
+    other = syncengine.Parallel(module, **options) if of == "another" else model
+    for i in range(3):
+        model.zero_grad()
+        model.weight(1 + syncengine.rank())
+        loss = model(data(i)).square().mean()
+        with torch.no_grad(), other.no_sync():
+            other(data(i + 1))
+        loss.backward()
+
+
 @run_on_ranks()
 def test_hooks_that_would_see_local_gradients_are_refused():
     """DDP runs them: an optimizer in backward makes its ranks diverge."""
