@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -37,8 +38,9 @@ class Sharing:
         self._make_shard, self._cuts, self._sums = make_shard, cuts, sums
         self.host: Host | None = None
         self.blocks: list[Block] = []
-        # Whose parameters it updates; in the order of their binding, which all ranks have in common.
-        self.models: weakref.WeakKeyDictionary[Parallel, None] = weakref.WeakKeyDictionary()
+        # Whose parameters it updates, numbered in the order of their binding, which all ranks have in common.
+        self.models: weakref.WeakKeyDictionary[Parallel, int] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
         self._known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # that it has looked at
         self.members = Membership(self.blocks)
         self.loaded = False  # a state, or a part of it, since the last update
@@ -69,7 +71,7 @@ class Sharing:
             raise InvalidUsage(
                 "the models of one ShardedOptimizer need the same process_group: make one for each model"
             )
-        self.models[model] = None
+        self.models[model] = next(self._numbers)
         self.members.names.update(names)
         self.host = self.host or Host(model.communicator)
         model.reducer.watch_local_backwards()

@@ -9,6 +9,7 @@ from syncengine.errors import Aborted, SyncError
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.membership import Groups
 from syncengine.sharded.memory import Host
+from syncengine.sharded.private import PrivateTensors
 from syncengine.sharded.sharing import SAME, Sharing
 
 
@@ -28,6 +29,7 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
         for block in sharing.blocks:
             if block.weights.loaded:
                 block.weights.share()
+        private = PrivateTensors(sharing.models, writes=host.communicator.rank == 0)
         if host.communicator.rank == 0 and not sharing.decide_to_write(True):
             host.communicator.check_peers()
             raise Aborted("another rank has given up this writing()")
@@ -42,9 +44,10 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
             yield host.communicator.rank == 0
         except Exception as error:
             failure = error
-        failure = _end_together(sharing, host, failure)
+        failure, written = _end_together(sharing, host, private, failure)
         begun = True
-        _spread(sharing, host)  # also after an error: all have what was written until then
+        _spread(sharing, host)
+        private.spread(host.communicator, written)  # also after an error: all have what was written until then
     except BaseException as error:
         if not isinstance(error, Exception):  # Ctrl-C, sys.exit(): it leaves the others alone
             host.communicator.abort(f"{host.name(host.rank)} left writing(): {type(error).__name__}")
@@ -58,10 +61,16 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
         raise failure
 
 
-def _end_together(sharing: Sharing, host: Host, error: Exception | None) -> Exception | None:
-    """Tells all ranks of an error in the context. Returns what each of them is to raise then. Collective."""
-    problem, writes = "", host.communicator.rank == 0
+def _end_together(
+    sharing: Sharing, host: Host, private: PrivateTensors, error: Exception | None
+) -> tuple[Exception | None, list[str]]:
+    """Tells all ranks of an error in the context. Collective.
+
+    Returns what each of them is to raise then, and which private tensors this rank has written to.
+    """
+    problem, writes, written = "", host.communicator.rank == 0, []
     try:
+        written = private.written()
         if writes:  # all are read before the first is written
             for memory, value in [pair for block in sharing.blocks for pair in block.weights.moved_values()]:
                 memory.copy_(value)
@@ -76,8 +85,8 @@ def _end_together(sharing: Sharing, host: Host, error: Exception | None) -> Exce
     except SyncError as failure:
         if host.communicator.exception() is not None:
             raise
-        return error or failure
-    return error
+        return error or failure, written
+    return error, written
 
 
 def _spread(sharing: Sharing, host: Host) -> None:

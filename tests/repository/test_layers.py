@@ -121,6 +121,7 @@ SHARDED_MODULES = [
     "weights",
     "shard",
     "state",
+    "private",
     "claims",
     "block",
     "membership",
