@@ -45,6 +45,7 @@ class Sharing:
         self.members = Membership(self.blocks)
         self.loaded = False  # a state, or a part of it, since the last update
         self._watched = WatchedState(self.blocks)
+        self.writes = False  # this rank, in writing()
         self.over: SyncError | None = None  # why there can't be another update
         self.memories: list[CommonMemory] = []  # of all blocks, as the next
         self.claims: list[Claim] = []
@@ -229,7 +230,9 @@ class Sharing:
         return lines
 
     def written(self) -> str:
-        """Which parameter this rank has written to outside of an update; or an empty text."""
+        """Which parameter this rank has written to outside of an update, and must not; or an empty text."""
+        if self.writes:
+            return ""
         return next((text for block in self.blocks if (text := block.weights.written_by_this_rank())), "")
 
     def _problem(self, groups: Groups) -> str:

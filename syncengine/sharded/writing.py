@@ -41,9 +41,12 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
     try:
         failure: Exception | None = None
         try:
-            yield host.communicator.rank == 0
+            sharing.writes = host.communicator.rank == 0
+            yield sharing.writes
         except Exception as error:
             failure = error
+        finally:
+            sharing.writes = False
         failure, written = _end_together(sharing, host, private, failure)
         begun = True
         _spread(sharing, host)

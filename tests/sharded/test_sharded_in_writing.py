@@ -8,7 +8,17 @@ from collections.abc import Callable
 import pytest
 import torch
 from pool import RankPool
-from sharded_training import different_weights, error_of, make, not_divided, sharded, train, with_an_older_graph
+from sharded_training import (
+    batch,
+    different_weights,
+    error_of,
+    make,
+    not_divided,
+    plain,
+    sharded,
+    train,
+    with_an_older_graph,
+)
 from torch import nn
 
 import syncengine
@@ -115,6 +125,61 @@ def old_graph() -> str:
 def test_a_graph_from_before_an_error_can_not_be_used(pool: RankPool):
     for text in pool.run(old_graph):
         assert "has been modified by an inplace operation" in text
+
+
+def evaluates(way: str) -> list[str]:
+    """Rank 0 alone, with other weights than those that are trained."""
+    ours, theirs, other = make(), make(), make()
+    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
+    train(model, optimizer, 2)
+    train(reference, plain_optimizer, 2)
+    teacher = syncengine.Parallel(make())
+    wrong = []
+    with optimizer.writing() as may_write, torch.no_grad():
+        if may_write:
+            own = [p.clone() for p in ours.parameters()]
+            for p, average in zip(ours.parameters(), other.parameters(), strict=True):
+                if way == "copy":
+                    p.copy_(average)
+                else:
+                    p.data = average.clone()
+            wrong = [] if torch.equal(model(batch(0)), other(batch(0))) else ["evaluation"]
+            teacher(batch(0))
+            for p, before in zip(ours.parameters(), own, strict=True):
+                p.copy_(before)
+    train(model, optimizer, range(2, 4))
+    train(reference, plain_optimizer, range(2, 4))
+    return wrong + different_weights(ours, theirs) + not_divided(ours, optimizer)
+
+
+@pytest.mark.parametrize("way", ["copy", "data"])
+def test_the_writer_may_evaluate_what_it_has_written(pool: RankPool, way: str):
+    assert pool.run(evaluates, way) == [[]] * 2
+
+
+def writes_after() -> list[str]:
+    """The forward's own look at the weights is back once writing() is over, also after an error."""
+    net = make()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 1)
+    try:
+        with optimizer.writing():
+            raise ValueError
+    except ValueError:
+        pass
+
+    def go() -> None:
+        syncengine.barrier()  # a rank that is quick would end the others' writing()
+        with torch.no_grad():
+            net.head.weight.mul_(1)
+        model(batch(0))
+
+    return [error_of(go)]
+
+
+def test_later_writes_are_named(pool: RankPool):
+    for (text,) in pool.run(writes_after):
+        assert "parameter head.weight was written to outside of ShardedOptimizer.step()" in text
 
 
 def leaves() -> list[str]:
