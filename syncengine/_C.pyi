@@ -401,16 +401,16 @@ class WatchedWeights:
     """What parameters were like when this rank last looked; all of them with one call."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Notes what they are like."""
+        """Notes where they lie, for good, and their versions."""
 
     def note(self) -> None:
-        """They are as they should be."""
+        """Their versions are as they should be."""
 
     def note_update(self) -> None:
-        """All ranks have updated them: raises their versions, and notes what they are like."""
+        """All ranks have updated them: raises their versions, and notes these."""
 
     def moved(self) -> int | None:
-        """The first that lies in other memory than noted."""
+        """The first that lies in other memory than at first."""
 
     def written(self) -> int | None:
         """The first that has another version than noted."""

@@ -13,10 +13,11 @@ namespace syncengine {
 
 void bind_weights(py::module_& module) {
   py::class_<WatchedWeights>(module, "WatchedWeights", "Whether parameters were written to since this rank looked.")
-      .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"), "Notes what they are like.")
-      .def("note", &WatchedWeights::note, "They are as they should be.")
-      .def("note_update", &WatchedWeights::note_update, "Raises their versions, and notes what they are like.")
-      .def("moved", &WatchedWeights::moved, "The first that lies in other memory than noted.")
+      .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"),
+           "Notes where they lie, for good, and their versions.")
+      .def("note", &WatchedWeights::note, "Their versions are as they should be.")
+      .def("note_update", &WatchedWeights::note_update, "Raises their versions, and notes these.")
+      .def("moved", &WatchedWeights::moved, "The first that lies in other memory than at first.")
       .def("written", &WatchedWeights::written, "The first that has another version than noted.")
       .def(
           "gradients", [](const WatchedWeights& self) { return py::bytes(self.gradients()); },

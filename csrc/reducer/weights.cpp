@@ -8,13 +8,15 @@ namespace syncengine {
 
 WatchedWeights::WatchedWeights(std::vector<at::Tensor> parameters) {
   noted_.reserve(parameters.size());
-  for (auto& parameter : parameters) noted_.push_back({.parameter = std::move(parameter)});
+  for (auto& parameter : parameters) {
+    const void* data = parameter.const_data_ptr();
+    noted_.push_back({.parameter = std::move(parameter), .data = data});
+  }
   note();
 }
 
 void WatchedWeights::note() {
   for (auto& [parameter, data, version] : noted_) {
-    data = parameter.const_data_ptr();
     version = parameter.unsafeGetTensorImpl()->version_counter().current_version();
   }
 }

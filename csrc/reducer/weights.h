@@ -15,13 +15,14 @@ namespace syncengine {
 // What parameters were like when this rank last looked, so that it sees who has written to them since.
 class WatchedWeights {
  public:
+  // Where they lie is noted here alone: another thread may move them at any time (by sending them to a process, say).
   explicit WatchedWeights(std::vector<at::Tensor> parameters);
 
-  // They are as they should be.
+  // Their versions are as they should be.
   void note();
   // All ranks have updated them: raises their versions, so that graphs from before can't be used; then notes.
   void note_update();
-  // The first that lies in other memory than noted; that another version was noted of.
+  // The first that lies in other memory than at first; that another version was noted of.
   std::optional<size_t> moved() const;
   std::optional<size_t> written() const;
   // Of each parameter: '\0', it has no gradient; '\1', a dense one; '\2', another.

@@ -51,6 +51,12 @@ class Block:
         except InvalidUsage as error:
             self.problem = str(error)
 
+    def put_back(self, writes: bool) -> str:
+        """As of ``SharedWeights``."""
+        problem = self.weights.put_back(writes)
+        self.shard.follow()
+        return problem
+
     def gradients(self) -> bytes:
         """Of each parameter, whether it has one: 0, or 1; 2 is one that can't be used."""
         return self.weights.watched.gradients()

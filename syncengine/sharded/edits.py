@@ -65,10 +65,13 @@ class WatchedState:
 
     def written(self) -> str:
         """Says which entry was written to; or an empty text."""
-        index = self._tensors.written()
-        if index is None:
-            index = self._tensors.moved()
-        if index is None:
+        if (index := self._tensors.moved()) is not None:
+            return (
+                f"the state's {self._names[index]} lies in other memory than the other ranks' (by .data = ..., "
+                "share_memory_(), or as it was sent to a process), so it is void. Continue from a checkpoint; in place "
+                f"of moving it, clone() it to send it, or {_INSTEAD}"
+            )
+        if (index := self._tensors.written()) is None:
             return ""
         return (
             f"the state's {self._names[index]} was written to, in memory that all ranks share: it is void. Continue "

@@ -62,10 +62,7 @@ def create_common(host: Host, what: str, layouts: Sequence[Layout]) -> tuple[Com
     ``layouts`` are the same on all ranks. Raises on all of them if memory is short on one. Where they can't connect,
     the communicator has failed.
     """
-    offsets, size = [], 0
-    for layout in layouts:
-        offsets.append(size)
-        size += -(-layout.nbytes // _ALIGNMENT) * _ALIGNMENT
+    size = _place(layouts)[1]
     offer, error = None, ""
     try:
         offer = MemoryHandoff(size if host.rank == 0 else 0)
@@ -80,11 +77,24 @@ def create_common(host: Host, what: str, layouts: Sequence[Layout]) -> tuple[Com
     except SyncError as problem:  # of this rank alone: the others may have come through
         host.communicator.abort(str(problem), type(problem).__name__)
         raise
-    tensors = [
+    return memory, tensors_in(memory, layouts)
+
+
+def tensors_in(memory: CommonMemory, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    """New tensors, each with a storage of its own, over ``memory`` that was made for these."""
+    return [
         memory.tensor(offset, layout.sizes, layout.strides, layout.dtype)
-        for offset, layout in zip(offsets, layouts, strict=True)
+        for offset, layout in zip(_place(layouts)[0], layouts, strict=True)
     ]
-    return memory, tensors
+
+
+def _place(layouts: Sequence[Layout]) -> tuple[list[int], int]:
+    """Offsets of the tensors, and the size of all; bytes."""
+    offsets, size = [], 0
+    for layout in layouts:
+        offsets.append(size)
+        size += -(-layout.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return offsets, size
 
 
 class Mover:

@@ -90,6 +90,11 @@ class Shard:
         finally:
             self._slices.drop_gradients()
 
+    def follow(self) -> None:
+        """The common parameters lie where they belong; their pieces may have been elsewhere with them."""
+        for piece in self.pieces:
+            piece.tensor.data = piece.cut(piece.parameter.data)
+
     def write_back(self, groups: Sequence[dict[str, Any]]) -> None:
         """What the step has changed in its options, into ``groups``: after all shards, which begin with the same."""
         for ours, before, theirs in zip(self._optimizer.param_groups, self._options, groups, strict=False):

@@ -13,7 +13,7 @@ import torch
 from syncengine._C import CommonMemory, WatchedWeights, is_dense, return_free_memory, storage_references
 from syncengine.parallel.watchers import common
 from syncengine.sharded.agreement import agree
-from syncengine.sharded.memory import Host, Layout, Mover, create_common, flat
+from syncengine.sharded.memory import Host, Layout, Mover, create_common, flat, tensors_in
 
 _LOOK = "Give them the same values on every rank before the first step."
 
@@ -106,10 +106,10 @@ class SharedWeights:
         self.parameters = [parameter for _, parameter in named]
         self.loaded = False  # load_state_dict() has put them into private memory, for the next step to share
         self.watched = WatchedWeights(self.parameters)
+        self._layouts = [Layout.of(parameter) for parameter in self.parameters]
         self.memory: CommonMemory
-        self.memory, self._common = create_common(
-            host, "ShardedOptimizer: the weights", [Layout.of(parameter) for parameter in self.parameters]
-        )
+        self.memory, self._common = create_common(host, "ShardedOptimizer: the weights", self._layouts)
+        self._addresses = [memory.data_ptr() for memory in self._common]
         self.share()
 
     def share(self) -> None:
@@ -147,7 +147,7 @@ class SharedWeights:
             common[parameter] = True
         return_free_memory()
         self.loaded = False
-        self.note()
+        self.watched = WatchedWeights(self.parameters)
 
     def unload(self) -> None:
         """What load_state_dict() is about to write goes into memory of this rank alone."""
@@ -163,6 +163,7 @@ class SharedWeights:
 
         These are copies: a parameter may lie in the memory of another one, or in its own in another order.
         """
+        self._renew()
         return [
             (memory, parameter.detach().clone())
             for memory, parameter in zip(self._common, self.parameters, strict=True)
@@ -174,6 +175,7 @@ class SharedWeights:
 
         Returns what this rank has done that it must not; or an empty text.
         """
+        self._renew()
         moved = self.loaded or any(map(_lies_elsewhere, self.parameters, self._common))
         if not writes:
             problem = "a state dict was loaded into the model" if self.loaded else self.written_by_this_rank()
@@ -189,8 +191,14 @@ class SharedWeights:
             )
         if moved:
             self.take()
-        self.note()
+        else:
+            self.note()
         return problem
+
+    def _renew(self) -> None:
+        """``share_memory_()``, or sending a tensor to a process, moves what its storage holds, and all that have it."""
+        if any(memory.data_ptr() != at for memory, at in zip(self._common, self._addresses, strict=True)):
+            self._common = tensors_in(self.memory, self._layouts)
 
     def note(self) -> None:
         """They are as they should be."""

@@ -80,7 +80,7 @@ def _end_together(
     except Exception as failure:  # short of memory, say
         error = error or failure
     for block in sharing.blocks:
-        problem = block.weights.put_back(writes) or problem
+        problem = block.put_back(writes) or problem
         block.forget_sums()
     text = f"{type(error).__name__}: {error}" if error else problem
     try:

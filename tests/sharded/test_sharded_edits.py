@@ -32,6 +32,11 @@ def by_data(optimizer: torch.optim.Optimizer) -> None:
         state["exp_avg"].data = torch.zeros_like(state["exp_avg"])
 
 
+def share_memory(optimizer: torch.optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        state["exp_avg"].share_memory_()
+
+
 def new_zeros(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
         state["exp_avg"] = torch.zeros_like(parameter)
@@ -65,7 +70,7 @@ def without_effect(optimizer: torch.optim.Optimizer) -> None:
         optimizer.state[parameter]["mine"] = "a note"
 
 
-IN_PLACE = [smaller, from_the_first_step, by_data]
+IN_PLACE = [smaller, from_the_first_step, by_data, share_memory]
 REPLACED = [new_zeros, new_step, clear, other_state, forget_one, other_dict]
 
 
@@ -119,9 +124,10 @@ def refused(edit: Edit, ranks: list[int]) -> list[Any]:
 @pytest.mark.parametrize("edit", IN_PLACE)
 def test_writes_to_shared_state_are_refused(pool: RankPool, edit: Edit, ranks: list[int]):
     key = "step" if edit is from_the_first_step else "exp_avg"
+    what = "lies in other memory" if edit in (by_data, share_memory) else "was written to"
     for texts, wrong in pool.run(refused, edit, ranks):
         for text in texts:
-            assert f"the state's {key!r} of parameter layers.0.weight was written to" in text
+            assert f"the state's {key!r} of parameter layers.0.weight {what}" in text
         assert wrong == []
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -66,6 +67,38 @@ def test_all_ranks_see_what_one_has_loaded(pool: RankPool, change: Callable[[nn.
     assert pool.run(one_changes, change) == [[]] * 2
 
 
+def send(net: nn.Module) -> None:
+    """As through a queue to an evaluator: torch moves what each storage holds, in place."""
+    ForkingPickler.dumps(net.state_dict())
+
+
+def write_and_share_memory(net: nn.Module) -> None:
+    with torch.no_grad():
+        net.head.weight.add_(1)
+    net.share_memory()
+
+
+def in_step_with(change: Callable[[nn.Module], None], elements: bool) -> list[str]:
+    """Beside plain training, so that each rank's part of later steps reaches the others."""
+    ours, theirs = make(), make()
+    (model, optimizer), (reference, plain_optimizer) = sharded(ours, elements=elements), plain(theirs)
+    train(model, optimizer, 2)
+    train(reference, plain_optimizer, 2)
+    with optimizer.writing() as may_write:
+        if may_write:
+            change(ours)
+    change(theirs)
+    train(model, optimizer, range(2, 5))
+    train(reference, plain_optimizer, range(2, 5))
+    return different_weights(ours, theirs) + not_divided(ours, optimizer)
+
+
+@pytest.mark.parametrize("elements", [True, False])
+@pytest.mark.parametrize("change", [load, point_elsewhere, send, write_and_share_memory])
+def test_training_goes_on_in_common(pool: RankPool, change: Callable[[nn.Module], None], elements: bool):
+    assert pool.run(in_step_with, change, elements, world=3) == [[]] * 3
+
+
 def must_not(change: Callable[[nn.Module], None]) -> list[str]:
     ours, theirs = make(), make()
     model, optimizer = sharded(ours)
@@ -83,7 +116,7 @@ def must_not(change: Callable[[nn.Module], None]) -> list[str]:
     return [text, *wrong, *not_divided(ours, optimizer)]
 
 
-@pytest.mark.parametrize("change", [load, point_elsewhere])
+@pytest.mark.parametrize("change", [load, point_elsewhere, send])
 def test_only_one_rank_may_load(pool: RankPool, change: Callable[[nn.Module], None]):
     for text, *wrong in pool.run(must_not, change):
         assert "rank 1: in writing(): " in text

@@ -82,6 +82,41 @@ def test_a_write_outside_of_step_is_named(pool: RankPool, how: str, ranks: list[
         assert answer[1] != ""
 
 
+class Sending(torch.optim.SGD):
+    """In whose steps another thread sends the weights to a process, as that of a queue does."""
+
+    when: Callable[[], None] | None = None
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        if Sending.when is not None:
+            Sending.when()
+
+
+def sent_in_step(what: str) -> list[str]:
+    net = make()
+    model, optimizer = sharded(net, Sending, momentum=0.9, elements=True)
+    train(model, optimizer, 2)
+
+    def send() -> None:
+        tensor = net.head.weight if what == "weight" else optimizer.state[net.head.weight]["momentum_buffer"]
+        tensor.share_memory_()
+
+    Sending.when = send if syncengine.rank() == 0 else None
+    try:
+        train(model, optimizer, 1)
+    finally:
+        Sending.when = None
+    return [error_of(lambda: train(model, optimizer, 1))]
+
+
+@pytest.mark.parametrize("what", ["weight", "state"])
+def test_what_moves_during_a_step_is_named(pool: RankPool, what: str):
+    for (text,) in pool.run(sent_in_step, what):
+        assert "lies in other memory" in text
+        assert ("parameter head.weight" if what == "weight" else "'momentum_buffer' of parameter head.weight") in text
+
+
 def plain_optimizer() -> list[str]:
     net = make()
     model, optimizer = sharded(net)
