@@ -38,7 +38,7 @@ class Block:
         self.shard = make_shard(groups, members, slices, is_common=True)
         self.state = SharedState(host, self.shard, state, memories)
         self.problem = ""  # of the state that was loaded, or that the last update has brought
-        if any(member.parameter in state for member in members):
+        if any(state.get(member.parameter) for member in members):
             self.load_state()
         self.claims: list[Claim] = [claim(one.parameter, one.name, self.weights) for one in named]
         self._sums: list[int] = []

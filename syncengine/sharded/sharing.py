@@ -92,7 +92,7 @@ class Sharing:
         named = [Named(self.members.names[id(member.parameter)], member.parameter) for member in members]
         lines = [
             f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, "
-            + (f"state with CRC-32 {digest(state[p]):08x}" if p in state else "no state")
+            + (f"state with CRC-32 {digest(entries):08x}" if (entries := state.get(p)) else "no state")  # {}: was read
             for name, p in named
         ]
         communicator = self.host.communicator

@@ -182,3 +182,28 @@ def test_state_that_is_made_but_once_can_not_be_cleared(pool: RankPool):
     for text, after in pool.run(made_at_first):
         assert "which this optimizer makes but once" in text
         assert after == ""
+
+
+def reads(late: str) -> list[str]:
+    """As a log on rank 0: reading puts an empty entry there."""
+    ours, theirs = make(), make()
+    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
+    for net, wrapped, one in ((ours, model, optimizer), (theirs, reference, plain_optimizer)):
+        net.layers[0].requires_grad_(late != "unfrozen")
+        for step in range(4):
+            if step == 2:
+                net.layers[0].requires_grad_(True)
+            if step or late == "unfrozen":
+                train(wrapped, one, range(step, step + 1))
+            if syncengine.rank() == 0:
+                assert [one.state[p].get("exp_avg") for p in net.parameters()]
+    for one in (optimizer, plain_optimizer):
+        for parameter in [p for p, entries in one.state.items() if not entries]:
+            del one.state[parameter]
+    wrong = different_weights(ours, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
+    return wrong + not_divided(ours, optimizer)
+
+
+@pytest.mark.parametrize("late", ["unfrozen", "all"])
+def test_state_may_be_read_before_there_is_any(pool: RankPool, late: str):
+    assert pool.run(reads, late) == [[]] * 2
