@@ -103,7 +103,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._bind_all()
+        self._bind_all(in_step=True)
         if notice := Join.notify_join_context(self):  # torch's Join only
             notice.wait()
         current = announce_step(self._sharing, self._number, self._join_config.enable)
@@ -156,13 +156,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             raise InvalidUsage("torch's Join needs a model: wrap it in Parallel before")
         return group
 
-    def _bind_all(self) -> None:
+    def _bind_all(self, in_step: bool = False) -> None:
         self._sharing.raise_if_over()
         for model in list(models.values()):
-            self._bind(model)
+            self._bind(model, in_step)
 
-    def _bind(self, model: Parallel) -> None:
-        self._sharing.bind(model, self.param_groups, self.state)
+    def _bind(self, model: Parallel, in_step: bool = False) -> None:
+        self._sharing.bind(model, self.param_groups, self.state, in_step)
         if model in self._sharing.models:
             self._number(model)
 

@@ -10,7 +10,7 @@ from functools import reduce
 
 import torch
 
-from syncengine._C import CommonMemory
+from syncengine._C import CommonMemory, Communicator
 from syncengine.errors import InvalidUsage, SyncError, TornWeights
 from syncengine.parallel import Parallel
 from syncengine.sharded.agreement import agree
@@ -54,8 +54,11 @@ class Sharing:
 
     # --- What is shared
 
-    def bind(self, model: Parallel, groups: Groups, state: State) -> None:
-        """Moves the parameters that ``model`` trains into shared memory, if it is new. Collective then."""
+    def bind(self, model: Parallel, groups: Groups, state: State, in_step: bool = False) -> None:
+        """Moves the parameters that ``model`` trains into shared memory, if it is new. Collective then.
+
+        ``in_step``: not for a step that only makes state, which each rank makes for itself then.
+        """
         if model in self._known:
             return
         if any_torn():
@@ -65,6 +68,9 @@ class Sharing:
             return
         names = {id(p): n for n, p in zip(model._model.names, model._model.parameters, strict=True)}
         if not any(id(parameter) in names for group in groups for parameter in group["params"]):
+            return
+        if in_step and not self.blocks and _only_makes_state(model.communicator, groups):
+            self._known.discard(model)
             return
         if self.host is not None and self.host.communicator is not model.communicator:
             if model.communicator.exception() is not None:
@@ -293,3 +299,15 @@ class Sharing:
                 "shared: they stay in memory that other ranks may write to",
                 stacklevel=2,
             )
+
+
+def _only_makes_state(communicator: Communicator, groups: Groups) -> bool:
+    """Whether all gradients are zeros on all ranks. Collective.
+
+    torch.distributed.checkpoint steps so, while it holds views of the weights, which would not follow them.
+    """
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    zeros = bool(gradients) and all(g.layout is torch.strided and not g.any() for g in gradients)
+    flag = torch.tensor([zeros], dtype=torch.int64, device="cpu")
+    communicator.all_reduce(flag, "min")
+    return bool(flag.item())
