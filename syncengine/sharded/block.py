@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from syncengine._C import CommonMemory
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, SyncError
+from syncengine.sharded.agreement import agree
 from syncengine.sharded.claims import Claim, claim
 from syncengine.sharded.cut import Size, cut_elements, deal_whole
 from syncengine.sharded.memory import Host
@@ -19,7 +20,10 @@ from syncengine.sharded.weights import Named, SharedWeights, checksum
 
 
 class Block:
-    """Weights, this rank's shard of them, and its state. Made collectively, of the same parameters on all ranks."""
+    """Weights, this rank's shard of them, and its state. Made collectively, of the same parameters on all ranks.
+
+    ``make_shard`` calls the user's class: if that raises on one rank, all raise, and the weights are private again.
+    """
 
     def __init__(
         self,
@@ -35,7 +39,17 @@ class Block:
         self.weights = SharedWeights(host, named, memories)
         sizes = [Size(member.parameter.numel(), member.parameter.element_size()) for member in members]
         slices = (cut_elements if cuts else deal_whole)(sizes, host.size)[host.rank]
-        self.shard = make_shard(groups, members, slices, is_common=True)
+        error = ""
+        try:
+            self.shard = make_shard(groups, members, slices, is_common=True)
+        except InvalidUsage as failure:
+            error = str(failure)
+        try:
+            agree(host.communicator, "", b"", lambda: [], error, "")
+        except SyncError:
+            self.weights.unload()
+            memories.remove(self.weights.memory)
+            raise
         self.state = SharedState(host, self.shard, state, memories)
         self.problem = ""  # of the state that was loaded, or that the last update has brought
         if any(state.get(member.parameter) for member in members):

@@ -22,7 +22,7 @@ from syncengine.sharded.claims import any_torn, check_not_torn
 from syncengine.sharded.cut import Slice
 from syncengine.sharded.joining import StepHook, announce_step, catch_up
 from syncengine.sharded.kinds import is_elementwise
-from syncengine.sharded.shard import Member, Shard
+from syncengine.sharded.shard import Member, Shard, options_of
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.writing import write_together
 
@@ -63,11 +63,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         cuts = is_elementwise(optimizer_class, elements)
         if defaults.get("differentiable"):
             raise InvalidUsage("ShardedOptimizer: differentiable=True can't be sharded")
-        self._make_shard = functools.partial(Shard, optimizer_class, defaults)
+        params = list(params)
+        given = [options_of(group) for group in params if isinstance(group, dict)] or [{}]
+        plain = optimizer_class(params, **defaults)  # checks them as it would by itself
+        if len(given) != len(plain.param_groups):  # it makes its own groups
+            given = [options_of(group) for group in plain.param_groups]
+        self._make_shard = functools.partial(Shard, optimizer_class, defaults, given)
         self._sharing = Sharing(self._make_shard, cuts, checksum)
         self._private: Shard | None = None  # of what is not shared
         self._private_members: list[Member] = []
-        plain = optimizer_class(list(params), **defaults)  # checks them as it would by itself
         torch.optim.Optimizer.__init__(self, plain.param_groups, plain.defaults)
         Joinable.__init__(self)
         self._numbers: weakref.WeakKeyDictionary[Parallel, int] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""What ``writing()`` gives all ranks besides shared weights: what rank 0 writes to parameters and buffers of its own."""
+"""What ``writing()`` gives all ranks besides shared weights: what rank 0 writes to its own parameters and buffers."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from syncengine._C import WeightSlices
+from syncengine.errors import InvalidUsage
 from syncengine.sharded.cut import Slice
 from syncengine.sharded.memory import flat
 
@@ -51,13 +52,16 @@ class Piece:
 class Shard:
     """Updates this rank's slices with an optimizer of the class that the user has chosen.
 
-    ``is_common``: the parameters lie in memory that all ranks share; otherwise each rank updates all of them.
+    ``given``: what the user has made the groups of, as the class may look at it; ``groups`` have more options by now,
+    and perhaps there are more of them. ``is_common``: the parameters lie in memory that all ranks share; otherwise each
+    rank updates all of them. Raises ``InvalidUsage`` with the class's error.
     """
 
     def __init__(
         self,
         optimizer_class: type[torch.optim.Optimizer],
         options: Mapping[str, Any],
+        given: Sequence[Mapping[str, Any]],
         groups: Sequence[Mapping[str, Any]],
         members: Sequence[Member],
         slices: Sequence[Slice],
@@ -66,10 +70,20 @@ class Shard:
         self.members = list(members)
         self.pieces = [Piece(s.parameter, members[s.parameter].parameter, s, is_common) for s in slices]
         self._slices = WeightSlices([(p.parameter, p.tensor, p.begin) for p in self.pieces] if is_common else [])
-        mirrored: list[dict[str, Any]] = [{**_options_of(group), "params": []} for group in groups]
+        mirrored: list[dict[str, Any]] = [
+            {**options_of(group), "params": []} for group in [*given[: len(groups)], *groups[len(given) :]]
+        ]
         for piece in self.pieces:
             mirrored[members[piece.index].group]["params"].append(piece.tensor)
-        self._optimizer = optimizer_class(mirrored, **options)
+        try:
+            self._optimizer = optimizer_class(mirrored[: len(given)], **options)
+            for group in mirrored[len(given) :]:
+                self._optimizer.add_param_group(group)
+        except Exception as error:
+            raise InvalidUsage(
+                f"{optimizer_class.__name__}, made again for this rank's part of the parameters (of a group, perhaps "
+                f"none), raised {type(error).__name__}: {error}"
+            ) from error
         self._options: list[dict[str, Any]] = []  # of this step, as it began
         # Without torch's hooks around step(): those are the sharded optimizer's.
         self._step = getattr(optimizer_class.step, "__wrapped__", optimizer_class.step)
@@ -81,7 +95,7 @@ class Shard:
         """
         if state is not None:
             self._optimizer.state = state
-        self._options = [_options_of(group) for group in groups]
+        self._options = [options_of(group) for group in groups]
         for ours, theirs in zip(self._optimizer.param_groups, self._options, strict=False):
             ours.update(theirs)
         self._slices.take_gradients()
@@ -113,7 +127,8 @@ class Shard:
         self._optimizer.state[piece.tensor] = state
 
 
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All but its parameters."""
     return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
 
 
@@ -121,7 +136,7 @@ def describe_options(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """What all ranks must have in common of parameter groups: numbers of parameters, and options that are data."""
     lines = []
     for number, group in enumerate(groups):
-        options = {key: plain_data(value) for key, value in _options_of(group).items()}
+        options = {key: plain_data(value) for key, value in options_of(group).items()}
         lines.append(f"group {number} of {len(group['params'])} parameters: {options}")
     return lines
 

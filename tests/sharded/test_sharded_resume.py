@@ -32,9 +32,7 @@ class AppState(Stateful):
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(
-            self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def resume(folder: str, before: str) -> list[str]:
@@ -82,7 +80,7 @@ def test_views_on_one_rank_are_no_hindrance(pool: RankPool):
 def own_gradients() -> list[str]:
     """Of one rank, in the first step: not what makes state."""
     net = make()
-    model, optimizer = sharded(net)
+    _model, optimizer = sharded(net)
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     if syncengine.rank() == 1:

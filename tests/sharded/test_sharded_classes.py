@@ -1,0 +1,94 @@
+"""How classes of optimizers are made again, for this rank's part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from sharded_training import different_weights, error_of, make, not_divided, train
+from torch import nn
+
+import syncengine
+
+
+class Mixed(torch.optim.Optimizer):
+    """Looks at the options that it is given, as Muon's with AdamW for the rest does; knows others by itself."""
+
+    def __init__(self, groups: Any, lr: float = 0.02) -> None:
+        groups = list(groups)
+        for group in groups:
+            assert set(group) == {"params", "uses_signs"}, set(group)
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    update = parameter.grad.sign() if group["uses_signs"] else parameter.grad
+                    parameter.sub_(update, alpha=group["lr"])
+
+
+def groups_of(net: nn.Module) -> list[dict[str, Any]]:
+    return [{"params": [p for p in net.parameters() if p.dim() == d], "uses_signs": d == 2} for d in (2, 1)]
+
+
+def with_a_scheduler(freezes: bool) -> list[str]:
+    nets = [make(), make()]
+    wrong = []
+    for net, is_sharded in zip(nets, (True, False), strict=True):
+        model = syncengine.Parallel(net)
+        if is_sharded:
+            optimizer: Any = syncengine.ShardedOptimizer(groups_of(net), Mixed, elements=False)
+        else:
+            optimizer = Mixed(groups_of(net))
+        net.layers[0].requires_grad_(not freezes)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)
+        for step in range(4):
+            if step == 2:
+                net.layers[0].requires_grad_(True)
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))], "uses_signs": True, "mine": 1})
+            train(model, optimizer, range(step, step + 1))
+            if step < 2:  # of the groups that there were
+                scheduler.step()
+        if is_sharded:
+            wrong = not_divided(net, optimizer) if model.communicator.size > 1 else []
+    return wrong + different_weights(*nets)
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_it_gets_the_options_that_it_was_given(pool: RankPool, world: int, freezes: bool):
+    assert pool.run(with_a_scheduler, freezes, world=world) == [[]] * world
+
+
+class Looking(torch.optim.SGD):
+    """At the first parameter, which a rank may not have."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, lr)
+        self.dtype = self.param_groups[0]["params"][0].dtype
+
+
+def one_can_not() -> list[str]:
+    net = make()
+    model = syncengine.Parallel(net)
+    weights = [max(net.parameters(), key=torch.Tensor.numel)]  # rank 0's
+    others = [p for p in net.parameters() if p is not weights[0]]
+    optimizer = syncengine.ShardedOptimizer([{"params": weights}, {"params": others}], Looking, elements=False, lr=0.1)
+    before = [p.detach().clone() for p in net.parameters()]
+    texts = [error_of(lambda: train(model, optimizer, 1)) for _ in range(2)]
+    same = all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    optimizer.release()
+    other = torch.optim.SGD(net.parameters(), lr=0.1)
+    return [*texts, str(same), error_of(lambda: train(model, other, 1))]
+
+
+def test_an_error_of_one_rank_is_everybodys(pool: RankPool):
+    for *texts, same, after in pool.run(one_can_not):
+        for text in texts:
+            assert "rank 1: Looking, made again for this rank's part of the parameters" in text
+            assert "raised IndexError: list index out of range" in text
+        assert (same, after) == ("True", "")
