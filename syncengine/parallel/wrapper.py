@@ -1,6 +1,7 @@
 """``Parallel``: a drop-in for ``torch.nn.parallel.DistributedDataParallel``."""
 
 import copy
+import gc
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -194,6 +195,8 @@ class Parallel(ForTools):
             f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, device_type={self.device_type}, "
             f"mixed_precision={self.mixed_precision}"
         )
+        if any(tensor in common for _, tensor in named):
+            gc.collect()  # perhaps on some ranks alone an optimizer is there that is gone, in a cycle
         lines = [settings, *describe_layout(named, _details)]
         private = [(name, tensor) for name, tensor in named if tensor not in common]  # the others are the same
         broadcast_named(self.communicator, f"{self._model} differs", private, self.device, 0, lines)
@@ -270,4 +273,5 @@ def _details(tensor: torch.Tensor) -> str:
     """What ranks must have in common of a parameter besides its shape and dtype; as DDP, nothing of a buffer."""
     if not isinstance(tensor, torch.nn.Parameter):
         return ""
-    return f" strides {tensor.stride()}{', trained' if tensor.requires_grad else ''}"
+    shared = ", shared by a ShardedOptimizer" if tensor in common else ""
+    return f" strides {tensor.stride()}{', trained' if tensor.requires_grad else ''}{shared}"

@@ -255,5 +255,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 def _watch_forward(model: Parallel) -> None:
     if any_torn():  # also where their optimizer is gone
         check_not_torn(model.module.parameters())
-    for optimizer in list(_optimizers.values()):
-        optimizer._on_forward(model)
+    for number in list(_optimizers):  # holds none: one that is gone, in a cycle, may be in the way of the next
+        if (optimizer := _optimizers.get(number)) is not None:
+            optimizer._on_forward(model)
