@@ -25,6 +25,15 @@ bool whole_graph_runs() {
   return chosen == nullptr || chosen->empty();
 }
 
+// Whether this backward accumulates into one of `parameters`: all do without `inputs`, or where it is among them.
+bool accumulates_into(const Parameters& parameters) {
+  if (whole_graph_runs()) return true;
+  const auto& chosen = *torch::autograd::get_current_graph_task_exec_info();
+  return std::any_of(chosen.begin(), chosen.end(), [&](const auto& node) {
+    return node.second.needed_ && parameters.accumulators().contains(node.first);
+  });
+}
+
 }  // namespace
 
 void Reducer::on_output(Forward& forward) {
@@ -50,6 +59,7 @@ void Reducer::on_output(Forward& forward) {
 
 void Reducer::on_local_output() {
   std::lock_guard lock(mutex_);
+  if (!accumulates_into(model_->parameters)) return;
   model_->outcome.not_averaged = "the last backward was this rank's own (no_sync)";
   model_->pool_gradients();
 }
