@@ -7,6 +7,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from syncengine.sharded.block import Block
 from syncengine.sharded.shard import Member, members_of
@@ -19,7 +20,7 @@ class Membership:
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
-        self.names: dict[int, str] = {}  # of the parameters of the models that it updates, by id
+        self.names: Any = WeakIdKeyDictionary()  # of the parameters of the models that it updates
         self._sizes: list[int] | None = None  # of the groups when it looked; None: look again
         self._parameters: list[torch.Tensor] = []
         self._unshared: list[Member] = []
@@ -36,7 +37,7 @@ class Membership:
 
     def late(self, groups: Groups) -> list[Member]:
         """Parameters that were frozen, and have a gradient now."""
-        return [m for m in self.unshared(groups) if m.parameter.grad is not None and id(m.parameter) in self.names]
+        return [m for m in self.unshared(groups) if m.parameter.grad is not None and m.parameter in self.names]
 
     def edited(self, groups: Groups) -> str:
         """Says which shared parameter is not where it was; or an empty text."""
@@ -44,7 +45,7 @@ class Membership:
         if not self._strays:
             return ""
         return (
-            f"parameter {self.names[id(self._strays[0])]} is not in the group any more in which it was shared: to "
+            f"parameter {self.names[self._strays[0]]} is not in the group any more in which it was shared: to "
             "change groups, release() this ShardedOptimizer and make another one"
         )
 

@@ -155,6 +155,8 @@ def plain_data(value: Any) -> Any:
         return {"numpy": str(value.dtype), "value": value.tolist()}
     if isinstance(value, dict):
         return {"dict": {str(key): plain_data(item) for key, item in value.items()}}
+    if isinstance(value, (set, frozenset)):  # texts have another order in each process
+        return {"set": sorted(str(plain_data(item)) for item in value)}
     text = repr(value)
     return {"object": type(value).__name__ if " at 0x" in text else text}
 

@@ -79,7 +79,7 @@ class Sharing:
                 "the models of one ShardedOptimizer need the same process_group: make one for each model"
             )
         self.models[model] = next(self._numbers)
-        self.members.names.update(names)
+        self.members.names.update(zip(model._model.parameters, model._model.names, strict=True))
         self.host = self.host or Host(model.communicator)
         model.reducer.watch_local_backwards()
         mine = [member for member in self.members.unshared(groups) if id(member.parameter) in names]
@@ -95,7 +95,7 @@ class Sharing:
         """Moves these into shared memory. Collective if there are any. ``problem``: why this rank can't."""
         if not members or self.host is None:
             return
-        named = [Named(self.members.names[id(member.parameter)], member.parameter) for member in members]
+        named = [Named(self.members.names[member.parameter], member.parameter) for member in members]
         lines = [
             f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, "
             + (f"state with CRC-32 {digest(entries):08x}" if (entries := state.get(p)) else "no state")  # {}: was read

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +14,10 @@ import pytest
 import torch
 from pool import RankPool
 from sharded_training import batch, different_weights, error_of, make, not_divided, plain, sharded, train
+from torch import nn
 
 import syncengine
+from syncengine.sharded.shard import describe_options
 
 
 class Counting(torch.optim.Optimizer):
@@ -61,6 +67,7 @@ OPTIONS = {
     "numpy's array": lambda rank: np.array([0.1 + rank]),
     "a dict": lambda rank: {"a": 0.1 + rank},
     "an object": lambda rank: Odd(str(rank)),
+    "a set": lambda rank: {f"{rank} {number}" for number in range(20)},
 }
 
 
@@ -151,3 +158,46 @@ def test_groups_of_shared_parameters_are_not_to_be_edited(pool: RankPool, how: s
     for text, same, after in pool.run(edited, how):
         assert f"parameter {name} is not in the group any more" in text
         assert (same, after) == ("True", "")
+
+
+def prints_options() -> None:
+    """A process of its own has its own hashes."""
+    print(describe_options([{"params": [], "mine": {"some": [{f"name {number}" for number in range(20)}]}}])[0])
+
+
+def test_sets_are_described_alike_in_all_processes():
+    script = f"import sys; sys.path[:0] = {sys.path}; import test_sharded_groups as t; t.prints_options()"
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONHASHSEED": str(seed)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in (1, 2)
+    }
+    assert len(texts) == 1, texts
+    assert "name 19" in texts.pop()
+
+
+def names_of_the_gone() -> list[str]:
+    """Whose ids others may get, which would be taken for them and shared."""
+    gone, net = nn.Sequential(nn.Linear(24, 8), nn.Linear(8, 2)), make()
+    gone[0].requires_grad_(False)
+    models = [syncengine.Parallel(one) for one in (gone, net)]
+    parameters = [gone[0].weight, *net.parameters()]
+    optimizer = syncengine.ShardedOptimizer(parameters, torch.optim.SGD, lr=0.1)
+    for model in models:
+        model(batch(0)).square().mean().backward()
+    optimizer.step()
+    optimizer.param_groups[0]["params"][0] = parameters[0] = nn.Parameter(torch.ones(3))
+    optimizer.step()
+    del gone, model, models[0]
+    gc.collect()
+    names = set(optimizer._sharing.members.names.values())
+    return sorted(names - {name for name, _ in net.named_parameters()})
+
+
+def test_names_of_parameters_that_are_gone_are_forgotten(pool: RankPool):
+    assert pool.run(names_of_the_gone) == [[]] * 2
