@@ -229,7 +229,13 @@ def is_replaced() -> bool:
 
 
 def default_communicator() -> Communicator:
-    """The communicator that init() made last. Raises InvalidUsage without one."""
+    """The communicator that init() made last. Without one, that of torch.distributed's default group, if its backend is
+    syncengine. Raises InvalidUsage if there is neither.
+    """
+    if _default is None and (group := users_group()) is not None:
+        communicator = backend_communicator(group)
+        if communicator is not None:
+            return communicator
     return _current().communicator
 
 
@@ -240,12 +246,12 @@ def wants_summary() -> bool:
 
 
 def rank() -> int:
-    """This process's rank, from 0. Raises InvalidUsage before init()."""
+    """This process's rank, from 0. Raises InvalidUsage without a default communicator."""
     return default_communicator().rank
 
 
 def world_size() -> int:
-    """The number of ranks. Raises InvalidUsage before init()."""
+    """The number of ranks. Raises InvalidUsage without a default communicator."""
     return default_communicator().size
 
 

@@ -27,6 +27,12 @@ def backend_communicator(group: dist.ProcessGroup) -> Communicator | None:
     return backend.communicator if isinstance(backend, Backend) else None
 
 
+def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:
+    """The communicator of the ranks of `group`, if it is there already. Does not communicate."""
+    connection = _connections.get(group)
+    return backend_communicator(group) if connection is None else connection.communicator
+
+
 def communicator_of(group: dist.ProcessGroup, config: Config) -> Communicator:
     """The communicator of the ranks of `group`: collective over the group, and only over it.
 

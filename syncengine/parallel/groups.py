@@ -10,17 +10,17 @@ import torch.distributed as dist
 from syncengine._C import Communicator
 from syncengine.communicator import default_communicator, group_communicator, init, is_initialized, is_replaced
 from syncengine.errors import InvalidUsage
-from syncengine.groups import backend_communicator
+from syncengine.groups import backend_communicator, existing_communicator
 
 Group = Communicator | dist.ProcessGroup
 
 
-def resolve_group(process_group: Group | None, device_mesh: Any, together: bool = True) -> tuple[Communicator, Group]:
+def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Communicator, Group]:
     """The communicator, and the value of the attribute ``process_group``.
 
     That is a torch process group wherever there is one, since tools ask ``dist.get_rank(model.process_group)``.
-    ``together``: all ranks call this, so a communicator that has failed, or whose process group another has taken the
-    place of, is replaced; otherwise it is kept.
+    All ranks call this: a communicator that has failed, or whose process group another has taken the place of, is
+    replaced.
     """
     if device_mesh is not None:
         if process_group is not None:
@@ -30,16 +30,34 @@ def resolve_group(process_group: Group | None, device_mesh: Any, together: bool 
         return process_group, process_group
     if process_group is not None:
         return group_communicator(process_group), process_group
-    anew = not is_initialized() or (together and is_replaced())
-    if dist.is_available() and dist.is_initialized():
-        group = dist.distributed_c10d._get_default_group()
+    if (group := _torchs_default_group()) is not None:
+        anew = not is_initialized() or is_replaced()
         communicator = backend_communicator(group) if anew else None
         if communicator is not None:
             return communicator, group
-        if together and not anew and dist.get_world_size() != default_communicator().size:
+        if not anew and dist.get_world_size() != default_communicator().size:
             return group_communicator(group), group
-    communicator = init() if together or anew else default_communicator()
-    return communicator, _default_group(communicator) or communicator
+    return _with_group(init())
+
+
+def is_torchs_default(communicator: Communicator) -> bool | None:
+    """Whether it is that of torch's default group (True) or of ``init()`` (False). None if it is neither."""
+    if is_initialized() and communicator is default_communicator():
+        return False
+    group = _torchs_default_group()
+    return True if group is not None and communicator is existing_communicator(group) else None
+
+
+def resolve_copy(of_torchs_default: bool) -> tuple[Communicator, Group]:
+    """As ``resolve_group``, for a copy of a model: see ``is_torchs_default``.
+
+    Where the communicator is there, also one that has failed, this does not communicate: one rank alone may copy.
+    """
+    group = _torchs_default_group()
+    if group is not None and (of_torchs_default or not is_initialized()):
+        communicator = existing_communicator(group)
+        return resolve_group(group, None) if communicator is None else (communicator, group)
+    return _with_group(default_communicator() if is_initialized() else init())
 
 
 def check_group(process_group: Any) -> None:
@@ -73,9 +91,14 @@ def _group_of(device_mesh: Any) -> dist.ProcessGroup:
     return device_mesh.get_group(mesh_dim=0)
 
 
-def _default_group(communicator: Communicator) -> dist.ProcessGroup | None:
-    """torch's default group, if it is there and has the same ranks in the same order."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    same = (dist.get_rank(), dist.get_world_size()) == (communicator.rank, communicator.size)
-    return dist.distributed_c10d._get_default_group() if same else None
+def _torchs_default_group() -> dist.ProcessGroup | None:
+    there = dist.is_available() and dist.is_initialized()
+    return dist.distributed_c10d._get_default_group() if there else None
+
+
+def _with_group(communicator: Communicator) -> tuple[Communicator, Group]:
+    """With torch's default group, if that is there and has the same ranks in the same order."""
+    group = _torchs_default_group()
+    if group is not None and (dist.get_rank(), dist.get_world_size()) == (communicator.rank, communicator.size):
+        return communicator, group
+    return communicator, communicator

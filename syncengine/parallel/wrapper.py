@@ -11,7 +11,6 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 
 from syncengine._C import ReducerOptions
-from syncengine.communicator import default_communicator
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.broadcast import broadcast_named, describe_layout
 from syncengine.parallel.buffers import Buffers, choose_buffer_sync, named_state
@@ -19,7 +18,14 @@ from syncengine.parallel.comm_hooks import CommHooks
 from syncengine.parallel.compiled import call_module, not_compiled
 from syncengine.parallel.delayed import DelayedParameters, check_delayed
 from syncengine.parallel.devices import check_buffers_on, check_device_ids, device_of, move_inputs
-from syncengine.parallel.groups import Group, check_group, localize_parameters, resolve_group
+from syncengine.parallel.groups import (
+    Group,
+    check_group,
+    is_torchs_default,
+    localize_parameters,
+    resolve_copy,
+    resolve_group,
+)
 from syncengine.parallel.logging import Logger
 from syncengine.parallel.mixed_precision import MixedPrecision
 from syncengine.parallel.model import Model, Switches, named_parameters, not_ignored
@@ -204,10 +210,11 @@ class Parallel(ForTools):
             self._planning.number = self._planning.reserve_slots()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.communicator is not default_communicator():
+        of_torchs_default = is_torchs_default(self.communicator)
+        if of_torchs_default is None:
             raise InvalidUsage(
-                "Parallel can only be pickled with the default communicator: the copy would not know which one to use. "
-                "Save model.module.state_dict() instead"
+                "Parallel can only be pickled with the default communicator, or that of torch's default process group: "
+                "the copy would not know which one to use. Save model.module.state_dict() instead"
             )
         if self._delayed is not None:
             raise InvalidUsage(
@@ -218,12 +225,13 @@ class Parallel(ForTools):
                 "the copy of a Parallel has no communication hook: register it again", UserWarning, stacklevel=2
             )
         kept = {name: value for name, value in self.__dict__.items() if name not in _PARTS}
-        return {**kept, "_switches": copy.copy(self._switches), "_number": self._planning.number}
+        made_anew = {"_number": self._planning.number, "_of_torchs_default": of_torchs_default}
+        return {**kept, "_switches": copy.copy(self._switches), **made_anew}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        number = state.pop("_number")
+        number, of_torchs_default = state.pop("_number"), state.pop("_of_torchs_default")
         torch.nn.Module.__setstate__(self, state)
-        self.communicator, self.process_group = resolve_group(None, None, together=False)
+        self.communicator, self.process_group = resolve_copy(of_torchs_default)
         self.logger = Logger(self)
         if self._mixed_precision is not None:
             self._mixed_precision.go_with(self)

@@ -1,0 +1,131 @@
+"""Copies of models over torch's default process group: without ``syncengine.init()``, or beside it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_models import different_bits, gradients
+from pool import RankPool
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+import syncengine
+from syncengine.errors import InvalidUsage
+from syncengine.launch import store as launch_store
+
+
+def init_process_group(backend: str, generation: int = 0) -> None:
+    store = dist.PrefixStore(str(generation), launch_store.open_store())
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+
+
+def make(wrap: Callable[..., Any] = syncengine.Parallel, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return wrap(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)), **options)
+
+
+def step(model: nn.Module, number: int = 0) -> list[torch.Tensor | None]:
+    batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * number + dist.get_rank()))
+    model.zero_grad()
+    model(batch).square().sum().backward()
+    return gradients(model)
+
+
+def copies(model: Any, folder: str) -> dict[str, Any]:
+    """Of this rank alone, by each way that there is."""
+    path = Path(folder) / f"{dist.get_rank()}.pt"
+    torch.save(model, path)
+    return {
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "torch.save": torch.load(path, weights_only=False),
+        "average": AveragedModel(model).module,
+    }
+
+
+def copied_over(backend: str, then_init: bool, folder: str) -> None:
+    init_process_group(backend)
+    model, reference = make(), make(DistributedDataParallel, process_group=dist.new_group(backend="gloo"))
+    step(model)
+    if then_init:  # another communicator of the same ranks
+        syncengine.init()
+    others = copies(model, folder) if dist.get_rank() == 0 else {}
+    expected = step(reference, 1)
+    for name in ("deepcopy", "pickle", "torch.save", "average"):
+        other = others[name] if others else copy.deepcopy(model)
+        assert other.communicator is model.communicator, name
+        assert other.process_group is model.process_group, name
+        assert not different_bits(step(other, 1), expected), name
+    assert not different_bits(step(model, 1), expected)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("then_init", [False, True])
+@pytest.mark.parametrize("backend", ["syncengine", "gloo"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_models_are_copied_without_init(pool: RankPool, backend: str, then_init: bool, world: int, tmp_path: Path):
+    with pool.spawn_ranks(copied_over, backend, then_init, str(tmp_path), world=world, settings=None) as ranks:
+        for rank in ranks:
+            rank.result()
+
+
+def copied_beside_others(folder: str) -> None:
+    """torch's default group has fewer ranks than the default communicator, or is given by name."""
+    pair = int(os.environ["RANK"]) // 2
+    everyone = syncengine.init()
+    os.environ.update(RANK=str(everyone.rank % 2), WORLD_SIZE="2")
+    for backend, generation in (("gloo", 0), ("syncengine", 1)):
+        init_process_group(backend, 2 * generation + pair)
+        for model in (make(), make(process_group=dist.group.WORLD)):
+            assert model.communicator.size == 2
+            expected = step(model)
+            for other in copies(model, f"{folder}/{pair}").values():
+                assert other.communicator is model.communicator
+                assert not different_bits(step(other), expected)
+        of_all = make(process_group=everyone)
+        assert copy.deepcopy(of_all).communicator is everyone
+        dist.destroy_process_group()
+        with pytest.raises(InvalidUsage, match="default communicator, or that of torch's default process group"):
+            copy.deepcopy(model)
+
+
+def test_models_of_a_default_group_of_some_ranks_are_copied(pool: RankPool, tmp_path: Path):
+    for pair in "01":
+        (tmp_path / pair).mkdir()
+    with pool.spawn_ranks(copied_beside_others, str(tmp_path), world=4, settings=None) as ranks:
+        for rank in ranks:
+            rank.result()
+
+
+def without_init() -> None:
+    with pytest.raises(InvalidUsage, match=r"call syncengine\.init\(\) first"):
+        syncengine.rank()
+    init_process_group("syncengine")
+    assert not syncengine.is_initialized()
+    assert (syncengine.rank(), syncengine.world_size()) == (dist.get_rank(), 2)
+    assert syncengine.default_communicator() is make().communicator
+    syncengine.all_reduce(total := torch.ones(2))
+    assert total.tolist() == [2, 2]
+    hooked = make(DistributedDataParallel)
+    hooked.register_comm_hook(None, syncengine.hooks.bf16_compress)
+    ours = make()
+    ours.register_comm_hook(None, syncengine.hooks.bf16_compress)
+    assert not different_bits(step(hooked), step(ours))
+    assert syncengine.init() is syncengine.default_communicator() is not ours.communicator
+    dist.destroy_process_group()
+
+
+def test_the_default_group_of_the_backend_is_a_default_communicator(pool: RankPool):
+    with pool.spawn_ranks(without_init, settings=None) as ranks:
+        for rank in ranks:
+            rank.result()
