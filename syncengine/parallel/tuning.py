@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import os
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -43,25 +42,23 @@ class Link:
         return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
 
 
-_links: weakref.WeakKeyDictionary[Communicator, Link] = weakref.WeakKeyDictionary()
-
-
 def measure_link(communicator: Communicator) -> Link:
-    """Times all-reduces. Collective; once for each communicator, some tens of milliseconds."""
-    if communicator not in _links:
-        memory = torch.zeros(_SIZES[-1] // 4, dtype=torch.float32, device="cpu")
-        seconds = []
-        for size in _SIZES:
-            part = memory[: size // 4]
-            times = []
-            for _ in range(1 + _REPEATS):
-                communicator.barrier()
-                start = time.perf_counter()
-                communicator.all_reduce(part)
-                times.append(time.perf_counter() - start)
-            seconds.append(min(times[1:]))
-        _links[communicator] = Link(_SIZES, seconds)
-    return _links[communicator]
+    """Times all-reduces. Collective; some tens of milliseconds.
+
+    For each model anew: what one rank remembers, another may have dropped together with its models.
+    """
+    memory = torch.zeros(_SIZES[-1] // 4, dtype=torch.float32, device="cpu")
+    seconds = []
+    for size in _SIZES:
+        part = memory[: size // 4]
+        times = []
+        for _ in range(1 + _REPEATS):
+            communicator.barrier()
+            start = time.perf_counter()
+            communicator.all_reduce(part)
+            times.append(time.perf_counter() - start)
+        seconds.append(min(times[1:]))
+    return Link(_SIZES, seconds)
 
 
 def end_of_backward(ready: Sequence[float], sizes: Sequence[int], link: Link, overlaps: bool) -> float:

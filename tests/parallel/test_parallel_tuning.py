@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from parallel_models import Mlp
-from pool import RankPool
+from parallel_models import Mlp, backwards
+from pool import RankPool, run_on_ranks
 from torch import nn
 
 import syncengine
@@ -162,15 +163,12 @@ def test_parameters_may_be_frozen_while_backwards_are_timed(pool: RankPool):
     pool.run(freezes_while_timing)
 
 
-def measured() -> None:
-    communicator = syncengine.default_communicator()
-    link = tuning.measure_link(communicator)
-    before = communicator.counters()["operations"]
-    assert tuning.measure_link(communicator) is link
-    assert communicator.counters()["operations"] == before
-    assert all(0 < seconds < 10 for seconds in link.seconds)
-    syncengine.Parallel(nn.Linear(24, 2))
-
-
-def test_a_link_is_measured_once(pool: RankPool):
-    pool.run(measured)
+@run_on_ranks(gloo=True)
+def test_a_rank_may_keep_models_that_others_have_dropped():
+    """Below a group of the backend only the models keep the Python object of the communicator."""
+    group, rank, kept = dist.new_group(backend="syncengine"), dist.get_rank(), []
+    for _ in range(3):
+        model = syncengine.Parallel(nn.Linear(24, 2), process_group=group)
+        backwards(model, 6)
+        kept += [model] * (rank == 0)
+        del model
