@@ -8,7 +8,7 @@ gradients keep their dtype, a forward without a backward has no effect, and it w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -62,6 +62,17 @@ class MixedPrecision:
         (inputs, kwargs), _ = _cast_forward_inputs(self.dtype, inputs, kwargs)  # as two: one may be called `dtype`
         return inputs, kwargs
 
+    def around(self, call: Callable[[], Any]) -> Any:
+        """What the wrapper's ``call`` of the module returns; however it ends, the parameters are back in place.
+
+        torch calls ``_leave`` after an ``Exception``, but not after Ctrl-C.
+        """
+        self._put_back()  # after a call past the wrapper that has ended so
+        try:
+            return call()
+        finally:
+            self._put_back()
+
     def _takes_part(self, tensor: torch.Tensor) -> bool:
         return tensor.is_floating_point() and tensor not in self._ignored
 
@@ -71,17 +82,25 @@ class MixedPrecision:
             return
         self._calls.append(module)
         if len(self._calls) == 1:
+            if torch._C._current_graph_task_id() >= 0:  # recomputed in backward
+                torch.autograd.Variable._execution_engine.queue_callback(_AtEnd(self._put_back))
             self._hide_behind_casts(module)
 
     def _leave(self, module: nn.Module, _inputs: Any, _output: Any) -> None:
         if not self._calls or self._calls[-1] is not module:
             return  # a hook before _enter has raised
-        self._calls.pop()
-        if not self._calls:
-            for parameters, name, parameter in self._hidden:
-                parameters[name] = parameter
-            self._hidden.clear()
-            _renew_flat_weights(module)
+        if len(self._calls) == 1:
+            self._put_back()
+        else:
+            self._calls.pop()
+
+    def _put_back(self) -> None:
+        for parameters, name, parameter in self._hidden:
+            parameters[name] = parameter
+        self._hidden.clear()
+        if self._calls:
+            _renew_flat_weights(self._calls[0])
+            self._calls.clear()
 
     def _hide_behind_casts(self, module: nn.Module) -> None:
         casts: dict[int, torch.Tensor] = {}  # a shared parameter has one, which adds up its gradients
@@ -95,6 +114,19 @@ class MixedPrecision:
                 self._hidden.append((parameters, name, parameter))
                 parameters[name] = casts[id(parameter)]
         _renew_flat_weights(module)
+
+
+class _AtEnd:
+    """A callback of a graph task, which drops it at its end, whatever error has ended it."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self) -> None:
+        """Nothing."""
+
+    def __del__(self) -> None:
+        self._call()
 
 
 def _renew_flat_weights(module: nn.Module) -> None:

@@ -256,11 +256,12 @@ class Parallel(ForTools):
             self._delayed.begin_forward(self.require_backward_grad_sync)
         if self.device_ids:
             inputs, kwargs = move_inputs(inputs, kwargs, self.device)
-        if self._mixed_precision is not None:
+        if self._mixed_precision is None:
+            call = partial(call_module, self, inputs, kwargs)
+        else:
             inputs, kwargs = self._mixed_precision.cast_inputs(inputs, kwargs)
-        if not self._reduces:
-            return call_module(self, inputs, kwargs)
-        return self._steps.forward(partial(call_module, self, inputs, kwargs), self)
+            call = partial(self._mixed_precision.around, partial(call_module, self, inputs, kwargs))
+        return self._steps.forward(call, self) if self._reduces else call()
 
     def weight(self, n: float) -> None:
         """The next synchronized backward counts this rank's gradients ``n`` times: ``sum(n * gradient) / sum(n)``.
