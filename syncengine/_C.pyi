@@ -457,6 +457,12 @@ class Reducer:
         True if a plan must be installed before such a forward runs.
         """
 
+    def accumulates(self, index: int) -> bool:
+        """Whether a forward that was not synchronized may have given this parameter a gradient.
+
+        Since the last synchronized backward.
+        """
+
     def prepare_for_backward(
         self, outputs: Sequence[torch.Tensor], began: NodeNumber | None = None
     ) -> list[torch.Tensor]:

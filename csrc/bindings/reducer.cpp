@@ -151,6 +151,9 @@ void bind_reducer(py::module_& module) {
             return self.prepare_for_backward(outputs, began.value_or(NodeNumber()));
           },
           py::arg("outputs"), py::arg("began") = py::none(), NoGil())
+      .def(
+          "accumulates", [](Reducer& self, size_t index) { return self.model()->parameters.accumulates(index); },
+          py::arg("index"), NoGil())
       .def("abandon_forward", &Reducer::abandon_forward, py::arg("text"), NoGil())
       .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
       .def("shadow_backward", &shadow_backward)

@@ -27,7 +27,8 @@ void Backward::begin() {
   model_.record.begin_backward(model_.parameters.size(), plan_->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) model_.flat->begin();
-  asks_usage_ = usage.finds_unused() || usage.observes();
+  // Of frozen ones a plan does not know whether a gradient is still there. A static graph can't be asked again.
+  asks_usage_ = usage.finds_unused() || usage.observes() || (!usage.is_static() && !plan_->frozen().empty());
   usage_travels_ = model_.flat == nullptr && route_->outlives_errors() && plan_->sparse().empty() &&
                    !model_.options.skip_all_reduce_unused_params &&
                    Usage::words_of(plan_->largest_bucket()) + Masks::kWords <= kMaxFlagWords;
@@ -95,9 +96,15 @@ void Backward::collect_missing() {
   StaticGraph* graph = model_.usage.static_graph();
   const bool observed = graph && graph->observed();
   if (observed) graph->begin_backward();
+  for (size_t i : plan_->frozen()) {
+    if (!model_.usage.finds_unused() && model_.parameters.tensor(i).grad().defined()) model_.usage.note(i);
+    gradient(i).collect_unused(model_.record.statistics);
+    count_collected(i);
+  }
   if (!observed && !model_.usage.finds_unused()) return;
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
-    if (!plan_->covers(i) || (observed ? graph->is_used(i) : told_.reachable[i])) continue;
+    if (!plan_->covers(i) || plan_->is_frozen(i)) continue;
+    if (observed ? graph->is_used(i) : told_.reachable[i]) continue;
     gradient(i).collect_unused(model_.record.statistics);
     count_collected(i);
   }
@@ -105,7 +112,7 @@ void Backward::collect_missing() {
 
 void Backward::collect_observed() {
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
-    if (!plan_->covers(i)) continue;
+    if (!plan_->covers(i) || plan_->is_frozen(i)) continue;
     if (!model_.usage.static_graph()->is_used(i)) {
       gradient(i).collect_unused(model_.record.statistics);
     } else {
@@ -146,7 +153,8 @@ void Backward::count_collected(size_t index) {
 bool Backward::skips(const Bucket& bucket) const {
   if (!model_.options.skip_all_reduce_unused_params || told_.has_shadows) return false;
   const auto& parameters = bucket.layout->parameters;
-  return std::all_of(parameters.begin(), parameters.end(), [&](size_t i) { return gradient(i).stands_in(); });
+  return std::all_of(parameters.begin(), parameters.end(),
+                     [&](size_t i) { return gradient(i).stands_in() && !plan_->is_frozen(i); });
 }
 
 void Backward::announce_usage() {
@@ -210,12 +218,14 @@ std::vector<size_t> Backward::deliver() {
   for (Bucket& bucket : buckets_) {
     route_->deliver(*this, bucket);
     for (size_t i : bucket.layout->parameters) {
-      const bool delivered = gradient(i).deliver(!usage.tracks() || usage.anywhere(i));
+      const bool may_be_unused = plan_->is_frozen(i) ? asks_usage_ : usage.tracks();
+      const bool delivered = gradient(i).deliver(!may_be_unused || usage.anywhere(i));
       if (delivered && model_.parameters.any_user_hooks()) written.push_back(i);
       if (model_.averaging.scaling == Scaling::DivideViewed) gradient(i).keep();
     }
   }
   usage.clear();
+  model_.parameters.end_accumulation();
   return written;
 }
 

@@ -72,7 +72,8 @@ BucketPlan::BucketPlan(const std::vector<std::vector<size_t>>& indices, const st
       const at::Tensor& parameter = gradients[layout->parameters[k]].parameter();
       const size_t bytes = parameter.nbytes();
       places_[layout->parameters[k]] = {static_cast<uint32_t>(b), static_cast<uint32_t>(k), bytes,
-                                        parameter.scalar_type()};
+                                        parameter.scalar_type(), !parameter.requires_grad()};
+      if (!parameter.requires_grad()) frozen_.push_back(layout->parameters[k]);
       if (!layout->sparse && bytes >= gradient_memory::kSmallest) pooled_sizes_.insert(bytes);
     }
     if (layout->sparse) sparse_.push_back(layout->parameters[0]);
@@ -84,7 +85,8 @@ BucketPlan::BucketPlan(const std::vector<std::vector<size_t>>& indices, const st
 bool BucketPlan::contains(const BucketPlan& other, const std::vector<Gradient>& gradients) const {
   for (size_t i = 0; i < places_.size(); ++i) {
     const at::Tensor& parameter = gradients[i].parameter();
-    if (other.covers(i) && parameter.requires_grad() && !(covers(i) && fits(i, parameter))) return false;
+    if (!other.covers(i) || other.is_frozen(i) || !parameter.requires_grad()) continue;
+    if (!covers(i) || is_frozen(i) || !fits(i, parameter)) return false;
   }
   return true;
 }

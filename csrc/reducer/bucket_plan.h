@@ -26,6 +26,9 @@ class BucketPlan {
   bool provisional() const { return provisional_; }
 
   bool covers(size_t parameter) const { return places_[parameter].bucket != kNone; }
+  // Parameters that were frozen when it was made: of these only what had accumulated before is averaged, once.
+  const std::vector<size_t>& frozen() const { return frozen_; }
+  bool is_frozen(size_t parameter) const { return places_[parameter].frozen; }
   // Of a parameter that it covers.
   size_t bucket_of(size_t parameter) const { return places_[parameter].bucket; }
   size_t position_of(size_t parameter) const { return places_[parameter].position; }
@@ -35,7 +38,8 @@ class BucketPlan {
     return places_[parameter].bytes == tensor.nbytes() && places_[parameter].type == tensor.scalar_type();
   }
 
-  // Whether it covers, as they are now, all parameters that `other` covers and that still require a gradient.
+  // Whether it covers, as they are now, all parameters that `other` covers, not as frozen ones, and that still require a
+  // gradient.
   bool contains(const BucketPlan& other, const std::vector<Gradient>& gradients) const;
 
   // Parameters in buckets of sparse layout, in order.
@@ -50,12 +54,13 @@ class BucketPlan {
     uint32_t bucket = kNone, position = 0;
     size_t bytes = 0;
     at::ScalarType type = at::ScalarType::Undefined;
+    bool frozen = false;
   };
 
   std::vector<std::shared_ptr<const BucketLayout>> buckets_;
   bool provisional_;
   std::vector<Place> places_;  // by parameter
-  std::vector<size_t> sparse_;
+  std::vector<size_t> sparse_, frozen_;
   gradient_memory::Sizes pooled_sizes_;
 };
 

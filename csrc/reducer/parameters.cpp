@@ -6,7 +6,9 @@
 namespace syncengine {
 
 Parameters::Parameters(std::vector<at::Tensor> tensors, ModelNames names, const std::vector<bool>& sparse)
-    : names_(std::make_shared<const ModelNames>(std::move(names))), hooks_(tensors.size()) {
+    : names_(std::make_shared<const ModelNames>(std::move(names))),
+      hooks_(tensors.size()),
+      accumulates_(tensors.size()) {
   gradients_.reserve(tensors.size());
   attributes_.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -60,9 +62,16 @@ void Parameters::unhook(size_t index) {
 bool Parameters::are_covered_by(const BucketPlan& plan) const {
   for (size_t i = 0; i < hooks_.size(); ++i) {
     const bool wanted = tensor(i).requires_grad();
+    if (!wanted && accumulates_[i]) return false;
     if (wanted != plan.covers(i) || (wanted && !plan.fits(i, tensor(i)))) return false;
   }
   return true;
+}
+
+void Parameters::begin_accumulation() {
+  for (size_t i = 0; i < attributes_.size(); ++i) {
+    if (attributes_[i].required_grad()) accumulates_[i] = true;
+  }
 }
 
 void Parameters::let_go_of_nodes() {

@@ -37,8 +37,14 @@ class Parameters {
   // Before a forward: `reducer` listens to each that requires a gradient, or has: a graph from before may bring one when
   // it does again. Returns whether anything was new.
   bool follow(const std::shared_ptr<Reducer>& reducer);
-  // Whether each that requires a gradient is in a bucket of `plan`, as it was then, and no other is.
+  // Whether each that requires a gradient, or has accumulated one, is in a bucket of `plan`, as it was then, and no other
+  // is; nor is a frozen one, of which ranks are to agree anew each time whether any has accumulated.
   bool are_covered_by(const BucketPlan& plan) const;
+  // A forward comes whose backward is this rank's own. What it brings is still to be averaged, also of a parameter that
+  // is frozen by then: until the end of a synchronized backward.
+  void begin_accumulation();
+  void end_accumulation() { accumulates_.assign(accumulates_.size(), false); }
+  bool accumulates(size_t index) const { return accumulates_[index]; }
   // Forgets AccumulateGrad nodes that nobody else holds, so that follow() has them made anew.
   void let_go_of_nodes();
   // Listens to none, and lets users' hooks run by themselves again.
@@ -64,6 +70,7 @@ class Parameters {
   std::vector<std::unique_ptr<GradientHook>> hooks_;    // none until it requires a gradient
   std::vector<std::unique_ptr<GradientHook>> retired_;  // on nodes that graphs hold, and parameters no longer
   AccumulatorIndex accumulators_;
+  std::vector<bool> accumulates_;
   bool any_user_hooks_ = false;
 };
 

@@ -77,7 +77,9 @@ bool Reducer::begin_forward(bool synchronize) {
   // An AccumulateGrad node runs on the stream that was current when it was made, and a graph can't be captured through
   // one of another stream that is the default one. So all are made anew where nobody else holds them.
   if (model_->flat && model_->flat->current_changed()) model_->parameters.let_go_of_nodes();
-  return model_->wants_plan(model_->parameters.follow(shared_from_this()));
+  const bool changed = model_->parameters.follow(shared_from_this());
+  if (!synchronize) model_->parameters.begin_accumulation();
+  return model_->wants_plan(changed);
 }
 
 std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from syncengine._C import Reducer, ReducerOptions
 from syncengine.errors import InvalidUsage, Mismatch
@@ -47,9 +48,14 @@ class Planning:
 
     def renew(self, current: Round | None = None) -> None:
         """The first plan is by registration; later ones by one rank's order of readiness."""
+        with temporarily_clear_interpreter_stack():  # torch.func's transforms would wrap what ranks tell each other
+            self._renew(current)
+
+    def _renew(self, current: Round | None) -> None:
         trainable = [i for i, p in enumerate(self.model.parameters) if p.requires_grad]
         if self.plan is None:
-            self._install(self.planner.initial(trainable), provisional=self.planner.rebuilds)
+            planned = sorted({*trainable, *self._accumulated(trainable)})
+            self._install(self.planner.initial(planned), provisional=self.planner.rebuilds)
             return
         if current is not None:  # ranks without a batch have nothing to time
             self._tuner = None
@@ -60,6 +66,7 @@ class Planning:
                 return
             self._tune(self._tuner, planned)
         order = self._agree_on_order(trainable, current)
+        order += self._accumulated(order)
         self._install(self.planner.rebuilt(order), provisional=self._tuner is not None)
         self.has_rebuilt = True
 
@@ -93,6 +100,20 @@ class Planning:
         self.reserve_slots()
         self.reducer.install_plan(plan, provisional)
         self.plan = plan
+
+    def _accumulated(self, trainable: list[int]) -> list[int]:
+        """The other parameters with gradients that some rank has accumulated, and not averaged: frozen since.
+
+        Collective, also where there are none: whether there are, each rank knows of itself alone.
+        """
+        known = set(trainable)
+        own = [
+            i not in known and parameter.grad is not None and self.reducer.accumulates(i)
+            for i, parameter in enumerate(self.model.parameters)
+        ]
+        anywhere = torch.tensor(own, dtype=torch.uint8, device="cpu")
+        self.model.communicator.all_reduce(anywhere, "max")
+        return [i for i, accumulated in enumerate(anywhere.tolist()) if accumulated and i not in known]
 
     def _agree_on_order(self, trainable: list[int], current: Round | None) -> list[int]:
         """Rank 0's order of its trainable parameters: last backward's, then what it did not bring.

@@ -68,9 +68,12 @@ def test_an_interrupt_costs_a_step_and_leaves_the_parameters_in_place():
 def test_after_an_interrupt_past_the_wrapper_its_next_forward_casts_anew():
     model = syncengine.Parallel(Mlp(), mixed_precision=BF16)
     reference = syncengine.Parallel(copy.deepcopy(model.module), mixed_precision=BF16)
+    weights = [*model.parameters(), *reference.parameters()]
     Interrupt(model.module.layers[3], KeyboardInterrupt, 0)
     with pytest.raises(KeyboardInterrupt):
         model.module(data(0, 0).bfloat16())
-    model(data(0, 0))
+    with torch.no_grad():
+        torch._foreach_mul_(weights, 2)
+    assert torch.equal(model(data(0, 0)), reference(data(0, 0)))
     assert all(map(same_bits, steps(model, on_data, 3), steps(reference, on_data, 3)))
     assert {value.dtype for value in model.state_dict().values()} == {torch.float32}
