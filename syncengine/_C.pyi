@@ -468,8 +468,8 @@ class Reducer:
     ) -> list[torch.Tensor]:
         """The forward has ended with these outputs; what has a graph from before it `began` is none of its own.
 
-        If unused parameters are looked for, and one is found: returns the leaves that the outputs depend on and that
-        are not among the parameters.
+        If one is unused, and unused parameters are looked for or the last backward has brought no gradient: returns the
+        leaves that the outputs depend on and that are not among the parameters.
         """
 
     def prepare_for_local_backward(self, outputs: Sequence[torch.Tensor], began: NodeNumber) -> None:

@@ -3,7 +3,6 @@
 
 #include <pybind11/pybind11.h>
 
-#include <algorithm>
 #include <utility>
 
 #include "base/error.h"
@@ -27,19 +26,6 @@ std::vector<at::Tensor> mark_reachable(const std::vector<at::Tensor>& outputs, c
     if (model.plan.covers(i) && !forward.reachable[i]) return leaves_of(others);
   }
   return {};
-}
-
-// A module whose parameters were replaced would train without ever being synchronized.
-bool are_replaced(const Parameters& parameters, const std::vector<at::Tensor>& outputs) {
-  auto requires_grad = [](const at::Tensor& output) { return output.requires_grad(); };
-  auto is_trained = [](const Gradient& gradient) { return gradient.parameter().requires_grad(); };
-  const auto& all = parameters.gradients();
-  if (std::none_of(all.begin(), all.end(), is_trained) || std::none_of(outputs.begin(), outputs.end(), requires_grad)) {
-    return false;
-  }
-  std::vector<bool> reached(parameters.size());
-  mark_used(outputs, parameters.accumulators(), reached);
-  return std::find(reached.begin(), reached.end(), true) == reached.end();
 }
 
 }  // namespace
@@ -87,15 +73,9 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
   if (recomputing()) return {};
   Forward& forward = model_->coming_forward();
   std::vector<at::Tensor> other_leaves;
-  if (model_->usage.finds_unused() || model_->usage.observes())
+  // A module whose parameters were replaced would train without ever being synchronized.
+  if (model_->usage.finds_unused() || model_->usage.observes() || model_->outcome.brought_nothing) {
     other_leaves = mark_reachable(outputs, *model_, forward);
-  if (model_->outcome.brought_nothing && are_replaced(model_->parameters, outputs)) {
-    const std::string text = "the outputs of " + model_->parameters.model() +
-                             " depend on none of the parameters that it was made with, so nothing would be "
-                             "synchronized. Were they replaced, say by load_state_dict(assign=True)? Then wrap the "
-                             "module again";
-    give_up({text, true}, /*keeps_gradients=*/true);
-    throw Error(ErrorKind::InvalidUsage, text);
   }
   for (const auto& output : outputs) {
     if (const auto* node = hook_output(weak_from_this(), output, model_->forward, began))

@@ -67,7 +67,7 @@ def check_not_replaced(
             text = (
                 f"{own_name(communicator)}: parameter {name} of Parallel({type(module).__name__}) was replaced after "
                 "wrapping, so it would not be synchronized. Wrap the module again, or write new values into the old "
-                "one with copy_()"
+                "one with copy_(); for functional_call take tensors that are no nn.Parameter"
             )
             fail_all(communicator, InvalidUsage(text))
 

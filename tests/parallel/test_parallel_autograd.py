@@ -10,6 +10,7 @@ import torch
 from parallel_models import CAP, Conv, Mlp, backwards, both, data, small
 from pool import run_on_ranks
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import syncengine
 
@@ -154,3 +155,30 @@ def test_functional_calls():
 
     both(Mlp, reparametrized)
     both(small, function_transforms)
+    planning = syncengine.Parallel(small())
+    backwards(planning, 1)  # where buckets are rebuilt then, DDP fails
+    results = function_transforms(planning)
+    assert all(map(torch.equal, tree_leaves(results), tree_leaves(function_transforms(planning))))
+
+
+def fast_weights(model: nn.Module, inner_steps: int) -> list[torch.Tensor]:
+    """Leaves of this rank's own, trained by backward() between the model's steps (first-order MAML, Reptile)."""
+    found = []
+    for i in range(3):
+        fast = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+        for j in range(inner_steps):
+            torch.func.functional_call(model, fast, (data(3 * i + j),)).square().mean().backward()
+            with torch.no_grad():
+                for value in fast.values():
+                    value -= 0.1 * value.grad
+                    value.grad = None
+        model.zero_grad()
+        model(data(i)).square().mean().backward()
+        found += [*fast.values(), *(p.grad.clone() for p in model.parameters())]
+    return found
+
+
+@run_on_ranks(gloo=True)
+def test_functional_calls_with_leaves_of_their_own():
+    for inner_steps in (1, 3):
+        both(small, partial(fast_weights, inner_steps=inner_steps))
