@@ -153,31 +153,33 @@ def init(
 
 
 def group_communicator(group: dist.ProcessGroup) -> Communicator:
-    """The communicator of a torch.distributed process group: the group's own, if its backend is syncengine; otherwise
-    the default one, initialized if need be, if it has the group's ranks; otherwise a new one, with the settings of
-    init() or of the environment. Collective over the group. Raises InvalidUsage if it has the default one's ranks in
-    another order.
+    """The communicator of a torch.distributed process group: that of its backend, if this is syncengine; the default
+    one, initialized if need be, for torch's default group; for any other its own, with the settings of init() or of the
+    environment, even if it has the same ranks: the calls of two groups need not come in the same order.
+
+    Collective over the group. Raises InvalidUsage if the default group has the default communicator's ranks in another
+    order.
     """
     communicator = backend_communicator(group)
     if communicator is not None:
         return communicator
-    with _lock:
-        refuse_forked_child()
-        if _has_default_ranks(group):
-            return init()
-        config = _default.config if _default is not None else Config.read(os.environ)
-        communicator = communicator_of(group, config)
-        install_hooks()
-        return communicator
+    refuse_forked_child()
+    if _shares_default(group):
+        return init()
+    current = _default  # without _lock, which init() holds while it waits for other ranks, who may wait for this group
+    communicator = communicator_of(group, Config.read(os.environ) if current is None else current.config)
+    install_hooks()
+    return communicator
 
 
-def _has_default_ranks(group: dist.ProcessGroup) -> bool:
-    """Whether these are the ranks of the default communicator that there is, or that init() would make."""
-    if dist.get_process_group_ranks(group) != list(range(dist.get_world_size())):
+def _shares_default(group: dist.ProcessGroup) -> bool:
+    """Whether the default communicator that there is, or that init() would make, is that of `group`."""
+    if group is not dist.distributed_c10d._get_default_group():
         return False
-    if _default is None or _default.group is not None:
+    current = _default
+    if current is None or current.group is not None:
         return True
-    ours, theirs = _default.communicator, dist.get_rank(group)
+    ours, theirs = current.communicator, dist.get_rank(group)
     if ours.size == dist.get_world_size(group) and ours.rank != theirs:
         raise InvalidUsage(
             f"rank {theirs} of the process group is rank {ours.rank} of the default communicator: call "
@@ -308,15 +310,13 @@ def _end() -> None:
         end_movers()  # while there is still an interpreter, and MPI
 
 
-_hooks_installed = False
+_hooks_installed = threading.Lock()  # held for ever from then on
 
 
 def install_hooks() -> None:
     """Called once: sets what happens when this process ends, normally or by an uncaught error."""
-    global _hooks_installed
-    if _hooks_installed:
+    if not _hooks_installed.acquire(blocking=False):
         return
-    _hooks_installed = True
     atexit.register(_end)
     previous = sys.excepthook
 

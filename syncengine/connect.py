@@ -65,8 +65,8 @@ def connect(
 ) -> Connection:
     """The communicator of the ranks that `exchange` reaches (None: of this one alone).
 
-    `global_ranks` are what messages call them; their ranks in the exchange if None. If this rank fails, the others are
-    sent its error.
+    `global_ranks` are what messages call them; None for all ranks of the job, which connect one communicator at a time.
+    If this rank fails, the others are sent its error.
     """
     options = config.options(timeout)
     if exchange is None:
@@ -83,8 +83,11 @@ def connect(
                 peers = sum(host != hosts[rank] for host in hosts)
                 network = _meet(exchange, config, bootstrap, addresses, peers)
             else:
+                in_order = global_ranks is None  # the default communicator
                 known_as = list(range(size)) if global_ranks is None else global_ranks
-                mover = open_mover(config.interhost, rank, known_as, config.checksum, config.silence, exchange)
+                mover = open_mover(
+                    config.interhost, rank, known_as, in_order, config.checksum, config.silence, exchange
+                )
         communicator = bootstrap.connect(addresses, timeout, global_ranks, network, mover)
         if communicator.links:
             logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import torch
@@ -14,8 +15,17 @@ from syncengine.errors import InvalidUsage
 from syncengine.launch import Exchange, group_timeout
 from syncengine.launch.store import StoreExchange
 
-# One for each group for as long as the group is there.
-_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref.WeakKeyDictionary()
+
+class _Own:
+    """What one group has, for as long as the group is there."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # while its ranks meet; other groups may meet meanwhile, in any order
+        self.connection: Connection | None = None
+
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Own] = weakref.WeakKeyDictionary()
+_lock = threading.RLock()  # the table's
 
 
 def backend_communicator(group: dist.ProcessGroup) -> Communicator | None:
@@ -36,30 +46,39 @@ def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:
 def communicator_of(group: dist.ProcessGroup, config: Config) -> Communicator:
     """The communicator of the ranks of `group`: collective over the group, and only over it.
 
-    Made by the first call, and made anew by the first one after it has failed.
+    Made by the first call, and made anew by the first one after it has failed. Threads may call this for different
+    groups at a time, in another order on each rank.
 
     Raises InvalidUsage if this rank is not one of them.
     """
-    connection = _connections.get(group)
-    if connection is None or connection.has_failed():
-        if dist.get_rank(group) < 0:
-            raise InvalidUsage("this rank is not in the process group: call this on the group's ranks only")
-        timeout = config.timeout or group_timeout(group) or DEFAULT_TIMEOUT
-        rank, global_ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-        exchange = None if len(global_ranks) == 1 else _open_exchange(group, rank, global_ranks, timeout, config)
-        connection = connect(exchange, rank, len(global_ranks), config, timeout, global_ranks)
-        _connections[group] = connection
-    return connection.communicator
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise InvalidUsage("this rank is not in the process group: call this on the group's ranks only")
+    with _lock:
+        own = _groups.setdefault(group, _Own())
+    with own.lock:
+        connection = own.connection
+        if connection is None or connection.has_failed():
+            timeout = config.timeout or group_timeout(group) or DEFAULT_TIMEOUT
+            global_ranks = dist.get_process_group_ranks(group)
+            exchange = None if len(global_ranks) == 1 else _open_exchange(group, rank, global_ranks, timeout, config)
+            connection = connect(exchange, rank, len(global_ranks), config, timeout, global_ranks)
+            own.connection = connection
+        return connection.communicator
 
 
 def all_group_communicators() -> list[Communicator]:
     """Those that communicator_of() made."""
-    return [connection.communicator for connection in _connections.values()]
+    with _lock:
+        connections = [own.connection for own in _groups.values()]
+    return [connection.communicator for connection in connections if connection is not None]
 
 
 def forget_groups() -> None:
     """The next communicator_of() makes new ones."""
-    _connections.clear()
+    with _lock:
+        for own in _groups.values():
+            own.connection = None
 
 
 def _open_exchange(

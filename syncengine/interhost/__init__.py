@@ -2,6 +2,7 @@
 
 mpi.py      MPI, through mpi4py
 torch.py    a torch.distributed process group
+numbers.py  what tells several movers apart
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ def open_mover(
     interhost: str,
     rank: int,
     global_ranks: list[int],
+    in_order: bool,
     checksum: bool,
     silence: float,
     meet: Callable[[bytes], list[bytes]],
 ) -> Mover:
     """The mover that `interhost` names, for this rank of those that the launcher knows as `global_ranks`.
 
+    `in_order`: all ranks of the job open it, and nothing else meanwhile; otherwise others may be opened at that time.
     `silence`: seconds without a heartbeat after which a rank is lost; MPI has no heartbeats.
     Collective. `meet` is an Exchange, called once it is clear that this rank can take part. Raises InvalidUsage if it
     can't, and what `meet` raises.
@@ -35,5 +38,5 @@ def open_mover(
     if interhost == "torch":
         from syncengine.interhost.torch import open_torch
 
-        return open_torch(rank, global_ranks, checksum, silence, meet)
+        return open_torch(rank, global_ranks, in_order, checksum, silence, meet)
     raise InvalidUsage(f"interhost={interhost!r} moves no packets")

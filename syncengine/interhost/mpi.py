@@ -9,8 +9,9 @@ from typing import Any
 
 from syncengine._C import Mover, python_mover
 from syncengine.errors import InvalidUsage
+from syncengine.interhost.numbers import agree_on_number
 
-_TAG = 21090
+_TAG, _TAGS = 21090, 10_000
 _CANCEL_SECONDS = 0.2
 
 _unfinished: list[Any] = []  # requests that did not end, and what they use: MPI may touch it until the process ends
@@ -20,10 +21,10 @@ def open_mpi(rank: int, global_ranks: list[int], checksum: bool, meet: Callable[
     """See open_mover."""
     MPI = _load()
     _check(MPI, global_ranks[rank], max(global_ranks) + 1)
-    meet(b"ready")
+    number = agree_on_number(global_ranks, MPI.COMM_WORLD.Get_size(), meet)
     group = MPI.COMM_WORLD.Get_group()
     own = group.Incl(global_ranks)
-    comm = MPI.COMM_WORLD.Create_group(own, _TAG)
+    comm = MPI.COMM_WORLD.Create_group(own, _TAG + number % _TAGS)  # threads may make several at a time
     own.Free()
     group.Free()
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # else an error ends the process

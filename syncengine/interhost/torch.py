@@ -1,7 +1,7 @@
 """Packets between hosts through torch.distributed, and CUDA tensors by its NCCL.
 
-For all ranks a separate process group is used, made like the default one; for some of them the default one, with
-separate tags.
+For the default communicator a separate process group is used, made like torch's default one; for those of other groups,
+which come in no agreed order, the default one, with separate tags.
 """
 
 from __future__ import annotations
@@ -20,26 +20,29 @@ from torch._C._distributed_c10d import Backend as C10dBackend
 
 from syncengine._C import Backend, Mover, has_cuda, torch_mover
 from syncengine.errors import InvalidUsage
+from syncengine.interhost.numbers import agree_on_number
 
 logger = logging.getLogger("syncengine")
 
 _FIRST_TAG, _TAGS = 21090, 10_000
-_next_tag = 0
 
 
 def open_torch(
-    rank: int, global_ranks: list[int], checksum: bool, silence: float, meet: Callable[[bytes], list[bytes]]
+    rank: int,
+    global_ranks: list[int],
+    in_order: bool,
+    checksum: bool,
+    silence: float,
+    meet: Callable[[bytes], list[bytes]],
 ) -> Mover:
     """See open_mover."""
-    global _next_tag
     backend = _backend()
     if max(global_ranks) >= dist.get_world_size():
         raise InvalidUsage(
             f"interhost='torch', but the default process group has {dist.get_world_size()} ranks, and this job "
             f"{max(global_ranks) + 1}: initialize torch.distributed with all ranks, or give interhost='tcp'"
         )
-    number = max(int(answer) for answer in meet(str(_next_tag).encode()))  # which none of these ranks has used
-    _next_tag = number + 1
+    number = agree_on_number(global_ranks, dist.get_world_size(), meet)
     group, closed = dist.distributed_c10d._get_default_group(), _nothing
     open_nccl = _nccl_opener(rank, global_ranks)
     if has_cuda:
@@ -48,7 +51,7 @@ def open_torch(
             "CUDA tensors between hosts go %s",
             "through pinned memory" if open_nccl is None else "by nccl",
         )
-    if len(global_ranks) == dist.get_world_size():  # else new_group would need the other ranks, too
+    if in_order and len(global_ranks) == dist.get_world_size():  # what new_group needs
         group = dist.new_group(backend=backend)
         closed = functools.partial(_destroy, group)
     tag = _FIRST_TAG + number % _TAGS

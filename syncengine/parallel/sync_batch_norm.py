@@ -63,7 +63,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return normalized
 
     def _communicator(self) -> Exchange:
-        """Looked up once: the first time is collective for a process group that is not all ranks."""
+        """Looked up once: the first time is collective for a process group that is not the default one."""
         if "_found_communicator" not in self.__dict__:
             self._found_communicator: Communicator = resolve_group(self.process_group, None)[0]
         return self._found_communicator

@@ -9,12 +9,15 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 
 import test_hosts
 import torch
+import torch.distributed as dist
 from faults import suffer
 from test_hosts import launched_rank, live_on, start
+from two_groups import as_under_ddp
 
 import syncengine
 
@@ -57,6 +60,18 @@ def beside_own_messages(hosts):
     MPI.Request.Waitall(requests)
     assert got.eq((rank - 1) % world.size).all()
     assert tensor.eq(1).all()
+
+
+def train_over_two_groups(hosts):
+    from mpi4py import MPI
+
+    live_on(hosts)
+    world = MPI.COMM_WORLD
+    store = dist.FileStore(world.bcast(tempfile.mkstemp()[1] if world.rank == 0 else None), world.size)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    as_under_ddp(with_default=False)
+    syncengine.shutdown()
+    dist.destroy_process_group()
 
 
 def exit_without_shutdown(hosts):
@@ -122,7 +137,7 @@ def name_tcp_on_rank_1(hosts):
 
 
 CASES = [everything, train, raise_on_last, beside_own_messages, exit_without_shutdown, finalize_first]
-CASES += [leave_while_one_is_stopped, kill_last, init_only, name_tcp_on_rank_1]
+CASES += [train_over_two_groups, leave_while_one_is_stopped, kill_last, init_only, name_tcp_on_rank_1]
 
 if __name__ == "__main__":
     cases = {case.__name__: case for case in CASES}

@@ -48,6 +48,12 @@ def test_exit_without_shutdown(name):
 
 
 @each_mpi
+@pytest.mark.parametrize("hosts", ["ab", "aba"])
+def test_models_over_two_groups_in_two_threads(name, hosts):
+    assert answers(name, f"train_over_two_groups:{hosts}", SYNCENGINE_TIMEOUT="10") == [[None]] * len(hosts)
+
+
+@each_mpi
 def test_mpi_that_was_finalized_is_named(name):
     for ((error, text),) in answers(name, "finalize_first:ab"):
         assert error == "PeerLost"

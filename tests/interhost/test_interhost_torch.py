@@ -12,8 +12,11 @@ import torch.distributed as dist
 from faults import suffer
 from pool import RankPool
 from test_hosts import check_all_lost, live_on, start, wait_until_busy
+from two_groups import as_under_ddp, in_two_threads
 
 import syncengine
+from syncengine.groups import GroupExchange
+from syncengine.interhost.numbers import agree_on_number
 
 TORCH = {"SYNCENGINE_INTERHOST": "torch"}
 
@@ -78,6 +81,29 @@ def test_beside_the_programs_own_groups(pool: RankPool, debug: str) -> None:
         for rank in ranks:
             rank.result()
             assert rank.exit_code() == 0
+
+
+def train_over_two_groups(hosts):
+    live_on(hosts)
+    as_under_ddp(with_default=False)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aba"])
+def test_models_over_two_groups_in_two_threads(pool: RankPool, hosts: str) -> None:
+    with spawn(pool, train_over_two_groups, hosts, environ={**TORCH, "SYNCENGINE_TIMEOUT": "10"}) as ranks:
+        for rank in ranks:
+            rank.result()
+
+
+def agree_on_numbers() -> list[int]:
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    return in_two_threads(lambda of: agree_on_number([0, 1], 2, GroupExchange(groups[of])))
+
+
+def test_movers_of_two_groups_have_numbers_of_their_own(pool: RankPool) -> None:
+    first, second = pool.run(agree_on_numbers, gloo=True, settings=None)
+    assert first == second
+    assert first[0] != first[1]
 
 
 def backend_over_gloo(hosts):

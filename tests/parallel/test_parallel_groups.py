@@ -14,6 +14,7 @@ from pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from two_groups import as_under_ddp
 
 import syncengine
 from syncengine import groups
@@ -71,16 +72,25 @@ def test_a_subgroup_trains_as_under_ddp(pool: RankPool):
 def train_in_world() -> None:
     ours, theirs = gradients_of_both(process_group=dist.group.WORLD)
     assert not different_bits(ours, theirs)
-    for group in (None, dist.group.WORLD, dist.new_group([0, 1])):
+    for group in (None, dist.group.WORLD, init_device_mesh("cpu", (2,)).get_group()):
         model = syncengine.Parallel(Mlp(), process_group=group)
         assert model.communicator is syncengine.default_communicator()
         assert dist.get_rank(model.process_group) == syncengine.rank()
+    others = [dist.new_group([0, 1]) for _ in range(2)]
+    of_others = {id(syncengine.Parallel(Mlp(), process_group=group).communicator) for group in others for _ in range(2)}
+    assert len(of_others - {id(syncengine.default_communicator())}) == 2
     own = syncengine.default_communicator().split([0, 1])
     assert syncengine.Parallel(Mlp(), process_group=own).process_group is own
 
 
-def test_the_group_of_all_ranks_is_the_default_communicator(pool: RankPool):
+def test_the_default_group_is_the_default_communicator(pool: RankPool):
     pool.run(train_in_world, gloo=True, settings=None)
+
+
+@pytest.mark.parametrize(("world", "with_default"), [(2, False), (2, True), (3, False)])
+def test_models_over_two_groups_in_two_threads(pool: RankPool, world: int, with_default: bool):
+    """Each pair of ranks meets by itself, though each rank comes to another one first."""
+    pool.run(as_under_ddp, with_default, world=world, gloo=True, settings=None, environ={"SYNCENGINE_TIMEOUT": "10"})
 
 
 def train_in_mesh() -> None:
