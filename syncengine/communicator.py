@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
 import threading
@@ -26,6 +25,7 @@ from syncengine.groups import (
     forget_groups,
 )
 from syncengine.launch import Launch, find_launch, group_timeout, open_exchange, with_local_ranks
+from syncengine.process_end import at_end
 from syncengine.torch_group import destroy_torch_group, ensure_torch_group, users_group
 
 
@@ -317,7 +317,7 @@ def install_hooks() -> None:
     """Called once: sets what happens when this process ends, normally or by an uncaught error."""
     if not _hooks_installed.acquire(blocking=False):
         return
-    atexit.register(_end)
+    at_end(_end)
     previous = sys.excepthook
 
     def tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

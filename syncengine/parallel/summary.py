@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import math
 import os
 import sys
@@ -13,6 +12,7 @@ from syncengine._C import Communicator, StepTimes
 from syncengine.communicator import wants_summary
 from syncengine.parallel.model import Model
 from syncengine.parallel.reducer import ModelReducer
+from syncengine.process_end import at_end
 
 LEAST_STEPS = 10  # fewer say nothing: buckets are planned in the first ones
 _MOST_MODELS = 64  # that are remembered: of more, those with most steps
@@ -38,7 +38,7 @@ def follow(model: Model, times: StepTimes) -> None:
         return
     if _pid is None:
         _pid = os.getpid()
-        atexit.register(_print_line)
+        at_end(_print_line)
     if len(_followed) >= _MOST_MODELS:
         _followed.remove(min(_followed, key=lambda one: one.times.summary()["steps"]))
     on_host = model.device.type == "cpu"

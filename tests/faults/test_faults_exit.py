@@ -2,10 +2,12 @@
 
 import atexit
 import ctypes
+import multiprocessing
 import os
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -214,3 +216,39 @@ def test_the_interpreter_waits_for_callbacks(pool):
         for rank in ranks:
             assert rank.result() == "ended"
             assert (rank.exit_code(), rank.output()) == (0, "called back\n")
+
+
+def forked_rank(rank: int, store: str, in_thread: bool) -> None:
+    """Rank 2 is done soon. The others need each other, perhaps in threads that outlive the main one."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE="3")
+    dist.init_process_group("syncengine", store=dist.FileStore(store), rank=rank, world_size=3)
+    dist.barrier()
+
+    def exchange() -> None:
+        tensor = torch.zeros(4)
+        try:
+            for _ in range(3):
+                time.sleep(0.3)
+                dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
+        except syncengine.errors.SyncError as error:
+            print(error, flush=True)
+
+    if rank < 2:
+        ThreadPoolExecutor(1).submit(exchange) if in_thread else exchange()
+
+
+def fork_ranks(store: str, in_thread: bool) -> list[int | None]:
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=forked_rank, args=(rank, store, in_thread)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(30)
+    return [process.exitcode for process in processes]
+
+
+@pytest.mark.parametrize("in_thread", [False, True], ids=["main", "thread"])
+def test_ranks_that_multiprocessing_forks_leave_as_others_do(pool, tmp_path, in_thread):
+    with pool.spawn_ranks(fork_ranks, str(tmp_path / "store"), in_thread, world=1, settings=None) as ranks:
+        assert ranks[0].result() == [0, 0, 0]
+        assert ranks[0].output() == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 
@@ -63,6 +64,19 @@ def test_rank_0_says_how_the_steps_went(pool: RankPool):
 def test_also_after_a_shutdown(pool: RankPool):
     with pool.spawn_ranks(train, 12, False, False, environ=WANTED) as ranks:
         assert [len(said) for said in lines(ranks)] == [1, 0]
+
+
+def train_in_a_fork() -> int | None:
+    child = multiprocessing.get_context("fork").Process(target=train, args=(12,))
+    child.start()
+    child.join(30)
+    return child.exitcode
+
+
+def test_also_of_ranks_that_multiprocessing_forks(pool: RankPool):
+    with pool.spawn_ranks(train_in_a_fork, settings=None, environ=WANTED) as ranks:
+        assert [len(said) for said in lines(ranks)] == [1, 0]
+        assert [rank.result() for rank in ranks] == [0, 0]
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,7 @@ MODULES = [
     "connect",
     "groups",
     "torch_group",
+    "process_end",
     "communicator",
     "collectives",
     "torch_backend",

@@ -1,0 +1,50 @@
+"""What runs when this process ends normally."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import threading
+import traceback
+from collections.abc import Callable
+from multiprocessing.util import Finalize
+
+_functions: list[Callable[[], None]] = []  # where multiprocessing is to call them
+
+
+def at_end(function: Callable[[], None]) -> None:
+    """Calls `function` at the end of this process, the last one given first: as by atexit, and also in a child that
+    multiprocessing has forked, which it ends without a look at atexit.
+    """
+    atexit.register(function)
+    if multiprocessing.parent_process() is None or multiprocessing.get_start_method() == "spawn":
+        return
+    if not _functions:
+        Finalize(None, _finish, exitpriority=0)
+    _functions.append(function)
+
+
+def _finish() -> None:
+    """Called as soon as the main thread is done. Others may not be, which atexit would wait for."""
+    if _others():
+        threading.Thread(target=_run, name="syncengine-end").start()  # waited for with them
+    else:
+        _run()
+
+
+def _run() -> None:
+    while others := _others():
+        for thread in others:
+            thread.join()
+    while _functions:
+        function = _functions.pop()
+        atexit.unregister(function)
+        try:
+            function()
+        except Exception:
+            traceback.print_exc()
+
+
+def _others() -> list[threading.Thread]:
+    own = (threading.current_thread(), threading.main_thread())
+    return [thread for thread in threading.enumerate() if not thread.daemon and thread not in own]
