@@ -11,7 +11,10 @@ namespace syncengine {
 std::function<void()> check_signals() {
   return [] {
     py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    if (PyErr_CheckSignals() == 0) return;
+    py::error_already_set error;
+    std::string text = interruption_text(error.type(), error.value());
+    throw RaisedInWait<py::error_already_set>(std::move(error), std::move(text));
   };
 }
 

@@ -2,7 +2,9 @@
 
 #include <map>
 
+#include "base/interruption.h"
 #include "base/sync_point.h"
+#include "base/texts.h"
 #include "bootstrap/goodbye.h"
 #include "bootstrap/greeting.h"
 #include "bootstrap/local_socket.h"
@@ -75,9 +77,11 @@ std::vector<UniqueFd> Handoff::exchange(int rank, const std::vector<std::string>
     Error told = for_peers(rank, error);
     say_goodbye(rendezvous.served(), told.kind(), told.what());
     throw;
+  } catch (const std::exception& error) {
+    say_goodbye(rendezvous.served(), ErrorKind::Aborted, rank_name(rank) + failure_text(error, "init()"));
+    throw;
   } catch (...) {
-    say_goodbye(rendezvous.served(), ErrorKind::Aborted,
-                "rank " + std::to_string(rank) + " was interrupted (Ctrl-C) in init()");
+    say_goodbye(rendezvous.served(), ErrorKind::Aborted, rank_name(rank) + " left init()");
     throw;
   }
   std::vector<UniqueFd> memories(addresses.size());

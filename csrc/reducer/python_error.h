@@ -7,7 +7,11 @@
 
 #include <pybind11/pybind11.h>
 
+#include <string>
+#include <utility>
+
 #include "base/error.h"
+#include "base/interruption.h"
 
 namespace syncengine {
 
@@ -21,7 +25,17 @@ void set_python_error(const Error& error);
 // syncengine.errors, anything else as it is.
 [[noreturn]] void rethrow_for_autograd();
 
-// Runs Python's pending signal handlers; throws what they raise (KeyboardInterrupt).
+// Runs Python's pending signal handlers; throws what they raise (KeyboardInterrupt), also as an Interruption.
 void raise_pending_signal();
+
+// An exception that a signal handler has raised, in the form that its catcher wants.
+template <class PythonException>
+struct RaisedInWait final : PythonException, Interruption {
+  RaisedInWait(PythonException error, std::string text)
+      : PythonException(std::move(error)), Interruption(std::move(text)) {}
+};
+
+// Of an exception, given as PyErr_Fetch() does: what Interruption wants. Needs the GIL.
+std::string interruption_text(pybind11::handle type, pybind11::handle value);
 
 }  // namespace syncengine

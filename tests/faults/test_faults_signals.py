@@ -167,3 +167,73 @@ def test_a_handler_may_shut_down_and_exit(pool, tmp_path):
         for told in (ranks[1].result(), ranks[2].result()):
             assert (told.error, told.left) == ("PeerLost", []), told
             assert "rank 0 has left" in told.text
+
+
+class Preempted(Exception):
+    """What a handler may raise."""
+
+
+def raise_in_handler(kind, come) -> Outcome:
+    def raise_preempted(*_):
+        raise Preempted("two minutes left")
+
+    def body(step):
+        signal.signal(signal.SIGTERM, raise_preempted)
+        model = syncengine.Parallel(torch.nn.Linear(2, 2))
+        syncengine.barrier()
+        if my_rank() == 1:
+            wait_for_file(come)
+        Path(f"{come}.{my_rank()}").touch()
+        step()
+        try:
+            if kind == "backward":
+                model(torch.ones(1, 2)).sum().backward()
+            else:
+                WAITS[kind]()
+        except Preempted as error:
+            return str(error)
+
+    return suffer(body, timeout=30.0)
+
+
+@pytest.mark.parametrize("kind", ["all_reduce", "Work.wait", "backward"])
+def test_what_a_handler_raises_is_told(pool, tmp_path, kind):
+    come = tmp_path / "come"
+    with pool.spawn_ranks(raise_in_handler, kind, str(come), world=3, settings=None) as ranks:
+        for waiting in (0, 2):
+            wait_for_file(f"{come}.{waiting}")
+            wait_until("S", ranks[waiting].pid)
+        ranks[0].signal(signal.SIGTERM)
+        outcome = ranks[0].result()
+        assert (outcome.value, outcome.left) == ("two minutes left", [])
+        come.touch()
+        for told in (ranks[1].result(), ranks[2].result()):
+            assert (told.error, told.left) == ("Aborted", []), told
+            assert told.text == "rank 0 failed in a collective: test_faults_signals.Preempted: two minutes left"
+
+
+def raise_while_connecting(fault, connected) -> Outcome:
+    def raise_preempted(*_):
+        raise Preempted("two minutes left")
+
+    signal.signal(signal.SIGTERM, raise_preempted)
+    try:
+        return init_and_meet(fault, connected)
+    except Preempted as error:
+        return Outcome(error="Preempted", text=str(error))
+
+
+@needs_hooks
+def test_what_a_handler_raises_while_connecting_is_told(pool, tmp_path):
+    """Rank 2 stops after it has handed its memory to one of the others, who then waits in a barrier."""
+    connected = tmp_path / "connected"
+    with pool.spawn_ranks(raise_while_connecting, "handed:1:stop", str(connected), world=3, settings=None) as ranks:
+        wait_until("T", ranks[2].pid)
+        time.sleep(0.3)
+        later = 0 if Path(f"{connected}.0").exists() else 1
+        first = 1 - later
+        ranks[first].signal(signal.SIGTERM)
+        assert ranks[first].result().text == "two minutes left"
+        told = ranks[later].result()
+        expected = f"rank {first} failed in init(): test_faults_signals.Preempted: two minutes left"
+        assert (told.error, told.text, told.left) == ("Aborted", expected, [])

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <numeric>
 
+#include "base/interruption.h"
 #include "base/sync_point.h"
 
 namespace syncengine {
@@ -146,9 +147,12 @@ void ShmCommunicator::wait(const std::shared_ptr<Work>& work, const std::functio
     }
     try {
       if (interrupted) interrupted();
+    } catch (const std::exception& error) {
+      const std::string text = group_.name(group_.rank) + failure_text(error, "a collective");
+      engine_->locked([&] { fail(ErrorKind::Aborted, text); });
+      throw;
     } catch (...) {
-      engine_->locked(
-          [&] { fail(ErrorKind::Aborted, group_.name(group_.rank) + " was interrupted (Ctrl-C) in a collective"); });
+      engine_->locked([&] { fail(ErrorKind::Aborted, group_.name(group_.rank) + " left a collective"); });
       throw;
     }
   };

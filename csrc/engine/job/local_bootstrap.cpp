@@ -7,8 +7,10 @@
 #include <numeric>
 
 #include "base/build_id.h"
+#include "base/interruption.h"
 #include "base/resources.h"
 #include "base/sync_point.h"
+#include "base/texts.h"
 #include "bootstrap/host.h"
 #include "engine/communicator/end_record.h"
 #include "engine/communicator/shm_communicator.h"
@@ -122,13 +124,12 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
     Error told = for_peers(rank_, error);
     write_end_record(end_record, shm::Standing::Failed, told.kind(), told.what());
     throw;
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception& error) {
     write_end_record(end_record, shm::Standing::Failed, ErrorKind::Aborted,
-                     "rank " + std::to_string(rank_) + " failed in init: out of memory");
+                     rank_name(rank_) + failure_text(error, "init()"));
     throw;
   } catch (...) {
-    write_end_record(end_record, shm::Standing::Failed, ErrorKind::Aborted,
-                     "rank " + std::to_string(rank_) + " was interrupted (Ctrl-C) in init()");
+    write_end_record(end_record, shm::Standing::Failed, ErrorKind::Aborted, rank_name(rank_) + " left init()");
     throw;
   }
 }
