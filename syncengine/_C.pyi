@@ -62,8 +62,8 @@ class NetworkOptions:
     secret: str  # "" for none, as the next
     secret_file: str
 
-def solo(options: JobOptions) -> Communicator:
-    """The communicator of a job of one rank: no thread, no shared memory."""
+def solo(options: JobOptions, global_rank: int = 0) -> Communicator:
+    """The communicator of one rank, which messages call `global_rank`: no thread, no shared memory."""
 
 def backend_communicators() -> list[Communicator]:
     """The communicators below all backends of this process that have not been shut down."""

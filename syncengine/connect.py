@@ -70,7 +70,7 @@ def connect(
     """
     options = config.options(timeout)
     if exchange is None:
-        return Connection(solo(options), [""], None)
+        return Connection(solo(options, 0 if global_ranks is None else global_ranks[0]), [""], None)
     try:
         # Listens before it is heard of: a rank that dies after its first sign of life breaks connections.
         bootstrap = LocalBootstrap(rank, size, options)

@@ -161,8 +161,9 @@ void bind_local_bootstrap(py::module_& module) {
           "The communicator of all ranks. `addresses` by rank; `timeout` in seconds. Where there are several hosts, "
           "`network_addresses` from listen() or a mover.");
   module.def(
-      "solo", [](const JobOptions& options) { return make_solo_communicator(options); }, py::arg("options"),
-      "The communicator of a job of one rank: no thread, no shared memory.");
+      "solo", [](const JobOptions& options, int global_rank) { return make_solo_communicator(options, global_rank); },
+      py::arg("options"), py::arg("global_rank") = 0,
+      "The communicator of one rank, which messages call `global_rank`: no thread, no shared memory.");
 }
 
 }  // namespace syncengine

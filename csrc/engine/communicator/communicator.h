@@ -32,7 +32,6 @@ class Pool;
 
 // What calls on a closed communicator say.
 inline constexpr const char* kClosed = "the communicator is closed: call syncengine.init() again";
-inline constexpr const char* kNoMessages = "this communicator has no point-to-point messages";
 
 class Communicator : public std::enable_shared_from_this<Communicator> {
  public:
@@ -61,9 +60,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual void run(Operation operation, const std::function<void()>& interrupted = {}) = 0;
 
   // One message to or from another member, or this rank itself. Sends end when their memory may be used again, which for
-  // large ones is when the receiver has them. Never block. Not every communicator has them.
-  virtual std::shared_ptr<Work> send(Message) { throw Error(ErrorKind::InvalidUsage, kNoMessages); }
-  virtual std::shared_ptr<Work> receive(Message) { throw Error(ErrorKind::InvalidUsage, kNoMessages); }
+  // large ones is when the receiver has them. Never block.
+  virtual std::shared_ptr<Work> send(Message message) = 0;
+  virtual std::shared_ptr<Work> receive(Message message) = 0;
 
   // Collectives that match by (slot, count of announcements of that slot) and may be announced in any order on each rank:
   // gradient buckets. announce() names one of the slots that it shares, from 0. One announcement of a slot must have ended

@@ -1,4 +1,5 @@
-// The communicator of a job with one rank: every collective is a copy or nothing. No thread, no arena, no hook.
+// The communicator of a job or group with one rank: every collective is a copy or nothing, and messages go from the rank to
+// itself. No thread, no arena, no hook.
 #pragma once
 
 #include <memory>
@@ -8,6 +9,7 @@
 
 namespace syncengine {
 
-std::shared_ptr<Communicator> make_solo_communicator(const Options& options);
+// `global_rank`: what errors call the rank.
+std::shared_ptr<Communicator> make_solo_communicator(const Options& options, int global_rank);
 
 }  // namespace syncengine
