@@ -506,6 +506,12 @@ class Reducer:
     def shadow_backward(self) -> None:
         """Takes part in a synchronized backward of the others without a gradient of its own."""
 
+    def join_backward(self, leaf: torch.Tensor) -> tuple[float, float] | None:
+        """In a hook on `leaf`, for gradients that are averaged besides: what `average_over` has said of this backward.
+
+        None if it does not average, or does not accumulate the gradient of `leaf`, which is about to come.
+        """
+
     def set_comm_hook(self, state: Any, hook: Any) -> None:
         """All buckets go through `hook(state, bucket)` instead of the engine. At most one of these three, once."""
 

@@ -80,6 +80,18 @@ void shadow_backward(Reducer& reducer) {
   }
 }
 
+// Divisor and weight. What has been collected is let go before anyone learns of an error.
+std::optional<std::pair<double, double>> join_backward(Reducer& reducer, const at::Tensor& leaf) {
+  try {
+    const auto weighting = reducer.join_backward(leaf);
+    if (!weighting) return std::nullopt;
+    return std::pair(weighting->divisor, weighting->weight);
+  } catch (const Error& error) {
+    reducer.on_backward_failed(error.what());
+    throw;
+  }
+}
+
 py::dict statistics_dict(Reducer& reducer) {
   Statistics statistics;
   {
@@ -157,6 +169,7 @@ void bind_reducer(py::module_& module) {
       .def("abandon_forward", &Reducer::abandon_forward, py::arg("text"), NoGil())
       .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
       .def("shadow_backward", &shadow_backward)
+      .def("join_backward", &join_backward, py::arg("leaf"), NoGil())
       .def("check_finalized", &Reducer::check_finalized, NoGil())
       .def("remove_hooks", &Reducer::remove_hooks, NoGil())
       .def("has_averaged", &Reducer::has_averaged, NoGil())

@@ -80,6 +80,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Whether the user's hooks on parameters run now, on averages: else they run on this rank's own gradients.
   bool has_averaged() const { return delivers_; }
 
+  // In a hook on a leaf, ours or not, whose gradient is about to come, for what is averaged besides: by which weighting,
+  // if the backward that runs averages. It begins then, if it has not.
+  std::optional<Weighting> join_backward(const at::Tensor& leaf);
+
   // For hooks only.
   void on_output(Forward& forward);
   void on_local_output();
@@ -103,6 +107,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // task around it is looked at when this one has ended.
   bool is_foreign();
   void watch_this_backward();
+  // The first gradient of the backward that runs is about to come, or has.
+  void enter_backward();
   void begin_backward();
   void finalize();
   void run_hooks_of_users(const std::vector<size_t>& written);

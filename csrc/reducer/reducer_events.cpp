@@ -25,13 +25,20 @@ bool whole_graph_runs() {
   return chosen == nullptr || chosen->empty();
 }
 
-// Whether this backward accumulates into one of `parameters`: all do without `inputs`, or where it is among them.
-bool accumulates_into(const Parameters& parameters) {
+// Whether what reaches this AccumulateGrad goes into .grad: in autograd.grad() it does not, nor in
+// backward(inputs=...) without this leaf.
+bool accumulates(torch::autograd::Node* node) {
   if (whole_graph_runs()) return true;
-  const auto& chosen = *torch::autograd::get_current_graph_task_exec_info();
-  return std::any_of(chosen.begin(), chosen.end(), [&](const auto& node) {
-    return node.second.needed_ && parameters.accumulators().contains(node.first);
-  });
+  const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
+  const auto found = chosen->find(node);
+  return found != chosen->end() && found->second.needed_;
+}
+
+// Whether this backward accumulates into one of `parameters`.
+bool accumulates_into(const Parameters& parameters) {
+  const auto& nodes = parameters.accumulators();
+  return whole_graph_runs() ||
+         std::any_of(nodes.begin(), nodes.end(), [](const auto& node) { return accumulates(node.first); });
 }
 
 }  // namespace
@@ -57,6 +64,34 @@ void Reducer::on_output(Forward& forward) {
   if (backward) backward->proceed(mutex_);
 }
 
+std::optional<Weighting> Reducer::join_backward(const at::Tensor& leaf) {
+  const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf);
+  if (!accumulates(node.get())) return std::nullopt;
+  std::shared_ptr<Backward> backward;
+  Weighting weighting{};
+  {
+    std::lock_guard lock(mutex_);
+    if (phase_ == Phase::Armed) {
+      // As in on_gradient(); what is no parameter of ours may be another model's.
+      const auto& ours = model_->parameters.accumulators();
+      const auto found = ours.find(node.get());
+      if (!claimed_ && (found == ours.end() || model_->parameters.claimed_by_another(found->second))) {
+        return std::nullopt;
+      }
+      if (found != ours.end()) model_->thaw();
+      enter_backward();
+    } else if (phase_ == Phase::Syncing) {
+      watch_this_backward();
+    } else {
+      return std::nullopt;
+    }
+    backward = model_->backward;
+    weighting = backward->weighting();
+  }
+  backward->proceed(mutex_);
+  return weighting;
+}
+
 void Reducer::on_local_output() {
   std::lock_guard lock(mutex_);
   if (!accumulates_into(model_->parameters)) return;
@@ -69,6 +104,12 @@ void Reducer::watch_this_backward() {
   queue_backward_end(shared_from_this(), model_->record.statistics.backwards + (phase_ == Phase::Armed));
   // Where on_output watches the outermost one, that is known already.
   if (!outputs_hooked_) tell_of_outer_task(weak_from_this(), TaskRole::Ours);
+}
+
+void Reducer::enter_backward() {
+  watch_this_backward();
+  begin_backward();
+  model_->backward->collect_missing();
 }
 
 bool Reducer::is_foreign() {
@@ -104,10 +145,8 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
       case Phase::Armed:
         // Nor is one that comes from another wrapper of the same module.
         if (!claimed_ && parameters.claimed_by_another(index)) return;
-        watch_this_backward();
         model_->thaw();
-        begin_backward();
-        model_->backward->collect_missing();
+        enter_backward();
         break;
       case Phase::Syncing: watch_this_backward();
     }

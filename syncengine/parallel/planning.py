@@ -43,7 +43,7 @@ class Planning:
         # Dynamo cuts compiled graphs by it: into pieces as large as DDP's, whatever the size of our buckets.
         self.bucket_bytes_cap = DDP_CAP if default else self.planner.cap
         self.bucket_bytes_cap_list = list(self.planner.caps) if self.planner.given_caps else []
-        tunes = default and not follows_ddp and on_cpu
+        tunes = default and not follows_ddp and on_cpu and bool(model.parameters)
         self._tuner: Tuner | None = Tuner() if tunes else None  # while the cap is still to be chosen
 
     def renew(self, current: Round | None = None) -> None:

@@ -46,12 +46,14 @@ class Steps:
 
         ``joinable``: the wrapper, whose join context it may be in.
         """
-        synchronize = is_recorded() and self.switches.require_backward_grad_sync
+        synchronize = _is_recorded() and self.switches.require_backward_grad_sync
         sync_buffers_after = self.buffers.are_due(_BufferCommHookLocation.POST_FORWARD)
         if synchronize:
             self.log.note_forward()
             self.newcomers.look()
         try:
+            if self.delayed is not None and _is_recorded():
+                self.delayed.check_hooks()
             self._begin(synchronize, joinable)
         except Exception as error:
             self.log.set_error_and_log(f"{type(error).__name__}: {error}")
@@ -92,7 +94,7 @@ class Steps:
         return output
 
     def _begin(self, synchronize: bool, joinable: Joinable) -> None:
-        needs_plan = is_recorded() and (self.reducer.begin_forward(synchronize) or self.planning.plan is None)
+        needs_plan = _is_recorded() and (self.reducer.begin_forward(synchronize) or self.planning.plan is None)
         plans = needs_plan and synchronize
         sends_buffers = self.buffers.are_due(_BufferCommHookLocation.PRE_FORWARD)
         if plans and self.model.device.type == "cuda":
@@ -110,7 +112,7 @@ class Steps:
 
     def _local(self, output: Any, began: NodeNumber) -> Any:
         """The output of a forward whose backward will not average."""
-        if is_recorded():
+        if _is_recorded():
             self.reducer.prepare_for_local_backward(_tensors(output), began)
         return output
 
@@ -132,7 +134,7 @@ class Steps:
                 self.delayed.shadow()
 
 
-def is_recorded() -> bool:
+def _is_recorded() -> bool:
     """Whether what is called now can have a backward; in inference mode nothing has, whatever enable_grad() says."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 

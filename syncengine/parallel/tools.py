@@ -227,6 +227,4 @@ class ForTools(DistributedDataParallel):
         check_group(new_process_group)
         self.reducer._remove_autograd_hooks()
         self.communicator, self.process_group = resolve_group(new_process_group, None)
-        if self._delayed is not None:
-            self._delayed.average_on(self.communicator)
         self._compose(hooks=self._comm_hooks)

@@ -89,7 +89,7 @@ class UnevenInputs:
         if current.weights is not None:
             self.average_with(current.weights)
         elif not self.divide_by_initial_world_size:
-            self._average_over(len(current.training), 1.0)
+            self.reducer.average_over(len(current.training), 1.0)
 
     def average_with(self, weights: list[float]) -> None:
         """The next backward gives the mean with these weights, by rank."""
@@ -97,12 +97,7 @@ class UnevenInputs:
         divisor, weight = averaging(weights, communicator.rank)
         if self.hooks.installed:  # hooks divide by the number of ranks themselves
             divisor, weight = communicator.size, weight * (communicator.size / divisor)
-        self._average_over(divisor, weight)
-
-    def _average_over(self, divisor: float, weight: float) -> None:
         self.reducer.average_over(divisor, weight)
-        if self.delayed is not None:
-            self.delayed.average_over(divisor, weight)
 
     def sync_final_model(self, is_last_joiner: bool) -> None:
         """Gives all ranks the parameters, and buffers if they are synchronized, of the last rank to join."""

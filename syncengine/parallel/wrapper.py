@@ -41,7 +41,7 @@ from syncengine.parallel.refusal import (
     warn_of_find_unused,
     warn_of_wrapper,
 )
-from syncengine.parallel.steps import Steps, is_recorded
+from syncengine.parallel.steps import Steps
 from syncengine.parallel.summary import follow
 from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
@@ -142,8 +142,7 @@ class Parallel(ForTools):
         self._delayed = None
         self._delay_all_reduce_params = [parameter for _, parameter in delayed]
         if delayed:
-            flat = self.device_type == "cuda" or self._reducer_options().flat_buckets
-            self._delayed = DelayedParameters(self.communicator, delayed, param_to_hook_all_reduce, flat)
+            self._delayed = DelayedParameters(delayed, param_to_hook_all_reduce)
         self._compose()
         if init_sync and self.communicator.size > 1:
             self._replicate(sync_initial_buffers)
@@ -171,7 +170,7 @@ class Parallel(ForTools):
         if model.parameters and self.device_type == "cuda":
             check_buffers_on(self.device, not_ignored(self.module.named_buffers(), self.parameters_to_ignore))
         self._options = options = self._reducer_options()
-        if hooks or (self.communicator.size > 1 and model.parameters):
+        if hooks or (self.communicator.size > 1 and (model.parameters or self._delayed is not None)):
             reducer = ModelReducer(model, options)
             follow(model, reducer.step_times())
         else:
@@ -179,6 +178,8 @@ class Parallel(ForTools):
         self.reducer = self._optimizers.reducer = reducer
         self._planning = planning = Planning(model, reducer, options, self._caps, number)
         reducer.plan_with(planning)
+        if self._delayed is not None:
+            self._delayed.average_with(model, reducer, options)
         self._buffer_sync = buffers = Buffers(model, self._switches, reducer, self.parameters_to_ignore)
         self._hooks = CommHooks(reducer, planning)
         self._uneven = UnevenInputs(model, self._switches, reducer, buffers, self._hooks, self._delayed)
@@ -252,8 +253,6 @@ class Parallel(ForTools):
         self._optimizers.adopt(self._module_parameters)
         for watcher in forward_watchers:
             watcher(self)
-        if self._delayed is not None and is_recorded():
-            self._delayed.begin_forward(self.require_backward_grad_sync)
         if self.device_ids:
             inputs, kwargs = move_inputs(inputs, kwargs, self.device)
         if self._mixed_precision is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ import flat
 import pytest
 import torch
 import torch.distributed as dist
+from delayed_models import TwoParts, both_ways, delaying
 from parallel_models import CAP, data, different_bits, gradients
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -23,16 +23,6 @@ import syncengine
 from syncengine.errors import InvalidUsage, Mismatch
 
 pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
-
-
-class TwoParts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.head = nn.Linear(24, 16), nn.Linear(16, 4)
-        self.first = nn.Parameter(torch.ones(24))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.table(x * self.first))
 
 
 def delayed_training(wrap: Any, names: list[str], optimizer_steps: int = 4) -> list[torch.Tensor]:
@@ -115,20 +105,6 @@ def test_behind_flat_buckets_they_are_averaged_at_the_end():
     model(data()).square().mean().backward()
     syncengine.all_reduce(seen[0], "avg")  # was still this rank's own
     assert torch.equal(seen[0], module.head.weight.grad)
-
-
-def both_ways(train: Callable[[nn.Module], None]) -> None:
-    """The gradients and the model that `train` leaves are those of a model of which nothing is delayed."""
-    results = []
-    for delay in (True, False):
-        torch.manual_seed(0)
-        module = TwoParts()
-        delayed = [(f"table.{name}", parameter) for name, parameter in module.table.named_parameters()]
-        options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": module.first}
-        train(syncengine.Parallel(module, **options if delay else {}))
-        results.append([tensor.clone() for p in module.parameters() for tensor in (p.grad, p.detach())])
-    for ours, expected in zip(*results, strict=True):
-        torch.testing.assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("divide", [True, False])
@@ -214,7 +190,7 @@ def test_delayed_parameters_follow_the_group():
                 model._update_process_group(group)
             model.zero_grad()
             model(data()).square().mean().backward()
-            dist.barrier()  # DDP does not wait for what it delays
+            dist.barrier(group)  # DDP does not wait for what it delays
 
     results = []
     for wrap in (syncengine.Parallel, DistributedDataParallel):
@@ -228,10 +204,7 @@ def test_delayed_parameters_follow_the_group():
 
 
 def delayed_table(module: nn.Module) -> nn.Module:
-    delayed = [(f"table.{name}", parameter) for name, parameter in module.table.named_parameters()]
-    return syncengine.Parallel(
-        module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module.first, bucket_cap_mb=1
-    )
+    return syncengine.Parallel(module, **delaying(module), bucket_cap_mb=1)
 
 
 def operations_of_a_step(model: nn.Module) -> int:
