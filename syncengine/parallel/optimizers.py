@@ -13,11 +13,13 @@ from syncengine.parallel.reducer import ModelReducer, NoReducer
 class BackwardOptimizers:
     """Those of one model. Its hooks on parameters stay when the reducer is another one, and are not pickled."""
 
+    _taken = 0  # by all models: how often one has taken handles out of torch's map, where others no longer see them
+
     def __init__(self) -> None:
         self.reducer: ModelReducer | NoReducer  # who averages
         self._steps: list[Callable[[torch.nn.Parameter], Any]] = []
         self._adopted: set[int] = set()  # parameters
-        self._has_looked = False
+        self._taken_before = -1  # this one looked last
 
     def fuse(
         self,
@@ -43,20 +45,21 @@ class BackwardOptimizers:
     def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Makes the optimizers of torch's ``_apply_optimizer_in_backward`` wait for averages, and drop gradients then.
 
-        Called before each forward, since they may be applied at any time. One that waits for another model's averages
-        can't wait for this one's.
+        Called before each forward, since they may be applied at any time. Of several models that have a parameter each
+        does so, and the one that averages steps.
         """
         module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
         handles = getattr(module, "param_to_optim_hook_handle_map", {})
-        if not handles and self._has_looked:
+        if not handles and self._taken_before == BackwardOptimizers._taken:
             return
-        self._has_looked = True
         for index, parameter in enumerate(parameters):
             for handle in handles.pop(parameter, ()):
                 handle.remove()  # these step on the local gradient
+                BackwardOptimizers._taken += 1
             if hasattr(parameter, "_in_backward_optimizers") and index not in self._adopted:
                 self._adopted.add(index)
                 self._step_after_reduction(parameter, _step_and_drop)
+        self._taken_before = BackwardOptimizers._taken
 
     def _step_after_reduction(self, parameter: torch.nn.Parameter, step: Callable[[torch.nn.Parameter], Any]) -> None:
         """Calls ``step(parameter)`` whenever its gradient is averaged; not in a backward under ``no_sync``."""

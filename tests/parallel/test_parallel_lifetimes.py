@@ -121,6 +121,26 @@ def under_two_wrappers(last: str) -> None:
     assert seen == [[[0.5, 0.5]]] * 4
 
 
+@run_on_ranks(gloo=True)
+def test_each_of_two_wrappers_takes_the_optimizers_that_are_applied_later():
+    for part in (lambda module: module, lambda module: module[0]):
+        module = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+        whole = syncengine.Parallel(module)
+        wrappers = [whole, syncengine.Parallel(part(module))]
+        for model in wrappers:
+            with torch.no_grad():
+                model(data())
+        _apply_optimizer_in_backward(SGD, module.parameters(), {"lr": RATE})
+        for i, model in enumerate(wrappers * 2):
+            parameters = list(model.parameters())
+            slopes = averages(model.module, model.module(data(i)).square().mean())
+            expected = [p.detach() - RATE * slope for p, slope in zip(parameters, slopes, strict=True)]
+            model(data(i)).square().mean().backward()
+            for parameter, value in zip(parameters, expected, strict=True):
+                torch.testing.assert_close(parameter.detach(), value)
+                assert parameter.grad is None
+
+
 def averages(module: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
     """By nothing but autograd and torch's all-reduce."""
     found = [gradient.clone() for gradient in torch.autograd.grad(loss, list(module.parameters()))]
