@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncengine._C import Communicator
+from syncengine.communicator import default_communicator, is_initialized
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.compiled import not_compiled
 from syncengine.parallel.groups import resolve_group
@@ -63,10 +65,12 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         return normalized
 
     def _communicator(self) -> Exchange:
-        """Looked up once: the first time is collective for a process group that is not the default one."""
-        if "_found_communicator" not in self.__dict__:
-            self._found_communicator: Communicator = resolve_group(self.process_group, None)[0]
-        return self._found_communicator
+        """Looked up where it may be another one than last; collective then, for a process group that is not all
+        ranks."""
+        found = self.__dict__.get("_found")
+        if found is None or found.is_outdated(self.process_group):
+            found = self._found = _Found.by(self.process_group)
+        return found.communicator
 
     @torch.no_grad()
     def _update_running_statistics(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
@@ -82,7 +86,36 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
                 running.lerp_(new.to(running.dtype), weight or 0.0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_found_communicator"}
+        return {name: value for name, value in self.__dict__.items() if name != "_found"}
+
+
+class _Found(NamedTuple):
+    """The communicator of a layer, and what it was found by."""
+
+    communicator: Communicator
+    process_group: Any
+    defaults: tuple[weakref.ReferenceType[Any] | None, ...]
+
+    @classmethod
+    def by(cls, process_group: Any) -> _Found:
+        communicator = resolve_group(process_group, None)[0]
+        defaults = (None if default is None else weakref.ref(default) for default in _defaults())
+        return cls(communicator, process_group, tuple(defaults))
+
+    def is_outdated(self, process_group: Any) -> bool:
+        """Whether another one would be found. If there is no default any more, this one says so by its error."""
+        if process_group is not self.process_group:
+            return True
+        return any(
+            default is not None and (old is None or old() is not default)
+            for default, old in zip(_defaults(), self.defaults, strict=True)
+        )
+
+
+def _defaults() -> tuple[Communicator | None, dist.ProcessGroup | None]:
+    """Ours and torch's: those of now."""
+    communicator = default_communicator() if is_initialized() else None
+    return communicator, dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def adopt_sync_batch_norm(module: torch.nn.Module) -> None:
@@ -91,7 +124,7 @@ def adopt_sync_batch_norm(module: torch.nn.Module) -> None:
         if type(layer) is torch.nn.SyncBatchNorm:
             layer.__class__ = SyncBatchNorm  # in place: the model may refer to it from anywhere
         if isinstance(layer, SyncBatchNorm):
-            layer.__dict__.pop("_found_communicator", None)  # perhaps of an earlier init()
+            layer.__dict__.pop("_found", None)  # it may have failed
             layer._communicator()
 
 

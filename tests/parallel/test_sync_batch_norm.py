@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import syncengine
-from syncengine.errors import SyncError
+from syncengine.errors import InvalidUsage, SyncError
+from syncengine.parallel.sync_batch_norm import SyncBatchNorm
 
 CHANNELS = 6
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -166,6 +170,57 @@ def test_a_layer_follows_a_new_communicator():
         syncengine.init(timeout=60.0)
 
 
+def steps_of_a_layer(layer: nn.Module, step: int, ranks: list[int]) -> None:
+    """The mean over these ranks, in forward and in backward."""
+    x = torch.full((2, CHANNELS), float(syncengine.rank() + step)).add_(torch.tensor([[-1.0], [1.0]]))
+    layer(x.requires_grad_()).sum().backward()
+    assert torch.allclose(layer.running_mean, torch.full((CHANNELS,), sum(ranks) / len(ranks) + step))
+
+
+@run_on_ranks()
+def test_a_layer_without_a_wrapper_follows_a_new_communicator():
+    layer = SyncBatchNorm(CHANNELS, momentum=1.0)
+    steps_of_a_layer(layer, 0, [0, 1])
+    syncengine.shutdown()
+    with pytest.raises(InvalidUsage, match="closed"):
+        layer(torch.ones(2, CHANNELS))
+    syncengine.init()
+    with pytest.raises(SyncError, match="the end"):  # the other rank's may come earlier
+        steps_of_a_layer(layer, 1, [0, 1])
+        syncengine.default_communicator().abort("the end")
+        layer(torch.ones(2, CHANNELS))
+    syncengine.init()
+    steps_of_a_layer(layer, 2, [0, 1])
+
+
+@run_on_ranks(world=4)
+def test_a_layers_process_group_may_change():
+    pairs = [[0, 1], [2, 3]]
+    pair = pairs[syncengine.rank() // 2]
+    layer = SyncBatchNorm(CHANNELS, momentum=1.0)
+    steps_of_a_layer(layer, 0, [0, 1, 2, 3])
+    layer.process_group = syncengine.default_communicator().split(pair)
+    steps_of_a_layer(layer, 1, pair)
+    layer.process_group = None
+    steps_of_a_layer(layer, 2, [0, 1, 2, 3])
+
+
+def test_a_layer_follows_a_new_default_group_of_torch(pool: RankPool, tmp_path: Path):
+    pool.run(of_two_default_groups, str(tmp_path), settings=None)
+
+
+def of_two_default_groups(folder: str) -> None:
+    rank = int(os.environ["RANK"])
+    layer = SyncBatchNorm(CHANNELS, momentum=1.0)
+    for step in range(2):
+        dist.init_process_group("syncengine", init_method=f"file://{folder}/{step}", rank=rank, world_size=2)
+        x = torch.full((2, CHANNELS), float(rank + step)).add_(torch.tensor([[-1.0], [1.0]]))
+        layer(x)
+        assert torch.allclose(layer.running_mean, torch.full((CHANNELS,), 0.5 + step))
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 @run_on_ranks()
 def test_it_is_torchs_in_all_else():
     module = nn.SyncBatchNorm.convert_sync_batchnorm(nn.ModuleDict({"a": make(torch.float32), "b": nn.Linear(2, 2)}))
@@ -199,8 +254,6 @@ def test_its_process_group():
 
 @run_on_ranks(world=4, gloo=True)
 def test_its_torch_process_group():
-    import torch.distributed as dist
-
     rank = syncengine.rank()
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     norm = nn.SyncBatchNorm(CHANNELS, process_group=groups[rank // 2])
