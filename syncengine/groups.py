@@ -39,7 +39,9 @@ def backend_communicator(group: dist.ProcessGroup) -> Communicator | None:
 
 def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:
     """The communicator of the ranks of `group`, if it is there already. Does not communicate."""
-    connection = _connections.get(group)
+    with _lock:
+        own = _groups.get(group)
+    connection = None if own is None else own.connection
     return backend_communicator(group) if connection is None else connection.communicator
 
 

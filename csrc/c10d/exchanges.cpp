@@ -46,9 +46,10 @@ Message own_message(const char* call, bool sends, int peer, int tag, SpanList me
 }
 
 Message part_of_collective(const Call& call, Kind kind, c10::ScalarType type, bool sends, int peer, SpanList memory) {
+  const uint64_t of = memory.bytes() == 0 ? 0 : static_cast<uint64_t>(type);  // nothing has no dtype: torch.tensor([])
   return {.peer = peer,
           .channel = kCollectives,
-          .fingerprint = static_cast<uint64_t>(kind) | static_cast<uint64_t>(type) << 8 | call.number << 16,
+          .fingerprint = static_cast<uint64_t>(kind) | of << 8 | call.number << 16,
           .memory = std::move(memory),
           .describe = describe(call.name(), sends ? "to" : "from", peer, -1)};
 }

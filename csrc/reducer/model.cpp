@@ -54,6 +54,7 @@ void Model::install_plan(const std::vector<std::vector<size_t>>& buckets, bool p
     throw Error(ErrorKind::InvalidUsage, parameters.model() + ": reserve_slots() comes before the first plan");
   }
   install(std::make_shared<const BucketPlan>(buckets, parameters.gradients(), parameters.names(), provisional));
+  parameters.end_accumulation_of_others(*plan);
 }
 
 void Model::install(std::shared_ptr<const BucketPlan> of_another_forward) {

@@ -74,6 +74,12 @@ void Parameters::begin_accumulation() {
   }
 }
 
+void Parameters::end_accumulation_of_others(const BucketPlan& plan) {
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    if (!tensor(i).requires_grad() && !plan.covers(i)) accumulates_[i] = false;
+  }
+}
+
 void Parameters::let_go_of_nodes() {
   for (size_t i = 0; i < hooks_.size(); ++i) {
     if (!hooks_[i] || !hooks_[i]->is_alone()) continue;

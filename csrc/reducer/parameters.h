@@ -44,6 +44,8 @@ class Parameters {
   // is frozen by then: until the end of a synchronized backward.
   void begin_accumulation();
   void end_accumulation() { accumulates_.assign(accumulates_.size(), false); }
+  // Nor of frozen ones that `plan` leaves out: on no rank has any of them a gradient, though one may have begun here.
+  void end_accumulation_of_others(const BucketPlan& plan);
   bool accumulates(size_t index) const { return accumulates_[index]; }
   // Forgets AccumulateGrad nodes that nobody else holds, so that follow() has them made anew.
   void let_go_of_nodes();

@@ -27,10 +27,10 @@ bool whole_graph_runs() {
 
 // Whether what reaches this AccumulateGrad goes into .grad: in autograd.grad() it does not, nor in
 // backward(inputs=...) without this leaf.
-bool accumulates(torch::autograd::Node* node) {
+bool accumulates(const torch::autograd::Node* node) {
   if (whole_graph_runs()) return true;
   const auto* chosen = torch::autograd::get_current_graph_task_exec_info();
-  const auto found = chosen->find(node);
+  const auto found = chosen->find(const_cast<torch::autograd::Node*>(node));
   return found != chosen->end() && found->second.needed_;
 }
 
@@ -75,9 +75,8 @@ std::optional<Weighting> Reducer::join_backward(const at::Tensor& leaf) {
       // As in on_gradient(); what is no parameter of ours may be another model's.
       const auto& ours = model_->parameters.accumulators();
       const auto found = ours.find(node.get());
-      if (!claimed_ && (found == ours.end() || model_->parameters.claimed_by_another(found->second))) {
-        return std::nullopt;
-      }
+      const bool foreign = found == ours.end() ? outputs_hooked_ : model_->parameters.claimed_by_another(found->second);
+      if (!claimed_ && foreign) return std::nullopt;
       if (found != ours.end()) model_->thaw();
       enter_backward();
     } else if (phase_ == Phase::Syncing) {

@@ -247,6 +247,16 @@ def test_parts_of_another_dtype_are_a_mismatch(pool: RankPool, how: str):
         assert "of another dtype" in text
 
 
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_nothing_has_no_dtype() -> None:
+    group, rank = ours(), dist.get_rank()
+    ids = torch.tensor([3, 5] if rank == 0 else [])  # int64; float32
+    count = len(ids)
+    for backend_group in (group, dist.group.WORLD):
+        dist.all_to_all_single(torch.empty_like(ids), ids, [count, 0], [count, 0], group=backend_group)
+    dist.barrier(group)
+
+
 def raise_on_rank_0_alone(how: str, hosts: str) -> str:
     live_on(hosts)
     group, rank = ours(), dist.get_rank()
