@@ -430,6 +430,16 @@ class WeightSlices:
     def drop_gradients(self) -> None:
         """They belong to the parameters alone."""
 
+def note_incoming(parameters: Sequence[torch.Tensor]) -> None:
+    """From now on notes which tensors autograd brings to these leaves, until somebody adds a hook to one by
+    `register_hook`. To be called between backwards; more than once does no harm."""
+
+def owns_gradient(parameter: torch.Tensor) -> bool:
+    """Whether nobody else can read or write the memory of its dense `.grad`: in a post-accumulate hook, or later.
+
+    False where something holds that memory which `note_incoming` has not noted, or which may live on.
+    """
+
 class NodeNumber:
     """Which autograd nodes this thread has made by now."""
 

@@ -8,6 +8,7 @@
 #include "bindings/python_hook.h"
 #include "reducer/backward.h"
 #include "reducer/device_lane.h"
+#include "reducer/exclusive.h"
 #include "reducer/reducer.h"
 
 #ifdef SYNCENGINE_TEST_HOOKS
@@ -150,6 +151,8 @@ void bind_reducer(py::module_& module) {
       .def_readwrite("gradients_in_arena", &ReducerOptions::gradients_in_arena)
       .def_readwrite("flat_buckets", &ReducerOptions::flat_buckets);
   py::class_<StepTimes, std::shared_ptr<StepTimes>>(module, "StepTimes").def("summary", &summary_dict);
+  module.def("note_incoming", &note_incoming, py::arg("parameters"), "Lets owns_gradient() know what autograd brings.");
+  module.def("owns_gradient", &owns_gradient, py::arg("parameter"), "Whether .grad alone looks at its memory.");
   py::class_<NodeNumber>(module, "NodeNumber").def(py::init(&NodeNumber::now));
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("model_name"), py::arg("parameter_names"),

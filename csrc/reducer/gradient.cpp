@@ -9,8 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "reducer/cpu_allocator.h"
-#include "reducer/python_wrappers.h"
+#include "reducer/exclusive.h"
 
 namespace syncengine {
 
@@ -37,35 +36,6 @@ bool follows_layout(const at::Tensor& grad, const at::Tensor& parameter) {
   if (grad.is_conj() || grad.is_neg()) return false;
   if (parameter.is_contiguous() && grad.is_contiguous()) return true;  // by far the most frequent case
   return torch::autograd::utils::obeys_layout_contract(grad, parameter);
-}
-
-// True if `tensor` is held by one C++ reference and by nothing in Python.
-bool has_one_holder(const at::TensorBase& tensor) {
-  return tensor.use_count() == 1 || (tensor.use_count() == 2 && python_let_go(*tensor.unsafeGetTensorImpl()));
-}
-
-bool shares_storage(const at::TensorBase& a, const at::TensorBase& b) {
-  return a.has_storage() && b.defined() && b.has_storage() &&
-         a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
-}
-
-// Whether `grad`, which took over the memory of `incoming`, is all that will ever look at that memory: every holder is
-// known, and goes with `incoming`, which the engine is about to drop; and the memory itself is torch's (not, say, a
-// numpy array's).
-bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming) {
-  if (!has_one_holder(incoming)) return false;
-  size_t known_holders = 2;
-  if (incoming.is_view()) {  // the weight of every nn.Linear: the transpose of a product
-    const at::TensorBase& base = incoming._base();
-    if (has_one_holder(base) && shares_storage(grad, base)) ++known_holders;
-  }
-  const auto& storage = grad.storage();
-  return storage.use_count() == known_holders && gradient_memory::is_tensor_memory(storage.data_ptr());
-}
-
-// Whether something else may still look at the memory that `grad` took over from `incoming`, if it did.
-bool is_shared(const at::Tensor& grad, const at::Tensor& incoming) {
-  return shares_storage(grad, incoming) && !took_over_exclusively(grad, incoming);
 }
 
 void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, c10::Device device, bool sparse,

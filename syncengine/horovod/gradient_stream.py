@@ -13,7 +13,7 @@ from syncengine.horovod.streams import Round, Stream
 
 MIB = 1024 * 1024
 _CAP = MIB  # bytes after which a bucket is closed
-_LARGE = MIB // 4  # bytes from which on a gradient goes alone, where it lies
+LARGE = MIB // 4  # bytes from which on a gradient goes alone, if possible where it lies
 
 Plan = list[list[int]]  # indices of parameters, one list a bucket, in the order in which buckets are reduced
 
@@ -26,7 +26,7 @@ def plan_buckets(order: Sequence[int], sizes: Sequence[int], dtypes: Sequence[to
     closed: list[list[tuple[int, int]]] = []  # of (position in `order`, index)
     open_buckets: dict[torch.dtype, list[tuple[int, int]]] = {}
     for position, i in enumerate(order):
-        if sizes[i] >= _LARGE:
+        if sizes[i] >= LARGE:
             closed.append([(position, i)])
             continue
         bucket = open_buckets.setdefault(dtypes[i], [])

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from syncengine._C import Work
+from syncengine._C import Work, note_incoming, owns_gradient
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.gradient_stream import GradientStream
+from syncengine.horovod.gradient_stream import LARGE, GradientStream
 from syncengine.horovod.reductions import scale
 from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Announcement
@@ -84,7 +84,8 @@ class Gradients:
         self._passes = passes
         self._factors = factors
         self._sparse_as_dense = sparse_as_dense
-        self._flats: dict[int, _Flat] = {}  # of small gradients, as long as the plan
+        self._flats: dict[int, _Flat] = {}  # of what is copied, as long as the plan
+        self._large: list[torch.Tensor] = []  # parameters whose gradients may be reduced where they lie
         self._left: list[int] = []  # backwards until each is ready
         self._hooks: list[RemovableHandle] = []
         self._end = weakref.finalize(self, _let_go, stream, self._hooks)
@@ -167,6 +168,7 @@ class Gradients:
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
             _owners[id(parameter)] = self
         self._parameters += parameters
+        self._large += [p for p in parameters if p.nbytes >= LARGE]
         self._names += names
         self._left += [self._passes] * len(parameters)
         self._follow_plan()
@@ -203,6 +205,7 @@ class Gradients:
         self._next = bucket  # to reduce
         self._announcement = announcement
         self._reducing: list[tuple[int, _Flat, Work]] = []
+        note_incoming(self._large)  # each time, since a user's first hook on a tensor displaces the note
 
     def _on_gradient(self, i: int, parameter: torch.Tensor) -> None:
         """Called a thousand times a step, where parameters are small: what is rare is elsewhere."""
@@ -266,13 +269,21 @@ class Gradients:
             self._announcement = self._stream.announce(self._stream.request())
         gradients = self._gradients(bucket)
         wire = self._stream.wire(bucket)
-        if len(gradients) == 1 and gradients[0].dtype == wire and gradients[0].is_contiguous():
+        if self._lies_alone(bucket, gradients, wire):
             flat = _Flat(gradients[0].view(-1), gradients)
         else:
             flat = self._flat(bucket, gradients, wire)
             torch._foreach_copy_(flat.views, gradients)
         scale(flat.values, self._factors[0])
         self._reducing.append((bucket, flat, self._stream.reduce(flat.values)))
+
+    def _lies_alone(self, bucket: int, gradients: Sequence[torch.Tensor], wire: torch.dtype) -> bool:
+        """Whether the bucket is one gradient that can be reduced where it lies, seen by nobody else."""
+        if len(gradients) > 1 or gradients[0].nbytes < LARGE:
+            return False
+        if gradients[0].dtype != wire or not gradients[0].is_contiguous():
+            return False
+        return owns_gradient(self._parameters[self._stream.plan[bucket][0]])
 
     def _flat(self, bucket: int, like: Sequence[torch.Tensor], wire: torch.dtype) -> _Flat:
         flat = self._flats.get(bucket)
