@@ -219,8 +219,26 @@ def with_all_delayed(model: nn.Module) -> None:
     model.module.first.grad.zero_()  # this rank's own
 
 
-def test_all_may_be_delayed(pool: RankPool):
-    pool.run(both_ways, with_all_delayed, Outside, ["table", "head"])
+class OutsideWithLoss(WithLoss):
+    """Neither is the trigger a parameter of the reducer's, nor does an output say that its backward begins."""
+
+    _ddp_params_and_buffers_to_ignore = ("first",)
+
+
+def with_all_delayed_by_its_loss(model: nn.Module) -> None:
+    by_its_loss(model)
+    model.module.first.grad.zero_()
+
+
+@pytest.mark.parametrize(
+    ("train", "kind"), [(with_all_delayed, Outside), (with_all_delayed_by_its_loss, OutsideWithLoss)]
+)
+def test_all_may_be_delayed(pool: RankPool, train: Callable[[nn.Module], None], kind: type[nn.Module]):
+    pool.run(both_ways, train, kind, ["table", "head"])
+
+
+def test_a_trigger_without_an_output(pool: RankPool):
+    pool.run(both_ways, with_all_delayed_by_its_loss, OutsideWithLoss, ["table"])
 
 
 class Sparse(nn.Module):

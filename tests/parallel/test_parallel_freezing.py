@@ -172,3 +172,22 @@ def test_a_rank_without_a_batch_changes_nothing_of_its_own():
             backward(model, 1)
             assert torch.equal(frozen.grad, own / 2)
     assert syncengine.rank() == 0 or torch.equal(frozen.grad, own)
+
+
+def frozen_after_a_probe(model: nn.Module) -> list[Any]:
+    """One rank alone has begun to accumulate, and no gradient came of it."""
+    generator = type(model)(nn.Linear(24, 24))
+    for i in range(4):
+        backward(model, i)
+    model.zero_grad()
+    if syncengine.rank() == 0:
+        with model.no_sync():
+            model(data(5))
+    model.requires_grad_(False)
+    (model(generator(data(6))).sum() + model(data(6)).sum()).backward()
+    return gradients(generator)
+
+
+@run_on_ranks(world=2, gloo=True)
+def test_a_probe_of_one_rank_plans_nothing() -> None:
+    both(small, frozen_after_a_probe)
