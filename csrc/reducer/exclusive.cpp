@@ -10,6 +10,11 @@
 
 namespace syncengine {
 
+bool shares_storage(const at::TensorBase& a, const at::TensorBase& b) {
+  return a.has_storage() && b.defined() && b.has_storage() &&
+         a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
+
 namespace {
 
 using torch::autograd::variable_list;
@@ -18,11 +23,6 @@ using torch::autograd::variable_list;
 bool has_holders(const at::TensorBase& tensor, size_t references) {
   return tensor.use_count() == references ||
          (tensor.use_count() == references + 1 && python_let_go(*tensor.unsafeGetTensorImpl()));
-}
-
-bool shares_storage(const at::TensorBase& a, const at::TensorBase& b) {
-  return a.has_storage() && b.defined() && b.has_storage() &&
-         a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
 }
 
 // Whether `grad`, which took over the memory of `incoming`, is all that will ever look at that memory: every holder is

@@ -8,6 +8,8 @@
 
 namespace syncengine {
 
+bool shares_storage(const at::TensorBase& a, const at::TensorBase& b);
+
 // Whether something else may still look at the memory that `grad` took over from `incoming`, if it did.
 // `references`: how many the engine and the caller have to `incoming`.
 bool is_shared(const at::Tensor& grad, const at::Tensor& incoming, size_t references = 1);

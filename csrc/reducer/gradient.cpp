@@ -60,13 +60,17 @@ void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, c10::D
 
 void Gradient::note(const at::Tensor& incoming, bool kept) {
   const at::Tensor& grad = parameter_.grad();
-  if (grad.defined()) shared_ |= kept || (grad.layout() == c10::kStrided && is_shared(grad, incoming));
+  if (!grad.defined()) return;
+  const bool took_over = grad.layout() == c10::kStrided && shares_storage(grad, incoming);
+  took_over_ |= took_over;
+  // Something else may still look at that memory.
+  shared_ |= kept || (took_over && is_shared(grad, incoming));
 }
 
 void Gradient::collect(const std::string& name, Statistics& statistics) {
   const at::Tensor& grad = parameter_.grad();
   if (!grad.defined()) return collect_unused(statistics);
-  const bool shared = std::exchange(shared_, false);
+  const bool shared = std::exchange(shared_, false), took_over = std::exchange(took_over_, false);
   check_reducible(grad, parameter_, device_, sparse_, name);
   if (sparse_ && shared) {
     copy_out(Source::Copy, CopyReason::SharedStorage, grad, statistics);
@@ -78,7 +82,8 @@ void Gradient::collect(const std::string& name, Statistics& statistics) {
   } else if (grad.requires_grad()) {
     copy_out(Source::Copy, CopyReason::Graph, grad, statistics);
   } else if (shared) {
-    copy_out(Source::Replace, CopyReason::SharedStorage, grad, statistics);
+    // A .grad that existed before stays where it is: in a flat optimizer's memory, perhaps.
+    copy_out(took_over ? Source::Replace : Source::Copy, CopyReason::SharedStorage, grad, statistics);
   } else {
     // Either taken over from `incoming`, or a .grad that existed before (or was made by a copy) and that autograd
     // itself has just written: no tensor of this backward lies in it.
@@ -156,7 +161,7 @@ void Gradient::discard() {
 }
 
 void Gradient::forget() {
-  shared_ = false;
+  shared_ = took_over_ = false;
   source_ = Source::None;
   memory_.reset();
 }

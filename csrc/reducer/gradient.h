@@ -78,7 +78,8 @@ class Gradient {
   Source source_ = Source::None;
   bool sparse_;
   c10::weak_intrusive_ptr<c10::StorageImpl> kept_{c10::intrusive_ptr<c10::StorageImpl>()};
-  bool shared_ = false;  // noted: something else holds .grad's memory
+  bool shared_ = false;     // noted: something else looks at .grad's memory
+  bool took_over_ = false;  // noted: that is the memory of what came
 };
 
 }  // namespace syncengine

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -416,15 +418,25 @@ def test_a_loss_that_is_no_output_is_found():
 
 @run_on_ranks(gloo=True)
 def test_hooks_on_the_node_see_this_ranks_gradient():
-    for late in (False, True):
+    """And a `.grad` that was there before stays where it is: one of a flat optimizer's, say."""
+    for late, preset in itertools.product((False, True), repeat=2):
         for options in ({}, {"static_graph": True}):
-            ours, theirs = of_both(lambda model, late=late: seen_at_nodes(model, late), Mlp, **options)
-            assert not different_bits(ours, theirs)
+            ours, theirs = of_both(partial(seen_at_nodes, late=late, preset=preset), Mlp, **options)
+            assert not different_bits(ours, theirs), (late, preset, options)
 
 
-def seen_at_nodes(model: nn.Module, late: bool) -> list:
+def flat_gradients(module: nn.Module) -> torch.Tensor:
+    """Zeros, of which each parameter's `.grad` is a view."""
+    flat = torch.zeros(sum(p.numel() for p in module.parameters()))
+    for parameter, part in zip(module.parameters(), flat.split([p.numel() for p in module.parameters()]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat
+
+
+def seen_at_nodes(model: nn.Module, late: bool, preset: bool) -> list:
     seen: dict[str, torch.Tensor] = {}
     nodes = []
+    flat = [flat_gradients(model.module)] if preset else []
 
     def listen() -> None:
         for name, parameter in model.module.named_parameters():
@@ -435,12 +447,12 @@ def seen_at_nodes(model: nn.Module, late: bool) -> list:
     if not late:
         listen()
     for i in range(3):
-        model.zero_grad()
+        model.zero_grad(set_to_none=not preset)
         out = model(data(i))
         if late and i == 0:
             listen()
         out.square().mean().backward()
-    return [seen[name] for name in sorted(seen)] + gradients(model)
+    return [seen[name] for name in sorted(seen)] + gradients(model) + flat
 
 
 class Auxiliary(nn.Module):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from flat import flat
 from parallel_models import data, different_bits, gradients
 from pool import RankPool, run_on_ranks
-from test_parallel_lifetimes import averages
+from test_parallel_lifetimes import averages, flat_gradients
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -63,6 +63,18 @@ def together(unevenly: bool = True) -> None:
 def test_models_that_share_a_large_part(pool: RankPool, memory: str):
     settings = {"timeout": 60.0, "gradient_memory": "torch" if memory == "torch" else "arena"}
     pool.run(*((flat, together, False) if memory == "flat" else (together,)), gloo=True, settings=settings)
+
+
+@run_on_ranks(gloo=True)
+def test_models_that_share_a_part_keep_the_memory_of_its_gradients():
+    encoder = nn.Linear(64, 64)
+    flat = flat_gradients(encoder)
+    models = [syncengine.Parallel(Part(encoder, width)) for width in (2, 3)]
+    for i in range(3):
+        expected = averages(encoder, sum(model.module(batch(i), True).square().sum() for model in models))
+        flat.zero_()
+        sum(model(batch(i), True).square().sum() for model in models).backward()
+        assert not different_bits([flat], [torch.cat([gradient.flatten() for gradient in expected])]), i
 
 
 @run_on_ranks()
