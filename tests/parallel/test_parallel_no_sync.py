@@ -76,6 +76,29 @@ def test_a_consumed_forward_raises():
         loss.backward()
 
 
+class Penalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(24, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.penalty = self.layer.weight.square().sum()
+        return self.layer(x)
+
+
+@run_on_ranks(gloo=True)
+def test_a_penalty_on_weights_made_in_forward_may_have_a_backward_of_its_own():
+    """It is no output, and the same on all ranks: what stays local is right."""
+
+    def step(model: nn.Module) -> None:
+        for i in range(3):
+            model.zero_grad()
+            model(data(i)).square().mean().backward()
+            model.module.penalty.backward()
+
+    both(Penalized, step)
+
+
 @run_on_ranks()
 def test_a_backward_past_the_wrapper_stays_local():
     model = syncengine.Parallel(nn.Linear(24, 3))
