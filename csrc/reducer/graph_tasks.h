@@ -8,7 +8,6 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -42,28 +41,46 @@ class GraphTasks {
     all_ended_.wait_for(lock, std::chrono::seconds(1), [this] { return watched_ == 0; });
   }
 
-  // A synchronized forward has.
-  void forward_ended() { forward_ended_ = NodeNumber::now(); }
-  // Whether runs_later_graph() has to look at the task on this thread, as it does once.
+  // A synchronized forward has, which began then, if that is known.
+  void forward_ended(const NodeNumber& began) { began_ = began, ended_ = NodeNumber::now(); }
+  // Whether the graph of the task on this thread is still to be looked at, as it is once.
   bool is_new() const { return judged_ != current(); }
-  // Whether all of the graph that it runs was made after that forward. So is that of a reentrant checkpoint, whatever
-  // the graph around it.
-  bool runs_later_graph() {
-    if (!is_new()) return is_later_;
-    judged_ = current();
-    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-    return is_later_ = nodes != nullptr && std::all_of(nodes->begin(), nodes->end(), [this](const auto* node) {
-                         return node->next_edges().empty() || forward_ended_.is_before(*node);
-                       });
-  }
+  // Whether all of it was made after that forward. So is that of a reentrant checkpoint, whatever the graph around it.
+  bool runs_later_graph() { return judge().all_later; }
+  // The same, and by some node. Of a graph without any but leaves and the one that it starts from, which autograd does
+  // not tell, nothing is known.
+  bool runs_later_nodes() { return judge().all_later && judged_as_.has_nodes; }
+  // Whether some of it was made during that forward, or on another thread.
+  bool runs_forwards_nodes() { return judge().some_between; }
 
  private:
+  struct Judgement {
+    bool has_nodes = false, all_later = false, some_between = false;
+  };
+
+  const Judgement& judge() {
+    if (!is_new()) return judged_as_;
+    judged_ = current();
+    judged_as_ = {};
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    if (nodes == nullptr) return judged_as_;
+    judged_as_.all_later = true;
+    for (const auto* node : *nodes) {
+      if (node->next_edges().empty()) continue;
+      const bool is_later = ended_.is_before(*node);
+      judged_as_.has_nodes = true;
+      judged_as_.all_later &= is_later;
+      judged_as_.some_between |= !is_later && !began_.is_after(*node);
+    }
+    return judged_as_;
+  }
+
   int last_ = -1;       // the last one that is watched
   size_t watched_ = 0;  // that have not ended
   std::condition_variable all_ended_;
-  NodeNumber forward_ended_;
-  int judged_ = -1;        // the last one that was looked at
-  bool is_later_ = false;  // what it was
+  NodeNumber began_, ended_;
+  int judged_ = -1;      // the last one that was looked at
+  Judgement judged_as_;  // what it was
 };
 
 }  // namespace syncengine

@@ -82,7 +82,7 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
       forward.outputs.push_back(node);
   }
   outputs_hooked_ = !forward.outputs.empty();
-  tasks_.forward_ended();
+  tasks_.forward_ended(began);
   forward.plan = model_->plan.shared();
   model_->coming_backward().expect(std::exchange(model_->forward, nullptr));
   phase_ = Phase::Armed;

@@ -172,7 +172,7 @@ void Reducer::on_backward_end() {
     // The outermost task ends last: only then all hooks have fired. It is the one that on_output watches, or that has
     // nodes of the forward.
     const bool observed_now =
-        model_->usage.observes() && !tasks_.any() && (outputs_hooked_ || !tasks_.runs_later_graph());
+        model_->usage.observes() && !tasks_.any() && (outputs_hooked_ || !tasks_.runs_later_nodes());
     if (!model_->backward->collected_all() && !observed_now) return;
     phase_ = Phase::Finalizing;
   }
@@ -202,7 +202,11 @@ void Reducer::on_backward_abandoned(uint64_t backward) noexcept {
 void Reducer::on_outer_task(TaskRole of_inner) noexcept {
   try {
     std::lock_guard lock(mutex_);
-    if (of_inner == TaskRole::Ours) return watch_this_backward();
+    if (of_inner == TaskRole::Ours) {
+      // The average may have been delivered, and the task around it be one that only happens to run a backward.
+      if (phase_ == Phase::Syncing || tasks_.runs_forwards_nodes()) watch_this_backward();
+      return;
+    }
     if (phase_ == Phase::Consumed && !tasks_.any() && !is_foreign())
       fail_at_task_end(consumed_text(model_->parameters));
   } catch (...) {

@@ -196,6 +196,60 @@ def test_a_second_backward_through_outputs_that_are_not_found_is_an_error():
         syncengine.barrier()
 
 
+class HidingLoss(Hiding):
+    """Its result is the loss: a single node, where a checkpoint, or a Function of one's own, has made it."""
+
+    def forward(self, x: torch.Tensor) -> Hidden:
+        return Hidden(checkpoint(self.loss, x.requires_grad_(), use_reentrant=True))
+
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).square().sum()
+
+
+@run_on_ranks(gloo=True)
+def test_a_hidden_loss_of_one_node():
+    for static_graph in (False, True):
+        module = HidingLoss()
+        model = syncengine.Parallel(module, static_graph=static_graph)
+        for i in range(4):
+            expected = averages(module, module.loss(data(i)))
+            module.zero_grad()
+            model(data(i)).value.backward()
+            assert not different_bits(gradients(module), expected), (static_graph, i)
+
+
+class Inner(torch.autograd.Function):
+    """Has nothing to do with the model that is trained in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, train: Callable[[], None]) -> torch.Tensor:
+        ctx.train = train
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        with torch.enable_grad():
+            ctx.train()
+        return grad, None
+
+
+@run_on_ranks(gloo=True)
+def test_a_step_within_somebody_elses_backward():
+    module = Hiding()
+    model = syncengine.Parallel(module)
+
+    def train() -> None:
+        model(data()).value.square().sum().backward()
+        module.layer.weight.square().sum().backward()  # this rank's own
+
+    for _ in range(3):
+        expected = averages(module, module.layer(data()).square().sum())
+        module.zero_grad()
+        expected[0] = expected[0] + 2 * module.layer.weight.detach()
+        Inner.apply(torch.ones(3, requires_grad=True), train).backward(torch.ones(3))
+        assert not different_bits(gradients(module), expected)
+
+
 class Chain(nn.Module):
     """Its layers in reentrant checkpoints, one after the other, and a result that is not found."""
 
