@@ -494,10 +494,11 @@ class Reducer:
         Returns the first number; `copy_of` is that of the model that this one is a copy of.
         """
 
-    def install_plan(self, buckets: Sequence[Sequence[int]], provisional: bool) -> None:
+    def install_plan(self, buckets: Sequence[Sequence[int]], frozen: Sequence[int], provisional: bool) -> None:
         """Sets the buckets: indices of parameters, in the order in which they are expected to be ready.
 
-        `provisional`: to be replaced once the order of readiness is known.
+        `frozen`: those that don't require a gradient any more. `provisional`: to be replaced once the order of
+        readiness is known.
         """
 
     def ready_order(self) -> list[int]:

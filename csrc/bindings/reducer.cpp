@@ -178,10 +178,9 @@ void bind_reducer(py::module_& module) {
       .def("has_averaged", &Reducer::has_averaged, NoGil())
       .def(
           "install_plan",
-          [](Reducer& self, const std::vector<std::vector<size_t>>& buckets, bool provisional) {
-            self.model()->install_plan(buckets, provisional);
-          },
-          py::arg("buckets"), py::arg("provisional"), NoGil())
+          [](Reducer& self, const std::vector<std::vector<size_t>>& buckets, const std::vector<size_t>& frozen,
+             bool provisional) { self.model()->install_plan(buckets, frozen, provisional); },
+          py::arg("buckets"), py::arg("frozen"), py::arg("provisional"), NoGil())
       .def(
           "average_over",
           [](Reducer& self, double divisor, double weight) {

@@ -63,8 +63,9 @@ std::string BucketLayout::describe() const {
 }
 
 BucketPlan::BucketPlan(const std::vector<std::vector<size_t>>& indices, const std::vector<Gradient>& gradients,
-                       const std::shared_ptr<const ModelNames>& names, bool provisional)
-    : provisional_(provisional), places_(gradients.size()) {
+                       const std::vector<size_t>& frozen, const std::shared_ptr<const ModelNames>& names,
+                       bool provisional)
+    : provisional_(provisional), places_(gradients.size()), frozen_(frozen) {
   std::vector<bool> placed(gradients.size());
   for (size_t b = 0; b < indices.size(); ++b) {
     const auto layout = make_layout(b, indices[b], gradients, names, placed);
@@ -72,13 +73,13 @@ BucketPlan::BucketPlan(const std::vector<std::vector<size_t>>& indices, const st
       const at::Tensor& parameter = gradients[layout->parameters[k]].parameter();
       const size_t bytes = parameter.nbytes();
       places_[layout->parameters[k]] = {static_cast<uint32_t>(b), static_cast<uint32_t>(k), bytes,
-                                        parameter.scalar_type(), !parameter.requires_grad()};
-      if (!parameter.requires_grad()) frozen_.push_back(layout->parameters[k]);
+                                        parameter.scalar_type()};
       if (!layout->sparse && bytes >= gradient_memory::kSmallest) pooled_sizes_.insert(bytes);
     }
     if (layout->sparse) sparse_.push_back(layout->parameters[0]);
     buckets_.push_back(layout);
   }
+  for (size_t i : frozen_) places_[i].frozen = true;
   std::sort(sparse_.begin(), sparse_.end());
 }
 

@@ -17,16 +17,16 @@ namespace syncengine {
 
 class BucketPlan {
  public:
-  // One bucket for each list of parameter indices. `provisional`: to be replaced as soon as the order is known in which
-  // gradients are ready.
+  // One bucket for each list of parameter indices, of which those in `frozen` were frozen on the ranks that train.
+  // `provisional`: to be replaced as soon as the order is known in which gradients are ready.
   BucketPlan(const std::vector<std::vector<size_t>>& indices, const std::vector<Gradient>& gradients,
-             const std::shared_ptr<const ModelNames>& names, bool provisional);
+             const std::vector<size_t>& frozen, const std::shared_ptr<const ModelNames>& names, bool provisional);
 
   const std::vector<std::shared_ptr<const BucketLayout>>& buckets() const { return buckets_; }
   bool provisional() const { return provisional_; }
 
   bool covers(size_t parameter) const { return places_[parameter].bucket != kNone; }
-  // Parameters that were frozen when it was made: of these only what had accumulated before is averaged, once.
+  // Parameters that were frozen: of these only what had accumulated before is averaged, once.
   const std::vector<size_t>& frozen() const { return frozen_; }
   bool is_frozen(size_t parameter) const { return places_[parameter].frozen; }
   // Of a parameter that it covers.

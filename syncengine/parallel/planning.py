@@ -54,20 +54,21 @@ class Planning:
     def _renew(self, current: Round | None) -> None:
         trainable = [i for i, p in enumerate(self.model.parameters) if p.requires_grad]
         if self.plan is None:
-            planned = sorted({*trainable, *self._accumulated(trainable)})
-            self._install(self.planner.initial(planned), provisional=self.planner.rebuilds)
+            frozen = self._accumulated(trainable)
+            plan = self.planner.initial(sorted([*trainable, *frozen]))
+            self._install(plan, frozen, provisional=self.planner.rebuilds)
             return
         if current is not None:  # ranks without a batch have nothing to time
             self._tuner = None
         planned = [i for bucket in self.plan for i in bucket]
         if self.has_rebuilt and self._tuner is not None and set(planned) == set(trainable):
             if not self._time_backward(self._tuner):
-                self._install(self.planner.rebuilt(planned), provisional=True)
+                self._install(self.planner.rebuilt(planned), [], provisional=True)
                 return
             self._tune(self._tuner, planned)
         order = self._agree_on_order(trainable, current)
-        order += self._accumulated(order)
-        self._install(self.planner.rebuilt(order), provisional=self._tuner is not None)
+        frozen = self._accumulated(order)
+        self._install(self.planner.rebuilt([*order, *frozen]), frozen, provisional=self._tuner is not None)
         self.has_rebuilt = True
 
     def _time_backward(self, tuner: Tuner) -> bool:
@@ -96,9 +97,9 @@ class Planning:
             gc.collect()
             return self.reducer.reserve_slots(self.number)
 
-    def _install(self, plan: Plan, provisional: bool) -> None:
+    def _install(self, plan: Plan, frozen: list[int], provisional: bool) -> None:
         self.reserve_slots()
-        self.reducer.install_plan(plan, provisional)
+        self.reducer.install_plan(plan, frozen, provisional)
         self.plan = plan
 
     def _accumulated(self, trainable: list[int]) -> list[int]:
