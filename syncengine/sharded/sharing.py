@@ -176,6 +176,7 @@ class Sharing:
         for block in self.blocks:
             if block.weights.loaded:
                 block.weights.take()
+                block.shard.follow()
             if self.loaded:
                 block.state.take()
                 self._watched.expect_more()

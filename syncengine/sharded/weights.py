@@ -122,6 +122,7 @@ class SharedWeights:
 
     def give(self) -> None:
         """The first half: the common memory has the values, and only the host's first rank has moved. Collective."""
+        self._renew()
         sums = [checksum(parameter) for parameter in self.parameters]
         lines = [
             f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)} strides {p.stride()}, CRC-32 {value:08x}"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from syncengine.errors import Aborted, SyncError
+from syncengine.parallel import Parallel
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.membership import Groups
 from syncengine.sharded.memory import Host
@@ -29,6 +30,7 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
         for block in sharing.blocks:
             if block.weights.loaded:
                 block.weights.share()
+                block.shard.follow()
         private = PrivateTensors(sharing.models, writes=host.communicator.rank == 0)
         if host.communicator.rank == 0 and not sharing.decide_to_write(True):
             host.communicator.check_peers()
@@ -42,7 +44,8 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
         failure: Exception | None = None
         try:
             sharing.writes = host.communicator.rank == 0
-            yield sharing.writes
+            with _alone(sharing.models) if sharing.writes else contextlib.nullcontext():
+                yield sharing.writes
         except Exception as error:
             failure = error
         finally:
@@ -62,6 +65,20 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
         sharing.note_writing()
     if failure is not None:
         raise failure
+
+
+@contextlib.contextmanager
+def _alone(models: Iterable[Parallel]) -> Iterator[None]:
+    """No forward synchronizes buffers: the other ranks run none. The first one afterwards does if it was to."""
+    switches = [model._switches for model in models]
+    before = [(each.forward_sync_buffers, each.require_forward_param_sync) for each in switches]
+    for each in switches:
+        each.forward_sync_buffers = False
+    try:
+        yield
+    finally:
+        for each, (sends, is_due) in zip(switches, before, strict=True):
+            each.forward_sync_buffers, each.require_forward_param_sync = sends, is_due
 
 
 def _end_together(

@@ -190,6 +190,60 @@ def test_the_writer_may_evaluate_what_it_has_written(pool: RankPool, way: str):
     assert pool.run(evaluates, way) == [[]] * 2
 
 
+class Normalized(nn.Module):
+    """With buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = make(), nn.BatchNorm1d(batch(0).shape[-1])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.norm(x))
+
+
+def evaluates_with_buffers() -> list[str]:
+    ours, theirs = Normalized(), Normalized()
+    theirs.load_state_dict(ours.state_dict())
+    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
+    for steps in (range(2), range(2, 4)):
+        train(model, optimizer, steps)
+        train(reference, plain_optimizer, steps)
+        with optimizer.writing() as may_write, torch.no_grad():
+            for _ in range(2 * may_write):
+                model.eval()(batch(0))
+        model.train()
+    return different_weights(ours, theirs) + [n for n, b in ours.named_buffers() if not b.equal(theirs.get_buffer(n))]
+
+
+def test_the_writer_may_evaluate_a_model_with_buffers(pool: RankPool):
+    assert pool.run(evaluates_with_buffers) == [[]] * 2
+
+
+def loads_after_sending(mover: int, writes: bool) -> list[str]:
+    """Loading everything anew makes good for weights that have moved elsewhere on one rank."""
+    ours, theirs = make(), make()
+    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
+    best = {name: value.clone() for name, value in theirs.state_dict().items()}
+    train(model, optimizer, 2)
+    train(reference, plain_optimizer, 2)
+    if syncengine.rank() == mover:
+        ours.share_memory()
+    for net in (ours, theirs):
+        net.load_state_dict(best)
+    if writes:
+        with optimizer.writing():
+            pass
+    train(model, optimizer, range(2, 5))
+    train(reference, plain_optimizer, range(2, 5))
+    return different_weights(ours, theirs) + not_divided(ours, optimizer)
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("mover", [0, 1])
+def test_what_was_sent_is_loaded_anew(pool: RankPool, mover: int, writes: bool):
+    assert pool.run(loads_after_sending, mover, writes) == [[]] * 2
+
+
 def writes_after() -> list[str]:
     """The forward's own look at the weights is back once writing() is over, also after an error."""
     net = make()
