@@ -189,7 +189,7 @@ TEST(another_thread_may_bring_what_is_missing) {
 
 TEST(uncertain_cycles_are_timeouts_that_name_both_sides) {
   Options options;
-  options.timeout = seconds(0.8);
+  options.timeout = seconds(2.5);  // the other rank waits by then, also on a busy machine
   auto body = [](int rank, Communicator& communicator) {
     std::string text;
     CHECK(wait_crosswise(rank, communicator, text) == ErrorKind::Timeout);
