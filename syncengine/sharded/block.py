@@ -65,6 +65,18 @@ class Block:
         except InvalidUsage as error:
             self.problem = str(error)
 
+    def share_loaded(self) -> None:
+        """Moves weights that were loaded into the common memory. Collective; raises ``Mismatch`` where they differ."""
+        if self.weights.loaded:
+            self.weights.give()
+            self.take_loaded()
+
+    def take_loaded(self) -> None:
+        """The second half of that, as of ``SharedWeights``."""
+        if self.weights.loaded:
+            self.weights.take()
+            self.shard.follow()
+
     def put_back(self, writes: bool) -> str:
         """As of ``SharedWeights``."""
         problem = self.weights.put_back(writes)

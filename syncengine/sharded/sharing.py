@@ -174,9 +174,7 @@ class Sharing:
     def _take_loaded(self) -> None:
         """What ``_prepare`` has brought into common memory. Not there, as it may fail when others begin the update."""
         for block in self.blocks:
-            if block.weights.loaded:
-                block.weights.take()
-                block.shard.follow()
+            block.take_loaded()
             if self.loaded:
                 block.state.take()
                 self._watched.expect_more()

@@ -28,9 +28,7 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
     try:
         sharing.agree("what is to be done before writing() differs", groups, sharing.written())
         for block in sharing.blocks:
-            if block.weights.loaded:
-                block.weights.share()
-                block.shard.follow()
+            block.share_loaded()
         private = PrivateTensors(sharing.models, writes=host.communicator.rank == 0)
         if host.communicator.rank == 0 and not sharing.decide_to_write(True):
             host.communicator.check_peers()
