@@ -237,10 +237,6 @@ def test_all_may_be_delayed(pool: RankPool, train: Callable[[nn.Module], None], 
     pool.run(both_ways, train, kind, ["table", "head"])
 
 
-def test_a_trigger_without_an_output(pool: RankPool):
-    pool.run(both_ways, with_all_delayed_by_its_loss, OutsideWithLoss, ["table"])
-
-
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
