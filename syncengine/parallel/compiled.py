@@ -21,13 +21,14 @@ from syncengine.parallel.refusal import warn_of_wrapper_around
 _eval_frame = torch._C._dynamo.eval_frame
 
 
-class _Caller(threading.local):
-    """Dynamo's callback in the code that called the wrapper: None outside of torch.compile."""
+class _Thread(threading.local):
+    """What this thread is in."""
 
-    callback: Any = None
+    callback: Any = None  # dynamo's, in the code that called the wrapper: None outside of torch.compile
+    active: DistributedDataParallel | None = None  # the Parallel whose forward runs
 
 
-_caller = _Caller()
+_thread = _Thread()
 
 
 def not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -35,13 +36,13 @@ def not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        outer = _caller.callback
-        _caller.callback = _eval_frame.set_eval_frame(None)
+        outer = _thread.callback
+        _thread.callback = _eval_frame.set_eval_frame(None)
         try:
             return forward(*args, **kwargs)
         finally:
-            _eval_frame.set_eval_frame(_caller.callback)
-            _caller.callback = outer
+            _eval_frame.set_eval_frame(_thread.callback)
+            _thread.callback = outer
 
     skip = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT)
     marked: Any = run
@@ -51,19 +52,34 @@ def not_compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def is_active(wrapper: DistributedDataParallel) -> bool:
+    """Whether this thread is in the wrapper's module, called by its forward."""
+    return _thread.active is wrapper
+
+
 def call_module(wrapper: DistributedDataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the wrapped module, compiled if the wrapper is.
 
     Dynamo's DDPOptimizer sees the wrapper as DDP's: it cuts the graph, so that gradients come while backward runs.
     """
-    outer = DistributedDataParallel._active_ddp_module
+    active, around = _thread.active, _wrapper_around()
     if wrapper._reduces:
-        if outer is not None:
-            warn_of_wrapper_around(outer, wrapper)
-        DistributedDataParallel._active_ddp_module = wrapper
-    _eval_frame.set_eval_frame(_caller.callback)
+        if around is not None:
+            warn_of_wrapper_around(around, wrapper)
+        _thread.active = DistributedDataParallel._active_ddp_module = wrapper
+    _eval_frame.set_eval_frame(_thread.callback)
     try:
         return wrapper.module(*inputs, **kwargs)
     finally:
         _eval_frame.set_eval_frame(None)
-        DistributedDataParallel._active_ddp_module = outer
+        _thread.active, DistributedDataParallel._active_ddp_module = active, around
+
+
+def _wrapper_around() -> DistributedDataParallel | None:
+    """The wrapper in whose forward this one's is called, if any.
+
+    Torch has one name for all threads: a Parallel that stands there may be another thread's, and putting it back at
+    the end would keep it there for ever.
+    """
+    active = DistributedDataParallel._active_ddp_module
+    return _thread.active if active is None or hasattr(active, "_reduces") else active

@@ -18,6 +18,7 @@ from syncengine.hooks import Compress
 from syncengine.parallel.broadcast import broadcast_named
 from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.comm_hooks import CommHooks, Hook, check_hook
+from syncengine.parallel.compiled import is_active
 from syncengine.parallel.delayed import DelayedParameters
 from syncengine.parallel.groups import Group, check_group, resolve_group
 from syncengine.parallel.join import JoinContext, ParallelJoinHook, check_torch_join
@@ -91,7 +92,7 @@ class ForTools(DistributedDataParallel):
         Inside of the module's forward it is about whole backwards in there: Lightning's manual optimization.
         """
         with super().no_sync():
-            if self._reduces and DistributedDataParallel._active_ddp_module is self:
+            if is_active(self):
                 self.reducer.begin_forward(False)
             yield
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -141,6 +143,35 @@ def active_module() -> None:
 
 def test_active_ddp_module(pool: RankPool):
     pool.run(active_module)
+
+
+class Meets(nn.Linear):
+    """Its forward begins and ends by events of another thread."""
+
+    def __init__(self, entered: threading.Event, leave: threading.Event) -> None:
+        super().__init__(24, 2)
+        self.entered, self.leave = entered, leave
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.entered.set()
+        assert self.leave.wait(30)
+        return super().forward(x)
+
+
+def active_in_two_threads() -> None:
+    events = [threading.Event() for _ in range(3)]
+    first, second = (syncengine.Parallel(Meets(*events[i : i + 2])) for i in range(2))
+    with ThreadPoolExecutor(1) as other:  # the first enters, the second does, the first leaves, the second does
+        out = other.submit(first, data())
+        out.add_done_callback(lambda _: events[2].set())
+        assert events[0].wait(30)
+        second(data())
+        out.result()
+    assert DistributedDataParallel._active_ddp_module is None
+
+
+def test_active_ddp_module_in_two_threads(pool: RankPool):
+    pool.run(active_in_two_threads)
 
 
 def privates() -> None:

@@ -48,3 +48,6 @@ def as_under_ddp(with_default: bool) -> None:
         for wrap in (DistributedDataParallel, syncengine.Parallel):
             of_each = in_two_threads(lambda number: train(wrap, groups, number, rank))  # noqa: B023
             assert of_each == [[1.0, 3.5], [2.0, 8.5]], wrap
+            if wrap is syncengine.Parallel:
+                assert DistributedDataParallel._active_ddp_module is None
+            DistributedDataParallel._active_ddp_module = None  # DDP's forwards in two threads may leave one there
