@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <fstream>
+#include <latch>
 #include <numeric>
 #include <random>
 
@@ -292,13 +293,12 @@ TEST(mismatches_name_both_sides) {
 
 TEST(timeouts_name_the_missing_ranks) {
   Options options;
-  options.timeout = seconds(0.3);
-  run_job(3, options, [](int rank, Communicator& communicator) {
-    if (rank == 1) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(900));
-      return;
-    }
+  options.timeout = seconds(1.0);
+  std::barrier others(2);
+  run_job(3, options, [&](int rank, Communicator& communicator) {
+    if (rank == 1) return testing::wait_for_failure(communicator);
     std::vector<float> data(100);
+    others.arrive_and_wait();
     const auto text =
         CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 400, DType::Float32)), ErrorKind::Timeout);
     CHECK(contains(text, "waits for rank 1 "));
@@ -360,16 +360,18 @@ TEST(a_line_that_nobody_reads_holds_up_no_other_thread) {
 TEST(a_failed_group_takes_along_direct_operations_in_the_same_memory) {
   constexpr size_t kBytes = 4 << 20;
   for (size_t begin : {kBytes - shm::kPage, kBytes}) {
-    run_job(3, {}, [begin](int rank, Communicator& communicator) {
+    std::latch failed(2);
+    run_job(3, {}, [&](int rank, Communicator& communicator) {
       auto pair = communicator.split(rank == 1 ? std::vector<int>{} : std::vector<int>{0, 2});
       auto shared = communicator.allocate(2 * kBytes);
       auto* theirs = static_cast<std::byte*>(shared.get()) + begin;
-      if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(600));
+      if (rank == 1) failed.wait();
       auto run = [&] {
         auto work = communicator.submit(all_reduce_of(shared.get(), kBytes, DType::Float32));
         if (pair) {
           std::this_thread::sleep_for(std::chrono::milliseconds(100));  // it has published where its tensor lies
           CHECK_THROWS(pair->run(all_reduce_of(theirs, kBytes - 4 * rank, DType::Float32)), ErrorKind::Mismatch);
+          failed.count_down();
         }
         communicator.wait(work);
       };

@@ -256,13 +256,12 @@ TEST(mismatches_between_hosts_name_both_sides) {
 
 TEST(timeouts_name_missing_ranks_of_other_hosts) {
   Options options;
-  options.timeout = seconds(0.5);
-  run_hosts("aabb", options, [](int rank, Communicator& communicator) {
-    if (rank == 3) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1200));
-      return;
-    }
+  options.timeout = seconds(1.0);
+  std::barrier others(3);
+  run_hosts("aabb", options, [&](int rank, Communicator& communicator) {
+    if (rank == 3) return testing::wait_for_failure(communicator);
     std::vector<float> data(100);
+    others.arrive_and_wait();
     const auto text =
         CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 400, DType::Float32)), ErrorKind::Timeout);
     CHECK(contains(text, "waits for rank 3 "));
