@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults import Resources, my_rank, wait_for_file
+from faults import Resources, my_rank, wait_for_failure, wait_for_file
 from parallel_models import Mlp
 from pool import RankPool
 from torch import nn
@@ -64,9 +64,12 @@ def abort(communicator: Communicator | None = None, text: str = "rank 1: ValueEr
     communicator.barrier()
 
 
+LIMIT = 2.0  # seconds, of the communicator that times out
+
+
 def late() -> None:
     if syncengine.rank() == 1:
-        time.sleep(1.5)
+        wait_for_failure()
     syncengine.barrier()
 
 
@@ -91,14 +94,14 @@ def raise_in_forward() -> None:
 FAILURES = {
     "Mismatch": (other_count, "elements"),
     "Aborted": (abort, "a bad batch"),
-    "Timeout": (late, "the timeout is 1.0 s"),
+    "Timeout": (late, f"the timeout is {LIMIT} s"),
     "forward": (raise_in_forward, "rank 1 raised in forward: ValueError: not this batch"),
 }
 
 
 def fail_and_go_on(hosts: str, how: str, numerics: str) -> None:
     size = live_on(hosts)
-    old = syncengine.init(timeout=1.0 if how == "Timeout" else 20.0, numerics=numerics)
+    old = syncengine.init(timeout=LIMIT if how == "Timeout" else 20.0, numerics=numerics)
     assert syncengine.init() is old
     dead, tensor = syncengine.Parallel(Mlp()), syncengine.empty(300)
     check_training(dead)
@@ -220,7 +223,7 @@ def test_another_host_is_ahead_of_its_message(monkeypatch) -> None:
 
 
 def one_stays_away(folder: str) -> list[tuple[str, str]]:
-    syncengine.init(timeout=1.0)
+    syncengine.init(timeout=2.0)
     error_of(abort)
     answers = []
     if my_rank() == 2:
@@ -370,7 +373,7 @@ def round_trips(hosts: str, rounds: int) -> tuple[list[str], list[str]]:
         syncengine.barrier()  # a peer that shuts down takes its connections along: not before all have counted
     syncengine.shutdown()
     gc.collect()
-    return [str(count) for count in counts], Resources.now().left_since(before)
+    return [str(count) for count in counts], before.left()
 
 
 @pytest.mark.parametrize("hosts", ["aaa", "aab"])

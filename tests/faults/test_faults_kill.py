@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import WITHIN, Outcome, my_rank, needs_hooks, set_fault, suffer
+from faults import WITHIN, Outcome, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
 
 import syncengine
 
@@ -187,9 +187,10 @@ def test_two_killed_at_once(pool):
             assert outcome.left == []
 
 
-def wait_for_the_dead() -> Outcome:
+def wait_for_the_dead(come) -> Outcome:
     def body(step):
         syncengine.barrier()
+        Path(f"{come}.{my_rank()}").touch()
         if my_rank() == 1:
             time.sleep(60)
         step()
@@ -198,10 +199,13 @@ def wait_for_the_dead() -> Outcome:
     return suffer(body, timeout=30.0)
 
 
-def test_killed_while_computing(pool):
+def test_killed_while_computing(pool, tmp_path):
     """Measured from the kill on: the others sleep in the kernel by then."""
-    with pool.spawn_ranks(wait_for_the_dead, world=3, settings=None) as ranks:
-        time.sleep(1.0)
+    come = tmp_path / "come"
+    with pool.spawn_ranks(wait_for_the_dead, str(come), world=3, settings=None) as ranks:
+        for number, rank in enumerate(ranks):
+            wait_for_file(f"{come}.{number}")
+            wait_until("S", rank.pid)
         killed_at = time.monotonic()
         ranks[1].signal(signal.SIGKILL)
         for survivor in (ranks[0], ranks[2]):
@@ -212,13 +216,15 @@ def test_killed_while_computing(pool):
             assert 0 < outcome.at - killed_at < WITHIN
 
 
-def use_pair(victim) -> Outcome:
+def use_pair(victim, past) -> Outcome:
     def body(step):
         world = syncengine.default_communicator()
         pair = world.split([0, 1] if world.rank < 2 else [2])
         syncengine.barrier()
+        Path(f"{past}.{world.rank}").touch()
         if world.rank == victim:
-            time.sleep(0.5)  # the others shall have ended their barrier
+            for rank in range(world.size):
+                wait_for_file(f"{past}.{rank}")
             os.kill(os.getpid(), signal.SIGKILL)
         step()
         with pytest.raises(syncengine.errors.PeerLost, match="rank 2 died"):
@@ -232,7 +238,7 @@ def use_pair(victim) -> Outcome:
     return suffer(body, timeout=20.0)
 
 
-def test_a_communicator_without_the_dead_goes_on(pool):
-    with pool.spawn_ranks(use_pair, 2, world=3, settings=None) as ranks:
+def test_a_communicator_without_the_dead_goes_on(pool, tmp_path):
+    with pool.spawn_ranks(use_pair, 2, str(tmp_path / "past"), world=3, settings=None) as ranks:
         for survivor in ranks[:2]:
             assert survivor.result().value == 32.0

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import WITHIN, Outcome, my_rank, suffer
+from faults import WITHIN, Outcome, my_rank, suffer, wait_for_file
 
 import syncengine
 
@@ -119,17 +119,18 @@ def test_leaving_while_others_wait(pool, world):
         assert outcome.seconds < WITHIN
 
 
-def pending_at_shutdown(in_arena) -> Outcome:
+def pending_at_shutdown(in_arena, has_left) -> Outcome:
     def body(step):
         tensor = syncengine.empty(500_000).fill_(1.0) if in_arena else torch.ones(500_000)
         syncengine.barrier()
         if my_rank() == 0:
             work = syncengine.all_reduce(tensor, async_op=True)
             syncengine.shutdown()
+            Path(has_left).touch()
             step()
             work.wait()
         else:
-            time.sleep(0.2)
+            wait_for_file(has_left)
             step()
             syncengine.all_reduce(tensor)
 
@@ -137,8 +138,8 @@ def pending_at_shutdown(in_arena) -> Outcome:
 
 
 @pytest.mark.parametrize("in_arena", [False, True])
-def test_shutdown_while_work_is_pending(pool, in_arena):
-    mine, *others = pool.run(pending_at_shutdown, in_arena, world=3, settings=None)
+def test_shutdown_while_work_is_pending(pool, in_arena, tmp_path):
+    mine, *others = pool.run(pending_at_shutdown, in_arena, str(tmp_path / "has left"), world=3, settings=None)
     assert (mine.error, mine.left) == ("InvalidUsage", [])
     assert "closed" in mine.text
     for outcome in others:

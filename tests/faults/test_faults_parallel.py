@@ -167,7 +167,7 @@ def stop_in_training(fault, woken) -> Outcome:
                 for p, grad in zip(model.parameters(), before, strict=True):
                     assert (p.grad is None) == (grad is None) and (grad is None or torch.equal(p.grad, grad))
 
-    return suffer(body, timeout=1.0)
+    return suffer(body, timeout=2.0)
 
 
 @needs_hooks

@@ -67,7 +67,7 @@ def test_ctrl_c_ends_init(pool, tmp_path):
     with pool.spawn_ranks(init_later, str(come), world=3, settings=None) as ranks:
         for waiting in (0, 2):
             wait_for_file(f"{come}.{waiting}")
-        time.sleep(0.3)
+            wait_until("S", ranks[waiting].pid)
         interrupted_at = interrupt(ranks[0])
         waiting = ranks[2].result()
         assert waiting.at - interrupted_at < WITHIN
@@ -87,6 +87,13 @@ def init_and_meet(fault, connected) -> Outcome:
     return suffer(body, timeout=30.0)
 
 
+def rest(ranks) -> None:
+    """Until they have come as far as they can."""
+    for rank in ranks:
+        wait_until("S", rank.pid)
+    time.sleep(0.3)
+
+
 @needs_hooks
 @pytest.mark.parametrize("point", ["listening:1", "handed:1"])
 def test_ctrl_c_while_connecting(pool, tmp_path, point):
@@ -94,7 +101,9 @@ def test_ctrl_c_while_connecting(pool, tmp_path, point):
     connected = tmp_path / "connected"
     with pool.spawn_ranks(init_and_meet, f"{point}:stop", str(connected), world=3, settings=None) as ranks:
         wait_until("T", ranks[2].pid)
-        time.sleep(0.3)
+        if point == "handed:1":
+            wait_for_file(f"{connected}.0", f"{connected}.1")
+        rest(ranks[:2])
         later = 0 if Path(f"{connected}.0").exists() else 1
         first = 1 - later
         interrupted_at = interrupt(ranks[first])
@@ -229,7 +238,8 @@ def test_what_a_handler_raises_while_connecting_is_told(pool, tmp_path):
     connected = tmp_path / "connected"
     with pool.spawn_ranks(raise_while_connecting, "handed:1:stop", str(connected), world=3, settings=None) as ranks:
         wait_until("T", ranks[2].pid)
-        time.sleep(0.3)
+        wait_for_file(f"{connected}.0", f"{connected}.1")
+        rest(ranks[:2])
         later = 0 if Path(f"{connected}.0").exists() else 1
         first = 1 - later
         ranks[first].signal(signal.SIGTERM)

@@ -45,7 +45,7 @@ def makings_leave_nothing(with_scheduler: bool) -> tuple[list[str], int, int, in
     before, bytes_before = Resources.now(), rss()
     make(1000)
     settle()
-    left, grown = Resources.now().left_since(before), rss() - bytes_before
+    left, grown = before.left(), rss() - bytes_before
     hooks = len(model.weight._post_accumulate_grad_hooks)
     classes = sum("SGD" in cls.__name__ for cls in torch.optim.SGD.__subclasses__())
     return left, len(hvd.process.optimizers()), hooks, classes, grown

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import needs_hooks, set_fault, suffer
+from faults import WITHIN, needs_hooks, seconds_after, set_fault, suffer, wait_for_failure
 from pool import RankPool
 
 import syncengine
@@ -224,7 +224,7 @@ def check_all_lost(ranks, victim: int, killed_at: float | None = None) -> None:
         assert f"rank {victim}" in outcome.text, outcome
         assert outcome.left == []
         if killed_at is not None:
-            assert outcome.at - killed_at < 2.0, outcome
+            assert outcome.at - killed_at < WITHIN, outcome
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb", "aaab"])
@@ -286,7 +286,8 @@ def test_frozen_for_longer_than_the_silence(pool: RankPool) -> None:
         ranks[1].signal(signal.SIGSTOP)
         outcome = ranks[0].result()
         assert outcome.error == "PeerLost", outcome
-        assert "rank 1 has been silent for 1." in outcome.text
+        assert 1.5 <= seconds_after("rank 1 has been silent for", outcome.text) < 1.5 + WITHIN
+        assert "it was given up after 1.5 s" in outcome.text
         assert "SYNCENGINE_SILENCE" in outcome.text
 
 
@@ -330,7 +331,10 @@ def wait_for_one(hosts, first):
 
     def body(step):
         syncengine.barrier()
-        time.sleep({first: 0.0, len(hosts) - 1: 3.0}.get(syncengine.rank(), 0.4))
+        if syncengine.rank() == len(hosts) - 1:
+            wait_for_failure()
+        elif syncengine.rank() != first:
+            time.sleep(0.4)
         syncengine.all_reduce(torch.ones(10))
 
     return suffer(body, timeout=2.0)  # for init, too, where other tests share the cores

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import re
 import signal
 import time
 import traceback
@@ -57,13 +59,18 @@ class Resources:
             except OSError:
                 continue  # the directory's own
         maps = {line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:syncengine" in line}
-        names = {f"{task.name} {(task / 'comm').read_text().strip()}" for task in Path("/proc/self/task").iterdir()}
+        names = set()
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it ends meanwhile
+                names.add(f"{task.name} {(task / 'comm').read_text().strip()}")
         return cls(descriptors, maps, {name for name in names if name.endswith(" syncengine")})
 
-    def left_since(self, before: Resources) -> list[str]:
-        """Differences that a shutdown must not leave."""
-        now, then = (vars(resources) for resources in (self, before))
-        return [one for kind in now for one in sorted(now[kind] - then[kind])]
+    def left(self) -> list[str]:
+        """What this process has more by now: a shutdown must not leave any."""
+        deadline = time.monotonic() + 2
+        while (now := Resources.now()).threads - self.threads and time.monotonic() < deadline:
+            time.sleep(0.01)  # the kernel lists a thread for a moment after it was joined
+        return [one for kind, then in vars(self).items() for one in sorted(vars(now)[kind] - then)]
 
 
 @dataclass
@@ -101,7 +108,7 @@ def suffer(body: Callable[[Callable[[], None]], Any], **settings: Any) -> Outcom
     outcome.seconds = outcome.at - started
     syncengine.shutdown()
     gc.collect()
-    outcome.left = Resources.now().left_since(before)
+    outcome.left = before.left()
     return outcome
 
 
@@ -115,12 +122,28 @@ def interrupt(rank: Rank) -> float:
     return pressed_at
 
 
-def wait_for_file(path: str | Path, timeout: float = 30.0) -> None:
-    """Blocks until another process has made the file."""
+def seconds_after(words: str, text: str) -> float:
+    """The seconds that `text` names after `words`."""
+    found = re.search(rf"{words} (\d+\.\d) s", text)
+    assert found, text
+    return float(found[1])
+
+
+def wait_for_failure() -> None:
+    """Blocks until this rank has heard that another one's error has ended the default communicator."""
+    communicator = syncengine.default_communicator()
+    with contextlib.suppress(syncengine.errors.SyncError):
+        while True:
+            communicator.check_peers()
+            time.sleep(0.005)
+
+
+def wait_for_file(*paths: str | Path, timeout: float = 30.0) -> None:
+    """Blocks until another process has made the file, or one of them."""
     deadline = time.monotonic() + timeout
-    while not Path(path).exists():
+    while not any(Path(path).exists() for path in paths):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"nobody made {path}")
+            raise TimeoutError(f"nobody made {' or '.join(map(str, paths))}")
         time.sleep(0.005)
 
 

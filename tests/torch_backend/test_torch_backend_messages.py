@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from faults import WITHIN, seconds_after
 from pool import RankPool, run_on_ranks
 from test_hosts import live_on
 from torch.distributed import ReduceOp
@@ -162,17 +164,19 @@ def receive_what_was_not_sent(how: str) -> str | None:
             dist.scatter(torch.ones(3), [torch.ones(3), torch.ones(4)], 0, group)
             dist.barrier(group)
         elif how == "late":
-            from datetime import timedelta
-
             dist.irecv(torch.ones(3), 1, group, tag=5).wait(timedelta(seconds=0.3))
         else:
             dist.recv(torch.ones(3), 1, group, tag=0)
+    text = str(error.value)
     if how == "late":
         dist.barrier()
-    return str(error.value)
+        seconds = seconds_after("rank 0 waits for rank 1 since", text)
+        assert 0.3 <= seconds < 0.3 + WITHIN
+        text = text.replace(f" since {seconds} s ", " since 0.3 s ")
+    return text
 
 
-# Beside what rank 0 is told.
+# Beside what rank 0 is told. Some tenths of a second more are 0.3 s, too.
 NOT_SENT = [
     ("size", "rank 0 called recv(from rank 1 of the group, tag 0) for 12 bytes where rank 1 sent 20000 bytes"),
     ("collective", "rank 1 called scatter(from rank 0 of the group) for 12 bytes where rank 0 sent 16 bytes"),
