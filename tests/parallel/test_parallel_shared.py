@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -287,9 +286,8 @@ def test_checkpoints_behind_outputs_that_are_not_found():
 
 def checkpointed_twice(options: dict[str, bool], other: bool) -> None:
     layers = [nn.Linear(24, 24) for _ in range(2)]
-    model = syncengine.Parallel(Chain(layers[0], layers[other]), **options)
-    time.sleep(0.5)  # until all ranks have come as far
-    with pytest.raises(SyncError, match="ready only once"):
+    with pytest.raises(SyncError, match="ready only once"):  # the other's may come at any time
+        model = syncengine.Parallel(Chain(layers[0], layers[other]), **options)
         model(data()).value.sum().backward()
 
 

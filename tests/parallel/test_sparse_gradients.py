@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -150,9 +149,8 @@ def test_a_table_that_a_rank_does_not_use():
 
 
 def unexpected(make: Callable[[], nn.Module], text: str) -> None:
-    model = syncengine.Parallel(make())
-    time.sleep(0.5)  # until all ranks have come as far
-    with pytest.raises(SyncError, match=text):
+    with pytest.raises(SyncError, match=text):  # the other's may come at any time
+        model = syncengine.Parallel(make())
         model(torch.tensor([1, 2])).sum().backward()
 
 

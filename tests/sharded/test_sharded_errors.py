@@ -295,6 +295,6 @@ def loaded_not_elementwise(early: bool) -> list[str]:
 
 @pytest.mark.parametrize("early", [True, False])
 def test_a_loaded_state_that_is_not_elementwise_is_named_on_all_ranks(pool: RankPool, early: bool):
-    for text, after in pool.run(loaded_not_elementwise, early, world=3, timeout=5.0):
+    for text, after in pool.run(loaded_not_elementwise, early, world=3, timeout=20.0):
         assert "keeps 'exp_avg' of shape (7,), which is not one number for each element" in text
         assert after == ""

@@ -17,7 +17,8 @@ LAYERS = 64  # of 512 KiB: malloc would keep such blocks
 
 
 def private_bytes() -> int:
-    return int(re.search(r"Pss_Anon:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024
+    """In full: of pages that it has in common with other forks, a part would come and go with those."""
+    return int(re.search(r"Anonymous:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024
 
 
 def growth_by_training() -> int:
