@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,8 @@ import pytest
 from flat import flat
 from hypothesis import settings
 from pool import RankPool
+from ports import unused_ports
+from shared_files import is_mapped, shared_files
 
 from syncengine import _C
 
@@ -55,15 +56,14 @@ def kinds_of_buckets(pool: RankPool, request: pytest.FixtureRequest) -> Iterator
 
 @pytest.fixture
 def unused_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    """A TCP port that is free."""
+    return unused_ports()[0]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Fails the run if it leaves a process, or a file in /dev/shm."""
-    before = _shared_files()
+    before = shared_files()
     yield
     deadline = time.monotonic() + 5
     while (left := _left(before)) and time.monotonic() < deadline:
@@ -75,25 +75,11 @@ def _left(before: set[str]) -> list[str]:
     with contextlib.suppress(ChildProcessError):  # raised when there is no child at all
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    processes = [
-        f"process {pid}: {Path(f'/proc/{pid}/cmdline').read_bytes().decode().split(chr(0))}"
-        for task in Path("/proc/self/task").iterdir()
-        for pid in (task / "children").read_text().split()
-    ]
-    files = _shared_files() - before
-    return processes + [f"/dev/shm/{name}" for name in files if not _is_in_use(name)]
-
-
-def _shared_files() -> set[str]:
-    return {entry.name for entry in os.scandir("/dev/shm")}
-
-
-def _is_in_use(name: str) -> bool:
-    """Whether a process maps the file: then it belongs to that process, which is none of ours, since those are gone."""
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            if f"/dev/shm/{name}\n" in maps.read_text():
-                return True
-        except OSError:
-            continue  # ended meanwhile
-    return False
+    processes = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread that ends meanwhile, or a process
+            for pid in (task / "children").read_text().split():
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+                processes.append(f"process {pid}: {command}")
+    # What a process maps belongs to that process, which is none of ours, since those are gone.
+    return processes + [str(file) for file in shared_files() - before if not is_mapped(file)]

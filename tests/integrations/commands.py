@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from lightning_ranks import unused_ports
+from ports import unused_ports
 
 GLOO_ABORTED = "terminate called without an active exception"
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ def run(*command: object, home: Path, timeout: float = 300) -> str:
     settings = {
         "HOME": str(home),
         "HF_HUB_OFFLINE": "1",
-        "MASTER_PORT": str(unused_ports(1)[0]),
+        "MASTER_PORT": str(unused_ports()[0]),
         "OMP_NUM_THREADS": "1",
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "PYTHONWARNINGS": "ignore",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import os
-import socket
 import types
 import warnings
 from collections.abc import Callable
@@ -17,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import RankPool
+from ports import unused_ports
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -168,10 +167,3 @@ def run_alone(function: Callable[[], Any]) -> Callable[..., None]:
 def _call(module_name: str, name: str, tree_name: str | None) -> None:
     function = getattr(importlib.import_module(module_name), name).on_ranks
     function() if tree_name is None else function(tree(tree_name))
-
-
-def unused_ports(count: int) -> list[int]:
-    """TCP ports that were free a moment ago."""
-    with contextlib.ExitStack() as stack:
-        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [server.getsockname()[1] for server in servers]

@@ -11,7 +11,6 @@ import contextlib
 import multiprocessing
 import os
 import queue
-import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -26,6 +25,7 @@ if os.environ.get("SYNCENGINE_TEST_CUDA") == "software":
 
 import pytest
 import torch
+from ports import unused_ports
 
 from syncengine._C import Communicator, LocalBootstrap, solo
 from syncengine.config import Config
@@ -157,8 +157,7 @@ def run_processes(
     world: int, body: Callable[[int], Any], killed: int | None = None, environ: Mapping[str, str] | None = None
 ) -> list[Any]:
     """Results by rank of processes of their own; a text for an error. `killed` gives none, and does not live on."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    (port,) = unused_ports()
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     ranks = [context.Process(target=in_process, args=(rank, body, results)) for rank in range(world)]
