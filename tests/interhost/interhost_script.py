@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+from unittest import mock
 
 import test_hosts
 import torch
@@ -69,7 +70,8 @@ def train_over_two_groups(hosts):
     world = MPI.COMM_WORLD
     store = dist.FileStore(world.bcast(tempfile.mkstemp()[1] if world.rank == 0 else None), world.size)
     dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
-    as_under_ddp(with_default=False)
+    with mock.patch.dict(os.environ, SYNCENGINE_TIMEOUT="10"):
+        as_under_ddp(with_default=False)
     syncengine.shutdown()
     dist.destroy_process_group()
 
@@ -97,7 +99,7 @@ def finalize_first(hosts):
 
 def leave_while_one_is_stopped(hosts):
     """With transfers under way and no answer to the Goodbye. MPI's own end must not wait for any of them."""
-    communicator = start(hosts, timeout=2.0)
+    communicator = start(hosts, timeout=4.0)
     pid = torch.tensor([os.getpid()])
     last = len(hosts) - 1
     syncengine.broadcast(pid, last)

@@ -68,7 +68,7 @@ AWAY = "Timeout: rank 1 did not join (did its process call syncengine.init?) wit
 EXCHANGES = {
     "told": [[TOLD, TOLD], ["told", "told"]],
     "stale": [[AWAY, "[b'new 0', b'new 1']"], ["away", "[b'new 0', b'new 1']"]],
-    "untaken": [[AWAY, "in time"], ["slept"]],
+    "untaken": [[AWAY, "in time"], ["took it"]],
     "ahead": [["ahead", "[b'new 0', b'new 1']"], ["True", "[b'new 0', b'new 1']"]],
     "anew": [["Aborted: a bad day"] * 3] * 2,
 }

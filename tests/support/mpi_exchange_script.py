@@ -15,7 +15,8 @@ import syncengine
 from syncengine.errors import SyncError
 from syncengine.launch import mpi
 
-RANK = mpi._load("test").COMM_WORLD.Get_rank()
+WORLD = mpi._load("test").COMM_WORLD
+RANK = WORLD.Get_rank()
 TIMEOUT = 1.0
 
 
@@ -58,9 +59,10 @@ def stale() -> list[str]:
     if RANK == 0:
         first = ended(lambda: own(b"old"))  # rank 1 does not come
         own.fail(ValueError("rank 0 gave up"))
+        WORLD.Barrier()
     else:
         first = "away"
-        time.sleep(TIMEOUT + 0.5)
+        WORLD.Barrier()
         own.fail(ValueError("rank 1 was away"))
     return [first, ended(lambda: exchange()(f"new {RANK}".encode()))]
 
@@ -70,12 +72,14 @@ def untaken() -> list[str]:
     own = exchange(TIMEOUT)
     if RANK == 1:
         own._comm.Send([b"hello", own._mpi.BYTE], dest=0, tag=own._tag)
-        time.sleep(TIMEOUT + 1.5)
+        WORLD.Barrier()
         own._comm.Recv([bytearray(mpi.MAX_PAYLOAD), own._mpi.BYTE], source=0, tag=own._tag)
-        return ["slept"]
+        return ["took it"]
     start = time.monotonic()
     answer = ended(lambda: own(b"x" * mpi.MAX_PAYLOAD))
-    return [answer, "in time" if time.monotonic() - start < TIMEOUT + 1 else "late"]
+    seconds = time.monotonic() - start
+    WORLD.Barrier()
+    return [answer, "in time" if seconds < TIMEOUT + 3 else "late"]
 
 
 def ahead() -> list[str]:
@@ -106,6 +110,6 @@ CASES = {case.__name__: case for case in (init_again, told, stale, untaken, ahea
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        mpi._load("test").COMM_WORLD.Barrier()  # cases count on a common beginning
+        WORLD.Barrier()  # cases count on a common beginning
         answer = {"rank": RANK, "case": name, "answers": CASES[name]()}
         os.write(1, json.dumps(answer).encode() + b"\n")

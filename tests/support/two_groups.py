@@ -21,7 +21,7 @@ def in_two_threads(do: Callable[[int], T]) -> list[T]:
     """`do(0)` and `do(1)`, in a thread each: ranks 0 and 1 come to their own number first."""
 
     def later(number: int) -> T:
-        time.sleep(1.0 if number != dist.get_rank() else 0.0)
+        time.sleep(0.5 if number != dist.get_rank() else 0.0)
         return do(number)
 
     with ThreadPoolExecutor(2) as threads:
