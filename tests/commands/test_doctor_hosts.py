@@ -55,7 +55,7 @@ def test_hosts_that_meet_and_cannot_connect(unused_port: int):
     with Hosts(2) as hosts:
         for host, address in zip(hosts._hosts, own, strict=True):
             host.do(f"ip address add {address}/32 dev eth0")
-        (code, report), other = reports(hosts, unused_port, 20, own)
+        (code, report), other = reports(hosts, unused_port, 12, own)
     assert (code, other) == (2, (0, None)), report
     found = [one for one in report["findings"] if one["name"] == "self-test"]
     assert {rank for one in found for rank in one["ranks"]} == {0, 1}
@@ -66,7 +66,7 @@ def test_a_host_that_nothing_reaches(unused_port: int):
     """Each side reports what it sees."""
     with Hosts(2) as hosts:
         hosts.blackhole(1)
-        (code_0, of_0), (code_1, of_1) = reports(hosts, unused_port, 5)
+        (code_0, of_0), (code_1, of_1) = reports(hosts, unused_port, 2)
     assert (code_0, code_1) == (2, 2)
     texts = [one["text"] for report in (of_0, of_1) for one in report["findings"] if one["name"] == "missing ranks"]
     assert texts[0] == "rank 1 did not come"

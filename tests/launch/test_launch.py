@@ -235,11 +235,11 @@ def test_exchange_over_tcp(server):
 
 
 def test_exchange_names_the_ranks_that_did_not_come(server):
-    results = exchange_all([[b"x"]] * 4, server, timeout=0.3, absent=(1, 3))
+    results = exchange_all([[b"x"]] * 4, server, timeout=1.0, absent=(1, 3))
     for rank in (0, 2):
         assert isinstance(results[rank], Timeout)
         assert str(results[rank]).startswith("ranks 1, 3 did not join")
-        assert "within 0.3 s" in str(results[rank])
+        assert "within 1 s" in str(results[rank])
 
 
 def test_exchange_refuses_large_payloads_on_both_sides():

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from faults import wait_for_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import RankPool
@@ -76,20 +77,21 @@ def test_attempts_that_fail_in_turn(tmp_path: Path):
     assert restarted(tmp_path, ALL_IN_TURN, "syncengine.init(timeout=20)") == ["3 0.5"] * 2
 
 
-def stay_away_then_come() -> int:
+def stay_away_then_come(folder: Path) -> int:
     rank = int(os.environ["RANK"])
     if rank == 0:
         with pytest.raises(Timeout, match="rank 1 did not join"):
             syncengine.init(timeout=0.5)
+        (folder / "gave up").touch()
     else:
         with pytest.raises(InvalidUsage, match="algorithm"):
             syncengine.init(algorithm="no such")
-        time.sleep(2)
+        wait_for_file(folder / "gave up")
     return syncengine.init(timeout=20).size
 
 
-def test_a_rank_that_failed_before_it_came_joins_those_that_try_again(pool: RankPool):
-    assert pool.run(stay_away_then_come, settings=None) == [2, 2]
+def test_a_rank_that_failed_before_it_came_joins_those_that_try_again(pool: RankPool, tmp_path: Path):
+    assert pool.run(stay_away_then_come, tmp_path, settings=None) == [2, 2]
 
 
 def other_members(shared: str, members: list[list[int]]) -> list[float]:
@@ -119,7 +121,7 @@ def two_patched_models() -> list[str]:
     shared = dist.distributed_c10d._world.pg_map[dist.group.WORLD][1].underlying_store
     for module in (nn.Linear(2, 2, device="meta"), nn.Linear(2, 2)):
         if rank == 1 and len(made) == 1:
-            time.sleep(2)
+            time.sleep(1)
         try:
             made.append(type(DistributedDataParallel(module)).__name__)
         except Exception as error:  # torch's, of a model on meta

@@ -36,9 +36,9 @@ def examine(environs: list[dict[str, str]], prepare: Callable[..., Any] | None, 
     Its self-test is short: how long it is elsewhere, test_launched.py knows.
     """
     from syncengine.__main__ import main
-    from syncengine.doctor import self_test
+    from syncengine.doctor import meeting, self_test
 
-    self_test.SECONDS = 0.02
+    self_test.SECONDS, meeting._FAREWELL = 0.02, 0.5  # the pool's ranks meet in a file, which nobody serves
     os.environ.update(environs[int(os.environ["RANK"])] if environs else {})
     if prepare is not None:
         prepare()

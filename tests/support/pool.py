@@ -76,8 +76,11 @@ class Rank:
 
     def where(self, timeout: float) -> str:
         """Where a rank hangs that gave no answer within `timeout` seconds."""
+        before, deadline = self._log.stat().st_size, time.monotonic() + 5
         self.signal(signal.SIGUSR1)
-        time.sleep(0.5)
+        while self._log.stat().st_size == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.5)  # until all of it is there
         return f"no answer within {timeout:g} s\n{self.output()}"
 
     def signal(self, number: int) -> None:
