@@ -56,13 +56,6 @@ def test_torchrun(when):
     assert run([*TORCHRUN, SCRIPT, *when], SYNCENGINE_NUMERICS="ring") == answers(2, *when, numerics="ring")
 
 
-@pytest.mark.parametrize("name", ["openmpi", "mpich"])
-def test_mpirun(name):
-    mpirun, python = mpi(name)
-    jobs = ["never", "group", "group"]  # where nothing but the engine knows a store
-    assert run([*mpirun, python, SCRIPT, *jobs]) == answers(2, *jobs)
-
-
 TOLD = "Aborted: rank 1 failed in init: ValueError: the disk is full"
 AWAY = "Timeout: rank 1 did not join (did its process call syncengine.init?) within 1 s"
 EXCHANGES = {
@@ -75,13 +68,22 @@ EXCHANGES = {
 
 
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
-def test_exchanges_that_fail_and_init_after_them(name):
-    """In one job. "untaken" is for Open MPI, which sends no 64 KiB ahead."""
+def test_mpirun(name):
+    """Exchanges that fail, init after them, and the script, in one job.
+
+    "untaken" is for Open MPI, which sends no 64 KiB ahead.
+    """
     mpirun, python = mpi(name)
-    cases = ["told", "stale", *(["untaken"] if name == "openmpi" else []), "ahead", "anew", "init_again"]
+    cases = ["told", "stale", *(["untaken"] if name == "openmpi" else []), "ahead", "anew", "init_again", "jobs"]
     said = {case: [] for case in cases}
+    scripts = []
     for answer in run([*mpirun, python, EXCHANGE, *cases]):
-        said[answer["case"]].append(answer["answers"])
+        if "case" in answer:
+            said[answer["case"]].append(answer["answers"])
+        else:
+            scripts.append(answer)
+    assert scripts == answers(2, "never", "group", "group")
+    assert said.pop("jobs") == [[], []]
     told, own = said.pop("init_again")
     assert said == {case: EXCHANGES[case] for case in said}
     assert told[0] == f"Aborted: rank 1 failed in init: {own[0]}"

@@ -1,4 +1,4 @@
-"""What goes wrong while ranks meet through MPI. See test_launchers_real.py.
+"""What goes wrong while ranks meet through MPI, and the script of all launchers. See test_launchers_real.py.
 
     mpi_exchange_script.py told stale
 
@@ -10,6 +10,8 @@ import json
 import os
 import sys
 import time
+
+import launched_script
 
 import syncengine
 from syncengine.errors import SyncError
@@ -106,7 +108,15 @@ def anew() -> list[str]:
     return answers
 
 
-CASES = {case.__name__: case for case in (init_again, told, stale, untaken, ahead, anew)}
+def jobs() -> list[str]:
+    """Each rank prints what launched_script.py has it print; the last one's communicator is left to the end."""
+    for when in ("never", "group", "group"):  # where nothing but the engine knows a store
+        syncengine.shutdown()
+        launched_script.main(when)
+    return []
+
+
+CASES = {case.__name__: case for case in (init_again, told, stale, untaken, ahead, anew, jobs)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
