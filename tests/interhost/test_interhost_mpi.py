@@ -64,9 +64,13 @@ def test_killed(name):
     result = start(command(name, "kill_last:ab"), SYNCENGINE_INTERHOST="mpi")
     assert result.returncode != 0
     assert time.monotonic() - begun < 60
-    for file in shared_files("mpich_shm_*") - before:  # MPICH's own, which it leaves when it is killed
-        if not is_mapped(file):  # nor another job's
-            file.unlink(missing_ok=True)
+    # MPICH's own, which it leaves when it is killed; that another job maps is not one of them.
+    deadline = time.monotonic() + 5
+    while (left := shared_files("mpich_shm_*") - before) and time.monotonic() < deadline:
+        for file in left:
+            if not is_mapped(file):
+                file.unlink(missing_ok=True)
+        time.sleep(0.1)
 
 
 def test_a_thread_level_that_is_too_low_is_refused():
