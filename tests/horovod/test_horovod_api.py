@@ -5,13 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from pool import run_on_ranks
 from repository import ROOT, TESTS
-from test_launchers_real import TORCHRUN, mpi, run
 
 import syncengine.horovod as hvd
 from syncengine._C import has_cuda
@@ -79,32 +77,6 @@ def test_queries():
     assert hvd.cuda_built() == (has_cuda and torch.version.cuda is not None)
     for query in ("nccl_built", "gloo_built", "gloo_enabled", "ccl_built", "ddl_built", "rocm_built"):
         assert not getattr(hvd, query)()
-
-
-QUERIES = """
-import json, os
-import syncengine.horovod as hvd
-hvd.init()
-enabled = hvd.mpi_enabled()
-answer = {"rank": hvd.rank(), "size": hvd.size(), "local": hvd.local_rank(), "built": hvd.mpi_built()}
-answer["enabled"] = [enabled, isinstance(hvd.mpi_threads_supported(), bool) if enabled else None]
-os.write(1, json.dumps(answer).encode() + b"\\n")
-"""
-
-
-@pytest.mark.parametrize("launcher", ["openmpi", "mpich", "torchrun"])
-def test_queries_under_mpirun(tmp_path: Path, launcher: str):
-    script = tmp_path / "queries.py"
-    script.write_text(QUERIES)
-    if launcher == "torchrun":
-        answers = run([*TORCHRUN, str(script)])
-    else:
-        mpirun, python = mpi(launcher)
-        answers = run([*mpirun, python, str(script)])
-    for rank, answer in enumerate(answers):
-        assert (answer["rank"], answer["size"], answer["local"]) == (rank, 2, rank)
-        assert answer["enabled"] == ([False, None] if launcher == "torchrun" else [True, True])
-        assert launcher == "torchrun" or answer["built"]
 
 
 @run_on_ranks()

@@ -40,6 +40,7 @@ def launch(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "doctor": ["syncengine", "doctor", "--json", "--timeout", "120"],
         "bench": ["syncengine", "bench", "-b", "1K", "-e", "1M", "-f", "1024", "--compare", "--json", *SHORT],
         "gpt": ["examples.train_gpt", *GPT, f"--out={folder}"],
+        "queries": ["horovod_queries"],
         "horovod": ["examples.horovod_mnist", f"--save={folder / 'weights.pt'}"],
     }
     script = [str(SUPPORT / "launched_programs.py"), str(folder), json.dumps(list(programs.values()))]
@@ -94,6 +95,15 @@ def test_train_gpt_has_the_same_bits(launch: Launch, pool: RankPool, tmp_path: P
     pool.run(train_gpt_here, str(tmp_path), settings=None)
     ours, expected = load(launch.folder / "checkpoint.pt"), load(tmp_path / "checkpoint.pt")
     assert difference(ours, expected) == (0, 0.0)
+
+
+def test_horovods_queries_know_the_launcher(launch: Launch):
+    torchrun = launch.launcher == "torchrun"
+    for rank, (code, said) in enumerate(launch.outcomes["queries"]):
+        answer = json.loads(said)
+        assert (code, answer["rank"], answer["size"], answer["local"]) == (0, rank, 2, rank)
+        assert answer["enabled"] == ([False, None] if torchrun else [True, True])
+        assert torchrun or answer["built"]
 
 
 def train_by_ddp() -> dict[str, torch.Tensor]:
