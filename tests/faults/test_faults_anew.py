@@ -236,6 +236,7 @@ def one_stays_away(folder: str) -> list[tuple[str, str]]:
         except SyncError as error:
             answers.append((type(error).__name__, str(error)))
             Path(folder, str(my_rank())).touch()
+            time.sleep(0.5)  # until all have looked: that a rank has failed is not seen once it has come again
     syncengine.barrier()
     return answers
 
