@@ -1,6 +1,6 @@
 // The graph tasks of autograd that take part in a model's backward. Reentrant checkpoints nest them, so there may be
 // several, and each has a callback of the reducer's that runs at its end, or is destroyed with it. And of those that
-// bring gradients without being expected: whether they have to do with the last forward.
+// bring gradients without being expected: whether they have to do with one of the last forwards.
 //
 // Thread-safety: none, but wait_for_all() releases the lock while it waits.
 #pragma once
@@ -8,9 +8,11 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
+#include <deque>
 #include <mutex>
 #include <utility>
 
@@ -42,45 +44,52 @@ class GraphTasks {
   }
 
   // A synchronized forward has, which began then, if that is known.
-  void forward_ended(const NodeNumber& began) { began_ = began, ended_ = NodeNumber::now(); }
+  void forward_ended(const NodeNumber& began) {
+    if (forwards_.size() == kForwards) forwards_.pop_front();
+    forwards_.push_back({began, NodeNumber::now()});
+  }
   // Whether the graph of the task on this thread is still to be looked at, as it is once.
   bool is_new() const { return judged_ != current(); }
-  // Whether all of it was made after that forward. So is that of a reentrant checkpoint, whatever the graph around it.
-  bool runs_later_graph() { return judge().all_later; }
-  // The same, and by some node. Of a graph without any but leaves and the one that it starts from, which autograd does
-  // not tell, nothing is known.
-  bool runs_later_nodes() { return judge().all_later && judged_as_.has_nodes; }
-  // Whether some of it was made during that forward, or on another thread.
-  bool runs_forwards_nodes() { return judge().some_between; }
+  // Whether one of the last forwards has made some of that graph, or the node that is run now. So has none that of a
+  // reentrant checkpoint, whatever the graph around it. The node that a task starts from is told only while it is run.
+  bool runs_forwards_nodes() {
+    if (!is_new()) return forwards_nodes_;
+    judged_ = current();
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    const auto running = torch::autograd::get_current_node();
+    forwards_nodes_ = (running && made_it(*running)) ||
+                      (nodes && std::any_of(nodes->begin(), nodes->end(), [&](auto* node) { return made_it(*node); }));
+    return forwards_nodes_;
+  }
+  // At the end of the task on this thread: whether no other is around it, or one that was there before the last forward.
+  bool is_outermost() const {
+    const auto around = torch::autograd::get_current_node();
+    return !around || !(forwards_.back().ended.is_before(*around) || made_it(*around));
+  }
 
  private:
-  struct Judgement {
-    bool has_nodes = false, all_later = false, some_between = false;
+  static constexpr size_t kForwards = 64;  // that are remembered
+  struct Span {
+    NodeNumber began, ended;
   };
 
-  const Judgement& judge() {
-    if (!is_new()) return judged_as_;
-    judged_ = current();
-    judged_as_ = {};
-    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
-    if (nodes == nullptr) return judged_as_;
-    judged_as_.all_later = true;
-    for (const auto* node : *nodes) {
-      if (node->next_edges().empty()) continue;
-      const bool is_later = ended_.is_before(*node);
-      judged_as_.has_nodes = true;
-      judged_as_.all_later &= is_later;
-      judged_as_.some_between |= !is_later && !began_.is_after(*node);
-    }
-    return judged_as_;
+  // Whether a forward has. Leaves are older, or anybody's. Of other threads' nodes nothing is known, but for those of
+  // this one, which runs the backward.
+  bool made_it(const torch::autograd::Node& node) const {
+    if (node.next_edges().empty()) return false;
+    const uint64_t here = NodeNumber::now().thread;
+    return std::any_of(forwards_.begin(), forwards_.end(), [&](const Span& forward) {
+      if (node.thread_id() != forward.ended.thread) return node.thread_id() != here;
+      return !forward.began.is_after(node) && !forward.ended.is_before(node);
+    });
   }
 
   int last_ = -1;       // the last one that is watched
   size_t watched_ = 0;  // that have not ended
   std::condition_variable all_ended_;
-  NodeNumber began_, ended_;
-  int judged_ = -1;      // the last one that was looked at
-  Judgement judged_as_;  // what it was
+  std::deque<Span> forwards_;
+  int judged_ = -1;  // the last one that was looked at
+  bool forwards_nodes_ = false;
 };
 
 }  // namespace syncengine

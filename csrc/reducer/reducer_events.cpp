@@ -113,7 +113,7 @@ void Reducer::enter_backward() {
 
 bool Reducer::is_foreign() {
   if (tasks_.is_new()) tell_of_outer_task(weak_from_this(), TaskRole::Foreign);
-  return tasks_.runs_later_graph();
+  return !tasks_.runs_forwards_nodes();
 }
 
 void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
@@ -169,10 +169,8 @@ void Reducer::on_backward_end() {
     // An inner task has finalized: this one may go on another stream.
     if (model_->flat && phase_ == Phase::Consumed) model_->flat->join();
     if (phase_ != Phase::Syncing) return;
-    // The outermost task ends last: only then all hooks have fired. It is the one that on_output watches, or that has
-    // nodes of the forward.
-    const bool observed_now =
-        model_->usage.observes() && !tasks_.any() && (outputs_hooked_ || !tasks_.runs_later_nodes());
+    // The outermost task ends last: only then all hooks have fired. It is the one that on_output watches.
+    const bool observed_now = model_->usage.observes() && !tasks_.any() && (outputs_hooked_ || tasks_.is_outermost());
     if (!model_->backward->collected_all() && !observed_now) return;
     phase_ = Phase::Finalizing;
   }

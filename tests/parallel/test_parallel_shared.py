@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from flat import flat
-from parallel_models import data, different_bits, gradients
+from parallel_models import both, data, different_bits, gradients
 from pool import RankPool, run_on_ranks
 from test_parallel_lifetimes import averages, flat_gradients
 from torch import nn
@@ -195,6 +196,53 @@ def test_a_second_backward_through_outputs_that_are_not_found_is_an_error():
         syncengine.barrier()
 
 
+@run_on_ranks()
+def test_of_several_forwards_whose_outputs_are_not_found_none_has_a_second_backward():
+    for checkpoints in range(2):
+        model = syncengine.Parallel(Hiding(checkpoints))
+        kept = model(data()).value
+        kept.sum().backward(retain_graph=True)
+        first, second = model(data(1)).value, model(data(2)).value
+        second.sum().backward()
+        for value in (kept, first):
+            with pytest.raises(InvalidUsage, match="has already synchronized"):
+                value.sum().backward()
+        syncengine.barrier()
+
+
+def generator_past_the_wrapper(in_thread: bool) -> Callable[[nn.Module], list[Any]]:
+    """The discriminator's steps, with the generator's forward between; then the generator's, by the bare module."""
+
+    def backward(value: torch.Tensor) -> None:
+        if in_thread:
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(value.sum().backward).result()
+        else:
+            value.sum().backward()
+
+    def step(model: nn.Module) -> list[Any]:
+        generator, found = nn.Linear(24, 24), []
+        for i in range(3):
+            backward(model(data(i)).value)
+            fake = generator(data(i + 1))
+            backward(model(fake.detach()).value)
+            model.zero_grad()
+            backward(model.module(fake).value)
+            found += [*gradients(generator), *gradients(model)]
+            model.zero_grad(), generator.zero_grad()
+        return found
+
+    return step
+
+
+@run_on_ranks(gloo=True)
+def test_a_generators_step_past_a_model_whose_outputs_are_not_found():
+    """Its nodes are older than one forward of the discriminator, and later than another, but made in none."""
+    for checkpoints in range(3):
+        for in_thread in (False, True):
+            both(partial(Hiding, checkpoints), generator_past_the_wrapper(in_thread))
+
+
 class HidingLoss(Hiding):
     """Its result is the loss: a single node, where a checkpoint, or a Function of one's own, has made it."""
 
@@ -213,8 +261,12 @@ def test_a_hidden_loss_of_one_node():
         for i in range(4):
             expected = averages(module, module.loss(data(i)))
             module.zero_grad()
-            model(data(i)).value.backward()
+            loss = model(data(i)).value
+            loss.backward(retain_graph=True)
             assert not different_bits(gradients(module), expected), (static_graph, i)
+            with pytest.raises(InvalidUsage, match="has already synchronized"):
+                loss.backward()
+            syncengine.barrier()
 
 
 class Inner(torch.autograd.Function):
@@ -270,10 +322,14 @@ class Chain(nn.Module):
 def test_checkpoints_behind_outputs_that_are_not_found():
     """DDP never averages such a static graph."""
     layers = [nn.Linear(24, 24) for _ in range(3)]
+    norms = [nn.LayerNorm(24) for _ in range(3)]  # one node each: autograd does not tell where a task starts from
     for calls, options in (
         (layers, {}),
         (layers, {"static_graph": True}),
         ([*layers, layers[0]], {"static_graph": True}),
+        (norms, {}),
+        (norms, {"static_graph": True}),
+        ([*norms, norms[0]], {"static_graph": True}),
     ):
         module = Chain(*calls)
         model = syncengine.Parallel(module, **options)
