@@ -467,12 +467,6 @@ class Reducer:
         True if a plan must be installed before such a forward runs.
         """
 
-    def accumulates(self, index: int) -> bool:
-        """Whether a forward that was not synchronized may have given this parameter a gradient.
-
-        Since the last synchronized backward.
-        """
-
     def prepare_for_backward(
         self, outputs: Sequence[torch.Tensor], began: NodeNumber | None = None
     ) -> list[torch.Tensor]:
@@ -494,11 +488,10 @@ class Reducer:
         Returns the first number; `copy_of` is that of the model that this one is a copy of.
         """
 
-    def install_plan(self, buckets: Sequence[Sequence[int]], frozen: Sequence[int], provisional: bool) -> None:
+    def install_plan(self, buckets: Sequence[Sequence[int]], provisional: bool) -> None:
         """Sets the buckets: indices of parameters, in the order in which they are expected to be ready.
 
-        `frozen`: those that don't require a gradient any more. `provisional`: to be replaced once the order of
-        readiness is known.
+        `provisional`: to be replaced once the order of readiness is known.
         """
 
     def ready_order(self) -> list[int]:

@@ -166,9 +166,6 @@ void bind_reducer(py::module_& module) {
             return self.prepare_for_backward(outputs, began.value_or(NodeNumber()));
           },
           py::arg("outputs"), py::arg("began") = py::none(), NoGil())
-      .def(
-          "accumulates", [](Reducer& self, size_t index) { return self.model()->parameters.accumulates(index); },
-          py::arg("index"), NoGil())
       .def("abandon_forward", &Reducer::abandon_forward, py::arg("text"), NoGil())
       .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
       .def("shadow_backward", &shadow_backward)
@@ -178,9 +175,10 @@ void bind_reducer(py::module_& module) {
       .def("has_averaged", &Reducer::has_averaged, NoGil())
       .def(
           "install_plan",
-          [](Reducer& self, const std::vector<std::vector<size_t>>& buckets, const std::vector<size_t>& frozen,
-             bool provisional) { self.model()->install_plan(buckets, frozen, provisional); },
-          py::arg("buckets"), py::arg("frozen"), py::arg("provisional"), NoGil())
+          [](Reducer& self, const std::vector<std::vector<size_t>>& buckets, bool provisional) {
+            self.model()->install_plan(buckets, provisional);
+          },
+          py::arg("buckets"), py::arg("provisional"), NoGil())
       .def(
           "average_over",
           [](Reducer& self, double divisor, double weight) {

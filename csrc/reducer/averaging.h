@@ -26,11 +26,12 @@ struct Averaging {
   const std::shared_ptr<Communicator> communicator;
   size_t parameters;  // of the model
   Scaling scaling;
-  std::shared_ptr<const Slots> slots = {};  // one for each bucket there may be, then two more; from the first plan on
+  std::shared_ptr<const Slots> slots = {};  // one for each bucket there may be, then these; from the first plan on
   std::optional<Compression> compression = {};
 
   size_t usage_slot() const { return parameters; }
   size_t reason_slot() const { return parameters + 1; }
+  size_t left_slot() const { return parameters + 2; }
   // Collective; blocks. See Reducer::reserve_slots().
   std::shared_ptr<const Slots> reserve_slots(const std::string& model, std::optional<uint64_t> copy_of) const;
 

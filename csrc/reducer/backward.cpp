@@ -27,18 +27,28 @@ void Backward::begin() {
   model_.record.begin_backward(model_.parameters.size(), plan_->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) model_.flat->begin();
-  // Of frozen ones a plan does not know whether a gradient is still there. A static graph can't be asked again.
-  asks_usage_ = usage.finds_unused() || usage.observes() || (!usage.is_static() && !plan_->frozen().empty());
+  asks_usage_ = usage.finds_unused() || usage.observes();
   usage_travels_ = model_.flat == nullptr && route_->outlives_errors() && plan_->sparse().empty() &&
                    !model_.options.skip_all_reduce_unused_params &&
                    Usage::words_of(plan_->largest_bucket()) + Masks::kWords <= kMaxFlagWords;
+  // By the buckets' flags; or asked, where there may be some at all, as far as all ranks know.
+  left_ = model_.parameters.left_by(*plan_);
+  left_travels_ = route_->outlives_errors() && plan_->sparse().size() < plan_->buckets().size() &&
+                  !model_.options.skip_all_reduce_unused_params;
+  asks_left_ = !left_travels_ && plan_->parameters() > 0 && plan_->parameters() < model_.parameters.trained();
+  open_buckets();
+  told_.weighting.divisor = model_.averaging.communicator->size();
+  forwards_.tell(told_, model_.parameters, usage.finds_unused());
+}
+
+void Backward::open_buckets() {
+  buckets_.clear();
   buckets_.reserve(plan_->buckets().size());
   for (const auto& layout : plan_->buckets()) {
     buckets_.push_back({.layout = layout, .missing = layout->parameters.size()});
   }
   missing_ = buckets_.size();
-  told_.weighting.divisor = model_.averaging.communicator->size();
-  forwards_.tell(told_, model_.parameters, usage.finds_unused());
+  next_ = 0;
 }
 
 bool Backward::bring(size_t index, const at::Tensor& incoming) {
@@ -96,14 +106,12 @@ void Backward::collect_missing() {
   StaticGraph* graph = model_.usage.static_graph();
   const bool observed = graph && graph->observed();
   if (observed) graph->begin_backward();
-  for (size_t i : plan_->frozen()) {
-    if (!model_.usage.finds_unused() && model_.parameters.tensor(i).grad().defined()) model_.usage.note(i);
-    gradient(i).collect_unused(model_.record.statistics);
-    count_collected(i);
+  if (!left_.empty() && !left_travels_ && !asks_left_ && plan_->parameters() > 0) {
+    throw Error(ErrorKind::InvalidUsage, left_text(model_.parameters, left_[0]));
   }
   if (!observed && !model_.usage.finds_unused()) return;
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
-    if (!plan_->covers(i) || plan_->is_frozen(i)) continue;
+    if (!plan_->covers(i)) continue;
     if (observed ? graph->is_used(i) : told_.reachable[i]) continue;
     gradient(i).collect_unused(model_.record.statistics);
     count_collected(i);
@@ -112,7 +120,7 @@ void Backward::collect_missing() {
 
 void Backward::collect_observed() {
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
-    if (!plan_->covers(i) || plan_->is_frozen(i)) continue;
+    if (!plan_->covers(i)) continue;
     if (!model_.usage.static_graph()->is_used(i)) {
       gradient(i).collect_unused(model_.record.statistics);
     } else {
@@ -123,6 +131,8 @@ void Backward::collect_observed() {
 }
 
 void Backward::collect_absent() {
+  is_absent_ = true;
+  left_.clear();
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
     if (!plan_->covers(i)) continue;
     gradient(i).collect_absent();
@@ -147,28 +157,31 @@ void Backward::count_collected(size_t index) {
   --missing_;
   bucket.state = skips(bucket) ? Bucket::State::Skipped : Bucket::State::Ready;
   route_->ready(*this, bucket);
-  if (missing_ == 0 && asks_usage_ && !usage_travels_) announce_usage();
+  if (missing_ > 0) return;
+  if (asks_usage_ && !usage_travels_) announce_usage();
+  if (asks_left_) announce_left();
 }
 
 bool Backward::skips(const Bucket& bucket) const {
-  if (!model_.options.skip_all_reduce_unused_params || told_.has_shadows) return false;
+  if (!model_.options.skip_all_reduce_unused_params || told_.has_shadows || begins_left_) return false;
   const auto& parameters = bucket.layout->parameters;
-  return std::all_of(parameters.begin(), parameters.end(),
-                     [&](size_t i) { return gradient(i).stands_in() && !plan_->is_frozen(i); });
+  return std::all_of(parameters.begin(), parameters.end(), [&](size_t i) { return gradient(i).stands_in(); });
 }
 
-void Backward::announce_usage() {
-  auto anywhere = model_.usage.share();
+std::shared_ptr<Work> Backward::announce(const Map& map, size_t slot, const char* what) {
   Operation operation;
   operation.dtype = DType::UInt8;
   operation.op = ReduceOp::Max;
   operation.numerics = model_.averaging.communicator->numerics();
-  operation.output.add(anywhere->data(), anywhere->size());
+  operation.output.add(map->data(), map->size());
   operation.input = operation.output;
-  operation.describe = [names = model_.parameters.names()] { return "used parameters of " + names->model; };
-  operation.keepalive = anywhere;
-  usage_work_ = model_.averaging.communicator->announce(model_.averaging.slots, model_.averaging.usage_slot(),
-                                                        std::move(operation));
+  operation.describe = [what, names = model_.parameters.names()] { return what + names->model; };
+  operation.keepalive = map;
+  return model_.averaging.communicator->announce(model_.averaging.slots, slot, std::move(operation));
+}
+
+void Backward::announce_usage() {
+  usage_work_ = announce(model_.usage.share(), model_.averaging.usage_slot(), "used parameters of ");
 }
 
 void Backward::proceed(std::mutex& mutex) { route_->proceed(*this, mutex); }
@@ -179,6 +192,8 @@ void Backward::finish() {
   route_->finish(*this);
   if (masks_.abandoned_by != 0) return;
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
+  if (masks_.left_by != 0) announce_left();
+  if (left_work_) communicator.wait(left_work_, raise_pending_signal);
   if (!route_->takes_sparse() && !plan_->sparse().empty()) average_sparse_gradients();
   for (const TorchFuture& future : std::exchange(futures_, {})) {
     wait_for_future(future, communicator, [this] { return "a buffer hook's future of " + model_.parameters.model(); });
@@ -211,14 +226,13 @@ void Backward::check_skipped() const {
   }
 }
 
-std::vector<size_t> Backward::deliver() {
+void Backward::deliver(std::vector<size_t>& written) {
   Usage& usage = model_.usage;
   if (usage.observes() && !told_.has_shadows) usage.static_graph()->end_of_observation();
-  std::vector<size_t> written;
+  const bool may_be_unused = usage.tracks() && !begins_left_;
   for (Bucket& bucket : buckets_) {
     route_->deliver(*this, bucket);
     for (size_t i : bucket.layout->parameters) {
-      const bool may_be_unused = plan_->is_frozen(i) ? asks_usage_ : usage.tracks();
       const bool delivered = gradient(i).deliver(!may_be_unused || usage.anywhere(i));
       if (delivered && model_.parameters.any_user_hooks()) written.push_back(i);
       if (model_.averaging.scaling == Scaling::DivideViewed) gradient(i).keep();
@@ -226,7 +240,6 @@ std::vector<size_t> Backward::deliver() {
   }
   usage.clear();
   model_.parameters.end_accumulation();
-  return written;
 }
 
 bool Backward::can_be_abandoned() const {
@@ -240,9 +253,9 @@ bool Backward::can_be_abandoned() const {
 
 Abandoned Backward::abandon(bool keeps_gradients) {
   is_abandoned_ = true;
+  let_go(keeps_gradients);
   Abandoned left;
   for (Bucket& bucket : buckets_) {
-    for (size_t i : bucket.layout->parameters) keeps_gradients ? gradient(i).forget() : gradient(i).discard();
     if (bucket.layout->sparse) continue;
     if (bucket.state != Bucket::State::InFlight) {
       for (size_t i : bucket.layout->parameters) gradient(i).collect_absent();
@@ -259,10 +272,15 @@ Abandoned Backward::abandon(bool keeps_gradients) {
 
 void Backward::drop(bool keeps_gradients) {
   is_over_ = true;
-  for (Bucket& bucket : buckets_) {
-    for (size_t i : bucket.layout->parameters) keeps_gradients ? gradient(i).forget() : gradient(i).discard();
-  }
+  let_go(keeps_gradients);
   if (route_) route_->drop();
+}
+
+void Backward::let_go(bool keeps_gradients) {
+  auto let_go_of = [&](size_t i) { keeps_gradients ? gradient(i).forget() : gradient(i).discard(); };
+  for (const Bucket& bucket : buckets_)
+    std::for_each(bucket.layout->parameters.begin(), bucket.layout->parameters.end(), let_go_of);
+  std::for_each(left_.begin(), left_.end(), let_go_of);
 }
 
 }  // namespace syncengine

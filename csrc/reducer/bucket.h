@@ -40,12 +40,14 @@ struct BucketLayout : std::enable_shared_from_this<BucketLayout> {
 struct Masks {
   uint64_t abandoned_by = 0;  // have abandoned this backward
   uint64_t dropped_by = 0;    // have abandoned the last one, after its averages had been complete
-  static constexpr size_t kWords = 2;
+  uint64_t left_by = 0;       // have accumulated gradients that no bucket has, see Backward::begin_left()
+  static constexpr size_t kWords = 3;
 
-  void put(std::vector<uint64_t>& flags) const { flags.insert(flags.end(), {abandoned_by, dropped_by}); }
+  void put(std::vector<uint64_t>& flags) const { flags.insert(flags.end(), {abandoned_by, dropped_by, left_by}); }
   void add(const std::vector<uint64_t>& flags) {
-    abandoned_by |= flags[flags.size() - 2];
-    dropped_by |= flags[flags.size() - 1];
+    abandoned_by |= flags[flags.size() - 3];
+    dropped_by |= flags[flags.size() - 2];
+    left_by |= flags[flags.size() - 1];
   }
 };
 

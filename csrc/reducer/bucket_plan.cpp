@@ -63,9 +63,8 @@ std::string BucketLayout::describe() const {
 }
 
 BucketPlan::BucketPlan(const std::vector<std::vector<size_t>>& indices, const std::vector<Gradient>& gradients,
-                       const std::vector<size_t>& frozen, const std::shared_ptr<const ModelNames>& names,
-                       bool provisional)
-    : provisional_(provisional), places_(gradients.size()), frozen_(frozen) {
+                       const std::shared_ptr<const ModelNames>& names, bool provisional)
+    : provisional_(provisional), places_(gradients.size()) {
   std::vector<bool> placed(gradients.size());
   for (size_t b = 0; b < indices.size(); ++b) {
     const auto layout = make_layout(b, indices[b], gradients, names, placed);
@@ -77,17 +76,17 @@ BucketPlan::BucketPlan(const std::vector<std::vector<size_t>>& indices, const st
       if (!layout->sparse && bytes >= gradient_memory::kSmallest) pooled_sizes_.insert(bytes);
     }
     if (layout->sparse) sparse_.push_back(layout->parameters[0]);
+    parameters_ += layout->parameters.size();
     buckets_.push_back(layout);
   }
-  for (size_t i : frozen_) places_[i].frozen = true;
   std::sort(sparse_.begin(), sparse_.end());
 }
 
 bool BucketPlan::contains(const BucketPlan& other, const std::vector<Gradient>& gradients) const {
   for (size_t i = 0; i < places_.size(); ++i) {
     const at::Tensor& parameter = gradients[i].parameter();
-    if (!other.covers(i) || other.is_frozen(i) || !parameter.requires_grad()) continue;
-    if (!covers(i) || is_frozen(i) || !fits(i, parameter)) return false;
+    if (!other.covers(i) || !parameter.requires_grad()) continue;
+    if (!covers(i) || !fits(i, parameter)) return false;
   }
   return true;
 }

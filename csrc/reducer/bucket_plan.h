@@ -17,18 +17,16 @@ namespace syncengine {
 
 class BucketPlan {
  public:
-  // One bucket for each list of parameter indices, of which those in `frozen` were frozen on the ranks that train.
-  // `provisional`: to be replaced as soon as the order is known in which gradients are ready.
+  // One bucket for each list of parameter indices. `provisional`: to be replaced as soon as the order is known in which
+  // gradients are ready.
   BucketPlan(const std::vector<std::vector<size_t>>& indices, const std::vector<Gradient>& gradients,
-             const std::vector<size_t>& frozen, const std::shared_ptr<const ModelNames>& names, bool provisional);
+             const std::shared_ptr<const ModelNames>& names, bool provisional);
 
   const std::vector<std::shared_ptr<const BucketLayout>>& buckets() const { return buckets_; }
   bool provisional() const { return provisional_; }
 
   bool covers(size_t parameter) const { return places_[parameter].bucket != kNone; }
-  // Parameters that were frozen: of these only what had accumulated before is averaged, once.
-  const std::vector<size_t>& frozen() const { return frozen_; }
-  bool is_frozen(size_t parameter) const { return places_[parameter].frozen; }
+  size_t parameters() const { return parameters_; }  // how many it covers
   // Of a parameter that it covers.
   size_t bucket_of(size_t parameter) const { return places_[parameter].bucket; }
   size_t position_of(size_t parameter) const { return places_[parameter].position; }
@@ -38,8 +36,7 @@ class BucketPlan {
     return places_[parameter].bytes == tensor.nbytes() && places_[parameter].type == tensor.scalar_type();
   }
 
-  // Whether it covers, as they are now, all parameters that `other` covers, not as frozen ones, and that still require a
-  // gradient.
+  // Whether it covers, as they are now, all parameters that `other` covers and that still require a gradient.
   bool contains(const BucketPlan& other, const std::vector<Gradient>& gradients) const;
 
   // Parameters in buckets of sparse layout, in order.
@@ -54,13 +51,13 @@ class BucketPlan {
     uint32_t bucket = kNone, position = 0;
     size_t bytes = 0;
     at::ScalarType type = at::ScalarType::Undefined;
-    bool frozen = false;
   };
 
   std::vector<std::shared_ptr<const BucketLayout>> buckets_;
   bool provisional_;
   std::vector<Place> places_;  // by parameter
-  std::vector<size_t> sparse_, frozen_;
+  size_t parameters_ = 0;
+  std::vector<size_t> sparse_;
   gradient_memory::Sizes pooled_sizes_;
 };
 

@@ -2,7 +2,7 @@
 // Small gradients are reduced as one block.
 //
 // Each bucket has flags that are reduced with it: a bit for each parameter that any rank has used, if that is asked
-// for, and two masks of ranks, see Masks.
+// for, and masks of ranks, see Masks.
 #pragma once
 
 #include "reducer/pooled_gradients.h"

@@ -48,14 +48,13 @@ bool Model::wants_plan(bool changed) {
   return true;
 }
 
-void Model::install_plan(const std::vector<std::vector<size_t>>& buckets, const std::vector<size_t>& frozen,
-                         bool provisional) {
+void Model::install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional) {
   check_between_backwards("the buckets can't change");
   if (!averaging.slots) {
     throw Error(ErrorKind::InvalidUsage, parameters.model() + ": reserve_slots() comes before the first plan");
   }
-  install(std::make_shared<const BucketPlan>(buckets, parameters.gradients(), frozen, parameters.names(), provisional));
-  parameters.end_accumulation_of_others(*plan);
+  install(std::make_shared<const BucketPlan>(buckets, parameters.gradients(), parameters.names(), provisional));
+  parameters.note_trained(*plan);
 }
 
 void Model::install(std::shared_ptr<const BucketPlan> of_another_forward) {

@@ -63,8 +63,7 @@ struct Model {
   // Before a forward, for which parameters have `changed`: see CurrentPlan.
   bool wants_plan(bool changed);
   // Not in the middle of a backward; nor, the first, before slots are reserved.
-  void install_plan(const std::vector<std::vector<size_t>>& buckets, const std::vector<size_t>& frozen,
-                    bool provisional);
+  void install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional);
   void install(std::shared_ptr<const BucketPlan> of_another_forward);
   // A gradient has come that is to be averaged. If all parameters were frozen for the last forward, it is from another
   // graph, and goes by the plan of before.

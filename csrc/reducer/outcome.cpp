@@ -63,7 +63,7 @@ void Outcome::await_peers(std::unique_lock<std::mutex>& lock) {
 
 void Outcome::check(Backward& backward, std::mutex& mutex) {
   Communicator& communicator = *averaging_.communicator;
-  const auto [abandoned_by, dropped_by] = backward.masks();
+  const auto [abandoned_by, dropped_by, left_by] = backward.masks();
   auto unread = std::exchange(unread_, std::nullopt);
   if (abandoned_by != 0) {
     const Reason reason = (unread ? *unread : exchange(std::nullopt)).wait();

@@ -8,10 +8,13 @@ namespace syncengine {
 Parameters::Parameters(std::vector<at::Tensor> tensors, ModelNames names, const std::vector<bool>& sparse)
     : names_(std::make_shared<const ModelNames>(std::move(names))),
       hooks_(tensors.size()),
-      accumulates_(tensors.size()) {
+      accumulates_(tensors.size()),
+      trained_(tensors.size()) {
   gradients_.reserve(tensors.size());
   attributes_.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
+    trained_[i] = tensors[i].requires_grad();
+    trained_count_ += trained_[i];
     attributes_.emplace_back(tensors[i]);
     gradients_.emplace_back(std::move(tensors[i]), sparse[i]);
   }
@@ -62,21 +65,36 @@ void Parameters::unhook(size_t index) {
 bool Parameters::are_covered_by(const BucketPlan& plan) const {
   for (size_t i = 0; i < hooks_.size(); ++i) {
     const bool wanted = tensor(i).requires_grad();
-    if (!wanted && accumulates_[i]) return false;
     if (wanted != plan.covers(i) || (wanted && !plan.fits(i, tensor(i)))) return false;
   }
   return true;
 }
 
 void Parameters::begin_accumulation() {
+  any_accumulates_ = true;
   for (size_t i = 0; i < attributes_.size(); ++i) {
     if (attributes_[i].required_grad()) accumulates_[i] = true;
   }
 }
 
-void Parameters::end_accumulation_of_others(const BucketPlan& plan) {
-  for (size_t i = 0; i < hooks_.size(); ++i) {
-    if (!tensor(i).requires_grad() && !plan.covers(i)) accumulates_[i] = false;
+void Parameters::end_accumulation() {
+  if (std::exchange(any_accumulates_, false)) accumulates_.assign(accumulates_.size(), false);
+}
+
+std::vector<size_t> Parameters::left_by(const BucketPlan& plan) const {
+  std::vector<size_t> left;
+  if (!any_accumulates_ || plan.parameters() == size()) return left;
+  for (size_t i = 0; i < size(); ++i) {
+    if (accumulates_[i] && !plan.covers(i) && tensor(i).grad().defined()) left.push_back(i);
+  }
+  return left;
+}
+
+void Parameters::note_trained(const BucketPlan& plan) {
+  for (size_t i = 0; i < trained_.size(); ++i) {
+    if (!plan.covers(i) || trained_[i]) continue;
+    trained_[i] = true;
+    ++trained_count_;
   }
 }
 

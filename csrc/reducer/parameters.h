@@ -37,16 +37,18 @@ class Parameters {
   // Before a forward: `reducer` listens to each that requires a gradient, or has: a graph from before may bring one when
   // it does again. Returns whether anything was new.
   bool follow(const std::shared_ptr<Reducer>& reducer);
-  // Whether each that requires a gradient, or has accumulated one, is in a bucket of `plan`, as it was then, and no other
-  // is; nor is a frozen one, of which ranks are to agree anew each time whether any has accumulated.
+  // Whether each that requires a gradient is in a bucket of `plan`, as it was then, and no other is. All ranks find the
+  // same, so nothing counts that only one may know.
   bool are_covered_by(const BucketPlan& plan) const;
   // A forward comes whose backward is this rank's own. What it brings is still to be averaged, also of a parameter that
   // is frozen by then: until the end of a synchronized backward.
   void begin_accumulation();
-  void end_accumulation() { accumulates_.assign(accumulates_.size(), false); }
-  // Nor of frozen ones that `plan` leaves out: on no rank has any of them a gradient, though one may have begun here.
-  void end_accumulation_of_others(const BucketPlan& plan);
-  bool accumulates(size_t index) const { return accumulates_[index]; }
+  void end_accumulation();
+  // Those with a gradient from such a backward that are in no bucket of `plan`. Each rank has its own.
+  std::vector<size_t> left_by(const BucketPlan& plan) const;
+  // How many were ever to be trained, as all ranks know: when the model was wrapped, or in a plan.
+  size_t trained() const { return trained_count_; }
+  void note_trained(const BucketPlan& plan);
   // Forgets AccumulateGrad nodes that nobody else holds, so that follow() has them made anew.
   void let_go_of_nodes();
   // Listens to none, and lets users' hooks run by themselves again.
@@ -72,7 +74,9 @@ class Parameters {
   std::vector<std::unique_ptr<GradientHook>> hooks_;    // none until it requires a gradient
   std::vector<std::unique_ptr<GradientHook>> retired_;  // on nodes that graphs hold, and parameters no longer
   AccumulatorIndex accumulators_;
-  std::vector<bool> accumulates_;
+  std::vector<bool> accumulates_, trained_;
+  bool any_accumulates_ = false;
+  size_t trained_count_ = 0;
   bool any_user_hooks_ = false;
 };
 

@@ -158,11 +158,16 @@ void Reducer::finalize() {
       std::lock_guard lock(mutex_);
       backward->collect_observed();
     }
-    backward->proceed(mutex_);
-    backward->finish();
-    model_->outcome.check(*backward, mutex_);
+    bool goes_on = true;
+    while (goes_on) {
+      backward->proceed(mutex_);
+      backward->finish();
+      model_->outcome.check(*backward, mutex_);
+      std::lock_guard lock(mutex_);
+      backward->deliver(written);
+      goes_on = backward->begin_left();
+    }
     std::lock_guard lock(mutex_);
-    written = backward->deliver();
     model_->record.end_backward(waits_from);
     model_->outcome.end_well(model_->record.statistics.backwards);
     end_backward();

@@ -125,8 +125,7 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
     std::lock_guard lock(mutex_);
     const Parameters& parameters = model_->parameters;
     // Frozen: nothing has come, though its node was run.
-    if (!parameters.tensor(index).requires_grad() && !(model_->plan.covers(index) && !model_->plan->is_frozen(index)))
-      return;
+    if (!parameters.tensor(index).requires_grad() && !model_->plan.covers(index)) return;
     if (model_->usage.finds_unused() && parameters.tensor(index).grad().defined()) model_->usage.note(index);
     switch (phase_) {
       case Phase::Local: return;

@@ -57,6 +57,14 @@ std::string uncovered_text(const Parameters& parameters, size_t index) {
          "of another dtype or size, so it can't be averaged: run that graph's backward before, or freeze only after it";
 }
 
+std::string left_text(const Parameters& parameters, size_t index) {
+  return "parameter " + parameters.name(index) + " of " + parameters.model() +
+         " got a gradient under no_sync(), but was frozen (requires_grad=False) when the module was wrapped and in "
+         "each "
+         "forward that synchronizes, so the other ranks do not expect it: wrap the module before that parameter is "
+         "frozen, or do not freeze it for the forward that synchronizes";
+}
+
 std::string collected_twice_text(const Parameters& parameters, size_t index) {
   return "Expected to mark a variable ready only once. Parameter " + std::to_string(index) + " (" +
          parameters.name(index) + ") of " + parameters.model() +

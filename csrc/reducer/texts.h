@@ -17,6 +17,7 @@ std::string removed_text(const Parameters& parameters);
 std::string dropped_text(const Parameters& parameters);
 std::string consumed_text(const Parameters& parameters);
 std::string uncovered_text(const Parameters& parameters, size_t index);
+std::string left_text(const Parameters& parameters, size_t index);
 std::string collected_twice_text(const Parameters& parameters, size_t index);
 
 }  // namespace syncengine

@@ -54,21 +54,18 @@ class Planning:
     def _renew(self, current: Round | None) -> None:
         trainable = [i for i, p in enumerate(self.model.parameters) if p.requires_grad]
         if self.plan is None:
-            frozen = self._accumulated(trainable)
-            plan = self.planner.initial(sorted([*trainable, *frozen]))
-            self._install(plan, frozen, provisional=self.planner.rebuilds)
+            self._install(self.planner.initial(trainable), provisional=self.planner.rebuilds)
             return
         if current is not None:  # ranks without a batch have nothing to time
             self._tuner = None
         planned = [i for bucket in self.plan for i in bucket]
         if self.has_rebuilt and self._tuner is not None and set(planned) == set(trainable):
             if not self._time_backward(self._tuner):
-                self._install(self.planner.rebuilt(planned), [], provisional=True)
+                self._install(self.planner.rebuilt(planned), provisional=True)
                 return
             self._tune(self._tuner, planned)
         order = self._agree_on_order(trainable, current)
-        frozen = self._accumulated(order)
-        self._install(self.planner.rebuilt([*order, *frozen]), frozen, provisional=self._tuner is not None)
+        self._install(self.planner.rebuilt(order), provisional=self._tuner is not None)
         self.has_rebuilt = True
 
     def _time_backward(self, tuner: Tuner) -> bool:
@@ -97,24 +94,10 @@ class Planning:
             gc.collect()
             return self.reducer.reserve_slots(self.number)
 
-    def _install(self, plan: Plan, frozen: list[int], provisional: bool) -> None:
+    def _install(self, plan: Plan, provisional: bool) -> None:
         self.reserve_slots()
-        self.reducer.install_plan(plan, frozen, provisional)
+        self.reducer.install_plan(plan, provisional)
         self.plan = plan
-
-    def _accumulated(self, trainable: list[int]) -> list[int]:
-        """The other parameters with gradients that some rank has accumulated, and not averaged: frozen since.
-
-        Collective, also where there are none: whether there are, each rank knows of itself alone.
-        """
-        known = set(trainable)
-        own = [
-            i not in known and parameter.grad is not None and self.reducer.accumulates(i)
-            for i, parameter in enumerate(self.model.parameters)
-        ]
-        anywhere = torch.tensor(own, dtype=torch.uint8, device="cpu")
-        self.model.communicator.all_reduce(anywhere, "max")
-        return [i for i, accumulated in enumerate(anywhere.tolist()) if accumulated and i not in known]
 
     def _agree_on_order(self, trainable: list[int], current: Round | None) -> list[int]:
         """Rank 0's order of its trainable parameters: last backward's, then what it did not bring.

@@ -523,3 +523,26 @@ def test_an_average_that_can_not_be_delivered_is_told(pool: RankPool):
     first, other = pool.run(grad_of_inference)
     assert "inference tensor" in first
     assert "rank 0: backward aborted" in other
+
+
+@run_on_ranks()
+def test_what_one_rank_has_accumulated_alone_is_lost_with_the_step():
+    """Of a parameter that is frozen by then, which the others do not expect."""
+    module = Raising()
+    model = syncengine.Parallel(module)
+    for where in ("early", "early", ""):
+        module.first.requires_grad_(True)
+        module.where = ""
+        if syncengine.rank() == 0:
+            with model.no_sync():
+                model(data()).sum().backward()
+            own = module.first.weight.grad.clone()
+        module.first.requires_grad_(False)
+        module.where = where
+        loss = model(data(1)).sum()
+        with pytest.raises(Bad) if where else contextlib.nullcontext():
+            loss.backward()
+        if where:
+            assert gradients(model) == [None] * 4
+    assert module.first.weight.grad is not None
+    assert syncengine.rank() == 1 or torch.equal(module.first.weight.grad, own / 2)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from parallel_models import CAP, Branches, both, data, different_bits, gradients, of_both, small
-from pool import run_on_ranks
+from pool import RankPool, run_on_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import syncengine
+from syncengine.errors import InvalidUsage, SyncError
 
 pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
@@ -191,3 +193,96 @@ def frozen_after_a_probe(model: nn.Module) -> list[Any]:
 @run_on_ranks(world=2, gloo=True)
 def test_a_probe_of_one_rank_plans_nothing() -> None:
     both(small, frozen_after_a_probe)
+
+
+def under_no_sync_alone(model: nn.Module, frozen_alike: int = 5) -> list[Any]:
+    """One part is frozen in each forward that synchronizes; some ranks have had more micro-batches than others."""
+    first, last = model.module[0], model.module[2]
+    found: list[Any] = []
+    for i in range(8):
+        first.requires_grad_(True)
+        last.requires_grad_(False)
+        for k in range({2: 1 - syncengine.rank(), 3: 2 * syncengine.rank(), frozen_alike: 1}.get(i, 0)):
+            backward(model, 10 * i + k, False)
+        first.requires_grad_(False)
+        last.requires_grad_(True)
+        backward(model, 10 * i + 5)
+        found += gradients(model)
+        model.zero_grad()
+    return found
+
+
+@run_on_ranks(gloo=True)
+def test_what_only_one_rank_has_trained_and_each_synchronized_forward_freezes():
+    """It is not in the plan, and the other rank does not know."""
+    ours, theirs = of_both(under_no_sync_alone, small, **UNUSED)
+    averaged = [grads[0] is not None for grads in zip(*[iter(ours)] * 4, strict=True)]
+    assert averaged == [i in (2, 3, 5) for i in range(8)], averaged
+    for options in (UNUSED, {}, CAP, {"static_graph": True}, {"skip_all_reduce_unused_params": True}):
+        torch.manual_seed(0)
+        ours = under_no_sync_alone(syncengine.Parallel(small(), **options))
+        assert [grad is None for grad in ours] == [grad is None for grad in theirs], options
+        there = [[grad for grad in grads if grad is not None] for grads in (ours, theirs)]
+        assert not different_bits(*there), options
+
+
+def table_trained_alone(model: nn.Module) -> list[Any]:
+    table, head = model.module
+    found: list[Any] = []
+    for i in range(4):
+        if i == 2 and syncengine.rank() == 0:
+            with model.no_sync():
+                model(torch.tensor([[1, 2]])).sum().backward()
+        table.requires_grad_(False)
+        model(torch.tensor([[3, 4 + syncengine.rank()]])).square().sum().backward()
+        found += [head.weight.grad.clone(), head.bias.grad.clone()]
+        found += [] if table.weight.grad is None else [table.weight.grad.to_dense()]
+        table.requires_grad_(True)
+        model.zero_grad()
+    return found
+
+
+@run_on_ranks(gloo=True)
+def test_a_sparse_table_that_one_rank_has_trained_alone():
+    """DDP expects a gradient of it for ever; so the means are compared."""
+    torch.manual_seed(0)
+    model = syncengine.Parallel(nn.Sequential(nn.EmbeddingBag(9, 24, sparse=True), nn.Linear(24, 3)))
+    found = table_trained_alone(model)
+    assert len(found) == 9
+    expected = torch.zeros(9, 24)
+    expected[1:3] = model.module[1].weight.detach().sum(0) / 4  # the mean of two rows, and of two ranks
+    torch.testing.assert_close(found[6], expected)
+
+
+@run_on_ranks(gloo=True)
+def test_a_communication_hook_gets_them_too():
+    def step(model: nn.Module) -> list[Any]:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        return under_no_sync_alone(model)
+
+    both(small, step, **UNUSED)
+
+
+def frozen_when_wrapped() -> None:
+    module = small()
+    module[0].requires_grad_(False)
+    model = syncengine.Parallel(module)
+    for i in range(3):
+        backward(model, i)
+        model.zero_grad()
+    module[0].requires_grad_(True)
+    if syncengine.rank() == 0:
+        backward(model, 3, False)
+    module[0].requires_grad_(False)
+    if isinstance(model.reducer, syncengine._C.Reducer) and type(model) is syncengine.parallel.Parallel:
+        backward(model, 4)
+        assert module[0].weight.grad is not None
+    else:
+        error = InvalidUsage if syncengine.rank() == 0 else SyncError
+        with pytest.raises(error, match=r"parameter 0\.weight of Parallel\(Sequential\) got a gradient under no_sync"):
+            backward(model, 4)
+
+
+def test_one_that_was_frozen_when_it_was_wrapped(pool: RankPool):
+    """Averaged as well, but where ranks would have to ask each other in every backward."""
+    pool.run(frozen_when_wrapped)
