@@ -482,6 +482,12 @@ class Reducer:
     def abandon_forward(self, text: str) -> None:
         """The forward raised, as `text` says ("raised in forward: ..."): its backward is abandoned."""
 
+    def refuse_forward(self, text: str) -> None:
+        """The forward has ended, but its backward must not average: the model can't be used any more, on any rank.
+
+        The others raise `InvalidUsage` with `text`. Called after `prepare_for_backward`.
+        """
+
     def reserve_slots(self, copy_of: int | None = None) -> int:
         """Agrees with the other ranks on a number for each bucket. Collective, once; before the first plan.
 

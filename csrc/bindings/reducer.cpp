@@ -167,6 +167,7 @@ void bind_reducer(py::module_& module) {
           },
           py::arg("outputs"), py::arg("began") = py::none(), NoGil())
       .def("abandon_forward", &Reducer::abandon_forward, py::arg("text"), NoGil())
+      .def("refuse_forward", &Reducer::refuse_forward, py::arg("text"), NoGil())
       .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
       .def("shadow_backward", &shadow_backward)
       .def("join_backward", &join_backward, py::arg("leaf"), NoGil())

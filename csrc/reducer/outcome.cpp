@@ -57,7 +57,7 @@ void Outcome::await_peers(std::unique_lock<std::mutex>& lock) {
     has_dropped_ = true;
   } else if (gravest->for_good) {
     unusable_ = gravest->text;
-    throw Error(ErrorKind::Aborted, *unusable_);
+    throw Error(gravest->kind, *unusable_);
   }
 }
 
@@ -76,7 +76,7 @@ void Outcome::check(Backward& backward, std::mutex& mutex) {
     } else {
       communicator.abort(ErrorKind::Aborted, reason.text);
     }
-    throw Error(ErrorKind::Aborted, reason.text);
+    throw Error(reason.kind, reason.text);
   }
   if (unread && dropped_by == everybody()) communicator.wait(unread->work());
   if (dropped_by == 0 || dropped_by == everybody()) return;

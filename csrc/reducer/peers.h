@@ -14,8 +14,8 @@ inline std::string said_here(const Communicator& communicator, const std::string
 }
 
 // They wait for gradients that this rank will not bring: ends the communicator.
-inline void tell_peers(Communicator& communicator, const std::string& text) {
-  communicator.abort(ErrorKind::Aborted, said_here(communicator, text));
+inline void tell_peers(Communicator& communicator, const std::string& text, ErrorKind kind = ErrorKind::Aborted) {
+  communicator.abort(kind, said_here(communicator, text));
 }
 
 }  // namespace syncengine

@@ -10,8 +10,8 @@ namespace syncengine {
 
 namespace {
 
-constexpr size_t kBytes = 4096;  // of each rank: a kind, then text up to a zero
-constexpr char kRaised = 1, kForGood = 2;
+constexpr size_t kBytes = 4096;                          // of each rank: a kind, then text up to a zero
+constexpr char kRaised = 1, kForGood = 2, kMisused = 3;  // the latter two for good
 
 }  // namespace
 
@@ -22,7 +22,7 @@ Reasons::Reasons(const Averaging& averaging, const std::string& model, const std
   Communicator& communicator = *averaging.communicator;
   if (own) {
     char* part = texts_->data() + communicator.rank() * kBytes;
-    part[0] = own->for_good ? kForGood : kRaised;
+    part[0] = !own->for_good ? kRaised : own->kind == ErrorKind::InvalidUsage ? kMisused : kForGood;
     const std::string text = said_here(communicator, own->text);
     std::copy_n(text.data(), std::min(text.size(), kBytes - 2), part + 1);
   }
@@ -43,6 +43,7 @@ Reason Reasons::wait() {
   for (int member = 0; member < communicator_->size(); ++member) {
     const char* part = texts_->data() + member * kBytes;
     if (part[0] == kForGood) return {part + 1, true};
+    if (part[0] == kMisused) return {part + 1, true, ErrorKind::InvalidUsage};
     if (part[0] != 0 && !gravest) gravest = Reason{part + 1, false};
   }
   return gravest.value_or(Reason{"a rank has abandoned this backward", false});

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "engine/progress/work.h"
 #include "reducer/averaging.h"
 
@@ -17,7 +18,8 @@ namespace syncengine {
 
 struct Reason {
   std::string text;
-  bool for_good;  // nothing more can come of this model on that rank
+  bool for_good;                        // nothing more can come of this model on that rank
+  ErrorKind kind = ErrorKind::Aborted;  // of the other ranks' errors: if not this, InvalidUsage, and for good
 };
 
 class Reasons {

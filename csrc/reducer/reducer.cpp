@@ -81,12 +81,17 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
     if (const auto* node = hook_output(weak_from_this(), output, model_->forward, began))
       forward.outputs.push_back(node);
   }
-  outputs_hooked_ = !forward.outputs.empty();
   tasks_.forward_ended(began);
+  expect_backward();
+  return other_leaves;
+}
+
+void Reducer::expect_backward() {
+  Forward& forward = model_->coming_forward();
+  outputs_hooked_ = !forward.outputs.empty();
   forward.plan = model_->plan.shared();
   model_->coming_backward().expect(std::exchange(model_->forward, nullptr));
   phase_ = Phase::Armed;
-  return other_leaves;
 }
 
 void Reducer::prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {
@@ -98,7 +103,14 @@ void Reducer::prepare_for_local_backward(const std::vector<at::Tensor>& outputs,
 void Reducer::abandon_forward(const std::string& text) {
   std::lock_guard lock(mutex_);
   if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing || !model_->plan) return;
+  // All are frozen: no rank waits for what it would have brought.
+  if (model_->plan->buckets().empty()) return expect_backward();
   give_up({text, false}, /*keeps_gradients=*/true);
+}
+
+void Reducer::refuse_forward(const std::string& text) {
+  std::lock_guard lock(mutex_);
+  give_up({text, true, ErrorKind::InvalidUsage}, /*keeps_gradients=*/true);
 }
 
 void Reducer::shadow_backward() {
@@ -229,7 +241,7 @@ void Reducer::give_up(const Reason& reason, bool keeps_gradients) {
   }
   if (!told) {
     model_->outcome.forget_peers();
-    tell_peers(*model_->averaging.communicator, reason.text);
+    tell_peers(*model_->averaging.communicator, reason.text, reason.kind);
     if (model_->backward) model_->backward->drop(keeps_gradients);
   }
   if (!keeps_gradients) model_->usage.clear();

@@ -61,6 +61,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
   // It raised; its backward would have averaged.
   void abandon_forward(const std::string& text);
+  // It has ended, but its backward must not average: nothing more can come of the model, on any rank.
+  void refuse_forward(const std::string& text);
   // Takes part in a synchronized backward of the others without a gradient of its own. Blocks.
   void shadow_backward();
   void check_finalized();
@@ -106,6 +108,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Whether the backward on this thread has nothing to do with a synchronized forward, as far as one can tell here; the
   // task around it is looked at when this one has ended.
   bool is_foreign();
+  // That of the forward that has ended, or raised.
+  void expect_backward();
   void watch_this_backward();
   // The first gradient of the backward that runs is about to come, or has.
   void enter_backward();

@@ -52,24 +52,22 @@ def check_same_on_all_ranks(
         )
 
 
-def check_not_replaced(
-    communicator: Communicator, module: torch.nn.Module, names: Sequence[str], leaves: Sequence[torch.Tensor]
-) -> None:
-    """Raises ``InvalidUsage``, here and on all ranks, if one of ``leaves`` is the parameter of one of ``names``.
+def replaced_text(module: torch.nn.Module, names: Sequence[str], leaves: Sequence[torch.Tensor]) -> str:
+    """What is wrong if one of ``leaves`` is the parameter of one of ``names``, else nothing.
 
     For leaves that are none of the parameters that had these names when the module was wrapped.
     """
     if not any(isinstance(leaf, torch.nn.Parameter) for leaf in leaves):
-        return
+        return ""
     current = dict(module.named_parameters(remove_duplicate=False))
     for name in names:
         if any(leaf is current.get(name) for leaf in leaves):
-            text = (
-                f"{own_name(communicator)}: parameter {name} of Parallel({type(module).__name__}) was replaced after "
+            return (
+                f"parameter {name} of Parallel({type(module).__name__}) was replaced after "
                 "wrapping, so it would not be synchronized. Wrap the module again, or write new values into the old "
                 "one with copy_(); for functional_call take tensors that are no nn.Parameter"
             )
-            fail_all(communicator, InvalidUsage(text))
+    return ""
 
 
 def own_name(communicator: Communicator) -> str:

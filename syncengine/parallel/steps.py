@@ -12,6 +12,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.utils.checkpoint import _StopRecomputationError
 
 from syncengine._C import NodeNumber, Reducer, ReducerOptions
+from syncengine.errors import InvalidUsage
 from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.delayed import DelayedParameters
 from syncengine.parallel.devices import check_not_capturing
@@ -20,7 +21,7 @@ from syncengine.parallel.newcomers import Newcomers
 from syncengine.parallel.outputs import tensors_in, through_sink
 from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer
-from syncengine.parallel.replication import check_not_replaced, own_name
+from syncengine.parallel.replication import own_name, replaced_text
 from syncengine.parallel.rounds import Round
 from syncengine.parallel.uneven import UnevenInputs
 from syncengine.parallel.watchers import follow_step
@@ -87,11 +88,16 @@ class Steps:
         if weights is not None:
             self.uneven.average_with(weights.wait())
         if other_leaves := Reducer.prepare_for_backward(self.reducer, _tensors(output), began):
-            model = self.model
-            check_not_replaced(model.communicator, model.module, model.names, other_leaves)
+            self._check_not_replaced(other_leaves)
         if looks_for_unused(self.options):
             return through_sink(output, self.switches.sink_clone)
         return output
+
+    def _check_not_replaced(self, leaves: list[torch.Tensor]) -> None:
+        """Raises ``InvalidUsage``, here and on all ranks, if one of ``leaves`` has replaced a parameter."""
+        if text := replaced_text(self.model.module, self.model.names, leaves):
+            self.reducer.refuse_forward(text)
+            raise InvalidUsage(f"{own_name(self.model.communicator)}: {text}")
 
     def _begin(self, synchronize: bool, joinable: Joinable) -> None:
         needs_plan = _is_recorded() and (self.reducer.begin_forward(synchronize) or self.planning.plan is None)

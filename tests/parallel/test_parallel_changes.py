@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import syncengine
-from syncengine.errors import SyncError
+from syncengine.errors import InvalidUsage, SyncError
 
 
 @run_on_ranks()
@@ -160,6 +160,26 @@ def test_a_replaced_parameter_is_not_taken_for_an_unused_one(
 ):
     for text in pool.run(replace_one_parameter, options, after, on_all):
         assert "parameter 2.weight of Parallel(Sequential) was replaced after wrapping" in text
+
+
+def replaced_beside_another(on_all: bool) -> None:
+    other, model = syncengine.Parallel(small()), syncengine.Parallel(small(), find_unused_parameters=True)
+    backwards(model)
+    if on_all or syncengine.rank() == 1:
+        model.module[2].weight = nn.Parameter(model.module[2].weight.detach().clone())
+    for _ in range(2):
+        with pytest.raises(InvalidUsage, match=r"parameter 2\.weight of Parallel\(Sequential\) was replaced"):
+            backwards(model, 1)
+    backwards(other)
+    if on_all:
+        backwards(syncengine.Parallel(model.module))
+    assert syncengine.default_communicator() is model.communicator
+    assert model.communicator.exception() is None
+
+
+@pytest.mark.parametrize("on_all", [True, False])
+def test_replaced_parameters_end_that_model_alone(pool: RankPool, on_all: bool):
+    pool.run(replaced_beside_another, on_all)
 
 
 class Adapter(nn.Module):

@@ -546,3 +546,27 @@ def test_what_one_rank_has_accumulated_alone_is_lost_with_the_step():
             assert gradients(model) == [None] * 4
     assert module.first.weight.grad is not None
     assert syncengine.rank() == 1 or torch.equal(module.first.weight.grad, own / 2)
+
+
+@run_on_ranks()
+def test_an_error_in_forward_of_a_model_that_is_wholly_frozen_costs_nothing():
+    """No rank waits for its gradients: not even one that has not raised."""
+    module = Raising()
+    model = syncengine.Parallel(module)
+    kept = syncengine.default_communicator()
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    for i, raising in enumerate([(0, 1), (0,), ()]):
+        assert step(model, optimizer, i)
+        module.requires_grad_(False)
+        module.where = "forward" if syncengine.rank() in raising else ""
+        with pytest.raises(Bad) if module.where else contextlib.nullcontext():
+            model(data(i).requires_grad_()).sum().backward()
+        module.requires_grad_(True)
+        module.where = ""
+        module.zero_grad()
+        module(data(i)).sum().backward()  # past the wrapper: averaged, as DDP still waits for one
+        for parameter in module.parameters():
+            syncengine.all_reduce(mean := parameter.grad.clone(), op="avg")
+            assert torch.equal(mean, parameter.grad)
+    assert syncengine.default_communicator() is kept
+    assert kept.exception() is None
