@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import torch
 
 from syncengine.errors import InvalidUsage
@@ -24,6 +27,15 @@ _REFUSED = {
     torch.optim.LBFGS: "it evaluates its closure several times within one step",
     torch.optim.SparseAdam: "it is for sparse gradients",
 }
+# Where one of these is true, a parameter's update depends on other parameters, which another rank may have.
+_BY_ITSELF = "use it by itself, on each rank"
+_CLIP = "call torch.nn.utils.clip_grad_norm_() before step()"
+_COUPLING = {  # (what it is, what to do)
+    "max_grad_norm": ("a norm over all parameters", f"pass max_grad_norm=None (some classes: 0), and {_CLIP}"),
+    "clip_global": ("a norm over all parameters", f"pass clip_global=False, and {_CLIP}"),
+    "d0": ("a step size estimated from all parameters, as D-Adaptation's and Prodigy's", _BY_ITSELF),
+    "d_coef": ("a step size estimated from all parameters, as Prodigy's", _BY_ITSELF),
+}
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer], elements: bool | None) -> bool:
@@ -42,5 +54,21 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer], elements: bool 
         return True
     raise InvalidUsage(
         f"ShardedOptimizer does not know {name}: pass elements=True if it treats each element by itself, as AdamW does "
-        "(parameters are cut then), or elements=False if it needs whole parameters, as Muon, LAMB and Adafactor do"
+        "(parameters are cut then), or elements=False if it treats each parameter by itself, as Muon and Adafactor do; "
+        "if the update of one depends on others, as with clipping by a norm of all, it can't be sharded"
     )
+
+
+def coupling(optimizer_class: type[torch.optim.Optimizer], options: Iterable[Mapping[str, Any]]) -> str:
+    """Says which of ``options`` makes the update of one parameter depend on others; or an empty text."""
+    if optimizer_class in ELEMENTWISE:
+        return ""  # these have none: what has such a name there is the user's own
+    for group in options:
+        for name, (what, remedy) in _COUPLING.items():
+            value = group.get(name)
+            if value.any() if isinstance(value, torch.Tensor) else value:
+                return (
+                    f"{optimizer_class.__name__} has {name}={value}, {what}, but with ShardedOptimizer each rank "
+                    f"updates its part alone: {remedy}"
+                )
+    return ""

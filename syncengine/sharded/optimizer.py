@@ -21,7 +21,7 @@ from syncengine.sharded.block import part
 from syncengine.sharded.claims import any_torn, check_not_torn
 from syncengine.sharded.cut import Slice
 from syncengine.sharded.joining import StepHook, announce_step, catch_up
-from syncengine.sharded.kinds import is_elementwise
+from syncengine.sharded.kinds import coupling, is_elementwise
 from syncengine.sharded.shard import Member, Shard, options_of
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.writing import write_together
@@ -40,14 +40,16 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     has, or that are frozen, stay private, and each rank updates them by itself. Over several hosts, each has one copy.
 
     ``elements``: whether the optimizer treats each element by itself, so that parameters may be cut into slices; needed
-    where syncengine does not know the class. Without cutting (False), each parameter is updated whole, by one rank.
+    where syncengine does not know the class. Without cutting (False), each parameter is updated whole, by one rank:
+    right for optimizers that treat each parameter by itself, wrong for those in which one parameter's update depends on
+    others (clipping by a norm of all gradients, Prodigy).
     ``checksum``: each step looks for writes to the weights that torch does not see, as by numpy. It reads them twice.
 
     ``param_groups`` and ``state`` are those of the optimizer that it stands for, with the full shapes, and so is
     ``state_dict()``, which any rank may call alone. All ranks call ``step()`` and ``load_state_dict()``.
 
     Raises ``InvalidUsage`` for what can't be sharded: CUDA parameters, ``LBFGS``, sparse gradients, classes that it
-    does not know (see ``elements``).
+    does not know (see ``elements``), options that couple parameters (``max_grad_norm``).
     """
 
     is_sharded = True
@@ -66,10 +68,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         params = list(params)
         given = [options_of(group) for group in params if isinstance(group, dict)] or [{}]
         plain = optimizer_class(params, **defaults)  # checks them as it would by itself
+        self._coupling = functools.partial(coupling, optimizer_class)
+        if problem := self._coupling([vars(plain), plain.defaults, *plain.param_groups]):
+            raise InvalidUsage(problem)
         if len(given) != len(plain.param_groups):  # it makes its own groups
             given = [options_of(group) for group in plain.param_groups]
         self._make_shard = functools.partial(Shard, optimizer_class, defaults, given)
-        self._sharing = Sharing(self._make_shard, cuts, checksum)
+        self._sharing = Sharing(self._make_shard, self._coupling, cuts, checksum)
         self._private: Shard | None = None  # of what is not shared
         self._private_members: list[Member] = []
         torch.optim.Optimizer.__init__(self, plain.param_groups, plain.defaults)
@@ -86,6 +91,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. The next forward or step moves these parameters into shared memory, too."""
+        if problem := self._coupling([param_group]):
+            raise InvalidUsage(problem)
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.device.type not in ("cpu", "meta"):

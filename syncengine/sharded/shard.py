@@ -67,6 +67,7 @@ class Shard:
         slices: Sequence[Slice],
         is_common: bool,
     ) -> None:
+        self.kind = optimizer_class.__name__
         self.members = list(members)
         self.pieces = [Piece(s.parameter, members[s.parameter].parameter, s, is_common) for s in slices]
         self._slices = WeightSlices([(p.parameter, p.tensor, p.begin) for p in self.pieces] if is_common else [])
@@ -85,6 +86,7 @@ class Shard:
                 f"none), raised {type(error).__name__}: {error}"
             ) from error
         self._options: list[dict[str, Any]] = []  # of this step, as it began
+        self.changed: set[str] = set()  # names of options that some step has changed
         # Without torch's hooks around step(): those are the sharded optimizer's.
         self._step = getattr(optimizer_class.step, "__wrapped__", optimizer_class.step)
 
@@ -115,6 +117,7 @@ class Shard:
             for key, value in ours.items():  # some optimizers keep numbers there
                 if key not in NOT_OPTIONS and before.get(key, before) is not value:
                     theirs[key] = value
+                    self.changed.add(key)
         self._options = []
 
     def state_of(self, piece: Piece) -> dict[str, Any]:

@@ -30,12 +30,14 @@ SAME = "Do the same on every rank before step()."
 class Sharing:
     """Blocks of weights in shared memory. ``groups`` and ``state``, in its methods, are the optimizer's own.
 
-    ``make_shard`` is ``Shard``, for the class of optimizers that the user has chosen; ``cuts`` and ``sums`` as the
-    arguments ``elements`` and ``checksum``.
+    ``make_shard`` is ``Shard``, for the class of optimizers that the user has chosen; ``coupling`` says why the options
+    of groups can't be; ``cuts`` and ``sums`` as the arguments ``elements`` and ``checksum``.
     """
 
-    def __init__(self, make_shard: Callable[..., Shard], cuts: bool, sums: bool) -> None:
-        self._make_shard, self._cuts, self._sums = make_shard, cuts, sums
+    def __init__(
+        self, make_shard: Callable[..., Shard], coupling: Callable[[Groups], str], cuts: bool, sums: bool
+    ) -> None:
+        self._make_shard, self._coupling, self._cuts, self._sums = make_shard, coupling, cuts, sums
         self.host: Host | None = None
         self.blocks: list[Block] = []
         # Whose parameters it updates, numbered in the order of their binding, which all ranks have in common.
@@ -225,7 +227,17 @@ class Sharing:
             options.append("loaded a state dict of the optimizer, or replaced its state: no")
         marks = [block.gradients() + bytes([block.weights.loaded]) for block in self.blocks]
         facts = b"|".join([str(self._updates).encode(), "\n".join(options).encode(), *marks])
-        agree(self.host.communicator, what, facts, lambda: self._describe(options), problem, SAME)
+        agree(self.host.communicator, what, facts, lambda: self._describe(options), problem, self._advice())
+
+    def _advice(self) -> str:
+        changed = sorted(set().union(*(block.shard.changed for block in self.blocks)))
+        if not changed:
+            return SAME
+        names, kind = ", ".join(map(repr, changed)), self.blocks[0].shard.kind
+        return (
+            f"{SAME} Or, if {kind}.step() itself has changed {names}: it does not treat each parameter by itself, and "
+            "the weights are void. Continue from a checkpoint, with a plain optimizer."
+        )
 
     def _describe(self, options: Sequence[str]) -> list[str]:
         lines = [f"step {self._step(self._updates + 1)}", *options]
@@ -242,7 +254,7 @@ class Sharing:
 
     def _problem(self, groups: Groups) -> str:
         """Why this rank can't make an update; or an empty text."""
-        if problem := self.members.edited(groups) or self.written():
+        if problem := self.members.edited(groups) or self.written() or self._coupling(groups):
             return problem
         for block in self.blocks:
             if problem := block.wrong_sum() or block.sparse_gradient():

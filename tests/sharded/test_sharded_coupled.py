@@ -1,0 +1,133 @@
+"""Optimizers whose update of one parameter depends on the others: a rank that has not all of them would err."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from sharded_training import different_weights, error_of, make, not_divided, plain, sharded, train
+from torch import nn
+
+import syncengine
+
+
+class Lamb(torch.optim.Optimizer):
+    """As timm's and Apex's: a trust ratio for each parameter, and before it, by default, a norm of all gradients."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, max_grad_norm: float | None = 1.0) -> None:
+        super().__init__(params, {"lr": lr, "max_grad_norm": max_grad_norm})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        for group in self.param_groups:
+            limit = group["max_grad_norm"]
+            clip = (norm / limit).clamp(min=1.0) if limit else 1.0
+            for p in group["params"]:
+                if p.grad is not None:
+                    update = p.grad / clip + 0.1 * p
+                    p.sub_(update * (p.norm() / update.norm()).clamp(max=10.0), alpha=group["lr"])
+
+
+class Attribute(torch.optim.SGD):
+    """Keeps it where groups do not show it."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr)
+        self.clip_global = True
+
+
+class Distance(torch.optim.SGD):
+    """As Prodigy and D-Adaptation: an estimate from all parameters, kept in the groups."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, **more: Any) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.update(more, estimate=1.0)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["estimate"] += sum(p.grad.square().sum().item() for p in group["params"] if p.grad is not None)
+
+
+@pytest.mark.parametrize("elements", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "options", "text"),
+    [
+        (Lamb, {}, "Lamb has max_grad_norm=1.0, a norm over all parameters"),
+        (Attribute, {}, "Attribute has clip_global=True"),
+        (Distance, {"d0": 1e-6}, "Distance has d0=1e-06"),
+        (Distance, {"d_coef": 1.0}, "Distance has d_coef=1.0"),
+    ],
+)
+def test_what_couples_parameters_is_refused(kind: type, options: dict[str, Any], text: str, elements: bool):
+    with pytest.raises(syncengine.errors.InvalidUsage) as caught:
+        syncengine.ShardedOptimizer([nn.Parameter(torch.ones(3))], kind, elements=elements, **options)
+    assert text in str(caught.value)
+
+
+def test_the_remedy_is_named():
+    with pytest.raises(syncengine.errors.InvalidUsage) as caught:
+        syncengine.ShardedOptimizer([nn.Parameter(torch.ones(3))], Lamb, elements=False)
+    assert "pass max_grad_norm=None (some classes: 0), and call torch.nn.utils.clip_grad_norm_() before step()" in str(
+        caught.value
+    )
+
+
+def without_the_norm() -> list[str]:
+    ours, theirs, wrong = make("odd"), make("odd"), [""]
+    for net, make_one in ((ours, sharded), (theirs, plain)):
+        more = {"elements": False} if make_one is sharded else {}
+        model, optimizer = make_one(net, Lamb, max_grad_norm=None, **more)
+        train(model, optimizer, 4)
+        if make_one is sharded:
+            wrong = not_divided(net, optimizer)
+    return wrong + different_weights(ours, theirs)
+
+
+def test_trust_ratios_are_of_one_parameter(pool: RankPool):
+    assert pool.run(without_the_norm, world=3) == [[]] * 3
+
+
+def comes_later(how: str) -> list[str]:
+    net = make("odd")
+    model, optimizer = sharded(net, Lamb, elements=False, max_grad_norm=None)
+    train(model, optimizer, 1)
+    before = [p.detach().clone() for p in net.parameters()]
+    if how == "loaded":
+        state = optimizer.state_dict()
+        state["param_groups"][0]["max_grad_norm"] = 1.0
+        optimizer.load_state_dict(state)
+    elif how == "set":
+        optimizer.param_groups[0]["max_grad_norm"] = 1.0
+    else:
+        more = {"params": [nn.Parameter(torch.ones(3))], "max_grad_norm": 1.0}
+        return [error_of(lambda: optimizer.add_param_group(more)), error_of(lambda: train(model, optimizer, 1))]
+    text = error_of(lambda: train(model, optimizer, 1))
+    same = all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    optimizer.param_groups[0]["max_grad_norm"] = None
+    return [text, error_of(lambda: train(model, optimizer, 1)) + ("" if same else "written")]
+
+
+@pytest.mark.parametrize("how", ["loaded", "set", "added"])
+def test_it_is_refused_when_it_comes_later(pool: RankPool, how: str):
+    for text, after in pool.run(comes_later, how):
+        assert "Lamb has max_grad_norm=1.0, a norm over all parameters" in text
+        assert after == ""
+
+
+def unknown() -> list[str]:
+    model, optimizer = sharded(make("odd"), Distance, elements=False)
+    return [error_of(lambda: train(model, optimizer, 2))]
+
+
+def test_an_option_that_ranks_have_changed_apart_is_named(pool: RankPool):
+    for (text,) in pool.run(unknown):
+        assert text.startswith("Mismatch: what ShardedOptimizer.step() is to do differs"), text
+        assert "Or, if Distance.step() itself has changed 'estimate': " in text
+        assert "it does not treat each parameter by itself, and the weights are void" in text
