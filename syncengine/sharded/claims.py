@@ -38,9 +38,12 @@ class Claim:
         self.torn = why
 
     def give_up(self) -> None:
-        """The parameter is private again."""
+        """The parameter is private again. Once: after that it may be another one's."""
+        if self.by is None:
+            return
         self.by = None
-        common.pop(self._parameter(), None)
+        if (parameter := self._parameter()) is not None:
+            common.pop(parameter, None)
 
 
 _claims: Any = WeakIdKeyDictionary()  # by parameter

@@ -13,6 +13,7 @@ from sharded_training import batch, different_weights, error_of, make, not_divid
 from torch import nn
 
 import syncengine
+from syncengine.sharded.claims import claim
 
 
 class Run:
@@ -75,3 +76,52 @@ def test_weights_that_only_some_share_are_named(pool: RankPool):
         assert text.startswith("Mismatch: Parallel(Mlp) differs between ranks"), text
         assert "layers.0.weight" in text and "shared by a ShardedOptimizer" in text
         assert again == ""
+
+
+def late_death(how: str) -> list[str]:
+    """Of an optimizer whose weights another one shares again by then."""
+    net = make()
+    model, first = sharded(net)
+    train(model, first, 2)
+    if how == "failed":
+        syncengine.default_communicator().abort("no")
+        failed = [error_of(lambda: train(model, first, 1))]
+        model = syncengine.Parallel(net)
+    else:
+        failed = []
+        first.release()
+    second = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=1e-2)
+    train(model, second, 1)
+    if how != "one" or syncengine.rank() == 0:
+        del first
+        gc.collect()
+    before = net.head.weight.detach().clone()
+    with second.writing() as may_write, torch.no_grad():
+        if may_write:
+            net.head.weight.mul_(0.5)
+    halved = torch.equal(before * 0.5, net.head.weight)
+    plain = error_of(torch.optim.SGD(net.parameters(), lr=0.1).step)
+    again = error_of(lambda: syncengine.Parallel(net))
+    after = error_of(lambda: train(model, second, 1)) + str(not_divided(net, second))
+    return [*failed, str(halved), plain[:34], again, after]
+
+
+@pytest.mark.parametrize("how", ["all", "one", "failed"])
+def test_an_optimizer_that_was_released_may_be_dropped_later(pool: RankPool, how: str):
+    refused = "InvalidUsage: SGD.step() would wri"
+    for *failed, halved, plain, again, after in pool.run(late_death, how):
+        assert all(failed) and (halved, plain, again, after) == ("True", refused, "", "[]")
+
+
+class Nobody:
+    def unload(self) -> None:
+        pass
+
+
+def test_a_claim_may_outlive_its_parameter():
+    parameter = nn.Parameter(torch.ones(3))
+    one = claim(parameter, "w", Nobody())
+    del parameter
+    gc.collect()
+    one.give_up()
+    assert one.by is None
