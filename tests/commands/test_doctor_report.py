@@ -7,6 +7,7 @@ import io
 import json
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from doctor_facts import MIB, broken, facts, on
+from repository import ROOT
 
 import syncengine
 from syncengine import _C
@@ -154,6 +156,14 @@ def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch):
     assert found["settings"]["has_secret"]
     assert found["variables"]["SYNCENGINE_SILENCE"] == "7"
     assert found["unknown_variables"] == {"SYNCENGINE_SOCKET": "SYNCENGINE_SOCKETS"}
+
+
+def test_every_documented_variable_is_known(monkeypatch: pytest.MonkeyPatch):
+    names = set(re.findall(r"SYNCENGINE_[A-Z_]+", (ROOT / "docs/configuration.md").read_text()))
+    assert {"SYNCENGINE_PATCH", "SYNCENGINE_SECRET_FILE", "SYNCENGINE_TIMEOUT"} < names
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    assert collect_facts(Launch("single", 0, 1), "")["unknown_variables"] == {}
 
 
 def test_a_part_that_fails_is_a_fact(monkeypatch: pytest.MonkeyPatch):
