@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
 
 from syncengine._C import Communicator
 from syncengine.errors import Aborted, InvalidUsage, Mismatch
@@ -43,3 +46,15 @@ def gather_texts(communicator: Communicator, text: str) -> list[str]:
     lengths = [int.from_bytes(size, "little") for size in sizes]
     texts = gather_bytes(communicator, data, max(max(lengths), 1))
     return [other[:length].decode() for other, length in zip(texts, lengths, strict=True)]
+
+
+def only_makes_state(communicator: Communicator, groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether all gradients are zeros on all ranks. Collective.
+
+    torch.distributed.checkpoint steps so, while it holds views of the weights, which would not follow them.
+    """
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    zeros = bool(gradients) and all(g.layout is torch.strided and not g.any() for g in gradients)
+    flag = torch.tensor([zeros], dtype=torch.int64, device="cpu")
+    communicator.all_reduce(flag, "min")
+    return bool(flag.item())

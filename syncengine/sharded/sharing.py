@@ -10,19 +10,20 @@ from functools import reduce
 
 import torch
 
-from syncengine._C import CommonMemory, Communicator
+from syncengine._C import CommonMemory
 from syncengine.errors import InvalidUsage, SyncError, TornWeights
 from syncengine.parallel import Parallel
-from syncengine.sharded.agreement import agree
+from syncengine.sharded.agreement import agree, only_makes_state
 from syncengine.sharded.block import Block, part
 from syncengine.sharded.claims import Claim, any_torn, check_not_torn, guard
 from syncengine.sharded.edits import WatchedState
 from syncengine.sharded.membership import Groups, Membership
 from syncengine.sharded.memory import Host
+from syncengine.sharded.movable import why_not_shared
 from syncengine.sharded.shard import Member, Shard, describe_options
 from syncengine.sharded.state import State, digest
 from syncengine.sharded.update import torn_text, update_together
-from syncengine.sharded.weights import Named, renorms, why_not_shared
+from syncengine.sharded.weights import Named
 
 SAME = "Do the same on every rank before step()."
 
@@ -71,7 +72,7 @@ class Sharing:
         names = {id(p): n for n, p in zip(model._model.names, model._model.parameters, strict=True)}
         if not any(id(parameter) in names for group in groups for parameter in group["params"]):
             return
-        if in_step and not self.blocks and _only_makes_state(model.communicator, groups):
+        if in_step and not self.blocks and only_makes_state(model.communicator, groups):
             self._known.discard(model)
             return
         if self.host is not None and self.host.communicator is not model.communicator:
@@ -80,21 +81,25 @@ class Sharing:
             raise InvalidUsage(
                 "the models of one ShardedOptimizer need the same process_group: make one for each model"
             )
-        self.models[model] = next(self._numbers)
+        self.models.setdefault(model, next(self._numbers))
         self.members.names.update(zip(model._model.parameters, model._model.names, strict=True))
         self.host = self.host or Host(model.communicator)
         model.reducer.watch_local_backwards()
         mine = [member for member in self.members.unshared(groups) if id(member.parameter) in names]
         trained = [member for member in mine if member.parameter.requires_grad]
-        self.share(trained, groups, state, renorms(model.module, names))
+        try:
+            self.share(trained, groups, state)
+        except SyncError:
+            self._known.discard(model)  # the next forward asks again, where this error was caught
+            raise
         guard(model)  # of what another one shares, too
 
     def look_again(self) -> None:
         """The optimizer has more parameters."""
         self._known.clear()
 
-    def share(self, members: Sequence[Member], groups: Groups, state: State, problem: str = "") -> None:
-        """Moves these into shared memory. Collective if there are any. ``problem``: why this rank can't."""
+    def share(self, members: Sequence[Member], groups: Groups, state: State) -> None:
+        """Moves these into shared memory. Collective if there are any."""
         if not members or self.host is None:
             return
         named = [Named(self.members.names[member.parameter], member.parameter) for member in members]
@@ -105,7 +110,8 @@ class Sharing:
         ]
         communicator = self.host.communicator
         what = "what ShardedOptimizer is to share differs"
-        problem = problem or why_not_shared(named) or self._look_at_state(state)
+        modules = [model.module for model in self.models]
+        problem = why_not_shared(named, modules) or self._look_at_state(state)
         agree(communicator, what, "\n".join(lines).encode(), lambda: lines, problem, SAME)
         block = Block(self.host, self._make_shard, self._cuts, groups, members, named, state, self.memories)
         self.blocks.append(block)
@@ -310,15 +316,3 @@ class Sharing:
                 "shared: they stay in memory that other ranks may write to",
                 stacklevel=2,
             )
-
-
-def _only_makes_state(communicator: Communicator, groups: Groups) -> bool:
-    """Whether all gradients are zeros on all ranks. Collective.
-
-    torch.distributed.checkpoint steps so, while it holds views of the weights, which would not follow them.
-    """
-    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-    zeros = bool(gradients) and all(g.layout is torch.strided and not g.any() for g in gradients)
-    flag = torch.tensor([zeros], dtype=torch.int64, device="cpu")
-    communicator.all_reduce(flag, "min")
-    return bool(flag.item())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import sys
 import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from syncengine._C import CommonMemory, WatchedWeights, is_dense, return_free_memory, storage_references
+from syncengine._C import CommonMemory, WatchedWeights, return_free_memory
 from syncengine.parallel.watchers import common
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.memory import Host, Layout, Mover, create_common, flat, tensors_in
@@ -27,67 +25,6 @@ class Named(NamedTuple):
 
 def _lies_elsewhere(parameter: torch.Tensor, memory: torch.Tensor) -> bool:
     return parameter.data_ptr() != memory.data_ptr() or parameter.stride() != memory.stride()
-
-
-def why_not_shared(named: Sequence[Named]) -> str:
-    """Why these can't move into common memory, naming the first that can't; or an empty text."""
-    by_storage: dict[int, list[Named]] = {}
-    for one in named:
-        name, parameter = one
-        if parameter.device.type != "cpu":
-            return f"parameter {name} is on {parameter.device}: ShardedOptimizer is for CPU models"
-        if parameter.layout is not torch.strided or not is_dense(parameter):
-            return (
-                f"parameter {name} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has elements "
-                "that share memory, or gaps between them: clone() it into dense memory first"
-            )
-        if parameter.numel():
-            by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(one)
-    for together in by_storage.values():
-        if problem := _shares_memory(together):
-            return problem
-    return ""
-
-
-def renorms(module: torch.nn.Module, names: dict[int, str]) -> str:
-    """Says which layer would write to shared weights in forward; or an empty text."""
-    for layer in module.modules():
-        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.max_norm is not None:
-            return (
-                f"{names.get(id(layer.weight), 'an embedding')} belongs to an {type(layer).__name__} with max_norm, "
-                "which writes to it in forward: that can't be shared. Leave out max_norm"
-            )
-    return ""
-
-
-def _shares_memory(named: Sequence[Named]) -> str:
-    """``named`` lie in one storage, each in a part of its own: nothing else may hold it, or it would not follow."""
-    end, before = 0, ""
-    for name, parameter in sorted(named, key=lambda one: one.parameter.storage_offset()):
-        begin = int(parameter.storage_offset())
-        if begin < end:
-            return f"parameters {before} and {name} share memory: make them one parameter, or clone() one of them"
-        end, before = begin + parameter.numel(), name
-    parameter = named[0].parameter
-    if _others(parameter, len(named)) > 0:
-        gc.collect()  # perhaps they are gone, in a cycle
-    if (others := _others(parameter, len(named))) > 0:
-        return (
-            f"the memory of parameter {named[0].name} is also held by {others} other tensor(s), which would not follow "
-            "it into shared memory: a detach()ed, numpy or state_dict() view made before, a graph that is still alive, "
-            "or another ShardedOptimizer. Drop them, or clone() them, before the first forward"
-        )
-    return ""
-
-
-def _holders(tensor: torch.Tensor) -> int:
-    """How many hold the memory of ``tensor``, it among them: tensors, or Python by its storage."""
-    storage = tensor.untyped_storage()
-    return storage_references(tensor) + sys.getrefcount(storage)
-
-
-def _others(tensor: torch.Tensor, known: int) -> int:
-    return _holders(tensor) - _holders(torch.empty(1)) - known + 1
 
 
 def checksum(tensor: torch.Tensor) -> int:

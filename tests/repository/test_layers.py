@@ -120,6 +120,7 @@ SHARDED_MODULES = [
     "cut",
     "memory",
     "weights",
+    "movable",
     "shard",
     "state",
     "private",

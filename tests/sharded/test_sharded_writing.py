@@ -157,19 +157,6 @@ def test_weights_are_private_once_the_optimizer_is_gone(pool: RankPool):
     assert pool.run(dropped) == [["", "True"]] * 2
 
 
-def renorm(kind: type) -> str:
-    net = nn.Sequential(kind(5, 24, max_norm=1.0), nn.Linear(24, 2))
-    model = syncengine.Parallel(net)
-    optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-    return error_of(lambda: model(torch.tensor([[1, 2]]))) + str(len(optimizer.state))
-
-
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_with_max_norm_is_refused(pool: RankPool, kind: type):
-    for text in pool.run(renorm, kind):
-        assert f"0.weight belongs to an {kind.__name__} with max_norm" in text
-
-
 def assign() -> list[str]:
     net = make()
     model, optimizer = sharded(net)

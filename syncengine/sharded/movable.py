@@ -1,0 +1,120 @@
+"""Which parameters can move into memory that all ranks share: those that nothing else holds, or writes to."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from syncengine._C import is_dense, storage_references
+from syncengine.sharded.weights import Named
+
+
+def why_not_shared(named: Sequence[Named], modules: Sequence[torch.nn.Module] = ()) -> str:
+    """Why these can't move into common memory, naming the first that can't; or an empty text.
+
+    ``modules``: those that have them, which may write to them, or hold their memory elsewhere.
+    """
+    names = {id(parameter): name for name, parameter in named}
+    if problem := _renorms(modules, names):
+        return problem
+    _part_from_spectral_norm(modules, names)
+    by_storage: dict[int, list[Named]] = {}
+    for one in named:
+        name, parameter = one
+        if parameter.device.type != "cpu":
+            return f"parameter {name} is on {parameter.device}: ShardedOptimizer is for CPU models"
+        if parameter.layout is not torch.strided or not is_dense(parameter):
+            return (
+                f"parameter {name} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has elements "
+                "that share memory, or gaps between them: clone() it into dense memory first"
+            )
+        if parameter.numel():
+            by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(one)
+    for together in by_storage.values():
+        if problem := _shares_memory(together, modules):
+            return problem
+    return ""
+
+
+def _renorms(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> str:
+    """Says which layer would write to one of these in forward; or an empty text."""
+    for layer in itertools.chain.from_iterable(map(torch.nn.Module.modules, modules)):
+        if not isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) or layer.max_norm is None:
+            continue
+        if name := names.get(id(layer.weight)):
+            return (
+                f"{name} belongs to an {type(layer).__name__} with max_norm, which writes to it in forward: that can't "
+                "be shared. Leave out max_norm"
+            )
+    return ""
+
+
+def _part_from_spectral_norm(modules: Sequence[torch.nn.Module], names: Mapping[int, str]) -> None:
+    """torch.nn.utils.spectral_norm keeps a view of the parameter as an attribute, until the next forward makes it."""
+    for layer in itertools.chain.from_iterable(map(torch.nn.Module.modules, modules)):
+        for hook in layer._forward_pre_hooks.values():
+            if not isinstance(hook, SpectralNorm) or id(layer._parameters.get(f"{hook.name}_orig")) not in names:
+                continue
+            if isinstance(value := layer.__dict__.get(hook.name), torch.Tensor):
+                layer.__dict__[hook.name] = value.detach().clone()
+
+
+def _shares_memory(named: Sequence[Named], modules: Sequence[torch.nn.Module]) -> str:
+    """``named`` lie in one storage, each in a part of its own: nothing else may hold it, or it would not follow."""
+    end, before = 0, ""
+    for name, parameter in sorted(named, key=lambda one: one.parameter.storage_offset()):
+        begin = int(parameter.storage_offset())
+        if begin < end:
+            return f"parameters {before} and {name} share memory: make them one parameter, or clone() one of them"
+        end, before = begin + parameter.numel(), name
+    parameter = named[0].parameter
+    if _others(parameter, len(named)) > 0:
+        gc.collect()  # perhaps they are gone, in a cycle
+    if (others := _others(parameter, len(named))) > 0:
+        attributes = "".join(f"the attribute {name}, " for name in _attributes(parameter, modules))
+        return (
+            f"the memory of parameter {named[0].name} is also held by {others} other tensor(s), which would not follow "
+            f"it into shared memory: {attributes}a detach()ed, numpy or state_dict() view made before, a graph that is "
+            "still alive, or another ShardedOptimizer. Drop them, or clone() them, before the first forward"
+        )
+    return ""
+
+
+def _holders(tensor: torch.Tensor) -> int:
+    """How many hold the memory of ``tensor``, it among them: tensors, or Python by its storage."""
+    storage = tensor.untyped_storage()
+    return storage_references(tensor) + sys.getrefcount(storage)
+
+
+def _others(tensor: torch.Tensor, known: int) -> int:
+    return _holders(tensor) - _holders(torch.empty(1)) - known + 1
+
+
+def _attributes(parameter: torch.Tensor, modules: Sequence[torch.nn.Module]) -> list[str]:
+    """Names of the plain attributes that are other tensors in its memory, or were computed from it."""
+    found = []
+    for prefix, layer in itertools.chain.from_iterable(map(torch.nn.Module.named_modules, modules)):
+        for key, value in layer.__dict__.items():
+            if isinstance(value, torch.Tensor) and value is not parameter and value.layout is torch.strided:
+                same = value.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+                if same or _comes_from(value, parameter):
+                    found.append(f"{prefix}.{key}" if prefix else key)
+    return found
+
+
+def _comes_from(value: torch.Tensor, parameter: torch.Tensor) -> bool:
+    seen, nodes = set(), [value.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if getattr(node, "variable", None) is parameter:
+            return True
+        seen.add(node)
+        nodes += [other for other, _ in node.next_functions]
+    return False

@@ -1,0 +1,99 @@
+"""What holds the memory of a parameter before it is shared: attributes of the model's modules."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from pool import RankPool
+from sharded_training import batch, different_weights, error_of, is_common, not_divided, plain, sharded, train
+from torch import nn
+
+import syncengine
+
+
+def of_kind(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    layer, last = nn.Linear(24, 97), nn.Linear(97, 7)
+    if kind == "spectral_norm":
+        layer = nn.utils.spectral_norm(layer)
+    elif kind == "weight_norm":
+        layer = nn.utils.weight_norm(layer)
+    else:
+        nn.utils.parametrizations.spectral_norm(layer)
+        nn.utils.parametrizations.weight_norm(last)
+    return nn.Sequential(layer, nn.Tanh(), last)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def normed(kind: str, frozen: bool) -> list[str]:
+    ours, theirs = of_kind(kind), of_kind(kind)
+    wrong = []
+    for net, make_one in ((ours, sharded), (theirs, plain)):
+        net[0].requires_grad_(not frozen)
+        model, optimizer = make_one(net)
+        if frozen:
+            train(model, optimizer, 2)
+            net[0].requires_grad_(True)
+        train(model, optimizer, range(2, 5))
+        wrong += not_divided(net, optimizer) if make_one is sharded else []
+    return wrong + different_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["spectral_norm", "weight_norm", "parametrizations"])
+def test_torchs_norms_of_weights_follow(pool: RankPool, kind: str, frozen: bool):
+    assert pool.run(normed, kind, frozen) == [[]] * 2
+
+
+class Keeps(nn.Module):
+    """An alias of its own weight, or something computed of it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(24, 7)
+        self.inner.alias = self.inner.weight.data if how == "alias" else self.inner.weight.t().square()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def keeps(how: str) -> list[str]:
+    torch.manual_seed(0)
+    net = Keeps(how)
+    model, optimizer = sharded(net)
+    text = error_of(lambda: model(batch(0)))
+    del net.inner.alias
+    return [text, error_of(lambda: train(model, optimizer, 1)), str(is_common(net.inner.weight))]
+
+
+@pytest.mark.parametrize("how", ["alias", "graph"])
+def test_an_attribute_is_named(pool: RankPool, how: str):
+    for text, after, shared in pool.run(keeps, how):
+        assert "the memory of parameter inner.weight is also held by 1 other" in text
+        assert "the attribute inner.alias" in text
+        assert (after, shared) == ("", "True")
+
+
+def two_attributes() -> str:
+    """Only what holds this parameter's memory is named."""
+    net = Keeps("alias")
+    net.other, net.number = torch.ones(3), 3
+    net.more = copy.deepcopy(net.inner.alias)
+    model, _optimizer = sharded(net)
+    return error_of(lambda: model(batch(0)))
+
+
+def test_no_other_attribute_is_named(pool: RankPool):
+    for text in pool.run(two_attributes):
+        assert "inner.alias" in text and "more" not in text and "other tensor(s), which" in text
+
+
+def of_a_lazy_module() -> str:
+    """Whose parameters have no memory yet."""
+    return error_of(lambda: syncengine.ShardedOptimizer(nn.LazyLinear(3).parameters(), torch.optim.SGD, lr=0.1))
+
+
+def test_what_is_not_there_yet_is_left_alone(pool: RankPool):
+    assert pool.run(of_a_lazy_module) == [""] * 2
