@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.parallel import Parallel
+from syncengine.parallel.groups import Group
 from syncengine.parallel.rounds import Round
 from syncengine.parallel.watchers import forward_watchers, models, take_part
 from syncengine.sharded.block import part
@@ -25,6 +26,7 @@ from syncengine.sharded.kinds import coupling, is_elementwise
 from syncengine.sharded.shard import Member, Shard, options_of
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.writing import write_together
+from syncengine.sharded.zero import check_arguments
 
 # In the order in which they were made, which is the same on all ranks, as a set's is not: they bind by collectives.
 _optimizers: weakref.WeakValueDictionary[int, ShardedOptimizer] = weakref.WeakValueDictionary()
@@ -44,12 +46,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     right for optimizers that treat each parameter by itself, wrong for those in which one parameter's update depends on
     others (clipping by a norm of all gradients, Prodigy).
     ``checksum``: each step looks for writes to the weights that torch does not see, as by numpy. It reads them twice.
+    The others are those of torch's ``ZeroRedundancyOptimizer``: ``process_group`` must have the model's ranks, which
+    are what counts; ``parameters_as_bucket_view`` changes nothing, as parameters lie in shared memory either way.
 
     ``param_groups`` and ``state`` are those of the optimizer that it stands for, with the full shapes, and so is
     ``state_dict()``, which any rank may call alone. All ranks call ``step()`` and ``load_state_dict()``.
 
     Raises ``InvalidUsage`` for what can't be sharded: CUDA parameters, ``LBFGS``, sparse gradients, classes that it
-    does not know (see ``elements``), options that couple parameters (``max_grad_norm``).
+    does not know (see ``elements``), ``overlap_with_ddp=True``, options that couple parameters (``max_grad_norm``).
     """
 
     is_sharded = True
@@ -60,8 +64,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         optimizer_class: type[torch.optim.Optimizer],
         elements: bool | None = None,
         checksum: bool = False,
+        process_group: Group | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
+        check_arguments(process_group, parameters_as_bucket_view, overlap_with_ddp, elements, checksum)
         cuts = is_elementwise(optimizer_class, elements)
         if defaults.get("differentiable"):
             raise InvalidUsage("ShardedOptimizer: differentiable=True can't be sharded")
@@ -74,7 +82,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if len(given) != len(plain.param_groups):  # it makes its own groups
             given = [options_of(group) for group in plain.param_groups]
         self._make_shard = functools.partial(Shard, optimizer_class, defaults, given)
-        self._sharing = Sharing(self._make_shard, self._coupling, cuts, checksum)
+        self._sharing = Sharing(self._make_shard, self._coupling, cuts, checksum, process_group)
         self._private: Shard | None = None  # of what is not shared
         self._private_members: list[Member] = []
         torch.optim.Optimizer.__init__(self, plain.param_groups, plain.defaults)
@@ -216,6 +224,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self._sharing.raise_if_over()
         self._sharing.raise_if_torn()
         return super().state_dict()
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Nothing: ``state_dict()`` is whole on every rank. For scripts that call it before, as torch's needs it."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what ``state_dict()`` of this or of the plain optimizer gives, on any number of ranks. On all ranks.

@@ -13,6 +13,7 @@ import torch
 from syncengine._C import CommonMemory
 from syncengine.errors import InvalidUsage, SyncError, TornWeights
 from syncengine.parallel import Parallel
+from syncengine.parallel.groups import Group
 from syncengine.sharded.agreement import agree, only_makes_state
 from syncengine.sharded.block import Block, part
 from syncengine.sharded.claims import Claim, any_torn, check_not_torn, guard
@@ -24,6 +25,7 @@ from syncengine.sharded.shard import Member, Shard, describe_options
 from syncengine.sharded.state import State, digest
 from syncengine.sharded.update import torn_text, update_together
 from syncengine.sharded.weights import Named
+from syncengine.sharded.zero import other_ranks
 
 SAME = "Do the same on every rank before step()."
 
@@ -32,13 +34,18 @@ class Sharing:
     """Blocks of weights in shared memory. ``groups`` and ``state``, in its methods, are the optimizer's own.
 
     ``make_shard`` is ``Shard``, for the class of optimizers that the user has chosen; ``coupling`` says why the options
-    of groups can't be; ``cuts`` and ``sums`` as the arguments ``elements`` and ``checksum``.
+    of groups can't be; ``cuts``, ``sums`` and ``group`` as the arguments ``elements``, ``checksum``, ``process_group``.
     """
 
     def __init__(
-        self, make_shard: Callable[..., Shard], coupling: Callable[[Groups], str], cuts: bool, sums: bool
+        self,
+        make_shard: Callable[..., Shard],
+        coupling: Callable[[Groups], str],
+        cuts: bool,
+        sums: bool,
+        group: Group | None,
     ) -> None:
-        self._make_shard, self._coupling, self._cuts, self._sums = make_shard, coupling, cuts, sums
+        self._make_shard, self._coupling, self._cuts, self._sums, self._group = make_shard, coupling, cuts, sums, group
         self.host: Host | None = None
         self.blocks: list[Block] = []
         # Whose parameters it updates, numbered in the order of their binding, which all ranks have in common.
@@ -111,7 +118,7 @@ class Sharing:
         communicator = self.host.communicator
         what = "what ShardedOptimizer is to share differs"
         modules = [model.module for model in self.models]
-        problem = why_not_shared(named, modules) or self._look_at_state(state)
+        problem = other_ranks(self._group, communicator) or why_not_shared(named, modules) or self._look_at_state(state)
         agree(communicator, what, "\n".join(lines).encode(), lambda: lines, problem, SAME)
         block = Block(self.host, self._make_shard, self._cuts, groups, members, named, state, self.memories)
         self.blocks.append(block)

@@ -117,6 +117,7 @@ HOROVOD_MODULES = [
 SHARDED_MODULES = [
     "agreement",
     "kinds",
+    "zero",
     "cut",
     "memory",
     "weights",

@@ -1,0 +1,87 @@
+"""Scripts for torch's ZeroRedundancyOptimizer, with another name in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankPool
+from sharded_training import differences, different_weights, error_of, make, not_divided, train
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+import syncengine
+
+
+def script(options: dict[str, Any], by: str) -> list[str]:
+    group = dist.group.WORLD
+    nets, saved, wrong = [make(), make()], [], [""]
+    for net, kind in zip(nets, (syncengine.ShardedOptimizer, ZeroRedundancyOptimizer), strict=True):
+        model = syncengine.Parallel(net, process_group=group)
+        if by == "keyword":
+            more = {"process_group": group, **options}
+            optimizer = kind(model.parameters(), optimizer_class=torch.optim.AdamW, lr=1e-2, **more)
+        else:
+            optimizer = kind(model.parameters(), torch.optim.AdamW, lr=1e-2)
+        train(model, optimizer, 3)
+        if kind is syncengine.ShardedOptimizer:
+            wrong = not_divided(net, optimizer)
+        optimizer.consolidate_state_dict(to=0)
+        saved.append(optimizer.state_dict() if dist.get_rank() == 0 else None)
+    if saved[0] is not None:
+        wrong += differences(saved[1], saved[0])
+    return wrong + different_weights(*nets)
+
+
+@pytest.mark.parametrize(
+    ("options", "by"),
+    [
+        ({}, "nothing"),
+        ({}, "keyword"),
+        ({"parameters_as_bucket_view": True, "overlap_with_ddp": False}, "keyword"),
+    ],
+)
+def test_the_script_runs_as_it_is(pool: RankPool, options: dict[str, Any], by: str):
+    assert pool.run(script, options, by, gloo=True) == [[]] * 2
+
+
+def another_group() -> list[str]:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[dist.get_rank() // 2]
+    net = make()
+    model = syncengine.Parallel(net)
+    optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.AdamW, process_group=mine)
+    wrong = error_of(lambda: train(model, optimizer, 1))
+    net = make()
+    model = syncengine.Parallel(net, process_group=mine)
+    optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.AdamW, process_group=mine)
+    return [wrong, error_of(lambda: train(model, optimizer, 1))]
+
+
+def test_another_group_than_the_models_is_refused(pool: RankPool):
+    for wrong, right in pool.run(another_group, world=4, gloo=True):
+        assert "InvalidUsage" in wrong and "process_group" in wrong and "ranks [0, 1, 2, 3]" in wrong
+        assert right == ""
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(3))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "text"),
+    [
+        ((torch.optim.AdamW,), {"overlap_with_ddp": True}, "overlap_with_ddp=True"),
+        ((torch.optim.AdamW,), {"process_group": "world"}, "process_group of type str"),
+        ((torch.optim.AdamW,), {"parameters_as_bucket_view": 3}, "parameters_as_bucket_view=3"),
+        ((torch.optim.AdamW,), {"elements": 1}, "elements=1 is none of True, False and None"),
+        ((torch.optim.AdamW,), {"checksum": "yes"}, "checksum='yes' is neither True nor False"),
+        ((torch.optim.Muon, object()), {}, "(a group goes by its name, process_group=)"),
+    ],
+)
+def test_arguments_are_refused_by_name(arguments: tuple, options: dict[str, Any], text: str):
+    with pytest.raises(syncengine.errors.InvalidUsage) as caught:
+        syncengine.ShardedOptimizer(parameters(), *arguments, **options)
+    assert text in str(caught.value)
