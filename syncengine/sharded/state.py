@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 
 from syncengine._C import CommonMemory, return_free_memory
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, SyncError
 from syncengine.sharded.agreement import gather_texts
 from syncengine.sharded.memory import Host, Layout, Mover, create_common
+from syncengine.sharded.room import Place, Room
 from syncengine.sharded.shard import Piece, Shard
 
 State = MutableMapping[torch.Tensor, dict[str, Any]]
@@ -49,6 +50,7 @@ class SharedState:
         self._installed: list[dict[str, Any]] = [{} for _ in shard.pieces]  # what this rank's pieces should have
         self._memories = memories
         self._own: list[CommonMemory] = []
+        self._room = Room(shard.members)
         self.is_made_in_steps = not any(map(shard.state_of, shard.pieces))  # as by most; else at first
 
     @property
@@ -123,14 +125,11 @@ class SharedState:
         for owner, rank in enumerate(self._host.members):
             for name, (kind, sizes, strides, dtype) in answers[rank]["news"].items():
                 index, _, key = name.partition(" ")
-                layout = Layout(sizes, strides, getattr(torch, dtype))
+                layout = Layout(tuple(sizes), tuple(strides), getattr(torch, dtype))
                 entries.setdefault((int(index), key), (kind, layout, owner))
-        layouts = [layout for _, layout, _ in entries.values()]
-        memory, tensors = create_common(self._host, "ShardedOptimizer: the state", layouts)
-        self._memories.append(memory)
-        self._own.append(memory)
-        for (place, (kind, _, owner)), tensor in zip(entries.items(), tensors, strict=True):
-            self._entries[place] = Entry(kind, tensor, owner)
+        tensors = self._tensors({place: layout for place, (_, layout, _) in entries.items()})
+        for place, (kind, _, owner) in entries.items():
+            self._entries[place] = Entry(kind, tensors[place], owner)
         self._numbers = [place for place, entry in self._entries.items() if entry.kind in _NUMBERS]
         self._move()
         self._host.communicator.barrier()
@@ -139,6 +138,30 @@ class SharedState:
         """The second half, which nothing interrupts."""
         self._show(self._entries)
         return_free_memory()  # of a state that was loaded
+
+    def _tensors(self, wanted: dict[Place, Layout]) -> dict[Place, torch.Tensor]:
+        """Common memory for these. Collective."""
+        tensors = self._room.take(wanted)
+        rest = {place: layout for place, layout in wanted.items() if place not in tensors}
+        flag = torch.tensor([bool(rest)], dtype=torch.int64, device="cpu")  # another host's may be laid out otherwise
+        self._host.communicator.all_reduce(flag, "max")
+        if not flag.item():
+            return tensors
+        more = self._room.plan({**{place: Layout.of(entry.common) for place, entry in self._entries.items()}, **wanted})
+        try:
+            made = self._create({**rest, **more})
+        except SyncError:
+            if self._host.communicator.exception() is not None:
+                raise
+            made, more = self._create(rest), {}  # memory is short on some rank
+        self._room.add({place: made[place] for place in more})
+        return tensors | {place: made[place] for place in rest}
+
+    def _create(self, layouts: dict[Place, Layout]) -> dict[Place, torch.Tensor]:
+        memory, tensors = create_common(self._host, "ShardedOptimizer: the state", list(layouts.values()))
+        self._memories.append(memory)
+        self._own.append(memory)
+        return dict(zip(layouts, tensors, strict=True))
 
     def _describe_news(self) -> dict[str, tuple[str, Sequence[int], Sequence[int], str]]:
         news = {}
@@ -192,6 +215,7 @@ class SharedState:
         for memory in self._own:
             self._memories.remove(memory)
         self._own.clear()
+        self._room.clear()
         self._installed = [{} for _ in self._shard.pieces]
         for piece in self._shard.pieces:
             state = {}

@@ -123,6 +123,7 @@ SHARDED_MODULES = [
     "weights",
     "movable",
     "shard",
+    "room",
     "state",
     "private",
     "claims",

@@ -1,0 +1,170 @@
+"""Memory for state that comes parameter by parameter: made once, not in each step that brings some."""
+
+from __future__ import annotations
+
+import copy
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from sharded_training import common_memory, differences, different_weights, error_of, is_common, not_divided
+from torch import nn
+
+import syncengine
+from syncengine.sharded import memory
+
+
+class Heads(nn.Module):
+    """One for each task; a batch has one task."""
+
+    def __init__(self, count: int, widths: tuple[int, ...] = (1,)) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(24, 8)
+        self.heads = nn.ModuleList(nn.Linear(8, widths[i % len(widths)]) for i in range(count))
+
+    def forward(self, x: torch.Tensor, task: int) -> torch.Tensor:
+        return self.heads[task](self.body(x))
+
+
+class Rows(torch.optim.SGD):
+    """Its state has a shape of its own, as Adafactor's; and a number."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                row = p.grad.square().sum(-1)
+                state["row"] = row if "row" not in state else state["row"].add_(row)
+                state["count"] = state.get("count", 0) + 1
+
+
+KINDS: dict[str, tuple[type, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "momentum": (torch.optim.SGD, {"momentum": 0.9}),
+    "Rows": (Rows, {"elements": False}),
+    "whole": (torch.optim.AdamW, {"elements": False}),
+}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, task: int) -> None:
+    optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(1000 * task + syncengine.rank())
+    model(torch.randn(4, 24, generator=generator), task).square().sum().backward()
+    optimizer.step()
+
+
+def descriptors() -> int:
+    links = list(Path("/proc/self/fd").iterdir())
+    return sum("syncengine-common" in str(link.readlink()) for link in links if link.is_symlink())
+
+
+def heads(kind: str, widths: tuple[int, ...]) -> list[Any]:
+    make, more = KINDS[kind]
+    options = {key: value for key, value in more.items() if key != "elements"}
+    ours, theirs = Heads(12, widths), Heads(12, widths)
+    models = [syncengine.Parallel(net, find_unused_parameters=True) for net in (ours, theirs)]
+    optimizer = syncengine.ShardedOptimizer(ours.parameters(), make, lr=1e-2, **more)
+    reference = make(theirs.parameters(), lr=1e-2, **options)
+    counts = []
+    for task in range(12):
+        for model, one in zip(models, (optimizer, reference), strict=True):
+            step(model, one, task)
+        counts.append(len(common_memory()))
+    wrong = [] if descriptors() == counts[-1] else [f"{descriptors()} descriptors of {counts[-1]} memories"]
+    for p, state in optimizer.state.items():
+        wrong += [key for key, v in state.items() if getattr(v, "shape", None) == p.shape and not is_common(v)]
+    wrong += not_divided(ours, optimizer) + different_weights(ours, theirs)
+    wrong += differences(reference.state_dict(), optimizer.state_dict())
+    state = copy.deepcopy(optimizer.state_dict())  # and loaded: all of it anew, in one
+    optimizer.load_state_dict(state)
+    for model, one in zip(models, (optimizer, reference), strict=True):
+        step(model, one, 3)
+    return [*wrong, *different_weights(ours, theirs), counts]
+
+
+@pytest.mark.parametrize("widths", [(1,), (1, 3, 70)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_state_that_comes_later_takes_no_more_memories(pool: RankPool, kind: str, widths: tuple[int, ...]):
+    for *wrong, counts in pool.run(heads, kind, widths):
+        assert wrong == []
+        shapes = len(widths) if kind == "Rows" else 1
+        assert len(set(counts)) <= shapes, counts  # in a step, memory for all that look the same
+
+
+def many() -> list[str]:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    net = Heads(60)
+    model = syncengine.Parallel(net, find_unused_parameters=True)
+    optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-3)
+
+    def go() -> None:
+        for task in range(60):
+            step(model, optimizer, task)
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 30, limit[1]))
+    try:
+        return [error_of(go)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+
+def test_more_steps_with_news_than_descriptors(pool: RankPool):
+    assert pool.run(many) == [[""]] * 2
+
+
+def untouched() -> int:
+    """Bytes in memory of what this process maps for state that is not there yet."""
+    net = Heads(2, (1, 500_000))
+    model = syncengine.Parallel(net, find_unused_parameters=True)
+    optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-3)
+    step(model, optimizer, 0)
+    begin, end = max(common_memory(), key=lambda one: one[1] - one[0])
+    assert end - begin > 2 * net.heads[1].weight.nbytes
+    text = Path("/proc/self/smaps").read_text().split(f"{begin:x}-{end:x} ")[1]
+    return int(text.split("Rss:")[1].split()[0]) << 10
+
+
+def test_room_takes_no_memory_until_it_is_used(pool: RankPool):
+    for resident in pool.run(untouched):
+        assert resident < 1 << 20
+
+
+def short_of_memory() -> list[Any]:
+    """On one rank, for the room, not for what is needed at once."""
+    ours, theirs = Heads(2, (1, 500_000)), Heads(2, (1, 500_000))
+    models = [syncengine.Parallel(net, find_unused_parameters=True) for net in (ours, theirs)]
+    optimizer = syncengine.ShardedOptimizer(ours.parameters(), torch.optim.AdamW, lr=1e-3)
+    reference = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
+    models[0](torch.zeros(2, 24), 0)  # the weights are shared
+    make, refused = memory.MemoryHandoff, []
+
+    def handoff(size: int) -> Any:
+        if size > 1 << 20:
+            refused.append(size)
+            raise syncengine.errors.InvalidUsage("short of memory")
+        return make(size)
+
+    memory.MemoryHandoff = handoff if syncengine.rank() == 0 else make
+    try:
+        step(models[0], optimizer, 0)
+    finally:
+        memory.MemoryHandoff = make
+    before = len(common_memory())
+    step(models[1], reference, 0)
+    for task in (1, 0):
+        step(models[0], optimizer, task)
+        step(models[1], reference, task)
+    return [different_weights(ours, theirs), len(refused), len(common_memory()) - before]
+
+
+def test_no_room_is_made_where_memory_is_short(pool: RankPool):
+    (wrong, refused, more), others = pool.run(short_of_memory)
+    assert (wrong, refused, more) == ([], 1, 1)
+    assert others == [[], 0, 1]
