@@ -76,15 +76,19 @@ def all_reduce() -> str:
     for result in openmpi["results"]:
         size, peers = result["bytes"], result["peers"]
         if size in SHOWN_BYTES:
-            times = [peers[name]["p50"] for name in ("floor", "empty", "tensor", "gloo", "mpi")]
-            rows.append([bytes_text(size), *map(microseconds, [*times, theirs[size]])])
+            ours = [microseconds(peers[name]["p50"]) for name in ("floor", "empty", "tensor")]
+            gloo = " to ".join(microseconds(peers["gloo"][quartile]) for quartile in ("p25", "p75"))
+            mpis = [microseconds(time) for time in (peers["mpi"]["p50"], theirs[size])]
+            rows.append([bytes_text(size), *ours, f"{microseconds(peers['gloo']['p50'])} ({gloo})", *mpis])
     head = ["", "floor", "`syncengine.empty`", "any tensor", "Gloo", "Open MPI", "MPICH"]
     caption = f"""
         All-reduce of float32 in place, 2 ranks on 2 cores, one thread each: median microseconds of a Python
         call, slowest rank, all peers interleaved in one run (MPICH in a run of its own),
         {openmpi["machine"]["Model name"]}, torch {openmpi["versions"]["torch"]}, {distance(openmpi)} ns from
         core to core and back. *Floor*: each rank scales the bytes in place. *`syncengine.empty`*: in memory
-        that peers read and write. Results with spread are in [benchmarks/results](benchmarks/results)."""
+        that peers read and write. *Gloo*: with quartiles, as it has threads of its own, and as many ranks as cores
+        leave them no core. Results with spread are in
+        [benchmarks/results](benchmarks/results)."""
     return f"{markdown(head, rows)}\n\n{wrapped(caption)}"
 
 
@@ -100,24 +104,27 @@ def train_step() -> str:
             [
                 MODELS[name],
                 f"{result['parameters'] / 1e6:.1f} M",
+                f"{engines['plain']['no_sync_ms']['p50']:.1f}",
                 f"{result['floor_ms']['p50']:.2f}",
                 f"{ours['median']:.2f} ({ours['lower']:.2f} to {ours['upper']:.2f})",
                 f"{theirs['median']:.1f}",
-                f"{ours['median'] / theirs['median']:.2f}",
+                f"{ours['median'] / theirs['median']:.2f}" if ours["lower"] > 0 else "below noise",
                 *(mebibytes(growth.get(name, {}).get(engine)) for engine in ("syncengine", "ddp", "ddp_view")),
             ]
         )
     worst = max(result["engines"]["syncengine"]["no_sync_over_plain"]["median"] for result in step["results"])
-    head = ["model", "parameters", "floor, ms", "overhead, ms", "DDP's, ms", "ratio"]
+    head = ["model", "parameters", "step, ms", "floor, ms", "overhead, ms", "DDP's, ms", "ratio"]
     head += ["peak memory, MiB", "DDP's", "DDP's with views"]
     title = """
-        What synchronization adds to a training step (forward and backward), and what wrapping adds to a
-        rank's peak memory; 2 ranks on 2 cores, one thread each, DDP over Gloo interleaved in the same
-        processes, trained models bit-equal:"""
+        What synchronization adds to a training step, the *overhead*: forward and backward with it, less the same
+        without it, in the same process, of the slowest rank. And what wrapping adds to a rank's peak memory. 2 ranks
+        on 2 cores, one thread each; DDP at its defaults, over Gloo, takes turns with `syncengine.Parallel`; trained
+        models bit-equal:"""
     caption = f"""
-        Medians of {step["options"]["pairs"]} pairs with bootstrap intervals (95 %), {distance(step)} ns from
-        core to core and back. *Floor*: scaling the gradients in place. Without synchronization a step takes
-        at most {worst:.3f} times what it takes in plain torch."""
+        *Step*: in plain torch. *Floor*: scaling the gradients in place, timed in the same way, so that an overhead
+        may be below it. *With views*: `gradient_as_bucket_view=True`. Medians of {step["options"]["pairs"]} pairs
+        with bootstrap intervals (95 %), {distance(step)} ns from core to core and back; memory varies by some tenths
+        of a MiB. A step of the wrapped model that is not synchronized takes at most {worst:.3f} times a plain one."""
     return f"{wrapped(title)}\n\n{markdown(head, rows)}\n\n{wrapped(caption)}"
 
 

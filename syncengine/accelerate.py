@@ -23,7 +23,9 @@ except ModuleNotFoundError as error:
     if error.name != "accelerate":
         raise
     raise ModuleNotFoundError(
-        "syncengine.accelerate needs the package accelerate: pip install 'syncengine[accelerate]'", name=error.name
+        "syncengine.accelerate needs the package accelerate: pip install accelerate; or, in a checkout of syncengine, "
+        "pip install --no-build-isolation '.[accelerate]'",
+        name=error.name,
     ) from error
 
 

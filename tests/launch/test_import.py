@@ -77,6 +77,8 @@ def test_a_framework_that_is_missing_is_named_with_its_extra(module: str, packag
         pytest.skip(f"{package} is installed")
     with pytest.raises(ModuleNotFoundError) as error:
         importlib.import_module(f"syncengine.{module}")
-    (extra,) = re.findall(r"pip install 'syncengine\[([\w-]+)\]'", str(error.value))
+    (alone,) = re.findall(r": pip install ([\w-]+);", str(error.value))
+    (extra,) = re.findall(r"pip install --no-build-isolation '\.\[([\w-]+)\]'", str(error.value))
+    assert alone == extra == package.replace("_", "-")
     extras = (ROOT / "pyproject.toml").read_text()
     assert re.search(rf'^{extra} = \["{extra}>=', extras, re.MULTILINE)
