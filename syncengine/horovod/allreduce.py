@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from syncengine.errors import InvalidUsage
+from syncengine.horovod.collective import collective
 from syncengine.horovod.compression import Compression, NoneCompressor
 from syncengine.horovod.handles import Operation, begin, synchronize
 from syncengine.horovod.process import calls
@@ -18,6 +19,7 @@ from syncengine.horovod.requests import Request, describe, dtype_name
 Compressor = type[NoneCompressor]
 
 
+@collective
 def allreduce_async(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -39,6 +41,7 @@ def allreduce_async(
     return _start(copy, None, name, op, prescale_factor, postscale_factor)
 
 
+@collective
 def allreduce_async_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -58,6 +61,7 @@ def allreduce_async_(
     return _start(values, (tensor, target), name, op, prescale_factor, postscale_factor)
 
 
+@collective
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -79,6 +83,7 @@ def allreduce(
     return compression.decompress(reduced, ctx)
 
 
+@collective
 def allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -94,6 +99,7 @@ def allreduce_(
     return reduced
 
 
+@collective
 def grouped_allreduce_async(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -108,6 +114,7 @@ def grouped_allreduce_async(
     return _start_group(tensors, False, name, choose_op(op, average), prescale_factor, postscale_factor)
 
 
+@collective
 def grouped_allreduce_async_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -122,6 +129,7 @@ def grouped_allreduce_async_(
     return _start_group(tensors, True, name, choose_op(op, average), prescale_factor, postscale_factor)
 
 
+@collective
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,
@@ -142,6 +150,7 @@ def grouped_allreduce(
     return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, compressed, strict=True)]
 
 
+@collective
 def grouped_allreduce_(
     tensors: Sequence[torch.Tensor],
     average: bool | None = None,

@@ -9,6 +9,7 @@ import torch
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.allreduce import allreduce
 from syncengine.horovod.calls import as_bytes, bytes_request
+from syncengine.horovod.collective import collective
 from syncengine.horovod.handles import Operation, begin, synchronize
 from syncengine.horovod.process import calls, rank
 from syncengine.horovod.process_sets import check_process_set, global_process_set
@@ -17,6 +18,7 @@ from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Round
 
 
+@collective
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = global_process_set
 ) -> int:
@@ -30,6 +32,7 @@ def broadcast_async(
     return _start(copy, copy, root_rank, name)
 
 
+@collective
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = global_process_set
 ) -> int:
@@ -39,6 +42,7 @@ def broadcast_async_(
     return _start(tensor, tensor.detach().contiguous(), root_rank, name)
 
 
+@collective
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = global_process_set
 ) -> torch.Tensor:
@@ -51,6 +55,7 @@ def broadcast(
     return copy
 
 
+@collective
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: object = global_process_set
 ) -> torch.Tensor:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.allreduce import allreduce
 from syncengine.horovod.calls import as_bytes, bytes_of_rows, bytes_request
+from syncengine.horovod.collective import collective
 from syncengine.horovod.handles import Operation, begin, begin_group, synchronize
 from syncengine.horovod.process import calls, rank
 from syncengine.horovod.process_sets import check_process_set, global_process_set
@@ -19,6 +20,7 @@ from syncengine.horovod.reductions import Average
 from syncengine.horovod.requests import describe
 
 
+@collective
 def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: object = global_process_set) -> int:
     """Starts to concatenate every rank's `tensor` along the first dimension, which may differ between ranks.
 
@@ -29,6 +31,7 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: 
     return begin(start_gather(tensor, name)[0])
 
 
+@collective
 def allgather(tensor: torch.Tensor, name: str | None = None, process_set: object = global_process_set) -> torch.Tensor:
     """Every rank's `tensor`, concatenated along the first dimension in rank order, which may differ between ranks.
 
@@ -39,6 +42,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: object
     return gathered
 
 
+@collective
 def grouped_allgather_async(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = global_process_set
 ) -> int:
@@ -47,6 +51,7 @@ def grouped_allgather_async(
     return begin_group([allgather_async(tensor, _numbered(name, i)) for i, tensor in enumerate(tensors)])
 
 
+@collective
 def grouped_allgather(
     tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = global_process_set
 ) -> list[torch.Tensor]:
@@ -55,6 +60,7 @@ def grouped_allgather(
     return [allgather(tensor, _numbered(name, i)) for i, tensor in enumerate(tensors)]
 
 
+@collective
 def alltoall_async(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None = None,
@@ -74,20 +80,22 @@ def alltoall_async(
     row = math.prod(own.shape[1:]) * own.element_size()
     announcement = stream.announce(bytes_request("alltoall", name or "", describe(own, any_rows=True), row))
     stream.refuse_joined(announcement.wait())
-    mine = torch.tensor(counts, dtype=torch.int64, device="cpu")
-    table = torch.empty((stream.size, stream.size), dtype=torch.int64, device="cpu")
-    stream.communicator.all_gather(table, mine)
-    received = table[:, stream.rank].tolist()
-    whole = torch.empty((sum(received), *own.shape[1:]), dtype=own.dtype, device=own.device)
-    if table.any() and row:
-        out_bytes, in_bytes = ([count * row for count in part] for part in (received, counts))
-        options = dist.AllToAllOptions()
-        stream.backend.alltoall_base(as_bytes(whole), as_bytes(own), out_bytes, in_bytes, options).wait()
+    with announcement.explains():
+        mine = torch.tensor(counts, dtype=torch.int64, device="cpu")
+        table = torch.empty((stream.size, stream.size), dtype=torch.int64, device="cpu")
+        stream.communicator.all_gather(table, mine)
+        received = table[:, stream.rank].tolist()
+        whole = torch.empty((sum(received), *own.shape[1:]), dtype=own.dtype, device=own.device)
+        if table.any() and row:
+            out_bytes, in_bytes = ([count * row for count in part] for part in (received, counts))
+            options = dist.AllToAllOptions()
+            stream.backend.alltoall_base(as_bytes(whole), as_bytes(own), out_bytes, in_bytes, options).wait()
     like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
     result = (whole, torch.tensor(received, dtype=like.dtype, device=like.device))
     return begin(Operation(announcement, [], lambda _: result))
 
 
+@collective
 def alltoall(
     tensor: torch.Tensor,
     splits: torch.Tensor | Sequence[int] | None = None,
@@ -113,8 +121,9 @@ def start_gather(tensor: torch.Tensor, name: str | None = None) -> tuple[Operati
     announcement = stream.announce(request)
     round = announcement.wait()
     rows = bytes_of_rows(round, 1)
-    whole = torch.empty((sum(rows), *own.shape[1:]), dtype=own.dtype, device=own.device)
-    works = stream.gather(as_bytes(whole), as_bytes(own), bytes_of_rows(round, row))
+    with announcement.explains():
+        whole = torch.empty((sum(rows), *own.shape[1:]), dtype=own.dtype, device=own.device)
+        works = stream.gather(as_bytes(whole), as_bytes(own), bytes_of_rows(round, row))
     return Operation(announcement, works, lambda _: whole, own), rows
 
 

@@ -54,7 +54,7 @@ class GradientStream(Stream):
         groups: Plan | None,
     ) -> None:
         super().__init__(communicator)
-        self._name = name
+        self.name = name
         self._elements: list[int] = []
         self._bytes: list[int] = []
         self._dtypes: list[torch.dtype] = []
@@ -77,7 +77,7 @@ class GradientStream(Stream):
 
     def request(self, kind: str = "step", what: str = "") -> Request:
         """How a step is announced."""
-        return Request(kind, self._name, what)
+        return Request(kind, self.name, what)
 
     def elements(self, bucket: int) -> int:
         """Of all its gradients."""

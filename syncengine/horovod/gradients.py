@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -129,9 +130,10 @@ class Gradients:
         """Brings the gradients that no backward has brought (zeros, if there are none), and waits for all."""
         self.refuse_superseded()
         brought = list(self._order)
-        self._complete(set(range(len(self._parameters))).difference(brought))
-        if self._parameters and self._stream.end_step(self._order if brought else []):
-            self._follow_plan()
+        with self._telling():
+            self._complete(set(range(len(self._parameters))).difference(brought))
+            if self._parameters and self._stream.end_step(self._order if brought else []):
+                self._follow_plan()
         self._left = [self._passes] * len(self._parameters)
         self._start_step()
 
@@ -141,21 +143,35 @@ class Gradients:
 
         All ranks do so between the same steps; none may have joined, since it would not know of them.
         """
-        for parameter, name in zip(parameters, names, strict=True):
-            if _owner(parameter) is not None:
-                raise InvalidUsage(
-                    f"{name} needs a gradient now, and is a parameter of two DistributedOptimizers, which would both "
-                    "average it: give each its own parameters"
-                )
-        what = ", ".join(f"{name}: {describe(p)}" for name, p in zip(names, parameters, strict=True))
-        announcement = self._stream.announce(self._stream.request("add_param_group or requires_grad_", what))
+        call = "add_param_group or requires_grad_"
+        with self._stream.refusing(call):
+            for parameter, name in zip(parameters, names, strict=True):
+                if _owner(parameter) is not None:
+                    raise InvalidUsage(
+                        f"{name} needs a gradient now, and is a parameter of two DistributedOptimizers, which would "
+                        "both average it: give each its own parameters"
+                    )
+            what = ", ".join(f"{name}: {describe(p)}" for name, p in zip(names, parameters, strict=True))
+            announcement = self._stream.announce(self._stream.request(call, what))
         self._stream.refuse_joined(announcement.wait())
-        first, bucket = len(self._parameters), len(self._stream.plan)
-        self._stream.extend(parameters)
-        self._follow(parameters, names)
-        self._start_step(bucket, announcement)
-        self._complete(range(first, len(self._parameters)))
+        with announcement.explains():
+            first, bucket = len(self._parameters), len(self._stream.plan)
+            self._stream.extend(parameters)
+            self._follow(parameters, names)
+            self._start_step(bucket, announcement)
+            self._complete(range(first, len(self._parameters)))
         self._start_step()
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        """In it this rank brings gradients, for which the others wait: what it raises, they raise, too."""
+        with self._stream.refusing(f"a step of {self._stream.name}"):
+            try:
+                yield
+            except Exception as error:
+                if self._announcement is not None:
+                    self._announcement.tell(error)
+                raise
 
     def _follow(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
         me = weakref.ref(self)  # a parameter keeps its hooks
@@ -224,7 +240,8 @@ class Gradients:
         gradient = parameter.grad
         assert gradient is not None
         if gradient.requires_grad or gradient.layout is not _STRIDED:
-            self._check(i, gradient)
+            with self._telling():
+                self._check(i, gradient)
         self._stream.in_step = True
         self._order.append(i)
         bucket = self._bucket_of[i]
@@ -265,17 +282,18 @@ class Gradients:
         return gradients
 
     def _reduce(self, bucket: int) -> None:
-        if self._announcement is None:
-            self._announcement = self._stream.announce(self._stream.request())
-        gradients = self._gradients(bucket)
-        wire = self._stream.wire(bucket)
-        if self._lies_alone(bucket, gradients, wire):
-            flat = _Flat(gradients[0].view(-1), gradients)
-        else:
-            flat = self._flat(bucket, gradients, wire)
-            torch._foreach_copy_(flat.views, gradients)
-        scale(flat.values, self._factors[0])
-        self._reducing.append((bucket, flat, self._stream.reduce(flat.values)))
+        with self._telling():
+            gradients = self._gradients(bucket)
+            if self._announcement is None:
+                self._announcement = self._stream.announce(self._stream.request())
+            wire = self._stream.wire(bucket)
+            if self._lies_alone(bucket, gradients, wire):
+                flat = _Flat(gradients[0].view(-1), gradients)
+            else:
+                flat = self._flat(bucket, gradients, wire)
+                torch._foreach_copy_(flat.views, gradients)
+            scale(flat.values, self._factors[0])
+            self._reducing.append((bucket, flat, self._stream.reduce(flat.values)))
 
     def _lies_alone(self, bucket: int, gradients: Sequence[torch.Tensor], wire: torch.dtype) -> bool:
         """Whether the bucket is one gradient that can be reduced where it lies, seen by nobody else."""

@@ -34,7 +34,9 @@ class Operation:
 
     def is_completed(self) -> bool:
         """Whether `result` would return at once."""
-        return self._announcement.is_completed() and all(work.is_completed() for work in self._works)
+        if not self._announcement.is_completed():
+            return False
+        return self._announcement.has_failed() or all(work.is_completed() for work in self._works)
 
     def result(self) -> Any:
         """Blocks until it has ended. Once."""

@@ -7,10 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from syncengine.errors import InvalidUsage, Mismatch, SyncError
+from syncengine.horovod.collective import collective
 from syncengine.horovod.process import calls, close_unneeded_optimizers, optimizers
 from syncengine.horovod.streams import Stream
 
 
+@collective
 def join(device: int = -1) -> int:
     """Blocks until every rank has joined; meanwhile this rank adds zeros to what the others reduce.
 

@@ -10,27 +10,36 @@ import torch
 
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import Calls, bytes_of_rows, bytes_request
+from syncengine.horovod.collective import collective
 from syncengine.horovod.process import calls
 from syncengine.horovod.process_sets import check_process_set, global_process_set
 from syncengine.horovod.requests import Request
-from syncengine.parallel.broadcast import TensorBroadcast, broadcast_named
+from syncengine.horovod.streams import Announcement, Round
+from syncengine.parallel.broadcast import TensorBroadcast, broadcast_named, describe_layout
 
 Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
 
+@collective
 def broadcast_parameters(params: Parameters, root_rank: int, process_set: object = global_process_set) -> None:
     """Copies rank `root_rank`'s values into `params`: a state_dict, named parameters, or parameters.
 
     Raises Mismatch on all ranks, naming the tensor, where names, dtypes or shapes differ between ranks.
     """
     check_process_set("broadcast_parameters", process_set)
-    stream = _announce("broadcast_parameters", root_rank)
     named = [(name, tensor.detach()) for name, tensor in _named(params)]
-    for device in dict.fromkeys(tensor.device for _, tensor in named):
-        mine = [(name, tensor) for name, tensor in named if tensor.device == device]
-        broadcast_named(stream.communicator, "the tensors of broadcast_parameters", mine, device, root_rank)
+    devices = dict.fromkeys(tensor.device for _, tensor in named)
+    members = {device: [(name, tensor) for name, tensor in named if tensor.device == device] for device in devices}
+    lines = {device: describe_layout(mine) for device, mine in members.items()}
+    kinds = ", ".join(device.type for device in devices) or "no device"
+    stream, announcement = _announce("broadcast_parameters", root_rank, f", tensors on {kinds}")
+    with announcement.explains():
+        for device, mine in members.items():
+            what = "the tensors of broadcast_parameters"
+            broadcast_named(stream.communicator, what, mine, device, root_rank, lines[device])
 
 
+@collective
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
@@ -38,17 +47,19 @@ def broadcast_optimizer_state(
 
     The others' may be new: no step is made for it. `model` is not needed.
     """
-    stream = _announce("broadcast_optimizer_state", root_rank)
     tensors: list[torch.Tensor] = []
-    is_root = stream.rank == root_rank
+    is_root = calls().rank == root_rank
     outline = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
     shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
-    outline, shapes = broadcast_object((outline, shapes), root_rank, "the optimizer's state")
-    values = [
-        tensors[i].detach().cpu().contiguous() if is_root else torch.empty(shape, dtype=dtype, device="cpu")
-        for i, (dtype, shape) in enumerate(shapes)
-    ]
-    TensorBroadcast(stream.communicator, values, torch.device("cpu"))(values, root_rank)
+    data = pickle.dumps((outline, shapes)) if is_root else b""
+    stream, announcement = _announce("broadcast_optimizer_state", root_rank, own=len(data))
+    with announcement.explains():
+        outline, shapes = pickle.loads(_send(stream, data, announcement.wait(), root_rank))
+        values = [
+            tensors[i].detach().cpu().contiguous() if is_root else torch.empty(shape, dtype=dtype, device="cpu")
+            for i, (dtype, shape) in enumerate(shapes)
+        ]
+        TensorBroadcast(stream.communicator, values, torch.device("cpu"))(values, root_rank)
     if not is_root:
         _load_in_place(optimizer, _put_tensors(outline, values))
 
@@ -69,6 +80,7 @@ def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
     optimizer.param_groups, optimizer.state = groups, state
 
 
+@collective
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: object = global_process_set
 ) -> Any:
@@ -78,13 +90,12 @@ def broadcast_object(
     stream.check_root("broadcast_object", root_rank)
     data = pickle.dumps(obj) if stream.rank == root_rank else b""
     request = bytes_request("broadcast_object", name or "", f"root_rank={root_rank}", 0, own=len(data))
-    round = stream.announce(request).wait()
+    announcement = stream.announce(request)
+    round = announcement.wait()
     stream.refuse_joined(round)
-    message = torch.empty(round.requests[root_rank].own, dtype=torch.uint8, device="cpu")
-    if stream.rank == root_rank:
-        message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    stream.communicator.broadcast(message, root_rank)
-    return obj if stream.rank == root_rank else pickle.loads(message.numpy().tobytes())
+    with announcement.explains():
+        received = _send(stream, data, round, root_rank)
+    return obj if stream.rank == root_rank else pickle.loads(received)
 
 
 def broadcast_object_fn(
@@ -94,25 +105,38 @@ def broadcast_object_fn(
     return lambda obj: broadcast_object(obj, root_rank, name, process_set)
 
 
+@collective
 def allgather_object(obj: Any, name: str | None = None, process_set: object = global_process_set) -> list[Any]:
     """Every rank's `obj`, pickled, in rank order."""
     check_process_set("allgather_object", process_set)
     stream = calls()
     data = pickle.dumps(obj)
-    round = stream.announce(bytes_request("allgather_object", name or "", "", 1, own=len(data))).wait()
+    announcement = stream.announce(bytes_request("allgather_object", name or "", "", 1, own=len(data)))
+    round = announcement.wait()
     stream.refuse_joined(round)
-    sizes = bytes_of_rows(round, 1)
-    whole = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-    for work in stream.gather(whole, torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes):
-        work.wait()
+    with announcement.explains():
+        sizes = bytes_of_rows(round, 1)
+        whole = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+        for work in stream.gather(whole, torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes):
+            work.wait()
     return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes)]
 
 
-def _announce(kind: str, root_rank: int) -> Calls:
+def _announce(kind: str, root_rank: int, more: str = "", own: int = 0) -> tuple[Calls, Announcement]:
     stream = calls()
     stream.check_root(kind, root_rank)
-    stream.refuse_joined(stream.announce(Request(kind, what=f"root_rank={root_rank}")).wait())
-    return stream
+    announcement = stream.announce(Request(kind, what=f"root_rank={root_rank}{more}", own=own))
+    stream.refuse_joined(announcement.wait())
+    return stream, announcement
+
+
+def _send(stream: Calls, data: bytes, round: Round, root_rank: int) -> bytes:
+    """The root's `data`, on every rank."""
+    message = torch.empty(round.requests[root_rank].own, dtype=torch.uint8, device="cpu")
+    if stream.rank == root_rank:
+        message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    stream.communicator.broadcast(message, root_rank)
+    return message.numpy().tobytes()
 
 
 def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:

@@ -12,6 +12,7 @@ import torch
 
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.allreduce import Compressor
+from syncengine.horovod.collective import collective
 from syncengine.horovod.compression import Compression
 from syncengine.horovod.gradient_stream import GradientStream, Plan
 from syncengine.horovod.gradients import Gradients, check_not_in_step
@@ -25,6 +26,7 @@ from syncengine.parallel.replication import check_same_on_all_ranks
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
 
 
+@collective
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Named | None = None,
@@ -107,24 +109,27 @@ class Distributed(torch.optim.Optimizer):
         self._synchronized, self._should_synchronize, self._gradients = False, True, None
         kind = type(self).__name__
         check_not_in_step(followed, names)
-        stream.refuse_joined(stream.announce(Request("DistributedOptimizer", what=kind)).wait())
-        if stream.size == 1:
-            return
-        close_unneeded_optimizers()
         plan = _plan(followed, groups)
         lines = [
             f"backward_passes_per_step={passes}, op={op.name}, compression={compression.__name__}, "
             f"gradient_predivide_factor={predivide:g}, {len(followed)} parameters, groups: {plan}",
             *(f"{name}: {describe(parameter)}" for name, parameter in zip(names, followed, strict=True)),
         ]
-        check_same_on_all_ranks(stream.communicator, f"the parameters of DistributedOptimizer({kind}) differ", lines)
-        communicator = stream.communicator.split(list(range(stream.size)))
-        assert communicator is not None
-        factors = (1.0, 1.0) if predivide == 1.0 else (1.0 / predivide, predivide / stream.size)
-        own = GradientStream(communicator, kind, followed, compression.wire, op if predivide == 1.0 else Sum, plan)
-        add_optimizer(own)
-        self._gradients = Gradients(own, followed, names, passes, factors, sparse_as_dense)
-        parameters.accept(self.param_groups)
+        announcement = stream.announce(Request("DistributedOptimizer", what=kind))
+        stream.refuse_joined(announcement.wait())
+        if stream.size == 1:
+            return
+        with announcement.explains():
+            close_unneeded_optimizers()
+            differ = f"the parameters of DistributedOptimizer({kind}) differ"
+            check_same_on_all_ranks(stream.communicator, differ, lines)
+            communicator = stream.communicator.split(list(range(stream.size)))
+            assert communicator is not None
+            factors = (1.0, 1.0) if predivide == 1.0 else (1.0 / predivide, predivide / stream.size)
+            own = GradientStream(communicator, kind, followed, compression.wire, op if predivide == 1.0 else Sum, plan)
+            add_optimizer(own)
+            self._gradients = Gradients(own, followed, names, passes, factors, sparse_as_dense)
+            parameters.accept(self.param_groups)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backwards come before a step. Not between backward and step."""

@@ -34,7 +34,7 @@ def choose_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     if average is not None:
         if op is not None:
             raise InvalidUsage("op takes the place of average: give only one of them")
-        warnings.warn("average= is deprecated in Horovod: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, 3)
+        warnings.warn("average= is deprecated in Horovod: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, 4)
         return Average if average else Sum
     if op is None:
         return Average

@@ -12,8 +12,11 @@ from typing import NamedTuple
 
 import torch
 
+from syncengine.errors import Aborted, InvalidUsage, Mismatch, SyncError
+
 SIZE = 640  # bytes of a request
 _TEXT = 150  # bytes of a name or a description: longer ones are cut, but compared as a whole, by their digest
+_REASON = 440  # bytes of why a call is refused
 _SEPARATOR = "\x1f"
 
 
@@ -33,7 +36,8 @@ class Request(NamedTuple):
         flat = ",".join(f"{dtype}:{count}" for dtype, count in self.flat)
         same = (self.kind, self.name, self.what, flat, self.how)
         digest = hashlib.blake2b("\0".join(same).encode(), digest_size=8).hexdigest()
-        fields = (self.kind, _cut(self.name), _cut(self.what), flat, self.how, digest, str(self.own))
+        what = _cut(self.what, _REASON if self.kind == REFUSED else _TEXT)
+        fields = (self.kind, _cut(self.name, _TEXT), what, flat, self.how, digest, str(self.own))
         return _SEPARATOR.join(fields).encode()
 
     @classmethod
@@ -49,6 +53,25 @@ class Request(NamedTuple):
 
 
 JOIN = Request("join")
+REFUSED = "refused"  # the kind of a request that is none: this rank has raised in place of it
+
+
+def refusal(call: str, error: Exception) -> Request:
+    """Says that this rank can't make the call, and why."""
+    kind, reason = as_told(error)
+    return Request(REFUSED, call, reason, how=kind.__name__)
+
+
+def as_told(error: Exception) -> tuple[type[SyncError], str]:
+    """What the other ranks raise for what one has raised alone: the class, and the reason in its text."""
+    if isinstance(error, (InvalidUsage, Mismatch)):
+        return type(error), str(error)
+    return Aborted, f"{type(error).__name__}: {error}"
+
+
+def told_class(request: Request) -> type[SyncError]:
+    """What the other ranks raise for a refusal."""
+    return next((kind for kind in (InvalidUsage, Mismatch) if kind.__name__ == request.how), Aborted)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -69,7 +92,7 @@ def describe(tensor: torch.Tensor, any_rows: bool = False) -> str:
     return f"{dtype_name(tensor.dtype)} {shape}"
 
 
-def _cut(text: str) -> str:
+def _cut(text: str, most: int) -> str:
     clean = text.replace(_SEPARATOR, " ").replace("\0", " ")
     data = clean.encode()
-    return clean if len(data) <= _TEXT else data[: _TEXT - 3].decode(errors="ignore") + "..."
+    return clean if len(data) <= most else data[: most - 3].decode(errors="ignore") + "..."

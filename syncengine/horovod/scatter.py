@@ -9,6 +9,7 @@ import torch
 
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.allreduce import Compressor, arguments, launch
+from syncengine.horovod.collective import collective
 from syncengine.horovod.compression import Compression
 from syncengine.horovod.gather import start_gather
 from syncengine.horovod.handles import begin_group, synchronize
@@ -18,6 +19,7 @@ from syncengine.horovod.reductions import Average, ReduceOp, Sum, check_reducibl
 from syncengine.horovod.requests import Request, describe
 
 
+@collective
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -46,6 +48,7 @@ def reducescatter_async(
     return launch("reducescatter", name, what, [values.view(-1)], op, prescale_factor, postscale_factor, own_part)
 
 
+@collective
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
@@ -65,6 +68,7 @@ def reducescatter(
     return compression.decompress(part, ctx)
 
 
+@collective
 def grouped_reducescatter_async(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -83,6 +87,7 @@ def grouped_reducescatter_async(
     )
 
 
+@collective
 def grouped_reducescatter(
     tensors: Sequence[torch.Tensor],
     name: str | None = None,
@@ -100,6 +105,7 @@ def grouped_reducescatter(
     ]
 
 
+@collective
 def barrier(process_set: object = global_process_set) -> None:
     """Returns once every rank has called it, or has joined."""
     check_process_set("barrier", process_set)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, NoReturn
 
 import torch
 
 from syncengine._C import Communicator
-from syncengine.errors import InvalidUsage, Mismatch
-from syncengine.horovod.requests import JOIN, SIZE, Request
+from syncengine.errors import InvalidUsage, Mismatch, SyncError
+from syncengine.horovod.requests import JOIN, REFUSED, SIZE, Request, as_told, refusal, told_class
 
 
 class Round(NamedTuple):
@@ -25,7 +25,7 @@ class Round(NamedTuple):
 
     @property
     def agreed(self) -> Request | None:
-        """The request of those that have not joined, who all make the same; None if all have joined."""
+        """The request of those that have not joined, who all make the same, or all none; None if all have joined."""
         return next((request for request in self.requests if request.kind != JOIN.kind), None)
 
 
@@ -46,29 +46,60 @@ class Announcement:
         return self._work.is_completed()
 
     def wait(self) -> Round:
-        """Blocks until every rank has said what it does. Raises Mismatch if they do not all do the same."""
+        """Blocks until every rank has said what it does. Raises Mismatch if they do not all do the same, and what a
+        rank has raised that can't do it.
+        """
         if self._round is None:
             self._work.wait()
             rows = self._all.view(self._stream.size, SIZE)
             if torch.equal(rows, self._own.expand_as(rows)):
                 self._round = Round([self._request] * self._stream.size)
             else:
-                self._round = Round([Request.decode(bytes(row.tolist())) for row in rows])
-                self._check(self._round)
+                round = Round([Request.decode(bytes(row.tolist())) for row in rows])
+                self._check(round)
+                self._round = round
         return self._round
+
+    def has_failed(self) -> bool:
+        """Once it is completed: whether `wait` raises."""
+        try:
+            self.wait()
+        except SyncError:
+            return True
+        return False
 
     @contextmanager
     def explains(self) -> Iterator[None]:
-        """In it the operation itself is started: where it does not fit the others', this says it in Horovod's words."""
+        """In it this rank takes its part in the operation, for which the others wait: what it raises there, they raise,
+        too. Where the operation does not fit the others', this says it in Horovod's words.
+        """
         try:
             yield
         except Mismatch:
             self.wait()
             raise
+        except Exception as error:
+            self.tell(error)
+            raise
+
+    def tell(self, error: Exception) -> None:
+        """Ends the operation for all ranks by what this one has raised in it, unless it has failed."""
+        if not self._stream.has_failed():
+            kind, reason = as_told(error)
+            self._stream.abort(f"{self._stream.own_name} in {self._request}: {reason}", kind.__name__)
 
     def _check(self, round: Round) -> None:
         ranks = self._stream.communicator.global_ranks
         active = [(rank, r) for rank, r in zip(ranks, round.requests, strict=True) if r.kind != JOIN.kind]
+        calls = [(rank, request) for rank, request in active if request.kind != REFUSED]
+        if not calls:  # nobody has begun anything
+            return
+        for rank, request in active:
+            if request.kind == REFUSED:
+                self._stream.fail(
+                    f"rank {rank} in {request.name}, while rank {calls[0][0]} called {calls[0][1]}: {request.what}",
+                    told_class(request),
+                )
         for rank, request in active:
             if request.digest != active[0][1].digest:
                 self._stream.fail(
@@ -94,6 +125,13 @@ class Stream:
         assert announcements is not None
         self.communicator, self.announcements = communicator, announcements
         self.rank, self.size = communicator.rank, communicator.size
+        self._announced = 0
+        self._refusals: list[Announcement] = []  # of which this rank does not know yet what the others did
+
+    @property
+    def own_name(self) -> str:
+        """As errors call this rank."""
+        return f"rank {self.communicator.global_ranks[self.rank]}"
 
     def close(self) -> None:
         """Disconnects. No rank may still need it."""
@@ -101,10 +139,35 @@ class Stream:
             communicator.close()
 
     def announce(self, request: Request) -> Announcement:
-        """Tells all ranks of this rank's next operation; does not wait for theirs."""
-        return Announcement(self, request)
+        """Tells all ranks of this rank's next operation; does not wait for theirs, unless this rank has refused the one
+        before: then it begins nothing before it knows that all have.
+        """
+        while self._refusals:
+            self._refusals.pop(0).wait()
+        announcement = Announcement(self, request)
+        self._announced += 1
+        return announcement
 
-    def fail(self, text: str, error: type[InvalidUsage] | type[Mismatch] = InvalidUsage) -> NoReturn:
+    @contextmanager
+    def refusing(self, call: str) -> Iterator[None]:
+        """In it this rank comes to announce an operation. If it raises before, it announces that, without waiting: the
+        others raise it, too, unless all ranks refuse, which have lost nothing then.
+        """
+        announced = self._announced
+        try:
+            yield
+        except Exception as error:
+            if self._announced == announced and not self.has_failed():
+                with suppress(SyncError):
+                    self._refusals.append(Announcement(self, refusal(call, error)))
+                    self._announced += 1
+            raise
+
+    def has_failed(self) -> bool:
+        """Whether all ranks have heard of an error, or will."""
+        return any(c.exception() is not None for c in (self.announcements, self.communicator))
+
+    def fail(self, text: str, error: type[SyncError] = InvalidUsage) -> NoReturn:
         """Raises `error`, here and on every rank that waits for this one."""
         self.abort(text, error.__name__)
         raise error(text)
@@ -130,6 +193,8 @@ class Stream:
             round = self.announce(JOIN).wait()
             if round.agreed is None:
                 return served
+            if round.agreed.kind == REFUSED:
+                continue
             self.shadow(round)
             served += 1
 

@@ -8,6 +8,7 @@ import syncengine.parallel.sync_batch_norm as engine
 from syncengine.horovod.calls import Calls
 from syncengine.horovod.process import calls
 from syncengine.horovod.requests import Request, dtype_name
+from syncengine.parallel.compiled import not_compiled
 
 FORWARD, BACKWARD = "SyncBatchNorm", "backward of SyncBatchNorm"
 
@@ -17,6 +18,14 @@ class SyncBatchNorm(engine.SyncBatchNorm):
 
     A rank that has joined counts as one without samples. Every training forward and its backward are collective.
     """
+
+    @not_compiled
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalizes; with other ranks only in training mode and on the CPU."""
+        if not self.training or self.process_group is not None:
+            return super().forward(input)  # type: ignore[no-any-return]
+        with calls().refusing(FORWARD):
+            return super().forward(input)  # type: ignore[no-any-return]
 
     def _communicator(self) -> engine.Exchange:
         if self.process_group is not None:

@@ -296,7 +296,7 @@ def test_wrong_use():
         hvd.synchronize(handle)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         hvd.nothing  # noqa: B018
-    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2, "nothing of this reached the other rank"
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2, "all ranks have refused it, so nothing has begun"
 
 
 MISMATCHES = {

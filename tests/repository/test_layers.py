@@ -100,6 +100,7 @@ HOROVOD_MODULES = [
     "calls",
     "process",
     "process_sets",
+    "collective",
     "allreduce",
     "gather",
     "broadcast",
