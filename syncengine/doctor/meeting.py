@@ -54,9 +54,9 @@ class Meeting:
         try:
             exchange(json.dumps(words).encode())
             error = ""
-        except Timeout:
+        except Timeout as late:
             gone = set(range(self._launch.world_size)) - exchange.arrived.keys() - {self._launch.rank}
-            error = f"{name_ranks(gone)} did not come"
+            error = f"{name_ranks(gone)} did not come" if gone else str(late)
         except SyncError as other:
             error = str(other)
         come = {rank: json.loads(answer) for rank, answer in exchange.arrived.items()}

@@ -56,7 +56,7 @@ def open_exchange(
     if launch.kind == "mpi":
         from syncengine.launch.mpi import MPIExchange
 
-        return MPIExchange(launch.rank, launch.world_size, timeout, log_after)
+        return MPIExchange(launch.rank, launch.world_size, timeout, log_after, purpose)
     from syncengine.launch.store import StoreExchange
 
     if launch.kind == "torch.distributed":

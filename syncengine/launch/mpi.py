@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import time
 from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
@@ -14,16 +14,18 @@ MAX_PAYLOAD = 64 * 1024  # bytes; addresses and settings are far smaller
 
 # Tags that a user's own first messages are unlikely to carry, within MPI's guaranteed 32767: two for each exchange, so
 # that what one left behind (a failure that nobody waited for, an address that nobody took) is none of the next one's.
-_FIRST_TAG, _EXCHANGES = 21091, 5000
-_opened = itertools.count()
+_FIRST_TAG, _EXCHANGES = 21091, 1000
+_PURPOSES = ("init", "doctor/facts", "doctor/outcomes", "doctor/farewell")  # each has numbers and tags of its own
+_opened: dict[str, int] = dict.fromkeys(_PURPOSES, 0)  # how many for each
 
+_SHOWN = 0.1  # seconds in which MPI shows what has arrived
 _unfinished: list[Any] = []  # sends that nobody waits for: MPI may read their buffers until the process ends
 _failed_tags: set[int] = set()  # of exchanges that failed here, whose messages may still come
 
 
-def _tags(number: int) -> tuple[int, int]:
-    """For addresses and for failures of the exchange with this number: the n-th on one rank meets the n-th on all."""
-    tag = _FIRST_TAG + 2 * (number % _EXCHANGES)
+def _tags(purpose: str, number: int) -> tuple[int, int]:
+    """For addresses and for failures of the exchange with this number."""
+    tag = _FIRST_TAG + 2 * (_PURPOSES.index(purpose) * _EXCHANGES + number % _EXCHANGES)
     return tag, tag + 1
 
 
@@ -43,19 +45,26 @@ def world_size(started_as: str) -> int:
     return int(_load(started_as).COMM_WORLD.Get_size())
 
 
-class MPIExchange:
-    """An all-gather of small byte strings over COMM_WORLD. Each call on one rank meets the same call on all others."""
+class _Over(Exception):
+    """The exchange has failed before this rank came, and others have begun the next."""
 
-    def __init__(self, rank: int, world_size: int, timeout: float, log_after: float) -> None:
+
+class MPIExchange:
+    """An all-gather of small byte strings over COMM_WORLD. Each call on one rank meets the same call on all others.
+
+    A rank's n-th exchange for a `purpose` meets the n-th of the others. A rank that comes to one that is over, since a
+    rank has failed in it and others have begun the next, takes part in that, and counts as they do from then on.
+    """
+
+    def __init__(self, rank: int, world_size: int, timeout: float, log_after: float, purpose: str = "init") -> None:
         started_as = f"rank {rank} of {world_size}"
         self._mpi = _load(started_as)
         self._comm = self._mpi.COMM_WORLD
         self._rank, self._peers = rank, [peer for peer in range(world_size) if peer != rank]
         self._timeout, self._log_after = timeout, log_after
         self.arrived: dict[int, bytes] = {}
-        number = next(_opened)
-        self._tag, self._failed = _tags(number)
-        self._tags_of_next = _tags(number + 1)
+        self._purpose, self._met = purpose, False
+        self._take_number(_opened[purpose])
         really = self._comm.Get_rank(), self._comm.Get_size()
         if really != (rank, world_size):
             raise InvalidUsage(
@@ -67,23 +76,46 @@ class MPIExchange:
         """See Exchange."""
         if len(payload) > MAX_PAYLOAD:
             raise InvalidUsage(f"a payload of {len(payload)} bytes is more than the exchange's {MAX_PAYLOAD}")
+        while True:
+            try:
+                self.arrived = {}
+                self._gather(payload, self.arrived)
+                if not self._met:  # each has this rank's: so nobody had given up before, and left what was gathered
+                    self._gather(b"", {})
+            except _Over:
+                self._take_number(self._number + 1)
+            else:
+                self._met = True
+                self._clear_away()
+                return [self.arrived[peer] for peer in sorted(self.arrived)]
+
+    def _take_number(self, number: int) -> None:
+        self._number = number
+        _opened[self._purpose] = number + 1
+        self._tag, self._failed = _tags(self._purpose, number)
+        self._tags_of_next = _tags(self._purpose, number + 1)
+
+    def _gather(self, payload: bytes, values: dict[int, bytes]) -> None:
+        """Puts every rank's payload into `values`. Raises _Over if others are in the next exchange before all met."""
         # Point to point, not one collective: only so a timeout can tell who is missing.
         MPI, comm, peers = self._mpi, self._comm, self._peers
         buffers = {peer: bytearray(MAX_PAYLOAD) for peer in peers}
         receives = {peer: comm.Irecv([buffers[peer], MPI.BYTE], source=peer, tag=self._tag) for peer in peers}
         sends = {peer: comm.Isend([payload, MPI.BYTE], dest=peer, tag=self._tag) for peer in peers}
-        self.arrived = values = {self._rank: payload}
+        values[self._rank] = payload
 
         def missing() -> set[int]:
-            if comm.Iprobe(tag=self._failed):
-                text = bytearray(4096)
-                status = MPI.Status()
-                comm.Recv([text, MPI.BYTE], tag=self._failed, status=status)
-                raise as_error(bytes(text[: status.Get_count(MPI.BYTE)]))
             for peer in receives.keys() - values.keys():
                 status = MPI.Status()
                 if receives[peer].Test(status):
                     values[peer] = bytes(buffers[peer][: status.Get_count(MPI.BYTE)])
+            if comm.Iprobe(tag=self._failed):  # last: it follows the address of the rank that has failed
+                if not self._met and self._is_over():
+                    raise _Over
+                text = bytearray(4096)
+                status = MPI.Status()
+                comm.Recv([text, MPI.BYTE], tag=self._failed, status=status)
+                raise as_error(bytes(text[: status.Get_count(MPI.BYTE)]))
             return {peer for peer in peers if peer not in values or not sends[peer].Test()}
 
         what = "join (did its process call syncengine.init?)"
@@ -96,8 +128,15 @@ class MPIExchange:
                     receive.Cancel()
                     receive.Wait()
             raise
-        self._clear_away()
-        return [values[peer] for peer in sorted(values)]
+
+    def _is_over(self) -> bool:
+        """Whether others have begun the next one since it failed. MPI may not show all at once that has arrived."""
+        deadline = time.monotonic() + _SHOWN
+        while not self.superseded():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.001)
+        return True
 
     def superseded(self) -> bool:
         """See Exchange."""

@@ -64,6 +64,8 @@ EXCHANGES = {
     "untaken": [[AWAY, "in time"], ["took it"]],
     "ahead": [["ahead", "[b'new 0', b'new 1']"], ["True", "[b'new 0', b'new 1']"]],
     "anew": [["Aborted: a bad day"] * 3] * 2,
+    "late": [[f"[b'{word} 0', b'{word} 1']" for word in ("late", "next", "last")]] * 2,
+    "init_late": [["2", "2"]] * 2,
 }
 
 
@@ -74,7 +76,7 @@ def test_mpirun(name):
     "untaken" is for Open MPI, which sends no 64 KiB ahead.
     """
     mpirun, python = mpi(name)
-    cases = ["told", "stale", *(["untaken"] if name == "openmpi" else []), "ahead", "anew", "init_again", "jobs"]
+    cases = [case for case in (*EXCHANGES, "init_again", "jobs") if case != "untaken" or name == "openmpi"]
     said = {case: [] for case in cases}
     scripts = []
     for answer in run([*mpirun, python, EXCHANGE, *cases]):

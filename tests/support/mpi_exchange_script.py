@@ -33,9 +33,18 @@ def ended(call) -> str:
         return f"{type(error).__name__}: {error}"
 
 
+def wait_for_begin_of(after: int) -> None:
+    """Until the other rank waits in the exchange which is so many after this rank's next."""
+    address, _ = mpi._tags("init", mpi._opened["init"] + after)
+    deadline = time.monotonic() + 20
+    while not WORLD.Iprobe(tag=address) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def init_again() -> list[str]:
     """Rank 1 fails in its first init(); what the ranks told each other then must not reach the second."""
     first = ended(lambda: syncengine.init(timeout=20, arena_bytes=4096 if RANK == 1 else None))
+    WORLD.Barrier()  # else rank 0 may find that rank 1 waits anew
     second = ended(lambda: syncengine.init(timeout=20).size)
     syncengine.shutdown()
     return [first, second]
@@ -52,6 +61,7 @@ def told() -> list[str]:
             answers.append("told")
         else:
             answers.append(ended(lambda: own(b"hello")))  # noqa: B023
+        WORLD.Barrier()
     return answers
 
 
@@ -108,6 +118,32 @@ def anew() -> list[str]:
     return answers
 
 
+def late() -> list[str]:
+    """Rank 1 comes when rank 0 has failed in three exchanges, and waits in the fourth. Then they count alike."""
+    if RANK == 0:
+        for reason in ("the first", "the second"):
+            exchange().fail(ValueError(reason))
+        own = exchange(TIMEOUT)
+        ended(lambda: own(b"old"))
+        own.fail(ValueError("the third"))
+    else:
+        wait_for_begin_of(3)
+    return [ended(lambda: exchange()(f"{word} {RANK}".encode())) for word in ("late", "next", "last")]  # noqa: B023
+
+
+def init_late() -> list[str]:
+    """The same, in init()."""
+    if RANK == 0:
+        ended(lambda: syncengine.init(timeout=20, arena_bytes=4096))
+    else:
+        wait_for_begin_of(1)
+    sizes = []
+    for _ in range(2):
+        sizes.append(ended(lambda: syncengine.init(timeout=20).size))
+        syncengine.shutdown()
+    return sizes
+
+
 def jobs() -> list[str]:
     """Each rank prints what launched_script.py has it print; the last one's communicator is left to the end."""
     for when in ("never", "group", "group"):  # where nothing but the engine knows a store
@@ -116,7 +152,7 @@ def jobs() -> list[str]:
     return []
 
 
-CASES = {case.__name__: case for case in (init_again, told, stale, untaken, ahead, anew, jobs)}
+CASES = {case.__name__: case for case in (init_again, told, stale, untaken, ahead, anew, late, init_late, jobs)}
 
 if __name__ == "__main__":
     for name in sys.argv[1:]:
