@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections import Counter
 
 import torch
@@ -13,6 +14,7 @@ from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import Calls
 from syncengine.horovod.handles import forget_handles
 from syncengine.horovod.streams import Stream
+from syncengine.launch import find_launch
 
 _calls: Calls | None = None
 _optimizers: list[Stream] = []  # of every DistributedOptimizer, in the order in which all ranks have made them
@@ -31,6 +33,11 @@ def init(comm: object = None, process_sets: object = None) -> None:
                 f"hvd.init({name}=...) is not supported: all ranks of the launch take part; for some of them use "
                 "syncengine.default_communicator().split(ranks)"
             )
+    if find_launch().world_size == 1 and os.environ.get("HOROVOD_SIZE", "1") != "1":
+        raise InvalidUsage(
+            f"horovodrun has started this process as one of {os.environ['HOROVOD_SIZE']} (HOROVOD_SIZE), each of which "
+            "would be alone: start the ranks by torchrun, mpirun or srun"
+        )
     communicator = engine.init()
     if _calls is None or _calls.communicator is not communicator:
         forget_handles()

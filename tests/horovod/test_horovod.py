@@ -265,6 +265,16 @@ def test_one_process_without_a_launcher(monkeypatch):
         hvd.shutdown()
 
 
+def test_ranks_of_horovodrun_do_not_train_alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    monkeypatch.setenv("HOROVOD_SIZE", "4")
+    with pytest.raises(InvalidUsage, match="horovodrun has started this process as one of 4.*torchrun, mpirun or srun"):
+        hvd.init()
+    assert not hvd.is_initialized()
+
+
 @run_on_ranks()
 def test_wrong_use():
     hvd.init()
