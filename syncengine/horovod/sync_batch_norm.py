@@ -7,6 +7,7 @@ import torch
 import syncengine.parallel.sync_batch_norm as engine
 from syncengine.horovod.calls import Calls
 from syncengine.horovod.process import calls
+from syncengine.horovod.process_sets import check_process_set, global_process_set
 from syncengine.horovod.requests import Request, dtype_name
 from syncengine.parallel.compiled import not_compiled
 
@@ -17,7 +18,31 @@ class SyncBatchNorm(engine.SyncBatchNorm):
     """Normalizes by the mean and variance of all ranks' batches together, each sample counting once.
 
     A rank that has joined counts as one without samples. Every training forward and its backward are collective.
+    The arguments are Horovod's, then torch's `device` and `dtype`.
     """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: object = global_process_set,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_process_set("SyncBatchNorm", process_set)
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, None, device, dtype)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: object = None) -> torch.nn.Module:
+        """As torch's, but the layers are these: torch's own would not exchange anything here, and not say so."""
+        converted: torch.nn.Module = super().convert_sync_batchnorm(module, process_group)  # type: ignore[no-untyped-call]
+        for layer in converted.modules():
+            if type(layer) is torch.nn.SyncBatchNorm:
+                layer.__class__ = cls
+        return converted
 
     @not_compiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:

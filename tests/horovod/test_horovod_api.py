@@ -81,10 +81,19 @@ def test_queries():
 
 @run_on_ranks()
 def test_sync_batch_norm():
+    """With the arguments that Horovod has, and made of a model's own layers."""
     hvd.init()
     torch.manual_seed(0)
     x = torch.randn(6, 3)
-    ours, theirs = hvd.SyncBatchNorm(3), torch.nn.BatchNorm1d(3)
-    whole = theirs(x)
-    torch.testing.assert_close(ours(x[3 * hvd.rank() : 3 * hvd.rank() + 3]), whole[3 * hvd.rank() : 3 * hvd.rank() + 3])
-    torch.testing.assert_close(ours.running_var, theirs.running_var)
+    for ours in (
+        hvd.SyncBatchNorm(3),
+        hvd.SyncBatchNorm(3, 1e-5, 0.1, True, True, hvd.global_process_set),
+        hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))[0],
+        hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.SyncBatchNorm(3)),
+    ):
+        theirs = torch.nn.BatchNorm1d(3)
+        whole, mine = theirs(x), slice(3 * hvd.rank(), 3 * hvd.rank() + 3)
+        torch.testing.assert_close(ours(x[mine]), whole[mine])
+        torch.testing.assert_close(ours.running_var, theirs.running_var)
+    with pytest.raises(InvalidUsage, match="SyncBatchNorm: process sets other than"):
+        hvd.SyncBatchNorm(3, process_set=[0])
