@@ -131,6 +131,7 @@ class Gradients:
         self.refuse_superseded()
         brought = list(self._order)
         with self._telling():
+            self._check_unchanged()
             self._complete(set(range(len(self._parameters))).difference(brought))
             if self._parameters and self._stream.end_step(self._order if brought else []):
                 self._follow_plan()
@@ -203,6 +204,16 @@ class Gradients:
             work.wait()
             self._deliver(bucket, flat)
 
+    def _check_unchanged(self) -> None:
+        for i, version in self._versions.items():
+            gradient = self._parameters[i].grad
+            if gradient is not None and gradient._version != version:
+                raise InvalidUsage(
+                    f"the gradient of {self._names[i]} was changed between backward and step(), while it was being "
+                    "reduced: call optimizer.synchronize() before it is clipped or changed otherwise, and put step() "
+                    "into optimizer.skip_synchronize()"
+                )
+
     def _give_way(self, name: str) -> None:
         """To a later optimizer that has the parameter `name`, too: gradients of two would be averaged twice."""
         self._superseded_for = self._superseded_for or name
@@ -217,6 +228,7 @@ class Gradients:
     def _start_step(self, bucket: int = 0, announcement: Announcement | None = None) -> None:
         self._stream.in_step = False
         self._order: list[int] = []  # of those that are ready
+        self._versions: dict[int, int] = {}  # of these gradients, as torch counts who writes to them
         self._missing = [len(members) for members in self._stream.plan]
         self._next = bucket  # to reduce
         self._announcement = announcement
@@ -229,6 +241,8 @@ class Gradients:
         if left > 0:
             return
         if left < 0:
+            if parameter.grad is not None:
+                self._versions[i] = parameter.grad._version  # what has changed it is named here
             raise InvalidUsage(
                 f"the gradient of {self._names[i]} was computed more than {self._passes} times before step(): call "
                 f"step() or synchronize() after each backward, or give backward_passes_per_step (now {self._passes}) "
@@ -244,6 +258,7 @@ class Gradients:
                 self._check(i, gradient)
         self._stream.in_step = True
         self._order.append(i)
+        self._versions[i] = parameter.grad._version  # type: ignore[union-attr] # a sparse one is another now
         bucket = self._bucket_of[i]
         left = self._missing[bucket] = self._missing[bucket] - 1
         if left == 0 and bucket == self._next:
@@ -293,6 +308,8 @@ class Gradients:
                 flat = self._flat(bucket, gradients, wire)
                 torch._foreach_copy_(flat.views, gradients)
             scale(flat.values, self._factors[0])
+            if self._factors[0] != 1.0 and flat.values.data_ptr() == gradients[0].data_ptr():
+                self._versions[self._stream.plan[bucket][0]] = gradients[0]._version
             self._reducing.append((bucket, flat, self._stream.reduce(flat.values)))
 
     def _lies_alone(self, bucket: int, gradients: Sequence[torch.Tensor], wire: torch.dtype) -> bool:
@@ -315,7 +332,7 @@ class Gradients:
         return flat
 
     def _deliver(self, bucket: int, flat: _Flat) -> None:
-        scale(flat.values, self._factors[1])
         gradients = self._gradients(bucket)
+        scale(flat.values, self._factors[1])
         if gradients[0].data_ptr() != flat.values.data_ptr():
             torch._foreach_copy_(gradients, flat.views)

@@ -334,6 +334,29 @@ def test_wrong_use():
         loss_of(model, 0).backward(create_graph=True)
 
 
+@pytest.mark.parametrize("case", ["average", "predivide"])
+def test_a_gradient_that_is_changed_too_early(pool, case):
+    """It would be overwritten by the average of what it was, or be half of each."""
+    pool.run(clip_too_early, case)
+
+
+def clip_too_early(case: str) -> None:
+    hvd.init()
+    model = make_model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **CASES[case][0])
+    loss_of(model, 0).backward()
+    optimizer.synchronize()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    optimizer.zero_grad()
+    hvd.barrier()  # whoever fails ends what the other has not finished
+    with pytest.raises(InvalidUsage, match=r"was changed between backward and step\(\).*synchronize\(\) before"):
+        loss_of(model, 0).backward()  # in which the other rank's error may come
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+
+
 @run_on_ranks()
 def test_arguments_that_are_refused():
     hvd.init()
