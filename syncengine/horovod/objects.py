@@ -11,6 +11,7 @@ import torch
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import Calls, bytes_of_rows, bytes_request
 from syncengine.horovod.collective import collective
+from syncengine.horovod.optimizer import Distributed
 from syncengine.horovod.process import calls
 from syncengine.horovod.process_sets import check_process_set, global_process_set
 from syncengine.horovod.requests import Request
@@ -47,6 +48,8 @@ def broadcast_optimizer_state(
 
     The others' may be new: no step is made for it. `model` is not needed.
     """
+    if isinstance(optimizer, Distributed):
+        optimizer.check_idle("broadcast_optimizer_state()")
     tensors: list[torch.Tensor] = []
     is_root = calls().rank == root_rank
     outline = _take_tensors(optimizer.state_dict(), tensors) if is_root else None

@@ -134,7 +134,7 @@ class Distributed(torch.optim.Optimizer):
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backwards come before a step. Not between backward and step."""
         _check_passes(passes)
-        self._check_idle("set_backward_passes_per_step()")
+        self.check_idle("optimizer.set_backward_passes_per_step()")
         self.backward_passes_per_step = passes
         if self._gradients is not None:
             self._gradients.set_passes(passes)
@@ -177,7 +177,7 @@ class Distributed(torch.optim.Optimizer):
                 )
             self.synchronize()
         else:
-            self._check_idle("step() inside skip_synchronize()")
+            self.check_idle("optimizer.step() inside skip_synchronize()")
         self._synchronized = False
         return super().step(**options)
 
@@ -185,19 +185,20 @@ class Distributed(torch.optim.Optimizer):
 
     def zero_grad(self, *args: Any, **options: Any) -> None:
         """As the class's own. Raises InvalidUsage between backward and step(): gradients are being reduced."""
-        self._check_idle("zero_grad()")
+        self.check_idle("optimizer.zero_grad()")
         super().zero_grad(*args, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the class's own. Not between backward and step()."""
-        self._check_idle("load_state_dict()")
+        self.check_idle("optimizer.load_state_dict()")
         self._synchronized, self._should_synchronize = False, True
         super().load_state_dict(state_dict)
 
-    def _check_idle(self, call: str) -> None:
+    def check_idle(self, call: str) -> None:
+        """Raises InvalidUsage between backward and step."""
         if self._gradients is not None and self._gradients.pending:
             raise InvalidUsage(
-                f"optimizer.{call} between backward and step(): gradients are still being reduced; call "
+                f"{call} between backward and step(): gradients are still being reduced; call "
                 "optimizer.synchronize() or step() before"
             )
 

@@ -13,7 +13,7 @@ from pool import run_on_ranks
 from test_horovod_lifetimes import sgd
 from test_horovod_newcomers import freeze
 from test_horovod_newcomers import sgd as sgd_of_layers
-from test_horovod_optimizer import batch, loss_of, make_model
+from test_horovod_optimizer import average, batch, gradients, gradients_of_ranks, loss_of, make_model
 from torch import nn
 
 import syncengine.horovod as hvd
@@ -284,6 +284,20 @@ def test_a_new_optimizer_while_one_rank_is_in_a_step():
     assert wrong or str(caught.value).startswith("rank 1 in DistributedOptimizer, while rank 0 called")
     stay()
     del earlier
+
+
+@run_on_ranks(settings=SETTINGS)
+def test_the_state_of_an_optimizer_in_a_step_is_refused_on_the_root_too():
+    """Which it would not disturb: but the others can't take it."""
+    hvd.init()
+    model = make_model()
+    optimizer = sgd(model)
+    expected = gradients_of_ranks(model, lambda m, r: m(batch(0, r)).square().mean().backward())
+    loss_of(model, 0).backward()
+    with pytest.raises(InvalidUsage, match=r"broadcast_optimizer_state\(\) between backward and step"):
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer.step()
+    assert all(map(torch.equal, gradients(model), map(average, expected)))
 
 
 @run_on_ranks(settings=SETTINGS)
