@@ -245,7 +245,7 @@ def launch(
 def arguments(op: ReduceOp, prescale: float, postscale: float) -> str:
     """For messages, and to be compared between ranks."""
     factors = "".join(
-        f", {name}_factor={factor:g}"
+        f", {name}_factor={float(factor)!r}"
         for name, factor in (("prescale", prescale), ("postscale", postscale))
         if factor != 1.0
     )

@@ -112,7 +112,7 @@ class Distributed(torch.optim.Optimizer):
         plan = _plan(followed, groups)
         lines = [
             f"backward_passes_per_step={passes}, op={op.name}, compression={compression.__name__}, "
-            f"gradient_predivide_factor={predivide:g}, {len(followed)} parameters, groups: {plan}",
+            f"gradient_predivide_factor={float(predivide)!r}, {len(followed)} parameters, groups: {plan}",
             *(f"{name}: {describe(parameter)}" for name, parameter in zip(names, followed, strict=True)),
         ]
         announcement = stream.announce(Request("DistributedOptimizer", what=kind))

@@ -319,6 +319,10 @@ MISMATCHES = {
         r"rank 0 called allreduce 'loss.0' .* rank 1 called allreduce 'loss.1' .* the same order",
     ),
     "op": (lambda rank: hvd.allreduce(torch.ones(2), op=[hvd.Min, hvd.Max][rank]), "op=Min.*op=Max"),
+    "factor": (
+        lambda rank: hvd.grouped_allreduce([torch.ones(2)], prescale_factor=1 / 3 + rank * 1e-9),
+        r"prescale_factor=0\.3333333333.*prescale_factor=0\.3333333343",
+    ),
     "call": (
         lambda rank: hvd.allreduce(torch.ones(2)) if rank == 0 else hvd.allgather(torch.ones(2)),
         "rank 0 called allreduce of .*rank 1 called allgather of",
