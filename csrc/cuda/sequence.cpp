@@ -252,6 +252,8 @@ uint32_t fingerprint(const Operation& operation, Path path, uint64_t place) {
         operation.layout_hash, place, kernels::bits_as<uint64_t>(operation.prescale),
         kernels::bits_as<uint64_t>(operation.postscale)})
     mix(value);
+  if (path == Path::Direct)
+    for (const Span& span : operation.input.spans()) mix(span.bytes);
   return (static_cast<uint32_t>(hash ^ (hash >> 32)) | kArrived) & ~1u;
 }
 

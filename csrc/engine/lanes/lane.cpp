@@ -76,21 +76,24 @@ bool Lane::advance(size_t budget) {
   return moved;
 }
 
-// Tells the peers where in the own arena the operation's spans lie; false if not all of them do. The direct path needs plain
-// unscaled contributions.
-bool Lane::publish_spans(const Operation& operation, uint64_t number) {
+// Tells the peers where in the own arena the operation's spans lie; returns OpRecord::spans. The direct path needs plain unscaled
+// contributions.
+int64_t Lane::publish_spans(const Operation& operation, uint64_t number) {
   const auto& spans = operation.input.spans();
-  if (spans.empty() || spans.size() > shm::kMaxSpans || operation.prescale != 1.0) return false;
-  if (spans.size() > 1 && operation.collective != Collective::AllReduce) return false;
+  if (spans.empty() || spans.size() > shm::kMaxSpans || operation.prescale != 1.0) return -1;
+  if (spans.size() > 1 && operation.collective != Collective::AllReduce) return -1;
   int64_t* offsets = state_.group.own().lanes[state_.id].span_offsets[number % shm::kRecords];
   for (const Span& span : spans) {
     *offsets = state_.group.arena->offset_of(span.data, span.bytes);
-    if (*offsets++ < 0) return false;
+    if (*offsets++ < 0) return -1;
   }
-  return true;
+  if (spans.size() == 1) return 1;  // the record has its length
+  uint64_t hash = spans.size();
+  for (const Span& span : spans) hash = (hash ^ span.bytes) * 0x100000001b3;  // FNV-1a
+  return static_cast<int64_t>(hash >> 1);
 }
 
-// Where `member` has the operation's spans, as it says: bounds are checked, the lengths are the own ones.
+// Where `member` has the operation's spans, as it says: bounds are checked, the lengths have been compared.
 SpanList Lane::spans_of(int member, uint64_t operation, const Operation& asked) const {
   if (member == state_.group.rank) return asked.input;
   const int64_t* offsets = state_.group.block(member).lanes[state_.id].span_offsets[operation % shm::kRecords];
@@ -104,22 +107,22 @@ bool Lane::open() {
   Active active{.item = std::move(queue_.front()), .in_arena = false, .spans = {}};
   queue_.pop_front();
   const Operation& operation = active.item.operation;
-  active.in_arena = publish_spans(operation, state_.opened);
+  const int64_t spans = publish_spans(operation, state_.opened);
+  active.in_arena = spans >= 0;
   std::copy_n(operation.flags, operation.flag_words,
               state_.group.own().lanes[state_.id].flags[state_.opened % shm::kRecords]);
-  state_.record(state_.group.rank, state_.opened) = {
-      .key = active.item.key,
-      .bytes = block_bytes(operation),
-      .layout_hash = operation.layout_hash,
-      .spans = active.in_arena ? static_cast<int64_t>(operation.input.spans().size()) : -1,
-      .prescale = operation.prescale,
-      .postscale = operation.postscale,
-      .root = operation.root,
-      .collective = static_cast<uint8_t>(operation.collective),
-      .dtype = static_cast<uint8_t>(operation.dtype),
-      .op = static_cast<uint8_t>(operation.op),
-      .numerics = static_cast<uint8_t>(operation.numerics),
-      .flag_words = operation.flag_words};
+  state_.record(state_.group.rank, state_.opened) = {.key = active.item.key,
+                                                     .bytes = block_bytes(operation),
+                                                     .layout_hash = operation.layout_hash,
+                                                     .spans = spans,
+                                                     .prescale = operation.prescale,
+                                                     .postscale = operation.postscale,
+                                                     .root = operation.root,
+                                                     .collective = static_cast<uint8_t>(operation.collective),
+                                                     .dtype = static_cast<uint8_t>(operation.dtype),
+                                                     .op = static_cast<uint8_t>(operation.op),
+                                                     .numerics = static_cast<uint8_t>(operation.numerics),
+                                                     .flag_words = operation.flag_words};
   active.item.work->start();
   state_.active.push_back(std::move(active));
   state_.own().opened.store(++state_.opened, std::memory_order_release);  // release: the record is complete
@@ -162,11 +165,12 @@ bool Lane::find_peers_spans(uint64_t operation, Active& active) {
   }
   if (stage_blockers(false)) return false;
   compare(operation, active);
+  const int64_t own = state_.record(state_.group.rank, operation).spans;
   for (int member = 0; member < state_.group.size && active.path == Path::Direct; ++member) {
     int64_t spans = state_.record(member, operation).spans;
     if (spans < 0)
       active.path = Path::Staged;
-    else if (static_cast<size_t>(spans) != asked.input.spans().size())
+    else if (spans != own)
       throw Error(ErrorKind::Mismatch, state_.group.name(member) + " has " + describe(asked) + " in other pieces");
     else
       active.spans.push_back(spans_of(member, operation, asked));

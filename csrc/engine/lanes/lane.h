@@ -77,7 +77,7 @@ class Lane {
   bool reduce_one();
   bool pull_one();
   bool retire();
-  bool publish_spans(const Operation& operation, uint64_t number);
+  int64_t publish_spans(const Operation& operation, uint64_t number);
   SpanList spans_of(int member, uint64_t operation, const Operation& asked) const;
   bool choose_path(uint64_t operation, Active& active);
   bool find_peers_spans(uint64_t operation, Active& active);

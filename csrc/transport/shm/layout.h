@@ -57,7 +57,9 @@ struct alignas(64) OpRecord {
   uint64_t key;    // announcement slot, or ~0
   uint64_t bytes;  // of the operation's block
   uint64_t layout_hash;
-  int64_t spans;  // of the input, all in the owner's arena at LaneBlock::span_offsets; or -1: ordinary memory
+  // How many the input has and how long each is, as one number: all in the owner's arena at LaneBlock::span_offsets. Or -1:
+  // ordinary memory.
+  int64_t spans;
   double prescale, postscale;
   int32_t root;
   uint8_t collective, dtype, op, numerics;

@@ -93,6 +93,21 @@ TEST(cuda_sequences_of_reduce_scatter) { run_cases(Collective::ReduceScatter); }
 TEST(cuda_sequences_of_all_gather) { run_cases(Collective::AllGather); }
 TEST(cuda_sequences_of_broadcast) { run_cases(Collective::Broadcast); }
 
+// Kernels take the own lengths for the peers' on the direct path.
+TEST(cuda_fingerprints_say_how_long_each_piece_is) {
+  std::vector<std::byte> memory(64);
+  auto operation_of_pieces = [&](size_t first) {
+    Operation operation{};
+    operation.input.add(memory.data(), first);
+    operation.input.add(memory.data() + 32, 24 - first);
+    operation.output = operation.input;
+    return operation;
+  };
+  const auto one = operation_of_pieces(8), other = operation_of_pieces(16);
+  CHECK(cuda::fingerprint(one, Path::Direct, 0) != cuda::fingerprint(other, Path::Direct, 0));
+  CHECK_EQ(cuda::fingerprint(one, Path::Staged, 0), cuda::fingerprint(other, Path::Staged, 0));
+}
+
 // A step of five collectives, captured once; eager calls before, between and after replays; ranks are late in turn.
 TEST(cuda_graphs_replay_between_eager_calls) {
   constexpr int kWorld = 3;

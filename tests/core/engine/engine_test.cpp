@@ -2,10 +2,12 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <fstream>
 #include <latch>
 #include <numeric>
 #include <random>
+#include <span>
 
 #include "job.h"
 
@@ -288,6 +290,42 @@ TEST(mismatches_name_both_sides) {
         CHECK_THROWS(communicator.run(all_reduce_of(data.data(), count * 4, DType::Float32)), ErrorKind::Mismatch);
     CHECK(contains(text, "100 elements") && contains(text, "99 elements") && contains(text, "rank 2"));
     CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 4, DType::Float32)), ErrorKind::Mismatch);
+  });
+}
+
+// Where one rank has a longer piece of memory than another, it would read and write beyond the other's.
+TEST(pieces_of_other_lengths_are_a_mismatch) {
+  constexpr size_t kLong = 32 << 10, kShort = 16 << 10;
+  run_job(2, {}, [](int rank, Communicator& communicator) {
+    auto memory = communicator.allocate(kLong + 3 * kShort);
+    auto* data = static_cast<float*>(memory.get());
+    const auto all = std::span(data, (kLong + 3 * kShort) / sizeof(float));
+    std::ranges::fill(all, rank + 1.0f);
+    SpanList pieces;  // rank 0's first one is short, and what follows it is not in the call
+    pieces.add(data + (rank == 0 ? 0 : 2 * kShort / sizeof(float)), rank == 0 ? kShort : kLong);
+    pieces.add(data + (rank == 0 ? 2 * kShort / sizeof(float) : 0), rank == 0 ? kLong : kShort);
+    Operation operation{.input = pieces, .output = pieces};
+    const auto text = CHECK_THROWS(communicator.run(operation), ErrorKind::Mismatch);
+    CHECK(contains(text, "in other pieces"));
+    CHECK(std::ranges::all_of(all, [&](float value) { return value == rank + 1.0f; }));
+  });
+}
+
+TEST(pieces_of_the_same_lengths_lie_anywhere) {
+  constexpr size_t kCount = 5000;
+  run_job(3, {}, [](int rank, Communicator& communicator) {
+    auto memory = communicator.allocate(3 * kCount * sizeof(float));
+    auto* data = static_cast<float*>(memory.get());
+    SpanList pieces;
+    pieces.add(data + (rank == 1 ? 2 * kCount : 0), kCount * sizeof(float));
+    pieces.add(data + kCount, kCount / 2 * sizeof(float));
+    for (const Span& span : pieces.spans())
+      for (size_t i = 0; i < span.bytes / sizeof(float); ++i) reinterpret_cast<float*>(span.data)[i] = value(rank, i);
+    communicator.run(Operation{.input = pieces, .output = pieces});
+    for (const Span& span : pieces.spans())
+      check_values(reinterpret_cast<float*>(span.data), span.bytes / sizeof(float),
+                   [](size_t i) { return sum_of_values(3, i); });
+    CHECK(communicator.counters().at("direct_bytes") > 0);
   });
 }
 
