@@ -207,7 +207,7 @@ void bind_communicator(py::module_& module) {
       .def(
           "all_reduce",
           [](const Shared& self, const at::Tensor& tensor, const std::string& op, bool async_op) {
-            return start(self, Collective::AllReduce, tensor, tensor, op_of(op), 0, async_op);
+            return start(self, Collective::AllReduce, tensor, tensor, op_of(op), kNoRoot, async_op);
           },
           py::arg("tensor"), py::arg("op") = "sum", py::arg("async_op") = false,
           "Reduces `tensor` in place over all ranks: same shape, strides and dtype everywhere.")
@@ -228,7 +228,7 @@ void bind_communicator(py::module_& module) {
              bool async_op) {
             require_same_dtype("reduce_scatter", input, output);
             require_sizes("reduce_scatter", input.numel(), output.numel(), self->size());
-            return start(self, Collective::ReduceScatter, input, output, op_of(op), 0, async_op);
+            return start(self, Collective::ReduceScatter, input, output, op_of(op), kNoRoot, async_op);
           },
           py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::arg("async_op") = false,
           "Reduces `input` (size() * output.numel() elements) over all ranks; rank r keeps part r in `output`.")
@@ -237,7 +237,7 @@ void bind_communicator(py::module_& module) {
           [](const Shared& self, const at::Tensor& output, const at::Tensor& input, bool async_op) {
             require_same_dtype("all_gather", input, output);
             require_sizes("all_gather", output.numel(), input.numel(), self->size());
-            return start(self, Collective::AllGather, input, output, ReduceOp::Sum, 0, async_op);
+            return start(self, Collective::AllGather, input, output, ReduceOp::Sum, kNoRoot, async_op);
           },
           py::arg("output"), py::arg("input"), py::arg("async_op") = false,
           "Collects every rank's `input` in `output` (size() * input.numel() elements), in rank order.")
@@ -245,7 +245,7 @@ void bind_communicator(py::module_& module) {
           "barrier",
           [](const Shared& self, bool async_op, std::optional<c10::Device> device) {
             auto nothing = at::empty({0}, at::TensorOptions().dtype(at::kByte).device(device.value_or(at::kCPU)));
-            return start(self, Collective::Barrier, nothing, nothing, ReduceOp::Sum, 0, async_op);
+            return start(self, Collective::Barrier, nothing, nothing, ReduceOp::Sum, kNoRoot, async_op);
           },
           py::arg("async_op") = false, py::arg("device") = py::none(),
           "Returns when every rank has called it; with a CUDA `device` its current stream waits instead.")

@@ -135,9 +135,9 @@ class TorchBackend final : public ::c10d::Backend {
   static void require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times);
   static void require_same_dtype(const char* call, const at::Tensor& a, const at::Tensor& b);
   void add_all_to_all(Call& call, c10::ScalarType type, std::vector<SpanList> sent, std::vector<SpanList> received);
-  void add_all_reduce(Call& call, const Tensors& tensors, const ::c10d::ReduceOp& op);
+  void add_all_reduce(Call& call, const Tensors& tensors, const ::c10d::ReduceOp& op, int root = kNoRoot);
   void add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, const at::Tensor& target,
-                              const ::c10d::ReduceOp& op);
+                              const ::c10d::ReduceOp& op, int root = kNoRoot);
   void add_broadcast(Call& call, const at::Tensor& tensor, int root, const at::Tensor& value);
   void add_all_gather(Call& call, const Tensors& outputs, const at::Tensor& input);
   void add_uneven_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs,

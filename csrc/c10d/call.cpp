@@ -131,7 +131,7 @@ Operation Call::moving(Collective collective, c10::ScalarType type) const {
   Operation operation;
   operation.collective = collective;
   operation.dtype = moved_as(type);
-  operation.layout_hash = 1 + static_cast<uint64_t>(type);  // dtypes that are moved alike are still not the same
+  operation.layout_hash = 1 + static_cast<uint64_t>(type);
   return operation;
 }
 
@@ -139,12 +139,27 @@ Operation Call::reducing(Collective collective, c10::ScalarType type, const ::c1
                          Numerics numerics) const {
   TorchReduction reduction = reduction_of(op, type, world, name_);
   Operation operation = moving(collective, type);
-  if (op == ::c10d::ReduceOp::AVG) operation.layout_hash += 1000;  // of integers it is a sum to the engine
+  operation.layout_hash += 1000 * (1 + static_cast<uint64_t>(op.op_));
   operation.dtype = reduction.dtype;
   operation.op = reduction.op;
   operation.postscale = reduction.postscale;
   operation.numerics = numerics;
   return operation;
+}
+
+void Call::require_sizes(Operation& operation, const std::vector<at::Tensor>& tensors) const {
+  auto mix = [&](uint64_t value) {
+    operation.layout_hash = (operation.layout_hash ^ value) * 0x100000001b3;
+  };  // FNV-1a
+  for (const char* letter = name_; *letter != 0; ++letter) mix(static_cast<unsigned char>(*letter));
+  std::vector<int64_t> sizes;
+  for (const at::Tensor& tensor : tensors) mix(sizes.emplace_back(tensor.numel()));
+  operation.describe = [name = name_, sizes = std::move(sizes)] {
+    std::string text = std::string(name) + "(" + std::to_string(sizes.size()) + " tensors of ";
+    for (size_t i = 0; i < std::min<size_t>(sizes.size(), 8); ++i)
+      text += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
+    return text + (sizes.size() > 8 ? ", ..." : "") + " elements)";
+  };
 }
 
 void Call::add(Operation operation) {

@@ -72,10 +72,12 @@ class Call {
   // Run by deliver(), before anything is put into tensors; leads to `target`, which it may assign() to (assign.h).
   void afterwards(const at::Tensor& target, std::function<void()> step);
 
-  // Sets what follows from dtype and reduction.
+  // Sets what follows from dtype and reduction. The hash has both: what the engine does alike is still not the same.
   Operation moving(Collective collective, c10::ScalarType type) const;
   Operation reducing(Collective collective, c10::ScalarType type, const ::c10d::ReduceOp& op, int world,
                      Numerics numerics) const;
+  // Of one that stands for several tensors: only the same call with the same sizes matches it.
+  void require_sizes(Operation& operation, const std::vector<at::Tensor>& tensors) const;
   void add(Operation operation);
   std::vector<Operation>& operations() { return operations_; }
   void send(Message message) { add({std::move(message), true}); }

@@ -75,23 +75,28 @@ TorchBackend::TorchWorkPtr TorchBackend::reduce(Tensors& tensors, const ::c10d::
   int root = require_rank(options.rootRank, call.name());
   call.results() = tensors;
   if (rank_ == root) {
-    add_all_reduce(call, tensors, options.reduceOp);
+    add_all_reduce(call, tensors, options.reduceOp, root);
   } else {
     at::NoGradGuard no_grad;
-    add_all_reduce(call, {tensor.clone(at::MemoryFormat::Contiguous)}, options.reduceOp);
+    add_all_reduce(call, {tensor.clone(at::MemoryFormat::Contiguous)}, options.reduceOp, root);
   }
   return start(std::move(call), {OpType::REDUCE, options.timeout, options.asyncOp});
 }
 
-// Every rank gets all ranks' tensors, and combines them.
+// Every rank gets all ranks' tensors, and combines them. `target` is another tensor in a reduce-scatter.
 void TorchBackend::add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, const at::Tensor& target,
-                                          const ::c10d::ReduceOp& op) {
+                                          const ::c10d::ReduceOp& op, int root) {
   auto shape = tensor.sizes().vec();
   shape.insert(shape.begin(), size_);
   at::Tensor parts = at::empty(shape, tensor.options().memory_format(at::MemoryFormat::Contiguous));
   Operation operation = call.moving(Collective::AllGather, tensor.scalar_type());
-  operation.layout_hash += 1000 * (1 + static_cast<uint64_t>(op.op_));  // no other all_gather matches it
-  operation.describe = [name = call.name()] { return std::string(name) + "(bitwise)"; };
+  // No all_gather matches it, nor another of these.
+  operation.layout_hash += 1000 * (1 + static_cast<uint64_t>(op.op_)) + (tensor.is_same(target) ? 0 : 500);
+  operation.root = root;
+  operation.describe = [name = call.name(), root] {
+    const std::string whom = root == kNoRoot ? "" : ", to rank " + std::to_string(root) + " of the group";
+    return std::string(name) + "(bitwise" + whom + ")";
+  };
   call.read(tensor, operation.input);
   call.write_apart(parts, operation.output);
   call.add(std::move(operation));
@@ -101,12 +106,17 @@ void TorchBackend::add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, 
   });
 }
 
-void TorchBackend::add_all_reduce(Call& call, const Tensors& tensors, const ::c10d::ReduceOp& op) {
+void TorchBackend::add_all_reduce(Call& call, const Tensors& tensors, const ::c10d::ReduceOp& op, int root) {
   if (is_bitwise(op, tensors[0].scalar_type(), call.name())) {
-    for (const at::Tensor& tensor : tensors) add_all_reduce_of_bits(call, tensor, tensor, op);
+    for (const at::Tensor& tensor : tensors) {
+      add_all_reduce_of_bits(call, tensor, tensor, op, root);
+      if (tensors.size() > 1) call.require_sizes(call.operations().back(), tensors);
+    }
     return;
   }
   Operation operation = call.reducing(Collective::AllReduce, tensors[0].scalar_type(), op, size_, numerics());
+  operation.root = root;
+  if (tensors.size() > 1) call.require_sizes(operation, tensors);
   for (const at::Tensor& tensor : tensors) {
     if (at::Tensor copy = prepared(op, tensor); copy.defined()) {
       call.update_through(tensor, copy, operation.output);
@@ -162,6 +172,7 @@ TorchBackend::TorchWorkPtr TorchBackend::allgather_coalesced(TensorLists& output
   for (const at::Tensor& input : inputs) require_same_dtype(call.name(), input, inputs[0]);
   call.compare(targets, inputs);
   Operation operation = call.moving(Collective::AllGather, inputs[0].scalar_type());
+  if (inputs.size() > 1) call.require_sizes(operation, inputs);
   for (const at::Tensor& input : inputs) call.read(input, operation.input);
   for (const at::Tensor& target : targets) call.write(target, operation.output);
   call.add(std::move(operation));
@@ -186,6 +197,7 @@ TorchBackend::TorchWorkPtr TorchBackend::allgather(TensorLists& outputs, Tensors
     call.compare(parts, input);
     for (int root = 0; root < size_; ++root)
       add_broadcast(call, parts[root], root, root == rank_ ? input : parts[root]);
+    for (Operation& operation : call.operations()) call.require_sizes(operation, parts);
   }
   call.results() = outputs[0];
   return start(std::move(call), {OpType::ALLGATHER, options.timeout, options.asyncOp});
@@ -248,9 +260,6 @@ void TorchBackend::add_uneven_reduce_scatter(Call& call, const at::Tensor& outpu
   Tensors copies;
   for (const at::Tensor& input : inputs) copies.push_back(input.clone(at::MemoryFormat::Contiguous));
   add_all_reduce(call, copies, op);
-  uint64_t& hash = call.operations().front().layout_hash;
-  hash += 2000;  // no all_reduce matches it, nor other sizes
-  for (const at::Tensor& input : inputs) hash = (hash ^ static_cast<uint64_t>(input.numel())) * 0x100000001b3;
   call.put(output, copies[rank_].view(output.sizes()));
 }
 

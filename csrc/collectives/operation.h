@@ -27,12 +27,16 @@ const char* name(Numerics numerics);  // as in init(): "rank_order"
 
 inline constexpr size_t kMaxFlagWords = 64;
 
+inline constexpr int kNoRoot = -1;
+
 struct Operation {
   Collective collective = Collective::AllReduce;
   DType dtype = DType::Float32;
   ReduceOp op = ReduceOp::Sum;
   Numerics numerics = Numerics::RankOrder;
-  int root = 0;            // Broadcast only: rank in the communicator
+  // A rank in the communicator. Broadcast: whose values all get. Others: who alone wants the result, if anybody, which
+  // is for comparison and messages.
+  int root = kNoRoot;
   double prescale = 1.0;   // factor on each contribution before it is added (rounded to dtype)
   double postscale = 1.0;  // factor on the result
   SpanList input = {};     // AllReduce, Broadcast: the same spans as output

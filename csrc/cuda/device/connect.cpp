@@ -89,7 +89,8 @@ std::string describe(const Operation& operation) {
   text += std::string("(") + name(operation.dtype) + ", " + std::to_string(operation.input.bytes()) + " bytes";
   if (operation.collective == Collective::AllReduce || operation.collective == Collective::ReduceScatter)
     text += std::string(", ") + name(operation.op);
-  if (operation.collective == Collective::Broadcast) text += ", src=" + std::to_string(operation.root);
+  if (operation.root != kNoRoot)
+    text += (operation.collective == Collective::Broadcast ? ", src=" : ", dst=") + std::to_string(operation.root);
   return text + ") on CUDA tensors";
 }
 

@@ -9,12 +9,15 @@ namespace {
 std::string describe(const shm::OpRecord& record) {
   auto collective = static_cast<Collective>(record.collective);
   auto dtype = static_cast<DType>(record.dtype);
-  std::string text = name(collective);
+  const bool has_root = record.root != kNoRoot, reduces = collective == Collective::AllReduce;
+  std::string text = has_root && reduces ? "reduce" : name(collective);
   if (collective == Collective::Barrier) return text;
   text += "(";
-  if (collective == Collective::AllReduce || collective == Collective::ReduceScatter)
+  if (reduces || collective == Collective::ReduceScatter)
     text += std::string(name(static_cast<ReduceOp>(record.op))) + ", ";
-  if (collective == Collective::Broadcast) text += "from rank " + std::to_string(record.root) + " of the group, ";
+  if (has_root)
+    text += (collective == Collective::Broadcast ? "from rank " : "to rank ") + std::to_string(record.root) +
+            " of the group, ";
   return text + name(dtype) + ", " + std::to_string(record.bytes / element_size(dtype)) + " elements)";
 }
 

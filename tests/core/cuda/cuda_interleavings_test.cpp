@@ -167,6 +167,7 @@ void explore(int world, const std::vector<Call>& calls, bool push) {
     for (const Call& call : calls) {
       Operation operation;
       operation.collective = call.collective;
+      if (call.collective == Collective::Broadcast) operation.root = 0;
       bool in_place = call.collective == Collective::AllReduce || call.collective == Collective::Broadcast;
       if (call.collective != Collective::Barrier) {
         operation.input = {inputs[rank].data(),

@@ -18,6 +18,7 @@ constexpr size_t kCount = 1 << 18, kBytes = kCount * sizeof(float);
 Operation broadcast_of(float* data) {
   Operation operation = all_reduce_of(data, kBytes, DType::Float32);
   operation.collective = Collective::Broadcast;
+  operation.root = 0;
   return operation;
 }
 

@@ -142,7 +142,7 @@ TEST(more_submissions_than_the_records_hold) {
       data[i] = static_cast<int64_t>(i) + rank;
       Operation operation = testing::all_reduce_of(&data[i], 8, DType::Int64);
       if (i % 3 == 0) operation.collective = Collective::Broadcast;
-      operation.root = i % 3 == 0 ? static_cast<int>(i / 3 % 4) : 0;
+      operation.root = i % 3 == 0 ? static_cast<int>(i / 3 % 4) : kNoRoot;
       works.push_back(communicator.submit(operation));
     }
     for (size_t i = kOperations; i-- > 0;) {

@@ -1,0 +1,133 @@
+"""The torch.distributed backend "syncengine": calls that differ between ranks, which Gloo and NCCL don't see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import RankPool
+from torch.distributed import ReduceOp
+from torch_backend_values import ours
+
+from syncengine.errors import Mismatch
+
+Call = Callable[[dist.ProcessGroup], object]
+
+
+def sizes_of(*sizes: int) -> list[torch.Tensor]:
+    return [torch.ones(size) for size in sizes]
+
+
+def coalesced(*sizes: int) -> Call:
+    return lambda group: dist.all_reduce_coalesced(sizes_of(*sizes), group=group)
+
+
+def through_manager(*sizes: int) -> Call:
+    def call(group: dist.ProcessGroup) -> None:
+        with dist.distributed_c10d._coalescing_manager(group, torch.device("cpu")):
+            for tensor in sizes_of(*sizes):
+                dist.all_reduce(tensor, group=group)
+
+    return call
+
+
+def gather_coalesced(*sizes: int) -> Call:
+    return lambda group: dist.all_gather_coalesced([sizes_of(*sizes), sizes_of(*sizes)], sizes_of(*sizes), group)
+
+
+def gather_of_parts(*sizes: int) -> Call:
+    return lambda group: dist.all_gather(sizes_of(*sizes), torch.ones(sizes[dist.get_rank()]), group)
+
+
+def scatter_of_parts(*sizes: int) -> Call:
+    return lambda group: dist.reduce_scatter(torch.ones(sizes[dist.get_rank()]), sizes_of(*sizes), group=group)
+
+
+def broadcasts(*sizes: int) -> Call:
+    return lambda group: [dist.broadcast(t, root, group) for root, t in enumerate(sizes_of(*sizes))]
+
+
+def all_reduce(op: ReduceOp.RedOpType = ReduceOp.SUM, dtype: torch.dtype = torch.float32) -> Call:
+    return lambda group: dist.all_reduce(torch.ones(4, dtype=dtype), op, group)
+
+
+def reduce(root: int, op: ReduceOp.RedOpType = ReduceOp.SUM, dtype: torch.dtype = torch.float32) -> Call:
+    return lambda group: dist.reduce(torch.ones(4, dtype=dtype), root, op, group)
+
+
+def reduce_scatter(op: ReduceOp.RedOpType, dtype: torch.dtype) -> Call:
+    return lambda group: dist.reduce_scatter_tensor(torch.ones(2, dtype=dtype), torch.ones(4, dtype=dtype), op, group)
+
+
+PREMUL_SUM = dist._make_nccl_premul_sum(2.0)
+# What rank 0 and what rank 1 calls, and what is said of it, whichever of them notices.
+DIFFERENT: dict[str, tuple[Call, Call, str]] = {
+    "sizes of all_reduce_coalesced": (coalesced(2, 4), coalesced(4, 2), "all_reduce_coalesced(2 tensors of "),
+    "sizes with nothing": (coalesced(2, 0, 4), coalesced(2, 4, 0), "all_reduce_coalesced(3 tensors of "),
+    "sizes in a manager": (through_manager(2, 4), through_manager(4, 2), "all_reduce_coalesced(2 tensors of "),
+    "all_reduce, coalesced": (coalesced(4), coalesced(2, 2), "where rank "),
+    "sizes of all_gather_coalesced": (gather_coalesced(2, 4), gather_coalesced(4, 2), "all_gather_coalesced(2 tensors"),
+    "sizes of all_gather": (gather_of_parts(2, 4), gather_of_parts(2, 5), "all_gather(2 tensors of 2, "),
+    "all_gather, broadcasts": (gather_of_parts(2, 4), broadcasts(2, 4), "where rank "),
+    "sizes of reduce_scatter": (scatter_of_parts(2, 4), scatter_of_parts(4, 2), "reduce_scatter(2 tensors of "),
+    "reduce_scatter, coalesced": (scatter_of_parts(2, 4), coalesced(2, 4), "(2 tensors of 2, 4 elements)"),
+    "roots of reduce": (reduce(0), reduce(1), "called reduce(sum, to rank 0 of the group, float32, 4 elements)"),
+    "reduce, all_reduce": (reduce(0), all_reduce(), "called reduce(sum, to rank 0 of the group, float32, 4 elements)"),
+    "roots of reduce of bits": (
+        reduce(0, ReduceOp.BOR, torch.int32),
+        reduce(1, ReduceOp.BOR, torch.int32),
+        "called reduce(bitwise, to rank ",
+    ),
+    "reduce of bits, all_reduce": (
+        reduce(1, ReduceOp.BOR, torch.int32),
+        all_reduce(ReduceOp.BOR, torch.int32),
+        "to rank 1 of the group",
+    ),
+    "reduce_scatter of bits, all_reduce": (
+        reduce_scatter(ReduceOp.BOR, torch.int32),
+        all_reduce(ReduceOp.BOR, torch.int32),
+        "(bitwise) where rank ",
+    ),
+    "factor, none": (all_reduce(PREMUL_SUM), all_reduce(), "all_reduce(sum, float32, 4 elements)"),
+    "factor, none, in reduce": (reduce(0, PREMUL_SUM), reduce(0), "reduce(sum, to rank 0 of the group"),
+    "bits": (all_reduce(ReduceOp.BOR, torch.int32), all_reduce(ReduceOp.BAND, torch.int32), "all_reduce(bitwise"),
+    "average of integers": (all_reduce(ReduceOp.AVG, torch.int64), all_reduce(dtype=torch.int64), "all_reduce(sum"),
+    "extremum of bools": (all_reduce(dtype=torch.bool), all_reduce(ReduceOp.MAX, torch.bool), "all_reduce(max, bool"),
+    "unsigned": (all_reduce(dtype=torch.uint16), all_reduce(dtype=torch.int16), "all_reduce(sum, int16"),
+}
+
+
+def call_differently(how: str) -> str:
+    group = ours()
+    with pytest.raises(Mismatch) as error:
+        DIFFERENT[how][dist.get_rank()](group)
+        dist.barrier(group)  # a call may need nothing of others
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", DIFFERENT)
+def test_a_call_that_differs_is_a_mismatch(pool: RankPool, how: str):
+    for text in pool.run(call_differently, how, gloo=True, settings=None):
+        assert DIFFERENT[how][2] in text
+
+
+def reduce_in_another_order() -> list[list[float]]:
+    """The arena's first fit puts the tensors one after the other: what is written beyond one is in the next."""
+    group, rank = ours(), dist.get_rank()
+    communicator = group._get_backend(torch.device("cpu")).communicator
+    sizes = (4096, 4096, 8192, 4096)
+    tensors = [communicator.empty([size], torch.float32).fill_(rank + 1.0) for size in sizes]
+    first, _, second, _ = tensors
+    dist.barrier()
+    with pytest.raises(Mismatch, match="all_reduce_coalesced"):
+        dist.all_reduce_coalesced([first, second] if rank == 0 else [second, first], group=group)
+        dist.barrier(group)
+    return [tensor.unique().tolist() for tensor in tensors]
+
+
+def test_tensors_in_another_order_are_not_touched_nor_others(pool: RankPool):
+    first, second = pool.run(reduce_in_another_order, gloo=True, settings=None)
+    assert first == [[1.0]] * 4
+    assert second == [[2.0]] * 4
