@@ -193,6 +193,19 @@ def test_what_does_not_come_is_named(pool: RankPool, how: str, text: str):
             ranks[1].result()
 
 
+@run_on_ranks(world=3, gloo=True, settings=None)
+def test_a_message_of_any_rank_is_not_awaited_when_all_have_left() -> None:
+    group = ours(timeout=timedelta(seconds=20))
+    if dist.get_rank() > 0:
+        dist.send(torch.ones(4), 0, group)
+        dist.destroy_process_group(group)
+        return
+    for _ in range(2):
+        dist.recv(torch.ones(4), group=group)
+    with pytest.raises(PeerLost, match=r"^ranks 1, 2 have left .* while rank 0 was in recv\(from any rank"):
+        dist.recv(torch.ones(4), group=group)
+
+
 @run_on_ranks(world=2, gloo=True, settings=None)
 def test_wrong_calls_are_refused_on_the_rank_that_makes_them() -> None:
     group = ours()

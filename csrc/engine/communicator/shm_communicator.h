@@ -84,6 +84,8 @@ class ShmCommunicator : public Communicator, protected Progressable {
   void await_last_works();
   virtual void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
   void check_members();
+  void check_receives_of_any_source();
+  virtual bool have_all_others_left() const;
   void check_deadline();
   // "rank 2", "ranks 1, 3": for whom it waits; empty if that is nobody.
   virtual std::string names_of_blocking_ranks(const Pending& pending) const;

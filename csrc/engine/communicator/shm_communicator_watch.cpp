@@ -21,6 +21,7 @@ std::vector<int> ShmCommunicator::dead() {
 void ShmCommunicator::check_health() {
   if (ended_) return;
   check_members();
+  if (!ended_) check_receives_of_any_source();
   if (!ended_) check_deadline();
 }
 
@@ -67,6 +68,23 @@ void ShmCommunicator::check_members() {
       return fail(ErrorKind::PeerLost,
                   group_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
   }
+}
+
+bool ShmCommunicator::have_all_others_left() const {
+  for (int member = 0; member < group_.size; ++member) {
+    const auto standing = group_.block(member).end_record.standing.load(std::memory_order_acquire);  // acquire: letters
+    if (member != group_.rank && standing != static_cast<uint32_t>(shm::Standing::Left)) return false;
+  }
+  return true;
+}
+
+// A message may come from whoever is still there. Of two ranks one awaits the other.
+void ShmCommunicator::check_receives_of_any_source() {
+  const Messenger& messenger = *parts_.messenger;
+  if (size() == 2 || messenger.idle() || !have_all_others_left() || !messenger.waits_in_vain()) return;
+  fail(ErrorKind::PeerLost, rank_names(global_ranks(), ~(uint64_t{1} << rank())) +
+                                " have left (they exited or called syncengine.shutdown()) while " +
+                                group_.name(group_.rank) + " was in " + describe(messenger.oldest()->operation));
 }
 
 void ShmCommunicator::check_deadline() {

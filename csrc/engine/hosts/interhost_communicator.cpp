@@ -167,6 +167,11 @@ void InterhostCommunicator::check_remote_members() {
   }
 }
 
+bool InterhostCommunicator::have_all_others_left() const {
+  const auto remote = static_cast<size_t>(size() - group_.size);
+  return left_.size() == remote && ShmCommunicator::have_all_others_left();
+}
+
 // A rank that waits for another one of its host holds up ranks elsewhere that can't see that one.
 void InterhostCommunicator::tell_who_is_late() {
   const Lane::Item* item = parts_.oldest().item;

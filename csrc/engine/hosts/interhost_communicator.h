@@ -60,6 +60,7 @@ class InterhostCommunicator final : private InterhostParts, public ShmCommunicat
   // A rank that shares its host waits for that one's ranks as well.
   IoLoop* io_loop() override { return group_.size == 1 && engine_->is_alone() ? links_.network.get() : nullptr; }
   void check_health() override;
+  bool have_all_others_left() const override;
   void fail(ErrorKind kind, const std::string& text) override;
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here) override;
   void check_remote_members();

@@ -176,6 +176,10 @@ uint64_t InterhostRoute::remote_blocking_ranks(const Matcher& matcher) const {
   return members;
 }
 
+bool InterhostRoute::has_unheard() const {
+  return std::ranges::any_of(peers_, [](const auto& peer) { return !peer.second.letters.empty(); });
+}
+
 const Post* InterhostRoute::oldest() const {
   const Post* oldest = nullptr;
   auto consider = [&](const Post& post) {

@@ -24,6 +24,7 @@ class InterhostRoute final : public MessageRoute {
   void send(Post post) override;
   void fetch(int source, Letter letter, Post receive) override;
   bool advance(Matcher& matcher, size_t& moved_bytes) override;
+  bool has_unheard() const override;
   const Post* oldest() const override;
   std::vector<Post> take_all() override;
   uint64_t interhost_bytes() const override { return interhost_bytes_; }

@@ -37,6 +37,16 @@ uint64_t MailboxRoute::missing(const Matcher& matcher) const {
   return members;
 }
 
+bool MailboxRoute::has_unheard() const {
+  for (int peer = 0; peer < group_.size; ++peer) {
+    // acquire: as in hear()
+    if (peer != group_.rank &&
+        outbox(peer, group_.rank).announced.load(std::memory_order_acquire) != incoming_[peer].heard)
+      return true;
+  }
+  return false;
+}
+
 const Post* MailboxRoute::oldest() const {
   const Post* oldest = nullptr;
   auto consider = [&](const Post& post) {

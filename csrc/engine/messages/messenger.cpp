@@ -62,10 +62,15 @@ uint64_t Messenger::awaited() const {
   return members;
 }
 
-uint64_t Messenger::perhaps_awaited() const {
-  bool any = std::any_of(receives_.begin(), receives_.end(),
-                         [](const Post& post) { return post.message.peer == Message::kAnySource; });
-  return any ? ~uint64_t{0} : awaited();
+bool Messenger::awaits_anybody() const {
+  return std::any_of(receives_.begin(), receives_.end(),
+                     [](const Post& post) { return post.message.peer == Message::kAnySource; });
+}
+
+uint64_t Messenger::perhaps_awaited() const { return awaits_anybody() ? ~uint64_t{0} : awaited(); }
+
+bool Messenger::waits_in_vain() const {
+  return awaits_anybody() && fresh_.empty() && !near_->has_unheard() && !(far_ && far_->has_unheard());
 }
 
 void Messenger::send_to_self(Post post) {

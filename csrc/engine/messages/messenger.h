@@ -30,6 +30,8 @@ class Messenger final : private MessageRoute::Matcher {
   uint64_t interest() const { return idle() ? 0 : near_->interest(*this); }
   uint64_t missing() const { return idle() ? 0 : near_->missing(*this); }
   uint64_t blocking_ranks() const { return missing(); }
+  // Once all others have left: whether some receive of any source can't end, since all that came is known.
+  bool waits_in_vain() const;
   const Lane::Item* oldest() const;
   void fail_all(const std::exception_ptr& error);
   uint64_t messages() const { return messages_; }  // that ended well
@@ -57,6 +59,7 @@ class Messenger final : private MessageRoute::Matcher {
     return near_->reaches(member) ? static_cast<MessageRoute&>(*near_) : *far_;
   }
   void take(Post post);
+  bool awaits_anybody() const;
   void send_to_self(Post post);
   void match(int source, Arrived arrived);
   void match_new(Post receive);

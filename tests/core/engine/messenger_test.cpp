@@ -190,6 +190,27 @@ TEST(who_leaves_is_lost_to_those_that_wait_for_its_message_only) {
   }
 }
 
+TEST(a_message_of_any_source_is_not_awaited_of_ranks_that_have_all_left) {
+  Options options;
+  options.timeout = seconds(10);
+  run_placed({"abc", "aab"}, options, [](int rank, Communicator& communicator) {
+    for (size_t bytes : kSizes) {
+      std::vector<unsigned char> data(bytes);
+      if (rank > 0) {
+        communicator.wait(send(communicator, 0, bytes, data));
+        continue;
+      }
+      // The last ones also of ranks that have left.
+      for (int i = 0; i < 2; ++i) communicator.wait(receive(communicator, Message::kAnySource, bytes, data));
+    }
+    if (rank > 0) return;
+    std::vector<unsigned char> data(3);
+    const auto text =
+        CHECK_THROWS(communicator.wait(receive(communicator, Message::kAnySource, 7, data)), ErrorKind::PeerLost);
+    CHECK(contains(text, "ranks 1, 2 have left (they exited or called syncengine.shutdown()) while rank 0 was in"));
+  });
+}
+
 TEST(who_leaves_is_lost_to_those_that_send_it_what_it_does_not_take) {
   run_placed({"ab"}, {}, [](int rank, Communicator& communicator) {
     std::vector<unsigned char> first(100000), second(2 << 20), last(1);
