@@ -225,7 +225,9 @@ class LocalBootstrap:
     returns, then connect.
     """
 
-    def __init__(self, rank: int, size: int, options: JobOptions) -> None: ...
+    def __init__(self, rank: int, size: int, options: JobOptions, global_ranks: Sequence[int] | None = None) -> None:
+        """`global_ranks` is what messages call the ranks; None: their ranks here."""
+
     def address(self) -> bytes:
         """Opaque bytes, less than 4 KiB, that every other rank needs."""
 
@@ -242,14 +244,12 @@ class LocalBootstrap:
         self,
         addresses: Sequence[bytes],
         timeout: float,
-        global_ranks: Sequence[int] | None = None,
         network_addresses: Sequence[bytes] | None = None,
         mover: Mover | None = None,
     ) -> Communicator:
         """The communicator of all ranks. `addresses` by rank, this rank's included; `timeout` in seconds. Called once.
 
-        `global_ranks` is what messages call the ranks; None: their ranks here. With several hosts it needs either
-        `network_addresses`, what listen() returned, by rank, or a `mover`.
+        With several hosts it needs either `network_addresses`, what listen() returned, by rank, or a `mover`.
         """
 
 class Mover:
@@ -382,8 +382,12 @@ class MemoryHandoff:
     def address(self) -> bytes:
         """Less than 144 bytes, with a secret, for the others."""
 
-    def exchange(self, rank: int, addresses: Sequence[bytes], maker: int, timeout: float) -> CommonMemory:
-        """What rank `maker` has made. `addresses` by rank, empty for those of other hosts. Collective, once."""
+    def exchange(
+        self, rank: int, addresses: Sequence[bytes], maker: int, timeout: float, global_ranks: Sequence[int]
+    ) -> CommonMemory:
+        """What rank `maker` has made. `addresses` by rank, empty for those of other hosts; `global_ranks` is what
+        messages call the ranks. Collective, once.
+        """
 
 def storage_references(tensor: torch.Tensor) -> int:
     """How many tensors, views and others hold this tensor's memory."""

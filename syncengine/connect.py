@@ -73,8 +73,9 @@ def connect(
         return Connection(solo(options, 0 if global_ranks is None else global_ranks[0]), [""], None)
     try:
         # Listens before it is heard of: a rank that dies after its first sign of life breaks connections.
-        bootstrap = LocalBootstrap(rank, size, options)
-        names, addresses = _agree(exchange, config, bootstrap.address())
+        known_as = list(range(size)) if global_ranks is None else global_ranks
+        bootstrap = LocalBootstrap(rank, size, options, known_as)
+        names, addresses = _agree(exchange, config, bootstrap.address(), known_as)
         hosts = bootstrap.hosts(addresses)
         network = mover = None
         if max(hosts) > 0:
@@ -84,11 +85,10 @@ def connect(
                 network = _meet(exchange, config, bootstrap, addresses, peers)
             else:
                 in_order = global_ranks is None  # the default communicator
-                known_as = list(range(size)) if global_ranks is None else global_ranks
                 mover = open_mover(
                     config.interhost, rank, known_as, in_order, config.checksum, config.silence, exchange
                 )
-        communicator = bootstrap.connect(addresses, timeout, global_ranks, network, mover)
+        communicator = bootstrap.connect(addresses, timeout, network, mover)
         if communicator.links:
             logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)
         hosts_named = [f"{host} {name}" for host, name in zip(hosts, names, strict=True)]
@@ -98,7 +98,7 @@ def connect(
         raise
 
 
-def _agree(exchange: Exchange, config: Config, address: bytes) -> tuple[list[str], list[bytes]]:
+def _agree(exchange: Exchange, config: Config, address: bytes, known_as: list[int]) -> tuple[list[str], list[bytes]]:
     """Checks that all ranks run the same build, with equal settings where they must be; returns hosts and addresses."""
     own = config.shared()
     head = {"build": build_id, "settings": own, "host": socket.gethostname()}
@@ -106,19 +106,20 @@ def _agree(exchange: Exchange, config: Config, address: bytes) -> tuple[list[str
     answers = exchange(mine)
     heads, _, addresses = zip(*(answer.partition(b"\n") for answer in answers), strict=True)
     everyone = [json.loads(head) for head in heads]
-    for peer, other in enumerate(everyone):
+    for peer, other in zip(known_as, everyone, strict=True):
         theirs = other.get("build", "an older one")
         if theirs != build_id:
             raise Mismatch(
                 f"rank {peer} on {other['host']} runs another build of syncengine ({theirs}) than rank "
-                f"{answers.index(mine)} ({build_id}): install the same one on all hosts"
+                f"{known_as[answers.index(mine)]} ({build_id}): install the same one on all hosts"
             )
     for name in own:
-        for peer, other in enumerate(everyone):
+        for peer, other in zip(known_as, everyone, strict=True):
             first, value = everyone[0]["settings"][name], other["settings"][name]
             if value != first:
                 raise Mismatch(
-                    f"rank 0 has {name}={first!r}, rank {peer} has {name}={value!r}: give all ranks the same"
+                    f"rank {known_as[0]} has {name}={first!r}, rank {peer} has {name}={value!r}: give all ranks the "
+                    "same"
                 )
     return [other["host"] for other in everyone], list(addresses)
 

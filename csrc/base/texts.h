@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/deadline.h"
@@ -26,6 +27,25 @@ inline std::string rank_names(const std::vector<int>& ranks, uint64_t mask) {
     if (mask >> member & 1) named.push_back(ranks[member]);
   return named.empty() ? "" : rank_names(named);
 }
+
+// What texts call ranks that are numbered within a group: their ranks in the whole job. As they are numbered, if not given.
+class RankNames {
+ public:
+  RankNames() = default;
+  explicit RankNames(std::vector<int> global_ranks) : global_ranks_(std::move(global_ranks)) {}
+
+  int global(int rank) const { return global_ranks_.empty() ? rank : global_ranks_.at(rank); }
+  std::string operator()(int rank) const { return rank_name(global(rank)); }
+  template <class Ranks>
+  std::string all(const Ranks& ranks) const {
+    std::vector<int> named;
+    for (int rank : ranks) named.push_back(global(rank));
+    return rank_names(named);
+  }
+
+ private:
+  std::vector<int> global_ranks_;
+};
 
 inline std::string seconds_text(double seconds) {
   char text[32];

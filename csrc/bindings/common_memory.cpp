@@ -24,11 +24,13 @@ using Shared = std::shared_ptr<shm::Region>;
 struct MemoryHandoff {
   explicit MemoryHandoff(size_t bytes) : own(shm::Region::create(bytes)) {}
 
-  Shared exchange(int rank, const std::vector<std::string>& addresses, int maker, double timeout) {
+  Shared exchange(int rank, const std::vector<std::string>& addresses, int maker, double timeout,
+                  const std::vector<int>& global_ranks) {
     size_t members = 0;
     for (const auto& address : addresses) members += !address.empty();
     if (members <= 1) return std::move(own);
-    auto memories = handoff.exchange(rank, addresses, own->fd(), Deadline::after(seconds(timeout)), check_signals());
+    auto memories = handoff.exchange(rank, addresses, own->fd(), Deadline::after(seconds(timeout)), check_signals(),
+                                     RankNames(global_ranks));
     return rank == maker ? std::move(own) : shm::Region::open(std::move(memories.at(maker)));
   }
 
@@ -85,8 +87,9 @@ void bind_common_memory(py::module_& module) {
           "address", [](const MemoryHandoff& self) { return py::bytes(self.handoff.address()); },
           "Less than 144 bytes, with a secret, for the others.")
       .def("exchange", &MemoryHandoff::exchange, py::arg("rank"), py::arg("addresses"), py::arg("maker"),
-           py::arg("timeout"), py::call_guard<py::gil_scoped_release>(),
-           "What rank `maker` has made. `addresses` by rank, empty for those of other hosts. Collective, once.");
+           py::arg("timeout"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>(),
+           "What rank `maker` has made. `addresses` by rank, empty for those of other hosts; messages call the ranks "
+           "`global_ranks`. Collective, once.");
 
   module.def(
       "storage_references", [](const at::Tensor& tensor) { return tensor.storage().use_count(); }, py::arg("tensor"),

@@ -89,10 +89,10 @@ void bind_options(py::module_& module) {
 struct Bootstrap {
   LocalBootstrap job;
   int rank;
+  RankNames names;
   std::unique_ptr<tcp::Listener> listener = {};
 
   std::shared_ptr<Communicator> connect(const std::vector<std::string>& addresses, double timeout,
-                                        const std::vector<int>& global_ranks,
                                         const std::vector<std::string>& network_addresses, MoverHandle* mover) {
     auto deadline = Deadline::after(seconds(timeout));
     auto make_interhost = [&] {
@@ -101,7 +101,7 @@ struct Bootstrap {
         auto hosts = job.hosts(addresses);
         for (int peer = 0; peer < static_cast<int>(hosts.size()); ++peer)
           if (hosts[peer] != hosts[rank]) peers.push_back(peer);
-        return connect_by(*mover, rank, peers);
+        return connect_by(*mover, rank, peers, names);
       }
       if (!listener || network_addresses.size() != addresses.size())
         throw Error(ErrorKind::InvalidUsage, "connect() needs listen() and its answers where there are several hosts");
@@ -111,7 +111,7 @@ struct Bootstrap {
         if (hosts[peer] == hosts[rank]) peers[peer].clear();
       return tcp::connect(std::move(*std::exchange(listener, {})), rank, peers, deadline, check_signals());
     };
-    return job.connect(addresses, deadline, check_signals(), global_ranks, make_interhost);
+    return job.connect(addresses, deadline, check_signals(), make_interhost);
   }
 };
 
@@ -120,11 +120,15 @@ struct Bootstrap {
 void bind_local_bootstrap(py::module_& module) {
   bind_options(module);
   py::class_<Bootstrap>(module, "LocalBootstrap", "How the ranks of a job find each other.")
-      .def(py::init([](int rank, int size, const JobOptions& options) {
-             return std::unique_ptr<Bootstrap>(
-                 new Bootstrap{LocalBootstrap(rank, size, options, count_python_threads, options.host_id), rank});
-           }),
-           py::arg("rank"), py::arg("size"), py::arg("options"))
+      .def(py::init(
+               [](int rank, int size, const JobOptions& options, const std::optional<std::vector<int>>& global_ranks) {
+                 const auto ranks = global_ranks.value_or(std::vector<int>{});
+                 return std::unique_ptr<Bootstrap>(
+                     new Bootstrap{LocalBootstrap(rank, size, options, count_python_threads, options.host_id, ranks),
+                                   rank, RankNames(ranks)});
+               }),
+           py::arg("rank"), py::arg("size"), py::arg("options"), py::arg("global_ranks") = py::none(),
+           "`global_ranks` is what messages call the ranks; None: their ranks here.")
       .def(
           "address", [](const Bootstrap& self) { return py::bytes(self.job.address()); },
           "Opaque bytes for every other rank.")
@@ -143,6 +147,7 @@ void bind_local_bootstrap(py::module_& module) {
           "listen",
           [](Bootstrap& self, NetworkOptions options) {
             options.secret = tcp::load_secret(options.secret, options.secret_file);
+            options.names = self.names;
             self.listener = std::make_unique<tcp::Listener>(options);
             return py::bytes(self.listener->address());
           },
@@ -150,14 +155,12 @@ void bind_local_bootstrap(py::module_& module) {
       .def(
           "connect",
           [](Bootstrap& self, const std::vector<std::string>& addresses, double timeout,
-             const std::optional<std::vector<int>>& global_ranks,
              const std::optional<std::vector<std::string>>& network_addresses, MoverHandle* mover) {
             py::gil_scoped_release nogil;
-            return self.connect(addresses, timeout, global_ranks.value_or(std::vector<int>{}),
-                                network_addresses.value_or(std::vector<std::string>{}), mover);
+            return self.connect(addresses, timeout, network_addresses.value_or(std::vector<std::string>{}), mover);
           },
-          py::arg("addresses"), py::arg("timeout"), py::arg("global_ranks") = py::none(),
-          py::arg("network_addresses") = py::none(), py::arg("mover") = py::none(),
+          py::arg("addresses"), py::arg("timeout"), py::arg("network_addresses") = py::none(),
+          py::arg("mover") = py::none(),
           "The communicator of all ranks. `addresses` by rank; `timeout` in seconds. Where there are several hosts, "
           "`network_addresses` from listen() or a mover.");
   module.def(

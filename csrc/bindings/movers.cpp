@@ -157,8 +157,9 @@ void end_movers() {
 
 }  // namespace
 
-std::unique_ptr<Interhost> connect_by(MoverHandle& handle, int rank, const std::vector<int>& peers) {
+std::unique_ptr<Interhost> connect_by(MoverHandle& handle, int rank, const std::vector<int>& peers, RankNames names) {
   if (!handle.mover) throw Error(ErrorKind::InvalidUsage, "this mover has been used already");
+  handle.options.names = std::move(names);
   return std::make_unique<RegisteredEndpoint>(std::move(handle.mover), handle.options, rank, peers);
 }
 

@@ -15,6 +15,6 @@ struct MoverHandle {
 };
 
 // An endpoint that end_movers() knows. `peers` as packets::connect has them.
-std::unique_ptr<Interhost> connect_by(MoverHandle& handle, int rank, const std::vector<int>& peers);
+std::unique_ptr<Interhost> connect_by(MoverHandle& handle, int rank, const std::vector<int>& peers, RankNames names);
 
 }  // namespace syncengine

@@ -54,14 +54,14 @@ Handoff::Handoff()
       listener_(local_socket::listen(name_)) {}
 
 std::vector<UniqueFd> Handoff::exchange(int rank, const std::vector<std::string>& addresses, int own, Deadline deadline,
-                                        const std::function<void()>& interrupted) {
+                                        const std::function<void()>& interrupted, const RankNames& names) {
   std::map<int, RendezvousPoint> places;
   for (size_t peer = 0; peer < addresses.size(); ++peer) {
     if (!addresses[peer].empty()) places[static_cast<int>(peer)] = parse(addresses[peer]);
   }
   places[rank] = {.name = name_, .secret = secret_};
   sync_point("listening");
-  LocalRendezvous rendezvous(rank, std::move(places), own, listener_);
+  LocalRendezvous rendezvous(rank, std::move(places), own, listener_, names);
   try {
     for (bool first = true; !rendezvous.over(); first = false) {
       rendezvous.step();
@@ -74,14 +74,14 @@ std::vector<UniqueFd> Handoff::exchange(int rank, const std::vector<std::string>
     listener_.reset();
     say_goodbye(rendezvous.served(), Goodbye{});
   } catch (const Error& error) {
-    Error told = for_peers(rank, error);
+    Error told = for_peers(names.global(rank), error);
     say_goodbye(rendezvous.served(), told.kind(), told.what());
     throw;
   } catch (const std::exception& error) {
-    say_goodbye(rendezvous.served(), ErrorKind::Aborted, rank_name(rank) + failure_text(error, "init()"));
+    say_goodbye(rendezvous.served(), ErrorKind::Aborted, names(rank) + failure_text(error, "init()"));
     throw;
   } catch (...) {
-    say_goodbye(rendezvous.served(), ErrorKind::Aborted, rank_name(rank) + " left init()");
+    say_goodbye(rendezvous.served(), ErrorKind::Aborted, names(rank) + " left init()");
     throw;
   }
   std::vector<UniqueFd> memories(addresses.size());

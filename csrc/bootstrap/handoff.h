@@ -13,10 +13,11 @@
 #include "base/deadline.h"
 #include "base/error.h"
 #include "base/fd.h"
+#include "base/texts.h"
 
 namespace syncengine {
 
-// What the peers of `rank` raise when this error ends its init(): as it is if it is about other ranks, else in its
+// What the peers of `rank` (of the whole job) raise when this error ends its init(): as it is if it is about other ranks, else in its
 // words.
 Error for_peers(int rank, const Error& error);
 
@@ -31,9 +32,9 @@ class Handoff {
 
   // Gives `own` to every other rank and returns theirs by rank (nothing for this one). `addresses` by rank; those
   // without one are left out.
-  // `interrupted` is called now and then and may throw.
+  // `interrupted` is called now and then and may throw. Messages say `names`.
   std::vector<UniqueFd> exchange(int rank, const std::vector<std::string>& addresses, int own, Deadline deadline,
-                                 const std::function<void()>& interrupted);
+                                 const std::function<void()>& interrupted, const RankNames& names = {});
 
  private:
   std::string name_, secret_;

@@ -28,29 +28,31 @@ std::string process_of(const std::string& name) {
 }
 
 // Whoever fails breaks off with everybody: the dead are to blame, not those who noticed first.
-[[noreturn]] void throw_lost(const std::set<int>& lost, const std::set<int>& dead) {
-  if (!dead.empty()) throw Error(ErrorKind::PeerLost, rank_names(dead) + " died while the ranks connected");
-  throw Error(ErrorKind::PeerLost, rank_names(lost) + " broke off while the ranks connected: see its own error");
+[[noreturn]] void throw_lost(const RankNames& names, const std::set<int>& lost, const std::set<int>& dead) {
+  if (!dead.empty()) throw Error(ErrorKind::PeerLost, names.all(dead) + " died while the ranks connected");
+  throw Error(ErrorKind::PeerLost, names.all(lost) + " broke off while the ranks connected: see its own error");
 }
 
-[[noreturn]] void throw_unreachable(int rank, const std::set<int>& unreachable, const std::set<int>& dead) {
-  if (!dead.empty()) throw_lost(unreachable, dead);
+[[noreturn]] void throw_unreachable(const RankNames& names, int rank, const std::set<int>& unreachable,
+                                    const std::set<int>& dead) {
+  if (!dead.empty()) throw_lost(names, unreachable, dead);
   throw Error(ErrorKind::PeerLost,
-              "rank " + std::to_string(rank) + " can't reach " + rank_names(unreachable) +
+              names(rank) + " can't reach " + names.all(unreachable) +
                   " through this host's memory, though it runs on the same host: it died or broke off");
 }
 
 }  // namespace
 
-LocalRendezvous::LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const UniqueFd& listener)
-    : rank_(rank), own_(own), places_(std::move(places)), listener_(listener) {
+LocalRendezvous::LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const UniqueFd& listener,
+                                 RankNames names)
+    : rank_(rank), own_(own), names_(std::move(names)), places_(std::move(places)), listener_(listener) {
   for (const auto& [peer, place] : places_) {
     if (peer == rank) continue;
     calls_[peer];
     unserved_.insert(peer);
   }
   // For each peer the call, the peer's, and its memory.
-  require_descriptors("rank " + std::to_string(rank) + " with " + std::to_string(calls_.size()) + " peers on its host",
+  require_descriptors(names_(rank) + " with " + std::to_string(calls_.size()) + " peers on its host",
                       3 * calls_.size());
 }
 
@@ -65,8 +67,8 @@ void LocalRendezvous::step() {
   if (unreachable_.empty() && lost_.empty()) return;
   std::map<int, std::string> processes;
   for (const auto& [peer, call] : calls_) processes[peer] = process_of(places_.at(peer).name);
-  if (!unreachable_.empty()) throw_unreachable(rank_, unreachable_, ended(processes));
-  throw_lost(lost_, ended(processes));
+  if (!unreachable_.empty()) throw_unreachable(names_, rank_, unreachable_, ended(processes));
+  throw_lost(names_, lost_, ended(processes));
 }
 
 void LocalRendezvous::reach(int peer, Call& call) {
@@ -77,7 +79,7 @@ void LocalRendezvous::reach(int peer, Call& call) {
     case local_socket::Called::Connected: break;
   }
   if (!local_socket::same_user(call.socket))
-    throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(peer) + " runs as another user");
+    throw Error(ErrorKind::InvalidUsage, names_(peer) + " runs as another user");
   call.greeting = {.rank = rank_, .nonce = random_bytes()};
   call.stage = Call::Stage::Greeted;
   if (!local_socket::send(call.socket, &call.greeting, sizeof(call.greeting))) unreachable_.insert(peer);
@@ -97,7 +99,7 @@ void LocalRendezvous::advance(int peer, Call& call) {
       call.stage = Call::Stage::Answered;
     }
   } else if (call.stage == Call::Stage::Answered) {
-    got = local_socket::receive_fd(call.socket, peer, call.memory, "rank " + std::to_string(rank_));
+    got = local_socket::receive_fd(call.socket, peer, call.memory, names_(rank_));
     if (got == Got::Message) call.stage = Call::Stage::Received;
   } else if (call.stage == Call::Stage::Received) {
     Goodbye goodbye;
@@ -185,8 +187,7 @@ void LocalRendezvous::throw_timeout() const {
   }
   if (std::any_of(visitors_.begin(), visitors_.end(), is_owed))
     owed = ": the kernel passes on no more descriptors of this user than ulimit -n allows one process; raise it";
-  throw Error(ErrorKind::Timeout,
-              "rank " + std::to_string(rank_) + " waited in init() for " + rank_names(missing) + owed);
+  throw Error(ErrorKind::Timeout, names_(rank_) + " waited in init() for " + names_.all(missing) + owed);
 }
 
 std::map<int, UniqueFd> LocalRendezvous::take_memories() {

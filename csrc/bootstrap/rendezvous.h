@@ -12,6 +12,7 @@
 
 #include "base/deadline.h"
 #include "base/fd.h"
+#include "base/texts.h"
 #include "bootstrap/greeting.h"
 
 namespace syncengine {
@@ -24,7 +25,7 @@ struct RendezvousPoint {
 class LocalRendezvous {
  public:
   // `places` has the peers, by rank, and this rank; `own` is the descriptor to hand out.
-  LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const UniqueFd& listener);
+  LocalRendezvous(int rank, std::map<int, RendezvousPoint> places, int own, const UniqueFd& listener, RankNames names);
 
   // What can be done now. Throws if a peer is lost.
   void step();
@@ -64,6 +65,7 @@ class LocalRendezvous {
   static bool is_owed(const Visitor& visitor) { return visitor.stage == Visitor::Stage::Proved; }
 
   const int rank_, own_;
+  const RankNames names_;
   const std::map<int, RendezvousPoint> places_;
   const UniqueFd& listener_;
   std::map<int, Call> calls_;

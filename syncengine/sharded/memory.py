@@ -73,7 +73,9 @@ def create_common(host: Host, what: str, layouts: Sequence[Layout]) -> tuple[Com
     addresses = gather_texts(host.communicator, offer.address().decode())
     here = [address.encode() if rank in host.members else b"" for rank, address in enumerate(addresses)]
     try:
-        memory = offer.exchange(host.communicator.rank, here, host.members[0], host.communicator.timeout)
+        memory = offer.exchange(
+            host.communicator.rank, here, host.members[0], host.communicator.timeout, host.communicator.global_ranks
+        )
     except SyncError as problem:  # of this rank alone: the others may have come through
         host.communicator.abort(str(problem), type(problem).__name__)
         raise

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
+import re
+import signal
 
 import pytest
 import torch
+import torch.distributed as dist
+from faults import needs_hooks, set_fault
 from parallel_models import different_bits
 from pool import RankPool
 from test_hosts import live_on
@@ -17,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch_backend_values import ours
+
+from syncengine.errors import PeerLost, SyncError
 
 # What holds on one host holds on several: by the hosts that the ranks live on, the tests of one host, by module.
 SHARED = {
@@ -120,3 +127,61 @@ def test_what_does_not_come_is_named(pool: RankPool, how: str, text: str) -> Non
         assert all(part in got for part in text.split(" while "))  # why it is thought to be dead stands between them
         if how != "die":
             ranks[1].result()
+
+
+def die_in_a_group(hosts: str, interhost: str) -> str | None:
+    """Rank 2 dies, and rank 1 says what it hears of it. In the group they are ranks 1 and 0."""
+    live_on(hosts)
+    os.environ["SYNCENGINE_INTERHOST"] = interhost
+    group = dist.new_group([1, 2], backend="syncengine")
+    rank = dist.get_rank()
+    if rank == 0:
+        return None
+    dist.all_reduce(torch.ones(3), group=group)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLost) as error:
+        dist.recv(torch.ones(3), 2, group)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("interhost", ["tcp", "torch"])
+def test_a_group_of_some_ranks_names_them_as_the_job_does(pool: RankPool, interhost: str) -> None:
+    with pool.spawn_ranks(die_in_a_group, "abc", interhost, world=3, gloo=True, settings=None) as ranks:
+        text = ranks[1].result()
+        assert re.match("rank 2 died, or the (network|way) to it broke", text), text
+        assert " while rank 1 was in recv(" in text
+
+
+def connect_a_group(hosts: str, how: str) -> str:
+    """What ranks 1 and 2 hear of a failure while their group connects."""
+    live_on(hosts)
+    rank = dist.get_rank()
+    if rank == 0:
+        return ""
+    if how == "numerics":
+        os.environ["SYNCENGINE_NUMERICS"] = ["ring", "rank_order"][rank - 1]
+    elif how == "secret":
+        os.environ["SYNCENGINE_SECRET"] = f"a secret of rank {rank}"
+    else:
+        set_fault(1, f"{how}:1:kill")
+    with pytest.raises(SyncError) as error:
+        dist.new_group([1, 2], backend="syncengine")
+    return str(error.value)
+
+
+@needs_hooks
+@pytest.mark.parametrize(
+    ("hosts", "how", "said"),
+    [
+        ("aaa", "numerics", "rank 1 has numerics='ring', rank 2 has numerics='rank_order'"),
+        ("abc", "secret", "rank 1 and rank 2 have different secrets"),
+        ("aaa", "connecting", "rank 1 died while the ranks connected"),
+        ("abc", "tcp_rendezvous", "rank 1 refused the connection from rank 2"),
+    ],
+)
+def test_a_group_that_does_not_connect_names_ranks_as_the_job_does(
+    pool: RankPool, hosts: str, how: str, said: str
+) -> None:
+    with pool.spawn_ranks(connect_a_group, hosts, how, world=3, gloo=True, settings=None) as ranks:
+        assert ranks[2].result().startswith(said)

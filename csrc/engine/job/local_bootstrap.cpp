@@ -4,7 +4,6 @@
 
 #include <cstring>
 #include <new>
-#include <numeric>
 
 #include "base/build_id.h"
 #include "base/interruption.h"
@@ -35,16 +34,16 @@ size_t arena_bytes(const Options& options, int ranks) {
   return options.arena_bytes ? options.arena_bytes : shm::default_arena_bytes(total_memory(), ranks);
 }
 
-LocalBootstrap::Address parse(const std::string& text, int rank) {
+LocalBootstrap::Address parse(const std::string& text, int global_rank) {
   LocalBootstrap::Address address;
   uint64_t build = 0;
   size_t head = sizeof(address.magic) + sizeof(build);
   if (text.size() < head || std::memcmp(text.data(), address.magic, sizeof(address.magic)) != 0)
-    throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(rank) +
+    throw Error(ErrorKind::InvalidUsage, rank_name(global_rank) +
                                              " gave no address of syncengine's, or runs another build: install the "
                                              "same one on all hosts");
   std::memcpy(&build, text.data() + sizeof(address.magic), sizeof(build));
-  if (build != build_id() || text.size() != sizeof(address)) throw another_build(rank, build);
+  if (build != build_id() || text.size() != sizeof(address)) throw another_build(global_rank, build);
   std::memcpy(&address, text.data(), sizeof(address));
   address.handoff[sizeof(address.handoff) - 1] = address.host[sizeof(address.host) - 1] = '\0';
   address.host_key[sizeof(address.host_key) - 1] = '\0';
@@ -54,11 +53,13 @@ LocalBootstrap::Address parse(const std::string& text, int rank) {
 }  // namespace
 
 LocalBootstrap::LocalBootstrap(int rank, int size, Options options, CountCallers count_callers,
-                               const std::string& host_id)
-    : rank_(rank), size_(size), options_(options), host_key_(host_key(host_id)) {
+                               const std::string& host_id, std::vector<int> global_ranks)
+    : rank_(rank), size_(size), names_(global_ranks), options_(options), host_key_(host_key(host_id)) {
   if (size < 2 || size > shm::kMaxLocalRanks || rank < 0 || rank >= size)
     throw Error(ErrorKind::InvalidUsage, "rank " + std::to_string(rank) + " of " + std::to_string(size) +
                                              ": needs 2 to " + std::to_string(shm::kMaxLocalRanks) + " ranks");
+  if (!global_ranks.empty() && global_ranks.size() != static_cast<size_t>(size))
+    throw Error(ErrorKind::InvalidUsage, "needs one global rank for each of the " + std::to_string(size) + " ranks");
   arena_ = shm::Arena::create(arena_bytes(options, size));
   block_offset_ = arena_->allocate_group(sizeof(shm::GroupBlock));
   engine_ = std::shared_ptr<Engine>(new Engine(arena_, size, options, std::move(count_callers)), &Engine::destroy);
@@ -78,41 +79,36 @@ std::string LocalBootstrap::address() const {
 
 std::vector<int> LocalBootstrap::hosts(const std::vector<std::string>& addresses) const {
   std::vector<std::string> keys;
-  for (int rank = 0; rank < size_; ++rank) keys.emplace_back(parse(addresses.at(rank), rank).host_key);
+  for (int rank = 0; rank < size_; ++rank) keys.emplace_back(parse(addresses.at(rank), names_.global(rank)).host_key);
   return number_hosts(keys);
 }
 
 bool LocalBootstrap::on_one_network(const std::vector<std::string>& addresses) const {
   std::string own = network_of(host_key_);
   for (int rank = 0; rank < size_; ++rank)
-    if (network_of(parse(addresses.at(rank), rank).host_key) != own) return false;
+    if (network_of(parse(addresses.at(rank), names_.global(rank)).host_key) != own) return false;
   return true;
 }
 
 std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::string>& addresses, Deadline deadline,
                                                       const std::function<void()>& interrupted,
-                                                      const std::vector<int>& global_ranks,
                                                       const MakeInterhost& make_interhost) {
-  if (!global_ranks.empty() && global_ranks.size() != static_cast<size_t>(size_))
-    throw Error(ErrorKind::InvalidUsage,
-                "connect() needs one global rank for each of the " + std::to_string(size_) + " ranks");
   std::vector<Address> parsed;
   std::vector<std::string> handoffs;
   std::vector<int> on = hosts(addresses);
   for (int rank = 0; rank < size_; ++rank) {
-    parsed.push_back(parse(addresses.at(rank), rank));
+    parsed.push_back(parse(addresses.at(rank), names_.global(rank)));
     handoffs.emplace_back(on[rank] == on[rank_] ? parsed[rank].handoff : "");
     if (parsed[rank].numerics != static_cast<uint8_t>(options_.numerics) ||
         parsed[rank].algorithm != static_cast<uint8_t>(options_.algorithm))
-      throw Error(ErrorKind::Mismatch, "rank " + std::to_string(rank) + " on " + parsed[rank].host + " and rank " +
-                                           std::to_string(rank_) +
+      throw Error(ErrorKind::Mismatch, names_(rank) + " on " + parsed[rank].host + " and " + names_(rank_) +
                                            " have different numerics or algorithm: pass the same to init()");
   }
   // Peers that have this rank's memory already believe in a communicator: they must hear if there will be none.
   auto& end_record = reinterpret_cast<shm::GroupBlock*>(arena_->at(block_offset_))->end_record;
   try {
-    auto joined = join(handoff_.exchange(rank_, handoffs, arena_->fd(), deadline, interrupted), parsed, on,
-                       global_ranks, make_interhost);
+    auto joined = join(handoff_.exchange(rank_, handoffs, arena_->fd(), deadline, interrupted, names_), parsed, on,
+                       make_interhost);
     if (on == std::vector<int>(size_, 0)) return joined;
     // Nobody leaves before all are connected with each other: to those who are not yet it would look like a failure.
     Operation barrier{.collective = Collective::Barrier};
@@ -121,15 +117,15 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
     static_cast<hosts::InterhostCommunicator&>(*joined).measure(interrupted);
     return joined;
   } catch (const Error& error) {
-    Error told = for_peers(rank_, error);
+    Error told = for_peers(names_.global(rank_), error);
     write_end_record(end_record, shm::Standing::Failed, told.kind(), told.what());
     throw;
   } catch (const std::exception& error) {
     write_end_record(end_record, shm::Standing::Failed, ErrorKind::Aborted,
-                     rank_name(rank_) + failure_text(error, "init()"));
+                     names_(rank_) + failure_text(error, "init()"));
     throw;
   } catch (...) {
-    write_end_record(end_record, shm::Standing::Failed, ErrorKind::Aborted, rank_name(rank_) + " left init()");
+    write_end_record(end_record, shm::Standing::Failed, ErrorKind::Aborted, names_(rank_) + " left init()");
     throw;
   }
 }
@@ -138,23 +134,18 @@ std::unique_ptr<shm::PeerArena> LocalBootstrap::map_peer(int rank, int memory, s
   try {
     return std::make_unique<shm::PeerArena>(memory, bytes);
   } catch (const Error& error) {
-    throw Error(error.kind(), "rank " + std::to_string(rank_) + " can't map the memory of rank " +
-                                  std::to_string(rank) + ": " + error.what());
+    throw Error(error.kind(), names_(rank_) + " can't map the memory of " + names_(rank) + ": " + error.what());
   }
 }
 
 std::shared_ptr<Communicator> LocalBootstrap::join(const std::vector<UniqueFd>& memories,
                                                    const std::vector<Address>& addresses,
                                                    const std::vector<int>& host_of,
-                                                   const std::vector<int>& global_ranks,
                                                    const MakeInterhost& make_interhost) {
   sync_point("joining");
   std::vector<std::unique_ptr<shm::PeerArena>> peers;
-  std::vector<int> names = global_ranks, local_names, local_ranks;
-  if (names.empty()) {
-    names.resize(size_);
-    std::iota(names.begin(), names.end(), 0);
-  }
+  std::vector<int> names, local_names, local_ranks;
+  for (int rank = 0; rank < size_; ++rank) names.push_back(names_.global(rank));
   std::vector<uint64_t> offsets;
   std::vector<hosts::Member> members;
   int local_rank = 0;

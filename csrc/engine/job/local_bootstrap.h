@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/texts.h"
 #include "bootstrap/handoff.h"
 #include "engine/communicator/communicator.h"
 #include "engine/progress/engine.h"
@@ -19,8 +20,9 @@ namespace syncengine {
 class LocalBootstrap {
  public:
   // Without `count_callers` nobody knows which thread may still make a call, and ranks that wait for each other time out.
-  // `host_id`: see bootstrap/host.h.
-  LocalBootstrap(int rank, int size, Options options, CountCallers count_callers = {}, const std::string& host_id = "");
+  // `host_id`: see bootstrap/host.h. `global_ranks` is what messages call the ranks (empty: as they are).
+  LocalBootstrap(int rank, int size, Options options, CountCallers count_callers = {}, const std::string& host_id = "",
+                 std::vector<int> global_ranks = {});
 
   // Opaque bytes for the launcher to exchange; the same length on every rank.
   std::string address() const;
@@ -33,11 +35,9 @@ class LocalBootstrap {
   // Connects this rank with those of other hosts. Called once the host's own ranks have each other's memory.
   using MakeInterhost = std::function<std::unique_ptr<Interhost>()>;
 
-  // `addresses` by rank, the own one among them; `global_ranks` is what messages call the ranks (empty: as they are). Once.
-  // `make_interhost` is needed if there are several hosts.
+  // `addresses` by rank, the own one among them. Once. `make_interhost` is needed if there are several hosts.
   std::shared_ptr<Communicator> connect(const std::vector<std::string>& addresses, Deadline deadline,
                                         const std::function<void()>& interrupted = {},
-                                        const std::vector<int>& global_ranks = {},
                                         const MakeInterhost& make_interhost = {});
 
   struct Address;  // what address() is made of
@@ -45,10 +45,10 @@ class LocalBootstrap {
  private:
   std::unique_ptr<shm::PeerArena> map_peer(int rank, int memory, size_t bytes) const;
   std::shared_ptr<Communicator> join(const std::vector<UniqueFd>& memories, const std::vector<Address>& addresses,
-                                     const std::vector<int>& host_of, const std::vector<int>& global_ranks,
-                                     const MakeInterhost& make_interhost);
+                                     const std::vector<int>& host_of, const MakeInterhost& make_interhost);
 
   int rank_, size_;
+  RankNames names_;
   Options options_;
   std::string host_key_;
   std::shared_ptr<shm::Arena> arena_;

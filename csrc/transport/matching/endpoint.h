@@ -61,9 +61,10 @@ class Endpoint : public Interhost {
   }
 
  protected:
-  Endpoint(int rank, bool checksum, const HeartbeatTiming& timing)
-      : queue_(rank, [this] { wake(); }), heartbeat_(seconds(timing.heartbeat)), timing_(timing) {
+  Endpoint(int rank, const RankNames& names, bool checksum, const HeartbeatTiming& timing)
+      : queue_(rank, names, [this] { wake(); }), heartbeat_(seconds(timing.heartbeat)), timing_(timing) {
     shared_.rank = rank;
+    shared_.names = names;
     shared_.checksum = checksum;
   }
 
@@ -131,7 +132,7 @@ class Endpoint : public Interhost {
   // After stop(): says goodbye at first. True when everybody has answered, or there was time enough.
   bool has_left() {
     constexpr Duration kLongestGoodbye = std::chrono::seconds(1);
-    Error error(ErrorKind::PeerLost, rank_name(shared_.rank) + " has left");
+    Error error(ErrorKind::PeerLost, shared_.names(shared_.rank) + " has left");
     auto now = Clock::now();
     if (!leaving_until_) {
       leaving_until_ = now + kLongestGoodbye;
@@ -156,7 +157,7 @@ class Endpoint : public Interhost {
 
  private:
   void check_peer(int peer) const {
-    if (!peers_.count(peer)) throw Error(ErrorKind::InvalidUsage, rank_name(peer) + " is no peer on another host");
+    if (!peers_.count(peer)) throw Error(ErrorKind::InvalidUsage, shared_.names(peer) + " is no peer on another host");
   }
 
   // The first failure counts.

@@ -24,20 +24,20 @@ void HeartbeatMonitor::judge(Clock::time_point now) {
   if (silent < std::min(timing_.notice, timing_.silence)) return;
   char due[64];
   std::snprintf(due, sizeof(due), "(a heartbeat is due every %.2f s)", timing_.heartbeat);
-  std::string what = rank_name(peer_) + " has been silent for " + seconds_text(silent) + " " + due +
+  std::string what = shared_.names(peer_) + " has been silent for " + seconds_text(silent) + " " + due +
                      ": its process is stopped, or its host or the network to it is down";
   if (silent >= timing_.silence)
     throw Error(ErrorKind::PeerLost, what + "; it was given up after " + seconds_text(timing_.silence) +
                                          " (init(silence=...) or SYNCENGINE_SILENCE)");
   if (noticed_) return;
   noticed_ = last_;
-  shared_.log += "[syncengine] " + rank_name(shared_.rank) + ": " + what + "; it is given up after " +
+  shared_.log += "[syncengine] " + shared_.names(shared_.rank) + ": " + what + "; it is given up after " +
                  seconds_text(timing_.silence) + " (init(silence=...) or SYNCENGINE_SILENCE)\n";
 }
 
 void HeartbeatMonitor::note_return() {
-  shared_.log += "[syncengine] " + rank_name(shared_.rank) + ": " + rank_name(peer_) + " is heard again, after " +
-                 seconds_text(between(*noticed_, *last_)) + "\n";
+  shared_.log += "[syncengine] " + shared_.names(shared_.rank) + ": " + shared_.names(peer_) +
+                 " is heard again, after " + seconds_text(between(*noticed_, *last_)) + "\n";
   noticed_.reset();
 }
 

@@ -50,7 +50,7 @@ void Inbox::on_ask(const Frame& frame) {
   if (auto found = posted_.find(frame.tag); found != posted_.end()) {
     if (found->second->handle == 0) get_ready(found->second);
   } else {
-    if (asked_.size() >= kMostAsked) throw garbage(peer_, "more sends than can be");
+    if (asked_.size() >= kMostAsked) throw garbage(shared_.names, peer_, "more sends than can be");
     asked_.insert(frame.tag);
   }
 }
@@ -60,7 +60,7 @@ Arrival Inbox::begin(const Frame& frame) {
   if (frame.kind == Kind::Chunk) {
     auto found = by_handle_.find(frame.handle);
     if (found == by_handle_.end()) {
-      if (frame.handle > handles_) throw garbage(peer_, "data that nobody asked for");
+      if (frame.handle > handles_) throw garbage(shared_.names, peer_, "data that nobody asked for");
       return arrival;  // withdrawn meanwhile
     }
     Receive& receive = *found->second;
@@ -68,12 +68,13 @@ Arrival Inbox::begin(const Frame& frame) {
                 (frame.payload % kChunkUnit == 0 || frame.payload == receive.bytes - frame.offset) &&
                 (frame.payload > 0 || receive.bytes == 0);
     uint32_t units = fits ? units_of(frame) : 0;
-    if (!fits || (receive.units & units)) throw garbage(peer_, "data that does not fit its place");
+    if (!fits || (receive.units & units)) throw garbage(shared_.names, peer_, "data that does not fit its place");
     receive.units |= units;
     arrival.receive = found->second;
     return arrival;
   }
-  if (held_ + window_cost(frame.payload) > kEagerWindow) throw garbage(peer_, "more than it has credit for");
+  if (held_ + window_cost(frame.payload) > kEagerWindow)
+    throw garbage(shared_.names, peer_, "more than it has credit for");
   held_ += window_cost(frame.payload);
   if (withdrawals_.is_withdrawn(frame.tag)) return arrival;
   auto found = posted_.find(frame.tag);
@@ -82,8 +83,9 @@ Arrival Inbox::begin(const Frame& frame) {
     return arrival;
   }
   Receive& receive = *found->second;
-  if (receive.bytes != frame.payload) throw size_mismatch(peer_, frame.payload, shared_.rank, receive.bytes);
-  if (receive.handle != 0 || receive.units) throw garbage(peer_, "one transfer twice");
+  if (receive.bytes != frame.payload)
+    throw size_mismatch(shared_.names, peer_, frame.payload, shared_.rank, receive.bytes);
+  if (receive.handle != 0 || receive.units) throw garbage(shared_.names, peer_, "one transfer twice");
   receive.units = 1;
   arrival.receive = found->second;
   return arrival;
@@ -103,7 +105,8 @@ void Inbox::end(Arrival& arrival) {
     if (posted != posted_.end()) {
       take(posted->second, unexpected);
     } else if (!withdrawn) {
-      if (!unexpected_.emplace(frame.tag, std::move(unexpected)).second) throw garbage(peer_, "one transfer twice");
+      if (!unexpected_.emplace(frame.tag, std::move(unexpected)).second)
+        throw garbage(shared_.names, peer_, "one transfer twice");
       return;  // its credit is given back when it is taken
     } else {
       give_credit(window_cost(frame.payload));
@@ -114,7 +117,8 @@ void Inbox::end(Arrival& arrival) {
 }
 
 void Inbox::take(const std::shared_ptr<Receive>& receive, const Unexpected& unexpected) {
-  if (receive->bytes != unexpected.size) throw size_mismatch(peer_, unexpected.size, shared_.rank, receive->bytes);
+  if (receive->bytes != unexpected.size)
+    throw size_mismatch(shared_.names, peer_, unexpected.size, shared_.rank, receive->bytes);
   if (unexpected.size > 0) std::memcpy(receive->data, unexpected.bytes.get(), unexpected.size);
   receive->left = 0;
   finish(*receive);

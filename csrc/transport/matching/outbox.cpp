@@ -46,7 +46,7 @@ void Outbox::post(uint64_t tag, const std::byte* data, size_t bytes, std::shared
 
 void Outbox::enqueue(const std::shared_ptr<Send>& send, const Ready& ready) {
   if (send->bytes != ready.size) {
-    Error error = size_mismatch(shared_.rank, send->bytes, peer_, ready.size);
+    Error error = size_mismatch(shared_.names, shared_.rank, send->bytes, peer_, ready.size);
     send->fail(error);
     throw error;
   }
@@ -62,12 +62,12 @@ void Outbox::on_ready(const Frame& frame) {
     unready_.erase(waiting);
     enqueue(send, ready);
   } else if (ready_.size() >= kMostReady || !ready_.emplace(frame.tag, ready).second) {
-    throw garbage(peer_, "more receives than can be");
+    throw garbage(shared_.names, peer_, "more receives than can be");
   }
 }
 
 void Outbox::on_credit(const Frame& frame) {
-  if (frame.size > kEagerWindow - credit_) throw garbage(peer_, "more credit than it took");
+  if (frame.size > kEagerWindow - credit_) throw garbage(shared_.names, peer_, "more credit than it took");
   credit_ += frame.size;
 }
 

@@ -27,7 +27,7 @@ void Session::on_control(const Frame& frame, std::string_view text) {
     case Kind::Goodbye: return life.on(Lifecycle::HearGoodbye);
     case Kind::Verdict:
       throw Error(mismatch ? ErrorKind::Mismatch : ErrorKind::PeerLost,
-                  rank_name(rank) + " closed its connection to " + rank_name(shared.rank) + ": " + std::string(text));
+                  name() + " closed its connection to " + shared.names(shared.rank) + ": " + std::string(text));
     default: break;  // a heartbeat: that it came is all
   }
 }

@@ -16,8 +16,9 @@ namespace syncengine::matching {
 
 struct Session {
   Session(Shared& endpoint, const HeartbeatTiming& timing, int peer)
-      : shared(endpoint), rank(peer), withdrawals(peer), heartbeat(endpoint, timing, peer) {}
+      : shared(endpoint), rank(peer), withdrawals(endpoint, peer), heartbeat(endpoint, timing, peer) {}
 
+  std::string name() const { return shared.names(rank); }
   void tell(const std::string& message) { add({.kind = Kind::Message}, message); }
   void add_verdict(const Error& error);               // what the peer is to know of its end
   void add(Frame frame, std::string_view text = {});  // of control

@@ -92,7 +92,8 @@ void SubmissionQueue::end_late(Post& post) {
   auto found = post.kind == Post::Receive ? sent_by_peer.extract(post.tag) : Inbox::Unexpecteds::node_type();
   if (!found) return post.transfer->fail(failures_.at(post.peer));
   const auto& sent = found.mapped();
-  if (sent.size != post.bytes) return post.transfer->fail(size_mismatch(post.peer, sent.size, rank_, post.bytes));
+  if (sent.size != post.bytes)
+    return post.transfer->fail(size_mismatch(names_, post.peer, sent.size, rank_, post.bytes));
   if (post.bytes > 0) std::memcpy(post.data, sent.bytes.get(), post.bytes);
   post.transfer->finish();
 }

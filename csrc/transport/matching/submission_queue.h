@@ -13,6 +13,7 @@
 #include <string>
 #include <vector>
 
+#include "base/texts.h"
 #include "transport/interhost.h"
 #include "transport/matching/inbox.h"
 
@@ -34,8 +35,9 @@ class SubmissionQueue {
   };
 
   // `wake` is called after something was handed over while nothing waited to be taken.
-  // `rank` is the own one, for messages.
-  SubmissionQueue(int rank, std::function<void()> wake) : rank_(rank), wake_(std::move(wake)) {}
+  // `rank` is the own one, for messages, as are `names`.
+  SubmissionQueue(int rank, RankNames names, std::function<void()> wake)
+      : rank_(rank), names_(std::move(names)), wake_(std::move(wake)) {}
 
   // As Interhost has them; `peer` has been checked.
   std::shared_ptr<Transfer> send(int peer, uint64_t tag, const std::byte* data, size_t bytes);
@@ -57,6 +59,7 @@ class SubmissionQueue {
   void end_late(Post& post);
 
   int rank_;
+  RankNames names_;
   std::function<void()> wake_;
   mutable std::mutex mutex_;
   std::deque<Post> posts_;

@@ -34,9 +34,10 @@ void Withdrawals::withdraw(uint64_t first, uint64_t last) {
 }
 
 void Withdrawals::hear(const Frame& frame) {
-  if (ranges_.size() >= kMostRanges) throw garbage(peer_, "more withdrawals than can be");
+  if (ranges_.size() >= kMostRanges) throw garbage(shared_.names, peer_, "more withdrawals than can be");
   Range& range = ranges_[frame.tag];
-  if (range.there || (range.here && range.last != frame.handle)) throw garbage(peer_, "one withdrawal twice");
+  if (range.there || (range.here && range.last != frame.handle))
+    throw garbage(shared_.names, peer_, "one withdrawal twice");
   range.last = frame.handle;
   range.there = true;
   range.eagers = frame.size;

@@ -9,12 +9,13 @@
 #include <map>
 
 #include "transport/matching/frame.h"
+#include "transport/matching/shared.h"
 
 namespace syncengine::matching {
 
 class Withdrawals {
  public:
-  explicit Withdrawals(int peer) : peer_(peer) {}
+  Withdrawals(const Shared& shared, int peer) : shared_(shared), peer_(peer) {}
 
   bool is_withdrawn(uint64_t tag) const;
   void withdraw(uint64_t first, uint64_t last);
@@ -30,6 +31,7 @@ class Withdrawals {
   };
   bool is_over(const Range& range) const;
 
+  const Shared& shared_;
   int peer_;
   uint32_t eagers_ = 0;               // that have come; only differences matter
   std::map<uint64_t, Range> ranges_;  // by first tag

@@ -19,7 +19,7 @@ std::unique_ptr<Interhost> connect(std::unique_ptr<Mover> mover, const Options& 
 }
 
 Endpoint::Endpoint(std::unique_ptr<Mover> mover, const Options& options, int rank, const std::vector<int>& peers)
-    : matching::Endpoint<Peer>(rank, options.checksum, heartbeat_timing(options)),
+    : matching::Endpoint<Peer>(rank, options.names, options.checksum, heartbeat_timing(options)),
       options_(options),
       mover_(std::move(mover)) {
   for (int peer : peers) peers_[peer] = std::make_unique<Peer>(shared_, traffic_, options_, peer);

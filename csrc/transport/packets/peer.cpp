@@ -94,7 +94,7 @@ void Peer::on_end(uint64_t id, Buffer buffer, const std::string& error) {
   if (!error.empty()) {
     session_.life.on(Lifecycle::Break);
     throw Error(ErrorKind::PeerLost,
-                rank_name(session_.rank) + " died, or the way to it broke (" + options_.by + ": " + error + ")");
+                session_.name() + " died, or the way to it broke (" + options_.by + ": " + error + ")");
   }
   auto ended = std::find_if(incoming_.begin(), incoming_.end(), [&](const Incoming& each) { return each.id == id; });
   if (ended == incoming_.end()) {
@@ -158,7 +158,7 @@ void Peer::take_greeting() {
   if (greeting != kGreeting) throw_out_of_step();
   if (build != options_.build) {
     session_.life.on(Lifecycle::Break);
-    throw another_build(session_.rank, build);
+    throw another_build(session_.shared.names.global(session_.rank), build);
   }
   in_.erase(0, kGreetingBytes);
   greeted_ = true;
@@ -197,8 +197,7 @@ void Peer::on_frame(const Frame& frame, const std::string& payload) {
   }
   if (frame.kind == Kind::Goodbye || session_.life.is_in_use()) session_.on_control(frame, payload);
   if (frame.kind == Kind::Goodbye && session_.life.is_in_use())
-    throw Error(ErrorKind::PeerLost,
-                rank_name(session_.rank) + " has left (it exited, or called syncengine.shutdown())");
+    throw Error(ErrorKind::PeerLost, session_.name() + " has left (it exited, or called syncengine.shutdown())");
 }
 
 void Peer::take_data(Arrival& arrival, const std::byte* payload) {
@@ -207,14 +206,14 @@ void Peer::take_data(Arrival& arrival, const std::byte* payload) {
   std::byte* place = arrival.place();
   if (place && frame.payload > 0) std::memcpy(place, payload, frame.payload);
   if (session_.shared.checksum && place && matching::crc32c(place, frame.payload) != frame.checksum)
-    throw garbage(session_.rank, "data whose checksum differs");
+    throw garbage(session_.shared.names, session_.rank, "data whose checksum differs");
   session_.inbox.end(arrival);
 }
 
 // What comes next can't be received: nobody knows what it is.
 void Peer::throw_out_of_step() {
   session_.life.on(Lifecycle::Break);
-  throw garbage(session_.rank, "something that is no frame of syncengine's");
+  throw garbage(session_.shared.names, session_.rank, "something that is no frame of syncengine's");
 }
 
 // ---- the end ----

@@ -19,7 +19,7 @@ uint64_t event_key(int peer, size_t connection) { return static_cast<uint64_t>(p
 }  // namespace
 
 Endpoint::Endpoint(const Options& options, int rank, std::map<int, std::vector<UniqueFd>> sockets)
-    : matching::Endpoint<Peer>(rank, options.checksum, heartbeat_timing(options)),
+    : matching::Endpoint<Peer>(rank, options.names, options.checksum, heartbeat_timing(options)),
       options_(options),
       epoll_(UniqueFd(epoll_create1(EPOLL_CLOEXEC))),
       alarm_(UniqueFd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))) {

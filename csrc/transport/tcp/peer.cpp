@@ -77,8 +77,7 @@ bool Peer::step() {
                      return channel.status != Status::Open;
                    });
   if (all_ended && session_.life.state() == Lifecycle::PeerLeft) {
-    throw Error(ErrorKind::PeerLost,
-                rank_name(session_.rank) + " has left (it exited, or called syncengine.shutdown())");
+    throw Error(ErrorKind::PeerLost, session_.name() + " has left (it exited, or called syncengine.shutdown())");
   }
   return more;
 }
@@ -112,7 +111,7 @@ void Peer::on_control_frames() {
   std::string_view rest = control_.in;
   while (rest.size() >= kFrameBytes) {
     auto frame = decode(rest.substr(0, kFrameBytes), Channel::Control);
-    if (!frame) throw garbage(session_.rank, "something that is no frame of syncengine's");
+    if (!frame) throw garbage(session_.shared.names, session_.rank, "something that is no frame of syncengine's");
     if (rest.size() < kFrameBytes + frame->payload) break;
     session_.on_control(*frame, rest.substr(kFrameBytes, frame->payload));
     rest.remove_prefix(kFrameBytes + frame->payload);
@@ -146,12 +145,12 @@ void Peer::read_data(DataChannel& channel) {
       const Frame& frame = arrival->frame;
       std::byte* place = arrival->place();
       if (session_.shared.checksum && place && crc32c(place, frame.payload) != frame.checksum)
-        throw garbage(session_.rank, "data whose checksum differs");
+        throw garbage(session_.shared.names, session_.rank, "data whose checksum differs");
       session_.inbox.end(*arrival);
       channel.receive(std::nullopt);
     } else if (auto header = channel.begun_frame(); header && !channel.is_reading()) {
       auto frame = decode(*header, Channel::Data);
-      if (!frame) throw garbage(session_.rank, "something that is no frame of syncengine's");
+      if (!frame) throw garbage(session_.shared.names, session_.rank, "something that is no frame of syncengine's");
       channel.receive(session_.inbox.begin(*frame));
     } else {
       return;
@@ -186,7 +185,7 @@ void Peer::look_at_clock(Clock::time_point now) {
 }
 
 void Peer::throw_lost(const std::string& how) const {
-  throw Error(ErrorKind::PeerLost, rank_name(session_.rank) + " died, or the network to it broke (" + how + ")");
+  throw Error(ErrorKind::PeerLost, session_.name() + " died, or the network to it broke (" + how + ")");
 }
 
 void Peer::fail(const Error& error) {

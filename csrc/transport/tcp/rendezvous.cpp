@@ -63,7 +63,7 @@ std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<vo
     for (size_t i = 0; i < owners.size(); ++i) {
       if (waits[first_open + i].revents)
         throw Error(ErrorKind::PeerLost,
-                    rank_name(owners[i]) + " broke off while the ranks connected: see its own error");
+                    options_.names(owners[i]) + " broke off while the ranks connected: see its own error");
     }
     if (!is_full) accept_callers();
     for (auto* calls : {&calls_, &unauthenticated_}) {
@@ -71,7 +71,7 @@ std::map<int, Sockets> Rendezvous::run(Deadline deadline, const std::function<vo
     }
     look_after_doubted();
     if (missing_ > 0 && deadline.passed())
-      throw Error(ErrorKind::Timeout, rank_name(rank_) + " waited in init() for " + missing_names());
+      throw Error(ErrorKind::Timeout, options_.names(rank_) + " waited in init() for " + missing_names());
   }
   return std::move(sockets_);
 }
@@ -110,7 +110,7 @@ void Rendezvous::wait_for_descriptors(int code) {
     return !call.server->has_ticket() && call.limit - seconds(options_.handshake) + kPause < now;
   });
   if (now - full_->since < seconds(options_.handshake)) return;
-  throw_out_of_descriptors(rank_name(rank_) + " can't accept the connections of " + missing_names(), code);
+  throw_out_of_descriptors(options_.names(rank_) + " can't accept the connections of " + missing_names(), code);
 }
 
 void Rendezvous::dial(Call& call) {
@@ -125,8 +125,8 @@ void Rendezvous::break_off(Call& call, int code) {
   const Address& address = peers_.at(call.peer);
   std::string where = text(address.ip, address.port);
   if (code == ECONNREFUSED) {
-    throw Error(ErrorKind::PeerLost, rank_name(call.peer) + " refused the connection from " + rank_name(rank_) + " (" +
-                                         where +
+    throw Error(ErrorKind::PeerLost, options_.names(call.peer) + " refused the connection from " +
+                                         options_.names(rank_) + " (" + where +
                                          "): its process ended or its init() failed (see its own error), or a "
                                          "firewall stands between");
   }
@@ -215,10 +215,11 @@ bool Rendezvous::settle(Call& call) {
       break;
     case Verdict::Build:  // else the address would have told
       if (!call.client) break;
-      throw another_build(peer, handshake.their_build());
+      throw another_build(options_.names.global(peer), handshake.their_build());
     case Verdict::Settings:
       if (call.client)
-        throw Error(ErrorKind::Mismatch, rank_name(peer) + " has other TCP settings than " + rank_name(rank_) +
+        throw Error(ErrorKind::Mismatch, options_.names(peer) + " has other TCP settings than " +
+                                             options_.names(rank_) +
                                              " (number of sockets, checksum): give all ranks the same");
       if (call.server->has_ticket()) doubt(peer, "other settings than its address");
       break;
@@ -234,14 +235,14 @@ bool Rendezvous::settle(Call& call) {
 // A rank's name with a valid ticket and nothing behind it: that rank has another secret, or somebody has read the addresses in the
 // launcher's exchange. He must not end the job, so the rank may still come.
 void Rendezvous::doubt(int peer, const std::string& what) {
-  std::string text = "somebody called as " + rank_name(peer) + " with " + what;
+  std::string text = "somebody called as " + options_.names(peer) + " with " + what;
   reasons_[peer] = text;
   if (!doubted_.try_emplace(peer).second) return;
   std::fprintf(
       stderr,
       "[syncengine] %s: %s, and was turned away: it is that rank with a wrong SYNCENGINE_SECRET, or a stranger "
       "who has read the addresses\n",
-      rank_name(rank_).c_str(), text.c_str());
+      options_.names(rank_).c_str(), text.c_str());
 }
 
 bool Rendezvous::is_missing(int peer) const {
@@ -271,7 +272,7 @@ void Rendezvous::look_after_doubted() {
 }
 
 void Rendezvous::throw_other_secret(int peer) const {
-  throw Error(ErrorKind::InvalidUsage, rank_name(peer) + " and " + rank_name(rank_) +
+  throw Error(ErrorKind::InvalidUsage, options_.names(peer) + " and " + options_.names(rank_) +
                                            " have different secrets: set SYNCENGINE_SECRET (or what is in "
                                            "SYNCENGINE_SECRET_FILE) to the same on all ranks");
 }
@@ -282,7 +283,7 @@ std::string Rendezvous::missing_names() const {
   for (const auto& [peer, sockets] : sockets_) {
     if (!is_missing(peer)) continue;
     auto reason = reasons_.find(peer);
-    names += (names.empty() ? "" : ", ") + std::to_string(peer);
+    names += (names.empty() ? "" : ", ") + std::to_string(options_.names.global(peer));
     if (reason != reasons_.end())
       names += " (" + reason->second + ")";
     else if (peer < rank_)

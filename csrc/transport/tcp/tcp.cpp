@@ -47,8 +47,9 @@ std::unique_ptr<Interhost> connect(Listener listener, int rank, const std::vecto
   std::map<int, Address> peers;
   for (int peer = 0; peer < static_cast<int>(addresses.size()); ++peer) {
     if (peer == rank || addresses[peer].empty()) continue;
-    peers[peer] = decode_address(peer, addresses[peer]);
-    check_fit(rank, listener.address_, peer, peers[peer]);
+    const RankNames& names = listener.options_.names;
+    peers[peer] = decode_address(names.global(peer), addresses[peer]);
+    check_fit(names.global(rank), listener.address_, names.global(peer), peers[peer]);
   }
   require_room(listener.options_, static_cast<int>(peers.size()));
   Rendezvous rendezvous(listener.options_, rank, listener.address_, std::move(peers), listener.fd_.get());

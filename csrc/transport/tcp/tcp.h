@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/deadline.h"
+#include "base/texts.h"
 #include "transport/interhost.h"
 #include "transport/matching/heartbeat_monitor.h"
 #include "transport/tcp/address.h"
@@ -29,6 +30,7 @@ struct Options {
   int peers = 0;             // ranks of other hosts, where that is known before: are there descriptors enough?
   int unauthenticated = 64;  // connections that have not proved it yet, at most, beside those that are expected
   std::string secret;        // see load_secret()
+  RankNames names;           // of the ranks of the job
 };
 
 inline matching::HeartbeatTiming heartbeat_timing(const Options& options) {

@@ -31,8 +31,8 @@ void end_with_the_last_reference_in_flight(const std::string& hosts) {
     auto job = std::make_unique<LocalBootstrap>(rank, 2, options, CountCallers{}, std::string(1, hosts[rank]));
     addresses[rank] = job->address();
     ready.arrive_and_wait();
-    auto communicator = job->connect(addresses, Deadline::after(std::chrono::seconds(20)), {}, {},
-                                     [&] { return network->endpoint(rank); });
+    auto communicator =
+        job->connect(addresses, Deadline::after(std::chrono::seconds(20)), {}, [&] { return network->endpoint(rank); });
     ready.arrive_and_wait();
     job.reset();
     Operation operation = testing::all_reduce_of(data.data() + rank * 1000, 1000 * sizeof(float), DType::Float32);

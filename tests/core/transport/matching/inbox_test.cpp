@@ -14,7 +14,7 @@ using Transfer = std::shared_ptr<Interhost::Transfer>;
 struct Side {
   Shared shared{.rank = 0};
   std::string control;
-  Withdrawals withdrawals{1};
+  Withdrawals withdrawals{shared, 1};
   Inbox inbox{shared, 1, control, withdrawals};
   Outbox outbox{shared, 1, control, withdrawals};
   std::vector<std::byte> memory = std::vector<std::byte>(1 << 20);

@@ -73,7 +73,7 @@ const std::vector<std::byte> memory(1 << 20);
 struct Session {
   Shared shared{.rank = 0};
   std::string control;
-  Withdrawals withdrawals{1};
+  Withdrawals withdrawals{shared, 1};
   Outbox outbox{shared, 1, control, withdrawals};
   Inbox inbox{shared, 1, control, withdrawals};
   std::vector<std::unique_ptr<std::byte[]>> places;  // each of its exact size
