@@ -29,7 +29,9 @@ def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_
             continue
         if model._join_config.is_first_joinable and not in_torch_join:
             raise InvalidUsage("torch's Join needs the ShardedOptimizer as well: Join([model, optimizer])")
-        current = tell(sharing.host.communicator, Intent(1.0, steps=float(number(model))))
+        # Those that have joined listen where the context is: on the model's own, or in the hook below.
+        communicator = sharing.host.communicator if in_torch_join else model.communicator
+        current = tell(communicator, Intent(1.0, steps=float(number(model))))
         current.check()
         return current
     return None

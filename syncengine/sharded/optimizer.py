@@ -212,7 +212,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if problem := sharing.written():
             assert sharing.host is not None
             text = f"{sharing.host.name(sharing.host.rank)}: {problem}"
-            sharing.host.communicator.abort(text, "InvalidUsage")
+            for communicator in {sharing.host.communicator, model.communicator}:  # the others wait in its forward
+                communicator.abort(text, "InvalidUsage")
             sharing.end(InvalidUsage(text))
             raise InvalidUsage(text)
 

@@ -46,7 +46,7 @@ class Sharing:
         group: Group | None,
     ) -> None:
         self._make_shard, self._coupling, self._cuts, self._sums, self._group = make_shard, coupling, cuts, sums, group
-        self.host: Host | None = None
+        self.host: Host | None = None  # of the first model's communicator, which all that ranks do together here uses
         self.blocks: list[Block] = []
         # Whose parameters it updates, numbered in the order of their binding, which all ranks have in common.
         self.models: weakref.WeakKeyDictionary[Parallel, int] = weakref.WeakKeyDictionary()
@@ -85,9 +85,10 @@ class Sharing:
         if self.host is not None and self.host.communicator is not model.communicator:
             if model.communicator.exception() is not None:
                 return  # one from before a failure
-            raise InvalidUsage(
-                "the models of one ShardedOptimizer need the same process_group: make one for each model"
-            )
+            if self.host.communicator.global_ranks != model.communicator.global_ranks:
+                raise InvalidUsage(
+                    "the models of one ShardedOptimizer need process groups of the same ranks: make one for each model"
+                )
         self.models.setdefault(model, next(self._numbers))
         self.members.names.update(zip(model._model.parameters, model._model.names, strict=True))
         self.host = self.host or Host(model.communicator)
@@ -284,6 +285,10 @@ class Sharing:
     def raise_if_over(self) -> None:
         """Raises what has ended it."""
         if self.over is None and self.host is not None:
+            for model in self.models:  # they may have groups of their own: all end together
+                failure = model.communicator.exception()
+                if isinstance(failure, SyncError) and not isinstance(failure, InvalidUsage):  # not by being closed
+                    self.host.communicator.abort(str(failure), type(failure).__name__)
             error = self.host.communicator.exception()
             if isinstance(error, SyncError):
                 self.end(error)
