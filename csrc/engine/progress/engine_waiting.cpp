@@ -115,6 +115,13 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
         if (!std::exchange(sleeps, true)) engine.sleepers_.push_back(&sleeper);
       });
     }
+    // Returns whether there is work for others.
+    bool leave() {
+      engine.driver_.leave();
+      if (engine.tally_.outstanding.load(std::memory_order_seq_cst) == 0) return false;
+      engine.driver_.call();
+      return true;
+    }
     ~Waiter() {
       if (sleeps) {
         engine.locked([&] {
@@ -122,15 +129,18 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
           engine.publish_waits();
         });
       }
-      engine.driver_.leave();
-      if (engine.tally_.outstanding.load(std::memory_order_seq_cst) == 0) return;
-      engine.driver_.call();
-      if (io_loop) io_loop->notify();
+      if (leave() && io_loop) io_loop->notify();
     }
   } waiter(*this, {work, owner, gives_up}, owner.io_loop());
+  // While it may wait for Python's lock, which other code may hold for long, the own thread drives.
+  struct Aside {
+    Waiter& waiter;
+    explicit Aside(Waiter& w) : waiter(w) { waiter.leave(); }
+    ~Aside() { waiter.engine.driver_.enter(); }
+  };
   Spin spin(cores_to_spare_);
   Tick tick;
-  std::optional<Deadline> settled;  // most waits end before that
+  std::optional<Deadline> next_look;  // for signals, and who else waits; most waits end before that
   while (!work.ended()) {
     bool drove_io = waiter.io_loop && drive_io(work, *waiter.io_loop, [&] { return spin.again(); });
     bool moved = !drove_io && pass();
@@ -139,11 +149,15 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
     if (drove_io && work.ended()) break;
     bool idle = !drove_io && !moved && !work.ended() && !spin.again();
     if (!drove_io && !idle && !tick.due()) continue;
-    if (idle && !settled) settled = Deadline::after(kTick);
-    if (drove_io || (idle && settled->passed())) waiter.sleep();
+    if (!next_look) next_look = Deadline::after(drove_io || !idle ? Duration::zero() : kTick);
+    if (next_look->passed()) {
+      Aside aside(waiter);
+      if (idle || drove_io) waiter.sleep();
+      if (interrupted) interrupted();
+      next_look = Deadline::after(kTick);
+    }
     check_health();
-    if (idle && !work.ended()) rest(kTick, [&] { return work.ended(); });
-    if (interrupted) interrupted();
+    if (idle && !work.ended()) rest(next_look->left(kTick), [&] { return work.ended(); });
   }
 }
 
