@@ -173,6 +173,7 @@ Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call
   if (counted == Counted::AtOnce) count(call);
   call.to_be_counted = counted == Counted::AtStart;
   call.coalesced = coalescing_.take();
+  if (call.coalesced && call.coalesced->over) coalescing_.give(std::move(call.coalesced));
   return call;
 }
 
@@ -191,6 +192,7 @@ c10::intrusive_ptr<TorchWork> TorchBackend::make_work(TorchWork::Origin origin, 
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
+  if (call.coalesced) call.coalesced->call.require_device_of(call);
   if (!call.device().is_cpu()) return start_on_device(std::move(call), how);
   if (call.to_be_counted) count(call);
   auto limit = at_most(how.timeout);
@@ -242,6 +244,15 @@ TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
   return finish(*coalesced);
 }
 
+// A barrier waits, so it ends what is coalesced. A body that has raised is over then: torch tells of no end.
+void TorchBackend::leave_coalescing(Call& call) {
+  if (!call.coalesced) return;
+  call.coalesced.reset();
+  auto none = std::make_unique<Coalesced>();
+  none->over = true;
+  coalescing_.give(std::move(none));
+}
+
 TorchBackend::TorchWorkPtr TorchBackend::finish(Coalesced& coalesced) {
   const uint64_t number = sequence_.load(std::memory_order_relaxed);
   constexpr auto kType = ::c10d::OpType::COALESCED;
@@ -255,6 +266,7 @@ TorchBackend::TorchWorkPtr TorchBackend::finish(Coalesced& coalesced) {
 
 TorchBackend::TorchWorkPtr TorchBackend::barrier(const ::c10d::BarrierOptions& options) {
   Call call = begin("barrier", {});
+  leave_coalescing(call);
   call.add({.collective = Collective::Barrier});
   return start(std::move(call), {::c10d::OpType::BARRIER, options.timeout, options.asyncOp});
 }
@@ -262,6 +274,7 @@ TorchBackend::TorchWorkPtr TorchBackend::barrier(const ::c10d::BarrierOptions& o
 // Names every rank that is missing, so there is no need to fail at the first.
 void TorchBackend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool) {
   Call call = begin("monitored_barrier", {});
+  leave_coalescing(call);
   Operation operation{.collective = Collective::Barrier};
   operation.describe = [] { return std::string("monitored_barrier()"); };
   call.add(std::move(operation));

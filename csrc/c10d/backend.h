@@ -116,6 +116,7 @@ class TorchBackend final : public ::c10d::Backend {
   TorchWorkPtr start(Call call, const How& how);
   c10::intrusive_ptr<TorchWork> make_work(TorchWork::Origin origin, Call call,
                                           std::vector<std::shared_ptr<syncengine::Work>> works);
+  void leave_coalescing(Call& call);
   TorchWorkPtr finish(Coalesced& coalesced);
   // On CUDA tensors: device_work.cpp.
   TorchWorkPtr start_on_device(Call call, const How& how);

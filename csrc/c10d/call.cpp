@@ -174,7 +174,7 @@ void Call::add(Mail mail) {
 }
 
 void Call::absorb(Call other) {
-  if (other.device_) stay_on(*other.device_);
+  require_device_of(other);
   std::move(other.deliveries_.begin(), other.deliveries_.end(), std::back_inserter(deliveries_));
   std::move(other.steps_.begin(), other.steps_.end(), std::back_inserter(steps_));
   std::move(other.results_.begin(), other.results_.end(), std::back_inserter(results_));

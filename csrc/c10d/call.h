@@ -90,6 +90,10 @@ class Call {
   // The sender of the last message to receive; -1 while that is not known.
   int source() const { return source_ ? source_->load(std::memory_order_relaxed) : -1; }
 
+  // Throws if it uses another device than this one.
+  void require_device_of(const Call& other) {
+    if (other.device_) stay_on(*other.device_);
+  }
   // Takes over what another call left to be done.
   void absorb(Call other);
 
@@ -133,6 +137,7 @@ struct Coalesced {
 
   Call call{"coalesced calls"};
   std::vector<std::shared_ptr<Work>> works;
+  bool over = false;                        // nothing joins them any more
   std::function<void(Coalesced&)> dropped;  // an error has ended them: they take place all the same. Does not throw
 };
 

@@ -79,7 +79,11 @@ bool TorchWork::wait(std::chrono::milliseconds timeout) {
 
 void TorchWork::wait_for_works(std::optional<Duration> at_most, const std::function<void()>& interrupted) {
   if (origin_.at_most) at_most = deadline_.left(at_most.value_or(*origin_.at_most));
-  for (const auto& work : works_) origin_.communicator->wait(work, interrupted, at_most);
+  const auto deadline = at_most ? Deadline::after(*at_most) : Deadline::never();  // of all of them together
+  for (const auto& work : works_) {
+    if (at_most) at_most = deadline.left(*at_most);
+    origin_.communicator->wait(work, interrupted, at_most);
+  }
 }
 
 void TorchWork::deliver() {

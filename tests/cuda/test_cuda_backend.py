@@ -132,6 +132,29 @@ def test_coalesced_calls_are_one_work():
     assert run_processes(2, coalesce) == [[1.0, 3.0, 5.0]] * 2
 
 
+def mix(rank: int) -> tuple[str, float, float]:
+    groups()
+    backend = dist.group.WORLD._get_backend(torch.device("cuda"))
+    on_gpu, on_cpu = torch.full((1000,), 1.0 + rank, device="cuda"), torch.full((3,), 1.0 + rank)
+    backend._start_coalescing()
+    backend.allreduce([on_gpu])
+    try:
+        backend.allreduce([on_cpu])
+        text = ""
+    except syncengine.errors.InvalidUsage as error:
+        text = str(error)
+    dist.barrier()
+    torch.cuda.synchronize()
+    return text, float(on_gpu[-1]), float(on_cpu[-1]) - rank
+
+
+@marked
+def test_tensors_on_two_devices_are_refused_before_anything_begins():
+    for text, on_gpu, on_cpu in run_processes(2, mix):
+        assert "tensors on cuda:0 and on cpu in one call" in text
+        assert (on_gpu, on_cpu) == (3.0, 1.0)
+
+
 def order(rank: int) -> tuple[float, float]:
     """Calls return at once although the stream sleeps, and see what it has queued."""
     groups()

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import run_on_ranks
+from pool import RankPool, run_on_ranks
+from torch.distributed.distributed_c10d import _coalescing_manager
 from torch_backend_values import equal, ours
 
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, SyncError, Timeout
 
 
 def in_thread(body: Callable[[], None]) -> None:
@@ -93,3 +97,63 @@ def test_what_an_error_ends_has_its_results_all_the_same() -> None:
         backend._start_coalescing()
         backend.allreduce([strided])
     dist.destroy_process_group(group)
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_a_barrier_ends_what_an_error_has_left_open() -> None:
+    group, rank = ours(), dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    strided, plain = (torch.full((3, 2), float(rank)) for _ in range(2))
+    strided = strided.t()
+    with pytest.raises(ValueError, match="of the program"), _coalescing_manager(group, torch.device("cpu")):
+        dist.broadcast(strided, 1, group)
+        raise ValueError("of the program")
+    if rank == 1:
+        time.sleep(0.5)
+        store.set("late", "here")
+    dist.barrier(group)
+    assert store.check(["late"])
+    assert equal(strided, torch.ones(2, 3))
+    if rank == 1:
+        time.sleep(0.5)
+    dist.broadcast(plain, 1, group)  # on its own, so rank 0 waits for it
+    assert equal(plain, torch.ones(3, 2))
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_a_barrier_among_coalesced_calls() -> None:
+    group = ours()
+    backend = group._get_backend(torch.device("cpu"))
+    tensors = [torch.ones(3, 2).t() for _ in range(2)]
+    for _ in range(2):
+        backend._start_coalescing()
+        for tensor in tensors:
+            backend.allreduce([tensor])
+            dist.barrier(group)
+        backend._end_coalescing().wait()
+    assert all(equal(tensor, torch.full((2, 3), 4.0)) for tensor in tensors)
+    with pytest.raises(InvalidUsage, match="no coalescing has begun"):
+        backend._end_coalescing()
+
+
+def waits_for_three() -> str:
+    group, rank = ours(), dist.get_rank()
+    backend = group._get_backend(torch.device("cpu"))
+    tensors = [torch.ones(2) for _ in range(3)]
+    dist.barrier()
+    if rank == 1:
+        with contextlib.suppress(SyncError):  # rank 0 gives up
+            for tensor in tensors:
+                time.sleep(0.7)
+                backend.allreduce([tensor]).wait()
+        return ""
+    backend._start_coalescing()
+    for tensor in tensors:
+        backend.allreduce([tensor])
+    with pytest.raises(Timeout) as error:
+        backend._end_coalescing().wait(timedelta(seconds=1))
+    return str(error.value)
+
+
+def test_the_timeout_of_a_wait_is_one_for_all_of_its_calls(pool: RankPool):
+    assert "wait(timeout=...) gave up" in pool.run(waits_for_three, gloo=True, settings=None)[0]
