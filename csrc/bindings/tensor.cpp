@@ -1,6 +1,7 @@
 #include "bindings/tensor.h"
 
 #include "base/error.h"
+#include "reducer/dense.h"
 
 namespace syncengine {
 
@@ -33,10 +34,12 @@ ReduceOp op_of(const std::string& text) {
 
 void require_one_device(const at::Tensor& input, const at::Tensor& output, const char* what) {
   for (const at::Tensor& tensor : {input, output}) {
-    const bool known = tensor.defined() && tensor.layout() == at::kStrided;
-    if (!known || !(tensor.device().is_cpu() || tensor.device().is_cuda()))
-      throw Error(ErrorKind::InvalidUsage, std::string(what) + ": needs a dense tensor on a CPU or CUDA device" +
-                                               (tensor.defined() ? ", not one on " + tensor.device().str() : ""));
+    std::string why = why_not_dense(tensor);
+    if (why.empty() && !tensor.device().is_cpu() && !tensor.device().is_cuda()) why = "one on " + tensor.device().str();
+    if (why.empty()) why = why_without_memory(tensor);
+    if (!why.empty())
+      throw Error(ErrorKind::InvalidUsage,
+                  std::string(what) + ": needs a dense tensor on a CPU or CUDA device, not " + why);
   }
   if (input.device() != output.device())
     throw Error(ErrorKind::InvalidUsage, std::string(what) + ": input is on " + input.device().str() + ", output on " +

@@ -174,6 +174,7 @@ Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call
   call.to_be_counted = counted == Counted::AtStart;
   call.coalesced = coalescing_.take();
   if (call.coalesced && call.coalesced->over) coalescing_.give(std::move(call.coalesced));
+  for (const at::Tensor& input : inputs) call.require_dense(input);
   return call;
 }
 

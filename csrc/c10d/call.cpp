@@ -8,6 +8,7 @@
 #include "base/error.h"
 #include "cuda/device_group.h"
 #include "reducer/assign.h"
+#include "reducer/dense.h"
 
 namespace syncengine {
 
@@ -34,7 +35,7 @@ void Call::compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> so
   std::vector<Extent> extents;
   extents.reserve(targets.size() + sources.size());
   auto add = [&](const at::Tensor& tensor, bool is_target) {
-    if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.numel() == 0) return;
+    if (!why_not_dense(tensor).empty() || tensor.numel() == 0) return;
     int64_t last = 0;
     for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
     const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
@@ -62,10 +63,10 @@ void Call::require_dense(const at::Tensor& tensor) {
             what +
             "; for other devices give init_process_group a backend for each, as in \"cpu:syncengine,cuda:nccl\"");
   };
-  if (!tensor.defined()) refuse("an undefined tensor");
-  if (tensor.layout() != at::kStrided) refuse("one of layout " + c10::str(tensor.layout()));
+  if (const std::string why = why_not_dense(tensor); !why.empty()) refuse(why);
   const c10::Device device = tensor.device();
   if (!device.is_cpu() && !(device.is_cuda() && cuda_too)) refuse("one on " + device.str());
+  if (const std::string why = why_without_memory(tensor); !why.empty()) refuse(why);
   stay_on(device);
 }
 

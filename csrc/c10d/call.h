@@ -46,6 +46,8 @@ class Call {
   const std::vector<c10::Storage>& memory() const { return *memory_; }
   std::vector<at::Tensor>& results() { return results_; }
 
+  // Throws for a tensor that can't be read or written.
+  void require_dense(const at::Tensor& tensor);
   // Of a call on several tensors, before any of them is read or written: targets that share memory with others of
   // either list go through copies, which are put into them in the order in which they were written.
   void compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> sources);
@@ -107,7 +109,6 @@ class Call {
     at::Tensor target, result;
   };
   void add(Mail mail);
-  void require_dense(const at::Tensor& tensor);
   void require_distinct(const at::Tensor& target);
   void stay_on(c10::Device device);
   void keep(const at::Tensor& tensor, SpanList& spans);

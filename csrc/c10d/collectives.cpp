@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "c10d/backend.h"
 #include "reducer/assign.h"
+#include "reducer/dense.h"
 
 namespace syncengine {
 
@@ -15,7 +16,8 @@ using ::c10d::OpType;
 
 // Whether `input` lies where an all-gather puts it: the engine copies nothing then.
 bool is_in_place(const at::Tensor& output, int64_t elements, const at::Tensor& input) {
-  return output.is_contiguous() && input.is_contiguous() && output.scalar_type() == input.scalar_type() &&
+  return why_not_dense(output).empty() && output.is_contiguous() && input.is_contiguous() &&
+         output.scalar_type() == input.scalar_type() &&
          input.const_data_ptr() ==
              static_cast<const std::byte*>(output.const_data_ptr()) + elements * output.element_size();
 }

@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from syncengine.errors import InvalidUsage
 from syncengine.horovod.allreduce import allreduce
 from syncengine.horovod.calls import as_bytes, bytes_request
 from syncengine.horovod.collective import collective
 from syncengine.horovod.handles import Operation, begin, synchronize
 from syncengine.horovod.process import calls, rank
 from syncengine.horovod.process_sets import check_process_set, global_process_set
-from syncengine.horovod.reductions import Average, assign
+from syncengine.horovod.reductions import Average, assign, check_dense, plain
 from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Round
 
@@ -27,7 +26,7 @@ def broadcast_async(
     Returns a handle for `poll` and `synchronize`.
     """
     check_process_set("broadcast", process_set)
-    _check_dense(tensor)
+    check_dense("broadcast", tensor)
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     return _start(copy, copy, root_rank, name)
 
@@ -38,8 +37,8 @@ def broadcast_async_(
 ) -> int:
     """As `broadcast_async`, but in place."""
     check_process_set("broadcast", process_set)
-    _check_dense(tensor)
-    return _start(tensor, tensor.detach().contiguous(), root_rank, name)
+    check_dense("broadcast", tensor)
+    return _start(tensor, plain(tensor), root_rank, name)
 
 
 @collective
@@ -62,11 +61,6 @@ def broadcast_(
     """Copies rank `root_rank`'s values into `tensor`, and returns it."""
     written: torch.Tensor = synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return written
-
-
-def _check_dense(tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided:
-        raise InvalidUsage(f"broadcast needs a dense tensor, not one of layout {tensor.layout}: to_dense() it before")
 
 
 def _start(tensor: torch.Tensor, values: torch.Tensor, root_rank: int, name: str | None) -> int:

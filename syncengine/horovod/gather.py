@@ -16,7 +16,7 @@ from syncengine.horovod.collective import collective
 from syncengine.horovod.handles import Operation, begin, begin_group, synchronize
 from syncengine.horovod.process import calls, rank
 from syncengine.horovod.process_sets import check_process_set, global_process_set
-from syncengine.horovod.reductions import Average
+from syncengine.horovod.reductions import Average, check_dense, plain
 from syncengine.horovod.requests import describe
 
 
@@ -75,7 +75,7 @@ def alltoall_async(
     check_process_set("alltoall", process_set)
     _check_rows("alltoall", tensor)
     stream = calls()
-    own = tensor.detach().contiguous()
+    own = plain(tensor)
     counts = _split_rows(own.shape[0], splits, stream.size)
     row = math.prod(own.shape[1:]) * own.element_size()
     announcement = stream.announce(bytes_request("alltoall", name or "", describe(own, any_rows=True), row))
@@ -115,7 +115,7 @@ def start_gather(tensor: torch.Tensor, name: str | None = None) -> tuple[Operati
     """The operation of `allgather_async`, and how many rows each rank has brought: those who have joined, none."""
     _check_rows("allgather", tensor)
     stream = calls()
-    own = tensor.detach().contiguous()
+    own = plain(tensor)
     row = math.prod(own.shape[1:]) * own.element_size()
     request = bytes_request("allgather", name or "", describe(own, any_rows=True), row, own=own.shape[0])
     announcement = stream.announce(request)
@@ -132,8 +132,7 @@ def _numbered(name: str | None, number: int) -> str | None:
 
 
 def _check_rows(call: str, tensor: torch.Tensor) -> None:
-    if tensor.layout != torch.strided:
-        raise InvalidUsage(f"{call} needs a dense tensor, not one of layout {tensor.layout}: to_dense() it before")
+    check_dense(call, tensor)
     if tensor.dim() == 0:
         raise InvalidUsage(f"{call} concatenates along the first dimension, which this tensor lacks: reshape(1) it")
 

@@ -16,6 +16,7 @@ from syncengine.horovod.gradient_stream import LARGE, GradientStream
 from syncengine.horovod.reductions import scale
 from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Announcement
+from syncengine.parallel.broadcast import copy_each
 
 _STRIDED = torch.strided
 # Who reduces a parameter's gradients: the optimizer made last. By id, which no other has while its owner keeps it.
@@ -335,4 +336,4 @@ class Gradients:
         gradients = self._gradients(bucket)
         scale(flat.values, self._factors[1])
         if gradients[0].data_ptr() != flat.values.data_ptr():
-            torch._foreach_copy_(gradients, flat.views)
+            copy_each(gradients, flat.views)

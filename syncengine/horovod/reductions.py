@@ -43,11 +43,24 @@ def choose_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     return op
 
 
+def check_dense(call: str, tensor: torch.Tensor) -> None:
+    """Raises InvalidUsage for a tensor whose memory is not just its elements, before any other rank hears of it."""
+    if tensor.layout != torch.strided:
+        raise InvalidUsage(f"{call} needs a dense tensor, not one of layout {tensor.layout}: to_dense() it before")
+    if tensor.is_nested or tensor.is_quantized:
+        kind = "a nested" if tensor.is_nested else "a quantized"
+        raise InvalidUsage(f"{call} needs a dense tensor, not {kind} one: give it what that consists of")
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor row by row in memory, with no sign or conjugation still to be applied; a copy where it is not so."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def check_reducible(call: str, tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
     """Raises InvalidUsage for tensors that can't be reduced by `op`, before any other rank hears of them."""
     for tensor in tensors:
-        if tensor.layout != torch.strided:
-            raise InvalidUsage(f"{call} needs dense tensors, not one of layout {tensor.layout}: to_dense() it before")
+        check_dense(call, tensor)
         if tensor.dtype not in _REDUCIBLE:
             raise InvalidUsage(f"{call}: dtype {tensor.dtype} is not supported (a complex one: use torch.view_as_real)")
         if tensor.dtype == torch.bool and op in (Sum, Average):

@@ -15,6 +15,15 @@ _PACKED_BYTES = 64 * 1024  # tensors up to this size travel together
 _ALIGNMENT = 64
 
 
+def copy_each(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+    """``copy_()`` for each target."""
+    try:
+        torch._foreach_copy_(targets, values)
+    except RuntimeError:  # it can't write to what is lazily conjugated or negated
+        for target, value in zip(targets, values, strict=True):
+            target.copy_(value)
+
+
 class TensorBroadcast:
     """Copies one rank's tensors to all ranks. Holds the memory for the message, but none of the tensors.
 
@@ -65,7 +74,7 @@ class TensorBroadcast:
         """Last step, on the root as well: large tensors come only now."""
         is_root = self._communicator.rank == root
         if not is_root and self._small:
-            torch._foreach_copy_([tensors[i] for i in self._small], self._views)
+            copy_each([tensors[i] for i in self._small], self._views)
         for i in self._large:
             target = tensors[i].detach()
             values = target

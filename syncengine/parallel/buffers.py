@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import warnings
 from collections.abc import Container, Mapping, Sequence
@@ -99,8 +100,10 @@ class BufferCopy:
             self._broadcast.deliver(tensors, root)
 
     def _look_at(self, named: Mapping[str, torch.Tensor]) -> None:
-        places = [(name, t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in named.items()]
-        if places == self._places:
+        places = []
+        with contextlib.suppress(RuntimeError):  # one has no memory: below it is said which
+            places = [(name, t.data_ptr(), t.shape, t.stride(), t.dtype) for name, t in named.items()]
+        if places and places == self._places:
             return
         try:
             self._lines = describe_layout(list(named.items()))

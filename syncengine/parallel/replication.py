@@ -1,6 +1,7 @@
 """The same model on every rank: compares what must be the same, and refuses what can't be made the same."""
 
 import hashlib
+import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -11,13 +12,28 @@ from syncengine.errors import InvalidUsage, Mismatch, SyncError
 
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
-    """Raises ``InvalidUsage`` for a tensor whose elements share memory: it can't be copied into."""
+    """Raises ``InvalidUsage`` for a tensor that can't be copied into: its elements share memory, or have none."""
+    if kind := _why_not_dense(tensor):
+        raise InvalidUsage(
+            f"{name} is {kind}, so rank 0's values can't be copied into it: name it in the module's "
+            "_ddp_params_and_buffers_to_ignore, or keep it out of its parameters and buffers"
+        )
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise InvalidUsage(
             f"{name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} has elements that share memory (made "
             "by expand()?), so rank 0's values can't be copied into it: clone() it before wrapping the module, or name "
             "it in the module's _ddp_params_and_buffers_to_ignore"
         )
+
+
+def _why_not_dense(tensor: torch.Tensor) -> str:
+    """What it is instead of elements in memory; or an empty text."""
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.is_nested or tensor.is_quantized:
+        return "a nested tensor" if tensor.is_nested else "a quantized tensor"
+    distributed = sys.modules.get("torch.distributed.tensor")
+    return "a DTensor" if distributed is not None and isinstance(tensor, distributed.DTensor) else ""
 
 
 def check_same_on_all_ranks(

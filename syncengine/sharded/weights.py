@@ -29,7 +29,8 @@ def _lies_elsewhere(parameter: torch.Tensor, memory: torch.Tensor) -> bool:
 
 def checksum(tensor: torch.Tensor) -> int:
     """CRC-32 of the elements in the order in which they lie in memory."""
-    return zlib.crc32(flat(tensor.detach()).view(torch.uint8).numpy().data)
+    values = tensor.detach().resolve_conj().resolve_neg()
+    return zlib.crc32(flat(values).view(torch.uint8).numpy().data)
 
 
 class SharedWeights:

@@ -1,0 +1,156 @@
+"""Parameters and buffers that are not just elements in memory: lazily conjugated or negated, or of other kinds."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool, run_on_ranks
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+import syncengine
+from syncengine.errors import InvalidUsage
+
+SIZES = (6, 20_000)  # a tensor that travels with others, and one that travels alone
+
+
+def lazy(value: float) -> dict[str, torch.Tensor]:
+    """The same values in each, but for the conjugate's imaginary part."""
+    found = {}
+    for size in SIZES:
+        numbers = torch.full((size,), complex(value, value))
+        found |= {f"conj{size}": numbers.conj(), f"neg{size}": numbers.conj().imag, f"plain{size}": numbers.imag}
+    return found
+
+
+class Lazy(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        for name, tensor in lazy(value).items():
+            self.register_buffer(f"buffer_{name}", tensor)
+            self.register_parameter(f"frozen_{name}", nn.Parameter(tensor.clone(), requires_grad=False))
+            getattr(self, f"frozen_{name}").data = tensor
+            self.register_parameter(f"trained_{name}", nn.Parameter(tensor))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((p.sum() for name, p in self.named_parameters() if "trained" in name), start=x.sum()).abs()
+
+
+def wrong_values(module: Lazy, expected: float) -> list[str]:
+    right, tensors = lazy(expected), dict(module.state_dict(keep_vars=True))
+    found = [name for name, tensor in tensors.items() if not torch.equal(tensor, right[name.partition("_")[2]])]
+    lazily = [name for name, tensor in tensors.items() if tensor.is_conj() or tensor.is_neg()]
+    return found + ([] if len(lazily) == len(tensors) * 2 // 3 else [f"lazy are {lazily}"])
+
+
+@run_on_ranks()
+def test_lazily_conjugated_or_negated_tensors_are_synchronized() -> None:
+    module = Lazy(1.0 + syncengine.rank())
+    model = syncengine.Parallel(module)
+    assert wrong_values(module, 1.0) == []
+    with torch.no_grad():
+        for buffer in module.buffers():
+            buffer.copy_(
+                torch.full_like(buffer, complex(5 + syncengine.rank())).real if buffer.is_neg() else buffer * 3
+            )
+    model(torch.ones(3)).backward()
+    values = [buffer.resolve_conj().resolve_neg().clone() for buffer in module.buffers()]
+    for value in values:
+        mine = torch.view_as_real(value) if value.is_complex() else value
+        syncengine.broadcast(everyones := mine.clone(), 0)
+        assert torch.equal(everyones, mine)
+
+
+def odd(kind: str) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch's: CSR tensors are in beta
+        values = torch.ones(2, 3)
+        return {
+            "sparse_coo": values.to_sparse,
+            "sparse_csr": values.to_sparse_csr,
+            "mkldnn": values.to_mkldnn,
+            "jagged": lambda: torch.nested.nested_tensor([values[0], values[1]], layout=torch.jagged),
+            "nested": lambda: torch.nested.nested_tensor([values[0], values[1]]),
+            "quantized": lambda: torch.quantize_per_tensor(values, 0.1, 0, torch.qint8),
+            "DTensor": lambda: DTensor.from_local(values, init_device_mesh("cpu", (2,)), [Replicate()]),
+        }[kind]()
+
+
+KINDS = ["sparse_coo", "sparse_csr", "mkldnn", "jagged", "nested", "quantized", "DTensor"]
+
+
+def refused_at_construction(kind: str) -> list[str]:
+    module = nn.Linear(3, 1)
+    module.register_buffer("odd", odd(kind))
+    with pytest.raises(InvalidUsage) as error:
+        syncengine.Parallel(module)
+    module._ddp_params_and_buffers_to_ignore = ["odd"]
+    syncengine.Parallel(module)(torch.ones(2, 3)).sum().backward()
+    return [str(error.value)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_buffers_of_other_kinds_are_refused_by_name(pool: RankPool, kind: str):
+    for (text,) in pool.run(refused_at_construction, kind, gloo=True):
+        assert text.startswith("odd is a") and kind in text and "_ddp_params_and_buffers_to_ignore" in text
+
+
+def refused_later(kind: str) -> str:
+    module = nn.Linear(3, 1)
+    module.register_buffer("odd", torch.ones(2, 3))
+    model = syncengine.Parallel(module)
+    model(torch.ones(2, 3)).sum().backward()
+    if syncengine.rank() == 1:
+        module.odd = odd(kind)
+    with pytest.raises(InvalidUsage) as error:
+        for _ in range(2):
+            model(torch.ones(2, 3)).sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["sparse_coo", "quantized", "nested"])
+def test_one_rank_has_put_another_kind_in_a_buffers_place(pool: RankPool, kind: str):
+    for text in pool.run(refused_later, kind):
+        assert "odd is a" in text and kind in text
+
+
+def refused(kind: str) -> list[Any]:
+    found = []
+    for call in (syncengine.all_reduce, lambda tensor: syncengine.broadcast(tensor, 0)):
+        with pytest.raises(InvalidUsage, match="needs a dense tensor") as error:
+            call(odd(kind))
+        found.append(str(error.value))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_collectives_refuse_them_too(pool: RankPool, kind: str):
+    pool.run(refused, kind, gloo=True)
+
+
+def refused_by_the_backend(kind: str) -> None:
+    import torch.distributed as dist
+
+    group = dist.new_group(backend="syncengine")
+    backend = group._get_backend(torch.device("cpu"))
+    tensor, dense = odd(kind), torch.ones(2, 3)
+    for call in (
+        lambda: backend.allreduce([tensor]),
+        lambda: backend.reduce(tensor, 0),
+        lambda: backend._allgather_base(torch.ones(4, 3), tensor),
+        lambda: backend._allgather_base(tensor, torch.ones(1, 3)),
+        lambda: backend.allgather([[tensor, dense]], [dense]),
+        lambda: backend.alltoall_base(dense, tensor, [], []),
+        lambda: backend.send([tensor], 0, 0),
+    ):
+        with pytest.raises(InvalidUsage, match="syncengine takes dense|differ in dtype"):
+            call()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_backend_refuses_them_too(pool: RankPool, kind: str):
+    """torch's functions refuse most of them before."""
+    pool.run(refused_by_the_backend, kind, gloo=True)
