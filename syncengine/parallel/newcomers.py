@@ -1,10 +1,15 @@
-"""Parameters that a module gets after wrapping (adapters, say): nobody averages their gradients, which is said."""
+"""Parameters that a model gets after wrapping (adapters, another head): nobody averages their gradients, which is said.
+
+Registration is followed, and costs a comparison in each forward. What comes past it (``Sequential.insert``, which
+writes to ``_modules``) is found by walking through the model, so seldom that this costs as little.
+"""
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Container
+from collections import deque
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -18,6 +23,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from syncengine.parallel.model import Model, named_parameters
 from syncengine.parallel.watchers import models
+
+_INSIDE = "module."  # how the wrapper calls what it has wrapped
+_AT_A_TIME = 16  # of those that wait, in each forward; and so many forwards at least between two walks
 
 
 class _Registrations:
@@ -40,29 +48,48 @@ class _Registrations:
 
 
 class Newcomers:
-    """Those of one model. Warns when the first gradient comes to one; a copy that is only kept there is no matter."""
+    """Those of one model. Warns when the first gradient comes to one; a copy that is only kept there is no matter.
 
-    def __init__(self, model: Model, ignored: Container[str]) -> None:
+    Also those that take another's place, which is an error only if the other was trained and is missed.
+    """
+
+    def __init__(self, model: Model, ignored: Collection[str]) -> None:
         _Registrations.follow()
         self._model, self._ignored = model, ignored
-        self._known: Any = WeakIdKeyDictionary(dict.fromkeys(model.parameters))
-        self._seen = _Registrations.count
-        self._waiting: list[tuple[str, weakref.ref[torch.Tensor]]] = []  # frozen, or without a shape, until now
+        self._known: Any = WeakIdKeyDictionary(dict.fromkeys(model.module.parameters()))  # also what is ignored
+        self._own = {id(parameter) for parameter in model.parameters}  # which the model keeps
+        self._seen = -1
+        self._forwards = 0  # until it looks for those that came past registration
+        self._waiting: deque[tuple[str, weakref.ref[torch.Tensor]]] = deque()  # frozen, or without a shape, until now
 
-    def look(self) -> None:
-        """Before a forward."""
-        if self._seen != _Registrations.count:
+    def look(self, wrapper: Any) -> None:
+        """Before a forward of ``wrapper``, the ``Parallel``, which may get parameters beside its module."""
+        self._forwards -= 1
+        if self._seen != _Registrations.count or self._forwards <= 0:
             self._seen = _Registrations.count
-            self._find()
-        if self._waiting:
-            self._waiting = [one for one in self._waiting if not self._follow(*one)]
+            self._find(wrapper)
+        for _ in range(min(_AT_A_TIME, len(self._waiting))):
+            if not self._follow(*(one := self._waiting.popleft())):
+                self._waiting.append(one)
 
-    def _find(self) -> None:
-        names = set(self._model.names)  # who takes a name is a replaced parameter, which is an error
-        for name, parameter in named_parameters(self._model.module, self._ignored).items():
-            if name not in names and parameter not in self._known:
+    def _find(self, wrapper: Any) -> None:
+        modules = list(wrapper.modules())
+        self._forwards = max(_AT_A_TIME, len(modules))
+        present = (parameter for module in modules for parameter in module._parameters.values())
+        if all(id(parameter) in self._own or self._is_known(parameter) for parameter in present):
+            return
+        ignored = {_INSIDE + name for name in self._ignored}
+        for name, parameter in named_parameters(wrapper, ignored).items():
+            if not self._is_known(parameter):
                 self._known[parameter] = None
-                self._waiting.append((name, weakref.ref(parameter)))
+                one = name.removeprefix(_INSIDE), weakref.ref[torch.Tensor](parameter)
+                if not self._follow(*one):
+                    self._waiting.append(one)
+
+    def _is_known(self, parameter: torch.Tensor | None) -> bool:
+        # What functional_call or mixed_precision puts there for a while is no parameter, or no leaf.
+        is_parameter = isinstance(parameter, torch.nn.Parameter) and parameter.is_leaf
+        return not is_parameter or parameter in self._known
 
     def _follow(self, name: str, reference: weakref.ref[torch.Tensor]) -> bool:
         parameter = reference()
@@ -80,8 +107,9 @@ def _warn(name: str, model: str, handle: list[Any], parameter: torch.Tensor) -> 
     if any(parameter is other for wrapper in list(models.values()) for other in wrapper._module_parameters):
         return  # it was wrapped since
     warnings.warn(
-        f"parameter {name} was added to the module of {model} after wrapping: its gradients are not averaged, so ranks "
-        "train it apart. Wrap the module again, or set the parameter's _ddp_ignored = True if that is meant",
+        f"parameter {name} was added to {model} after wrapping, or replaces another: its gradients are not averaged, "
+        "so ranks train it apart. Wrap the module again, with all that is to be trained inside, or set the parameter's "
+        "_ddp_ignored = True if that is meant",
         UserWarning,
         stacklevel=2,
     )

@@ -51,7 +51,7 @@ class Steps:
         sync_buffers_after = self.buffers.are_due(_BufferCommHookLocation.POST_FORWARD)
         if synchronize:
             self.log.note_forward()
-            self.newcomers.look()
+            self.newcomers.look(joinable)
         try:
             if self.delayed is not None and _is_recorded():
                 self.delayed.check_hooks()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -180,65 +177,6 @@ def replaced_beside_another(on_all: bool) -> None:
 @pytest.mark.parametrize("on_all", [True, False])
 def test_replaced_parameters_end_that_model_alone(pool: RankPool, on_all: bool):
     pool.run(replaced_beside_another, on_all)
-
-
-class Adapter(nn.Module):
-    """As LoRA: beside a layer, which stays the same object."""
-
-    def __init__(self, layer: nn.Linear) -> None:
-        super().__init__()
-        self.layer = layer
-        self.down, self.up = nn.Linear(24, 2, bias=False), nn.Linear(2, 24, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x) + self.up(self.down(x))
-
-
-def warnings_of(call: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        call()
-    return [str(warning.message) for warning in caught if "after wrapping" in str(warning.message)]
-
-
-@run_on_ranks()
-def test_parameters_that_are_added_and_trained_are_warned_of_once():
-    """Under DDP ranks train them apart without a word."""
-    model = syncengine.Parallel(small())
-    backwards(model)
-    model.module[2] = Adapter(model.module[2])
-    texts = warnings_of(lambda: backwards(model))
-    assert sorted(text.split()[1] for text in texts) == ["2.down.weight", "2.up.weight"]
-    assert all("of Parallel(Sequential) after wrapping: its gradients are not averaged" in text for text in texts)
-
-
-@run_on_ranks()
-def test_parameters_that_are_added_frozen_or_without_a_shape_are_warned_of_when_they_are_trained():
-    model = syncengine.Parallel(small())
-    adapter = model.module[2] = Adapter(model.module[2])
-    adapter.up.requires_grad_(False)
-    adapter.down.requires_grad_(False)
-    assert not warnings_of(lambda: backwards(model))
-    adapter.up.requires_grad_(True)
-    assert [text.split()[1] for text in warnings_of(lambda: backwards(model))] == ["2.up.weight"]
-    model.module[2] = nn.Sequential(adapter, nn.LazyLinear(1, bias=False))
-    assert not warnings_of(lambda: model(data()))  # gets its shape
-    assert [text.split()[1] for text in warnings_of(lambda: backwards(model))] == ["2.1.weight"]
-
-
-@run_on_ranks()
-def test_parameters_that_are_added_on_purpose_or_not_trained_are_not_warned_of():
-    model = syncengine.Parallel(small())
-    model.module[0].average = copy.deepcopy(model.module[0])  # kept there, as moving averages are
-    assert not warnings_of(lambda: backwards(model))
-    model.module[0] = Adapter(model.module[0])
-    for parameter in (model.module[0].down.weight, model.module[0].up.weight):
-        parameter._ddp_ignored = True
-    assert not warnings_of(lambda: backwards(model))
-    del model.module[0].layer.average
-    model.module[2] = Adapter(model.module[2])
-    model(data())
-    assert not warnings_of(lambda: backwards(syncengine.Parallel(model.module), 2))
 
 
 @run_on_ranks(gloo=True)

@@ -1,0 +1,179 @@
+"""Parameters that a model gets after wrapping, beside its own or in their place: trained apart, but not in silence."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from parallel_models import backwards, data, small
+from pool import run_on_ranks
+from torch import nn
+
+import syncengine
+
+
+class Adapter(nn.Module):
+    """As LoRA: beside a layer, which stays the same object."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.down, self.up = nn.Linear(24, 2, bias=False), nn.Linear(2, 24, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def warnings_of(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught if "after wrapping" in str(warning.message)]
+
+
+def added(call: Callable[[], Any]) -> list[str]:
+    """Names of the parameters that are warned of."""
+    return sorted(text.split()[1] for text in warnings_of(call))
+
+
+@run_on_ranks()
+def test_parameters_that_are_added_and_trained_are_warned_of_once():
+    """Under DDP ranks train them apart without a word."""
+    model = syncengine.Parallel(small())
+    backwards(model)
+    model.module[2] = Adapter(model.module[2])
+    texts = warnings_of(lambda: backwards(model))
+    assert sorted(text.split()[1] for text in texts) == ["2.down.weight", "2.up.weight"]
+    assert all("was added to Parallel(Sequential) after wrapping, or replaces another" in text for text in texts)
+
+
+@run_on_ranks()
+def test_parameters_that_are_added_frozen_or_without_a_shape_are_warned_of_when_they_are_trained():
+    model = syncengine.Parallel(small())
+    adapter = model.module[2] = Adapter(model.module[2])
+    adapter.up.requires_grad_(False)
+    adapter.down.requires_grad_(False)
+    assert not warnings_of(lambda: backwards(model))
+    adapter.up.requires_grad_(True)
+    assert [text.split()[1] for text in warnings_of(lambda: backwards(model))] == ["2.up.weight"]
+    model.module[2] = nn.Sequential(adapter, nn.LazyLinear(1, bias=False))
+    assert not warnings_of(lambda: model(data()))  # gets its shape
+    assert [text.split()[1] for text in warnings_of(lambda: backwards(model))] == ["2.1.weight"]
+
+
+@run_on_ranks()
+def test_parameters_that_are_added_on_purpose_or_not_trained_are_not_warned_of():
+    model = syncengine.Parallel(small())
+    model.module[0].average = copy.deepcopy(model.module[0])  # kept there, as moving averages are
+    assert not warnings_of(lambda: backwards(model))
+    model.module[0] = Adapter(model.module[0])
+    for parameter in (model.module[0].down.weight, model.module[0].up.weight):
+        parameter._ddp_ignored = True
+    assert not warnings_of(lambda: backwards(model))
+    del model.module[0].layer.average
+    model.module[2] = Adapter(model.module[2])
+    model(data())
+    assert not warnings_of(lambda: backwards(syncengine.Parallel(model.module), 2))
+
+
+def new_head(net: nn.Module) -> None:
+    net[2] = nn.Linear(24, 3)
+
+
+def loaded_head(net: nn.Module) -> None:
+    net[2].load_state_dict(copy.deepcopy(net[2].state_dict()), assign=True)
+    net[2].requires_grad_(True)
+
+
+@run_on_ranks()
+def test_what_replaces_a_frozen_parameter_is_warned_of():
+    """Linear probing, then another head: the old one was in no bucket, so nobody misses it."""
+    for replace in (new_head, loaded_head):
+        for unused in (False, True):
+            net = small()
+            net[2].requires_grad_(False)
+            model = syncengine.Parallel(net, find_unused_parameters=unused)
+            backwards(model)
+            replace(net)
+            assert added(partial(backwards, model)) == ["2.bias", "2.weight"], (replace, unused)
+
+
+class Untied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+@run_on_ranks()
+def test_what_takes_one_of_two_names_is_warned_of():
+    """The old one still gets its gradient, by its other name."""
+    model = syncengine.Parallel(Untied())
+    backwards(model)
+    model.module.first.weight = nn.Parameter(model.module.first.weight.detach().clone())
+    assert added(lambda: backwards(model)) == ["first.weight"]
+
+
+@run_on_ranks()
+def test_what_takes_a_name_that_another_keeps_is_warned_of():
+    net = nn.Sequential(nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 3)))
+    model = syncengine.Parallel(net)
+    backwards(model)
+    net[0] = nn.Sequential(nn.Linear(24, 24), *net[0])
+    assert added(lambda: backwards(model)) == ["0.0.bias", "0.0.weight"]
+
+
+def insert(net: nn.Module) -> None:
+    net.insert(0, nn.Linear(24, 24))
+
+
+def put_module(net: nn.Module) -> None:
+    net._modules["0"] = nn.Linear(24, 24)
+
+
+def put_parameter(net: nn.Module) -> None:
+    net[0]._parameters["weight"] = nn.Parameter(torch.randn(24, 24))
+
+
+@run_on_ranks()
+def test_what_is_put_past_registration_is_warned_of_within_some_steps():
+    for put in (insert, put_module, put_parameter):
+        net = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24), nn.Linear(24, 3))
+        net[0].requires_grad_(False)
+        model = syncengine.Parallel(net)
+        backwards(model)
+        put(net)
+        assert "0.weight" in added(partial(backwards, model, 20)), put
+
+
+@run_on_ranks()
+def test_what_the_wrapper_itself_gets_is_warned_of():
+    """It is among the parameters that users give to the optimizer."""
+    model = syncengine.Parallel(small())
+    backwards(model)
+    model.head, model.scale = nn.Linear(24, 2), nn.Parameter(torch.ones(()))
+    names = added(lambda: (model.head(model(data())) * model.scale).sum().backward())
+    assert names == ["head.bias", "head.weight", "scale"]
+    copied = copy.deepcopy(model)
+    assert added(lambda: copied.head(copied(data())).sum().backward()) == ["head.bias", "head.weight"]
+
+
+@run_on_ranks()
+def test_many_frozen_newcomers_are_warned_of_when_they_are_trained():
+    """They are looked at some at a time."""
+    net = nn.Sequential(*(nn.Linear(24, 24) for _ in range(100)))
+    net.requires_grad_(False)
+    net[0].requires_grad_(True)
+    model = syncengine.Parallel(net)
+    net[1:].load_state_dict(copy.deepcopy(net[1:].state_dict()), assign=True)
+    net[1:].requires_grad_(False)
+    assert not added(lambda: backwards(model))
+    net[99].requires_grad_(True)
+    assert added(lambda: backwards(model, 20)) == ["99.bias", "99.weight"]
