@@ -86,7 +86,8 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
                 running.lerp_(new.to(running.dtype), weight or 0.0)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_found"}
+        dropped = {"_found", "_compiled_call_impl"}  # what compile() has made calls the original
+        return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
 
 class _Found(NamedTuple):

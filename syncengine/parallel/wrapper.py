@@ -225,7 +225,8 @@ class Parallel(ForTools):
             warnings.warn(
                 "the copy of a Parallel has no communication hook: register it again", UserWarning, stacklevel=2
             )
-        kept = {name: value for name, value in self.__dict__.items() if name not in _PARTS}
+        state = torch.nn.Module.__getstate__(self)  # without what compile() has made, which calls the original
+        kept = {name: value for name, value in state.items() if name not in _PARTS}
         made_anew = {"_number": self._planning.number, "_of_torchs_default": of_torchs_default}
         return {**kept, "_switches": copy.copy(self._switches), **made_anew}
 

@@ -79,6 +79,28 @@ def test_models_are_copied_without_init(pool: RankPool, backend: str, then_init:
             rank.result()
 
 
+def copied_after_compiling(folder: str) -> None:
+    init_process_group("gloo")
+    model = make()
+    model.compile(backend="eager")
+    expected = step(model)
+    for name, other in copies(model, folder).items():
+        assert not different_bits(step(other), expected), name
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+            assert not other(torch.ones(3, 3)).any(), name  # it was the original's output
+    assert not different_bits(step(model), expected)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_copy_of_a_compiled_model_calls_its_own_module(pool: RankPool, world: int, tmp_path: Path):
+    with pool.spawn_ranks(copied_after_compiling, str(tmp_path), world=world, settings=None) as ranks:
+        for rank in ranks:
+            rank.result()
+
+
 def copied_beside_others(folder: str) -> None:
     """torch's default group has fewer ranks than the default communicator, or is given by name."""
     pair = int(os.environ["RANK"]) // 2

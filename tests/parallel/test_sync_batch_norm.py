@@ -233,7 +233,9 @@ def test_it_is_torchs_in_all_else():
     x = batch(syncengine.rank(), 0, 4, 3, 2).float()
     expected = module["a"](x)
     module["a"].load_state_dict({name.removeprefix("a."): t for name, t in before.items() if name.startswith("a.")})
+    norm.compile(backend="eager")
     for other in (pickle.loads(pickle.dumps(module["a"])), copy.deepcopy(module["a"])):
+        assert other[0]._compiled_call_impl is None  # which would call the original
         assert torch.equal(other(x), expected)
     with torch.no_grad():
         assert torch.equal(module["a"](x), expected)
