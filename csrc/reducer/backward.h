@@ -35,6 +35,7 @@ class Backward {
   // --- Before it runs: forwards that it may come from.
 
   void expect(const std::shared_ptr<Forward>& forward) { forwards_.expect(forward); }
+  void give_up_forwards(const std::string& reason) const { forwards_.give_up(reason); }
   void wait_at_end_for(std::vector<TorchFuture> futures);
 
   // --- While it runs

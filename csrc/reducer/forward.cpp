@@ -44,6 +44,12 @@ std::shared_ptr<const BucketPlan> Forwards::plan(const std::shared_ptr<const Buc
   return plan;
 }
 
+void Forwards::give_up(const std::string& reason) const {
+  for (const auto& weak : forwards_) {
+    if (const auto forward = weak.lock()) forward->given_up = reason;
+  }
+}
+
 void Forwards::tell(Forward& all, const Parameters& parameters, bool looks_for_unused) const {
   std::vector<std::shared_ptr<Forward>> alive;
   for (const auto& weak : forwards_) {

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "reducer/bucket_plan.h"
@@ -32,6 +33,7 @@ struct Forward {
   std::vector<const torch::autograd::Node*> outputs = {};  // the nodes of its outputs: to be compared only
   bool reached = false;                                    // by a backward
   std::shared_ptr<const BucketPlan> plan = {};             // that it was made for
+  std::string given_up = {};                               // why no backward through it averages any more
 };
 
 // Those that a backward may come from.
@@ -44,6 +46,8 @@ class Forwards {
   // were frozen or changed for a later forward than this backward comes from.
   std::shared_ptr<const BucketPlan> plan(const std::shared_ptr<const BucketPlan>& current,
                                          const Parameters& parameters) const;
+  // No backward comes from them any more.
+  void give_up(const std::string& reason) const;
   // In the backward's first graph task: adds to `all` what each says, and, if it `looks_for_unused`, what else the
   // backward reaches. Throws InvalidUsage if two say different weights.
   void tell(Forward& all, const Parameters& parameters, bool looks_for_unused) const;

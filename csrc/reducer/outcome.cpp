@@ -20,8 +20,13 @@ void Outcome::check_usable() const {
   if (unusable_) throw Error(ErrorKind::InvalidUsage, *unusable_);
 }
 
+void Outcome::lose(const std::string& text) {
+  last_error = text;
+  lost = true;
+}
+
 void Outcome::give_up(const Reason& reason) {
-  last_error = reason.text;
+  lose(reason.text);
   not_averaged = "the last backward was abandoned (" + reason.text + ")";
   if (reason.for_good) unusable_ = reason.text;
 }
@@ -92,7 +97,7 @@ void Outcome::check(Backward& backward, std::mutex& mutex) {
 
 void Outcome::end_well(uint64_t backward) {
   ended_well_ = backward;
-  has_dropped_ = false;
+  has_dropped_ = lost = false;
   not_averaged.clear();
 }
 

@@ -38,6 +38,7 @@ class Outcome {
 
   // Of the last backward, or forward, that was given up; empty if there was none.
   std::string last_error;
+  bool lost = false;  // so was the last one
   // Why .grad does not hold the averages of the last backward; empty if it does. Of one under no_sync, too, if
   // `watches_local_backwards`: whoever asks is to set it before.
   std::string not_averaged;
@@ -48,8 +49,9 @@ class Outcome {
   bool is_usable() const { return !unusable_; }
   void check_usable() const;
 
-  // It was given up on this rank, for this reason.
+  // It was given up on this rank, for this reason; or has failed at its end.
   void give_up(const Reason& reason);
+  void lose(const std::string& text);
   // Tells the peers in a way in which they can go on. Returns false where that can't be.
   bool abandon(Backward& backward, const Reason& reason, bool keeps_gradients);
   // The communicator has ended, or is about to: nobody waits for a word any more.

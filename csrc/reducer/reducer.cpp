@@ -210,7 +210,8 @@ void Reducer::run_hooks_of_users(const std::vector<size_t>& written) {
 // can't take its average.
 void Reducer::fail_finalizing(const std::string& text) {
   std::lock_guard lock(mutex_);
-  model_->outcome.last_error = text;
+  model_->outcome.lose(text);
+  if (model_->backward) model_->backward->give_up_forwards(text);
   model_->record.step_times->interrupt();
   bool connected = true;
   try {
@@ -228,6 +229,7 @@ void Reducer::fail_finalizing(const std::string& text) {
 
 void Reducer::give_up(const Reason& reason, bool keeps_gradients) {
   model_->outcome.give_up(reason);
+  if (model_->backward) model_->backward->give_up_forwards(reason.text);
   model_->record.step_times->interrupt();
   // A device's thread of autograd may come here when whoever called backward() has its error and touches .grad, under
   // the GIL.

@@ -110,6 +110,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool is_foreign();
   // That of the forward that has ended, or raised.
   void expect_backward();
+  // The last step, if it was.
+  std::string why_lost() const { return model_->outcome.lost ? model_->outcome.last_error : ""; }
   void watch_this_backward();
   // The first gradient of the backward that runs is about to come, or has.
   void enter_backward();

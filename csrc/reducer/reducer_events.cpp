@@ -48,7 +48,9 @@ void Reducer::on_output(Forward& forward) {
   {
     std::lock_guard lock(mutex_);
     if (!whole_graph_runs()) return;
-    if (phase_ == Phase::Consumed) throw Error(ErrorKind::InvalidUsage, consumed_text(model_->parameters));
+    if (phase_ == Phase::Consumed) {
+      throw Error(ErrorKind::InvalidUsage, consumed_text(model_->parameters, forward.given_up));
+    }
     if (phase_ != Phase::Armed) return;
     forward.reached = claimed_ = true;
     model_->pool_gradients();
@@ -139,7 +141,7 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
         }
         // A backward that is none of ours: on_output has not run; or as far as one can tell.
         if (outputs_hooked_ || parameters.awaited_by_another(index) || is_foreign()) return;
-        throw Error(ErrorKind::InvalidUsage, consumed_text(parameters));
+        throw Error(ErrorKind::InvalidUsage, consumed_text(parameters, why_lost()));
       case Phase::Armed:
         // Nor is one that comes from another wrapper of the same module.
         if (!claimed_ && parameters.claimed_by_another(index)) return;
@@ -205,7 +207,7 @@ void Reducer::on_outer_task(TaskRole of_inner) noexcept {
       return;
     }
     if (phase_ == Phase::Consumed && !tasks_.any() && !is_foreign())
-      fail_at_task_end(consumed_text(model_->parameters));
+      fail_at_task_end(consumed_text(model_->parameters, why_lost()));
   } catch (...) {
     // In a destructor, on the way of the error that ended the inner one.
   }

@@ -73,7 +73,11 @@ std::string collected_twice_text(const Parameters& parameters, size_t index) {
          "static_graph=True helps)";
 }
 
-std::string consumed_text(const Parameters& parameters) {
+std::string consumed_text(const Parameters& parameters, const std::string& lost) {
+  if (!lost.empty()) {
+    return "this backward runs through a forward of " + parameters.model() + " whose step was given up (" + lost +
+           "), so its gradients would differ between ranks. Run the forward again";
+  }
   return "this backward runs through a forward of " + parameters.model() +
          " that an earlier backward has already synchronized, so its gradients would differ between ranks. Run one "
          "backward over the sum of the losses, or the earlier forwards and backwards under no_sync()";

@@ -15,7 +15,8 @@ std::string unfinished_text(const Model& model);
 
 std::string removed_text(const Parameters& parameters);
 std::string dropped_text(const Parameters& parameters);
-std::string consumed_text(const Parameters& parameters);
+// `lost`: why the step of that forward was, if it was.
+std::string consumed_text(const Parameters& parameters, const std::string& lost);
 std::string uncovered_text(const Parameters& parameters, size_t index);
 std::string left_text(const Parameters& parameters, size_t index);
 std::string collected_twice_text(const Parameters& parameters, size_t index);

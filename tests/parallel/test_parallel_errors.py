@@ -132,6 +132,52 @@ def test_accumulated_gradients_outlive_an_error_in_forward():
     assert not different_bits(ours, accumulate(DistributedDataParallel(Raising())))
 
 
+@run_on_ranks()
+def test_a_forward_that_is_pending_when_its_step_is_lost_says_so():
+    """As contrastive pairs, or two losses: it is no forward that a backward has synchronized."""
+    for container in (list, iter):  # outputs that are found, and that are not
+
+        class Pair(Raising):
+            def forward(self, x: torch.Tensor) -> Any:
+                return container([super().forward(x)])  # noqa: B023
+
+        model = syncengine.Parallel(Pair())
+        for where, reason in (("forward", "Bad: the batch is bad: forward"), ("middle", "backward aborted")):
+            first = sum(model(data()))
+            with pytest.raises(Bad):
+                model.module.where = where
+                sum(model(data(1))).sum().backward()
+            model.module.where = ""
+            with pytest.raises(InvalidUsage, match=rf"given up \(.*{reason}\).*[Rr]un the forward again"):
+                first.sum().backward()
+            loss = sum(model(data(2))).sum()  # the next step is none of this
+            loss.backward(retain_graph=True)
+            with pytest.raises(InvalidUsage, match="already synchronized"):
+                loss.backward()
+            assert gradients_are_common(model)
+    syncengine.barrier()
+
+
+@run_on_ranks()
+def test_a_forward_that_was_synchronized_before_a_lost_step_says_so():
+    model = syncengine.Parallel(Raising())
+    loss = model(data()).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(Bad):
+        model.module.where = "forward"
+        model(data(1))
+    model.module.where = ""
+    with pytest.raises(InvalidUsage, match="already synchronized"):
+        loss.backward()
+
+
+def gradients_are_common(model: nn.Module) -> bool:
+    flat = torch.cat([grad.flatten() for grad in gradients(model)])
+    everyone = torch.empty(2, flat.numel())
+    syncengine.all_gather(everyone, flat)
+    return torch.equal(everyone[0], everyone[1])
+
+
 def one_rank_goes_on(where: str, world: int) -> str:
     torch.manual_seed(0)
     module = Raising()
