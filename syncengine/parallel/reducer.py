@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class NoReducer:
     def _nothing(self, *_: Any) -> None:
         pass
 
-    plan_with = set_static_graph = _delay_all_reduce = _nothing
+    plan_with = weigh_with = set_static_graph = _delay_all_reduce = _nothing
     _check_reducer_finalized = _remove_autograd_hooks = _set_ddp_runtime_logging_sample_rate = _nothing
 
 
@@ -54,10 +54,15 @@ class ModelReducer(Reducer):
         super().__init__(model.parameters, str(model), model.names, model.communicator, model.sparse, options)
         self._options = options
         self._planning: weakref.ref[Planning]  # which refers to this
+        self._average_with_weights: weakref.WeakMethod[Callable[[], None]]
 
     def plan_with(self, planning: Planning) -> None:
         """Before anything else."""
         self._planning = weakref.ref(planning)
+
+    def weigh_with(self, average_with_weights: Callable[[], None]) -> None:
+        """The same; a method, which makes the next backward's average the one that weight() has asked for."""
+        self._average_with_weights = weakref.WeakMethod(average_with_weights)
 
     def _planned(self) -> Planning:
         planning = self._planning()
@@ -78,6 +83,8 @@ class ModelReducer(Reducer):
     ) -> list[torch.Tensor]:
         """The next backward will average, whatever the forward before it was told. Collective."""
         self._rebuild_buckets()
+        if average_with_weights := self._average_with_weights():
+            average_with_weights()
         return super().prepare_for_backward(outputs, began)
 
     def _check_reducer_finalized(self) -> None:

@@ -64,12 +64,13 @@ class Steps:
         began = NodeNumber()
         if not synchronize and not sync_buffers_after:
             return self._local(call(), began)
-        weights = self.uneven.take_weights() if synchronize else None
         try:
             output = call()
         except _StopRecomputationError:  # how checkpointing ends a forward early, in backward
             raise
         except BaseException as error:
+            if synchronize:
+                self.uneven.drop_weights()
             text = f"raised in forward: {type(error).__name__}: {error}"
             if synchronize and not sync_buffers_after:
                 self.reducer.abandon_forward(text)
@@ -85,8 +86,7 @@ class Steps:
             self.reducer.begin_forward(False)
         if not synchronize:
             return self._local(output, began)
-        if weights is not None:
-            self.uneven.average_with(weights.wait())
+        self.uneven.average_with_weights()
         if other_leaves := Reducer.prepare_for_backward(self.reducer, _tensors(output), began):
             self._check_not_replaced(other_leaves)
         if looks_for_unused(self.options):
@@ -108,6 +108,8 @@ class Steps:
         current = None
         if joinable._join_config.enable:
             current = self.uneven.tell_joined(joinable, synchronize, plans, sends_buffers)
+        elif synchronize:
+            self.uneven.leave_join()
         if plans:
             self.planning.renew(current)
         if sends_buffers:

@@ -41,10 +41,20 @@ class UnevenInputs:
         # In a join context it travels with what the ranks tell each other anyway.
         self._weight = weight if in_join else WeightExchange(self.model.communicator, weight)
 
-    def take_weights(self) -> WeightExchange | None:
-        """The weights that are being exchanged for this forward, if any; it alone has them, whatever comes of it."""
-        weights, self._weight = self._weight, None
-        return weights if isinstance(weights, WeightExchange) else None
+    def drop_weights(self) -> None:
+        """They were for a forward of which nothing comes."""
+        self._weight = None
+
+    def leave_join(self) -> None:
+        """What was given for a forward in a join context that is over now was told to nobody."""
+        if isinstance(self._weight, float):
+            self._weight = None
+
+    def average_with_weights(self) -> None:
+        """The next backward gives the mean with the weights that are being exchanged for it, if any; it alone does."""
+        if isinstance(self._weight, WeightExchange):
+            weights, self._weight = self._weight, None
+            self.average_with(weights.wait())
 
     def tell_joined(self, joinable: Joinable, synchronize: bool, plans: bool, sends_buffers: bool) -> Round:
         """Tells ranks that have joined what this forward of ``joinable`` and its backward will do."""

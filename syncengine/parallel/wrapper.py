@@ -183,6 +183,7 @@ class Parallel(ForTools):
         self._buffer_sync = buffers = Buffers(model, self._switches, reducer, self.parameters_to_ignore)
         self._hooks = CommHooks(reducer, planning)
         self._uneven = UnevenInputs(model, self._switches, reducer, buffers, self._hooks, self._delayed)
+        reducer.weigh_with(self._uneven.average_with_weights)
         new = Newcomers(model, self.parameters_to_ignore)
         self._steps = Steps(
             model, self._switches, options, reducer, planning, buffers, self._uneven, self._delayed, new, self.logger
@@ -267,9 +268,10 @@ class Parallel(ForTools):
         """The next synchronized backward counts this rank's gradients ``n`` times: ``sum(n * gradient) / sum(n)``.
 
         Call it before the forward, on every rank, usually with the number of samples (or tokens) over which this rank's
-        loss is a mean; then the average is the gradient of the mean over all samples. It applies to one synchronized
-        forward and its backward. A rank with 0 contributes nothing, whatever its gradients are (say, NaN from an empty
-        batch). Where several backwards are accumulated under ``no_sync``, ``n`` is for their sum.
+        loss is a mean; then the average is the gradient of the mean over all samples. Outside of a join context it may
+        also be called within the forward. It applies to one synchronized forward and its backward. A rank with 0
+        contributes nothing, whatever its gradients are (say, NaN from an empty batch). Where several backwards are
+        accumulated under ``no_sync``, ``n`` is for their sum.
 
         Raises ``InvalidUsage`` unless 0 <= n < inf, and in the forward if all ranks give 0.
         """

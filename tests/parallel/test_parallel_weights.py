@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from parallel_models import Mlp, different_bits
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from torch import nn
 
 import syncengine
@@ -171,3 +171,76 @@ def test_a_weight_on_one_rank_only_is_an_error_on_all(pool: RankPool):
         assert "rank 0 called weight(), but rank 1 did not" in text
     for text in pool.run(on_one_rank_only, False, world=3, timeout=20.0):
         assert "all_gather" in text or "collective call" in text
+
+
+class Armed(nn.Module):
+    """As tools that arm the reducer themselves, by the private methods of DDP's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(24, 3)
+        self.wrapper: list[nn.Module] = []  # in a list, not to be a submodule
+        self.gives: float | None = None  # a weight, within the forward
+
+    def arm(self) -> None:
+        (wrapper,) = self.wrapper
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
+        wrapper.reducer._rebuild_buckets()
+        wrapper.reducer.prepare_for_backward([])
+
+    def forward(self, x: torch.Tensor, how: str = "") -> torch.Tensor:
+        loss = loss_of(self.inner, x)
+        (wrapper,) = self.wrapper
+        if self.gives is not None:
+            wrapper.weight(self.gives)
+        if how == "inside":  # Lightning's manual optimization: its backward is here, too
+            self.arm()
+            loss.backward()
+        if how:
+            wrapper.require_backward_grad_sync = False
+        return loss
+
+
+def mean(module: nn.Module, x: torch.Tensor, weight: float) -> list[torch.Tensor]:
+    """Of the ranks' gradients, in float64, from the plain module."""
+    grads = [grad.double() for grad in torch.autograd.grad(loss_of(module, x), list(module.parameters()))]
+    total = torch.tensor([weight], dtype=torch.float64)
+    syncengine.all_reduce(total)
+    for grad in grads:
+        grad *= weight / total
+        syncengine.all_reduce(grad)
+    return grads
+
+
+@run_on_ranks()
+def test_weights_where_a_tool_arms_the_reducer():
+    rank = syncengine.rank()
+    model = syncengine.Parallel(Armed())
+    module = model.module
+    module.wrapper = [model]
+    weight = 3.0 if rank == 0 else 1.0
+
+    def step(i: int, how: str, given: str) -> None:
+        x = batch(rank, i)
+        expected = mean(module.inner, x, weight if given else 1.0)
+        model.zero_grad()
+        if given == "before":
+            model.weight(weight)
+        module.gives = weight if given == "inside" else None
+        if how == "no_sync":  # Accelerate's trigger_sync_in_backward
+            with model.no_sync():
+                loss = model(x)
+        else:
+            loss = model(x, how)
+            model.require_backward_grad_sync = True
+        if how in ("no_sync", "after"):
+            module.arm()
+        if how != "inside":
+            loss.backward()
+        for p, q in zip(module.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad.double(), q, rtol=1e-5, atol=1e-6, msg=f"step {i}: {how}, {given}")
+
+    cases = [(how, given) for how in ("no_sync", "after", "inside", "") for given in ("before", "inside", "")]
+    for i, (how, given) in enumerate(cases):
+        step(i, how, given)
+    module.wrapper = []
