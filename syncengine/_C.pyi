@@ -245,17 +245,17 @@ class LocalBootstrap:
         addresses: Sequence[bytes],
         timeout: float,
         network_addresses: Sequence[bytes] | None = None,
-        mover: Mover | None = None,
+        transport: PacketTransport | None = None,
     ) -> Communicator:
         """The communicator of all ranks. `addresses` by rank, this rank's included; `timeout` in seconds. Called once.
 
-        With several hosts it needs either `network_addresses`, what listen() returned, by rank, or a `mover`.
+        With several hosts it needs either `network_addresses`, what listen() returned, by rank, or a `transport`.
         """
 
-class Mover:
+class PacketTransport:
     """What moves packets between hosts, for one LocalBootstrap.connect()."""
 
-def python_mover(mover: object, by: str, checksum: bool) -> Mover:
+def python_packet_transport(transport: object, by: str, checksum: bool) -> PacketTransport:
     """Made of an object with two methods, called on one of the engine's threads; if they raise, all peers are lost.
 
     `step(posts: list[tuple[int, int, bool, memoryview]]) -> list[tuple[int, str]]` posts packets, each with its number,
@@ -264,10 +264,10 @@ def python_mover(mover: object, by: str, checksum: bool) -> Mover:
     its receive have the same size. `close(in_order: bool)` is the last call; if not `in_order`, packets are still in
     flight.
 
-    `by` names the mover in errors. `checksum`: of all data.
+    `by` names the transport in errors. `checksum`: of all data.
     """
 
-def torch_mover(
+def torch_packet_transport(
     group: ProcessGroup,
     ranks: Sequence[int],
     tag: int,
@@ -276,17 +276,18 @@ def torch_mover(
     checksum: bool,
     silence: float,
     open_device_backend: Callable[[list[int], str], _Backend] | None = None,
-) -> Mover:
+) -> PacketTransport:
     """Made of a process group whose send and recv take CPU tensors.
 
     `ranks`: in the group, of each rank of the job. `tag` must not be used by others there. `closed` is called once the
-    mover is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost; 0: never.
+    transport is not needed any more. `silence`: seconds without a heartbeat after which a rank is lost; 0: never.
     `open_device_backend(ranks, name)` makes a c10d backend that moves CUDA tensors between these ranks
-    of the job, for a `name` that is not used twice; any thread calls it, on all of these ranks. Else as python_mover.
+    of the job, for a `name` that is not used twice; any thread calls it, on all of these ranks. Else as
+    python_packet_transport.
     """
 
-def end_movers() -> None:
-    """Disconnects from all ranks that movers reach, within a second. Called before the interpreter ends."""
+def end_packet_transports() -> None:
+    """Disconnects from all ranks that packet transports reach, within a second. Called before the interpreter ends."""
 
 class Backend(_Backend):
     """The torch.distributed backend "syncengine": a communicator with c10d's interface. Made by init_process_group.
@@ -372,7 +373,7 @@ class CommonMemory:
     def detach(self) -> bool:
         """From now on a private copy, at the same addresses. Nobody may write meanwhile. False if memory is short."""
 
-class MemoryHandoff:
+class MemoryExchange:
     """How the ranks of a host come to have memory in common: one makes it, all exchange addresses, then call exchange.
 
     `bytes`: on the rank that makes it; 0 on the others. InvalidUsage, with the numbers, if memory is short.

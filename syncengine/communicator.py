@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from syncengine._C import Communicator, backend_communicators, end_backends, end_movers
+from syncengine._C import Communicator, backend_communicators, end_backends, end_packet_transports
 from syncengine.config import DEFAULT_TIMEOUT, Config
 from syncengine.connect import Connection, connect, given_up
 from syncengine.errors import InvalidUsage
@@ -307,7 +307,7 @@ def _end() -> None:
     shutdown()
     if _owner == os.getpid():
         end_backends()  # torch leaves groups that nobody destroyed as they are
-        end_movers()  # while there is still an interpreter, and MPI
+        end_packet_transports()  # while there is still an interpreter, and MPI
 
 
 _hooks_installed = threading.Lock()  # held for ever from then on

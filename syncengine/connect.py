@@ -16,7 +16,7 @@ from typing import NamedTuple
 from syncengine._C import Communicator, LocalBootstrap, build_id, solo
 from syncengine.config import Config
 from syncengine.errors import InvalidUsage, Mismatch, SyncError
-from syncengine.interhost import open_mover
+from syncengine.interhost import open_packet_transport
 from syncengine.launch import Exchange
 
 logger = logging.getLogger("syncengine")
@@ -77,7 +77,7 @@ def connect(
         bootstrap = LocalBootstrap(rank, size, options, known_as)
         names, addresses = _agree(exchange, config, bootstrap.address(), known_as)
         hosts = bootstrap.hosts(addresses)
-        network = mover = None
+        network = transport = None
         if max(hosts) > 0:
             _log_hosts(rank, config, hosts, names)
             if config.interhost == "tcp":
@@ -85,10 +85,10 @@ def connect(
                 network = _meet(exchange, config, bootstrap, addresses, peers)
             else:
                 in_order = global_ranks is None  # the default communicator
-                mover = open_mover(
+                transport = open_packet_transport(
                     config.interhost, rank, known_as, in_order, config.checksum, config.silence, exchange
                 )
-        communicator = bootstrap.connect(addresses, timeout, network, mover)
+        communicator = bootstrap.connect(addresses, timeout, network, transport)
         if communicator.links:
             logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)
         hosts_named = [f"{host} {name}" for host, name in zip(hosts, names, strict=True)]

@@ -7,7 +7,7 @@ namespace syncengine {
 
 void bind_errors(pybind11::module_& module);
 void bind_communicator(pybind11::module_& module);
-void bind_movers(pybind11::module_& module);
+void bind_packet_transports(pybind11::module_& module);
 void bind_local_bootstrap(pybind11::module_& module);
 void bind_common_memory(pybind11::module_& module);
 void bind_weights(pybind11::module_& module);

@@ -9,7 +9,7 @@
 #include "base/sync_point.h"
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
-#include "bootstrap/handoff.h"
+#include "bootstrap/fd_exchange.h"
 #include "transport/shm/region.h"
 
 namespace py = pybind11;
@@ -21,21 +21,21 @@ namespace {
 using Shared = std::shared_ptr<shm::Region>;
 
 // Made by one of a host's ranks and given to the others. The others' own is empty, and goes at once.
-struct MemoryHandoff {
-  explicit MemoryHandoff(size_t bytes) : own(shm::Region::create(bytes)) {}
+struct MemoryExchange {
+  explicit MemoryExchange(size_t bytes) : own(shm::Region::create(bytes)) {}
 
   Shared exchange(int rank, const std::vector<std::string>& addresses, int maker, double timeout,
                   const std::vector<int>& global_ranks) {
     size_t members = 0;
     for (const auto& address : addresses) members += !address.empty();
     if (members <= 1) return std::move(own);
-    auto memories = handoff.exchange(rank, addresses, own->fd(), Deadline::after(seconds(timeout)), check_signals(),
-                                     RankNames(global_ranks));
+    auto memories = fd_exchange.exchange(rank, addresses, own->fd(), Deadline::after(seconds(timeout)), check_signals(),
+                                         RankNames(global_ranks));
     return rank == maker ? std::move(own) : shm::Region::open(std::move(memories.at(maker)));
   }
 
   Shared own;
-  Handoff handoff;
+  FdExchange fd_exchange;
 };
 
 // Each has a storage of its own, so that saving one does not save all.
@@ -66,7 +66,7 @@ void bind_common_memory(py::module_& module) {
       .def("tensor", &tensor_in, py::arg("offset"), py::arg("sizes"), py::arg("strides"), py::arg("dtype"),
            "A tensor with a storage of its own.")
       .def("decide", &shm::Region::decide, py::arg("number"), py::arg("proceeds"),
-           "The verdict on update `number`: `proceeds`, if no rank was first to say otherwise.")
+           "The decision on update `number`: `proceeds`, if no rank was first to say otherwise.")
       .def(
           "complete",
           [](shm::Region& self, int rank, uint64_t number) {
@@ -81,12 +81,12 @@ void bind_common_memory(py::module_& module) {
       .def("detach", &shm::Region::detach, py::call_guard<py::gil_scoped_release>(),
            "From now on a private copy, at the same addresses. False if memory is short.");
 
-  py::class_<MemoryHandoff>(module, "MemoryHandoff", "How the ranks of a host come to have memory in common.")
+  py::class_<MemoryExchange>(module, "MemoryExchange", "How the ranks of a host come to have memory in common.")
       .def(py::init<size_t>(), py::arg("bytes"), "`bytes`: on the rank that makes it; 0 on the others.")
       .def(
-          "address", [](const MemoryHandoff& self) { return py::bytes(self.handoff.address()); },
+          "address", [](const MemoryExchange& self) { return py::bytes(self.fd_exchange.address()); },
           "Less than 144 bytes, with a secret, for the others.")
-      .def("exchange", &MemoryHandoff::exchange, py::arg("rank"), py::arg("addresses"), py::arg("maker"),
+      .def("exchange", &MemoryExchange::exchange, py::arg("rank"), py::arg("addresses"), py::arg("maker"),
            py::arg("timeout"), py::arg("global_ranks"), py::call_guard<py::gil_scoped_release>(),
            "What rank `maker` has made. `addresses` by rank, empty for those of other hosts; messages call the ranks "
            "`global_ranks`. Collective, once.");

@@ -9,7 +9,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/errors.h"
-#include "bindings/movers.h"
+#include "bindings/packet_transports.h"
 #include "bindings/python_threads.h"
 #include "engine/communicator/solo.h"
 #include "engine/job/local_bootstrap.h"
@@ -93,15 +93,16 @@ struct Bootstrap {
   std::unique_ptr<tcp::Listener> listener = {};
 
   std::shared_ptr<Communicator> connect(const std::vector<std::string>& addresses, double timeout,
-                                        const std::vector<std::string>& network_addresses, MoverHandle* mover) {
+                                        const std::vector<std::string>& network_addresses,
+                                        PacketTransportHandle* transport) {
     auto deadline = Deadline::after(seconds(timeout));
     auto make_interhost = [&] {
-      if (mover) {
+      if (transport) {
         std::vector<int> peers;
         auto hosts = job.hosts(addresses);
         for (int peer = 0; peer < static_cast<int>(hosts.size()); ++peer)
           if (hosts[peer] != hosts[rank]) peers.push_back(peer);
-        return connect_by(*mover, rank, peers, names);
+        return connect_by(*transport, rank, peers, names);
       }
       if (!listener || network_addresses.size() != addresses.size())
         throw Error(ErrorKind::InvalidUsage, "connect() needs listen() and its answers where there are several hosts");
@@ -155,14 +156,14 @@ void bind_local_bootstrap(py::module_& module) {
       .def(
           "connect",
           [](Bootstrap& self, const std::vector<std::string>& addresses, double timeout,
-             const std::optional<std::vector<std::string>>& network_addresses, MoverHandle* mover) {
+             const std::optional<std::vector<std::string>>& network_addresses, PacketTransportHandle* transport) {
             py::gil_scoped_release nogil;
-            return self.connect(addresses, timeout, network_addresses.value_or(std::vector<std::string>{}), mover);
+            return self.connect(addresses, timeout, network_addresses.value_or(std::vector<std::string>{}), transport);
           },
           py::arg("addresses"), py::arg("timeout"), py::arg("network_addresses") = py::none(),
-          py::arg("mover") = py::none(),
+          py::arg("transport") = py::none(),
           "The communicator of all ranks. `addresses` by rank; `timeout` in seconds. Where there are several hosts, "
-          "`network_addresses` from listen() or a mover.");
+          "`network_addresses` from listen() or a transport.");
   module.def(
       "solo", [](const JobOptions& options, int global_rank) { return make_solo_communicator(options, global_rank); },
       py::arg("options"), py::arg("global_rank") = 0,

@@ -9,7 +9,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.doc() = "syncengine's engine: collectives, communicators and the gradient reducer.";
   syncengine::bind_errors(module);
   syncengine::bind_communicator(module);
-  syncengine::bind_movers(module);
+  syncengine::bind_packet_transports(module);
   syncengine::bind_local_bootstrap(module);
   syncengine::bind_common_memory(module);
   syncengine::bind_weights(module);

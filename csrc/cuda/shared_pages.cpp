@@ -10,7 +10,7 @@
 
 #include "base/alignment.h"
 #include "base/memfd.h"
-#include "bootstrap/handoff.h"
+#include "bootstrap/fd_exchange.h"
 #include "bootstrap/host.h"
 
 namespace syncengine::cuda {
@@ -20,7 +20,7 @@ namespace {
 constexpr size_t kPage = 4096;
 
 struct Address {
-  char handoff[Handoff::kMostAddress] = {};
+  char fd_exchange[FdExchange::kMostAddress] = {};
   char host[kMostHostKey] = {};
   uint64_t bytes = 0;
 };
@@ -54,25 +54,25 @@ std::vector<std::string> gather(Communicator& communicator, const std::string& o
 
 SharedPages::SharedPages(Communicator& communicator, size_t bytes, const std::function<void()>& interrupted) {
   bytes = round_up(bytes, kPage);
-  Handoff handoff;
+  FdExchange fd_exchange;
   Address own;
-  put(own.handoff, sizeof(own.handoff), handoff.address());
+  put(own.fd_exchange, sizeof(own.fd_exchange), fd_exchange.address());
   put(own.host, sizeof(own.host), host_key(""));
   own.bytes = bytes;
   const auto addresses = gather(communicator, own, "connecting GPU ranks", interrupted);
-  std::vector<std::string> handoffs;
+  std::vector<std::string> fd_exchanges;
   for (int rank = 0; rank < communicator.size(); ++rank) {
     if (std::strcmp(addresses[rank].host, own.host) != 0)
       throw Error(ErrorKind::InvalidUsage,
                   "CUDA tensors need all ranks on one host, and rank " + std::to_string(rank) +
                       " of this communicator is on another one: split() it by host, or reduce CPU tensors");
-    handoffs.emplace_back(addresses[rank].handoff);
+    fd_exchanges.emplace_back(addresses[rank].fd_exchange);
   }
   const UniqueFd memory = create_sealed_memfd("syncengine-cuda", bytes);
   std::vector<UniqueFd> descriptors;
   try {
     const Deadline deadline = Deadline::after(communicator.timeout());
-    descriptors = handoff.exchange(communicator.rank(), handoffs, memory.get(), deadline, interrupted);
+    descriptors = fd_exchange.exchange(communicator.rank(), fd_exchanges, memory.get(), deadline, interrupted);
   } catch (const Error&) {
     communicator.check_peers();  // a rank that is gone because another one died is not the cause
     throw;

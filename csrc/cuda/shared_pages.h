@@ -5,7 +5,7 @@
 // ones, and the CPU could no longer release its streams.
 //
 // Ownership: unmaps itself; the kernel frees the memory with its last mapping. Thread-safety: constant once made.
-// Failure: as bootstrap/handoff.h; Mismatch or InvalidUsage for ranks that can't share memory.
+// Failure: as bootstrap/fd_exchange.h; Mismatch or InvalidUsage for ranks that can't share memory.
 #pragma once
 
 #include <functional>

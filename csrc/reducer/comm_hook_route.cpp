@@ -60,7 +60,7 @@ size_t dense_bytes(const std::vector<at::Tensor>& memory) {
 }  // namespace
 
 void CommHookRoute::install(const BucketPlan& plan) {
-  flights_ = std::vector<Flight>(plan.buckets().size());
+  pending_ = std::vector<Pending>(plan.buckets().size());
   if (flat_) flat_->lay_out_nothing(plan.buckets().size());
 }
 
@@ -113,18 +113,18 @@ void CommHookRoute::finish(Backward& backward) {
   }
 }
 
-void CommHookRoute::drop() { flights_ = std::vector<Flight>(flights_.size()); }
+void CommHookRoute::drop() { pending_ = std::vector<Pending>(pending_.size()); }
 
 void CommHookRoute::start(const BucketLayout& layout, std::vector<at::Tensor> parameters,
                           const std::vector<at::Tensor>& memory, const std::vector<Gradient>& gradients) {
   const c10::OptionalDeviceGuard on_device(at::device_of(memory[0]));  // the hook's, too
-  Flight& flight = flights_[layout.index];
+  Pending& pending = pending_[layout.index];
   std::vector<size_t> offsets, lengths;
   std::vector<c10::IntArrayRef> sizes;
   {
     at::NoGradGuard no_grad;
     if (layout.sparse) {
-      flight.flat = memory[0];
+      pending.flat = memory[0];
     } else {
       size_t length = 0;
       for (const at::Tensor& tensor : memory) {
@@ -133,33 +133,33 @@ void CommHookRoute::start(const BucketLayout& layout, std::vector<at::Tensor> pa
         length += tensor.numel();
       }
       for (const at::Tensor& parameter : parameters) sizes.push_back(parameter.sizes());
-      if (!flight.flat.defined()) flight.flat = at::empty({static_cast<int64_t>(length)}, memory[0].options());
-      at::_foreach_copy_(parts_of(flight.flat, layout, gradients, memory), memory);
+      if (!pending.flat.defined()) pending.flat = at::empty({static_cast<int64_t>(length)}, memory[0].options());
+      at::_foreach_copy_(parts_of(pending.flat, layout, gradients, memory), memory);
     }
   }
-  at::Tensor buffer = flight.flat.is_complex() ? at::view_as_real(flight.flat).view(-1) : flight.flat;  // as DDP
-  c10d::GradBucket bucket(layout.index, flights_.size(), std::move(buffer), std::move(offsets), std::move(lengths),
+  at::Tensor buffer = pending.flat.is_complex() ? at::view_as_real(pending.flat).view(-1) : pending.flat;  // as DDP
+  c10d::GradBucket bucket(layout.index, pending_.size(), std::move(buffer), std::move(offsets), std::move(lengths),
                           std::move(sizes), std::move(parameters), std::nullopt);
-  flight.future = keeping_python_errors([&] { return hook_->runHook(bucket); });
+  pending.future = keeping_python_errors([&] { return hook_->runHook(bucket); });
 }
 
 at::Tensor CommHookRoute::wait(const BucketLayout& layout, const std::vector<at::Tensor>& memory,
                                const std::vector<Gradient>& gradients, Communicator& communicator) {
-  Flight& flight = flights_[layout.index];
+  Pending& pending = pending_[layout.index];
   auto what = [&] { return "the communication hook's future of " + layout.describe(); };
   return keeping_python_errors([&] {
-    wait_for_future(flight.future, communicator, what);
+    wait_for_future(pending.future, communicator, what);
     at::NoGradGuard no_grad;
-    at::Tensor result = hook_->parseHookResult(flight.future->value());
-    flight.future.reset();
+    at::Tensor result = hook_->parseHookResult(pending.future->value());
+    pending.future.reset();
     if (layout.sparse) {
       memory[0].copy_(result);
       return result;
     }
     if (memory[0].is_complex() && !result.is_complex()) result = at::view_as_complex(result.reshape({-1, 2}));
-    if (result.numel() != flight.flat.numel()) {
+    if (result.numel() != pending.flat.numel()) {
       throw Error(ErrorKind::InvalidUsage, what() + " gave " + std::to_string(result.numel()) +
-                                               " elements instead of " + std::to_string(flight.flat.numel()));
+                                               " elements instead of " + std::to_string(pending.flat.numel()));
     }
     result = result.contiguous().view(-1);
     at::_foreach_copy_(memory, parts_of(result, layout, gradients, memory));

@@ -41,7 +41,7 @@ class CommHookRoute final : public Route {
   void drop() override;
 
  private:
-  struct Flight {
+  struct Pending {
     at::Tensor flat;
     TorchFuture future;
   };
@@ -53,8 +53,8 @@ class CommHookRoute final : public Route {
 
   std::unique_ptr<c10d::CommHookInterface> hook_;
   FlatBuckets* flat_;
-  std::vector<Flight> flights_;  // by bucket
-  bool runs_ = false;            // the hook, on some thread
+  std::vector<Pending> pending_;  // by bucket
+  bool runs_ = false;             // the hook, on some thread
 };
 
 // Of the exception that is being handled, in a few words: "ValueError: ..."

@@ -1,21 +1,21 @@
-"""Transports between hosts other than TCP: movers of packets, which the extension drives.
+"""Transports between hosts other than TCP: packet transports, which the extension drives.
 
 mpi.py      MPI, through mpi4py
 torch.py    a torch.distributed process group
-numbers.py  what tells several movers apart
+numbers.py  what tells several packet transports apart
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from syncengine._C import Mover
+from syncengine._C import PacketTransport
 from syncengine.errors import InvalidUsage
 
-__all__ = ["open_mover"]
+__all__ = ["open_packet_transport"]
 
 
-def open_mover(
+def open_packet_transport(
     interhost: str,
     rank: int,
     global_ranks: list[int],
@@ -23,8 +23,8 @@ def open_mover(
     checksum: bool,
     silence: float,
     meet: Callable[[bytes], list[bytes]],
-) -> Mover:
-    """The mover that `interhost` names, for this rank of those that the launcher knows as `global_ranks`.
+) -> PacketTransport:
+    """The transport that `interhost` names, for this rank of those that the launcher knows as `global_ranks`.
 
     `in_order`: all ranks of the job open it, and nothing else meanwhile; otherwise others may be opened at that time.
     `silence`: seconds without a heartbeat after which a rank is lost; MPI has no heartbeats.

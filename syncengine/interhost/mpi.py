@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from syncengine._C import Mover, python_mover
+from syncengine._C import PacketTransport, python_packet_transport
 from syncengine.errors import InvalidUsage
 from syncengine.interhost.numbers import agree_on_number
 
@@ -17,8 +17,10 @@ _CANCEL_SECONDS = 0.2
 _unfinished: list[Any] = []  # requests that did not end, and what they use: MPI may touch it until the process ends
 
 
-def open_mpi(rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[bytes], list[bytes]]) -> Mover:
-    """See open_mover."""
+def open_mpi(
+    rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[bytes], list[bytes]]
+) -> PacketTransport:
+    """See open_packet_transport."""
     MPI = _load()
     _check(MPI, global_ranks[rank], max(global_ranks) + 1)
     number = agree_on_number(global_ranks, MPI.COMM_WORLD.Get_size(), meet)
@@ -28,7 +30,7 @@ def open_mpi(rank: int, global_ranks: list[int], checksum: bool, meet: Callable[
     own.Free()
     group.Free()
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # else an error ends the process
-    return python_mover(MPIMover(MPI, comm), "MPI", checksum)
+    return python_packet_transport(MPIPacketTransport(MPI, comm), "MPI", checksum)
 
 
 def _load() -> ModuleType:
@@ -61,8 +63,8 @@ def _check(MPI: ModuleType, rank: int, ranks: int) -> None:
         )
 
 
-class MPIMover:
-    """What the extension drives: see python_mover in _C.pyi. On one thread, which is not the program's."""
+class MPIPacketTransport:
+    """What the extension drives: see python_packet_transport in _C.pyi. On one thread, which is not the program's."""
 
     def __init__(self, MPI: ModuleType, comm: Any) -> None:
         self._mpi, self._comm = MPI, comm

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Backend as C10dBackend
 
-from syncengine._C import Backend, Mover, has_cuda, torch_mover
+from syncengine._C import Backend, PacketTransport, has_cuda, torch_packet_transport
 from syncengine.errors import InvalidUsage
 from syncengine.interhost.numbers import agree_on_number
 
@@ -34,8 +34,8 @@ def open_torch(
     checksum: bool,
     silence: float,
     meet: Callable[[bytes], list[bytes]],
-) -> Mover:
-    """See open_mover."""
+) -> PacketTransport:
+    """See open_packet_transport."""
     backend = _backend()
     if max(global_ranks) >= dist.get_world_size():
         raise InvalidUsage(
@@ -55,7 +55,9 @@ def open_torch(
         group = dist.new_group(backend=backend)
         closed = functools.partial(_destroy, group)
     tag = _FIRST_TAG + number % _TAGS
-    return torch_mover(group, global_ranks, tag, closed, f"torch.distributed, {backend}", checksum, silence, open_nccl)
+    return torch_packet_transport(
+        group, global_ranks, tag, closed, f"torch.distributed, {backend}", checksum, silence, open_nccl
+    )
 
 
 def _nothing() -> None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from syncengine._C import CommonMemory, Communicator, MemoryHandoff, return_free_memory
+from syncengine._C import CommonMemory, Communicator, MemoryExchange, return_free_memory
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.sharded.agreement import agree, gather_texts
 
@@ -65,7 +65,7 @@ def create_common(host: Host, what: str, layouts: Sequence[Layout]) -> tuple[Com
     size = _place(layouts)[1]
     offer, error = None, ""
     try:
-        offer = MemoryHandoff(size if host.rank == 0 else 0)
+        offer = MemoryExchange(size if host.rank == 0 else 0)
     except InvalidUsage as problem:
         error = f"{what}: {problem}"
     agree(host.communicator, what, b"", lambda: [], error, "")
@@ -99,7 +99,7 @@ def _place(layouts: Sequence[Layout]) -> tuple[list[int], int]:
     return offsets, size
 
 
-class Mover:
+class FreedMemory:
     """Takes note of memory that is freed because its contents have moved into common memory, and returns it.
 
     malloc would keep it: a tensor a time is small for it, and all of them together would be a second copy.
@@ -108,7 +108,7 @@ class Mover:
     def __init__(self) -> None:
         self._freed = 0
 
-    def freed(self, nbytes: int) -> None:
+    def add(self, nbytes: int) -> None:
         """So many more bytes."""
         self._freed += nbytes
         if self._freed >= _MUCH:

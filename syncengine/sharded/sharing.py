@@ -166,7 +166,7 @@ class Sharing:
         self._watched.note(state)
 
     def decide_to_write(self, proceeds: bool) -> bool:
-        """The verdict on a writing(), which holds for all of this host: ``proceeds``, if nobody was first."""
+        """The decision on a writing(), which holds for all of this host: ``proceeds``, if nobody was first."""
         return bool(self.blocks) and self.blocks[0].weights.memory.decide(self._updates + 1, proceeds)
 
     def note_writing(self) -> None:

@@ -18,7 +18,7 @@ import torch
 from syncengine._C import CommonMemory, return_free_memory
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.sharded.agreement import gather_texts
-from syncengine.sharded.memory import Host, Layout, Mover, create_common
+from syncengine.sharded.memory import FreedMemory, Host, Layout, create_common
 from syncengine.sharded.room import Place, Room
 from syncengine.sharded.shard import Piece, Shard
 
@@ -174,7 +174,7 @@ class SharedState:
 
     def _move(self) -> None:
         """This rank's new values go where they belong, and the optimizer goes on with them there."""
-        mover = Mover()
+        freed_memory = FreedMemory()
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
             state = self._shard.state_of(piece)
             for key in [key for key in state if key not in installed]:
@@ -192,8 +192,8 @@ class SharedState:
                 if isinstance(value, torch.Tensor):
                     nbytes = value.nbytes
                     del value
-                    mover.freed(nbytes)
-        mover.end()
+                    freed_memory.add(nbytes)
+        freed_memory.end()
 
     def _show(self, places: Any) -> None:
         for index, key in places:

@@ -1,7 +1,7 @@
 """How all ranks make one update, or none does: agree, decide, write, and see whether all have.
 
 All ranks agree first. A failure may reach some of them then and not others: so the first rank that knows either way
-writes a verdict into shared memory, which holds for all of the host. Each rank then writes its slices, and says so
+writes a decision into shared memory, which holds for all of the host. Each rank then writes its slices, and says so
 there. So after any failure a survivor can tell whether the weights are whole, before or after this update, or torn,
 because a rank has died in the middle of it.
 """

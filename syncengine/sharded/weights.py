@@ -11,7 +11,7 @@ import torch
 from syncengine._C import CommonMemory, WatchedWeights, return_free_memory
 from syncengine.parallel.watchers import common
 from syncengine.sharded.agreement import agree
-from syncengine.sharded.memory import Host, Layout, Mover, create_common, flat, tensors_in
+from syncengine.sharded.memory import FreedMemory, Host, Layout, create_common, flat, tensors_in
 
 _LOOK = "Give them the same values on every rank before the first step."
 
@@ -71,12 +71,12 @@ class SharedWeights:
         agree(communicator, what, "\n".join(lines).encode(), lambda: lines, "", _LOOK)
         if self.memory not in self._memories:
             self._memories.append(self.memory)
-        mover = Mover()
+        freed_memory = FreedMemory()
         if self._host.rank == 0:
             for memory, parameter in zip(self._common, self.parameters, strict=True):
                 parameter.data = memory.copy_(parameter.detach())  # at once: else there were two of all for a moment
-                mover.freed(memory.nbytes)
-        mover.end()
+                freed_memory.add(memory.nbytes)
+        freed_memory.end()
         communicator.barrier()
 
     def take(self) -> None:

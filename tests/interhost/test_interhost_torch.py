@@ -100,7 +100,7 @@ def agree_on_numbers() -> list[int]:
     return in_two_threads(lambda of: agree_on_number([0, 1], 2, GroupExchange(groups[of])))
 
 
-def test_movers_of_two_groups_have_numbers_of_their_own(pool: RankPool) -> None:
+def test_transports_of_two_groups_have_numbers_of_their_own(pool: RankPool) -> None:
     first, second = pool.run(agree_on_numbers, gloo=True, settings=None)
     assert first == second
     assert first[0] != first[1]

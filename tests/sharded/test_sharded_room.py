@@ -143,19 +143,19 @@ def short_of_memory() -> list[Any]:
     optimizer = syncengine.ShardedOptimizer(ours.parameters(), torch.optim.AdamW, lr=1e-3)
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
     models[0](torch.zeros(2, 24), 0)  # the weights are shared
-    make, refused = memory.MemoryHandoff, []
+    make, refused = memory.MemoryExchange, []
 
-    def handoff(size: int) -> Any:
+    def fd_exchange(size: int) -> Any:
         if size > 1 << 20:
             refused.append(size)
             raise syncengine.errors.InvalidUsage("short of memory")
         return make(size)
 
-    memory.MemoryHandoff = handoff if syncengine.rank() == 0 else make
+    memory.MemoryExchange = fd_exchange if syncengine.rank() == 0 else make
     try:
         step(models[0], optimizer, 0)
     finally:
-        memory.MemoryHandoff = make
+        memory.MemoryExchange = make
     before = len(common_memory())
     step(models[1], reference, 0)
     for task in (1, 0):

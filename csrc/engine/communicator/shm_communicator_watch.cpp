@@ -72,7 +72,7 @@ void ShmCommunicator::check_members() {
 
 bool ShmCommunicator::have_all_others_left() const {
   for (int member = 0; member < group_.size; ++member) {
-    const auto standing = group_.block(member).end_record.standing.load(std::memory_order_acquire);  // acquire: letters
+    const auto standing = group_.block(member).end_record.standing.load(std::memory_order_acquire);  // acquire: headers
     if (member != group_.rank && standing != static_cast<uint32_t>(shm::Standing::Left)) return false;
   }
   return true;

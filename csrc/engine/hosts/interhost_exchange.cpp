@@ -73,35 +73,35 @@ void InterhostExchange::plan(const Chunk& chunk, ChunkPlan& plan) const {
 }
 
 bool InterhostExchange::advance() {
-  while (!flights_.empty() && flights_.front()->total < lane_.pulled.total) {
-    landed_.push_back(std::move(flights_.front()));
-    flights_.pop_front();
+  while (!in_flight_.empty() && in_flight_.front()->total < lane_.pulled.total) {
+    landed_.push_back(std::move(in_flight_.front()));
+    in_flight_.pop_front();
   }
-  start_flights();
+  start_chunks();
   bool moved = false;
-  for (auto& flight : flights_) moved |= advance(*flight);
+  for (auto& chunk : in_flight_) moved |= advance(*chunk);
   return moved;
 }
 
 bool InterhostExchange::has_arrived(uint64_t chunk) const {
-  return chunk < started_.total && flights_[chunk - flights_.front()->total]->arrived();
+  return chunk < started_.total && in_flight_[chunk - in_flight_.front()->total]->arrived();
 }
 
 bool InterhostExchange::uses_own_memory(uint64_t chunk) const {
-  return std::any_of(flights_.begin(), flights_.end(),
-                     [&](const auto& flight) { return flight->total == chunk && !flight->quiet(); });
+  return std::any_of(in_flight_.begin(), in_flight_.end(),
+                     [&](const auto& entry) { return entry->total == chunk && !entry->quiet(); });
 }
 
 uint64_t InterhostExchange::remote_blocking_ranks() const {
   if (lane_.active.empty()) return 0;
   uint64_t members = agreement_.missing(lane_.retired);
   if (members) return members;
-  for (const auto& flight : flights_) {
-    for (size_t i = 0; i < flight->cells.size(); ++i) {
-      const auto& progress = flight->progress[i];
+  for (const auto& chunk : in_flight_) {
+    for (size_t i = 0; i < chunk->cells.size(); ++i) {
+      const auto& progress = chunk->progress[i];
       bool is_posted = progress.acted || progress.step < progress.receives.size();
-      if (progress.step == flight->cells[i].steps.size() || !is_posted) continue;
-      const InterhostStep& step = flight->cells[i].steps[progress.step];
+      if (progress.step == chunk->cells[i].steps.size() || !is_posted) continue;
+      const InterhostStep& step = chunk->cells[i].steps[progress.step];
       const auto& envelopes = progress.acted ? step.sends : step.receives;
       const auto& transfers = progress.acted ? progress.sends : progress.receives[progress.step].transfers;
       for (size_t k = 0; k < envelopes.size(); ++k)
@@ -112,16 +112,16 @@ uint64_t InterhostExchange::remote_blocking_ranks() const {
   return members;
 }
 
-void InterhostExchange::start_flights() {
+void InterhostExchange::start_chunks() {
   while (started_.total < lane_.staged.total) {
     const Active& active = lane_.at(started_.operation);
     const Operation& operation = active.item.operation;
-    if (landed_.empty()) landed_.push_back(std::make_unique<Flight>());
-    auto flight = std::move(landed_.back());
+    if (landed_.empty()) landed_.push_back(std::make_unique<InFlightChunk>());
+    auto chunk = std::move(landed_.back());
     landed_.pop_back();
-    flight->operation = started_.operation;
-    flight->chunk = started_.chunk;
-    flight->total = started_.total;
+    chunk->operation = started_.operation;
+    chunk->chunk = started_.chunk;
+    chunk->total = started_.total;
     size_t block = block_bytes(operation), begin = started_.chunk * active.chunk_bytes;
     plan_interhost(links_.placement,
                    {.collective = operation.collective,
@@ -131,76 +131,76 @@ void InterhostExchange::start_flights() {
                     .begin = begin,
                     .length = std::min(block - begin, active.chunk_bytes),
                     .relay = relays(links_.choice, operation)},
-                   flight->cells);
-    flight->progress.assign(flight->cells.size(), {});
-    flight->scratch.clear();
-    flights_.push_back(std::move(flight));
+                   chunk->cells);
+    chunk->progress.assign(chunk->cells.size(), {});
+    chunk->scratch.clear();
+    in_flight_.push_back(std::move(chunk));
     started_.advance(active);
   }
 }
 
-bool InterhostExchange::advance(Flight& flight) {
+bool InterhostExchange::advance(InFlightChunk& chunk) {
   bool moved = false;
-  for (size_t cell = 0; cell < flight.cells.size(); ++cell) moved |= advance(flight, cell);
+  for (size_t cell = 0; cell < chunk.cells.size(); ++cell) moved |= advance(chunk, cell);
   return moved;
 }
 
-bool InterhostExchange::advance(Flight& flight, size_t cell) {
-  Flight::Progress& progress = flight.progress[cell];
-  const auto& steps = flight.cells[cell].steps;
+bool InterhostExchange::advance(InFlightChunk& chunk, size_t cell) {
+  InFlightChunk::Progress& progress = chunk.progress[cell];
+  const auto& steps = chunk.cells[cell].steps;
   bool moved = false;
   // All at once (interhost_plan.h says why they may be): later the peer would hear of it behind data, milliseconds on a slow link.
-  while (progress.receives.size() < steps.size() && may_receive(flight, cell, steps[progress.receives.size()])) {
-    post_receives(flight, cell, steps[progress.receives.size()]);
+  while (progress.receives.size() < steps.size() && may_receive(chunk, cell, steps[progress.receives.size()])) {
+    post_receives(chunk, cell, steps[progress.receives.size()]);
     moved = true;
   }
   for (; progress.step < steps.size(); moved = true) {
     const InterhostStep& step = steps[progress.step];
     if (progress.acted) {
-      if (!all_ended(flight, progress.sends)) return moved;
+      if (!all_ended(chunk, progress.sends)) return moved;
       ++progress.step;
       progress.acted = false;
       continue;
     }
     bool is_posted = progress.step < progress.receives.size();
-    if (!is_posted || !all_ended(flight, progress.receives[progress.step].transfers)) return moved;
-    if (!may_send(flight, cell, step)) return moved;
+    if (!is_posted || !all_ended(chunk, progress.receives[progress.step].transfers)) return moved;
+    if (!may_send(chunk, cell, step)) return moved;
     if (step.staged) {
-      if (lane_.behind(&shm::LaneProgress::staged, flight.total + 1, false)) return moved;
-      compare(flight.operation, lane_.at(flight.operation));
+      if (lane_.behind(&shm::LaneProgress::staged, chunk.total + 1, false)) return moved;
+      compare(chunk.operation, lane_.at(chunk.operation));
     }
-    act(flight, cell);
-    post_sends(flight, cell);
+    act(chunk, cell);
+    post_sends(chunk, cell);
     progress.acted = true;
     progress.arrived = progress.step + 1 == steps.size();
   }
   return moved;
 }
 
-bool InterhostExchange::all_ended(const Flight& flight, const Flight::Transfers& transfers) const {
+bool InterhostExchange::all_ended(const InFlightChunk& chunk, const InFlightChunk::Transfers& transfers) const {
   for (const auto& transfer : transfers) {
     if (!transfer->ended()) return false;
     if (transfer->state() == Interhost::Transfer::State::Failed)
       throw Error(transfer->error().kind(), std::string(transfer->error().what()) + " while " +
                                                 links_.name(links_.placement.rank) + " was in " +
-                                                describe(lane_.at(flight.operation).item.operation));
+                                                describe(lane_.at(chunk.operation).item.operation));
   }
   return true;
 }
 
 // Bytes move between two ranks only if both mean the same operation. What is sent unasked, the receiver takes only then; what
 // waits for a receive, the sender sends only then: it hears of the operation with the receive, so nobody waits longer.
-bool InterhostExchange::may_receive(const Flight& flight, size_t cell, const InterhostStep& step) {
+bool InterhostExchange::may_receive(const InFlightChunk& chunk, size_t cell, const InterhostStep& step) {
   return std::all_of(step.receives.begin(), step.receives.end(), [&](const Envelope& envelope) {
-    return payload_bytes(flight, cell, envelope) > Interhost::kMaxUnasked ||
-           agreement_.agrees(flight.operation, envelope.peer);
+    return payload_bytes(chunk, cell, envelope) > Interhost::kMaxUnasked ||
+           agreement_.agrees(chunk.operation, envelope.peer);
   });
 }
 
-bool InterhostExchange::may_send(const Flight& flight, size_t cell, const InterhostStep& step) {
+bool InterhostExchange::may_send(const InFlightChunk& chunk, size_t cell, const InterhostStep& step) {
   return std::all_of(step.sends.begin(), step.sends.end(), [&](const Envelope& envelope) {
-    return payload_bytes(flight, cell, envelope) <= Interhost::kMaxUnasked ||
-           agreement_.agrees(flight.operation, envelope.peer);
+    return payload_bytes(chunk, cell, envelope) <= Interhost::kMaxUnasked ||
+           agreement_.agrees(chunk.operation, envelope.peer);
   });
 }
 
@@ -209,72 +209,72 @@ bool InterhostExchange::is_wide(const Operation& operation) const {
   return is_half && choose_way(links_.choice, operation) == Way::Chain;
 }
 
-InterhostRunner::View InterhostExchange::view(const Flight& flight, size_t cell) {
-  const Active& active = lane_.at(flight.operation);
-  lane_.point_bases(active, flight.total);
+InterhostRunner::View InterhostExchange::view(const InFlightChunk& chunk, size_t cell) {
+  const Active& active = lane_.at(chunk.operation);
+  lane_.point_bases(active, chunk.total);
   const Operation& operation = active.item.operation;
   return {operation,
-          flight.cells[cell],
+          chunk.cells[cell],
           lane_.runner.bases(),
           active.path == Path::Direct,
           operation.prescale != 1.0,
           is_wide(operation)};
 }
 
-size_t InterhostExchange::payload_bytes(const Flight& flight, size_t cell, const Envelope& envelope) const {
-  size_t bytes = flight.cells[cell].bytes;
-  return envelope.content == Content::Partial && is_wide(lane_.at(flight.operation).item.operation) ? bytes * 2 : bytes;
+size_t InterhostExchange::payload_bytes(const InFlightChunk& chunk, size_t cell, const Envelope& envelope) const {
+  size_t bytes = chunk.cells[cell].bytes;
+  return envelope.content == Content::Partial && is_wide(lane_.at(chunk.operation).item.operation) ? bytes * 2 : bytes;
 }
 
-void InterhostExchange::post_receives(Flight& flight, size_t cell, const InterhostStep& step) {
-  auto& receives = flight.progress[cell].receives.emplace_back();
+void InterhostExchange::post_receives(InFlightChunk& chunk, size_t cell, const InterhostStep& step) {
+  auto& receives = chunk.progress[cell].receives.emplace_back();
   if (step.receives.empty()) return;
-  auto where = view(flight, cell);
+  auto where = view(chunk, cell);
   for (const Envelope& envelope : step.receives) {
     bool into_output = envelope.content == Content::Result || envelope.content == Content::Block;
-    size_t bytes = payload_bytes(flight, cell, envelope);
+    size_t bytes = payload_bytes(chunk, cell, envelope);
     std::byte* target = into_output ? runner_.output(where) : nullptr;
     bool in_place = target != nullptr;
-    if (!in_place) target = flight.scratch.take(bytes);
+    if (!in_place) target = chunk.scratch.take(bytes);
     receives.places.push_back(in_place ? nullptr : target);
-    receives.transfers.push_back(links_.receive(envelope.peer, tag(flight, envelope, bytes), target, bytes));
+    receives.transfers.push_back(links_.receive(envelope.peer, tag(chunk, envelope, bytes), target, bytes));
   }
 }
 
-void InterhostExchange::act(Flight& flight, size_t cell) {
-  auto& progress = flight.progress[cell];
-  const InterhostStep& step = flight.cells[cell].steps[progress.step];
+void InterhostExchange::act(InFlightChunk& chunk, size_t cell) {
+  auto& progress = chunk.progress[cell];
+  const InterhostStep& step = chunk.cells[cell].steps[progress.step];
   if (step.act == Act::Nothing) return;
-  auto where = view(flight, cell);
+  auto where = view(chunk, cell);
   const auto& received = progress.receives[progress.step].places;
   lane_.moved_bytes += where.cell.bytes;
   sync_point("reducing");
   switch (step.act) {
     case Act::Nothing: return;
     case Act::FoldPartial:
-      progress.partial = flight.scratch.take(InterhostRunner::partial_bytes(where));
+      progress.partial = chunk.scratch.take(InterhostRunner::partial_bytes(where));
       return runner_.fold_partial(where, step, received, progress.partial);
     case Act::FoldResult: return runner_.fold_result(where, step, received);
     case Act::Spread: return runner_.spread(where, received[0]);
   }
 }
 
-void InterhostExchange::post_sends(Flight& flight, size_t cell) {
-  auto& progress = flight.progress[cell];
-  const InterhostStep& step = flight.cells[cell].steps[progress.step];
+void InterhostExchange::post_sends(InFlightChunk& chunk, size_t cell) {
+  auto& progress = chunk.progress[cell];
+  const InterhostStep& step = chunk.cells[cell].steps[progress.step];
   progress.sends.clear();
   if (step.sends.empty()) return;
-  auto where = view(flight, cell);
+  auto where = view(chunk, cell);
   const std::byte* gathered = nullptr;  // the own output or input, where it is in pieces
   for (const Envelope& envelope : step.sends) {
-    size_t bytes = payload_bytes(flight, cell, envelope);
+    size_t bytes = payload_bytes(chunk, cell, envelope);
     const std::byte* source = nullptr;
     if (envelope.content == Content::Partial) {
       source = progress.partial;
     } else if (envelope.content == Content::Result) {
       source = runner_.output(where);
       if (!source && !gathered) {
-        std::byte* copy = flight.scratch.take(bytes);
+        std::byte* copy = chunk.scratch.take(bytes);
         runner_.gather_output(where, copy);
         gathered = copy;
       }
@@ -282,14 +282,14 @@ void InterhostExchange::post_sends(Flight& flight, size_t cell) {
       int rank = envelope.content == Content::Raw ? envelope.rank : links_.placement.rank;
       source = runner_.contribution(where, rank);
       if (!source && bytes > 0) {
-        std::byte* copy = flight.scratch.take(bytes);
+        std::byte* copy = chunk.scratch.take(bytes);
         runner_.gather_contribution(where, rank, copy);
         source = copy;
       }
     }
     if (!source) source = gathered;
     lane_.counters.interhost_bytes += bytes;
-    progress.sends.push_back(links_.send(envelope.peer, tag(flight, envelope, bytes), source, bytes));
+    progress.sends.push_back(links_.send(envelope.peer, tag(chunk, envelope, bytes), source, bytes));
   }
 }
 

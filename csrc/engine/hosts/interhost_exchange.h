@@ -10,7 +10,7 @@
 
 #include "collectives/interhost_runner.h"
 #include "engine/hosts/agreement.h"
-#include "engine/hosts/flight.h"
+#include "engine/hosts/in_flight_chunk.h"
 #include "engine/hosts/links.h"
 #include "engine/lanes/exchange.h"
 #include "engine/progress/options.h"
@@ -35,23 +35,23 @@ class InterhostExchange final : public Exchange {
   bool advance() override;
   bool has_arrived(uint64_t chunk) const override;
   bool uses_own_memory(uint64_t chunk) const override;
-  void drop_all() override { flights_.clear(); }
+  void drop_all() override { in_flight_.clear(); }
 
  private:
-  void start_flights();
-  bool advance(Flight& flight);
-  bool advance(Flight& flight, size_t cell);
-  bool may_receive(const Flight& flight, size_t cell, const InterhostStep& step);
-  bool may_send(const Flight& flight, size_t cell, const InterhostStep& step);
-  bool all_ended(const Flight& flight, const Flight::Transfers& transfers) const;
-  void post_receives(Flight& flight, size_t cell, const InterhostStep& step);
-  void post_sends(Flight& flight, size_t cell);
-  void act(Flight& flight, size_t cell);
-  InterhostRunner::View view(const Flight& flight, size_t cell);
+  void start_chunks();
+  bool advance(InFlightChunk& chunk);
+  bool advance(InFlightChunk& chunk, size_t cell);
+  bool may_receive(const InFlightChunk& chunk, size_t cell, const InterhostStep& step);
+  bool may_send(const InFlightChunk& chunk, size_t cell, const InterhostStep& step);
+  bool all_ended(const InFlightChunk& chunk, const InFlightChunk::Transfers& transfers) const;
+  void post_receives(InFlightChunk& chunk, size_t cell, const InterhostStep& step);
+  void post_sends(InFlightChunk& chunk, size_t cell);
+  void act(InFlightChunk& chunk, size_t cell);
+  InterhostRunner::View view(const InFlightChunk& chunk, size_t cell);
   bool is_wide(const Operation& operation) const;  // partial sums are float32, though the dtype is not
-  size_t payload_bytes(const Flight& flight, size_t cell, const Envelope& envelope) const;
-  uint64_t tag(const Flight& flight, const Envelope& envelope, size_t bytes) const {
-    return tag_of(links_.group, lane_.id, flight.total, envelope.id, bytes);
+  size_t payload_bytes(const InFlightChunk& chunk, size_t cell, const Envelope& envelope) const;
+  uint64_t tag(const InFlightChunk& chunk, const Envelope& envelope, size_t bytes) const {
+    return tag_of(links_.group, lane_.id, chunk.total, envelope.id, bytes);
   }
 
   const Links& links_;
@@ -59,8 +59,8 @@ class InterhostExchange final : public Exchange {
   const Algorithm algorithm_;
   InterhostRunner runner_;
   Agreement agreement_;
-  std::deque<std::unique_ptr<Flight>> flights_;  // chunks lane_.pulled.total .. started_.total - 1
-  std::vector<std::unique_ptr<Flight>> landed_;  // to be used again
+  std::deque<std::unique_ptr<InFlightChunk>> in_flight_;  // chunks lane_.pulled.total .. started_.total - 1
+  std::vector<std::unique_ptr<InFlightChunk>> landed_;    // to be used again
   LaneState::Cursor started_;
 };
 

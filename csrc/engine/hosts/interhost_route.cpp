@@ -21,10 +21,10 @@ InterhostRoute::InterhostRoute(const Links& links) : links_(links) {
 void InterhostRoute::hear(int member, const Announced& announced, const std::string& content) {
   Peer& peer = peers_.at(member);
   bool whole = announced.bytes <= kShortBytes;
-  if (content.size() != (whole ? announced.bytes : 0) || peer.heard + peer.letters.size() - peer.told >= kWindow)
-    throw Error(ErrorKind::PeerLost, links_.name(member) + " sent a letter of a wrong size, or more than it may");
+  if (content.size() != (whole ? announced.bytes : 0) || peer.heard + peer.headers.size() - peer.told >= kWindow)
+    throw Error(ErrorKind::PeerLost, links_.name(member) + " sent a header of a wrong size, or more than it may");
   auto* bytes = reinterpret_cast<const std::byte*>(content.data());
-  peer.letters.push_back({.channel = announced.channel,
+  peer.headers.push_back({.channel = announced.channel,
                           .tag = announced.tag,
                           .fingerprint = announced.fingerprint,
                           .bytes = announced.bytes,
@@ -36,14 +36,14 @@ void InterhostRoute::hear(int member, const Announced& announced, const std::str
 void InterhostRoute::hear(int member, const Heard& heard) {
   Peer& peer = peers_.at(member);
   if (heard.count > peer.announced || heard.count < peer.taken_in)
-    throw Error(ErrorKind::PeerLost, links_.name(member) + " has taken in letters that it was not sent");
+    throw Error(ErrorKind::PeerLost, links_.name(member) + " has taken in headers that it was not sent");
   peer.taken_in = heard.count;
 }
 
 void InterhostRoute::send(Post post) { peers_.at(post.message.peer).waiting.push_back(std::move(post)); }
 
-void InterhostRoute::fetch(int source, Letter letter, Post receive) {
-  peers_.at(source).receiving.push_back({std::move(receive), letter.number});
+void InterhostRoute::fetch(int source, MessageHeader header, Post receive) {
+  peers_.at(source).receiving.push_back({std::move(receive), header.number});
 }
 
 bool InterhostRoute::advance(Matcher& matcher, size_t& moved_bytes) {
@@ -51,7 +51,7 @@ bool InterhostRoute::advance(Matcher& matcher, size_t& moved_bytes) {
   bool moved = false;
   for (auto& [member, peer] : peers_) {
     moved |= announce(member, peer, matcher);
-    moved |= hear_letters(member, peer, matcher);
+    moved |= hear_headers(member, peer, matcher);
     moved |= move(member, peer.sending, peer.ended.sent, matcher);
     moved |= move(member, peer.receiving, peer.ended.received, matcher);
   }
@@ -67,20 +67,20 @@ bool InterhostRoute::announce(int member, Peer& peer, Matcher& matcher) {
     const Message& message = post.message;
     size_t bytes = message.memory.bytes();
     bool whole = bytes <= kShortBytes;
-    std::string letter = write(links_.group, Announced{.head = {},
+    std::string header = write(links_.group, Announced{.head = {},
                                                        .channel = message.channel,
                                                        .tag = message.tag,
                                                        .fingerprint = message.fingerprint,
                                                        .bytes = bytes,
                                                        .number = whole ? 0 : peer.numbers++});
     if (whole) {
-      size_t head = letter.size();
-      letter.resize(head + bytes);
-      message.memory.copy_to(reinterpret_cast<std::byte*>(letter.data()) + head, 0, bytes);
+      size_t head = header.size();
+      header.resize(head + bytes);
+      message.memory.copy_to(reinterpret_cast<std::byte*>(header.data()) + head, 0, bytes);
       moved_bytes_ += bytes;
       interhost_bytes_ += bytes;
     }
-    links_.tell(member, letter);
+    links_.tell(member, header);
     ++peer.announced;
     sync_point("announced a message");
     if (whole)
@@ -91,16 +91,16 @@ bool InterhostRoute::announce(int member, Peer& peer, Matcher& matcher) {
   return moved;
 }
 
-bool InterhostRoute::hear_letters(int member, Peer& peer, Matcher& matcher) {
+bool InterhostRoute::hear_headers(int member, Peer& peer, Matcher& matcher) {
   bool moved = false;
-  for (; !peer.letters.empty() && matcher.listens(); moved = true) {
-    Letter letter = std::move(peer.letters.front());
-    peer.letters.pop_front();
+  for (; !peer.headers.empty() && matcher.listens(); moved = true) {
+    MessageHeader header = std::move(peer.headers.front());
+    peer.headers.pop_front();
     if (++peer.heard - peer.told >= kWindow / 2) {
       peer.told = peer.heard;
       links_.tell(member, Heard{.head = {}, .count = peer.heard});
     }
-    matcher.arrive(member, std::move(letter));
+    matcher.arrive(member, std::move(header));
   }
   return moved;
 }
@@ -165,7 +165,7 @@ void InterhostRoute::post_piece(int member, Transit& transit) {
 // What ended there before it left comes to its end here by itself.
 bool InterhostRoute::waits_for(const Matcher& matcher, int member, const Tally& theirs) const {
   const Peer& peer = peers_.at(member);
-  return ((matcher.awaited() >> member & 1) && peer.letters.empty()) || (!peer.waiting.empty() && !peer.has_room()) ||
+  return ((matcher.awaited() >> member & 1) && peer.headers.empty()) || (!peer.waiting.empty() && !peer.has_room()) ||
          (!peer.receiving.empty() && peer.ended.received >= theirs.sent) ||
          (!peer.sending.empty() && peer.ended.sent >= theirs.received);
 }
@@ -177,7 +177,7 @@ uint64_t InterhostRoute::remote_blocking_ranks(const Matcher& matcher) const {
 }
 
 bool InterhostRoute::has_unheard() const {
-  return std::ranges::any_of(peers_, [](const auto& peer) { return !peer.second.letters.empty(); });
+  return std::ranges::any_of(peers_, [](const auto& peer) { return !peer.second.headers.empty(); });
 }
 
 const Post* InterhostRoute::oldest() const {
@@ -202,7 +202,7 @@ std::vector<Post> InterhostRoute::take_all() {
       transits->clear();
     }
     peer.waiting.clear();
-    peer.letters.clear();
+    peer.headers.clear();
   }
   return posts;
 }

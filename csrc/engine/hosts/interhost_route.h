@@ -1,4 +1,4 @@
-// Messages to and from the ranks of other hosts. A letter goes by Interhost::tell; what is not in it goes by transfers straight
+// Messages to and from the ranks of other hosts. A header goes by Interhost::tell; what is not in it goes by transfers straight
 // from the sender's memory into the receiver's, piece by piece, several at a time, any number of messages beside each other.
 //
 // Ownership: as MessageRoute; its transfers must have been withdrawn before take_all(). Thread-safety: under the engine's
@@ -22,7 +22,7 @@ class InterhostRoute final : public MessageRoute {
   void hear(int member, const Heard& heard);
 
   void send(Post post) override;
-  void fetch(int source, Letter letter, Post receive) override;
+  void fetch(int source, MessageHeader header, Post receive) override;
   bool advance(Matcher& matcher, size_t& moved_bytes) override;
   bool has_unheard() const override;
   const Post* oldest() const override;
@@ -35,7 +35,7 @@ class InterhostRoute final : public MessageRoute {
   uint64_t remote_blocking_ranks(const Matcher& matcher) const;  // members whose next step is needed
 
  private:
-  static constexpr uint64_t kWindow = 32;  // letters that a rank keeps for a peer without having asked for them
+  static constexpr uint64_t kWindow = 32;  // headers that a rank keeps for a peer without having asked for them
 
   struct Piece {
     std::shared_ptr<Interhost::Transfer> transfer;
@@ -51,13 +51,13 @@ class InterhostRoute final : public MessageRoute {
   };
   struct Peer {
     std::deque<Post> waiting;  // for room to be announced
-    uint64_t announced = 0;    // letters
+    uint64_t announced = 0;    // headers
     uint64_t taken_in = 0;     // of them, by the peer
     bool has_room() const { return announced - taken_in < kWindow; }
     uint64_t numbers = 0;  // given to messages that come by transfers
     std::list<Transit> sending;
 
-    std::deque<Letter> letters;  // not heard
+    std::deque<MessageHeader> headers;  // not heard
     uint64_t heard = 0;
     uint64_t told = 0;  // of them the peer knows
     std::list<Transit> receiving;
@@ -66,7 +66,7 @@ class InterhostRoute final : public MessageRoute {
 
   bool announce(int member, Peer& peer, Matcher& matcher);
   bool move(int member, std::list<Transit>& transits, uint64_t& ended, Matcher& matcher);
-  bool hear_letters(int member, Peer& peer, Matcher& matcher);
+  bool hear_headers(int member, Peer& peer, Matcher& matcher);
   bool end_pieces(Transit& transit);
   void post_piece(int member, Transit& transit);
 

@@ -74,7 +74,7 @@ LinkSpeed measure_links(Communicator& communicator, const Placement& placement,
   size_t bytes = kFirstBytes;
   double seconds = links.time(1, bytes);
   while (seconds < kEnough && bytes < kLastBytes) seconds = links.time(1, bytes *= 2);
-  // The letter and the receiver's consent go before the bytes.
+  // The header and the receiver's consent go before the bytes.
   speed.bandwidth = static_cast<double>(bytes) / std::max(seconds - 3 * speed.latency, seconds / 4);
   return speed;
 }

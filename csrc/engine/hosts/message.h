@@ -58,7 +58,7 @@ struct Late {
   uint64_t members;
 };
 
-// Messages with one member that went all the way, without those that came with their letters.
+// Messages with one member that went all the way, without those that came with their headers.
 struct Tally {
   uint64_t sent = 0, received = 0;
 };

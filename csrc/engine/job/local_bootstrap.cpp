@@ -23,9 +23,9 @@ struct LocalBootstrap::Address {
   uint64_t arena_bytes = 0;
   uint64_t block_offset = 0;
   uint8_t numerics = 0, algorithm = 0;
-  char handoff[Handoff::kMostAddress] = {};  // with a secret: for the ranks alone
-  char host[64] = {};                        // its name, for messages
-  char host_key[kMostHostKey] = {};          // who shares memory
+  char fd_exchange[FdExchange::kMostAddress] = {};  // with a secret: for the ranks alone
+  char host[64] = {};                               // its name, for messages
+  char host_key[kMostHostKey] = {};                 // who shares memory
 };
 
 namespace {
@@ -45,7 +45,7 @@ LocalBootstrap::Address parse(const std::string& text, int global_rank) {
   std::memcpy(&build, text.data() + sizeof(address.magic), sizeof(build));
   if (build != build_id() || text.size() != sizeof(address)) throw another_build(global_rank, build);
   std::memcpy(&address, text.data(), sizeof(address));
-  address.handoff[sizeof(address.handoff) - 1] = address.host[sizeof(address.host) - 1] = '\0';
+  address.fd_exchange[sizeof(address.fd_exchange) - 1] = address.host[sizeof(address.host) - 1] = '\0';
   address.host_key[sizeof(address.host_key) - 1] = '\0';
   return address;
 }
@@ -71,7 +71,7 @@ std::string LocalBootstrap::address() const {
   address.block_offset = block_offset_;
   address.numerics = static_cast<uint8_t>(options_.numerics);
   address.algorithm = static_cast<uint8_t>(options_.algorithm);
-  handoff_.address().copy(address.handoff, sizeof(address.handoff) - 1);
+  fd_exchange_.address().copy(address.fd_exchange, sizeof(address.fd_exchange) - 1);
   gethostname(address.host, sizeof(address.host) - 1);
   host_key_.copy(address.host_key, sizeof(address.host_key) - 1);
   return {reinterpret_cast<const char*>(&address), sizeof(address)};
@@ -94,11 +94,11 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
                                                       const std::function<void()>& interrupted,
                                                       const MakeInterhost& make_interhost) {
   std::vector<Address> parsed;
-  std::vector<std::string> handoffs;
+  std::vector<std::string> fd_exchanges;
   std::vector<int> on = hosts(addresses);
   for (int rank = 0; rank < size_; ++rank) {
     parsed.push_back(parse(addresses.at(rank), names_.global(rank)));
-    handoffs.emplace_back(on[rank] == on[rank_] ? parsed[rank].handoff : "");
+    fd_exchanges.emplace_back(on[rank] == on[rank_] ? parsed[rank].fd_exchange : "");
     if (parsed[rank].numerics != static_cast<uint8_t>(options_.numerics) ||
         parsed[rank].algorithm != static_cast<uint8_t>(options_.algorithm))
       throw Error(ErrorKind::Mismatch, names_(rank) + " on " + parsed[rank].host + " and " + names_(rank_) +
@@ -107,8 +107,8 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
   // Peers that have this rank's memory already believe in a communicator: they must hear if there will be none.
   auto& end_record = reinterpret_cast<shm::GroupBlock*>(arena_->at(block_offset_))->end_record;
   try {
-    auto joined = join(handoff_.exchange(rank_, handoffs, arena_->fd(), deadline, interrupted, names_), parsed, on,
-                       make_interhost);
+    auto joined = join(fd_exchange_.exchange(rank_, fd_exchanges, arena_->fd(), deadline, interrupted, names_), parsed,
+                       on, make_interhost);
     if (on == std::vector<int>(size_, 0)) return joined;
     // Nobody leaves before all are connected with each other: to those who are not yet it would look like a failure.
     Operation barrier{.collective = Collective::Barrier};

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "base/texts.h"
-#include "bootstrap/handoff.h"
+#include "bootstrap/fd_exchange.h"
 #include "engine/communicator/communicator.h"
 #include "engine/progress/engine.h"
 #include "transport/interhost.h"
@@ -54,7 +54,7 @@ class LocalBootstrap {
   std::shared_ptr<shm::Arena> arena_;
   std::shared_ptr<Engine> engine_;
   uint64_t block_offset_;
-  Handoff handoff_;
+  FdExchange fd_exchange_;
 };
 
 }  // namespace syncengine

@@ -23,8 +23,8 @@ int MailboxRoute::member_of(int rank) const {
 
 void MailboxRoute::send(Post post) { outgoing_[member_of(post.message.peer)].waiting.push_back(std::move(post)); }
 
-void MailboxRoute::fetch(int source, Letter letter, Post receive) {
-  incoming_[member_of(source)].transfers.push_back({std::move(letter), std::move(receive)});
+void MailboxRoute::fetch(int source, MessageHeader header, Post receive) {
+  incoming_[member_of(source)].transfers.push_back({std::move(header), std::move(receive)});
 }
 
 bool MailboxRoute::advance(Matcher& matcher, size_t& moved_bytes) {
@@ -50,19 +50,19 @@ bool MailboxRoute::announce(int destination, Matcher& matcher) {
   Post post = std::move(to.waiting.front());
   to.waiting.pop_front();
   const Message& message = post.message;
-  shm::Letter& letter = box.letters[number % shm::kLetters];
-  letter.channel = message.channel;
-  letter.tag = message.tag;
-  letter.fingerprint = message.fingerprint;
-  letter.bytes = message.memory.bytes();
-  letter.offset = -1;
-  bool small = letter.bytes <= shm::kLetterBytes;
+  shm::MessageHeader& header = box.headers[number % shm::kHeaders];
+  header.channel = message.channel;
+  header.tag = message.tag;
+  header.fingerprint = message.fingerprint;
+  header.bytes = message.memory.bytes();
+  header.offset = -1;
+  bool small = header.bytes <= shm::kInlineBytes;
   if (small)
-    message.memory.copy_to(letter.content, 0, letter.bytes);
+    message.memory.copy_to(header.content, 0, header.bytes);
   else if (message.memory.spans().size() == 1)
-    letter.offset = group_.arena->offset_of(message.memory.spans()[0].data, letter.bytes);
-  int64_t offset = letter.offset;
-  box.announced.store(number + 1, std::memory_order_release);  // release: the letter
+    header.offset = group_.arena->offset_of(message.memory.spans()[0].data, header.bytes);
+  int64_t offset = header.offset;
+  box.announced.store(number + 1, std::memory_order_release);  // release: the header
   sync_point("announced a message");
   if (small)
     matcher.finish(post);
@@ -71,11 +71,11 @@ bool MailboxRoute::announce(int destination, Matcher& matcher) {
   return true;
 }
 
-// For one more letter.
+// For one more header.
 bool MailboxRoute::has_room(int destination) const {
   uint64_t announced = outbox(group_.rank, destination).announced.load(std::memory_order_relaxed);  // its only writer
-  // acquire: the letter that is overwritten has been read
-  return announced - inbox(destination, group_.rank).heard.load(std::memory_order_acquire) < shm::kLetters;
+  // acquire: the header that is overwritten has been read
+  return announced - inbox(destination, group_.rank).heard.load(std::memory_order_acquire) < shm::kHeaders;
 }
 
 // What serve() finds something to do by.
@@ -139,16 +139,16 @@ bool MailboxRoute::serve(int destination, Matcher& matcher) {
 bool MailboxRoute::hear(int source, Matcher& matcher) {
   Incoming& from = incoming_[source];
   const shm::Outbox& box = outbox(source, group_.rank);
-  if (box.announced.load(std::memory_order_acquire) == from.heard) return false;  // acquire: the letter
-  const shm::Letter& letter = box.letters[from.heard % shm::kLetters];
-  Letter arrived{.channel = letter.channel,
-                 .tag = letter.tag,
-                 .fingerprint = letter.fingerprint,
-                 .bytes = letter.bytes,
-                 .number = from.heard,
-                 .offset = letter.offset,
-                 .whole = letter.bytes <= shm::kLetterBytes};
-  if (arrived.whole) arrived.content.assign(letter.content, letter.content + arrived.bytes);
+  if (box.announced.load(std::memory_order_acquire) == from.heard) return false;  // acquire: the header
+  const shm::MessageHeader& header = box.headers[from.heard % shm::kHeaders];
+  MessageHeader arrived{.channel = header.channel,
+                        .tag = header.tag,
+                        .fingerprint = header.fingerprint,
+                        .bytes = header.bytes,
+                        .number = from.heard,
+                        .offset = header.offset,
+                        .whole = header.bytes <= shm::kInlineBytes};
+  if (arrived.whole) arrived.content.assign(header.content, header.content + arrived.bytes);
   inbox(group_.rank, source).heard.store(++from.heard, std::memory_order_release);  // release: our reads
   matcher.arrive(ranks_[source], std::move(arrived));
   return true;
@@ -163,14 +163,14 @@ bool MailboxRoute::fetch_next(int source, Matcher& matcher) {
   bool moved = false;
   if (!transfer.wanted) {
     transfer.wanted = moved = true;
-    box.number.store(transfer.letter.number, std::memory_order_relaxed);  // relaxed: before `wanted`
+    box.number.store(transfer.header.number, std::memory_order_relaxed);  // relaxed: before `wanted`
     box.wanted.store(box.wanted.load(std::memory_order_relaxed) + 1, std::memory_order_release);  // release: the number
     sync_point("wanted a message");
   }
-  moved |= transfer.letter.offset >= 0 ? fetch_direct(source, transfer) : fetch_staged(source, transfer);
-  if (transfer.done < transfer.letter.bytes || stop_()) return moved;
+  moved |= transfer.header.offset >= 0 ? fetch_direct(source, transfer) : fetch_staged(source, transfer);
+  if (transfer.done < transfer.header.bytes || stop_()) return moved;
   box.received.store(box.wanted.load(std::memory_order_relaxed), std::memory_order_release);  // release: our reads
-  direct_ += transfer.letter.offset >= 0;
+  direct_ += transfer.header.offset >= 0;
   Post post = std::move(transfer.post);
   from.transfers.pop_front();
   matcher.finish(post);
@@ -178,9 +178,9 @@ bool MailboxRoute::fetch_next(int source, Matcher& matcher) {
 }
 
 bool MailboxRoute::fetch_direct(int source, Transfer& transfer) {
-  const Letter& letter = transfer.letter;
-  const std::byte* memory = group_.memory(source, letter.offset, letter.bytes);
-  size_t length = std::min(kPiece, letter.bytes - transfer.done);
+  const MessageHeader& header = transfer.header;
+  const std::byte* memory = group_.memory(source, header.offset, header.bytes);
+  size_t length = std::min(kPiece, header.bytes - transfer.done);
   transfer.post.message.memory.copy_from(memory + transfer.done, transfer.done, length);
   transfer.done += length;
   moved_bytes_ += length;
@@ -193,10 +193,10 @@ bool MailboxRoute::fetch_staged(int source, Transfer& transfer) {
   uint64_t emptied = own.emptied.load(std::memory_order_relaxed);  // relaxed: its only writer
   bool moved = false;
   // acquire: the bytes, and where they are
-  while (transfer.done < transfer.letter.bytes && emptied < box.staged.load(std::memory_order_acquire)) {
+  while (transfer.done < transfer.header.bytes && emptied < box.staged.load(std::memory_order_acquire)) {
     auto offset = static_cast<int64_t>(box.fragments.load(std::memory_order_relaxed));
     const std::byte* fragments = group_.memory(source, offset, kFragmentsBytes);
-    size_t length = std::min(shm::kFragmentBytes, transfer.letter.bytes - transfer.done);
+    size_t length = std::min(shm::kFragmentBytes, transfer.header.bytes - transfer.done);
     transfer.post.message.memory.copy_from(fragments + emptied % shm::kFragments * shm::kFragmentBytes, transfer.done,
                                            length);
     transfer.done += length;

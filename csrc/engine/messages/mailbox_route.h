@@ -24,7 +24,7 @@ class MailboxRoute final : public MessageRoute {
   bool reaches(int rank) const { return member_of(rank) >= 0; }
 
   void send(Post post) override;
-  void fetch(int source, Letter letter, Post receive) override;
+  void fetch(int source, MessageHeader header, Post receive) override;
   bool advance(Matcher& matcher, size_t& moved_bytes) override;
   bool has_unheard() const override;
   const Post* oldest() const override;
@@ -54,7 +54,7 @@ class MailboxRoute final : public MessageRoute {
     std::byte* fragments = nullptr;  // own memory
   };
   struct Transfer {
-    Letter letter;
+    MessageHeader header;
     Post post;
     bool wanted = false;
     size_t done = 0;

@@ -31,7 +31,7 @@ uint64_t MailboxRoute::missing(const Matcher& matcher) const {
     const Outgoing& to = outgoing_[peer];
     bool needed = (!to.waiting.empty() && !has_room(peer)) || (!to.announced.empty() && !can_serve(peer)) ||
                   ((awaited >> peer & 1) && !unheard) ||
-                  (!from.transfers.empty() && from.transfers.front().letter.offset < 0 && !unread);
+                  (!from.transfers.empty() && from.transfers.front().header.offset < 0 && !unread);
     if (needed) members |= uint64_t{1} << peer;
   }
   return members;

@@ -1,7 +1,7 @@
 // One way by which messages go to some members of a communicator, and come from them. It moves; messenger.h matches.
 //
-// Members are called by their ranks in the communicator. A sender announces each message by a letter, in order; few bytes are
-// in the letter itself, others stay where they are until the receiver has matched it and fetches them.
+// Members are called by their ranks in the communicator. A sender announces each message by a header, in order; few bytes are
+// in the header itself, others stay where they are until the receiver has matched it and fetches them.
 //
 // Ownership: owns the posts that it was given until they end. Thread-safety: all calls under the engine's progress lock.
 // Aliasing: see Message. Failure: advance() throws what can't go on; the caller fails the communicator.
@@ -25,7 +25,7 @@ struct Post {
 };
 
 // What is known of a message that was sent to this rank.
-struct Letter {
+struct MessageHeader {
   uint64_t channel, tag, fingerprint, bytes;
   uint64_t number;      // by which its route fetches it
   int64_t offset = -1;  // in the sender's arena, if it lies there
@@ -35,13 +35,13 @@ struct Letter {
 
 class MessageRoute {
  public:
-  // Who matches letters with receives.
+  // Who matches headers with receives.
   class Matcher {
    public:
-    virtual bool listens() const = 0;                    // some receive has no letter yet: those that come are wanted
-    virtual uint64_t awaited() const = 0;                // members that such a receive can't go on without
-    virtual uint64_t perhaps_awaited() const = 0;        // and those that one of any source may come from
-    virtual void arrive(int source, Letter letter) = 0;  // may call fetch(); throws Mismatch
+    virtual bool listens() const = 0;              // some receive has no header yet: those that come are wanted
+    virtual uint64_t awaited() const = 0;          // members that such a receive can't go on without
+    virtual uint64_t perhaps_awaited() const = 0;  // and those that one of any source may come from
+    virtual void arrive(int source, MessageHeader header) = 0;  // may call fetch(); throws Mismatch
     virtual void finish(Post& post) = 0;
 
    protected:
@@ -51,8 +51,8 @@ class MessageRoute {
   virtual ~MessageRoute() = default;
 
   virtual void send(Post post) = 0;
-  // `receive` is for this letter, and of the same size.
-  virtual void fetch(int source, Letter letter, Post receive) = 0;
+  // `receive` is for this header, and of the same size.
+  virtual void fetch(int source, MessageHeader header, Post receive) = 0;
   // Does what can be done without waiting; adds the bytes that were copied. True if anything moved.
   virtual bool advance(Matcher& matcher, size_t& moved_bytes) = 0;
 

@@ -8,9 +8,9 @@ namespace syncengine {
 
 namespace {
 
-bool fits(const Message& receive, int source, const Letter& letter) {
-  return (receive.peer == source || receive.peer == Message::kAnySource) && receive.channel == letter.channel &&
-         receive.tag == letter.tag;
+bool fits(const Message& receive, int source, const MessageHeader& header) {
+  return (receive.peer == source || receive.peer == Message::kAnySource) && receive.channel == header.channel &&
+         receive.tag == header.tag;
 }
 
 }  // namespace
@@ -75,17 +75,17 @@ bool Messenger::waits_in_vain() const {
 
 void Messenger::send_to_self(Post post) {
   const Message& message = post.message;
-  Letter letter{.channel = message.channel,
-                .tag = message.tag,
-                .fingerprint = message.fingerprint,
-                .bytes = message.memory.bytes(),
-                .number = 0};
-  match(rank_, {std::move(letter), arrivals_++, std::make_shared<Post>(std::move(post))});
+  MessageHeader header{.channel = message.channel,
+                       .tag = message.tag,
+                       .fingerprint = message.fingerprint,
+                       .bytes = message.memory.bytes(),
+                       .number = 0};
+  match(rank_, {std::move(header), arrivals_++, std::make_shared<Post>(std::move(post))});
 }
 
 void Messenger::match(int source, Arrived arrived) {
   auto receive = std::find_if(receives_.begin(), receives_.end(),
-                              [&](const Post& post) { return fits(post.message, source, arrived.letter); });
+                              [&](const Post& post) { return fits(post.message, source, arrived.header); });
   if (receive == receives_.end()) return unmatched_[source].push_back(std::move(arrived));
   Post matched = std::move(*receive);
   receives_.erase(receive);
@@ -99,7 +99,7 @@ void Messenger::match_new(Post receive) {
   for (int source = 0; source < static_cast<int>(unmatched_.size()); ++source) {
     auto& unmatched = unmatched_[source];
     auto first = std::find_if(unmatched.begin(), unmatched.end(),
-                              [&](const Arrived& arrived) { return fits(receive.message, source, arrived.letter); });
+                              [&](const Arrived& arrived) { return fits(receive.message, source, arrived.header); });
     if (first == unmatched.end() || (best_source >= 0 && best->order < first->order)) continue;
     best_source = source;
     best = first;
@@ -112,7 +112,7 @@ void Messenger::match_new(Post receive) {
 
 void Messenger::begin(int source, Arrived arrived, Post receive) {
   try {
-    require_same(source, arrived.letter, receive);
+    require_same(source, arrived.header, receive);
   } catch (...) {
     receives_.push_back(std::move(receive));  // to be failed with everything else
     unmatched_[source].push_back(std::move(arrived));
@@ -128,19 +128,19 @@ void Messenger::begin(int source, Arrived arrived, Post receive) {
     finish(*arrived.own);
     return finish(receive);
   }
-  if (!arrived.letter.whole) return route_to(source).fetch(source, std::move(arrived.letter), std::move(receive));
-  receive.message.memory.copy_from(arrived.letter.content.data(), 0, arrived.letter.bytes);
+  if (!arrived.header.whole) return route_to(source).fetch(source, std::move(arrived.header), std::move(receive));
+  receive.message.memory.copy_from(arrived.header.content.data(), 0, arrived.header.bytes);
   finish(receive);
 }
 
-void Messenger::require_same(int source, const Letter& letter, const Post& receive) const {
+void Messenger::require_same(int source, const MessageHeader& header, const Post& receive) const {
   const Message& mine = receive.message;
-  if (letter.bytes == mine.memory.bytes() && letter.fingerprint == mine.fingerprint) return;
+  if (header.bytes == mine.memory.bytes() && header.fingerprint == mine.fingerprint) return;
   throw Error(
       ErrorKind::Mismatch,
       name(rank_) + " called " + mine.describe() + " for " + std::to_string(mine.memory.bytes()) + " bytes where " +
-          name(source) + " sent " + std::to_string(letter.bytes) + " bytes" +
-          (letter.fingerprint != mine.fingerprint ? " in another call of a collective, or of another dtype" : "") +
+          name(source) + " sent " + std::to_string(header.bytes) + " bytes" +
+          (header.fingerprint != mine.fingerprint ? " in another call of a collective, or of another dtype" : "") +
           ": both sides must mean the same message");
 }
 

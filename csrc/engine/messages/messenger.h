@@ -43,7 +43,7 @@ class Messenger final : private MessageRoute::Matcher {
 
  private:
   struct Arrived {
-    Letter letter;
+    MessageHeader header;
     uint64_t order;
     std::shared_ptr<Post> own = {};  // sent by this rank to itself
   };
@@ -52,7 +52,7 @@ class Messenger final : private MessageRoute::Matcher {
   bool listens() const override { return !receives_.empty(); }
   uint64_t awaited() const override;
   uint64_t perhaps_awaited() const override;
-  void arrive(int source, Letter letter) override { match(source, {std::move(letter), arrivals_++}); }
+  void arrive(int source, MessageHeader header) override { match(source, {std::move(header), arrivals_++}); }
   void finish(Post& post) override;
 
   MessageRoute& route_to(int member) const {
@@ -64,7 +64,7 @@ class Messenger final : private MessageRoute::Matcher {
   void match(int source, Arrived arrived);
   void match_new(Post receive);
   void begin(int source, Arrived arrived, Post receive);
-  void require_same(int source, const Letter& letter, const Post& receive) const;
+  void require_same(int source, const MessageHeader& header, const Post& receive) const;
   std::string name(int member) const { return "rank " + std::to_string(global_ranks_[member]); }
 
   int rank_;

@@ -18,10 +18,10 @@ bool fields_fit(const Frame& frame) {
       plain.payload = frame.payload;
       if (frame.payload > Interhost::kMaxMessage) return false;
       break;
-    case Kind::Verdict:
+    case Kind::Abort:
       plain.payload = frame.payload;
       plain.size = frame.size;
-      if (frame.payload > kMaxVerdict || frame.size > static_cast<uint32_t>(ErrorKind::InvalidUsage)) return false;
+      if (frame.payload > kMaxAbort || frame.size > static_cast<uint32_t>(ErrorKind::InvalidUsage)) return false;
       break;
     case Kind::Ready:
       plain.tag = frame.tag;

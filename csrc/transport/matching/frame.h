@@ -7,7 +7,7 @@
 // Asks. What was asked for, and all larger transfers, wait for the receiver's Ready, which gives the receive's handle; then
 // they come as Chunks, over whichever data connection is free.
 //
-// Who leaves says Goodbye; who gives the other up sends a Verdict: why, in words. The connections' ends follow.
+// Who leaves says Goodbye; who gives the other up sends an Abort: why, in words. The connections' ends follow.
 #pragma once
 
 #include <cstddef>
@@ -25,12 +25,12 @@ inline constexpr uint32_t kChunkBytes = 256 << 10;  // at most
 inline constexpr uint32_t kChunkUnit = 64 << 10;  // chunks begin at multiples of it, and end there or with the transfer
 inline constexpr uint32_t kEagerBytes = Interhost::kMaxUnasked;
 inline constexpr uint32_t kEagerWindow = 1 << 20;  // what a receiver holds for a peer before anybody wants it
-inline constexpr uint32_t kMaxVerdict = 1 << 10;
+inline constexpr uint32_t kMaxAbort = 1 << 10;
 inline constexpr uint32_t kEagerCost = 64;  // that each Eager takes of it beside its bytes
 
 constexpr uint32_t window_cost(uint32_t bytes) { return bytes + kEagerCost; }
 
-enum class Kind : uint8_t { Heartbeat, Message, Ready, Ask, Credit, Goodbye, Verdict, Withdrawn, Eager, Chunk };
+enum class Kind : uint8_t { Heartbeat, Message, Ready, Ask, Credit, Goodbye, Abort, Withdrawn, Eager, Chunk };
 
 enum class Channel : uint8_t { Control, Data };
 
@@ -42,7 +42,7 @@ struct Frame {
   uint64_t handle = 0;    // Ready, Chunk: names a receive, from 1; Withdrawn: the last tag
   uint32_t offset = 0;    // Chunk: where in the transfer
   uint32_t size =
-      0;  // Ready: bytes of the receive; Credit: bytes given back; Verdict: the kind of error; Withdrawn: Eagers sent
+      0;  // Ready: bytes of the receive; Credit: bytes given back; Abort: the kind of error; Withdrawn: Eagers sent
 
   bool operator==(const Frame&) const = default;
 };

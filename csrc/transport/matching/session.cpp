@@ -8,9 +8,9 @@ void Session::add(Frame frame, std::string_view text) {
   out += text;
 }
 
-void Session::add_verdict(const Error& error) {
-  add({.kind = Kind::Verdict, .size = static_cast<uint32_t>(error.kind())},
-      std::string(error.what()).substr(0, kMaxVerdict));
+void Session::add_abort(const Error& error) {
+  add({.kind = Kind::Abort, .size = static_cast<uint32_t>(error.kind())},
+      std::string(error.what()).substr(0, kMaxAbort));
 }
 
 void Session::on_control(const Frame& frame, std::string_view text) {
@@ -25,7 +25,7 @@ void Session::on_control(const Frame& frame, std::string_view text) {
     case Kind::Credit: return outbox.on_credit(frame);
     case Kind::Withdrawn: return withdrawals.hear(frame);
     case Kind::Goodbye: return life.on(Lifecycle::HearGoodbye);
-    case Kind::Verdict:
+    case Kind::Abort:
       throw Error(mismatch ? ErrorKind::Mismatch : ErrorKind::PeerLost,
                   name() + " closed its connection to " + shared.names(shared.rank) + ": " + std::string(text));
     default: break;  // a heartbeat: that it came is all

@@ -20,7 +20,7 @@ struct Session {
 
   std::string name() const { return shared.names(rank); }
   void tell(const std::string& message) { add({.kind = Kind::Message}, message); }
-  void add_verdict(const Error& error);               // what the peer is to know of its end
+  void add_abort(const Error& error);                 // what the peer is to know of its end
   void add(Frame frame, std::string_view text = {});  // of control
   void on_control(const Frame& frame, std::string_view text);
   void withdraw(uint64_t first, uint64_t last, const Error& error);

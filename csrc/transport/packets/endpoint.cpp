@@ -13,15 +13,16 @@ constexpr int kPatience =
 
 }  // namespace
 
-std::unique_ptr<Interhost> connect(std::unique_ptr<Mover> mover, const Options& options, int rank,
+std::unique_ptr<Interhost> connect(std::unique_ptr<PacketTransport> transport, const Options& options, int rank,
                                    const std::vector<int>& peers) {
-  return std::make_unique<Endpoint>(std::move(mover), options, rank, peers);
+  return std::make_unique<Endpoint>(std::move(transport), options, rank, peers);
 }
 
-Endpoint::Endpoint(std::unique_ptr<Mover> mover, const Options& options, int rank, const std::vector<int>& peers)
+Endpoint::Endpoint(std::unique_ptr<PacketTransport> transport, const Options& options, int rank,
+                   const std::vector<int>& peers)
     : matching::Endpoint<Peer>(rank, options.names, options.checksum, heartbeat_timing(options)),
       options_(options),
-      mover_(std::move(mover)) {
+      transport_(std::move(transport)) {
   for (int peer : peers) peers_[peer] = std::make_unique<Peer>(shared_, traffic_, options_, peer);
 }
 
@@ -32,9 +33,9 @@ void Endpoint::wake() {
 }
 
 void Endpoint::run(const std::function<void()>& progressed) {
-  polled_ = !mover_->start([this] { wake(); });
+  polled_ = !transport_->start([this] { wake(); });
   for (bool running = true; running;) {
-    std::vector<Mover::Packet> posts;
+    std::vector<PacketTransport::Packet> posts;
     bool news;
     std::string log;
     let_others_in();
@@ -47,7 +48,7 @@ void Endpoint::run(const std::function<void()>& progressed) {
     }
     print(log);
     if (news) progressed();
-    auto ends = mover_->step(posts);
+    auto ends = transport_->step(posts);
     if (!ends.empty()) {
       std::lock_guard lock(progress_);
       for (const auto& end : ends) on_end(end);
@@ -60,7 +61,7 @@ void Endpoint::run(const std::function<void()>& progressed) {
   std::unique_lock lock(progress_);
   bool in_order = traffic_.empty();
   lock.unlock();
-  mover_->close(in_order);
+  transport_->close(in_order);
 }
 
 void Endpoint::rest() {
@@ -91,9 +92,9 @@ bool Endpoint::pass() {
   return running;
 }
 
-void Endpoint::on_end(const Mover::End& end) {
-  Traffic::Flight flight = traffic_.end(end.id);
-  guarded(flight.peer, [&](Peer& peer) { peer.on_end(end.id, std::move(flight.buffer), end.error); });
+void Endpoint::on_end(const PacketTransport::End& end) {
+  Traffic::InFlight packet = traffic_.end(end.id);
+  guarded(packet.peer, [&](Peer& peer) { peer.on_end(end.id, std::move(packet.buffer), end.error); });
 }
 
 }  // namespace syncengine::packets

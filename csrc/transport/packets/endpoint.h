@@ -1,6 +1,6 @@
-// Interhost by packets: one thread, in run(), hands them to the mover, which it asks again and again where that does not call.
+// Interhost by packets: one thread, in run(), hands them to the transport, which it asks again and again where that does not call.
 //
-// Locks: as in matching::Endpoint. None is held while the mover works: it may take the GIL, whose holder may wait for one.
+// Locks: as in matching::Endpoint. None is held while the transport works: it may take the GIL, whose holder may wait for one.
 #pragma once
 
 #include <condition_variable>
@@ -19,7 +19,7 @@ namespace syncengine::packets {
 
 class Endpoint : public matching::Endpoint<Peer> {
  public:
-  Endpoint(std::unique_ptr<Mover> mover, const Options& options, int rank, const std::vector<int>& peers);
+  Endpoint(std::unique_ptr<PacketTransport> transport, const Options& options, int rank, const std::vector<int>& peers);
 
   void run(const std::function<void()>& progressed) override;
   void wake() override;
@@ -34,11 +34,11 @@ class Endpoint : public matching::Endpoint<Peer> {
 
   // Of the thread that runs, under the progress lock.
   bool pass();
-  void on_end(const Mover::End& end);
+  void on_end(const PacketTransport::End& end);
 
   Options options_;
   Traffic traffic_;
-  std::unique_ptr<Mover> mover_;
+  std::unique_ptr<PacketTransport> transport_;
   bool polled_ = true;
   Clock::time_point last_moved_ = Clock::now();
 

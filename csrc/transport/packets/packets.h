@@ -10,7 +10,7 @@
 #include "base/texts.h"
 #include "transport/interhost.h"
 #include "transport/matching/heartbeat_monitor.h"
-#include "transport/packets/mover.h"
+#include "transport/packets/packet_transport.h"
 
 namespace syncengine::packets {
 
@@ -31,7 +31,7 @@ inline matching::HeartbeatTiming heartbeat_timing(const Options& options) {
 }
 
 // `peers` are the ranks of the job on other hosts. Then run() must follow soon: nothing moves before.
-std::unique_ptr<Interhost> connect(std::unique_ptr<Mover> mover, const Options& options, int rank,
+std::unique_ptr<Interhost> connect(std::unique_ptr<PacketTransport> transport, const Options& options, int rank,
                                    const std::vector<int>& peers);
 
 }  // namespace syncengine::packets

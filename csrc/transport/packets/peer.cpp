@@ -231,7 +231,7 @@ void Peer::fail(const Error& error) {
   session_.life.on(Lifecycle::Leave);
   session_.outbox.fail(error);
   session_.inbox.fail(error);
-  if (!session_.life.is_broken() && !session_.life.has_peer_left()) session_.add_verdict(error);
+  if (!session_.life.is_broken() && !session_.life.has_peer_left()) session_.add_abort(error);
   session_.shared.news = true;
 }
 

@@ -13,9 +13,9 @@ constexpr size_t kMostSpare = 32;
 
 Traffic::~Traffic() {
   static std::mutex mutex;
-  static auto* kept = new std::vector<std::unordered_map<uint64_t, Flight>>;  // reachable, never deleted
+  static auto* kept = new std::vector<std::unordered_map<uint64_t, InFlight>>;  // reachable, never deleted
   std::lock_guard lock(mutex);
-  if (!flights_.empty()) kept->push_back(std::move(flights_));
+  if (!in_flight_.empty()) kept->push_back(std::move(in_flight_));
 }
 
 Buffer Traffic::take(size_t bytes) {
@@ -36,16 +36,16 @@ void Traffic::give_back(Buffer buffer) {
 
 uint64_t Traffic::post(int peer, bool outgoing, Buffer buffer, size_t bytes) {
   posts_.push_back({++last_, peer, outgoing, buffer.data(), bytes});
-  flights_.emplace(last_, Flight{peer, std::move(buffer)});
+  in_flight_.emplace(last_, InFlight{peer, std::move(buffer)});
   return last_;
 }
 
-Traffic::Flight Traffic::end(uint64_t id) {
-  auto found = flights_.find(id);
-  assert(found != flights_.end());
-  Flight flight = std::move(found->second);
-  flights_.erase(found);
-  return flight;
+Traffic::InFlight Traffic::end(uint64_t id) {
+  auto found = in_flight_.find(id);
+  assert(found != in_flight_.end());
+  InFlight packet = std::move(found->second);
+  in_flight_.erase(found);
+  return packet;
 }
 
 }  // namespace syncengine::packets

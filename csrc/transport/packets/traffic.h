@@ -1,6 +1,6 @@
 // The packets under way, and their memory.
 //
-// Ownership: owns the memory; what is under way when it goes is kept for ever, since the mover may still touch it.
+// Ownership: owns the memory; what is under way when it goes is kept for ever, since the transport may still touch it.
 // Thread-safety: under the endpoint's progress lock.
 #pragma once
 
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "transport/matching/frame.h"
-#include "transport/packets/mover.h"
+#include "transport/packets/packet_transport.h"
 
 namespace syncengine::packets {
 
@@ -31,7 +31,7 @@ class Buffer {
 
 class Traffic {
  public:
-  struct Flight {
+  struct InFlight {
     int peer;
     Buffer buffer;
   };
@@ -45,15 +45,15 @@ class Traffic {
 
   // Returns the packet's number.
   uint64_t post(int peer, bool outgoing, Buffer buffer, size_t bytes);
-  std::vector<Mover::Packet> posted() { return std::exchange(posts_, {}); }
+  std::vector<PacketTransport::Packet> posted() { return std::exchange(posts_, {}); }
 
-  Flight end(uint64_t id);
-  bool empty() const { return flights_.empty(); }
+  InFlight end(uint64_t id);
+  bool empty() const { return in_flight_.empty(); }
 
  private:
   uint64_t last_ = 0;
-  std::vector<Mover::Packet> posts_;
-  std::unordered_map<uint64_t, Flight> flights_;
+  std::vector<PacketTransport::Packet> posts_;
+  std::unordered_map<uint64_t, InFlight> in_flight_;
   std::vector<Buffer> spare_;  // large ones
 };
 

@@ -62,11 +62,11 @@ std::byte* Region::at(size_t offset, size_t bytes) const {
 }
 
 bool Region::decide(uint64_t number, bool proceeds) {
-  auto& verdict = header().verdict;
+  auto& decision = header().decision;
   const uint64_t mine = 2 * number + (proceeds ? 1 : 0);
-  uint64_t current = verdict.load(std::memory_order_acquire);
+  uint64_t current = decision.load(std::memory_order_acquire);
   while (current < 2 * number) {
-    if (verdict.compare_exchange_weak(current, mine, std::memory_order_acq_rel)) return proceeds;
+    if (decision.compare_exchange_weak(current, mine, std::memory_order_acq_rel)) return proceeds;
   }
   return current == 2 * number + 1;
 }

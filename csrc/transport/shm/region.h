@@ -23,9 +23,9 @@ namespace syncengine::shm {
 // of them can't know that any more, the first to say so decides for all.
 struct RegionHeader {
   uint64_t magic;
-  uint64_t bytes;                             // behind this header
-  alignas(64) std::atomic<uint64_t> verdict;  // of the last update: twice its number, and 1 if it takes place
-  alignas(64) std::atomic<uint64_t> torn;     // the update that will never be complete; 0: none
+  uint64_t bytes;                              // behind this header
+  alignas(64) std::atomic<uint64_t> decision;  // of the last update: twice its number, and 1 if it takes place
+  alignas(64) std::atomic<uint64_t> torn;      // the update that will never be complete; 0: none
   struct alignas(64) Done {
     std::atomic<uint64_t> update;  // the last that this rank has completed
   } done[kMaxLocalRanks];
@@ -45,7 +45,7 @@ class Region : public std::enable_shared_from_this<Region> {
   // Throws InvalidUsage if [offset, offset + bytes) is outside.
   std::byte* at(size_t offset, size_t bytes) const;
 
-  // The verdict on update `number`: `proceeds`, if nobody was first to say otherwise.
+  // The decision on update `number`: `proceeds`, if nobody was first to say otherwise.
   bool decide(uint64_t number, bool proceeds);
   void complete(int rank, uint64_t number);
   std::vector<uint64_t> completed(int ranks) const;  // by rank

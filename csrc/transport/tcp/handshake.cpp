@@ -30,8 +30,8 @@ std::string untagged(const Hello& hello) {
       .text();
 }
 
-std::string challenge_head(uint64_t build, Verdict verdict, const std::string& nonce) {
-  return Writer().u64(kHandshakeMagic).u64(build).u8(static_cast<uint8_t>(verdict)).bytes(nonce).text();
+std::string challenge_head(uint64_t build, HandshakeResult result, const std::string& nonce) {
+  return Writer().u64(kHandshakeMagic).u64(build).u8(static_cast<uint8_t>(result)).bytes(nonce).text();
 }
 
 std::string proof_of(const char* side, const PairKeys& keys, const std::string& said) {
@@ -39,12 +39,12 @@ std::string proof_of(const char* side, const PairKeys& keys, const std::string& 
 }
 
 // An answer that says only why not.
-std::string refusal(Verdict verdict) {
-  return challenge_head(build_id(), verdict, std::string(kNonceBytes, '\0')) + std::string(kDigestBytes, '\0');
+std::string refusal(HandshakeResult result) {
+  return challenge_head(build_id(), result, std::string(kNonceBytes, '\0')) + std::string(kDigestBytes, '\0');
 }
 
-std::string answer(Verdict verdict, const std::string& proof) {
-  return Writer().u8(static_cast<uint8_t>(verdict)).bytes(proof).text();
+std::string answer(HandshakeResult result, const std::string& proof) {
+  return Writer().u8(static_cast<uint8_t>(result)).bytes(proof).text();
 }
 
 }  // namespace
@@ -60,24 +60,25 @@ ClientHandshake::ClientHandshake(Hello hello, PairKeys keys) {
 std::string ClientHandshake::receive(std::string_view message) {
   Reader reader(message);
   if (answered_) {
-    uint8_t verdict = reader.u8();
-    bool fine = reader.whole() && verdict == static_cast<uint8_t>(Verdict::Fine);
-    return end(fine ? Verdict::Fine : Verdict::Secret);
+    uint8_t result = reader.u8();
+    bool fine = reader.whole() && result == static_cast<uint8_t>(HandshakeResult::Fine);
+    return end(fine ? HandshakeResult::Fine : HandshakeResult::Secret);
   }
   uint64_t magic = reader.u64();
   uint64_t build = their_build_ = reader.u64();
-  auto verdict = static_cast<Verdict>(reader.u8());
+  auto result = static_cast<HandshakeResult>(reader.u8());
   std::string nonce = reader.bytes(kNonceBytes), proof = reader.bytes(kDigestBytes);
-  if (!reader.whole() || magic != kHandshakeMagic) return end(Verdict::Stranger);
-  if (build != build_id()) return end(Verdict::Build);
-  if (verdict != Verdict::Fine) return end(verdict == Verdict::Settings ? verdict : Verdict::Stranger);
-  std::string said = said_ + challenge_head(build, verdict, nonce);
+  if (!reader.whole() || magic != kHandshakeMagic) return end(HandshakeResult::Stranger);
+  if (build != build_id()) return end(HandshakeResult::Build);
+  if (result != HandshakeResult::Fine)
+    return end(result == HandshakeResult::Settings ? result : HandshakeResult::Stranger);
+  std::string said = said_ + challenge_head(build, result, nonce);
   if (!equal_digests(proof, proof_of("server", keys_, said)))
-    return end(Verdict::Secret, answer(Verdict::Secret, std::string(kDigestBytes, '\0')));
+    return end(HandshakeResult::Secret, answer(HandshakeResult::Secret, std::string(kDigestBytes, '\0')));
   said_ = said + proof;
   answered_ = true;
   wanted_ = kWelcomeBytes;
-  return answer(Verdict::Fine, proof_of("client", keys_, said_));
+  return answer(HandshakeResult::Fine, proof_of("client", keys_, said_));
 }
 
 ServerHandshake::ServerHandshake(uint8_t sockets, bool checksum, std::string nonce, Admit admit)
@@ -88,11 +89,11 @@ ServerHandshake::ServerHandshake(uint8_t sockets, bool checksum, std::string non
 std::string ServerHandshake::receive(std::string_view message) {
   if (!has_ticket_) return challenge(message);
   Reader reader(message);
-  uint8_t verdict = reader.u8();
+  uint8_t result = reader.u8();
   std::string proof = reader.bytes(kDigestBytes);
-  bool proved = reader.whole() && verdict == static_cast<uint8_t>(Verdict::Fine) &&
+  bool proved = reader.whole() && result == static_cast<uint8_t>(HandshakeResult::Fine) &&
                 equal_digests(proof, proof_of("client", keys_, said_));
-  Verdict mine = proved ? Verdict::Fine : Verdict::Secret;
+  HandshakeResult mine = proved ? HandshakeResult::Fine : HandshakeResult::Secret;
   return end(mine, Writer().u8(static_cast<uint8_t>(mine)).text());
 }
 
@@ -107,19 +108,20 @@ std::string ServerHandshake::challenge(std::string_view message) {
   hello_.checksum = reader.u8();
   hello_.nonce = reader.bytes(kNonceBytes);
   std::string ticket = reader.bytes(kDigestBytes);
-  if (!reader.whole() || magic != kHandshakeMagic) return end(Verdict::Stranger);
-  if (hello_.build != build_id()) return end(Verdict::Build, refusal(Verdict::Build));
+  if (!reader.whole() || magic != kHandshakeMagic) return end(HandshakeResult::Stranger);
+  if (hello_.build != build_id()) return end(HandshakeResult::Build, refusal(HandshakeResult::Build));
   auto keys = admit_(hello_);
-  if (!keys || !equal_digests(ticket, hmac_sha256(keys->ticket, untagged(hello_)))) return end(Verdict::Stranger);
+  if (!keys || !equal_digests(ticket, hmac_sha256(keys->ticket, untagged(hello_))))
+    return end(HandshakeResult::Stranger);
   has_ticket_ = true;
   if (hello_.sockets != sockets_ || hello_.checksum != checksum_)
-    return end(Verdict::Settings, refusal(Verdict::Settings));
+    return end(HandshakeResult::Settings, refusal(HandshakeResult::Settings));
   keys_ = std::move(*keys);
-  said_ = std::string(message) + challenge_head(build_id(), Verdict::Fine, nonce_);
+  said_ = std::string(message) + challenge_head(build_id(), HandshakeResult::Fine, nonce_);
   std::string proof = proof_of("server", keys_, said_);
   said_ += proof;
   wanted_ = kAnswerBytes;
-  return challenge_head(build_id(), Verdict::Fine, nonce_) + proof;
+  return challenge_head(build_id(), HandshakeResult::Fine, nonce_) + proof;
 }
 
 }  // namespace syncengine::tcp

@@ -10,7 +10,7 @@
 // Both proofs cover both nonces, so that nothing recorded is worth anything later. A stranger without the ticket learns
 // nothing, not even that this is a rank. The keys never travel.
 //
-// Thread-safety: one thread. Failure: verdict(); never throws.
+// Thread-safety: one thread. Failure: result(); never throws.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +23,7 @@
 
 namespace syncengine::tcp {
 
-enum class Verdict : uint8_t {
+enum class HandshakeResult : uint8_t {
   Fine,
   Stranger,  // not our protocol, or not this job's
   Build,     // of another build
@@ -46,14 +46,14 @@ struct Hello {
 class Handshake {
  public:
   size_t wanted() const { return wanted_; }
-  Verdict verdict() const { return verdict_; }
+  HandshakeResult result() const { return result_; }
   const Hello& hello() const { return hello_; }
-  uint64_t their_build() const { return their_build_; }  // where that is the verdict
+  uint64_t their_build() const { return their_build_; }  // where that is the result
 
  protected:
-  std::string end(Verdict verdict, std::string last_words = "") {
+  std::string end(HandshakeResult result, std::string last_words = "") {
     wanted_ = 0;
-    verdict_ = verdict;
+    result_ = result;
     return last_words;
   }
 
@@ -62,7 +62,7 @@ class Handshake {
   PairKeys keys_;
   std::string said_;  // hello, then challenge: what proofs are about
   size_t wanted_ = 0;
-  Verdict verdict_ = Verdict::Stranger;
+  HandshakeResult result_ = HandshakeResult::Stranger;
 };
 
 class ClientHandshake : public Handshake {
@@ -84,7 +84,7 @@ class ServerHandshake : public Handshake {
 
   std::string receive(std::string_view message);
 
-  // The client has the addresses of this job: what the verdict says of it can be believed.
+  // The client has the addresses of this job: what the result says of it can be believed.
   bool has_ticket() const { return has_ticket_; }
 
  private:

@@ -190,7 +190,7 @@ void Peer::throw_lost(const std::string& how) const {
 
 void Peer::fail(const Error& error) {
   if (session_.life.state() == Lifecycle::Open) {  // if there is anybody to hear it, and room for it at once
-    session_.add_verdict(error);
+    session_.add_abort(error);
     (void)!send(control_.fd.get(), session_.out.data() + control_.written, session_.out.size() - control_.written,
                 MSG_NOSIGNAL);
   }

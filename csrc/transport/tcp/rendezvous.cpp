@@ -202,28 +202,28 @@ bool Rendezvous::talk(Call& call, int& code) {
 bool Rendezvous::settle(Call& call) {
   Handshake& handshake = call.handshake();
   int peer = call.client ? call.peer : static_cast<int>(handshake.hello().client);
-  switch (handshake.verdict()) {
-    case Verdict::Fine: {
+  switch (handshake.result()) {
+    case HandshakeResult::Fine: {
       UniqueFd& place = sockets_.at(peer)[handshake.hello().connection];
       if (!place) --missing_;
       place = std::move(call.fd);  // called again: the first attempt broke off unseen
       return true;
     }
-    case Verdict::Secret:
+    case HandshakeResult::Secret:
       if (call.client) throw_other_secret(peer);
       if (call.server->has_ticket()) doubt(peer, "another secret than this job's");
       break;
-    case Verdict::Build:  // else the address would have told
+    case HandshakeResult::Build:  // else the address would have told
       if (!call.client) break;
       throw another_build(options_.names.global(peer), handshake.their_build());
-    case Verdict::Settings:
+    case HandshakeResult::Settings:
       if (call.client)
         throw Error(ErrorKind::Mismatch, options_.names(peer) + " has other TCP settings than " +
                                              options_.names(rank_) +
                                              " (number of sockets, checksum): give all ranks the same");
       if (call.server->has_ticket()) doubt(peer, "other settings than its address");
       break;
-    case Verdict::Stranger: break;
+    case HandshakeResult::Stranger: break;
   }
   if (call.server) return true;  // nobody of ours
   reasons_[peer] = text(peers_.at(peer).ip, peers_.at(peer).port) + ": something else answers there";

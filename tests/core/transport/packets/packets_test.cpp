@@ -2,7 +2,7 @@
 #include <numeric>
 #include <random>
 
-#include "fake_mover.h"
+#include "fake_packet_transport.h"
 #include "interhost_conformance.h"
 #include "transport/matching/codec.h"
 #include "transport/matching/frame.h"
@@ -13,14 +13,14 @@ namespace syncengine::testing {
 
 namespace {
 
-using packets::Mover;
+using packets::PacketTransport;
 
 std::unique_ptr<Interhost> endpoint(const std::shared_ptr<FakeWire>& wire, int rank, int size,
                                     const packets::Options& options = {}) {
   std::vector<int> peers(size);
   std::iota(peers.begin(), peers.end(), 0);
   std::erase(peers, rank);
-  return packets::connect(std::make_unique<FakeMover>(wire, rank), options, rank, peers);
+  return packets::connect(std::make_unique<FakePacketTransport>(wire, rank), options, rank, peers);
 }
 
 Endpoints over(const std::shared_ptr<FakeWire>& wire, int size, const packets::Options& options = {}) {
@@ -40,12 +40,12 @@ Endpoints backwards(int size) {
 // A rank that sends whatever the test likes.
 class Stranger {
  public:
-  Stranger(std::shared_ptr<FakeWire> wire, int rank) : mover_(std::move(wire), rank) {}
+  Stranger(std::shared_ptr<FakeWire> wire, int rank) : transport_(std::move(wire), rank) {}
 
   void send(int peer, const std::string& bytes, size_t size = packets::kControlBytes) {
     auto& memory = memory_.emplace_back(std::make_unique<std::byte[]>(size));
     std::memcpy(memory.get(), bytes.data(), std::min(bytes.size(), size));
-    mover_.step({{++last_, peer, true, memory.get(), size}});
+    transport_.step({{++last_, peer, true, memory.get(), size}});
   }
   static std::string packet(const std::string& frames, size_t claimed) {
     auto used = static_cast<uint32_t>(claimed);
@@ -55,8 +55,8 @@ class Stranger {
   static std::string greeting() { return matching::Writer().u64(0x656e69676e65636e).u64(build_id()).text(); }
 
  private:
-  std::deque<std::unique_ptr<std::byte[]>> memory_;  // outlives what the mover has of it
-  FakeMover mover_;
+  std::deque<std::unique_ptr<std::byte[]>> memory_;  // outlives what the transport has of it
+  FakePacketTransport transport_;
   uint64_t last_ = 0;
 };
 

@@ -55,7 +55,7 @@ TEST(what_is_no_region_is_refused) {
   CHECK_THROWS(Region::create(size_t{1} << 60), ErrorKind::InvalidUsage);
 }
 
-TEST(the_first_verdict_holds_for_all) {
+TEST(the_first_decision_holds_for_all) {
   auto region = Region::create(0), other = again(*region);
   CHECK(region->decide(1, true));
   CHECK(other->decide(1, false));
@@ -65,21 +65,21 @@ TEST(the_first_verdict_holds_for_all) {
   CHECK(other->decide(5, true));
 }
 
-TEST(racing_ranks_get_one_verdict) {
+TEST(racing_ranks_get_one_decision) {
   auto region = Region::create(0);
   for (uint64_t number = 1; number <= 2000 / testing::kSlowdown; ++number) {
     std::atomic<int> ready = 0;
-    std::vector<int> verdicts(3);
+    std::vector<int> decisions(3);
     std::vector<std::thread> ranks;
     for (int rank = 0; rank < 3; ++rank) {
       ranks.emplace_back([&, rank] {
         ready.fetch_add(1);
         while (ready.load() < 3) std::this_thread::yield();
-        verdicts[rank] = region->decide(number, rank != 1);
+        decisions[rank] = region->decide(number, rank != 1);
       });
     }
     for (auto& rank : ranks) rank.join();
-    CHECK(verdicts[0] == verdicts[1] && verdicts[1] == verdicts[2]);
+    CHECK(decisions[0] == decisions[1] && decisions[1] == decisions[2]);
   }
 }
 

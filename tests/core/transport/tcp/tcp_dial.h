@@ -76,7 +76,7 @@ class Actor {
     put(fd, handshake.first_words());
     put(fd, handshake.receive(get(fd, handshake.wanted())));
     handshake.receive(get(fd, handshake.wanted()));
-    CHECK(handshake.verdict() == tcp::Verdict::Fine);
+    CHECK(handshake.result() == tcp::HandshakeResult::Fine);
     return fd;
   }
 

@@ -204,11 +204,10 @@ TEST(tcp_honest_ranks_are_never_silent) {
 }
 
 // The other side learns why it was given up.
-TEST(tcp_verdict_comes_with_words) {
+TEST(tcp_abort_comes_with_words) {
   Stage stage;
   std::string words = "rank 0 has sent garbage";
-  put(stage.control(),
-      frame({.kind = Kind::Verdict, .payload = static_cast<uint32_t>(words.size()), .size = 0}) + words);
+  put(stage.control(), frame({.kind = Kind::Abort, .payload = static_cast<uint32_t>(words.size()), .size = 0}) + words);
   CHECK(contains(stage.lost(), "rank 1 closed its connection to rank 0: rank 0 has sent garbage"));
 
   Stage other;

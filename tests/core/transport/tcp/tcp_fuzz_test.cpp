@@ -33,7 +33,7 @@ Frame some_frame(Random& random) {
   Frame frame{.kind = static_cast<Kind>(random() % 10)};
   switch (frame.kind) {
     case Kind::Message: frame.payload = some_number(random) % 4096; break;
-    case Kind::Verdict: frame.payload = random() % 100, frame.size = random() % 5; break;
+    case Kind::Abort: frame.payload = random() % 100, frame.size = random() % 5; break;
     case Kind::Ready:
       frame.tag = random() % 8, frame.handle = 1 + random() % 9, frame.size = some_number(random);
       break;

@@ -46,7 +46,7 @@ TEST(handshake_succeeds) {
     ClientHandshake one(hello(), keys_of(secret));
     ServerHandshake zero = server(keys_of(secret));
     talk(one, zero);
-    CHECK(one.verdict() == Verdict::Fine && zero.verdict() == Verdict::Fine);
+    CHECK(one.result() == HandshakeResult::Fine && zero.result() == HandshakeResult::Fine);
     CHECK(one.wanted() == 0 && zero.wanted() == 0);
     CHECK_EQ(zero.hello().connection, 2);
   }
@@ -56,7 +56,7 @@ TEST(handshake_with_another_secret_is_named_on_both_sides) {
   ClientHandshake one(hello(), keys_of("a secret of the job"));
   ServerHandshake zero = server(keys_of("another"));
   talk(one, zero);
-  CHECK(one.verdict() == Verdict::Secret && zero.verdict() == Verdict::Secret && zero.has_ticket());
+  CHECK(one.result() == HandshakeResult::Secret && zero.result() == HandshakeResult::Secret && zero.has_ticket());
 }
 
 // It knows neither secret nor addresses: it gets no answer at all.
@@ -65,13 +65,13 @@ TEST(handshake_tells_a_stranger_nothing) {
   ClientHandshake one(hello(), wrong);
   ServerHandshake zero = server();
   CHECK_EQ(zero.receive(one.first_words()), "");
-  CHECK(zero.verdict() == Verdict::Stranger && !zero.has_ticket() && zero.wanted() == 0);
+  CHECK(zero.result() == HandshakeResult::Stranger && !zero.has_ticket() && zero.wanted() == 0);
   Hello other = hello();
   other.client = 2;
   ClientHandshake two(other, keys_of());
   ServerHandshake again = server();
   CHECK_EQ(again.receive(two.first_words()), "");
-  CHECK(again.verdict() == Verdict::Stranger);
+  CHECK(again.result() == HandshakeResult::Stranger);
 }
 
 TEST(handshake_with_another_build_or_other_settings_is_named) {
@@ -80,8 +80,8 @@ TEST(handshake_with_another_build_or_other_settings_is_named) {
   ClientHandshake one(later, keys_of());
   ServerHandshake zero = server();
   talk(one, zero);
-  CHECK(zero.verdict() == Verdict::Build && !zero.has_ticket());
-  CHECK(one.verdict() == Verdict::Stranger || one.verdict() == Verdict::Build);
+  CHECK(zero.result() == HandshakeResult::Build && !zero.has_ticket());
+  CHECK(one.result() == HandshakeResult::Stranger || one.result() == HandshakeResult::Build);
 
   std::string old = ClientHandshake(hello(), keys_of()).first_words();
   ServerHandshake answerer = server();
@@ -89,14 +89,15 @@ TEST(handshake_with_another_build_or_other_settings_is_named) {
   challenge[8] ^= 9;  // its build
   ClientHandshake two(hello(), keys_of());
   CHECK_EQ(two.receive(challenge), "");
-  CHECK(two.verdict() == Verdict::Build);
+  CHECK(two.result() == HandshakeResult::Build);
 
   Hello fewer = hello();
   fewer.sockets = 2;
   ClientHandshake three(fewer, keys_of());
   ServerHandshake third = server();
   talk(three, third);
-  CHECK(three.verdict() == Verdict::Settings && third.verdict() == Verdict::Settings && third.has_ticket());
+  CHECK(three.result() == HandshakeResult::Settings && third.result() == HandshakeResult::Settings &&
+        third.has_ticket());
 }
 
 // What was said in one handshake is worth nothing in the next: the other side's nonce is new.
@@ -107,16 +108,16 @@ TEST(handshake_cannot_be_replayed) {
   std::string challenge = zero.receive(first);
   std::string answer = one.receive(challenge);
   CHECK_EQ(zero.receive(answer).size(), 1u);
-  CHECK(zero.verdict() == Verdict::Fine);
+  CHECK(zero.result() == HandshakeResult::Fine);
 
   ServerHandshake later = server(keys_of(), 't');
   CHECK(!later.receive(first).empty());
   later.receive(answer);
-  CHECK(later.verdict() == Verdict::Secret);
+  CHECK(later.result() == HandshakeResult::Secret);
 
   ClientHandshake next(hello('d'), keys_of());
   next.receive(challenge);
-  CHECK(next.verdict() == Verdict::Secret);
+  CHECK(next.result() == HandshakeResult::Secret);
 }
 
 // One bit anywhere, either side: nobody accepts.
@@ -136,7 +137,7 @@ TEST(handshake_notices_every_bit) {
   for (size_t bit = 0; bit < challenge.size() * 8; ++bit) {
     ClientHandshake one(hello(), keys_of());
     one.receive(flipped(challenge, bit));
-    CHECK(one.wanted() == 0 && one.verdict() != Verdict::Fine);
+    CHECK(one.wanted() == 0 && one.result() != HandshakeResult::Fine);
   }
   ClientHandshake one(hello(), keys_of());
   std::string answer = one.receive(challenge);
@@ -144,7 +145,7 @@ TEST(handshake_notices_every_bit) {
     ServerHandshake again = server();
     again.receive(first);
     again.receive(flipped(answer, bit));
-    CHECK(again.verdict() == Verdict::Secret);
+    CHECK(again.result() == HandshakeResult::Secret);
   }
 }
 
@@ -173,12 +174,12 @@ TEST(handshake_fuzz) {
     bool heard = random() % 2;
     std::string words = heard ? first : mangled(first);
     zero.receive(words);
-    if (words != first) CHECK(zero.verdict() == Verdict::Stranger || zero.verdict() == Verdict::Build);
+    if (words != first) CHECK(zero.result() == HandshakeResult::Stranger || zero.result() == HandshakeResult::Build);
     if (zero.wanted() > 0) zero.receive(mangled(std::string(zero.wanted(), 'x')));
-    CHECK(zero.verdict() != Verdict::Fine);
+    CHECK(zero.result() != HandshakeResult::Fine);
     ClientHandshake one(hello(static_cast<char>(random() | 0x80)), keys_of());
     one.receive(mangled(challenge));
-    CHECK(one.verdict() != Verdict::Fine && one.wanted() == 0);
+    CHECK(one.result() != HandshakeResult::Fine && one.wanted() == 0);
   }
 }
 

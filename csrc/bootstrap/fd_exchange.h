@@ -21,9 +21,9 @@ namespace syncengine {
 // words.
 Error for_peers(int rank, const Error& error);
 
-class Handoff {
+class FdExchange {
  public:
-  Handoff();  // listens under a random name
+  FdExchange();  // listens under a random name
 
   // The socket's name and a new secret, for the peers alone: "name/secret", shorter than kMostAddress.
   std::string address() const { return name_ + "/" + secret_; }

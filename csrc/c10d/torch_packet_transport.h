@@ -2,7 +2,7 @@
 //
 // Works are waited for on one thread for each direction to each peer: c10d has no test for completion that all backends
 // support (Gloo's works are complete only once a thread has waited). The GIL is not needed. Ownership: keeps the group;
-// `closed` is called last of all, on the thread that calls close(). Else as packets::Mover.
+// `closed` is called last of all, on the thread that calls close(). Else as packets::PacketTransport.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
@@ -14,16 +14,16 @@
 #include <utility>
 #include <vector>
 
-#include "transport/packets/mover.h"
+#include "transport/packets/packet_transport.h"
 
 namespace syncengine {
 
-class TorchMover final : public packets::Mover {
+class TorchPacketTransport final : public packets::PacketTransport {
  public:
   // `ranks`: in the group, of each rank of the job. Nobody else uses `tag` there.
-  TorchMover(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag,
-             std::function<void()> closed);
-  ~TorchMover() override;
+  TorchPacketTransport(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag,
+                       std::function<void()> closed);
+  ~TorchPacketTransport() override;
 
   bool start(std::function<void()> wake) override;
   std::vector<End> step(const std::vector<Packet>& posts) override;

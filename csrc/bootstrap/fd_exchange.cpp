@@ -1,4 +1,4 @@
-#include "bootstrap/handoff.h"
+#include "bootstrap/fd_exchange.h"
 
 #include <map>
 
@@ -48,13 +48,14 @@ Error for_peers(int rank, const Error& error) {
   return {ErrorKind::Aborted, "rank " + std::to_string(rank) + " failed in init: InvalidUsage: " + error.what()};
 }
 
-Handoff::Handoff()
+FdExchange::FdExchange()
     : name_("syncengine-" + process_id() + "-" + random_text(8)),
       secret_(random_text(32)),
       listener_(local_socket::listen(name_)) {}
 
-std::vector<UniqueFd> Handoff::exchange(int rank, const std::vector<std::string>& addresses, int own, Deadline deadline,
-                                        const std::function<void()>& interrupted, const RankNames& names) {
+std::vector<UniqueFd> FdExchange::exchange(int rank, const std::vector<std::string>& addresses, int own,
+                                           Deadline deadline, const std::function<void()>& interrupted,
+                                           const RankNames& names) {
   std::map<int, RendezvousPoint> places;
   for (size_t peer = 0; peer < addresses.size(); ++peer) {
     if (!addresses[peer].empty()) places[static_cast<int>(peer)] = parse(addresses[peer]);

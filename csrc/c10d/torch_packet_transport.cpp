@@ -1,4 +1,4 @@
-#include "c10d/torch_mover.h"
+#include "c10d/torch_packet_transport.h"
 
 #include <ATen/ops/from_blob.h>
 #include <c10/util/Exception.h>
@@ -37,7 +37,7 @@ std::string words_of(const Call& call) {
 }  // namespace
 
 // What has ended, from all lanes.
-class TorchMover::Ends {
+class TorchPacketTransport::Ends {
  public:
   explicit Ends(std::function<void()> wake) : wake_(std::move(wake)) {}
 
@@ -63,7 +63,7 @@ class TorchMover::Ends {
 
 // One way of one peer: works end in the order in which they were posted. Its thread outlives it where a work can't be
 // aborted.
-class TorchMover::Lane : public std::enable_shared_from_this<Lane> {
+class TorchPacketTransport::Lane : public std::enable_shared_from_this<Lane> {
  public:
   explicit Lane(std::shared_ptr<Ends> ends) : ends_(std::move(ends)) {}
 
@@ -115,24 +115,24 @@ class TorchMover::Lane : public std::enable_shared_from_this<Lane> {
   std::thread thread_;
 };
 
-TorchMover::TorchMover(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag,
-                       std::function<void()> closed)
+TorchPacketTransport::TorchPacketTransport(c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks,
+                                           int tag, std::function<void()> closed)
     : group_(std::move(group)), ranks_(std::move(ranks)), tag_(tag), closed_(std::move(closed)) {}
 
-TorchMover::~TorchMover() { close(false); }
+TorchPacketTransport::~TorchPacketTransport() { close(false); }
 
-bool TorchMover::start(std::function<void()> wake) {
+bool TorchPacketTransport::start(std::function<void()> wake) {
   ends_ = std::make_shared<Ends>(std::move(wake));
   return true;
 }
 
-TorchMover::Lane& TorchMover::lane(int peer, bool outgoing) {
+TorchPacketTransport::Lane& TorchPacketTransport::lane(int peer, bool outgoing) {
   auto& lane = lanes_[{peer, outgoing}];
   if (!lane) lane = std::make_shared<Lane>(ends_);
   return *lane;
 }
 
-std::vector<packets::Mover::End> TorchMover::step(const std::vector<Packet>& posts) {
+std::vector<packets::PacketTransport::End> TorchPacketTransport::step(const std::vector<Packet>& posts) {
   for (const Packet& packet : posts) {
     GroupWork work;
     std::string error = words_of([&] {
@@ -148,7 +148,7 @@ std::vector<packets::Mover::End> TorchMover::step(const std::vector<Packet>& pos
   return ends_->take();
 }
 
-void TorchMover::close(bool) {
+void TorchPacketTransport::close(bool) {
   if (!group_) return;
   if (ends_) ends_->be_silent();
   for (auto& [way, lane] : lanes_) lane->close();

@@ -15,7 +15,7 @@
 
 namespace syncengine::packets {
 
-class Mover {
+class PacketTransport {
  public:
   struct Packet {
     uint64_t id;
@@ -29,7 +29,7 @@ class Mover {
     std::string error;  // "": it has arrived, or left the memory
   };
 
-  virtual ~Mover() = default;
+  virtual ~PacketTransport() = default;
 
   // First of all. False: it does not call `wake` when a packet has ended, so that step() has to be called again and again.
   virtual bool start(std::function<void()> wake) = 0;

@@ -27,7 +27,7 @@ class Scratch {
   size_t block_ = 0, used_ = 0;
 };
 
-struct Flight {
+struct InFlightChunk {
   uint64_t operation = 0, chunk = 0, total = 0;  // as in Lane::Cursor
   std::vector<InterhostCell> cells = {};
 

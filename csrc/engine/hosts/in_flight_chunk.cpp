@@ -1,4 +1,4 @@
-#include "engine/hosts/flight.h"
+#include "engine/hosts/in_flight_chunk.h"
 
 #include <algorithm>
 
@@ -29,11 +29,11 @@ std::byte* Scratch::take(size_t bytes) {
 
 void Scratch::clear() { block_ = used_ = 0; }
 
-bool Flight::arrived() const {
+bool InFlightChunk::arrived() const {
   return std::all_of(progress.begin(), progress.end(), [](const Progress& cell) { return cell.arrived; });
 }
 
-bool Flight::quiet() const {
+bool InFlightChunk::quiet() const {
   for (size_t i = 0; i < cells.size(); ++i)
     if (progress[i].step < cells[i].steps.size()) return false;
   return true;

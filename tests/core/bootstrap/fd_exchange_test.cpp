@@ -18,8 +18,8 @@
 #include <iterator>
 #include <thread>
 
+#include "bootstrap/fd_exchange.h"
 #include "bootstrap/greeting.h"
-#include "bootstrap/handoff.h"
 #include "bootstrap/local_socket.h"
 #include "bootstrap/process.h"
 #include "child.h"
@@ -90,13 +90,15 @@ void check_memories(int rank, const std::vector<UniqueFd>& memories) {
   }
 }
 
-std::vector<std::string> addresses_of(const std::vector<Handoff>& handoffs) {
+std::vector<std::string> addresses_of(const std::vector<FdExchange>& fd_exchanges) {
   std::vector<std::string> addresses;
-  for (const Handoff& handoff : handoffs) addresses.push_back(handoff.address());
+  for (const FdExchange& fd_exchange : fd_exchanges) addresses.push_back(fd_exchange.address());
   return addresses;
 }
 
-std::string secret_of(const Handoff& handoff) { return handoff.address().substr(handoff.name().size() + 1); }
+std::string secret_of(const FdExchange& fd_exchange) {
+  return fd_exchange.address().substr(fd_exchange.name().size() + 1);
+}
 
 // Calls as `rank`; the answer to the challenge is up to the caller.
 UniqueFd call_as(const std::string& name, int rank,
@@ -119,11 +121,11 @@ int open_descriptors() {
 
 constexpr Duration kPatience = std::chrono::seconds(20);
 
-void check_exchange(std::vector<Handoff>& handoffs) {
-  const auto names = addresses_of(handoffs);
-  run_ranks(static_cast<int>(handoffs.size()), [&](int rank) {
+void check_exchange(std::vector<FdExchange>& fd_exchanges) {
+  const auto names = addresses_of(fd_exchanges);
+  run_ranks(static_cast<int>(fd_exchanges.size()), [&](int rank) {
     UniqueFd own = memory_of(rank);
-    check_memories(rank, handoffs[rank].exchange(rank, names, own.get(), Deadline::after(kPatience), {}));
+    check_memories(rank, fd_exchanges[rank].exchange(rank, names, own.get(), Deadline::after(kPatience), {}));
   });
 }
 
@@ -133,18 +135,18 @@ TEST(every_rank_gets_the_memory_of_every_other_one) {
   for (int size : {2, 3, 8}) {
     const int before = open_descriptors();
     {
-      std::vector<Handoff> handoffs(size);
-      check_exchange(handoffs);
+      std::vector<FdExchange> fd_exchanges(size);
+      check_exchange(fd_exchanges);
     }
     CHECK_EQ(open_descriptors(), before);
   }
 }
 
-TEST(names_are_random) { CHECK(Handoff().name() != Handoff().name()); }
+TEST(names_are_random) { CHECK(FdExchange().name() != FdExchange().name()); }
 
 TEST(strangers_get_nothing_and_do_no_harm) {
-  std::vector<Handoff> handoffs(3);
-  const std::string& name = handoffs[0].name();
+  std::vector<FdExchange> fd_exchanges(3);
+  const std::string& name = fd_exchanges[0].name();
   std::vector<UniqueFd> strangers;
   strangers.push_back(dial(name));               // says nothing
   strangers.push_back(dial_and_say(name, 'x'));  // too short
@@ -154,24 +156,24 @@ TEST(strangers_get_nothing_and_do_no_harm) {
   strangers.push_back(dial_and_say(name, Greeting{.rank = -1}));
   dial(name);  // hangs up at once
   dial_and_say(name, Greeting{.magic = 2});
-  check_exchange(handoffs);
+  check_exchange(fd_exchanges);
   for (const UniqueFd& stranger : strangers) CHECK_EQ(descriptors_until_closed(stranger), 0);
 }
 
 // Whoever comes second under the name of a rank that was served gets nothing.
 TEST(a_rank_is_served_once) {
-  Handoff handoff, silent;
-  const std::vector<std::string> names{handoff.address(), silent.address()};
+  FdExchange fd_exchange, silent;
+  const std::vector<std::string> names{fd_exchange.address(), silent.address()};
   UniqueFd own = memory_of(0);
-  auto prove = [secret = secret_of(handoff)](const Greeting& greeting, const Challenge& challenge) {
+  auto prove = [secret = secret_of(fd_exchange)](const Greeting& greeting, const Challenge& challenge) {
     return *answer(secret, greeting, challenge);
   };
   run_ranks(2, [&](int rank) {
     if (rank == 0) {
-      CHECK_THROWS(handoff.exchange(0, names, own.get(), Deadline::after(seconds(1)), {}), ErrorKind::Timeout);
+      CHECK_THROWS(fd_exchange.exchange(0, names, own.get(), Deadline::after(seconds(1)), {}), ErrorKind::Timeout);
       return;
     }
-    const UniqueFd first = call_as(handoff.name(), 1, prove), second = call_as(handoff.name(), 1, prove);
+    const UniqueFd first = call_as(fd_exchange.name(), 1, prove), second = call_as(fd_exchange.name(), 1, prove);
     CHECK_EQ(descriptors_until_closed(first), 1);
     CHECK_EQ(descriptors_until_closed(second), 0);
   });
@@ -179,9 +181,9 @@ TEST(a_rank_is_served_once) {
 
 // Of the same user, and in the same network namespace: the name is in /proc/net/unix.
 TEST(who_knows_the_name_but_not_the_secret_gets_nothing) {
-  std::vector<Handoff> handoffs(2);
-  const std::string name = handoffs[0].name();
-  const auto addresses = addresses_of(handoffs);
+  std::vector<FdExchange> fd_exchanges(2);
+  const std::string name = fd_exchanges[0].name();
+  const auto addresses = addresses_of(fd_exchanges);
   std::atomic<bool> refused{false};
   struct SetAtEnd {  // also by a check that fails
     std::atomic<bool>& flag;
@@ -210,7 +212,7 @@ TEST(who_knows_the_name_but_not_the_secret_gets_nothing) {
     while (rank == 1 && !refused)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));  // the outsiders come first
     UniqueFd own = memory_of(rank);
-    check_memories(rank, handoffs[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), {}));
+    check_memories(rank, fd_exchanges[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), {}));
   });
 }
 
@@ -229,15 +231,15 @@ TEST(a_recorded_proof_is_worth_nothing) {
 
 // It gives no proof, and takes whatever it is answered.
 TEST(a_listener_that_does_not_know_the_secret_is_not_believed) {
-  Handoff handoff;
-  const std::string name = "syncengine-impostor-" + handoff.name().substr(handoff.name().rfind('-') + 1);
+  FdExchange fd_exchange;
+  const std::string name = "syncengine-impostor-" + fd_exchange.name().substr(fd_exchange.name().rfind('-') + 1);
   const UniqueFd impostor = local_socket::listen(name);
-  const std::vector<std::string> addresses{handoff.address(), name + "/" + std::string(64, 'a')};
+  const std::vector<std::string> addresses{fd_exchange.address(), name + "/" + std::string(64, 'a')};
   run_ranks(2, [&](int rank) {
     if (rank == 0) {
       UniqueFd own = memory_of(0);
-      const auto text =
-          CHECK_THROWS(handoff.exchange(0, addresses, own.get(), Deadline::after(kPatience), {}), ErrorKind::PeerLost);
+      const auto text = CHECK_THROWS(fd_exchange.exchange(0, addresses, own.get(), Deadline::after(kPatience), {}),
+                                     ErrorKind::PeerLost);
       CHECK(text.starts_with("rank 1 broke off"));
       return;
     }
@@ -261,79 +263,80 @@ TEST(a_listener_that_does_not_know_the_secret_is_not_believed) {
 }
 
 TEST(secrets_are_random_and_in_no_name) {
-  Handoff handoff;
-  CHECK(secret_of(handoff) != secret_of(Handoff()));
-  CHECK_EQ(secret_of(handoff).size(), 64U);
-  CHECK(handoff.address().size() < Handoff::kMostAddress);
+  FdExchange fd_exchange;
+  CHECK(secret_of(fd_exchange) != secret_of(FdExchange()));
+  CHECK_EQ(secret_of(fd_exchange).size(), 64U);
+  CHECK(fd_exchange.address().size() < FdExchange::kMostAddress);
   std::ifstream sockets("/proc/net/unix");
   const std::string text((std::istreambuf_iterator<char>(sockets)), {});
-  CHECK(testing::contains(text, handoff.name()) && !testing::contains(text, secret_of(handoff)));
+  CHECK(testing::contains(text, fd_exchange.name()) && !testing::contains(text, secret_of(fd_exchange)));
 }
 
 TEST(crowds_of_strangers_leave_room_for_ranks) {
-  std::vector<Handoff> handoffs(2);
+  std::vector<FdExchange> fd_exchanges(2);
   std::vector<UniqueFd> strangers;
-  for (int i = 0; i < 100; ++i) strangers.push_back(dial(handoffs[0].name()));
+  for (int i = 0; i < 100; ++i) strangers.push_back(dial(fd_exchanges[0].name()));
   const int before = open_descriptors();
   int most = 0;
-  const auto addresses = addresses_of(handoffs);
+  const auto addresses = addresses_of(fd_exchanges);
   run_ranks(2, [&](int rank) {
     UniqueFd own = memory_of(rank);
     auto look = [&] {
       if (rank == 0) most = std::max(most, open_descriptors());
     };
-    check_memories(rank, handoffs[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), look));
+    check_memories(rank, fd_exchanges[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), look));
   });
   CHECK(most - before < 90);
 }
 
 TEST(missing_ranks_are_named) {
-  std::vector<Handoff> handoffs(4);
-  const auto names = addresses_of(handoffs);
+  std::vector<FdExchange> fd_exchanges(4);
+  const auto names = addresses_of(fd_exchanges);
   run_ranks(4, [&](int rank) {
     if (rank == 1 || rank == 3) return;
     UniqueFd own = memory_of(rank);
     // Long enough for the two to serve each other, also on a busy machine under a sanitizer.
     const Deadline deadline = Deadline::after(seconds(3));
-    const auto text = CHECK_THROWS(handoffs[rank].exchange(rank, names, own.get(), deadline, {}), ErrorKind::Timeout);
+    const auto text =
+        CHECK_THROWS(fd_exchanges[rank].exchange(rank, names, own.get(), deadline, {}), ErrorKind::Timeout);
     // Its own words, or those of the other one that waited.
     CHECK(text == "rank 0 waited in init() for ranks 1, 3" || text == "rank 2 waited in init() for ranks 1, 3");
   });
 }
 
 TEST(a_rank_that_is_gone_is_named) {
-  Handoff handoff;
-  const std::vector<std::string> names{handoff.address(), Handoff().address()};
+  FdExchange fd_exchange;
+  const std::vector<std::string> names{fd_exchange.address(), FdExchange().address()};
   UniqueFd own = memory_of(0);
   const auto text =
-      CHECK_THROWS(handoff.exchange(0, names, own.get(), Deadline::after(kPatience), {}), ErrorKind::PeerLost);
+      CHECK_THROWS(fd_exchange.exchange(0, names, own.get(), Deadline::after(kPatience), {}), ErrorKind::PeerLost);
   CHECK(text.starts_with("rank 0 can't reach rank 1"));
 }
 
 TEST(a_rank_that_breaks_off_is_named) {
-  Handoff handoff, other;
-  const std::vector<std::string> names{handoff.address(), other.address()};
+  FdExchange fd_exchange, other;
+  const std::vector<std::string> names{fd_exchange.address(), other.address()};
   UniqueFd own = memory_of(0);
   int calls = 0;
   auto interrupted = [&] {
-    if (++calls == 2) other = Handoff();  // closes the listener with the call in its queue
+    if (++calls == 2) other = FdExchange();  // closes the listener with the call in its queue
   };
-  const auto text =
-      CHECK_THROWS(handoff.exchange(0, names, own.get(), Deadline::after(kPatience), interrupted), ErrorKind::PeerLost);
+  const auto text = CHECK_THROWS(fd_exchange.exchange(0, names, own.get(), Deadline::after(kPatience), interrupted),
+                                 ErrorKind::PeerLost);
   CHECK(text.starts_with("rank 1 "));
 }
 
 TEST(a_rank_that_has_called_and_is_gone_is_named) {
-  Handoff handoff, other;
-  const std::vector<std::string> names{handoff.address(), other.address()};
+  FdExchange fd_exchange, other;
+  const std::vector<std::string> names{fd_exchange.address(), other.address()};
   UniqueFd own = memory_of(0);
-  UniqueFd called = dial_and_say(handoff.name(), Greeting{.rank = 1});
+  UniqueFd called = dial_and_say(fd_exchange.name(), Greeting{.rank = 1});
   auto end = [&] {
     called.reset();
-    other = Handoff();
+    other = FdExchange();
   };
   const auto text =
-      CHECK_THROWS(handoff.exchange(0, names, own.get(), Deadline::after(kPatience), end), ErrorKind::PeerLost);
+      CHECK_THROWS(fd_exchange.exchange(0, names, own.get(), Deadline::after(kPatience), end), ErrorKind::PeerLost);
   CHECK(text.starts_with("rank 1 "));
 }
 
@@ -357,14 +360,14 @@ TEST(a_death_is_seen_beside_signals) {
 }
 
 TEST(connecting_can_be_interrupted) {
-  Handoff handoff, silent;
-  const std::vector<std::string> names{handoff.address(), silent.address()};
+  FdExchange fd_exchange, silent;
+  const std::vector<std::string> names{fd_exchange.address(), silent.address()};
   UniqueFd own = memory_of(0);
   struct Interrupt {};
   int calls = 0;
   bool caught = false;
   try {
-    handoff.exchange(0, names, own.get(), Deadline::after(kPatience), [&] {
+    fd_exchange.exchange(0, names, own.get(), Deadline::after(kPatience), [&] {
       if (++calls == 3) throw Interrupt{};
     });
   } catch (const Interrupt&) {
@@ -403,12 +406,12 @@ size_t next_descriptor() { return static_cast<size_t>(UniqueFd(dup(0)).get()); }
 
 TEST(a_limit_on_descriptors_that_is_too_low_is_told_before_anything_else) {
   CHECK(testing::true_in_child([] {
-    std::vector<Handoff> handoffs(9);
-    const auto addresses = addresses_of(handoffs);
+    std::vector<FdExchange> fd_exchanges(9);
+    const auto addresses = addresses_of(fd_exchanges);
     UniqueFd own = memory_of(0);
     const int open = open_descriptors();
     limit_descriptors(open + 20);  // it takes 24
-    const auto text = CHECK_THROWS(handoffs[4].exchange(4, addresses, own.get(), Deadline::after(kPatience), {}),
+    const auto text = CHECK_THROWS(fd_exchanges[4].exchange(4, addresses, own.get(), Deadline::after(kPatience), {}),
                                    ErrorKind::InvalidUsage);
     CHECK(text.starts_with("rank 4 with 8 peers on its host needs 24 file descriptors"));
     CHECK(testing::contains(text, "ulimit -n is " + std::to_string(open + 20)));
@@ -420,17 +423,17 @@ TEST(a_limit_on_descriptors_that_is_too_low_is_told_before_anything_else) {
 // Others of its process may take them meanwhile.
 TEST(a_rank_that_runs_out_of_descriptors_says_so) {
   CHECK(testing::true_in_child([] {
-    Handoff handoff, silent;
-    const std::vector<std::string> addresses{handoff.address(), silent.address()};
+    FdExchange fd_exchange, silent;
+    const std::vector<std::string> addresses{fd_exchange.address(), silent.address()};
     UniqueFd own = memory_of(0), caller;
     limit_descriptors(next_descriptor() + 10);
     std::vector<UniqueFd> taken;
     auto take_all = [&] {
       if (caller) return;
-      caller = dial(handoff.name());
+      caller = dial(fd_exchange.name());
       for (UniqueFd fd(dup(0)); fd; fd = UniqueFd(dup(0))) taken.push_back(std::move(fd));
     };
-    const auto text = CHECK_THROWS(handoff.exchange(0, addresses, own.get(), Deadline::after(kPatience), take_all),
+    const auto text = CHECK_THROWS(fd_exchange.exchange(0, addresses, own.get(), Deadline::after(kPatience), take_all),
                                    ErrorKind::InvalidUsage);
     return testing::contains(text, "ulimit -n");
   }));
@@ -492,15 +495,15 @@ void with_descriptors_in_flight(const std::function<void(UniqueFd&)>& body) {
 
 TEST(a_limit_on_descriptors_in_flight_is_waited_out) {
   with_descriptors_in_flight([](UniqueFd& receiver) {
-    std::vector<Handoff> handoffs(3);
-    const auto addresses = addresses_of(handoffs);
+    std::vector<FdExchange> fd_exchanges(3);
+    const auto addresses = addresses_of(fd_exchanges);
     std::atomic<int> calls{0};
     run_ranks(3, [&](int rank) {
       UniqueFd own = memory_of(rank);
       auto let_go = [&] {
         if (rank == 0 && ++calls == 20) receiver.reset();
       };
-      check_memories(rank, handoffs[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), let_go));
+      check_memories(rank, fd_exchanges[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), let_go));
     });
     CHECK(calls >= 20);  // nobody had come through before
   });
@@ -508,13 +511,13 @@ TEST(a_limit_on_descriptors_in_flight_is_waited_out) {
 
 TEST(a_limit_on_descriptors_in_flight_is_named_at_the_deadline) {
   with_descriptors_in_flight([](UniqueFd&) {
-    std::vector<Handoff> handoffs(2);
-    const auto addresses = addresses_of(handoffs);
+    std::vector<FdExchange> fd_exchanges(2);
+    const auto addresses = addresses_of(fd_exchanges);
     run_ranks(2, [&](int rank) {
       UniqueFd own = memory_of(rank);
       const Deadline deadline = Deadline::after(seconds(rank == 0 ? 1 : 20));
       const ErrorKind kind = rank == 0 ? ErrorKind::Timeout : ErrorKind::PeerLost;
-      const auto text = CHECK_THROWS(handoffs[rank].exchange(rank, addresses, own.get(), deadline, {}), kind);
+      const auto text = CHECK_THROWS(fd_exchanges[rank].exchange(rank, addresses, own.get(), deadline, {}), kind);
       if (rank == 0) CHECK(testing::contains(text, "no more descriptors of this user than ulimit -n allows"));
     });
   });
@@ -523,19 +526,20 @@ TEST(a_limit_on_descriptors_in_flight_is_named_at_the_deadline) {
 // It has proved who it is, and waits for the memory.
 TEST(a_rank_that_goes_while_descriptors_are_in_flight_is_lost) {
   with_descriptors_in_flight([](UniqueFd&) {
-    Handoff handoff, other;
-    const std::vector<std::string> addresses{handoff.address(), other.address()};
+    FdExchange fd_exchange, other;
+    const std::vector<std::string> addresses{fd_exchange.address(), other.address()};
     run_ranks(2, [&](int rank) {
       if (rank == 1) {
-        const UniqueFd called = call_as(handoff.name(), 1, [&](const Greeting& greeting, const Challenge& challenge) {
-          return *answer(secret_of(handoff), greeting, challenge);
-        });
+        const UniqueFd called =
+            call_as(fd_exchange.name(), 1, [&](const Greeting& greeting, const Challenge& challenge) {
+              return *answer(secret_of(fd_exchange), greeting, challenge);
+            });
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
         return;
       }
       UniqueFd own = memory_of(0);
-      const auto text =
-          CHECK_THROWS(handoff.exchange(0, addresses, own.get(), Deadline::after(seconds(5)), {}), ErrorKind::PeerLost);
+      const auto text = CHECK_THROWS(fd_exchange.exchange(0, addresses, own.get(), Deadline::after(seconds(5)), {}),
+                                     ErrorKind::PeerLost);
       CHECK(text.starts_with("rank 1 "));
     });
   });

@@ -1,4 +1,4 @@
-#include "bindings/movers.h"
+#include "bindings/packet_transports.h"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -12,7 +12,7 @@
 
 #include "bindings/bindings.h"
 #include "c10d/torch_device_transport.h"
-#include "c10d/torch_mover.h"
+#include "c10d/torch_packet_transport.h"
 #include "transport/packets/endpoint.h"
 
 namespace py = pybind11;
@@ -21,13 +21,13 @@ namespace syncengine {
 
 namespace {
 
-// A mover written in Python, as _C.pyi describes it. Each call takes the GIL once; whatever it raises fails all that is
+// A transport written in Python, as _C.pyi describes it. Each call takes the GIL once; whatever it raises fails all that is
 // under way.
-class PythonMover final : public packets::Mover {
+class PythonPacketTransport final : public packets::PacketTransport {
  public:
-  explicit PythonMover(py::object mover) : mover_(std::move(mover)) {}
-  ~PythonMover() override {
-    if (mover_) drop();
+  explicit PythonPacketTransport(py::object transport) : transport_(std::move(transport)) {}
+  ~PythonPacketTransport() override {
+    if (transport_) drop();
   }
 
   bool start(std::function<void()>) override { return false; }
@@ -44,7 +44,7 @@ class PythonMover final : public packets::Mover {
           auto memory = py::memoryview::from_memory(packet.data, static_cast<py::ssize_t>(packet.bytes));
           list.append(py::make_tuple(packet.id, packet.peer, packet.outgoing, memory));
         }
-        for (auto& [id, error] : mover_.attr("step")(list).cast<std::vector<std::pair<uint64_t, std::string>>>())
+        for (auto& [id, error] : transport_.attr("step")(list).cast<std::vector<std::pair<uint64_t, std::string>>>())
           if (pending_.erase(id)) ends.push_back({id, std::move(error)});
       } catch (const std::exception& error) {  // destroyed while the GIL is held
         fail_all(error.what(), ends);
@@ -58,11 +58,11 @@ class PythonMover final : public packets::Mover {
   void close(bool in_order) override {
     py::gil_scoped_acquire gil;
     try {
-      mover_.attr("close")(in_order);
+      transport_.attr("close")(in_order);
     } catch (py::error_already_set& error) {
       error.discard_as_unraisable("syncengine: closing what connects hosts");
     }
-    mover_ = {};
+    transport_ = {};
   }
 
  private:
@@ -72,10 +72,10 @@ class PythonMover final : public packets::Mover {
   }
   void drop() {
     py::gil_scoped_acquire gil;
-    mover_ = {};
+    transport_ = {};
   }
 
-  py::object mover_;
+  py::object transport_;
   std::set<uint64_t> pending_;
 };
 
@@ -93,9 +93,9 @@ EndpointRegistry& endpoint_registry() {
 
 class RegisteredEndpoint final : public packets::Endpoint {
  public:
-  RegisteredEndpoint(std::unique_ptr<packets::Mover> mover, const packets::Options& options, int rank,
+  RegisteredEndpoint(std::unique_ptr<packets::PacketTransport> transport, const packets::Options& options, int rank,
                      const std::vector<int>& peers)
-      : Endpoint(std::move(mover), options, rank, peers) {
+      : Endpoint(std::move(transport), options, rank, peers) {
     std::lock_guard lock(endpoint_registry().mutex);
     endpoint_registry().running.insert(this);
   }
@@ -149,7 +149,7 @@ auto device_transports_by(py::function open) {
       };
 }
 
-void end_movers() {
+void end_packet_transports() {
   std::unique_lock lock(endpoint_registry().mutex);
   for (auto* endpoint : endpoint_registry().running) endpoint->Endpoint::stop();
   endpoint_registry().changed.wait(lock, [] { return endpoint_registry().running.empty(); });
@@ -157,25 +157,27 @@ void end_movers() {
 
 }  // namespace
 
-std::unique_ptr<Interhost> connect_by(MoverHandle& handle, int rank, const std::vector<int>& peers, RankNames names) {
-  if (!handle.mover) throw Error(ErrorKind::InvalidUsage, "this mover has been used already");
+std::unique_ptr<Interhost> connect_by(PacketTransportHandle& handle, int rank, const std::vector<int>& peers,
+                                      RankNames names) {
+  if (!handle.transport) throw Error(ErrorKind::InvalidUsage, "this transport has been used already");
   handle.options.names = std::move(names);
-  return std::make_unique<RegisteredEndpoint>(std::move(handle.mover), handle.options, rank, peers);
+  return std::make_unique<RegisteredEndpoint>(std::move(handle.transport), handle.options, rank, peers);
 }
 
-void bind_movers(py::module_& module) {
+void bind_packet_transports(py::module_& module) {
   py::module_::import("torch.distributed");  // knows the class of groups
-  py::class_<MoverHandle>(module, "Mover", "What moves packets between hosts, for LocalBootstrap.connect.");
+  py::class_<PacketTransportHandle>(module, "PacketTransport",
+                                    "What moves packets between hosts, for LocalBootstrap.connect.");
   module.def(
-      "python_mover",
-      [](py::object mover, std::string by, bool checksum) {
-        return MoverHandle{std::make_unique<PythonMover>(std::move(mover)),
-                           {.by = std::move(by), .checksum = checksum}};
+      "python_packet_transport",
+      [](py::object transport, std::string by, bool checksum) {
+        return PacketTransportHandle{std::make_unique<PythonPacketTransport>(std::move(transport)),
+                                     {.by = std::move(by), .checksum = checksum}};
       },
-      py::arg("mover"), py::arg("by"), py::arg("checksum"),
+      py::arg("transport"), py::arg("by"), py::arg("checksum"),
       "By an object with step(posts) and close(in_order); `by` names it in errors.");
   module.def(
-      "torch_mover",
+      "torch_packet_transport",
       [](c10::intrusive_ptr<::c10d::ProcessGroup> group, std::vector<int> ranks, int tag, py::function closed,
          std::string by, bool checksum, double silence, std::optional<py::function> open_device_backend) {
         auto call = std::make_shared<py::function>(std::move(closed));
@@ -188,8 +190,9 @@ void bind_movers(py::module_& module) {
           }
           *call = {};
         };
-        auto mover = std::make_unique<TorchMover>(std::move(group), std::move(ranks), tag, on_closed);
-        MoverHandle handle{std::move(mover), {.by = std::move(by), .checksum = checksum, .silence = silence}};
+        auto transport = std::make_unique<TorchPacketTransport>(std::move(group), std::move(ranks), tag, on_closed);
+        PacketTransportHandle handle{std::move(transport),
+                                     {.by = std::move(by), .checksum = checksum, .silence = silence}};
         if (open_device_backend)
           handle.options.open_device_transport = device_transports_by(std::move(*open_device_backend));
         return handle;
@@ -200,8 +203,8 @@ void bind_movers(py::module_& module) {
       "called when it is not needed any more. `silence`: seconds without a sign of life after which a rank is lost. "
       "`open_device_backend(ranks, name)` makes a backend that moves CUDA "
       "tensors between these ranks of the job.");
-  module.def("end_movers", &end_movers, py::call_guard<py::gil_scoped_release>(),
-             "Says goodbye to all ranks that movers reach. Before the interpreter ends.");
+  module.def("end_packet_transports", &end_packet_transports, py::call_guard<py::gil_scoped_release>(),
+             "Says goodbye to all ranks that packet transports reach. Before the interpreter ends.");
 }
 
 }  // namespace syncengine

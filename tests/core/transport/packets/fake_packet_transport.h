@@ -1,4 +1,4 @@
-// A Mover whose ranks are objects of one process: packets are copied under one lock.
+// A PacketTransport whose ranks are objects of one process: packets are copied under one lock.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "test.h"
-#include "transport/packets/mover.h"
+#include "transport/packets/packet_transport.h"
 
 namespace syncengine::testing {
 
@@ -48,9 +48,9 @@ class FakeWire {
   }
 
  private:
-  friend class FakeMover;
+  friend class FakePacketTransport;
   struct Queues {
-    std::deque<packets::Mover::Packet> sent, wanted;
+    std::deque<packets::PacketTransport::Packet> sent, wanted;
   };
 
   void match(int from, int to) {
@@ -80,17 +80,17 @@ class FakeWire {
   How how_;
   std::mutex mutex_;
   std::map<std::pair<int, int>, Queues> ways_;
-  std::vector<std::vector<packets::Mover::End>> ends_;
+  std::vector<std::vector<packets::PacketTransport::End>> ends_;
   std::vector<std::function<void()>> wake_;
   std::vector<std::optional<bool>> closed_;
   std::set<int> cut_;
   bool held_ = false;
 };
 
-class FakeMover : public packets::Mover {
+class FakePacketTransport : public packets::PacketTransport {
  public:
-  FakeMover(std::shared_ptr<FakeWire> wire, int rank) : wire_(std::move(wire)), rank_(rank) {}
-  ~FakeMover() override { forget(); }
+  FakePacketTransport(std::shared_ptr<FakeWire> wire, int rank) : wire_(std::move(wire)), rank_(rank) {}
+  ~FakePacketTransport() override { forget(); }
 
   bool start(std::function<void()> wake) override {
     std::lock_guard lock(wire_->mutex_);
