@@ -1,5 +1,6 @@
-// Two processes on two cores take turns on a pair of cache lines: nanoseconds of a round trip, 10th percentile and median.
-// It tells whether the cores share a cache (about 100 ns) or not (about 500 ns); a virtual machine may change it at any time.
+// Two processes on two cores take turns on a pair of cache lines: nanoseconds of a round trip, 10th percentile and
+// median. It tells whether the cores share a cache (about 100 ns) or not (about 500 ns); a virtual machine may change
+// it at any time.
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/wait.h>

@@ -28,7 +28,8 @@ inline std::string rank_names(const std::vector<int>& ranks, uint64_t mask) {
   return named.empty() ? "" : rank_names(named);
 }
 
-// What texts call ranks that are numbered within a group: their ranks in the whole job. As they are numbered, if not given.
+// What texts call ranks that are numbered within a group: their ranks in the whole job. As they are numbered, if not
+// given.
 class RankNames {
  public:
   RankNames() = default;

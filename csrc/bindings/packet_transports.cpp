@@ -21,8 +21,8 @@ namespace syncengine {
 
 namespace {
 
-// A transport written in Python, as _C.pyi describes it. Each call takes the GIL once; whatever it raises fails all that is
-// under way.
+// A transport written in Python, as _C.pyi describes it. Each call takes the GIL once; whatever it raises fails all
+// that is under way.
 class PythonPacketTransport final : public packets::PacketTransport {
  public:
   explicit PythonPacketTransport(py::object transport) : transport_(std::move(transport)) {}
@@ -123,7 +123,8 @@ class RegisteredEndpoint final : public packets::Endpoint {
   }
 };
 
-// packets::Options::open_device_transport by a function of Python's, which may be dropped on any thread, and when Python has ended.
+// packets::Options::open_device_transport by a function of Python's, which may be dropped on any thread, and when
+// Python has ended.
 auto device_transports_by(py::function open) {
   std::shared_ptr<py::function> call(new py::function(std::move(open)), [](py::function* function) {
     if (!Py_IsInitialized()) return;

@@ -9,8 +9,8 @@ namespace syncengine {
 
 namespace {
 
-// Threads that many programs have and that run nobody's code, by the module of their function or class: a DataLoader's queues have
-// one per worker, and it has one that pins memory; loggers, and tqdm.
+// Threads that many programs have and that run nobody's code, by the module of their function or class: a DataLoader's
+// queues have one per worker, and it has one that pins memory; loggers, and tqdm.
 constexpr const char* kHelpers[] = {"multiprocessing.queues", "torch.utils.data._utils.pin_memory", "logging.handlers",
                                     "tensorboard.summary.writer.event_file_writer", "tqdm._monitor"};
 

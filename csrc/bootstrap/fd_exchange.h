@@ -17,8 +17,8 @@
 
 namespace syncengine {
 
-// What the peers of `rank` (of the whole job) raise when this error ends its init(): as it is if it is about other ranks, else in its
-// words.
+// What the peers of `rank` (of the whole job) raise when this error ends its init(): as it is if it is about other
+// ranks, else in its words.
 Error for_peers(int rank, const Error& error);
 
 class FdExchange {

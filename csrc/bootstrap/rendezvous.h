@@ -1,5 +1,5 @@
-// One rank's part in an exchange of descriptors: it connects to every peer for its memory, and serves those that connect. Single steps,
-// none of which blocks, so that no two ranks wait for each other.
+// One rank's part in an exchange of descriptors: it connects to every peer for its memory, and serves those that
+// connect. Single steps, none of which blocks, so that no two ranks wait for each other.
 //
 // Thread-safety: one thread. Failure: throws as bootstrap/fd_exchange.h says.
 #pragma once

@@ -14,8 +14,8 @@ bool is_half(const Operation& operation) {
   return operation.dtype == DType::Float16 || operation.dtype == DType::BFloat16;
 }
 
-// Seconds for `bytes` over links of one speed: hops, the bytes of the host that sends most, and the transfers of its busiest
-// rank. Chunks follow each other, so only the first one's way through all hops counts in full.
+// Seconds for `bytes` over links of one speed: hops, the bytes of the host that sends most, and the transfers of its
+// busiest rank. Chunks follow each other, so only the first one's way through all hops counts in full.
 class Cost {
  public:
   Cost(const Placement& placement, const LinkSpeed& speed, size_t chunk_bytes)
@@ -60,8 +60,8 @@ size_t quicker_from(const Usual& usual, const Other& other) {
   return from;
 }
 
-// What a host's link moves in about a millisecond, of each of a chunk's cells the same. With few bytes under way, no peer gets far ahead
-// of the others, so the link stays full until the end; where the latency is high, more has to be.
+// What a host's link moves in about a millisecond, of each of a chunk's cells the same. With few bytes under way, no
+// peer gets far ahead of the others, so the link stays full until the end; where the latency is high, more has to be.
 size_t cell_bytes(const LinkSpeed& speed, int hosts) {
   double bytes = speed.bandwidth * (1e-3 + speed.latency) / hosts;
   size_t cell = InterhostChoice::kMostCell;

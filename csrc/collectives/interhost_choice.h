@@ -1,4 +1,5 @@
-// Which way a collective takes between hosts: the one that the links' measured speed makes quicker. No bits depend on it.
+// Which way a collective takes between hosts: the one that the links' measured speed makes quicker. No bits depend on
+// it.
 //
 // Ownership: plain data, pure functions: the same on all ranks that were given the same. Failure: none.
 #pragma once

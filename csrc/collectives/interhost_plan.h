@@ -1,8 +1,9 @@
-// What one rank does between hosts for one chunk of a collective, as data: a pure function of placement and chunk, walked by
-// tests for any placement without a process.
+// What one rank does between hosts for one chunk of a collective, as data: a pure function of placement and chunk,
+// walked by tests for any placement without a process.
 //
-// A chunk is cut into cells: ranges of elements that go their own way between hosts. On each host one rank handles a cell
-// for all of them. It talks only to the handlers of the same cell on other hosts, so each byte crosses once per host.
+// A chunk is cut into cells: ranges of elements that go their own way between hosts. On each host one rank handles a
+// cell for all of them. It talks only to the handlers of the same cell on other hosts, so each byte crosses once per
+// host.
 #pragma once
 
 #include <cstddef>
@@ -37,9 +38,9 @@ enum class Act : uint8_t {
   Spread,       // what came into the own output, to the local peers
 };
 
-// In this order: all of `receives`; the local ranks' contributions, if `staged`; `act`; all of `sends`. Peers answer: what a
-// step after the first receives leaves its peer only after that one has got all that the step before sends. So all receives of
-// a cell can be posted when it begins, even where they go into memory that is still to be sent.
+// In this order: all of `receives`; the local ranks' contributions, if `staged`; `act`; all of `sends`. Peers answer:
+// what a step after the first receives leaves its peer only after that one has got all that the step before sends. So
+// all receives of a cell can be posted when it begins, even where they go into memory that is still to be sent.
 struct InterhostStep {
   bool staged = false;
   std::vector<Envelope> receives = {};
@@ -75,8 +76,9 @@ struct InterhostChunk {
 // Fills `cells`, those of this rank alone.
 void plan_interhost(const Placement& placement, const InterhostChunk& chunk, std::vector<InterhostCell>& cells);
 
-// Fills `plan` with what this rank stages and pulls within its host for the same chunk. `chunk.rank` and `root` are ranks of the
-// communicator; pulls name local ranks. On the direct path nothing is staged, and results are written into all local tensors.
+// Fills `plan` with what this rank stages and pulls within its host for the same chunk. `chunk.rank` and `root` are
+// ranks of the communicator; pulls name local ranks. On the direct path nothing is staged, and results are written into
+// all local tensors.
 void plan_inside(const Placement& placement, const Chunk& chunk, ChunkPlan& plan);
 
 // [first, second) of stripe `stripe`, and the stripes of one rank, of `length` bytes.

@@ -1,8 +1,9 @@
-// What one rank asks of its peers: a collective on memory. Plain data; the same on every rank but for memory and keepalive.
+// What one rank asks of its peers: a collective on memory. Plain data; the same on every rank but for memory and
+// keepalive.
 //
-// Ownership: `keepalive` keeps the memory behind `input`, `output` and `flags` alive until the operation has ended. It is let go of by
-// whichever thread makes progress, so it must not own a communicator.
-// Aliasing: input and output are the same spans (in place) or do not overlap.
+// Ownership: `keepalive` keeps the memory behind `input`, `output` and `flags` alive until the operation has ended. It
+// is let go of by whichever thread makes progress, so it must not own a communicator. Aliasing: input and output are
+// the same spans (in place) or do not overlap.
 #pragma once
 
 #include <cstdint>
@@ -41,8 +42,8 @@ struct Operation {
   double postscale = 1.0;  // factor on the result
   SpanList input = {};     // AllReduce, Broadcast: the same spans as output
   SpanList output = {};
-  // AllReduce: a few bits that travel with the operation's fingerprint. When it has ended, every rank has those that any rank
-  // set. At most kMaxFlagWords, the same number on all ranks.
+  // AllReduce: a few bits that travel with the operation's fingerprint. When it has ended, every rank has those that
+  // any rank set. At most kMaxFlagWords, the same number on all ranks.
   uint64_t* flags = nullptr;
   size_t flag_words = 0;
   uint64_t layout_hash = 0;                    // anything else that must agree between ranks (a bucket's parameters)

@@ -9,8 +9,8 @@
 
 namespace syncengine {
 
-// Hosts are numbered by their lowest ranks. Work that a whole host does is cut into stripes, as many as the largest host has
-// ranks: the same global ranges of elements on every host, so that hosts of different sizes fit each other.
+// Hosts are numbered by their lowest ranks. Work that a whole host does is cut into stripes, as many as the largest
+// host has ranks: the same global ranges of elements on every host, so that hosts of different sizes fit each other.
 struct Placement {
   // `labels`: by rank; equal for two ranks if and only if they share memory.
   Placement(int own_rank, const std::vector<int>& labels);

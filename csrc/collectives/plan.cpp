@@ -13,9 +13,9 @@ void plan_one_shot(const Chunk& chunk, ChunkPlan& plan) {
       .slot = 0, .input = chunk.begin, .output = chunk.begin, .bytes = chunk.length, .own_from_slot = chunk.stage_all};
 }
 
-// Step 0: stage what others reduce. Step 1: reduce the own slice, from the own tensor and the peers' slots, into both. Step 2:
-// pull the other slices out of the own slot. Nothing leaves the cache. The result is pushed since a core writes a line that it
-// has just read three times faster than one of its own that a peer has read.
+// Step 0: stage what others reduce. Step 1: reduce the own slice, from the own tensor and the peers' slots, into both.
+// Step 2: pull the other slices out of the own slot. Nothing leaves the cache. The result is pushed since a core writes
+// a line that it has just read three times faster than one of its own that a peer has read.
 void plan_staged_all_reduce(const Chunk& chunk, ChunkPlan& plan) {
   auto [own_begin, own_end] = slice(chunk.length, chunk.world, chunk.rank);
   if (chunk.stage_all) {

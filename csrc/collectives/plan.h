@@ -1,8 +1,8 @@
-// What one rank does for one chunk of a collective, as data: pure functions of rank and world size, walked by tests for any
-// world without a process.
+// What one rank does for one chunk of a collective, as data: pure functions of rank and world size, walked by tests for
+// any world without a process.
 //
-// All offsets and lengths are bytes. `user` offsets count into the operation's spans, `slot` offsets into a rank's staging
-// slot or, on the direct path, into the spans of that rank's tensor, which the peers read in place.
+// All offsets and lengths are bytes. `user` offsets count into the operation's spans, `slot` offsets into a rank's
+// staging slot or, on the direct path, into the spans of that rank's tensor, which the peers read in place.
 #pragma once
 
 #include <cstddef>
@@ -29,10 +29,9 @@ struct Chunk {
   size_t block;    // bytes of the operation's block (see block_bytes)
   size_t begin;    // this chunk's part of the block
   size_t length;
-  bool stage_all;  // contributions are scaled while they are staged, so a rank stages its own slice too
-  bool pull_results =
-      false;  // an owner leaves its slice in its own memory, from where the peers pull it: for memory to which
-              // peers can't write in order (GPUs)
+  bool stage_all;             // contributions are scaled while they are staged, so a rank stages its own slice too
+  bool pull_results = false;  // an owner leaves its slice in its own memory, from where the peers pull it: for memory
+                              // to which peers can't write in order (GPUs)
 };
 
 struct Copy {
@@ -61,10 +60,12 @@ struct ChunkPlan {
   bool peers_read_user = false;  // the operation ends for this rank only when no peer pulls any more
 };
 
-// The unit an operation is cut along: the whole tensor, or one rank's part of it (reduce-scatter's output, all-gather's input).
+// The unit an operation is cut along: the whole tensor, or one rank's part of it (reduce-scatter's output, all-gather's
+// input).
 size_t block_bytes(const Operation& operation);
 
-// Bytes of the block that one chunk covers, for slots of `slot_bytes` (staged paths) or pieces of `direct_bytes` a rank.
+// Bytes of the block that one chunk covers, for slots of `slot_bytes` (staged paths) or pieces of `direct_bytes` a
+// rank.
 size_t chunk_bytes(Collective collective, Path path, int world, size_t slot_bytes, size_t direct_bytes);
 
 // [first, second) of `rank`'s slice of `length` bytes; boundaries lie on cache lines.

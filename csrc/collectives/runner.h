@@ -16,8 +16,8 @@ class Runner {
  public:
   Runner(int rank, int world) : rank_(rank), world_(world), bases_(world), sources_(world), destinations_(world) {}
 
-  // What a plan's `slot` offsets count in, for each rank: its staging slot, or its spans. All ranks' spans are of the same
-  // lengths, so what is contiguous in one is contiguous in all.
+  // What a plan's `slot` offsets count in, for each rank: its staging slot, or its spans. All ranks' spans are of the
+  // same lengths, so what is contiguous in one is contiguous in all.
   struct Base {
     std::byte* slot = nullptr;
     const SpanList* spans = nullptr;

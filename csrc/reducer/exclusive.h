@@ -1,5 +1,5 @@
-// Whether .grad is all that will ever look at its memory. Autograd lets .grad take over a tensor whose memory others may
-// have yet to read in the same backward, and two parameters may take over one memory.
+// Whether .grad is all that will ever look at its memory. Autograd lets .grad take over a tensor whose memory others
+// may have yet to read in the same backward, and two parameters may take over one memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -61,7 +61,8 @@ class GraphTasks {
                       (nodes && std::any_of(nodes->begin(), nodes->end(), [&](auto* node) { return made_it(*node); }));
     return forwards_nodes_;
   }
-  // At the end of the task on this thread: whether no other is around it, or one that was there before the last forward.
+  // At the end of the task on this thread: whether no other is around it, or one that was there before the last
+  // forward.
   bool is_outermost() const {
     const auto around = torch::autograd::get_current_node();
     return !around || !(forwards_.back().ended.is_before(*around) || made_it(*around));

@@ -34,8 +34,8 @@ class Parameters {
   // The AccumulateGrad nodes that are listened to.
   const AccumulatorIndex& accumulators() const { return accumulators_; }
 
-  // Before a forward: `reducer` listens to each that requires a gradient, or has: a graph from before may bring one when
-  // it does again. Returns whether anything was new.
+  // Before a forward: `reducer` listens to each that requires a gradient, or has: a graph from before may bring one
+  // when it does again. Returns whether anything was new.
   bool follow(const std::shared_ptr<Reducer>& reducer);
   // Whether each that requires a gradient is in a bucket of `plan`, as it was then, and no other is. All ranks find the
   // same, so nothing counts that only one may know.

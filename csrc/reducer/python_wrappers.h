@@ -1,5 +1,5 @@
-// Since torch 2.10 a tensor's Python wrapper counts as one of its holders, since 2.13 a node's as well, also when Python
-// itself has let go of it.
+// Since torch 2.10 a tensor's Python wrapper counts as one of its holders, since 2.13 a node's as well, also when
+// Python itself has let go of it.
 #pragma once
 
 namespace syncengine {

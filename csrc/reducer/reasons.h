@@ -24,8 +24,8 @@ struct Reason {
 
 class Reasons {
  public:
-  // Tells `own`, if this rank has one. Every rank that has abandoned a backward does so at once, and every other that has heard
-  // of it. Never blocks.
+  // Tells `own`, if this rank has one. Every rank that has abandoned a backward does so at once, and every other that
+  // has heard of it. Never blocks.
   Reasons(const Averaging& averaging, const std::string& model, const std::optional<Reason>& own);
 
   const std::shared_ptr<Work>& work() const { return work_; }

@@ -54,8 +54,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // installed before such a forward runs, see CurrentPlan.
   bool begin_forward(bool synchronize);
   // It has ended with these outputs (needed in full only to find unused parameters); it `began` then, if that is known.
-  // Returns the leaves behind them that are no parameters of ours, if a parameter is unused and is looked for, or if the
-  // last backward has brought no gradient: its replacement may be one of them.
+  // Returns the leaves behind them that are no parameters of ours, if a parameter is unused and is looked for, or if
+  // the last backward has brought no gradient: its replacement may be one of them.
   std::vector<at::Tensor> prepare_for_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
   // The same for one whose backward will not average: it accumulates where a later one does.
   void prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
@@ -82,8 +82,8 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Whether the user's hooks on parameters run now, on averages: else they run on this rank's own gradients.
   bool has_averaged() const { return delivers_; }
 
-  // In a hook on a leaf, ours or not, whose gradient is about to come, for what is averaged besides: by which weighting,
-  // if the backward that runs averages. It begins then, if it has not.
+  // In a hook on a leaf, ours or not, whose gradient is about to come, for what is averaged besides: by which
+  // weighting, if the backward that runs averages. It begins then, if it has not.
   std::optional<Weighting> join_backward(const at::Tensor& leaf);
 
   // For hooks only.

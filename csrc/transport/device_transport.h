@@ -1,10 +1,10 @@
-// Moves bytes between the devices of ranks on several hosts, in the order of streams: a process group for CUDA tensors. It never
-// reduces.
+// Moves bytes between the devices of ranks on several hosts, in the order of streams: a process group for CUDA tensors.
+// It never reduces.
 //
-// Ownership: memory is the caller's, until the stream has passed the call. Thread-safety: one thread at a time, but for abort().
-// Calls are queued on the stream that is current for the calling thread (streams/queue.h makes it so), in the same order on all
-// ranks. They do not wait for peers: the stream does. Aliasing: as said.
-// Failure: Error for a call that can't be queued. What fails on the way may hold the stream until abort().
+// Ownership: memory is the caller's, until the stream has passed the call. Thread-safety: one thread at a time, but for
+// abort(). Calls are queued on the stream that is current for the calling thread (streams/queue.h makes it so), in the
+// same order on all ranks. They do not wait for peers: the stream does. Aliasing: as said. Failure: Error for a call
+// that can't be queued. What fails on the way may hold the stream until abort().
 #pragma once
 
 #include <cstddef>

@@ -1,15 +1,15 @@
 // Moves bytes between ranks of different hosts. tcp, mpi and torch implement it; it never reduces.
 //
-// Ownership: the memory of a transfer is the caller's, stays where it is and (sending) as it is until the transfer has ended
-// or withdraw() has returned. Messages are copied. Thread-safety: any thread may call anything but run(), which belongs to one
-// thread of the engine, and step(), which one thread at a time may call. Aliasing: transfers that run at the same time do not
-// overlap, but for several sends of one memory, and for a receive of what the peer sends only after it has got the send.
-// Matching: a send and a receive of the same pair and tag are one transfer, in whatever order they were posted; a tag is
-// used again only after both sides ended, and never if it was withdrawn. Big sends stay at home until the receive is posted
-// and go straight into place.
-// Failure: what fails a peer (lost, silent for too long, garbage) fails its transfers, now and later, with one Error that
-// names the peer's global rank; other peers are not touched. A peer that leaves in order is failed when all has come that it
-// sent; of that, what nobody has asked for yet can still be received.
+// Ownership: the memory of a transfer is the caller's, stays where it is and (sending) as it is until the transfer has
+// ended or withdraw() has returned. Messages are copied. Thread-safety: any thread may call anything but run(), which
+// belongs to one thread of the engine, and step(), which one thread at a time may call. Aliasing: transfers that run at
+// the same time do not overlap, but for several sends of one memory, and for a receive of what the peer sends only
+// after it has got the send. Matching: a send and a receive of the same pair and tag are one transfer, in whatever
+// order they were posted; a tag is used again only after both sides ended, and never if it was withdrawn. Big sends
+// stay at home until the receive is posted and go straight into place. Failure: what fails a peer (lost, silent for too
+// long, garbage) fails its transfers, now and later, with one Error that names the peer's global rank; other peers are
+// not touched. A peer that leaves in order is failed when all has come that it sent; of that, what nobody has asked for
+// yet can still be received.
 #pragma once
 
 #include <atomic>
@@ -69,28 +69,31 @@ class Interhost {
   virtual void tell(int peer, const std::string& message) = 0;
   virtual std::optional<Message> hear() = 0;
 
-  // What is known to be wrong with `peer`: never before hear() has all that came from it, and its transfers fail with it.
+  // What is known to be wrong with `peer`: never before hear() has all that came from it, and its transfers fail with
+  // it.
   virtual std::optional<Error> failure(int peer) const = 0;
 
-  // Ends the transfers under way with tags first .. last (one communicator's, with `peers` as its members; all of them will do the
-  // same, some time), here only: no byte of the callers' memory is touched after it returned. The peer stays well, and so do transfers of other tags: what was half sent goes on from a
-  // copy, what has half arrived goes nowhere.
+  // Ends the transfers under way with tags first .. last (one communicator's, with `peers` as its members; all of them
+  // will do the same, some time), here only: no byte of the callers' memory is touched after it returned. The peer
+  // stays well, and so do transfers of other tags: what was half sent goes on from a copy, what has half arrived goes
+  // nowhere.
   virtual void withdraw(const std::vector<int>& peers, uint64_t first, uint64_t last, const Error& error) = 0;
 
-  // Moves bytes until stop(): sleeps when there is nothing to move. `progressed` is called, on this thread and without locks,
-  // after transfers ended, a message arrived or a peer failed.
+  // Moves bytes until stop(): sleeps when there is nothing to move. `progressed` is called, on this thread and without
+  // locks, after transfers ended, a message arrived or a peer failed.
   virtual void run(const std::function<void()>& progressed) = 0;
 
-  // Where any thread may move bytes: what run() does again and again. News: `progressed` would be called; Over: after stop(), all
-  // is done. A step that finds nothing to move sleeps until there is, wake() or `at_most`. At least one a heartbeat is due.
+  // Where any thread may move bytes: what run() does again and again. News: `progressed` would be called; Over: after
+  // stop(), all is done. A step that finds nothing to move sleeps until there is, wake() or `at_most`. At least one a
+  // heartbeat is due.
   enum class Step : uint8_t { Quiet, News, Over };
   virtual bool has_steps() const { return false; }
   virtual Step step(Duration) { return Step::Quiet; }
   virtual void wake() {}
   virtual bool has_unsent() const { return false; }  // something was posted that only needs steps here to leave
 
-  // Moves bytes between the devices of `ranks` (of the job, this one among them), where there is something that does: null if not.
-  // `name` was not used before, and is the same on these ranks. Collective over them; blocks.
+  // Moves bytes between the devices of `ranks` (of the job, this one among them), where there is something that does:
+  // null if not. `name` was not used before, and is the same on these ranks. Collective over them; blocks.
   virtual bool has_device_transport() const { return false; }
   virtual std::unique_ptr<DeviceTransport> open_device_transport(const std::vector<int>&, int /*device*/,
                                                                  const std::string& /*name*/) {

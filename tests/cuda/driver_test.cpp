@@ -1,4 +1,5 @@
-// Without a driver, or a device, the CUDA side must say so by name; a program that has it links and starts all the same.
+// Without a driver, or a device, the CUDA side must say so by name; a program that has it links and starts all the
+// same.
 #include <cuda_runtime_api.h>
 
 #include "cuda/device_group.h"

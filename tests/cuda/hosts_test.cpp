@@ -1,4 +1,5 @@
-// Ranks with devices on several virtual hosts: through pinned memory and the CPU's engine, stream-ordered as on one host.
+// Ranks with devices on several virtual hosts: through pinned memory and the CPU's engine, stream-ordered as on one
+// host.
 #include "hosts_job.h"
 #include "ranks.h"
 

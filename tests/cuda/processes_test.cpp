@@ -178,7 +178,8 @@ constexpr int kStep = 1;
 constexpr int kStep = 4;
 #endif
 
-// At each point of connecting and of taking memory: the others get an error, and give nothing back that somebody may have open.
+// At each point of connecting and of taking memory: the others get an error, and give nothing back that somebody may
+// have open.
 TEST(gpu_process_that_is_killed_while_it_connects) {
   for (int step = 1; step <= 30; step += kStep) {
     setenv("FAULT_OF_RANK_1", ("finished:" + std::to_string(step) + ":kill").c_str(), 0);

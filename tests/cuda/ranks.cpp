@@ -39,7 +39,8 @@ void GpuRank::put(void* memory, const std::vector<std::byte>& content) {
   cuda::check(cudaMemcpyAsync(memory, content.data(), content.size(), cudaMemcpyHostToDevice, stream_), "copying in");
 }
 
-// A copy to pageable memory that waits for its stream may keep the process's other threads, which are peers, from launching.
+// A copy to pageable memory that waits for its stream may keep the process's other threads, which are peers, from
+// launching.
 std::vector<std::byte> GpuRank::get(const void* memory, size_t bytes) {
   std::vector<std::byte> content(bytes);
   wait();

@@ -152,7 +152,8 @@ TEST(gpu_collectives_queue_up) {
   });
 }
 
-// In one kernel each, of few blocks and of many in turn, that cut the same memory otherwise each time; ranks are late at any point.
+// In one kernel each, of few blocks and of many in turn, that cut the same memory otherwise each time; ranks are late
+// at any point.
 TEST(gpu_small_all_reduces_of_changing_sizes) {
   constexpr int kWorld = 3, kCalls = 60, kRounds = 4;
   constexpr size_t kMost = 32'000;

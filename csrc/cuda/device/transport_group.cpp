@@ -115,8 +115,8 @@ void TransportGroup::queue(const Operation& operation, const Gate& gate, cudaStr
   end(stream);
 }
 
-// Each rank's fingerprint to all of them: no rank's stream goes on before all have come. Where they are not the same it stays until the
-// watch has ended the transport: no data moves between ranks that mean different sizes.
+// Each rank's fingerprint to all of them: no rank's stream goes on before all have come. Where they are not the same it
+// stays until the watch has ended the transport: no data moves between ranks that mean different sizes.
 void TransportGroup::begin(const Gate& gate, cudaStream_t stream) {
   TransportWords* words = words_on_device();
   uint32_t* own = marks() + kMaxSources;
@@ -177,7 +177,8 @@ void TransportGroup::carry_out(const Operation& operation, const Piece& piece, c
   }
 }
 
-// The only kernels that write the caller's memory. Where anything went wrong they leave nothing that looks like a result.
+// The only kernels that write the caller's memory. Where anything went wrong they leave nothing that looks like a
+// result.
 void TransportGroup::deliver(const Operation& operation, const Piece& piece, const Gate& gate, cudaStream_t stream) {
   Copies copies(gate, stream);
   for (const Copy& copy : piece.out)

@@ -1,5 +1,5 @@
-// A DeviceGroup of ranks on several hosts whose bytes a DeviceTransport moves from device to device. Sums are made here, so that
-// their bits are those of the CPU's engine.
+// A DeviceGroup of ranks on several hosts whose bytes a DeviceTransport moves from device to device. Sums are made
+// here, so that their bits are those of the CPU's engine.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,9 +1,9 @@
 // A group of ranks that run collectives together: the engine's face towards bindings and reducer.
 //
-// Ownership: shared_ptr; each communicator keeps the process's engine alive. Thread-safety: every method may be called from
-// any thread; collectives of one communicator must be submitted in the same order on all its ranks (announced ones need not).
-// Aliasing: see Operation. Failure: a failed communicator stays failed: each later call throws the first error.
-// Blocking calls must be made without the GIL.
+// Ownership: shared_ptr; each communicator keeps the process's engine alive. Thread-safety: every method may be called
+// from any thread; collectives of one communicator must be submitted in the same order on all its ranks (announced ones
+// need not). Aliasing: see Operation. Failure: a failed communicator stays failed: each later call throws the first
+// error. Blocking calls must be made without the GIL.
 #pragma once
 
 #include <cstddef>
@@ -45,8 +45,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Duration timeout() const { return options().timeout; }
   virtual bool spans_hosts() const { return false; }
   virtual std::vector<int> hosts() const { return std::vector<int>(size(), 0); }  // of each member, numbered from 0
-  // Between hosts: what moves bytes between the members' devices, where there is something that does. `name` as in Interhost.
-  // Collective; blocks.
+  // Between hosts: what moves bytes between the members' devices, where there is something that does. `name` as in
+  // Interhost. Collective; blocks.
   virtual bool has_device_transport() const { return false; }
   virtual std::unique_ptr<DeviceTransport> open_device_transport(int /*device*/, const std::string& /*name*/) {
     return nullptr;
@@ -54,36 +54,37 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Between hosts: which collectives take which way, and what was measured. For logs; empty on one host.
   virtual std::string describe_links() const { return ""; }
 
-  // Collectives that match by the order of submission. submit() never blocks; run() is submit() and wait() in one, without
-  // waking the engine's thread.
+  // Collectives that match by the order of submission. submit() never blocks; run() is submit() and wait() in one,
+  // without waking the engine's thread.
   virtual std::shared_ptr<Work> submit(Operation operation) = 0;
   virtual void run(Operation operation, const std::function<void()>& interrupted = {}) = 0;
 
-  // One message to or from another member, or this rank itself. Sends end when their memory may be used again, which for
-  // large ones is when the receiver has them. Never block.
+  // One message to or from another member, or this rank itself. Sends end when their memory may be used again, which
+  // for large ones is when the receiver has them. Never block.
   virtual std::shared_ptr<Work> send(Message message) = 0;
   virtual std::shared_ptr<Work> receive(Message message) = 0;
 
-  // Collectives that match by (slot, count of announcements of that slot) and may be announced in any order on each rank:
-  // gradient buckets. announce() names one of the slots that it shares, from 0. One announcement of a slot must have ended
-  // before the next. Never blocks; all-reduce only.
+  // Collectives that match by (slot, count of announcements of that slot) and may be announced in any order on each
+  // rank: gradient buckets. announce() names one of the slots that it shares, from 0. One announcement of a slot must
+  // have ended before the next. Never blocks; all-reduce only.
   virtual std::shared_ptr<Work> announce(std::shared_ptr<const Slots> slots, size_t index, Operation operation) = 0;
-  // The first `count` that no member holds any more. Collective, matched by order as submit(): blocks; `describe` is what for,
-  // and the same on all ranks. Throws InvalidUsage on all of them if there are none.
+  // The first `count` that no member holds any more. Collective, matched by order as submit(): blocks; `describe` is
+  // what for, and the same on all ranks. Throws InvalidUsage on all of them if there are none.
   virtual std::shared_ptr<const Slots> reserve_slots(size_t count, const std::function<std::string()>& describe = {},
                                                      const std::function<void()>& interrupted = {}) = 0;
 
-  // Waits until `work` ended, rethrows its error. `interrupted`, if given, is called about every 50 ms and may throw, which
-  // aborts the communicator. Work that is past the communicator's timeout, or has not ended after `at_most`, fails with
-  // Timeout.
+  // Waits until `work` ended, rethrows its error. `interrupted`, if given, is called about every 50 ms and may throw,
+  // which aborts the communicator. Work that is past the communicator's timeout, or has not ended after `at_most`,
+  // fails with Timeout.
   virtual void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted = {},
                     std::optional<Duration> at_most = {}) = 0;
 
   // Fails every pending and later operation here and on all peers, at once. Peers raise `kind` with `text`. Idempotent.
   // What fails or closes the communicator of the whole job does so with all that came of it by split().
   virtual void abort(ErrorKind kind, const std::string& text) = 0;
-  // If this rank leaves while operations are pending, peers raise Aborted with `text` instead of PeerLost; before that, close()
-  // waits for `works` a moment. For a rank that takes no more interest in them, where the peers may. Empty: no longer.
+  // If this rank leaves while operations are pending, peers raise Aborted with `text` instead of PeerLost; before that,
+  // close() waits for `works` a moment. For a rank that takes no more interest in them, where the peers may. Empty: no
+  // longer.
   virtual void set_last_words(const std::string& /*text*/, std::vector<std::shared_ptr<Work>> /*works*/) {}
   virtual void throw_if_failed() const = 0;
   // The same, after a look at the peers: for a rank that waits for something else than this communicator's work.
@@ -91,8 +92,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Of the members on this host, counted among themselves, those whose processes have died.
   virtual std::vector<int> dead() { return {}; }
 
-  // Collective over this communicator. Every rank names the group it will be in (ranks of this communicator, its own among
-  // them), or none and gets nullptr. Blocks.
+  // Collective over this communicator. Every rank names the group it will be in (ranks of this communicator, its own
+  // among them), or none and gets nullptr. Blocks.
   virtual std::shared_ptr<Communicator> split(const std::vector<int>& ranks,
                                               const std::function<void()>& interrupted = {}) = 0;
 

@@ -1,5 +1,5 @@
-// How a communicator ends on this rank: by failure, its own or a peer's, or in good order; and what is done about memory that
-// peers may still use.
+// How a communicator ends on this rank: by failure, its own or a peer's, or in good order; and what is done about
+// memory that peers may still use.
 #include <algorithm>
 #include <atomic>
 #include <thread>
@@ -86,7 +86,8 @@ void ShmCommunicator::leave() {
   end(shm::Standing::Failed, left, closed);
 }
 
-// The first end counts. Peers hear of it before this rank's own callers do; tensors are cut loose before they are touched.
+// The first end counts. Peers hear of it before this rank's own callers do; tensors are cut loose before they are
+// touched.
 void ShmCommunicator::end(shm::Standing standing, const Error& for_peers, const Error& raised_here) {
   if (ended_) return;
   ended_ = true;

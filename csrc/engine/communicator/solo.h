@@ -1,5 +1,5 @@
-// The communicator of a job or group with one rank: every collective is a copy or nothing, and messages go from the rank to
-// itself. No thread, no arena, no hook.
+// The communicator of a job or group with one rank: every collective is a copy or nothing, and messages go from the
+// rank to itself. No thread, no arena, no hook.
 #pragma once
 
 #include <memory>

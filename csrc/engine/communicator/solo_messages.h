@@ -1,7 +1,8 @@
-// Messages of the only rank of a communicator to itself: a send and a receive of one channel and tag meet in the order of the calls.
+// Messages of the only rank of a communicator to itself: a send and a receive of one channel and tag meet in the order
+// of the calls.
 //
-// Ownership: owns what is posted. Thread-safety: any thread. Aliasing: see Message. Failure: a failed one stays failed: each
-// later call throws the first error.
+// Ownership: owns what is posted. Thread-safety: any thread. Aliasing: see Message. Failure: a failed one stays failed:
+// each later call throws the first error.
 #pragma once
 
 #include <condition_variable>

@@ -1,11 +1,11 @@
-// Whether this rank's operations of a lane are those of its counterparts on other hosts: each tells the others when it opens one.
-// And the operations' flags, which hosts merge in the same way.
+// Whether this rank's operations of a lane are those of its counterparts on other hosts: each tells the others when it
+// opens one. And the operations' flags, which hosts merge in the same way.
 //
-// Each rank compares its operations with those of its host in shared memory, and with its counterparts' by message: so with
-// everybody's, before a byte of theirs is used.
+// Each rank compares its operations with those of its host in shared memory, and with its counterparts' by message: so
+// with everybody's, before a byte of theirs is used.
 //
-// Ownership: its lane's. Thread-safety: under the engine's progress lock. Failure: hear() throws PeerLost for what no peer should
-// send, what compares throws Mismatch.
+// Ownership: its lane's. Thread-safety: under the engine's progress lock. Failure: hear() throws PeerLost for what no
+// peer should send, what compares throws Mismatch.
 #pragma once
 
 #include <array>

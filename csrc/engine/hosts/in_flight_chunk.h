@@ -1,7 +1,7 @@
 // One chunk on its way between hosts: its cells, and how far each of them is in its steps.
 //
-// Ownership: owns the scratch memory that its transfers use; may go only when it is quiet, or its transfers were withdrawn.
-// Thread-safety: under the engine's progress lock.
+// Ownership: owns the scratch memory that its transfers use; may go only when it is quiet, or its transfers were
+// withdrawn. Thread-safety: under the engine's progress lock.
 #pragma once
 
 #include <memory>

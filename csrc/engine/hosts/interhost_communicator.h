@@ -1,5 +1,5 @@
-// A communicator whose members live on several hosts: a communicator of this host's members in shared memory, whose lanes and
-// schedule reach over to the others.
+// A communicator whose members live on several hosts: a communicator of this host's members in shared memory, whose
+// lanes and schedule reach over to the others.
 //
 // It fails as one: what fails it here is told to all members on other hosts at once, and so to theirs.
 #pragma once

@@ -11,8 +11,8 @@ namespace syncengine::hosts {
 
 namespace {
 
-// Of a chunk between hosts. More and smaller slots than within one, since a hop takes long; the same on all hosts, since a
-// chunk's cells must fit each other whatever its path within a host.
+// Of a chunk between hosts. More and smaller slots than within one, since a hop takes long; the same on all hosts,
+// since a chunk's cells must fit each other whatever its path within a host.
 constexpr size_t kInterhostSlots = 8;
 constexpr size_t kInterhostSlotBytes = 128 << 10;
 static_assert(kInterhostSlots * kInterhostSlotBytes == shm::kSlots * shm::kSlotBytes);
@@ -149,7 +149,8 @@ bool InterhostExchange::advance(InFlightChunk& chunk, size_t cell) {
   InFlightChunk::Progress& progress = chunk.progress[cell];
   const auto& steps = chunk.cells[cell].steps;
   bool moved = false;
-  // All at once (interhost_plan.h says why they may be): later the peer would hear of it behind data, milliseconds on a slow link.
+  // All at once (interhost_plan.h says why they may be): later the peer would hear of it behind data, milliseconds on a
+  // slow link.
   while (progress.receives.size() < steps.size() && may_receive(chunk, cell, steps[progress.receives.size()])) {
     post_receives(chunk, cell, steps[progress.receives.size()]);
     moved = true;
@@ -188,8 +189,9 @@ bool InterhostExchange::all_ended(const InFlightChunk& chunk, const InFlightChun
   return true;
 }
 
-// Bytes move between two ranks only if both mean the same operation. What is sent unasked, the receiver takes only then; what
-// waits for a receive, the sender sends only then: it hears of the operation with the receive, so nobody waits longer.
+// Bytes move between two ranks only if both mean the same operation. What is sent unasked, the receiver takes only
+// then; what waits for a receive, the sender sends only then: it hears of the operation with the receive, so nobody
+// waits longer.
 bool InterhostExchange::may_receive(const InFlightChunk& chunk, size_t cell, const InterhostStep& step) {
   return std::all_of(step.receives.begin(), step.receives.end(), [&](const Envelope& envelope) {
     return payload_bytes(chunk, cell, envelope) > Interhost::kMaxUnasked ||

@@ -1,5 +1,5 @@
-// A lane's phase between staging and pulling, where its operations reach over hosts: the cells of each chunk go from host to host
-// (collectives/interhost_plan.h), several chunks at a time.
+// A lane's phase between staging and pulling, where its operations reach over hosts: the cells of each chunk go from
+// host to host (collectives/interhost_plan.h), several chunks at a time.
 //
 // Ownership, thread-safety: as Exchange. Failure: advance() throws Mismatch, or what failed a transfer.
 #pragma once

@@ -140,8 +140,8 @@ bool InterhostRoute::end_pieces(Transit& transit) {
   return moved;
 }
 
-// Both sides cut a message alike. A piece's number may come again where a message has more than a tag can count: long after
-// its first turn ended.
+// Both sides cut a message alike. A piece's number may come again where a message has more than a tag can count: long
+// after its first turn ended.
 void InterhostRoute::post_piece(int member, Transit& transit) {
   const SpanList& memory = transit.post.message.memory;
   size_t offset = transit.posted, bytes = std::min(Interhost::kMaxTransfer, memory.bytes() - offset);

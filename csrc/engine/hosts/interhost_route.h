@@ -1,8 +1,10 @@
-// Messages to and from the ranks of other hosts. A header goes by Interhost::tell; what is not in it goes by transfers straight
-// from the sender's memory into the receiver's, piece by piece, several at a time, any number of messages beside each other.
+// Messages to and from the ranks of other hosts. A header goes by Interhost::tell; what is not in it goes by transfers
+// straight from the sender's memory into the receiver's, piece by piece, several at a time, any number of messages
+// beside each other.
 //
-// Ownership: as MessageRoute; its transfers must have been withdrawn before take_all(). Thread-safety: under the engine's
-// progress lock. Failure: advance() throws what failed a transfer, hear() PeerLost for what no peer should send.
+// Ownership: as MessageRoute; its transfers must have been withdrawn before take_all(). Thread-safety: under the
+// engine's progress lock. Failure: advance() throws what failed a transfer, hear() PeerLost for what no peer should
+// send.
 #pragma once
 
 #include <deque>

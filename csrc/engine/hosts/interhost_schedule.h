@@ -1,5 +1,6 @@
-// The order of announced operations over hosts: the first rank of each host tells the job's when all ranks of its host have
-// announced one; the job's first rank fixes the order and tells the hosts', which write it to the log of their own host.
+// The order of announced operations over hosts: the first rank of each host tells the job's when all ranks of its host
+// have announced one; the job's first rank fixes the order and tells the hosts', which write it to the log of their own
+// host.
 //
 // Ownership, thread-safety: as Schedule. Failure: none of its own.
 #pragma once

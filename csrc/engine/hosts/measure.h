@@ -1,5 +1,5 @@
-// How fast the links between hosts are, measured when a job starts: a few short messages, then longer ones until one takes
-// 5 ms or has 4 MiB. On a link of 1 Gbit/s some 20 ms in all.
+// How fast the links between hosts are, measured when a job starts: a few short messages, then longer ones until one
+// takes 5 ms or has 4 MiB. On a link of 1 Gbit/s some 20 ms in all.
 //
 // Thread-safety: collective over the communicator, and blocks. Failure: throws what ended the communicator.
 #pragma once

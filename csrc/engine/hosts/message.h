@@ -1,5 +1,5 @@
-// What engines on different hosts tell each other. Plain structs, the same on all hosts: the handshake refuses a peer with
-// another version of the library or another byte order.
+// What engines on different hosts tell each other. Plain structs, the same on all hosts: the handshake refuses a peer
+// with another version of the library or another byte order.
 //
 // Failure: read() throws PeerLost where the bytes are no such message.
 #pragma once
@@ -73,7 +73,8 @@ struct Ended {
   char text[sizeof(shm::EndRecord::text)];
 };
 
-// The sender has a message for the receiver: its content follows if it has at most kShortBytes, else it comes by transfers.
+// The sender has a message for the receiver: its content follows if it has at most kShortBytes, else it comes by
+// transfers.
 inline constexpr size_t kShortBytes = 16 << 10;
 struct Announced {
   static constexpr Kind kKind = Kind::Announced;

@@ -1,8 +1,8 @@
 // One process's connections to the ranks of other hosts: who moves the bytes, and whose message is whose.
 //
-// Ownership: shared by the communicators that reach over hosts; keeps the engine. Thread-safety: all calls under the engine's
-// progress lock, but IoLoop's. Failure: garbage from a peer fails all communicators; what else fails a peer is told by
-// Interhost::failure().
+// Ownership: shared by the communicators that reach over hosts; keeps the engine. Thread-safety: all calls under the
+// engine's progress lock, but IoLoop's. Failure: garbage from a peer fails all communicators; what else fails a peer is
+// told by Interhost::failure().
 #pragma once
 
 #include <atomic>
@@ -32,16 +32,17 @@ class Listener {
   virtual void give_up(const Error& error) = 0;                 // nothing that comes can be relied on any more
 };
 
-// A transfer's tag: communicator, lane, chunk of the lane, envelope of the chunk, and whether it is sent unasked: of two ranks that
-// mean different operations one may send unasked what the other waits for in another size, and neither shall match.
+// A transfer's tag: communicator, lane, chunk of the lane, envelope of the chunk, and whether it is sent unasked: of
+// two ranks that mean different operations one may send unasked what the other waits for in another size, and neither
+// shall match.
 inline constexpr int kFounderBits = 6, kCountBits = 18, kGroupBits = kFounderBits + kCountBits;
 inline constexpr int kLaneBits = 2, kUnaskedBits = 1, kChunkBits = 20, kEnvelopeBits = 17;
 static_assert(kGroupBits + kLaneBits + kUnaskedBits + kChunkBits + kEnvelopeBits == 64);
 static_assert(shm::kMaxLocalRanks <= 1 << kFounderBits);  // of a job
 inline constexpr int kGroupShift = 64 - kGroupBits;
 
-// A communicator's number is its first member's rank in the job, and how many that one has founded: nobody else can take it,
-// whatever else is founded meanwhile.
+// A communicator's number is its first member's rank in the job, and how many that one has founded: nobody else can
+// take it, whatever else is founded meanwhile.
 inline constexpr uint32_t kJobGroup = 0;  // the one of all ranks
 inline constexpr uint32_t kTooMany = uint32_t{1} << kGroupBits;
 constexpr uint64_t tag_of(uint32_t group, int lane, uint64_t chunk, uint32_t envelope, size_t bytes) {
@@ -68,7 +69,8 @@ class Network final : public IoLoop, private Progressable {
 
   // A number for a new communicator whose first member is this rank, `rank` of the job; kTooMany if none is left.
   uint32_t take_number(int rank);
-  // While a communicator is being made that this rank may be a member of: what comes for it before enroll() is kept meanwhile.
+  // While a communicator is being made that this rank may be a member of: what comes for it before enroll() is kept
+  // meanwhile.
   uint64_t expect();
   void expect_no_more(uint64_t expected);
   // Throws InvalidUsage for kTooMany. Hands over what came before.

@@ -1,5 +1,5 @@
-// How the ranks of a job become a communicator: publish an address, learn everybody's, connect: those of a host through its
-// memory, hosts among each other through an Interhost.
+// How the ranks of a job become a communicator: publish an address, learn everybody's, connect: those of a host through
+// its memory, hosts among each other through an Interhost.
 //
 // Ownership: the communicator outlives it. Thread-safety: one thread. Failure: throws; nothing is left behind.
 #pragma once
@@ -19,8 +19,8 @@ namespace syncengine {
 
 class LocalBootstrap {
  public:
-  // Without `count_callers` nobody knows which thread may still make a call, and ranks that wait for each other time out.
-  // `host_id`: see bootstrap/host.h. `global_ranks` is what messages call the ranks (empty: as they are).
+  // Without `count_callers` nobody knows which thread may still make a call, and ranks that wait for each other time
+  // out. `host_id`: see bootstrap/host.h. `global_ranks` is what messages call the ranks (empty: as they are).
   LocalBootstrap(int rank, int size, Options options, CountCallers count_callers = {}, const std::string& host_id = "",
                  std::vector<int> global_ranks = {});
 

@@ -1,8 +1,8 @@
-// What takes the place of a lane's reduce phase where its operations reach over hosts: chunks on their way between them.
-// hosts/interhost_exchange.h is one.
+// What takes the place of a lane's reduce phase where its operations reach over hosts: chunks on their way between
+// them. hosts/interhost_exchange.h is one.
 //
-// Ownership: the lane's, with whose state it works. Thread-safety: under the engine's progress lock. Failure: Mismatch, or what
-// failed a transfer.
+// Ownership: the lane's, with whose state it works. Thread-safety: under the engine's progress lock. Failure: Mismatch,
+// or what failed a transfer.
 #pragma once
 
 #include <cstdint>

@@ -76,8 +76,8 @@ bool Lane::advance(size_t budget) {
   return moved;
 }
 
-// Tells the peers where in the own arena the operation's spans lie; returns OpRecord::spans. The direct path needs plain unscaled
-// contributions.
+// Tells the peers where in the own arena the operation's spans lie; returns OpRecord::spans. The direct path needs
+// plain unscaled contributions.
 int64_t Lane::publish_spans(const Operation& operation, uint64_t number) {
   const auto& spans = operation.input.spans();
   if (spans.empty() || spans.size() > shm::kMaxSpans || operation.prescale != 1.0) return -1;

@@ -1,9 +1,10 @@
-// A stream of operations that all ranks of a group run in the same order, chunk by chunk, each phase as far ahead as the
-// peers allow: stage -> reduce -> pull. Operations of different lanes overtake each other; within a lane they pipeline, but
-// for one on memory that an earlier one works on: it begins when that has ended, so calls have the effect of their order.
+// A stream of operations that all ranks of a group run in the same order, chunk by chunk, each phase as far ahead as
+// the peers allow: stage -> reduce -> pull. Operations of different lanes overtake each other; within a lane they
+// pipeline, but for one on memory that an earlier one works on: it begins when that has ended, so calls have the effect
+// of their order.
 //
-// Ownership: owns its queued operations. Thread-safety: all calls under the engine's progress lock. Aliasing: see Operation.
-// Failure: advance() throws Mismatch; the caller fails the group.
+// Ownership: owns its queued operations. Thread-safety: all calls under the engine's progress lock. Aliasing: see
+// Operation. Failure: advance() throws Mismatch; the caller fails the group.
 #pragma once
 
 #include <deque>
@@ -23,8 +24,8 @@ class Lane {
   using Trash = std::vector<std::shared_ptr<void>>;
   static constexpr uint64_t kNoKey = LaneState::kNoKey;
 
-  // What keeps an ended operation's memory alive goes to `trash`, to be dropped once the progress lock is free: a tensor's last
-  // reference may take Python's lock. `make_exchange`: where its operations reach over hosts.
+  // What keeps an ended operation's memory alive goes to `trash`, to be dropped once the progress lock is free: a
+  // tensor's last reference may take Python's lock. `make_exchange`: where its operations reach over hosts.
   using MakeExchange = std::function<std::unique_ptr<Exchange>(LaneState& state)>;
   Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash,
        const MakeExchange& make_exchange = {});
@@ -63,7 +64,8 @@ class Lane {
     return !queue_.empty() && state_.active.size() != shm::kRecords && state_.retired >= opens_after_;
   }
   bool has_slot() const;  // for the next chunk, as far as is known
-  // And the members that this step waits for, all or one: with none, it may go. The own bit: envelopes still leave its memory.
+  // And the members that this step waits for, all or one: with none, it may go. The own bit: envelopes still leave its
+  // memory.
   uint64_t retire_blockers(bool all) const;
   uint64_t pull_blockers(bool all) const;
   uint64_t reduce_blockers(bool all) const;

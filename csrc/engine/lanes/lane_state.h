@@ -1,4 +1,5 @@
-// What the phases of a lane share: its open operations, how far each phase is, and what the peers have published of theirs.
+// What the phases of a lane share: its open operations, how far each phase is, and what the peers have published of
+// theirs.
 //
 // Ownership: the lane's. Thread-safety: under the engine's progress lock. Failure: compare() throws Mismatch.
 #pragma once

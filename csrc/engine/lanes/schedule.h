@@ -1,7 +1,7 @@
 // The order of announced operations: gradient buckets, which become ready in another order on each rank.
 //
-// Rank 0 of the group appends an operation to a log when all ranks have announced it; every rank runs the log in order. So
-// nothing waits for one bucket, and no two ranks ever hold staging memory for different ones.
+// Rank 0 of the group appends an operation to a log when all ranks have announced it; every rank runs the log in order.
+// So nothing waits for one bucket, and no two ranks ever hold staging memory for different ones.
 //
 // Ownership: owns the announced operations until they are scheduled. Thread-safety: under the engine's progress lock.
 #pragma once

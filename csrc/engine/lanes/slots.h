@@ -1,8 +1,8 @@
 // The slots of announced collectives that this rank holds on one communicator (communicator.h, reserve_slots).
 //
-// Ownership: whoever announces shares a `Slots`, and so does each of its announcements until it has ended; the last one gives
-// the slots back, on this rank alone, and nobody is told: ranks see it when they next look for a gap together. Their counts
-// stay, so who holds a slot next goes on counting. Thread-safety: any thread; nothing blocks.
+// Ownership: whoever announces shares a `Slots`, and so does each of its announcements until it has ended; the last one
+// gives the slots back, on this rank alone, and nobody is told: ranks see it when they next look for a gap together.
+// Their counts stay, so who holds a slot next goes on counting. Thread-safety: any thread; nothing blocks.
 #pragma once
 
 #include <cstddef>
@@ -34,7 +34,8 @@ class SlotTable : public std::enable_shared_from_this<SlotTable> {
  public:
   explicit SlotTable(uint64_t size) : size_(size) {}
 
-  // Where the first `count` neighbors begin, at or after `from`, that this rank does not hold; `size` if there are none.
+  // Where the first `count` neighbors begin, at or after `from`, that this rank does not hold; `size` if there are
+  // none.
   uint64_t gap(uint64_t from, size_t count) const;
   uint64_t size() const { return size_; }
   // Null if some of them are held.

@@ -30,8 +30,8 @@ class MailboxRoute final : public MessageRoute {
   const Post* oldest() const override;
   std::vector<Post> take_all() override;
 
-  // Members of the group (not ranks) whose next step may help; those that this rank can't go on without, and that have left
-  // nothing for it to read.
+  // Members of the group (not ranks) whose next step may help; those that this rank can't go on without, and that have
+  // left nothing for it to read.
   uint64_t interest(const Matcher& matcher) const;
   uint64_t missing(const Matcher& matcher) const;
   void add_direct_memory(std::vector<ArenaRange>& ranges) const;

@@ -1,10 +1,10 @@
 // One way by which messages go to some members of a communicator, and come from them. It moves; messenger.h matches.
 //
-// Members are called by their ranks in the communicator. A sender announces each message by a header, in order; few bytes are
-// in the header itself, others stay where they are until the receiver has matched it and fetches them.
+// Members are called by their ranks in the communicator. A sender announces each message by a header, in order; few
+// bytes are in the header itself, others stay where they are until the receiver has matched it and fetches them.
 //
-// Ownership: owns the posts that it was given until they end. Thread-safety: all calls under the engine's progress lock.
-// Aliasing: see Message. Failure: advance() throws what can't go on; the caller fails the communicator.
+// Ownership: owns the posts that it was given until they end. Thread-safety: all calls under the engine's progress
+// lock. Aliasing: see Message. Failure: advance() throws what can't go on; the caller fails the communicator.
 #pragma once
 
 #include <cstddef>

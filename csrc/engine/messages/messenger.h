@@ -1,8 +1,9 @@
-// Messages between the members of a communicator: matches what was sent to this rank with its receives, by sender, channel and
-// tag in the order of the calls. Routes move the bytes.
+// Messages between the members of a communicator: matches what was sent to this rank with its receives, by sender,
+// channel and tag in the order of the calls. Routes move the bytes.
 //
-// Ownership: owns its routes and posted messages. Thread-safety: all calls under the engine's progress lock. Aliasing: see
-// Message. Failure: advance() throws Mismatch where the two sides mean different messages; the caller fails the communicator.
+// Ownership: owns its routes and posted messages. Thread-safety: all calls under the engine's progress lock. Aliasing:
+// see Message. Failure: advance() throws Mismatch where the two sides mean different messages; the caller fails the
+// communicator.
 #pragma once
 
 #include <deque>
@@ -16,7 +17,8 @@ namespace syncengine {
 
 class Messenger final : private MessageRoute::Matcher {
  public:
-  // `global_ranks` of the members, for errors. `near` reaches those of the own host, `far` all others, if there are any.
+  // `global_ranks` of the members, for errors. `near` reaches those of the own host, `far` all others, if there are
+  // any.
   Messenger(int rank, std::vector<int> global_ranks, std::unique_ptr<MailboxRoute> near,
             std::unique_ptr<MessageRoute> far, Lane::Trash& trash);
 

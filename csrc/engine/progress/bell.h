@@ -1,8 +1,8 @@
-// How the threads of a rank sleep and are woken by its peers: one shared futex word a rank, and the peers whose next step it
-// needs. A publisher that nobody waits for pays a load per peer.
+// How the threads of a rank sleep and are woken by its peers: one shared futex word a rank, and the peers whose next
+// step it needs. A publisher that nobody waits for pays a load per peer.
 //
-// Thread-safety: any thread; listen() and stop_listening() under the engine's progress lock. Ownership: the arenas outlive it.
-// Failure: none; sleeps may return early.
+// Thread-safety: any thread; listen() and stop_listening() under the engine's progress lock. Ownership: the arenas
+// outlive it. Failure: none; sleeps may return early.
 #pragma once
 
 #include <atomic>

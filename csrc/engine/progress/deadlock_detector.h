@@ -1,11 +1,12 @@
 // Finds ranks that wait for each other for ever, and only those.
 //
-// Each rank publishes on a board what its sleeping threads wait for, which ranks have not made those calls, and whether it has
-// any other thread that could. A rank is stuck if it has none, and each of its waits needs a rank that is stuck. That state is
-// final: nobody in it can leave it. It is believed once every board in it has been found unchanged by its own rank again, after
-// all of them were seen: so no board is older than a call that it says is missing.
+// Each rank publishes on a board what its sleeping threads wait for, which ranks have not made those calls, and whether
+// it has any other thread that could. A rank is stuck if it has none, and each of its waits needs a rank that is stuck.
+// That state is final: nobody in it can leave it. It is believed once every board in it has been found unchanged by its
+// own rank again, after all of them were seen: so no board is older than a call that it says is missing.
 //
-// Ownership: the arenas outlive it. Thread-safety: under the engine's progress lock. Failure: none; in doubt nobody is stuck.
+// Ownership: the arenas outlive it. Thread-safety: under the engine's progress lock. Failure: none; in doubt nobody is
+// stuck.
 #pragma once
 
 #include <cstdint>

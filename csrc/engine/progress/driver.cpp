@@ -9,8 +9,8 @@ namespace syncengine {
 
 namespace {
 
-// How long it leaves everything to threads of the program after one of them was there. Also how long one of them may be kept
-// from its work (by Python's lock, say) before the own thread takes over.
+// How long it leaves everything to threads of the program after one of them was there. Also how long one of them may be
+// kept from its work (by Python's lock, say) before the own thread takes over.
 constexpr auto kGrace = std::chrono::milliseconds(10);
 
 }  // namespace

@@ -1,11 +1,13 @@
 // One rank's engine: its arena, its thread, and the loop that moves all its communicators.
 //
 // Progress is made by whoever has time: a thread that waits drives the loop itself; the engine's thread drives it while
-// asynchronous work is outstanding and nobody waits. Where the cores are taken by the ranks' own threads, it leaves the work to
-// those as long as they come by now and then: they have the data in their caches, and need no switch. All protocol state is touched under one lock, held for one bounded pass.
+// asynchronous work is outstanding and nobody waits. Where the cores are taken by the ranks' own threads, it leaves the
+// work to those as long as they come by now and then: they have the data in their caches, and need no switch. All
+// protocol state is touched under one lock, held for one bounded pass.
 //
 // Ownership: communicators share it; it owns the arenas' mappings and joins its thread when the last one goes.
-// Thread-safety: any thread. Failure: wait() rethrows the work's error. In a forked child every call throws InvalidUsage.
+// Thread-safety: any thread. Failure: wait() rethrows the work's error. In a forked child every call throws
+// InvalidUsage.
 #pragma once
 
 #include <atomic>
@@ -49,7 +51,8 @@ class Progressable {
   virtual std::string describe_wait(const Work&) const { return ""; }
 };
 
-// How many threads of this process might make calls; asked by one that waits. kUnknown if it is not one of those counted.
+// How many threads of this process might make calls; asked by one that waits. kUnknown if it is not one of those
+// counted.
 using CountCallers = std::function<int()>;
 inline constexpr int kUnknownCallers = std::numeric_limits<int>::max();
 
@@ -61,12 +64,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // By any thread, its own as well.
   static void destroy(Engine* engine) { delete_off(engine->thread_, engine); }
 
-  // Once, before any communicator: the other local ranks' arenas, by local rank; null for the own one. `names` is what messages
-  // call the local ranks.
+  // Once, before any communicator: the other local ranks' arenas, by local rank; null for the own one. `names` is what
+  // messages call the local ranks.
   void attach(std::vector<std::unique_ptr<shm::PeerArena>> peers, int local_rank, std::vector<int> names);
 
-  // Another thread of this process will move bytes between hosts, and call progress(). A thread that waits for other hosts alone
-  // then sleeps, and is woken when something has ended.
+  // Another thread of this process will move bytes between hosts, and call progress(). A thread that waits for other
+  // hosts alone then sleeps, and is woken when something has ended.
   void expect_io_thread();
 
   const Options& options() const { return options_; }
@@ -88,7 +91,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // One pass now, if nobody is at it; wakes the engine's thread for the rest. After submitting asynchronous work.
   void poke(Progressable& owner);
-  // By the thread that moves bytes: does what they allow, in the place of threads that sleep. True if that was anything.
+  // By the thread that moves bytes: does what they allow, in the place of threads that sleep. True if that was
+  // anything.
   bool progress();
   // Drives until `work` of `owner` ended. `gives_up`: `interrupted` will end it some time.
   void wait(const Work& work, Progressable& owner, const std::function<void()>& interrupted, bool gives_up);

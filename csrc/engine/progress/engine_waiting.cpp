@@ -1,4 +1,5 @@
-// How the threads of a rank wait: one of the program's in wait(), the engine's own in thread_main(). See docs/threads.md.
+// How the threads of a rank wait: one of the program's in wait(), the engine's own in thread_main(). See
+// docs/threads.md.
 #include <sched.h>
 
 #include <optional>
@@ -15,8 +16,8 @@ constexpr auto kSpin = std::chrono::microseconds(
     200);  // longer than a wake-up takes (60 us in a virtual machine), or ranks keep missing each other
 constexpr auto kTick = std::chrono::milliseconds(50);  // how late a death, an abort or Ctrl-C may be noticed
 
-// A short busy wait. Where each rank has a core it mostly pauses, and now and then offers the core: the scheduler may have put
-// a peer on the same one. Where ranks share cores it always does.
+// A short busy wait. Where each rank has a core it mostly pauses, and now and then offers the core: the scheduler may
+// have put a peer on the same one. Where ranks share cores it always does.
 class Spin {
  public:
   explicit Spin(bool cores_to_spare) : cores_to_spare_(cores_to_spare) {}
@@ -60,7 +61,8 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
   uint32_t ticket = 0;
   bool moved = false;
   {
-    // One critical section: a thread that changes what this one waits for does so before, and is seen, or after, and rings.
+    // One critical section: a thread that changes what this one waits for does so before, and is seen, or after, and
+    // rings.
     std::lock_guard lock(lock_);
     ticket = bell_->listen(interest());
     for (Progressable* progressable : progressables_) moved |= progressable->advance();
@@ -81,8 +83,8 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
   if (moved && bell_->anybody_listens()) bell_->ring_self();
 }
 
-// Moves the bytes between hosts itself, until `work` has ended or for a tick: then it looks around and may wait for Python's lock,
-// and must not be needed meanwhile. False: another thread does.
+// Moves the bytes between hosts itself, until `work` has ended or for a tick: then it looks around and may wait for
+// Python's lock, and must not be needed meanwhile. False: another thread does.
 bool Engine::drive_io(const Work& work, IoLoop& io_loop, const std::function<bool()>& spin_again) {
   if (!io_loop.claim()) return false;
   struct Claim {

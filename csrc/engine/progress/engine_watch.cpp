@@ -1,5 +1,5 @@
-// What an engine does about every 50 ms while something waits: it lets its communicators check themselves and their peers, and ends the waits of
-// ranks that wait for each other.
+// What an engine does about every 50 ms while something waits: it lets its communicators check themselves and their
+// peers, and ends the waits of ranks that wait for each other.
 #include <algorithm>
 #include <bit>
 
@@ -25,7 +25,8 @@ bool Engine::is_dead(int local_rank) {
 
 void Engine::publish_waits() {
   std::vector<DeadlockDetector::Wait> waits;
-  // The last of them to come has counted while all others were here; nobody else was left to start another thread since.
+  // The last of them to come has counted while all others were here; nobody else was left to start another thread
+  // since.
   bool everybody = true;
   for (const Sleeper* sleeper : sleepers_) {
     waits.push_back(sleeper->owner.wait_of(sleeper->work));

@@ -1,6 +1,6 @@
-// The lock under which an engine's state is touched, held for one bounded pass, and what is put off until it is free: dropping
-// what ended operations held, since a tensor's last reference may wait for Python's lock, and writing to stderr, which may be a
-// full pipe.
+// The lock under which an engine's state is touched, held for one bounded pass, and what is put off until it is free:
+// dropping what ended operations held, since a tensor's last reference may wait for Python's lock, and writing to
+// stderr, which may be a full pipe.
 //
 // Thread-safety: any thread; trash() and log() by the one that holds it. Failure: none.
 #pragma once
@@ -42,8 +42,9 @@ class ProgressLock {
   Trash& trash() { return trash_; }
   void log(const std::string& line) { log_ += "[syncengine] " + line + "\n"; }
 
-  // Waits, not for ever, for threads that still drop what ended operations held. Before the interpreter ends, which such a drop
-  // may need: a thread that asks for Python's lock later is ended, and with it the process. Without that lock.
+  // Waits, not for ever, for threads that still drop what ended operations held. Before the interpreter ends, which
+  // such a drop may need: a thread that asks for Python's lock later is ended, and with it the process. Without that
+  // lock.
   void await_drops() const {
     auto deadline = Deadline::after(std::chrono::seconds(5));  // one of them may be the caller: a finalizer
     while (droppers_.load(std::memory_order_acquire) > 0 && !deadline.passed())  // acquire: after what they did

@@ -1,6 +1,7 @@
 // The future of one collective on this rank.
 //
-// Ownership: shared; dropping it does not cancel the operation. Thread-safety: any thread may poll; Communicator::wait waits.
+// Ownership: shared; dropping it does not cancel the operation. Thread-safety: any thread may poll; Communicator::wait
+// waits.
 #pragma once
 
 #include <atomic>

@@ -1,10 +1,10 @@
-// What the endpoints of all transports are alike in: calls of any thread, posts on their way to peers, faults, the timing of
-// heartbeats, and leaving. How bytes move is the transport's.
+// What the endpoints of all transports are alike in: calls of any thread, posts on their way to peers, faults, the
+// timing of heartbeats, and leaving. How bytes move is the transport's.
 //
 // `Peer` has a session(), withdraw, take_leave, gone and fail.
 //
-// Locks: a thread that holds one may take only those below it. `turn_` lets withdraw() in between two passes; `progress_`
-// guards the peers, for one pass; then the queue's.
+// Locks: a thread that holds one may take only those below it. `turn_` lets withdraw() in between two passes;
+// `progress_` guards the peers, for one pass; then the queue's.
 #pragma once
 
 #include <algorithm>

@@ -1,11 +1,12 @@
 // The wire format after the handshake: frames of a header of 40 bytes and what `payload` says. Pure functions.
 //
-// Each frame has one encoding: fields that its kind does not use are zero, and decode() refuses what encode() could not have
-// written for the connection it came on. So nothing is allocated, looked up or indexed by a number that is out of bounds.
+// Each frame has one encoding: fields that its kind does not use are zero, and decode() refuses what encode() could not
+// have written for the connection it came on. So nothing is allocated, looked up or indexed by a number that is out of
+// bounds.
 //
-// A small transfer (up to kEagerBytes) is sent at once, as Eager, while the receiver's credit lasts. Without credit the sender
-// Asks. What was asked for, and all larger transfers, wait for the receiver's Ready, which gives the receive's handle; then
-// they come as Chunks, over whichever data connection is free.
+// A small transfer (up to kEagerBytes) is sent at once, as Eager, while the receiver's credit lasts. Without credit the
+// sender Asks. What was asked for, and all larger transfers, wait for the receiver's Ready, which gives the receive's
+// handle; then they come as Chunks, over whichever data connection is free.
 //
 // Who leaves says Goodbye; who gives the other up sends an Abort: why, in words. The connections' ends follow.
 #pragma once

@@ -1,7 +1,7 @@
 // The receiving half of a peer: where the bytes of a frame go. No sockets.
 //
-// Ownership: as Interhost has it. Thread-safety: under the endpoint's progress lock. Failure: throws what is wrong with the
-// peer; nothing that it sends makes this side hold more than kEagerWindow bytes that nobody asked for.
+// Ownership: as Interhost has it. Thread-safety: under the endpoint's progress lock. Failure: throws what is wrong with
+// the peer; nothing that it sends makes this side hold more than kEagerWindow bytes that nobody asked for.
 #pragma once
 
 #include <cstddef>

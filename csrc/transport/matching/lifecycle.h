@@ -1,4 +1,5 @@
-// How a connection to a peer ends. Each side says goodbye once, as the last thing that it sends; after both nothing is under way.
+// How a connection to a peer ends. Each side says goodbye once, as the last thing that it sends; after both nothing is
+// under way.
 //
 //               Leave      SayGoodbye  HearGoodbye  Break
 //   Open        Leaving    -           PeerLeft     Broken    both send

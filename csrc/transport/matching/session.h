@@ -1,5 +1,5 @@
-// What every transport has for each peer, whatever carries the frames: matching in both directions, how long the peer has been
-// silent, and how far its connection's end is.
+// What every transport has for each peer, whatever carries the frames: matching in both directions, how long the peer
+// has been silent, and how far its connection's end is.
 //
 // Thread-safety: under the endpoint's progress lock. Failure: on_control() throws what ends the peer.
 #pragma once

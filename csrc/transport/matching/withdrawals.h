@@ -1,7 +1,8 @@
 // Ranges of tags that were withdrawn here, and those that the peer has withdrawn: what still comes for them is dropped.
 //
-// A range is forgotten once both sides have withdrawn it and all that the peer had sent unasked before has come. So only those
-// are kept that one side still uses. Ranges are equal or disjoint. Thread-safety: under the endpoint's progress lock.
+// A range is forgotten once both sides have withdrawn it and all that the peer had sent unasked before has come. So
+// only those are kept that one side still uses. Ranges are equal or disjoint. Thread-safety: under the endpoint's
+// progress lock.
 #pragma once
 
 #include <cstddef>

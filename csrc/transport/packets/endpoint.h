@@ -1,6 +1,8 @@
-// Interhost by packets: one thread, in run(), hands them to the transport, which it asks again and again where that does not call.
+// Interhost by packets: one thread, in run(), hands them to the transport, which it asks again and again where that
+// does not call.
 //
-// Locks: as in matching::Endpoint. None is held while the transport works: it may take the GIL, whose holder may wait for one.
+// Locks: as in matching::Endpoint. None is held while the transport works: it may take the GIL, whose holder may wait
+// for one.
 #pragma once
 
 #include <condition_variable>

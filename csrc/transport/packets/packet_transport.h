@@ -1,10 +1,10 @@
-// What moves packets between ranks for the endpoint: MPI, a torch process group, a test's memory. It knows nothing of what
-// is in them.
+// What moves packets between ranks for the endpoint: MPI, a torch process group, a test's memory. It knows nothing of
+// what is in them.
 //
-// Order: the n-th packet sent to a rank goes into the n-th receive that this rank posted for the sender, and both give its
-// size as the same. Ownership: a packet's memory is the endpoint's; until the packet has ended it stays where it is, if need
-// be for ever. Thread-safety: one thread calls all of it; `wake` may be called from any. Failure: in the packet's End; nothing
-// throws. What is posted for a peer after a packet of its has failed ends the same way, or never.
+// Order: the n-th packet sent to a rank goes into the n-th receive that this rank posted for the sender, and both give
+// its size as the same. Ownership: a packet's memory is the endpoint's; until the packet has ended it stays where it
+// is, if need be for ever. Thread-safety: one thread calls all of it; `wake` may be called from any. Failure: in the
+// packet's End; nothing throws. What is posted for a peer after a packet of its has failed ends the same way, or never.
 #pragma once
 
 #include <cstddef>
@@ -31,7 +31,8 @@ class PacketTransport {
 
   virtual ~PacketTransport() = default;
 
-  // First of all. False: it does not call `wake` when a packet has ended, so that step() has to be called again and again.
+  // First of all. False: it does not call `wake` when a packet has ended, so that step() has to be called again and
+  // again.
   virtual bool start(std::function<void()> wake) = 0;
 
   // Posts these, and says which of all packets have ended since. Never blocks.

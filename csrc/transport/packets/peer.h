@@ -1,13 +1,14 @@
 // A rank on another host, reached by packets.
 //
-// Each way is one sequence: packets of frames, of kControlBytes, and behind each of them the payloads that its frames announce,
-// as packets of their own. So every receive can be posted before its packet comes, with the right size. All of it goes by way
-// of the endpoint's own memory: callers have theirs back at once, and a transport that can't be stopped touches none of it.
+// Each way is one sequence: packets of frames, of kControlBytes, and behind each of them the payloads that its frames
+// announce, as packets of their own. So every receive can be posted before its packet comes, with the right size. All
+// of it goes by way of the endpoint's own memory: callers have theirs back at once, and a transport that can't be
+// stopped touches none of it.
 //
 // Both sides end with a Goodbye, their last packet: after both nothing is under way.
 //
-// Thread-safety: under the endpoint's progress lock. Failure: throws the Error that ends the peer; the endpoint then calls
-// fail(), after which only the Goodbyes matter.
+// Thread-safety: under the endpoint's progress lock. Failure: throws the Error that ends the peer; the endpoint then
+// calls fail(), after which only the Goodbyes matter.
 #pragma once
 
 #include <deque>

@@ -1,9 +1,9 @@
 // This rank's shared memory: one sealed memfd without a name, which goes with the last process that maps it.
 //
-// Ownership: shared_ptr; each Block keeps its arena mapped. Thread-safety: any thread. Aliasing: peers read and write what
-// layout.h says. Failure: throws InvalidUsage with the numbers when memory is short.
-// After fork() the child has private copies of what tensors held at that moment, and loses sight of everything else;
-// `forked()` says so. What it frees of its copies goes back to the system.
+// Ownership: shared_ptr; each Block keeps its arena mapped. Thread-safety: any thread. Aliasing: peers read and write
+// what layout.h says. Failure: throws InvalidUsage with the numbers when memory is short. After fork() the child has
+// private copies of what tensors held at that moment, and loses sight of everything else; `forked()` says so. What it
+// frees of its copies goes back to the system.
 #pragma once
 
 #include <atomic>
@@ -40,8 +40,9 @@ class PeerArena {
   Mapping mapping_;
 };
 
-// Of each rank's arena where the user chose nothing: the machine's memory, or less, so that the arenas of all ranks, of which
-// each process maps every one, leave half of the addresses that it may still take (ulimit -v, other reservations).
+// Of each rank's arena where the user chose nothing: the machine's memory, or less, so that the arenas of all ranks, of
+// which each process maps every one, leave half of the addresses that it may still take (ulimit -v, other
+// reservations).
 size_t default_arena_bytes(size_t memory, int ranks);
 
 class Arena : public std::enable_shared_from_this<Arena> {
@@ -65,9 +66,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Gives it back, some time after `is_unused` says that no peer will touch it any more.
   void retire_group(size_t offset, size_t bytes, std::function<bool()> is_unused);
 
-  // Cuts the pages of [offset, offset + bytes), which lie in one tensor, loose from the peers: a private copy at the same
-  // addresses. A rank that was stopped in the middle of a collective can write into them no more. Nobody may write to them
-  // meanwhile.
+  // Cuts the pages of [offset, offset + bytes), which lie in one tensor, loose from the peers: a private copy at the
+  // same addresses. A rank that was stopped in the middle of a collective can write into them no more. Nobody may write
+  // to them meanwhile.
   void sever_tensor(size_t offset, size_t bytes);
   bool is_severed(size_t offset, size_t bytes = 1) const;  // any of it
 
@@ -82,8 +83,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void release_tensor(size_t offset, size_t bytes);
   void discard(std::byte* data, size_t bytes) const;  // gives whole pages back; what is read there then is zero
   bool discard_from_file(Range range) const;
-  // Discards all of it. Returns what may be used again: not what is severed, since a rank that was stopped may write there
-  // whenever it goes on. Under mutex_.
+  // Discards all of it. Returns what may be used again: not what is severed, since a rank that was stopped may write
+  // there whenever it goes on. Under mutex_.
   std::vector<Range> give_back(Range range) const;
 
   UniqueFd fd_;     // kept for what it tells about pages
@@ -101,7 +102,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void copy_pages(PrivateCopy& copy, Range range, const std::vector<Range>& all) const;  // of `range`, to its copy
   std::vector<Range> unsevered(Range range) const;                                       // under mutex_
 
-  // What a forked child gets. Under mutex_ and the pools' locks: blocks that are handed out, and of them pages that are there.
+  // What a forked child gets. Under mutex_ and the pools' locks: blocks that are handed out, and of them pages that are
+  // there.
   struct Inheritance {
     Range range;
     bool severed;  // private already: it stays as it is

@@ -1,8 +1,9 @@
 // The shared memory of one rank: what lies where in its arena, and who may write it.
 //
-// Everything here is written by the arena's owner alone, except Doorbell::rings and GroupBlock::gone (anybody), and staging slots and tensors of
-// `allocate` (by the owner of a slice, during an all-reduce). Counters never reset, so a reader can never mistake an old round for a
-// new one. Fresh pages of a memfd are zero, which is the valid first state of all of it.
+// Everything here is written by the arena's owner alone, except Doorbell::rings and GroupBlock::gone (anybody), and
+// staging slots and tensors of `allocate` (by the owner of a slice, during an all-reduce). Counters never reset, so a
+// reader can never mistake an old round for a new one. Fresh pages of a memfd are zero, which is the valid first state
+// of all of it.
 #pragma once
 
 #include <pthread.h>
@@ -57,8 +58,8 @@ struct alignas(64) OpRecord {
   uint64_t key;    // announcement slot, or ~0
   uint64_t bytes;  // of the operation's block
   uint64_t layout_hash;
-  // How many the input has and how long each is, as one number: all in the owner's arena at LaneBlock::span_offsets. Or -1:
-  // ordinary memory.
+  // How many the input has and how long each is, as one number: all in the owner's arena at LaneBlock::span_offsets. Or
+  // -1: ordinary memory.
   int64_t spans;
   double prescale, postscale;
   int32_t root;
@@ -123,8 +124,8 @@ struct ArenaHeader {
   uint64_t magic;
   Doorbell doorbell;
   WaitBoard board;
-  // alive[w] is held by the owner as long as its process lives; local rank w watches it. One per watcher, since a watcher
-  // that holds a dead owner's mutex would hide the death from the others.
+  // alive[w] is held by the owner as long as its process lives; local rank w watches it. One per watcher, since a
+  // watcher that holds a dead owner's mutex would hide the death from the others.
   pthread_mutex_t alive[kMaxLocalRanks];
 };
 

@@ -16,8 +16,8 @@ void prepare_liveness(ArenaHeader& header);
 void hold_all(ArenaHeader& header, int watchers);
 void release_all(ArenaHeader& header, int watchers);
 
-// Whether the owner of `header` died without release_all(). It may still be dying: other threads of it may run for a moment.
-// `me` is the watcher's local rank. True once, the caller remembers it.
+// Whether the owner of `header` died without release_all(). It may still be dying: other threads of it may run for a
+// moment. `me` is the watcher's local rank. True once, the caller remembers it.
 bool found_dead(ArenaHeader& header, int me);
 
 }  // namespace syncengine::shm

@@ -1,7 +1,8 @@
 // The shared memory through which two ranks of a communicator exchange messages.
 //
-// A sender announces each message by a header, in order. Few bytes are in the header itself; others stay where they are until
-// the receiver wants them, so any number of messages may wait in any order. Each word has one writer, as in layout.h.
+// A sender announces each message by a header, in order. Few bytes are in the header itself; others stay where they are
+// until the receiver wants them, so any number of messages may wait in any order. Each word has one writer, as in
+// layout.h.
 #pragma once
 
 #include <atomic>

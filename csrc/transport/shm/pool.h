@@ -1,9 +1,9 @@
-// Blocks of whole pages for gradients, in the arena, where peers reach them. Released ones keep their pages for the next
-// step: until their addresses are needed for blocks of other sizes, trim(), or the last model has left.
+// Blocks of whole pages for gradients, in the arena, where peers reach them. Released ones keep their pages for the
+// next step: until their addresses are needed for blocks of other sizes, trim(), or the last model has left.
 //
-// Ownership: pools are never destroyed, so that a block may be released at any time: also after close(), when the last one
-// lets go of the memory, and in forked children, where it frees their copy. Thread-safety: any thread; find() takes no lock.
-// Failure: allocate() returns null when the pool is closed, forked or full, or memory is short.
+// Ownership: pools are never destroyed, so that a block may be released at any time: also after close(), when the last
+// one lets go of the memory, and in forked children, where it frees their copy. Thread-safety: any thread; find() takes
+// no lock. Failure: allocate() returns null when the pool is closed, forked or full, or memory is short.
 #pragma once
 
 #include <atomic>
@@ -23,8 +23,8 @@ namespace syncengine::shm {
 
 class Pool {
  public:
-  // Where a pool has its memory. `commit` is asked before pages beyond the given count of bytes are handed out, and says why
-  // they are not.
+  // Where a pool has its memory. `commit` is asked before pages beyond the given count of bytes are handed out, and
+  // says why they are not.
   struct Memory {
     std::byte* data = nullptr;
     size_t bytes = 0;

@@ -1,8 +1,8 @@
-// Takes memory out of a shared mapping: a private copy of its present content is made first, and put in its place then or
-// later, in a forked child.
+// Takes memory out of a shared mapping: a private copy of its present content is made first, and put in its place then
+// or later, in a forked child.
 //
-// Ownership: the copy's memory is its own until it is put. Thread-safety: one thread. Failure: returns false where memory is
-// short.
+// Ownership: the copy's memory is its own until it is put. Thread-safety: one thread. Failure: returns false where
+// memory is short.
 #pragma once
 
 #include <vector>
@@ -11,8 +11,8 @@
 
 namespace syncengine::shm {
 
-// Of `range`, what `file` has pages for, swapped out or not; nothing else of it was ever written. All of it if the file does
-// not tell.
+// Of `range`, what `file` has pages for, swapped out or not; nothing else of it was ever written. All of it if the file
+// does not tell.
 std::vector<Range> pages_in(int file, Range range);
 
 class PrivateCopy {
@@ -24,8 +24,8 @@ class PrivateCopy {
 
   // Copies [from, from + bytes) to `offset`.
   void fill(size_t offset, const std::byte* from, size_t bytes);
-  // The same from [begin, begin + bytes) of `file`, as the kernel copies at a fork: others may be writing there. Returns false
-  // if it can't be read.
+  // The same from [begin, begin + bytes) of `file`, as the kernel copies at a fork: others may be writing there.
+  // Returns false if it can't be read.
   bool read(size_t offset, int file, size_t begin, size_t bytes);
   // Moves the whole copy to `address`, over what is mapped there. Async-signal-safe.
   bool put(std::byte* address);

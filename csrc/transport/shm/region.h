@@ -1,9 +1,9 @@
-// Memory that the ranks of a host have in common, for as long as any of them maps it: a sealed memfd of its own, made by
-// one of them. In front of the users' bytes lies what the ranks say about updates of them.
+// Memory that the ranks of a host have in common, for as long as any of them maps it: a sealed memfd of its own, made
+// by one of them. In front of the users' bytes lies what the ranks say about updates of them.
 //
-// Ownership: shared_ptr; every tensor in it holds it. Thread-safety: any thread. Aliasing: who may write which bytes, and
-// when, is up to the users. Failure: throws InvalidUsage with the numbers when memory is short.
-// A forked child maps it copy-on-write: nothing is copied at the fork, it reads what is there, what it writes is its own.
+// Ownership: shared_ptr; every tensor in it holds it. Thread-safety: any thread. Aliasing: who may write which bytes,
+// and when, is up to the users. Failure: throws InvalidUsage with the numbers when memory is short. A forked child maps
+// it copy-on-write: nothing is copied at the fork, it reads what is there, what it writes is its own.
 #pragma once
 
 #include <atomic>
@@ -19,8 +19,8 @@
 
 namespace syncengine::shm {
 
-// What the ranks say about updates, which are numbered from 1. An update begins when all ranks have agreed to it; if some
-// of them can't know that any more, the first to say so decides for all.
+// What the ranks say about updates, which are numbered from 1. An update begins when all ranks have agreed to it; if
+// some of them can't know that any more, the first to say so decides for all.
 struct RegionHeader {
   uint64_t magic;
   uint64_t bytes;                              // behind this header

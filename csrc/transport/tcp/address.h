@@ -1,7 +1,7 @@
 // What a rank tells the others so that they can reach it: opaque bytes, which travel through the launcher's exchange.
 //
-// They hold a random key of the rank. Whoever reads the exchange has it, so that by itself it stops accidents (jobs that
-// meet on a port), not attackers: that takes a secret that does not travel (secret.h).
+// They hold a random key of the rank. Whoever reads the exchange has it, so that by itself it stops accidents (jobs
+// that meet on a port), not attackers: that takes a secret that does not travel (secret.h).
 #pragma once
 
 #include <cstdint>
@@ -34,8 +34,8 @@ std::string encode(const Address& address);
 // Throws Mismatch if rank `peer` runs another build, InvalidUsage if that is no address.
 Address decode_address(int peer, const std::string& bytes);
 
-// Throws Mismatch where two ranks (`own_rank` and `peer`) differ in what must be equal, and InvalidUsage if `peer` can't be
-// reached under its address.
+// Throws Mismatch where two ranks (`own_rank` and `peer`) differ in what must be equal, and InvalidUsage if `peer`
+// can't be reached under its address.
 void check_fit(int own_rank, const Address& own, int peer, const Address& other);
 
 std::string random_bytes(size_t count);

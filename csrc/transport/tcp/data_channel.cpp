@@ -102,8 +102,8 @@ std::optional<Piece> DataChannel::write() {
   return std::exchange(piece_, std::nullopt);
 }
 
-// Over several pieces: the kernel takes the first ones at once, and a single one may wait for this thread's turn on a core. Pieces
-// that are too small for a quick connection would make it slow, and so stay small.
+// Over several pieces: the kernel takes the first ones at once, and a single one may wait for this thread's turn on a
+// core. Pieces that are too small for a quick connection would make it slow, and so stay small.
 void DataChannel::measure(size_t bytes) {
   ended_ = Clock::now();
   busy_bytes_ += bytes;

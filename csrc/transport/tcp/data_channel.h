@@ -34,8 +34,8 @@ class DataChannel {
   bool hung_up = false;
   Status status = Status::Open;
 
-  // One system call; true if bytes came. Afterwards: while there is an ended_frame(), receive() nothing; while there is a begun_frame(),
-  // receive() what becomes of it.
+  // One system call; true if bytes came. Afterwards: while there is an ended_frame(), receive() nothing; while there is
+  // a begun_frame(), receive() what becomes of it.
   bool read(std::vector<std::byte>& scratch);
   Arrival* ended_frame();                         // its payload is whole
   std::optional<std::string_view> begun_frame();  // its header is whole
@@ -46,8 +46,8 @@ class DataChannel {
   void start(Piece piece);
   // One system call. The piece, once it is out.
   std::optional<Piece> write();
-  // How much to give it at a time: what it sends in about two milliseconds. What a slow connection has been given early can't
-  // go by another one any more.
+  // How much to give it at a time: what it sends in about two milliseconds. What a slow connection has been given early
+  // can't go by another one any more.
   uint32_t piece_bytes() const { return piece_bytes_; }
   Send* writing() { return piece_ ? piece_->send.get() : nullptr; }
 

@@ -1,4 +1,5 @@
-// How many file descriptors this process may still open: where connections would not fit, that is said before ranks wait in vain.
+// How many file descriptors this process may still open: where connections would not fit, that is said before ranks
+// wait in vain.
 #pragma once
 
 #include <cstddef>

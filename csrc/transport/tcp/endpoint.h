@@ -1,4 +1,5 @@
-// Interhost over TCP: one thread at a time, in step(), moves everything; it sleeps in epoll, and calls from other threads wake it.
+// Interhost over TCP: one thread at a time, in step(), moves everything; it sleeps in epoll, and calls from other
+// threads wake it.
 //
 // Locks: as in matching::Endpoint. A pass makes at most a system call each way on each connection.
 #pragma once

@@ -40,9 +40,9 @@ struct Interface {
 // Those that are up, as the kernel lists them.
 std::vector<Interface> local_interfaces();
 
-// `wanted` as in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME: "" is loopback; "eth,ib" those whose names begin so, an exact
-// name first; "=eth0" exactly that; "^docker,lo" and "^=eth0" any but those. Or one of this machine's addresses. Earlier names win;
-// then IPv4 before IPv6.
+// `wanted` as in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME: "" is loopback; "eth,ib" those whose names begin so, an
+// exact name first; "=eth0" exactly that; "^docker,lo" and "^=eth0" any but those. Or one of this machine's addresses.
+// Earlier names win; then IPv4 before IPv6.
 Ip choose_ip(const std::string& wanted, const std::vector<Interface>& interfaces);
 
 }  // namespace syncengine::tcp

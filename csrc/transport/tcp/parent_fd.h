@@ -1,5 +1,5 @@
-// A descriptor that forked children (DataLoader workers) do not keep: one that outlived its parent would hold the parent's
-// connections open, and the peers would learn of its death only by its silence.
+// A descriptor that forked children (DataLoader workers) do not keep: one that outlived its parent would hold the
+// parent's connections open, and the peers would learn of its death only by its silence.
 //
 // Thread-safety: any thread. In the child the number stays taken, by /dev/null, so that nobody closes somebody else's.
 #pragma once

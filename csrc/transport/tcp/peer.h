@@ -1,7 +1,7 @@
 // A connected peer: one connection for control (messages, heartbeats, who is ready for what), several for data.
 //
-// Ownership: owns the sockets. Thread-safety: under the endpoint's progress lock. Failure: throws the Error that ends the
-// peer; the endpoint then calls fail(), which closes everything.
+// Ownership: owns the sockets. Thread-safety: under the endpoint's progress lock. Failure: throws the Error that ends
+// the peer; the endpoint then calls fail(), which closes everything.
 #pragma once
 
 #include <memory>

@@ -101,7 +101,8 @@ void Rendezvous::accept_callers() {
   }
 }
 
-// Strangers that say nothing go, since what is needed for the ranks was there at first; if that does not help, it is said.
+// Strangers that say nothing go, since what is needed for the ranks was there at first; if that does not help, it is
+// said.
 void Rendezvous::wait_for_descriptors(int code) {
   auto now = Clock::now();
   if (!full_) full_ = Full{.since = now};
@@ -232,8 +233,8 @@ bool Rendezvous::settle(Call& call) {
   return false;
 }
 
-// A rank's name with a valid ticket and nothing behind it: that rank has another secret, or somebody has read the addresses in the
-// launcher's exchange. He must not end the job, so the rank may still come.
+// A rank's name with a valid ticket and nothing behind it: that rank has another secret, or somebody has read the
+// addresses in the launcher's exchange. He must not end the job, so the rank may still come.
 void Rendezvous::doubt(int peer, const std::string& what) {
   std::string text = "somebody called as " + options_.names(peer) + " with " + what;
   reasons_[peer] = text;
@@ -250,8 +251,8 @@ bool Rendezvous::is_missing(int peer) const {
   return std::any_of(sockets.begin(), sockets.end(), [](const UniqueFd& fd) { return !fd; });
 }
 
-// A rank with another secret has heard it from this one, and its init() has failed: nobody listens there any more. No stranger
-// can do that to a rank that is still to come.
+// A rank with another secret has heard it from this one, and its init() has failed: nobody listens there any more. No
+// stranger can do that to a rank that is still to come.
 void Rendezvous::look_after_doubted() {
   auto now = Clock::now();
   for (auto& [peer, doubt] : doubted_) {

@@ -56,7 +56,8 @@ uint16_t port_of(const UniqueFd& listener) {
 UniqueFd begin_connect(const Ip& from, const Ip& to, uint16_t port) {
   UniqueFd fd = open_socket(to);
   SocketAddress own = socket_address(from, 0), address = socket_address(to, port);
-  // From the interface that was chosen, if the two addresses go together at all; many connections may share a port then.
+  // From the interface that was chosen, if the two addresses go together at all; many connections may share a port
+  // then.
   if (from.v6 == to.v6 && from.is_loopback() == to.is_loopback()) {
     set(fd.get(), IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, 1);
     if (bind(fd.get(), own.get(), own.length) != 0) throw_system_error("can't connect from " + from.text(), errno);

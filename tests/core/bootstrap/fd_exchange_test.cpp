@@ -450,8 +450,9 @@ TEST(a_rank_that_runs_out_of_descriptors_says_so) {
 
 namespace {
 
-// Runs `body` as an ordinary user of whom the kernel passes on no more descriptors, until the one that `body` gets is closed.
-// It lets an administrator go beyond; and only he can become somebody else, whom nobody's other processes disturb.
+// Runs `body` as an ordinary user of whom the kernel passes on no more descriptors, until the one that `body` gets is
+// closed. It lets an administrator go beyond; and only he can become somebody else, whom nobody's other processes
+// disturb.
 void with_descriptors_in_flight(const std::function<void(UniqueFd&)>& body) {
 #ifdef __SANITIZE_THREAD__
   return;  // it lets no forked child start threads

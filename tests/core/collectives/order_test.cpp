@@ -1,5 +1,5 @@
-// The bits of a sum: in which order contributions are added, and that nothing else has a say. Whole collectives through the
-// engine against an oracle that shares no code with it.
+// The bits of a sum: in which order contributions are added, and that nothing else has a say. Whole collectives through
+// the engine against an oracle that shares no code with it.
 #include "collectives/order.h"
 #include "order_oracle.h"
 

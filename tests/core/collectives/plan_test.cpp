@@ -1,5 +1,5 @@
-// Walks the plans of every collective, path and world with symbols instead of bytes: a symbol says whose contributions to
-// which place of the input it holds. What comes out is compared with what the collective means.
+// Walks the plans of every collective, path and world with symbols instead of bytes: a symbol says whose contributions
+// to which place of the input it holds. What comes out is compared with what the collective means.
 #include <algorithm>
 
 #include "collectives/plan.h"
@@ -20,8 +20,8 @@ struct Symbol {
   bool operator==(const Symbol&) const = default;
 };
 
-// Memory that remembers who touched what in the present phase. Ranks run a phase at once, so no rank may write what another
-// one reads or writes in it.
+// Memory that remembers who touched what in the present phase. Ranks run a phase at once, so no rank may write what
+// another one reads or writes in it.
 class Memory {
  public:
   void resize(size_t bytes) {
@@ -168,7 +168,8 @@ class Walk {
     }
   }
 
-  // A rank whose memory a peer reads must not end before: it awaits the reduce phase by pulling, the pull phase by asking to.
+  // A rank whose memory a peer reads must not end before: it awaits the reduce phase by pulling, the pull phase by
+  // asking to.
   void check_readers_are_awaited(bool pulling) {
     for (int rank = 0; rank < world_ && direct(); ++rank) {
       bool awaits = plans_[rank].peers_read_user || (!pulling && plans_[rank].pulls);

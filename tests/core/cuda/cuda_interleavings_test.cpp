@@ -1,6 +1,6 @@
-// Walks all interleavings of the steps of a few GPU ranks: nobody waits for ever, no signal is lost, no kernel touches memory
-// that another running one writes, and all words end as they began. So the order of eager calls and replays does not matter:
-// each collective begins from nothing but zeros.
+// Walks all interleavings of the steps of a few GPU ranks: nobody waits for ever, no signal is lost, no kernel touches
+// memory that another running one writes, and all words end as they began. So the order of eager calls and replays does
+// not matter: each collective begins from nothing but zeros.
 #include <set>
 #include <string>
 #include <vector>

@@ -1,4 +1,5 @@
-// The proxy with the test's own thread in a stream's place: posts in order, words, results, and what becomes of failures.
+// The proxy with the test's own thread in a stream's place: posts in order, words, results, and what becomes of
+// failures.
 #include "cuda/proxy.h"
 
 #include "cuda/control.h"

@@ -1,4 +1,5 @@
-// GPU sequences on threads: results against the CPU's kernels, eager calls and replays of a captured graph mixed, aborts.
+// GPU sequences on threads: results against the CPU's kernels, eager calls and replays of a captured graph mixed,
+// aborts.
 #include <atomic>
 #include <vector>
 
@@ -226,8 +227,8 @@ TEST(cuda_release_ends_all_waits_and_poisons) {
   for (std::byte byte : tensors.input) CHECK(byte == std::byte{0xff});
 }
 
-// A peer dies after it has let this rank read its tensor, and before it has reduced its part: of what it owed nothing looks like
-// a result.
+// A peer dies after it has let this rank read its tensor, and before it has reduced its part: of what it owed nothing
+// looks like a result.
 TEST(cuda_death_between_exchanges_poisons_what_the_peer_owed) {
   for (int variant = 0; variant < 3; ++variant) {
     const bool push = variant == 1, around = variant == 2;

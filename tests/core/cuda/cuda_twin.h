@@ -1,4 +1,5 @@
-// A GPU rank's stream, on the CPU: the same sequences and kernel bodies, run by the rank's thread, with atomics for words.
+// A GPU rank's stream, on the CPU: the same sequences and kernel bodies, run by the rank's thread, with atomics for
+// words.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,5 @@
-// The watchdog of GPU ranks: what ends a stream's wait, and with which error. Ranks are threads, words lie in shared pages.
+// The watchdog of GPU ranks: what ends a stream's wait, and with which error. Ranks are threads, words lie in shared
+// pages.
 #include <atomic>
 #include <chrono>
 

@@ -144,7 +144,8 @@ TEST(cycles_across_communicators_are_found) {
   run_job(2, {}, body, count_threads);
 }
 
-// Each waits in another pair. Who finds it fails its own pairs; its error, uncaught, ends the job and so reaches the third.
+// Each waits in another pair. Who finds it fails its own pairs; its error, uncaught, ends the job and so reaches the
+// third.
 TEST(cycles_of_three_are_found) {
   auto body = [](int rank, Communicator& communicator) {
     std::vector<std::shared_ptr<Communicator>> pairs;  // of each rank with the next one
@@ -213,7 +214,8 @@ TEST(a_wait_with_a_timeout_of_its_own_is_no_cycle) {
   run_job(2, {}, body, count_threads);
 }
 
-// More calls than a lane opens at once: that a peer's later ones are not open yet does not mean that it never makes them.
+// More calls than a lane opens at once: that a peer's later ones are not open yet does not mean that it never makes
+// them.
 TEST(who_waits_further_on_is_no_cycle) {
   constexpr int kCalls = 100;
   auto body = [](int rank, Communicator& communicator) {

@@ -1,4 +1,5 @@
-// The engine with ranks as threads: every collective on every path against sums computed here, and any order of buckets.
+// The engine with ranks as threads: every collective on every path against sums computed here, and any order of
+// buckets.
 #include <fcntl.h>
 #include <unistd.h>
 

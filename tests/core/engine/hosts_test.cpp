@@ -1,4 +1,5 @@
-// Communicators over several hosts, with ranks as threads: the bits, the other collectives, buckets, groups, bytes sent.
+// Communicators over several hosts, with ranks as threads: the bits, the other collectives, buckets, groups, bytes
+// sent.
 #include <atomic>
 #include <thread>
 
@@ -61,8 +62,9 @@ TEST(bits_do_not_depend_on_the_placement_or_the_way_between_hosts) {
   }
 }
 
-// Around the largest transfer, which a running sum in float32 reaches with half as many bytes. With one rank a host there is
-// one sum a host, so all numerics but `ring` give the bits of rank_order. What is not the chain of rank_order gets three cases.
+// Around the largest transfer, which a running sum in float32 reaches with half as many bytes. With one rank a host
+// there is one sum a host, so all numerics but `ring` give the bits of rank_order. What is not the chain of rank_order
+// gets three cases.
 TEST(large_tensors_of_ranks_that_are_alone_on_their_hosts) {
   constexpr size_t kMost = Interhost::kMaxTransfer;
   const std::vector<std::pair<Numerics, HostAlgorithm>> ways{{Numerics::RankOrder, HostAlgorithm::Chain},
@@ -398,7 +400,8 @@ TEST(groups_within_and_across_hosts) {
   });
 }
 
-// Each of both threads is in the middle of its split while the other one's begins: rank 2, which is not among the members, is late.
+// Each of both threads is in the middle of its split while the other one's begins: rank 2, which is not among the
+// members, is late.
 TEST(groups_that_are_split_off_at_the_same_time_are_told_apart) {
   Options options;
   options.timeout = seconds(20);

@@ -1,4 +1,5 @@
-// Messages between ranks as threads, on one host and over several: any size and order, matched by source and tag, and named errors when they can't come.
+// Messages between ranks as threads, on one host and over several: any size and order, matched by source and tag, and
+// named errors when they can't come.
 #include <numeric>
 
 #include "hosts_job.h"

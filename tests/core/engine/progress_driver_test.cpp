@@ -1,8 +1,10 @@
-// Walks all that can happen between an engine's own thread and threads of the program: access by access, in every order. No work
-// is left lying while nobody drives, nobody waits for a driver that sleeps, two never drive, and stop() ends the own thread.
+// Walks all that can happen between an engine's own thread and threads of the program: access by access, in every
+// order. No work is left lying while nobody drives, nobody waits for a driver that sleeps, two never drive, and stop()
+// ends the own thread.
 //
-// The own thread's acts are Driver::next(), as it runs. What the others do is written down here, from Driver's, Engine's and
-// Network's methods. Not in it: passes and steps themselves, and how several threads of the program sleep on the bell.
+// The own thread's acts are Driver::next(), as it runs. What the others do is written down here, from Driver's,
+// Engine's and Network's methods. Not in it: passes and steps themselves, and how several threads of the program sleep
+// on the bell.
 #include "engine/progress/driver.h"
 
 #include <set>

@@ -29,8 +29,8 @@ void check_all(const std::vector<float>& data, float expected) {
 
 }  // namespace
 
-// Rank 1 stalls at the end of the first operation, with many opened behind it. Rank 0 needs nothing from it for as long as
-// operations are direct and their data are there: it must not overwrite the records that rank 1 has yet to compare.
+// Rank 1 stalls at the end of the first operation, with many opened behind it. Rank 0 needs nothing from it for as long
+// as operations are direct and their data are there: it must not overwrite the records that rank 1 has yet to compare.
 TEST(records_outlast_a_rank_that_stalls) {
   constexpr size_t kOperations = 4 * shm::kRecords;
   Options options;
@@ -54,7 +54,8 @@ TEST(records_outlast_a_rank_that_stalls) {
   });
 }
 
-// Two threads of a rank work on a communicator each, a third one lets the engine's thread do it: all drive the same engine.
+// Two threads of a rank work on a communicator each, a third one lets the engine's thread do it: all drive the same
+// engine.
 TEST(many_threads_and_communicators) {
   constexpr int kSize = 3, kThreads = 4, kRounds = 60 / testing::kSlowdown;
   run_job(kSize, {}, [](int rank, Communicator& communicator) {
@@ -152,7 +153,8 @@ TEST(more_submissions_than_the_records_hold) {
   });
 }
 
-// Whoever aborts, wherever everybody is: each call ends with the aborting rank's words, on every thread and communicator rank.
+// Whoever aborts, wherever everybody is: each call ends with the aborting rank's words, on every thread and
+// communicator rank.
 TEST(an_abort_in_the_middle_reaches_everybody) {
   constexpr int kSize = 4;
   for (int round = 0; round < 12 / testing::kSlowdown; ++round) {
@@ -250,8 +252,8 @@ TEST(leaving_after_the_last_call_harms_nobody) {
   }
 }
 
-// The rank that comes first sleeps once, the last one never: each finds all it needs when it wakes. The best of some rounds,
-// since a busy machine may stretch any of them beyond a tick.
+// The rank that comes first sleeps once, the last one never: each finds all it needs when it wakes. The best of some
+// rounds, since a busy machine may stretch any of them beyond a tick.
 TEST(a_small_exchange_costs_one_sleep) {
   run_job(2, {}, [](int rank, Communicator& communicator) {
     std::vector<float> data(8, 1.0f);

@@ -1,5 +1,5 @@
-// An Interhost whose hosts are objects of one process: bytes are copied under one lock by the receiving side's run(). For
-// tests of what is built on the interface, and the simplest thing that passes its conformance suite.
+// An Interhost whose hosts are objects of one process: bytes are copied under one lock by the receiving side's run().
+// For tests of what is built on the interface, and the simplest thing that passes its conformance suite.
 //
 // Faults: cut() is a rank's sudden death; hold() keeps everything where it is until it is called again.
 #pragma once

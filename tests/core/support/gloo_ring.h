@@ -1,5 +1,5 @@
-// Gloo's ring all-reduce (the loop of gloo/allreduce.cc), played with lists of ranks instead of numbers: a second statement of
-// which bytes are added in which order. Shares no code with csrc/collectives.
+// Gloo's ring all-reduce (the loop of gloo/allreduce.cc), played with lists of ranks instead of numbers: a second
+// statement of which bytes are added in which order. Shares no code with csrc/collectives.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Runs the registered tests: all, or those whose name or file contains one of the arguments. TEST_PART=1/2 in the environment
-// runs every second one of them, TEST_PART=2/2 the others.
+// Runs the registered tests: all, or those whose name or file contains one of the arguments. TEST_PART=1/2 in the
+// environment runs every second one of them, TEST_PART=2/2 the others.
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>

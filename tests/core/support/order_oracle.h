@@ -1,5 +1,5 @@
-// What a sum's bits must be: an oracle that shares no code with the engine, and an all-reduce held against it on every kind of
-// memory.
+// What a sum's bits must be: an oracle that shares no code with the engine, and an all-reduce held against it on every
+// kind of memory.
 #pragma once
 
 #include <array>

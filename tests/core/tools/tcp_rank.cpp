@@ -4,9 +4,9 @@
 //
 // It prints "address <hex>", reads a line of hex from each rank ("-" for none), prints "connected", and then:
 //
-//   exchange   all pairs swap `transfers` transfers of `bytes` and compare every byte, `rounds` times ("round <n>" each)
-//   pump       ranks 0 and 1 send each other `rounds` x `bytes`, `transfers` at a time: "pumped <bytes> <seconds>"
-//   raw        the same over the same sockets without protocol: what there is to reach
+//   exchange   all pairs swap `transfers` transfers of `bytes` and compare every byte, `rounds` times ("round <n>"
+//   each) pump       ranks 0 and 1 send each other `rounds` x `bytes`, `transfers` at a time: "pumped <bytes>
+//   <seconds>" raw        the same over the same sockets without protocol: what there is to reach
 //
 // At the end "done", or "error <kind> <seconds since the last round> <text>" and exit code 1.
 // Settings: interface sockets checksum heartbeat silence secret timeout bytes transfers rounds pause.

@@ -1,5 +1,5 @@
-// A grid of threads on few threads of the host: blocks run side by side, a block's threads take turns. Each has a stack of its
-// own, and is left at a barrier until the others are there.
+// A grid of threads on few threads of the host: blocks run side by side, a block's threads take turns. Each has a stack
+// of its own, and is left at a barrier until the others are there.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -76,8 +76,8 @@ std::unique_ptr<Thread> make_thread() {
   return thread;
 }
 
-// Runs each thread that can go on, until all have ended. Who has ended does not count at a barrier. (On devices it must not have
-// left others there; no kernel does.)
+// Runs each thread that can go on, until all have ended. Who has ended does not count at a barrier. (On devices it must
+// not have left others there; no kernel does.)
 void take_turns(Block& block, size_t count) {
   for (;;) {
     bool alive = false, moved = false;

@@ -1,14 +1,15 @@
-// A CUDA device in software: those functions of CUDA's runtime that csrc/cuda/device and its tests call, for tests on machines without
-// a GPU. It is linked in the place of libcudart. Streams are threads, device memory is shared memory, kernels are compiled
-// for the host (kernel_language.h). It shows that calls, arguments, orders and lifetimes are right. It is no model of a device's
-// memory ordering, nor of a driver's limits.
+// A CUDA device in software: those functions of CUDA's runtime that csrc/cuda/device and its tests call, for tests on
+// machines without a GPU. It is linked in the place of libcudart. Streams are threads, device memory is shared memory,
+// kernels are compiled for the host (kernel_language.h). It shows that calls, arguments, orders and lifetimes are
+// right. It is no model of a device's memory ordering, nor of a driver's limits.
 //
-// What a driver refuses is refused with the driver's error; what is undefined on a device ends the process, with a line that says
-// what it was.
+// What a driver refuses is refused with the driver's error; what is undefined on a device ends the process, with a line
+// that says what it was.
 //
 // Environment, read when asked:
 //   CUDA_VISIBLE_DEVICES     as on devices: numbers of the machine's eight, "0" if not set; "" means none
-//   SOFTWARE_CUDA_PEERS      between devices: allowed (default), refused; or granted, and between processes not true: lying (reads
+//   SOFTWARE_CUDA_PEERS      between devices: allowed (default), refused; or granted, and between processes not true:
+//   lying (reads
 //                            find something else), read_only (writes do not arrive). Or unshared: no memory is exported
 //   SOFTWARE_CUDA_DRIVER     the driver's version, 0 for none (default: that of the headers)
 //   SOFTWARE_CUDA_JITTER_US  each step of a stream, and each block after a barrier, may be late by up to that
@@ -96,8 +97,8 @@ uint64_t enqueue(const std::shared_ptr<Stream>& stream, Step step);
 void run_and_wait(const std::shared_ptr<Stream>& stream, Step step);
 // All streams of the device, in this process.
 void synchronize(int device);
-// True where many calls are illegal: a stream is captured, and not in a mode that allows them to this thread. The capture is lost
-// then.
+// True where many calls are illegal: a stream is captured, and not in a mode that allows them to this thread. The
+// capture is lost then.
 bool spoils_capture();
 // What a captured stream has by now; no capture if it is none.
 struct Capture;

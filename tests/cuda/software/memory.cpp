@@ -177,7 +177,8 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind 
   return cudaSuccess;
 }
 
-// Pageable host memory: what goes to the device is read before the call returns, what comes from it is there when it returns.
+// Pageable host memory: what goes to the device is read before the call returns, what comes from it is there when it
+// returns.
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t handle) {
   const auto stream = stream_of(handle);
   if (!stream) return fail(cudaErrorInvalidResourceHandle);

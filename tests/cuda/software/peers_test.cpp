@@ -13,7 +13,8 @@ using testing::GpuRank;
 
 constexpr int kWorld = 3;
 
-// How ranks name devices: each its own number; all, a device of their own, 0; or each by another number the same device.
+// How ranks name devices: each its own number; all, a device of their own, 0; or each by another number the same
+// device.
 enum class Names { Own, Zero, OneDevice };
 
 struct Machine {

@@ -54,7 +54,8 @@ Pages pages_at(const std::byte* address) {
   return found;
 }
 
-// The same for all mappings of the same pages, so that a race detector sees one word where the process has several addresses.
+// The same for all mappings of the same pages, so that a race detector sees one word where the process has several
+// addresses.
 std::byte* key_of(const Pages& pages, size_t bytes) {
   static auto& keys = *new std::map<std::tuple<uint64_t, uint64_t, uint64_t>, std::byte*>;
   auto& key = keys[{pages.device, pages.inode, pages.offset}];

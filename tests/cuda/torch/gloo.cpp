@@ -1,5 +1,5 @@
-// What DistributedDataParallel over Gloo needs for CUDA tensors, of which a torch without CUDA has none: collectives over the host,
-// which waits, and timers that tell nothing. The oracle of tests needs no speed.
+// What DistributedDataParallel over Gloo needs for CUDA tensors, of which a torch without CUDA has none: collectives
+// over the host, which waits, and timers that tell nothing. The oracle of tests needs no speed.
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>

@@ -1,6 +1,7 @@
-// ATen's operators for CUDA: the CPU's, as steps of the current stream. The host runs ahead where the results' shapes are known
-// without running, as on a device: in place, into given memory (of which most operators make use), and for those of kKnownShapes.
-// Others wait for the current stream, as nonzero() does on a device, and are refused while a graph is captured.
+// ATen's operators for CUDA: the CPU's, as steps of the current stream. The host runs ahead where the results' shapes
+// are known without running, as on a device: in place, into given memory (of which most operators make use), and for
+// those of kKnownShapes. Others wait for the current stream, as nonzero() does on a device, and are refused while a
+// graph is captured.
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/SparseTensorImpl.h>

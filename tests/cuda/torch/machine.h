@@ -1,6 +1,7 @@
-// torch's side of the software device, for a torch without CUDA: what libtorch_cuda would register for the device type CUDA. Its
-// streams and events are those of ../software, and a kernel of torch is a step of the current stream that runs the CPU's kernel
-// on the same memory. So an order between streams that nobody asked for does not exist here either.
+// torch's side of the software device, for a torch without CUDA: what libtorch_cuda would register for the device type
+// CUDA. Its streams and events are those of ../software, and a kernel of torch is a step of the current stream that
+// runs the CPU's kernel on the same memory. So an order between streams that nobody asked for does not exist here
+// either.
 //
 //   devices.cpp   devices, streams and events for c10's device-generic classes
 //   memory.cpp    an allocator with the life of memory that torch's caching one gives it; what is freed is poisoned
@@ -9,8 +10,8 @@
 //   nccl.cpp      a backend with NCCL's name and manners, over Gloo
 //   module.cpp    what torch.cuda calls in torch._C
 //
-// Ownership: everything lives until the process ends. Thread-safety: any thread. Failure: c10::Error, as by torch; what a device
-// would meet later ends the process.
+// Ownership: everything lives until the process ends. Thread-safety: any thread. Failure: c10::Error, as by torch; what
+// a device would meet later ends the process.
 #pragma once
 
 #include <ATen/core/Tensor.h>

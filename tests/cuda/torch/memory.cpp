@@ -1,6 +1,6 @@
-// Device memory for tensors, with the lives that torch's caching allocator gives it: what is freed is the next tensor's at once,
-// in the order of the stream for which it was taken, unless another stream was recorded. The next tensor begins as poison, written
-// in that order: who still uses the memory on another stream finds that.
+// Device memory for tensors, with the lives that torch's caching allocator gives it: what is freed is the next tensor's
+// at once, in the order of the stream for which it was taken, unless another stream was recorded. The next tensor
+// begins as poison, written in that order: who still uses the memory on another stream finds that.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 

@@ -1,6 +1,6 @@
-// A backend for CUDA tensors that behaves as NCCL's: it queues on a stream of its own, waits for nobody on the host, holds its
-// stream where a peer has died until abort(). A Gloo backend for the host's tensors moves the bytes, when the stream is there.
-// Thread-safety: one thread at a time, but for abort().
+// A backend for CUDA tensors that behaves as NCCL's: it queues on a stream of its own, waits for nobody on the host,
+// holds its stream where a peer has died until abort(). A Gloo backend for the host's tensors moves the bytes, when the
+// stream is there. Thread-safety: one thread at a time, but for abort().
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>

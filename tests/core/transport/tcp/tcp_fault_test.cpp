@@ -1,4 +1,5 @@
-// What can go wrong between ranks that are connected: each is an error that names the rank, others go on, nothing is left.
+// What can go wrong between ranks that are connected: each is an error that names the rank, others go on, nothing is
+// left.
 #include <dirent.h>
 #include <fcntl.h>
 #include <netinet/in.h>

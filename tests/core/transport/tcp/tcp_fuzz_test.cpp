@@ -1,5 +1,6 @@
-// Frames that nobody honest would send, a million of them, the same each time: nothing is read or written out of bounds (which
-// AddressSanitizer sees), nothing is held beyond the window, and what is refused is refused with an error that names the rank.
+// Frames that nobody honest would send, a million of them, the same each time: nothing is read or written out of bounds
+// (which AddressSanitizer sees), nothing is held beyond the window, and what is refused is refused with an error that
+// names the rank.
 #include <sys/socket.h>
 
 #include <cstring>

@@ -76,8 +76,8 @@ TEST(tcp_over_ipv6) {
   connect_two(options, [](auto&, auto&) {});
 }
 
-// Garbage, silence, one byte at a time, and more of them than are let in: the ranks connect all the same, and strangers are
-// dropped.
+// Garbage, silence, one byte at a time, and more of them than are let in: the ranks connect all the same, and strangers
+// are dropped.
 TEST(tcp_strangers_disturb_nobody) {
   connect_two(kQuick, [](const std::string& zero, const std::string&) {
     tcp::Address address = tcp::decode_address(0, zero);
