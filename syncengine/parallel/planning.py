@@ -59,12 +59,13 @@ class Planning:
         if current is not None:  # ranks without a batch have nothing to time
             self._tuner = None
         planned = [i for bucket in self.plan for i in bucket]
-        if self.has_rebuilt and self._tuner is not None and set(planned) == set(trainable):
-            if not self._time_backward(self._tuner):
-                self._install(self.planner.rebuilt(planned), provisional=True)
-                return
-            self._tune(self._tuner, planned)
-        order = self._agree_on_order(trainable, current)
+        tuner = self._tuner if self.has_rebuilt and set(planned) == set(trainable) else None
+        if tuner is not None and not self._time_backward(tuner):
+            self._install(self.planner.rebuilt(planned), provisional=True)
+            return
+        order = self._agree_on_order(trainable, current)  # first: who is alone here waits in a call that has a name
+        if tuner is not None:
+            self._tune(tuner, order)
         self._install(self.planner.rebuilt(order), provisional=self._tuner is not None)
         self.has_rebuilt = True
 
@@ -112,7 +113,8 @@ class Planning:
         order = brought + [i for i in reversed(trainable) if i in missing]
         padding = [-1] * (len(self.model.parameters) - len(order))
         message = torch.tensor(order + padding, dtype=torch.int64, device="cpu")
-        communicator.broadcast(message, source)
+        what = f"planning the buckets of {self.model} in a forward with gradients enabled, as all ranks make it"
+        communicator.broadcast(message, source, layout=what)
         agreed = [i for i in message.tolist() if i >= 0]
         has_batch = current is None or communicator.rank in current.training
         if has_batch and (difference := sorted(set(agreed) ^ set(trainable))):

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from parallel_models import Mlp, backwards
+from parallel_models import Mlp, backwards, both, gradients, small
 from pool import RankPool, run_on_ranks
 from torch import nn
 
 import syncengine
+from syncengine.errors import Timeout
 from syncengine.parallel import planning, tuning
 from syncengine.parallel.tuning import CAPS, MIB, Link, choose_cap, end_of_backward
 
@@ -172,3 +173,46 @@ def test_a_rank_may_keep_models_that_others_have_dropped():
         backwards(model, 6)
         kept += [model] * (rank == 0)
         del model
+
+
+def forward_alone(rank: int, after: int) -> str:
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    backwards(model, after)
+    text = ""
+    if syncengine.rank() == rank:
+        with pytest.raises(Timeout) as error:
+            torch.autograd.grad(model(data(7)).sum(), model.module.weight)
+        text = str(error.value)
+    dist.barrier()  # Gloo's
+    return text
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("after", [1, 3])
+def test_a_forward_of_one_rank_alone_that_plans_is_named(pool: RankPool, rank: int, after: int):
+    """The second is where DDP's waits, too; the fourth chooses the size."""
+    texts = pool.run(forward_alone, rank, after, gloo=True, settings={"timeout": 3.0})
+    assert "in planning the buckets of Parallel(Linear) in a forward with gradients enabled" in texts[rank]
+
+
+def forwards_alone(rank: int, planning: list[int], options: dict[str, Any]) -> None:
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        found = []
+        for i in range(6):
+            if i not in planning and syncengine.rank() == rank:
+                torch.autograd.grad(model(data(7)).sum(), list(model.parameters()))
+            syncengine.barrier()
+            backwards(model, 1)
+            found += gradients(model)
+        return found
+
+    both(small, step, **options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("planning", "options"), [([1, 3], {}), ([1], {"bucket_cap_mb": 1.0})], ids=["tuned", "cap"])
+def test_other_forwards_of_one_rank_alone_are_its_own(
+    pool: RankPool, rank: int, planning: list[int], options: dict[str, Any]
+):
+    """As a map of saliency; ``planning``: how many backwards are before a forward that is collective."""
+    pool.run(forwards_alone, rank, planning, options, gloo=True, timeout=30.0)
