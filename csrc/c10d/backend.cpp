@@ -241,6 +241,8 @@ void TorchBackend::startCoalescing() {
 TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
   auto coalesced = coalescing_.take();
   if (!coalesced) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun, or an error has ended it");
+  if (coalesced->over)
+    throw Error(ErrorKind::InvalidUsage, "a barrier within coalesced calls has ended them: call it before or after");
   coalesced->dropped = {};
   return finish(*coalesced);
 }

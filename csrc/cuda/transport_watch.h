@@ -27,7 +27,7 @@ struct TransportWords {
   uint32_t progress;             // kernels so far that looked at peers' fingerprints. Written by them
   uint32_t mismatch[3];          // as in Control
   alignas(64) uint32_t go;       // kArrived: all ranks mean the same, and data may move. Written by the own stream and
-                            // kernels; after a failure by the watch
+                                 // kernels; after a failure by the watch
   alignas(64) uint32_t aborted;  // 1: kernels write no results any more. Written by the watch
 };
 

@@ -245,7 +245,7 @@ def launch(
 def arguments(op: ReduceOp, prescale: float, postscale: float) -> str:
     """For messages, and to be compared between ranks."""
     factors = "".join(
-        f", {name}_factor={float(factor)!r}"
+        f", {name}_factor={float(factor * 1.0)!r}"  # a text is an error
         for name, factor in (("prescale", prescale), ("postscale", postscale))
         if factor != 1.0
     )

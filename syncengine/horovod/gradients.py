@@ -63,6 +63,11 @@ def check_not_in_step(parameters: Sequence[torch.Tensor], names: Sequence[str]) 
             )
 
 
+def _shares_storage(gradient: torch.Tensor) -> bool:
+    """With other gradients, say: torch counts the writes to all of a storage's views as one."""
+    return gradient.untyped_storage().nbytes() != gradient.nbytes
+
+
 class Gradients:
     """Reduces the gradients of `parameters`, bucket by bucket, as soon as each has had `passes` backwards.
 
@@ -208,7 +213,7 @@ class Gradients:
     def _check_unchanged(self) -> None:
         for i, version in self._versions.items():
             gradient = self._parameters[i].grad
-            if gradient is not None and gradient._version != version:
+            if gradient is not None and gradient._version != version and not _shares_storage(gradient):
                 raise InvalidUsage(
                     f"the gradient of {self._names[i]} was changed between backward and step(), while it was being "
                     "reduced: call optimizer.synchronize() before it is clipped or changed otherwise, and put step() "

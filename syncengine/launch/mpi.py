@@ -104,19 +104,23 @@ class MPIExchange:
         sends = {peer: comm.Isend([payload, MPI.BYTE], dest=peer, tag=self._tag) for peer in peers}
         values[self._rank] = payload
 
-        def missing() -> set[int]:
+        def pending() -> set[int]:
             for peer in receives.keys() - values.keys():
                 status = MPI.Status()
                 if receives[peer].Test(status):
                     values[peer] = bytes(buffers[peer][: status.Get_count(MPI.BYTE)])
-            if comm.Iprobe(tag=self._failed):  # last: it follows the address of the rank that has failed
+            return {peer for peer in peers if peer not in values or not sends[peer].Test()}
+
+        def missing() -> set[int]:
+            left = pending()
+            if left and comm.Iprobe(tag=self._failed) and (left := pending()):  # again: all it sent before is here now
                 if not self._met and self._is_over():
                     raise _Over
                 text = bytearray(4096)
                 status = MPI.Status()
                 comm.Recv([text, MPI.BYTE], tag=self._failed, status=status)
                 raise as_error(bytes(text[: status.Get_count(MPI.BYTE)]))
-            return {peer for peer in peers if peer not in values or not sends[peer].Test()}
+            return left
 
         what = "join (did its process call syncengine.init?)"
         try:

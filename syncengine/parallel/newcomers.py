@@ -18,6 +18,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -79,8 +80,10 @@ class Newcomers:
         if all(id(parameter) in self._own or self._is_known(parameter) for parameter in present):
             return
         ignored = {_INSIDE + name for name in self._ignored}
+        others = (module for module in modules if module is not wrapper and isinstance(module, DistributedDataParallel))
+        averaged = {id(parameter) for module in others for parameter in module.parameters()}
         for name, parameter in named_parameters(wrapper, ignored).items():
-            if not self._is_known(parameter):
+            if not self._is_known(parameter) and id(parameter) not in averaged:
                 self._known[parameter] = None
                 one = name.removeprefix(_INSIDE), weakref.ref[torch.Tensor](parameter)
                 if not self._follow(*one):

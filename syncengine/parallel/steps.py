@@ -72,9 +72,9 @@ class Steps:
             if synchronize:
                 self.uneven.drop_weights()
             text = f"raised in forward: {type(error).__name__}: {error}"
-            if synchronize and not sync_buffers_after:
+            if synchronize and not sync_buffers_after and not self.uneven.weighs_within:
                 self.reducer.abandon_forward(text)
-            else:  # the others wait for its buffers
+            else:  # the others wait for its buffers, or its weight
                 communicator = self.model.communicator
                 communicator.abort(f"{own_name(communicator)} {text}")
             raise

@@ -33,6 +33,7 @@ class UnevenInputs:
     delayed: DelayedParameters | None
     divide_by_initial_world_size: bool = True
     join_is_over: bool = False  # by an error that all ranks have raised
+    weighs_within: bool = False  # weight() is called within forwards: there the others may wait for this rank's
     _weight: float | WeightExchange | None = None  # that was given last, until a forward synchronizes
     _backwards_before: int | None = None  # the last step that all know of, if it synchronizes
 

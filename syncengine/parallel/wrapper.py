@@ -15,7 +15,7 @@ from syncengine.errors import InvalidUsage
 from syncengine.parallel.broadcast import broadcast_named, describe_layout
 from syncengine.parallel.buffers import Buffers, choose_buffer_sync, named_state
 from syncengine.parallel.comm_hooks import CommHooks
-from syncengine.parallel.compiled import call_module, not_compiled
+from syncengine.parallel.compiled import call_module, is_active, not_compiled
 from syncengine.parallel.delayed import DelayedParameters, check_delayed
 from syncengine.parallel.devices import check_buffers_on, check_device_ids, device_of, move_inputs
 from syncengine.parallel.groups import (
@@ -277,6 +277,7 @@ class Parallel(ForTools):
         """
         weight = check_weight(n)
         if self._reduces:
+            self._uneven.weighs_within |= is_active(self)
             self._uneven.count(weight, in_join=self._join_config.enable)
 
 

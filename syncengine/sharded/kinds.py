@@ -59,16 +59,20 @@ def is_elementwise(optimizer_class: type[torch.optim.Optimizer], elements: bool 
     )
 
 
-def coupling(optimizer_class: type[torch.optim.Optimizer], options: Iterable[Mapping[str, Any]]) -> str:
-    """Says which of ``options`` makes the update of one parameter depend on others; or an empty text."""
-    if optimizer_class in ELEMENTWISE:
-        return ""  # these have none: what has such a name there is the user's own
+def own_options(plain: torch.optim.Optimizer, given: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Those of an optimizer's class. What else is in the groups that were ``given`` to it is the user's own."""
+    in_groups = {name for group in plain.param_groups for name in group} - {name for group in given for name in group}
+    return in_groups | set(plain.defaults) | set(vars(plain))
+
+
+def coupling(name_of_class: str, own: set[str], options: Iterable[Mapping[str, Any]]) -> str:
+    """Says which of ``options``, as far as they are the class's ``own``, couples parameters; or an empty text."""
     for group in options:
         for name, (what, remedy) in _COUPLING.items():
-            value = group.get(name)
+            value = group.get(name) if name in own else None
             if value.any() if isinstance(value, torch.Tensor) else value:
                 return (
-                    f"{optimizer_class.__name__} has {name}={value}, {what}, but with ShardedOptimizer each rank "
+                    f"{name_of_class} has {name}={value}, {what}, but with ShardedOptimizer each rank "
                     f"updates its part alone: {remedy}"
                 )
     return ""

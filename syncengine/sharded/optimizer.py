@@ -22,7 +22,7 @@ from syncengine.sharded.block import part
 from syncengine.sharded.claims import any_torn, check_not_torn
 from syncengine.sharded.cut import Slice
 from syncengine.sharded.joining import StepHook, announce_step, catch_up
-from syncengine.sharded.kinds import coupling, is_elementwise
+from syncengine.sharded.kinds import coupling, is_elementwise, own_options
 from syncengine.sharded.shard import Member, Shard, options_of
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.writing import write_together
@@ -76,7 +76,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         params = list(params)
         given = [options_of(group) for group in params if isinstance(group, dict)] or [{}]
         plain = optimizer_class(params, **defaults)  # checks them as it would by itself
-        self._coupling = functools.partial(coupling, optimizer_class)
+        self._coupling = functools.partial(coupling, optimizer_class.__name__, own_options(plain, given))
         if problem := self._coupling([vars(plain), plain.defaults, *plain.param_groups]):
             raise InvalidUsage(problem)
         if len(given) != len(plain.param_groups):  # it makes its own groups

@@ -358,6 +358,30 @@ def clip_too_early(case: str) -> None:
 
 
 @run_on_ranks()
+def test_gradients_that_are_views_of_one_tensor():
+    """Torch counts autograd's own writes to one of them as writes to all."""
+    hvd.init()
+    model, reference = make_model(), make_model()
+    reference.load_state_dict(model.state_dict())
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    flat, at = torch.zeros(sum(p.numel() for p in model.parameters())), 0
+    for parameter in model.parameters():
+        parameter.grad = flat[at : at + parameter.numel()].view_as(parameter)
+        at += parameter.numel()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        plain.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        loss_of(reference, step).backward()
+        for parameter in reference.parameters():
+            parameter.grad = hvd.allreduce(parameter.grad)
+        plain.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+@run_on_ranks()
 def test_arguments_that_are_refused():
     hvd.init()
     model = make_model()

@@ -51,7 +51,7 @@ def test_ranks_of_other_builds_are_named() -> None:
             del theirs["build"]
             return [mine, json.dumps({**theirs, **build}).encode() + b"\n" + address]
 
-        return connect._agree(exchange, syncengine.config.Config(), b"an address")
+        return connect._agree(exchange, syncengine.config.Config(), b"an address", [0, 1])
 
     for build, text in (({"build": "0123456789abcdef"}, "0123456789abcdef"), ({}, "an older one")):
         with pytest.raises(Mismatch, match=f"rank 1 on elsewhere runs another build .* .{text}. than rank 0"):

@@ -12,6 +12,7 @@ import torch
 from parallel_models import backwards, data, small
 from pool import run_on_ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 
@@ -177,3 +178,16 @@ def test_many_frozen_newcomers_are_warned_of_when_they_are_trained():
     assert not added(lambda: backwards(model))
     net[99].requires_grad_(True)
     assert added(lambda: backwards(model, 20)) == ["99.bias", "99.weight"]
+
+
+@run_on_ranks(gloo=True)
+def test_what_ddp_averages_is_not_trained_apart():
+    model = syncengine.Parallel(small())
+    backwards(model)
+    model.head = DistributedDataParallel(nn.Linear(3, 2))
+    assert not warnings_of(lambda: model.head(torch.ones(1, 3)).sum().backward())
+    model.other = nn.Linear(3, 2)
+    assert added(lambda: (backwards(model), model.other(torch.ones(1, 3)).sum().backward())) == [
+        "other.bias",
+        "other.weight",
+    ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from parallel_models import Mlp, different_bits
+from parallel_models import Mlp, data, different_bits
 from pool import RankPool, run_on_ranks
 from torch import nn
 
 import syncengine
-from syncengine.errors import InvalidUsage, Mismatch, SyncError
+from syncengine.errors import Aborted, InvalidUsage, Mismatch, SyncError
 
 SIZES = [5, 1, 9, 3]  # of the batches, by rank
 
@@ -244,3 +246,30 @@ def test_weights_where_a_tool_arms_the_reducer():
     for i, (how, given) in enumerate(cases):
         step(i, how, given)
     module.wrapper = []
+
+
+class Weighing(nn.Linear):
+    """Gives its weight within the forward, unless it raises before."""
+
+    def __init__(self) -> None:
+        super().__init__(24, 3)
+        self.weigh: Callable[[int], None] = lambda count: None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] != 24:
+            raise ValueError("a bad batch")
+        self.weigh(len(x))
+        return super().forward(x)
+
+
+def raises_before_its_weight() -> None:
+    model = syncengine.Parallel(Weighing())
+    model.module.weigh = lambda count: model.weight(count)
+    model(data()).sum().backward()
+    batch = data()[:, : 23 if syncengine.rank() == 0 else 24]
+    with pytest.raises(ValueError if syncengine.rank() == 0 else Aborted, match="a bad batch"):
+        model(batch).sum().backward()
+
+
+def test_an_error_before_the_weight_that_others_wait_for(pool: RankPool):
+    pool.run(raises_before_its_weight)

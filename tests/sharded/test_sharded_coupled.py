@@ -131,3 +131,22 @@ def test_an_option_that_ranks_have_changed_apart_is_named(pool: RankPool):
         assert text.startswith("Mismatch: what ShardedOptimizer.step() is to do differs"), text
         assert "Or, if Distance.step() itself has changed 'estimate': " in text
         assert "it does not treat each parameter by itself, and the weights are void" in text
+
+
+class Own(torch.optim.SGD):
+    """Of one's own, and as SGD."""
+
+
+def users_option() -> None:
+    net = make()
+    first, *rest = net.parameters()
+    groups = [{"params": [first], "max_grad_norm": 0.1}, {"params": rest, "max_grad_norm": 1.0}]
+    model = syncengine.Parallel(net)
+    optimizer = syncengine.ShardedOptimizer(groups, Own, elements=True, lr=1e-2)
+    train(model, optimizer, 2)
+    assert [group["max_grad_norm"] for group in optimizer.param_groups] == [0.1, 1.0]
+
+
+def test_an_option_of_the_users_own_couples_nothing(pool: RankPool):
+    """To clip each group by, say: the class does not read it."""
+    pool.run(users_option)

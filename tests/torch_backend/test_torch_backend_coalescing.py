@@ -130,7 +130,8 @@ def test_a_barrier_among_coalesced_calls() -> None:
         for tensor in tensors:
             backend.allreduce([tensor])
             dist.barrier(group)
-        backend._end_coalescing().wait()
+        with pytest.raises(InvalidUsage, match="a barrier within coalesced calls has ended them"):
+            backend._end_coalescing()
     assert all(equal(tensor, torch.full((2, 3), 4.0)) for tensor in tensors)
     with pytest.raises(InvalidUsage, match="no coalescing has begun"):
         backend._end_coalescing()

@@ -70,7 +70,9 @@ bool Messenger::awaits_anybody() const {
 uint64_t Messenger::perhaps_awaited() const { return awaits_anybody() ? ~uint64_t{0} : awaited(); }
 
 bool Messenger::waits_in_vain() const {
-  return awaits_anybody() && fresh_.empty() && !near_->has_unheard() && !(far_ && far_->has_unheard());
+  // What is matched may still be coming.
+  return awaits_anybody() && posted_ == receives_.size() && fresh_.empty() && !near_->has_unheard() &&
+         !(far_ && far_->has_unheard());
 }
 
 void Messenger::send_to_self(Post post) {
