@@ -269,6 +269,8 @@ def raises_before_its_weight() -> None:
     batch = data()[:, : 23 if syncengine.rank() == 0 else 24]
     with pytest.raises(ValueError if syncengine.rank() == 0 else Aborted, match="a bad batch"):
         model(batch).sum().backward()
+    with pytest.raises(Aborted, match="a bad batch"):
+        syncengine.barrier()
 
 
 def test_an_error_before_the_weight_that_others_wait_for(pool: RankPool):
