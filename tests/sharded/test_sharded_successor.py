@@ -84,6 +84,7 @@ def late_death(how: str) -> list[str]:
     model, first = sharded(net)
     train(model, first, 2)
     if how == "failed":
+        error_of(syncengine.barrier)  # the other's steps have ended, too; its abort may come in here
         syncengine.default_communicator().abort("no")
         failed = [error_of(lambda: train(model, first, 1))]
         model = syncengine.Parallel(net)
