@@ -14,6 +14,7 @@ import syncengine  # registers the backend
 from syncengine._C import has_cuda
 from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
+from syncengine.sharded import ShardedOptimizer
 from syncengine.torch_backend import NAME
 
 UNUSED = f"{NAME}_find_unused_parameters_true"
@@ -63,6 +64,14 @@ class TrainerSeam(InPlaceOfDDP):
             wrapper = self._ddp_comm_wrapper
             self.model.register_comm_hook(self._ddp_comm_state, hook if wrapper is None else wrapper(hook))
 
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """A ShardedOptimizer's is whole on every rank; Lightning would take it for one that gathers it on rank 0."""
+        plain = getattr(optimizer, "_optimizer", optimizer)  # of a LightningOptimizer
+        if isinstance(plain, ShardedOptimizer):
+            return plain.state_dict()
+        state: dict[str, Any] = super().optimizer_state(optimizer)  # type: ignore[misc] # of the DDPStrategy behind
+        return state
+
     def on_exception(self, exception: BaseException) -> None:
         """Lightning would name a strategy that goes back to DDP."""
         text = str(exception.args[0]) if exception.args else ""
@@ -81,6 +90,13 @@ class FabricSeam(InPlaceOfDDP):
     def setup_module(self, module: torch.nn.Module) -> Parallel:
         """Wraps the model."""
         return self._wrap(module)
+
+    def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As TrainerSeam.optimizer_state."""
+        if isinstance(optimizer, ShardedOptimizer):
+            return optimizer.state_dict()
+        state: dict[str, Any] = super().get_optimizer_state(optimizer)  # type: ignore[misc]
+        return state
 
 
 def register(registry: Any, strategy: type) -> None:
