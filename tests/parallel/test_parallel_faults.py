@@ -7,33 +7,19 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from faults import WITHIN, wait_for_failure, wait_for_file, wait_until
 from parallel_models import CAP, Mlp, data
 from pool import RankPool
+from raising_model import InBackward
 from torch import nn
 
 import syncengine
 from syncengine.errors import Aborted, InvalidUsage, Mismatch, PeerLost, SyncError, Timeout
 
 LATER = 1.0  # seconds until all ranks have come as far
-
-
-class InBackward(torch.autograd.Function):
-    """Runs a function in the middle of backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, act: Callable[[], None]) -> torch.Tensor:
-        ctx.act = act
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.act()
-        return grad, None
 
 
 class Acting(nn.Module):

@@ -1,0 +1,172 @@
+"""Averages on their way, or there, when a backward fails: what becomes of them, and who hears of it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from parallel_models import CAP, Branches, data, different_bits, gradients
+from pool import RankPool, run_on_ranks
+from raising_model import Bad, Raising
+from torch import nn
+
+import syncengine
+from syncengine.errors import SyncError
+
+
+def drops_the_averages(with_hook: bool) -> str:
+    """A hook on a parameter raises on rank 1 when all averages are there, and the error is caught."""
+    module = nn.Linear(24, 2)
+    model = syncengine.Parallel(module)
+    if with_hook:
+        model.register_comm_hook(None, own_hook)
+    bad = {"now": False}
+
+    def listen(parameter: torch.Tensor) -> None:
+        if bad["now"]:
+            raise Bad("in a hook")
+
+    module.weight.register_post_accumulate_grad_hook(listen)
+    model(data()).sum().backward()
+    bad["now"] = syncengine.rank() == 1
+    with pytest.raises(SyncError) as error:
+        for _ in range(2):
+            try:
+                model(data()).sum().backward()
+            except Bad:
+                bad["now"] = False
+    return str(error.value)
+
+
+def own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    average = bucket.buffer().clone()
+    syncengine.all_reduce(average, "avg")
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(average)
+    return future
+
+
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_averages_that_one_rank_has_dropped_are_noticed(pool: RankPool, with_hook: bool):
+    for text in pool.run(drops_the_averages, with_hook):
+        assert "rank 1: backward of Parallel(Linear) raised after its averages were complete" in text
+
+
+def all_drop(late_in_backward: list[int]) -> None:
+    """All ranks fail when the averages are there or on their way: some in backward, some in a hook."""
+    module = Raising()
+    model = syncengine.Parallel(module)
+    bad = {"now": False}
+
+    def listen(parameter: torch.Tensor) -> None:
+        if bad["now"]:
+            raise Bad("in a hook")
+
+    module.first.weight.register_post_accumulate_grad_hook(listen)
+    for i in range(6):
+        fails = i in (1, 2, 4)
+        in_backward = syncengine.rank() in late_in_backward
+        module.where = "late" if fails and in_backward else ""
+        bad["now"] = fails and not in_backward
+        module.zero_grad()
+        with pytest.raises(Bad) if fails else contextlib.nullcontext():
+            model(data(i)).sum().backward()
+    syncengine.barrier()
+
+
+@pytest.mark.parametrize("late_in_backward", [[], [0], [0, 1]], ids=str)
+def test_averages_that_all_ranks_have_dropped_cost_a_step(pool: RankPool, late_in_backward: list[int]):
+    pool.run(all_drop, late_in_backward)
+
+
+def late_and_early(last: str, world: int) -> str:
+    """Rank 0 fails when all its buckets are on their way, rank 1 before; a third rank does not fail."""
+    model = syncengine.Parallel(Raising(), **CAP)
+    model(data()).sum().backward()
+    rank = syncengine.rank()
+    model.module.where = ("late", "middle", "")[rank]
+    try:
+        model(data()).sum().backward()
+    except Bad:
+        model.module.where = ""
+    except SyncError as error:
+        return str(error)
+    if last == "destroyed" and rank == 0:
+        del model
+    else:
+        with pytest.raises(SyncError) if world == 3 else contextlib.nullcontext():
+            if last == "destroyed":
+                model.reducer.begin_forward(True)  # waits for nobody
+            else:
+                model(data()).sum().backward()
+    return "went on"
+
+
+@pytest.mark.parametrize("last", ["trained", "destroyed"])
+def test_who_abandons_with_all_buckets_on_their_way_keeps_nobody_waiting(pool: RankPool, last: str):
+    assert pool.run(late_and_early, last, 2) == ["went on"] * 2
+
+
+def test_who_did_not_abandon_hears_of_those_that_did(pool: RankPool):
+    assert "backward aborted" in pool.run(late_and_early, "trained", 3, world=3)[2]
+
+
+@run_on_ranks()
+def test_gradients_outlive_an_error_in_forward_with_a_communication_hook():
+    module = Raising()
+    model = syncengine.Parallel(module)
+    model.register_comm_hook(None, own_hook)
+    model(data()).sum().backward()
+    before = gradients(module)
+    module.where = "forward"
+    with pytest.raises((Bad, SyncError)):  # or the other's
+        model(data())
+    assert not different_bits(gradients(module), before)
+
+
+def grad_of_inference() -> str:
+    model = syncengine.Parallel(Branches(), find_unused_parameters=True)
+    left = syncengine.rank() == 0
+    model(data(0), left).sum().backward()
+    if left:
+        with torch.inference_mode():
+            model.module.right.weight.grad = torch.zeros(24, 24)  # nothing can be written to it any more
+    with pytest.raises(RuntimeError) as error:  # here, or in the next step
+        for i in range(2):
+            model(data(i), left).sum().backward()
+    assert model.module.right.weight.grad is None or not left
+    with pytest.raises(SyncError):
+        model(data(2), left)
+    return str(error.value)
+
+
+def test_an_average_that_can_not_be_delivered_is_told(pool: RankPool):
+    first, other = pool.run(grad_of_inference)
+    assert "inference tensor" in first
+    assert "rank 0: backward aborted" in other
+
+
+@run_on_ranks()
+def test_what_one_rank_has_accumulated_alone_is_lost_with_the_step():
+    """Of a parameter that is frozen by then, which the others do not expect."""
+    module = Raising()
+    model = syncengine.Parallel(module)
+    for where in ("early", "early", ""):
+        module.first.requires_grad_(True)
+        module.where = ""
+        if syncengine.rank() == 0:
+            with model.no_sync():
+                model(data()).sum().backward()
+            own = module.first.weight.grad.clone()
+        module.first.requires_grad_(False)
+        module.where = where
+        loss = model(data(1)).sum()
+        with pytest.raises(Bad) if where else contextlib.nullcontext():
+            loss.backward()
+        if where:
+            assert gradients(model) == [None] * 4
+    assert module.first.weight.grad is not None
+    assert syncengine.rank() == 1 or torch.equal(module.first.weight.grad, own / 2)
