@@ -11,7 +11,7 @@ from syncengine.launch import Exchange, Launch, open_exchange
 from syncengine.launch.arrivals import name_ranks
 
 _LOG_AFTER = 5.0
-_FAREWELL = 5.0
+_LEAVE_TIMEOUT = 5.0
 
 
 class Gathered(NamedTuple):
@@ -38,7 +38,7 @@ class Meeting:
             return
         try:
             # All before init() opens another one: the n-th of one rank meets the n-th of the others.
-            rounds = {"facts": timeout, "outcomes": 2 * timeout, "farewell": _FAREWELL}
+            rounds = {"facts": timeout, "outcomes": 2 * timeout, "leave": _LEAVE_TIMEOUT}
             self._exchanges = [
                 open_exchange(launch, seconds, _LOG_AFTER, purpose=f"doctor/{name}") for name, seconds in rounds.items()
             ]

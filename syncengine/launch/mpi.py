@@ -15,7 +15,7 @@ MAX_PAYLOAD = 64 * 1024  # bytes; addresses and settings are far smaller
 # Tags that a user's own first messages are unlikely to carry, within MPI's guaranteed 32767: two for each exchange, so
 # that what one left behind (a failure that nobody waited for, an address that nobody took) is none of the next one's.
 _FIRST_TAG, _EXCHANGES = 21091, 1000
-_PURPOSES = ("init", "doctor/facts", "doctor/outcomes", "doctor/farewell")  # each has numbers and tags of its own
+_PURPOSES = ("init", "doctor/facts", "doctor/outcomes", "doctor/leave")  # each has numbers and tags of its own
 _opened: dict[str, int] = dict.fromkeys(_PURPOSES, 0)  # how many for each
 
 _SHOWN = 0.1  # seconds in which MPI shows what has arrived

@@ -8,7 +8,8 @@
 // sender Asks. What was asked for, and all larger transfers, wait for the receiver's Ready, which gives the receive's
 // handle; then they come as Chunks, over whichever data connection is free.
 //
-// Who leaves says Goodbye; who gives the other up sends an Abort: why, in words. The connections' ends follow.
+// A rank that leaves in order sends a Goodbye; one that gives the other up sends an Abort, with the reason in words.
+// Then it closes its side of the connections.
 #pragma once
 
 #include <cstddef>
@@ -42,8 +43,8 @@ struct Frame {
   uint64_t tag = 0;       // Ready, Ask, Eager; Withdrawn: the first
   uint64_t handle = 0;    // Ready, Chunk: names a receive, from 1; Withdrawn: the last tag
   uint32_t offset = 0;    // Chunk: where in the transfer
-  uint32_t size =
-      0;  // Ready: bytes of the receive; Credit: bytes given back; Abort: the kind of error; Withdrawn: Eagers sent
+  // Ready: bytes of the receive; Credit: bytes given back; Abort: the kind of error; Withdrawn: Eagers sent.
+  uint32_t size = 0;
 
   bool operator==(const Frame&) const = default;
 };
