@@ -7,8 +7,9 @@
 #   make build       the extension, in place, as users get it
 #   make core-test   only the C++ core's tests
 #   make arm-check   compiles the C++ core for ARM, if aarch64-linux-gnu-g++ is installed
-#   make cuda-check  compiles and links the CUDA side, and runs it on a device in software, if nvcc is installed; needs no GPU
-#   make cuda-torch-check  the GPU tests of Python on that device, by a torch without CUDA, if nvcc is installed; needs no GPU
+#   make cuda-check  compiles and links the CUDA side, and runs it on a device in software, if nvcc is installed
+#   make cuda-torch-check  the GPU tests of Python on that device, by a torch without CUDA, if nvcc is installed
+#                    (neither needs a GPU)
 #   make gpu         builds and runs the GPU tests and benchmarks with the present Python and torch; downloads nothing
 #   make lint        formatters, linters and the type checker, changing nothing
 #   make format      formatters and linters, changing what they can
@@ -25,7 +26,8 @@ CPP_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu' 'tests/cuda
 
 # ---- environments ----
 
-# Python compiles what is imported, a small part of torch, and keeps that: else each of some hundred starts costs twice the time.
+# Python compiles what is imported, a small part of torch, and keeps that: else each of some hundred starts costs twice
+# the time.
 unexport PYTHONDONTWRITEBYTECODE
 
 .venv/ready: requirements.txt requirements-dev.txt
@@ -41,8 +43,8 @@ unexport PYTHONDONTWRITEBYTECODE
 	  echo "import site; site.addsitedir('$$site')" > $${site/.venv/.venv-$*}/main_environment.pth
 	touch $@
 
-# Frameworks, which bring packages of their own: those of .venv are there first, so that torch and NumPy stay what they are.
-# But for mpi4py: without an MPI it raises what Lightning, which looks for one, does not expect.
+# Frameworks, which bring packages of their own: those of .venv are there first, so that torch and NumPy stay what they
+# are. But for mpi4py: without an MPI it raises what Lightning, which looks for one, does not expect.
 .venv-integrations/ready: requirements-integrations.txt .venv/ready
 	$(PY) -m venv --without-pip .venv-integrations
 	site=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
@@ -74,8 +76,8 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 train: build
 	$(PY) -m examples.train_gpt compare
 
-# The core's tests need no Python: they are compiled while packages come in. Two files of the others run at a time: much of
-# it is waiting.
+# The core's tests need no Python: they are compiled while packages come in. Two files of the others run at a time: much
+# of it is waiting.
 test:
 	$(MAKE) --no-print-directory -j$(shell nproc) --output-sync=target \
 	  core-build build-for-tests .venv-openmpi/ready .venv-mpich/ready
@@ -106,8 +108,9 @@ cuda-torch-check: $(if $(shell command -v nvcc),build-for-tests)
 	$(if $<,SYNCENGINE_TEST_CUDA=software PYTHONPATH=tests/support $(PY) -m pytest -q -m gpu --noconftest -p no:cacheprovider \
 	  -p software_torch --numprocesses 2 --dist loadfile tests/cuda)
 
-# With whatever python3 and torch are there, in place: a GPU machine often reaches no package index. `make -k gpu` goes on after
-# a failure. With pytest-xdist four tests run at a time: most of their time is that of processes that import torch.
+# With whatever python3 and torch are there, in place: a GPU machine often reaches no package index. `make -k gpu` goes
+# on after a failure. With pytest-xdist four tests run at a time: most of their time is that of processes that import
+# torch.
 gpu: gpu-core gpu-tests gpu-benchmarks
 
 gpu-core:
