@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
-import traceback
 import weakref
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -25,7 +22,8 @@ from syncengine.groups import (
     forget_groups,
 )
 from syncengine.launch import Launch, find_launch, group_timeout, open_exchange, with_local_ranks
-from syncengine.process_end import at_end
+from syncengine.owner import is_owner, refuse_forked_child
+from syncengine.process_end import at_end, tell_peers_of_errors
 from syncengine.torch_group import destroy_torch_group, ensure_torch_group, users_group
 
 
@@ -47,7 +45,6 @@ class _Default(NamedTuple):
 
 
 _default: _Default | None = None
-_owner: int | None = None  # the process that called init() first
 _lock = threading.RLock()  # a signal handler may call shutdown() in the middle of init()
 
 
@@ -188,18 +185,6 @@ def _shares_default(group: dist.ProcessGroup) -> bool:
     return ours.size == dist.get_world_size(group)
 
 
-def refuse_forked_child() -> None:
-    """Records the process that calls this first; its forked children, which share its connections, must not."""
-    global _owner
-    if _owner is None:
-        _owner = os.getpid()
-    elif _owner != os.getpid():
-        raise InvalidUsage(
-            "syncengine can't be used in a forked child (a DataLoader worker, say) of a process that called "
-            "syncengine.init(): start such processes before init(), or by spawn"
-        )
-
-
 def shutdown() -> None:
     """Disconnects in good order; a rank that still waits for this one gets PeerLost. Does nothing without init().
 
@@ -210,9 +195,9 @@ def shutdown() -> None:
     global _default
     with _lock:
         current, _default = _default, None
-        if _owner == os.getpid():
+        if is_owner():
             destroy_torch_group()
-        groups = [*all_group_communicators(), *given_up] if _owner == os.getpid() else []
+        groups = [*all_group_communicators(), *given_up] if is_owner() else []
         forget_groups()
         if current is not None and current.pid == os.getpid():
             groups.append(current.communicator)
@@ -305,7 +290,7 @@ def _check_unchanged(current: _Default, given: dict[str, Any]) -> None:
 
 def _end() -> None:
     shutdown()
-    if _owner == os.getpid():
+    if is_owner():
         end_backends()  # torch leaves groups that nobody destroyed as they are
         end_packet_transports()  # while there is still an interpreter, and MPI
 
@@ -318,19 +303,13 @@ def install_hooks() -> None:
     if not _hooks_installed.acquire(blocking=False):
         return
     at_end(_end)
-    previous = sys.excepthook
+    tell_peers_of_errors(_made_here)
 
-    def tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """An uncaught error ends this process: the other ranks raise its text now instead of waiting."""
-        current = _default
-        communicators = []
-        if _owner == os.getpid():
-            communicators = [*all_group_communicators(), *given_up, *backend_communicators()]
-        if current is not None and current.pid == os.getpid():
-            communicators.append(current.communicator)
-        text = "".join(traceback.format_exception_only(kind, error)).strip()
-        for communicator in communicators:
-            communicator.abort(f"rank {communicator.global_ranks[communicator.rank]}: {text}")
-        previous(kind, error, trace)
 
-    sys.excepthook = tell_peers
+def _made_here() -> list[Communicator]:
+    """All communicators that this process has, those below backends included; in a forked child none."""
+    current = _default
+    made = [*all_group_communicators(), *given_up, *backend_communicators()] if is_owner() else []
+    if current is not None and current.pid == os.getpid():
+        made.append(current.communicator)
+    return made

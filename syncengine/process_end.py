@@ -1,13 +1,17 @@
-"""What runs when this process ends normally."""
+"""What runs when this process ends, normally or by an uncaught error."""
 
 from __future__ import annotations
 
 import atexit
 import multiprocessing
+import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.util import Finalize
+from types import TracebackType
+
+from syncengine._C import Communicator
 
 _functions: list[Callable[[], None]] = []  # where multiprocessing is to call them
 
@@ -22,6 +26,21 @@ def at_end(function: Callable[[], None]) -> None:
     if not _functions:
         Finalize(None, _finish, exitpriority=0)
     _functions.append(function)
+
+
+def tell_peers_of_errors(communicators: Callable[[], Iterable[Communicator]]) -> None:
+    """An uncaught error ends this process: the other ranks of these `communicators`, as they are then, raise its text
+    at once instead of waiting.
+    """
+    previous = sys.excepthook
+
+    def tell_peers(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = "".join(traceback.format_exception_only(kind, error)).strip()
+        for communicator in communicators():
+            communicator.abort(f"rank {communicator.global_ranks[communicator.rank]}: {text}")
+        previous(kind, error, trace)
+
+    sys.excepthook = tell_peers
 
 
 def _finish() -> None:

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from syncengine._C import Backend, has_cuda
-from syncengine.communicator import install_hooks, refuse_forked_child
+from syncengine.communicator import install_hooks
 from syncengine.config import Config
 from syncengine.connect import connect
 from syncengine.errors import InvalidUsage
 from syncengine.launch.store import StoreExchange
+from syncengine.owner import refuse_forked_child
 from syncengine.torch_group import prepared_communicator
 
 NAME = "syncengine"

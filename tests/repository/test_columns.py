@@ -1,4 +1,4 @@
-"""Lines of prose have at most 120 columns. ruff and clang-format see to code and its comments, nothing else to these."""
+"""Lines of prose have at most 120 columns. ruff and clang-format see to code and its comments, nothing to these."""
 
 import re
 

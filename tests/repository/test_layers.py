@@ -41,6 +41,7 @@ MODULES = [
     "connect",
     "groups",
     "torch_group",
+    "owner",
     "process_end",
     "communicator",
     "collectives",
