@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from syncengine._C import Work, note_incoming, owns_gradient
+from syncengine._C import Work, note_incoming
 from syncengine.errors import InvalidUsage
+from syncengine.horovod.flats import Flat, Flats
 from syncengine.horovod.gradient_stream import LARGE, GradientStream
 from syncengine.horovod.reductions import scale
 from syncengine.horovod.requests import describe
@@ -23,14 +24,18 @@ _STRIDED = torch.strided
 _owners: weakref.WeakValueDictionary[int, Gradients] = weakref.WeakValueDictionary()
 
 
-class _Flat:
-    """A bucket as one tensor: in memory that the peers read, or a large gradient where it lies."""
+class _Step:
+    """One step's gradients, from the end of the last one until they are averages."""
 
-    def __init__(self, values: torch.Tensor, like: Sequence[torch.Tensor]) -> None:
-        self.values = values
-        self.views = [
-            part.view(tensor.shape) for part, tensor in zip(values.split([t.numel() for t in like]), like, strict=True)
-        ]
+    __slots__ = ("announcement", "missing", "next", "order", "reducing", "versions")
+
+    def __init__(self, sizes: Iterable[int], bucket: int, announcement: Announcement | None) -> None:
+        self.order: list[int] = []  # of those that are ready
+        self.versions: dict[int, int] = {}  # of these gradients, as torch counts who writes to them
+        self.missing = list(sizes)  # of each bucket
+        self.next = bucket  # to reduce
+        self.announcement = announcement
+        self.reducing: list[tuple[int, Flat, Work]] = []
 
 
 def _let_go(stream: GradientStream, hooks: Sequence[RemovableHandle]) -> None:
@@ -91,7 +96,7 @@ class Gradients:
         self._passes = passes
         self._factors = factors
         self._sparse_as_dense = sparse_as_dense
-        self._flats: dict[int, _Flat] = {}  # of what is copied, as long as the plan
+        self._flats = Flats(stream)
         self._large: list[torch.Tensor] = []  # parameters whose gradients may be reduced where they lie
         self._left: list[int] = []  # backwards until each is ready
         self._hooks: list[RemovableHandle] = []
@@ -135,11 +140,11 @@ class Gradients:
     def synchronize(self) -> None:
         """Brings the gradients that no backward has brought (zeros, if there are none), and waits for all."""
         self.refuse_superseded()
-        brought = list(self._order)
+        brought = list(self._step.order)
         with self._telling():
             self._check_unchanged()
             self._complete(set(range(len(self._parameters))).difference(brought))
-            if self._parameters and self._stream.end_step(self._order if brought else []):
+            if self._parameters and self._stream.end_step(self._step.order if brought else []):
                 self._follow_plan()
         self._left = [self._passes] * len(self._parameters)
         self._start_step()
@@ -176,8 +181,8 @@ class Gradients:
             try:
                 yield
             except Exception as error:
-                if self._announcement is not None:
-                    self._announcement.tell(error)
+                if self._step.announcement is not None:
+                    self._step.announcement.tell(error)
                 raise
 
     def _follow(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
@@ -204,14 +209,14 @@ class Gradients:
                 parameter.grad = torch.zeros_like(parameter)
             self._bring(i, parameter)
         self._reduce_what_is_complete()  # what has raised in backward does so again
-        if self._announcement is not None:
-            self._announcement.wait()
-        for bucket, flat, work in self._reducing:
+        if self._step.announcement is not None:
+            self._step.announcement.wait()
+        for bucket, flat, work in self._step.reducing:
             work.wait()
             self._deliver(bucket, flat)
 
     def _check_unchanged(self) -> None:
-        for i, version in self._versions.items():
+        for i, version in self._step.versions.items():
             gradient = self._parameters[i].grad
             if gradient is not None and gradient._version != version and not _shares_storage(gradient):
                 raise InvalidUsage(
@@ -233,12 +238,7 @@ class Gradients:
 
     def _start_step(self, bucket: int = 0, announcement: Announcement | None = None) -> None:
         self._stream.in_step = False
-        self._order: list[int] = []  # of those that are ready
-        self._versions: dict[int, int] = {}  # of these gradients, as torch counts who writes to them
-        self._missing = [len(members) for members in self._stream.plan]
-        self._next = bucket  # to reduce
-        self._announcement = announcement
-        self._reducing: list[tuple[int, _Flat, Work]] = []
+        self._step = _Step(map(len, self._stream.plan), bucket, announcement)
         note_incoming(self._large)  # each time, since a user's first hook on a tensor displaces the note
 
     def _on_gradient(self, i: int, parameter: torch.Tensor) -> None:
@@ -248,7 +248,7 @@ class Gradients:
             return
         if left < 0:
             if parameter.grad is not None:
-                self._versions[i] = parameter.grad._version  # what has changed it is named here
+                self._step.versions[i] = parameter.grad._version  # what has changed it is named here
             raise InvalidUsage(
                 f"the gradient of {self._names[i]} was computed more than {self._passes} times before step(): call "
                 f"step() or synchronize() after each backward, or give backward_passes_per_step (now {self._passes}) "
@@ -263,18 +263,19 @@ class Gradients:
             with self._telling():
                 self._check(i, gradient)
         self._stream.in_step = True
-        self._order.append(i)
-        self._versions[i] = parameter.grad._version  # type: ignore[union-attr] # a sparse one is another now
-        bucket = self._bucket_of[i]
-        left = self._missing[bucket] = self._missing[bucket] - 1
-        if left == 0 and bucket == self._next:
+        step, bucket = self._step, self._bucket_of[i]
+        step.order.append(i)
+        step.versions[i] = parameter.grad._version  # type: ignore[union-attr] # a sparse one is another now
+        left = step.missing[bucket] = step.missing[bucket] - 1
+        if left == 0 and bucket == step.next:
             self._reduce_what_is_complete()
 
     @torch.no_grad()
     def _reduce_what_is_complete(self) -> None:
-        while self._next < len(self._missing) and self._missing[self._next] == 0:
-            self._reduce(self._next)
-            self._next += 1
+        step = self._step
+        while step.next < len(step.missing) and step.missing[step.next] == 0:
+            self._reduce(step.next)
+            step.next += 1
 
     @torch.no_grad()
     def _check(self, i: int, gradient: torch.Tensor) -> None:
@@ -305,39 +306,15 @@ class Gradients:
     def _reduce(self, bucket: int) -> None:
         with self._telling():
             gradients = self._gradients(bucket)
-            if self._announcement is None:
-                self._announcement = self._stream.announce(self._stream.request())
-            wire = self._stream.wire(bucket)
-            if self._lies_alone(bucket, gradients, wire):
-                flat = _Flat(gradients[0].view(-1), gradients)
-            else:
-                flat = self._flat(bucket, gradients, wire)
-                torch._foreach_copy_(flat.views, gradients)
+            if self._step.announcement is None:
+                self._step.announcement = self._stream.announce(self._stream.request())
+            flat = self._flats.fill(bucket, gradients, self._parameters[self._stream.plan[bucket][0]])
             scale(flat.values, self._factors[0])
             if self._factors[0] != 1.0 and flat.values.data_ptr() == gradients[0].data_ptr():
-                self._versions[self._stream.plan[bucket][0]] = gradients[0]._version
-            self._reducing.append((bucket, flat, self._stream.reduce(flat.values)))
+                self._step.versions[self._stream.plan[bucket][0]] = gradients[0]._version
+            self._step.reducing.append((bucket, flat, self._stream.reduce(flat.values)))
 
-    def _lies_alone(self, bucket: int, gradients: Sequence[torch.Tensor], wire: torch.dtype) -> bool:
-        """Whether the bucket is one gradient that can be reduced where it lies, seen by nobody else."""
-        if len(gradients) > 1 or gradients[0].nbytes < LARGE:
-            return False
-        if gradients[0].dtype != wire or not gradients[0].is_contiguous():
-            return False
-        return owns_gradient(self._parameters[self._stream.plan[bucket][0]])
-
-    def _flat(self, bucket: int, like: Sequence[torch.Tensor], wire: torch.dtype) -> _Flat:
-        flat = self._flats.get(bucket)
-        if flat is None:
-            elements = self._stream.elements(bucket)
-            if like[0].device.type == "cpu":
-                values = self._stream.communicator.empty([elements], wire)
-            else:
-                values = torch.empty(elements, dtype=wire, device=like[0].device)
-            flat = self._flats[bucket] = _Flat(values, like)
-        return flat
-
-    def _deliver(self, bucket: int, flat: _Flat) -> None:
+    def _deliver(self, bucket: int, flat: Flat) -> None:
         gradients = self._gradients(bucket)
         scale(flat.values, self._factors[1])
         if gradients[0].data_ptr() != flat.values.data_ptr():

@@ -108,6 +108,7 @@ HOROVOD_MODULES = [
     "scatter",
     "sync_batch_norm",
     "gradient_stream",
+    "flats",
     "gradients",
     "parameters",
     "optimizer",
