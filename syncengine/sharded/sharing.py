@@ -22,12 +22,11 @@ from syncengine.sharded.membership import Groups, Membership
 from syncengine.sharded.memory import Host
 from syncengine.sharded.movable import why_not_shared
 from syncengine.sharded.shard import Member, Shard, describe_options
-from syncengine.sharded.state import State, digest
+from syncengine.sharded.state import State
 from syncengine.sharded.update import torn_text, update_together
 from syncengine.sharded.weights import Named
+from syncengine.sharded.wording import SAME, advise, describe_shared, describe_update, why_not_averages
 from syncengine.sharded.zero import other_ranks
-
-SAME = "Do the same on every rank before step()."
 
 
 class Sharing:
@@ -111,11 +110,7 @@ class Sharing:
         if not members or self.host is None:
             return
         named = [Named(self.members.names[member.parameter], member.parameter) for member in members]
-        lines = [
-            f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, "
-            + (f"state with CRC-32 {digest(entries):08x}" if (entries := state.get(p)) else "no state")  # {}: was read
-            for name, p in named
-        ]
+        lines = describe_shared(named, state)
         communicator = self.host.communicator
         what = "what ShardedOptimizer is to share differs"
         modules = [model.module for model in self.models]
@@ -241,24 +236,15 @@ class Sharing:
             options.append("loaded a state dict of the optimizer, or replaced its state: no")
         marks = [block.gradients() + bytes([block.weights.loaded]) for block in self.blocks]
         facts = b"|".join([str(self._updates).encode(), "\n".join(options).encode(), *marks])
-        agree(self.host.communicator, what, facts, lambda: self._describe(options), problem, self._advice())
-
-    def _advice(self) -> str:
-        changed = sorted(set().union(*(block.shard.changed for block in self.blocks)))
-        if not changed:
-            return SAME
-        names, kind = ", ".join(map(repr, changed)), self.blocks[0].shard.kind
-        return (
-            f"{SAME} Or, if {kind}.step() itself has changed {names}: it does not treat each parameter by itself, and "
-            "the weights are void. Continue from a checkpoint, with a plain optimizer."
+        step = self._step(self._updates + 1)
+        agree(
+            self.host.communicator,
+            what,
+            facts,
+            lambda: list(describe_update(step, options, self.blocks)),
+            problem,
+            advise(self.blocks),
         )
-
-    def _describe(self, options: Sequence[str]) -> list[str]:
-        lines = [f"step {self._step(self._updates + 1)}", *options]
-        for block in self.blocks:
-            lines.append(f"loaded a state dict of the model: {'yes' if block.weights.loaded else 'no'}")
-            lines += block.describe_gradients()
-        return lines
 
     def written(self) -> str:
         """Which parameter this rank has written to outside of an update, and must not; or an empty text."""
@@ -273,12 +259,7 @@ class Sharing:
         for block in self.blocks:
             if problem := block.wrong_sum() or block.sparse_gradient():
                 return problem
-        for model in self.models:
-            if not model._reduces or all(parameter.grad is None for parameter in model._module_parameters):
-                continue
-            if reason := model.reducer.not_averaged():
-                return f"the gradients of {type(model.module).__name__} are not averages: {reason}"
-        return ""
+        return why_not_averages(self.models)
 
     # --- Its end
 

@@ -11,7 +11,8 @@ from syncengine.sharded.agreement import agree
 from syncengine.sharded.membership import Groups
 from syncengine.sharded.memory import Host
 from syncengine.sharded.private import PrivateTensors
-from syncengine.sharded.sharing import SAME, Sharing
+from syncengine.sharded.sharing import Sharing
+from syncengine.sharded.wording import SAME
 
 
 @contextlib.contextmanager

@@ -134,6 +134,7 @@ SHARDED_MODULES = [
     "membership",
     "edits",
     "update",
+    "wording",
     "sharing",
     "writing",
     "joining",
