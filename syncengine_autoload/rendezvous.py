@@ -4,7 +4,8 @@ and a process group made anew finds the keys of the one before.
 So what is in the store proves nothing by being there. Each rank signs in with a nonce; all nonces together name a
 session, and a rank writes its payload under a session's name. A payload under a session that this rank's nonce is in
 was written after this rank came. When a nonce is replaced, because its rank was restarted or tries again, there is
-another session, and all write anew.
+another session, and all write anew. What a rank says when it fails is kept beside: it may have signed in anew before
+others look.
 
 Here and not in syncengine.launch, since the patch needs it where syncengine can't be imported.
 """
@@ -15,6 +16,7 @@ import hashlib
 import os
 import secrets
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -31,6 +33,15 @@ class Failed(Exception):
     def __init__(self, notice: bytes) -> None:
         super().__init__(notice)
         self.notice = notice
+
+
+class _Signature(NamedTuple):
+    """A rank's: that of a failure if it has a notice."""
+
+    nonce: bytes
+    attempt: str
+    there: _Nonces  # when it failed: they hear of it, and their own failures are of the same past
+    notice: bytes
 
 
 class Rendezvous:
@@ -52,33 +63,38 @@ class Rendezvous:
         self._rank, self._size = rank, len(numbers)
         self._round = 0
         self._changes = b""  # how many signatures there were when this rank looked
-        self._nonces, notices = self._read()
+        self._failures = self._count_failures()  # those before are heard by signatures that are still there
+        self._unread: list[int] = []
+        self._nonces, failures = self._read()
         known = _seen.pop(self._nonces[rank], ()) if self._nonces[rank] else ()
         self._past = {
             self._nonces[rank],
             *known,
-            *(nonce for nonce, (attempt, _) in notices.items() if attempt != _attempt()),
+            *(failure.nonce for failure in failures if failure.attempt != _attempt()),
         }
         self._nonce = secrets.token_hex(8).encode()
-        self._remember()
+        self._remember(self._nonces)
         self._sign(b"")
-        self._hear(notices)
+        self._hear(failures)
 
     def gather(self, payload: bytes) -> bool:
         """Whether all ranks have given their payload, which are in `values` then. To be called until it returns True,
         with the same payload. Raises Failed once a rank has failed.
         """
         changed = not self.met and self._look()
-        self._raise_what_is_told()
         # First of all what the session that was has got: others may have completed it, and signed in anew since.
         complete = self._collect()
-        if changed and not complete:
-            self._enter(payload)
-            complete = self._collect()
+        if not complete:
+            self._raise_what_is_told()
+            if changed:
+                self._enter(payload)
+                complete = self._collect()
         if self._session is not None and self._session.check(["failed"]):
             self._told = self._session.get("failed")
             self._raise_what_is_told()
-        self.met = self.met or complete
+        if complete and not self.met:
+            self.met = True
+            self._remember(self._members)  # nothing of those that have signed in since
         return complete
 
     def begin_round(self, payload: bytes) -> None:
@@ -94,8 +110,14 @@ class Rendezvous:
 
     def fail(self, notice: bytes) -> None:
         """Ends the meeting for all, now and later; the first one counts. Nothing if another rank has ended it."""
-        if self._told is None:
+        if not self.met:
+            self._look()
+        if self._told is not None:
+            self._leave(self._told)
+        elif self._session is None or not self._session.check(["failed"]):
             self._leave(notice)
+            signature = self._signature(notice)
+            self.store.set(f"failure/{self.store.add('failures', 1)}", signature)  # type: ignore[arg-type]
             self._sign(notice)
 
     def superseded(self) -> bool:
@@ -114,26 +136,48 @@ class Rendezvous:
         if self._session is not None and not self._session.check(["failed"]):
             self._session.set("failed", notice)  # type: ignore[arg-type] # bytes are what it takes
 
+    def _signature(self, notice: bytes) -> bytes:
+        there = (self._members if self.met else self._nonces) if notice else ()
+        return b" ".join([self._nonce, b",".join([_attempt().encode() or b"-", *there]), notice])
+
     def _sign(self, notice: bytes) -> None:
-        signature = b" ".join([self._nonce, _attempt().encode() or b"-", notice])
-        self.store.set(str(self._rank), signature)  # type: ignore[arg-type]
+        self.store.set(str(self._rank), self._signature(notice))  # type: ignore[arg-type]
         self.store.add("changes", 1)
 
-    def _read(self) -> tuple[_Nonces, dict[bytes, tuple[str, bytes]]]:
-        """Each rank's nonce, b"" without one; of those that have failed, by nonce, in which attempt, and the notice."""
-        nonces, notices = [], {}
-        for peer in range(self._size):
-            there = self.store.check([str(peer)])
-            nonce, attempt, notice = self.store.get(str(peer)).split(b" ", 2) if there else (b"", b"", b"")
-            nonces.append(nonce)
-            if notice:
-                notices[nonce] = (attempt.decode(), notice)
-        return tuple(nonces), notices
+    def _read(self) -> tuple[_Nonces, list[_Signature]]:
+        """Each rank's nonce, b"" without one; and of those ranks that have failed."""
+        signatures = [self._read_signature(str(peer)) for peer in range(self._size)]
+        nonces = tuple(b"" if signature is None else signature.nonce for signature in signatures)
+        return nonces, [signature for signature in signatures if signature and signature.notice]
 
-    def _hear(self, notices: dict[bytes, tuple[str, bytes]]) -> None:
-        for nonce, (_, notice) in notices.items():
-            if nonce not in self._past and nonce != self._nonce and self._told is None:
-                self._told = notice
+    def _read_signature(self, key: str) -> _Signature | None:
+        if not self.store.check([key]):
+            return None
+        nonce, then, notice = self.store.get(key).split(b" ", 2)
+        attempt, *there = then.split(b",")
+        return _Signature(nonce, attempt.decode(), tuple(there), notice)
+
+    def _count_failures(self) -> int:
+        return self.store.add("failures", 0)
+
+    def _read_failures(self) -> list[_Signature]:
+        """Those since this rank came, whether the ranks have signed in anew since or not."""
+        before, self._failures = self._failures, self._count_failures()
+        unread, self._unread = [*self._unread, *range(before + 1, self._failures + 1)], []
+        failures = []
+        for number in unread:
+            failure = self._read_signature(f"failure/{number}")
+            if failure is not None:
+                failures.append(failure)
+            else:  # the rank has counted it, and not written it yet
+                self._unread.append(number)
+        return failures
+
+    def _hear(self, failures: list[_Signature]) -> None:
+        for failure in failures:
+            if failure.nonce not in self._past and failure.nonce != self._nonce and self._told is None:
+                self._told = failure.notice
+                self._remember((failure.nonce, *failure.there))
 
     def _look(self) -> bool:
         """Whether other ranks take part than when it looked last."""
@@ -141,14 +185,16 @@ class Rendezvous:
         if changes == self._changes:
             return False
         before = self._nonces
-        self._nonces, notices = self._read()
-        self._hear(notices)
-        self._remember()
+        self._nonces, failures = self._read()
+        if not self.met:
+            if self._told is None:
+                self._remember(self._nonces)
+            self._hear(self._read_failures() + failures)
         first, self._changes = not self._changes, changes
         return first or self._nonces != before
 
-    def _remember(self) -> None:
-        _seen[self._nonce] = self._nonces
+    def _remember(self, nonces: _Nonces) -> None:
+        _seen[self._nonce] = nonces
         if len(_seen) > _MOST_SEEN:
             del _seen[next(iter(_seen))]
 

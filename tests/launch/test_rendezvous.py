@@ -157,6 +157,7 @@ def attempt(shared: dist.Store, size: int, dice: random.Random, lives: list[int]
     """Whether all have met within so many steps, of one rank each; if so, they have given each other the same."""
     ranks: list[Life | None] = [None] * size
     met: set[int] = set()
+    told: list[Life] = []  # there when another failed
     for _ in range(steps):
         rank = dice.randrange(size)
         life = ranks[rank]
@@ -165,11 +166,14 @@ def attempt(shared: dist.Store, size: int, dice: random.Random, lives: list[int]
             ranks[rank] = Life(shared, rank, size, lives[rank])
         elif failures and not met and dice.random() < 0.1:
             failures -= 1
+            is_news = life not in told and life.meeting._told is None
             life.meeting.fail(b"a bad day")
             ranks[rank] = None
+            told += [other for other in ranks if other is not None and is_news]
         elif rank not in met:
             try:
                 if life.step():
+                    assert life not in told
                     met.add(rank)
             except Failed:
                 assert not met
@@ -223,3 +227,83 @@ def test_who_signs_in_anew_supersedes():
     again = Life(shared, 0, 2, 1)
     assert ranks[1].meeting.superseded()
     assert not again.meeting.superseded()
+
+
+@pytest.mark.parametrize("before", ["", "0", "1", "01", "10", "2", "02", "12", "0120", "1021", "201", "0212", "1202"])
+def test_a_failure_is_heard_though_the_rank_is_there_again(before: str):
+    """By each that was there when rank 1 failed; `before`: which ranks had looked. Rank 2 comes when first named."""
+    shared = dist.HashStore()
+    ranks = [Life(shared, rank, 3, 0) for rank in range(2)]
+    for rank in map(int, before):
+        if rank == len(ranks):
+            ranks.append(Life(shared, 2, 3, 0))
+        else:
+            assert not ranks[rank].step()
+    ranks[1].meeting.fail(b"a bad day")
+    waiting = [Life(shared, 1, 3, 1)]
+    assert not waiting[0].step()
+    for rank, life in enumerate(ranks):
+        if rank != 1:
+            with pytest.raises(Failed, match="a bad day"):
+                life.step()
+    waiting += [Life(shared, rank, 3, 1) for rank in (0, 2)]
+    for _ in range(3):
+        waiting = [life for life in waiting if not life.step()]
+    assert not waiting
+
+
+def test_of_who_failed_and_is_there_again_the_next_failure_is_heard_too():
+    shared = dist.HashStore()
+    first, other = Life(shared, 0, 2, 0), Life(shared, 1, 2, 0)
+    other.meeting.fail(b"a bad day")
+    again = Life(shared, 1, 2, 1)
+    with pytest.raises(Failed, match="a bad day"):
+        first.step()
+    first = Life(shared, 0, 2, 1)
+    again.meeting.fail(b"another")
+    with pytest.raises(Failed, match="another"):
+        first.step()
+
+
+def test_who_meets_the_others_last_hears_of_their_next_failure_in_its_next_one():
+    shared = dist.HashStore()
+    last, first = Life(shared, 0, 2, 0), Life(shared, 1, 2, 0)
+    assert not last.step()
+    assert first.step()
+    Life(shared, 1, 2, 1).meeting.fail(b"a bad day")
+    assert last.step()
+    with pytest.raises(Failed, match="a bad day"):
+        Life(shared, 0, 2, 1).step()
+
+
+def test_a_failure_that_is_counted_first_and_written_later():
+    """As by a rank that stops in between."""
+    shared = dist.HashStore()
+    stopped, dead, waiting = (Life(shared, rank, 3, 0).meeting for rank in range(3))
+    number = stopped.store.add("failures", 1)
+    dead.fail(b"a bad day")
+    Life(shared, 1, 3, 1)
+    with pytest.raises(Failed, match="a bad day"):
+        waiting.gather(b"")
+    stopped.store.set(f"failure/{number}", stopped._signature(b"late"))
+    waiting = Life(shared, 2, 3, 1).meeting
+    stopped, dead = (Life(shared, rank, 3, 2).meeting for rank in range(2))
+    number = stopped.store.add("failures", 1)
+    assert not waiting.gather(b"")
+    stopped.store.set(f"failure/{number}", stopped._signature(b"another"))
+    Life(shared, 0, 3, 3)
+    with pytest.raises(Failed, match="another"):
+        waiting.gather(b"")
+
+
+def test_a_failure_after_an_older_one_that_was_heard_late():
+    shared = dist.HashStore()
+    Life(shared, 1, 3, 0).meeting.fail(b"a bad day")
+    slow = Life(shared, 0, 3, 0)
+    ranks = [Life(shared, rank, 3, 1) for rank in (1, 2)]
+    with pytest.raises(Failed, match="a bad day"):
+        slow.step()
+    again = Life(shared, 0, 3, 1)
+    ranks[1].meeting.fail(b"another")
+    with pytest.raises(Failed, match="another"):
+        again.step()
