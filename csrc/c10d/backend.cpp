@@ -198,7 +198,7 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   if (call.to_be_counted) count(call);
   auto limit = at_most(how.timeout);
   auto& operations = call.operations();
-  if (!how.async && !call.coalesced && !limit && operations.size() == 1) {
+  if (!how.async && !call.coalesced && !limit && operations.size() == 1 && call.mail().empty()) {
     communicator_->run(std::move(operations[0]), raise_pending_signal);
     undelivered_->deliver_ended();
     call.deliver();

@@ -1,5 +1,6 @@
 // TorchBackend's point-to-point calls, and the collectives that are made of messages: every pair of ranks that has
-// something to say exchanges one message a call. A rank's own part is copied at once.
+// something to say exchanges one message a call. A rank's own part is copied at once. An operation that moves nothing
+// compares the call with the others': messages alone would not tell of roots that differ, nor of other collectives.
 #include <cstring>
 
 #include "base/error.h"
@@ -15,7 +16,6 @@ using ::c10d::OpType;
 // else what one rank sent in a call that another one refused would be taken for a part of the next. It says the dtype,
 // too, which is the same for all parts of a call.
 constexpr uint64_t kCollectives = 1;
-enum class Kind : uint64_t { Gather = 1, Scatter, AllToAll };
 
 void copy_own(const SpanList& from, const SpanList& to) {
   from.for_each(0, from.bytes(), [&](std::byte* source, size_t offset, size_t bytes) {
@@ -45,7 +45,7 @@ Message own_message(const char* call, bool sends, int peer, int tag, SpanList me
           .describe = describe(call, sends ? "to" : "from", peer, tag)};
 }
 
-Message part_of_collective(const Call& call, Kind kind, c10::ScalarType type, bool sends, int peer, SpanList memory) {
+Message part_of_collective(const Call& call, ByMessages kind, c10::ScalarType type, bool sends, int peer, SpanList memory) {
   const uint64_t of = memory.bytes() == 0 ? 0 : static_cast<uint64_t>(type);  // nothing has no dtype: torch.tensor([])
   return {.peer = peer,
           .channel = kCollectives,
@@ -75,6 +75,10 @@ std::vector<size_t> split_bytes(const char* call, const at::Tensor& tensor, cons
                                              " split sizes that add up to " + std::to_string(rows) + " rows");
   for (int rank = 0; rank < world; ++rank) bytes[rank] = sizes[rank] * row_bytes;
   return bytes;
+}
+
+Operation comparison(ByMessages what, int root = kNoRoot) {
+  return {.collective = Collective::Barrier, .root = root, .layout_hash = static_cast<uint64_t>(what)};
 }
 
 }  // namespace
@@ -111,11 +115,12 @@ TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& i
   int root = require_rank(options.rootRank, call.name());
   const at::Tensor& input = require_only(inputs, call.name());
   const c10::ScalarType type = input.scalar_type();
+  call.add(comparison(ByMessages::Gather, root));
   SpanList mine;
   call.read(input, mine);
   if (rank_ != root) {
     require_lists(call.name(), outputs.size(), 0);
-    call.send(part_of_collective(call, Kind::Gather, type, true, root, std::move(mine)));
+    call.send(part_of_collective(call, ByMessages::Gather, type, true, root, std::move(mine)));
   } else {
     require_lists(call.name(), outputs.size(), 1);
     require_lists(call.name(), outputs[0].size(), size_);
@@ -129,7 +134,7 @@ TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& i
       if (peer == rank_)
         copy_own(mine, memory);
       else
-        call.receive(part_of_collective(call, Kind::Gather, type, false, peer, std::move(memory)));
+        call.receive(part_of_collective(call, ByMessages::Gather, type, false, peer, std::move(memory)));
     }
     call.results() = outputs[0];
   }
@@ -142,13 +147,14 @@ TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& 
   int root = require_rank(options.rootRank, call.name());
   const at::Tensor& output = require_only(outputs, call.name());
   const c10::ScalarType type = output.scalar_type();
+  call.add(comparison(ByMessages::Scatter, root));
   if (rank_ == root && inputs.size() == 1) call.compare(output, inputs[0]);
   SpanList mine;
   call.write(output, mine);
   call.results() = outputs;
   if (rank_ != root) {
     require_lists(call.name(), inputs.size(), 0);
-    call.receive(part_of_collective(call, Kind::Scatter, type, false, root, std::move(mine)));
+    call.receive(part_of_collective(call, ByMessages::Scatter, type, false, root, std::move(mine)));
   } else {
     require_lists(call.name(), inputs.size(), 1);
     require_lists(call.name(), inputs[0].size(), size_);
@@ -161,7 +167,7 @@ TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& 
       if (peer == rank_)
         copy_own(memory, mine);
       else
-        call.send(part_of_collective(call, Kind::Scatter, type, true, peer, std::move(memory)));
+        call.send(part_of_collective(call, ByMessages::Scatter, type, true, peer, std::move(memory)));
     }
   }
   return start(std::move(call), {OpType::SCATTER, options.timeout, options.asyncOp});
@@ -218,10 +224,11 @@ void TorchBackend::add_all_to_all(Call& call, c10::ScalarType type, std::vector<
                                              std::to_string(sent[rank_].bytes()) + " bytes, but has room for " +
                                              std::to_string(received[rank_].bytes()));
   copy_own(sent[rank_], received[rank_]);
+  call.add(comparison(ByMessages::AllToAll));
   for (int step = 1; step < size_; ++step) {
     int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;
-    call.receive(part_of_collective(call, Kind::AllToAll, type, false, from, std::move(received[from])));
-    call.send(part_of_collective(call, Kind::AllToAll, type, true, to, std::move(sent[to])));
+    call.receive(part_of_collective(call, ByMessages::AllToAll, type, false, from, std::move(received[from])));
+    call.send(part_of_collective(call, ByMessages::AllToAll, type, true, to, std::move(sent[to])));
   }
 }
 

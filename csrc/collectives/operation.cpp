@@ -15,6 +15,16 @@ const char* name(Collective collective) {
   return "unknown";
 }
 
+const char* name(ByMessages what) {
+  switch (what) {
+    case ByMessages::Nothing: return "barrier";
+    case ByMessages::Gather: return "gather";
+    case ByMessages::Scatter: return "scatter";
+    case ByMessages::AllToAll: return "all_to_all";
+  }
+  return "unknown";
+}
+
 const char* name(Numerics numerics) {
   switch (numerics) {
     case Numerics::RankOrder: return "rank_order";

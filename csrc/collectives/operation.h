@@ -19,6 +19,11 @@ namespace syncengine {
 enum class Collective : uint8_t { AllReduce, Broadcast, ReduceScatter, AllGather, Barrier };
 const char* name(Collective collective);
 
+// What a Barrier begins, where messages do the rest: it compares on all ranks that they mean the same, root included.
+// Its layout_hash.
+enum class ByMessages : uint64_t { Nothing, Gather, Scatter, AllToAll };
+const char* name(ByMessages what);
+
 enum class Numerics : uint8_t {
   RankOrder,  // ((g0 + g1) + g2) + ..., 16-bit floats in float32, scaled and rounded once at the end
   Ring,       // Gloo's ring order per chunk, rounded at every hop

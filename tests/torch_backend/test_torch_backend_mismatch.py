@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import RankPool
+from test_hosts import live_on
 from torch.distributed import ReduceOp
 from torch_backend_values import ours
 
@@ -61,6 +62,26 @@ def reduce_scatter(op: ReduceOp.RedOpType, dtype: torch.dtype) -> Call:
     return lambda group: dist.reduce_scatter_tensor(torch.ones(2, dtype=dtype), torch.ones(4, dtype=dtype), op, group)
 
 
+def gather(root: int, size: int = 3) -> Call:
+    def call(group: dist.ProcessGroup) -> None:
+        parts = [torch.empty(size) for _ in range(dist.get_world_size())]
+        dist.gather(torch.ones(size), parts if dist.get_rank() == root else None, root, group)
+
+    return call
+
+
+def scatter(root: int, size: int = 3) -> Call:
+    def call(group: dist.ProcessGroup) -> None:
+        parts = [torch.ones(size) for _ in range(dist.get_world_size())]
+        dist.scatter(torch.empty(size), parts if dist.get_rank() == root else None, root, group)
+
+    return call
+
+
+def all_to_all(group: dist.ProcessGroup) -> None:
+    dist.all_to_all_single(torch.empty(4), torch.ones(4), group=group)
+
+
 PREMUL_SUM = dist._make_nccl_premul_sum(2.0)
 # What rank 0 and what rank 1 calls, and what is said of it, whichever of them notices.
 DIFFERENT: dict[str, tuple[Call, Call, str]] = {
@@ -95,11 +116,22 @@ DIFFERENT: dict[str, tuple[Call, Call, str]] = {
     "bits": (all_reduce(ReduceOp.BOR, torch.int32), all_reduce(ReduceOp.BAND, torch.int32), "all_reduce(bitwise"),
     "average of integers": (all_reduce(ReduceOp.AVG, torch.int64), all_reduce(dtype=torch.int64), "all_reduce(sum"),
     "extremum of bools": (all_reduce(dtype=torch.bool), all_reduce(ReduceOp.MAX, torch.bool), "all_reduce(max, bool"),
+    "all are roots of gather": (gather(0), gather(1), "called gather(to rank 0 of the group)"),
+    "others are roots of gather": (gather(1), gather(0), "called gather(to rank 0 of the group)"),
+    "others are roots of large gathers": (gather(1, 5000), gather(0, 5000), "called gather(to rank 1 of the group)"),
+    "all are roots of scatter": (scatter(0), scatter(1), "called scatter(from rank 0 of the group)"),
+    "others are roots of scatter": (scatter(1), scatter(0), "called scatter(from rank 0 of the group)"),
+    "roots of large scatters": (scatter(0, 5000), scatter(1, 5000), "called scatter(from rank 1 of the group)"),
+    "gather, scatter": (gather(1), scatter(1), "called gather(to rank 1 of the group)"),
+    "gather, reduce": (gather(1), reduce(1), "called gather(to rank 1 of the group)"),
+    "scatter, barrier": (scatter(0), dist.barrier, "called scatter(from rank 0 of the group)"),
+    "all_to_all, barrier": (all_to_all, dist.barrier, "called all_to_all where"),
     "unsigned": (all_reduce(dtype=torch.uint16), all_reduce(dtype=torch.int16), "all_reduce(sum, int16"),
 }
 
 
-def call_differently(how: str) -> str:
+def call_differently(how: str, hosts: str) -> str:
+    live_on(hosts)
     group = ours()
     with pytest.raises(Mismatch) as error:
         DIFFERENT[how][dist.get_rank()](group)
@@ -109,8 +141,37 @@ def call_differently(how: str) -> str:
 
 @pytest.mark.parametrize("how", DIFFERENT)
 def test_a_call_that_differs_is_a_mismatch(pool: RankPool, how: str):
-    for text in pool.run(call_differently, how, gloo=True, settings=None):
+    for text in pool.run(call_differently, how, "aa", gloo=True, settings=None):
         assert DIFFERENT[how][2] in text
+
+
+@pytest.mark.parametrize("how", [how for how in DIFFERENT if "gather," in how or "roots of" in how])
+def test_a_call_that_differs_between_hosts_is_a_mismatch(pool: RankPool, how: str):
+    for text in pool.run(call_differently, how, "ab", gloo=True, settings=None):
+        assert DIFFERENT[how][2] in text
+
+
+def other_roots(how: str, asynchronous: bool) -> str:
+    """Of 3 ranks, where the last one means another root: one of the two others sees nothing of that by messages."""
+    group, rank = ours(), dist.get_rank()
+    root, parts = (1 if rank == 2 else 0), list(torch.zeros(3, 2))
+    mine = parts if rank == root else None
+    with pytest.raises(Mismatch) as error:
+        if how == "gather":
+            work = dist.gather(torch.ones(2), mine, root, group, async_op=asynchronous)
+        else:
+            work = dist.scatter(torch.ones(2), mine, root, group, async_op=asynchronous)
+        if asynchronous:
+            work.wait()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("how", ["gather", "scatter"])
+def test_roots_are_compared_between_all_ranks_by_the_call_itself(pool: RankPool, how: str, asynchronous: bool):
+    for text in pool.run(other_roots, how, asynchronous, world=3, gloo=True, settings=None):
+        assert f"where rank 2 called {how}(" in text or f"rank 2 called {how}(" in text
+        assert "rank 1 of the group)" in text
 
 
 def reduce_in_another_order() -> list[list[float]]:

@@ -6,12 +6,21 @@ namespace syncengine {
 
 namespace {
 
+std::string describe_barrier(const shm::OpRecord& record) {
+  const auto what = static_cast<ByMessages>(record.layout_hash);
+  std::string text = name(what);
+  if (record.root != kNoRoot)
+    text += std::string(what == ByMessages::Gather ? "(to" : "(from") + " rank " + std::to_string(record.root) +
+            " of the group)";
+  return text;
+}
+
 std::string describe(const shm::OpRecord& record) {
   auto collective = static_cast<Collective>(record.collective);
   auto dtype = static_cast<DType>(record.dtype);
+  if (collective == Collective::Barrier) return describe_barrier(record);
   const bool has_root = record.root != kNoRoot, reduces = collective == Collective::AllReduce;
   std::string text = has_root && reduces ? "reduce" : name(collective);
-  if (collective == Collective::Barrier) return text;
   text += "(";
   if (reduces || collective == Collective::ReduceScatter)
     text += std::string(name(static_cast<ReduceOp>(record.op))) + ", ";
@@ -30,6 +39,7 @@ std::string describe(const Operation& operation) {
   record.dtype = static_cast<uint8_t>(operation.dtype);
   record.op = static_cast<uint8_t>(operation.op);
   record.root = operation.root;
+  record.layout_hash = operation.layout_hash;
   record.bytes = operation.collective == Collective::AllGather ? operation.input.bytes() : operation.output.bytes();
   return describe(record);
 }
