@@ -135,6 +135,7 @@ std::shared_ptr<Work> ShmCommunicator::announce(std::shared_ptr<const Slots> slo
 
 void ShmCommunicator::wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted,
                            std::optional<Duration> at_most) {
+  work->await();
   auto deadline = at_most ? Deadline::after(*at_most) : Deadline::never();
   auto guarded = [&] {
     // Either way the peers can't finish what this rank walks away from.

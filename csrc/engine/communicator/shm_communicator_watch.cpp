@@ -78,13 +78,14 @@ bool ShmCommunicator::have_all_others_left() const {
   return true;
 }
 
-// A message may come from whoever is still there. Of two ranks one awaits the other.
+// A message may come from whoever is still there, and from this rank itself unless it waits: nothing else fails.
 void ShmCommunicator::check_receives_of_any_source() {
-  const Messenger& messenger = *parts_.messenger;
-  if (size() == 2 || messenger.idle() || !have_all_others_left() || !messenger.waits_in_vain()) return;
-  fail(ErrorKind::PeerLost, rank_names(global_ranks(), ~(uint64_t{1} << rank())) +
-                                " have left (they exited or called syncengine.shutdown()) while " +
-                                group_.name(group_.rank) + " was in " + describe(messenger.oldest()->operation));
+  Messenger& messenger = *parts_.messenger;
+  if (messenger.idle() || !have_all_others_left() || !messenger.waits_in_vain()) return;
+  messenger.give_up_receives_of_any(
+      rank_names(global_ranks(), ~(uint64_t{1} << rank())) +
+      (size() == 2 ? " has left (it exited" : " have left (they exited") + " or called syncengine.shutdown()) while " +
+      group_.name(group_.rank) + " was in ");
 }
 
 void ShmCommunicator::check_deadline() {

@@ -13,6 +13,10 @@ bool fits(const Message& receive, int source, const MessageHeader& header) {
          receive.tag == header.tag;
 }
 
+bool is_awaited_of_any(const Post& post) {
+  return post.message.peer == Message::kAnySource && post.item.work->is_awaited();
+}
+
 }  // namespace
 
 Messenger::Messenger(int rank, std::vector<int> global_ranks, std::unique_ptr<MailboxRoute> near,
@@ -54,10 +58,7 @@ bool Messenger::advance(size_t budget) {
 uint64_t Messenger::awaited() const {
   uint64_t members = 0;
   for (const Post& post : receives_) {
-    if (post.message.peer != Message::kAnySource)
-      members |= uint64_t{1} << post.message.peer;
-    else if (global_ranks_.size() == 2)
-      members |= uint64_t{1} << (1 - rank_);
+    if (post.message.peer != Message::kAnySource) members |= uint64_t{1} << post.message.peer;
   }
   return members;
 }
@@ -71,8 +72,20 @@ uint64_t Messenger::perhaps_awaited() const { return awaits_anybody() ? ~uint64_
 
 bool Messenger::waits_in_vain() const {
   // What is matched may still be coming.
-  return awaits_anybody() && posted_ == receives_.size() && fresh_.empty() && !near_->has_unheard() &&
+  return std::any_of(receives_.begin(), receives_.end(), is_awaited_of_any) &&
+         posted_ == receives_.size() + unmatched_[rank_].size() && fresh_.empty() && !near_->has_unheard() &&
          !(far_ && far_->has_unheard());
+}
+
+void Messenger::give_up_receives_of_any(const std::string& reason) {
+  for (auto next = receives_.begin(); next != receives_.end();) {
+    auto post = next++;
+    if (!is_awaited_of_any(*post)) continue;
+    --posted_;
+    trash_.push_back(std::move(post->item.operation.keepalive));
+    post->item.work->fail(std::make_exception_ptr(Error(ErrorKind::PeerLost, reason + post->message.describe())));
+    receives_.erase(post);
+  }
 }
 
 void Messenger::send_to_self(Post post) {

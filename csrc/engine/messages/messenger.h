@@ -32,8 +32,10 @@ class Messenger final : private MessageRoute::Matcher {
   uint64_t interest() const { return idle() ? 0 : near_->interest(*this); }
   uint64_t missing() const { return idle() ? 0 : near_->missing(*this); }
   uint64_t blocking_ranks() const { return missing(); }
-  // Once all others have left: whether some receive of any source can't end, since all that came is known.
+  // Once all others have left: whether a receive of any source is awaited that only a message of this rank to itself
+  // could end, since all that came is known; and fails these, with PeerLost.
   bool waits_in_vain() const;
+  void give_up_receives_of_any(const std::string& reason);
   const Lane::Item* oldest() const;
   void fail_all(const std::exception_ptr& error);
   uint64_t messages() const { return messages_; }  // that ended well
