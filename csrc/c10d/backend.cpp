@@ -172,8 +172,7 @@ Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call
   call.number = sequence_.load(std::memory_order_relaxed);
   if (counted == Counted::AtOnce) count(call);
   call.to_be_counted = counted == Counted::AtStart;
-  call.coalesced = coalescing_.take();
-  if (call.coalesced && call.coalesced->over) coalescing_.give(std::move(call.coalesced));
+  call.coalesced = take_coalesced();
   for (const at::Tensor& input : inputs) call.require_dense(input);
   return call;
 }
@@ -206,6 +205,7 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   }
   std::vector<std::shared_ptr<syncengine::Work>> works;
   for (Operation& operation : operations) works.push_back(communicator_->submit(std::move(operation)));
+  const bool is_collective = !operations.empty();
   operations.clear();
   for (Call::Mail& mail : call.mail()) {
     works.push_back(mail.sends ? communicator_->send(std::move(mail.message))
@@ -214,7 +214,8 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   bool sends_messages = !call.mail().empty();
   call.mail().clear();
   if (auto coalesced = std::move(call.coalesced)) {
-    std::move(works.begin(), works.end(), std::back_inserter(coalesced->works));
+    auto& those = is_collective ? coalesced->collectives : coalesced->messages;
+    std::move(works.begin(), works.end(), std::back_inserter(those));
     coalesced->call.absorb(std::move(call));
     coalescing_.give(std::move(coalesced));
     return nullptr;
@@ -226,34 +227,48 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   return nullptr;
 }
 
-// One that was left open by an error of torch's ends here.
+// One that was left open by an error ends here at the latest.
 void TorchBackend::startCoalescing() {
   auto coalesced = std::make_unique<Coalesced>();
-  coalesced->dropped = [this](Coalesced& calls) {
-    try {
-      finish(calls);
-    } catch (...) {  // the group has failed
-    }
-  };
+  coalesced->dropped = [this](Coalesced& calls) { leave(calls); };
+  coalesced->body = CoalescingBody::of_caller([this] { end_left_coalescing(); });
   coalescing_.give(std::move(coalesced));
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
   auto coalesced = coalescing_.take();
   if (!coalesced) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun, or an error has ended it");
-  if (coalesced->over)
-    throw Error(ErrorKind::InvalidUsage, "a barrier within coalesced calls has ended them: call it before or after");
   coalesced->dropped = {};
   return finish(*coalesced);
 }
 
-// A barrier waits, so it ends what is coalesced. A body that has raised is over then: torch tells of no end.
-void TorchBackend::leave_coalescing(Call& call) {
-  if (!call.coalesced) return;
-  call.coalesced.reset();
-  auto none = std::make_unique<Coalesced>();
-  none->over = true;
-  coalescing_.give(std::move(none));
+// This thread's. A body that has raised is over: torch tells of no end.
+std::unique_ptr<Coalesced> TorchBackend::take_coalesced() {
+  auto coalesced = coalescing_.take();
+  if (coalesced && coalesced->body && coalesced->body->has_ended()) coalesced.reset();
+  return coalesced;
+}
+
+void TorchBackend::end_left_coalescing() {
+  if (auto coalesced = take_coalesced()) coalescing_.give(std::move(coalesced));
+}
+
+// What waits by itself, whatever is coalesced around it.
+void TorchBackend::stay_out_of_coalescing(Call& call) {
+  if (call.coalesced) coalescing_.give(std::move(call.coalesced));
+}
+
+// As if each collective had waited, as with Gloo. Not messages: what they wait for may be what was to come.
+void TorchBackend::leave(Coalesced& coalesced) noexcept {
+  try {
+    const auto collectives = coalesced.collectives;
+    const bool any = !collectives.empty() || !coalesced.messages.empty() || coalesced.call.delivers();
+    const auto work = any ? finish(coalesced) : nullptr;
+    for (const auto& each : collectives) communicator_->wait(each, raise_pending_signal, at_most(kGroupTimeout));
+    undelivered_->deliver_ended();
+  } catch (...) {  // the group has failed
+    postpone_python_error();
+  }
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::finish(Coalesced& coalesced) {
@@ -263,13 +278,15 @@ TorchBackend::TorchWorkPtr TorchBackend::finish(Coalesced& coalesced) {
     const c10::Stream stream = stream_aside(coalesced.call);
     return finish_on_device(std::move(coalesced.call), stream, kType, number);
   }
+  auto works = std::move(coalesced.collectives);
+  std::move(coalesced.messages.begin(), coalesced.messages.end(), std::back_inserter(works));
   TorchWork::Origin origin{communicator_, messages_, kType, number, at_most(kGroupTimeout)};
-  return make_work(std::move(origin), std::move(coalesced.call), std::move(coalesced.works));
+  return make_work(std::move(origin), std::move(coalesced.call), std::move(works));
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::barrier(const ::c10d::BarrierOptions& options) {
   Call call = begin("barrier", {});
-  leave_coalescing(call);
+  stay_out_of_coalescing(call);
   call.add({.collective = Collective::Barrier});
   return start(std::move(call), {::c10d::OpType::BARRIER, options.timeout, options.asyncOp});
 }
@@ -277,7 +294,7 @@ TorchBackend::TorchWorkPtr TorchBackend::barrier(const ::c10d::BarrierOptions& o
 // Names every rank that is missing, so there is no need to fail at the first.
 void TorchBackend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool) {
   Call call = begin("monitored_barrier", {});
-  leave_coalescing(call);
+  stay_out_of_coalescing(call);
   Operation operation{.collective = Collective::Barrier};
   operation.describe = [] { return std::string("monitored_barrier()"); };
   call.add(std::move(operation));

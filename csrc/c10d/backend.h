@@ -116,7 +116,10 @@ class TorchBackend final : public ::c10d::Backend {
   TorchWorkPtr start(Call call, const How& how);
   c10::intrusive_ptr<TorchWork> make_work(TorchWork::Origin origin, Call call,
                                           std::vector<std::shared_ptr<syncengine::Work>> works);
-  void leave_coalescing(Call& call);
+  std::unique_ptr<Coalesced> take_coalesced();
+  void end_left_coalescing();
+  void stay_out_of_coalescing(Call& call);
+  void leave(Coalesced& coalesced) noexcept;
   TorchWorkPtr finish(Coalesced& coalesced);
   // On CUDA tensors: device_work.cpp.
   TorchWorkPtr start_on_device(Call call, const How& how);

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "c10d/coalescing_body.h"
 #include "c10d/torch_dtype.h"
 #include "collectives/message.h"
 #include "collectives/operation.h"
@@ -133,12 +134,12 @@ class Call {
 // Calls that are to have one work for all of them, by one thread.
 struct Coalesced {
   ~Coalesced() {
-    if (dropped && call.delivers()) std::exchange(dropped, {})(*this);
+    if (dropped) std::exchange(dropped, {})(*this);
   }
 
   Call call{"coalesced calls"};
-  std::vector<std::shared_ptr<Work>> works;
-  bool over = false;                        // nothing joins them any more
+  std::vector<std::shared_ptr<Work>> collectives, messages;  // the program's own messages
+  std::unique_ptr<CoalescingBody> body;                      // where they are made, if that is known
   std::function<void(Coalesced&)> dropped;  // an error has ended them: they take place all the same. Does not throw
 };
 

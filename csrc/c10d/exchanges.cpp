@@ -45,7 +45,8 @@ Message own_message(const char* call, bool sends, int peer, int tag, SpanList me
           .describe = describe(call, sends ? "to" : "from", peer, tag)};
 }
 
-Message part_of_collective(const Call& call, ByMessages kind, c10::ScalarType type, bool sends, int peer, SpanList memory) {
+Message part_of_collective(const Call& call, ByMessages kind, c10::ScalarType type, bool sends, int peer,
+                           SpanList memory) {
   const uint64_t of = memory.bytes() == 0 ? 0 : static_cast<uint64_t>(type);  // nothing has no dtype: torch.tensor([])
   return {.peer = peer,
           .channel = kCollectives,

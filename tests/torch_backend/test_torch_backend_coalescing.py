@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -99,42 +100,108 @@ def test_what_an_error_ends_has_its_results_all_the_same() -> None:
     dist.destroy_process_group(group)
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
-def test_a_barrier_ends_what_an_error_has_left_open() -> None:
+def raises_in_the_body() -> None:
+    """After calls that rank 1 makes late: as with Gloo they have taken place when the error leaves the body."""
     group, rank = ours(), dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
-    strided, plain = (torch.full((3, 2), float(rank)) for _ in range(2))
-    strided = strided.t()
-    with pytest.raises(ValueError, match="of the program"), _coalescing_manager(group, torch.device("cpu")):
-        dist.broadcast(strided, 1, group)
-        raise ValueError("of the program")
+    strided, plain, parts = (torch.full((3, 2), float(rank)) for _ in range(3))
+    strided, pieces, never = strided.t(), [torch.zeros(3, 2) for _ in range(2)], torch.zeros(1)
+    dist.barrier()
     if rank == 1:
         time.sleep(0.5)
         store.set("late", "here")
-    dist.barrier(group)
+    with pytest.raises(ValueError, match="of the program") as error, _coalescing_manager(group, torch.device("cpu")):
+        dist.irecv(never, 1 - rank, group)
+        dist.broadcast(strided, 1, group)
+        dist.broadcast(plain, 1, group)
+        dist.gather(parts, pieces if rank == 0 else None, 0, group)
+        raise ValueError("of the program")
     assert store.check(["late"])
-    assert equal(strided, torch.ones(2, 3))
+    assert equal(plain, torch.ones(3, 2))
+    if rank == 0:
+        assert equal(torch.stack(pieces), torch.stack([torch.zeros(3, 2), torch.ones(3, 2)]))
+    del error
     if rank == 1:
         time.sleep(0.5)
-    dist.broadcast(plain, 1, group)  # on its own, so rank 0 waits for it
-    assert equal(plain, torch.ones(3, 2))
+    dist.broadcast(plain.fill_(rank + 5.0), 1, group)  # on its own, so rank 0 waits for it
+    assert equal(plain, torch.full((3, 2), 6.0))
+    works = [dist.isend(torch.ones(1), 1 - rank, group, tag=tag) for tag in (0, 1)]
+    works.append(dist.irecv(torch.zeros(1), 1 - rank, group, tag=1))
+    for work in works:
+        work.wait()
+    dist.barrier(group)
+    assert equal(strided, torch.ones(2, 3))  # its message has ended, too
+
+
+def test_what_a_body_has_called_before_it_raises_has_ended(pool: RankPool):
+    pool.run(raises_in_the_body, gloo=True, settings=None)
+
+
+def holds_the_manager() -> None:
+    """Which is then there after its body has raised: the next call notices."""
+    group, rank = ours(), dist.get_rank()
+    plain = torch.full((2,), float(rank))
+    manager = _coalescing_manager(group, torch.device("cpu"))
+    with pytest.raises(ValueError, match="of the program"), manager:
+        dist.broadcast(plain, 1, group)
+        raise ValueError("of the program")
+    if rank == 1:
+        time.sleep(0.5)
+    dist.broadcast(plain.fill_(rank + 5.0), 1, group)
+    assert equal(plain, torch.full((2,), 6.0))
+
+
+def test_a_manager_that_outlives_its_body(pool: RankPool):
+    pool.run(holds_the_manager, gloo=True, settings=None)
+
+
+def interrupted_in_the_body() -> str:
+    """By a signal's handler, while it waits for a call that the other rank does not make."""
+    group, rank = ours(), dist.get_rank()
+    if rank == 1:
+        dist.barrier()
+        return ""
+
+    def handler(*_: object) -> None:
+        raise SystemExit("of the handler")
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    said = ""
+    try:
+        with contextlib.suppress(ValueError), _coalescing_manager(group, torch.device("cpu")):
+            dist.broadcast(torch.ones(2), 1, group)
+            raise ValueError("of the program")
+        time.sleep(5)
+    except SystemExit as error:
+        said = str(error)
+    with pytest.raises(SyncError, match="of the handler"):
+        dist.barrier(group)
+    dist.barrier()
+    return said
+
+
+def test_a_signal_while_an_error_leaves_the_body(pool: RankPool):
+    assert pool.run(interrupted_in_the_body, gloo=True, settings=None)[0] == "of the handler"
 
 
 @run_on_ranks(world=2, gloo=True, settings=None)
 def test_a_barrier_among_coalesced_calls() -> None:
-    group = ours()
-    backend = group._get_backend(torch.device("cpu"))
-    tensors = [torch.ones(3, 2).t() for _ in range(2)]
-    for _ in range(2):
-        backend._start_coalescing()
-        for tensor in tensors:
-            backend.allreduce([tensor])
-            dist.barrier(group)
-        with pytest.raises(InvalidUsage, match="a barrier within coalesced calls has ended them"):
-            backend._end_coalescing()
-    assert all(equal(tensor, torch.full((2, 3), 4.0)) for tensor in tensors)
-    with pytest.raises(InvalidUsage, match="no coalescing has begun"):
-        backend._end_coalescing()
+    group, rank = ours(), dist.get_rank()
+    store = dist.distributed_c10d._get_default_store()
+    strided, plain = torch.full((3, 2), float(rank)).t(), torch.full((2,), float(rank))
+    with _coalescing_manager(group, torch.device("cpu"), async_ops=True) as manager:
+        dist.broadcast(strided, 1, group)
+        if rank == 1:
+            time.sleep(0.5)
+            store.set("late", "here")
+        dist.barrier(group)  # waits
+        assert store.check(["late"])
+        dist.broadcast(plain, 1, group)
+        group._get_backend(torch.device("cpu")).monitored_barrier()
+    manager.wait()
+    assert equal(strided, torch.ones(2, 3))
+    assert equal(plain, torch.ones(2))
 
 
 def waits_for_three() -> str:

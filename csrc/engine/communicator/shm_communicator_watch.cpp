@@ -82,10 +82,9 @@ bool ShmCommunicator::have_all_others_left() const {
 void ShmCommunicator::check_receives_of_any_source() {
   Messenger& messenger = *parts_.messenger;
   if (messenger.idle() || !have_all_others_left() || !messenger.waits_in_vain()) return;
-  messenger.give_up_receives_of_any(
-      rank_names(global_ranks(), ~(uint64_t{1} << rank())) +
-      (size() == 2 ? " has left (it exited" : " have left (they exited") + " or called syncengine.shutdown()) while " +
-      group_.name(group_.rank) + " was in ");
+  messenger.give_up_receives_of_any(rank_names(global_ranks(), ~(uint64_t{1} << rank())) +
+                                    (size() == 2 ? " has left (it exited" : " have left (they exited") +
+                                    " or called syncengine.shutdown()) while " + group_.name(group_.rank) + " was in ");
 }
 
 void ShmCommunicator::check_deadline() {
