@@ -192,8 +192,6 @@ void Backward::finish() {
   route_->finish(*this);
   if (masks_.abandoned_by != 0) return;
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
-  if (masks_.left_by != 0) announce_left();
-  if (left_work_) communicator.wait(left_work_, raise_pending_signal);
   if (!route_->takes_sparse() && !plan_->sparse().empty()) average_sparse_gradients();
   for (const TorchFuture& future : std::exchange(futures_, {})) {
     wait_for_future(future, communicator, [this] { return "a buffer hook's future of " + model_.parameters.model(); });

@@ -70,6 +70,8 @@ class Backward {
   // What the peers have said about it and the last one. Known after finish().
   Masks& masks() { return masks_; }
 
+  // Then, without the lock, too: which of left_ any rank has.
+  void learn_left();
   // Puts the averages into .grad. Adds the parameters whose .grad has been written to `written`, if users have hooks on
   // any.
   void deliver(std::vector<size_t>& written);
@@ -97,7 +99,7 @@ class Backward {
     const uint64_t here = uint64_t{1} << model_.averaging.communicator->rank();
     return {.abandoned_by = is_abandoned_ ? here : 0,
             .dropped_by = dropped_last_ ? here : 0,
-            .left_by = left_.empty() ? 0 : here};
+            .left_by = left_travels_ && !left_.empty() ? here : 0};
   }
 
  private:

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "reducer/backward.h"
+#include "reducer/python_error.h"
 
 namespace syncengine {
 
@@ -11,6 +12,11 @@ void Backward::announce_left() {
   left_anywhere_ = std::make_shared<std::vector<uint8_t>>(model_.parameters.size());
   for (size_t i : left_) (*left_anywhere_)[i] = 1;
   left_work_ = announce(left_anywhere_, model_.averaging.left_slot(), "accumulated gradients of ");
+}
+
+void Backward::learn_left() {
+  if (masks_.left_by != 0) announce_left();
+  if (left_work_) model_.averaging.communicator->wait(left_work_, raise_pending_signal);
 }
 
 bool Backward::begin_left() {

@@ -48,19 +48,23 @@ void Outcome::await_peers(std::unique_lock<std::mutex>& lock) {
   auto [left, reason, reasons, reused] = *std::exchange(given_up_, std::nullopt);
   lock.unlock();
   for (const auto& work : left.works) averaging_.communicator->wait(work, raise_pending_signal);
-  const bool any_told = left.masks().abandoned_by != 0;  // so all have heard of it, and say why, or that they wait
-  std::optional<Reason> gravest;
-  if (any_told) gravest = reasons.wait();
-  if (!any_told && reused && left.masks().dropped_by == everybody()) {
-    reasons.wait();  // the exchange was about the backward before, and all others have taken it so
-    reasons = exchange(reason);
+  const Masks masks = left.masks();
+  bool all_hear = masks.abandoned_by != 0;  // of it, and say why, or that they wait
+  if (!all_hear) {
+    if (reused && masks.dropped_by == everybody()) {
+      reasons.wait();  // the exchange was about the backward before, and all others have taken it so
+      reasons = exchange(reason);
+    }
+    all_hear = masks.left_by != 0;
   }
+  std::optional<Reason> gravest;
+  if (all_hear) gravest = reasons.wait();
   lock.lock();
   averaging_.communicator->set_last_words("", {});
-  if (!any_told) {
+  if (!all_hear) {
     unread_ = std::move(reasons);
     has_dropped_ = true;
-  } else if (gravest->for_good) {
+  } else if (gravest && gravest->for_good) {
     unusable_ = gravest->text;
     throw Error(gravest->kind, *unusable_);
   }
@@ -70,21 +74,31 @@ void Outcome::check(Backward& backward, std::mutex& mutex) {
   Communicator& communicator = *averaging_.communicator;
   const auto [abandoned_by, dropped_by, left_by] = backward.masks();
   auto unread = std::exchange(unread_, std::nullopt);
+  std::optional<Reason> reason;
   if (abandoned_by != 0) {
-    const Reason reason = (unread ? *unread : exchange(std::nullopt)).wait();
-    for (const Bucket& bucket : backward.buckets()) {
-      if (bucket.work) communicator.wait(bucket.work);
-    }
-    if (reason.for_good) {
-      std::lock_guard lock(mutex);
-      unusable_ = reason.text;
-    } else {
-      communicator.abort(ErrorKind::Aborted, reason.text);
-    }
-    throw Error(reason.kind, reason.text);
+    reason = (unread ? *unread : exchange(std::nullopt)).wait();
+    if (!reason) reason = Reason{"a rank has abandoned this backward", false};
+  } else {
+    if (unread && dropped_by == everybody()) communicator.wait(unread->work());
+    check_dropped(dropped_by);
+    if (left_by != 0) reason = exchange(std::nullopt).wait();
   }
-  if (unread && dropped_by == everybody()) communicator.wait(unread->work());
+  if (!reason) return;
+  for (const Bucket& bucket : backward.buckets()) {
+    if (bucket.work) communicator.wait(bucket.work);
+  }
+  if (reason->for_good) {
+    std::lock_guard lock(mutex);
+    unusable_ = reason->text;
+  } else {
+    communicator.abort(ErrorKind::Aborted, reason->text);
+  }
+  throw Error(reason->kind, reason->text);
+}
+
+void Outcome::check_dropped(uint64_t dropped_by) const {
   if (dropped_by == 0 || dropped_by == everybody()) return;
+  Communicator& communicator = *averaging_.communicator;
   std::string ranks;
   for (int member = 0; member < communicator.size(); ++member) {
     if (!(dropped_by >> member & 1)) continue;

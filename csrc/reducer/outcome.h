@@ -63,7 +63,8 @@ class Outcome {
   void await_peers(std::unique_lock<std::mutex>& lock);
 
   // A backward's buckets have ended. Throws Aborted if some rank has abandoned it, or dropped the averages of the last
-  // one.
+  // one. Where more is to come (Backward::begin_left()) all ranks ask each other, since one that has failed with all
+  // its buckets on their way could not say so with them.
   void check(Backward& backward, std::mutex& mutex);
   // All its averages are there. `backward`: its number.
   void end_well(uint64_t backward);
@@ -74,6 +75,8 @@ class Outcome {
 
  private:
   uint64_t everybody() const { return ~uint64_t{0} >> (64 - averaging_.communicator->size()); }
+  // Ends the communicator if some ranks have, and others have not.
+  void check_dropped(uint64_t dropped_by) const;
   Reasons exchange(const std::optional<Reason>& own) const { return {averaging_, parameters_.model(), own}; }
 
   const Averaging& averaging_;

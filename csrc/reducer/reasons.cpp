@@ -37,16 +37,16 @@ Reasons::Reasons(const Averaging& averaging, const std::string& model, const std
   work_ = communicator.announce(averaging.slots, averaging.reason_slot(), std::move(operation));
 }
 
-Reason Reasons::wait() {
+std::optional<Reason> Reasons::wait() {
   communicator_->wait(work_, raise_pending_signal);
   std::optional<Reason> gravest;
   for (int member = 0; member < communicator_->size(); ++member) {
     const char* part = texts_->data() + member * kBytes;
-    if (part[0] == kForGood) return {part + 1, true};
-    if (part[0] == kMisused) return {part + 1, true, ErrorKind::InvalidUsage};
+    if (part[0] == kForGood) return Reason{part + 1, true};
+    if (part[0] == kMisused) return Reason{part + 1, true, ErrorKind::InvalidUsage};
     if (part[0] != 0 && !gravest) gravest = Reason{part + 1, false};
   }
-  return gravest.value_or(Reason{"a rank has abandoned this backward", false});
+  return gravest;
 }
 
 }  // namespace syncengine

@@ -25,12 +25,13 @@ struct Reason {
 class Reasons {
  public:
   // Tells `own`, if this rank has one. Every rank that has abandoned a backward does so at once, and every other that
-  // has heard of it. Never blocks.
+  // has heard of it, or is to learn whether there is any. Never blocks.
   Reasons(const Averaging& averaging, const std::string& model, const std::optional<Reason>& own);
 
   const std::shared_ptr<Work>& work() const { return work_; }
-  // Blocks. The gravest of all: one for good, or else that of the first rank. Its text names the rank.
-  Reason wait();
+  // Blocks. The gravest of all: one for good, or else that of the first rank. Its text names the rank. None if no rank
+  // has one.
+  std::optional<Reason> wait();
 
  private:
   std::shared_ptr<Communicator> communicator_;

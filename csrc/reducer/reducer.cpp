@@ -175,6 +175,7 @@ void Reducer::finalize() {
       backward->proceed(mutex_);
       backward->finish();
       model_->outcome.check(*backward, mutex_);
+      backward->learn_left();
       std::lock_guard lock(mutex_);
       backward->deliver(written);
       goes_on = backward->begin_left();

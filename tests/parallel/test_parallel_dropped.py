@@ -170,3 +170,78 @@ def test_what_one_rank_has_accumulated_alone_is_lost_with_the_step():
             assert gradients(model) == [None] * 4
     assert module.first.weight.grad is not None
     assert syncengine.rank() == 1 or torch.equal(module.first.weight.grad, own / 2)
+
+
+def accumulate_and_freeze(model: syncengine.Parallel, batches: int) -> None:
+    """The first layer is trained under no_sync alone, by some ranks."""
+    model.module.where = ""
+    model.module.first.requires_grad_(True)
+    for i in range(batches):
+        with model.no_sync():
+            model(data(i)).sum().backward()
+    model.module.first.requires_grad_(False)
+
+
+def late_where_more_is_to_come(late: list[int], accumulate: list[int]) -> tuple[list[str], list[Any]]:
+    """What each step ends with, and what is left of the last one that went well."""
+    torch.manual_seed(0)
+    model = syncengine.Parallel(Raising(), **CAP)
+    found: list[str] = []
+    kept: list[Any] = []
+    try:
+        for i in range(5):
+            model.zero_grad()
+            accumulate_and_freeze(model, 1 if syncengine.rank() in accumulate else 0)
+            model.module.where = "late" if i in (1, 2) and syncengine.rank() in late else ""
+            try:
+                model(data(i)).sum().backward()
+                kept = gradients(model)
+                found.append("well")
+            except Bad:
+                assert gradients(model) == [None] * 4
+                found.append("raised")
+            syncengine.all_reduce(torch.ones(1))  # as programs do that tell each other how it went
+    except SyncError as error:
+        found.append(str(error))
+    return found, kept
+
+
+@pytest.mark.parametrize("accumulate", [[0], [1], [0, 1]], ids=str)
+@pytest.mark.parametrize("late", [[0], [1]], ids=str)
+def test_who_fails_with_all_buckets_on_their_way_is_named_where_more_is_to_come(
+    pool: RankPool, late: list[int], accumulate: list[int]
+):
+    """Behind the buckets come gradients of parameters that are frozen by then."""
+    for rank, (found, _) in enumerate(pool.run(late_where_more_is_to_come, late, accumulate)):
+        assert found == ["well", *["raised"] * (rank in late), f"rank {late[0]}: backward aborted"]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("accumulate", [[0], [1], [0, 1]], ids=str)
+def test_all_that_fail_so_lose_a_step_where_more_is_to_come(pool: RankPool, world: int, accumulate: list[int]):
+    all_ranks = list(range(world))
+    results = pool.run(late_where_more_is_to_come, all_ranks, accumulate, world=world)
+    expected = pool.run(late_where_more_is_to_come, [], accumulate, world=world)
+    for (found, kept), (_, theirs) in zip(results, expected, strict=True):
+        assert found == ["well", "raised", "raised", "well", "well"]
+        assert kept[0] is not None
+        assert not different_bits(kept, theirs)
+
+
+def late_and_early_where_more_is_to_come() -> str:
+    model = syncengine.Parallel(Raising(), **CAP)
+    accumulate_and_freeze(model, 1 - syncengine.rank())
+    model.module.where = ("late", "middle", "")[syncengine.rank()]
+    try:
+        model(data()).sum().backward()
+        return "went on"
+    except Bad:
+        return "raised"
+    except SyncError as error:
+        return str(error)
+
+
+def test_late_and_early_failures_are_told_once_where_more_is_to_come(pool: RankPool):
+    found = pool.run(late_and_early_where_more_is_to_come, world=3)
+    assert found[:2] == ["raised"] * 2
+    assert "backward aborted" in found[2]

@@ -226,6 +226,28 @@ def test_what_only_one_rank_has_trained_and_each_synchronized_forward_freezes():
         assert not different_bits(*there), options
 
 
+def operations_of_steps(model: syncengine.Parallel) -> list[int]:
+    """Without and with such gradients: how many collectives."""
+    found = []
+    model.module[0].requires_grad_(False)
+    for i in range(8):
+        if i in (5, 7) and syncengine.rank() == 0:
+            model.module[0].requires_grad_(True)
+            backward(model, i, False)
+            model.module[0].requires_grad_(False)
+        before = model.communicator.counters()["operations"]
+        backward(model, i)
+        found.append(model.communicator.counters()["operations"] - before)
+    return found[4:]
+
+
+@run_on_ranks()
+def test_ranks_ask_each_other_once():
+    """Where there are such gradients, which get a bucket for each of two parameters, or in each backward."""
+    found = operations_of_steps(syncengine.Parallel(small(), skip_all_reduce_unused_params=True))
+    assert found == [2, 4, 2, 4], found
+
+
 def table_trained_alone(model: nn.Module) -> list[Any]:
     table, head = model.module
     found: list[Any] = []
