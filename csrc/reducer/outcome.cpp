@@ -55,6 +55,7 @@ void Outcome::await_peers(std::unique_lock<std::mutex>& lock) {
       reasons.wait();  // the exchange was about the backward before, and all others have taken it so
       reasons = exchange(reason);
     }
+    check_dropped(masks.dropped_by);
     all_hear = masks.left_by != 0;
   }
   std::optional<Reason> gravest;

@@ -82,6 +82,22 @@ def test_averages_that_all_ranks_have_dropped_cost_a_step(pool: RankPool, late_i
     pool.run(all_drop, late_in_backward)
 
 
+def drops_and_then_all_drop() -> str:
+    """Rank 0 has missed a step that the others made; the next one all miss."""
+    model = syncengine.Parallel(Raising())
+    with pytest.raises(SyncError) as error:
+        for i in range(4):
+            model.module.where = "late" if i == 2 or (i == 1 and syncengine.rank() == 0) else ""
+            with contextlib.suppress(Bad):
+                model(data(i)).sum().backward()
+    return str(error.value)
+
+
+def test_a_step_that_all_drop_hides_none_that_one_has_dropped(pool: RankPool):
+    for text in pool.run(drops_and_then_all_drop):
+        assert "rank 0: backward of Parallel(Raising) raised after its averages were complete" in text
+
+
 def late_and_early(last: str, world: int) -> str:
     """Rank 0 fails when all its buckets are on their way, rank 1 before; a third rank does not fail."""
     model = syncengine.Parallel(Raising(), **CAP)
