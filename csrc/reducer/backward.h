@@ -92,6 +92,8 @@ class Backward {
   Model& model() const { return model_; }
   std::vector<Bucket>& buckets() { return buckets_; }
   const Weighting& weighting() const { return told_.weighting; }
+  // Whether its buckets are those of begin_left().
+  bool begins_left() const { return begins_left_; }
   // With the bucket that it is about; all by itself where not every bucket is the engine's to reduce.
   bool usage_travels() const { return asks_usage_ && usage_travels_; }
   // What this rank says.

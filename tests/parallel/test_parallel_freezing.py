@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from parallel_models import CAP, Branches, both, data, different_bits, gradients, of_both, small
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -283,6 +284,24 @@ def test_a_communication_hook_gets_them_too():
         return under_no_sync_alone(model)
 
     both(small, step, **UNUSED)
+
+
+def hook_with_state(found: dict[int, int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Keeps something for each bucket, as PowerSGD what it has left out."""
+    assert found.setdefault(bucket.index(), bucket.buffer().numel()) == bucket.buffer().numel(), bucket.index()
+    found[-1] = found.get(-1, 0) + bucket.is_last()
+    return default_hooks.allreduce_hook(None, bucket)
+
+
+@run_on_ranks(gloo=True)
+def test_a_communication_hook_may_keep_state_by_the_numbers_of_buckets():
+    model = syncengine.Parallel(nn.Sequential(nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 24)))
+    model.module[0].requires_grad_(False)
+    found: dict[int, int] = {}
+    model.register_comm_hook(found, hook_with_state)
+    under_no_sync_alone(model)
+    assert found.pop(-1) == 8 + 3  # the last one of each step, and of what came behind in three
+    assert sorted(found.values()) == [20, 24 * 20, 24 * 20 + 24]
 
 
 def frozen_when_wrapped() -> None:
