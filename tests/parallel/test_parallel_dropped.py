@@ -261,3 +261,25 @@ def test_late_and_early_failures_are_told_once_where_more_is_to_come(pool: RankP
     found = pool.run(late_and_early_where_more_is_to_come, world=3)
     assert found[:2] == ["raised"] * 2
     assert "backward aborted" in found[2]
+
+
+def ends_late_where_more_is_to_come() -> str:
+    """Rank 0's hooks are removed when its buckets are on their way, rank 2 raises then, and rank 1 does not."""
+    model = syncengine.Parallel(Raising(), **CAP)
+    accumulate_and_freeze(model, int(syncengine.rank() == 1))
+    loss = model(data()).sum()
+    if syncengine.rank() == 0:
+        model.module.raise_at = lambda where: model._remove_autograd_hooks() if where == "late" else None
+    model.module.where = "late" if syncengine.rank() == 2 else ""
+    with pytest.raises(SyncError) as error:
+        with contextlib.suppress(Bad):
+            loss.backward()
+        model.module.where = ""
+        model(data()).sum().backward()
+    syncengine.barrier()
+    return str(error.value)
+
+
+def test_a_model_that_ends_where_more_is_to_come_ends_on_all_ranks(pool: RankPool):
+    for text in pool.run(ends_late_where_more_is_to_come, world=3):
+        assert "the hooks of Parallel(Raising) were removed" in text
