@@ -487,6 +487,15 @@ class Reducer:
     def abandon_forward(self, text: str) -> None:
         """The forward raised, as `text` says ("raised in forward: ..."): its backward is abandoned."""
 
+    def expect_weights(self) -> None:
+        """In a forward that averages, this rank waits for something of the others that they give there, too."""
+
+    def await_weights(self) -> None:
+        """Blocks until all have called `expect_weights`, if this rank has.
+
+        Raises `Aborted`, here and on all ranks, if one has raised in that forward before.
+        """
+
     def refuse_forward(self, text: str) -> None:
         """The forward has ended, but its backward must not average: the model can't be used any more, on any rank.
 

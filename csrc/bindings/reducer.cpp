@@ -167,6 +167,15 @@ void bind_reducer(py::module_& module) {
           },
           py::arg("outputs"), py::arg("began") = py::none(), NoGil())
       .def("abandon_forward", &Reducer::abandon_forward, py::arg("text"), NoGil())
+      .def(
+          "expect_weights", [](Reducer& self) { self.model()->outcome.expect_weights(); }, NoGil())
+      .def(
+          "await_weights",
+          [](Reducer& self) {
+            auto model = self.model();
+            model->outcome.await_weights(model.lock);
+          },
+          NoGil())
       .def("refuse_forward", &Reducer::refuse_forward, py::arg("text"), NoGil())
       .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
       .def("shadow_backward", &shadow_backward)

@@ -62,6 +62,12 @@ class Outcome {
   // if nothing can come of the model on some rank.
   void await_peers(std::unique_lock<std::mutex>& lock);
 
+  // This rank has given its weight within a forward, and is going to wait for those of the others: one that raises there
+  // before it has given its own says so.
+  void expect_weights() { weights_ = exchange(std::nullopt); }
+  // Blocks, if it is expected. Throws Aborted if one has.
+  void await_weights(std::unique_lock<std::mutex>& lock);
+
   // A backward's buckets have ended. Throws Aborted if some rank has abandoned it, or dropped the averages of the last
   // one. Where more is to come (Backward::begin_left()) all ranks ask each other, since one that has failed with all
   // its buckets on their way could not say so with them.
@@ -86,6 +92,7 @@ class Outcome {
   // Of a backward that perhaps nobody else has given up: this rank's part of the next exchange, too, so that all
   // announce it equally often.
   std::optional<Reasons> unread_;
+  std::optional<Reasons> weights_;  // see await_weights(): in the place of a reason, which this rank has none of
   bool has_dropped_ = false;  // the last backward's averages, or a backward that nobody else has given up
 
   struct GivenUp {

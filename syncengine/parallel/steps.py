@@ -59,6 +59,7 @@ class Steps:
         except Exception as error:
             self.log.set_error_and_log(f"{type(error).__name__}: {error}")
             raise
+        self.uneven.synchronizes = synchronize
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
         self.switches.require_forward_param_sync = synchronize
         began = NodeNumber()

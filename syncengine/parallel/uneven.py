@@ -33,14 +33,19 @@ class UnevenInputs:
     delayed: DelayedParameters | None
     divide_by_initial_world_size: bool = True
     join_is_over: bool = False  # by an error that all ranks have raised
+    synchronizes: bool = False  # the forward that runs
     weighs_within: bool = False  # weight() is called within forwards: there the others may wait for this rank's
     _weight: float | WeightExchange | None = None  # that was given last, until a forward synchronizes
     _backwards_before: int | None = None  # the last step that all know of, if it synchronizes
 
-    def count(self, weight: float, in_join: bool) -> None:
-        """The next synchronized backward counts this rank's gradients so many times."""
-        # In a join context it travels with what the ranks tell each other anyway.
-        self._weight = weight if in_join else WeightExchange(self.model.communicator, weight)
+    def count(self, weight: float, in_join: bool, within: bool) -> None:
+        """The next synchronized backward counts this rank's gradients so many times. ``within``: said in a forward."""
+        if in_join:  # it travels with what the ranks tell each other anyway
+            self._weight = weight
+            return
+        is_first = within and self.synchronizes and not self.weighs_within
+        self.weighs_within |= is_first
+        self._weight = WeightExchange(self.model.communicator, self.reducer, weight, is_first)
 
     def drop_weights(self) -> None:
         """They were for a forward of which nothing comes."""

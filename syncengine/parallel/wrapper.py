@@ -269,16 +269,15 @@ class Parallel(ForTools):
 
         Call it before the forward, on every rank, usually with the number of samples (or tokens) over which this rank's
         loss is a mean; then the average is the gradient of the mean over all samples. Outside of a join context it may
-        also be called within the forward. It applies to one synchronized forward and its backward. A rank with 0
-        contributes nothing, whatever its gradients are (say, NaN from an empty batch). Where several backwards are
-        accumulated under ``no_sync``, ``n`` is for their sum.
+        also be called within the forward, on all ranks alike. It applies to one synchronized forward and its backward.
+        A rank with 0 contributes nothing, whatever its gradients are (say, NaN from an empty batch). Where several
+        backwards are accumulated under ``no_sync``, ``n`` is for their sum.
 
         Raises ``InvalidUsage`` unless 0 <= n < inf, and in the forward if all ranks give 0.
         """
         weight = check_weight(n)
         if self._reduces:
-            self._uneven.weighs_within |= is_active(self)
-            self._uneven.count(weight, in_join=self._join_config.enable)
+            self._uneven.count(weight, in_join=self._join_config.enable, within=is_active(self))
 
 
 def _details(tensor: torch.Tensor) -> str:

@@ -262,16 +262,65 @@ class Weighing(nn.Linear):
         return super().forward(x)
 
 
-def raises_before_its_weight() -> None:
+def weighing() -> syncengine.Parallel:
+    torch.manual_seed(0)
     model = syncengine.Parallel(Weighing())
     model.module.weigh = lambda count: model.weight(count)
-    model(data()).sum().backward()
-    batch = data()[:, : 23 if syncengine.rank() == 0 else 24]
-    with pytest.raises(ValueError if syncengine.rank() == 0 else Aborted, match="a bad batch"):
-        model(batch).sum().backward()
+    return model
+
+
+def bad(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :23]
+
+
+def raises_before_its_weight(steps_before: int) -> None:
+    model, rank = weighing(), syncengine.rank()
+    for _ in range(steps_before):
+        model(data()).sum().backward()
+    with pytest.raises(ValueError if rank == 0 else Aborted, match="a bad batch"):
+        model(bad(data()) if rank == 0 else data()).sum().backward()
+    with pytest.raises(Aborted, match="rank 0 raised in forward: ValueError: a bad batch"):
+        model(data())
     with pytest.raises(Aborted, match="a bad batch"):
         syncengine.barrier()
 
 
-def test_an_error_before_the_weight_that_others_wait_for(pool: RankPool):
-    pool.run(raises_before_its_weight)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_an_error_before_the_weight_that_others_wait_for(pool: RankPool, steps_before: int, world: int):
+    """In the first such forward the rank that raises can't know that the others wait."""
+    pool.run(raises_before_its_weight, steps_before, world=world, settings={"timeout": 10.0})
+
+
+@run_on_ranks()
+def test_an_error_of_all_ranks_before_their_first_weights_costs_a_step():
+    model, rank = weighing(), syncengine.rank()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="a bad batch"):
+            model(bad(data()))
+    for _ in range(2):  # what weights have announced is in step with what errors announce
+        hook = model.module.weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(data()).sum().backward()
+        hook.remove()
+    for step in range(3):
+        x = batch(rank, step)
+        model.zero_grad()
+        loss_of(model, x).backward()
+        weight = float(len(x))
+        for p, q in zip(model.parameters(), mean(model.module, x, weight), strict=True):
+            torch.testing.assert_close(p.grad.double(), q, rtol=1e-5, atol=1e-6)
+
+
+def weights_within_and_before() -> None:
+    model, rank = weighing(), syncengine.rank()
+    if rank == 0:
+        model.weight(5)
+        model.module.weigh = lambda count: None
+    text = "rank 1 called weight.. within the forward, but rank 0 before it: do the same on every rank"
+    with pytest.raises(Mismatch, match=text):
+        model(data()).sum().backward()
+
+
+def test_a_weight_within_the_forward_on_one_rank_and_before_it_on_another(pool: RankPool):
+    pool.run(weights_within_and_before)
