@@ -86,6 +86,25 @@ class StepsInside(nn.Module):
         return torch.zeros(())
 
 
+class TwoLossesInside(StepsInside):
+    """Both of one graph: the first is synchronized, the second is this rank's own."""
+
+    def forward(self, step: int) -> torch.Tensor:
+        (wrapper,) = self.wrapper
+        self.inner.zero_grad()
+        output = self.inner(data(step))
+        wrapper.require_forward_param_sync = True
+        wrapper.reducer._rebuild_buckets()
+        wrapper.reducer.prepare_for_backward([])
+        output.square().mean().backward(retain_graph=True)
+        self.gradients += flat(self.inner)
+        with wrapper.no_sync():
+            output.abs().mean().backward()
+        self.gradients += flat(self.inner)
+        wrapper.require_backward_grad_sync = False
+        return torch.zeros(())
+
+
 def train_inside(model: nn.Module) -> list[torch.Tensor]:
     model.module.wrapper = [model]
     for i in range(3):
@@ -98,6 +117,7 @@ def train_inside(model: nn.Module) -> list[torch.Tensor]:
 @run_on_ranks(gloo=True)
 def test_lightnings_manual_optimization_under_no_sync():
     both(StepsInside, train_inside)
+    both(TwoLossesInside, train_inside)
 
 
 class FlushesInside(StepsInside):
