@@ -47,9 +47,11 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::s
   }
   auto lane = make_lane(parameters, communicator, options.flat_buckets);
   if (lane) options.gradients_in_arena = false;
-  return std::make_shared<Reducer>(
+  auto reducer = std::make_shared<Reducer>(
       std::make_unique<Model>(std::move(parameters), ModelNames{std::move(model_name), std::move(parameter_names)},
                               communicator, sparse, options, std::move(lane)));
+  reducer->model()->parameters.follow(reducer);  // one may be frozen for the first forward, and not for its backward
+  return reducer;
 }
 
 void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {

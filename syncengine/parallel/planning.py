@@ -30,6 +30,7 @@ class Planning:
     has_rebuilt: bool = False
 
     def __post_init__(self) -> None:
+        self._trained_when_wrapped = self._trainable()
         self.start_over(self.model.communicator.numerics == "ring")
 
     def start_over(self, follows_ddp: bool) -> None:
@@ -52,8 +53,10 @@ class Planning:
             self._renew(current)
 
     def _renew(self, current: Round | None) -> None:
-        trainable = [i for i, p in enumerate(self.model.parameters) if p.requires_grad]
+        trainable = self._trainable()
         if self.plan is None:
+            if not trainable and self._trained_when_wrapped:  # for a backward before which they are not frozen any more
+                self._install(self.planner.initial(self._trained_when_wrapped), provisional=self.planner.rebuilds)
             self._install(self.planner.initial(trainable), provisional=self.planner.rebuilds)
             return
         if current is not None:  # ranks without a batch have nothing to time
@@ -68,6 +71,9 @@ class Planning:
             self._tune(tuner, order)
         self._install(self.planner.rebuilt(order), provisional=self._tuner is not None)
         self.has_rebuilt = True
+
+    def _trainable(self) -> list[int]:
+        return [i for i, p in enumerate(self.model.parameters) if p.requires_grad]
 
     def _time_backward(self, tuner: Tuner) -> bool:
         """Notes the last backward for the choice of a cap; returns whether that was enough."""

@@ -157,6 +157,28 @@ def test_backwards_past_a_model_that_was_wholly_frozen(pool: RankPool, memory: s
         pool.run(*((flat, *arguments) if memory == "flat" else arguments), gloo=True)
 
 
+def frozen_for_its_first_forward(model: nn.Module) -> list:
+    module = model.module
+    module.requires_grad_(False)
+    model(data(0))
+    module.requires_grad_(True)
+    module(data(1)).sum().backward()
+    found = gradients(module)
+    for i in range(3):
+        module.zero_grad()
+        model(data(i)).square().mean().backward()
+        found += gradients(module)
+    return found
+
+
+@run_on_ranks(gloo=True)
+def test_backwards_past_a_model_that_was_wholly_frozen_for_its_first_forward():
+    ours = both(small, frozen_for_its_first_forward)
+    torch.manual_seed(0)  # under DDP it raises
+    looking = frozen_for_its_first_forward(syncengine.Parallel(small(), find_unused_parameters=True))
+    assert not different_bits(looking, ours)
+
+
 @run_on_ranks()
 def test_a_model_that_is_wholly_frozen():
     module = small()
