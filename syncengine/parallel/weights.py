@@ -42,7 +42,8 @@ class WeightExchange:
         """The weights, by rank."""
         self._reducer.await_weights()
         self._work.wait()
-        weights, expects = self._all.t().tolist()
+        weights: list[float] = self._all[:, 0].tolist()
+        expects: list[float] = self._all[:, 1].tolist()
         if len(set(expects)) > 1:
             within, before = (self._communicator.global_ranks[expects.index(flag)] for flag in (1.0, 0.0))
             text = f"rank {within} called weight() within the forward, but rank {before} before it"
