@@ -487,6 +487,9 @@ class Reducer:
     def abandon_forward(self, text: str) -> None:
         """The forward raised, as `text` says ("raised in forward: ..."): its backward is abandoned."""
 
+    def knows_order(self) -> bool:
+        """Whether the plan was provisional, and there was a backward since: the same on all ranks."""
+
     def expect_weights(self) -> None:
         """In a forward that averages, this rank waits for something of the others that they give there, too."""
 

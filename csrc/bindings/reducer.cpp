@@ -215,6 +215,8 @@ void bind_reducer(py::module_& module) {
       .def(
           "ready_order", [](Reducer& self) { return self.model()->record.ready_order; }, NoGil())
       .def(
+          "knows_order", [](Reducer& self) { return self.model()->plan.knows_order(); }, NoGil())
+      .def(
           "graph_is_static", [](Reducer& self) { return self.model()->record.graph_is_static; }, NoGil())
       .def(
           "set_sample_rate", [](Reducer& self, uint64_t rate) { self.model()->record.timeline.set_sample_rate(rate); },

@@ -44,9 +44,11 @@ class CurrentPlan {
   bool is_outdated(const Parameters& parameters, bool changed) {
     if (changed || !is_known_) covers_ = plan_ && parameters.are_covered_by(*plan_);
     is_known_ = true;
-    wanted_ = !covers_ || (plan_->provisional() && used_);
+    wanted_ = !covers_ || knows_order();
     return wanted_;
   }
+  // The same on all ranks: whether it was provisional, and the order is known now.
+  bool knows_order() const { return plan_ && plan_->provisional() && used_; }
   // Whether that was so when it was last asked.
   bool is_wanted() const { return wanted_; }
 

@@ -40,6 +40,7 @@ class Planning:
             model.parameters, model.sparse, follows_ddp, looks_for_unused(self.options), *self.caps, in_cache=on_cpu
         )
         self.plan: Plan | None = None
+        self._order: list[int] | None = None  # in which gradients became ready on one rank, once all have heard of it
         self.bucket_bytes_cap_default = default = self.caps[0] is None and not self.planner.given_caps
         # Dynamo cuts compiled graphs by it: into pieces as large as DDP's, whatever the size of our buckets.
         self.bucket_bytes_cap = DDP_CAP if default else self.planner.cap
@@ -48,7 +49,11 @@ class Planning:
         self._tuner: Tuner | None = Tuner() if tunes else None  # while the cap is still to be chosen
 
     def renew(self, current: Round | None = None) -> None:
-        """The first plan is by registration; later ones by one rank's order of readiness."""
+        """The first plan is by registration; later ones by one rank's order of readiness.
+
+        All ranks have to be here where they come to know that order, choose the size of buckets, or are in a join
+        context; else it follows from what all know.
+        """
         with temporarily_clear_interpreter_stack():  # torch.func's transforms would wrap what ranks tell each other
             self._renew(current)
 
@@ -61,16 +66,21 @@ class Planning:
             return
         if current is not None:  # ranks without a batch have nothing to time
             self._tuner = None
-        planned = [i for bucket in self.plan for i in bucket]
-        tuner = self._tuner if self.has_rebuilt and set(planned) == set(trainable) else None
-        if tuner is not None and not self._time_backward(tuner):
-            self._install(self.planner.rebuilt(planned), provisional=True)
+        knows_order = self.reducer.knows_order()
+        if current is not None or (self._order is None and knows_order):
+            order = self._order = self._agree_on_order(trainable, current)
+            self.has_rebuilt = True
+        elif self._order is None:  # frozen, or thawed, before any backward
+            self._install(self.planner.initial(trainable), provisional=self.planner.rebuilds)
             return
-        order = self._agree_on_order(trainable, current)  # first: who is alone here waits in a call that has a name
-        if tuner is not None:
-            self._tune(tuner, order)
+        else:  # what all ranks know: one that is alone here, as with a part frozen for a while, must not wait
+            order = _completed(self._order, trainable)
+            tuner = self._tuner
+            if tuner is not None and knows_order and self._time_backward(tuner) and order:
+                # First, since who is alone here waits in a call that has a name.
+                order = self._order = self._agree_on_order(trainable, None)
+                self._tune(tuner, order)
         self._install(self.planner.rebuilt(order), provisional=self._tuner is not None)
-        self.has_rebuilt = True
 
     def _trainable(self) -> list[int]:
         return [i for i, p in enumerate(self.model.parameters) if p.requires_grad]
@@ -113,10 +123,7 @@ class Planning:
         """
         communicator = self.model.communicator
         source = 0 if current is None or self.planner.follows_ddp else current.training[0]
-        wanted = set(trainable)
-        brought = [i for i in self.reducer.ready_order() if i in wanted]
-        missing = wanted.difference(brought)
-        order = brought + [i for i in reversed(trainable) if i in missing]
+        order = _completed(self.reducer.ready_order(), trainable)
         padding = [-1] * (len(self.model.parameters) - len(order))
         message = torch.tensor(order + padding, dtype=torch.int64, device="cpu")
         what = f"planning the buckets of {self.model} in a forward with gradients enabled, as all ranks make it"
@@ -130,3 +137,11 @@ class Planning:
             text = f"parameter {name} requires a gradient on rank {with_grad}, but not on rank {without}"
             fail_all(communicator, Mismatch(f"{text}: freeze and unfreeze on all ranks alike"))
         return agreed
+
+
+def _completed(order: Sequence[int], trainable: Sequence[int]) -> list[int]:
+    """Those that are ``trainable`` in this order, then the others, as backward mostly brings them."""
+    wanted = set(trainable)
+    known = [i for i in order if i in wanted]
+    missing = wanted.difference(known)
+    return known + [i for i in reversed(trainable) if i in missing]

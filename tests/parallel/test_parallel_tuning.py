@@ -14,7 +14,7 @@ from pool import RankPool, run_on_ranks
 from torch import nn
 
 import syncengine
-from syncengine.errors import Timeout
+from syncengine.errors import SyncError, Timeout
 from syncengine.parallel import planning, tuning
 from syncengine.parallel.tuning import CAPS, MIB, Link, choose_cap, end_of_backward
 
@@ -216,3 +216,45 @@ def test_other_forwards_of_one_rank_alone_are_its_own(
 ):
     """As a map of saliency; ``planning``: how many backwards are before a forward that is collective."""
     pool.run(forwards_alone, rank, planning, options, gloo=True, timeout=30.0)
+
+
+def alone_with_parts_frozen(rank: int) -> None:
+    def step(model: nn.Module) -> list[torch.Tensor | None]:
+        first, last = model.module[0], model.module[2]
+        found = []
+        for i in range(10):
+            first.requires_grad_(i % 4 != 3)
+            if i not in (1, 3) and syncengine.rank() == rank:
+                torch.autograd.grad(model(data(7)).sum(), list(last.parameters()))
+                last.requires_grad_(False)  # for a look at another part alone
+                model(data(8).requires_grad_())
+                last.requires_grad_(True)
+            syncengine.barrier()
+            backwards(model, 1)
+            found += gradients(model)
+            model.zero_grad()
+        return [grad for grad in found if grad is not None and grad.any()]
+
+    both(small, step, find_unused_parameters=True)
+    both(small, step, find_unused_parameters=True, bucket_cap_mb=0.001)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_forwards_of_one_rank_alone_while_parameters_are_frozen(pool: RankPool, rank: int):
+    pool.run(alone_with_parts_frozen, rank, gloo=True, settings={"timeout": 10.0})
+
+
+def frozen_on_one_rank_later() -> str:
+    model = syncengine.Parallel(small())
+    backwards(model, 5)
+    if syncengine.rank() == 1:
+        model.module[0].bias.requires_grad_(False)
+    with pytest.raises(SyncError) as error:
+        backwards(model, 1)
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_freezing_on_one_rank_alone_when_all_is_planned_is_named(pool: RankPool):
+    for text in pool.run(frozen_on_one_rank_later, settings={"timeout": 10.0}):
+        assert text.startswith("Mismatch: ")
+        assert "called bucket 0 of Parallel(Sequential) (2.bias, 2.weight, 0.weight)" in text
