@@ -21,6 +21,7 @@ from syncengine.horovod.process import add_optimizer, calls, close_unneeded_opti
 from syncengine.horovod.process_sets import check_process_set, global_process_set
 from syncengine.horovod.reductions import Average, ReduceOp, Sum
 from syncengine.horovod.requests import Request, describe
+from syncengine.horovod.scaler import watch_scalers
 from syncengine.parallel.replication import check_same_on_all_ranks
 
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
@@ -67,6 +68,7 @@ def DistributedOptimizer(
             "syncengine.Parallel, whose communication hooks may do anything"
         )
     _check_passes(backward_passes_per_step)
+    watch_scalers(Distributed)
     wrapped: Distributed = object.__new__(_distributed(type(optimizer)))  # type: ignore[arg-type] # it is hashable
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     wrapped._connect(

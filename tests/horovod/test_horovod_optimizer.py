@@ -12,6 +12,7 @@ from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import syncengine
 import syncengine.horovod as hvd
 from syncengine.errors import InvalidUsage, Mismatch
 
@@ -497,3 +498,32 @@ def join_and_do(call: str) -> str:
 def test_what_needs_all_ranks_is_refused_after_a_join(pool, call):
     for text in pool.run(join_and_do, call):
         assert f"{call} needs every rank, but rank 1 has called join()" in text
+
+
+@run_on_ranks()
+def test_a_scaler_waits_for_gradients():
+    """Its unscale_ leaves no trace in gradients that are being reduced, which would be delivered scaled."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 300), nn.Linear(300, 300))
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for how in ("unscale_", "step", "synchronize"):
+        before = [p.detach().clone() for p in model.parameters()]
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(syncengine.rank()))
+        scaler.scale(model(x).sum()).backward()
+        if how != "synchronize":
+            with pytest.raises(InvalidUsage, match=r"scaler\.unscale_.*call optimizer\.synchronize\(\)"):
+                getattr(scaler, how)(optimizer)
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        for p, start, own in zip(model.parameters(), before, expected, strict=True):
+            grad = own.double()
+            syncengine.all_reduce(grad, "avg")
+            torch.testing.assert_close(p.grad.double(), grad, rtol=1e-4, atol=1e-5)
+            assert torch.equal(p, start)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
