@@ -62,8 +62,8 @@ class Outcome {
   // if nothing can come of the model on some rank.
   void await_peers(std::unique_lock<std::mutex>& lock);
 
-  // This rank has given its weight within a forward, and is going to wait for those of the others: one that raises there
-  // before it has given its own says so.
+  // This rank has given its weight within a forward, and is going to wait for those of the others: one that raises
+  // there before it has given its own says so.
   void expect_weights() { weights_ = exchange(std::nullopt); }
   // Blocks, if it is expected. Throws Aborted if one has.
   void await_weights(std::unique_lock<std::mutex>& lock);
@@ -93,7 +93,7 @@ class Outcome {
   // announce it equally often.
   std::optional<Reasons> unread_;
   std::optional<Reasons> weights_;  // see await_weights(): in the place of a reason, which this rank has none of
-  bool has_dropped_ = false;  // the last backward's averages, or a backward that nobody else has given up
+  bool has_dropped_ = false;        // the last backward's averages, or a backward that nobody else has given up
 
   struct GivenUp {
     Abandoned left;
