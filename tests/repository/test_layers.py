@@ -96,6 +96,7 @@ HOROVOD_MODULES = [
     "reductions",
     "compression",
     "requests",
+    "scaler",
     "streams",
     "handles",
     "calls",
