@@ -15,6 +15,7 @@ from syncengine._C import has_cuda
 from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
 from syncengine.sharded import ShardedOptimizer
+from syncengine.sharded.claims import unload
 from syncengine.torch_backend import NAME
 
 UNUSED = f"{NAME}_find_unused_parameters_true"
@@ -46,13 +47,49 @@ class InPlaceOfDDP:
         return Parallel(module, device_ids=None if device.type == "cpu" else [device.index], **self._ddp_kwargs)
 
 
+class BeforeAverages:
+    """A callback for Lightning's that write averages of the weights into the model, by ``.data``, on each rank.
+
+    Shared weights are brought into private memory before, as for ``load_state_dict``; the next step shares them again.
+    """
+
+    def on_train_epoch_start(self, trainer: Any, module: torch.nn.Module) -> None:
+        """StochasticWeightAveraging writes in its last epoch, which is for batch norms alone."""
+        if any(trainer.current_epoch > getattr(each, "swa_end", trainer.current_epoch) for each in trainer.callbacks):
+            unload(module)
+
+    def on_validation_epoch_start(self, trainer: Any, module: torch.nn.Module) -> None:
+        """WeightAveraging puts the averages there."""
+        unload(module)
+
+    def on_validation_epoch_end(self, trainer: Any, module: torch.nn.Module) -> None:
+        """And takes them away."""
+        unload(module)
+
+    def on_train_end(self, trainer: Any, module: torch.nn.Module) -> None:
+        """The averages stay."""
+        unload(module)
+
+
 class TrainerSeam(InPlaceOfDDP):
     """For ``Trainer``."""
+
+    averaging: tuple[type, ...]  # Lightning's callbacks that average weights
+    before_averages: type  # BeforeAverages, as one of its callbacks
 
     model: Any
     _ddp_comm_state: Any
     _ddp_comm_hook: Callable[..., Any] | None
     _ddp_comm_wrapper: Callable[..., Any] | None
+
+    def setup(self, trainer: Any) -> None:
+        """Makes room for callbacks that write to weights."""
+        super().setup(trainer)  # type: ignore[misc] # of the DDPStrategy behind
+        callbacks = trainer.callbacks
+        shares = any(isinstance(optimizer, ShardedOptimizer) for optimizer in trainer.optimizers)
+        averages = any(isinstance(each, self.averaging) for each in callbacks)
+        if shares and averages and not any(isinstance(each, self.before_averages) for each in callbacks):
+            callbacks.insert(0, self.before_averages())
 
     def _setup_model(self, model: torch.nn.Module) -> Parallel:
         return self._wrap(model)
@@ -97,6 +134,12 @@ class FabricSeam(InPlaceOfDDP):
             return optimizer.state_dict()
         state: dict[str, Any] = super().get_optimizer_state(optimizer)  # type: ignore[misc]
         return state
+
+
+def averaging(callbacks: Any) -> tuple[type, ...]:
+    """Those of Lightning's ``callbacks`` that write averages of the weights into the model."""
+    names = ("WeightAveraging", "StochasticWeightAveraging")  # older ones lack the first
+    return tuple(getattr(callbacks, name) for name in names if hasattr(callbacks, name))
 
 
 def register(registry: Any, strategy: type) -> None:

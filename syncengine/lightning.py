@@ -12,11 +12,12 @@ arguments of Lightning's `DDPStrategy`, and pass those of DDP on to `Parallel`. 
 `process_group_backend` says otherwise.
 """
 
-from syncengine._lightning import FabricSeam, TrainerSeam, missing, register
+from syncengine._lightning import BeforeAverages, FabricSeam, TrainerSeam, averaging, missing, register
 
 try:
     from lightning.fabric.strategies import STRATEGY_REGISTRY
     from lightning.fabric.strategies import DDPStrategy as _FabricDDP
+    from lightning.pytorch import callbacks
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 except ModuleNotFoundError as error:
     if error.name not in ("lightning",):
@@ -24,8 +25,15 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(missing("lightning", "pytorch_lightning"), name=error.name) from error
 
 
-class Strategy(TrainerSeam, DDPStrategy):  # type: ignore[misc] # Lightning is not there where types are checked
+class _BeforeAverages(BeforeAverages, callbacks.Callback):  # type: ignore[misc] # mypy has no Lightning
+    pass
+
+
+class Strategy(TrainerSeam, DDPStrategy):  # type: ignore[misc]
     """For `Trainer(strategy=...)`: the arguments of Lightning's `DDPStrategy`."""
+
+    averaging = averaging(callbacks)
+    before_averages = _BeforeAverages
 
 
 class FabricStrategy(FabricSeam, _FabricDDP):  # type: ignore[misc]

@@ -21,6 +21,9 @@ class Claimant(Protocol):
     def unload(self) -> None:
         """A state dict is about to be written to the parameters."""
 
+    def written_by_this_rank(self) -> str:
+        """Says what this rank has done to them that it must not; or an empty text."""
+
 
 class Claim:
     """Of one parameter."""
@@ -72,6 +75,103 @@ def check_not_torn(parameters: Iterable[torch.Tensor | None]) -> None:
         found = _claims.get(parameter) if parameter is not None else None
         if found is not None and found.torn:
             raise TornWeights(found.torn)
+
+
+def unload(self) -> None:
+        """A state dict is about to be written to the parameters."""
+
+    def written_by_this_rank(self) -> str:
+        """Says what this rank has done to them that it must not; or an empty text."""
+
+
+class Claim:
+    """Of one parameter."""
+
+    def __init__(self, parameter: torch.nn.Parameter, name: str, by: Claimant) -> None:
+        self._parameter = weakref.ref(parameter)
+        self.name = name
+        self.by: Claimant | None = by  # None: it is private again
+        self.torn = ""  # why nobody must use its values
+
+    def tear(self, why: str) -> None:
+        """Its values must not be used."""
+        global _torn
+        _torn = True
+        self.torn = why
+
+    def give_up(self) -> None:
+        """The parameter is private again. Once: after that it may be another one's."""
+        if self.by is None:
+            return
+        self.by = None
+        if (parameter := self._parameter()) is not None:
+            common.pop(parameter, None)
+
+
+_claims: Any = WeakIdKeyDictionary()  # by parameter
+_installed = False
+_torn = False
+
+
+def any_torn() -> bool:
+    """Whether there may be torn weights in this process."""
+    return _torn
+
+
+def claim(parameter: torch.nn.Parameter, name: str, by: Claimant) -> Claim:
+    """Notes that ``parameter`` lies in shared memory from now on."""
+    global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_refuse_plain_optimizers)
+    made = _claims[parameter] = Claim(parameter, name, by)
+    return made
+
+
+def check_not_torn(parameters: Iterable[torch.Tensor | None]) -> None:
+    """Raises ``TornWeights`` if one of them must not be used."""
+    for parameter in parameters:
+        found = _claims.get(parameter) if parameter is not None else None
+        if found is not None and found.torn:
+            raise TornWeights(found.torn)
+
+
+def stop_forwards() -> None:
+    """Those of modules with torn weights raise ``TornWeights`` from now on, until they have loaded others."""
+    for module in list(_guarded):
+        if any(isinstance(hook, _Stop) for hook in module._forward_pre_hooks.values()):
+            continue
+        try:
+            check_not_torn(module.parameters())
+        except TornWeights:
+            stop = _Stop()
+            stop.handle = module.register_forward_pre_hook(stop, prepend=True)
+
+
+class _Stop:
+    """A hook that goes with what it is there for; without one, forwards take no longer."""
+
+    handle: RemovableHandle
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        check_not_torn(module.parameters())
+        self.handle.remove()
+
+    def __reduce__(self) -> Any:
+        return getattr, ({}, "get")  # in copies: takes the same arguments, and returns the second as it is
+
+
+def unload(module: torch.nn.Module) -> None:
+    """Other code is about to write to the parameters of ``module``, the same on all ranks: as ``load_state_dict``.
+
+    They lie in private memory until the next step. Raises ``InvalidUsage`` if they were written to before.
+    """
+    found = [_claims.get(parameter) for parameter in module.parameters()]
+    claimants = {id(claim.by): claim.by for claim in found if claim is not None and claim.by is not None}
+    for claimant in claimants.values():
+        if problem := claimant.written_by_this_rank():
+            raise InvalidUsage(problem)
+        claimant.unload()
 
 
 def _refuse_plain_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
