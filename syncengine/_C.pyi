@@ -393,6 +393,9 @@ class MemoryExchange:
 def storage_references(tensor: torch.Tensor) -> int:
     """How many tensors, views and others hold this tensor's memory."""
 
+def is_borrowed(tensor: torch.Tensor) -> bool:
+    """Whether other code than torch has made this tensor's memory, and may hold it: numpy, DLPack, a buffer."""
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements lie without gaps and do not share memory."""
 

@@ -38,6 +38,12 @@ struct MemoryExchange {
   FdExchange fd_exchange;
 };
 
+// A deleter, by which such tensors are known.
+struct Keep {
+  Shared region;
+  void operator()(void*) { region.reset(); }
+};
+
 // Each has a storage of its own, so that saving one does not save all.
 at::Tensor tensor_in(const Shared& region, size_t offset, const std::vector<int64_t>& sizes,
                      const std::vector<int64_t>& strides, at::ScalarType type) {
@@ -47,8 +53,19 @@ at::Tensor tensor_in(const Shared& region, size_t offset, const std::vector<int6
     if (elements > 0) elements += static_cast<size_t>(sizes[i] - 1) * static_cast<size_t>(strides.at(i));
   }
   void* data = region->at(offset, elements * c10::elementSize(type));
-  return at::from_blob(
-      data, sizes, strides, [kept = Shared(region)](void*) mutable { kept.reset(); }, at::TensorOptions().dtype(type));
+  return at::from_blob(data, sizes, strides, Keep{region}, at::TensorOptions().dtype(type));
+}
+
+// Whether torch has it from other code, which may hold it still: numpy arrays, buffers, DLPack and the like come with a
+// deleter. Not what torch has allocated, read or mapped itself, nor what tensor_in() has made.
+bool is_borrowed(const at::Tensor& tensor) {
+  const at::DataPtr& data = tensor.storage().data_ptr();
+  if (data.get() == nullptr) return false;
+  if (data.get_context() == nullptr) return true;  // nobody frees it
+  int place = 0;  // that torch has a name for the deleter alone is its own affair
+  const auto deleter = c10::InefficientStdFunctionContext::makeDataPtr(&place, [](void*) {}, at::kCPU).get_deleter();
+  const auto* context = data.cast_context<c10::InefficientStdFunctionContext>(deleter);
+  return context != nullptr && context->deleter_.target<Keep>() == nullptr;
 }
 
 void return_free_memory() {
@@ -94,6 +111,8 @@ void bind_common_memory(py::module_& module) {
   module.def(
       "storage_references", [](const at::Tensor& tensor) { return tensor.storage().use_count(); }, py::arg("tensor"),
       "How many tensors, views and others hold this tensor's memory.");
+  module.def("is_borrowed", &is_borrowed, py::arg("tensor"),
+             "Whether other code than torch has made this tensor's memory, and may hold it.");
   module.def(
       "is_dense", [](const at::Tensor& tensor) { return tensor.is_non_overlapping_and_dense(); }, py::arg("tensor"),
       "Whether its elements lie without gaps and do not share memory.");

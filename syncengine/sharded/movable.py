@@ -6,11 +6,12 @@ import gc
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from syncengine._C import is_dense, storage_references
+from syncengine._C import is_borrowed, is_dense, storage_references
 from syncengine.sharded.weights import Named
 
 
@@ -24,6 +25,7 @@ def why_not_shared(named: Sequence[Named], modules: Sequence[torch.nn.Module] = 
         return problem
     _part_from_spectral_norm(modules, names)
     by_storage: dict[int, list[Named]] = {}
+    mapped = _mapped_for_others()
     for one in named:
         name, parameter = one
         if parameter.device.type != "cpu":
@@ -34,6 +36,8 @@ def why_not_shared(named: Sequence[Named], modules: Sequence[torch.nn.Module] = 
                 "that share memory, or gaps between them: clone() it into dense memory first"
             )
         if parameter.numel():
+            if problem := _belongs_to_others(one, mapped):
+                return problem
             by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append(one)
     for together in by_storage.values():
         if problem := _shares_memory(together, modules):
@@ -62,6 +66,32 @@ def _part_from_spectral_norm(modules: Sequence[torch.nn.Module], names: Mapping[
                 continue
             if isinstance(value := layer.__dict__.get(hook.name), torch.Tensor):
                 layer.__dict__[hook.name] = value.detach().clone()
+
+
+def _belongs_to_others(one: Named, mapped: Sequence[range]) -> str:
+    """Says so if code that torch knows nothing of may read or write this memory; or an empty text."""
+    name, parameter = one
+    if is_borrowed(parameter):
+        what = "comes from other code than torch (numpy, DLPack, a buffer), which may still hold it"
+    elif any(parameter.data_ptr() in each for each in mapped):
+        what = "is shared with other processes, or with a file (share_memory_(), from_file(shared=True))"
+    else:
+        return ""
+    return (
+        f"the memory of parameter {name} {what}: that would not follow it into shared memory. Give it memory of "
+        "its own before the first forward: parameter.data = parameter.data.clone()"
+    )
+
+
+def _mapped_for_others() -> list[range]:
+    """Addresses at which this process writes to a file or for other processes, but for syncengine's own."""
+    found = []
+    for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+        addresses, access, rest = line.split(maxsplit=2)
+        if access[3] == "s" and "memfd:syncengine" not in rest:
+            begin, end = addresses.split("-")
+            found.append(range(int(begin, 16), int(end, 16)))
+    return found
 
 
 def _shares_memory(named: Sequence[Named], modules: Sequence[torch.nn.Module]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import accelerate
+import safetensors.torch
 import test_transformers
 import torch
 from huggingface_ranks import both, gpt2, loader
@@ -15,8 +16,8 @@ from transformers import EarlyStoppingCallback
 import syncengine
 
 
-def prepared(accelerator):
-    model = gpt2()
+def prepared(accelerator, model=None):
+    model = model or gpt2()
     if type(accelerator) is accelerate.Accelerator:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     else:
@@ -94,6 +95,32 @@ def test_save_and_load_state():
         train(accelerator, *again)
         same(at_once, (weights(again[0]), again[1].state_dict()))
         return at_once
+
+    both(run)
+
+
+@run_alone
+def test_a_model_in_the_memory_of_its_file():
+    """from_pretrained and safetensors leave parameters in private maps of the file."""
+
+    def run(kind):
+        accelerator = kind(cpu=True, gradient_accumulation_steps=3)
+        folder = shared_folder() / kind.__module__
+        if accelerator.is_main_process:
+            gpt2().save_pretrained(folder)
+        accelerator.wait_for_everyone()
+        model = type(gpt2()).from_pretrained(folder)
+        model.transformer.load_state_dict(
+            {
+                name.removeprefix("transformer."): value
+                for name, value in safetensors.torch.load_file(folder / "model.safetensors").items()
+            },
+            assign=True,
+        )
+        model.tie_weights()
+        ready = prepared(accelerator, model)
+        train(accelerator, *ready)
+        return weights(ready[0])
 
     both(run)
 
