@@ -11,7 +11,7 @@ import torch
 from syncengine._C import CommonMemory
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.sharded.agreement import agree
-from syncengine.sharded.claims import Claim, claim
+from syncengine.sharded.claims import Claim, claim, stop_forwards
 from syncengine.sharded.cut import Size, cut_elements, deal_whole
 from syncengine.sharded.memory import Host
 from syncengine.sharded.shard import Member, Shard
@@ -139,3 +139,5 @@ def part(memories: Sequence[CommonMemory], claims: Sequence[Claim], torn: str = 
         if parted:
             one.give_up()
     return parted
+    if torn:
+        stop_forwards()

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from syncengine.errors import InvalidUsage, TornWeights
@@ -52,65 +53,7 @@ class Claim:
 _claims: Any = WeakIdKeyDictionary()  # by parameter
 _installed = False
 _torn = False
-
-
-def any_torn() -> bool:
-    """Whether there may be torn weights in this process."""
-    return _torn
-
-
-def claim(parameter: torch.nn.Parameter, name: str, by: Claimant) -> Claim:
-    """Notes that ``parameter`` lies in shared memory from now on."""
-    global _installed
-    if not _installed:
-        _installed = True
-        register_optimizer_step_pre_hook(_refuse_plain_optimizers)
-    made = _claims[parameter] = Claim(parameter, name, by)
-    return made
-
-
-def check_not_torn(parameters: Iterable[torch.Tensor | None]) -> None:
-    """Raises ``TornWeights`` if one of them must not be used."""
-    for parameter in parameters:
-        found = _claims.get(parameter) if parameter is not None else None
-        if found is not None and found.torn:
-            raise TornWeights(found.torn)
-
-
-def unload(self) -> None:
-        """A state dict is about to be written to the parameters."""
-
-    def written_by_this_rank(self) -> str:
-        """Says what this rank has done to them that it must not; or an empty text."""
-
-
-class Claim:
-    """Of one parameter."""
-
-    def __init__(self, parameter: torch.nn.Parameter, name: str, by: Claimant) -> None:
-        self._parameter = weakref.ref(parameter)
-        self.name = name
-        self.by: Claimant | None = by  # None: it is private again
-        self.torn = ""  # why nobody must use its values
-
-    def tear(self, why: str) -> None:
-        """Its values must not be used."""
-        global _torn
-        _torn = True
-        self.torn = why
-
-    def give_up(self) -> None:
-        """The parameter is private again. Once: after that it may be another one's."""
-        if self.by is None:
-            return
-        self.by = None
-        if (parameter := self._parameter()) is not None:
-            common.pop(parameter, None)
-
-
-_claims: Any = WeakIdKeyDictionary()  # by parameter
-_installed = False
-_torn = False
+_guarded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # modules with claimed parameters in them, or below
 
 
 def any_torn() -> bool:
@@ -180,6 +123,8 @@ def _refuse_plain_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             found = _claims.get(parameter)
+            if found is not None and found.torn:
+                raise TornWeights(found.torn)
             if found is not None and found.by is not None:
                 raise InvalidUsage(
                     f"{type(optimizer).__name__}.step() would write to parameter {found.name}, which lies in memory "
@@ -190,6 +135,8 @@ def _refuse_plain_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
 def guard(module: torch.nn.Module) -> None:
     """Follows what loads into, saves and copies the claimed parameters of ``module`` and its submodules."""
     for submodule in module.modules():
+        if any(_claims.get(parameter) is not None for parameter in submodule.parameters()):
+            _guarded.add(submodule)
         if any(_claims.get(p) is not None for p in submodule._parameters.values() if p is not None):
             if any(isinstance(hook, _Guard) for hook in submodule._state_dict_pre_hooks.values()):
                 continue

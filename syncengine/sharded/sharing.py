@@ -70,13 +70,12 @@ class Sharing:
         """
         if model in self._known:
             return
-        if any_torn():
+        names = {id(p): n for n, p in zip(model._model.names, model._model.parameters, strict=True)}
+        has_some = any(id(parameter) in names for group in groups for parameter in group["params"])
+        if has_some and any_torn():
             check_not_torn(model.module.parameters())
         self._known.add(model)
-        if model.communicator.size == 1:
-            return
-        names = {id(p): n for n, p in zip(model._model.names, model._model.parameters, strict=True)}
-        if not any(id(parameter) in names for group in groups for parameter in group["params"]):
+        if model.communicator.size == 1 or not has_some:
             return
         if in_step and not self.blocks and only_makes_state(model.communicator, groups):
             self._known.discard(model)
