@@ -109,7 +109,7 @@ class Sharing:
         if not members or self.host is None:
             return
         named = [Named(self.members.names[member.parameter], member.parameter) for member in members]
-        lines = describe_shared(named, state)
+        lines = describe_shared(named, members, state)
         communicator = self.host.communicator
         what = "what ShardedOptimizer is to share differs"
         modules = [model.module for model in self.models]

@@ -6,18 +6,19 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from syncengine.parallel import Parallel
 from syncengine.sharded.block import Block
+from syncengine.sharded.shard import Member
 from syncengine.sharded.state import State, digest
 from syncengine.sharded.weights import Named
 
 SAME = "Do the same on every rank before step()."
 
 
-def describe_shared(named: Sequence[Named], state: State) -> list[str]:
+def describe_shared(named: Sequence[Named], members: Sequence[Member], state: State) -> list[str]:
     """What is to be shared: a line for each parameter."""
     return [
-        f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, "
+        f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, group {group}, "
         + (f"state with CRC-32 {digest(entries):08x}" if (entries := state.get(p)) else "no state")  # {}: was read
-        for name, p in named
+        for (name, p), (_, group) in zip(named, members, strict=True)
     ]
 
 

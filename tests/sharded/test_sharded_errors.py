@@ -142,6 +142,28 @@ def test_step_raises_on_all_ranks_before_it_writes(pool: RankPool, how: str, tex
         assert (same, wrong, after) == ("True", "[]", "")  # and the next step is an ordinary one
 
 
+def other_groups() -> list[str]:
+    """As many parameters in each group on both ranks, of which one that is shared is in another."""
+    net = make("odd")
+    weights, biases = [net.first.weight, net.second.weight], [net.first.bias, net.second.bias]
+    for frozen in (biases[0], biases[1]):
+        frozen.requires_grad_(False)
+    groups = [[weights[0], biases[0]], [weights[1], biases[1]]]
+    if syncengine.rank() == 1:
+        groups = [[biases[1], biases[0]], [weights[0], weights[1]]]
+    model = syncengine.Parallel(net)
+    kinds = [{"params": groups[0], "weight_decay": 0.5}, {"params": groups[1], "weight_decay": 0.0}]
+    optimizer = syncengine.ShardedOptimizer(kinds, torch.optim.AdamW, lr=1e-2)
+    return [error_of(lambda: train(model, optimizer, 1)), str(is_common(net.first.weight))]
+
+
+def test_a_parameter_in_different_groups_is_named(pool: RankPool):
+    for text, shared in pool.run(other_groups):
+        assert "Mismatch: what ShardedOptimizer is to share differs" in text
+        assert "first.weight: float32 (97, 24), group 0" in text and "first.weight: float32 (97, 24), group 1" in text
+        assert shared == "False"
+
+
 def abandoned() -> list[str]:
     net = make()
     model, optimizer = sharded(net)
