@@ -107,6 +107,11 @@ class Block:
             self.problem = str(error)
             return True
 
+    def has_work(self) -> bool:
+        """Whether this rank has something to update."""
+        gradients = self.gradients()
+        return any(gradients[piece.index] for piece in self.shard.pieces)
+
     def take_sums(self) -> None:
         """Of the weights that this rank updates."""
         self._sums = [checksum(piece.tensor) for piece in self.shard.pieces]
@@ -138,6 +143,6 @@ def part(memories: Sequence[CommonMemory], claims: Sequence[Claim], torn: str = 
             one.tear(torn)
         if parted:
             one.give_up()
-    return parted
     if torn:
         stop_forwards()
+    return parted

@@ -127,9 +127,15 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             notice.wait()
         current = announce_step(self._sharing, self._number, self._join_config.enable)
         catch_up(self._sharing, self.param_groups, self.state, current)
+        private, steps = self._sharing.members.unshared(self.param_groups), self._sharing.steps
         try:
-            self._sharing.update(self.param_groups, self.state)
-            self._update_private()
+            try:
+                self._sharing.update(self.param_groups, self.state)
+            except BaseException:
+                if self._sharing.steps > steps:  # the failure came after it
+                    self._update_private(private)
+                raise
+            self._update_private(private)
         finally:
             self._write_back()
         return loss
@@ -185,8 +191,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if model in self._sharing.models:
             self._number(model)
 
-    def _update_private(self) -> None:
-        members = self._sharing.members.unshared(self.param_groups)
+    def _update_private(self, members: list[Member]) -> None:
         if not members:
             return
         if self._private is None or members is not self._private_members:

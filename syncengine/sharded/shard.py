@@ -106,6 +106,12 @@ class Shard:
         finally:
             self._slices.drop_gradients()
 
+    @property
+    def shows_writes(self) -> bool:
+        """Whether versions show what its optimizer writes: torch's own classes, but for their fused kernels."""
+        fused = any(group.get("fused") for group in self._optimizer.param_groups)
+        return type(self._optimizer).__module__.startswith("torch.optim.") and not fused
+
     def follow(self) -> None:
         """The common parameters lie where they belong; their pieces may have been elsewhere with them."""
         for piece in self.pieces:

@@ -23,7 +23,7 @@ from syncengine.sharded.memory import Host
 from syncengine.sharded.movable import why_not_shared
 from syncengine.sharded.shard import Member, Shard, describe_options
 from syncengine.sharded.state import State
-from syncengine.sharded.update import torn_text, update_together
+from syncengine.sharded.update import Part, torn_text, update_together
 from syncengine.sharded.weights import Named
 from syncengine.sharded.wording import SAME, advise, describe_shared, describe_update, why_not_averages
 from syncengine.sharded.zero import other_ranks
@@ -131,6 +131,11 @@ class Sharing:
 
     # --- An update
 
+    @property
+    def steps(self) -> int:
+        """How many of the user's are complete."""
+        return self._updates - self._writings
+
     def update(self, groups: Groups, state: State) -> None:
         """Collective: one step of the optimizer, on all ranks or on none."""
         if not self.blocks or self.host is None:
@@ -138,26 +143,37 @@ class Sharing:
         number = self._updates + 1
         memory = self.blocks[0].weights.memory
         try:
-            update_together(
+            refused = update_together(
                 self.host,
                 memory,
                 number,
                 self._step(number),
                 lambda: self._prepare(groups, state),
                 lambda: self._write(groups),
+                lambda: any(block.has_work() for block in self.blocks),
                 self._share_state,
             )
-            self._updates = number
-            for block in self.blocks:
-                block.weights.note_update()
         except BaseException as error:
             failure = self.host.communicator.exception()
             if isinstance(failure, SyncError):
+                if not memory.torn and min(memory.completed(self.host.size)) >= number:
+                    self._complete(number)  # what has failed came after it
                 self.end(error if isinstance(error, SyncError) else failure)
             raise
-        for block in self.blocks:
-            block.state.read_numbers()
+        if refused is not None:
+            self.note_writing()  # of nothing
+            try:
+                raise refused
+            finally:
+                del refused  # it holds this frame
+        self._complete(number)
         self._watched.note(state)
+
+    def _complete(self, number: int) -> None:
+        self._updates = number
+        for block in self.blocks:
+            block.weights.note_update()
+            block.state.read_numbers()
 
     def decide_to_write(self, proceeds: bool) -> bool:
         """The decision on a writing(), which holds for all of this host: ``proceeds``, if nobody was first."""
@@ -187,18 +203,27 @@ class Sharing:
             block.take_loaded()
             if self.loaded:
                 block.state.take()
-                self._watched.expect_more()
+        if self.loaded:
+            self._watched.expect_more()
+            self._watched.note(self.blocks[0].state.whole)  # the optimizer may refuse to step yet
         self.loaded = False
 
-    def _write(self, groups: Groups) -> bool:
+    def _write(self, groups: Groups) -> Part:
         self._take_loaded()
+        for block in self.blocks:
+            block.state.note()
         news = False
         for block in self.blocks:
-            block.shard.update(groups)
+            try:
+                block.shard.update(groups)
+            except Exception as error:
+                if all(each.shard.shows_writes and each.state.is_as_noted() for each in self.blocks):
+                    return Part(news=False, error=error)
+                raise
             news |= block.has_news()
             if self._sums:
                 block.take_sums()
-        return news
+        return Part(news)
 
     def _look_at_state(self, state: State) -> str:
         """Follows what the user has put into it, which is loaded then; says what was done to it that can't be."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from syncengine._C import CommonMemory, return_free_memory
+from syncengine._C import CommonMemory, WatchedWeights, return_free_memory
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.sharded.agreement import gather_texts
 from syncengine.sharded.memory import FreedMemory, Host, Layout, create_common
@@ -48,6 +48,7 @@ class SharedState:
         self._entries: dict[tuple[int, str], Entry] = {}
         self._numbers: list[tuple[int, str]] = []  # of these, what are no tensors
         self._installed: list[dict[str, Any]] = [{} for _ in shard.pieces]  # what this rank's pieces should have
+        self._before: WatchedWeights | None = None  # of this rank's pieces and their state
         self._memories = memories
         self._own: list[CommonMemory] = []
         self._room = Room(shard.members)
@@ -70,6 +71,28 @@ class SharedState:
         for member in self._shard.members:
             start = digest(self.whole.get(member.parameter, {}), start)
         return start
+
+    def note(self) -> None:
+        """This rank's pieces are about to be updated."""
+        if self._before is not None:
+            self._before.note()
+            return
+        entries = [value for installed in self._installed for value in installed.values()]
+        tensors = [value for value in entries if isinstance(value, torch.Tensor)]
+        self._before = WatchedWeights([*(piece.tensor for piece in self._shard.pieces), *tensors])
+
+    def is_as_noted(self) -> bool:
+        """Whether neither these pieces nor their state were written to; there may be more state, as it was made."""
+        if self._before is None or self._before.written() is not None:
+            return False
+        for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
+            state = self._shard.state_of(piece)
+            if any(state.get(key, self) is not value for key, value in installed.items()):
+                return False
+            more = [value for key, value in state.items() if key not in installed]
+            if any(isinstance(value, torch.Tensor) and value._version for value in more):
+                return False
+        return True
 
     def has_news(self) -> bool:
         """Whether this rank's pieces have state that is not common yet. Follows what the optimizer has replaced."""
@@ -174,6 +197,7 @@ class SharedState:
 
     def _move(self) -> None:
         """This rank's new values go where they belong, and the optimizer goes on with them there."""
+        self._before = None
         freed_memory = FreedMemory()
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
             state = self._shard.state_of(piece)
@@ -210,6 +234,7 @@ class SharedState:
 
     def load(self) -> None:
         """Gives this rank's pieces their part of ``whole``, which somebody has filled; to be shared then."""
+        self._before = None
         self._entries.clear()
         self._numbers.clear()
         for memory in self._own:

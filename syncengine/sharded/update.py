@@ -3,21 +3,32 @@
 All ranks agree first. A failure may reach some of them then and not others: so the first rank that knows either way
 writes a decision into shared memory, which holds for all of the host. Each rank then writes its slices, and says so
 there. So after any failure a survivor can tell whether the weights are whole, before or after this update, or torn,
-because a rank has died in the middle of it.
+because a rank has died in the middle of it. Where the optimizer raises on all ranks before it has written anything (an
+option that it refuses), nothing has happened.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from syncengine._C import CommonMemory, fault_point
 from syncengine.errors import Aborted, SyncError, Timeout, TornWeights
+from syncengine.sharded.agreement import gather_texts
 from syncengine.sharded.memory import Host
 
 _MOMENT = 1.0  # seconds
+
+
+class Part(NamedTuple):
+    """What became of this rank's part of an update."""
+
+    news: bool  # it has something to share
+    error: Exception | None = None  # which came before anything was written
 
 
 def update_together(
@@ -26,14 +37,16 @@ def update_together(
     number: int,
     step: int,
     prepare: Callable[[], None],
-    write: Callable[[], bool],
+    write: Callable[[], Part],
+    has_work: Callable[[], bool],
     share: Callable[[], None],
-) -> None:
-    """On all ranks, or on none: ``write()``; and where that returns True on any, ``share()``, which is collective.
+) -> Exception | None:
+    """On all ranks, or on none: ``write()``; and where that has news on any, ``share()``, which is collective.
 
     ``prepare()`` comes before, and is collective: if it raises on one rank, then on all. If a rank fails meanwhile,
     raises ``TornWeights`` where what the ranks have in common is torn, else the error with which the communicator has
-    failed; all ranks are done then, or none has begun.
+    failed; all ranks are done then, or none has begun. Returns what this rank is to raise if ``write()`` had an error
+    on each rank that ``has_work()``: nothing is written then.
     """
     communicator = host.communicator
     try:
@@ -45,33 +58,60 @@ def update_together(
             raise  # on all ranks
         _end(host, error)
         if memory.decide(number, False):
-            if _write(host, memory, number, step, write):  # the others do
+            if not _is_done(_write(host, memory, number, step, write)):  # the others do
                 memory.tear(number)
             _check_whole(host, memory, number, step, error)
         raise
     if not proceeds:
         communicator.check_peers()
         raise Aborted("another rank has given up this update")
-    news = _write(host, memory, number, step, write)
+    part = _write(host, memory, number, step, write)
+    refused = None
     try:
-        flag = torch.tensor([news], dtype=torch.int64, device="cpu")
-        communicator.all_reduce(flag, "max")
-        if flag.item():
+        flags = torch.tensor([part.news, part.error is not None], dtype=torch.int64, device="cpu")
+        communicator.all_reduce(flags, "max")
+        news, has_error = flags.tolist()
+        if has_error:
+            refused = _refused(host, part, has_work)
+        if news:
             share()
+    except _HalfWrittenError as error:  # on all ranks
+        memory.tear(number)
+        _end(host, part.error or error)
+        raise TornWeights(torn_text(step, str(error))) from part.error
     except BaseException as error:
         if isinstance(error, SyncError) and communicator.exception() is None:
             raise  # on all ranks
         _end(host, error)
-        if news:
+        if not _is_done(part):
             memory.tear(number)
-        _check_whole(host, memory, number, step, error)
+        _check_whole(host, memory, number, step, part.error or error)
         raise
-    if news:
+    if not _is_done(part):
         memory.complete(host.rank, number)
+    return refused
 
 
-def _write(host: Host, memory: CommonMemory, number: int, step: int, write: Callable[[], bool]) -> bool:
-    """Returns whether this rank is not done yet, since it has something to share."""
+def _is_done(part: Part) -> bool:
+    return not part.news and part.error is None
+
+
+def _refused(host: Host, part: Part, has_work: Callable[[], bool]) -> Exception:
+    """What this rank is to raise, as nobody has written anything. Raises if somebody has. Collective."""
+    text = f"{host.name(host.rank)} raised {type(part.error).__name__}: {part.error}" if part.error else ""
+    own = {"error": text, "wrote": part.error is None and has_work()}
+    everyone = [json.loads(other) for other in gather_texts(host.communicator, json.dumps(own))]
+    first = next(each["error"] for each in everyone if each["error"])
+    if any(each["wrote"] for each in everyone):
+        raise _HalfWrittenError(first)
+    return part.error or Aborted(first)
+
+
+class _HalfWrittenError(Exception):
+    pass
+
+
+def _write(host: Host, memory: CommonMemory, number: int, step: int, write: Callable[[], Part]) -> Part:
     try:
         fault_point("updating")
         result = write()
@@ -81,7 +121,7 @@ def _write(host: Host, memory: CommonMemory, number: int, step: int, write: Call
         if not isinstance(error, Exception):
             raise  # Ctrl-C
         raise TornWeights(torn_text(step, f"{host.name(host.rank)} raised {type(error).__name__}: {error}")) from error
-    if not result:
+    if _is_done(result):
         memory.complete(host.rank, number)
     return result
 
