@@ -7,6 +7,7 @@ all values that there should be, from a life that nothing disturbs.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import random
 import signal
@@ -22,6 +23,7 @@ from pool import RankPool, Ranks
 from sharded_training import common_memory, digest, error_of, make, sharded, snapshot, train
 from test_hosts import live_on
 
+import syncengine
 from syncengine._C import fault_point
 
 INSTANTS = int(os.environ.get("SYNCENGINE_TEST_KILLS", "40"))  # other ones for another number
@@ -39,12 +41,22 @@ POINTS: dict[str, Sequence[int]] = {  # which occurrences of them
 }
 
 
-class Life:
-    """What becomes of a model and its optimizer; `digests` after each of its stages."""
+KINDS = ("slices", "whole", "blocks")  # of lives
 
-    def __init__(self) -> None:
+
+class Life:
+    """What becomes of a model and its optimizer; `digests` after each of its stages.
+
+    `kind`: "slices" of parameters that are shared at once, "whole" ones, or in several "blocks", one after another.
+    """
+
+    def __init__(self, kind: str = "slices") -> None:
         self.net = make("odd")
-        self.model, self.optimizer = sharded(self.net)
+        self.model, self.optimizer = sharded(self.net, elements=None if kind != "whole" else False)
+        self._later: list[torch.nn.Parameter] = []
+        if kind == "blocks":
+            self._later = [self.net.first.bias, *self.net.second.parameters()]
+            self.optimizer = syncengine.ShardedOptimizer([self.net.first.weight], torch.optim.AdamW, lr=1e-2)
         self.digests: list[int] = []
         self.steps = self.written = 0
         self.updates: list[int] = []  # by when there were how many
@@ -52,7 +64,10 @@ class Life:
     def live(self) -> None:
         look = self._look
         look()
-        self._train(0, 2)
+        self._train(0, 1)
+        for parameter in self._later:
+            self.optimizer.add_param_group({"params": [parameter]})
+        self._train(1, 2)
         weights, state = copy.deepcopy(self.net.state_dict()), snapshot(self.optimizer)
         self._train(2, 4)
         self.net.load_state_dict(weights)
@@ -84,20 +99,20 @@ class Life:
         self.updates.append(self.steps + self.written)
 
 
-def undisturbed() -> list[tuple[int, int]]:
+def undisturbed(kind: str = "slices") -> list[tuple[int, int]]:
     """Of each stage: how many updates there were, and the digest."""
-    life = Life()
+    life = Life(kind)
     life.live()
     life.go_on()
     return [*zip(life.updates, life.digests, strict=True), (life.steps + 2, digest(life.net, life.optimizer))]
 
 
-def live_beside(victim: int, fault: str, started: str = "") -> Outcome:
+def live_beside(victim: int, fault: str, started: str = "", kind: str = "slices") -> Outcome:
     """What a survivor tells."""
     set_fault(victim, fault)
 
     def body(step: Callable[[], None]) -> dict[str, Any]:
-        life = Life()
+        life = Life(kind)
         if started:
             Path(started).touch()
         found: dict[str, Any] = {"error": error_of(life.live), "digests": life.digests}
@@ -165,6 +180,20 @@ def test_killed_at_each_state(pool: RankPool, point: str):
                 assert all(torn)
 
 
+@needs_hooks
+@pytest.mark.parametrize("point", ["agreed", "updating", "updated", "completed"])
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_killed_in_updates_of_other_lives(pool: RankPool, kind: str, point: str):
+    stages = pool.run(undisturbed, kind, world=3)[0]
+    for number in (2, 3, 6):
+        victim = number % 3
+        with pool.spawn_ranks(live_beside, victim, f"{point}:{number}:kill", "", kind, world=3, settings=None) as ranks:
+            torn = check_survivors(ranks, victim, stages)
+            assert ranks[victim].exit_code() == -signal.SIGKILL, f"there is no {point} number {number}"
+            if point == "updating":
+                assert all(torn)
+
+
 def live_on_hosts(hosts: str, fault: str) -> Outcome:
     live_on(hosts)
     return live_beside(len(hosts) - 1, fault)
@@ -183,17 +212,18 @@ def test_each_host_has_weights_of_its_own(pool: RankPool, hosts: str):
 
 def test_killed_at_random_instants(pool: RankPool, tmp_path: Path):
     began = time.monotonic()
-    stages = {world: pool.run(undisturbed, world=world)[0] for world in (2, 3)}
-    lasts = (time.monotonic() - began) / 2
+    lives = list(itertools.product(KINDS, (2, 3)))
+    stages = {(kind, world): pool.run(undisturbed, kind, world=world)[0] for kind, world in lives}
+    lasts = (time.monotonic() - began) / len(lives)
     moments = random.Random(INSTANTS)
     found: list[bool | None] = []
     for attempt in range(INSTANTS):
-        world = 2 + attempt % 2
-        victim = attempt // 2 % world
+        kind, world = lives[attempt % len(lives)]
+        victim = attempt // len(lives) % world
         started = tmp_path / str(attempt)
-        with pool.spawn_ranks(live_beside, -1, "", str(started), world=world, settings=None) as ranks:
+        with pool.spawn_ranks(live_beside, -1, "", str(started), kind, world=world, settings=None) as ranks:
             wait_for_file(started)
             time.sleep(moments.random() * lasts)
             ranks[victim].signal(signal.SIGKILL)
-            found += check_survivors(ranks, victim, stages[world])
+            found += check_survivors(ranks, victim, stages[kind, world])
     assert False in found
