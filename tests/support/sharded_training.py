@@ -127,7 +127,8 @@ def not_divided(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
 
     What each rank computes by itself has the same bits as well.
     """
-    trained = [name for name, p in net.named_parameters() if p.requires_grad and not is_common(p)]
+    ranges = common_memory()
+    trained = [name for name, p in net.named_parameters() if p.requires_grad and not is_common(p, ranges)]
     wrong = [f"{name} is not shared" for name in trained]
     own = torch.zeros(1, dtype=torch.int64)
     for block in optimizer._sharing.blocks:
@@ -148,9 +149,9 @@ def common_memory() -> list[tuple[int, int]]:
     return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
 
-def is_common(tensor: torch.Tensor) -> bool:
-    """Whether it lies in memory that the ranks of this host share."""
-    return any(begin <= tensor.data_ptr() < end for begin, end in common_memory())
+def is_common(tensor: torch.Tensor, ranges: list[tuple[int, int]] | None = None) -> bool:
+    """Whether it lies in memory that the ranks of this host share. `ranges`: of `common_memory`, for many tensors."""
+    return any(begin <= tensor.data_ptr() < end for begin, end in (common_memory() if ranges is None else ranges))
 
 
 def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
