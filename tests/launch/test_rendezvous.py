@@ -25,35 +25,44 @@ import syncengine_autoload
 from syncengine.errors import InvalidUsage, Timeout
 from syncengine_autoload.rendezvous import Failed, Rendezvous
 
-# What ranks do in the attempts that fail: one dies before it comes, then the other, then one hangs until the other has
-# failed.
-ONE_DIES = """
-if attempt == 0 and rank == 1:
+# What ranks do in the attempts that fail: one dies before it comes, when the other waits for it, then the other, then
+# one hangs until the other has failed. They need no torch for that, whose import takes longest.
+DIES = """
+    while not os.path.exists(f'{FOLDER}/{attempt} {1 - rank}'):
+        time.sleep(0.01)
     time.sleep(1)
     sys.exit(1)
 """
-ALL_IN_TURN = """
-if attempt < 2 and rank == 1 - attempt:
-    time.sleep(1)
-    sys.exit(1)
+ONE_DIES = f"""
+if attempt == 0 and rank == 1:{DIES}"""
+ALL_IN_TURN = f"""
+if attempt < 2 and rank == 1 - attempt:{DIES}
 if attempt == 2:
     if rank == 1:
         time.sleep(60)
+    import syncengine
     syncengine.init(timeout=1)
 if rank == 0:  # of attempt 3: it comes when the other has seen what is left
     time.sleep(1)
 """
 
 
+# What who is not to die does next: it says so.
+JOINS = """
+import torch
+from datetime import timedelta
+from torch import distributed as dist
+import syncengine
+open(f'{FOLDER}/{attempt} {rank}', 'w').close()
+"""
+
+
 def restarted(folder: Path, before: str, join: str) -> list[str]:
     """What the two ranks of the last attempt write."""
     (folder / "train.py").write_text(
-        "import os, sys, time, torch\n"
-        "from datetime import timedelta\n"
-        "from torch import distributed as dist\n"
-        "import syncengine\n"
+        f"import os, sys, time\nFOLDER = {str(folder)!r}\n"
         "rank, attempt = int(os.environ['RANK']), int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
-        f"{before}\n{join}\n"
+        f"{before}\n{JOINS}\n{join}\n"
         "model = syncengine.Parallel(torch.nn.Linear(1, 1, bias=False))\n"
         "model(torch.full((1, 1), float(rank))).backward()\n"
         "os.write(1, f'{attempt} {model.module.weight.grad.item()}\\n'.encode())\n"
