@@ -76,13 +76,13 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 train: build
 	$(PY) -m examples.train_gpt compare
 
-# The core's tests need no Python: they are compiled while packages come in. Two files of the others run at a time: much
-# of it is waiting.
+# The core's tests need no Python: they are compiled while packages come in. Three files of the others run at a time:
+# much of it is waiting.
 test:
 	$(MAKE) --no-print-directory -j$(shell nproc) --output-sync=target \
 	  core-build build-for-tests .venv-openmpi/ready .venv-mpich/ready
 	$(MAKE) --no-print-directory core-test
-	$(PY) -m pytest -q --numprocesses 2 --dist loadfile
+	$(PY) -m pytest -q --numprocesses 3 --dist loadfile
 
 test-integrations: build-for-tests .venv-integrations/ready
 	.venv-integrations/bin/python -m pytest -q --numprocesses 2 --dist loadfile tests/integrations
