@@ -122,14 +122,41 @@ class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
     }
     (*users_)(parameter);
   }
-  void run(const at::Tensor& parameter) { (*users_)(parameter); }
+  // All that deliver in one backward have put the same average there: they run once, behind the last.
+  void run(const Reducer& reducer, bool delivered, const at::Tensor& parameter) {
+    struct Deliverers : std::vector<std::shared_ptr<Reducer>> {
+      void tell(bool delivers) {
+        for (const auto& one : *this) one->set_delivers(delivers);
+      }
+      ~Deliverers() { tell(false); }
+    } deliverers;
+    {
+      const std::lock_guard lock(mutex_);
+      for (Owner& owner : owners_) owner.delivered |= delivered && owner.address == &reducer;
+      for (const Owner& owner : owners_) {
+        auto other = owner.reducer.lock();
+        if (other && other->in_backward()) return;  // and comes here at its end
+        if (other && owner.delivered) deliverers.push_back(std::move(other));
+      }
+      for (Owner& owner : owners_) owner.delivered = false;
+    }
+    if (deliverers.empty()) return;
+    deliverers.tell(true);
+    (*users_)(parameter);
+  }
+  void forget() {
+    const std::lock_guard lock(mutex_);
+    for (Owner& owner : owners_) owner.delivered = false;
+  }
 
   void add(const std::shared_ptr<Reducer>& reducer) {
     remove(*reducer);
+    const std::lock_guard lock(mutex_);
     owners_.push_back({reducer, reducer.get()});
   }
   // Returns whether nobody is left.
   bool remove(const Reducer& reducer) {
+    const std::lock_guard lock(mutex_);
     std::erase_if(owners_, [&](const Owner& owner) { return owner.address == &reducer || owner.reducer.expired(); });
     return owners_.empty();
   }
@@ -139,7 +166,9 @@ class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
   struct Owner {
     std::weak_ptr<Reducer> reducer;
     const Reducer* address;  // while it is being destroyed, too
+    bool delivered = false;  // and the hooks have not run since
   };
+  std::mutex mutex_;
   std::vector<Owner> owners_;
   std::unique_ptr<PostAccumulateGradHook> users_;
 };
@@ -288,8 +317,12 @@ bool has_hasty_optimizer(const at::Tensor& parameter) {
   return handles.contains(pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(parameter)));
 }
 
-void run_user_hooks(const at::Tensor& parameter) {
-  if (auto* hooks = postponed_hooks(parameter)) hooks->run(parameter);
+void run_user_hooks(const Reducer& reducer, const at::Tensor& parameter, bool delivered) {
+  if (auto* hooks = postponed_hooks(parameter)) hooks->run(reducer, delivered, parameter);
+}
+
+void forget_user_hooks(const at::Tensor& parameter) {
+  if (auto* hooks = postponed_hooks(parameter)) hooks->forget();
 }
 
 void restore_user_hooks(const Reducer& reducer, const at::Tensor& parameter) {

@@ -81,7 +81,12 @@ bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tens
 bool has_hasty_user_hooks(const at::Tensor& parameter);
 // The same of an optimizer in backward (torch's _apply_optimizer_in_backward).
 bool has_hasty_optimizer(const at::Tensor& parameter);
-void run_user_hooks(const at::Tensor& parameter);
+// At the end of a backward of `reducer`, for each of its parameters, whether or not it has `delivered` an average: runs
+// those for which some reducer has, unless another that the parameter belongs to is still in a backward. All whose
+// average it is say has_averaged() meanwhile.
+void run_user_hooks(const Reducer& reducer, const at::Tensor& parameter, bool delivered);
+// The same where that backward failed: none run.
+void forget_user_hooks(const at::Tensor& parameter);
 // Undoes postpone_user_hooks.
 void restore_user_hooks(const Reducer& reducer, const at::Tensor& parameter);
 

@@ -191,16 +191,20 @@ void Reducer::finalize() {
     fail_finalizing("backward aborted");
     throw;
   }
-  if (!written.empty()) run_hooks_of_users(written);
+  if (model_->parameters.any_user_hooks()) run_hooks_of_users(written);
 }
 
+// Of others, too, which a reducer of the same parameter has left to this one.
 void Reducer::run_hooks_of_users(const std::vector<size_t>& written) {
-  delivers_ = true;
+  const Parameters& parameters = model_->parameters;
+  std::vector<bool> delivered(parameters.size());
+  for (size_t i : written) delivered[i] = true;
   try {
-    for (size_t i : written) run_user_hooks(model_->parameters.tensor(i));
-    delivers_ = false;
+    for (size_t i : written) run_user_hooks(*this, parameters.tensor(i), true);
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (!delivered[i]) run_user_hooks(*this, parameters.tensor(i), false);
+    }
   } catch (...) {
-    delivers_ = false;
     std::lock_guard lock(mutex_);
     model_->outcome.drop(model_->routing.route().outlives_errors());
     throw;
@@ -225,7 +229,7 @@ void Reducer::fail_finalizing(const std::string& text) {
   if (!is_told) tell_peers(*model_->averaging.communicator, text);
   const pybind11::gil_scoped_acquire gil;
   model_->backward->drop(/*keeps_gradients=*/false);
-  end_backward();
+  end_badly();
 }
 
 void Reducer::give_up(const Reason& reason, bool keeps_gradients) {
@@ -248,6 +252,14 @@ void Reducer::give_up(const Reason& reason, bool keeps_gradients) {
     if (model_->backward) model_->backward->drop(keeps_gradients);
   }
   if (!keeps_gradients) model_->usage.clear();
+  end_badly();
+}
+
+void Reducer::end_badly() {
+  const Parameters& parameters = model_->parameters;
+  if (parameters.any_user_hooks()) {
+    for (size_t i = 0; i < parameters.size(); ++i) forget_user_hooks(parameters.tensor(i));
+  }
   end_backward();
 }
 

@@ -93,6 +93,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool has_claimed() const { return claimed_; }
   // Whether gradients that come now may be this model's. Without the lock.
   bool awaits_gradients() const { return phase_ == Phase::Armed || phase_ == Phase::Syncing; }
+  // Whether one has begun and not ended. Without the lock.
+  bool in_backward() const { return phase_ == Phase::Syncing || phase_ == Phase::Finalizing; }
+  void set_delivers(bool delivers) { delivers_ = delivers; }
   void on_gradient(size_t index, const at::Tensor& incoming);
   void on_backward_end();
   void on_backward_failed(const std::string& text) noexcept;  // by an error of one of these hooks
@@ -122,6 +125,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // For errors on this rank. Under the lock.
   void give_up(const Reason& reason, bool keeps_gradients = false);
   [[noreturn]] void fail(const std::string& text);
+  void end_badly();
   void end_backward();
 
   std::mutex mutex_;

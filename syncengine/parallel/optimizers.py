@@ -77,6 +77,8 @@ class BackwardOptimizers:
 
 
 def _step_and_drop(parameter: torch.nn.Parameter) -> None:
+    if parameter.grad is None:  # another model has stepped, which this backward belongs to as well
+        return
     for optimizer in parameter._in_backward_optimizers:  # type: ignore[attr-defined]
         optimizer.step()
     parameter.grad = None

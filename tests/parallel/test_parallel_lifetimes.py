@@ -480,3 +480,65 @@ def test_a_second_wrapper_averages_whatever_its_backward_starts_from():
             out.sum().backward(inputs=list(module.parameters()) if how == "inputs" else None)
         assert module.layer.weight.grad.unique().tolist() == [1.5 if how == "auxiliary" else 3.0], how
         del first, second
+
+
+def part_of_a_whole(module: nn.Sequential, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], torch.Tensor]:
+    module[0] = wrap(module[0])
+    whole = wrap(module)
+    return lambda: whole(data())
+
+
+def sum_over_two(module: nn.Sequential, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], torch.Tensor]:
+    one, other = wrap(module), wrap(nn.Sequential(nn.Linear(24, 24), module[0]))
+    return lambda: one(data()) + other(data())
+
+
+def one_of_two_is_local(module: nn.Sequential, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], torch.Tensor]:
+    whole, part = wrap(module), wrap(module[0])
+
+    def forward() -> torch.Tensor:
+        outputs = whole(data())
+        with part.no_sync():
+            part(data())
+        return outputs
+
+    return forward
+
+
+def part_that_is_not_used(module: nn.Sequential, wrap: Callable[[nn.Module], nn.Module]) -> Callable[[], torch.Tensor]:
+    whole = wrap(module)
+    other = wrap(nn.ModuleList([module[0], nn.Linear(24, 24)]), find_unused_parameters=True)
+    other.module.forward = lambda x: other.module[1](x)
+    return lambda: whole(data()) + other(data())
+
+
+@run_on_ranks(gloo=True)
+def test_hooks_run_once_in_a_backward_of_two_wrappers():
+    """The weights are those that an optimizer behind the backward makes."""
+
+    def trained(arrange: Callable[..., Any], wrap: Callable[..., nn.Module], hooks: Callable[..., None] | None) -> Any:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+        parameters = list(module.parameters())
+        forward = arrange(module, wrap)
+        counts = [0] * len(parameters)
+        for i, parameter in enumerate(parameters):
+            if hooks:
+                parameter.register_post_accumulate_grad_hook(lambda _, i=i: counts.__setitem__(i, counts[i] + 1))
+        if hooks:
+            hooks(module, None)
+        for step in range(1, 4):
+            forward().square().mean().backward()
+            if hooks:
+                assert counts == [step] * len(parameters), (arrange.__name__, counts)
+            else:
+                SGD(parameters, RATE).step()
+            for parameter in parameters:
+                parameter.grad = None
+        return [p.detach().clone() for p in parameters]
+
+    for arrange in (part_of_a_whole, sum_over_two, one_of_two_is_local, part_that_is_not_used):
+        expected = trained(arrange, syncengine.Parallel, None)
+        for hooks in (steps_by_hook, steps_applied):
+            ours = trained(arrange, syncengine.Parallel, hooks)
+            assert not different_bits(ours, expected), (arrange.__name__, hooks.__name__)
