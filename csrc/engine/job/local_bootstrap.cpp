@@ -12,8 +12,8 @@
 #include "base/texts.h"
 #include "bootstrap/host.h"
 #include "engine/communicator/end_record.h"
-#include "engine/communicator/shm_communicator.h"
-#include "engine/hosts/interhost_communicator.h"
+#include "engine/communicator/engine_communicator.h"
+#include "engine/hosts/interhost_members.h"
 
 namespace syncengine {
 
@@ -109,12 +109,12 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
   try {
     auto joined = join(fd_exchange_.exchange(rank_, fd_exchanges, arena_->fd(), deadline, interrupted, names_), parsed,
                        on, make_interhost);
-    if (on == std::vector<int>(size_, 0)) return joined;
+    if (!joined->spans_hosts()) return joined;
     // Nobody leaves before all are connected with each other: to those who are not yet it would look like a failure.
     Operation barrier{.collective = Collective::Barrier};
     barrier.describe = [] { return std::string("syncengine.init()"); };
     joined->run(std::move(barrier), interrupted);
-    static_cast<hosts::InterhostCommunicator&>(*joined).measure(interrupted);
+    joined->measure_links(interrupted);
     return joined;
   } catch (const Error& error) {
     Error told = for_peers(names_.global(rank_), error);
@@ -138,40 +138,36 @@ std::unique_ptr<shm::PeerArena> LocalBootstrap::map_peer(int rank, int memory, s
   }
 }
 
-std::shared_ptr<Communicator> LocalBootstrap::join(const std::vector<UniqueFd>& memories,
-                                                   const std::vector<Address>& addresses,
-                                                   const std::vector<int>& host_of,
-                                                   const MakeInterhost& make_interhost) {
+std::shared_ptr<EngineCommunicator> LocalBootstrap::join(const std::vector<UniqueFd>& memories,
+                                                         const std::vector<Address>& addresses,
+                                                         const std::vector<int>& host_of,
+                                                         const MakeInterhost& make_interhost) {
   sync_point("joining");
+  Placement placement(rank_, host_of);
   std::vector<std::unique_ptr<shm::PeerArena>> peers;
-  std::vector<int> names, local_names, local_ranks;
-  for (int rank = 0; rank < size_; ++rank) names.push_back(names_.global(rank));
+  std::vector<int> names, local_names, local_ranks, job_ranks;
   std::vector<uint64_t> offsets;
-  std::vector<hosts::Member> members;
-  int local_rank = 0;
-  bool one_host = true;
   for (int rank = 0; rank < size_; ++rank) {
-    members.push_back({.label = host_of[rank], .job_rank = rank, .global_rank = names[rank]});
-    if (host_of[rank] != host_of[rank_]) {
-      one_host = false;
-      continue;
-    }
-    if (rank == rank_) local_rank = static_cast<int>(peers.size());
-    members[rank].local_rank = static_cast<int>(peers.size());
-    members[rank].offset = addresses[rank].block_offset;
-    local_ranks.push_back(static_cast<int>(peers.size()));
+    names.push_back(names_.global(rank));
+    job_ranks.push_back(rank);
+  }
+  for (int rank : placement.locals()) {
     local_names.push_back(names[rank]);
+    local_ranks.push_back(static_cast<int>(peers.size()));
     offsets.push_back(addresses[rank].block_offset);
     peers.push_back(rank == rank_ ? nullptr : map_peer(rank, memories[rank].get(), addresses[rank].arena_bytes));
   }
-  engine_->attach(std::move(peers), local_rank, std::move(local_names));
-  if (one_host)
-    return std::make_shared<ShmCommunicator>(engine_, rank_, names, local_ranks, offsets, ShmCommunicator::Origin::Job);
-  if (!make_interhost)
-    throw Error(ErrorKind::InvalidUsage, "the ranks run on several hosts, and nothing connects these");
-  std::shared_ptr<hosts::Network> network(new hosts::Network(engine_, make_interhost()), &hosts::Network::destroy);
-  return hosts::InterhostCommunicator::create(std::move(network), hosts::kJobGroup, rank_, members,
-                                              ShmCommunicator::Origin::Job);
+  engine_->attach(std::move(peers), placement.local_index(rank_), std::move(local_names));
+  std::unique_ptr<hosts::InterhostMembers> interhost;
+  if (placement.hosts() > 1) {
+    if (!make_interhost)
+      throw Error(ErrorKind::InvalidUsage, "the ranks run on several hosts, and nothing connects these");
+    std::shared_ptr<hosts::Network> network(new hosts::Network(engine_, make_interhost()), &hosts::Network::destroy);
+    interhost = std::make_unique<hosts::InterhostMembers>(std::move(network), hosts::kJobGroup, placement,
+                                                          std::move(job_ranks), names);
+  }
+  return EngineCommunicator::create(engine_, std::move(placement), std::move(names), std::move(local_ranks),
+                                    std::move(offsets), EngineCommunicator::Origin::Job, std::move(interhost));
 }
 
 }  // namespace syncengine

@@ -17,6 +17,8 @@
 
 namespace syncengine {
 
+class EngineCommunicator;
+
 class LocalBootstrap {
  public:
   // Without `count_callers` nobody knows which thread may still make a call, and ranks that wait for each other time
@@ -44,8 +46,8 @@ class LocalBootstrap {
 
  private:
   std::unique_ptr<shm::PeerArena> map_peer(int rank, int memory, size_t bytes) const;
-  std::shared_ptr<Communicator> join(const std::vector<UniqueFd>& memories, const std::vector<Address>& addresses,
-                                     const std::vector<int>& host_of, const MakeInterhost& make_interhost);
+  std::shared_ptr<EngineCommunicator> join(const std::vector<UniqueFd>& memories, const std::vector<Address>& addresses,
+                                           const std::vector<int>& host_of, const MakeInterhost& make_interhost);
 
   int rank_, size_;
   RankNames names_;

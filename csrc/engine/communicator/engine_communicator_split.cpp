@@ -4,12 +4,18 @@
 
 #include "base/error.h"
 #include "base/texts.h"
-#include "engine/communicator/shm_communicator.h"
+#include "engine/communicator/engine_communicator.h"
 
 namespace syncengine {
 
-std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ranks,
-                                                     const std::function<void()>& interrupted) {
+struct EngineCommunicator::Ticket {
+  uint64_t offset = 0;   // of this rank's block for the new group
+  uint64_t members = 0;  // bit per rank of the parent; 0: stays out
+  uint64_t number = 0;   // between hosts: the new communicator's, from its first member
+};
+
+std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& ranks,
+                                                        const std::function<void()>& interrupted) {
   throw_if_failed();
   Ticket mine;
   for (int rank : ranks) {
@@ -24,8 +30,9 @@ std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ran
     throw Error(ErrorKind::InvalidUsage, "split: rank " + std::to_string(rank()) +
                                              " must be among the ranks it names, or pass none to stay out");
   if (mine.members) mine.offset = engine_->arena()->allocate_group(sizeof(shm::GroupBlock));
-  auto expected = mine.members ? expect_group() : nullptr;
-  if (std::countr_zero(mine.members) == rank()) mine.number = take_number(mine.members);
+  bool reaches_out = std::any_of(ranks.begin(), ranks.end(), [&](int rank) { return on_other_host(rank); });
+  auto expected = reaches_out ? interhost_->expect_group() : nullptr;
+  if (reaches_out && std::countr_zero(mine.members) == rank()) mine.number = interhost_->take_number();
 
   auto tickets = std::make_shared<std::vector<Ticket>>(size());
   Operation gather{.collective = Collective::AllGather,
@@ -53,18 +60,24 @@ std::shared_ptr<Communicator> ShmCommunicator::split(const std::vector<int>& ran
   return join(members, *tickets);
 }
 
-std::shared_ptr<Communicator> ShmCommunicator::join(const std::vector<int>& members,
-                                                    const std::vector<Ticket>& tickets) {
-  std::vector<int> globals, locals;
+std::shared_ptr<Communicator> EngineCommunicator::join(const std::vector<int>& members,
+                                                       const std::vector<Ticket>& tickets) {
+  std::vector<int> labels, globals, locals;
   std::vector<uint64_t> offsets;
   for (int member : members) {
-    globals.push_back(group_.global_ranks[member]);
-    locals.push_back(group_.local_ranks[member]);
+    labels.push_back(placement_.host_of[member]);
+    globals.push_back(global_ranks_[member]);
+    if (on_other_host(member)) continue;
+    locals.push_back(group_.local_ranks[placement_.local_index(member)]);
     offsets.push_back(tickets[member].offset);
   }
-  auto own = std::find(members.begin(), members.end(), group_.rank);
-  int rank = static_cast<int>(own - members.begin());
-  return std::make_shared<ShmCommunicator>(engine_, rank, globals, locals, offsets, Origin::Split);
+  auto own = std::find(members.begin(), members.end(), rank());
+  Placement placement(static_cast<int>(own - members.begin()), labels);
+  std::unique_ptr<InterhostPart> interhost;
+  if (placement.hosts() > 1)
+    interhost = interhost_->split(tickets[members.front()].number, placement, members, globals);
+  return create(engine_, std::move(placement), std::move(globals), std::move(locals), std::move(offsets), Origin::Split,
+                std::move(interhost));
 }
 
 }  // namespace syncengine

@@ -1,14 +1,14 @@
 // What a communicator does about every 50 ms while something waits: deaths, departures and deadlines. These are the
-// parts of ShmCommunicator that turn a wait that can't end into a named error.
+// parts of EngineCommunicator that turn a wait that can't end into a named error.
 #include <algorithm>
 
 #include "base/texts.h"
-#include "engine/communicator/shm_communicator.h"
+#include "engine/communicator/engine_communicator.h"
 #include "engine/lanes/mismatch.h"
 
 namespace syncengine {
 
-std::vector<int> ShmCommunicator::dead() {
+std::vector<int> EngineCommunicator::dead() {
   engine_->throw_if_forked();
   return engine_->locked([&] {
     std::vector<int> members;
@@ -18,43 +18,28 @@ std::vector<int> ShmCommunicator::dead() {
   });
 }
 
-void ShmCommunicator::check_health() {
+void EngineCommunicator::check_health() {
   if (ended_) return;
-  check_members();
+  check_local_members();
   if (!ended_) check_receives_of_any_source();
   if (!ended_) check_deadline();
+  if (ended_ || !interhost_) return;
+  if (auto error = interhost_->check(traffic_)) fail(error->kind(), error->what());
 }
 
-ShmCommunicator::Pending ShmCommunicator::Parts::oldest() const {
-  Pending oldest;
-  auto consider = [&](const auto& queue) {
-    const Lane::Item* item = queue.oldest();
-    if (item && (!oldest.item || item->since < oldest.item->since)) oldest = {item, queue.blocking_ranks()};
-  };
-  consider(*user_lane);
-  consider(*scheduled_lane);
-  consider(*schedule);
-  consider(*messenger);
-  return oldest;
-}
-
-std::string ShmCommunicator::names_of_blocking_ranks(const Pending& pending) const {
-  return rank_names(group_.global_ranks, pending.blocking_ranks & ~(uint64_t{1} << group_.rank));
-}
-
-std::string ShmCommunicator::what_is_pending() const {
-  Pending pending = parts_.oldest();
-  auto [item, blocking_ranks] = pending;
+std::string EngineCommunicator::what_is_pending() const {
+  auto [item, locals] = traffic_.oldest();
   if (!item) return "";
-  std::string names = names_of_blocking_ranks(pending);
+  uint64_t members = interhost_ ? interhost_->blocking_ranks(traffic_) : locals;
+  std::string names = rank_names(global_ranks_, members & ~(uint64_t{1} << rank()));
   std::string who = group_.name(group_.rank) + (names.empty() ? " is not done" : " waits for " + names);
-  std::string crosswise = engine_->who_waits_for_me(local_ranks(blocking_ranks), *this);
+  std::string crosswise = engine_->who_waits_for_me(local_ranks(locals), *this);
   return who + " since " + seconds_text(Clock::now() - item->since) + " in " + describe(item->operation) +
          (crosswise.empty() ? "" : "; meanwhile " + crosswise);
 }
 
-void ShmCommunicator::check_members() {
-  const Lane::Item* item = parts_.oldest().item;
+void EngineCommunicator::check_local_members() {
+  const Lane::Item* item = traffic_.oldest().item;
   std::string what = item ? " while " + group_.name(group_.rank) + " was in " + describe(item->operation) : "";
   for (int member = 0; member < group_.size; ++member) {
     if (member == group_.rank) continue;
@@ -64,13 +49,14 @@ void ShmCommunicator::check_members() {
     if (standing == shm::Standing::Failed) return fail(static_cast<ErrorKind>(end_record.kind), end_record.text);
     if (dead && standing != shm::Standing::Left) return fail(ErrorKind::PeerLost, group_.name(member) + " died" + what);
     // What it did before it left is visible only now.
-    if (standing == shm::Standing::Left && item && parts_.missing(true) >> member & 1)
+    if (standing == shm::Standing::Left && item && traffic_.missing(true) >> member & 1)
       return fail(ErrorKind::PeerLost,
                   group_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
   }
 }
 
-bool ShmCommunicator::have_all_others_left() const {
+bool EngineCommunicator::have_all_others_left() const {
+  if (interhost_ && !interhost_->have_all_left()) return false;
   for (int member = 0; member < group_.size; ++member) {
     const auto standing = group_.block(member).end_record.standing.load(std::memory_order_acquire);  // acquire: headers
     if (member != group_.rank && standing != static_cast<uint32_t>(shm::Standing::Left)) return false;
@@ -79,16 +65,16 @@ bool ShmCommunicator::have_all_others_left() const {
 }
 
 // A message may come from whoever is still there, and from this rank itself unless it waits: nothing else fails.
-void ShmCommunicator::check_receives_of_any_source() {
-  Messenger& messenger = *parts_.messenger;
+void EngineCommunicator::check_receives_of_any_source() {
+  Messenger& messenger = traffic_.messenger();
   if (messenger.idle() || !have_all_others_left() || !messenger.waits_in_vain()) return;
   messenger.give_up_receives_of_any(rank_names(global_ranks(), ~(uint64_t{1} << rank())) +
                                     (size() == 2 ? " has left (it exited" : " have left (they exited") +
                                     " or called syncengine.shutdown()) while " + group_.name(group_.rank) + " was in ");
 }
 
-void ShmCommunicator::check_deadline() {
-  const Lane::Item* item = parts_.oldest().item;
+void EngineCommunicator::check_deadline() {
+  const Lane::Item* item = traffic_.oldest().item;
   if (!item) return;
   Duration age = Clock::now() - item->since;
   if (age < std::min(engine_->options().log_after, engine_->options().timeout)) return;
@@ -101,28 +87,21 @@ void ShmCommunicator::check_deadline() {
   engine_->lock().log(what_is_pending());
 }
 
-DeadlockDetector::Wait ShmCommunicator::wait_of(const Work& work) const {
-  uint64_t members = 0;
-  if (work.ended() || ended_)
-    members = 0;
-  else if (work.place.lane == shm::kUserLane)
-    members = parts_.user_lane->not_called(work.place.number);
-  else if (work.place.lane == shm::kMessages)
-    members = 0;  // it can't be seen for certain that a message will never come
-  else
-    members = parts_.schedule->not_announced(work.place.number, work.place.epoch);
-  return {group_.offsets[group_.rank], work.place, local_ranks(members & ~(uint64_t{1} << group_.rank))};
+DeadlockDetector::Wait EngineCommunicator::wait_of(const Work& work) const {
+  uint64_t locals = work.ended() || ended_ ? 0 : traffic_.not_called(work.place);
+  return {group_.offsets[group_.rank], work.place, local_ranks(locals & ~(uint64_t{1} << group_.rank))};
 }
 
-bool ShmCommunicator::has_block(int local_rank, uint64_t offset) const {
+bool EngineCommunicator::has_block(int local_rank, uint64_t offset) const {
   for (int member = 0; member < group_.size; ++member) {
     if (group_.local_ranks[member] == local_rank && group_.offsets[member] == offset) return true;
   }
   return false;
 }
 
-std::string ShmCommunicator::describe_wait(const Work& work) const {
-  const Lane::Item* item = work.place.lane == shm::kUserLane ? parts_.user_lane->oldest() : parts_.schedule->oldest();
+std::string EngineCommunicator::describe_wait(const Work& work) const {
+  const Lane::Item* item =
+      work.place.lane == shm::kUserLane ? traffic_.lane(shm::kUserLane).oldest() : traffic_.schedule().oldest();
   return item ? describe(item->operation) : "a collective";
 }
 

@@ -5,7 +5,7 @@
 #include <thread>
 
 #include "engine/communicator/end_record.h"
-#include "engine/communicator/shm_communicator.h"
+#include "engine/communicator/engine_communicator.h"
 #include "engine/lanes/mismatch.h"
 
 namespace syncengine {
@@ -16,7 +16,7 @@ constexpr std::chrono::seconds kLastWorks{1};  // see await_last_works()
 
 }  // namespace
 
-void ShmCommunicator::abort(ErrorKind kind, const std::string& text) {
+void EngineCommunicator::abort(ErrorKind kind, const std::string& text) {
   if (engine_->arena()->forked()) return;
   engine_->locked([&] {
     fail(kind, text);
@@ -25,7 +25,7 @@ void ShmCommunicator::abort(ErrorKind kind, const std::string& text) {
   });
 }
 
-void ShmCommunicator::close() {
+void EngineCommunicator::close() {
   if (engine_->arena()->forked()) return;
   await_last_works();
   engine_->locked([&] {
@@ -36,26 +36,20 @@ void ShmCommunicator::close() {
   engine_->lock().await_drops();
 }
 
-std::vector<ArenaRange> ShmCommunicator::Parts::direct_memory() const {
-  std::vector<ArenaRange> offsets;
-  user_lane->add_direct_memory(offsets);
-  scheduled_lane->add_direct_memory(offsets);
-  messenger->near().add_direct_memory(offsets);
-  return offsets;
-}
-
-void ShmCommunicator::lose_direct_memory(const Error& cause) {
-  for (const ArenaRange& range : parts_.direct_memory()) {
+void EngineCommunicator::lose_direct_memory(const Error& cause) {
+  for (const ArenaRange& range : traffic_.direct_memory()) {
     if (group_.arena->is_severed(range.offset, range.bytes)) return fail(cause.kind(), cause.what());
   }
 }
 
-void ShmCommunicator::fail(ErrorKind kind, const std::string& text) {
+// A peer that failed has said why before its connection ended.
+void EngineCommunicator::fail(ErrorKind kind, const std::string& text) {
+  if (interhost_ && kind == ErrorKind::PeerLost && !ended_) interhost_->hear_all();
   Error error(kind, text);
   end(shm::Standing::Failed, error, error);
 }
 
-void ShmCommunicator::set_last_words(const std::string& text, std::vector<std::shared_ptr<Work>> works) {
+void EngineCommunicator::set_last_words(const std::string& text, std::vector<std::shared_ptr<Work>> works) {
   engine_->locked([&] {
     last_words_ = text;
     last_works_.swap(works);
@@ -63,7 +57,7 @@ void ShmCommunicator::set_last_words(const std::string& text, std::vector<std::s
 }
 
 // Peers may be about to take part: they are to hear what this rank has to say, and not that it has left.
-void ShmCommunicator::await_last_works() {
+void EngineCommunicator::await_last_works() {
   std::vector<std::shared_ptr<Work>> works;
   engine_->locked([&] { works = last_works_; });
   const auto until = Clock::now() + kLastWorks;
@@ -74,40 +68,35 @@ void ShmCommunicator::await_last_works() {
 }
 
 // A peer in the middle of writing this rank's tensors must be told to stop, and kept from going on.
-void ShmCommunicator::leave() {
+void EngineCommunicator::leave() {
   Error closed(ErrorKind::InvalidUsage, kClosed);
-  if (!last_words_.empty() && parts_.oldest().item != nullptr) {
+  if (!last_words_.empty() && traffic_.oldest().item != nullptr) {
     return end(shm::Standing::Failed, Error(ErrorKind::Aborted, last_words_), closed);
   }
-  if (parts_.direct_memory().empty()) return end(shm::Standing::Left, closed, closed);
+  if (traffic_.direct_memory().empty()) return end(shm::Standing::Left, closed, closed);
   Error left(ErrorKind::PeerLost, group_.name(group_.rank) +
                                       " has left (it exited or called syncengine.shutdown()) while its " +
-                                      describe(parts_.oldest().item->operation) + " was pending");
+                                      describe(traffic_.oldest().item->operation) + " was pending");
   end(shm::Standing::Failed, left, closed);
 }
 
 // The first end counts. Peers hear of it before this rank's own callers do; tensors are cut loose before they are
 // touched.
-void ShmCommunicator::end(shm::Standing standing, const Error& for_peers, const Error& raised_here) {
+void EngineCommunicator::end(shm::Standing standing, const Error& for_peers, const Error& raised_here) {
   if (ended_) return;
+  if (interhost_) interhost_->end(standing, for_peers, traffic_);
   ended_ = true;
   write_end_record(group_.own().end_record, standing, for_peers.kind(), for_peers.what());
   std::atomic_thread_fence(std::memory_order_seq_cst);  // before this rank's program writes to what peers still read
-  if (standing == shm::Standing::Failed) engine_->sever_tensors(parts_.direct_memory(), for_peers);
+  if (standing == shm::Standing::Failed) engine_->sever_tensors(traffic_.direct_memory(), for_peers);
   auto error = std::make_exception_ptr(raised_here);
-  Submissions::Batch late = submissions_.end(error);
-  for (Post& post : late.posts) parts_.messenger->post(std::move(post));
-  for (Lane::Item& item : late.operations) parts_.user_lane->enqueue(std::move(item));
-  parts_.schedule->fail_all();
-  parts_.user_lane->fail_all(error);
-  parts_.scheduled_lane->fail_all(error);
-  parts_.messenger->fail_all(error);
+  traffic_.end(submissions_.end(error), error);
   group_.bell->ring_all();
   engine_->wake_io_loop();
 }
 
 // The own block, once every member is as far; until then some may still read results from it.
-void ShmCommunicator::give_back_block() {
+void EngineCommunicator::give_back_block() {
   uint64_t everybody = group_.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group_.size) - 1;
   uint64_t me = uint64_t{1} << group_.rank;
   for (int member = 0; member < group_.size; ++member) {
@@ -117,7 +106,7 @@ void ShmCommunicator::give_back_block() {
   auto unused = [&gone, everybody, me] {
     return (gone.load(std::memory_order_acquire) | me) == everybody;  // acquire: theirs
   };
-  for (size_t offset : parts_.messenger->near().fragments())
+  for (size_t offset : traffic_.messenger().near().fragments())
     group_.arena->retire_group(offset, MailboxRoute::kFragmentsBytes, unused);
   group_.arena->retire_group(group_.offsets[group_.rank], sizeof(shm::GroupBlock), unused);
 }

@@ -1,0 +1,249 @@
+#include "engine/communicator/engine_communicator.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <utility>
+
+#include "base/interruption.h"
+#include "base/sync_point.h"
+
+namespace syncengine {
+
+namespace {
+
+// Of the members on this host.
+Group make_group(Engine& engine, const Placement& placement, const std::vector<int>& global_ranks,
+                 std::vector<int> local_ranks, std::vector<uint64_t> offsets) {
+  Group group{.rank = placement.local_index(placement.rank),
+              .size = static_cast<int>(local_ranks.size()),
+              .global_ranks = {},
+              .local_ranks = std::move(local_ranks),
+              .offsets = std::move(offsets),
+              .blocks = {},
+              .arenas = {},
+              .arena = engine.arena().get(),
+              .bell = &engine.bell()};
+  for (int member : placement.locals()) group.global_ranks.push_back(global_ranks[member]);
+  for (int member = 0; member < group.size; ++member) {
+    group.arenas.push_back(member == group.rank ? nullptr : engine.peer(group.local_ranks[member]));
+    std::byte* block = group.memory(member, static_cast<int64_t>(group.offsets[member]), sizeof(shm::GroupBlock));
+    group.blocks.push_back(reinterpret_cast<shm::GroupBlock*>(block));
+  }
+  return group;
+}
+
+}  // namespace
+
+// No message comes, and it is not moved, before all of it is there.
+std::shared_ptr<EngineCommunicator> EngineCommunicator::create(std::shared_ptr<Engine> engine, Placement placement,
+                                                               std::vector<int> global_ranks,
+                                                               std::vector<int> local_ranks,
+                                                               std::vector<uint64_t> offsets, Origin origin,
+                                                               std::unique_ptr<InterhostPart> interhost) {
+  Group locals = make_group(*engine, placement, global_ranks, std::move(local_ranks), std::move(offsets));
+  std::shared_ptr<EngineCommunicator> made(new EngineCommunicator(std::move(engine), std::move(placement),
+                                                                  std::move(global_ranks), std::move(locals), origin,
+                                                                  std::move(interhost)));
+  made->begin();
+  return made;
+}
+
+EngineCommunicator::EngineCommunicator(std::shared_ptr<Engine> engine, Placement placement,
+                                       std::vector<int> global_ranks, Group locals, Origin origin,
+                                       std::unique_ptr<InterhostPart> interhost)
+    : engine_(std::move(engine)),
+      origin_(origin),
+      placement_(std::move(placement)),
+      global_ranks_(std::move(global_ranks)),
+      group_(std::move(locals)),
+      interhost_(std::move(interhost)),
+      // A rank that shares its host waits for that one's ranks as well.
+      io_loop_(interhost_ && engine_->is_alone() ? interhost_->io_loop() : nullptr),
+      traffic_(
+          group_, placement_, global_ranks_, engine_->options().algorithm, [this] { return any_peer_failed(); },
+          engine_->lock().trash(), interhost_.get()) {}
+
+void EngineCommunicator::begin() {
+  auto fail = [this](const Error& error) { end(shm::Standing::Failed, error, error); };
+  if (interhost_) engine_->locked([&] { interhost_->enroll(fail); });
+  engine_->add(this);
+}
+
+EngineCommunicator::~EngineCommunicator() {
+  if (engine_->arena()->forked()) return;
+  engine_->locked([&] { leave(); });
+  engine_->remove(this);
+  if (origin_ == Origin::Split) give_back_block();
+}
+
+bool EngineCommunicator::has_device_transport() const {
+  return interhost_ && interhost_->interhost().has_device_transport();
+}
+
+std::unique_ptr<DeviceTransport> EngineCommunicator::open_device_transport(int device, const std::string& name) {
+  return interhost_ ? interhost_->interhost().open_device_transport(interhost_->job_ranks(), device, name) : nullptr;
+}
+
+std::string EngineCommunicator::describe_links() const { return interhost_ ? interhost_->describe_links() : ""; }
+
+void EngineCommunicator::measure_links(const std::function<void()>& interrupted) {
+  if (interhost_) interhost_->measure(*this, interrupted);
+}
+
+std::shared_ptr<Work> EngineCommunicator::enqueue(Operation operation, std::shared_ptr<const Slots> slots,
+                                                  size_t index) {
+  engine_->throw_if_forked();
+  require_supported(operation);
+  return submissions_.add(std::move(operation), std::move(slots), index);
+}
+
+std::shared_ptr<Work> EngineCommunicator::submit(Operation operation) {
+  auto work = enqueue(std::move(operation));
+  engine_->poke(*this);
+  return work;
+}
+
+void EngineCommunicator::run(Operation operation, const std::function<void()>& interrupted) {
+  wait(enqueue(std::move(operation)), interrupted, {});
+}
+
+std::shared_ptr<Work> EngineCommunicator::post(Message message, bool sends) {
+  engine_->throw_if_forked();
+  bool any = !sends && message.peer == Message::kAnySource;
+  if (!any && (message.peer < 0 || message.peer >= size()))
+    throw Error(ErrorKind::InvalidUsage, message.describe() + ": rank " + std::to_string(message.peer) +
+                                             " is not in 0.." + std::to_string(size() - 1));
+  auto work = submissions_.add(std::move(message), sends);
+  engine_->poke(*this);
+  return work;
+}
+
+// Each rank names its first gap; all go on from the last one named, until all name the same.
+std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
+                                                               const std::function<std::string()>& describe,
+                                                               const std::function<void()>& interrupted) {
+  uint64_t hash = 0xcbf29ce484222325;  // FNV-1a
+  auto mix = [&hash](uint64_t value) { hash = (hash ^ value) * 0x100000001b3; };
+  mix(count);
+  if (describe)
+    for (char c : describe()) mix(static_cast<unsigned char>(c));
+  auto ends = std::make_shared<std::array<int64_t, 2>>();  // the last gap named, and the first, negative
+  uint64_t from = 0;
+  for (;;) {
+    const auto gap = static_cast<int64_t>(slots_->gap(from, count));
+    *ends = {gap, -gap};
+    Operation compare{.dtype = DType::Int64, .op = ReduceOp::Max, .numerics = numerics(), .layout_hash = hash};
+    compare.input = compare.output = {ends->data(), sizeof(*ends)};
+    compare.describe = describe;
+    compare.keepalive = ends;
+    run(std::move(compare), interrupted);
+    from = static_cast<uint64_t>((*ends)[0]);
+    if (from == slots_->size())
+      throw Error(ErrorKind::InvalidUsage,
+                  "too many gradient buckets on one communicator at a time (at most " + std::to_string(from) +
+                      ", one for each parameter): drop models that are no longer used, or use Communicator.split()");
+    if ((*ends)[0] == -(*ends)[1]) break;
+  }
+  if (auto slots = slots_->take(from, count)) return slots;
+  std::string text = group_.name(group_.rank) + ": two threads reserve gradient buckets on one communicator at a time";
+  abort(ErrorKind::InvalidUsage, text);
+  throw Error(ErrorKind::InvalidUsage, text);
+}
+
+std::shared_ptr<Work> EngineCommunicator::announce(std::shared_ptr<const Slots> slots, size_t index,
+                                                   Operation operation) {
+  auto work = enqueue(std::move(operation), std::move(slots), index);
+  engine_->poke(*this);
+  return work;
+}
+
+void EngineCommunicator::wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted,
+                              std::optional<Duration> at_most) {
+  work->await();
+  auto deadline = at_most ? Deadline::after(*at_most) : Deadline::never();
+  auto guarded = [&] {
+    // Either way the peers can't finish what this rank walks away from.
+    if (deadline.passed() && !work->ended()) {
+      sync_point("giving up");
+      engine_->locked([&] {
+        // Another thread may have ended it meanwhile.
+        if (!work->ended()) fail(ErrorKind::Timeout, what_is_pending() + ": wait(timeout=...) gave up");
+      });
+    }
+    try {
+      if (interrupted) interrupted();
+    } catch (const std::exception& error) {
+      const std::string text = group_.name(group_.rank) + failure_text(error, "a collective");
+      engine_->locked([&] { fail(ErrorKind::Aborted, text); });
+      throw;
+    } catch (...) {
+      engine_->locked([&] { fail(ErrorKind::Aborted, group_.name(group_.rank) + " left a collective"); });
+      throw;
+    }
+  };
+  engine_->wait(*work, *this, guarded, at_most.has_value());
+  work->rethrow_if_failed();
+}
+
+void EngineCommunicator::throw_if_failed() const {
+  engine_->throw_if_forked();
+  submissions_.throw_if_ended();
+}
+
+void EngineCommunicator::check_peers() {
+  engine_->throw_if_forked();
+  engine_->locked([&] { check_health(); });
+  throw_if_failed();
+}
+
+std::shared_ptr<void> EngineCommunicator::allocate(size_t bytes) {
+  throw_if_failed();
+  return engine_->arena()->allocate_tensor(bytes);
+}
+
+std::map<std::string, uint64_t> EngineCommunicator::counters() const {
+  engine_->throw_if_forked();
+  return engine_->locked([&] {
+    auto counters = traffic_.counters();
+    counters["sleeps"] = engine_->sleeps();
+    return counters;
+  });
+}
+
+bool EngineCommunicator::advance() {
+  if (ended_) return false;
+  submissions_.swap(taken_);
+  bool moved = !taken_.operations.empty();
+  traffic_.take(taken_);
+  try {
+    moved |= traffic_.advance();
+  } catch (const Error& error) {
+    fail(error.kind(), error.what());
+    return true;
+  } catch (const std::exception& error) {  // out of memory, say
+    fail(ErrorKind::Aborted, group_.name(group_.rank) + ": " + error.what());
+    return true;
+  }
+  if (moved) group_.bell->ring_interested();
+  return moved;
+}
+
+uint64_t EngineCommunicator::interest() const { return ended_ ? 0 : local_ranks(traffic_.interest()); }
+
+uint64_t EngineCommunicator::local_ranks(uint64_t locals) const {
+  uint64_t local = 0;
+  for (int member = 0; member < group_.size; ++member) local |= (locals >> member & 1) << group_.local_ranks[member];
+  return local;
+}
+
+bool EngineCommunicator::any_peer_failed() const {
+  std::atomic_thread_fence(std::memory_order_acquire);  // what was read of a peer's memory was read before
+  for (int member = 0; member < group_.size; ++member) {
+    auto standing = group_.block(member).end_record.standing.load(std::memory_order_acquire);
+    if (standing == static_cast<uint32_t>(shm::Standing::Failed)) return true;
+  }
+  return false;
+}
+
+}  // namespace syncengine

@@ -1,0 +1,231 @@
+#include "engine/hosts/interhost_members.h"
+
+#include <algorithm>
+
+#include "base/texts.h"
+#include "engine/hosts/measure.h"
+#include "engine/lanes/mismatch.h"
+
+namespace syncengine::hosts {
+
+namespace {
+
+constexpr auto kLate = std::chrono::milliseconds(100);  // of waiting: then the other hosts hear for whom
+
+}  // namespace
+
+InterhostMembers::InterhostMembers(std::shared_ptr<Network> network, uint32_t group, const Placement& placement,
+                                   std::vector<int> job_ranks, std::vector<int> global_ranks)
+    : links_{.placement = placement,
+             .group = group,
+             .job_ranks = std::move(job_ranks),
+             .global_ranks = std::move(global_ranks),
+             .counterparts = counterparts(placement),
+             .network = std::move(network)} {
+  for (int member = 0; member < placement.size; ++member) member_of_[links_.job_ranks[member]] = member;
+  choose();
+}
+
+void InterhostMembers::choose() {
+  links_.choice = choose_interhost(links_.placement, links_.network->engine()->options().host_algorithm,
+                                   links_.network->speed(), InterhostExchange::all_reduce_chunk(links_.placement));
+}
+
+std::unique_ptr<Exchange> InterhostMembers::make_exchange(LaneState& lane) {
+  auto made = std::make_unique<InterhostExchange>(links_, lane, links_.network->engine()->options().algorithm);
+  exchanges_[lane.id] = made.get();
+  return made;
+}
+
+std::unique_ptr<Schedule> InterhostMembers::make_schedule(const Group& locals, Lane& lane) {
+  auto made = std::make_unique<InterhostSchedule>(links_, locals, lane);
+  schedule_ = made.get();
+  return made;
+}
+
+std::unique_ptr<MessageRoute> InterhostMembers::make_route() {
+  auto made = std::make_unique<InterhostRoute>(links_);
+  route_ = made.get();
+  return made;
+}
+
+void InterhostMembers::enroll(std::function<void(const Error&)> fail) {
+  fail_ = std::move(fail);
+  links_.network->enroll(links_.group, this);
+}
+
+void InterhostMembers::measure(Communicator& communicator, const std::function<void()>& interrupted) {
+  Engine& engine = *links_.network->engine();
+  if (engine.options().host_algorithm != HostAlgorithm::Auto || !speed_matters(links_.placement)) return;
+  LinkSpeed speed = measure_links(communicator, links_.placement, interrupted);
+  engine.locked([&] {
+    links_.network->set_speed(speed);
+    choose();
+  });
+}
+
+std::string InterhostMembers::describe_links() const {
+  return links_.network->engine()->locked([&] {
+    const Network& network = *links_.network;
+    return syncengine::describe(links_.choice) +
+           (network.is_measured() ? "; measured " + syncengine::describe(network.speed()) : "");
+  });
+}
+
+void InterhostMembers::hear(int peer, const std::string& message) {
+  auto found = member_of_.find(peer);
+  if (found == member_of_.end()) throw Error(ErrorKind::PeerLost, "a message came from outside the communicator");
+  int member = found->second;
+  Head head;
+  std::memcpy(&head, message.data(), sizeof(head));
+  switch (head.kind) {
+    case Kind::Opened: {
+      auto opened = read<Opened>(message);
+      if (opened.lane >= shm::kLanes) break;
+      return exchanges_[opened.lane]->agreement().hear(member, opened);
+    }
+    case Kind::Flags: {
+      auto flags = read<Flags>(message);
+      if (flags.lane >= shm::kLanes) break;
+      return exchanges_[flags.lane]->agreement().hear(member, flags);
+    }
+    case Kind::Ready: return schedule_->hear(member, read<Ready>(message));
+    case Kind::Scheduled: return schedule_->hear(member, read<Scheduled>(message));
+    case Kind::Late: late_[member] = read<Late>(message).members; return;
+    case Kind::Ended: return hear_ended(member, read<Ended>(message));
+    case Kind::Announced: {
+      size_t head_bytes = std::min(message.size(), sizeof(Announced));
+      return route_->hear(member, read<Announced>(message.substr(0, head_bytes)), message.substr(head_bytes));
+    }
+    case Kind::Heard: return route_->hear(member, read<Heard>(message));
+  }
+  throw Error(ErrorKind::PeerLost, links_.name(member) + " sent an unknown message");
+}
+
+void InterhostMembers::hear_ended(int member, const Ended& ended) {
+  if (ended.standing == static_cast<uint32_t>(shm::Standing::Failed)) {
+    std::string text(ended.text, strnlen(ended.text, sizeof(ended.text)));
+    return fail_(Error(static_cast<ErrorKind>(std::min(ended.error, uint32_t{4})), text));
+  }
+  left_[member] = ended;
+}
+
+std::optional<Error> InterhostMembers::check(const Traffic& traffic) {
+  auto error = check_members(traffic);
+  if (!error && !ended_) tell_who_is_late(traffic);
+  return error;
+}
+
+std::optional<Error> InterhostMembers::check_members(const Traffic& traffic) {
+  const Lane::Item* item = traffic.oldest().item;
+  std::string what =
+      item ? " while " + links_.name(links_.placement.rank) + " was in " + describe(item->operation) : "";
+  bool pending[] = {traffic.lane(shm::kUserLane).oldest() != nullptr,
+                    traffic.lane(shm::kScheduledLane).oldest() || traffic.schedule().oldest()};
+  for (int member = 0; member < links_.placement.size; ++member) {
+    if (!links_.is_remote(member)) continue;
+    auto error = interhost().failure(links_.job_ranks[member]);
+    if (error && !left_.contains(member)) hear_all();  // its last words came before
+    if (ended_) return {};
+    auto left = left_.find(member);
+    if (left == left_.end()) {
+      if (error) return Error(error->kind(), error->what() + what);
+      continue;
+    }
+    // What it had completed, it has sent.
+    bool in_vain = route_->waits_for(traffic.messenger().matcher(), member, left->second.tally);
+    for (int id = 0; id < shm::kLanes; ++id)
+      in_vain |= pending[id] && left->second.completed[id] <= traffic.lane(id).retired();
+    if (in_vain)
+      return Error(ErrorKind::PeerLost,
+                   links_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
+  }
+  return {};
+}
+
+bool InterhostMembers::have_all_left() const {
+  return left_.size() == links_.placement.size - links_.placement.locals().size();
+}
+
+// A rank that waits for another one of its host holds up ranks elsewhere that can't see that one.
+void InterhostMembers::tell_who_is_late(const Traffic& traffic) {
+  const Lane::Item* item = traffic.oldest().item;
+  uint64_t members = item && Clock::now() - item->since > kLate ? absent_here(traffic) : 0;
+  if (members == told_late_) return;
+  told_late_ = members;
+  for (int member = 0; member < links_.placement.size; ++member)
+    if (links_.is_remote(member)) links_.tell(member, Late{.head = {}, .members = members});
+}
+
+// Members of the own host that have not made the call that is waited for.
+uint64_t InterhostMembers::absent_here(const Traffic& traffic) const {
+  const Lane::Item* item = traffic.oldest().item;
+  return item ? members_of(traffic.not_called(item->work->place)) : 0;
+}
+
+uint64_t InterhostMembers::members_of(uint64_t locals) const {
+  uint64_t members = 0;
+  for (int member : links_.placement.locals()) {
+    members |= (locals & 1) << member;
+    locals >>= 1;
+  }
+  return members;
+}
+
+uint64_t InterhostMembers::blocking_ranks(const Traffic& traffic) const {
+  auto [item, locals] = traffic.oldest();
+  bool is_message = item && item == traffic.messenger().oldest();
+  uint64_t members = absent_here(traffic);
+  if (!is_message)
+    for (auto [member, others] : late_) members |= others;
+  if (members != 0) return members;
+  members = members_of(locals);
+  if (is_message)
+    members |= route_->remote_blocking_ranks(traffic.messenger().matcher());
+  else if (item && item == traffic.schedule().oldest())
+    members |= schedule_->remote_blocking_ranks();
+  else if (item)
+    members |= exchanges_[item->key == Lane::kNoKey ? shm::kUserLane : shm::kScheduledLane]->remote_blocking_ranks();
+  return members;
+}
+
+void InterhostMembers::end(shm::Standing standing, const Error& for_peers, const Traffic& traffic) {
+  ended_ = true;
+  links_.network->forget(links_.group);
+  links_.network->withdraw(links_.group, links_.job_ranks, for_peers);
+  Ended ended{.head = {},
+              .standing = static_cast<uint32_t>(standing),
+              .error = static_cast<uint32_t>(for_peers.kind()),
+              .completed = {traffic.lane(shm::kUserLane).retired(), traffic.lane(shm::kScheduledLane).retired()},
+              .tally = {},
+              .text = {}};
+  std::string(for_peers.what()).copy(ended.text, sizeof(ended.text) - 1);
+  for (int member = 0; member < links_.placement.size; ++member) {
+    if (!links_.is_remote(member)) continue;
+    ended.tally = route_->tally(member);
+    links_.tell(member, ended);
+  }
+}
+
+uint64_t InterhostMembers::take_number() {
+  Network& network = *links_.network;
+  return network.engine()->locked([&] { return network.take_number(links_.job_ranks[links_.placement.rank]); });
+}
+
+std::shared_ptr<void> InterhostMembers::expect_group() const {
+  auto network = links_.network;
+  uint64_t expected = network->engine()->locked([&] { return network->expect(); });
+  return {nullptr,
+          [network, expected](void*) { network->engine()->locked([&] { network->expect_no_more(expected); }); }};
+}
+
+std::unique_ptr<InterhostPart> InterhostMembers::split(uint64_t number, const Placement& placement,
+                                                       const std::vector<int>& members,
+                                                       std::vector<int> global_ranks) const {
+  std::vector<int> job_ranks;
+  for (int member : members) job_ranks.push_back(links_.job_ranks[member]);
+  return std::make_unique<InterhostMembers>(links_.network, static_cast<uint32_t>(number), placement,
+                                            std::move(job_ranks), std::move(global_ranks));
+}
+
+}  // namespace syncengine::hosts
