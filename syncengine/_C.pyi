@@ -194,6 +194,12 @@ class Communicator:
     def check_peers(self) -> None:
         """Checks the other ranks, and raises the error that this communicator has failed with, if it has."""
 
+    def settle(self) -> None:
+        """Waits until the other ranks have heard of the backward that this one has abandoned, if it has.
+
+        Raises the error that the communicator has failed with, if it has: it has, unless all abandoned that backward.
+        """
+
     @property
     def hosts(self) -> list[int]:
         """Of each member, its host, numbered from 0."""

@@ -39,7 +39,8 @@ bool Outcome::abandon(Backward& backward, const Reason& reason, bool keeps_gradi
   given_up_.emplace(GivenUp{std::move(left), reason, std::move(reasons), unread.has_value()});
   auto works = given_up_->left.works;
   works.push_back(given_up_->reasons.work());
-  averaging_.communicator->set_last_words(said_here(*averaging_.communicator, reason.text), std::move(works));
+  auto shared = [left = given_up_->left, everybody = everybody()] { return left.masks().abandoned_by == everybody; };
+  averaging_.communicator->set_last_words(said_here(*averaging_.communicator, reason.text), std::move(works), shared);
   return true;
 }
 

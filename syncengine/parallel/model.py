@@ -42,7 +42,7 @@ class Model:
 
 @dataclass
 class Switches:
-    """What tools switch between steps, by DDP's names; a copy of the model has the same."""
+    """What tools switch between steps, by DDP's names; a copy of the model has the same, but for no_sync()'s."""
 
     forward_sync_buffers: bool
     require_backward_grad_sync: bool = True  # the next forward's backward averages

@@ -229,7 +229,9 @@ class Parallel(ForTools):
         state = torch.nn.Module.__getstate__(self)  # without what compile() has made, which calls the original
         kept = {name: value for name, value in state.items() if name not in _PARTS}
         made_anew = {"_number": self._planning.number, "_of_torchs_default": of_torchs_default}
-        return {**kept, "_switches": copy.copy(self._switches), **made_anew}
+        switches = copy.copy(self._switches)
+        switches.require_backward_grad_sync = True  # no_sync() would end for the original alone
+        return {**kept, "_switches": switches, **made_anew}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         number, of_torchs_default = state.pop("_number"), state.pop("_of_torchs_default")

@@ -75,11 +75,15 @@ def late() -> None:
 
 class Breaks(Mlp):
     broken = False
+    broken_backward = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.broken:
             raise ValueError("not this batch")
-        return super().forward(x)
+        y = super().forward(x)
+        if self.broken_backward:
+            y.register_hook(lambda _: 1 / 0)
+        return y + 1.0
 
 
 def raise_in_forward() -> None:
@@ -89,6 +93,58 @@ def raise_in_forward() -> None:
         model(torch.ones(2, 24)).sum().backward()
     except ValueError:
         syncengine.barrier()
+
+
+def train_and_raise(module: Breaks, where: str) -> None:
+    model = syncengine.Parallel(module)
+    for step in range(2):
+        module.broken = step == 1 and where == "forward" and syncengine.rank() == 1
+        module.broken_backward = step == 1 and where == "backward" and syncengine.rank() == 1
+        model(torch.ones(2, 24)).sum().backward()
+
+
+def wrap_at_once(hosts: str, where: str) -> None:
+    """The rank that raises waits for nobody before it wraps again."""
+    live_on(hosts)
+    old = syncengine.init(timeout=20.0)
+    module = Breaks()
+    for failed in range(1, 4):
+        raised = {"forward": ValueError, "backward": ZeroDivisionError}[where]
+        with pytest.raises(raised if my_rank() == 1 else Aborted) as caught:
+            train_and_raise(module, where)
+        module.broken = module.broken_backward = False
+        module.zero_grad()
+        if failed == 2:
+            del caught
+            gc.collect()  # the model that has abandoned its backward is gone
+        check_training(syncengine.Parallel(module))
+        assert syncengine.default_communicator() is not old
+        old = syncengine.default_communicator()
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("hosts", ["aaa", "ab", "aab"])
+def test_the_rank_that_raised_wraps_its_model_again_at_once(pool: RankPool, hosts: str, where: str) -> None:
+    pool.run(wrap_at_once, hosts, where, world=len(hosts), settings=None)
+
+
+def all_raise_and_wrap() -> None:
+    """All have given up the same backward: nothing has failed, and the communicator stays."""
+    old = syncengine.init(timeout=20.0)
+    module = Breaks()
+    for _ in range(2):
+        model = syncengine.Parallel(module)
+        module.broken = True
+        with pytest.raises(ValueError):
+            model(torch.ones(2, 24))
+        module.broken = False
+        del model
+    check_training(syncengine.Parallel(module))
+    assert syncengine.default_communicator() is old
+
+
+def test_all_ranks_raise_and_wrap_again(pool: RankPool) -> None:
+    pool.run(all_raise_and_wrap, world=3, settings=None)
 
 
 FAILURES = {
@@ -193,6 +249,9 @@ class Quiet:
         self.looks -= 1
         if self.looks < 0 or self.aborted:
             raise Aborted("the first error")
+
+    def settle(self) -> None:
+        """It has abandoned nothing."""
 
     def abort(self, text: str) -> None:
         self.aborted = text

@@ -48,6 +48,7 @@ class Traffic {
   const Lane& lane(int id) const { return id == shm::kUserLane ? user_lane_ : scheduled_lane_; }
   const Schedule& schedule() const { return *schedule_; }
   const Messenger& messenger() const { return messenger_; }
+  Messenger& messenger() { return messenger_; }
 
  private:
   Lane user_lane_, scheduled_lane_;
