@@ -152,16 +152,17 @@ def init(
 def group_communicator(group: dist.ProcessGroup) -> Communicator:
     """The communicator of a torch.distributed process group: that of its backend, if this is syncengine; the default
     one, initialized if need be, for torch's default group; for any other its own, with the settings of init() or of the
-    environment, even if it has the same ranks: the calls of two groups need not come in the same order.
+    environment, even if it has the same ranks: the calls of two groups need not come in the same order. So it has where
+    that of its backend has failed.
 
     Collective over the group. Raises InvalidUsage if the default group has the default communicator's ranks in another
     order.
     """
     communicator = backend_communicator(group)
-    if communicator is not None:
+    if communicator is not None and not Connection(communicator, [], None).has_failed():
         return communicator
     refuse_forked_child()
-    if _shares_default(group):
+    if communicator is None and _shares_default(group):
         return init()
     current = _default  # without _lock, which init() holds while it waits for other ranks, who may wait for this group
     communicator = communicator_of(group, Config.read(os.environ) if current is None else current.config)

@@ -32,9 +32,8 @@ def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Commun
         return group_communicator(process_group), process_group
     if (group := _torchs_default_group()) is not None:
         anew = not is_initialized() or is_replaced()
-        communicator = backend_communicator(group) if anew else None
-        if communicator is not None:
-            return communicator, group
+        if anew and backend_communicator(group) is not None:
+            return group_communicator(group), group
         if not anew and dist.get_world_size() != default_communicator().size:
             return group_communicator(group), group
     return _with_group(init())

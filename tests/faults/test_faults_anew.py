@@ -95,11 +95,11 @@ def raise_in_forward() -> None:
         syncengine.barrier()
 
 
-def train_and_raise(module: Breaks, where: str) -> None:
-    model = syncengine.Parallel(module)
+def train_and_raise(module: Breaks, where: str, process_group: dist.ProcessGroup | None = None) -> None:
+    model = syncengine.Parallel(module, process_group=process_group)
     for step in range(2):
-        module.broken = step == 1 and where == "forward" and syncengine.rank() == 1
-        module.broken_backward = step == 1 and where == "backward" and syncengine.rank() == 1
+        module.broken = step == 1 and where == "forward" and my_rank() == 1
+        module.broken_backward = step == 1 and where == "backward" and my_rank() == 1
         model(torch.ones(2, 24)).sum().backward()
 
 
@@ -126,6 +126,28 @@ def wrap_at_once(hosts: str, where: str) -> None:
 @pytest.mark.parametrize("hosts", ["aaa", "ab", "aab"])
 def test_the_rank_that_raised_wraps_its_model_again_at_once(pool: RankPool, hosts: str, where: str) -> None:
     pool.run(wrap_at_once, hosts, where, world=len(hosts), settings=None)
+
+
+def wrap_over_the_backend(folder: str) -> None:
+    """torch's group stays what it was: only who wraps a model gets another communicator."""
+    size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("syncengine", f"file://{folder}/store", rank=my_rank(), world_size=size)
+    group = dist.new_group(list(range(size)))
+    module = Breaks()
+    for process_group in (None, group):
+        with pytest.raises(ValueError if my_rank() == 1 else Aborted):
+            train_and_raise(module, "forward", process_group)
+        module.broken = False
+        module.zero_grad()
+        model = syncengine.Parallel(module, process_group=process_group)
+        check_training(model, model.communicator)
+        assert syncengine.Parallel(module, process_group=process_group).communicator is model.communicator
+        with pytest.raises(Aborted, match="not this batch"):
+            dist.all_reduce(torch.ones(1), group=process_group)
+
+
+def test_a_model_over_a_group_of_the_backend_is_wrapped_again(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(wrap_over_the_backend, str(tmp_path), world=2, settings=None)
 
 
 def all_raise_and_wrap() -> None:

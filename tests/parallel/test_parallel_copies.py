@@ -151,3 +151,20 @@ def test_the_default_group_of_the_backend_is_a_default_communicator(pool: RankPo
     with pool.spawn_ranks(without_init, settings=None) as ranks:
         for rank in ranks:
             rank.result()
+
+
+def copied_within_no_sync() -> None:
+    syncengine.init()
+    model = make()
+    with model.no_sync():
+        twin = copy.deepcopy(model)
+    assert step(twin, syncengine.rank()) is not None
+    gathered = [torch.empty_like(twin.module.weight.grad) for _ in range(2)] if hasattr(twin.module, "weight") else []
+    for parameter in twin.parameters():
+        gathered = syncengine.all_gather(parameter.grad)
+        assert torch.equal(gathered[0], gathered[1])
+    assert model.require_backward_grad_sync and twin.require_backward_grad_sync
+
+
+def test_a_copy_made_within_no_sync_is_synchronized(pool: RankPool):
+    pool.run(copied_within_no_sync, world=2, settings=None)
