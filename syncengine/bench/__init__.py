@@ -27,6 +27,8 @@ from syncengine.errors import SyncError
 from syncengine.launch import find_launch
 from syncengine.launch.local import run_local_ranks
 
+_EXAMINE = "see what `syncengine doctor` finds when it is started in the same way"
+
 
 def add_bench(commands: Any) -> None:
     """Adds the command to argparse's."""
@@ -57,8 +59,16 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         cores = len(os.sched_getaffinity(0))
         return run_local_ranks(options.ranks, arguments, max(1, cores // options.ranks))
     except SyncError as error:
-        print(f"syncengine bench: {type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        return _cannot_run(f"{type(error).__name__}: {error}")
+    except (MemoryError, OSError, RuntimeError) as error:  # torch's and Gloo's
+        text = (str(error).splitlines() or [type(error).__name__])[0]
+        short = isinstance(error, MemoryError) or "allocate memory" in text
+        return _cannot_run(f"{text}: {'give a smaller -e' if short else _EXAMINE}")
+
+
+def _cannot_run(reason: str) -> int:
+    print(f"syncengine bench: {reason}", file=sys.stderr, flush=True)
+    return 2
 
 
 def _run_rank(options: argparse.Namespace) -> int:
@@ -66,7 +76,7 @@ def _run_rank(options: argparse.Namespace) -> int:
     first = communicator.rank == 0
     names = COLLECTIVES if options.collective == "all" else (options.collective,)
     rows: list[dict[str, Any]] = []
-    with Groups(communicator, gloo=options.compare, syncengine="all_to_all" in names) as groups:
+    with Groups(communicator, options.compare, "all_to_all" in names, options.timeout) as groups:
         for name in names:
             table = Table(options, communicator, name) if first and not options.json else None
             wanted = sizes(options) if name != "barrier" else [0]

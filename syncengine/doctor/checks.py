@@ -64,9 +64,9 @@ def by_host(everyone: Sequence[Facts]) -> list[list[Facts]]:
     return [[of_rank[rank] for rank in ranks] for ranks in grouped(everyone, host_of).values()]
 
 
-def find_all(everyone: Sequence[Facts]) -> list[Finding]:
-    """All findings, the worst first."""
-    found = [finding for check in _CHECKS for finding in check(everyone)]
+def find_all(everyone: Sequence[Facts], also: Iterable[Finding] = ()) -> list[Finding]:
+    """All findings, the worst first. `also` come behind equally bad ones: ranks that are missing for a reason."""
+    found = [*(finding for check in _CHECKS for finding in check(everyone)), *also]
     return sorted(found, key=lambda finding: (FATAL, WARNING, NOTE).index(finding.severity))
 
 
@@ -211,10 +211,12 @@ def _memory(everyone: Sequence[Facts]) -> Iterator[Finding]:
 
 def needed_descriptors(facts: Facts, everyone: Sequence[Facts]) -> int:
     """That this rank opens to connect with the others, as csrc/ counts them: 3 for each rank of its host; of other
-    hosts, over TCP, `sockets` + 1 for each, and 3.
+    hosts, over TCP, `sockets` + 1 for each, and 3. Ranks that did not come count, too: this may be why.
     """
-    here = sum(host_of(other) == host_of(facts) for other in everyone) - 1
-    there = len(everyone) - 1 - here
+    came = sum(host_of(other) == host_of(facts) for other in everyone)
+    missing = facts["world_size"] - len(everyone)
+    here = came + min(missing, max(0, (facts["local_world_size"] or 0) - came)) - 1
+    there = facts["world_size"] - 1 - here
     settings = facts["settings"]
     over_tcp = there > 0 and settings.get("interhost", "tcp") == "tcp"
     return 3 * here + ((settings.get("sockets", 4) + 1) * there + 3 if over_tcp else 0)
@@ -232,7 +234,8 @@ def _descriptors(everyone: Sequence[Facts]) -> Iterator[Finding]:
         while best < 2 * (now + needed + SPARE_DESCRIPTORS):
             best *= 2
         text = f"{ranks_text(ranks)} on {host}: ulimit -n is {limit}; {now} are open, and connecting takes {needed}"
-        severity = FATAL if limit < now + needed else WARNING
+        starved = limit < now + needed or len(everyone) < everyone[0]["world_size"]  # then it may be why none came
+        severity = FATAL if starved else WARNING
         yield Finding("file descriptors", severity, ranks, text, f"raise ulimit -n to {best}")
 
 

@@ -20,22 +20,23 @@ def examine(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return _without_torch(options, error)
     from syncengine.errors import SyncError
     from syncengine.launch import Launch, find_launch
-    from syncengine.launch.local import run_local_ranks
 
     findings: list[Finding] = []
     try:
         launch = find_launch()
+        if launch.kind == "single" and options.ranks is not None:
+            return _examine_local(options.ranks, arguments)
     except SyncError as error:
         what, remedy = split_remedy(str(error))
         findings.append(Finding("launch", FATAL, [], what, remedy))
         launch = Launch("unknown", 0, 1)
-    if launch.kind == "single" and options.ranks is not None:
-        return _examine_local(options.ranks, arguments, run_local_ranks)
     return _examine_rank(options, launch, import_error, findings)
 
 
-def _examine_local(ranks: int, arguments: Sequence[str], run_local_ranks: Any) -> int:
+def _examine_local(ranks: int, arguments: Sequence[str]) -> int:
     import os
+
+    from syncengine.launch.local import run_local_ranks
 
     code: int = run_local_ranks(ranks, arguments, max(1, len(os.sched_getaffinity(0)) // ranks))
     return code
@@ -50,9 +51,8 @@ def _examine_rank(options: argparse.Namespace, launch: Any, import_error: str, f
     meeting = Meeting(launch, options.timeout)
     come = meeting.gather(facts)
     everyone = list(come.words.values())
-    if missing := come.missing(launch.world_size):
-        findings.append(missing_ranks(missing, come.error))
-    findings += find_all(everyone)
+    missing = come.missing(launch.world_size)
+    findings += find_all(everyone, [missing_ranks(missing, come.error)] if missing else [])
     outcomes: dict[int, Any] = {}
     if not any(finding.severity == FATAL for finding in findings):  # the same on all ranks
         told = meeting.gather(_self_test(options.timeout))

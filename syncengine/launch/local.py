@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
 
 import torch.distributed as dist
 
+from syncengine.errors import InvalidUsage
+
+_SERVED_WITHIN = timedelta(seconds=20)
+_STORE, _STORE_OF_RANK = 16, 4  # file descriptors: the store's own, and of each rank's connections to it
+
 
 def run_local_ranks(count: int, arguments: Sequence[str], threads: int) -> int:
     """Runs this same command, with `arguments`, as `count` ranks of `threads` threads each, unless OMP_NUM_THREADS is
     set; returns the exit code of the first rank that has another than 0. A signal that ends this process ends them.
+    Raises InvalidUsage if ranks can't meet on this machine.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    _check_descriptors(count)
+    _check_loopback()
+    store = _serve_store()
     common = {
         "OMP_NUM_THREADS": str(threads),
         **os.environ,
@@ -42,6 +54,32 @@ def run_local_ranks(count: int, arguments: Sequence[str], threads: int) -> int:
         signal.signal(signal.SIGTERM, previous)
     failed = [code for code in codes if code != 0]
     return 0 if not failed else failed[0] if failed[0] > 0 else 128 - failed[0]  # as shells: 128 + the signal
+
+
+def _check_descriptors(count: int) -> None:
+    """Raises InvalidUsage where ranks would wait in vain for a store that can't accept them."""
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _STORE + _STORE_OF_RANK * count
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise InvalidUsage(f"ulimit -n is {limit}, and starting {count} ranks takes {needed}: raise ulimit -n to 1024")
+
+
+def _check_loopback() -> None:
+    """Raises InvalidUsage if 127.0.0.1 can't be reached: torch would try for minutes, with a stack trace for each."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=5).close()
+    except OSError as error:
+        remedy = "raise ulimit -n" if error.errno == errno.EMFILE else "bring it up (ip link set lo up)"
+        raise InvalidUsage(f"the loopback interface, 127.0.0.1, can't be reached ({error}): {remedy}") from error
+
+
+def _serve_store() -> dist.TCPStore:
+    try:
+        return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=_SERVED_WITHIN)
+    except dist.DistError as error:
+        raise InvalidUsage(
+            f"no store can be served at 127.0.0.1 ({str(error).splitlines()[0]}): start the ranks by torchrun instead"
+        ) from error
 
 
 def _this_command() -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doctor_facts import MIB, broken, facts, on
+from doctor_facts import MIB, broken, facts, on, together
 
 from syncengine.doctor.checks import FATAL, NOTE, WARNING, Finding, find_all, missing_ranks, needed_descriptors
 
@@ -287,23 +287,35 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[Finding]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_findings_from_facts(case: str):
     everyone, expected = CASES[case]
-    assert find_all(everyone) == expected
+    assert find_all(together(*everyone)) == expected
 
 
 def test_the_worst_comes_first():
     assert (FATAL, WARNING, NOTE) == ("fatal", "warning", "note")  # as --json has them
-    everyone = [facts(0, cpus={"threads": 16}), facts(1, extension={"build": "2", "has_test_hooks": True})]
+    everyone = together(facts(0, cpus={"threads": 16}), facts(1, extension={"build": "2", "has_test_hooks": True}))
     assert [found.severity for found in find_all(everyone)] == [FATAL, WARNING, NOTE]
 
 
 def test_descriptors_that_connecting_takes():
     """As csrc/ counts them."""
     two_hosts = [on("ab"[rank // 2], rank) for rank in range(4)]
-    assert needed_descriptors(two_hosts[0], two_hosts[:2]) == 3
-    assert needed_descriptors(two_hosts[0], two_hosts) == 3 + 5 * 2 + 3
-    assert needed_descriptors(two_hosts[0], two_hosts[:3]) == 3 + 5 + 3
-    by_mpi = [on("ab"[rank // 2], rank, settings={"interhost": "mpi"}) for rank in range(4)]
+    for count, needed in ((2, 3), (4, 3 + 5 * 2 + 3), (3, 3 + 5 + 3)):
+        everyone = together(*two_hosts[:count])
+        assert needed_descriptors(everyone[0], everyone) == needed
+    by_mpi = together(*(on("ab"[rank // 2], rank, settings={"interhost": "mpi"}) for rank in range(4)))
     assert needed_descriptors(by_mpi[0], by_mpi) == 3
+
+
+def test_descriptors_of_ranks_that_did_not_come():
+    """Those of this host as the launcher says it, others of other hosts; too few may be why."""
+    (alone,) = together(facts(0), missing=3)
+    assert needed_descriptors(alone, [alone]) == 5 * 3 + 3
+    assert needed_descriptors(alone | {"local_world_size": 4}, [alone]) == 3 * 3
+    assert needed_descriptors(alone | {"local_world_size": 2}, [alone]) == 3 + 5 * 2 + 3
+    (few,) = together(facts(0, local_world_size=2, descriptors={"limit": 20, "open": 3}), missing=1)
+    found = find_all([few], [missing_ranks({1}, "rank 1 did not come")])
+    assert [(one.name, one.severity) for one in found] == [("file descriptors", FATAL), ("missing ranks", FATAL)]
+    assert found[0].text == "rank 0 on a: ulimit -n is 20; 3 are open, and connecting takes 3"
 
 
 def test_missing_ranks():

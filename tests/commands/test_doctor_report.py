@@ -236,7 +236,7 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, severities: list[str], stat
     tested = []
     monkeypatch.setattr(examination, "_self_test", lambda timeout: tested.append(timeout) or GOOD)
     found = [Finding("x", severity, [0], "text", "remedy") for severity in severities]
-    monkeypatch.setattr(examination, "find_all", lambda everyone: found)
+    monkeypatch.setattr(examination, "find_all", lambda everyone, also: found)
     monkeypatch.setattr("syncengine.launch.find_launch", lambda: Launch("torchrun", 0, 1))
     options = argparse.Namespace(json=True, ranks=None, timeout=3.0)
     with redirect_stdout(io.StringIO()) as said:

@@ -21,9 +21,11 @@ def environ_of(**given: str) -> dict[str, str]:
     return clean | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **given}
 
 
-def syncengine(*arguments: str, environ: dict[str, str] | None = None, **options: Any) -> Result:
-    """`python -m syncengine ...`, to its end."""
-    command = [sys.executable, "-m", "syncengine", *arguments]
+def syncengine(
+    *arguments: str, environ: dict[str, str] | None = None, prefix: Sequence[str] = (), **options: Any
+) -> Result:
+    """`python -m syncengine ...`, to its end. `prefix`: the program that starts it."""
+    command = [*prefix, sys.executable, "-m", "syncengine", *arguments]
     return subprocess.run(
         command, env=environ_of(**(environ or {})), capture_output=True, text=True, timeout=240, check=False, **options
     )

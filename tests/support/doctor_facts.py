@@ -11,6 +11,8 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
     """Of a rank on a machine where all is well."""
     well = {
         "rank": rank,
+        "world_size": 1,
+        "local_world_size": None,
         "host": "a",
         "extension": {
             "build": "1",
@@ -42,6 +44,11 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
         name: value | changes.get(name, {}) if isinstance(value, dict) else changes.get(name, value)
         for name, value in well.items()
     }
+
+
+def together(*everyone: dict[str, Any], missing: int = 0) -> list[dict[str, Any]]:
+    """Ranks of one job, of which `missing` more did not come."""
+    return [one | {"world_size": len(everyone) + missing} for one in everyone]
 
 
 def broken(rank: int, name: str, error: str, host: str = "a") -> dict[str, Any]:
