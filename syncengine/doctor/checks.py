@@ -147,6 +147,26 @@ def _settings(everyone: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding("unknown variable", WARNING, ranks, text, remedy)
 
 
+def _patch(everyone: Sequence[Facts]) -> Iterator[Finding]:
+    """What takes the effect from SYNCENGINE_PATCH, and from the backend's name without an import."""
+
+    def asked(facts: Facts) -> str:
+        return str(facts["variables"].get("SYNCENGINE_PATCH", ""))
+
+    for value, ranks in grouped(everyone, lambda f: None if asked(f) in ("", "0", "1") else asked(f)).items():
+        text = f"{ranks_text(ranks)}: SYNCENGINE_PATCH={value!r} is not allowed, and has no effect"
+        yield Finding("patch", WARNING, ranks, text, "give 1 or 0")
+    for key, why, remedy in (
+        ("switched_off", "TORCH_DEVICE_BACKEND_AUTOLOAD switches entry points off", "unset it"),
+        ("installed", "this installation lacks its entry point", "install syncengine again, by pip"),
+    ):
+        lacking = [f for f in everyone if f["entry_point"].get(key) is (key == "switched_off")]
+        for patched, ranks in grouped(lacking, lambda f: asked(f) == "1").items():
+            lost = "SYNCENGINE_PATCH=1 has no effect" if patched else "the backend is not known without an import"
+            severity = WARNING if patched or key == "installed" else NOTE
+            yield Finding("entry point", severity, ranks, f"{ranks_text(ranks)}: {why}: {lost}", remedy)
+
+
 def _kernels(everyone: Sequence[Facts]) -> Iterator[Finding]:
     def slower(facts: Facts) -> tuple[str, str] | None:
         used, best = facts["extension"].get("instruction_set"), facts["extension"].get("best_instruction_set")
@@ -276,7 +296,19 @@ def _cuda(everyone: Sequence[Facts]) -> Iterator[Finding]:
         yield Finding("test build", NOTE, tests, text, "build without SYNCENGINE_TEST_HOOKS")
 
 
-_CHECKS = (_extension, _builds, _versions, _settings, _kernels, _cpus, _memory, _descriptors, _hosts, _cuda)
+_CHECKS = (
+    _extension,
+    _builds,
+    _versions,
+    _settings,
+    _patch,
+    _kernels,
+    _cpus,
+    _memory,
+    _descriptors,
+    _hosts,
+    _cuda,
+)
 
 
 def split_remedy(error: str) -> tuple[str, str]:

@@ -22,7 +22,7 @@ Facts = dict[str, Any]
 
 PROBE_BYTES = 1 << 20
 _SECRETS = ("SYNCENGINE_SECRET",)
-_SHOWN = ("OMP_", "MKL_NUM_", "GLOO_SOCKET_", "NCCL_SOCKET_", "MASTER_")
+_SHOWN = ("TORCH_DEVICE_BACKEND_", "OMP_", "MKL_NUM_", "GLOO_SOCKET_", "NCCL_SOCKET_", "MASTER_")
 # Beside those of Config.
 _VARIABLES = ("SYNCENGINE_ISA", "SYNCENGINE_HOST_ID", "SYNCENGINE_PATCH")
 _TESTS = "SYNCENGINE_TEST_"
@@ -38,6 +38,7 @@ def collect_facts(launch: Launch, import_error: str) -> Facts:
         "descriptors": _descriptors,
         "settings": _settings,
         "cuda": _cuda,
+        "entry_point": _entry_point,
     }
     facts: Facts = {
         "rank": launch.rank,
@@ -139,6 +140,13 @@ def _cuda() -> dict[str, Any]:
     devices = torch.cuda.device_count() if torch.version.cuda else 0
     names = [torch.cuda.get_device_name(i) for i in range(devices)]
     return {"version": torch.version.cuda, "devices": names}
+
+
+def _entry_point() -> dict[str, bool]:
+    """By which torch knows the backend, and SYNCENGINE_PATCH is read, without an `import syncengine`."""
+    installed = [point.name for point in importlib.metadata.entry_points(group="torch.backends")]
+    switch = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")  # as torch reads it
+    return {"installed": "syncengine" in installed, "switched_off": switch != "1"}
 
 
 def _variables() -> dict[str, str]:

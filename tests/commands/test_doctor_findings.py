@@ -18,6 +18,49 @@ APART = "run all ranks of a machine in one container, or give the containers --n
 FOUR_ON_FOUR = [facts(rank, cpus={"threads": 16}) for rank in range(4)]
 
 CASES: dict[str, tuple[list[dict[str, Any]], list[Finding]]] = {
+    "a value of SYNCENGINE_PATCH that means nothing": (
+        [facts(0, variables={"SYNCENGINE_PATCH": "yes"}), facts(1, variables={"SYNCENGINE_PATCH": "1"})],
+        [
+            Finding(
+                "patch", WARNING, [0], "rank 0: SYNCENGINE_PATCH='yes' is not allowed, and has no effect", "give 1 or 0"
+            )
+        ],
+    ),
+    "no entry points are loaded": (
+        [
+            facts(0, entry_point={"switched_off": True}),
+            facts(1, entry_point={"switched_off": True}, variables={"SYNCENGINE_PATCH": "1"}),
+        ],
+        [
+            Finding(
+                "entry point",
+                WARNING,
+                [1],
+                "rank 1: TORCH_DEVICE_BACKEND_AUTOLOAD switches entry points off: SYNCENGINE_PATCH=1 has no effect",
+                "unset it",
+            ),
+            Finding(
+                "entry point",
+                NOTE,
+                [0],
+                "rank 0: TORCH_DEVICE_BACKEND_AUTOLOAD switches entry points off: the backend is not known without an "
+                "import",
+                "unset it",
+            ),
+        ],
+    ),
+    "an installation without the entry point": (
+        [facts(0, entry_point={"installed": False})],
+        [
+            Finding(
+                "entry point",
+                WARNING,
+                [0],
+                "rank 0: this installation lacks its entry point: the backend is not known without an import",
+                "install syncengine again, by pip",
+            )
+        ],
+    ),
     "all is well": ([facts(0), facts(1), on("b", 2)], []),
     "extension": (
         [facts(0), broken(1, "extension", "x can't be loaded: no torch: install it", "b"), broken(2, "extension", "x")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import io
 import json
 import os
@@ -30,7 +31,9 @@ from syncengine.doctor.checks import FATAL, NOTE, WARNING, Finding, find_all, ra
 from syncengine.doctor.facts import collect_facts
 from syncengine.doctor.report import HOW_TO_START, print_report
 from syncengine.doctor.rescue import _arguments_of_doctor
+from syncengine.errors import InvalidUsage
 from syncengine.launch import Launch
+from syncengine.launch.environment import detect
 
 # --- What the self-test has shown
 
@@ -131,6 +134,19 @@ def test_facts_of_this_process():
     assert found["settings"] == {**Config().shared(), "interface": "", "has_secret": False}
     assert found["cuda"]["version"] == torch.version.cuda
     assert len(found["cuda"]["devices"]) == torch.cuda.device_count()
+
+
+def test_facts_of_the_entry_point(monkeypatch: pytest.MonkeyPatch):
+    """As torch reads its switch, and pip's metadata says it."""
+
+    def found() -> object:
+        return collect_facts(Launch("single", 0, 1), "")["entry_point"]
+
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    assert found() == {"installed": True, "switched_off": False}
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    assert found() == {"installed": False, "switched_off": True}
 
 
 def test_facts_without_the_extension(monkeypatch: pytest.MonkeyPatch):
@@ -244,6 +260,25 @@ def test_exit_codes(monkeypatch: pytest.MonkeyPatch, severities: list[str], stat
     report = json.loads(said.getvalue())
     assert (report["status"], report["exit_code"]) == (status, code)
     assert tested == ([] if FATAL in severities else [3.0])
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "5", "WORLD_SIZE": "2"},
+        {"RANK": "one", "WORLD_SIZE": "2"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "abc"},
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "70000"},
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "x", "SLURM_NODEID": "0"},
+        {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "1"},
+    ],
+)
+def test_a_launchers_errors_have_a_remedy(environ: dict[str, str]):
+    """Which is an imperative, not the rest of the sentence."""
+    with pytest.raises(InvalidUsage) as raised:
+        detect(environ)
+    what, remedy = split_remedy(str(raised.value))
+    assert remedy.startswith("start every rank by "), what
 
 
 # --- Parts

@@ -37,6 +37,7 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
             "has_secret": True,
         },
         "cuda": {"version": None, "devices": []},
+        "entry_point": {"installed": True, "switched_off": False},
         "variables": {},
         "unknown_variables": {},
     }
