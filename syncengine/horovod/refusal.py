@@ -9,6 +9,7 @@ from syncengine.errors import InvalidUsage
 _SETS = "use a communicator of these ranks, syncengine.default_communicator().split(ranks), and its collectives"
 _TIMELINE = "use torch.profiler, which shows the engine's collectives"
 _ADASUM = "use op=hvd.Average or op=hvd.Sum"
+_NAMES = "what it has for scripts is in syncengine.horovod itself (hvd.allreduce, ...)"
 _GPU = "ask torch.cuda.is_available()"
 
 REFUSED = {
@@ -25,6 +26,9 @@ REFUSED = {
     "sparse_allreduce_async": "use DistributedOptimizer(sparse_as_dense=True), or syncengine.Parallel, which exchanges "
     "sparse gradients",
     "gpu_available": _GPU,
+    "mpi_ops": _NAMES,
+    "functions": _NAMES,
+    "mpi_lib_v2": _NAMES,
     "check_extension": "there is nothing to check: importing syncengine says so if it is not built",
     "check_installed_version": "there is nothing to check: importing syncengine says so if it is not built",
 }

@@ -29,7 +29,9 @@ class Launch:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise InvalidUsage(f"rank {self.rank} is not in a world of {self.world_size}: start every rank by one launcher")
+            raise InvalidUsage(
+                f"rank {self.rank} is not in a world of {self.world_size}: start every rank by one launcher"
+            )
 
 
 def detect(environ: Mapping[str, str]) -> Launch:

@@ -28,13 +28,16 @@ def tasks_on_this_node(environ: Mapping[str, str]) -> int | None:
     for item in environ[name].split(","):
         match = re.fullmatch(r"([1-9][0-9]{0,6})(?:\(x([1-9][0-9]{0,6})\))?", item.strip(), re.ASCII)
         if match is None:
-            raise InvalidUsage(f"{name}={environ[name]!r} can't be read: {item!r} is not like 2 or 2(x3): start every rank by srun")
+            raise InvalidUsage(
+                f"{name}={environ[name]!r} can't be read: {item!r} is not like 2 or 2(x3): start every rank by srun"
+            )
         nodes = int(match[2] or 1)
         if node < nodes:
             return int(match[1])
         node -= nodes
     raise InvalidUsage(
-        f"SLURM_NODEID={environ['SLURM_NODEID']} is out of range: {name}={environ[name]} has fewer nodes: start every rank by srun"
+        f"SLURM_NODEID={environ['SLURM_NODEID']} is out of range: {name}={environ[name]} has fewer nodes: "
+        "start every rank by srun"
     )
 
 
