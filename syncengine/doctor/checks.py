@@ -235,8 +235,8 @@ def needed_descriptors(facts: Facts, everyone: Sequence[Facts]) -> int:
     """
     came = sum(host_of(other) == host_of(facts) for other in everyone)
     missing = facts["world_size"] - len(everyone)
-    here = came + min(missing, max(0, (facts["local_world_size"] or 0) - came)) - 1
-    there = facts["world_size"] - 1 - here
+    here: int = came + min(missing, max(0, (facts["local_world_size"] or 0) - came)) - 1
+    there: int = facts["world_size"] - 1 - here
     settings = facts["settings"]
     over_tcp = there > 0 and settings.get("interhost", "tcp") == "tcp"
     return 3 * here + ((settings.get("sockets", 4) + 1) * there + 3 if over_tcp else 0)
