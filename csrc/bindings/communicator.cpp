@@ -15,8 +15,8 @@
 #include "bindings/errors.h"
 #include "bindings/tensor.h"
 #include "engine/communicator/communicator.h"
-#include "reducer/assign.h"
-#include "reducer/python_error.h"
+#include "reducer/torch/assign.h"
+#include "reducer/torch/python_error.h"
 #include "streams/queue.h"
 
 namespace py = pybind11;

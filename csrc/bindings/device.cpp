@@ -11,8 +11,8 @@
 
 #include "bindings/errors.h"
 #include "cuda/device_group.h"
-#include "reducer/assign.h"
-#include "reducer/python_error.h"
+#include "reducer/torch/assign.h"
+#include "reducer/torch/python_error.h"
 #include "streams/queue.h"
 
 namespace py = pybind11;

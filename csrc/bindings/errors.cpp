@@ -2,7 +2,7 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
-#include "reducer/python_error.h"
+#include "reducer/torch/python_error.h"
 
 namespace py = pybind11;
 

@@ -6,13 +6,13 @@
 
 #include "bindings/bindings.h"
 #include "bindings/python_hook.h"
-#include "reducer/backward.h"
-#include "reducer/device_lane.h"
-#include "reducer/exclusive.h"
+#include "reducer/backward/backward.h"
+#include "reducer/buckets/device_lane.h"
+#include "reducer/gradients/exclusive.h"
 #include "reducer/reducer.h"
 
 #ifdef SYNCENGINE_TEST_HOOKS
-#include "reducer/host_memory_lane.h"
+#include "reducer/buckets/host_memory_lane.h"
 #endif
 
 namespace syncengine {

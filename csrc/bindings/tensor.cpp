@@ -1,7 +1,7 @@
 #include "bindings/tensor.h"
 
 #include "base/error.h"
-#include "reducer/dense.h"
+#include "reducer/torch/dense.h"
 
 namespace syncengine {
 

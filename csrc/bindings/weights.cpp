@@ -1,5 +1,5 @@
 // syncengine._C.WatchedWeights and WeightSlices.
-#include "reducer/weights.h"
+#include "reducer/torch/weights.h"
 
 #include <torch/csrc/utils/pybind.h>
 

@@ -1,6 +1,6 @@
 #include "c10d/backend.h"
 
-#include "reducer/python_error.h"
+#include "reducer/torch/python_error.h"
 #include "streams/queue.h"
 
 namespace syncengine {

@@ -7,8 +7,8 @@
 
 #include "base/error.h"
 #include "cuda/device_group.h"
-#include "reducer/assign.h"
-#include "reducer/dense.h"
+#include "reducer/torch/assign.h"
+#include "reducer/torch/dense.h"
 
 namespace syncengine {
 

@@ -21,7 +21,7 @@
 #include "collectives/message.h"
 #include "collectives/operation.h"
 #include "engine/progress/work.h"
-#include "reducer/profile.h"
+#include "reducer/torch/profile.h"
 
 namespace syncengine {
 

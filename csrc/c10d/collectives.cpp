@@ -5,8 +5,8 @@
 
 #include "base/error.h"
 #include "c10d/backend.h"
-#include "reducer/assign.h"
-#include "reducer/dense.h"
+#include "reducer/torch/assign.h"
+#include "reducer/torch/dense.h"
 
 namespace syncengine {
 

@@ -3,7 +3,7 @@
 #include <c10/core/StreamGuard.h>
 
 #include "c10d/backend.h"
-#include "reducer/python_error.h"
+#include "reducer/torch/python_error.h"
 #include "streams/queue.h"
 
 namespace syncengine {

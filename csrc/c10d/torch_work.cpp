@@ -6,7 +6,7 @@
 
 #include "c10d/completer.h"
 #include "c10d/undelivered.h"
-#include "reducer/python_error.h"
+#include "reducer/torch/python_error.h"
 
 namespace syncengine {
 

@@ -1,4 +1,4 @@
-#include "reducer/hooks.h"
+#include "reducer/parameters/hooks.h"
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -14,10 +14,10 @@
 #include <vector>
 
 #include "base/error.h"
-#include "reducer/graph_tasks.h"
-#include "reducer/python_error.h"
-#include "reducer/python_wrappers.h"
 #include "reducer/reducer.h"
+#include "reducer/torch/graph_tasks.h"
+#include "reducer/torch/python_error.h"
+#include "reducer/torch/python_wrappers.h"
 
 namespace syncengine {
 

@@ -6,12 +6,12 @@
 #include <utility>
 
 #include "base/error.h"
-#include "reducer/backward.h"
-#include "reducer/hooks.h"
-#include "reducer/peers.h"
-#include "reducer/python_error.h"
-#include "reducer/texts.h"
-#include "reducer/unused.h"
+#include "reducer/backward/backward.h"
+#include "reducer/backward/peers.h"
+#include "reducer/backward/texts.h"
+#include "reducer/parameters/hooks.h"
+#include "reducer/torch/python_error.h"
+#include "reducer/torch/unused.h"
 
 namespace syncengine {
 

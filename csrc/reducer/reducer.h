@@ -37,9 +37,9 @@
 #include <string>
 #include <vector>
 
-#include "reducer/graph_tasks.h"
-#include "reducer/hooks.h"
-#include "reducer/model.h"
+#include "reducer/backward/model.h"
+#include "reducer/parameters/hooks.h"
+#include "reducer/torch/graph_tasks.h"
 
 namespace syncengine {
 

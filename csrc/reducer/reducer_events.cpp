@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "base/error.h"
-#include "reducer/backward.h"
-#include "reducer/hooks.h"
+#include "reducer/backward/backward.h"
+#include "reducer/backward/texts.h"
+#include "reducer/parameters/hooks.h"
 #include "reducer/reducer.h"
-#include "reducer/texts.h"
 
 namespace syncengine {
 

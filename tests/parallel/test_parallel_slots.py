@@ -139,7 +139,7 @@ def wrap_many(times: int, parameters: int) -> None:
 
 
 def test_wrapping_for_ever(pool):
-    """One after the other; see also tests/core/engine/slots_test.cpp, where the slots run out."""
+    """One after the other; see also tests/core/engine/lanes/slots_test.cpp, where the slots run out."""
     pool.run(wrap_many, 25, 400)
 
 

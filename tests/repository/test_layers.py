@@ -183,7 +183,7 @@ def test_includes_point_downwards(path):
 @pytest.mark.parametrize(
     ("path", "include"),
     [
-        ("engine/progress/work.cpp", '"reducer/bucket.h"'),
+        ("engine/progress/work.cpp", '"reducer/buckets/bucket.h"'),
         ("base/error.cpp", "<torch/extension.h>"),
         ("engine/progress/work.cpp", "<ATen/ATen.h>"),
         ("collectives/plan.cpp", '  # include "engine/progress/work.h"'),

@@ -1,8 +1,8 @@
 // Who drives: the threads of the program that wait for the outcome, or else one of the engine's own, which stands by.
 //
 // The own thread's next act is a pure function of the last one and its answer, next(). All that can happen between it
-// and threads of the program is walked by tests/core/engine/progress_driver_test.cpp. Each act is one access to what
-// threads share, or one sleep.
+// and threads of the program is walked by tests/core/engine/progress/progress_driver_test.cpp. Each act is one access
+// to what threads share, or one sleep.
 //
 // Thread-safety: any thread; await_turn() by the own one. Failure: none.
 #pragma once

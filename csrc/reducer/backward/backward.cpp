@@ -1,0 +1,284 @@
+#include "reducer/backward/backward.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+#include "reducer/backward/texts.h"
+#include "reducer/gradients/sparse.h"
+#include "reducer/parameters/hooks.h"
+#include "reducer/torch/python_error.h"
+
+namespace syncengine {
+
+void Backward::wait_at_end_for(std::vector<TorchFuture> futures) {
+  for (auto& future : futures) futures_.push_back(std::move(future));
+}
+
+void Backward::begin() {
+  Usage& usage = model_.usage;
+  if (auto plan = forwards_.plan(model_.plan.shared(), model_.parameters); plan != model_.plan.shared()) {
+    model_.install(std::move(plan));
+  }
+  // The first iteration of a static graph says nothing about the order in which gradients are ready.
+  plan_ = model_.plan.use(/*shows_order=*/!usage.observes());
+  route_ = &model_.routing.route();
+  dropped_last_ = model_.outcome.has_dropped();
+  model_.record.begin_backward(model_.parameters.size(), plan_->buckets().size());
+  if (usage.observes()) usage.static_graph()->begin_observation();
+  if (model_.flat) model_.flat->begin();
+  asks_usage_ = usage.finds_unused() || usage.observes();
+  usage_travels_ = model_.flat == nullptr && route_->outlives_errors() && plan_->sparse().empty() &&
+                   !model_.options.skip_all_reduce_unused_params &&
+                   Usage::words_of(plan_->largest_bucket()) + Masks::kWords <= kMaxFlagWords;
+  // By the buckets' flags; or asked, where there may be some at all, as far as all ranks know.
+  left_ = model_.parameters.left_by(*plan_);
+  left_travels_ = route_->outlives_errors() && plan_->sparse().size() < plan_->buckets().size() &&
+                  !model_.options.skip_all_reduce_unused_params;
+  asks_left_ = !left_travels_ && plan_->parameters() > 0 && plan_->parameters() < model_.parameters.trained();
+  open_buckets();
+  told_.weighting.divisor = model_.averaging.communicator->size();
+  forwards_.tell(told_, model_.parameters, usage.finds_unused());
+}
+
+void Backward::open_buckets() {
+  buckets_.clear();
+  buckets_.reserve(plan_->buckets().size());
+  for (const auto& layout : plan_->buckets()) {
+    buckets_.push_back({.layout = layout, .missing = layout->parameters.size()});
+  }
+  missing_ = buckets_.size();
+  next_ = 0;
+}
+
+bool Backward::bring(size_t index, const at::Tensor& incoming) {
+  const Parameters& parameters = model_.parameters;
+  const at::Tensor& parameter = parameters.tensor(index);
+  const bool watched = parameters.has_node_hooks(index);
+  if (has_hasty_user_hooks(parameter) || (watched && has_hasty_optimizer(parameter))) {
+    throw Error(ErrorKind::InvalidUsage,
+                "a hook was registered on parameter " + name(index) + " of " + parameters.model() +
+                    " (register_post_accumulate_grad_hook, or an optimizer in backward) after the forward, so it would "
+                    "see this rank's gradient instead of the average: register it before the forward");
+  }
+  // By a part of two models: both reduce what this rank has.
+  const bool kept = watched || parameters.awaited_by_another(index);
+  const bool is_static = model_.usage.is_static();
+  if (is_static && !is_last_fire(index, incoming, kept)) return false;
+  auto fits = [&] {
+    const at::Tensor& grad = parameter.grad();
+    return plan_->fits(index, parameter) && (!grad.defined() || grad.sizes() == parameter.sizes());
+  };
+  if (!plan_->covers(index) || (parameters.any_retired() && !fits())) {
+    throw Error(ErrorKind::InvalidUsage, uncovered_text(parameters, index));
+  }
+  if (gradient(index).collected()) {
+    throw Error(ErrorKind::InvalidUsage, collected_twice_text(parameters, index));
+  }
+  if (!is_static) gradient(index).note(incoming, kept);
+  gradient(index).collect(name(index), model_.record.statistics);
+  model_.record.gradient(index);
+  count_collected(index);
+  return true;
+}
+
+bool Backward::is_last_fire(size_t index, const at::Tensor& incoming, bool kept) {
+  StaticGraph& graph = *model_.usage.static_graph();
+  const bool observed = graph.observed();
+  const auto fire = observed ? graph.fire(index) : StaticGraph::Fire::NotYet;
+  if (fire == StaticGraph::Fire::Unexpected) {
+    throw Error(ErrorKind::InvalidUsage,
+                "Your training graph has changed in this iteration, e.g., one parameter is unused in first iteration, "
+                "but then got used in the second iteration. this is not compatible with static_graph set to True. "
+                "Parameter " +
+                    name(index) + " of " + model_.parameters.model() +
+                    " got more gradients than in the first iteration");
+  }
+  if (!observed) {
+    graph.observe(index);
+    if (model_.parameters.tensor(index).grad().defined()) model_.usage.note(index);
+  }
+  gradient(index).note(incoming, kept);
+  return fire == StaticGraph::Fire::Last;
+}
+
+void Backward::collect_missing() {
+  StaticGraph* graph = model_.usage.static_graph();
+  const bool observed = graph && graph->observed();
+  if (observed) graph->begin_backward();
+  if (!left_.empty() && !left_travels_ && !asks_left_ && plan_->parameters() > 0) {
+    throw Error(ErrorKind::InvalidUsage, left_text(model_.parameters, left_[0]));
+  }
+  if (!observed && !model_.usage.finds_unused()) return;
+  for (size_t i = 0; i < model_.parameters.size(); ++i) {
+    if (!plan_->covers(i)) continue;
+    if (observed ? graph->is_used(i) : told_.reachable[i]) continue;
+    gradient(i).collect_unused(model_.record.statistics);
+    count_collected(i);
+  }
+}
+
+void Backward::collect_observed() {
+  for (size_t i = 0; i < model_.parameters.size(); ++i) {
+    if (!plan_->covers(i)) continue;
+    if (!model_.usage.static_graph()->is_used(i)) {
+      gradient(i).collect_unused(model_.record.statistics);
+    } else {
+      gradient(i).collect(name(i), model_.record.statistics);
+    }
+    count_collected(i);
+  }
+}
+
+void Backward::collect_absent() {
+  is_absent_ = true;
+  left_.clear();
+  for (size_t i = 0; i < model_.parameters.size(); ++i) {
+    if (!plan_->covers(i)) continue;
+    gradient(i).collect_absent();
+    model_.record.ready_order.push_back(i);  // as DDP: who was never asked gives the order of registration
+    count_collected(i);
+  }
+}
+
+void Backward::count_collected(size_t index) {
+  Bucket& bucket = buckets_[plan_->bucket_of(index)];
+  if (bucket.missing == bucket.layout->parameters.size()) route_->open(*this, bucket);
+  if (model_.flat) model_.flat->note(bucket.layout->index);
+  if (told_.weighting.weight != 1.0) gradient(index).weigh(told_.weighting.weight);
+  if (bucket.memory && bucket.memory->small) {
+    const size_t offset = bucket.layout->small.offsets[plan_->position_of(index)];
+    if (offset != SmallLayout::kLarge) {
+      bucket.memory->small.copy_in(offset, gradient(index).data(), gradient(index).memory().nbytes(),
+                                   model_.record.statistics);
+    }
+  }
+  if (--bucket.missing > 0) return;
+  --missing_;
+  bucket.state = skips(bucket) ? Bucket::State::Skipped : Bucket::State::Ready;
+  route_->ready(*this, bucket);
+  if (missing_ > 0) return;
+  if (asks_usage_ && !usage_travels_) announce_usage();
+  if (asks_left_) announce_left();
+}
+
+bool Backward::skips(const Bucket& bucket) const {
+  if (!model_.options.skip_all_reduce_unused_params || told_.has_shadows || begins_left_) return false;
+  const auto& parameters = bucket.layout->parameters;
+  return std::all_of(parameters.begin(), parameters.end(), [&](size_t i) { return gradient(i).stands_in(); });
+}
+
+std::shared_ptr<Work> Backward::announce(const Map& map, size_t slot, const char* what) {
+  Operation operation;
+  operation.dtype = DType::UInt8;
+  operation.op = ReduceOp::Max;
+  operation.numerics = model_.averaging.communicator->numerics();
+  operation.output.add(map->data(), map->size());
+  operation.input = operation.output;
+  operation.describe = [what, names = model_.parameters.names()] { return what + names->model; };
+  operation.keepalive = map;
+  return model_.averaging.communicator->announce(model_.averaging.slots, slot, std::move(operation));
+}
+
+void Backward::announce_usage() {
+  usage_work_ = announce(model_.usage.share(), model_.averaging.usage_slot(), "used parameters of ");
+}
+
+void Backward::proceed(std::mutex& mutex) { route_->proceed(*this, mutex); }
+
+void Backward::finish() {
+  Communicator& communicator = *model_.averaging.communicator;
+  if (model_.options.skip_all_reduce_unused_params) check_skipped();
+  route_->finish(*this);
+  if (masks_.abandoned_by != 0) return;
+  if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
+  if (!route_->takes_sparse() && !plan_->sparse().empty()) average_sparse_gradients();
+  for (const TorchFuture& future : std::exchange(futures_, {})) {
+    wait_for_future(future, communicator, [this] { return "a buffer hook's future of " + model_.parameters.model(); });
+  }
+}
+
+void Backward::average_sparse_gradients() {
+  std::vector<at::Tensor> gathered;
+  for (size_t i : plan_->sparse()) {
+    if (model_.flat) model_.flat->take_over(buckets_[plan_->bucket_of(i)], model_.parameters.gradients());
+    gathered.push_back(gradient(i).memory());
+  }
+  model_.record.statistics.reduced_bytes +=
+      average_sparse(gathered, *model_.averaging.communicator, told_.weighting.divisor, model_.parameters.model());
+}
+
+// Ranks that skip what others reduce would wait for each other forever.
+void Backward::check_skipped() const {
+  Communicator& communicator = *model_.averaging.communicator;
+  if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
+  for (const auto& bucket : buckets_) {
+    if (bucket.state != Bucket::State::Skipped) continue;
+    for (size_t i : bucket.layout->parameters) {
+      if (!model_.usage.anywhere(i)) continue;
+      throw Error(ErrorKind::Mismatch,
+                  "parameter " + name(i) +
+                      " is used on some ranks and not on others, which skip_all_reduce_unused_params=True does not "
+                      "allow");
+    }
+  }
+}
+
+void Backward::deliver(std::vector<size_t>& written) {
+  Usage& usage = model_.usage;
+  if (usage.observes() && !told_.has_shadows) usage.static_graph()->end_of_observation();
+  const bool may_be_unused = usage.tracks() && !begins_left_;
+  for (Bucket& bucket : buckets_) {
+    route_->deliver(*this, bucket);
+    for (size_t i : bucket.layout->parameters) {
+      const bool delivered = gradient(i).deliver(!may_be_unused || usage.anywhere(i));
+      if (delivered && model_.parameters.any_user_hooks()) written.push_back(i);
+      if (model_.averaging.scaling == Scaling::DivideViewed) gradient(i).keep();
+    }
+  }
+  usage.clear();
+  model_.parameters.end_accumulation();
+}
+
+bool Backward::can_be_abandoned() const {
+  // Where sparse gradients are gathered afterwards, some bucket has to tell the peers before that.
+  const bool gathers = !plan_->sparse().empty();
+  return route_->outlives_errors() && !model_.options.skip_all_reduce_unused_params &&
+         !model_.options.waits_in_between && std::any_of(buckets_.begin(), buckets_.end(), [&](const Bucket& bucket) {
+           return !bucket.layout->sparse && (!gathers || bucket.state != Bucket::State::InFlight);
+         });
+}
+
+Abandoned Backward::abandon(bool keeps_gradients) {
+  is_abandoned_ = true;
+  let_go(keeps_gradients);
+  Abandoned left;
+  for (Bucket& bucket : buckets_) {
+    if (bucket.layout->sparse) continue;
+    if (bucket.state != Bucket::State::InFlight) {
+      for (size_t i : bucket.layout->parameters) gradient(i).collect_absent();
+      route_->stand_in(*this, bucket);
+      for (size_t i : bucket.layout->parameters) gradient(i).forget();
+    }
+    left.works.push_back(bucket.work);
+    left.buckets.push_back(bucket.memory);
+  }
+  if (asks_usage_ && !usage_travels_ && !usage_work_) announce_usage();
+  if (usage_work_) left.works.push_back(usage_work_);
+  return left;
+}
+
+void Backward::drop(bool keeps_gradients) {
+  is_over_ = true;
+  let_go(keeps_gradients);
+  if (route_) route_->drop();
+}
+
+void Backward::let_go(bool keeps_gradients) {
+  auto let_go_of = [&](size_t i) { keeps_gradients ? gradient(i).forget() : gradient(i).discard(); };
+  for (const Bucket& bucket : buckets_)
+    std::for_each(bucket.layout->parameters.begin(), bucket.layout->parameters.end(), let_go_of);
+  std::for_each(left_.begin(), left_.end(), let_go_of);
+}
+
+}  // namespace syncengine

@@ -1,0 +1,146 @@
+// One synchronized backward of a model: from the first forward that it may come from until its averages are in .grad,
+// or until it is abandoned. None of its state is left for the next one.
+//
+// A backward that fails on this rank is *abandoned*: the buckets that the peers still expect are announced without
+// gradients, and a mask that is reduced with every bucket says so. So all ranks stay in step: if all of them abandon
+// the same backward no rank waits, and those that did not learn of it while they wait.
+//
+// Ownership: the reducer's; operations in flight hold the memory that they work on. Thread-safety: the reducer's lock,
+// but for Route::finish(). Failure: throws what the communicator throws.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "reducer/backward/model.h"
+#include "reducer/backward/outcome.h"
+#include "reducer/backward/route.h"
+#include "reducer/buckets/bucket.h"
+#include "reducer/buckets/bucket_plan.h"
+#include "reducer/parameters/forward.h"
+#include "reducer/parameters/usage.h"
+#include "reducer/torch/future.h"
+
+namespace syncengine {
+
+class Backward {
+ public:
+  // `model` outlives it.
+  explicit Backward(Model& model) : model_(model) {}
+
+  // --- Before it runs: forwards that it may come from.
+
+  void expect(const std::shared_ptr<Forward>& forward) { forwards_.expect(forward); }
+  void give_up_forwards(const std::string& reason) const { forwards_.give_up(reason); }
+  void wait_at_end_for(std::vector<TorchFuture> futures);
+
+  // --- While it runs
+
+  // Takes what the forwards say that it comes from, and goes by the model's plan and route. Throws InvalidUsage if two
+  // forwards say different weights.
+  void begin();
+  bool has_begun() const { return plan_ != nullptr; }
+
+  // A parameter's hook has fired. Returns whether that was its gradient: of a static graph only the last time is.
+  // Throws InvalidUsage where it can't be averaged any more.
+  bool bring(size_t index, const at::Tensor& incoming);
+  // Those that are known not to come.
+  void collect_missing();
+  // All of a static graph that has been observed. The order in which they came is not the one in which later backwards
+  // will bring them, so it is not noted.
+  void collect_observed();
+  void collect_absent();  // of all: this rank has no batch
+
+  bool collected_all() const { return missing_ == 0; }
+  // Buckets in their order, the same on all ranks, each as soon as it and all before it are ready or skipped; null: not
+  // yet.
+  Bucket* next_in_order() {
+    const bool ready = next_ < buckets_.size() && buckets_[next_].state >= Bucket::State::Ready;
+    return ready ? &buckets_[next_++] : nullptr;
+  }
+
+  // --- Its end. These two without the lock, on one thread.
+
+  void proceed(std::mutex& mutex);
+  void finish();
+  // What the peers have said about it and the last one. Known after finish().
+  Masks& masks() { return masks_; }
+
+  // Then, without the lock, too: which of left_ any rank has.
+  void learn_left();
+  // Puts the averages into .grad. Adds the parameters whose .grad has been written to `written`, if users have hooks on
+  // any.
+  void deliver(std::vector<size_t>& written);
+  // Then: whether some rank has accumulated a gradient that no bucket had, of a parameter that it has trained under
+  // no_sync alone. If so, these have buckets now, which end as the others.
+  bool begin_left();
+
+  // Whether it can be abandoned at all: not where peers wait for what has no such mask.
+  bool can_be_abandoned() const;
+  // As above. `keeps_gradients`: .grad stays as it is, since backward has not begun; else they become None.
+  Abandoned abandon(bool keeps_gradients);
+  // The communicator has failed: .grad becomes None.
+  void drop(bool keeps_gradients);
+  bool is_over() const { return is_over_; }
+
+  // --- For routes
+
+  Model& model() const { return model_; }
+  std::vector<Bucket>& buckets() { return buckets_; }
+  const Weighting& weighting() const { return told_.weighting; }
+  // Whether its buckets are those of begin_left().
+  bool begins_left() const { return begins_left_; }
+  // With the bucket that it is about; all by itself where not every bucket is the engine's to reduce.
+  bool usage_travels() const { return asks_usage_ && usage_travels_; }
+  // What this rank says.
+  Masks own_masks() const {
+    const uint64_t here = uint64_t{1} << model_.averaging.communicator->rank();
+    return {.abandoned_by = is_abandoned_ ? here : 0,
+            .dropped_by = dropped_last_ ? here : 0,
+            .left_by = left_travels_ && !left_.empty() ? here : 0};
+  }
+
+ private:
+  using Map = std::shared_ptr<std::vector<uint8_t>>;  // by parameter; shared with its operation
+
+  void open_buckets();
+  void let_go(bool keeps_gradients);  // of what was collected
+  bool is_last_fire(size_t index, const at::Tensor& incoming, bool kept);
+  void count_collected(size_t index);
+  bool skips(const Bucket& bucket) const;
+  std::shared_ptr<Work> announce(const Map& map, size_t slot, const char* what);
+  void announce_usage();
+  void announce_left();
+  void check_skipped() const;
+  void average_sparse_gradients();
+  Gradient& gradient(size_t index) const { return model_.parameters.gradients()[index]; }
+  const std::string& name(size_t index) const { return model_.parameters.name(index); }
+
+  Model& model_;
+  Forwards forwards_;
+  std::vector<TorchFuture> futures_;
+
+  std::shared_ptr<const BucketPlan> plan_;
+  Route* route_ = nullptr;
+  Forward told_{};  // by the forwards that it comes from
+  bool asks_usage_ = false, usage_travels_ = false;
+  std::vector<Bucket> buckets_;
+  size_t missing_ = 0;  // buckets that have not all gradients yet
+  size_t next_ = 0;     // bucket that next_in_order() comes to
+  std::shared_ptr<Work> usage_work_;
+  std::vector<size_t> left_;  // that no bucket has, see begin_left(): of this rank
+  bool left_travels_ = false, asks_left_ = false;
+  Map left_anywhere_;
+  std::shared_ptr<Work> left_work_;
+  bool is_absent_ = false;    // this rank has no batch
+  bool begins_left_ = false;  // that of the plan is done
+  bool is_over_ = false;      // dropped, while another thread may still be in proceed()
+  bool is_abandoned_ = false, dropped_last_ = false;
+  Masks masks_;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,85 @@
+#include "reducer/backward/model.h"
+
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "reducer/backward/backward.h"
+
+namespace syncengine {
+
+Model::Model(std::vector<at::Tensor> tensors, ModelNames names, const std::shared_ptr<Communicator>& communicator,
+             const std::vector<bool>& sparse, const ReducerOptions& asked, std::unique_ptr<BucketLane> lane)
+    : options(asked),
+      averaging{.communicator = communicator,
+                .parameters = tensors.size(),
+                .scaling = scaling_of(asked, communicator->numerics())},
+      parameters(std::move(tensors), std::move(names), sparse),
+      usage(parameters.size(), options),
+      flat(lane ? std::make_unique<FlatBuckets>(std::move(lane)) : nullptr),
+      pooled(options.gradients_in_arena ? communicator->gradient_pool() : nullptr),
+      routing(averaging, parameters, plan, pooled, flat.get()),
+      outcome(averaging, parameters) {}
+
+Forward& Model::coming_forward() {
+  if (!forward) {
+    forward = std::make_shared<Forward>();
+    forward->weighting.divisor = averaging.communicator->size();
+  }
+  return *forward;
+}
+
+Backward& Model::coming_backward() {
+  if (!backward) backward = std::make_shared<Backward>(*this);
+  return *backward;
+}
+
+void Model::check_between_backwards(const char* what) const {
+  if (!backward || !backward->has_begun()) return;
+  throw Error(ErrorKind::InvalidUsage, parameters.model() + ": " + what + " in the middle of a backward");
+}
+
+bool Model::wants_plan(bool changed) {
+  const bool wanted = plan.is_wanted();
+  if (!plan.is_outdated(parameters, changed)) return false;
+  if (!wanted && averaging.scaling == Scaling::DivideViewed) {
+    for (Gradient& gradient : parameters.gradients()) gradient.keep();  // here DDP makes buckets, and moves them there
+  }
+  return true;
+}
+
+void Model::install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional) {
+  check_between_backwards("the buckets can't change");
+  if (!averaging.slots) {
+    throw Error(ErrorKind::InvalidUsage, parameters.model() + ": reserve_slots() comes before the first plan");
+  }
+  install(std::make_shared<const BucketPlan>(buckets, parameters.gradients(), parameters.names(), provisional));
+  parameters.note_trained(*plan);
+}
+
+void Model::install(std::shared_ptr<const BucketPlan> of_another_forward) {
+  plan.install(std::move(of_another_forward));
+  pooled.install(*plan);
+  routing.route().install(*plan);
+}
+
+Routing& Model::routing_for_hook() {
+  check_between_backwards("hooks can't be registered");
+  return routing;
+}
+
+void Model::set_static_graph() {
+  if (record.statistics.backwards > 0) {
+    throw Error(ErrorKind::InvalidUsage,
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                "constructed.");
+  }
+  usage.set_static_graph();
+}
+
+void Model::pool_gradients() {
+  if (!plan || plan->buckets().empty()) return;
+  pooled.use_in_this_task(parameters.tensor(plan->buckets()[0]->parameters[0]).grad().defined());
+}
+
+}  // namespace syncengine

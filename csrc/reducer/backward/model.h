@@ -1,0 +1,84 @@
+// A model as the reducer sees it: what it is, how its gradients are averaged, what is known of its backwards. Each part
+// has a lifetime of its own.
+//
+// Ownership: the reducer's; the address stays. Thread-safety: the reducer's lock, unless a part says otherwise.
+// Failure: throws Error(InvalidUsage) for what can't be asked for, or not now.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "engine/communicator/communicator.h"
+#include "reducer/backward/outcome.h"
+#include "reducer/backward/record.h"
+#include "reducer/backward/routing.h"
+#include "reducer/buckets/averaging.h"
+#include "reducer/buckets/bucket_lane.h"
+#include "reducer/buckets/flat_buckets.h"
+#include "reducer/buckets/options.h"
+#include "reducer/parameters/current_plan.h"
+#include "reducer/parameters/forward.h"
+#include "reducer/parameters/parameters.h"
+#include "reducer/parameters/pooled_gradients.h"
+#include "reducer/parameters/usage.h"
+
+namespace syncengine {
+
+class Backward;
+
+struct Model {
+  // All the parameters that might ever be synchronized, whether they require a gradient now or not; the same on all
+  // ranks. `sparse`, of each: whether its gradients are of sparse layout. `lane`: of the device where they lie; null
+  // for CPUs.
+  Model(std::vector<at::Tensor> tensors, ModelNames names, const std::shared_ptr<Communicator>& communicator,
+        const std::vector<bool>& sparse, const ReducerOptions& asked, std::unique_ptr<BucketLane> lane);
+  Model(const Model&) = delete;
+  Model& operator=(const Model&) = delete;
+
+  const ReducerOptions options;
+
+  // As long as the model.
+  Averaging averaging;
+  Parameters parameters;
+  Usage usage;
+  Record record;
+  const std::unique_ptr<FlatBuckets> flat;  // null on CPUs
+  PooledGradients pooled;
+  // Until another takes its place.
+  CurrentPlan plan;
+  Routing routing;
+  // From one backward to the next.
+  Outcome outcome;
+  // As long as a forward, and a backward.
+  std::shared_ptr<Forward> forward;    // has begun, and not ended
+  std::shared_ptr<Backward> backward;  // that comes next, or runs
+
+  // These two, made if there is none.
+  Forward& coming_forward();
+  Backward& coming_backward();
+
+  // Before a forward, for which parameters have `changed`: see CurrentPlan.
+  bool wants_plan(bool changed);
+  // Not in the middle of a backward; nor, the first, before slots are reserved.
+  void install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional);
+  void install(std::shared_ptr<const BucketPlan> of_another_forward);
+  // A gradient has come that is to be averaged. If all parameters were frozen for the last forward, it is from another
+  // graph, and goes by the plan of before.
+  void thaw() {
+    if (plan.before_frozen()) install(plan.before_frozen());
+  }
+  Routing& routing_for_hook();
+  // Before the first backward.
+  void set_static_graph();
+
+  // The graph task on this thread brings gradients.
+  void pool_gradients();
+
+ private:
+  void check_between_backwards(const char* what) const;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,45 @@
+// How the gradients of a bucket become averages, once all of them are there: reduced in place, through flat memory of a
+// device, or by a communication hook. All buckets of a model have one route, except that sparse gradients, unless a
+// hook takes them, are gathered together at the end of backward (sparse.h).
+//
+// Ownership: the reducer's; what a route keeps over backwards (flat memory) is its own. Thread-safety: all calls but
+// finish() and proceed() under the reducer's lock; these two without it, by one thread at a time, since they may block
+// or run anybody's code. Failure: throws the communicator's error, or the hook's.
+#pragma once
+
+#include <cstddef>
+#include <mutex>
+
+#include "reducer/buckets/bucket.h"
+#include "reducer/buckets/bucket_plan.h"
+
+namespace syncengine {
+
+class Backward;
+
+class Route {
+ public:
+  virtual ~Route() = default;
+
+  virtual void install(const BucketPlan& /*plan*/) {}
+  // A bucket's first gradient of this backward comes.
+  virtual void open(Backward& /*backward*/, Bucket& /*bucket*/) {}
+  // All its gradients are there. Of sparse ones it only learns that their turn has come.
+  virtual void ready(Backward& backward, Bucket& bucket) = 0;
+  // What can't be done in ready(), under the lock; `mutex` is the reducer's.
+  virtual void proceed(Backward& /*backward*/, std::mutex& /*mutex*/) {}
+  // Waits until the averages of all its buckets are there.
+  virtual void finish(Backward& backward) = 0;
+  // Puts them where Gradient::deliver() takes them.
+  virtual void deliver(Backward& /*backward*/, Bucket& /*bucket*/) {}
+
+  virtual bool takes_sparse() const { return false; }
+  // Whether the peers can go on where this rank has abandoned a backward, see Backward::abandon().
+  virtual bool outlives_errors() const { return false; }
+  // Takes part in what the peers do with a bucket that is not in flight yet, without gradients.
+  virtual void stand_in(Backward& /*backward*/, Bucket& /*bucket*/) {}
+  // What has not ended is not used again: the communicator has failed.
+  virtual void drop() {}
+};
+
+}  // namespace syncengine

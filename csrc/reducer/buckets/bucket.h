@@ -1,0 +1,78 @@
+// Gradients of one dtype that are reduced together, in the memory where they lie: a bucket has no memory of its own.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "engine/progress/work.h"
+#include "reducer/gradients/small_gradients.h"
+#include "reducer/torch/profile.h"
+
+namespace syncengine {
+
+// Who a message is about.
+struct ModelNames {
+  std::string model;                    // "Parallel(GPT)"
+  std::vector<std::string> parameters;  // by index
+};
+
+// What is fixed as long as the plan is. Shared with the operations that describe themselves by it.
+struct BucketLayout : std::enable_shared_from_this<BucketLayout> {
+  std::shared_ptr<const ModelNames> names;
+  size_t index;
+  DType dtype;
+  std::vector<size_t> parameters;  // in the order in which they lie in the concatenation
+  bool sparse;                     // of one gradient of sparse layout
+  SmallLayout small;
+  uint64_t hash;  // of indices, sizes and dtype: equal on all ranks, or the reduction is a Mismatch
+
+  // "bucket 3 of Parallel(GPT) (layer.weight, layer.bias, ...)"
+  std::string describe() const;
+};
+
+// What ranks say about themselves with each bucket, a bit for each member: the last words of its flags.
+struct Masks {
+  uint64_t abandoned_by = 0;  // have abandoned this backward
+  uint64_t dropped_by = 0;    // have abandoned the last one, after its averages had been complete
+  uint64_t left_by = 0;       // have accumulated gradients that no bucket has, see Backward::begin_left()
+  static constexpr size_t kWords = 3;
+
+  void put(std::vector<uint64_t>& flags) const { flags.insert(flags.end(), {abandoned_by, dropped_by, left_by}); }
+  void add(const std::vector<uint64_t>& flags) {
+    abandoned_by |= flags[flags.size() - 3];
+    dropped_by |= flags[flags.size() - 2];
+    left_by |= flags[flags.size() - 1];
+  }
+};
+
+// What the engine works on; it may hold it longer than the bucket, whose backward may have been abandoned.
+struct BucketMemory {
+  std::vector<at::Tensor> gradients;  // in the layout's order, those in `small` left out
+  SmallGradients small;
+  std::vector<uint64_t> flags;  // travel with the operation: see InPlaceRoute
+};
+
+// A bucket in one backward.
+struct Bucket {
+  enum class State : uint8_t {
+    Filling,   // waits for gradients
+    Ready,     // has all of them
+    InFlight,  // announced to the peers, or handed to the communication hook
+    Skipped,   // nobody has a gradient in it
+  };
+
+  std::shared_ptr<const BucketLayout> layout;
+  State state = State::Filling;
+  size_t missing = 0;  // gradients that this backward has not brought yet
+  std::shared_ptr<Work> work = {};
+  std::shared_ptr<BucketMemory> memory = {};
+  ProfilerRow row = {};  // from its announcement until its average is there
+};
+
+}  // namespace syncengine

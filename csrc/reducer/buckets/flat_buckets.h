@@ -1,0 +1,76 @@
+// Buckets on a device: flat memory that all peers reach. A bucket's gradients are copied there when it has all of them,
+// reduced, and copied back at the end of backward; all of it on the lane's own stream, without the host waiting.
+//
+// Streams can't overtake, so buckets are to be started in one order on all ranks. Flat memory is touched by the lane's
+// stream alone, so one bucket of the next step can't run into this one's.
+//
+// What is not reduced here (sparse gradients, and all buckets of a communication hook) has no flat memory: the code
+// that reduces it takes it over on the current stream.
+//
+// Ownership: holds the memory and the lane; the gradients' memory must live until finish() returns. Thread-safety:
+// none. Failure: as BucketLane.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "reducer/buckets/bucket.h"
+#include "reducer/buckets/bucket_lane.h"
+#include "reducer/buckets/bucket_plan.h"
+#include "reducer/gradients/gradient.h"
+
+namespace syncengine {
+
+class FlatBuckets {
+ public:
+  explicit FlatBuckets(std::unique_ptr<BucketLane> lane) : lane_(std::move(lane)) {}
+
+  // New buckets, whose elements travel as `type`, which is not wider than their own; by default as that. Collective,
+  // unless the memory that there is is enough, as it is for any buckets of the same parameters.
+  void lay_out(const BucketPlan& plan, const std::vector<Gradient>& gradients, std::optional<at::ScalarType> type);
+  // New buckets, none of which is reduced here. Lets go of the memory.
+  void lay_out_nothing(size_t buckets);
+
+  c10::Stream current() const { return lane_->current(); }
+  c10::Stream stream() const { return lane_->own(); }
+
+  // Whether another stream is current than when it was last asked; true the first time.
+  bool current_changed();
+
+  // A backward begins.
+  void begin();
+  // The calling thread's current stream has made a gradient of this bucket.
+  void note(size_t bucket);
+  // Copies the gradients' memory in, behind the streams that have made them.
+  void fill(const Bucket& bucket, const std::vector<Gradient>& gradients);
+  // Where each gradient of the bucket lies now: to be touched on stream() alone.
+  const std::vector<at::Tensor>& views(size_t bucket) const { return flats_[bucket].views; }
+  // Of the bucket, as one piece.
+  SpanList span(size_t bucket) const;
+  void all_reduce(Operation operation);
+
+  // All that were reduced are copied back to the gradients' memory, before what the current stream gets from now on.
+  void finish(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients);
+  // The current stream may read and write the gradients' memory from now on: it comes after all that have touched it.
+  void take_over(const Bucket& bucket, const std::vector<Gradient>& gradients);
+  // The current stream reads this memory, whoever made it: it is not given to others before that.
+  void keep(const at::Tensor& tensor);
+  // The current stream waits for the one that was current when averages were last written.
+  void join();
+
+ private:
+  struct Flat {
+    at::Tensor bytes;
+    std::vector<at::Tensor> views;     // of each gradient, in its parameter's layout
+    std::vector<c10::Stream> streams;  // that have made gradients in this backward, or have taken them over
+  };
+
+  std::unique_ptr<BucketLane> lane_;
+  at::Tensor memory_;  // of all buckets
+  std::vector<Flat> flats_;
+  std::optional<c10::Stream> written_on_;  // see join()
+  std::optional<c10::Stream> seen_;        // see current_changed()
+};
+
+}  // namespace syncengine

@@ -1,0 +1,169 @@
+#include "reducer/gradients/gradient.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
+
+#include <utility>
+
+#include "base/error.h"
+#include "reducer/gradients/exclusive.h"
+
+namespace syncengine {
+
+namespace {
+
+// In the parameter's own layout if that is dense, otherwise contiguous: the order of elements that all ranks agree on.
+at::Tensor empty_like_parameter(const at::Tensor& parameter) {
+  if (parameter.is_non_overlapping_and_dense()) {
+    return at::empty_strided(parameter.sizes(), parameter.strides(), parameter.options());
+  }
+  return at::empty(parameter.sizes(), parameter.options());
+}
+
+// The sparse gradient of a table that was not looked into.
+at::Tensor empty_rows(const at::Tensor& table) {
+  auto values = table.sizes().vec();
+  values[0] = 0;
+  return at::_sparse_coo_tensor_unsafe(at::empty({1, 0}, table.options().dtype(at::kLong)),
+                                       at::empty(values, table.options()), table.sizes(), table.options());
+}
+
+// As bytes, the gradient; not where its memory holds the conjugate, or the negative, of its elements (conj() is lazy).
+bool follows_layout(const at::Tensor& grad, const at::Tensor& parameter) {
+  if (grad.is_conj() || grad.is_neg()) return false;
+  if (parameter.is_contiguous() && grad.is_contiguous()) return true;  // by far the most frequent case
+  return torch::autograd::utils::obeys_layout_contract(grad, parameter);
+}
+
+void check_reducible(const at::Tensor& grad, const at::Tensor& parameter, c10::Device device, bool sparse,
+                     const std::string& name) {
+  if (grad.layout() != (sparse ? c10::kSparse : c10::kStrided)) {
+    throw Error(
+        ErrorKind::InvalidUsage,
+        "Expected variable to have " + std::string(sparse ? "sparse" : "dense") + " gradient: parameter " + name +
+            " got a " + c10::str(grad.layout()) +
+            " one. The weight of an nn.Embedding or nn.EmbeddingBag with sparse=True always gets a sparse one, and "
+            "no other parameter does, nor one that is used elsewhere, too");
+  }
+  if (grad.scalar_type() != parameter.scalar_type() || grad.device() != device) {
+    throw Error(ErrorKind::InvalidUsage, "the gradient of parameter " + name + " is " + c10::str(grad.scalar_type()) +
+                                             " on " + grad.device().str() + ", but the parameter is " +
+                                             c10::str(parameter.scalar_type()) + " on " + device.str() +
+                                             "; both must agree, and stay where they were when the module was wrapped");
+  }
+}
+
+}  // namespace
+
+void Gradient::note(const at::Tensor& incoming, bool kept) {
+  const at::Tensor& grad = parameter_.grad();
+  if (!grad.defined()) return;
+  const bool took_over = grad.layout() == c10::kStrided && shares_storage(grad, incoming);
+  took_over_ |= took_over;
+  // Something else may still look at that memory.
+  shared_ |= kept || (took_over && is_shared(grad, incoming));
+}
+
+void Gradient::collect(const std::string& name, Statistics& statistics) {
+  const at::Tensor& grad = parameter_.grad();
+  if (!grad.defined()) return collect_unused(statistics);
+  const bool shared = std::exchange(shared_, false), took_over = std::exchange(took_over_, false);
+  check_reducible(grad, parameter_, device_, sparse_, name);
+  if (sparse_ && shared) {
+    copy_out(Source::Copy, CopyReason::SharedStorage, grad, statistics);
+  } else if (sparse_) {
+    source_ = Source::Own;
+    memory_ = grad;
+  } else if (!follows_layout(grad, parameter_)) {
+    copy_out(Source::Copy, CopyReason::Layout, grad, statistics);
+  } else if (grad.requires_grad()) {
+    copy_out(Source::Copy, CopyReason::Graph, grad, statistics);
+  } else if (shared) {
+    // A .grad that existed before stays where it is: in a flat optimizer's memory, perhaps.
+    copy_out(took_over ? Source::Replace : Source::Copy, CopyReason::SharedStorage, grad, statistics);
+  } else {
+    // Either taken over from `incoming`, or a .grad that existed before (or was made by a copy) and that autograd
+    // itself has just written: no tensor of this backward lies in it.
+    source_ = Source::Own;
+    memory_ = grad;
+  }
+}
+
+void Gradient::collect_unused(Statistics& statistics) {
+  copy_out(Source::Unused, CopyReason::Unused, parameter_.grad(), statistics);
+}
+
+void Gradient::collect_absent() {
+  at::NoGradGuard no_grad;
+  source_ = Source::Absent;
+  memory_ = sparse_ ? empty_rows(parameter_) : empty_like_parameter(parameter_).zero_();
+}
+
+void Gradient::weigh(double weight) {
+  if (weight == 0.0) {
+    memory_.zero_();
+  } else {
+    memory_.mul_(weight);
+  }
+}
+
+void Gradient::copy_out(Source source, CopyReason reason, const at::Tensor& grad, Statistics& statistics) {
+  at::NoGradGuard no_grad;
+  source_ = source;
+  if (sparse_) {
+    memory_ = grad.defined() ? grad.clone() : empty_rows(parameter_);
+    return;
+  }
+  memory_ = empty_like_parameter(parameter_);
+  if (grad.defined()) {
+    memory_.copy_(grad);
+  } else {
+    memory_.zero_();
+  }
+  statistics.count_copy(reason, memory_.nbytes());
+}
+
+bool Gradient::deliver(bool used) {
+  at::NoGradGuard no_grad;
+  at::Tensor& grad = parameter_.mutable_grad();
+  const bool delivers = source_ != Source::Absent && (source_ != Source::Unused || used);
+  if (!delivers) {
+    // Nobody used it: as DDP, leave .grad alone.
+  } else if (!grad.defined()) {
+    grad = memory_;
+  } else if (source_ == Source::Replace) {
+    grad.set_data(memory_);
+  } else if (!grad.is_same(memory_)) {
+    grad.copy_(memory_);
+  }
+  forget();
+  return delivers;
+}
+
+void Gradient::keep() {
+  const at::Tensor& grad = parameter_.grad();
+  if (grad.defined() && grad.has_storage()) kept_ = grad.storage().getWeakStorageImpl();
+}
+
+bool Gradient::is_kept() const {
+  const at::Tensor& grad = parameter_.grad();
+  if (!grad.defined() || !grad.has_storage()) return false;
+  auto kept = kept_.lock();
+  return kept && kept.get() == grad.storage().unsafeGetStorageImpl();
+}
+
+void Gradient::discard() {
+  if (source_ != Source::Absent) parameter_.mutable_grad().reset();
+  forget();
+}
+
+void Gradient::forget() {
+  shared_ = took_over_ = false;
+  source_ = Source::None;
+  memory_.reset();
+}
+
+}  // namespace syncengine

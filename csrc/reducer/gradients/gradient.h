@@ -1,0 +1,85 @@
+// One parameter's gradient during one synchronized backward: which memory is reduced, and how the average
+// gets into .grad.
+//
+// The average may be written while backward still runs only into memory that nobody else can read: with
+// `x @ w + pos.view(..)`, pos.grad is the tensor from which w.grad is still to be computed. So the memory of .grad is
+// used where autograd alone holds it, and a private tensor otherwise, which becomes .grad's memory at the end.
+//
+// Ownership: holds the parameter, and the memory between collect() and deliver() or discard(). Thread-safety: none.
+// Failure: throws Error(InvalidUsage) naming the parameter for a gradient that can't be reduced.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <string>
+
+#include "reducer/gradients/statistics.h"
+#include "reducer/torch/element_order.h"
+
+namespace syncengine {
+
+class Gradient {
+ public:
+  // `sparse`: expected to be of sparse layout (nn.Embedding(sparse=True)), and then never of another.
+  Gradient(at::Tensor parameter, bool sparse)
+      : parameter_(std::move(parameter)), order_(parameter_), device_(parameter_.device()), sparse_(sparse) {}
+
+  const at::Tensor& parameter() const { return parameter_; }
+  bool sparse() const { return sparse_; }
+  bool collected() const { return source_ != Source::None; }
+  std::byte* data() const { return static_cast<std::byte*>(memory_.mutable_data_ptr()); }
+  const at::Tensor& memory() const { return memory_; }
+  // For memory of buckets; what was collected has the order that the parameter has now.
+  const ElementOrder& order() const { return order_; }
+
+  // Whether collect_unused() was the last to be called.
+  bool stands_in() const { return source_ == Source::Unused; }
+
+  // Autograd has accumulated `incoming` in .grad, which may have taken over its memory; perhaps several times in one
+  // backward. `kept`: others look at .grad before backward ends, and are to see this rank's own gradient.
+  void note(const at::Tensor& incoming, bool kept);
+  // Takes what autograd left in .grad, when all of it has come.
+  void collect(const std::string& name, Statistics& statistics);
+  // Stands in for a gradient that this rank does not have.
+  void collect_unused(Statistics& statistics);
+  // Stands in for the gradient of a rank that has no batch: zeros, and .grad is nobody's business.
+  void collect_absent();
+  // Multiplies what was collected; nothing is left of it at zero, not even a NaN.
+  void weigh(double weight);
+  // The average is in data(): puts it into .grad, and returns true. `used` is false if no rank had a gradient: then
+  // .grad stays as it is, as that of a rank that has no batch does.
+  bool deliver(bool used);
+  // The average will never be complete: .grad becomes None.
+  void discard();
+  // The same of what was collected; .grad stays as it is.
+  void forget();
+
+  // Remembers .grad's memory; is_kept: .grad still lies in it.
+  void keep();
+  bool is_kept() const;
+
+ private:
+  enum class Source : uint8_t {
+    None,     // not collected
+    Own,      // .grad's own memory
+    Replace,  // a private tensor whose memory .grad takes over: the old memory stays as autograd left it for others
+    Copy,     // a private tensor to be copied into .grad, which keeps its memory and strides
+    Unused,   // a private tensor; becomes .grad if another rank had a gradient
+    Absent,   // a private tensor that is forgotten
+  };
+
+  void copy_out(Source source, CopyReason reason, const at::Tensor& grad, Statistics& statistics);
+
+  at::Tensor parameter_;
+  ElementOrder order_;
+  c10::Device device_;  // where the gradient has to be
+  at::Tensor memory_;
+  Source source_ = Source::None;
+  bool sparse_;
+  c10::weak_intrusive_ptr<c10::StorageImpl> kept_{c10::intrusive_ptr<c10::StorageImpl>()};
+  bool shared_ = false;     // noted: something else looks at .grad's memory
+  bool took_over_ = false;  // noted: that is the memory of what came
+};
+
+}  // namespace syncengine

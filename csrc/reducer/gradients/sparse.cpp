@@ -1,0 +1,117 @@
+#include "reducer/gradients/sparse.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_sparse_coo_tensor_unsafe.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/alignment.h"
+#include "reducer/torch/python_error.h"
+
+namespace syncengine {
+
+namespace {
+
+constexpr size_t kPartAlignment = 16;
+
+// Where the parts of one rank's gradient lie in what that rank sends.
+struct Place {
+  size_t indices, values, end;
+
+  Place(size_t begin, const at::Tensor& like, int64_t nonzeros) {
+    int64_t row = 1;  // elements of one value
+    for (int64_t i = like.sparse_dim(); i < like.dim(); ++i) row *= like.size(i);
+    indices = begin;
+    values = indices + round_up(like.sparse_dim() * nonzeros * sizeof(int64_t), kPartAlignment);
+    end = values + round_up(row * nonzeros * like.element_size(), kPartAlignment);
+  }
+};
+
+at::Tensor gather(const at::Tensor& own, Communicator& communicator, const std::string& what) {
+  at::Tensor everyone = at::empty({communicator.size(), own.numel()}, own.options());
+  Operation operation;
+  operation.collective = Collective::AllGather;
+  operation.dtype = own.scalar_type() == at::kLong ? DType::Int64 : DType::UInt8;
+  operation.numerics = communicator.numerics();
+  operation.input.add(own.mutable_data_ptr(), own.nbytes());
+  operation.output.add(everyone.mutable_data_ptr(), everyone.nbytes());
+  operation.describe = [what] { return what; };
+  operation.keepalive = std::make_shared<std::vector<c10::Storage>>(std::vector{own.storage(), everyone.storage()});
+  communicator.run(std::move(operation), raise_pending_signal);
+  return everyone;
+}
+
+at::Tensor part(const at::Tensor& bytes, size_t begin, at::IntArrayRef sizes, at::ScalarType type) {
+  at::Tensor result = at::empty(sizes, at::TensorOptions().dtype(type));
+  std::memcpy(result.mutable_data_ptr(), static_cast<const std::byte*>(bytes.const_data_ptr()) + begin,
+              result.nbytes());
+  return result;
+}
+
+// What one rank sent of a gradient like `like`.
+at::Tensor unpack(const at::Tensor& bytes, const Place& place, const at::Tensor& like, int64_t nonzeros) {
+  std::vector<int64_t> shape{nonzeros};
+  shape.insert(shape.end(), like.sizes().begin() + like.sparse_dim(), like.sizes().end());
+  return at::_sparse_coo_tensor_unsafe(part(bytes, place.indices, {like.sparse_dim(), nonzeros}, at::kLong),
+                                       part(bytes, place.values, shape, like.scalar_type()), like.sizes(),
+                                       like.options());
+}
+
+bool is_narrow(const at::Tensor& tensor) {
+  return tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16;
+}
+
+}  // namespace
+
+size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& communicator, double divisor,
+                      const std::string& model) {
+  at::NoGradGuard no_grad;
+  const auto size = communicator.size();
+  const bool ring = communicator.numerics() == Numerics::Ring;  // DDP's: divided first, summed in the gradient's dtype
+  std::vector<at::Tensor> own;
+  at::Tensor counts = at::empty({static_cast<int64_t>(gradients.size())}, at::kLong);
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    own.push_back((ring ? gradients[i].div(divisor) : gradients[i]).coalesce().cpu());
+    counts.mutable_data_ptr<int64_t>()[i] = own.back()._nnz();
+  }
+  at::Tensor all_counts = gather(counts, communicator, "sizes of the sparse gradients of " + model);
+  const auto* count_of = all_counts.const_data_ptr<int64_t>();
+
+  std::vector<std::vector<Place>> places(size);  // by rank, by gradient
+  size_t longest = 0;
+  for (int rank = 0; rank < size; ++rank) {
+    size_t end = 0;
+    for (size_t i = 0; i < own.size(); ++i) {
+      end = places[rank].emplace_back(end, own[i], count_of[rank * own.size() + i]).end;
+    }
+    longest = std::max(longest, end);
+  }
+  at::Tensor packed = at::empty({static_cast<int64_t>(longest)}, at::kByte);
+  auto* bytes = static_cast<std::byte*>(packed.mutable_data_ptr());
+  for (size_t i = 0; i < own.size(); ++i) {
+    const Place& place = places[communicator.rank()][i];
+    at::Tensor indices = own[i]._indices().contiguous(),
+               values = own[i]._values().resolve_conj().resolve_neg().contiguous();
+    std::memcpy(bytes + place.indices, indices.const_data_ptr(), indices.nbytes());
+    std::memcpy(bytes + place.values, values.const_data_ptr(), values.nbytes());
+  }
+  at::Tensor everyone = gather(packed, communicator, "the sparse gradients of " + model);
+
+  for (size_t i = 0; i < own.size(); ++i) {
+    const bool widen = is_narrow(own[i]);  // torch can't add them sparsely
+    at::Tensor sum;
+    for (int rank = 0; rank < size; ++rank) {
+      at::Tensor next = unpack(everyone[rank], places[rank][i], own[i], count_of[rank * own.size() + i]);
+      if (widen) next = next.to(at::kFloat);
+      sum = sum.defined() ? sum.add_(next) : next;
+    }
+    sum = sum.coalesce();
+    if (!ring) sum._values().mul_(1.0 / divisor);
+    gradients[i].copy_(sum);
+  }
+  return places[communicator.rank()].back().end;
+}
+
+}  // namespace syncengine

@@ -1,0 +1,93 @@
+// The reducer's hooks on autograd. They only translate: every hook calls one method of Reducer and turns its errors
+// into Python's.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "reducer/gradients/cpu_allocator.h"
+#include "reducer/torch/node_numbers.h"
+
+namespace syncengine {
+
+class Reducer;
+struct Forward;
+
+// Listens to a parameter as long as it lives: on its AccumulateGrad node, after the gradient has been accumulated.
+// Must not outlive the reducer, nor be destroyed while a backward runs through the parameter.
+class GradientHook {
+ public:
+  GradientHook(Reducer& reducer, size_t index, const at::Tensor& parameter);
+  ~GradientHook();
+  GradientHook(const GradientHook&) = delete;
+  GradientHook& operator=(const GradientHook&) = delete;
+
+  const torch::autograd::Node* node() const { return node_.get(); }
+  // Whether that is the node through which `parameter` gets its gradients now.
+  bool fits(const at::Tensor& parameter) const;
+  // If it is, of another size perhaps: the parameter gets a new one when it needs one.
+  void take_node_from(const at::Tensor& parameter) const;
+  // Whether nothing holds the node but hooks like this one, of any reducer: no graph.
+  bool is_alone() const;
+  // Who else listens to the node: hooks of the user (Megatron's, Apex'), which are to see this rank's own gradient; or
+  // another reducer, of a second wrapper of the same module.
+  bool others_are_users() const;
+  // The latter, if a backward runs that comes from its outputs; or if it waits for gradients.
+  bool claimed_by_another_reducer() const;
+  bool awaited_by_another_reducer() const;
+
+ private:
+  template <class Condition>
+  bool any_other_reducer(Condition&& condition) const;
+
+  const Reducer& reducer_;
+  // An intrusive_ptr since torch 2.13, a shared_ptr before. Held: a parameter refers to its node only weakly.
+  decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) node_;
+  uintptr_t key_;
+};
+
+// Listens to the start of the backward that goes through `output`: calls Reducer::on_output with `forward`, which lives
+// as long as that graph, or on_local_output if there is none. Returns the output's node; null if it has no graph, or
+// one from before the forward `began`: that of an input.
+const torch::autograd::Node* hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output,
+                                         const std::shared_ptr<Forward>& forward, const NodeNumber& began);
+
+// The graph task on this thread uses `grant` until it ends; if it ends well, the grant learns from it.
+void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant);
+
+// Queues Reducer::on_backward_end in the graph task that runs on this thread; on_backward_abandoned is called instead
+// if the task ends without it, with the number of the backward that it took part in.
+void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward);
+
+// What gradients of a graph task are: of the synchronized backward, or not averaged since they seem to be none of this
+// model's forward.
+enum class TaskRole : uint8_t { Ours, Foreign };
+// When the graph task on this thread is gone: calls Reducer::on_outer_task in the one around it, if there is one.
+void tell_of_outer_task(std::weak_ptr<Reducer> reducer, TaskRole role);
+// The graph task on this thread ends with InvalidUsage.
+void fail_at_task_end(const std::string& text);
+
+// Users' post-accumulate-grad hooks (an optimizer in backward, say) run before GradientHook, on the local gradient.
+// This makes them wait: nothing runs while Reducer::awaits_gradients() of any reducer that the parameter belongs to;
+// whoever delivers the average runs them. False if there are none.
+bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tensor& parameter);
+// Whether there are some that do not wait, since they came after the last forward.
+bool has_hasty_user_hooks(const at::Tensor& parameter);
+// The same of an optimizer in backward (torch's _apply_optimizer_in_backward).
+bool has_hasty_optimizer(const at::Tensor& parameter);
+// At the end of a backward of `reducer`, for each of its parameters, whether or not it has `delivered` an average: runs
+// those for which some reducer has, unless another that the parameter belongs to is still in a backward. All whose
+// average it is say has_averaged() meanwhile.
+void run_user_hooks(const Reducer& reducer, const at::Tensor& parameter, bool delivered);
+// The same where that backward failed: none run.
+void forget_user_hooks(const at::Tensor& parameter);
+// Undoes postpone_user_hooks.
+void restore_user_hooks(const Reducer& reducer, const at::Tensor& parameter);
+
+}  // namespace syncengine

@@ -1,0 +1,119 @@
+#include "reducer/parameters/parameters.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace syncengine {
+
+Parameters::Parameters(std::vector<at::Tensor> tensors, ModelNames names, const std::vector<bool>& sparse)
+    : names_(std::make_shared<const ModelNames>(std::move(names))),
+      hooks_(tensors.size()),
+      accumulates_(tensors.size()),
+      trained_(tensors.size()) {
+  gradients_.reserve(tensors.size());
+  attributes_.reserve(tensors.size());
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    trained_[i] = tensors[i].requires_grad();
+    trained_count_ += trained_[i];
+    attributes_.emplace_back(tensors[i]);
+    gradients_.emplace_back(std::move(tensors[i]), sparse[i]);
+  }
+}
+
+bool Parameters::follow(const std::shared_ptr<Reducer>& reducer) {
+  constexpr size_t kSoon = 16, kNext = 8;
+  bool news = false;
+  std::erase_if(retired_,
+                [this](const auto& hook) { return hook->is_alone() && accumulators_.erase(hook->node()) > 0; });
+  for (size_t i = 0; i < attributes_.size(); ++i) {
+    if (i + kSoon < attributes_.size()) attributes_[i + kSoon].prefetch_tensor();
+    if (i + kNext < attributes_.size()) attributes_[i + kNext].prefetch_autograd();
+    if (!attributes_[i].changed()) continue;
+    follow(reducer, i);
+    attributes_[i].changed();  // the reducer's own hooks are no news
+    news = true;
+  }
+  return news;
+}
+
+// A parameter has an AccumulateGrad node when it requires a gradient, and torch may put another in its place: when
+// `.data` changes its dtype, say, also if that changes back (model.bfloat16(), model.float()). Of another size it is of
+// no use. Graphs from before go on with the old one, so a node that is retired is never a parameter's again.
+void Parameters::follow(const std::shared_ptr<Reducer>& reducer, size_t index) {
+  const at::Tensor& parameter = tensor(index);
+  auto& hook = hooks_[index];
+  const bool wanted = parameter.requires_grad();
+  if (wanted && postpone_user_hooks(reducer, parameter)) any_user_hooks_ = true;
+  if (hook && !hook->fits(parameter)) retire(index);
+  if (wanted && !hook) {
+    hook = std::make_unique<GradientHook>(*reducer, index, parameter);
+    accumulators_[hook->node()] = index;
+  }
+}
+
+void Parameters::retire(size_t index) {
+  hooks_[index]->take_node_from(tensor(index));
+  if (hooks_[index]->is_alone()) return unhook(index);
+  retired_.push_back(std::move(hooks_[index]));
+}
+
+void Parameters::unhook(size_t index) {
+  accumulators_.erase(hooks_[index]->node());
+  hooks_[index].reset();
+}
+
+bool Parameters::are_covered_by(const BucketPlan& plan) const {
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    const bool wanted = tensor(i).requires_grad();
+    if (wanted != plan.covers(i) || (wanted && !plan.fits(i, tensor(i)))) return false;
+  }
+  return true;
+}
+
+void Parameters::begin_accumulation() {
+  any_accumulates_ = true;
+  for (size_t i = 0; i < attributes_.size(); ++i) {
+    if (attributes_[i].required_grad()) accumulates_[i] = true;
+  }
+}
+
+void Parameters::end_accumulation() {
+  if (std::exchange(any_accumulates_, false)) accumulates_.assign(accumulates_.size(), false);
+}
+
+std::vector<size_t> Parameters::left_by(const BucketPlan& plan) const {
+  std::vector<size_t> left;
+  if (!any_accumulates_ || plan.parameters() == size()) return left;
+  for (size_t i = 0; i < size(); ++i) {
+    if (accumulates_[i] && !plan.covers(i) && tensor(i).grad().defined()) left.push_back(i);
+  }
+  return left;
+}
+
+void Parameters::note_trained(const BucketPlan& plan) {
+  for (size_t i = 0; i < trained_.size(); ++i) {
+    if (!plan.covers(i) || trained_[i]) continue;
+    trained_[i] = true;
+    ++trained_count_;
+  }
+}
+
+void Parameters::let_go_of_nodes() {
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    if (!hooks_[i] || !hooks_[i]->is_alone()) continue;
+    unhook(i);
+    attributes_[i].forget();
+  }
+}
+
+void Parameters::unhook(const Reducer& reducer) {
+  accumulators_.clear();
+  retired_.clear();
+  for (size_t i = 0; i < hooks_.size(); ++i) {
+    hooks_[i].reset();
+    attributes_[i].forget();
+    restore_user_hooks(reducer, tensor(i));
+  }
+}
+
+}  // namespace syncengine

@@ -1,0 +1,74 @@
+// Which parameters have had a gradient since the last synchronization, here and on any rank: for models in which some
+// may be unused, in each backward or always. Under no_sync it goes on counting.
+//
+// Ownership: what is reduced is shared with its operation, which may outlive a backward that was abandoned.
+// Thread-safety: none.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "reducer/buckets/bucket.h"
+#include "reducer/buckets/options.h"
+#include "reducer/parameters/static_graph.h"
+
+namespace syncengine {
+
+class Usage {
+ public:
+  Usage(size_t parameters, const ReducerOptions& options)
+      : find_unused_(options.find_unused_parameters),
+        here_(parameters),
+        anywhere_(std::make_shared<std::vector<uint8_t>>(parameters)) {
+    if (options.static_graph) set_static_graph();
+  }
+  void set_static_graph() {
+    if (!static_graph_) static_graph_.emplace(here_.size());
+  }
+
+  // Whether each forward looks for unused parameters; whether some may be unused; whether the coming backward, or this
+  // one, shows which are.
+  bool finds_unused() const { return find_unused_ && !static_graph_; }
+  bool tracks() const { return find_unused_ || static_graph_; }
+  bool observes() const { return static_graph_ && !static_graph_->observed(); }
+  // Null if the graph may change.
+  StaticGraph* static_graph() { return static_graph_ ? &*static_graph_ : nullptr; }
+  bool is_static() const { return static_graph_.has_value(); }
+
+  void note(size_t parameter) { here_[parameter] = true; }
+  void clear() { here_.assign(here_.size(), false); }
+
+  bool anywhere(size_t parameter) const { return (*anywhere_)[parameter] != 0; }
+  // To be reduced by its maximum.
+  std::shared_ptr<std::vector<uint8_t>> share() {
+    anywhere_ = std::make_shared<std::vector<uint8_t>>(here_.begin(), here_.end());
+    return anywhere_;
+  }
+
+  // The same as bits that travel with a bucket.
+  void add_bits(const BucketLayout& layout, std::vector<uint64_t>& flags) const {
+    const size_t first = flags.size();
+    flags.resize(first + words_of(layout.parameters.size()));
+    for (size_t k = 0; k < layout.parameters.size(); ++k) {
+      flags[first + k / 64] |= uint64_t{here_[layout.parameters[k]]} << k % 64;
+    }
+  }
+  void take_bits(const BucketLayout& layout, const uint64_t* bits) {
+    for (size_t k = 0; k < layout.parameters.size(); ++k) {
+      (*anywhere_)[layout.parameters[k]] = bits[k / 64] >> k % 64 & 1;
+    }
+  }
+  static size_t words_of(size_t parameters) { return (parameters + 63) / 64; }
+
+ private:
+  const bool find_unused_;
+  std::optional<StaticGraph> static_graph_;
+  std::vector<bool> here_;
+  std::shared_ptr<std::vector<uint8_t>> anywhere_;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,96 @@
+// The graph tasks of autograd that take part in a model's backward. Reentrant checkpoints nest them, so there may be
+// several, and each has a callback of the reducer's that runs at its end, or is destroyed with it. And of those that
+// bring gradients without being expected: whether they have to do with one of the last forwards.
+//
+// Thread-safety: none, but wait_for_all() releases the lock while it waits.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <mutex>
+#include <utility>
+
+#include "reducer/torch/node_numbers.h"
+
+namespace syncengine {
+
+class GraphTasks {
+ public:
+  static int current() { return torch::autograd::get_current_graph_task_id(); }
+  static bool inside() { return current() != -1; }
+
+  // Whether the task on this thread is not watched yet; from now on it is.
+  bool watch() {
+    const int task = current();
+    if (std::exchange(last_, task) == task) return false;
+    ++watched_;
+    return true;
+  }
+  void ended() {
+    --watched_;
+    all_ended_.notify_all();
+  }
+  bool any() const { return watched_ > 0; }
+  // A device's thread of autograd may let go of a failed task after backward() has raised.
+  void wait_for_all(std::unique_lock<std::mutex>& lock) {
+    if (watched_ == 0 || inside()) return;
+    all_ended_.wait_for(lock, std::chrono::seconds(1), [this] { return watched_ == 0; });
+  }
+
+  // A synchronized forward has, which began then, if that is known.
+  void forward_ended(const NodeNumber& began) {
+    if (forwards_.size() == kForwards) forwards_.pop_front();
+    forwards_.push_back({began, NodeNumber::now()});
+  }
+  // Whether the graph of the task on this thread is still to be looked at, as it is once.
+  bool is_new() const { return judged_ != current(); }
+  // Whether one of the last forwards has made some of that graph, or the node that is run now. So has none that of a
+  // reentrant checkpoint, whatever the graph around it. The node that a task starts from is told only while it is run.
+  bool runs_forwards_nodes() {
+    if (!is_new()) return forwards_nodes_;
+    judged_ = current();
+    const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+    const auto running = torch::autograd::get_current_node();
+    forwards_nodes_ = (running && made_it(*running)) ||
+                      (nodes && std::any_of(nodes->begin(), nodes->end(), [&](auto* node) { return made_it(*node); }));
+    return forwards_nodes_;
+  }
+  // At the end of the task on this thread: whether no other is around it, or one that was there before the last
+  // forward.
+  bool is_outermost() const {
+    const auto around = torch::autograd::get_current_node();
+    return !around || !(forwards_.back().ended.is_before(*around) || made_it(*around));
+  }
+
+ private:
+  static constexpr size_t kForwards = 64;  // that are remembered
+  struct Span {
+    NodeNumber began, ended;
+  };
+
+  // Whether a forward has. Leaves are older, or anybody's. Of other threads' nodes nothing is known, but for those of
+  // this one, which runs the backward.
+  bool made_it(const torch::autograd::Node& node) const {
+    if (node.next_edges().empty()) return false;
+    const uint64_t here = NodeNumber::now().thread;
+    return std::any_of(forwards_.begin(), forwards_.end(), [&](const Span& forward) {
+      if (node.thread_id() != forward.ended.thread) return node.thread_id() != here;
+      return !forward.began.is_after(node) && !forward.ended.is_before(node);
+    });
+  }
+
+  int last_ = -1;       // the last one that is watched
+  size_t watched_ = 0;  // that have not ended
+  std::condition_variable all_ended_;
+  std::deque<Span> forwards_;
+  int judged_ = -1;  // the last one that was looked at
+  bool forwards_nodes_ = false;
+};
+
+}  // namespace syncengine

@@ -1,0 +1,67 @@
+#include "reducer/torch/python_error.h"
+
+#include <torch/csrc/Exceptions.h>
+
+#include <string_view>
+
+namespace syncengine {
+
+namespace {
+
+[[noreturn]] void throw_current_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+}  // namespace
+
+pybind11::object to_python(const Error& error) {
+  std::string_view bytes = error.what();
+  // A peer's text may have been cut in the middle of a character.
+  auto text = pybind11::reinterpret_steal<pybind11::object>(
+      PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
+  if (!text) throw pybind11::error_already_set();
+  return pybind11::module_::import("syncengine.errors").attr(name(error.kind()))(text);
+}
+
+void set_python_error(const Error& error) {
+  try {
+    pybind11::object raised = to_python(error);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
+  } catch (pybind11::error_already_set& other) {
+    other.restore();
+  }
+}
+
+void rethrow_for_autograd() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    pybind11::gil_scoped_acquire gil;
+    set_python_error(error);
+    throw_current_python_error();
+  }
+}
+
+std::string interruption_text(pybind11::handle type, pybind11::handle value) {
+  if (PyErr_GivenExceptionMatches(type.ptr(), PyExc_KeyboardInterrupt)) return "";
+  try {
+    pybind11::handle of = value ? value : pybind11::handle(Py_None);
+    pybind11::object lines = pybind11::module_::import("traceback").attr("format_exception_only")(type, of);
+    return pybind11::str("").attr("join")(lines).attr("strip")().cast<std::string>();
+  } catch (const std::exception&) {  // it can't be written as text
+    return reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name;
+  }
+}
+
+void raise_pending_signal() {
+  pybind11::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) return;
+  python_error error;
+  error.persist();
+  std::string text = interruption_text(error.type, error.value);
+  throw RaisedInWait<python_error>(std::move(error), std::move(text));
+}
+
+}  // namespace syncengine
