@@ -26,6 +26,7 @@ SUBLAYERS = {
     "transport": ["", "shm", "matching", "packets", "tcp"],
     "engine": ["progress", "lanes", "messages", "communicator", "hosts", "job"],
     "cuda": ["", "absent", "device"],
+    "reducer": ["torch", "gradients", "buckets", "parameters", "backward", "routes", ""],
 }
 WITH_TORCH = {"streams", "reducer", "c10d", "bindings"}
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
@@ -191,6 +192,8 @@ def test_includes_point_downwards(path):
         ("engine/progress/work.cpp", '"engine/lanes/lane.h"'),
         ("transport/matching/frame.h", '"transport/tcp/peer.h"'),
         ("cuda/pieces.cpp", '"cuda/device/group.h"'),
+        ("reducer/gradients/sparse.cpp", '"reducer/buckets/bucket.h"'),
+        ("reducer/backward/model.cpp", '"reducer/reducer.h"'),
     ],
 )
 def test_violations_are_found(path, include):
