@@ -62,7 +62,7 @@ bool is_borrowed(const at::Tensor& tensor) {
   const at::DataPtr& data = tensor.storage().data_ptr();
   if (data.get() == nullptr) return false;
   if (data.get_context() == nullptr) return true;  // nobody frees it
-  int place = 0;  // that torch has a name for the deleter alone is its own affair
+  int place = 0;                                   // that torch has a name for the deleter alone is its own affair
   const auto deleter = c10::InefficientStdFunctionContext::makeDataPtr(&place, [](void*) {}, at::kCPU).get_deleter();
   const auto* context = data.cast_context<c10::InefficientStdFunctionContext>(deleter);
   return context != nullptr && context->deleter_.target<Keep>() == nullptr;

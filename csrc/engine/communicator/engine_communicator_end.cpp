@@ -50,7 +50,7 @@ void EngineCommunicator::fail(ErrorKind kind, const std::string& text) {
 }
 
 void EngineCommunicator::set_last_words(const std::string& text, std::vector<std::shared_ptr<Work>> works,
-                                     std::function<bool()> shared) {
+                                        std::function<bool()> shared) {
   engine_->locked([&] {
     last_words_ = text;
     last_works_.swap(works);
