@@ -10,9 +10,14 @@ namespace syncengine {
 namespace {
 
 // Threads that many programs have and that run nobody's code, by the module of their function or class: a DataLoader's
-// queues have one per worker, and it has one that pins memory; loggers, and tqdm.
-constexpr const char* kHelpers[] = {"multiprocessing.queues", "torch.utils.data._utils.pin_memory", "logging.handlers",
-                                    "tensorboard.summary.writer.event_file_writer", "tqdm._monitor"};
+// queues have one per worker, and it has one that pins memory; a process has one that has sent tensors to another;
+// loggers, and tqdm.
+constexpr const char* kHelpers[] = {"multiprocessing.queues",
+                                    "multiprocessing.resource_sharer",
+                                    "torch.utils.data._utils.pin_memory",
+                                    "logging.handlers",
+                                    "tensorboard.summary.writer.event_file_writer",
+                                    "tqdm._monitor"};
 
 bool is_helper(py::handle thread) {
   for (py::handle owner : {py::object(py::getattr(thread, "_target", py::none())), py::object(py::type::of(thread))}) {

@@ -205,6 +205,7 @@ void Reducer::run_hooks_of_users(const std::vector<size_t>& written) {
       if (!delivered[i]) run_user_hooks(*this, parameters.tensor(i), false);
     }
   } catch (...) {
+    for (size_t i = 0; i < parameters.size(); ++i) forget_user_hooks(parameters.tensor(i));
     std::lock_guard lock(mutex_);
     model_->outcome.drop(model_->routing.route().outlives_errors());
     throw;

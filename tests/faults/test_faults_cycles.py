@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from contextlib import ExitStack
+from multiprocessing import resource_sharer
 from unittest.mock import patch
 
 import pytest
@@ -96,6 +97,9 @@ def run_beside(beside, stack):
         feeder.put(1)
         stack.callback(feeder.join_thread)
         stack.callback(feeder.close)
+    elif beside == "sharer":  # as in a process that has sent a tensor to another
+        resource_sharer.DupFd(0)
+        stack.callback(resource_sharer.stop)
     elif beside == "pin_memory":  # a DataLoader's, where there is an accelerator
         stack.enter_context(patch("torch.accelerator.set_device_index"))
         done, batches = threading.Event(), queue.Queue()
@@ -128,7 +132,7 @@ def crosswise(beside) -> Outcome:
     return suffer(body, timeout=2.0 if beside == "idle" else 30.0)
 
 
-@pytest.mark.parametrize("beside", ["none", "feeder", "pin_memory", "logging"])
+@pytest.mark.parametrize("beside", ["none", "feeder", "sharer", "pin_memory", "logging"])
 def test_crosswise_on_two_communicators(pool, beside):
     pool.refresh()  # a thread that an earlier test has left (autograd keeps some) could bring what is missing
     for outcome in pool.run(crosswise, beside, world=2, settings=None):

@@ -82,6 +82,25 @@ def test_averages_that_all_ranks_have_dropped_cost_a_step(pool: RankPool, late_i
     pool.run(all_drop, late_in_backward)
 
 
+def wraps_another() -> None:
+    """A model that is wrapped behind a step that all have lost: nothing has failed."""
+    model = syncengine.Parallel(Raising())
+    for i, where in enumerate(["", "late", "", "early", "forward", "late"]):
+        model.module.where = where
+        model.zero_grad()
+        with pytest.raises(Bad) if where else contextlib.nullcontext():
+            model(data(i)).sum().backward()
+        other = syncengine.Parallel(nn.Linear(24, 2))
+        assert other.communicator is model.communicator
+        other(data(i)).sum().backward()
+    model.module.where = ""
+    model(data()).sum().backward()
+
+
+def test_a_model_is_wrapped_behind_a_step_that_all_have_lost(pool: RankPool):
+    pool.run(wraps_another)
+
+
 def drops_and_then_all_drop() -> str:
     """Rank 0 has missed a step that the others made; the next one all miss."""
     model = syncengine.Parallel(Raising())

@@ -84,12 +84,13 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual void abort(ErrorKind kind, const std::string& text) = 0;
   // If this rank leaves while operations are pending, peers raise Aborted with `text` instead of PeerLost; before that,
   // close() waits for `works` a moment. For a rank that takes no more interest in them, where the peers may. Empty: no
-  // longer. `shared` says, once all works have ended, whether every rank has given up what they belong to.
+  // longer. `shared` says whether every rank has given up what they belong to, or nothing if no rank can know yet; it
+  // may block.
   virtual void set_last_words(const std::string& /*text*/, std::vector<std::shared_ptr<Work>> /*works*/,
-                              std::function<bool()> /*shared*/ = {}) {}
-  // For a rank with last words that goes on to something else: waits for the works, and aborts the communicator, as
-  // its peers do then, unless all have given up the same. Throws what throw_if_failed() does.
-  virtual void settle(const std::function<void()>& /*interrupted*/ = {}) { throw_if_failed(); }
+                              std::function<std::optional<bool>()> /*shared*/ = {}) {}
+  // For a rank with last words that goes on to something else: asks `shared`, and aborts the communicator, as its peers
+  // do then, if not all have given up the same. Throws what throw_if_failed() does.
+  virtual void settle() { throw_if_failed(); }
   virtual void throw_if_failed() const = 0;
   // The same, after a look at the peers: for a rank that waits for something else than this communicator's work.
   virtual void check_peers() { throw_if_failed(); }

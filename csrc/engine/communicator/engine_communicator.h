@@ -43,8 +43,8 @@ class EngineCommunicator final : public Communicator, private Progressable {
             std::optional<Duration> at_most) override;
   void abort(ErrorKind kind, const std::string& text) override;
   void set_last_words(const std::string& text, std::vector<std::shared_ptr<Work>> works,
-                      std::function<bool()> shared) override;
-  void settle(const std::function<void()>& interrupted) override;
+                      std::function<std::optional<bool>()> shared) override;
+  void settle() override;
   void throw_if_failed() const override;
   void check_peers() override;
   std::vector<int> dead() override;
@@ -104,7 +104,7 @@ class EngineCommunicator final : public Communicator, private Progressable {
   bool ended_ = false;
   std::string last_words_;
   std::vector<std::shared_ptr<Work>> last_works_;
-  std::function<bool()> last_words_shared_;
+  std::function<std::optional<bool>()> last_words_shared_;
   Clock::time_point logged_{};  // the operation that the log line was about
 };
 

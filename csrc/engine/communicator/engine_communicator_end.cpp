@@ -50,7 +50,7 @@ void EngineCommunicator::fail(ErrorKind kind, const std::string& text) {
 }
 
 void EngineCommunicator::set_last_words(const std::string& text, std::vector<std::shared_ptr<Work>> works,
-                                        std::function<bool()> shared) {
+                                        std::function<std::optional<bool>()> shared) {
   engine_->locked([&] {
     last_words_ = text;
     last_works_.swap(works);
@@ -58,19 +58,17 @@ void EngineCommunicator::set_last_words(const std::string& text, std::vector<std
   });
 }
 
-void EngineCommunicator::settle(const std::function<void()>& interrupted) {
+void EngineCommunicator::settle() {
   std::string text;
-  std::vector<std::shared_ptr<Work>> works;
-  std::function<bool()> shared;
+  std::function<std::optional<bool>()> shared;
   engine_->locked([&] {
     text = last_words_;
-    works = last_works_;
     shared = last_words_shared_;
   });
-  for (const auto& work : works) wait(work, interrupted, std::nullopt);
-  if (!text.empty() && shared && !shared()) abort(ErrorKind::Aborted, text);
+  const std::optional<bool> agreed = shared ? shared() : std::nullopt;
+  if (agreed == false) abort(ErrorKind::Aborted, text);
   throw_if_failed();
-  set_last_words("", {}, {});
+  if (agreed) set_last_words("", {}, {});
 }
 
 // Peers may be about to take part: they are to hear what this rank has to say, and not that it has left.

@@ -39,7 +39,15 @@ bool Outcome::abandon(Backward& backward, const Reason& reason, bool keeps_gradi
   given_up_.emplace(GivenUp{std::move(left), reason, std::move(reasons), unread.has_value()});
   auto works = given_up_->left.works;
   works.push_back(given_up_->reasons.work());
-  auto shared = [left = given_up_->left, everybody = everybody()] { return left.masks().abandoned_by == everybody; };
+  // What the communicator keeps must not keep the communicator.
+  auto shared = [left = given_up_->left, reused = given_up_->reused, all = given_up_->reasons.agreement(),
+                 reasons = given_up_->reasons.work(),
+                 communicator = averaging_.communicator.get()]() -> std::optional<bool> {
+    for (const auto& work : left.works) communicator->wait(work, raise_pending_signal);
+    if (reused || left.masks().abandoned_by == 0) return std::nullopt;  // the next backward tells
+    communicator->wait(reasons, raise_pending_signal);
+    return all();
+  };
   averaging_.communicator->set_last_words(said_here(*averaging_.communicator, reason.text), std::move(works), shared);
   return true;
 }

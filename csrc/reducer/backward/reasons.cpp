@@ -37,6 +37,18 @@ Reasons::Reasons(const Averaging& averaging, const std::string& model, const std
   work_ = communicator.announce(averaging.slots, averaging.reason_slot(), std::move(operation));
 }
 
+std::function<bool()> Reasons::agreement() const {
+  return [texts = texts_] {
+    size_t have_one = 0;
+    for (size_t at = 0; at < texts->size(); at += kBytes) {
+      const char first = (*texts)[at];
+      if (first == kForGood || first == kMisused) return true;
+      have_one += first != 0;
+    }
+    return have_one * kBytes == texts->size();
+  };
+}
+
 std::optional<Reason> Reasons::wait() {
   communicator_->wait(work_, raise_pending_signal);
   std::optional<Reason> gravest;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -32,6 +33,8 @@ class Reasons {
   // Blocks. The gravest of all: one for good, or else that of the first rank. Its text names the rank. None if no rank
   // has one.
   std::optional<Reason> wait();
+  // To be asked when work() has ended: whether every rank has one, or some rank one for good, which is every rank's.
+  std::function<bool()> agreement() const;
 
  private:
   std::shared_ptr<Communicator> communicator_;
