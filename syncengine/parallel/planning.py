@@ -68,8 +68,7 @@ class Planning:
             self._tuner = None
         knows_order = self.reducer.knows_order()
         if current is not None or (self._order is None and knows_order):
-            self._order = self._agree_on_order(trainable, current)
-            order = _completed(self._order, trainable)
+            order = self._order = self._agree_on_order(trainable, current)
             self.has_rebuilt = True
         elif self._order is None:  # frozen, or thawed, before any backward
             self._install(self.planner.initial(trainable), provisional=self.planner.rebuilds)
@@ -79,8 +78,7 @@ class Planning:
             tuner = self._tuner
             if tuner is not None and knows_order and self._time_backward(tuner) and order:
                 # First, since who is alone here waits in a call that has a name.
-                self._order = self._agree_on_order(trainable, None)
-                order = _completed(self._order, trainable)
+                order = self._order = self._agree_on_order(trainable, None)
                 self._tune(tuner, order)
         self._install(self.planner.rebuilt(order), provisional=self._tuner is not None)
 
@@ -119,21 +117,20 @@ class Planning:
         self.plan = plan
 
     def _agree_on_order(self, trainable: list[int], current: Round | None) -> list[int]:
-        """Rank 0's order: last backward's, then what is trainable and it did not bring. Some may be frozen by now.
+        """Rank 0's order of its trainable parameters: last backward's, then what it did not bring.
 
         In a join context that of the first rank that has a batch, but in ``ring``, which does as DDP.
         """
         communicator = self.model.communicator
         source = 0 if current is None or self.planner.follows_ddp else current.training[0]
-        ready = self.reducer.ready_order()
-        order = ready + _completed([], [i for i in trainable if i not in set(ready)])
+        order = _completed(self.reducer.ready_order(), trainable)
         padding = [-1] * (len(self.model.parameters) - len(order))
         message = torch.tensor(order + padding, dtype=torch.int64, device="cpu")
         what = f"planning the buckets of {self.model} in a forward with gradients enabled, as all ranks make it"
         communicator.broadcast(message, source, layout=what)
         agreed = [i for i in message.tolist() if i >= 0]
         has_batch = current is None or communicator.rank in current.training
-        if has_batch and (difference := sorted(set(agreed) ^ set(order))):
+        if has_batch and (difference := sorted(set(agreed) ^ set(trainable))):
             ranks = communicator.global_ranks
             name, here = self.model.names[difference[0]], difference[0] in trainable
             with_grad, without = (ranks[communicator.rank], ranks[source])[:: 1 if here else -1]
