@@ -40,7 +40,8 @@ class Planning:
             model.parameters, model.sparse, follows_ddp, looks_for_unused(self.options), *self.caps, in_cache=on_cpu
         )
         self.plan: Plan | None = None
-        self._order: list[int] | None = None  # in which gradients became ready on one rank, once all have heard of it
+        # In which gradients became ready on one rank, once all have heard of it. Some may be frozen by now.
+        self._order: list[int] | None = None
         self.bucket_bytes_cap_default = default = self.caps[0] is None and not self.planner.given_caps
         # Dynamo cuts compiled graphs by it: into pieces as large as DDP's, whatever the size of our buckets.
         self.bucket_bytes_cap = DDP_CAP if default else self.planner.cap
@@ -68,7 +69,7 @@ class Planning:
             self._tuner = None
         knows_order = self.reducer.knows_order()
         if current is not None or (self._order is None and knows_order):
-            order = self._order = self._agree_on_order(trainable, current)
+            order = self._agree_on_order(trainable, current)
             self.has_rebuilt = True
         elif self._order is None:  # frozen, or thawed, before any backward
             self._install(self.planner.initial(trainable), provisional=self.planner.rebuilds)
@@ -78,7 +79,7 @@ class Planning:
             tuner = self._tuner
             if tuner is not None and knows_order and self._time_backward(tuner) and order:
                 # First, since who is alone here waits in a call that has a name.
-                order = self._order = self._agree_on_order(trainable, None)
+                order = self._agree_on_order(trainable, None)
                 self._tune(tuner, order)
         self._install(self.planner.rebuilt(order), provisional=self._tuner is not None)
 
@@ -117,18 +118,21 @@ class Planning:
         self.plan = plan
 
     def _agree_on_order(self, trainable: list[int], current: Round | None) -> list[int]:
-        """Rank 0's order of its trainable parameters: last backward's, then what it did not bring.
+        """Notes rank 0's order: last backward's, then what it did not bring; returns what is trainable there of it.
 
         In a join context that of the first rank that has a batch, but in ``ring``, which does as DDP.
         """
         communicator = self.model.communicator
         source = 0 if current is None or self.planner.follows_ddp else current.training[0]
-        order = _completed(self.reducer.ready_order(), trainable)
+        ready = self.reducer.ready_order()
+        order = ready + _completed((), sorted(set(trainable).difference(ready)))  # what is frozen by now may thaw
         padding = [-1] * (len(self.model.parameters) - len(order))
-        message = torch.tensor(order + padding, dtype=torch.int64, device="cpu")
+        trains = [i in trainable for i in order]
+        message = torch.tensor([order + padding, trains + padding], dtype=torch.int64, device="cpu")
         what = f"planning the buckets of {self.model} in a forward with gradients enabled, as all ranks make it"
         communicator.broadcast(message, source, layout=what)
-        agreed = [i for i in message.tolist() if i >= 0]
+        self._order, trains = ([i for i in row if i >= 0] for row in message.tolist())
+        agreed = [i for i, is_trained in zip(self._order, trains, strict=True) if is_trained]
         has_batch = current is None or communicator.rank in current.training
         if has_batch and (difference := sorted(set(agreed) ^ set(trainable))):
             ranks = communicator.global_ranks

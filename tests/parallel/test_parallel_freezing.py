@@ -14,6 +14,7 @@ from parallel_models import CAP, Branches, both, data, different_bits, gradients
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 from syncengine.errors import InvalidUsage, SyncError
@@ -327,3 +328,37 @@ def frozen_when_wrapped() -> None:
 def test_one_that_was_frozen_when_it_was_wrapped(pool: RankPool):
     """Averaged as well, but where ranks would have to ask each other in every backward."""
     pool.run(frozen_when_wrapped)
+
+
+class Discriminator(nn.Module):
+    """Registered in another order than it runs in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.body = nn.Linear(300, 1), nn.Linear(24, 300)
+        self.middle = nn.Linear(300, 300)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.middle(torch.relu(self.body(x)))))
+
+
+def adversaries(wrap: Callable[[nn.Module], nn.Module]) -> list[Any]:
+    torch.manual_seed(0)
+    critic, generator = wrap(Discriminator()), wrap(nn.Linear(24, 24))
+    found: list[Any] = []
+    for i in range(4):
+        critic.requires_grad_(True)
+        critic.zero_grad()
+        critic(data(2 * i)).mean().backward()
+        found += gradients(critic)
+        critic.requires_grad_(False)
+        generator.zero_grad()
+        judge = critic.module if wrap is DistributedDataParallel else critic  # DDP would wait for what is frozen
+        judge(generator(data(2 * i + 1))).mean().backward()
+        found += gradients(generator)
+    return found
+
+
+@run_on_ranks(world=3, gloo=True, settings={"numerics": "ring"})
+def test_a_model_that_is_wholly_frozen_in_its_second_forward_has_the_order_of_ddp():
+    assert not different_bits(adversaries(syncengine.Parallel), adversaries(DistributedDataParallel))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -256,5 +257,6 @@ def frozen_on_one_rank_later() -> str:
 
 def test_freezing_on_one_rank_alone_when_all_is_planned_is_named(pool: RankPool):
     for text in pool.run(frozen_on_one_rank_later, settings={"timeout": 10.0}):
-        assert text.startswith("Mismatch: ")
-        assert "called bucket 0 of Parallel(Sequential) (2.bias, 2.weight, 0.weight)" in text
+        assert text.startswith("Mismatch: ")  # by whoever sees it first
+        bucket = r"bucket 0 of Parallel\(Sequential\) \(2.bias, 2.weight, 0.(weight\)|bias, ...\))"
+        assert re.search(f"called {bucket}", text)

@@ -152,6 +152,7 @@ def writes() -> list[str]:
     modules = nets()
     models, optimizer = sharded(modules)
     train(models, optimizer, range(2))
+    dist.barrier()  # nobody is in a step any more
     if syncengine.rank() == 1:
         with torch.no_grad():
             modules[0].head.bias.add_(1.0)

@@ -120,14 +120,32 @@ def _call(task: Task) -> Any:
     if task.settings is not None:
         syncengine.init(**task.settings)
     if task.gloo:
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=world_size)
+        _join_gloo(store)
     value = task.function(*task.args)
     if task.stay:  # else the end of the process does it
         syncengine.shutdown()
         if dist.is_initialized():
             dist.destroy_process_group()
     return value
+
+
+def _join_gloo(store: Any, attempts: int = 3) -> None:
+    """Its ranks may connect to a listener of another job that has got a port anew: then all of them try again."""
+    import torch.distributed as dist
+
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    for attempt in range(attempts):
+        own, failed = dist.PrefixStore(f"gloo{attempt}", store), None
+        try:
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=world_size)
+        except RuntimeError as error:
+            failed = error
+        own.set(f"result{rank}", "failed" if failed else "joined")
+        if all(own.get(f"result{peer}") == b"joined" for peer in range(world_size)):
+            return
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    raise RuntimeError(f"Gloo failed {attempts} times") from failed
 
 
 _shared_modules: dict[str, Any] = {}  # imported before the forks, but for those whose end is tested
