@@ -7,8 +7,6 @@ namespace syncengine {
 
 namespace {
 
-constexpr auto kGroupTimeout = ::c10d::kUnsetTimeout;
-
 std::chrono::milliseconds milliseconds_of(Duration duration) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(duration);
 }
@@ -124,7 +122,7 @@ void TorchBackend::setTimeout(std::chrono::milliseconds timeout) {
 // Nothing where the communicator's own timeout, which needs no wait to be noticed, is the one that holds.
 std::optional<Duration> TorchBackend::at_most(std::chrono::milliseconds timeout) const {
   std::chrono::milliseconds group(timeout_ms_.load(std::memory_order_relaxed));
-  if (timeout == kGroupTimeout || timeout == kNoTimeout) timeout = group;
+  if (timeout == ::c10d::kUnsetTimeout || timeout == kNoTimeout) timeout = group;
   if (timeout >= milliseconds_of(communicator_->timeout())) return std::nullopt;
   return timeout;
 }
@@ -225,63 +223,6 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   if (how.async) return work;
   work->wait();
   return nullptr;
-}
-
-// One that was left open by an error ends here at the latest.
-void TorchBackend::startCoalescing() {
-  auto coalesced = std::make_unique<Coalesced>();
-  coalesced->dropped = [this](Coalesced& calls) { leave(calls); };
-  coalesced->body = CoalescingBody::of_caller([this] { end_left_coalescing(); });
-  coalescing_.give(std::move(coalesced));
-}
-
-TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
-  auto coalesced = coalescing_.take();
-  if (!coalesced) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun, or an error has ended it");
-  coalesced->dropped = {};
-  return finish(*coalesced);
-}
-
-// This thread's. A body that has raised is over: torch tells of no end.
-std::unique_ptr<Coalesced> TorchBackend::take_coalesced() {
-  auto coalesced = coalescing_.take();
-  if (coalesced && coalesced->body && coalesced->body->has_ended()) coalesced.reset();
-  return coalesced;
-}
-
-void TorchBackend::end_left_coalescing() {
-  if (auto coalesced = take_coalesced()) coalescing_.give(std::move(coalesced));
-}
-
-// What waits by itself, whatever is coalesced around it.
-void TorchBackend::stay_out_of_coalescing(Call& call) {
-  if (call.coalesced) coalescing_.give(std::move(call.coalesced));
-}
-
-// As if each collective had waited, as with Gloo. Not messages: what they wait for may be what was to come.
-void TorchBackend::leave(Coalesced& coalesced) noexcept {
-  try {
-    const auto collectives = coalesced.collectives;
-    const bool any = !collectives.empty() || !coalesced.messages.empty() || coalesced.call.delivers();
-    const auto work = any ? finish(coalesced) : nullptr;
-    for (const auto& each : collectives) communicator_->wait(each, raise_pending_signal, at_most(kGroupTimeout));
-    undelivered_->deliver_ended();
-  } catch (...) {  // the group has failed
-    postpone_python_error();
-  }
-}
-
-TorchBackend::TorchWorkPtr TorchBackend::finish(Coalesced& coalesced) {
-  const uint64_t number = sequence_.load(std::memory_order_relaxed);
-  constexpr auto kType = ::c10d::OpType::COALESCED;
-  if (!coalesced.call.device().is_cpu()) {
-    const c10::Stream stream = stream_aside(coalesced.call);
-    return finish_on_device(std::move(coalesced.call), stream, kType, number);
-  }
-  auto works = std::move(coalesced.collectives);
-  std::move(coalesced.messages.begin(), coalesced.messages.end(), std::back_inserter(works));
-  TorchWork::Origin origin{communicator_, messages_, kType, number, at_most(kGroupTimeout)};
-  return make_work(std::move(origin), std::move(coalesced.call), std::move(works));
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::barrier(const ::c10d::BarrierOptions& options) {

@@ -74,7 +74,7 @@ class TorchBackend final : public ::c10d::Backend {
                              std::vector<int64_t>& input_sizes, const ::c10d::AllToAllOptions& options) override;
   TorchWorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& options) override;
 
-  // The rest: backend.cpp.
+  // The rest: backend.cpp, coalesced_calls.cpp.
   void monitoredBarrier(const ::c10d::BarrierOptions& options, bool wait_all_ranks) override;
   bool supportsSplitting() const override { return true; }
   // Collective over this group; null on ranks that are not among `ranks`, which are taken in ascending order. Needs no
@@ -138,7 +138,8 @@ class TorchBackend final : public ::c10d::Backend {
   // `whole` must have `times` as many elements.
   static void require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times);
   static void require_same_dtype(const char* call, const at::Tensor& a, const at::Tensor& b);
-  void add_all_to_all(Call& call, c10::ScalarType type, std::vector<SpanList> sent, std::vector<SpanList> received);
+  void add_all_to_all(Call& call, c10::ScalarType type, const Call::OwnPart& own, std::vector<SpanList> sent,
+                      std::vector<SpanList> received);
   void add_all_reduce(Call& call, const Tensors& tensors, const ::c10d::ReduceOp& op, int root = kNoRoot);
   void add_all_reduce_of_bits(Call& call, const at::Tensor& tensor, const at::Tensor& target,
                               const ::c10d::ReduceOp& op, int root = kNoRoot);

@@ -5,6 +5,8 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
+#include <cstring>
+
 #include "base/error.h"
 #include "cuda/device_group.h"
 #include "reducer/torch/assign.h"
@@ -90,17 +92,21 @@ void Call::keep(const at::Tensor& tensor, SpanList& spans) {
   memory_->push_back(tensor.storage());
 }
 
-void Call::read(const at::Tensor& tensor, SpanList& spans) {
+at::Tensor Call::read(const at::Tensor& tensor, SpanList& spans) {
   require_dense(tensor);
-  keep(plain(tensor), spans);
+  at::Tensor elements = plain(tensor);
+  keep(elements, spans);
+  return elements;
 }
 
-void Call::write(const at::Tensor& tensor, SpanList& spans) {
+at::Tensor Call::write(const at::Tensor& tensor, SpanList& spans) {
   require_dense(tensor);
-  if (is_plain(tensor) && !is_apart(tensor)) return keep(tensor, spans);
-  at::Tensor copy = at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
-  deliver_later(tensor, copy);
-  keep(copy, spans);
+  const bool in_place = is_plain(tensor) && !is_apart(tensor);
+  at::Tensor elements =
+      in_place ? tensor : at::empty(tensor.sizes(), tensor.options().memory_format(at::MemoryFormat::Contiguous));
+  if (!in_place) deliver_later(tensor, elements);
+  keep(elements, spans);
+  return elements;
 }
 
 void Call::update(const at::Tensor& tensor, SpanList& spans) {
@@ -126,6 +132,20 @@ void Call::afterwards(const at::Tensor& target, std::function<void()> step) {
   require_distinct(target);
   steps_.push_back(std::move(step));
   memory_->push_back(target.storage());
+}
+
+void Call::copy_own(const OwnPart& part) {
+  afterwards(part.to.tensor, [part, name = name_] {
+    auto bytes_of = [name](const Place& place) {
+      std::string why = why_without_memory(place.tensor);
+      if (why.empty() && place.tensor.nbytes() < place.offset + place.bytes) why = "one that became smaller";
+      if (!why.empty())
+        throw Error(ErrorKind::InvalidUsage,
+                    std::string(name) + ": a tensor was changed before the call had ended, to " + why);
+      return static_cast<std::byte*>(place.tensor.data_ptr()) + place.offset;
+    };
+    if (part.to.bytes > 0) std::memmove(bytes_of(part.to), bytes_of(part.from), part.to.bytes);
+  });
 }
 
 Operation Call::moving(Collective collective, c10::ScalarType type) const {
@@ -176,6 +196,7 @@ void Call::add(Mail mail) {
 
 void Call::absorb(Call other) {
   require_device_of(other);
+  if (other.source_) source_ = std::move(other.source_);
   std::move(other.deliveries_.begin(), other.deliveries_.end(), std::back_inserter(deliveries_));
   std::move(other.steps_.begin(), other.steps_.end(), std::back_inserter(steps_));
   std::move(other.results_.begin(), other.results_.end(), std::back_inserter(results_));

@@ -57,9 +57,9 @@ class Call {
   }
 
   // A tensor's elements, row by row: its own memory, or that of a copy if it is not contiguous. What is written to a
-  // copy is put into the tensor by deliver().
-  void read(const at::Tensor& tensor, SpanList& spans);
-  void write(const at::Tensor& tensor, SpanList& spans);
+  // copy is put into the tensor by deliver(). read() and write() return the tensor or its copy.
+  at::Tensor read(const at::Tensor& tensor, SpanList& spans);
+  at::Tensor write(const at::Tensor& tensor, SpanList& spans);
   void update(const at::Tensor& tensor, SpanList& spans);
   // The copy instead of the tensor's elements; the result is put into the tensor.
   void update_through(const at::Tensor& tensor, const at::Tensor& copy, SpanList& spans);
@@ -74,6 +74,16 @@ class Call {
   void write_apart(const at::Tensor& scratch, SpanList& spans) { keep(scratch, spans); }
   // Run by deliver(), before anything is put into tensors; leads to `target`, which it may assign() to (assign.h).
   void afterwards(const at::Tensor& target, std::function<void()> step);
+  // What a rank sends itself, in that place: only once the call is known to be right on all ranks. Of what read() and
+  // write() have returned; in bytes.
+  struct Place {
+    at::Tensor tensor;
+    size_t offset, bytes;
+  };
+  struct OwnPart {
+    Place from, to;
+  };
+  void copy_own(const OwnPart& part);
 
   // Sets what follows from dtype and reduction. The hash has both: what the engine does alike is still not the same.
   Operation moving(Collective collective, c10::ScalarType type) const;

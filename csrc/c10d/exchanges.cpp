@@ -1,8 +1,7 @@
 // TorchBackend's point-to-point calls, and the collectives that are made of messages: every pair of ranks that has
-// something to say exchanges one message a call. A rank's own part is copied at once. An operation that moves nothing
-// compares the call with the others': messages alone would not tell of roots that differ, nor of other collectives.
-#include <cstring>
-
+// something to say exchanges one message a call. A rank's own part is copied in the end. An operation that moves
+// nothing compares the call with the others': messages alone would not tell of roots that differ, nor of other
+// collectives.
 #include "base/error.h"
 #include "c10d/backend.h"
 
@@ -16,14 +15,6 @@ using ::c10d::OpType;
 // else what one rank sent in a call that another one refused would be taken for a part of the next. It says the dtype,
 // too, which is the same for all parts of a call.
 constexpr uint64_t kCollectives = 1;
-
-void copy_own(const SpanList& from, const SpanList& to) {
-  from.for_each(0, from.bytes(), [&](std::byte* source, size_t offset, size_t bytes) {
-    to.for_each(offset, bytes, [&](std::byte* target, size_t skip, size_t length) {
-      if (target != source + skip) std::memmove(target, source + skip, length);
-    });
-  });
-}
 
 SpanList part(const SpanList& whole, size_t offset, size_t bytes) {
   SpanList spans;
@@ -118,7 +109,7 @@ TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& i
   const c10::ScalarType type = input.scalar_type();
   call.add(comparison(ByMessages::Gather, root));
   SpanList mine;
-  call.read(input, mine);
+  const at::Tensor elements = call.read(input, mine);
   if (rank_ != root) {
     require_lists(call.name(), outputs.size(), 0);
     call.send(part_of_collective(call, ByMessages::Gather, type, true, root, std::move(mine)));
@@ -129,11 +120,11 @@ TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& i
     for (int peer = 0; peer < size_; ++peer) {
       SpanList memory;
       require_same_dtype(call.name(), outputs[0][peer], input);
-      call.write(outputs[0][peer], memory);
+      const at::Tensor place = call.write(outputs[0][peer], memory);
       if (peer == rank_ && memory.bytes() != mine.bytes())
         throw Error(ErrorKind::InvalidUsage, "gather: the input is of another size than its place in the outputs");
       if (peer == rank_)
-        copy_own(mine, memory);
+        call.copy_own({{elements, 0, mine.bytes()}, {place, 0, mine.bytes()}});
       else
         call.receive(part_of_collective(call, ByMessages::Gather, type, false, peer, std::move(memory)));
     }
@@ -151,7 +142,7 @@ TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& 
   call.add(comparison(ByMessages::Scatter, root));
   if (rank_ == root && inputs.size() == 1) call.compare(output, inputs[0]);
   SpanList mine;
-  call.write(output, mine);
+  const at::Tensor place = call.write(output, mine);
   call.results() = outputs;
   if (rank_ != root) {
     require_lists(call.name(), inputs.size(), 0);
@@ -162,11 +153,11 @@ TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& 
     for (int peer = 0; peer < size_; ++peer) {
       SpanList memory;
       require_same_dtype(call.name(), output, inputs[0][peer]);
-      call.read(inputs[0][peer], memory);
+      const at::Tensor elements = call.read(inputs[0][peer], memory);
       if (peer == rank_ && memory.bytes() != mine.bytes())
         throw Error(ErrorKind::InvalidUsage, "scatter: the output is of another size than its place in the inputs");
       if (peer == rank_)
-        copy_own(memory, mine);
+        call.copy_own({{elements, 0, mine.bytes()}, {place, 0, mine.bytes()}});
       else
         call.send(part_of_collective(call, ByMessages::Scatter, type, true, peer, std::move(memory)));
     }
@@ -184,17 +175,18 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall_base(at::Tensor& output, at::T
   auto in_bytes = split_bytes(call.name(), input, input_sizes, size_);
   call.compare(output, input);
   SpanList from, to;
-  call.read(input, from);
-  call.write(output, to);
+  const at::Tensor source = call.read(input, from), target = call.write(output, to);
   std::vector<SpanList> sent(size_), received(size_);
+  Call::OwnPart own;
   size_t in_offset = 0, out_offset = 0;
   for (int peer = 0; peer < size_; ++peer) {
+    if (peer == rank_) own = {{source, in_offset, in_bytes[peer]}, {target, out_offset, out_bytes[peer]}};
     sent[peer] = part(from, in_offset, in_bytes[peer]);
     received[peer] = part(to, out_offset, out_bytes[peer]);
     in_offset += in_bytes[peer];
     out_offset += out_bytes[peer];
   }
-  add_all_to_all(call, input.scalar_type(), std::move(sent), std::move(received));
+  add_all_to_all(call, input.scalar_type(), own, std::move(sent), std::move(received));
   call.results() = {output};
   return start(std::move(call), {OpType::ALLTOALL_BASE, options.timeout, options.asyncOp});
 }
@@ -206,25 +198,26 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall(Tensors& outputs, Tensors& inp
   require_lists(call.name(), inputs.size(), size_);
   call.compare(outputs, inputs);
   std::vector<SpanList> sent(size_), received(size_);
+  Call::OwnPart own;
   for (int peer = 0; peer < size_; ++peer) {
     require_same_dtype(call.name(), inputs[peer], inputs[0]);
     require_same_dtype(call.name(), outputs[peer], inputs[0]);
-    call.read(inputs[peer], sent[peer]);
-    call.write(outputs[peer], received[peer]);
+    const at::Tensor source = call.read(inputs[peer], sent[peer]), target = call.write(outputs[peer], received[peer]);
+    if (peer == rank_) own = {{source, 0, sent[peer].bytes()}, {target, 0, received[peer].bytes()}};
   }
-  add_all_to_all(call, inputs[0].scalar_type(), std::move(sent), std::move(received));
+  add_all_to_all(call, inputs[0].scalar_type(), own, std::move(sent), std::move(received));
   call.results() = outputs;
   return start(std::move(call), {OpType::ALLTOALL, options.timeout, options.asyncOp});
 }
 
 // Each rank begins with its neighbor, so that not all turn to the same one.
-void TorchBackend::add_all_to_all(Call& call, c10::ScalarType type, std::vector<SpanList> sent,
-                                  std::vector<SpanList> received) {
-  if (sent[rank_].bytes() != received[rank_].bytes())
+void TorchBackend::add_all_to_all(Call& call, c10::ScalarType type, const Call::OwnPart& own,
+                                  std::vector<SpanList> sent, std::vector<SpanList> received) {
+  if (own.from.bytes != own.to.bytes)
     throw Error(ErrorKind::InvalidUsage, std::string(call.name()) + ": this rank sends itself " +
-                                             std::to_string(sent[rank_].bytes()) + " bytes, but has room for " +
-                                             std::to_string(received[rank_].bytes()));
-  copy_own(sent[rank_], received[rank_]);
+                                             std::to_string(own.from.bytes) + " bytes, but has room for " +
+                                             std::to_string(own.to.bytes));
+  call.copy_own(own);
   call.add(comparison(ByMessages::AllToAll));
   for (int step = 1; step < size_; ++step) {
     int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;

@@ -225,3 +225,32 @@ def waits_for_three() -> str:
 
 def test_the_timeout_of_a_wait_is_one_for_all_of_its_calls(pool: RankPool):
     assert "wait(timeout=...) gave up" in pool.run(waits_for_three, gloo=True, settings=None)[0]
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_a_coalesced_receive_from_any_rank_knows_its_sender() -> None:
+    group, rank = ours(), dist.get_rank()
+    with _coalescing_manager(group, torch.device("cpu"), async_ops=True) as coalesced:
+        if rank == 0:
+            dist.irecv(received := torch.zeros(2), group=group)
+        else:
+            dist.isend(torch.ones(2), 0, group)
+        dist.broadcast(torch.zeros(2), 0, group)
+    coalesced.wait()
+    if rank == 0:
+        assert equal(received, torch.ones(2))
+        assert coalesced.works[0]._source_rank() == 1
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_coalesced_exchanges_put_their_own_parts() -> None:
+    group, rank = ours(), dist.get_rank()
+    gathered, exchanged, back = torch.zeros(2, 3), torch.zeros(2), torch.arange(4.0).view(2, 2).t()
+    with _coalescing_manager(group, torch.device("cpu"), async_ops=True) as coalesced:
+        dist.gather(torch.full((3,), rank + 1.0), list(gathered) if rank == 0 else None, 0, group)
+        dist.all_to_all_single(exchanged, torch.full((2,), rank + 1.0), group=group)
+        dist.all_to_all_single(back, back, group=group)  # of copies, which its own part reaches before the tensor
+    coalesced.wait()
+    assert equal(gathered, torch.tensor([[1.0] * 3, [2.0] * 3]) if rank == 0 else torch.zeros(2, 3))
+    assert equal(exchanged, torch.tensor([1.0, 2.0]))
+    assert equal(back, torch.tensor([[0.0, 2.0], [0.0, 2.0]] if rank == 0 else [[1.0, 3.0], [1.0, 3.0]]))

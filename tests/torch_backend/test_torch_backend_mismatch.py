@@ -12,7 +12,7 @@ from test_hosts import live_on
 from torch.distributed import ReduceOp
 from torch_backend_values import ours
 
-from syncengine.errors import Mismatch
+from syncengine.errors import InvalidUsage, Mismatch
 
 Call = Callable[[dist.ProcessGroup], object]
 
@@ -192,3 +192,35 @@ def test_tensors_in_another_order_are_not_touched_nor_others(pool: RankPool):
     first, second = pool.run(reduce_in_another_order, gloo=True, settings=None)
     assert first == [[1.0]] * 4
     assert second == [[2.0]] * 4
+
+
+def own_parts_of(how: str) -> list[float]:
+    """What a rank of a wrong call sends itself; the other one calls something else, or this one is refused."""
+    group, rank, other = ours(), dist.get_rank(), 1 - dist.get_rank()
+    outputs, inputs = list(torch.zeros(2, 3)), list(torch.ones(2, 3))
+    if how == "refused gather":
+        outputs[other] = torch.zeros(3).to_sparse()
+    elif how == "refused scatter":
+        inputs[other] = torch.ones(3).to_sparse()
+    with pytest.raises(InvalidUsage if "refused" in how else Mismatch):
+        if "gather" in how:
+            dist.gather(inputs[rank], outputs, rank, group)
+        elif "scatter" in how:
+            dist.scatter(outputs[rank], inputs, rank, group)
+        elif rank == 1:
+            dist.barrier(group)
+        elif how == "all_to_all":
+            dist.all_to_all(outputs, inputs, group)
+        else:
+            whole = torch.zeros(2, 3)
+            outputs = list(whole)
+            dist.all_to_all_single(whole, torch.ones(2, 3), group=group, async_op=True).wait()
+    return outputs[rank].tolist()
+
+
+@pytest.mark.parametrize(
+    "how", ["gather", "scatter", "all_to_all", "all_to_all_single", "refused gather", "refused scatter"]
+)
+def test_a_wrong_call_does_not_write_what_a_rank_sends_itself(pool: RankPool, how: str):
+    for values in pool.run(own_parts_of, how, gloo=True, settings=None):
+        assert values == [0.0] * 3
