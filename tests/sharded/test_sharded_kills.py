@@ -22,6 +22,7 @@ from faults import Outcome, needs_hooks, set_fault, suffer, wait_for_file
 from pool import RankPool, Ranks
 from sharded_training import common_memory, digest, error_of, make, sharded, snapshot, train
 from test_hosts import live_on
+from torch.distributed.algorithms.join import Join
 
 import syncengine
 from syncengine._C import fault_point
@@ -41,13 +42,14 @@ POINTS: dict[str, Sequence[int]] = {  # which occurrences of them
 }
 
 
-KINDS = ("slices", "whole", "blocks")  # of lives
+KINDS = ("slices", "whole", "blocks", "join", "torch's Join")  # of lives
 
 
 class Life:
     """What becomes of a model and its optimizer; `digests` after each of its stages.
 
-    `kind`: "slices" of parameters that are shared at once, "whole" ones, or in several "blocks", one after another.
+    `kind`: "slices" of parameters that are shared at once, "whole" ones, or in several "blocks", one after another; or
+    ranks that run out of batches one after another, in "join" of the model or in "torch's Join".
     """
 
     def __init__(self, kind: str = "slices") -> None:
@@ -59,9 +61,38 @@ class Life:
             self.optimizer = syncengine.ShardedOptimizer([self.net.first.weight], torch.optim.AdamW, lr=1e-2)
         self.digests: list[int] = []
         self.steps = self.written = 0
+        self._is_over = False
         self.updates: list[int] = []  # by when there were how many
+        self._joins = "oin" in kind
+        if self._joins:
+            self._join = self.model.join if kind == "join" else lambda: Join([self.model, self.optimizer])
+            self._follow_updates()
 
     def live(self) -> None:
+        if self._joins:
+            self._live_unevenly()
+        else:
+            self._live_evenly()
+
+    def _live_unevenly(self) -> None:
+        """The first rank has joined before it has had a batch; the last trains alone at the end."""
+        self._look()
+        with self._join():
+            train(self.model, self.optimizer, 3 * syncengine.rank())
+        train(self.model, self.optimizer, range(6, 7))
+
+    def _follow_updates(self) -> None:
+        """Also on a rank that has joined."""
+        update = self.optimizer._sharing.update
+
+        def followed(*args: Any) -> None:
+            update(*args)
+            if not self._is_over:
+                self._after_step(0)
+
+        self.optimizer._sharing.update = followed
+
+    def _live_evenly(self) -> None:
         look = self._look
         look()
         self._train(0, 1)
@@ -85,6 +116,7 @@ class Life:
         self._train(4, 6)
 
     def go_on(self) -> None:
+        self._is_over = True
         train(self.model, self.optimizer, 1)
 
     def _train(self, begin: int, end: int) -> None:
@@ -104,7 +136,10 @@ def undisturbed(kind: str = "slices") -> list[tuple[int, int]]:
     life = Life(kind)
     life.live()
     life.go_on()
-    return [*zip(life.updates, life.digests, strict=True), (life.steps + 2, digest(life.net, life.optimizer))]
+    return [
+        *zip(life.updates, life.digests, strict=True),
+        (life.steps + life.written + 1, digest(life.net, life.optimizer)),
+    ]
 
 
 def live_beside(victim: int, fault: str, started: str = "", kind: str = "slices") -> Outcome:
@@ -184,14 +219,20 @@ def test_killed_at_each_state(pool: RankPool, point: str):
 @pytest.mark.parametrize("point", ["agreed", "updating", "updated", "completed"])
 @pytest.mark.parametrize("kind", KINDS[1:])
 def test_killed_in_updates_of_other_lives(pool: RankPool, kind: str, point: str):
-    stages = pool.run(undisturbed, kind, world=3)[0]
+    stages = pool.run(undisturbed, kind, world=3, gloo=kind == "torch's Join")[0]
     for number in (2, 3, 6):
         victim = number % 3
-        with pool.spawn_ranks(live_beside, victim, f"{point}:{number}:kill", "", kind, world=3, settings=None) as ranks:
+        fault = f"{point}:{number}:kill"
+        with spawn(pool, victim, fault, "", kind, world=3) as ranks:
             torn = check_survivors(ranks, victim, stages)
             assert ranks[victim].exit_code() == -signal.SIGKILL, f"there is no {point} number {number}"
             if point == "updating":
                 assert all(torn)
+
+
+def spawn(pool: RankPool, victim: int, fault: str, started: str, kind: str, world: int) -> Ranks:
+    gloo = kind == "torch's Join"
+    return pool.spawn_ranks(live_beside, victim, fault, started, kind, world=world, settings=None, gloo=gloo)
 
 
 def live_on_hosts(hosts: str, fault: str) -> Outcome:
@@ -213,7 +254,9 @@ def test_each_host_has_weights_of_its_own(pool: RankPool, hosts: str):
 def test_killed_at_random_instants(pool: RankPool, tmp_path: Path):
     began = time.monotonic()
     lives = list(itertools.product(KINDS, (2, 3)))
-    stages = {(kind, world): pool.run(undisturbed, kind, world=world)[0] for kind, world in lives}
+    stages = {
+        (kind, world): pool.run(undisturbed, kind, world=world, gloo=kind == "torch's Join")[0] for kind, world in lives
+    }
     lasts = (time.monotonic() - began) / len(lives)
     moments = random.Random(INSTANTS)
     found: list[bool | None] = []
@@ -221,7 +264,7 @@ def test_killed_at_random_instants(pool: RankPool, tmp_path: Path):
         kind, world = lives[attempt % len(lives)]
         victim = attempt // len(lives) % world
         started = tmp_path / str(attempt)
-        with pool.spawn_ranks(live_beside, -1, "", str(started), kind, world=world, settings=None) as ranks:
+        with spawn(pool, -1, "", str(started), kind, world) as ranks:
             wait_for_file(started)
             time.sleep(moments.random() * lasts)
             ranks[victim].signal(signal.SIGKILL)
