@@ -13,6 +13,11 @@ from syncengine.errors import InvalidUsage, Mismatch, SyncError
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
     """Raises ``InvalidUsage`` for a tensor that can't be copied into: its elements share memory, or have none."""
+    if _is_freed(tensor):
+        raise InvalidUsage(
+            f"the memory of {name} of shape {tuple(tensor.shape)} was freed (by untyped_storage().resize_()?), all of it "
+            "or a part: nothing can be copied into it or out of it. Give it memory again"
+        )
     if kind := _why_not_dense(tensor):
         raise InvalidUsage(
             f"{name} is {kind}, so rank 0's values can't be copied into it: name it in the module's "
@@ -24,6 +29,18 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
             "by expand()?), so rank 0's values can't be copied into it: clone() it before wrapping the module, or name "
             "it in the module's _ddp_params_and_buffers_to_ignore"
         )
+
+
+def _is_freed(tensor: torch.Tensor) -> bool:
+    """Its elements lie where its storage has nothing any more."""
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return False
+    try:
+        there = tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # of classes that have none
+        return False
+    reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return there < (tensor.storage_offset() + reach + 1) * tensor.element_size()
 
 
 def _why_not_dense(tensor: torch.Tensor) -> str:

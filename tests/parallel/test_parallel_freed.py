@@ -1,0 +1,55 @@
+"""Buffers and parameters whose memory was freed: named, where reading them would end the process by a signal."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pool import RankPool
+from torch import nn
+
+import syncengine
+from syncengine.errors import InvalidUsage, SyncError
+
+SMALL, LARGE = 97, 40_000  # packed into a message; by itself
+
+
+def net(elements: int) -> nn.Module:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(4, 4))
+    made.register_buffer("before", torch.ones(3))
+    made.register_buffer("cache", torch.ones(elements))
+    return made
+
+
+def freed(elements: int, left: int, alone: int) -> str:
+    model = syncengine.Parallel(net(elements))
+    model(torch.ones(2, 4)).sum().backward()
+    if syncengine.rank() == alone:
+        model.module.cache.untyped_storage().resize_(left)
+    with pytest.raises(SyncError) as caught:
+        model(torch.ones(2, 4)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize("left", [0, 16])
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+def test_a_buffer_that_was_freed_on_one_rank_is_named(pool: RankPool, elements: int, left: int, alone: int):
+    for rank, text in enumerate(pool.run(freed, elements, left, alone)):
+        prefix = "" if rank == alone else f"rank {alone}: "
+        assert f"{prefix}the memory of cache of shape ({elements},) was freed" in text, text
+
+
+def freed_before_wrapping(which: str) -> str:
+    made = net(SMALL)
+    tensor = made.cache if which == "cache" else made.get_parameter(which)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(InvalidUsage) as caught:
+        syncengine.Parallel(made)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("which", ["cache", "0.weight"])
+def test_what_was_freed_before_wrapping_is_named(pool: RankPool, which: str):
+    for text in pool.run(freed_before_wrapping, which):
+        assert f"the memory of {which} of shape" in text
