@@ -5,10 +5,12 @@ So those who have joined can match the others' collectives: a new bucket plan, b
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch.distributed.algorithms.join import Join, Joinable
 
 from syncengine._C import Communicator
 from syncengine.errors import Aborted, Mismatch
@@ -86,6 +88,24 @@ class Round(NamedTuple):
 
 
 _LONGEST_ERROR = 1024  # bytes
+_MOMENT = 1.0  # seconds
+
+
+def notify_torch_join(joinable: Joinable, communicator: Communicator) -> None:
+    """Tells ranks that wait in torch's ``Join`` of what ``joinable`` does next; nothing outside of it. Collective.
+
+    It waits for them over torch's own process group, which may hear first of a rank that has died, and does not say
+    which. Raises ``PeerLost`` then.
+    """
+    try:
+        if notice := Join.notify_join_context(joinable):
+            notice.wait()
+    except RuntimeError:
+        deadline = time.monotonic() + _MOMENT  # its connections end a moment before the process
+        while time.monotonic() < deadline:
+            communicator.check_peers()
+            time.sleep(0.005)
+        raise
 
 
 def tell(communicator: Communicator, intent: Intent, error: str = "") -> Round:

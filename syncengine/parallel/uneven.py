@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 
 from syncengine._C import Communicator, Reducer
 from syncengine.errors import InvalidUsage
@@ -15,7 +15,7 @@ from syncengine.parallel.comm_hooks import CommHooks
 from syncengine.parallel.delayed import DelayedParameters
 from syncengine.parallel.model import Model, Switches
 from syncengine.parallel.replication import own_name
-from syncengine.parallel.rounds import Intent, Round, tell
+from syncengine.parallel.rounds import Intent, Round, notify_torch_join, tell
 from syncengine.parallel.sync_batch_norm import check_all_have_batches
 from syncengine.parallel.watchers import common
 from syncengine.parallel.weights import WeightExchange, averaging
@@ -65,8 +65,7 @@ class UnevenInputs:
     def tell_joined(self, joinable: Joinable, synchronize: bool, plans: bool, sends_buffers: bool) -> Round:
         """Tells ranks that have joined what this forward of ``joinable`` and its backward will do."""
         communicator = self.model.communicator
-        if notice := Join.notify_join_context(joinable):  # torch's Join only
-            notice.wait()
+        notify_torch_join(joinable, communicator)
         weight = -1.0
         if synchronize and self._weight is not None:
             given, self._weight = self._weight, None  # exchanged where weight() came before the join context

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join, Joinable
+from torch.distributed.algorithms.join import Joinable
 
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.parallel import Parallel
 from syncengine.parallel.groups import Group
-from syncengine.parallel.rounds import Round
+from syncengine.parallel.rounds import Round, notify_torch_join
 from syncengine.parallel.watchers import forward_watchers, models, take_part
 from syncengine.sharded.block import part
 from syncengine.sharded.claims import any_torn, check_not_torn
@@ -123,8 +123,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         self._bind_all(in_step=True)
-        if notice := Join.notify_join_context(self):  # torch's Join only
-            notice.wait()
+        if self._sharing.host is not None:
+            notify_torch_join(self, self._sharing.host.communicator)
         current = announce_step(self._sharing, self._number, self._join_config.enable)
         catch_up(self._sharing, self.param_groups, self.state, current)
         private, steps = self._sharing.members.unshared(self.param_groups), self._sharing.steps

@@ -78,7 +78,7 @@ class Life:
         """The first rank has joined before it has had a batch; the last trains alone at the end."""
         self._look()
         with self._join():
-            train(self.model, self.optimizer, 3 * syncengine.rank())
+            train(self.model, self.optimizer, 3 * syncengine.rank(), after=lambda step: fault_point("between"))
         train(self.model, self.optimizer, range(6, 7))
 
     def _follow_updates(self) -> None:
@@ -228,6 +228,17 @@ def test_killed_in_updates_of_other_lives(pool: RankPool, kind: str, point: str)
             assert ranks[victim].exit_code() == -signal.SIGKILL, f"there is no {point} number {number}"
             if point == "updating":
                 assert all(torn)
+
+
+@needs_hooks
+@pytest.mark.parametrize("kind", KINDS[3:])
+def test_killed_between_batches_of_a_join(pool: RankPool, kind: str):
+    """The others wait for it in the context: in torch's, over torch's own process group."""
+    stages = pool.run(undisturbed, kind, world=3, gloo=kind == "torch's Join")[0]
+    for victim, number in ((1, 2), (1, 3), (2, 2), (2, 5)):  # after the first, which makes state
+        with spawn(pool, victim, f"between:{number}:kill", "", kind, world=3) as ranks:
+            assert not any(check_survivors(ranks, victim, stages))
+            assert ranks[victim].exit_code() == -signal.SIGKILL
 
 
 def spawn(pool: RankPool, victim: int, fault: str, started: str, kind: str, world: int) -> Ranks:
