@@ -72,7 +72,7 @@ def _belongs_to_others(one: Named, mapped: Sequence[range]) -> str:
     """Says so if code that torch knows nothing of may read or write this memory; or an empty text."""
     name, parameter = one
     if is_borrowed(parameter):
-        what = "comes from other code than torch (numpy, DLPack, a buffer), which may still hold it"
+        what = "comes from other code than torch (numpy, DLPack, a buffer, syncengine.empty), which may still hold it"
     elif any(parameter.data_ptr() in each for each in mapped):
         what = "is shared with other processes, or with a file (share_memory_(), from_file(shared=True))"
     else:

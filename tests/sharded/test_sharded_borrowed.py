@@ -51,6 +51,7 @@ BORROWED: dict[str, Callable[[Path], torch.Tensor]] = {
     "frombuffer": lambda folder: torch.frombuffer(bytearray(values().tobytes()), dtype=torch.float32).view(SHAPE),
     "mmap": memory_of_file,
     "memmap": lambda folder: torch.from_numpy(np.memmap(file_of_values(folder), np.float32, "r+", shape=SHAPE)),
+    "syncengine.empty": lambda folder: syncengine.empty(SHAPE).copy_(torch.tensor(values())),
     "memmap, copied": lambda folder: torch.from_numpy(np.memmap(file_of_values(folder), np.float32, "c", shape=SHAPE)),
 }
 SHARED: dict[str, Callable[[Path], torch.Tensor]] = {
@@ -72,7 +73,8 @@ def refused(kind: str, folder: Path) -> list[Any]:
 
 @pytest.mark.parametrize("kind", [*BORROWED, *SHARED])
 def test_memory_of_others_is_refused_by_name(pool: RankPool, kind: str, tmp_path: Path):
-    text = "comes from other code than torch" if kind in BORROWED else "is shared with other processes, or with a file"
+    text = "comes from other code than torch (numpy, DLPack, a buffer, syncengine.empty)"
+    text = text if kind in BORROWED else "is shared with other processes, or with a file"
     for first, then, moved in pool.run(refused, kind, tmp_path):
         assert f"the memory of parameter weight {text}" in first
         assert (then, moved) == ("", True)
