@@ -82,6 +82,40 @@ def test_averages_that_all_ranks_have_dropped_cost_a_step(pool: RankPool, late_i
     pool.run(all_drop, late_in_backward)
 
 
+def raises_behind_a_dropped_step(in_hook: list[int], steps: int) -> str:
+    """All ranks lose some steps together; in the next one rank 1 alone raises."""
+    module = Raising()
+    model = syncengine.Parallel(module)
+    bad = {"now": False}
+
+    def listen(parameter: torch.Tensor) -> None:
+        if bad["now"]:
+            raise Bad("in a hook")
+
+    module.first.weight.register_post_accumulate_grad_hook(listen)
+    rank = syncengine.rank()
+    for i in range(steps):
+        bad["now"] = rank in in_hook
+        module.where = "" if bad["now"] else "late"
+        with pytest.raises(Bad):
+            model(data(i)).sum().backward()
+    bad["now"] = False
+    module.where = "forward" if rank == 1 else ""
+    with pytest.raises(SyncError) as error:
+        with contextlib.suppress(Bad):
+            model(data()).sum().backward()
+        module.where = ""
+        model(data()).sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("in_hook", [[], [0], [0, 1]], ids=str)
+def test_who_raises_behind_a_step_that_all_have_dropped_is_named(pool: RankPool, in_hook: list[int], steps: int):
+    for text in pool.run(raises_behind_a_dropped_step, in_hook, steps, settings={"timeout": 20.0}):
+        assert text == "rank 1 raised in forward: Bad: the batch is bad: forward"
+
+
 def wraps_another() -> None:
     """A model that is wrapped behind a step that all have lost: nothing has failed."""
     model = syncengine.Parallel(Raising())
@@ -302,3 +336,19 @@ def ends_late_where_more_is_to_come() -> str:
 def test_a_model_that_ends_where_more_is_to_come_ends_on_all_ranks(pool: RankPool):
     for text in pool.run(ends_late_where_more_is_to_come, world=3):
         assert "the hooks of Parallel(Raising) were removed" in text
+
+
+def wraps_behind_more_that_is_to_come() -> bool:
+    """Rank 0 fails when its buckets are on their way, and wraps another model; rank 1 hears of it behind them."""
+    model = syncengine.Parallel(Raising(), **CAP)
+    accumulate_and_freeze(model, 1)
+    model.module.where = "late" if syncengine.rank() == 0 else ""
+    with pytest.raises(Bad if syncengine.rank() == 0 else SyncError, match=None if syncengine.rank() == 0 else "rank 0"):
+        model(data()).sum().backward()
+    other = syncengine.Parallel(nn.Linear(24, 2))
+    other(data()).sum().backward()
+    return other.communicator is model.communicator
+
+
+def test_a_model_is_wrapped_behind_an_error_where_more_is_to_come(pool: RankPool):
+    assert pool.run(wraps_behind_more_that_is_to_come, settings=None) == [False, False]

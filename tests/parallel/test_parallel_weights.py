@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Callable
 
 import pytest
@@ -290,6 +292,34 @@ def raises_before_its_weight(steps_before: int) -> None:
 def test_an_error_before_the_weight_that_others_wait_for(pool: RankPool, steps_before: int, world: int):
     """In the first such forward the rank that raises can't know that the others wait."""
     pool.run(raises_before_its_weight, steps_before, world=world, settings={"timeout": 10.0})
+
+
+def raises_before_its_weight_behind_a_dropped_step(dropped_by: list[int]) -> None:
+    """Rank 1 makes no more calls until rank 0 has heard of its error."""
+    model, rank = weighing(), syncengine.rank()
+    weigh, model.module.weigh = model.module.weigh, lambda count: None
+    hook = model.module.weight.register_post_accumulate_grad_hook(lambda parameter: 1 / 0)
+    if rank not in dropped_by:
+        hook.remove()
+    with pytest.raises(ZeroDivisionError) if rank in dropped_by else contextlib.nullcontext():
+        model(data()).sum().backward()
+    hook.remove()
+    model.module.weigh = weigh
+    if rank == 1:
+        with pytest.raises(ValueError, match="a bad batch"):
+            model(bad(data()))
+        with pytest.raises(Aborted):
+            while True:
+                model.communicator.check_peers()
+                time.sleep(0.01)
+    else:
+        with pytest.raises(Aborted, match="rank 1 raised in forward: ValueError: a bad batch"):
+            model(data()).sum().backward()
+
+
+@pytest.mark.parametrize("dropped_by", [[0, 1], [0], [1]], ids=str)
+def test_an_error_before_the_weight_behind_a_dropped_step(pool: RankPool, dropped_by: list[int]):
+    pool.run(raises_before_its_weight_behind_a_dropped_step, dropped_by, settings={"timeout": 8.0})
 
 
 @run_on_ranks()

@@ -65,8 +65,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual std::shared_ptr<Work> receive(Message message) = 0;
 
   // Collectives that match by (slot, count of announcements of that slot) and may be announced in any order on each
-  // rank: gradient buckets. announce() names one of the slots that it shares, from 0. One announcement of a slot must
-  // have ended before the next. Never blocks; all-reduce only.
+  // rank: gradient buckets. announce() names one of the slots that it shares, from 0. Never blocks; all-reduce only.
   virtual std::shared_ptr<Work> announce(std::shared_ptr<const Slots> slots, size_t index, Operation operation) = 0;
   // The first `count` that no member holds any more. Collective, matched by order as submit(): blocks; `describe` is
   // what for, and the same on all ranks. Throws InvalidUsage on all of them if there are none.

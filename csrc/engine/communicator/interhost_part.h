@@ -58,7 +58,8 @@ class InterhostPart {
   virtual uint64_t take_number() = 0;
   // Kept until there is the new communicator: who was quicker may use it already.
   virtual std::shared_ptr<void> expect_group() const = 0;
-  // For a new communicator of these `members`, who are on several hosts. Without any lock.
+  // For a new communicator of these `members`, who are on several hosts. Without any lock. Throws InvalidUsage if its
+  // founder had no `number` left.
   virtual std::unique_ptr<InterhostPart> split(uint64_t number, const Placement& placement,
                                                const std::vector<int>& members,
                                                std::vector<int> global_ranks) const = 0;

@@ -222,6 +222,8 @@ std::shared_ptr<void> InterhostMembers::expect_group() const {
 std::unique_ptr<InterhostPart> InterhostMembers::split(uint64_t number, const Placement& placement,
                                                        const std::vector<int>& members,
                                                        std::vector<int> global_ranks) const {
+  if (number == kTooMany)
+    throw Error(ErrorKind::InvalidUsage, "too many communicators over several hosts: keep those that you need again");
   std::vector<int> job_ranks;
   for (int member : members) job_ranks.push_back(links_.job_ranks[member]);
   return std::make_unique<InterhostMembers>(links_.network, static_cast<uint32_t>(number), placement,

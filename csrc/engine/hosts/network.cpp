@@ -104,8 +104,6 @@ void Network::expect_no_more(uint64_t expected) {
 }
 
 void Network::enroll(uint32_t group, Listener* listener) {
-  if (group == kTooMany)
-    throw Error(ErrorKind::InvalidUsage, "too many communicators over several hosts: keep those that you need again");
   listeners_[group] = listener;
   auto early = early_.extract(group);
   if (group == kJobGroup) expect_no_more(0);

@@ -73,7 +73,7 @@ class Network final : public IoLoop, private Progressable {
   // meanwhile.
   uint64_t expect();
   void expect_no_more(uint64_t expected);
-  // Throws InvalidUsage for kTooMany. Hands over what came before.
+  // Hands over what came before.
   void enroll(uint32_t group, Listener* listener);
   void forget(uint32_t group);
 

@@ -34,17 +34,16 @@ void Outcome::give_up(const Reason& reason) {
 bool Outcome::abandon(Backward& backward, const Reason& reason, bool keeps_gradients) {
   if (!backward.can_be_abandoned()) return false;
   Abandoned left = backward.abandon(keeps_gradients);
-  auto unread = std::exchange(unread_, std::nullopt);
-  Reasons reasons = unread ? *unread : exchange(reason);
-  given_up_.emplace(GivenUp{std::move(left), reason, std::move(reasons), unread.has_value()});
+  given_up_.emplace(GivenUp{std::move(left), reason, exchange(begun_, reason)});
   auto works = given_up_->left.works;
   works.push_back(given_up_->reasons.work());
   // What the communicator keeps must not keep the communicator.
-  auto shared = [left = given_up_->left, reused = given_up_->reused, all = given_up_->reasons.agreement(),
-                 reasons = given_up_->reasons.work(),
-                 communicator = averaging_.communicator.get()]() -> std::optional<bool> {
+  auto shared = [left = given_up_->left, all = given_up_->reasons.agreement(), reasons = given_up_->reasons.work(),
+                 everybody = everybody(), communicator = averaging_.communicator.get()]() -> std::optional<bool> {
     for (const auto& work : left.works) communicator->wait(work, raise_pending_signal);
-    if (reused || left.masks().abandoned_by == 0) return std::nullopt;  // the next backward tells
+    const Masks masks = left.masks();
+    if (masks.dropped_by != 0 && masks.dropped_by != everybody) return false;
+    if (!masks.ask_why()) return std::nullopt;
     communicator->wait(reasons, raise_pending_signal);
     return all();
   };
@@ -54,27 +53,17 @@ bool Outcome::abandon(Backward& backward, const Reason& reason, bool keeps_gradi
 
 void Outcome::await_peers(std::unique_lock<std::mutex>& lock) {
   if (!given_up_) return;
-  auto [left, reason, reasons, reused] = *std::exchange(given_up_, std::nullopt);
+  auto [left, reason, reasons] = *std::exchange(given_up_, std::nullopt);
   lock.unlock();
   for (const auto& work : left.works) averaging_.communicator->wait(work, raise_pending_signal);
   const Masks masks = left.masks();
-  bool all_hear = masks.abandoned_by != 0;  // of it, and say why, or that they wait
-  if (!all_hear) {
-    if (reused && masks.dropped_by == everybody()) {
-      reasons.wait();  // the exchange was about the backward before, and all others have taken it so
-      reasons = exchange(reason);
-    }
-    check_dropped(masks.dropped_by);
-    all_hear = masks.left_by != 0;
-  }
+  check_dropped(masks.dropped_by);
   std::optional<Reason> gravest;
-  if (all_hear) gravest = reasons.wait();
+  if (masks.ask_why()) gravest = reasons.wait();
   lock.lock();
   averaging_.communicator->set_last_words("", {});
-  if (!all_hear) {
-    unread_ = std::move(reasons);
-    has_dropped_ = true;
-  } else if (gravest && gravest->for_good) {
+  has_dropped_ = !masks.ask_why();
+  if (gravest && gravest->for_good) {
     unusable_ = gravest->text;
     throw Error(gravest->kind, *unusable_);
   }
@@ -93,17 +82,10 @@ void Outcome::await_weights(std::unique_lock<std::mutex>& lock) {
 
 void Outcome::check(Backward& backward, std::mutex& mutex) {
   Communicator& communicator = *averaging_.communicator;
-  const auto [abandoned_by, dropped_by, left_by] = backward.masks();
-  auto unread = std::exchange(unread_, std::nullopt);
-  std::optional<Reason> reason;
-  if (abandoned_by != 0) {
-    reason = (unread ? *unread : exchange(std::nullopt)).wait();
-    if (!reason) reason = Reason{"a rank has abandoned this backward", false};
-  } else {
-    if (unread && dropped_by == everybody()) communicator.wait(unread->work());
-    check_dropped(dropped_by);
-    if (left_by != 0) reason = exchange(std::nullopt).wait();
-  }
+  const Masks& masks = backward.masks();
+  check_dropped(masks.dropped_by);
+  if (!masks.ask_why()) return;
+  const auto reason = exchange(begun_, std::nullopt).wait();
   if (!reason) return;
   for (const Bucket& bucket : backward.buckets()) {
     if (bucket.work) communicator.wait(bucket.work);
@@ -132,16 +114,16 @@ void Outcome::check_dropped(uint64_t dropped_by) const {
 
 void Outcome::end_well(uint64_t backward) {
   ended_well_ = backward;
-  has_dropped_ = lost = false;
+  lost = false;
   not_averaged.clear();
 }
 
 void Outcome::drop(bool outlives_errors) {
-  has_dropped_ = true;
-  if (!outlives_errors) {
+  if (std::exchange(has_dropped_, true)) return;
+  if (outlives_errors) {
+    exchange(begun_, std::nullopt);  // as those that have given it up, so that all announce it equally often
+  } else {
     tell_peers(*averaging_.communicator, dropped_text(parameters_));
-  } else if (!unread_) {
-    unread_ = exchange(Reason{dropped_text(parameters_), false});
   }
 }
 

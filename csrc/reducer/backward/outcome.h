@@ -11,6 +11,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/progress/work.h"
@@ -49,6 +50,13 @@ class Outcome {
   bool is_usable() const { return !unusable_; }
   void check_usable() const;
 
+  // A backward begins. Returns whether this rank has lost the last one in a way of which the others can't know yet: its
+  // averages, or by an error when all its buckets were on their way.
+  bool begin() {
+    ++begun_;
+    return std::exchange(has_dropped_, false);
+  }
+
   // It was given up on this rank, for this reason; or has failed at its end.
   void give_up(const Reason& reason);
   void lose(const std::string& text);
@@ -64,7 +72,7 @@ class Outcome {
 
   // This rank has given its weight within a forward, and is going to wait for those of the others: one that raises
   // there before it has given its own says so.
-  void expect_weights() { weights_ = exchange(std::nullopt); }
+  void expect_weights() { weights_ = exchange(begun_ + 1, std::nullopt); }
   // Blocks, if it is expected. Throws Aborted if one has.
   void await_weights(std::unique_lock<std::mutex>& lock);
 
@@ -77,29 +85,28 @@ class Outcome {
   bool has_ended_well(uint64_t backward) const { return backward == ended_well_; }
   // This rank's code has failed then. The next backward tells, if its route `outlives_errors`.
   void drop(bool outlives_errors);
-  bool has_dropped() const { return has_dropped_; }
 
  private:
   uint64_t everybody() const { return ~uint64_t{0} >> (64 - averaging_.communicator->size()); }
   // Ends the communicator if some ranks have, and others have not.
   void check_dropped(uint64_t dropped_by) const;
-  Reasons exchange(const std::optional<Reason>& own) const { return {averaging_, parameters_.model(), own}; }
+  // About the backward with this number, of those begun.
+  Reasons exchange(uint64_t backward, const std::optional<Reason>& own) const {
+    return {averaging_, parameters_.model(), backward, own};
+  }
 
   const Averaging& averaging_;
   const Parameters& parameters_;
   std::optional<std::string> unusable_;  // why
+  uint64_t begun_ = 0;                   // backwards, so far; as many on all ranks
   uint64_t ended_well_ = 0;              // the last that did
-  // Of a backward that perhaps nobody else has given up: this rank's part of the next exchange, too, so that all
-  // announce it equally often.
-  std::optional<Reasons> unread_;
   std::optional<Reasons> weights_;  // see await_weights(): in the place of a reason, which this rank has none of
-  bool has_dropped_ = false;        // the last backward's averages, or a backward that nobody else has given up
+  bool has_dropped_ = false;        // see begin()
 
   struct GivenUp {
     Abandoned left;
     Reason reason;
     Reasons reasons;
-    bool reused;  // `reasons` was unread_
   };
   std::optional<GivenUp> given_up_;
 };

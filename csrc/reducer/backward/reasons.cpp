@@ -16,7 +16,8 @@ constexpr char kRaised = 1, kForGood = 2, kMisused = 3;  // the latter two for g
 }  // namespace
 
 // Each rank writes to a part of its own, so that the maximum is all of them.
-Reasons::Reasons(const Averaging& averaging, const std::string& model, const std::optional<Reason>& own)
+Reasons::Reasons(const Averaging& averaging, const std::string& model, uint64_t backward,
+                 const std::optional<Reason>& own)
     : communicator_(averaging.communicator),
       texts_(std::make_shared<std::vector<char>>(averaging.communicator->size() * kBytes)) {
   Communicator& communicator = *averaging.communicator;
@@ -34,7 +35,7 @@ Reasons::Reasons(const Averaging& averaging, const std::string& model, const std
   operation.input = operation.output;
   operation.describe = [model] { return "reasons for which a backward of " + model + " was abandoned"; };
   operation.keepalive = texts_;
-  work_ = communicator.announce(averaging.slots, averaging.reason_slot(), std::move(operation));
+  work_ = communicator.announce(averaging.slots, averaging.reason_slot(backward), std::move(operation));
 }
 
 std::function<bool()> Reasons::agreement() const {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -26,8 +27,8 @@ struct Reason {
 class Reasons {
  public:
   // Tells `own`, if this rank has one. Every rank that has abandoned a backward does so at once, and every other that
-  // has heard of it, or is to learn whether there is any. Never blocks.
-  Reasons(const Averaging& averaging, const std::string& model, const std::optional<Reason>& own);
+  // has heard of it, or is to learn whether there is any. `backward`: its number, the same on all ranks. Never blocks.
+  Reasons(const Averaging& averaging, const std::string& model, uint64_t backward, const std::optional<Reason>& own);
 
   const std::shared_ptr<Work>& work() const { return work_; }
   // Blocks. The gravest of all: one for good, or else that of the first rank. Its text names the rank. None if no rank

@@ -3,6 +3,8 @@
 #include <atomic>
 #include <thread>
 
+#include "engine/communicator/engine_communicator.h"
+#include "engine/hosts/network.h"
 #include "hosts_job.h"
 #include "order_oracle.h"
 
@@ -31,6 +33,14 @@ Operation collective_of(Collective collective, std::vector<float>& input, std::v
   operation.output = SpanList(output.data(), output.size() * sizeof(float));
   return operation;
 }
+
+// What only the communicator itself knows: see [temp.explicit], which names private members.
+InterhostPart& interhost_of(EngineCommunicator& communicator);
+template <const std::unique_ptr<InterhostPart> EngineCommunicator::*part>
+struct InterhostOf {
+  friend InterhostPart& interhost_of(EngineCommunicator& communicator) { return *(communicator.*part); }
+};
+template struct InterhostOf<&EngineCommunicator::interhost_>;
 
 }  // namespace
 
@@ -449,6 +459,22 @@ TEST(threads_split_off_groups_of_any_members_over_hosts) {
         });
       }
     });
+  });
+}
+
+// Nothing of the communicator that is refused touches that of the whole job, whose number is 0.
+TEST(no_more_groups_over_hosts_than_there_are_numbers) {
+  run_hosts("ab", {}, [](int rank, Communicator& communicator) {
+    InterhostPart& interhost = interhost_of(dynamic_cast<EngineCommunicator&>(communicator));
+    for (int i = 1; rank == 0 && i < 1 << hosts::kCountBits; ++i) interhost.take_number();
+    auto slots = communicator.reserve_slots(1);
+    std::vector<float> data(size_t{8} << 20);
+    fill(data, rank);
+    auto work = communicator.announce(slots, 0, all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+    const std::string text = CHECK_THROWS(communicator.split({0, 1}), ErrorKind::InvalidUsage);
+    CHECK(contains(text, "too many communicators over several hosts"));
+    communicator.wait(work);
+    check_values(data, [&](size_t i) { return sum_of_values(2, i); });
   });
 }
 

@@ -123,6 +123,22 @@ TEST(an_announcement_holds_its_slots_until_it_has_ended) {
   });
 }
 
+TEST(announcements_of_a_slot_match_in_their_order) {
+  run_job(2, {}, [](int rank, Communicator& communicator) {
+    auto slots = communicator.reserve_slots(2);
+    float data[] = {1.0f, 2.0f, 3.0f};
+    std::vector<std::shared_ptr<Work>> works;
+    auto announce = [&](int index, float& value) {
+      works.push_back(communicator.announce(slots, index, all_reduce_of(&value, sizeof(value), DType::Float32)));
+    };
+    if (rank == 0) announce(0, data[0]), announce(0, data[1]), announce(1, data[2]);
+    communicator.run(all_reduce_of(&rank, sizeof(rank), DType::Int32));
+    if (works.empty()) announce(1, data[2]), announce(0, data[0]), announce(0, data[1]);
+    for (const auto& work : works) communicator.wait(work);
+    for (int i = 0; i < 3; ++i) CHECK_EQ(data[i], 2.0f * static_cast<float>(i + 1));
+  });
+}
+
 TEST(ranks_that_reserve_for_different_models_are_named) {
   run_job(2, {}, [](int rank, Communicator& communicator) {
     std::string model = rank == 0 ? "A" : "B";
