@@ -27,17 +27,16 @@ from benchmarks.support import arguments, output, ranks, stats
 from benchmarks.support.start_line import StartLine
 from benchmarks.support.workloads import WORKLOADS, Workload
 
-ENGINES = ("plain", "waiting", "syncengine", "pinned", "staged", "ddp", "backend")
+ENGINES = ("plain", "waiting", "syncengine", "staged", "ddp", "backend")
 MEANING = {
     "plain": "torch without any wrapper",
     "waiting": "the same; after backward the ranks wait for each other: an engine of no cost",
     "syncengine": "syncengine.Parallel",
-    "pinned": "the same with bucket_cap_mb=1: buckets of the usual size, whatever measurements say",
     "staged": "syncengine.Parallel with gradients where torch puts them (gradient_memory=torch)",
     "ddp": "DistributedDataParallel over Gloo",
     "backend": "DistributedDataParallel over the torch.distributed backend syncengine",
 }
-OURS = ("syncengine", "pinned", "staged")
+OURS = ("syncengine", "staged")
 TRAINED = (*OURS, "ddp", "backend")  # to the same bits
 WARMUP_PAIRS = 5  # gradient buckets settle after the first steps
 BATCHES = 8  # different ones, used in turn
@@ -157,7 +156,7 @@ def make_trainee(engine: str, workload: Workload) -> Trainee:
                 options.gradients_in_arena = engine != "staged"
                 return options
 
-        model = Parallel(model, bucket_cap_mb=1 if engine == "pinned" else None)
+        model = Parallel(model)
     elif engine == "ddp":
         model = DistributedDataParallel(model)
     elif engine == "backend":

@@ -589,8 +589,8 @@ class Reducer:
         """When things happened in the last timed step, in nanoseconds.
 
         `steps`: how many were timed. Since the epoch: `forward_start`, `backward_start`, `backward_end` (the last
-        gradient), `comm_start` (the first bucket), `comm_end`, and `ready`, a list in the order of readiness. How
-        long: `forward`, `backward`, `comm` and `overlap` (of the last two), each a pair of last one and average.
+        gradient), `comm_start` (the first bucket) and `comm_end`. How long: `forward`, `backward`, `comm` and `overlap`
+        (of the last two), each a pair of last one and average.
         """
 
     def set_sample_rate(self, rate: int) -> None:

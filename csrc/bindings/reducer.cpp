@@ -125,7 +125,7 @@ py::dict timeline_dict(Reducer& reducer) {
   auto average = [&](int64_t total) { return totals.steps ? total / totals.steps : 0; };
   return py::dict("steps"_a = totals.steps, "forward_start"_a = step.forward_start,
                   "backward_start"_a = step.backward_start, "backward_end"_a = step.backward_end,
-                  "comm_start"_a = step.comm_start, "comm_end"_a = step.comm_end, "ready"_a = step.ready,
+                  "comm_start"_a = step.comm_start, "comm_end"_a = step.comm_end,
                   "forward"_a = std::pair(step.forward(), average(totals.forward)),
                   "backward"_a = std::pair(step.backward(), average(totals.backward)),
                   "comm"_a = std::pair(step.comm(), average(totals.comm)),

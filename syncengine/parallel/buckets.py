@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,8 @@ class BucketPlanner:
     """Plans the buckets of one model.
 
     In ``rank_order`` the bits do not depend on the plan, so it is the fastest: buckets small enough to be reduced
-    while their gradients are still in the cache. In ``ring`` they do, so the plans are DDP's; so they are for a
-    communication hook, which sees the buckets.
+    while their gradients are still in the cache, and for something to cross between hosts soon. In ``ring`` they do, so
+    the plans are DDP's; so they are for a communication hook, which sees the buckets.
     """
 
     parameters: Sequence[torch.Tensor]
@@ -40,27 +40,28 @@ class BucketPlanner:
         bucket_cap_mb: float | None,
         bucket_cap_mb_list: Sequence[float] | None,
         in_cache: bool = True,
+        between_hosts: bool = False,
     ) -> "BucketPlanner":
         """A planner with the user's caps, or with its own.
 
-        `in_cache`: gradients are reduced where they lie, by the processor that has made them.
+        `in_cache`: gradients are reduced where they lie, by the processor that has made them. `between_hosts`: they
+        cross a network, which is idle until the first bucket is full.
         """
         if bucket_cap_mb_list:
             caps = tuple(int(cap * MIB) for cap in bucket_cap_mb_list)
         elif bucket_cap_mb is not None:
             caps = (int(bucket_cap_mb * MIB),)
+        elif not in_cache or follows_ddp:
+            caps = (MIB, DDP_CAP)
         else:
-            caps = (MIB, MIB if in_cache and not follows_ddp else DDP_CAP)
+            part = sum(p.nbytes for p in parameters) // 4 if between_hosts else MIB
+            caps = (min(max(part, MIB // 4), MIB),)
         return cls(parameters, sparse, caps, follows_ddp, looks_for_unused, bool(bucket_cap_mb_list))
 
     @property
     def cap(self) -> int:
         """What DDP calls ``bucket_bytes_cap``."""
         return max(self.caps) if self.given_caps else self.caps[-1]
-
-    def with_cap(self, cap: int) -> "BucketPlanner":
-        """The same, but for the size of its buckets."""
-        return replace(self, caps=(cap,))
 
     @property
     def rebuilds(self) -> bool:

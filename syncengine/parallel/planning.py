@@ -15,7 +15,6 @@ from syncengine.parallel.buckets import DDP_CAP, BucketPlanner, Plan
 from syncengine.parallel.model import Model, looks_for_unused
 from syncengine.parallel.replication import fail_all
 from syncengine.parallel.rounds import Round
-from syncengine.parallel.tuning import Tuner, can_overlap, choose_cap, measure_link
 
 
 @dataclass(eq=False)
@@ -36,8 +35,10 @@ class Planning:
     def start_over(self, follows_ddp: bool) -> None:
         """Plans anew before the next forward: as DDP does, or as is fastest."""
         model, on_cpu = self.model, self.model.device.type == "cpu"
+        between_hosts = bool(model.communicator.links)
+        finds_unused = looks_for_unused(self.options)
         self.planner = BucketPlanner.create(
-            model.parameters, model.sparse, follows_ddp, looks_for_unused(self.options), *self.caps, in_cache=on_cpu
+            model.parameters, model.sparse, follows_ddp, finds_unused, *self.caps, on_cpu, between_hosts
         )
         self.plan: Plan | None = None
         # In which gradients became ready on one rank, once all have heard of it. Some may be frozen by now.
@@ -46,14 +47,12 @@ class Planning:
         # Dynamo cuts compiled graphs by it: into pieces as large as DDP's, whatever the size of our buckets.
         self.bucket_bytes_cap = DDP_CAP if default else self.planner.cap
         self.bucket_bytes_cap_list = list(self.planner.caps) if self.planner.given_caps else []
-        tunes = default and not follows_ddp and on_cpu and bool(model.parameters)
-        self._tuner: Tuner | None = Tuner() if tunes else None  # while the cap is still to be chosen
 
     def renew(self, current: Round | None = None) -> None:
         """The first plan is by registration; later ones by one rank's order of readiness.
 
-        All ranks have to be here where they come to know that order, choose the size of buckets, or are in a join
-        context; else it follows from what all know.
+        All ranks have to be here where they come to know that order, or are in a join context; else it follows from
+        what all know.
         """
         with temporarily_clear_interpreter_stack():  # torch.func's transforms would wrap what ranks tell each other
             self._renew(current)
@@ -65,10 +64,7 @@ class Planning:
                 self._install(self.planner.initial(self._trained_when_wrapped), provisional=self.planner.rebuilds)
             self._install(self.planner.initial(trainable), provisional=self.planner.rebuilds)
             return
-        if current is not None:  # ranks without a batch have nothing to time
-            self._tuner = None
-        knows_order = self.reducer.knows_order()
-        if current is not None or (self._order is None and knows_order):
+        if current is not None or (self._order is None and self.reducer.knows_order()):
             order = self._agree_on_order(trainable, current)
             self.has_rebuilt = True
         elif self._order is None:  # frozen, or thawed, before any backward
@@ -76,33 +72,10 @@ class Planning:
             return
         else:  # what all ranks know: one that is alone here, as with a part frozen for a while, must not wait
             order = _completed(self._order, trainable)
-            tuner = self._tuner
-            if tuner is not None and knows_order and self._time_backward(tuner) and order:
-                # First, since who is alone here waits in a call that has a name.
-                order = self._agree_on_order(trainable, None)
-                self._tune(tuner, order)
-        self._install(self.planner.rebuilt(order), provisional=self._tuner is not None)
+        self._install(self.planner.rebuilt(order), provisional=False)
 
     def _trainable(self) -> list[int]:
         return [i for i, p in enumerate(self.model.parameters) if p.requires_grad]
-
-    def _time_backward(self, tuner: Tuner) -> bool:
-        """Notes the last backward for the choice of a cap; returns whether that was enough."""
-        timeline = self.reducer.timeline()
-        return tuner.note(self.reducer.ready_order(), timeline["ready"], timeline["backward_start"])
-
-    def _tune(self, tuner: Tuner, order: list[int]) -> None:
-        """Takes the cap that rank 0 finds best. Collective."""
-        ready, self._tuner = tuner.ready(), None
-        communicator = self.model.communicator
-        sizes = [p.nbytes for p in self.model.parameters]
-        plan_of = lambda cap: self.planner.with_cap(cap).rebuilt(order)  # noqa: E731
-        link = measure_link(communicator)
-        overlaps = can_overlap(communicator.size, between_hosts=bool(communicator.links))
-        best = choose_cap(self.planner.cap, plan_of, ready, sizes, link, overlaps)
-        cap = torch.tensor([best], dtype=torch.int64, device="cpu")
-        communicator.broadcast(cap, 0)
-        self.planner = self.planner.with_cap(int(cap.item()))
 
     def reserve_slots(self) -> int:
         """Collective, once. Deferred to the first plan for copies, which one rank alone may make."""

@@ -314,11 +314,3 @@ def test_what_is_set_outside_is_not_for_weights_batch_norms_and_tables():
         modules = own_modules()
         with STATES[state]():
             assert_same(own_ways(modules), expected)
-
-
-@run_on_ranks()
-def test_the_tuner_has_its_own_tensors():
-    from syncengine.parallel.tuning import measure_link
-
-    with default_device("meta"), default_dtype(torch.float64):
-        measure_link(syncengine.default_communicator())

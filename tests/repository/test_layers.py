@@ -75,7 +75,6 @@ PARALLEL_MODULES = [
     "rounds",
     "watchers",
     "newcomers",
-    "tuning",
     "planning",
     "reducer",
     "delayed",

@@ -31,7 +31,7 @@ struct Record {
     ready_order.clear();
     ready_order.reserve(parameters);
     used_ = 0;
-    timeline.begin_backward(statistics.backwards, parameters);
+    timeline.begin_backward(statistics.backwards);
     statistics = {.backwards = statistics.backwards + 1, .buckets = buckets};
   }
   void gradient(size_t parameter) {

@@ -4,10 +4,7 @@
 #include <c10/util/ApproximateClock.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
-#include <utility>
-#include <vector>
 
 namespace syncengine {
 
@@ -19,7 +16,6 @@ class Timeline {
     int64_t backward_end = 0;  // the last gradient
     int64_t comm_start = 0;    // the first bucket
     int64_t comm_end = 0;
-    std::vector<int64_t> ready;  // of each gradient, in the order of readiness
 
     int64_t forward() const { return backward_start - forward_start; }
     int64_t backward() const { return backward_end - backward_start; }
@@ -40,14 +36,13 @@ class Timeline {
   void begin_forward(uint64_t step) {
     if (timed(step)) forward_start_ = c10::getTime();
   }
-  void begin_backward(uint64_t step, size_t gradients) {
+  void begin_backward(uint64_t step) {
     now_ = timed(step);
     if (!now_) return;
     step_ = {.forward_start = forward_start_, .backward_start = c10::getTime()};
-    step_.ready.reserve(gradients);
   }
   void gradient() {
-    if (now_) step_.ready.push_back(step_.backward_end = c10::getTime());
+    if (now_) step_.backward_end = c10::getTime();
   }
   void bucket() {
     if (now_ && step_.comm_start == 0) step_.comm_start = c10::getTime();
@@ -56,13 +51,13 @@ class Timeline {
     if (!now_) return;
     step_.comm_end = c10::getTime();
     now_ = false;
-    if (step_.ready.empty() || step_.comm_start == 0) return;  // nothing of this rank's own
+    if (step_.backward_end == 0 || step_.comm_start == 0) return;  // nothing of this rank's own
     ++totals_.steps;
     totals_.forward += step_.forward();
     totals_.backward += step_.backward();
     totals_.comm += step_.comm();
     totals_.overlap += step_.overlap();
-    last_ = std::move(step_);
+    last_ = step_;
   }
 
   // The last timed one that has ended.
