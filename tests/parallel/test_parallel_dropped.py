@@ -342,8 +342,9 @@ def wraps_behind_more_that_is_to_come() -> bool:
     """Rank 0 fails when its buckets are on their way, and wraps another model; rank 1 hears of it behind them."""
     model = syncengine.Parallel(Raising(), **CAP)
     accumulate_and_freeze(model, 1)
-    model.module.where = "late" if syncengine.rank() == 0 else ""
-    with pytest.raises(Bad if syncengine.rank() == 0 else SyncError, match=None if syncengine.rank() == 0 else "rank 0"):
+    late = syncengine.rank() == 0
+    model.module.where = "late" if late else ""
+    with pytest.raises(Bad if late else SyncError, match="late" if late else "rank 0"):
         model(data()).sum().backward()
     other = syncengine.Parallel(nn.Linear(24, 2))
     other(data()).sum().backward()

@@ -100,8 +100,8 @@ class Outcome {
   std::optional<std::string> unusable_;  // why
   uint64_t begun_ = 0;                   // backwards, so far; as many on all ranks
   uint64_t ended_well_ = 0;              // the last that did
-  std::optional<Reasons> weights_;  // see await_weights(): in the place of a reason, which this rank has none of
-  bool has_dropped_ = false;        // see begin()
+  std::optional<Reasons> weights_;       // see await_weights(): in the place of a reason, which this rank has none of
+  bool has_dropped_ = false;             // see begin()
 
   struct GivenUp {
     Abandoned left;

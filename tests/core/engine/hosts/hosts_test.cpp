@@ -36,7 +36,7 @@ Operation collective_of(Collective collective, std::vector<float>& input, std::v
 
 // What only the communicator itself knows: see [temp.explicit], which names private members.
 InterhostPart& interhost_of(EngineCommunicator& communicator);
-template <const std::unique_ptr<InterhostPart> EngineCommunicator::*part>
+template <const std::unique_ptr<InterhostPart> EngineCommunicator::* part>
 struct InterhostOf {
   friend InterhostPart& interhost_of(EngineCommunicator& communicator) { return *(communicator.*part); }
 };
