@@ -424,7 +424,7 @@ class WatchedWeights:
         """All ranks have updated them: raises their versions, and notes these."""
 
     def moved(self) -> int | None:
-        """The first that lies in other memory than at first."""
+        """The first that lies in other memory than at first, or has another shape or strides."""
 
     def written(self) -> int | None:
         """The first that has another version than noted."""

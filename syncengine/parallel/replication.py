@@ -15,8 +15,8 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
     """Raises ``InvalidUsage`` for a tensor that can't be copied into: its elements share memory, or have none."""
     if _is_freed(tensor):
         raise InvalidUsage(
-            f"the memory of {name} of shape {tuple(tensor.shape)} was freed (by untyped_storage().resize_()?), all of it "
-            "or a part: nothing can be copied into it or out of it. Give it memory again"
+            f"the memory of {name} of shape {tuple(tensor.shape)} was freed (by untyped_storage().resize_()?), all "
+            "or a part of it: nothing can be copied into it or out of it. Give it memory again"
         )
     if kind := _why_not_dense(tensor):
         raise InvalidUsage(

@@ -44,7 +44,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     ``elements``: whether the optimizer treats each element by itself, so that parameters may be cut into slices; needed
     where syncengine does not know the class. Without cutting (False), each parameter is updated whole, by one rank:
     right for optimizers that treat each parameter by itself, wrong for those in which one parameter's update depends on
-    others (clipping by a norm of all gradients, Prodigy).
+    others (clipping by a norm of all gradients, Prodigy). Either is your promise, which is not checked before the first
+    update: where ``step()`` leaves other numbers in the groups on different ranks, the next one raises ``Mismatch``,
+    and the weights are void.
     ``checksum``: each step looks for writes to the weights that torch does not see, as by numpy. It reads them twice.
     The others are those of torch's ``ZeroRedundancyOptimizer``: ``process_group`` must have the model's ranks, which
     are what counts; ``parameters_as_bucket_view`` changes nothing, as parameters lie in shared memory either way.

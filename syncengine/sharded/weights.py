@@ -153,8 +153,9 @@ class SharedWeights:
             return ""
         if (index := self.watched.moved()) is not None:
             return (
-                f"parameter {self.named[index].name} lies in other memory than the other ranks' (by p.data = ..., "
-                ".half().float(), share_memory_() or the like), so they do not see what becomes of it"
+                f"parameter {self.named[index].name} lies in other memory than the other ranks', or has another shape "
+                "or strides there (by p.data = ..., .half().float(), share_memory_() or the like), so they do not see "
+                "what becomes of it"
             )
         if (index := self.watched.written()) is not None:
             return (

@@ -342,3 +342,21 @@ def old_graph() -> str:
 def test_a_graph_from_before_the_step_can_not_be_used(pool: RankPool):
     for text in pool.run(old_graph, world=3):
         assert "has been modified by an inplace operation" in text
+
+
+def turned(elements: bool) -> str:
+    """The same memory, read in another order, on all ranks alike."""
+    net = make("odd")
+    model, optimizer = sharded(net, elements=elements)
+    train(model, optimizer, 2)
+    syncengine.barrier()
+    weight = net.second.weight
+    weight.data = weight.data.view(weight.shape[::-1]).t()
+    syncengine.barrier()
+    return error_of(lambda: train(model, optimizer, 1))
+
+
+@pytest.mark.parametrize("elements", [True, False])
+def test_a_parameter_that_has_other_strides_is_named(pool: RankPool, elements: bool):
+    for text in pool.run(turned, elements):
+        assert "parameter second.weight lies in other memory" in text and "or has another shape or strides" in text

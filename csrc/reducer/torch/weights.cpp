@@ -2,21 +2,21 @@
 
 #include <ATen/ops/empty_strided.h>
 
-#include <utility>
-
 namespace syncengine {
 
-WatchedWeights::WatchedWeights(std::vector<at::Tensor> parameters) {
+WatchedWeights::WatchedWeights(const std::vector<at::Tensor>& parameters) {
   noted_.reserve(parameters.size());
-  for (auto& parameter : parameters) {
-    const void* data = parameter.const_data_ptr();
-    noted_.push_back({.parameter = std::move(parameter), .data = data});
+  for (const auto& parameter : parameters) {
+    noted_.push_back({.parameter = parameter,
+                      .data = parameter.const_data_ptr(),
+                      .sizes = parameter.sizes().vec(),
+                      .strides = parameter.strides().vec()});
   }
   note();
 }
 
 void WatchedWeights::note() {
-  for (auto& [parameter, data, version] : noted_) {
+  for (auto& [parameter, data, sizes, strides, version] : noted_) {
     version = parameter.unsafeGetTensorImpl()->version_counter().current_version();
   }
 }
@@ -28,14 +28,15 @@ void WatchedWeights::note_update() {
 
 std::optional<size_t> WatchedWeights::moved() const {
   for (size_t i = 0; i < noted_.size(); ++i) {
-    if (noted_[i].parameter.const_data_ptr() != noted_[i].data) return i;
+    const auto& [parameter, data, sizes, strides, version] = noted_[i];
+    if (parameter.const_data_ptr() != data || parameter.sizes() != sizes || parameter.strides() != strides) return i;
   }
   return std::nullopt;
 }
 
 std::optional<size_t> WatchedWeights::written() const {
   for (size_t i = 0; i < noted_.size(); ++i) {
-    const auto& [parameter, data, version] = noted_[i];
+    const auto& [parameter, data, sizes, strides, version] = noted_[i];
     if (parameter.unsafeGetTensorImpl()->version_counter().current_version() != version) return i;
   }
   return std::nullopt;

@@ -16,13 +16,13 @@ namespace syncengine {
 class WatchedWeights {
  public:
   // Where they lie is noted here alone: another thread may move them at any time (by sending them to a process, say).
-  explicit WatchedWeights(std::vector<at::Tensor> parameters);
+  explicit WatchedWeights(const std::vector<at::Tensor>& parameters);
 
   // Their versions are as they should be.
   void note();
   // All ranks have updated them: raises their versions, so that graphs from before can't be used; then notes.
   void note_update();
-  // The first that lies in other memory than at first; that another version was noted of.
+  // The first that lies in other memory than at first, or there in another way; that another version was noted of.
   std::optional<size_t> moved() const;
   std::optional<size_t> written() const;
   // Of each parameter: '\0', it has no gradient; '\1', a dense one; '\2', another.
@@ -32,6 +32,7 @@ class WatchedWeights {
   struct Noted {
     at::Tensor parameter;
     const void* data = nullptr;
+    std::vector<int64_t> sizes, strides;
     uint32_t version = 0;
   };
   std::vector<Noted> noted_;
