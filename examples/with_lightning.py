@@ -42,9 +42,7 @@ if __name__ == "__main__":
 
     lightning.seed_everything(1)
     x = torch.randn(512, 16)
-    data = DataLoader(
-        TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=32
-    )  # Lightning gives each rank its part
+    samples = TensorDataset(x, x.sum(1, keepdim=True).sin())
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", "2")),
@@ -52,11 +50,10 @@ if __name__ == "__main__":
         max_epochs=3,
         accumulate_grad_batches=2,
         gradient_clip_val=1.0,
-        logger=False,
-        enable_checkpointing=False,
+        **{"logger": False, "enable_checkpointing": False},
     )
     model = Regression()
-    trainer.fit(model, data)
+    trainer.fit(model, DataLoader(samples, batch_size=32))  # Lightning gives each rank its part
     if trainer.is_global_zero:
         print(f"loss {trainer.callback_metrics['loss_epoch']:.4f}")
         if options.out:

@@ -9,8 +9,6 @@ import os
 import tempfile
 from pathlib import Path
 
-import ray
-import ray.train
 import ray.train.torch
 import torch
 from torch import nn
@@ -28,8 +26,7 @@ def train(options: dict) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     data = torch.Generator().manual_seed(rank)
     for epoch in range(3):
-        for _ in range(8):
-            x = torch.randn(32, 16, generator=data)
+        for x in torch.randn(8, 32, 16, generator=data):
             loss = (model(x) - x.sum(1, keepdim=True).sin()).square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -38,7 +35,8 @@ def train(options: dict) -> None:
         with tempfile.TemporaryDirectory() as folder:
             torch.save(module.state_dict(), Path(folder) / "weights.pt")
             checkpoint = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None
-            ray.train.report({"epoch": epoch, "loss": loss.item() / 2}, checkpoint=checkpoint)
+            made = {"wrapper": type(model).__name__, "backend": torch.distributed.get_backend()}
+            ray.train.report({"epoch": epoch, "loss": loss.item() / 2, **made}, checkpoint=checkpoint)
 
 
 if __name__ == "__main__":
@@ -54,9 +52,9 @@ if __name__ == "__main__":
     result = ray.train.torch.TorchTrainer(
         train,
         train_loop_config={"ddp": options.ddp},
-        torch_config=ray.train.torch.TorchConfig(backend=options.backend),
+        torch_config=ray.train.torch.TorchConfig(options.backend),
         scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
         run_config=ray.train.RunConfig(storage_path=str(options.out.resolve()), name="run"),
     ).fit()
-    print(f"loss {result.metrics['loss']:.4f}, {result.checkpoint.path}")
+    print("{wrapper} over {backend}: loss {loss:.4f}".format(**result.metrics), result.checkpoint.path, sep=", ")
     ray.shutdown()
