@@ -3,7 +3,8 @@
 The interface is that of horovod.torch 0.28; docs/horovod.md compares them call by call.
 """
 
-from typing import NoReturn
+from importlib import import_module
+from types import ModuleType
 
 from syncengine.horovod.allreduce import (
     allreduce,
@@ -70,8 +71,10 @@ from syncengine.horovod.scatter import (
 from syncengine.horovod.sync_batch_norm import SyncBatchNorm
 
 
-def __getattr__(name: str) -> NoReturn:
-    _refuse(name)
+def __getattr__(name: str) -> ModuleType:
+    if name in ("functions", "mpi_ops"):  # they import from here
+        return import_module(f"{__name__}.{name}")
+    return _refuse(name)
 
 
 __all__ = [

@@ -26,8 +26,6 @@ REFUSED = {
     "sparse_allreduce_async": "use DistributedOptimizer(sparse_as_dense=True), or syncengine.Parallel, which exchanges "
     "sparse gradients",
     "gpu_available": _GPU,
-    "mpi_ops": _NAMES,
-    "functions": _NAMES,
     "mpi_lib_v2": _NAMES,
     "check_extension": "there is nothing to check: importing syncengine says so if it is not built",
     "check_installed_version": "there is nothing to check: importing syncengine says so if it is not built",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import sys
@@ -32,6 +33,9 @@ def rows(table: str) -> list[tuple[list[str], str, str]]:
 CALLS, OPTIMIZER = (rows(table) for table in PAGE.partition("## Call by call")[2].split("`DistributedOptimizer`:\n"))
 
 
+MODULES = ("mpi_ops", "functions")
+
+
 @pytest.mark.parametrize(("names", "here", "test"), CALLS, ids=[names[0] for names, _, _ in CALLS])
 def test_table(names: list[str], here: str, test: str):
     for name in names:
@@ -40,7 +44,7 @@ def test_table(names: list[str], here: str, test: str):
             with pytest.raises(InvalidUsage, match=f"no {name}: "):
                 getattr(hvd, name)
         else:
-            assert name in hvd.__all__
+            assert name in hvd.__all__ or name in MODULES
             assert getattr(hvd, name) is not None
     check_test(test)
 
@@ -60,13 +64,27 @@ def check_test(test: str) -> None:
 
 def test_table_is_complete():
     named = {name for names, _, _ in CALLS for name in names}
-    assert named == {*hvd.__all__, *REFUSED}
+    assert named == {*hvd.__all__, *REFUSED, *MODULES}
     of_optimizer = {name for names, _, _ in OPTIMIZER for name in names}
     assert of_optimizer >= {*inspect.signature(hvd.DistributedOptimizer).parameters} - {"optimizer"}
 
 
 def test_other_names_are_missing_as_in_any_module():
     assert not hasattr(hvd, "nothing")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(name: str):
+    """By import, and as an attribute of hvd."""
+    module = importlib.import_module(f"syncengine.horovod.{name}")
+    assert getattr(hvd, name) is module
+    assert [each for each in hvd.__all__ if getattr(module, each) is not getattr(hvd, each)] == []
+
+
+@pytest.mark.parametrize("name", ["elastic", "elastic.sampler"])
+def test_modules_that_are_refused(name: str):
+    with pytest.raises(InvalidUsage, match=r"no elastic: start the job anew from a checkpoint, as torchrun"):
+        importlib.import_module(f"syncengine.horovod.{name}")
 
 
 @run_on_ranks()

@@ -162,8 +162,11 @@ def test_arguments_reach_the_wrapper_and_the_group():
     accelerator = syncengine.accelerate.Accelerator(cpu=True, kwargs_handlers=handlers)
     model, _, _ = prepared(accelerator)
     assert model.find_unused_parameters and model.bucket_bytes_cap == 2**20
-    assert dist.distributed_c10d._get_default_timeout is not None
     assert dist.get_backend() == "syncengine"
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.options._timeout == datetime.timedelta(seconds=77)
+    assert model.communicator.timeout == 77.0  # what its waits end by
+    forget()
 
 
 @run_alone

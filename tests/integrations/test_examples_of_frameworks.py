@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from commands import ROOT, load, over_gloo, run, torchrun
 from lightning_ranks import same
+from ports import unused_ports
 
 
 def test_lightning(tmp_path: Path):
@@ -41,6 +42,16 @@ def test_transformers(tmp_path: Path):
     same(load(ours / "weights.pt"), load(ddp / "weights.pt"))
 
 
+def test_peft(tmp_path: Path):
+    """LoRA's matrices and the copy of the head are trained; nothing else is, nor synchronized."""
+    assert "Parallel: loss" in torchrun("with_peft.py", "--out", tmp_path / "ours.pt", home=tmp_path)
+    said = over_gloo(torchrun, "with_peft.py", "--ddp", "--out", tmp_path / "ddp.pt", home=tmp_path)
+    assert "DistributedDataParallel: loss" in said
+    ours = load(tmp_path / "ours.pt")
+    assert len(ours) == 10  # 2 of query and value in each layer, and the classifier's
+    same(ours, load(tmp_path / "ddp.pt"))
+
+
 @pytest.mark.parametrize("name", ["with_accelerate", "with_transformers"])
 def test_no_line_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
     """Over DDP and Gloo; and the same with Parallel in DDP's place, of which one line tells."""
@@ -53,7 +64,20 @@ def test_no_line_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: 
     same(ours, ddp)
 
 
+def test_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whose processes have the variable, too."""
+    settings = ("--num_machines", 1, "--mixed_precision", "no", "--dynamo_backend", "no")
+    command = ("accelerate", "launch", "--multi_gpu", "--num_processes", 2, *settings)
+    example = ROOT / "examples" / "with_accelerate.py"
+    for patched, made in (("0", "DistributedDataParallel: loss"), ("1", "Parallel: loss")):
+        monkeypatch.setenv("SYNCENGINE_PATCH", patched)
+        port = ("--main_process_port", unused_ports()[0])
+        said = over_gloo(run, *command, *port, example, "--ddp", "--out", tmp_path / patched, home=tmp_path)
+        assert said.splitlines()[-1].startswith(made)
+    same(load(tmp_path / "1"), load(tmp_path / "0"))
+
+
 def test_syncengine_needs_none_of_them(tmp_path: Path):
-    names = ["lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "ray"]
+    names = ["lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "peft", "ray"]
     code = f"import sys, syncengine; print([name for name in {names} if name in sys.modules])"
     assert run(sys.executable, "-c", code, home=tmp_path) == "[]\n"

@@ -11,7 +11,9 @@ import lightning_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from commands import ROOT, load, over_gloo, torchrun
 from lightning_ranks import QUIET, both, leave, loader, module, on_ranks, same, shared_folder, weights
+from test_summary import KEYS
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.utils.data import DataLoader
@@ -369,19 +371,33 @@ def test_another_process_group(lightning):
     same(*results)
 
 
+@pytest.mark.parametrize("name", ["lightning.pytorch", "pytorch_lightning"])
+def test_ddp_over_the_backend(tmp_path: Path, name: str):
+    """Lightning's own DDPStrategy with `process_group_backend="syncengine"`, in a script that imports no syncengine."""
+    script = ROOT / "tests" / "scripts" / "lightning_backend.py"
+    for backend in ("gloo", "syncengine"):
+        said = over_gloo(torchrun, script, name, backend, tmp_path / backend, home=tmp_path)
+        assert f"DistributedDataParallel over {backend}" in said
+    same(load(tmp_path / "syncengine"), load(tmp_path / "gloo"))
+
+
 @on_ranks
-def test_ddp_over_the_backend(lightning):
-    """Lightning's own DDPStrategy with `process_group_backend="syncengine"`."""
+def test_stats_in_log_dict(lightning):
+    """`Parallel` is the strategy's `model`: docs/doctor.md says so."""
 
-    def train(backend):
-        torch.manual_seed(7)
-        model = module(lightning)
-        fit(lightning, lightning.pl.strategies.DDPStrategy(process_group_backend=backend), model)
-        assert dist.get_backend() == backend
-        leave()
-        return weights(model)
+    def step(self, batch, index):
+        self.log_dict(self.trainer.strategy.model.stats())
+        return self.loss(batch)
 
-    same(train("gloo"), train("syncengine"))
+    model = module(lightning, training_step=step)
+    trainer = fit(lightning, "syncengine", model)
+    assert trainer.global_step == 8
+    assert trainer.callback_metrics.keys() == KEYS
+    bytes_of_a_step = sum(p.numel() * p.element_size() for p in model.parameters())
+    logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert logged["steps"] == 7  # before the last one
+    assert logged["reduced_bytes"] == bytes_of_a_step and logged["total_reduced_bytes"] == 7 * bytes_of_a_step
+    assert logged["step_ms"] > 0 and logged["exposed_sync_ms"] > 0
 
 
 @on_ranks

@@ -1,0 +1,5 @@
+"""Horovod's module of this name: refused, with what to use instead."""
+
+from syncengine.horovod.refusal import refuse
+
+refuse("elastic")

@@ -1,0 +1,3 @@
+"""Horovod's module of this name, from which scripts import: all that `hvd` has."""
+
+from syncengine.horovod import *  # noqa: F403
