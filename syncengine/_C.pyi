@@ -481,6 +481,10 @@ class Reducer:
         True if a plan must be installed before such a forward runs.
         """
 
+    def follow_parameters(self) -> bool:
+        """The module was called. True if another plan must be installed before its backward, since parameters were
+        frozen, unfrozen or changed within it."""
+
     def prepare_for_backward(
         self, outputs: Sequence[torch.Tensor], began: NodeNumber | None = None
     ) -> list[torch.Tensor]:

@@ -160,6 +160,7 @@ void bind_reducer(py::module_& module) {
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("model_name"), py::arg("parameter_names"),
            py::arg("communicator"), py::arg("sparse"), py::arg("options"), NoGil())
       .def("begin_forward", &Reducer::begin_forward, py::arg("synchronize"), NoGil())
+      .def("follow_parameters", &Reducer::follow_parameters, NoGil())
       .def("prepare_for_local_backward", &Reducer::prepare_for_local_backward, py::arg("outputs"), py::arg("began"),
            NoGil())
       .def(

@@ -68,6 +68,13 @@ bool Reducer::begin_forward(bool synchronize) {
   return model_->wants_plan(changed);
 }
 
+bool Reducer::follow_parameters() {
+  std::lock_guard lock(mutex_);
+  if (recomputing() || hooks_removed_) return false;
+  const bool changed = model_->parameters.follow(shared_from_this());
+  return changed && model_->wants_plan(changed);
+}
+
 std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began) {
   std::lock_guard lock(mutex_);
   if (recomputing()) return {};

@@ -53,6 +53,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // A forward with gradients enabled begins; `synchronize`: its backward will average. Returns true if a plan must be
   // installed before such a forward runs, see CurrentPlan.
   bool begin_forward(bool synchronize);
+  // Its module was called. Returns true if another plan must be installed before its backward, since parameters were
+  // frozen, unfrozen or changed within it.
+  bool follow_parameters();
   // It has ended with these outputs (needed in full only to find unused parameters); it `began` then, if that is known.
   // Returns the leaves behind them that are no parameters of ours, if a parameter is unused and is looked for, or if
   // the last backward has brought no gradient: its replacement may be one of them.

@@ -87,6 +87,9 @@ class Steps:
             self.reducer.begin_forward(False)
         if not synchronize:
             return self._local(output, began)
+        # In a join context ranks without a batch would not know.
+        if self.reducer.follow_parameters() and not joinable._join_config.enable:
+            self.planning.renew()
         self.uneven.average_with_weights()
         if other_leaves := Reducer.prepare_for_backward(self.reducer, _tensors(output), began):
             self._check_not_replaced(other_leaves)

@@ -91,6 +91,43 @@ def test_hooks_of_parameters_that_are_frozen_meanwhile_see_the_average():
     assert seen == [0.5] * 3
 
 
+class Toggles(nn.Module):
+    """Generator and discriminator in one module, whose forward says which of them is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = small(), small()
+
+    def forward(self, x: torch.Tensor, trains_generator: bool) -> torch.Tensor:
+        self.generator.requires_grad_(trains_generator)
+        self.discriminator.requires_grad_(not trains_generator)
+        return self.discriminator(self.generator(x))
+
+
+def alternate(model: nn.Module) -> list:
+    found = []
+    for i in range(8):
+        model.zero_grad()
+        model(data(i), i % 4 < 2).square().mean().backward()
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+@run_on_ranks(gloo=True)
+def test_forwards_may_freeze_and_unfreeze():
+    both(Toggles, alternate, find_unused_parameters=True)
+    torch.manual_seed(0)
+    reference = Toggles()
+    model = syncengine.Parallel(copy.deepcopy(reference))  # where DDP would not finish its reduction
+    for i in range(8):
+        trains_generator = i % 4 < 2
+        model.zero_grad()
+        model(data(i), trains_generator).square().mean().backward()
+        part = "generator" if trains_generator else "discriminator"
+        expected = averages(getattr(reference, part), reference(data(i), trains_generator).square().mean())
+        assert not different_bits(gradients(getattr(model.module, part)), expected), i
+
+
 @run_on_ranks()
 def test_what_can_not_be_averaged_any_more_is_an_error():
     module = small()
