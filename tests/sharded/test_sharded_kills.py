@@ -36,9 +36,9 @@ POINTS: dict[str, Sequence[int]] = {  # which occurrences of them
     "updated": range(1, 8),
     "completed": range(1, 8),
     "writing": range(1, 2),  # of the life itself
-    "opened": [*range(8, 24), *range(24, 88, 8)],  # of collectives; the first are init's
-    "reducing": range(8, 48, 5),
-    "finished": range(8, 88, 8),
+    "opened": [*range(8, 24), *range(24, 64, 8)],  # of collectives; the first are init's
+    "reducing": range(8, 20, 2),
+    "finished": range(8, 64, 8),
 }
 
 
