@@ -91,7 +91,7 @@ _LONGEST_ERROR = 1024  # bytes
 _MOMENT = 1.0  # seconds
 
 
-def notify_torch_join(joinable: Joinable, communicator: Communicator) -> None:
+def notify_torch_join(joinable: Joinable, communicator: Communicator | None) -> None:
     """Tells ranks that wait in torch's ``Join`` of what ``joinable`` does next; nothing outside of it. Collective.
 
     It waits for them over torch's own process group, which may hear first of a rank that has died, and does not say
@@ -102,7 +102,7 @@ def notify_torch_join(joinable: Joinable, communicator: Communicator) -> None:
             notice.wait()
     except RuntimeError:
         deadline = time.monotonic() + _MOMENT  # its connections end a moment before the process
-        while time.monotonic() < deadline:
+        while communicator is not None and time.monotonic() < deadline:
             communicator.check_peers()
             time.sleep(0.005)
         raise

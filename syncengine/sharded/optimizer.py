@@ -125,8 +125,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         self._bind_all(in_step=True)
-        if self._sharing.host is not None:
-            notify_torch_join(self, self._sharing.host.communicator)
+        host = self._sharing.host
+        notify_torch_join(self, host.communicator if host is not None else None)
         current = announce_step(self._sharing, self._number, self._join_config.enable)
         catch_up(self._sharing, self.param_groups, self.state, current)
         private, steps = self._sharing.members.unshared(self.param_groups), self._sharing.steps

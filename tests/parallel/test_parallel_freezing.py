@@ -312,6 +312,7 @@ def frozen_when_wrapped() -> None:
     for i in range(3):
         backward(model, i)
         model.zero_grad()
+    syncengine.barrier()  # rank 0 is to end nothing but the next backward
     module[0].requires_grad_(True)
     if syncengine.rank() == 0:
         backward(model, 3, False)

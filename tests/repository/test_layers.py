@@ -116,7 +116,10 @@ HOROVOD_MODULES = [
     "objects",
     "join",
     "refusal",
+    "elastic",
     "__init__",
+    "functions",
+    "mpi_ops",
 ]
 SHARDED_MODULES = [
     "agreement",
