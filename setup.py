@@ -8,7 +8,8 @@ With a torch that has CUDA, and nvcc, it gets csrc/cuda/device/: for sm_80, sm_9
 for what TORCH_CUDA_ARCH_LIST says. Otherwise csrc/cuda/absent/ stands in, and says so to whoever asks for CUDA.
 
 Built and tested with each change: torch 2.13, CPU build, Python 3.11. Tried, without a GPU: 2.11 with CUDA 13.0, Python
-3.12. Compiled only: 2.12, and 2.15 with CUDA 13.0, Python 3.11. README.md has the table.
+3.12; once, at an earlier commit: 2.15.0, Python 3.13. Compiled only: 2.12, and 2.15 with CUDA 13.0, Python 3.11.
+README.md has the table.
 
 SYNCENGINE_TEST_HOOKS=1 in the environment gives the flavor that the tests use: with fault-injection hooks and asserts,
 and no warning tolerated.
