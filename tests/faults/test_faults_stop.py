@@ -18,6 +18,7 @@ from faults import (
     suffer,
     wait_for_failure,
     wait_for_file,
+    wait_until,
 )
 
 import syncengine
@@ -116,6 +117,51 @@ def test_stopped_while_computing(pool, tmp_path):
         woken.touch()
         late = ranks[1].result()
         assert (late.error, late.left) == ("Timeout", [])
+
+
+CALLS = {
+    "barrier": lambda tensor: syncengine.barrier(),
+    "all_reduce": syncengine.all_reduce,
+    "all_gather": lambda tensor: syncengine.all_gather(torch.empty(2 * len(tensor)), tensor),
+    "broadcast": lambda tensor: syncengine.broadcast(tensor, 0),
+}
+
+
+def stopped_before_a_failure(name, count, in_arena, fault, failed) -> str:
+    """Rank 0 ends the call, and then the communicator; rank 1, which has done its part, finds both at once."""
+    set_fault(1, fault)
+    syncengine.init(timeout=20.0)
+    tensor = syncengine.empty(count) if in_arena else torch.empty(count)
+    CALLS[name](tensor.fill_(syncengine.rank() + 1.0))
+    if syncengine.rank() == 0:
+        syncengine.default_communicator().abort("a bad day")
+        Path(failed).touch()
+    with pytest.raises(syncengine.errors.Aborted, match="a bad day"):
+        syncengine.barrier()
+    assert tensor.unique().tolist() == {"all_reduce": [3.0], "broadcast": [1.0]}.get(name, [syncengine.rank() + 1.0])
+
+
+@needs_hooks
+@pytest.mark.parametrize(
+    ("name", "count", "in_arena", "fault"),
+    [
+        ("barrier", 1, False, "reduced:1:stop"),
+        ("all_reduce", 8, False, "staged:1:stop"),
+        ("all_reduce", 1000, False, "reduced:1:stop"),
+        ("all_reduce", 100_000, True, "pulled:1:stop"),
+        ("all_gather", 1000, False, "reduced:1:stop"),
+        ("broadcast", 1000, False, "staged:1:stop"),
+    ],
+)
+def test_what_the_others_ended_before_they_failed_ends_here_too(pool, tmp_path, name, count, in_arena, fault):
+    failed = tmp_path / "failed"
+    arguments = (name, count, in_arena, fault, str(failed))
+    with pool.spawn_ranks(stopped_before_a_failure, *arguments, settings=None) as ranks:
+        wait_for_file(failed)
+        wait_until("T", ranks[1].pid)
+        ranks[1].signal(signal.SIGCONT)
+        for rank in ranks:
+            rank.result()
 
 
 def stopped_for_a_moment() -> Outcome:

@@ -216,8 +216,14 @@ bool EngineCommunicator::advance() {
   submissions_.swap(taken_);
   bool moved = !taken_.operations.empty();
   traffic_.take(taken_);
+  moved |= advance_traffic();
+  if (moved) group_.bell->ring_interested();
+  return moved;
+}
+
+bool EngineCommunicator::advance_traffic() {
   try {
-    moved |= traffic_.advance();
+    return !ended_ && traffic_.advance();
   } catch (const Error& error) {
     fail(error.kind(), error.what());
     return true;
@@ -225,8 +231,6 @@ bool EngineCommunicator::advance() {
     fail(ErrorKind::Aborted, group_.name(group_.rank) + ": " + error.what());
     return true;
   }
-  if (moved) group_.bell->ring_interested();
-  return moved;
 }
 
 uint64_t EngineCommunicator::interest() const { return ended_ ? 0 : local_ranks(traffic_.interest()); }

@@ -79,6 +79,7 @@ class EngineCommunicator final : public Communicator, private Progressable {
   void give_back_block();
   void await_last_works();
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
+  bool advance_traffic();
   void check_local_members();
   void check_receives_of_any_source();
   bool have_all_others_left() const;

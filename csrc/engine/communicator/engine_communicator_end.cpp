@@ -101,6 +101,7 @@ void EngineCommunicator::end(shm::Standing standing, const Error& for_peers, con
   if (ended_) return;
   if (interhost_) interhost_->end(standing, for_peers, traffic_);
   ended_ = true;
+  for (int lane = 0; lane < shm::kLanes; ++lane) group_.own().end_record.ended[lane] = traffic_.lane(lane).retired();
   write_end_record(group_.own().end_record, standing, for_peers.kind(), for_peers.what());
   std::atomic_thread_fence(std::memory_order_seq_cst);  // before this rank's program writes to what peers still read
   if (standing == shm::Standing::Failed) engine_->sever_tensors(traffic_.direct_memory(), for_peers);

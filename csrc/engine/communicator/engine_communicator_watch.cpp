@@ -46,7 +46,10 @@ void EngineCommunicator::check_local_members() {
     bool dead = engine_->is_dead(group_.local_ranks[member]);  // before its end_record is read: it may say why
     const shm::EndRecord& end_record = group_.block(member).end_record;
     auto standing = static_cast<shm::Standing>(end_record.standing.load(std::memory_order_acquire));
-    if (standing == shm::Standing::Failed) return fail(static_cast<ErrorKind>(end_record.kind), end_record.text);
+    if (standing == shm::Standing::Failed) {
+      while (advance_traffic()) continue;  // what that one has ended still ends here
+      return fail(static_cast<ErrorKind>(end_record.kind), end_record.text);
+    }
     if (dead && standing != shm::Standing::Left) return fail(ErrorKind::PeerLost, group_.name(member) + " died" + what);
     // What it did before it left is visible only now.
     if (standing == shm::Standing::Left && item && traffic_.missing(true) >> member & 1)

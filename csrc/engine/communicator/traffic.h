@@ -24,7 +24,8 @@ namespace syncengine {
 
 class Traffic {
  public:
-  // Masks are of `locals`, the members on this host. `interhost`: null on one host. `stop`: a peer has failed.
+  // Masks are of `locals`, the members on this host. `interhost`: null on one host. `stop`, for messages: a peer
+  // has failed.
   Traffic(const Group& locals, const Placement& placement, const std::vector<int>& global_ranks, Algorithm algorithm,
           const std::function<bool()>& stop, Lane::Trash& trash, InterhostPart* interhost);
 

@@ -34,11 +34,9 @@ bool collide(const Operation& a, const Operation& b) {
 
 }  // namespace
 
-Lane::Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash,
-           const MakeExchange& make_exchange)
+Lane::Lane(const Group& group, int id, Algorithm algorithm, Trash& trash, const MakeExchange& make_exchange)
     : state_(group, id),
       algorithm_(algorithm),
-      stop_(std::move(stop)),
       trash_(trash),
       exchange_(make_exchange ? make_exchange(state_) : nullptr) {}
 
@@ -234,7 +232,8 @@ bool Lane::reduce_one() {
     compare(state_.reduced.operation, active);
     state_.moved_bytes += prepare(active, state_.reduced);
     sync_point("reducing");
-    if (!state_.runner.reduce(active.item.operation, plan_, stop_)) return false;
+    auto cut_off = [this] { return state_.is_cut_off(state_.reduced.operation); };
+    if (!state_.runner.reduce(active.item.operation, plan_, cut_off)) return false;
   }
   step(state_.reduced, &shm::LaneProgress::reduced, "reduced");
   return true;
@@ -246,7 +245,8 @@ bool Lane::pull_one() {
   if (active.pulls) {
     compare(state_.pulled.operation, active);
     state_.moved_bytes += prepare(active, state_.pulled);
-    if (!state_.runner.pull(active.item.operation, plan_, stop_)) return false;
+    auto cut_off = [this] { return state_.is_cut_off(state_.pulled.operation); };
+    if (!state_.runner.pull(active.item.operation, plan_, cut_off)) return false;
   }
   step(state_.pulled, &shm::LaneProgress::pulled, "pulled");
   return true;
@@ -257,7 +257,7 @@ bool Lane::retire() {
   Active& active = state_.active.front();
   bool agreed = compare(state_.retired, active);
   if (!agreed || !has_retire() || retire_blockers(false)) return false;
-  if (stop_()) return false;  // a rank that slept through the peers' failure must not report success
+  if (state_.is_cut_off(state_.retired)) return false;  // this rank slept through it
   ++state_.counters.operations;
   sync_point("finished");
   auto work = std::move(active.item.work);

@@ -27,8 +27,7 @@ class Lane {
   // What keeps an ended operation's memory alive goes to `trash`, to be dropped once the progress lock is free: a
   // tensor's last reference may take Python's lock. `make_exchange`: where its operations reach over hosts.
   using MakeExchange = std::function<std::unique_ptr<Exchange>(LaneState& state)>;
-  Lane(const Group& group, int id, Algorithm algorithm, std::function<bool()> stop, Trash& trash,
-       const MakeExchange& make_exchange = {});
+  Lane(const Group& group, int id, Algorithm algorithm, Trash& trash, const MakeExchange& make_exchange = {});
 
   void enqueue(Item item);
   // Enqueues a call of the program, and lets the peers know of it before it can open.
@@ -91,7 +90,6 @@ class Lane {
 
   LaneState state_;
   Algorithm algorithm_;
-  std::function<bool()> stop_;
   Trash& trash_;
   ChunkPlan plan_;
   std::deque<Item> queue_;

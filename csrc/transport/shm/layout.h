@@ -74,9 +74,10 @@ enum class Standing : uint32_t { Member, Failed, Left };
 struct alignas(64) EndRecord {
   std::atomic<uint32_t> standing;
   uint32_t kind;
-  char text[1016];
+  uint64_t ended[kLanes];  // operations of each lane that it had ended by then
+  char text[1064];
 };
-static_assert(sizeof(EndRecord) == 1024);
+static_assert(sizeof(EndRecord) == 1088);
 
 struct LaneBlock {
   LaneProgress progress;
