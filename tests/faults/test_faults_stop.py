@@ -1,6 +1,7 @@
 """A rank is stopped past the deadline and then woken: the others have raised Timeout, and their memory is theirs."""
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -162,6 +163,40 @@ def test_what_the_others_ended_before_they_failed_ends_here_too(pool, tmp_path, 
         ranks[1].signal(signal.SIGCONT)
         for rank in ranks:
             rank.result()
+
+
+def stopped_before_an_end(name, end, asleep) -> str:
+    """Rank 0 ends while rank 1 has looked what there is to do, and not yet who is still there."""
+    set_fault(1, "looking:3:stop")
+    syncengine.init(timeout=20.0)
+    tensor = torch.full((8,), syncengine.rank() + 1.0)
+    if syncengine.rank() == 0:
+        wait_for_file(asleep)
+    CALLS[name](tensor)
+    if syncengine.rank() == 0:
+        if end == "dies":
+            os._exit(3)
+        syncengine.default_communicator().abort("a bad day")
+    assert tensor.unique().tolist() == ([3.0] if name == "all_reduce" else [1.0])
+    with pytest.raises(syncengine.errors.SyncError) as error:
+        syncengine.barrier()
+    return str(error.value)
+
+
+@needs_hooks
+@pytest.mark.parametrize("end", ["dies", "fails"])
+@pytest.mark.parametrize("name", ["all_reduce", "broadcast"])
+def test_what_one_ended_before_its_own_end_is_seen_before_that(pool, tmp_path, name, end):
+    asleep = tmp_path / "asleep"
+    with pool.spawn_ranks(stopped_before_an_end, name, end, str(asleep), settings=None) as ranks:
+        wait_until("T", ranks[1].pid)
+        asleep.touch()
+        if end == "dies":
+            assert ranks[0].exit_code() == 3
+        else:
+            ranks[0].result()
+        ranks[1].signal(signal.SIGCONT)
+        assert ranks[1].result().startswith("rank 0 died" if end == "dies" else "a bad day")
 
 
 def stopped_for_a_moment() -> Outcome:

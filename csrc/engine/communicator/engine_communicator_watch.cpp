@@ -39,20 +39,19 @@ std::string EngineCommunicator::what_is_pending() const {
 }
 
 void EngineCommunicator::check_local_members() {
-  const Lane::Item* item = traffic_.oldest().item;
-  std::string what = item ? " while " + group_.name(group_.rank) + " was in " + describe(item->operation) : "";
   for (int member = 0; member < group_.size; ++member) {
     if (member == group_.rank) continue;
     bool dead = engine_->is_dead(group_.local_ranks[member]);  // before its end_record is read: it may say why
     const shm::EndRecord& end_record = group_.block(member).end_record;
     auto standing = static_cast<shm::Standing>(end_record.standing.load(std::memory_order_acquire));
-    if (standing == shm::Standing::Failed) {
-      while (advance_traffic()) continue;  // what that one has ended still ends here
-      return fail(static_cast<ErrorKind>(end_record.kind), end_record.text);
-    }
-    if (dead && standing != shm::Standing::Left) return fail(ErrorKind::PeerLost, group_.name(member) + " died" + what);
+    if (standing == shm::Standing::Member && !dead) continue;
+    while (standing != shm::Standing::Left && advance_traffic()) continue;  // what that one has ended still ends here
+    if (standing == shm::Standing::Failed) return fail(static_cast<ErrorKind>(end_record.kind), end_record.text);
+    const Lane::Item* item = traffic_.oldest().item;
+    std::string what = item ? " while " + group_.name(group_.rank) + " was in " + describe(item->operation) : "";
+    if (standing == shm::Standing::Member) return fail(ErrorKind::PeerLost, group_.name(member) + " died" + what);
     // What it did before it left is visible only now.
-    if (standing == shm::Standing::Left && item && traffic_.missing(true) >> member & 1)
+    if (item && traffic_.missing(true) >> member & 1)
       return fail(ErrorKind::PeerLost,
                   group_.name(member) + " has left (it exited or called syncengine.shutdown())" + what);
   }

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <bit>
 
+#include "base/sync_point.h"
 #include "engine/progress/engine.h"
 #include "transport/shm/liveness.h"
 
 namespace syncengine {
 
 void Engine::check_health() {
+  sync_point("looking");
   std::lock_guard lock(lock_);
   auto progressables = progressables_;  // a failure may reach others
   for (Progressable* progressable : progressables) progressable->check_health();
