@@ -123,12 +123,17 @@ def test_stopped_while_computing(pool, tmp_path):
 CALLS = {
     "barrier": lambda tensor: syncengine.barrier(),
     "all_reduce": syncengine.all_reduce,
-    "all_gather": lambda tensor: syncengine.all_gather(torch.empty(2 * len(tensor)), tensor),
+    "all_gather": lambda tensor: gather(tensor),
     "broadcast": lambda tensor: syncengine.broadcast(tensor, 0),
 }
 
 
-def stopped_before_a_failure(name, count, in_arena, fault, failed) -> str:
+def gather(tensor: torch.Tensor) -> None:
+    syncengine.all_gather(whole := torch.empty(2 * len(tensor)), tensor)
+    assert whole.unique().tolist() == [1.0, 2.0]
+
+
+def stopped_before_a_failure(name, count, in_arena, fault, failed) -> None:
     """Rank 0 ends the call, and then the communicator; rank 1, which has done its part, finds both at once."""
     set_fault(1, fault)
     syncengine.init(timeout=20.0)

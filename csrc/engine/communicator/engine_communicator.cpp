@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <utility>
 
 #include "base/interruption.h"
@@ -60,9 +59,8 @@ EngineCommunicator::EngineCommunicator(std::shared_ptr<Engine> engine, Placement
       interhost_(std::move(interhost)),
       // A rank that shares its host waits for that one's ranks as well.
       io_loop_(interhost_ && engine_->is_alone() ? interhost_->io_loop() : nullptr),
-      traffic_(
-          group_, placement_, global_ranks_, engine_->options().algorithm, [this] { return any_peer_failed(); },
-          engine_->lock().trash(), interhost_.get()) {}
+      traffic_(group_, placement_, global_ranks_, engine_->options().algorithm, engine_->lock().trash(),
+               interhost_.get()) {}
 
 void EngineCommunicator::begin() {
   auto fail = [this](const Error& error) { end(shm::Standing::Failed, error, error); };
@@ -239,15 +237,6 @@ uint64_t EngineCommunicator::local_ranks(uint64_t locals) const {
   uint64_t local = 0;
   for (int member = 0; member < group_.size; ++member) local |= (locals >> member & 1) << group_.local_ranks[member];
   return local;
-}
-
-bool EngineCommunicator::any_peer_failed() const {
-  std::atomic_thread_fence(std::memory_order_acquire);  // what was read of a peer's memory was read before
-  for (int member = 0; member < group_.size; ++member) {
-    auto standing = group_.block(member).end_record.standing.load(std::memory_order_acquire);
-    if (standing == static_cast<uint32_t>(shm::Standing::Failed)) return true;
-  }
-  return false;
 }
 
 }  // namespace syncengine

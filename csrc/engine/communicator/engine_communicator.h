@@ -87,7 +87,6 @@ class EngineCommunicator final : public Communicator, private Progressable {
   // "rank 0 waits for rank 2 since 5.0 s in all_reduce(...)"; empty if nothing is pending.
   std::string what_is_pending() const;
   uint64_t local_ranks(uint64_t locals) const;
-  bool any_peer_failed() const;
 
   const std::shared_ptr<Engine> engine_;
   const Origin origin_;

@@ -15,12 +15,12 @@ Lane::MakeExchange exchange_of(InterhostPart* interhost) {
 }  // namespace
 
 Traffic::Traffic(const Group& locals, const Placement& placement, const std::vector<int>& global_ranks,
-                 Algorithm algorithm, const std::function<bool()>& stop, Lane::Trash& trash, InterhostPart* interhost)
+                 Algorithm algorithm, Lane::Trash& trash, InterhostPart* interhost)
     : user_lane_(locals, shm::kUserLane, algorithm, trash, exchange_of(interhost)),
       scheduled_lane_(locals, shm::kScheduledLane, algorithm, trash, exchange_of(interhost)),
       schedule_(interhost ? interhost->make_schedule(locals, scheduled_lane_)
                           : std::make_unique<Schedule>(locals, scheduled_lane_)),
-      messenger_(placement.rank, global_ranks, std::make_unique<MailboxRoute>(locals, placement.locals(), stop),
+      messenger_(placement.rank, global_ranks, std::make_unique<MailboxRoute>(locals, placement.locals()),
                  interhost ? interhost->make_route() : nullptr, trash) {}
 
 void Traffic::take(Submissions::Batch& calls) {

@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -24,10 +23,9 @@ namespace syncengine {
 
 class Traffic {
  public:
-  // Masks are of `locals`, the members on this host. `interhost`: null on one host. `stop`, for messages: a peer
-  // has failed.
+  // Masks are of `locals`, the members on this host. `interhost`: null on one host.
   Traffic(const Group& locals, const Placement& placement, const std::vector<int>& global_ranks, Algorithm algorithm,
-          const std::function<bool()>& stop, Lane::Trash& trash, InterhostPart* interhost);
+          Lane::Trash& trash, InterhostPart* interhost);
 
   void take(Submissions::Batch& calls);
   bool advance();  // true if anything moved

@@ -31,16 +31,6 @@ bool LaneState::compare_more(uint64_t operation, Active& active) {
   return active.verified == peers;
 }
 
-bool LaneState::is_cut_off(uint64_t operation) const {
-  std::atomic_thread_fence(std::memory_order_acquire);  // what was read of a peer's memory was read before
-  for (int member = 0; member < group.size; ++member) {
-    const shm::EndRecord& end_record = group.block(member).end_record;
-    auto standing = static_cast<shm::Standing>(end_record.standing.load(std::memory_order_acquire));  // acquire: ended
-    if (standing == shm::Standing::Failed && end_record.ended[id] <= operation) return true;
-  }
-  return false;
-}
-
 void LaneState::point_bases(const Active& active, uint64_t chunk) {
   for (int member = 0; member < group.size; ++member) {
     runner.bases()[member] =

@@ -75,8 +75,10 @@ struct LaneState {
   bool compare(uint64_t operation, Active& active) {
     return active.verified == peers || compare_more(operation, active);
   }
-  // Whether a peer has failed before it had ended this operation: what was read of its memory may not be what it was.
-  bool is_cut_off(uint64_t operation) const;
+  // Whether a peer has failed before it had ended this operation.
+  bool is_cut_off(uint64_t operation) const {
+    return group.any_failed([&](const shm::EndRecord& end_record) { return end_record.ended[id] <= operation; });
+  }
   void point_bases(const Active& active, uint64_t chunk);  // the runner's; `chunk` of the lane
 
   const Group& group;

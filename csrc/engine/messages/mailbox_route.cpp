@@ -13,8 +13,8 @@ constexpr size_t kPiece = 256 << 10;  // of a direct copy, between two looks at 
 
 }  // namespace
 
-MailboxRoute::MailboxRoute(const Group& group, std::vector<int> ranks, std::function<bool()> stop)
-    : group_(group), ranks_(std::move(ranks)), stop_(std::move(stop)), outgoing_(group.size), incoming_(group.size) {}
+MailboxRoute::MailboxRoute(const Group& group, std::vector<int> ranks)
+    : group_(group), ranks_(std::move(ranks)), outgoing_(group.size), incoming_(group.size) {}
 
 int MailboxRoute::member_of(int rank) const {
   auto found = std::lower_bound(ranks_.begin(), ranks_.end(), rank);
@@ -168,7 +168,8 @@ bool MailboxRoute::fetch_next(int source, Matcher& matcher) {
     sync_point("wanted a message");
   }
   moved |= transfer.header.offset >= 0 ? fetch_direct(source, transfer) : fetch_staged(source, transfer);
-  if (transfer.done < transfer.header.bytes || stop_()) return moved;
+  if (transfer.done < transfer.header.bytes) return moved;
+  if (group_.any_failed([](const shm::EndRecord&) { return true; })) return moved;
   box.received.store(box.wanted.load(std::memory_order_relaxed), std::memory_order_release);  // release: our reads
   direct_ += transfer.header.offset >= 0;
   Post post = std::move(transfer.post);

@@ -7,7 +7,6 @@
 #pragma once
 
 #include <deque>
-#include <functional>
 #include <list>
 #include <vector>
 
@@ -18,8 +17,8 @@ namespace syncengine {
 
 class MailboxRoute final : public MessageRoute {
  public:
-  // `ranks` of the group's members in the communicator. `stop`: a peer has failed, what was read may be torn.
-  MailboxRoute(const Group& group, std::vector<int> ranks, std::function<bool()> stop);
+  // `ranks` of the group's members in the communicator.
+  MailboxRoute(const Group& group, std::vector<int> ranks);
 
   bool reaches(int rank) const { return member_of(rank) >= 0; }
 
@@ -79,7 +78,6 @@ class MailboxRoute final : public MessageRoute {
 
   const Group& group_;
   std::vector<int> ranks_;
-  std::function<bool()> stop_;
   std::vector<Outgoing> outgoing_;  // by member of the group, as is what follows
   std::vector<Incoming> incoming_;
   uint64_t direct_ = 0;

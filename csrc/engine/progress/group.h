@@ -3,6 +3,7 @@
 // Ownership: views; the engine owns the arenas. Thread-safety: constant after construction.
 #pragma once
 
+#include <atomic>
 #include <string>
 #include <vector>
 
@@ -31,6 +32,19 @@ struct Group {
   shm::GroupBlock& block(int member) const { return *blocks[member]; }
   shm::GroupBlock& own() const { return *blocks[rank]; }
   std::string name(int member) const { return "rank " + std::to_string(global_ranks[member]); }
+
+  // Whether a member has failed whose end record `concerns` the caller: then what it has read of that member's memory
+  // may not be what it was. To be asked behind the reading.
+  template <class Concerns>
+  bool any_failed(const Concerns& concerns) const {
+    std::atomic_thread_fence(std::memory_order_acquire);  // what was read of a peer's memory was read before
+    for (int member = 0; member < size; ++member) {
+      const shm::EndRecord& end_record = block(member).end_record;
+      auto standing = static_cast<shm::Standing>(end_record.standing.load(std::memory_order_acquire));  // acquire: all
+      if (standing == shm::Standing::Failed && concerns(end_record)) return true;
+    }
+    return false;
+  }
 
   // The memory of `member` at an offset that it published. Throws InvalidUsage if that lies outside its arena.
   std::byte* memory(int member, int64_t offset, size_t bytes) const {
