@@ -21,7 +21,7 @@ from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
 from syncengine.parallel.devices import check_buffers_on, device_of
 from syncengine.parallel.model import named_parameters
-from syncengine.parallel.refusal import check_parameters
+from syncengine.parallel.refusal import check_parameters, refuse_delayed
 
 MOST_RANKS = 64
 
@@ -34,15 +34,16 @@ def refusal(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> str | 
         arguments = inspect.signature(Parallel.__init__).bind(None, *args, **kwargs).arguments
     except TypeError as error:
         return f"syncengine.Parallel does not take the same arguments: {error}"
-    module, delayed = arguments["module"], arguments.get("delay_all_reduce_named_params")
+    module = arguments["module"]
     if not isinstance(module, torch.nn.Module):
         return "it is no torch.nn.Module"
     if ranks > MOST_RANKS:
         return f"syncengine can't connect {ranks} ranks, {MOST_RANKS} at most"
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     try:
+        refuse_delayed(arguments.get("delay_all_reduce_named_params"), arguments.get("param_to_hook_all_reduce"))
         named = named_parameters(module, ignored)
-        check_parameters(named, all_delayed=bool(delayed))
+        check_parameters(named)
         device = device_of(named.items())
         if device.type == "cuda":
             buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}

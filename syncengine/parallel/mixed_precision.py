@@ -29,7 +29,7 @@ class MixedPrecision:
     def __init__(self, settings: _MixedPrecision, module: nn.Module) -> None:
         _check(settings)
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
-        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # delayed parameters are cast as the others
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self._ignored = {tensor for name, tensor in named if name in ignored}
         self.dtype: torch.dtype | None = settings.param_dtype
         self.compress = _compression(settings, filter(self._takes_part, module.parameters()))

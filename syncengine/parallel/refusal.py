@@ -29,7 +29,22 @@ def check_arguments(device_ids: Any, bucket_cap_mb: float | None, bucket_cap_mb_
         raise InvalidUsage(f"bucket_cap_mb_list must be positive numbers of MiB, but is {bucket_cap_mb_list!r}")
 
 
-def check_parameters(named: Mapping[str, torch.Tensor], all_delayed: bool) -> None:
+def refuse_delayed(delay_all_reduce_named_params: Any, param_to_hook_all_reduce: Any) -> None:
+    """Raises ``InvalidUsage`` if either is given."""
+    for name, value in (
+        ("delay_all_reduce_named_params", delay_all_reduce_named_params),
+        ("param_to_hook_all_reduce", param_to_hook_all_reduce),
+    ):
+        if value is not None:
+            raise InvalidUsage(
+                f"syncengine.Parallel does not support {name}: leave delay_all_reduce_named_params and "
+                "param_to_hook_all_reduce out. These parameters are then averaged like the others, to the same values. "
+                "Buckets of another size are bucket_cap_mb; parameters that you average yourself are named in the "
+                "module's _ddp_params_and_buffers_to_ignore"
+            )
+
+
+def check_parameters(named: Mapping[str, torch.Tensor]) -> None:
     """Raises ``InvalidUsage`` for a module that can't be trained yet, naming the parameter."""
     for name, parameter in named.items():
         if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
@@ -41,7 +56,7 @@ def check_parameters(named: Mapping[str, torch.Tensor], all_delayed: bool) -> No
             _refuse(f"parameter {name} of type {type(parameter).__name__}", "pass plain parameters")
         if parameter.layout is not torch.strided:
             _refuse(f"parameter {name} with layout {parameter.layout}", "use dense parameters")
-    if not all_delayed and not any(parameter.requires_grad for parameter in named.values()):
+    if not any(parameter.requires_grad for parameter in named.values()):
         raise InvalidUsage(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
         )

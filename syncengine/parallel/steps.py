@@ -14,7 +14,6 @@ from torch.utils.checkpoint import _StopRecomputationError
 from syncengine._C import NodeNumber, Reducer, ReducerOptions
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.buffers import Buffers
-from syncengine.parallel.delayed import DelayedParameters
 from syncengine.parallel.devices import check_not_capturing
 from syncengine.parallel.model import Model, Switches, looks_for_unused
 from syncengine.parallel.newcomers import Newcomers
@@ -38,7 +37,6 @@ class Steps:
     planning: Planning
     buffers: Buffers
     uneven: UnevenInputs
-    delayed: DelayedParameters | None
     newcomers: Newcomers
     log: Any  # model.logger
 
@@ -53,13 +51,10 @@ class Steps:
             self.log.note_forward()
             self.newcomers.look(joinable)
         try:
-            if self.delayed is not None and _is_recorded():
-                self.delayed.check_hooks()
             self._begin(synchronize, joinable)
         except Exception as error:
             self.log.set_error_and_log(f"{type(error).__name__}: {error}")
             raise
-        self.uneven.synchronizes = synchronize
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
         self.switches.require_forward_param_sync = synchronize
         began = NodeNumber()
@@ -73,9 +68,9 @@ class Steps:
             if synchronize:
                 self.uneven.drop_weights()
             text = f"raised in forward: {type(error).__name__}: {error}"
-            if synchronize and not sync_buffers_after and not self.uneven.weighs_within:
+            if synchronize and not sync_buffers_after:
                 self.reducer.abandon_forward(text)
-            else:  # the others wait for its buffers, or its weight
+            else:  # the others wait for its buffers
                 communicator = self.model.communicator
                 communicator.abort(f"{own_name(communicator)} {text}")
             raise
@@ -142,8 +137,6 @@ class Steps:
         if current.synchronizes:
             self.uneven.set_average(current)
             self.reducer.shadow_backward()
-            if self.delayed is not None:
-                self.delayed.shadow()
 
 
 def _is_recorded() -> bool:

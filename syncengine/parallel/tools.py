@@ -19,7 +19,6 @@ from syncengine.parallel.broadcast import broadcast_named
 from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.comm_hooks import CommHooks, Hook, check_hook
 from syncengine.parallel.compiled import is_active
-from syncengine.parallel.delayed import DelayedParameters
 from syncengine.parallel.groups import Group, check_group, resolve_group
 from syncengine.parallel.join import JoinContext, ParallelJoinHook, check_torch_join
 from syncengine.parallel.optimizers import BackwardOptimizers
@@ -54,7 +53,6 @@ class ForTools(DistributedDataParallel):
     _optimizers: BackwardOptimizers
     _uneven: UnevenInputs
     _steps: Steps
-    _delayed: DelayedParameters | None
 
     # wrapper.py
     _compose: Callable[..., None]  # (hooks: Sequence = (), number: int | None = None)
@@ -211,8 +209,6 @@ class ForTools(DistributedDataParallel):
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer._remove_autograd_hooks()
-        if self._delayed is not None:
-            self._delayed.remove_hook()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Times the first 10 steps for ``_get_ddp_logging_data``, and then one of ``sample_rate``."""

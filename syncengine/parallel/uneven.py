@@ -12,7 +12,6 @@ from syncengine.errors import InvalidUsage
 from syncengine.parallel.broadcast import broadcast_named
 from syncengine.parallel.buffers import Buffers, named_state
 from syncengine.parallel.comm_hooks import CommHooks
-from syncengine.parallel.delayed import DelayedParameters
 from syncengine.parallel.model import Model, Switches
 from syncengine.parallel.replication import own_name
 from syncengine.parallel.rounds import Intent, Round, notify_torch_join, tell
@@ -30,22 +29,15 @@ class UnevenInputs:
     reducer: Reducer
     buffers: Buffers
     hooks: CommHooks
-    delayed: DelayedParameters | None
     divide_by_initial_world_size: bool = True
     join_is_over: bool = False  # by an error that all ranks have raised
-    synchronizes: bool = False  # the forward that runs
-    weighs_within: bool = False  # weight() is called within forwards: there the others may wait for this rank's
     _weight: float | WeightExchange | None = None  # that was given last, until a forward synchronizes
     _backwards_before: int | None = None  # the last step that all know of, if it synchronizes
 
-    def count(self, weight: float, in_join: bool, within: bool) -> None:
-        """The next synchronized backward counts this rank's gradients so many times. ``within``: said in a forward."""
-        if in_join:  # it travels with what the ranks tell each other anyway
-            self._weight = weight
-            return
-        is_first = within and self.synchronizes and not self.weighs_within
-        self.weighs_within |= is_first
-        self._weight = WeightExchange(self.model.communicator, self.reducer, weight, is_first)
+    def count(self, weight: float, in_join: bool) -> None:
+        """The next synchronized backward counts this rank's gradients so many times."""
+        # In a join context it travels with what the ranks tell each other anyway.
+        self._weight = weight if in_join else WeightExchange(self.model.communicator, weight)
 
     def drop_weights(self) -> None:
         """They were for a forward of which nothing comes."""
@@ -120,7 +112,6 @@ class UnevenInputs:
         root = common_rank(model.communicator, is_last_joiner)
         self.buffers.look_up()
         named = named_state(model, self.buffers if self.switches.forward_sync_buffers else None)
-        named += () if self.delayed is None else self.delayed.named
         named = [(name, tensor) for name, tensor in named if tensor not in common]  # these are the same
         broadcast_named(model.communicator, "the final models differ", named, model.device, root)
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from syncengine._C import Communicator, Reducer
-from syncengine.errors import InvalidUsage, Mismatch
-from syncengine.parallel.replication import fail_all
+from syncengine._C import Communicator
+from syncengine.errors import InvalidUsage
 
 
 def check_weight(weight: float) -> float:
@@ -24,30 +23,17 @@ def check_weight(weight: float) -> float:
 
 
 class WeightExchange:
-    """Every rank's weight, exchanged while the forward computes.
+    """Every rank's weight, exchanged while the forward computes."""
 
-    ``expects_errors``: the first time within a forward. A rank that raises there before it has given its weight does
-    not know that the others wait for it; so they listen for its error first.
-    """
-
-    def __init__(self, communicator: Communicator, reducer: Reducer, weight: float, expects_errors: bool) -> None:
-        self._communicator, self._reducer = communicator, reducer
-        if expects_errors:
-            reducer.expect_weights()
-        self._all = torch.empty(communicator.size, 2, dtype=torch.float64, device="cpu")
-        own = torch.tensor([weight, expects_errors], dtype=torch.float64, device="cpu")
-        self._work = communicator.all_gather(self._all.view(-1), own, async_op=True)
+    def __init__(self, communicator: Communicator, weight: float) -> None:
+        self._all = torch.empty(communicator.size, dtype=torch.float64, device="cpu")
+        own = torch.tensor([weight], dtype=torch.float64, device="cpu")
+        self._work = communicator.all_gather(self._all, own, async_op=True)
 
     def wait(self) -> list[float]:
         """The weights, by rank."""
-        self._reducer.await_weights()
         self._work.wait()
-        weights: list[float] = self._all[:, 0].tolist()
-        expects: list[float] = self._all[:, 1].tolist()
-        if len(set(expects)) > 1:
-            within, before = (self._communicator.global_ranks[expects.index(flag)] for flag in (1.0, 0.0))
-            text = f"rank {within} called weight() within the forward, but rank {before} before it"
-            fail_all(self._communicator, Mismatch(f"{text}: do the same on every rank"))
+        weights: list[float] = self._all.tolist()
         return weights
 
 

@@ -16,7 +16,6 @@ from syncengine.parallel.broadcast import broadcast_named, describe_layout
 from syncengine.parallel.buffers import Buffers, choose_buffer_sync, named_state
 from syncengine.parallel.comm_hooks import CommHooks
 from syncengine.parallel.compiled import call_module, is_active, not_compiled
-from syncengine.parallel.delayed import DelayedParameters, check_delayed
 from syncengine.parallel.devices import check_buffers_on, check_device_ids, device_of, move_inputs
 from syncengine.parallel.groups import (
     Group,
@@ -36,6 +35,7 @@ from syncengine.parallel.reducer import ModelReducer, NoReducer
 from syncengine.parallel.refusal import (
     check_arguments,
     check_parameters,
+    refuse_delayed,
     refuse_methods,
     warn_of_check_reduction,
     warn_of_find_unused,
@@ -96,12 +96,12 @@ class Parallel(ForTools):
     ) -> None:
         check_group(process_group)
         check_arguments(device_ids, bucket_cap_mb, bucket_cap_mb_list)
+        refuse_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if check_reduction:
             warn_of_check_reduction(stacklevel=2)
         if static_graph and find_unused_parameters:
             warn_of_find_unused(stacklevel=2)
         warn_of_wrapper(module, stacklevel=2)
-        delayed = check_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         self.module = module
@@ -110,14 +110,9 @@ class Parallel(ForTools):
             self.device_mesh = device_mesh
             localize_parameters(module, device_mesh)
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.parameters_to_ignore.update(name for name, _ in delayed)
-        if delayed:  # by whatever name
-            every = {id(parameter) for _, parameter in delayed}
-            names = module.named_parameters(remove_duplicate=False)
-            self.parameters_to_ignore.update(name for name, parameter in names if id(parameter) in every)
         named = named_parameters(module, self.parameters_to_ignore)
-        check_parameters(named, all_delayed=bool(delayed))
-        self.device = device_of([*named.items(), *delayed])
+        check_parameters(named)
+        self.device = device_of(named.items())
         self.device_type = self.device.type
         self.device_ids, self.output_device = check_device_ids(self.device, device_ids, output_device)
         if self.device_type == "cpu":  # torch's own works on CUDA, over its process group
@@ -139,15 +134,10 @@ class Parallel(ForTools):
         self._switches = Switches(sync_buffers)
         self._optimizers = BackwardOptimizers()
         self.logger = Logger(self)
-        self._delayed = None
-        self._delay_all_reduce_params = [parameter for _, parameter in delayed]
-        if delayed:
-            self._delayed = DelayedParameters(delayed, param_to_hook_all_reduce)
+        self._delay_all_reduce_params = []
         self._compose()
         if init_sync and self.communicator.size > 1:
             self._replicate(sync_initial_buffers)
-        if delayed and self.communicator.size > 1:
-            broadcast_named(self.communicator, "the delayed parameters differ", delayed, self.device, 0)
 
     def _reducer_options(self) -> ReducerOptions:
         """What the reducer is asked for; a subclass, for tests or benchmarks, may ask for more."""
@@ -157,8 +147,7 @@ class Parallel(ForTools):
         options.skip_all_reduce_unused_params = self.skip_all_reduce_unused_params
         options.gradient_as_bucket_view = self.gradient_as_bucket_view
         options.batched_grad_copy = self.batched_grad_copy
-        has_sync_batch_norm = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
-        options.waits_in_between = bool(self._delay_all_reduce_params) or has_sync_batch_norm
+        options.waits_in_between = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         return options
 
     def _compose(self, hooks: Sequence[tuple[Any, Any]] = (), number: int | None = None) -> None:
@@ -170,7 +159,7 @@ class Parallel(ForTools):
         if model.parameters and self.device_type == "cuda":
             check_buffers_on(self.device, not_ignored(self.module.named_buffers(), self.parameters_to_ignore))
         self._options = options = self._reducer_options()
-        if hooks or (self.communicator.size > 1 and (model.parameters or self._delayed is not None)):
+        if hooks or (self.communicator.size > 1 and model.parameters):
             reducer = ModelReducer(model, options)
             follow(model, reducer.step_times())
         else:
@@ -178,16 +167,12 @@ class Parallel(ForTools):
         self.reducer = self._optimizers.reducer = reducer
         self._planning = planning = Planning(model, reducer, options, self._caps, number)
         reducer.plan_with(planning)
-        if self._delayed is not None:
-            self._delayed.average_with(model, reducer, options)
         self._buffer_sync = buffers = Buffers(model, self._switches, reducer, self.parameters_to_ignore)
         self._hooks = CommHooks(reducer, planning)
-        self._uneven = UnevenInputs(model, self._switches, reducer, buffers, self._hooks, self._delayed)
+        self._uneven = UnevenInputs(model, self._switches, reducer, buffers, self._hooks)
         reducer.weigh_with(self._uneven.average_with_weights)
         new = Newcomers(model, self.parameters_to_ignore)
-        self._steps = Steps(
-            model, self._switches, options, reducer, planning, buffers, self._uneven, self._delayed, new, self.logger
-        )
+        self._steps = Steps(model, self._switches, options, reducer, planning, buffers, self._uneven, new, self.logger)
         for hook, state in hooks:
             self._install_hook(state, hook)
 
@@ -217,10 +202,6 @@ class Parallel(ForTools):
             raise InvalidUsage(
                 "Parallel can only be pickled with the default communicator, or that of torch's default process group: "
                 "the copy would not know which one to use. Save model.module.state_dict() instead"
-            )
-        if self._delayed is not None:
-            raise InvalidUsage(
-                "Parallel with delay_all_reduce_named_params can't be pickled: save model.module instead"
             )
         if any(hook is not getattr(self._mixed_precision, "compress", None) for hook, _ in self._comm_hooks):
             warnings.warn(
@@ -270,16 +251,20 @@ class Parallel(ForTools):
         """The next synchronized backward counts this rank's gradients ``n`` times: ``sum(n * gradient) / sum(n)``.
 
         Call it before the forward, on every rank, usually with the number of samples (or tokens) over which this rank's
-        loss is a mean; then the average is the gradient of the mean over all samples. Outside of a join context it may
-        also be called within the forward, on all ranks alike. It applies to one synchronized forward and its backward.
-        A rank with 0 contributes nothing, whatever its gradients are (say, NaN from an empty batch). Where several
-        backwards are accumulated under ``no_sync``, ``n`` is for their sum.
+        loss is a mean; then the average is the gradient of the mean over all samples. It applies to one synchronized
+        forward and its backward. A rank with 0 contributes nothing, whatever its gradients are (say, NaN from an empty
+        batch). Where several backwards are accumulated under ``no_sync``, ``n`` is for their sum.
 
-        Raises ``InvalidUsage`` unless 0 <= n < inf, and in the forward if all ranks give 0.
+        Raises ``InvalidUsage`` unless 0 <= n < inf, within the forward, and in the forward if all ranks give 0.
         """
         weight = check_weight(n)
+        if is_active(self):
+            raise InvalidUsage(
+                f"weight({n!r}) was called within the forward of {self._model}, where other ranks do not expect it: "
+                "call it before the forward, on every rank"
+            )
         if self._reduces:
-            self._uneven.count(weight, in_join=self._join_config.enable, within=is_active(self))
+            self._uneven.count(weight, in_join=self._join_config.enable)
 
 
 def _details(tensor: torch.Tensor) -> str:

@@ -104,13 +104,13 @@ def test_opposite_orders_of_readiness_with_a_single_hardware_queue(world: int):
     assert run_processes(world, averages, environ={"CUDA_DEVICE_MAX_CONNECTIONS": "1"}) == ["good"] * world
 
 
-def averages_on(model: nn.Module, streams: list[str], keeps_gradients: bool = False) -> None:
-    """A step for each of `streams`: those of its forward and backward. With `keeps_gradients` every other zeroes."""
+def averages_on(model: nn.Module, streams: list[str]) -> None:
+    """A step for each of `streams`: those of its forward and backward."""
     named = {"one": torch.cuda.Stream(), "two": torch.cuda.Stream(), "main": torch.cuda.current_stream()}
     main = named["main"]
     for step, pair in enumerate(streams):
         forward, backward = (named[name] for name in pair.split())
-        model.zero_grad(set_to_none=not keeps_gradients or step % 2 == 0)
+        model.zero_grad()
         expected = exact_average(model.module, batch(step))
         forward.wait_stream(main)
         with torch.cuda.stream(forward):
@@ -122,38 +122,6 @@ def averages_on(model: nn.Module, streams: list[str], keeps_gradients: bool = Fa
         main.wait_stream(backward)
         for grad, average in zip(grads, expected, strict=True):
             assert same_bits(grad.cpu(), average), step
-
-
-class Delayed(Opposite):
-    """Has its first gradients from `head`; those of `parts` may come in opposite orders."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(24, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(super().forward(x))
-
-
-def averages_of_delayed_parameters(rank: int) -> str:
-    with job():
-        torch.manual_seed(0)
-        module = Delayed().cuda()
-        delayed = [(f"head.{name}", parameter) for name, parameter in module.head.named_parameters()]
-        trigger = module.parts[1].bias
-        model = syncengine.Parallel(
-            module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=trigger, **CAP
-        )
-        averages_on(model, ["main main", "one one", "main two", "one two", "main main"], True)
-    return "good"
-
-
-@marked
-@pytest.mark.parametrize("connections", ["1", "8"])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_delayed_parameters(world: int, connections: str):
-    environ = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
-    assert run_processes(world, averages_of_delayed_parameters, environ=environ) == ["good"] * world
 
 
 def averages_on_streams(rank: int, hook: Any = None) -> str:

@@ -147,7 +147,8 @@ def test_what_is_refused_is_called_so():
     methods = set(names("Methods and properties", "refused") + names("Private names that tools use", "refused"))
     assert methods == set(refusal._METHODS)
     arguments = set(names("Constructor arguments", "refused"))
-    assert arguments == {"device_ids", "output_device"}
+    delaying = {"delay_all_reduce_named_params", "param_to_hook_all_reduce"}
+    assert arguments == {"device_ids", "output_device", *delaying}
 
 
 def test_rows_are_read_as_they_are_meant():

@@ -177,17 +177,6 @@ def test_gradients_may_travel_in_the_small_dtype_alone():
 
 
 @run_on_ranks()
-def test_delayed_parameters_are_cast_as_well():
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 3))
-    delayed = [("1.weight", module[1].weight)]
-    options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": module[0].weight}
-    theirs = expected(copy.deepcopy(module), on_data, BF16_REDUCED_IN_FP32, 1)
-    ours = steps(syncengine.Parallel(module, mixed_precision=BF16_REDUCED_IN_FP32, **options), on_data, 1)
-    assert all(map(same_bits, ours, theirs))
-
-
-@run_on_ranks()
 def test_buffers_are_cast_for_good():
     """DDP casts counters, too."""
     precision = _MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16)

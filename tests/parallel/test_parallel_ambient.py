@@ -225,21 +225,7 @@ def compressed(wrap: Any) -> Iterator[Any]:
     yield train(model)
 
 
-def delayed(wrap: Any) -> Iterator[Any]:
-    module = Counted()
-    chosen = [(n, p) for n, p in module.named_parameters() if n.startswith("layers.3")]
-    model = wrap(module, delay_all_reduce_named_params=chosen, param_to_hook_all_reduce=module.layers[0].weight)
-    yield
-    left = []
-    for i in range(3):
-        model.zero_grad()
-        model(batch(i)).square().mean().backward()
-        torch.distributed.barrier()  # DDP does not wait for what it delays
-        left += gradients(model)
-    yield left
-
-
-WAYS: dict[str, Any] = {f.__name__: f for f in (plain, unused, static, joined, hooked, compressed, delayed)}
+WAYS: dict[str, Any] = {f.__name__: f for f in (plain, unused, static, joined, hooked, compressed)}
 
 
 def run(wrap: Any, way: str, state: str | None = None) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Callable
 
 import pytest
@@ -184,7 +182,6 @@ class Armed(nn.Module):
         super().__init__()
         self.inner = nn.Linear(24, 3)
         self.wrapper: list[nn.Module] = []  # in a list, not to be a submodule
-        self.gives: float | None = None  # a weight, within the forward
 
     def arm(self) -> None:
         (wrapper,) = self.wrapper
@@ -195,8 +192,6 @@ class Armed(nn.Module):
     def forward(self, x: torch.Tensor, how: str = "") -> torch.Tensor:
         loss = loss_of(self.inner, x)
         (wrapper,) = self.wrapper
-        if self.gives is not None:
-            wrapper.weight(self.gives)
         if how == "inside":  # Lightning's manual optimization: its backward is here, too
             self.arm()
             loss.backward()
@@ -224,13 +219,12 @@ def test_weights_where_a_tool_arms_the_reducer():
     module.wrapper = [model]
     weight = 3.0 if rank == 0 else 1.0
 
-    def step(i: int, how: str, given: str) -> None:
+    def step(i: int, how: str, given: bool) -> None:
         x = batch(rank, i)
         expected = mean(module.inner, x, weight if given else 1.0)
         model.zero_grad()
-        if given == "before":
+        if given:
             model.weight(weight)
-        module.gives = weight if given == "inside" else None
         if how == "no_sync":  # Accelerate's trigger_sync_in_backward
             with model.no_sync():
                 loss = model(x)
@@ -244,113 +238,50 @@ def test_weights_where_a_tool_arms_the_reducer():
         for p, q in zip(module.parameters(), expected, strict=True):
             torch.testing.assert_close(p.grad.double(), q, rtol=1e-5, atol=1e-6, msg=f"step {i}: {how}, {given}")
 
-    cases = [(how, given) for how in ("no_sync", "after", "inside", "") for given in ("before", "inside", "")]
+    cases = [(how, given) for how in ("no_sync", "after", "inside", "") for given in (True, False)]
     for i, (how, given) in enumerate(cases):
         step(i, how, given)
     module.wrapper = []
 
 
 class Weighing(nn.Linear):
-    """Gives its weight within the forward, unless it raises before."""
+    """Gives its weight within the forward."""
 
     def __init__(self) -> None:
         super().__init__(24, 3)
         self.weigh: Callable[[int], None] = lambda count: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[1] != 24:
-            raise ValueError("a bad batch")
         self.weigh(len(x))
         return super().forward(x)
 
 
-def weighing() -> syncengine.Parallel:
-    torch.manual_seed(0)
-    model = syncengine.Parallel(Weighing())
-    model.module.weigh = lambda count: model.weight(count)
-    return model
-
-
-def bad(x: torch.Tensor) -> torch.Tensor:
-    return x[:, :23]
-
-
-def raises_before_its_weight(steps_before: int) -> None:
-    model, rank = weighing(), syncengine.rank()
-    for _ in range(steps_before):
-        model(data()).sum().backward()
-    with pytest.raises(ValueError if rank == 0 else Aborted, match="a bad batch"):
-        model(bad(data()) if rank == 0 else data()).sum().backward()
-    with pytest.raises(Aborted, match="rank 0 raised in forward: ValueError: a bad batch"):
-        model(data())
-    with pytest.raises(Aborted, match="a bad batch"):
-        syncengine.barrier()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("steps_before", [0, 1])
-def test_an_error_before_the_weight_that_others_wait_for(pool: RankPool, steps_before: int, world: int):
-    """In the first such forward the rank that raises can't know that the others wait."""
-    pool.run(raises_before_its_weight, steps_before, world=world, settings={"timeout": 10.0})
-
-
-def raises_before_its_weight_behind_a_dropped_step(dropped_by: list[int]) -> None:
-    """Rank 1 makes no more calls until rank 0 has heard of its error."""
-    model, rank = weighing(), syncengine.rank()
-    weigh, model.module.weigh = model.module.weigh, lambda count: None
-    hook = model.module.weight.register_post_accumulate_grad_hook(lambda parameter: 1 / 0)
-    if rank not in dropped_by:
-        hook.remove()
-    with pytest.raises(ZeroDivisionError) if rank in dropped_by else contextlib.nullcontext():
-        model(data()).sum().backward()
-    hook.remove()
-    model.module.weigh = weigh
-    if rank == 1:
-        with pytest.raises(ValueError, match="a bad batch"):
-            model(bad(data()))
-        with pytest.raises(Aborted):
-            while True:
-                model.communicator.check_peers()
-                time.sleep(0.01)
-    else:
-        with pytest.raises(Aborted, match="rank 1 raised in forward: ValueError: a bad batch"):
-            model(data()).sum().backward()
-
-
-@pytest.mark.parametrize("dropped_by", [[0, 1], [0], [1]], ids=str)
-def test_an_error_before_the_weight_behind_a_dropped_step(pool: RankPool, dropped_by: list[int]):
-    pool.run(raises_before_its_weight_behind_a_dropped_step, dropped_by, settings={"timeout": 8.0})
-
-
 @run_on_ranks()
-def test_an_error_of_all_ranks_before_their_first_weights_costs_a_step():
-    model, rank = weighing(), syncengine.rank()
-    for _ in range(2):
-        with pytest.raises(ValueError, match="a bad batch"):
-            model(bad(data()))
-    for _ in range(2):  # what weights have announced is in step with what errors announce
-        hook = model.module.weight.register_hook(lambda grad: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(data()).sum().backward()
-        hook.remove()
-    for step in range(3):
-        x = batch(rank, step)
-        model.zero_grad()
-        loss_of(model, x).backward()
-        weight = float(len(x))
-        for p, q in zip(model.parameters(), mean(model.module, x, weight), strict=True):
-            torch.testing.assert_close(p.grad.double(), q, rtol=1e-5, atol=1e-6)
-
-
-def weights_within_and_before() -> None:
-    model, rank = weighing(), syncengine.rank()
-    if rank == 0:
-        model.weight(5)
+def test_a_weight_within_the_forward_is_refused_and_costs_a_step():
+    model, rank = syncengine.Parallel(Weighing()), syncengine.rank()
+    text = r"weight\(\d\) was called within the forward of Parallel\(Weighing\).*: call it before the forward"
+    for joined in (False, True):
+        model.module.weigh = lambda count: model.weight(count)
+        with model.join(enable=joined), pytest.raises(InvalidUsage, match=text):
+            model(batch(rank))
         model.module.weigh = lambda count: None
-    text = "rank 1 called weight.. within the forward, but rank 0 before it: do the same on every rank"
-    with pytest.raises(Mismatch, match=text):
+        with model.join(enable=joined):
+            model.zero_grad()
+            expected = mean(model.module, batch(rank), 1.0)
+            loss_of(model, batch(rank)).backward()
+            for p, q in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(p.grad.double(), q, rtol=1e-5, atol=1e-6)
+
+
+def refused_on_one_rank_alone() -> str:
+    model = syncengine.Parallel(Weighing())
+    if syncengine.rank() == 1:
+        model.module.weigh = lambda count: model.weight(count)
+    with pytest.raises(InvalidUsage if syncengine.rank() == 1 else Aborted) as error:
         model(data()).sum().backward()
+    return str(error.value)
 
 
-def test_a_weight_within_the_forward_on_one_rank_and_before_it_on_another(pool: RankPool):
-    pool.run(weights_within_and_before)
+def test_a_weight_within_the_forward_of_one_rank_is_an_error_on_all(pool: RankPool):
+    for text in pool.run(refused_on_one_rank_alone):
+        assert "was called within the forward of Parallel(Weighing)" in text

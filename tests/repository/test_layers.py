@@ -77,7 +77,6 @@ PARALLEL_MODULES = [
     "newcomers",
     "planning",
     "reducer",
-    "delayed",
     "summary",
     "optimizers",
     "comm_hooks",
