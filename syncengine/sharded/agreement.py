@@ -17,16 +17,21 @@ _DIGEST = 24
 
 
 def agree(
-    communicator: Communicator, what: str, facts: bytes, describe: Callable[[], Sequence[str]], error: str, advice: str
+    communicator: Communicator,
+    what: str,
+    facts: bytes,
+    describe: Callable[[], Sequence[str]],
+    error: str,
+    advise: Callable[[], str],
 ) -> None:
     """Returns on all ranks if ``facts`` are the same on all and none has an ``error``. Else all raise. Collective.
 
     ``InvalidUsage`` with its own error on a rank that has one, ``Aborted`` with it on the others; ``Mismatch`` with the
-    first line of ``describe`` that differs. The communicator can still be used.
+    first line of ``describe`` that differs, and what ``advise`` says. The communicator can still be used.
     """
     own = hashlib.sha256(facts).digest()[:_DIGEST] + bytes([bool(error)])
     everyone = gather_bytes(communicator, own, len(own))
-    if all(other == own for other in everyone) and not error:
+    if everyone.count(own) == len(everyone) and not error:
         return
     failed = [rank for rank, other in enumerate(everyone) if other[_DIGEST]]
     if failed:
@@ -35,8 +40,8 @@ def agree(
         if error:
             raise InvalidUsage(me + error)
         raise Aborted(texts[failed[0]].rstrip(b"\0").decode(errors="ignore"))
-    check_same_on_all_ranks(communicator, what, describe(), advice)
-    raise Mismatch(f"{what} between ranks. {advice}")
+    check_same_on_all_ranks(communicator, what, describe(), advise())
+    raise Mismatch(f"{what} between ranks. {advise()}")
 
 
 def gather_texts(communicator: Communicator, text: str) -> list[str]:

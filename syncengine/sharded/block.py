@@ -16,7 +16,7 @@ from syncengine.sharded.cut import Size, cut_elements, deal_whole
 from syncengine.sharded.memory import Host
 from syncengine.sharded.shard import Member, Shard
 from syncengine.sharded.state import SharedState
-from syncengine.sharded.weights import Named, SharedWeights, checksum
+from syncengine.sharded.weights import Named, SharedWeights
 
 
 class Block:
@@ -45,7 +45,7 @@ class Block:
         except InvalidUsage as failure:
             error = str(failure)
         try:
-            agree(host.communicator, "", b"", lambda: [], error, "")
+            agree(host.communicator, "", b"", list, error, str)
         except SyncError:
             self.weights.unload()
             memories.remove(self.weights.memory)
@@ -55,7 +55,6 @@ class Block:
         if any(state.get(member.parameter) for member in members):
             self.load_state()
         self.claims: list[Claim] = [claim(one.parameter, one.name, self.weights) for one in named]
-        self._sums: list[int] = []
 
     def load_state(self) -> None:
         """As of ``SharedState``; an error is kept for all ranks to hear of, as perhaps only some have it."""
@@ -111,25 +110,6 @@ class Block:
         """Whether this rank has something to update."""
         gradients = self.gradients()
         return any(gradients[piece.index] for piece in self.shard.pieces)
-
-    def take_sums(self) -> None:
-        """Of the weights that this rank updates."""
-        self._sums = [checksum(piece.tensor) for piece in self.shard.pieces]
-
-    def wrong_sum(self) -> str:
-        """Says which parameter has other bytes than when their sums were taken; or an empty text."""
-        for piece, before in zip(self.shard.pieces, self._sums, strict=False):
-            if checksum(piece.tensor) != before:
-                name = self.weights.named[piece.index].name
-                return (
-                    f"parameter {name} was written to since the last step, by means that torch does not see (.data, "
-                    "numpy), on some rank: the weights are void. Continue from a checkpoint"
-                )
-        return ""
-
-    def forget_sums(self) -> None:
-        """They were written to, and may be."""
-        self._sums = []
 
 
 def part(memories: Sequence[CommonMemory], claims: Sequence[Claim], torn: str = "") -> bool:

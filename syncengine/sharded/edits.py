@@ -43,7 +43,7 @@ class WatchedState:
 
     def note(self, state: State) -> None:
         """It is as it should be."""
-        if not self._stale and not any(block.state.has_numbers for block in self._blocks):
+        if not self._stale and not any(block.state.numbers for block in self._blocks):
             self._tensors.note()
             return
         self.forget()

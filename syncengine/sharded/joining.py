@@ -17,7 +17,7 @@ from syncengine.parallel import Parallel
 from syncengine.parallel.rounds import Intent, Round, tell
 from syncengine.sharded.agreement import gather_texts
 from syncengine.sharded.membership import Groups
-from syncengine.sharded.shard import NOT_OPTIONS, members_of, plain_data, take_option
+from syncengine.sharded.shard import NOT_OPTIONS, NOT_SCALED, Scaling, members_of, plain_data, take_option
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.state import State
 
@@ -37,15 +37,16 @@ def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_
     return None
 
 
-def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | None) -> None:
+def catch_up(sharing: Sharing, groups: Groups, state: State, scaling: Scaling, current: Round | None) -> Scaling:
     """Shares parameters that were frozen; sends gradients and options to the ranks that have joined. Collective.
 
-    Those are the first rank's that trains. ``current`` is what ``announce_step`` returned.
+    Those are the first rank's that trains, and so is the ``scaling``, which is returned. ``current`` is what
+    ``announce_step`` returned.
     """
     late = sharing.members.late(groups)
     if current is None or sharing.host is None or len(current.training) == len(current.intents):
         sharing.share(late, groups, state)
-        return
+        return scaling
     communicator = sharing.host.communicator
     source, trains = current.training[0], communicator.rank in current.training
     members = members_of(groups)
@@ -55,6 +56,7 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | No
         "options": options,
         "late": [place for place, member in enumerate(members) if id(member.parameter) in late_ones],
         "has": [member.parameter.grad is not None for member in members],
+        "scaling": scaling.numbers(),
     }
     told = json.loads(gather_texts(communicator, json.dumps(sent) if trains else "")[source])
     sharing.share(late if trains else [members[place] for place in told["late"]], groups, state)
@@ -70,10 +72,13 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | No
                 parameter.grad = same if grad is None else same.copy_(grad)
             assert parameter.grad is not None
             communicator.broadcast(parameter.grad.detach(), source)
-    if not trains:
-        for group, theirs in zip(groups, told["options"], strict=True):
-            for key, value in theirs.items():
-                take_option(group, key, value)
+    if trains:
+        return scaling
+    for group, theirs in zip(groups, told["options"], strict=True):
+        for key, value in theirs.items():
+            take_option(group, key, value)
+    numbers = {name: None if value is None else torch.tensor(value) for name, value in told["scaling"].items()}
+    return Scaling(**numbers) if any(value is not None for value in numbers.values()) else NOT_SCALED
 
 
 class StepHook(JoinHook):

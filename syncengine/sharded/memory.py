@@ -68,7 +68,7 @@ def create_common(host: Host, what: str, layouts: Sequence[Layout]) -> tuple[Com
         offer = MemoryExchange(size if host.rank == 0 else 0)
     except InvalidUsage as problem:
         error = f"{what}: {problem}"
-    agree(host.communicator, what, b"", lambda: [], error, "")
+    agree(host.communicator, what, b"", list, error, str)
     assert offer is not None
     addresses = gather_texts(host.communicator, offer.address().decode())
     here = [address.encode() if rank in host.members else b"" for rank, address in enumerate(addresses)]

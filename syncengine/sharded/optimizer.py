@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.parallel import Parallel
+from syncengine.parallel.compiled import not_compiled
 from syncengine.parallel.groups import Group
 from syncengine.parallel.rounds import Round, notify_torch_join
 from syncengine.parallel.watchers import forward_watchers, models, take_part
@@ -23,7 +24,7 @@ from syncengine.sharded.claims import any_torn, check_not_torn
 from syncengine.sharded.cut import Slice
 from syncengine.sharded.joining import StepHook, announce_step, catch_up
 from syncengine.sharded.kinds import coupling, is_elementwise, own_options
-from syncengine.sharded.shard import Member, Shard, options_of
+from syncengine.sharded.shard import NOT_SCALED, Member, Scaling, Shard, options_of
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.writing import write_together
 from syncengine.sharded.zero import check_arguments
@@ -47,7 +48,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     others (clipping by a norm of all gradients, Prodigy). Either is your promise, which is not checked before the first
     update: where ``step()`` leaves other numbers in the groups on different ranks, the next one raises ``Mismatch``,
     and the weights are void.
-    ``checksum``: each step looks for writes to the weights that torch does not see, as by numpy. It reads them twice.
     The others are those of torch's ``ZeroRedundancyOptimizer``: ``process_group`` must have the model's ranks, which
     are what counts; ``parameters_as_bucket_view`` changes nothing, as parameters lie in shared memory either way.
 
@@ -65,13 +65,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         params: Iterable[Any],
         optimizer_class: type[torch.optim.Optimizer],
         elements: bool | None = None,
-        checksum: bool = False,
         process_group: Group | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         **defaults: Any,
     ) -> None:
-        check_arguments(process_group, parameters_as_bucket_view, overlap_with_ddp, elements, checksum)
+        if "checksum" in defaults:
+            raise InvalidUsage("ShardedOptimizer: checksum= is gone; what wrote unseen was seldom found: leave it out")
+        check_arguments(process_group, parameters_as_bucket_view, overlap_with_ddp, elements)
         cuts = is_elementwise(optimizer_class, elements)
         if defaults.get("differentiable"):
             raise InvalidUsage("ShardedOptimizer: differentiable=True can't be sharded")
@@ -84,7 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if len(given) != len(plain.param_groups):  # it makes its own groups
             given = [options_of(group) for group in plain.param_groups]
         self._make_shard = functools.partial(Shard, optimizer_class, defaults, given)
-        self._sharing = Sharing(self._make_shard, self._coupling, cuts, checksum, process_group)
+        self._sharing = Sharing(self._make_shard, self._coupling, cuts, process_group)
         self._private: Shard | None = None  # of what is not shared
         self._private_members: list[Member] = []
         torch.optim.Optimizer.__init__(self, plain.param_groups, plain.defaults)
@@ -112,6 +113,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     # --- Step
 
+    @not_compiled
+    @torch.optim.Optimizer.profile_hook_step  # which torch would do around not_compiled
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the weights, on all ranks at once; ``closure`` is evaluated once, before.
@@ -128,19 +131,30 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         host = self._sharing.host
         notify_torch_join(self, host.communicator if host is not None else None)
         current = announce_step(self._sharing, self._number, self._join_config.enable)
-        catch_up(self._sharing, self.param_groups, self.state, current)
+        scaling = catch_up(self._sharing, self.param_groups, self.state, self._scaling(), current)
         private, steps = self._sharing.members.unshared(self.param_groups), self._sharing.steps
         try:
             try:
-                self._sharing.update(self.param_groups, self.state)
+                self._sharing.update(self.param_groups, self.state, scaling)
             except BaseException:
                 if self._sharing.steps > steps:  # the failure came after it
-                    self._update_private(private)
+                    self._update_private(private, scaling)
                 raise
-            self._update_private(private)
+            self._update_private(private, scaling)
         finally:
             self._write_back()
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler asks: whether the kernels scale back by themselves, which has other roundings."""
+        return getattr(self._plain, "_step_supports_amp_scaling", False)
+
+    def _scaling(self) -> Scaling:
+        """What it has told this optimizer for this step."""
+        given = vars(self)
+        scale, found_inf = given.get("grad_scale"), given.get("found_inf")
+        return NOT_SCALED if scale is found_inf is None else Scaling(scale, found_inf)
 
     def _write_back(self) -> None:
         private = [] if self._private is None else [self._private]
@@ -158,8 +172,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """A step of the others, on a rank that has no batch. Its gradients are what they were."""
         before = [(parameter, parameter.grad) for group in self.param_groups for parameter in group["params"]]
         try:
-            catch_up(self._sharing, self.param_groups, self.state, current)
-            self._sharing.update(self.param_groups, self.state)
+            scaling = catch_up(self._sharing, self.param_groups, self.state, NOT_SCALED, current)
+            self._sharing.update(self.param_groups, self.state, scaling)
         finally:
             self._write_back()
             for parameter, grad in before:
@@ -193,7 +207,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if model in self._sharing.models:
             self._number(model)
 
-    def _update_private(self, members: list[Member]) -> None:
+    def _update_private(self, members: list[Member], scaling: Scaling) -> None:
         if not members:
             return
         if self._private is None or members is not self._private_members:
@@ -205,7 +219,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 if state:  # perhaps the very tensors that were loaded
                     own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
                     self.state[piece.parameter] = own
-        self._private.update(self.param_groups, self.state)
+        self._private.update(self.param_groups, scaling, self.state)
 
     def _on_forward(self, model: Parallel) -> None:
         sharing = self._sharing
@@ -276,6 +290,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if self._sharing.over is None:
             self._sharing.end(InvalidUsage("this ShardedOptimizer was released"))
         _optimizers.pop(self._made, None)
+
+
+ShardedOptimizer.step.hooked = True  # type: ignore[attr-defined] # by the decorator
 
 
 def _watch_forward(model: Parallel) -> None:

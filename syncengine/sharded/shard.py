@@ -15,6 +15,27 @@ from syncengine.sharded.memory import flat
 NOT_OPTIONS = ("params", "param_names")
 
 
+class Scaling(NamedTuple):
+    """What a GradScaler tells an optimizer that scales gradients back by itself, as torch's fused ones do.
+
+    It sets attributes of these names for the time of a step: 0-dimensional tensors, or None.
+    """
+
+    grad_scale: Any = None  # gradients are still this many times too large
+    found_inf: Any = None  # above 0: some gradient is not finite, so nothing is to be written
+
+    def numbers(self) -> dict[str, float | None]:
+        """The same as numbers."""
+        return {name: None if value is None else float(value) for name, value in self._asdict().items()}
+
+    def skips(self) -> bool:
+        """Whether nothing is to be written."""
+        return self.found_inf is not None and bool(self.found_inf > 0)
+
+
+NOT_SCALED = Scaling()
+
+
 class Member(NamedTuple):
     """A parameter of the sharded optimizer."""
 
@@ -68,6 +89,8 @@ class Shard:
         is_common: bool,
     ) -> None:
         self.kind = optimizer_class.__name__
+        self._is_torchs = optimizer_class.__module__.startswith("torch.optim.")
+        self._is_common = is_common
         self.members = list(members)
         self.pieces = [Piece(s.parameter, members[s.parameter].parameter, s, is_common) for s in slices]
         self._slices = WeightSlices([(p.parameter, p.tensor, p.begin) for p in self.pieces] if is_common else [])
@@ -90,27 +113,56 @@ class Shard:
         # Without torch's hooks around step(): those are the sharded optimizer's.
         self._step = getattr(optimizer_class.step, "__wrapped__", optimizer_class.step)
 
-    def update(self, groups: Sequence[dict[str, Any]], state: Any = None) -> None:
+    def update(self, groups: Sequence[dict[str, Any]], scaling: Scaling = NOT_SCALED, state: Any = None) -> bytes:
         """One step of the optimizer on this rank's pieces, with the options of ``groups``.
 
-        ``state``: the sharded optimizer's own, where the parameters are not common.
+        ``state``: the sharded optimizer's own, where the parameters are not common. Returns of each member whether it
+        was written to here. The versions of what fused kernels write stay: there each that has a gradient counts.
         """
         if state is not None:
             self._optimizer.state = state
         self._options = [options_of(group) for group in groups]
         for ours, theirs in zip(self._optimizer.param_groups, self._options, strict=False):
             ours.update(theirs)
+        versions = [piece.tensor._version for piece in self.pieces]
+        optimizer: Any = self._optimizer
         self._slices.take_gradients()
         try:
-            self._step(self._optimizer)
+            if scaling is not NOT_SCALED:
+                optimizer.grad_scale, optimizer.found_inf = scaling
+            self._step(optimizer)
         finally:
             self._slices.drop_gradients()
+            if scaling is not NOT_SCALED:
+                del optimizer.grad_scale, optimizer.found_inf
+        skips = scaling.skips()
+        if scaling.grad_scale is not None and not skips and self._is_torchs and self._is_common:
+            self._scale_back(scaling.grad_scale)
+        fused = [bool(group.get("fused")) and not skips for group in groups]
+        written = bytearray(len(self.members))
+        for piece, version in zip(self.pieces, versions, strict=True):
+            parameter, group = self.members[piece.index]
+            written[piece.index] = piece.tensor._version != version or (fused[group] and parameter.grad is not None)
+        return bytes(written)
+
+    def _scale_back(self, scale: torch.Tensor) -> None:
+        """Gradients of what other ranks update, as torch's kernels scale back those of what they update."""
+        pieces = {piece.index: piece for piece in self.pieces}
+        for index, (parameter, _) in enumerate(self.members):
+            if parameter.grad is None:
+                continue
+            grad, piece = parameter.grad.detach(), pieces.get(index)
+            if piece is None or (not piece.is_whole and grad.stride() != parameter.stride()):  # had a copy, then
+                grad.div_(scale)
+            elif not piece.is_whole:
+                flat(grad)[: piece.begin].div_(scale)
+                flat(grad)[piece.end :].div_(scale)
 
     @property
     def shows_writes(self) -> bool:
         """Whether versions show what its optimizer writes: torch's own classes, but for their fused kernels."""
         fused = any(group.get("fused") for group in self._optimizer.param_groups)
-        return type(self._optimizer).__module__.startswith("torch.optim.") and not fused
+        return self._is_torchs and not fused
 
     def follow(self) -> None:
         """The common parameters lie where they belong; their pieces may have been elsewhere with them."""

@@ -6,7 +6,6 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from functools import reduce
 
 import torch
 
@@ -21,11 +20,11 @@ from syncengine.sharded.edits import WatchedState
 from syncengine.sharded.membership import Groups, Membership
 from syncengine.sharded.memory import Host
 from syncengine.sharded.movable import why_not_shared
-from syncengine.sharded.shard import Member, Shard, describe_options
+from syncengine.sharded.shard import NOT_SCALED, Member, Scaling, Shard
 from syncengine.sharded.state import State
-from syncengine.sharded.update import Part, torn_text, update_together
+from syncengine.sharded.update import Update, torn_text
 from syncengine.sharded.weights import Named
-from syncengine.sharded.wording import SAME, advise, describe_shared, describe_update, why_not_averages
+from syncengine.sharded.wording import SAME, describe_shared, why_not_averages
 from syncengine.sharded.zero import other_ranks
 
 
@@ -33,7 +32,7 @@ class Sharing:
     """Blocks of weights in shared memory. ``groups`` and ``state``, in its methods, are the optimizer's own.
 
     ``make_shard`` is ``Shard``, for the class of optimizers that the user has chosen; ``coupling`` says why the options
-    of groups can't be; ``cuts``, ``sums`` and ``group`` as the arguments ``elements``, ``checksum``, ``process_group``.
+    of groups can't be; ``cuts`` and ``group`` are as the arguments ``elements`` and ``process_group``.
     """
 
     def __init__(
@@ -41,10 +40,9 @@ class Sharing:
         make_shard: Callable[..., Shard],
         coupling: Callable[[Groups], str],
         cuts: bool,
-        sums: bool,
         group: Group | None,
     ) -> None:
-        self._make_shard, self._coupling, self._cuts, self._sums, self._group = make_shard, coupling, cuts, sums, group
+        self._make_shard, self._coupling, self._cuts, self._group = make_shard, coupling, cuts, group
         self.host: Host | None = None  # of the first model's communicator, which all that ranks do together here uses
         self.blocks: list[Block] = []
         # Whose parameters it updates, numbered in the order of their binding, which all ranks have in common.
@@ -53,7 +51,7 @@ class Sharing:
         self._known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # that it has looked at
         self.members = Membership(self.blocks)
         self.loaded = False  # a state, or a part of it, since the last update
-        self._watched = WatchedState(self.blocks)
+        self.watched = WatchedState(self.blocks)
         self.writes = False  # this rank, in writing()
         self.over: SyncError | None = None  # why there can't be another update
         self.memories: list[CommonMemory] = []  # of all blocks, as the next
@@ -114,7 +112,7 @@ class Sharing:
         what = "what ShardedOptimizer is to share differs"
         modules = [model.module for model in self.models]
         problem = other_ranks(self._group, communicator) or why_not_shared(named, modules) or self._look_at_state(state)
-        agree(communicator, what, "\n".join(lines).encode(), lambda: lines, problem, SAME)
+        agree(communicator, what, "\n".join(lines).encode(), lambda: lines, problem, lambda: SAME)
         block = Block(self.host, self._make_shard, self._cuts, groups, members, named, state, self.memories)
         self.blocks.append(block)
         self.members.look_again()
@@ -123,9 +121,9 @@ class Sharing:
         communicator.all_reduce(flag, "max")
         if flag.item():
             block.state.share(block.problem)
-        self._watched.expect_more()
+        self.watched.expect_more()
         if not self.loaded:
-            self._watched.note(state)
+            self.watched.note(state)
         for model in self.models:
             guard(model)
 
@@ -136,28 +134,18 @@ class Sharing:
         """How many of the user's are complete."""
         return self._updates - self._writings
 
-    def update(self, groups: Groups, state: State) -> None:
-        """Collective: one step of the optimizer, on all ranks or on none."""
+    def update(self, groups: Groups, state: State, scaling: Scaling) -> None:
+        """Collective: one step of the optimizer, on all ranks or on none. ``scaling``: as a GradScaler has told it."""
         if not self.blocks or self.host is None:
             return
-        number = self._updates + 1
-        memory = self.blocks[0].weights.memory
+        update = self.next_update(groups, state, scaling)
         try:
-            refused = update_together(
-                self.host,
-                memory,
-                number,
-                self._step(number),
-                lambda: self._prepare(groups, state),
-                lambda: self._write(groups),
-                lambda: any(block.has_work() for block in self.blocks),
-                self._share_state,
-            )
+            refused = update.make(self._problem(groups) or self._look_at_state(state))
         except BaseException as error:
             failure = self.host.communicator.exception()
             if isinstance(failure, SyncError):
-                if not memory.torn and min(memory.completed(self.host.size)) >= number:
-                    self._complete(number)  # what has failed came after it
+                if update.is_complete():
+                    self._complete(update)  # what has failed came after it
                 self.end(error if isinstance(error, SyncError) else failure)
             raise
         if refused is not None:
@@ -166,64 +154,24 @@ class Sharing:
                 raise refused
             finally:
                 del refused  # it holds this frame
-        self._complete(number)
-        self._watched.note(state)
+        self._complete(update)
+        self.watched.note(state)
 
-    def _complete(self, number: int) -> None:
-        self._updates = number
-        for block in self.blocks:
-            block.weights.note_update()
-            block.state.read_numbers()
+    def next_update(self, groups: Groups, state: State | None = None, scaling: Scaling = NOT_SCALED) -> Update:
+        """That, which may be a writing()."""
+        return Update(self, self._updates + 1, groups, state, scaling)
 
-    def decide_to_write(self, proceeds: bool) -> bool:
-        """The decision on a writing(), which holds for all of this host: ``proceeds``, if nobody was first."""
-        return bool(self.blocks) and self.blocks[0].weights.memory.decide(self._updates + 1, proceeds)
+    def _complete(self, update: Update) -> None:
+        self._updates += 1
+        for block, written in zip(self.blocks, update.written, strict=True):
+            block.weights.note_update(written)
+            if block.state.numbers:
+                block.state.read_numbers()
 
     def note_writing(self) -> None:
         """It is over."""
         self._updates += 1
         self._writings += 1
-
-    def _prepare(self, groups: Groups, state: State) -> None:
-        problem = self._problem(groups) or self._look_at_state(state)
-        self.agree("what ShardedOptimizer.step() is to do differs", groups, problem)
-        for block in self.blocks:
-            if block.weights.loaded:
-                block.weights.give()
-        if self.loaded:
-            self._watched.forget()
-            for block in self.blocks:
-                block.load_state()
-            for block in self.blocks:
-                block.state.give(block.problem)
-
-    def _take_loaded(self) -> None:
-        """What ``_prepare`` has brought into common memory. Not there, as it may fail when others begin the update."""
-        for block in self.blocks:
-            block.take_loaded()
-            if self.loaded:
-                block.state.take()
-        if self.loaded:
-            self._watched.expect_more()
-            self._watched.note(self.blocks[0].state.whole)  # the optimizer may refuse to step yet
-        self.loaded = False
-
-    def _write(self, groups: Groups) -> Part:
-        self._take_loaded()
-        for block in self.blocks:
-            block.state.note()
-        news = False
-        for block in self.blocks:
-            try:
-                block.shard.update(groups)
-            except Exception as error:
-                if all(each.shard.shows_writes and each.state.is_as_noted() for each in self.blocks):
-                    return Part(news=False, error=error)
-                raise
-            news |= block.has_news()
-            if self._sums:
-                block.take_sums()
-        return Part(news)
 
     def _look_at_state(self, state: State) -> str:
         """Follows what the user has put into it, which is loaded then; says what was done to it that can't be."""
@@ -231,44 +179,18 @@ class Sharing:
             block.state.whole = state
         if self.loaded:
             return ""
-        if problem := self._watched.written():
+        if problem := self.watched.written():
             return problem
-        if self._watched.replaced(state):
-            problem = self._watched.unusable(state)
+        if self.watched.replaced(state):
+            problem = self.watched.unusable(state)
             self.loaded = not problem
         return problem
 
-    def _step(self, number: int) -> int:
-        """Which of the user's steps this update is."""
+    def step_of(self, number: int) -> int:
+        """Which of the user's steps update ``number`` is."""
         return number - self._writings
 
-    def _share_state(self) -> None:
-        self._watched.expect_more()
-        for block in self.blocks:
-            block.state.share(block.problem)
-
-    # --- What ranks must have in common for it
-
-    def agree(self, what: str, groups: Groups, problem: str) -> None:
-        """Raises on all ranks if one has a ``problem``, or they are about to make different updates. Collective."""
-        assert self.host is not None
-        options = describe_options(groups)
-        if self.loaded:
-            digest = reduce(lambda start, block: block.state.digest(start), self.blocks, 0)
-            options.append(f"loaded a state dict of the optimizer, or replaced its state: yes, CRC-32 {digest:08x}")
-        else:
-            options.append("loaded a state dict of the optimizer, or replaced its state: no")
-        marks = [block.gradients() + bytes([block.weights.loaded]) for block in self.blocks]
-        facts = b"|".join([str(self._updates).encode(), "\n".join(options).encode(), *marks])
-        step = self._step(self._updates + 1)
-        agree(
-            self.host.communicator,
-            what,
-            facts,
-            lambda: list(describe_update(step, options, self.blocks)),
-            problem,
-            advise(self.blocks),
-        )
+    # --- What this rank may have done, and must not
 
     def written(self) -> str:
         """Which parameter this rank has written to outside of an update, and must not; or an empty text."""
@@ -281,7 +203,7 @@ class Sharing:
         if problem := self.members.edited(groups) or self.written() or self._coupling(groups):
             return problem
         for block in self.blocks:
-            if problem := block.wrong_sum() or block.sparse_gradient():
+            if problem := block.sparse_gradient():
                 return problem
         return why_not_averages(self.models)
 
@@ -322,11 +244,11 @@ class Sharing:
         torn = self.blocks[0].weights.memory.torn if self.blocks else 0
         torn = torn if torn > self._updates else 0  # else another rank can't know that it is complete
         if torn and not isinstance(error, TornWeights):
-            error = TornWeights(torn_text(self._step(torn), str(error)))
+            error = TornWeights(torn_text(self.step_of(torn), str(error)))
         self.over = type(error)(str(error))
         if part(self.memories, self.claims, str(error) if torn else ""):
             self.blocks.clear()  # what may hold this would keep another one from sharing these weights
-            self._watched.forget()
+            self.watched.forget()
         else:
             warnings.warn(
                 "there is not enough memory for private copies of the weights and state that ShardedOptimizer has "

@@ -46,18 +46,13 @@ class SharedState:
         self._shard = shard
         self.whole = whole
         self._entries: dict[tuple[int, str], Entry] = {}
-        self._numbers: list[tuple[int, str]] = []  # of these, what are no tensors
+        self.numbers: list[tuple[int, str]] = []  # of these, what are no tensors
         self._installed: list[dict[str, Any]] = [{} for _ in shard.pieces]  # what this rank's pieces should have
         self._before: WatchedWeights | None = None  # of this rank's pieces and their state
         self._memories = memories
         self._own: list[CommonMemory] = []
         self._room = Room(shard.members)
         self.is_made_in_steps = not any(map(shard.state_of, shard.pieces))  # as by most; else at first
-
-    @property
-    def has_numbers(self) -> bool:
-        """Whether some of it are no tensors."""
-        return bool(self._numbers)
 
     def keys(self) -> list[list[str]]:
         """Of the entries of each parameter."""
@@ -105,24 +100,30 @@ class SharedState:
                 if key not in installed:
                     news = True
                 elif value is not installed[key]:
-                    state[key] = installed[key] = self._follow(piece, key, value, installed[key])
+                    if (followed := self._follow(piece, key, value, installed[key])) is None:
+                        del installed[key]  # it has another kind now, as a buffer that was None
+                        news = True
+                    else:
+                        state[key] = installed[key] = followed
             if len(state) < len(installed):
                 gone = next(key for key in installed if key not in state)
                 raise InvalidUsage(f"the optimizer has removed {gone!r} from its state: that can't be sharded")
         return news
 
     def _follow(self, piece: Piece, key: str, value: Any, installed: Any) -> Any:
-        """The optimizer has put another value in the place of ``installed``."""
-        if isinstance(value, torch.Tensor) and isinstance(installed, torch.Tensor):
-            if value.shape != installed.shape or value.dtype != installed.dtype:
-                raise InvalidUsage(f"the optimizer has replaced {key!r} in its state by one of another shape or dtype")
-            return installed.copy_(value)
+        """The optimizer has put ``value`` in the place of ``installed``: the common memory gets it, if it has room.
+
+        Returns what the optimizer is to go on with; None if it needs other memory.
+        """
         entry = self._entries[piece.index, key]
-        if type(value).__name__ != entry.kind:
-            raise InvalidUsage(f"the optimizer has replaced {key!r} in its state by {value!r}")
-        if entry.owner == self._host.rank:
-            entry.common.fill_(value)
-        return value
+        if isinstance(value, torch.Tensor):
+            if isinstance(installed, torch.Tensor) and _is_like(value, installed):
+                return installed.copy_(value)
+        elif type(value).__name__ == entry.kind:
+            if entry.owner == self._host.rank:
+                entry.common.fill_(value)
+            return value
+        return None
 
     def share(self, error: str = "") -> None:
         """Moves what is new into common memory. Collective over all hosts: raises ``InvalidUsage`` on all of them.
@@ -153,7 +154,7 @@ class SharedState:
         tensors = self._tensors({place: layout for place, (_, layout, _) in entries.items()})
         for place, (kind, _, owner) in entries.items():
             self._entries[place] = Entry(kind, tensors[place], owner)
-        self._numbers = [place for place, entry in self._entries.items() if entry.kind in _NUMBERS]
+        self.numbers = [place for place, entry in self._entries.items() if entry.kind in _NUMBERS]
         self._move()
         self._host.communicator.barrier()
 
@@ -230,13 +231,13 @@ class SharedState:
 
     def read_numbers(self) -> None:
         """Brings the numbers of parameters that other ranks update. After an update."""
-        self._show(self._numbers)
+        self._show(self.numbers)
 
     def load(self) -> None:
         """Gives this rank's pieces their part of ``whole``, which somebody has filled; to be shared then."""
         self._before = None
         self._entries.clear()
-        self._numbers.clear()
+        self.numbers.clear()
         for memory in self._own:
             self._memories.remove(memory)
         self._own.clear()
@@ -281,6 +282,10 @@ def _describe(piece: Piece, key: str, value: Any) -> tuple[str, Layout]:
         parameter = piece.parameter
         return "elements", Layout(tuple(parameter.shape), tuple(parameter.stride()), value.dtype)
     raise InvalidUsage(_not_elementwise(key, value))
+
+
+def _is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.layout is other.layout
 
 
 def _not_elementwise(key: str, value: torch.Tensor) -> str:

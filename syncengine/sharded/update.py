@@ -1,4 +1,4 @@
-"""How all ranks make one update, or none does: agree, decide, write, and see whether all have.
+"""One update of what the ranks of a host have in common, made by all ranks or by none: agree, decide, write, confirm.
 
 All ranks agree first. A failure may reach some of them then and not others: so the first rank that knows either way
 writes a decision into shared memory, which holds for all of the host. Each rank then writes its slices, and says so
@@ -11,148 +11,257 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from syncengine._C import CommonMemory, fault_point
+from syncengine._C import fault_point
 from syncengine.errors import Aborted, SyncError, Timeout, TornWeights
-from syncengine.sharded.agreement import gather_texts
+from syncengine.sharded.agreement import agree, gather_texts
+from syncengine.sharded.block import Block
+from syncengine.sharded.edits import WatchedState
+from syncengine.sharded.membership import Groups
 from syncengine.sharded.memory import Host
+from syncengine.sharded.shard import NOT_SCALED, Scaling, describe_options
+from syncengine.sharded.state import State
+from syncengine.sharded.wording import advise, describe_update
 
 _MOMENT = 1.0  # seconds
 
 
-class Part(NamedTuple):
-    """What became of this rank's part of an update."""
+class Parties(Protocol):
+    """Whose update it is."""
 
-    news: bool  # it has something to share
-    error: Exception | None = None  # which came before anything was written
+    host: Host | None
+    blocks: list[Block]
+    watched: WatchedState
+    loaded: bool  # a state, or a part of it, since the last update
+
+    def step_of(self, number: int) -> int:
+        """Which of the user's steps update ``number`` is."""
 
 
-def update_together(
-    host: Host,
-    memory: CommonMemory,
-    number: int,
-    step: int,
-    prepare: Callable[[], None],
-    write: Callable[[], Part],
-    has_work: Callable[[], bool],
-    share: Callable[[], None],
-) -> Exception | None:
-    """On all ranks, or on none: ``write()``; and where that has news on any, ``share()``, which is collective.
+class Update:
+    """Update ``number`` of ``parties``; or what ``writing()`` does in the place of one, by its first stages alone.
 
-    ``prepare()`` comes before, and is collective: if it raises on one rank, then on all. If a rank fails meanwhile,
-    raises ``TornWeights`` where what the ranks have in common is torn, else the error with which the communicator has
-    failed; all ranks are done then, or none has begun. Returns what this rank is to raise if ``write()`` had an error
-    on each rank that ``has_work()``: nothing is written then.
+    ``groups`` and ``state``: the optimizer's own. ``scaling``: what a GradScaler has told the optimizer.
     """
-    communicator = host.communicator
-    try:
-        prepare()
-        fault_point("agreed")
-        proceeds = memory.decide(number, True)
-    except BaseException as error:
-        if isinstance(error, SyncError) and communicator.exception() is None:
-            raise  # on all ranks
-        _end(host, error)
-        if memory.decide(number, False):
-            if not _is_done(_write(host, memory, number, step, write)):  # the others do
-                memory.tear(number)
-            _check_whole(host, memory, number, step, error)
-        raise
-    if not proceeds:
-        communicator.check_peers()
-        raise Aborted("another rank has given up this update")
-    part = _write(host, memory, number, step, write)
-    refused = None
-    try:
-        flags = torch.tensor([part.news, part.error is not None], dtype=torch.int64, device="cpu")
-        communicator.all_reduce(flags, "max")
-        news, has_error = flags.tolist()
-        if has_error:
-            refused = _refused(host, part, has_work)
-        if news:
-            share()
-    except _HalfWrittenError as error:  # on all ranks
-        memory.tear(number)
-        _end(host, part.error or error)
-        raise TornWeights(torn_text(step, str(error))) from part.error
-    except BaseException as error:
-        if isinstance(error, SyncError) and communicator.exception() is None:
-            raise  # on all ranks
-        _end(host, error)
-        if not _is_done(part):
-            memory.tear(number)
-        _check_whole(host, memory, number, step, part.error or error)
-        raise
-    if not _is_done(part):
-        memory.complete(host.rank, number)
-    return refused
 
+    def __init__(self, parties: Parties, number: int, groups: Groups, state: State | None, scaling: Scaling) -> None:
+        assert parties.host is not None
+        self._parties, self._host, self._blocks = parties, parties.host, parties.blocks
+        self._number, self._groups, self._state, self._scaling = number, groups, state, scaling
+        self._memory = parties.blocks[0].weights.memory
+        self._communicator = parties.host.communicator
+        self._is_done = False  # this rank's part
+        self._has_news = False  # state to share, which comes with it
+        self._error: Exception | None = None  # of the optimizer, before it has written anything
+        # Which parameters it writes to, as far as is known: by block.
+        self.written = [bytes(len(block.weights.parameters)) for block in parties.blocks]
 
-def _is_done(part: Part) -> bool:
-    return not part.news and part.error is None
+    def make(self, problem: str) -> Exception | None:
+        """On all ranks, or on none. ``problem``: why this rank can't.
 
+        Where a rank has failed meanwhile, raises ``TornWeights`` if the memory is torn, else the error with which the
+        communicator has failed; all ranks are done then, or none has begun. Returns what this rank is to raise where
+        the optimizer has refused the step on each rank that has work: nothing is written then.
+        """
+        try:
+            self._prepare(problem)
+            fault_point("agreed")
+            if not self.decide(True):
+                self._communicator.check_peers()
+                raise Aborted("another rank has given up this update")
+        except BaseException as error:
+            if self._is_everybodys(error):
+                raise
+            if self.decide(False):  # the others make it
+                self._write()
+                self._see_whether_whole(error)
+            raise
+        self._write()
+        try:
+            return self._confirm()
+        except BaseException as error:
+            if not self._is_everybodys(error):
+                self._see_whether_whole(self._error or error)
+            raise
 
-def _refused(host: Host, part: Part, has_work: Callable[[], bool]) -> Exception:
-    """What this rank is to raise, as nobody has written anything. Raises if somebody has. Collective."""
-    text = f"{host.name(host.rank)} raised {type(part.error).__name__}: {part.error}" if part.error else ""
-    own = {"error": text, "wrote": part.error is None and has_work()}
-    everyone = [json.loads(other) for other in gather_texts(host.communicator, json.dumps(own))]
-    first = next(each["error"] for each in everyone if each["error"])
-    if any(each["wrote"] for each in everyone):
-        raise _HalfWrittenError(first)
-    return part.error or Aborted(first)
+    # --- Its stages
 
+    def agree(self, what: str, problem: str) -> None:
+        """Raises on all ranks if one has a ``problem``, or they are about to make different updates. Collective."""
+        options = describe_options(self._groups)
+        loads = "loaded a state dict of the optimizer, or replaced its state: "
+        if self._parties.loaded:
+            digest = 0
+            for block in self._blocks:
+                digest = block.state.digest(digest)
+            options.append(f"{loads}yes, CRC-32 {digest:08x}")
+        else:
+            options.append(f"{loads}no")
+        if self._scaling is not NOT_SCALED:
+            options.append(f"told by a GradScaler: {self._scaling.numbers()}")
+        self.written = [block.weights.watched.gradients() for block in self._blocks]
+        marks = [bytes([block.weights.loaded]) for block in self._blocks]
+        facts = b"|".join([str(self._number).encode(), "\n".join(options).encode(), *marks, *self.written])
+        agree(self._communicator, what, facts, lambda: self._describe(options), problem, lambda: advise(self._blocks))
 
-class _HalfWrittenError(Exception):
-    pass
+    def _describe(self, options: Sequence[str]) -> list[str]:
+        return list(describe_update(self._parties.step_of(self._number), options, self._blocks))
 
+    def _prepare(self, problem: str) -> None:
+        """Agrees, and brings what was loaded into the common memory. Collective."""
+        self.agree("what ShardedOptimizer.step() is to do differs", problem)
+        for block in self._blocks:
+            if block.weights.loaded:
+                block.weights.give()
+        if self._parties.loaded:
+            self._parties.watched.forget()
+            for block in self._blocks:
+                block.load_state()
+            for block in self._blocks:
+                block.state.give(block.problem)
 
-def _write(host: Host, memory: CommonMemory, number: int, step: int, write: Callable[[], Part]) -> Part:
-    try:
-        fault_point("updating")
-        result = write()
-    except BaseException as error:
-        memory.tear(number)
-        _end(host, error)
-        if not isinstance(error, Exception):
-            raise  # Ctrl-C
-        raise TornWeights(torn_text(step, f"{host.name(host.rank)} raised {type(error).__name__}: {error}")) from error
-    if _is_done(result):
-        memory.complete(host.rank, number)
-    return result
+    def decide(self, proceeds: bool) -> bool:
+        """The decision, which holds for all of this host: ``proceeds``, if nobody was first to say otherwise."""
+        return self._memory.decide(self._number, proceeds)
 
-
-def _end(host: Host, error: BaseException) -> None:
-    """The communicator fails on all ranks, unless it has."""
-    host.communicator.abort(
-        f"{host.name(host.rank)} raised in ShardedOptimizer.step(): {type(error).__name__}: {error}"
-    )
-
-
-def _check_whole(host: Host, memory: CommonMemory, number: int, step: int, error: BaseException) -> None:
-    """Waits until all ranks of this host have made the update; raises ``TornWeights`` if one never will.
-
-    Unless ``error``, which has ended the communicator, is Ctrl-C: that comes first, and the memory says the rest.
-    """
-    patience = _MOMENT if isinstance(error, Timeout) else host.communicator.timeout  # they have been waited for
-    deadline = time.monotonic() + patience
-    while True:
-        dead = host.communicator.dead()  # first: what these have done is there by now
-        behind = [rank for rank, done in enumerate(memory.completed(host.size)) if done < number]
-        if not behind and not memory.torn:
-            return
-        lost = [rank for rank in behind if rank in dead]
-        if lost or memory.torn or time.monotonic() > deadline:
-            memory.tear(number)
+    def _write(self) -> None:
+        """This rank's part. Raises ``TornWeights``, unless it is Ctrl-C, if that fails when something was written."""
+        try:
+            fault_point("updating")
+            self._take_loaded()
+            self._step()
+        except BaseException as error:
+            self._memory.tear(self._number)
+            self._fail(error)
             if not isinstance(error, Exception):
+                raise  # Ctrl-C
+            raise TornWeights(self._torn_text(self._own(error))) from error
+        if not self._has_news and self._error is None:
+            self._complete()
+
+    def _take_loaded(self) -> None:
+        """Not as it is prepared: that may fail when others begin the update."""
+        parties = self._parties
+        for block in self._blocks:
+            if block.weights.loaded:
+                block.take_loaded()
+            if parties.loaded:
+                block.state.take()
+        if parties.loaded:
+            parties.watched.expect_more()
+            parties.watched.note(self._blocks[0].state.whole)  # the optimizer may refuse to step yet
+        parties.loaded = False
+
+    def _step(self) -> None:
+        for block in self._blocks:
+            block.state.note()
+        written = []
+        for block in self._blocks:
+            try:
+                written.append(block.shard.update(self._groups, self._scaling))
+            except Exception as error:
+                if all(each.shard.shows_writes and each.state.is_as_noted() for each in self._blocks):
+                    self._error, self._has_news = error, False
+                    return
+                raise
+            self._has_news |= block.has_news()
+        self.written = written
+
+    def _confirm(self) -> Exception | None:
+        """All ranks have written, or have refused. Shares new state. Collective."""
+        flags = torch.frombuffer(
+            bytearray([self._has_news, self._error is not None]) + b"".join(self.written), dtype=torch.uint8
+        )
+        self._communicator.all_reduce(flags, "max")
+        has_news, has_error, *written = flags.tolist()
+        refused = self._refused() if has_error else None
+        for place, block in enumerate(self._blocks):
+            count = len(self.written[place])
+            self.written[place], written = bytes(written[:count]), written[count:]
+            if has_news:
+                self._parties.watched.expect_more()
+                block.state.share(block.problem)
+        if not self._is_done:
+            self._complete()
+        return refused
+
+    def _refused(self) -> Exception:
+        """What this rank is to raise, as nobody has written anything. Raises ``TornWeights`` if somebody has."""
+        own = {
+            "error": self._own(self._error) if self._error else "",
+            "wrote": self._error is None and any(block.has_work() for block in self._blocks),
+        }
+        everyone = [json.loads(other) for other in gather_texts(self._communicator, json.dumps(own))]
+        first = next(each["error"] for each in everyone if each["error"])
+        if any(each["wrote"] for each in everyone):
+            self._memory.tear(self._number)
+            self._communicator.abort(f"in ShardedOptimizer.step(), {first}")
+            raise TornWeights(self._torn_text(first)) from self._error
+        return self._error or Aborted(first)
+
+    def _complete(self) -> None:
+        self._memory.complete(self._host.rank, self._number)
+        self._is_done = True
+
+    # --- Failures
+
+    def is_complete(self) -> bool:
+        """Whether all ranks of this host have made their parts."""
+        return not self._memory.torn and min(self._memory.completed(self._host.size)) >= self._number
+
+    def _is_everybodys(self, error: BaseException) -> bool:
+        """Whether ``error`` is raised on all ranks, or is settled; else the communicator fails on all of them."""
+        if isinstance(error, TornWeights) or (isinstance(error, SyncError) and self._communicator.exception() is None):
+            return True
+        self._fail(self._error or error)
+        return False
+
+    def _fail(self, error: BaseException) -> None:
+        """The communicator fails on all ranks, unless it has."""
+        me = self._host.name(self._host.rank)
+        self._communicator.abort(f"{me} raised in ShardedOptimizer.step(): {type(error).__name__}: {error}")
+
+    def _see_whether_whole(self, error: BaseException) -> None:
+        """Waits until all ranks of this host have made the update; raises ``TornWeights`` if one never will.
+
+        Unless ``error``, which has ended the communicator, is Ctrl-C: that comes first, and the memory says the rest.
+        """
+        if not self._is_done:
+            self._memory.tear(self._number)
+        patience = _MOMENT if isinstance(error, Timeout) else self._communicator.timeout  # they have been waited for
+        deadline = time.monotonic() + patience
+        while True:
+            dead = self._communicator.dead()  # first: what these have done is there by now
+            completed = self._memory.completed(self._host.size)
+            behind = [rank for rank, done in enumerate(completed) if done < self._number]
+            torn = self._memory.torn
+            if not behind and not torn:
                 return
-            names = ", ".join(host.name(rank) for rank in lost or behind)
-            raise TornWeights(torn_text(step, f"{names} did not complete its part of the update")) from error
-        time.sleep(0.001)
+            lost = [rank for rank in behind if rank in dead]
+            if lost or torn or time.monotonic() > deadline:
+                self._memory.tear(self._number)
+                if not isinstance(error, Exception):
+                    return
+                raise TornWeights(self._torn_text(self._who(lost or behind, error))) from error
+            time.sleep(0.001)
+
+    def _who(self, missing: Sequence[int], error: Exception) -> str:
+        """What has torn the weights, naming a rank: those that are ``missing``, as far as this rank is not one."""
+        if others := [self._host.name(rank) for rank in missing if rank != self._host.rank]:
+            return f"{', '.join(others)} did not complete its part of the update"
+        if isinstance(error, SyncError):  # it names who has failed, or was late: perhaps this rank, for the others
+            return f"{self._host.name(self._host.rank)} was told: {error}"
+        return self._own(error)
+
+    def _own(self, error: BaseException) -> str:
+        return f"{self._host.name(self._host.rank)} raised {type(error).__name__}: {error}"
+
+    def _torn_text(self, why: str) -> str:
+        return torn_text(self._parties.step_of(self._number), why)
 
 
 def torn_text(step: int, why: str) -> str:

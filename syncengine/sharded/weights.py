@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -68,7 +69,7 @@ class SharedWeights:
         ]
         communicator = self._host.communicator
         what = "a parameter of ShardedOptimizer differs"
-        agree(communicator, what, "\n".join(lines).encode(), lambda: lines, "", _LOOK)
+        agree(communicator, what, "\n".join(lines).encode(), lambda: lines, "", lambda: _LOOK)
         if self.memory not in self._memories:
             self._memories.append(self.memory)
         freed_memory = FreedMemory()
@@ -143,9 +144,16 @@ class SharedWeights:
         """They are as they should be."""
         self.watched.note()
 
-    def note_update(self) -> None:
-        """All ranks have updated them: graphs that hold them as they were must not be used any more."""
-        self.watched.note_update()
+    def note_update(self, written: bytes | None = None) -> None:
+        """All ranks have updated those that are ``written``, by their numbers, or all.
+
+        Graphs that hold them as they were must not be used any more.
+        """
+        if written is None or all(written):
+            self.watched.note_update()
+        elif any(written):
+            torch.autograd.graph.increment_version(itertools.compress(self.parameters, written))
+            self.watched.note()
 
     def written_by_this_rank(self) -> str:
         """Says which parameter was written to, or moved, by other code than an update; or an empty text."""

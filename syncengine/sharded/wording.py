@@ -46,8 +46,7 @@ def advise(blocks: Sequence[Block]) -> str:
 def why_not_averages(models: Iterable[Parallel]) -> str:
     """Why the gradients of one of them are none; or an empty text."""
     for model in models:
-        if not model._reduces or all(parameter.grad is None for parameter in model._module_parameters):
-            continue
-        if reason := model.reducer.not_averaged():
+        reason = model.reducer.not_averaged() if model._reduces else ""
+        if reason and any(parameter.grad is not None for parameter in model._module_parameters):
             return f"the gradients of {type(model.module).__name__} are not averages: {reason}"
     return ""

@@ -26,16 +26,17 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
     if host is None or not sharing.blocks:
         yield True
         return
+    update = sharing.next_update(groups)
     try:
-        sharing.agree("what is to be done before writing() differs", groups, sharing.written())
+        update.agree("what is to be done before writing() differs", sharing.written())
         for block in sharing.blocks:
             block.share_loaded()
         private = PrivateTensors(sharing.models, writes=host.communicator.rank == 0)
-        if host.communicator.rank == 0 and not sharing.decide_to_write(True):
+        if host.communicator.rank == 0 and not update.decide(True):
             host.communicator.check_peers()
             raise Aborted("another rank has given up this writing()")
     except SyncError as error:
-        if host.communicator.exception() is not None and sharing.decide_to_write(False):
+        if host.communicator.exception() is not None and update.decide(False):
             sharing.tear(error)
         raise
     begun = has_writer = host.members[0] == 0  # begun: writing to this host's memory, perhaps
@@ -57,7 +58,7 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
         if not isinstance(error, Exception):  # Ctrl-C, sys.exit(): it leaves the others alone
             host.communicator.abort(f"{host.name(host.rank)} left writing(): {type(error).__name__}")
         failed = host.communicator.exception() is not None
-        if failed and begun and sharing.blocks and (not has_writer or sharing.decide_to_write(False)):
+        if failed and begun and sharing.blocks and (not has_writer or update.decide(False)):
             sharing.tear(error)
         raise
     finally:
@@ -97,10 +98,9 @@ def _end_together(
         error = error or failure
     for block in sharing.blocks:
         problem = block.put_back(writes) or problem
-        block.forget_sums()
     text = f"{type(error).__name__}: {error}" if error else problem
     try:
-        agree(host.communicator, "", b"", lambda: [], text and f"in writing(): {text}", SAME)
+        agree(host.communicator, "", b"", list, text and f"in writing(): {text}", lambda: SAME)
     except SyncError as failure:
         if host.communicator.exception() is not None:
             raise

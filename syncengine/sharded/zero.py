@@ -11,16 +11,15 @@ from syncengine.errors import InvalidUsage
 from syncengine.parallel.groups import Group, check_group
 
 
-def check_arguments(process_group: Any, as_bucket_view: Any, overlaps: Any, elements: Any, checksum: Any) -> None:
+def check_arguments(process_group: Any, as_bucket_view: Any, overlaps: Any, elements: Any) -> None:
     """Raises ``InvalidUsage`` for what ``ShardedOptimizer`` does not do, and for values that mean nothing."""
     if not isinstance(elements, bool | None):
         raise InvalidUsage(
             f"ShardedOptimizer: elements={elements!r} is none of True, False and None (a group goes by its name, "
             "process_group=)"
         )
-    for name, value in (("checksum", checksum), ("parameters_as_bucket_view", as_bucket_view)):
-        if not isinstance(value, bool):
-            raise InvalidUsage(f"ShardedOptimizer: {name}={value!r} is neither True nor False")
+    if not isinstance(as_bucket_view, bool):
+        raise InvalidUsage(f"ShardedOptimizer: parameters_as_bucket_view={as_bucket_view!r} is neither True nor False")
     if overlaps:
         raise InvalidUsage(
             f"ShardedOptimizer: overlap_with_ddp={overlaps!r} would step within backward, by a communication hook: "

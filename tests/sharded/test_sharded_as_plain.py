@@ -1,0 +1,246 @@
+"""Steps that plain torch can make, in every bit and in what stays as it was: live graphs, scalers, None, compiling."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from pool import RankPool
+from sharded_training import batch, differences, different_weights, error_of, make, not_divided, plain, sharded, train
+from torch import nn
+
+import syncengine
+
+
+class Seldom(torch.optim.SGD):
+    """Writes in every second step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        group["count"] = group.get("count", 0) + 1
+        if group["count"] % 2:
+            super().step()
+
+
+def nothing(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+
+
+def a_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        return 1.0
+
+    assert optimizer.step(closure) == 1.0
+
+
+def a_scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    model(batch(5)).sum().mul(float("inf")).backward()
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def with_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(batch(5)).square().mean().backward()
+    optimizer.step()
+
+
+def live(idles: Callable[..., None], kind: type, options: dict[str, Any]) -> list[str]:
+    nets, texts = [make(), make()], []
+    for net, make_one in zip(nets, (sharded, plain), strict=True):
+        more = {"elements": True} if make_one is sharded and kind is Seldom else {}
+        model, optimizer = make_one(net, kind, **options, **more)
+        train(model, optimizer, 1)
+        optimizer.zero_grad()
+        with model.no_sync():
+            loss = model(batch(1)).square().mean()
+        idles(model, optimizer)
+        texts.append(error_of(loss.backward))
+        optimizer.zero_grad()
+        train(model, optimizer, 2)
+    return [*different_weights(*nets), *texts]
+
+
+@pytest.mark.parametrize(
+    ("idles", "kind", "options"),
+    [
+        (nothing, torch.optim.AdamW, {}),
+        (nothing, torch.optim.AdamW, {"fused": True}),
+        (a_closure, torch.optim.AdamW, {}),
+        (a_scaler, torch.optim.SGD, {"momentum": 0.9}),
+        (a_scaler, torch.optim.AdamW, {"fused": True}),
+        (with_gradients, Seldom, {}),
+    ],
+)
+def test_a_step_that_writes_nothing_leaves_graphs_alive(
+    pool: RankPool, idles: Callable[..., None], kind: type, options: dict[str, Any]
+):
+    assert pool.run(live, idles, kind, options, world=3) == [["", ""]] * 3
+
+
+def one_of_two_models() -> list[str]:
+    first, second = make(), make("odd")
+    models = [syncengine.Parallel(first), syncengine.Parallel(second)]
+    optimizer = syncengine.ShardedOptimizer([*first.parameters(), *second.parameters()], torch.optim.AdamW)
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        if step == 2:
+            losses.append(models[1](batch(step)).square().mean())
+        for model in models[: 2 if step < 2 else 1]:
+            model(batch(step)).square().mean().backward()
+        optimizer.step()
+    return [error_of(losses[0].backward), error_of(optimizer.step)]
+
+
+def test_the_graph_of_a_model_without_gradients_stays_alive(pool: RankPool):
+    assert pool.run(one_of_two_models) == [["", ""]] * 2
+
+
+SCALED = {
+    "SGD": {"momentum": 0.9},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adagrad": {},
+}
+
+
+def scaled(name: str, dtype: torch.dtype, elements: bool | None) -> list[str]:
+    """Bits of weights, state and, after the step, gradients, which fused kernels scale back."""
+    torch.set_num_threads(1)
+    options = {} if (name, dtype) == ("SGD", torch.bfloat16) else SCALED[name]  # with momentum it differs from itself
+    nets, states, gradients = [make("odd", dtype), make("odd", dtype)], [], []
+    for net, make_one in zip(nets, (sharded, plain), strict=True):
+        more = {"elements": elements} if make_one is sharded else {}
+        model, optimizer = make_one(net, getattr(torch.optim, name), fused=True, **options, **more)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1000.3, growth_interval=2)
+        seen = []
+        for step in range(6):
+            optimizer.zero_grad()
+            factor = float("inf") if step == 3 and syncengine.rank() == 1 else 1.0
+            scaler.scale(model(batch(step, dtype)).float().square().mean() * factor).backward()
+            if step == 4:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            seen += [p.grad.clone() for p in net.parameters()]
+        gradients.append(seen)
+        states.append(optimizer.state_dict())
+    wrong = different_weights(*nets) + differences(states[1], states[0])
+    same = [torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(*gradients, strict=True)]
+    return wrong if all(same) else [*wrong, f"gradients {same}"]
+
+
+@pytest.mark.parametrize("elements", [None, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCALED)
+def test_fused_kernels_scale_gradients_back_themselves(
+    pool: RankPool, name: str, dtype: torch.dtype, elements: bool | None
+):
+    assert pool.run(scaled, name, dtype, elements, world=3) == [[]] * 3
+
+
+def scaled_in_join() -> list[str]:
+    """A rank without batches hears of the scale."""
+    nets = [make(), make()]
+    for net, make_one in zip(nets, (sharded, plain), strict=True):
+        model, optimizer = make_one(net, fused=True)
+        with model.join():
+            for step in range(2 + 2 * syncengine.rank()):
+                optimizer.zero_grad()
+                (model(batch(step)).square().mean() * 1000.3).backward()
+                optimizer.grad_scale, optimizer.found_inf = torch.tensor(1000.3), torch.tensor(float(step == 2))
+                optimizer.step()
+                del optimizer.grad_scale, optimizer.found_inf
+    return different_weights(*nets)
+
+
+def test_ranks_without_batches_are_told_of_the_scale(pool: RankPool):
+    assert pool.run(scaled_in_join) == [[]] * 2
+
+
+class Fickle(torch.optim.SGD):
+    """Keeps None, then a tensor, a number, another shape and None again."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                state = self.state[p]
+                step = state["step"] = state.get("step", -1) + 1
+                state["kept"] = [None, p.grad.clone(), 3, p.grad.double(), p.grad.double(), None][step % 6]
+                p.sub_(p.grad, alpha=0.01)
+
+
+def fickle(elements: bool) -> list[str]:
+    wrong, nets = [], [make("odd"), make("odd")]
+    (model, optimizer), (reference, one) = sharded(nets[0], Fickle, elements=elements), plain(nets[1], Fickle)
+    for step in range(8):
+        train(model, optimizer, range(step, step + 1))
+        train(reference, one, range(step, step + 1))
+        wrong += differences(one.state_dict(), optimizer.state_dict())
+    return wrong + different_weights(*nets) + not_divided(nets[0], optimizer)
+
+
+@pytest.mark.parametrize("elements", [True, False])
+def test_state_may_become_of_another_kind(pool: RankPool, elements: bool):
+    assert pool.run(fickle, elements, world=3) == [[]] * 3
+
+
+def loads_none(name: str, key: str, options: dict[str, Any], early: bool) -> list[str]:
+    nets, states = [make("odd"), make("odd")], []
+    for net, make_one in zip(nets, (sharded, plain), strict=True):
+        model, optimizer = make_one(net, getattr(torch.optim, name), **options)
+        train(model, optimizer, 2)
+        state = copy.deepcopy(optimizer.state_dict())
+        for entries in state["state"].values() or [{}]:
+            entries[key] = None
+        if early:
+            model, optimizer = make_one(net, getattr(torch.optim, name), **options)
+        optimizer.load_state_dict(state)
+        train(model, optimizer, range(2, 5))
+        states.append(optimizer.state_dict())
+    return different_weights(*nets) + differences(states[1], states[0])
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_momentum_buffer_of_none_is_loaded(pool: RankPool, early: bool, fused: bool):
+    options = {"momentum": 0.9, "fused": fused}
+    assert pool.run(loads_none, "SGD", "momentum_buffer", options, early, world=3) == [[]] * 3
+
+
+def turn(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], Any], number: int) -> None:
+    optimizer.zero_grad()
+    model(batch(number)).square().mean().backward()
+    step()
+
+
+def compiled(form: str) -> list[str]:
+    nets = [make("odd"), make("odd")]
+    for net, make_one in zip(nets, (sharded, plain), strict=True):
+        model, optimizer = make_one(net)
+        step, take_turn = optimizer.step, turn
+        if make_one is sharded and form != "turn":
+            step = torch.compile(step if form == "step" else partial(call, step), backend="eager")
+        elif make_one is sharded:
+            take_turn = torch.compile(turn, backend="eager")
+        for number in range(3):
+            take_turn(model, optimizer, step, number)
+    return different_weights(*nets)
+
+
+def call(step: Callable[[], Any]) -> None:
+    step()
+
+
+@pytest.mark.parametrize("form", ["step", "within", "turn"])
+def test_a_compiled_step_is_an_ordinary_one(pool: RankPool, form: str):
+    assert pool.run(compiled, form) == [[]] * 2
