@@ -4,7 +4,10 @@
 `model = syncengine.Parallel(model)` has the signature of DistributedDataParallel. No other line of a script changes.
 """
 
+import contextlib
 import importlib.metadata
+
+import syncengine_autoload
 
 try:
     import torch  # loads the libraries that the extension needs
@@ -14,6 +17,11 @@ except (ImportError, OSError) as error:  # OSError: a library of torch's
     from syncengine.doctor.rescue import examine_instead
 
     examine_instead(error)  # if this is `syncengine doctor`; it does not return then
+    if not syncengine_autoload.tells_itself:
+        with contextlib.suppress(ImportError, OSError):  # it may be torch that is broken
+            from syncengine.launch import tell_failure
+
+            tell_failure(error, "to import syncengine", in_init=False)
     raise
 
 from syncengine import errors, hooks

@@ -21,9 +21,9 @@ from syncengine.groups import (
     communicator_of,
     forget_groups,
 )
-from syncengine.launch import Launch, find_launch, group_timeout, open_exchange, with_local_ranks
+from syncengine.launch import Launch, find_launch, group_timeout, open_exchange, tell_failure, with_local_ranks
 from syncengine.owner import is_owner, refuse_forked_child
-from syncengine.process_end import at_end, tell_peers_of_errors
+from syncengine.process_end import at_end, tell_peers_of_errors, tell_ranks_to_come
 from syncengine.torch_group import destroy_torch_group, ensure_torch_group, users_group
 
 
@@ -45,6 +45,7 @@ class _Default(NamedTuple):
 
 
 _default: _Default | None = None
+_has_tried = False  # to connect: from then on init() tells the others itself what it fails by
 _lock = threading.RLock()  # a signal handler may call shutdown() in the middle of init()
 
 
@@ -130,10 +131,10 @@ def init(
     with _lock:
         refuse_forked_child()
         if _default is None:
-            _default = _connect(find_launch(), Config.read(os.environ, **given))
+            _default = _connect(None, None, given)
             install_hooks()
         elif _default.is_replaced():  # known to this rank alone, perhaps: so only the new group's ranks are asked
-            old, _default = _default, _connect(find_launch(), _default.config.changed(**given))
+            old, _default = _default, _connect(None, _default.config, given)
             given_up.add(old.communicator)
         elif _default.connection.has_failed():
             if _default.group is not None and users_group() is None:
@@ -141,7 +142,7 @@ def init(
                     "the default communicator has failed, and the process group by which its ranks met has been "
                     "destroyed: call torch.distributed.init_process_group again, or begin anew by syncengine.shutdown()"
                 )
-            _default = _connect(_default.launch, _default.config.changed(**given))
+            _default = _connect(_default.launch, _default.config, given)
         else:
             _check_unchanged(_default, given)
         if torch_group:
@@ -165,7 +166,7 @@ def group_communicator(group: dist.ProcessGroup) -> Communicator:
     if communicator is None and _shares_default(group):
         return init()
     current = _default  # without _lock, which init() holds while it waits for other ranks, who may wait for this group
-    communicator = communicator_of(group, Config.read(os.environ) if current is None else current.config)
+    communicator = communicator_of(group, None if current is None else current.config)
     install_hooks()
     return communicator
 
@@ -270,7 +271,16 @@ def _current() -> _Default:
     return current
 
 
-def _connect(launch: Launch, config: Config) -> _Default:
+def _connect(launch: Launch | None, before: Config | None, given: dict[str, Any]) -> _Default:
+    """With the settings of `before`, else of the environment, where none are given."""
+    global _has_tried
+    _has_tried = True
+    try:
+        launch = launch or find_launch()
+        config = Config.read(os.environ, **given) if before is None else before.changed(**given)
+    except BaseException as error:
+        tell_failure(error, "in init", in_init=True)
+        raise
     timeout = config.timeout or group_timeout() or DEFAULT_TIMEOUT
     exchange = None if launch.world_size == 1 else open_exchange(launch, timeout, config.log_after)
     connection = connect(exchange, launch.rank, launch.world_size, config, timeout)
@@ -305,6 +315,9 @@ def install_hooks() -> None:
         return
     at_end(_end)
     tell_peers_of_errors(_made_here)
+
+
+tell_ranks_to_come(lambda: _has_tried)
 
 
 def _made_here() -> list[Communicator]:

@@ -21,6 +21,7 @@ LEAST_SILENCE = 1.0  # seconds: four heartbeats
 GRADIENT_MEMORY = ("arena", "torch")
 
 DEFAULT_TIMEOUT = 1800.0  # seconds: rank 0 may be evaluating or saving meanwhile
+DEFAULT_LOG_AFTER = 5.0
 _MAX_SECONDS = 1e9  # 30 years; the engine counts nanoseconds in 64 bits
 
 
@@ -34,7 +35,7 @@ class Config:
     numerics: str = "rank_order"  # order of summation: rank_order, ring, fast
     timeout: float | None = None  # seconds a collective may wait; None: the process group's, else DEFAULT_TIMEOUT
     arena_bytes: int = 0  # limit of the memory for `empty` and staging on this rank; 0: as much as the machine has
-    log_after: float = 5.0  # seconds of waiting after which one line says for whom
+    log_after: float = DEFAULT_LOG_AFTER  # seconds of waiting after which one line says for whom
     gradient_memory: str = "arena"  # where large gradients lie: arena (reduced in place), torch (staged)
     host_id: str = ""  # ranks with different ones are on different hosts, though they share a machine
     interhost: str = "tcp"  # what connects hosts: tcp, mpi, torch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from syncengine._C import Backend, Communicator
 from syncengine.config import DEFAULT_TIMEOUT, Config
 from syncengine.connect import Connection, connect
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, SyncError
 from syncengine.launch import Exchange, group_timeout
 from syncengine.launch.store import StoreExchange
 
@@ -45,8 +46,9 @@ def existing_communicator(group: dist.ProcessGroup) -> Communicator | None:
     return backend_communicator(group) if connection is None else connection.communicator
 
 
-def communicator_of(group: dist.ProcessGroup, config: Config) -> Communicator:
-    """The communicator of the ranks of `group`: collective over the group, and only over it.
+def communicator_of(group: dist.ProcessGroup, config: Config | None) -> Communicator:
+    """The communicator of the ranks of `group`: collective over the group, and only over it. `config`: None for that of
+    the environment.
 
     Made by the first call, and made anew by the first one after it has failed. Threads may call this for different
     groups at a time, in another order on each rank.
@@ -61,8 +63,9 @@ def communicator_of(group: dist.ProcessGroup, config: Config) -> Communicator:
     with own.lock:
         connection = own.connection
         if connection is None or connection.has_failed():
-            timeout = config.timeout or group_timeout(group) or DEFAULT_TIMEOUT
             global_ranks = dist.get_process_group_ranks(group)
+            config = config or _read_config(group, rank, global_ranks)
+            timeout = config.timeout or group_timeout(group) or DEFAULT_TIMEOUT
             exchange = None if len(global_ranks) == 1 else _open_exchange(group, rank, global_ranks, timeout, config)
             connection = connect(exchange, rank, len(global_ranks), config, timeout, global_ranks)
             own.connection = connection
@@ -81,6 +84,15 @@ def forget_groups() -> None:
     with _lock:
         for own in _groups.values():
             own.connection = None
+
+
+def _read_config(group: dist.ProcessGroup, rank: int, global_ranks: list[int]) -> Config:
+    try:
+        return Config.read(os.environ)
+    except SyncError as error:
+        if len(global_ranks) > 1:
+            _open_exchange(group, rank, global_ranks, DEFAULT_TIMEOUT, Config()).fail(error)
+        raise
 
 
 def _open_exchange(
@@ -106,7 +118,7 @@ class GroupExchange:
         dist.all_gather_object(answers, payload, group=group)
         return answers
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, where: str = "in init", to_come: bool = False) -> None:
         """Nothing can be sent but by the collective that the others wait in: the group's timeout ends that."""
 
     def superseded(self) -> bool:

@@ -12,6 +12,7 @@ from multiprocessing.util import Finalize
 from types import TracebackType
 
 from syncengine._C import Communicator
+from syncengine.launch import mark_rank_process, tell_failure
 
 _functions: list[Callable[[], None]] = []  # where multiprocessing is to call them
 
@@ -41,6 +42,23 @@ def tell_peers_of_errors(communicators: Callable[[], Iterable[Communicator]]) ->
         previous(kind, error, trace)
 
     sys.excepthook = tell_peers
+
+
+def tell_ranks_to_come(has_tried: Callable[[], bool]) -> None:
+    """An uncaught error before this rank `has_tried` to connect: the other ranks raise its text in their init(), where
+    they would wait for it.
+
+    Not in a child of the rank's process.
+    """
+    mark_rank_process()
+    previous = sys.excepthook
+
+    def tell_them(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        if not has_tried():
+            tell_failure(error, "before init", in_init=False)
+
+    sys.excepthook = tell_them
 
 
 def _finish() -> None:

@@ -15,9 +15,9 @@ from torch.distributed.constants import default_pg_timeout
 
 from syncengine._C import Backend, has_cuda
 from syncengine.communicator import install_hooks
-from syncengine.config import Config
+from syncengine.config import DEFAULT_LOG_AFTER, DEFAULT_TIMEOUT, Config
 from syncengine.connect import connect
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, SyncError
 from syncengine.launch.store import StoreExchange
 from syncengine.owner import refuse_forked_child
 from syncengine.torch_group import prepared_communicator
@@ -40,8 +40,33 @@ def create(options: Any, backend_options: Any) -> Backend:
     Settings are SYNCENGINE_*, except the timeout: the group's, if torch was given one (not its default), or
     a shorter one in pg_options of another syncengine group. Raises InvalidUsage for those of other backends.
     """
+    refuse_forked_child()
+    prepared = prepared_communicator()
+    if prepared is not None:
+        return Backend(prepared)
+    rank, size, global_ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
+    global_ranks = global_ranks or list(range(size))  # as torch leaves it for the group of all ranks
+
+    def open_exchange(timeout: float, log_after: float) -> StoreExchange:
+        call = "call init_process_group or new_group"
+        return StoreExchange(options.store, rank, size, timeout, log_after, global_ranks, call)
+
+    try:
+        config = _settings(options, backend_options)
+    except SyncError as error:
+        if size > 1:
+            open_exchange(DEFAULT_TIMEOUT, DEFAULT_LOG_AFTER).fail(error)
+        raise
+    timeout = config.timeout or DEFAULT_TIMEOUT
+    exchange = None if size == 1 else open_exchange(timeout, config.log_after)
+    connection = connect(exchange, rank, size, config, timeout, global_ranks)
+    install_hooks()
+    return Backend(connection.communicator)
+
+
+def _settings(options: Any, backend_options: Any) -> Config:
     config = Config.read(os.environ)
-    timeout = options.timeout.total_seconds()
+    timeout: float = options.timeout.total_seconds()
     if config.timeout is not None and options.timeout == default_pg_timeout:  # nobody has given one
         timeout = config.timeout
     if backend_options is not None:
@@ -52,17 +77,4 @@ def create(options: Any, backend_options: Any) -> Backend:
                 "SYNCENGINE_* variables and timeout="
             )
         timeout = min(timeout, backend_options._timeout.total_seconds())
-    refuse_forked_child()
-    prepared = prepared_communicator()
-    if prepared is not None:
-        return Backend(prepared)
-    config = replace(config, timeout=min(timeout, 1e9))
-    rank, size, global_ranks = options.group_rank, options.group_size, list(options.global_ranks_in_group)
-    global_ranks = global_ranks or list(range(size))  # as torch leaves it for the group of all ranks
-    exchange = None
-    if size > 1:
-        call = "call init_process_group or new_group"
-        exchange = StoreExchange(options.store, rank, size, timeout, config.log_after, global_ranks, call)
-    connection = connect(exchange, rank, size, config, timeout, global_ranks)
-    install_hooks()
-    return Backend(connection.communicator)
+    return replace(config, timeout=min(timeout, 1e9))

@@ -14,10 +14,17 @@ import contextlib
 import os
 import sys
 from collections.abc import Collection, Iterator
+from types import TracebackType
 from typing import Any
 
 NAME = "syncengine"
 VARIABLE = "SYNCENGINE_PATCH"
+
+tells_itself = False  # whether who imports syncengine tells the other ranks if that fails
+
+
+class HeardError(RuntimeError):
+    """Another rank's, which has told all: nobody tells it once more."""
 
 
 def load() -> None:
@@ -65,6 +72,18 @@ def patch() -> None:
             cls = choose(cls, args, kwargs, sys._getframe(1).f_globals.get("__name__", ""))
         return object.__new__(cls)
 
+    previous = sys.excepthook
+
+    def tell_who_wraps(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, error, trace)
+        from torch import distributed as dist
+
+        if dist.is_initialized() and not isinstance(error, HeardError):
+            from syncengine_autoload.rendezvous import fail_in_groups
+
+            fail_in_groups("patch", f"rank {dist.get_rank()} has ended by {kind.__name__}: {error}".encode())
+
+    sys.excepthook = tell_who_wraps
     __new__.__signature__ = inspect.signature(DistributedDataParallel.__init__)  # type: ignore[attr-defined] # tools ask
     DistributedDataParallel.__new__ = __new__  # type: ignore[method-assign]
 
@@ -96,6 +115,18 @@ class _Devices(Collection[str]):
 
 def _create(options: Any, backend_options: Any) -> Any:
     """The backend of one process group."""
-    from syncengine.torch_backend import create
+    global tells_itself
+    tells_itself = True
+    try:
+        from syncengine.torch_backend import create
+    except BaseException as error:
+        from syncengine_autoload.rendezvous import Rendezvous
 
+        ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        if len(ranks) > 1:
+            meeting = Rendezvous(options.store, "init", options.group_rank, ranks)
+            own = ranks[options.group_rank]
+            meeting.fail(f"Aborted rank {own} failed in init: {type(error).__name__}: {error}".encode()[:3500])
+            meeting.stay_until_heard(to_come=True)
+        raise
     return create(options, backend_options)

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.nn.parallel.distributed import DistributedDataParallel
 
+import syncengine_autoload
 from syncengine_autoload import VARIABLE, tell
 from syncengine_autoload.rendezvous import Failed, Rendezvous
 
@@ -79,6 +80,7 @@ def _static_reason(group: dist.ProcessGroup, caller: str) -> str | None:
 
 def _parallel_for(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> tuple[type | None, str | None]:
     """``Parallel``, or None and why this rank can't use it."""
+    syncengine_autoload.tells_itself = True
     try:
         from syncengine.parallel import Parallel
         from syncengine.patch import refusal
@@ -101,7 +103,7 @@ def _first_reason(group: dist.ProcessGroup, own: str | None) -> str | None:
         try:
             _wait_for(meeting, (own or "").encode(), ranks)
         except Failed as failed:
-            raise RuntimeError(failed.notice.decode()) from None
+            raise syncengine_autoload.HeardError(failed.notice.decode()) from None
         except BaseException as error:
             meeting.fail(f"rank {dist.get_rank()}: {type(error).__name__}: {error}".encode())
             raise

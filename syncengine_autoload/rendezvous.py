@@ -12,18 +12,24 @@ Here and not in syncengine.launch, since the patch needs it where syncengine can
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
+import time
 from collections.abc import Sequence
+from multiprocessing.util import Finalize
 from typing import NamedTuple
 
 import torch.distributed as dist
+
+from syncengine_autoload import tell
 
 _Nonces = tuple[bytes, ...]
 
 # What this process saw at each place that it signed in, by its own nonce there; to tell old failures from new ones.
 _seen: dict[bytes, _Nonces] = {}
+_HEARD_WITHIN = 30.0  # seconds
 _MOST_SEEN = 1024  # places; a forgotten one costs at most that an old failure is heard once more
 
 
@@ -61,6 +67,7 @@ class Rendezvous:
         self._session: dist.PrefixStore | None = None  # keys of the ranks that take part now, and of nobody else
         self._members: _Nonces = ()  # of the session
         self._rank, self._size = rank, len(numbers)
+        self._serves = numbers[rank] == 0  # the store, if it is no agent's
         self._round = 0
         self._changes = b""  # how many signatures there were when this rank looked
         self._failures = self._count_failures()  # those before are heard by signatures that are still there
@@ -120,6 +127,30 @@ class Rendezvous:
             self.store.set(f"failure/{self.store.add('failures', 1)}", signature)  # type: ignore[arg-type]
             self._sign(notice)
 
+    def stay_until_heard(self, to_come: bool) -> None:
+        """After fail(): where this process serves the store, its end waits, for 30 s at most, until the ranks that wait
+        have heard of the failure; with `to_come` also those that have not come yet, unless they have met before.
+        """
+        store: dist.Store = self.store
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        serves = self._serves and isinstance(store, dist.TCPStore)
+        if serves and not self.met and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            Finalize(None, _wait_until_heard, (self, to_come), exitpriority=0)
+
+    def unheard(self, to_come: bool) -> bool:
+        """Whether ranks have not heard of the failure that this one has left: see stay_until_heard()."""
+        for peer in range(self._size):
+            signature = self._read_signature(str(peer))
+            if signature is None:
+                if to_come:
+                    return True
+            elif peer != self._rank and not signature.notice and signature.nonce not in self._past:
+                left = f"left/{peer}"
+                if not self.store.check([left]) or self.store.get(left) != signature.nonce:
+                    return True
+        return False
+
     def superseded(self) -> bool:
         """Whether a rank has signed in anew after all had given their payload."""
         if self.met:
@@ -135,6 +166,7 @@ class Rendezvous:
         """Before it signs in anew: else others could complete the session with what it has given there."""
         if self._session is not None and not self._session.check(["failed"]):
             self._session.set("failed", notice)  # type: ignore[arg-type] # bytes are what it takes
+        self.store.set(f"left/{self._rank}", self._nonce)  # type: ignore[arg-type]
 
     def _signature(self, notice: bytes) -> bytes:
         there = (self._members if self.met else self._nonces) if notice else ()
@@ -217,6 +249,27 @@ class Rendezvous:
             if peer not in self.values and self._session.check([key]):
                 self.values[peer] = self._session.get(key)
         return len(self.values) == self._size  # so all had signed in
+
+
+def fail_in_groups(purpose: str, notice: bytes, but_for: Sequence[object] = ()) -> None:
+    """Ends the meetings for `purpose` of torch.distributed's groups that this rank is in."""
+    for group, (_, store) in list(dist.distributed_c10d._world.pg_map.items()):
+        ranks, rank = dist.get_process_group_ranks(group), dist.get_rank(group)
+        if store is not None and rank >= 0 and len(ranks) > 1 and group not in but_for:
+            with contextlib.suppress(dist.DistError):
+                meeting = Rendezvous(store, purpose, rank, ranks)
+                meeting.fail(notice)
+                meeting.stay_until_heard(to_come=False)
+
+
+def _wait_until_heard(meeting: Rendezvous, to_come: bool) -> None:
+    begin, told = time.monotonic(), False
+    with contextlib.suppress(dist.DistError):
+        while meeting.unheard(to_come) and (waited := time.monotonic() - begin) < _HEARD_WITHIN:
+            if waited > 1 and not told:
+                told = True
+                tell(f"this process serves the store, and ends when the others have heard why, or {_HEARD_WITHIN:g} s")
+            time.sleep(0.02)
 
 
 def _attempt() -> str:

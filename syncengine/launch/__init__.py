@@ -6,6 +6,7 @@ open_exchange(launch) -> bytes to all      meet the others (store.py, mpi.py)
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -14,11 +15,32 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from syncengine.launch import slurm
+from syncengine.config import DEFAULT_LOG_AFTER
+from syncengine.errors import InvalidUsage, SyncError
+from syncengine.launch import mpi, slurm
 from syncengine.launch.environment import Launch, detect
 from syncengine.launch.variables import number, text
 
-__all__ = ["Exchange", "Launch", "find_launch", "group_timeout", "launch_store", "open_exchange", "with_local_ranks"]
+__all__ = [
+    "Exchange",
+    "Launch",
+    "find_launch",
+    "group_timeout",
+    "launch_store",
+    "mark_rank_process",
+    "open_exchange",
+    "tell_failure",
+    "with_local_ranks",
+]
+
+_REACHED_WITHIN = 30.0  # seconds
+
+_RANK_PROCESS = "_SYNCENGINE_RANK_PROCESS"
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+
+# Variables without which a rank is still known by its number.
+_DISPENSABLE = {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"}
+_DISPENSABLE |= {"MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NTASKS"}
 
 
 class Exchange(Protocol):
@@ -29,9 +51,10 @@ class Exchange(Protocol):
     def __call__(self, payload: bytes) -> list[bytes]:
         """Blocks until every rank has made the same call."""
 
-    def fail(self, error: BaseException) -> None:
-        """Tells the others that this rank has failed with `error`: they raise Aborted, or the error if it is theirs
-        too."""
+    def fail(self, error: BaseException, where: str = "in init", to_come: bool = False) -> None:
+        """Tells the others that this rank has failed with `error`: in their calls, now and later, they raise Aborted,
+        or the error if it is theirs too. `where` completes "rank 3 failed ...". `to_come`: if this process serves the
+        store, it ends only when also those have heard who have not come yet, or after 30 s."""
 
     def superseded(self) -> bool:
         """Whether a rank is known to have opened the next exchange of these ranks. Does not wait."""
@@ -54,9 +77,7 @@ def open_exchange(
     `log_after` seconds one line is logged. Raises InvalidUsage if the way can't be opened on this rank.
     """
     if launch.kind == "mpi":
-        from syncengine.launch.mpi import MPIExchange
-
-        return MPIExchange(launch.rank, launch.world_size, timeout, log_after, purpose)
+        return mpi.MPIExchange(launch.rank, launch.world_size, timeout, log_after, purpose)
     from syncengine.launch.store import StoreExchange
 
     if launch.kind == "torch.distributed":
@@ -80,6 +101,34 @@ def launch_store(
     else:
         return None
     return store.open_store(host, port, launch.rank, launch.world_size, timeout, log_after)
+
+
+def mark_rank_process() -> None:
+    """Leaves its id to the children of a rank's process, which inherit the launcher's variables."""
+    if any(name in os.environ for name in _RANKS):
+        os.environ.setdefault(_RANK_PROCESS, str(os.getpid()))
+
+
+def tell_failure(error: BaseException, where: str, in_init: bool, environ: Mapping[str, str] = os.environ) -> None:
+    """Lets the other ranks of this launch raise `error`, which keeps this one from connecting, in their init().
+
+    `where` completes "rank 3 failed ...". `in_init`: whether this rank has called that. Does nothing where this rank
+    can't reach them: if the variables name no rank, if rank 0, which has the store, does not come within 30 s, or, but
+    in init(), if MPI has not begun here (then mpirun ends all ranks with this one) or this is a rank's child.
+    """
+    if not in_init and environ.get(_RANK_PROCESS, str(os.getpid())) != str(os.getpid()):
+        return
+    by_mpi = in_init or mpi.is_running()
+    if not by_mpi:
+        environ = {name: value for name, value in environ.items() if name != "PMIX_RANK"}  # which asks MPI
+    with contextlib.suppress(SyncError, dist.DistError):
+        try:
+            launch = find_launch(environ)
+        except InvalidUsage:
+            launch = detect({name: value for name, value in environ.items() if name not in _DISPENSABLE})
+        if launch.world_size > 1 and (launch.kind != "mpi" or by_mpi):
+            exchange = open_exchange(launch, _REACHED_WITHIN, DEFAULT_LOG_AFTER, environ)
+            exchange.fail(error, where, to_come=launch.kind != "torch.distributed")
 
 
 def with_local_ranks(launch: Launch, hosts: list[str]) -> Launch:

@@ -11,6 +11,7 @@ from syncengine.errors import Aborted, InvalidUsage, SyncError, Timeout
 logger = logging.getLogger("syncengine")
 
 _SHORTEST, _LONGEST = 0.0005, 0.05  # seconds between two looks
+_MOST_BYTES = 3500  # of a failure's text: MPI sends that much ahead
 
 
 def wait_for_ranks(missing: Callable[[], set[int]], what: str, timeout: float, log_after: float) -> None:
@@ -33,13 +34,18 @@ def wait_for_ranks(missing: Callable[[], set[int]], what: str, timeout: float, l
         pause = min(pause * 1.5, _LONGEST)
 
 
-def failure_notice(rank: int, error: BaseException) -> bytes:
-    """What a rank that fails in init tells the others."""
-    if isinstance(error, SyncError) and not isinstance(error, InvalidUsage):  # about other ranks: theirs as well
+def failure_notice(rank: int, error: BaseException, where: str = "in init") -> bytes:
+    """What a rank that fails before it has a communicator tells the others."""
+    if is_of_all(error):
         kind, text = type(error).__name__, str(error)
     else:
-        kind, text = Aborted.__name__, f"rank {rank} failed in init: {type(error).__name__}: {error}"
-    return f"{kind} {text}".encode()[:4096]
+        kind, text = Aborted.__name__, f"rank {rank} failed {where}: {type(error).__name__}: {error}"
+    return f"{kind} {text}".encode()[:_MOST_BYTES]
+
+
+def is_of_all(error: BaseException) -> bool:
+    """Whether `error` is about other ranks, so that they fail by it as this one does."""
+    return isinstance(error, SyncError) and not isinstance(error, InvalidUsage)
 
 
 def as_error(failure_notice: bytes) -> SyncError:

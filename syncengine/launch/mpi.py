@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable
 from types import ModuleType
@@ -43,6 +44,12 @@ def _load(started_as: str) -> ModuleType:
 def world_size(started_as: str) -> int:
     """COMM_WORLD's size, for launchers that tell only a rank; `started_as` names the variable for errors."""
     return int(_load(started_as).COMM_WORLD.Get_size())
+
+
+def is_running() -> bool:
+    """Whether this process has begun MPI, and not ended it."""
+    module: Any = sys.modules.get("mpi4py.MPI")
+    return module is not None and module.Is_initialized() and not module.Is_finalized()
 
 
 class _Over(Exception):
@@ -146,9 +153,9 @@ class MPIExchange:
         """See Exchange."""
         return not self._mpi.Is_finalized() and any(self._comm.Iprobe(tag=tag) for tag in self._tags_of_next)
 
-    def fail(self, error: BaseException) -> None:
-        """Makes the others' waits end with this rank's error."""
-        payload = failure_notice(self._rank, error)
+    def fail(self, error: BaseException, where: str = "in init", to_come: bool = False) -> None:
+        """See Exchange. The end of this process waits in MPI_Finalize for ranks that are to come."""
+        payload = failure_notice(self._rank, error, where)
         self._leave_behind(
             self._comm.Isend([payload, self._mpi.BYTE], dest=peer, tag=self._failed) for peer in self._peers
         )

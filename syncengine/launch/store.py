@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from syncengine.errors import InvalidUsage, PeerLost
-from syncengine.launch.arrivals import as_error, failure_notice, name_ranks, wait_for_ranks
+from syncengine.launch.arrivals import as_error, failure_notice, is_of_all, name_ranks, wait_for_ranks
 from syncengine_autoload.rendezvous import Failed, Rendezvous
 
 MAX_PAYLOAD = 64 * 1024  # bytes; addresses and settings are far smaller
@@ -118,10 +118,12 @@ class StoreExchange:
             return self._meeting.superseded()
         return False
 
-    def fail(self, error: BaseException) -> None:
-        """Makes the others' waits, now and later, end with this rank's error. The first one counts."""
+    def fail(self, error: BaseException, where: str = "in init", to_come: bool = False) -> None:
+        """See Exchange. The first failure counts."""
         with contextlib.suppress(dist.DistError):  # the store is gone, and the others have noticed
-            self._meeting.fail(failure_notice(self._rank, error))
+            self._meeting.fail(failure_notice(self._rank, error, where))
+            if not is_of_all(error):
+                self._meeting.stay_until_heard(to_come)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,229 @@
+"""A rank that fails between the start of its process and its communicator: who waits for it hears why, at once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from repository import ROOT, SUPPORT
+
+LATE = 100.0  # seconds that ranks would wait
+
+# Rank 1 fails, and the others say what they hear. `COME` is how ranks come; `FAIL` is what goes wrong on rank 1.
+SCRIPT = """
+import os, sys, time
+from datetime import timedelta
+rank = int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", os.environ.get(
+    "OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")))))
+failing = {failing}
+{before}
+begin = time.monotonic()
+try:
+    if rank == failing:
+        {fail}
+    {come}
+except BaseException as error:
+    heard = f"{{type(error).__name__}}: {{error}}".splitlines()[0]
+    os.write(1, f"rank {{rank}} after {{time.monotonic() - begin:.0f}} s: {{heard}}\\n".encode())
+    {after}
+"""
+IMPORT = "import torch, torch.distributed as dist\nimport syncengine"
+GLOO = f"{IMPORT}\ndist.init_process_group('gloo', timeout=timedelta(seconds={LATE}))"
+LATE_GROUP = f"timeout=timedelta(seconds={LATE})"
+INIT = f"syncengine.init(timeout={LATE})"
+BAD = "os.environ['SYNCENGINE_NUMERICS'] = 'none'"
+# An installation whose extension is broken, found first.
+BROKEN = "sys.path.insert(0, os.environ['BROKEN']); __import__('importlib').invalidate_caches()"
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a syncengine that can't be loaded."""
+    import shutil
+
+    from syncengine import _C
+
+    folder = tmp_path_factory.mktemp("broken")
+    for package in ("syncengine", "syncengine_autoload"):
+        ignored = shutil.ignore_patterns("_C.*.so", "__pycache__")
+        shutil.copytree(ROOT / package, folder / package, ignore=ignored)
+    (folder / "syncengine" / Path(_C.__file__).name).write_bytes(b"of another time")
+    return str(folder)
+
+
+def script(folder: Path, before: str, fail: str, come: str, failing: int = 1, after: str = "raise") -> str:
+    path = folder / "train.py"
+    path.write_text(SCRIPT.format(before=before, fail=fail, come=come, failing=failing, after=after))
+    return str(path)
+
+
+def environment(**more: str) -> dict[str, str]:
+    launchers = ("OMPI_", "PMI", "SLURM_", "SYNCENGINE_", "TORCHELASTIC_")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        clean.pop(name, None)
+    return clean | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{ROOT}:{SUPPORT}", **more}
+
+
+def said(path: str, environs: list[dict[str, str]]) -> dict[int, str]:
+    """What each rank of a job says, which nobody but the ranks themselves ends."""
+    begin = time.monotonic()
+    ranks = [
+        subprocess.Popen([sys.executable, path], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for environ in environs
+    ]
+    try:
+        told = [rank.communicate(timeout=LATE) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert time.monotonic() - begin < LATE
+    return heard("".join(out for out, _ in told), "".join(err for _, err in told))
+
+
+def heard(output: str, errors: str) -> dict[int, str]:
+    lines = [line for line in output.splitlines() if line.startswith("rank ")]
+    assert lines, output + errors
+    return {int(line.split()[1]): line.partition(" s: ")[2] for line in lines}
+
+
+def by_hand(port: int, **more: str) -> list[dict[str, str]]:
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3", **more}
+    return [environment(**common, RANK=str(rank)) for rank in range(3)]
+
+
+def by_slurm(port: int, **more: str) -> list[dict[str, str]]:
+    common = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "3",
+        "SLURM_NTASKS": "3",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_NODEID": "0",
+        "SLURM_STEP_TASKS_PER_NODE": "3",
+        "MASTER_PORT": str(port),
+        **more,
+    }
+    return [environment(**common, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in range(3)]
+
+
+SETTING = "InvalidUsage: SYNCENGINE_NUMERICS='none' is not allowed"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("ranks", [by_hand, by_slurm])
+def test_a_bad_setting(tmp_path: Path, unused_port: int, ranks, failing: int):
+    """Also on rank 0, which serves the store; and on the rank itself it is the error that it is."""
+    answers = said(script(tmp_path, IMPORT, BAD, INIT, failing), ranks(unused_port))
+    assert answers.pop(failing).startswith(SETTING)
+    assert len(answers) == 2
+    assert all(answer.startswith(f"Aborted: rank {failing} failed in init: {SETTING}") for answer in answers.values())
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_import_that_fails(tmp_path: Path, unused_port: int, broken: str, failing: int):
+    path = script(tmp_path, "import torch", BROKEN, f"import syncengine; {INIT}", failing)
+    answers = said(path, by_hand(unused_port, BROKEN=broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
+    assert answers.pop(failing).startswith("ImportError: syncengine's extension")
+    told = f"Aborted: rank {failing} failed to import syncengine: ImportError: syncengine's extension {broken}"
+    assert [answer.startswith(told) for answer in answers.values()] == [True, True], answers
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_error_of_the_script_before_init(tmp_path: Path, unused_port: int, failing: int):
+    path = script(tmp_path, IMPORT, "raise ValueError('the disk is full')", INIT, failing)
+    answers = said(path, by_slurm(unused_port))
+    assert answers.pop(failing) == "ValueError: the disk is full"
+    assert list(answers.values()) == [f"Aborted: rank {failing} failed before init: ValueError: the disk is full"] * 2
+
+
+def test_a_variable_of_the_launcher(tmp_path: Path, unused_port: int):
+    """The rank is known all the same."""
+    path = script(tmp_path, IMPORT, "os.environ['LOCAL_RANK'] = 'x'; os.environ['LOCAL_WORLD_SIZE'] = '3'", INIT)
+    answers = said(path, by_hand(unused_port))
+    wrong = "InvalidUsage: LOCAL_RANK='x', a variable of torchrun, is not a whole number"
+    assert answers.pop(1).startswith(wrong)
+    assert all(answer.startswith(f"Aborted: rank 1 failed in init: {wrong}") for answer in answers.values())
+
+
+@pytest.mark.parametrize(
+    ("before", "fail", "come", "told"),
+    [
+        (GLOO, BAD, INIT, f"Aborted: rank 1 failed in init: {SETTING}"),
+        (GLOO, "raise ValueError('no data')", INIT, "Aborted: rank 1 failed before init: ValueError: no data"),
+        (
+            f"{GLOO}\ngroup = dist.new_group([0, 1, 2])",
+            BAD,
+            "syncengine.Parallel(torch.nn.Linear(1, 1), process_group=group)",
+            f"Aborted: rank 1 failed in init: {SETTING}",
+        ),
+        (
+            IMPORT,
+            BAD,
+            f"dist.init_process_group('syncengine', {LATE_GROUP})",
+            f"Aborted: rank 1 failed in init: {SETTING}",
+        ),
+        (
+            "import torch, torch.distributed as dist",
+            BROKEN,
+            f"dist.init_process_group('syncengine', {LATE_GROUP})",
+            "Aborted: rank 1 failed in init: ImportError: syncengine's extension",
+        ),
+    ],
+    ids=["torch.distributed", "before init", "a group", "the backend", "the backend's import"],
+)
+def test_with_torch_distributed(tmp_path: Path, unused_port: int, broken: str, before, fail, come, told):
+    answers = said(script(tmp_path, before, fail, come), by_hand(unused_port, BROKEN=broken))
+    del answers[1]
+    assert [answer.startswith(told) for answer in answers.values()] == [True, True], answers
+
+
+def test_the_patch(tmp_path: Path, unused_port: int):
+    """Without an import of syncengine: the rank ends before it wraps its model."""
+    before = f"import torch, torch.distributed as dist\ndist.init_process_group('gloo', {LATE_GROUP})"
+    come = "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))"
+    path = script(tmp_path, before, "raise ValueError('no data')", come)
+    answers = said(path, by_hand(unused_port, SYNCENGINE_PATCH="1"))
+    del answers[1]
+    assert list(answers.values()) == ["HeardError: rank 1 has ended by ValueError: no data"] * 2
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def launched(command: list[str], path: str) -> dict[int, str]:
+    begin = time.monotonic()
+    told = subprocess.run([*command, path], env=environment(), capture_output=True, text=True, timeout=LATE)
+    assert time.monotonic() - begin < LATE
+    return heard(told.stdout, told.stderr)
+
+
+# So that no launcher ends the others first.
+STAYS = "time.sleep(1 if rank == failing else 0); raise"
+
+
+def test_torchrun(tmp_path: Path):
+    answers = launched(TORCHRUN, script(tmp_path, IMPORT, BAD, INIT, after=STAYS))
+    assert answers[0].startswith(f"Aborted: rank 1 failed in init: {SETTING}")
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+def test_mpirun(tmp_path: Path, name: str):
+    from test_launchers_real import mpi
+
+    mpirun, python = mpi(name)
+    answers = launched([*mpirun, python], script(tmp_path, IMPORT, BAD, INIT, after=STAYS))
+    assert answers[0].startswith(f"Aborted: rank 1 failed in init: {SETTING}")
+
+
+def test_a_child_of_a_rank_is_no_rank(tmp_path: Path, unused_port: int):
+    """It has the launcher's variables, and its errors are not the rank's."""
+    child = "[sys.executable, '-c', 'import syncengine; raise ValueError(1)']"
+    fail = f"__import__('subprocess').run({child})"
+    come = f"{INIT}; raise SystemExit(str(syncengine.world_size()))"
+    assert said(script(tmp_path, IMPORT, fail, come), by_hand(unused_port)) == dict.fromkeys(range(3), "SystemExit: 3")
