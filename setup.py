@@ -92,6 +92,11 @@ if CUDA is not None:
     CUDA_LINK = [f"-L{libraries}", "-lcudart_static", "-ldl", "-lrt", "-Wl,--exclude-libs,libcudart_static.a"]
 
 
+# The extension loads only with the torch that it was built with: a wheel, and the metadata that pip asks for before it
+# builds one, name that version. Sources are built with whichever is there.
+MAKES_WHEEL = bool({"bdist_wheel", "dist_info"} & set(sys.argv))
+TORCH = f"torch=={torch.__version__.partition('+')[0]}" if MAKES_WHEEL else "torch>=2.11"
+
 REDUCER = Path("csrc", "reducer")
 
 
@@ -137,6 +142,7 @@ class Build(BuildExtension):
 
 
 setup(
+    install_requires=[TORCH, "numpy"],
     ext_modules=[
         CppExtension(
             "syncengine._C",
