@@ -17,13 +17,20 @@ import torch
 
 import syncengine_autoload
 from syncengine._C import has_cuda
-from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
-from syncengine.parallel.devices import check_buffers_on, device_of
+from syncengine.parallel.devices import check_buffers_on, check_device_ids, device_of
+from syncengine.parallel.mixed_precision import check_mixed_precision
 from syncengine.parallel.model import named_parameters
-from syncengine.parallel.refusal import check_parameters, refuse_delayed
+from syncengine.parallel.refusal import check_arguments, check_parameters, refuse_delayed
 
 MOST_RANKS = 64
+
+# Arguments that say yes or no, and of which kind they may be; the others are checked by what reads them.
+_FLAGS: dict[str, tuple[type, ...]] = {
+    name: (bool,) if parameter.default is not None else (bool, type(None))
+    for name, parameter in inspect.signature(Parallel.__init__).parameters.items()
+    if isinstance(parameter.default, bool) or name in ("broadcast_buffers", "forward_sync_buffers")
+}
 
 _USAGE = "usage: python -m syncengine.patch [-m] script.py (or, after -m, a module) and its arguments"
 
@@ -31,24 +38,33 @@ _USAGE = "usage: python -m syncengine.patch [-m] script.py (or, after -m, a modu
 def refusal(args: tuple[Any, ...], kwargs: dict[str, Any], ranks: int) -> str | None:
     """Why ``Parallel(*args, **kwargs)`` can't serve what DDP may; None if it can, or if DDP does not either."""
     try:
-        arguments = inspect.signature(Parallel.__init__).bind(None, *args, **kwargs).arguments
+        bound = inspect.signature(Parallel.__init__).bind(None, *args, **kwargs)
     except TypeError as error:
         return f"syncengine.Parallel does not take the same arguments: {error}"
+    bound.apply_defaults()
+    arguments = bound.arguments
     module = arguments["module"]
     if not isinstance(module, torch.nn.Module):
         return "it is no torch.nn.Module"
     if ranks > MOST_RANKS:
         return f"syncengine can't connect {ranks} ranks, {MOST_RANKS} at most"
+    for name, value in arguments.items():
+        if name in _FLAGS and not isinstance(value, _FLAGS[name]):
+            return f"{name}={value!r} is no {' or '.join(kind.__name__ for kind in _FLAGS[name])}"
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     try:
-        refuse_delayed(arguments.get("delay_all_reduce_named_params"), arguments.get("param_to_hook_all_reduce"))
+        refuse_delayed(arguments["delay_all_reduce_named_params"], arguments["param_to_hook_all_reduce"])
+        check_arguments(arguments["device_ids"], arguments["bucket_cap_mb"], arguments["bucket_cap_mb_list"])
         named = named_parameters(module, ignored)
         check_parameters(named)
         device = device_of(named.items())
+        check_device_ids(device, arguments["device_ids"], arguments["output_device"])
+        if arguments["mixed_precision"] is not None:
+            check_mixed_precision(arguments["mixed_precision"], [*named.values()])
         if device.type == "cuda":
             buffers = {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
             check_buffers_on(device, buffers)
-    except InvalidUsage as error:
+    except Exception as error:  # of a value of another kind, say: DDP accepts it, or has an error of its own
         return str(error)
     if device.type == "cuda" and not has_cuda:
         return (
@@ -62,6 +78,9 @@ def main(arguments: list[str]) -> None:
     """Runs a script or module as ``python`` does, with ``Parallel`` in DDP's place, in its child processes, too."""
     as_module = arguments[:1] == ["-m"]
     arguments = arguments[as_module:]
+    if arguments in (["--help"], ["-h"]) and not as_module:
+        print(f"{_USAGE}\n\nRuns it with syncengine.Parallel in DistributedDataParallel's place: docs/adopting.md.")
+        return
     if not arguments or arguments[0].startswith("-"):
         sys.exit(_USAGE)
     if not as_module and not Path(arguments[0]).exists():

@@ -135,6 +135,12 @@ def _renew_flat_weights(module: nn.Module) -> None:
             submodule._flat_weights = [getattr(submodule, name, None) for name in submodule._flat_weights_names]
 
 
+def check_mixed_precision(settings: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Raises ``InvalidUsage`` for settings that can't be met."""
+    _check(settings)
+    _compression(settings, parameters)
+
+
 def _check(settings: Any) -> None:
     if not isinstance(settings, _MixedPrecision):
         raise InvalidUsage(

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import io
+import math
 import os
 import pickle
 import re
@@ -13,6 +14,7 @@ import runpy
 import subprocess
 import sys
 import threading
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -112,11 +114,16 @@ def test_modules_are_run_by_name(pool: RankPool, tmp_path: Path):
         assert "run as __main__ ['x']" in ranks[0].output()
 
 
-@pytest.mark.parametrize("arguments", [[], ["-m"], ["--help"], ["no_such_script.py"]])
+@pytest.mark.parametrize("arguments", [[], ["-m"], ["-m", "--help"], ["--no-such"], ["no_such_script.py"]])
 def test_wrong_arguments_say_how(arguments: list[str]):
     with pytest.raises(SystemExit, match=r"usage: python -m syncengine.patch"):
         patch.main(arguments)
     assert "__new__" not in vars(DistributedDataParallel)
+
+
+def test_help_is_no_error(capsys: pytest.CaptureFixture[str]):
+    patch.main(["--help"])
+    assert capsys.readouterr().out.startswith("usage: python -m syncengine.patch")
 
 
 # --- On ranks whose process is patched
@@ -220,6 +227,72 @@ def test_who_waits_is_told_of_an_interrupt(pool: RankPool):
     with pool.spawn_ranks(on_patched_ranks, one_is_interrupted, gloo=True, settings=None) as ranks:
         for rank in ranks:
             rank.result()
+
+
+# What each argument may be given by mistake, or as other libraries do.
+ODD = [
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    1.5,
+    math.nan,
+    math.inf,
+    2**70,
+    "x",
+    "",
+    [],
+    [0],
+    [0, 1],
+    [-1],
+    ["x"],
+    (),
+    {},
+    {1: 2},
+]
+ODD += [torch.device("cpu"), [torch.device("cpu")], ["cpu"], "cpu", torch.float16, nn.Linear(1, 1), nn.ReLU(), object()]
+
+
+def outcome(name: str, value: object) -> str:
+    """What DDP does with it: a step's gradient, or an error."""
+    arguments = {"module": nn.Linear(2, 1), name: value}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            model = DistributedDataParallel(**arguments)
+        except Exception as error:
+            return re.sub(r"0x[0-9a-f]+", "", f"{type(error).__name__}: {error}").splitlines()[0]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(1.0)
+        if name == "module":
+            return "accepted"
+        try:
+            model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+        except Exception as error:
+            return f"accepted; a step: {type(error).__name__}"
+        return f"accepted; {model.module.weight.grad.tolist()}"
+
+
+def outcomes(patched: bool) -> dict[str, str]:
+    if patched:
+        syncengine_autoload.patch()
+        ddp.tell = lambda text: None
+    names = list(inspect.signature(DistributedDataParallel.__init__).parameters)[1:]
+    return {f"{name}[{i}]": outcome(name, value) for name in names for i, value in enumerate(ODD)}
+
+
+def test_odd_arguments_end_as_ddps(pool: RankPool):
+    """Each of DDP's arguments with each odd value: accepted as by DDP, or refused with its class and words."""
+    answers = []
+    for patched in (False, True):
+        with pool.spawn_ranks(outcomes, patched, gloo=True, settings=None) as ranks:
+            answers.append([rank.result(300) for rank in ranks])
+    theirs, ours = (answer[0] for answer in answers)
+    assert len(theirs) > 400
+    assert {name: (ours[name], theirs[name]) for name in theirs if ours[name] != theirs[name]} == {}
 
 
 def subgroups() -> list[str]:
