@@ -25,7 +25,7 @@ from syncengine.bench.options import add_options, check, sizes
 from syncengine.bench.report import Table, as_json
 from syncengine.errors import SyncError
 from syncengine.launch import find_launch
-from syncengine.launch.local import run_local_ranks
+from syncengine.launch.local import check_ranks, run_local_ranks
 
 _EXAMINE = "see what `syncengine doctor` finds when it is started in the same way"
 
@@ -48,6 +48,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         check(options)
         launch = find_launch()
         if launch.kind != "single":
+            check_ranks(options.ranks, launch)
             return _run_rank(options)
         if options.ranks is None:
             print(

@@ -20,12 +20,14 @@ def examine(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return _without_torch(options, error)
     from syncengine.errors import SyncError
     from syncengine.launch import Launch, find_launch
+    from syncengine.launch.local import check_ranks
 
     findings: list[Finding] = []
     try:
         launch = find_launch()
         if launch.kind == "single" and options.ranks is not None:
             return _examine_local(options.ranks, arguments)
+        check_ranks(options.ranks, launch)
     except SyncError as error:
         what, remedy = split_remedy(str(error))
         findings.append(Finding("launch", FATAL, [], what, remedy))

@@ -1,4 +1,4 @@
-"""`syncengine doctor` where syncengine can't be imported, which it is there to explain."""
+"""The commands where syncengine can't be imported: `syncengine doctor` is there to explain it, the others say so."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from syncengine.doctor import DESCRIPTION, add_options, run
 
 
 def examine_instead(error: Exception) -> None:
-    """If this process is to run `syncengine doctor`: runs it with what can be imported, and exits. Else returns."""
-    arguments = _arguments_of_doctor(sys.argv[0], sys.orig_argv)
-    if arguments is None:
+    """If this process is to run `syncengine doctor`: runs it with what can be imported, and exits. Another command
+    exits with the error. Else returns.
+    """
+    command = _arguments_of_command(sys.argv[0], sys.orig_argv)
+    if command is None:
         return
+    if command[:1] != ["doctor"]:
+        sys.exit(_say(error))
+    arguments = command[1:]
     parser = argparse.ArgumentParser(prog="syncengine doctor", description=DESCRIPTION)
     add_options(parser)
     options = parser.parse_args(arguments)
@@ -22,11 +27,21 @@ def examine_instead(error: Exception) -> None:
     sys.exit(run(options, ["doctor", *arguments]))
 
 
-def _arguments_of_doctor(program: str, command: list[str]) -> list[str] | None:
-    """What comes behind `doctor` in a command that runs it, as `python -m syncengine doctor` or by pip's script."""
+def _say(error: Exception) -> int:
+    print(f"syncengine can't be imported: {type(error).__name__}: {error}", file=sys.stderr)
+    print("`syncengine doctor` says more; it needs neither PyTorch nor the extension", file=sys.stderr, flush=True)
+    return 2
+
+
+def _arguments_of_command(program: str, command: list[str]) -> list[str] | None:
+    """What comes behind `syncengine` in a command such as `python -m syncengine doctor`, or by pip's script. []: behind
+    `python -m syncengine.patch`.
+    """
     if program != "-m" and Path(program).name != "syncengine":
         return None
     for i, word in enumerate(command[1:], 1):
-        if Path(word).name == "syncengine" and command[i + 1 : i + 2] == ["doctor"]:
-            return command[i + 2 :]
+        if Path(word).name == "syncengine":
+            return command[i + 1 :]
+        if word == "syncengine.patch" and command[i - 1] == "-m":
+            return []
     return None

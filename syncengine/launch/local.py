@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from syncengine.errors import InvalidUsage
+from syncengine.launch.environment import Launch
 
 _SERVED_WITHIN = timedelta(seconds=20)
 _STORE, _STORE_OF_RANK = 16, 4  # file descriptors: the store's own, and of each rank's connections to it
@@ -54,6 +55,13 @@ def run_local_ranks(count: int, arguments: Sequence[str], threads: int) -> int:
         signal.signal(signal.SIGTERM, previous)
     failed = [code for code in codes if code != 0]
     return 0 if not failed else failed[0] if failed[0] > 0 else 128 - failed[0]  # as shells: 128 + the signal
+
+
+def check_ranks(count: int | None, launch: Launch) -> None:
+    """Raises InvalidUsage where a launcher has started another number of ranks than --ranks says."""
+    if count is not None and launch.kind != "single" and launch.world_size != count:
+        ranks = f"{launch.world_size} rank{'' if launch.world_size == 1 else 's'}"
+        raise InvalidUsage(f"--ranks {count}, but {launch.kind} has started {ranks}: leave --ranks out")
 
 
 def _check_descriptors(count: int) -> None:

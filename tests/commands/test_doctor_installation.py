@@ -54,7 +54,8 @@ def test_an_extension_that_cannot_be_loaded(tmp_path: Path):
     assert f"{Path(_C.__file__).name} can't be loaded: " in found["text"]
     assert "install syncengine again" in found["remedy"]
     other = syncengine("bench", environ=environ, cwd=tmp_path)
-    assert "ImportError" in other.stderr
+    assert (other.returncode, "Traceback" in other.stderr) == (2, False)
+    assert "can't be imported: ImportError: syncengine's extension" in other.stderr
 
 
 @pytest.mark.parametrize(
@@ -106,3 +107,15 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path, error: str):
     report = report_of(syncengine("doctor", "--json", environ=environ, cwd=tmp_path))
     assert finding(report, "torch")["severity"] == "fatal"
     assert report["status"] == "can't run"
+
+
+@pytest.mark.parametrize("arguments", [["bench"], ["bench", "--help"], ["--help"], []])
+def test_other_commands_say_so_without_a_traceback(tmp_path: Path, arguments: list[str]):
+    environ = copy_of_package(tmp_path, damaged)
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so is of another libc')\n")
+    said = syncengine(*arguments, environ=environ, cwd=tmp_path)
+    assert said.returncode == 2
+    first, second = said.stderr.splitlines()
+    assert first == "syncengine can't be imported: ImportError: libtorch.so is of another libc"
+    assert "syncengine doctor" in second
+    assert said.stdout == ""
