@@ -503,15 +503,6 @@ class Reducer:
     def knows_order(self) -> bool:
         """Whether the plan was provisional, and there was a backward since: the same on all ranks."""
 
-    def expect_weights(self) -> None:
-        """In a forward that averages, this rank waits for something of the others that they give there, too."""
-
-    def await_weights(self) -> None:
-        """Blocks until all have called `expect_weights`, if this rank has.
-
-        Raises `Aborted`, here and on all ranks, if one has raised in that forward before.
-        """
-
     def refuse_forward(self, text: str) -> None:
         """The forward has ended, but its backward must not average: the model can't be used any more, on any rank.
 
@@ -523,6 +514,10 @@ class Reducer:
 
         Returns the first number; `copy_of` is that of the model that this one is a copy of.
         """
+
+    def wanted(self) -> list[int]:
+        """Parameters that a plan is to cover: those that require a gradient, and, where unused ones are looked for,
+        those that have ever required one. The same on all ranks."""
 
     def install_plan(self, buckets: Sequence[Sequence[int]], provisional: bool) -> None:
         """Sets the buckets: indices of parameters, in the order in which they are expected to be ready.
@@ -545,12 +540,6 @@ class Reducer:
 
     def shadow_backward(self) -> None:
         """Takes part in a synchronized backward of the others without a gradient of its own."""
-
-    def join_backward(self, leaf: torch.Tensor) -> tuple[float, float] | None:
-        """In a hook on `leaf`, for gradients that are averaged besides: what `average_over` has said of this backward.
-
-        None if it does not average, or does not accumulate the gradient of `leaf`, which is about to come.
-        """
 
     def set_comm_hook(self, state: Any, hook: Any) -> None:
         """All buckets go through `hook(state, bucket)` instead of the engine. At most one of these three, once."""

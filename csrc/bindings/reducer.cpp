@@ -83,18 +83,6 @@ void shadow_backward(Reducer& reducer) {
   }
 }
 
-// Divisor and weight. What has been collected is let go before anyone learns of an error.
-std::optional<std::pair<double, double>> join_backward(Reducer& reducer, const at::Tensor& leaf) {
-  try {
-    const auto weighting = reducer.join_backward(leaf);
-    if (!weighting) return std::nullopt;
-    return std::pair(weighting->divisor, weighting->weight);
-  } catch (const Error& error) {
-    reducer.on_backward_failed(error.what());
-    throw;
-  }
-}
-
 py::dict statistics_dict(Reducer& reducer) {
   Statistics statistics;
   {
@@ -170,22 +158,14 @@ void bind_reducer(py::module_& module) {
           },
           py::arg("outputs"), py::arg("began") = py::none(), NoGil())
       .def("abandon_forward", &Reducer::abandon_forward, py::arg("text"), NoGil())
-      .def(
-          "expect_weights", [](Reducer& self) { self.model()->outcome.expect_weights(); }, NoGil())
-      .def(
-          "await_weights",
-          [](Reducer& self) {
-            auto model = self.model();
-            model->outcome.await_weights(model.lock);
-          },
-          NoGil())
       .def("refuse_forward", &Reducer::refuse_forward, py::arg("text"), NoGil())
       .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
       .def("shadow_backward", &shadow_backward)
-      .def("join_backward", &join_backward, py::arg("leaf"), NoGil())
       .def("check_finalized", &Reducer::check_finalized, NoGil())
       .def("remove_hooks", &Reducer::remove_hooks, NoGil())
       .def("has_averaged", &Reducer::has_averaged, NoGil())
+      .def(
+          "wanted", [](Reducer& self) { return self.model()->parameters.wanted(); }, NoGil())
       .def(
           "install_plan",
           [](Reducer& self, const std::vector<std::vector<size_t>>& buckets, bool provisional) {

@@ -116,60 +116,34 @@ class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
   explicit PostponedHooks(std::unique_ptr<PostAccumulateGradHook> users) : users_(std::move(users)) {}
 
   void operator()(const at::Tensor& parameter) override {
-    for (const Owner& owner : owners_) {
-      auto reducer = owner.reducer.lock();
-      if (reducer && reducer->awaits_gradients()) return;
-    }
-    (*users_)(parameter);
+    if (!any_awaits()) run(parameter);
   }
-  // All that deliver in one backward have put the same average there: they run once, behind the last.
-  void run(const Reducer& reducer, bool delivered, const at::Tensor& parameter) {
-    struct Deliverers : std::vector<std::shared_ptr<Reducer>> {
-      void tell(bool delivers) {
-        for (const auto& one : *this) one->set_delivers(delivers);
-      }
-      ~Deliverers() { tell(false); }
-    } deliverers;
-    {
-      const std::lock_guard lock(mutex_);
-      for (Owner& owner : owners_) owner.delivered |= delivered && owner.address == &reducer;
-      for (const Owner& owner : owners_) {
-        auto other = owner.reducer.lock();
-        if (other && other->in_backward()) return;  // and comes here at its end
-        if (other && owner.delivered) deliverers.push_back(std::move(other));
-      }
-      for (Owner& owner : owners_) owner.delivered = false;
-    }
-    if (deliverers.empty()) return;
-    deliverers.tell(true);
-    (*users_)(parameter);
-  }
-  void forget() {
-    const std::lock_guard lock(mutex_);
-    for (Owner& owner : owners_) owner.delivered = false;
-  }
+  void run(const at::Tensor& parameter) { (*users_)(parameter); }
 
   void add(const std::shared_ptr<Reducer>& reducer) {
     remove(*reducer);
     const std::lock_guard lock(mutex_);
-    owners_.push_back({reducer, reducer.get()});
+    owners_.push_back(reducer);
   }
   // Returns whether nobody is left.
   bool remove(const Reducer& reducer) {
     const std::lock_guard lock(mutex_);
-    std::erase_if(owners_, [&](const Owner& owner) { return owner.address == &reducer || owner.reducer.expired(); });
+    std::erase_if(owners_, [&](const auto& owner) { return owner.expired() || owner.lock().get() == &reducer; });
     return owners_.empty();
   }
   std::unique_ptr<PostAccumulateGradHook> release() { return std::move(users_); }
 
  private:
-  struct Owner {
-    std::weak_ptr<Reducer> reducer;
-    const Reducer* address;  // while it is being destroyed, too
-    bool delivered = false;  // and the hooks have not run since
-  };
+  bool any_awaits() {
+    const std::lock_guard lock(mutex_);
+    return std::any_of(owners_.begin(), owners_.end(), [](const auto& owner) {
+      const auto reducer = owner.lock();
+      return reducer && reducer->awaits_gradients();
+    });
+  }
+
   std::mutex mutex_;
-  std::vector<Owner> owners_;
+  std::vector<std::weak_ptr<Reducer>> owners_;
   std::unique_ptr<PostAccumulateGradHook> users_;
 };
 
@@ -241,6 +215,10 @@ bool GradientHook::claimed_by_another_reducer() const {
   return any_other_reducer([](const Reducer& reducer) { return reducer.has_claimed(); });
 }
 
+bool GradientHook::averaged_by_another_reducer() const {
+  return any_other_reducer([](const Reducer& reducer) { return reducer.has_claimed() || reducer.in_backward(); });
+}
+
 bool GradientHook::awaited_by_another_reducer() const {
   return any_other_reducer([](const Reducer& reducer) { return reducer.awaits_gradients(); });
 }
@@ -303,9 +281,10 @@ bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tens
   return true;
 }
 
-bool has_hasty_user_hooks(const at::Tensor& parameter) {
+UserHooks user_hooks_on(const at::Tensor& parameter) {
   auto* hooks = hooks_of(parameter);
-  return hooks != nullptr && *hooks && postponed_hooks(parameter) == nullptr;
+  if (hooks == nullptr || !*hooks) return UserHooks::None;
+  return postponed_hooks(parameter) ? UserHooks::Postponed : UserHooks::Hasty;
 }
 
 bool has_hasty_optimizer(const at::Tensor& parameter) {
@@ -317,12 +296,8 @@ bool has_hasty_optimizer(const at::Tensor& parameter) {
   return handles.contains(pybind11::reinterpret_steal<pybind11::object>(THPVariable_Wrap(parameter)));
 }
 
-void run_user_hooks(const Reducer& reducer, const at::Tensor& parameter, bool delivered) {
-  if (auto* hooks = postponed_hooks(parameter)) hooks->run(reducer, delivered, parameter);
-}
-
-void forget_user_hooks(const at::Tensor& parameter) {
-  if (auto* hooks = postponed_hooks(parameter)) hooks->forget();
+void run_user_hooks(const at::Tensor& parameter) {
+  if (auto* hooks = postponed_hooks(parameter)) hooks->run(parameter);
 }
 
 void restore_user_hooks(const Reducer& reducer, const at::Tensor& parameter) {

@@ -177,17 +177,11 @@ void Reducer::finalize() {
       std::lock_guard lock(mutex_);
       backward->collect_observed();
     }
-    bool goes_on = true;
-    while (goes_on) {
-      backward->proceed(mutex_);
-      backward->finish();
-      model_->outcome.check(*backward, mutex_);
-      backward->learn_left();
-      std::lock_guard lock(mutex_);
-      backward->deliver(written);
-      goes_on = backward->begin_left();
-    }
+    backward->proceed(mutex_);
+    backward->finish();
+    model_->outcome.check(*backward, mutex_);
     std::lock_guard lock(mutex_);
+    backward->deliver(written);
     model_->record.end_backward(waits_from);
     model_->outcome.end_well(model_->record.statistics.backwards);
     end_backward();
@@ -201,18 +195,13 @@ void Reducer::finalize() {
   if (model_->parameters.any_user_hooks()) run_hooks_of_users(written);
 }
 
-// Of others, too, which a reducer of the same parameter has left to this one.
 void Reducer::run_hooks_of_users(const std::vector<size_t>& written) {
-  const Parameters& parameters = model_->parameters;
-  std::vector<bool> delivered(parameters.size());
-  for (size_t i : written) delivered[i] = true;
+  delivers_ = true;
   try {
-    for (size_t i : written) run_user_hooks(*this, parameters.tensor(i), true);
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      if (!delivered[i]) run_user_hooks(*this, parameters.tensor(i), false);
-    }
+    for (size_t i : written) run_user_hooks(model_->parameters.tensor(i));
+    delivers_ = false;
   } catch (...) {
-    for (size_t i = 0; i < parameters.size(); ++i) forget_user_hooks(parameters.tensor(i));
+    delivers_ = false;
     std::lock_guard lock(mutex_);
     model_->outcome.drop(model_->routing.route().outlives_errors());
     throw;
@@ -237,7 +226,7 @@ void Reducer::fail_finalizing(const std::string& text) {
   if (!is_told) tell_peers(*model_->averaging.communicator, text);
   const pybind11::gil_scoped_acquire gil;
   model_->backward->drop(/*keeps_gradients=*/false);
-  end_badly();
+  end_backward();
 }
 
 void Reducer::give_up(const Reason& reason, bool keeps_gradients) {
@@ -260,14 +249,6 @@ void Reducer::give_up(const Reason& reason, bool keeps_gradients) {
     if (model_->backward) model_->backward->drop(keeps_gradients);
   }
   if (!keeps_gradients) model_->usage.clear();
-  end_badly();
-}
-
-void Reducer::end_badly() {
-  const Parameters& parameters = model_->parameters;
-  if (parameters.any_user_hooks()) {
-    for (size_t i = 0; i < parameters.size(); ++i) forget_user_hooks(parameters.tensor(i));
-  }
   end_backward();
 }
 

@@ -85,10 +85,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // Whether the user's hooks on parameters run now, on averages: else they run on this rank's own gradients.
   bool has_averaged() const { return delivers_; }
 
-  // In a hook on a leaf, ours or not, whose gradient is about to come, for what is averaged besides: by which
-  // weighting, if the backward that runs averages. It begins then, if it has not.
-  std::optional<Weighting> join_backward(const at::Tensor& leaf);
-
   // For hooks only.
   void on_output(Forward& forward);
   void on_local_output();
@@ -98,7 +94,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   bool awaits_gradients() const { return phase_ == Phase::Armed || phase_ == Phase::Syncing; }
   // Whether one has begun and not ended. Without the lock.
   bool in_backward() const { return phase_ == Phase::Syncing || phase_ == Phase::Finalizing; }
-  void set_delivers(bool delivers) { delivers_ = delivers; }
   void on_gradient(size_t index, const at::Tensor& incoming);
   void on_backward_end();
   void on_backward_failed(const std::string& text) noexcept;  // by an error of one of these hooks
@@ -128,7 +123,6 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // For errors on this rank. Under the lock.
   void give_up(const Reason& reason, bool keeps_gradients = false);
   [[noreturn]] void fail(const std::string& text);
-  void end_badly();
   void end_backward();
 
   std::mutex mutex_;

@@ -66,33 +66,6 @@ void Reducer::on_output(Forward& forward) {
   if (backward) backward->proceed(mutex_);
 }
 
-std::optional<Weighting> Reducer::join_backward(const at::Tensor& leaf) {
-  const auto node = torch::autograd::impl::try_get_grad_accumulator(leaf);
-  if (!accumulates(node.get())) return std::nullopt;
-  std::shared_ptr<Backward> backward;
-  Weighting weighting{};
-  {
-    std::lock_guard lock(mutex_);
-    if (phase_ == Phase::Armed) {
-      // As in on_gradient(); what is no parameter of ours may be another model's.
-      const auto& ours = model_->parameters.accumulators();
-      const auto found = ours.find(node.get());
-      const bool foreign = found == ours.end() ? outputs_hooked_ : model_->parameters.claimed_by_another(found->second);
-      if (!claimed_ && foreign) return std::nullopt;
-      if (found != ours.end()) model_->thaw();
-      enter_backward();
-    } else if (phase_ == Phase::Syncing) {
-      watch_this_backward();
-    } else {
-      return std::nullopt;
-    }
-    backward = model_->backward;
-    weighting = backward->weighting();
-  }
-  backward->proceed(mutex_);
-  return weighting;
-}
-
 void Reducer::on_local_output() {
   std::lock_guard lock(mutex_);
   if (!accumulates_into(model_->parameters)) return;
@@ -120,7 +93,7 @@ bool Reducer::is_foreign() {
 
 void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
   if (phase_.load(std::memory_order_relaxed) == Phase::Local && !model_->options.find_unused_parameters) {
-    return;  // this thread's
+    return model_->parameters.accumulated(index);
   }
   std::shared_ptr<Backward> backward;
   {
@@ -130,7 +103,7 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
     if (!parameters.tensor(index).requires_grad() && !model_->plan.covers(index)) return;
     if (model_->usage.finds_unused() && parameters.tensor(index).grad().defined()) model_->usage.note(index);
     switch (phase_) {
-      case Phase::Local: return;
+      case Phase::Local: return model_->parameters.accumulated(index);
       case Phase::Finalizing: fail(collected_twice_text(parameters, index));
       case Phase::Consumed:
         if (tasks_.any()) {

@@ -29,7 +29,7 @@ class Planning:
     has_rebuilt: bool = False
 
     def __post_init__(self) -> None:
-        self._trained_when_wrapped = self._trainable()
+        self._trained_when_wrapped = self.reducer.wanted()
         self.start_over(self.model.communicator.numerics == "ring")
 
     def start_over(self, follows_ddp: bool) -> None:
@@ -58,7 +58,7 @@ class Planning:
             self._renew(current)
 
     def _renew(self, current: Round | None) -> None:
-        trainable = self._trainable()
+        trainable = self.reducer.wanted()
         if self.plan is None:
             if not trainable and self._trained_when_wrapped:  # for a backward before which they are not frozen any more
                 self._install(self.planner.initial(self._trained_when_wrapped), provisional=self.planner.rebuilds)
@@ -73,9 +73,6 @@ class Planning:
         else:  # what all ranks know: one that is alone here, as with a part frozen for a while, must not wait
             order = _completed(self._order, trainable)
         self._install(self.planner.rebuilt(order), provisional=False)
-
-    def _trainable(self) -> list[int]:
-        return [i for i, p in enumerate(self.model.parameters) if p.requires_grad]
 
     def reserve_slots(self) -> int:
         """Collective, once. Deferred to the first plan for copies, which one rank alone may make."""

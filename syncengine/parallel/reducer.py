@@ -31,6 +31,10 @@ class NoReducer:
         """Each gradient is the average, unless there is none to be."""
         return self._switches.require_backward_grad_sync
 
+    def wanted(self) -> list[int]:
+        """No plan covers any."""
+        return []
+
     def _rebuild_buckets(self) -> bool:
         return False
 

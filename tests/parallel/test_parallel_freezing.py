@@ -1,4 +1,4 @@
-"""Parameters that are frozen while gradients are accumulated: what they have got by then is averaged, too."""
+"""Parameters that are frozen while gradients are accumulated: averaged with `find_unused_parameters`, else an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from parallel_models import CAP, Branches, both, data, different_bits, gradients, of_both, small
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -21,7 +20,8 @@ from syncengine.errors import InvalidUsage, SyncError
 
 pytestmark = pytest.mark.usefixtures("kinds_of_buckets")
 
-UNUSED = {"find_unused_parameters": True}  # else DDP does not follow
+UNUSED = {"find_unused_parameters": True}
+LEFT = r"parameter 0\.\w+ of Parallel\(Sequential\) got a gradient under no_sync.*pass find_unused_parameters"
 
 
 def backward(model: nn.Module, number: int, synchronized: bool = True, *arguments: Any) -> None:
@@ -74,15 +74,22 @@ STEPS: list[Callable[[nn.Module], list[Any]]] = [
 @run_on_ranks(gloo=True)
 def test_accumulated_gradients_of_parameters_frozen_later():
     for step in STEPS:
-        _, theirs = of_both(step, small, **UNUSED)
-        for options in (UNUSED, {}, CAP, {"static_graph": True}):
-            if "static_graph" in options and step.func is in_turns:
-                continue
-            torch.manual_seed(0)
-            ours = step(syncengine.Parallel(small(), **options))
-            assert [grad is None for grad in ours] == [grad is None for grad in theirs], (step, options)
-            there = [[grad for grad in grads if grad is not None] for grads in (ours, theirs)]
-            assert not different_bits(*there), (step, options)
+        for options in (UNUSED, {**UNUSED, **CAP}):
+            both(small, step, **options)
+
+
+def without_looking_for_unused(step: Callable[[nn.Module], list[Any]], options: dict[str, Any]) -> None:
+    with pytest.raises(SyncError, match=LEFT):  # the other's, perhaps
+        step(syncengine.Parallel(small(), **options))
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [(partial(in_turns), {}), (partial(once, after=0), CAP), (partial(once, after=3), {"static_graph": True})],
+)
+def test_without_looking_for_unused_parameters_they_are_an_error(pool: RankPool, step: Any, options: dict[str, Any]):
+    """DDP waits for their gradients, and says so in the next forward."""
+    pool.run(without_looking_for_unused, step, options)
 
 
 def while_a_forward_is_pending(model: nn.Module) -> list[Any]:
@@ -156,9 +163,9 @@ def frozen_and_every(model: syncengine.Parallel, weight: float | None = None) ->
 
 @run_on_ranks()
 def test_weights_and_hooks_apply_to_them():
-    average, (first, second) = frozen_and_every(syncengine.Parallel(small()), 1.0 + 2 * syncengine.rank())
+    average, (first, second) = frozen_and_every(syncengine.Parallel(small(), **UNUSED), 1.0 + 2 * syncengine.rank())
     torch.testing.assert_close(average, (first + 3 * second) / 4)
-    model = syncengine.Parallel(small())
+    model = syncengine.Parallel(small(), **UNUSED)
     model.register_comm_hook(None, syncengine.hooks.bf16_compress)
     average, (first, second) = frozen_and_every(model)
     assert torch.equal(average, (first.bfloat16() / 2 + second.bfloat16() / 2).float())
@@ -166,7 +173,7 @@ def test_weights_and_hooks_apply_to_them():
 
 @run_on_ranks()
 def test_a_rank_without_a_batch_changes_nothing_of_its_own():
-    model = syncengine.Parallel(small())
+    model = syncengine.Parallel(small(), **UNUSED)
     frozen = model.module[0].weight
     backward(model, 0, False)
     own = frozen.grad.clone()
@@ -216,38 +223,67 @@ def under_no_sync_alone(model: nn.Module, frozen_alike: int = 5) -> list[Any]:
 
 @run_on_ranks(gloo=True)
 def test_what_only_one_rank_has_trained_and_each_synchronized_forward_freezes():
-    """It is not in the plan, and the other rank does not know."""
-    ours, theirs = of_both(under_no_sync_alone, small, **UNUSED)
+    ours, _ = of_both(under_no_sync_alone, small, **UNUSED)
     averaged = [grads[0] is not None for grads in zip(*[iter(ours)] * 4, strict=True)]
     assert averaged == [i in (2, 3, 5) for i in range(8)], averaged
-    for options in (UNUSED, {}, CAP, {"static_graph": True}, {"skip_all_reduce_unused_params": True}):
-        torch.manual_seed(0)
-        ours = under_no_sync_alone(syncengine.Parallel(small(), **options))
-        assert [grad is None for grad in ours] == [grad is None for grad in theirs], options
-        there = [[grad for grad in grads if grad is not None] for grads in (ours, theirs)]
-        assert not different_bits(*there), options
+    for options in (UNUSED, {**UNUSED, **CAP}):
+        both(small, under_no_sync_alone, **options)
 
 
-def operations_of_steps(model: syncengine.Parallel) -> list[int]:
-    """Without and with such gradients: how many collectives."""
-    found = []
-    model.module[0].requires_grad_(False)
-    for i in range(8):
-        if i in (5, 7) and syncengine.rank() == 0:
-            model.module[0].requires_grad_(True)
-            backward(model, i, False)
-            model.module[0].requires_grad_(False)
-        before = model.communicator.counters()["operations"]
-        backward(model, i)
-        found.append(model.communicator.counters()["operations"] - before)
-    return found[4:]
+def left_on_one_rank() -> None:
+    """Rank 0 has one in step 2, and refuses it."""
+    with pytest.raises(InvalidUsage if syncengine.rank() == 0 else SyncError, match=LEFT):
+        under_no_sync_alone(syncengine.Parallel(small()))
+
+
+def test_what_one_rank_alone_has_is_an_error_on_all(pool: RankPool):
+    pool.run(left_on_one_rank)
 
 
 @run_on_ranks()
-def test_ranks_ask_each_other_once():
-    """Where there are such gradients, which get a bucket for each of two parameters, or in each backward."""
-    found = operations_of_steps(syncengine.Parallel(small(), skip_all_reduce_unused_params=True))
-    assert found == [2, 4, 2, 4], found
+def test_a_forward_under_no_sync_alone_is_no_gradient():
+    """A probe, while .grad still holds an average."""
+    model = syncengine.Parallel(small())
+    backward(model, 0)
+    with model.no_sync():
+        model(data(1))
+    model.module[0].requires_grad_(False)
+    model.module[2].zero_grad()
+    backward(model, 2)
+
+
+def on_one_rank_alone(model: nn.Module) -> list[Any]:
+    """There zeros travel."""
+    found: list[Any] = []
+    for i in range(4):
+        model.module[0].requires_grad_(i % 2 == syncengine.rank())
+        backward(model, i)
+        found += gradients(model)
+        model.zero_grad()
+    return found
+
+
+@run_on_ranks(gloo=True)
+def test_frozen_on_one_rank_alone_where_unused_parameters_are_looked_for():
+    both(small, on_one_rank_alone, **UNUSED)
+
+
+def skips_nothing_that_was_accumulated(model: nn.Module) -> None:
+    backward(model, 0, False)
+    own = model.module[0].weight.grad.clone()
+    model.module[0].requires_grad_(False)
+    backward(model, 1)
+    syncengine.all_reduce(own, "avg")
+    assert torch.equal(model.module[0].weight.grad, own)
+
+
+@run_on_ranks()
+def test_a_bucket_with_accumulated_gradients_is_not_skipped():
+    """Under DDP it is: the gradients stay local."""
+    for options in (CAP, {}):
+        skips_nothing_that_was_accumulated(
+            syncengine.Parallel(small(), skip_all_reduce_unused_params=True, **UNUSED, **options)
+        )
 
 
 def table_trained_alone(model: nn.Module) -> list[Any]:
@@ -268,9 +304,8 @@ def table_trained_alone(model: nn.Module) -> list[Any]:
 
 @run_on_ranks(gloo=True)
 def test_a_sparse_table_that_one_rank_has_trained_alone():
-    """DDP expects a gradient of it for ever; so the means are compared."""
     torch.manual_seed(0)
-    model = syncengine.Parallel(nn.Sequential(nn.EmbeddingBag(9, 24, sparse=True), nn.Linear(24, 3)))
+    model = syncengine.Parallel(nn.Sequential(nn.EmbeddingBag(9, 24, sparse=True), nn.Linear(24, 3)), **UNUSED)
     found = table_trained_alone(model)
     assert len(found) == 9
     expected = torch.zeros(9, 24)
@@ -287,28 +322,10 @@ def test_a_communication_hook_gets_them_too():
     both(small, step, **UNUSED)
 
 
-def hook_with_state(found: dict[int, int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Keeps something for each bucket, as PowerSGD what it has left out."""
-    assert found.setdefault(bucket.index(), bucket.buffer().numel()) == bucket.buffer().numel(), bucket.index()
-    found[-1] = found.get(-1, 0) + bucket.is_last()
-    return default_hooks.allreduce_hook(None, bucket)
-
-
-@run_on_ranks(gloo=True)
-def test_a_communication_hook_may_keep_state_by_the_numbers_of_buckets():
-    model = syncengine.Parallel(nn.Sequential(nn.Linear(24, 20), nn.Tanh(), nn.Linear(20, 24)))
-    model.module[0].requires_grad_(False)
-    found: dict[int, int] = {}
-    model.register_comm_hook(found, hook_with_state)
-    under_no_sync_alone(model)
-    assert found.pop(-1) == 8 + 3  # the last one of each step, and of what came behind in three
-    assert sorted(found.values()) == [20, 24 * 20, 24 * 20 + 24]
-
-
-def frozen_when_wrapped() -> None:
+def frozen_when_wrapped(options: dict[str, bool]) -> None:
     module = small()
     module[0].requires_grad_(False)
-    model = syncengine.Parallel(module)
+    model = syncengine.Parallel(module, **options)
     for i in range(3):
         backward(model, i)
         model.zero_grad()
@@ -317,18 +334,14 @@ def frozen_when_wrapped() -> None:
     if syncengine.rank() == 0:
         backward(model, 3, False)
     module[0].requires_grad_(False)
-    if isinstance(model.reducer, syncengine._C.Reducer) and type(model) is syncengine.parallel.Parallel:
+    with pytest.raises(InvalidUsage if syncengine.rank() == 0 else SyncError, match=LEFT):
         backward(model, 4)
-        assert module[0].weight.grad is not None
-    else:
-        error = InvalidUsage if syncengine.rank() == 0 else SyncError
-        with pytest.raises(error, match=r"parameter 0\.weight of Parallel\(Sequential\) got a gradient under no_sync"):
-            backward(model, 4)
 
 
-def test_one_that_was_frozen_when_it_was_wrapped(pool: RankPool):
-    """Averaged as well, but where ranks would have to ask each other in every backward."""
-    pool.run(frozen_when_wrapped)
+@pytest.mark.parametrize("options", [{}, UNUSED], ids=str)
+def test_one_that_was_frozen_when_it_was_wrapped(pool: RankPool, options: dict[str, bool]):
+    """The other rank does not know of it."""
+    pool.run(frozen_when_wrapped, options)
 
 
 class Discriminator(nn.Module):
@@ -343,9 +356,9 @@ class Discriminator(nn.Module):
         return self.head(torch.relu(self.middle(torch.relu(self.body(x)))))
 
 
-def adversaries(wrap: Callable[[nn.Module], nn.Module]) -> list[Any]:
+def adversaries(wrap: Callable[..., nn.Module], **options: bool) -> list[Any]:
     torch.manual_seed(0)
-    critic, generator = wrap(Discriminator()), wrap(nn.Linear(24, 24))
+    critic, generator = wrap(Discriminator(), **options), wrap(nn.Linear(24, 24))
     found: list[Any] = []
     for i in range(4):
         critic.requires_grad_(True)
@@ -354,7 +367,8 @@ def adversaries(wrap: Callable[[nn.Module], nn.Module]) -> list[Any]:
         found += gradients(critic)
         critic.requires_grad_(False)
         generator.zero_grad()
-        judge = critic.module if wrap is DistributedDataParallel else critic  # DDP would wait for what is frozen
+        waits = wrap is DistributedDataParallel and not options  # for what is frozen
+        judge = critic.module if waits else critic
         judge(generator(data(2 * i + 1))).mean().backward()
         found += gradients(generator)
     return found
@@ -363,3 +377,8 @@ def adversaries(wrap: Callable[[nn.Module], nn.Module]) -> list[Any]:
 @run_on_ranks(world=3, gloo=True, settings={"numerics": "ring"})
 def test_a_model_that_is_wholly_frozen_in_its_second_forward_has_the_order_of_ddp():
     assert not different_bits(adversaries(syncengine.Parallel), adversaries(DistributedDataParallel))
+
+
+@run_on_ranks(gloo=True)
+def test_a_model_that_is_wholly_frozen_where_unused_parameters_are_looked_for():
+    assert not different_bits(*(adversaries(wrap, **UNUSED) for wrap in (syncengine.Parallel, DistributedDataParallel)))

@@ -512,33 +512,48 @@ def part_that_is_not_used(module: nn.Sequential, wrap: Callable[[nn.Module], nn.
     return lambda: whole(data()) + other(data())
 
 
+def with_hooks(arrange: Callable[..., Any], hooks: Callable[..., None] | None) -> tuple[list, list, Callable]:
+    """Parameters, how often a hook on each has run, and the forward."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
+    parameters = list(module.parameters())
+    forward = arrange(module, syncengine.Parallel)
+    counts = [0] * len(parameters)
+    if hooks:
+        for i, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(lambda _, i=i: counts.__setitem__(i, counts[i] + 1))
+        hooks(module, None)
+    return parameters, counts, forward
+
+
 @run_on_ranks(gloo=True)
-def test_hooks_run_once_in_a_backward_of_two_wrappers():
+def test_hooks_run_once_where_one_of_two_wrappers_averages():
     """The weights are those that an optimizer behind the backward makes."""
 
-    def trained(arrange: Callable[..., Any], wrap: Callable[..., nn.Module], hooks: Callable[..., None] | None) -> Any:
-        torch.manual_seed(0)
-        module = nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 24))
-        parameters = list(module.parameters())
-        forward = arrange(module, wrap)
-        counts = [0] * len(parameters)
-        for i, parameter in enumerate(parameters):
-            if hooks:
-                parameter.register_post_accumulate_grad_hook(lambda _, i=i: counts.__setitem__(i, counts[i] + 1))
-        if hooks:
-            hooks(module, None)
+    def trained(hooks: Callable[..., None] | None) -> list[torch.Tensor]:
+        parameters, counts, forward = with_hooks(one_of_two_is_local, hooks)
         for step in range(1, 4):
             forward().square().mean().backward()
             if hooks:
-                assert counts == [step] * len(parameters), (arrange.__name__, counts)
+                assert counts == [step] * len(parameters), counts
             else:
                 SGD(parameters, RATE).step()
             for parameter in parameters:
                 parameter.grad = None
         return [p.detach().clone() for p in parameters]
 
-    for arrange in (part_of_a_whole, sum_over_two, one_of_two_is_local, part_that_is_not_used):
-        expected = trained(arrange, syncengine.Parallel, None)
+    for hooks in (steps_by_hook, steps_applied):
+        assert not different_bits(trained(hooks), trained(None)), hooks.__name__
+
+
+@run_on_ranks(gloo=True)
+def test_hooks_of_a_parameter_that_two_wrappers_average_are_refused():
+    for arrange in (part_of_a_whole, sum_over_two, part_that_is_not_used):
         for hooks in (steps_by_hook, steps_applied):
-            ours = trained(arrange, syncengine.Parallel, hooks)
-            assert not different_bits(ours, expected), (arrange.__name__, hooks.__name__)
+            _, counts, forward = with_hooks(arrange, hooks)
+            for _ in range(2):
+                loss = forward().square().mean()
+                with pytest.raises(InvalidUsage, match="has a hook.*belongs to two wrappers.*put both parts into one"):
+                    loss.backward()
+            assert not any(counts)
+            syncengine.barrier()  # it costs a step

@@ -31,31 +31,24 @@ void Backward::begin() {
   usage_travels_ = model_.flat == nullptr && route_->outlives_errors() && plan_->sparse().empty() &&
                    !model_.options.skip_all_reduce_unused_params &&
                    Usage::words_of(plan_->largest_bucket()) + Masks::kWords <= kMaxFlagWords;
-  // By the buckets' flags; or asked, where there may be some at all, as far as all ranks know.
-  left_ = model_.parameters.left_by(*plan_);
-  left_travels_ = route_->outlives_errors() && plan_->sparse().size() < plan_->buckets().size() &&
-                  !model_.options.skip_all_reduce_unused_params;
-  asks_left_ = !left_travels_ && plan_->parameters() > 0 && plan_->parameters() < model_.parameters.trained();
-  open_buckets();
-  told_.weighting.divisor = model_.averaging.communicator->size();
-  forwards_.tell(told_, model_.parameters, usage.finds_unused());
-}
-
-void Backward::open_buckets() {
-  buckets_.clear();
   buckets_.reserve(plan_->buckets().size());
   for (const auto& layout : plan_->buckets()) {
     buckets_.push_back({.layout = layout, .missing = layout->parameters.size()});
   }
   missing_ = buckets_.size();
-  next_ = 0;
+  told_.weighting.divisor = model_.averaging.communicator->size();
+  forwards_.tell(told_, model_.parameters, usage.finds_unused());
 }
 
 bool Backward::bring(size_t index, const at::Tensor& incoming) {
   const Parameters& parameters = model_.parameters;
   const at::Tensor& parameter = parameters.tensor(index);
   const bool watched = parameters.has_node_hooks(index);
-  if (has_hasty_user_hooks(parameter) || (watched && has_hasty_optimizer(parameter))) {
+  const UserHooks hooks = user_hooks_on(parameter);
+  if (hooks == UserHooks::Postponed && parameters.averaged_by_another(index)) {
+    throw Error(ErrorKind::InvalidUsage, averaged_twice_text(parameters, index));
+  }
+  if (hooks == UserHooks::Hasty || (watched && has_hasty_optimizer(parameter))) {
     throw Error(ErrorKind::InvalidUsage,
                 "a hook was registered on parameter " + name(index) + " of " + parameters.model() +
                     " (register_post_accumulate_grad_hook, or an optimizer in backward) after the forward, so it would "
@@ -106,8 +99,8 @@ void Backward::collect_missing() {
   StaticGraph* graph = model_.usage.static_graph();
   const bool observed = graph && graph->observed();
   if (observed) graph->begin_backward();
-  if (!left_.empty() && !left_travels_ && !asks_left_ && plan_->parameters() > 0) {
-    throw Error(ErrorKind::InvalidUsage, left_text(model_.parameters, left_[0]));
+  if (const auto left = model_.parameters.left_by(*plan_)) {
+    throw Error(ErrorKind::InvalidUsage, left_text(model_.parameters, *left));
   }
   if (!observed && !model_.usage.finds_unused()) return;
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
@@ -131,8 +124,6 @@ void Backward::collect_observed() {
 }
 
 void Backward::collect_absent() {
-  is_absent_ = true;
-  left_.clear();
   for (size_t i = 0; i < model_.parameters.size(); ++i) {
     if (!plan_->covers(i)) continue;
     gradient(i).collect_absent();
@@ -157,31 +148,28 @@ void Backward::count_collected(size_t index) {
   --missing_;
   bucket.state = skips(bucket) ? Bucket::State::Skipped : Bucket::State::Ready;
   route_->ready(*this, bucket);
-  if (missing_ > 0) return;
-  if (asks_usage_ && !usage_travels_) announce_usage();
-  if (asks_left_) announce_left();
+  if (missing_ == 0 && asks_usage_ && !usage_travels_) announce_usage();
 }
 
 bool Backward::skips(const Bucket& bucket) const {
-  if (!model_.options.skip_all_reduce_unused_params || told_.has_shadows || begins_left_) return false;
+  if (!model_.options.skip_all_reduce_unused_params || told_.has_shadows) return false;
   const auto& parameters = bucket.layout->parameters;
-  return std::all_of(parameters.begin(), parameters.end(), [&](size_t i) { return gradient(i).stands_in(); });
+  return std::all_of(parameters.begin(), parameters.end(),
+                     [&](size_t i) { return gradient(i).stands_in() && !model_.usage.here(i); });
 }
 
-std::shared_ptr<Work> Backward::announce(const Map& map, size_t slot, const char* what) {
+void Backward::announce_usage() {
+  const auto map = model_.usage.share();
   Operation operation;
   operation.dtype = DType::UInt8;
   operation.op = ReduceOp::Max;
   operation.numerics = model_.averaging.communicator->numerics();
   operation.output.add(map->data(), map->size());
   operation.input = operation.output;
-  operation.describe = [what, names = model_.parameters.names()] { return what + names->model; };
+  operation.describe = [names = model_.parameters.names()] { return "used parameters of " + names->model; };
   operation.keepalive = map;
-  return model_.averaging.communicator->announce(model_.averaging.slots, slot, std::move(operation));
-}
-
-void Backward::announce_usage() {
-  usage_work_ = announce(model_.usage.share(), model_.averaging.usage_slot(), "used parameters of ");
+  usage_work_ = model_.averaging.communicator->announce(model_.averaging.slots, model_.averaging.usage_slot(),
+                                                        std::move(operation));
 }
 
 void Backward::proceed(std::mutex& mutex) { route_->proceed(*this, mutex); }
@@ -227,11 +215,10 @@ void Backward::check_skipped() const {
 void Backward::deliver(std::vector<size_t>& written) {
   Usage& usage = model_.usage;
   if (usage.observes() && !told_.has_shadows) usage.static_graph()->end_of_observation();
-  const bool may_be_unused = usage.tracks() && !begins_left_;
   for (Bucket& bucket : buckets_) {
     route_->deliver(*this, bucket);
     for (size_t i : bucket.layout->parameters) {
-      const bool delivered = gradient(i).deliver(!may_be_unused || usage.anywhere(i));
+      const bool delivered = gradient(i).deliver(!usage.tracks() || usage.anywhere(i));
       if (delivered && model_.parameters.any_user_hooks()) written.push_back(i);
       if (model_.averaging.scaling == Scaling::DivideViewed) gradient(i).keep();
     }
@@ -278,7 +265,6 @@ void Backward::let_go(bool keeps_gradients) {
   auto let_go_of = [&](size_t i) { keeps_gradients ? gradient(i).forget() : gradient(i).discard(); };
   for (const Bucket& bucket : buckets_)
     std::for_each(bucket.layout->parameters.begin(), bucket.layout->parameters.end(), let_go_of);
-  std::for_each(left_.begin(), left_.end(), let_go_of);
 }
 
 }  // namespace syncengine

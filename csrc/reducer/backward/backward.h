@@ -48,7 +48,8 @@ class Backward {
   // A parameter's hook has fired. Returns whether that was its gradient: of a static graph only the last time is.
   // Throws InvalidUsage where it can't be averaged any more.
   bool bring(size_t index, const at::Tensor& incoming);
-  // Those that are known not to come.
+  // Those that are known not to come. Throws InvalidUsage where this rank has accumulated a gradient that no bucket
+  // has.
   void collect_missing();
   // All of a static graph that has been observed. The order in which they came is not the one in which later backwards
   // will bring them, so it is not noted.
@@ -70,14 +71,9 @@ class Backward {
   // What the peers have said about it and the last one. Known after finish().
   Masks& masks() { return masks_; }
 
-  // Then, without the lock, too: which of left_ any rank has.
-  void learn_left();
   // Puts the averages into .grad. Adds the parameters whose .grad has been written to `written`, if users have hooks on
   // any.
   void deliver(std::vector<size_t>& written);
-  // Then: whether some rank has accumulated a gradient that no bucket had, of a parameter that it has trained under
-  // no_sync alone. If so, these have buckets now, which end as the others.
-  bool begin_left();
 
   // Whether it can be abandoned at all: not where peers wait for what has no such mask.
   bool can_be_abandoned() const;
@@ -92,29 +88,20 @@ class Backward {
   Model& model() const { return model_; }
   std::vector<Bucket>& buckets() { return buckets_; }
   const Weighting& weighting() const { return told_.weighting; }
-  // Whether its buckets are those of begin_left().
-  bool begins_left() const { return begins_left_; }
   // With the bucket that it is about; all by itself where not every bucket is the engine's to reduce.
   bool usage_travels() const { return asks_usage_ && usage_travels_; }
   // What this rank says.
   Masks own_masks() const {
     const uint64_t here = uint64_t{1} << model_.averaging.communicator->rank();
-    return {.abandoned_by = is_abandoned_ ? here : 0,
-            .dropped_by = dropped_last_ ? here : 0,
-            .left_by = left_travels_ && !left_.empty() ? here : 0};
+    return {.abandoned_by = is_abandoned_ ? here : 0, .dropped_by = dropped_last_ ? here : 0};
   }
 
  private:
-  using Map = std::shared_ptr<std::vector<uint8_t>>;  // by parameter; shared with its operation
-
-  void open_buckets();
   void let_go(bool keeps_gradients);  // of what was collected
   bool is_last_fire(size_t index, const at::Tensor& incoming, bool kept);
   void count_collected(size_t index);
   bool skips(const Bucket& bucket) const;
-  std::shared_ptr<Work> announce(const Map& map, size_t slot, const char* what);
   void announce_usage();
-  void announce_left();
   void check_skipped() const;
   void average_sparse_gradients();
   Gradient& gradient(size_t index) const { return model_.parameters.gradients()[index]; }
@@ -132,13 +119,7 @@ class Backward {
   size_t missing_ = 0;  // buckets that have not all gradients yet
   size_t next_ = 0;     // bucket that next_in_order() comes to
   std::shared_ptr<Work> usage_work_;
-  std::vector<size_t> left_;  // that no bucket has, see begin_left(): of this rank
-  bool left_travels_ = false, asks_left_ = false;
-  Map left_anywhere_;
-  std::shared_ptr<Work> left_work_;
-  bool is_absent_ = false;    // this rank has no batch
-  bool begins_left_ = false;  // that of the plan is done
-  bool is_over_ = false;      // dropped, while another thread may still be in proceed()
+  bool is_over_ = false;  // dropped, while another thread may still be in proceed()
   bool is_abandoned_ = false, dropped_last_ = false;
   Masks masks_;
 };

@@ -19,7 +19,9 @@ Model::Model(std::vector<at::Tensor> tensors, ModelNames names, const std::share
       flat(lane ? std::make_unique<FlatBuckets>(std::move(lane)) : nullptr),
       pooled(options.gradients_in_arena ? communicator->gradient_pool() : nullptr),
       routing(averaging, parameters, plan, pooled, flat.get()),
-      outcome(averaging, parameters) {}
+      outcome(averaging, parameters) {
+  parameters.keep_trained(usage.finds_unused());
+}
 
 Forward& Model::coming_forward() {
   if (!forward) {
@@ -75,6 +77,7 @@ void Model::set_static_graph() {
                 "constructed.");
   }
   usage.set_static_graph();
+  parameters.keep_trained(false);  // it finds its unused ones once
 }
 
 void Model::pool_gradients() {

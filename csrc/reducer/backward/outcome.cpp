@@ -69,17 +69,6 @@ void Outcome::await_peers(std::unique_lock<std::mutex>& lock) {
   }
 }
 
-void Outcome::await_weights(std::unique_lock<std::mutex>& lock) {
-  if (!weights_) return;
-  Reasons weights = *std::exchange(weights_, std::nullopt);
-  lock.unlock();
-  if (const auto reason = weights.wait()) {
-    averaging_.communicator->abort(ErrorKind::Aborted, reason->text);
-    throw Error(ErrorKind::Aborted, reason->text);
-  }
-  lock.lock();
-}
-
 void Outcome::check(Backward& backward, std::mutex& mutex) {
   Communicator& communicator = *averaging_.communicator;
   const Masks& masks = backward.masks();

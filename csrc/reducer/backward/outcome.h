@@ -70,15 +70,8 @@ class Outcome {
   // if nothing can come of the model on some rank.
   void await_peers(std::unique_lock<std::mutex>& lock);
 
-  // This rank has given its weight within a forward, and is going to wait for those of the others: one that raises
-  // there before it has given its own says so.
-  void expect_weights() { weights_ = exchange(begun_ + 1, std::nullopt); }
-  // Blocks, if it is expected. Throws Aborted if one has.
-  void await_weights(std::unique_lock<std::mutex>& lock);
-
   // A backward's buckets have ended. Throws Aborted if some rank has abandoned it, or dropped the averages of the last
-  // one. Where more is to come (Backward::begin_left()) all ranks ask each other, since one that has failed with all
-  // its buckets on their way could not say so with them.
+  // one.
   void check(Backward& backward, std::mutex& mutex);
   // All its averages are there. `backward`: its number.
   void end_well(uint64_t backward);
@@ -100,7 +93,6 @@ class Outcome {
   std::optional<std::string> unusable_;  // why
   uint64_t begun_ = 0;                   // backwards, so far; as many on all ranks
   uint64_t ended_well_ = 0;              // the last that did
-  std::optional<Reasons> weights_;       // see await_weights(): in the place of a reason, which this rank has none of
   bool has_dropped_ = false;             // see begin()
 
   struct GivenUp {

@@ -59,10 +59,16 @@ std::string uncovered_text(const Parameters& parameters, size_t index) {
 
 std::string left_text(const Parameters& parameters, size_t index) {
   return "parameter " + parameters.name(index) + " of " + parameters.model() +
-         " got a gradient under no_sync(), but was frozen (requires_grad=False) when the module was wrapped and in "
-         "each "
-         "forward that synchronizes, so the other ranks do not expect it: wrap the module before that parameter is "
-         "frozen, or do not freeze it for the forward that synchronizes";
+         " got a gradient under no_sync(), but is frozen (requires_grad=False) in the forward that synchronizes, so it "
+         "is not averaged: freeze it when its gradients have been averaged or dropped (zero_grad()), or, if it was not "
+         "frozen when the module was wrapped, pass find_unused_parameters=True";
+}
+
+std::string averaged_twice_text(const Parameters& parameters, size_t index) {
+  return "parameter " + parameters.name(index) + " of " + parameters.model() +
+         " has a hook (register_post_accumulate_grad_hook, or an optimizer in backward) and belongs to two wrappers, "
+         "which both average it in this backward: put both parts into one module and wrap that, or run a backward for "
+         "each wrapper, or use the gradient after backward";
 }
 
 std::string collected_twice_text(const Parameters& parameters, size_t index) {

@@ -19,6 +19,7 @@ std::string dropped_text(const Parameters& parameters);
 std::string consumed_text(const Parameters& parameters, const std::string& lost);
 std::string uncovered_text(const Parameters& parameters, size_t index);
 std::string left_text(const Parameters& parameters, size_t index);
+std::string averaged_twice_text(const Parameters& parameters, size_t index);
 std::string collected_twice_text(const Parameters& parameters, size_t index);
 
 }  // namespace syncengine

@@ -40,16 +40,14 @@ struct BucketLayout : std::enable_shared_from_this<BucketLayout> {
 struct Masks {
   uint64_t abandoned_by = 0;  // have abandoned this backward
   uint64_t dropped_by = 0;    // have abandoned the last one, after its averages had been complete
-  uint64_t left_by = 0;       // have accumulated gradients that no bucket has, see Backward::begin_left()
-  static constexpr size_t kWords = 3;
+  static constexpr size_t kWords = 2;
 
   // Whether all ranks that hear of it, which is all of them, ask each other why; if not, the next backward tells.
-  bool ask_why() const { return abandoned_by != 0 || left_by != 0; }
-  void put(std::vector<uint64_t>& flags) const { flags.insert(flags.end(), {abandoned_by, dropped_by, left_by}); }
+  bool ask_why() const { return abandoned_by != 0; }
+  void put(std::vector<uint64_t>& flags) const { flags.insert(flags.end(), {abandoned_by, dropped_by}); }
   void add(const std::vector<uint64_t>& flags) {
-    abandoned_by |= flags[flags.size() - 3];
-    dropped_by |= flags[flags.size() - 2];
-    left_by |= flags[flags.size() - 1];
+    abandoned_by |= flags[flags.size() - 2];
+    dropped_by |= flags[flags.size() - 1];
   }
 };
 

@@ -38,8 +38,10 @@ class GradientHook {
   // Who else listens to the node: hooks of the user (Megatron's, Apex'), which are to see this rank's own gradient; or
   // another reducer, of a second wrapper of the same module.
   bool others_are_users() const;
-  // The latter, if a backward runs that comes from its outputs; or if it waits for gradients.
+  // The latter, if a backward runs that comes from its outputs; or one that it averages, whatever that comes from; or
+  // if it waits for gradients.
   bool claimed_by_another_reducer() const;
+  bool averaged_by_another_reducer() const;
   bool awaited_by_another_reducer() const;
 
  private:
@@ -77,16 +79,13 @@ void fail_at_task_end(const std::string& text);
 // This makes them wait: nothing runs while Reducer::awaits_gradients() of any reducer that the parameter belongs to;
 // whoever delivers the average runs them. False if there are none.
 bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tensor& parameter);
-// Whether there are some that do not wait, since they came after the last forward.
-bool has_hasty_user_hooks(const at::Tensor& parameter);
-// The same of an optimizer in backward (torch's _apply_optimizer_in_backward).
+// Whether there are some, and whether they wait: not if they came after the last forward.
+enum class UserHooks : uint8_t { None, Postponed, Hasty };
+UserHooks user_hooks_on(const at::Tensor& parameter);
+// Whether there is an optimizer in backward that does not wait (torch's _apply_optimizer_in_backward).
 bool has_hasty_optimizer(const at::Tensor& parameter);
-// At the end of a backward of `reducer`, for each of its parameters, whether or not it has `delivered` an average: runs
-// those for which some reducer has, unless another that the parameter belongs to is still in a backward. All whose
-// average it is say has_averaged() meanwhile.
-void run_user_hooks(const Reducer& reducer, const at::Tensor& parameter, bool delivered);
-// The same where that backward failed: none run.
-void forget_user_hooks(const at::Tensor& parameter);
+// Those that have waited.
+void run_user_hooks(const at::Tensor& parameter);
 // Undoes postpone_user_hooks.
 void restore_user_hooks(const Reducer& reducer, const at::Tensor& parameter);
 

@@ -8,13 +8,12 @@ namespace syncengine {
 Parameters::Parameters(std::vector<at::Tensor> tensors, ModelNames names, const std::vector<bool>& sparse)
     : names_(std::make_shared<const ModelNames>(std::move(names))),
       hooks_(tensors.size()),
-      accumulates_(tensors.size()),
-      trained_(tensors.size()) {
+      trained_(tensors.size()),
+      accumulated_(tensors.size()) {
   gradients_.reserve(tensors.size());
   attributes_.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     trained_[i] = tensors[i].requires_grad();
-    trained_count_ += trained_[i];
     attributes_.emplace_back(tensors[i]);
     gradients_.emplace_back(std::move(tensors[i]), sparse[i]);
   }
@@ -62,40 +61,42 @@ void Parameters::unhook(size_t index) {
   hooks_[index].reset();
 }
 
+bool Parameters::is_wanted(size_t index) const {
+  return tensor(index).requires_grad() || (keeps_trained_ && trained_[index]);
+}
+
+std::vector<size_t> Parameters::wanted() const {
+  std::vector<size_t> wanted;
+  for (size_t i = 0; i < size(); ++i) {
+    if (is_wanted(i)) wanted.push_back(i);
+  }
+  return wanted;
+}
+
 bool Parameters::are_covered_by(const BucketPlan& plan) const {
-  for (size_t i = 0; i < hooks_.size(); ++i) {
-    const bool wanted = tensor(i).requires_grad();
-    if (wanted != plan.covers(i) || (wanted && !plan.fits(i, tensor(i)))) return false;
+  for (size_t i = 0; i < size(); ++i) {
+    if (is_wanted(i) != plan.covers(i) || (plan.covers(i) && !plan.fits(i, tensor(i)))) return false;
   }
   return true;
 }
 
 void Parameters::begin_accumulation() {
-  any_accumulates_ = true;
-  for (size_t i = 0; i < attributes_.size(); ++i) {
-    if (attributes_[i].required_grad()) accumulates_[i] = true;
-  }
+  if (std::exchange(accumulates_, true)) return;
+  for (auto& accumulated : accumulated_) accumulated.store(false, std::memory_order_relaxed);
 }
 
-void Parameters::end_accumulation() {
-  if (std::exchange(any_accumulates_, false)) accumulates_.assign(accumulates_.size(), false);
-}
+void Parameters::accumulated(size_t index) { accumulated_[index].store(true, std::memory_order_relaxed); }
 
-std::vector<size_t> Parameters::left_by(const BucketPlan& plan) const {
-  std::vector<size_t> left;
-  if (!any_accumulates_ || plan.parameters() == size()) return left;
+std::optional<size_t> Parameters::left_by(const BucketPlan& plan) const {
+  if (!accumulates_ || plan.parameters() == 0 || plan.parameters() == size()) return std::nullopt;
   for (size_t i = 0; i < size(); ++i) {
-    if (accumulates_[i] && !plan.covers(i) && tensor(i).grad().defined()) left.push_back(i);
+    if (accumulated_[i].load(std::memory_order_relaxed) && !plan.covers(i) && tensor(i).grad().defined()) return i;
   }
-  return left;
+  return std::nullopt;
 }
 
 void Parameters::note_trained(const BucketPlan& plan) {
-  for (size_t i = 0; i < trained_.size(); ++i) {
-    if (!plan.covers(i) || trained_[i]) continue;
-    trained_[i] = true;
-    ++trained_count_;
-  }
+  for (size_t i = 0; i < trained_.size(); ++i) trained_[i] = trained_[i] || plan.covers(i);
 }
 
 void Parameters::let_go_of_nodes() {

@@ -6,7 +6,9 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -37,18 +39,21 @@ class Parameters {
   // Before a forward: `reducer` listens to each that requires a gradient, or has: a graph from before may bring one
   // when it does again. Returns whether anything was new.
   bool follow(const std::shared_ptr<Reducer>& reducer);
-  // Whether each that requires a gradient is in a bucket of `plan`, as it was then, and no other is. All ranks find the
-  // same, so nothing counts that only one may know.
+  // Which are to be in a plan. All ranks find the same, so nothing counts that only one may know.
+  std::vector<size_t> wanted() const;
+  // Whether exactly these are in buckets of `plan`, as they were then.
   bool are_covered_by(const BucketPlan& plan) const;
-  // A forward comes whose backward is this rank's own. What it brings is still to be averaged, also of a parameter that
-  // is frozen by then: until the end of a synchronized backward.
-  void begin_accumulation();
-  void end_accumulation();
-  // Those with a gradient from such a backward that are in no bucket of `plan`. Each rank has its own.
-  std::vector<size_t> left_by(const BucketPlan& plan) const;
-  // How many were ever to be trained, as all ranks know: when the model was wrapped, or in a plan.
-  size_t trained() const { return trained_count_; }
+  // From now on each that has ever required a gradient is wanted, as under DDP with unused parameters: when the model
+  // was wrapped, or in a plan.
+  void keep_trained(bool keep) { keeps_trained_ = keep; }
   void note_trained(const BucketPlan& plan);
+  // Forwards come whose backwards are this rank's own: what they bring is still to be averaged, until the end of a
+  // synchronized backward. accumulated(), by any thread, tells that a gradient has come.
+  void begin_accumulation();
+  void accumulated(size_t index);
+  void end_accumulation() { accumulates_ = false; }
+  // One with a gradient from such a backward that is in no bucket of `plan`, if any. Each rank has its own.
+  std::optional<size_t> left_by(const BucketPlan& plan) const;
   // Forgets AccumulateGrad nodes that nobody else holds, so that follow() has them made anew.
   void let_go_of_nodes();
   // Listens to none, and lets users' hooks run by themselves again.
@@ -61,12 +66,14 @@ class Parameters {
   // See hooks.h, of one that is listened to.
   bool has_node_hooks(size_t index) const { return hooks_[index] && hooks_[index]->others_are_users(); }
   bool claimed_by_another(size_t index) const { return hooks_[index] && hooks_[index]->claimed_by_another_reducer(); }
+  bool averaged_by_another(size_t index) const { return hooks_[index] && hooks_[index]->averaged_by_another_reducer(); }
   bool awaited_by_another(size_t index) const { return hooks_[index] && hooks_[index]->awaited_by_another_reducer(); }
 
  private:
   void follow(const std::shared_ptr<Reducer>& reducer, size_t index);
   void retire(size_t index);
   void unhook(size_t index);
+  bool is_wanted(size_t index) const;
 
   const std::shared_ptr<const ModelNames> names_;
   std::vector<Gradient> gradients_;
@@ -74,9 +81,10 @@ class Parameters {
   std::vector<std::unique_ptr<GradientHook>> hooks_;    // none until it requires a gradient
   std::vector<std::unique_ptr<GradientHook>> retired_;  // on nodes that graphs hold, and parameters no longer
   AccumulatorIndex accumulators_;
-  std::vector<bool> accumulates_, trained_;
-  bool any_accumulates_ = false;
-  size_t trained_count_ = 0;
+  std::vector<bool> trained_;
+  bool keeps_trained_ = false;
+  std::vector<std::atomic<bool>> accumulated_;
+  bool accumulates_ = false;
   bool any_user_hooks_ = false;
 };
 

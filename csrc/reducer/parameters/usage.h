@@ -42,6 +42,7 @@ class Usage {
   void note(size_t parameter) { here_[parameter] = true; }
   void clear() { here_.assign(here_.size(), false); }
 
+  bool here(size_t parameter) const { return here_[parameter]; }
   bool anywhere(size_t parameter) const { return (*anywhere_)[parameter] != 0; }
   // To be reduced by its maximum.
   std::shared_ptr<std::vector<uint8_t>> share() {

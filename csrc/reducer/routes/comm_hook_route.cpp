@@ -53,15 +53,6 @@ auto keeping_python_errors(Call&& call) {
   }
 }
 
-// A bucket's number, and how many there are, so that the last is told. Hooks keep state by numbers (PowerSGD what it
-// has left out): so what comes behind the plan's buckets has one for each parameter that no other ever has.
-std::pair<size_t, size_t> number_for_hook(Backward& backward, const BucketLayout& layout) {
-  const auto& buckets = backward.buckets();
-  if (!backward.begins_left()) return {layout.index, buckets.size()};
-  const size_t first = backward.model().parameters.size();
-  return {first + layout.parameters[0], first + buckets.back().layout->parameters[0] + 1};
-}
-
 size_t dense_bytes(const std::vector<at::Tensor>& memory) {
   size_t bytes = 0;
   for (const at::Tensor& tensor : memory) bytes += tensor.is_sparse() ? 0 : tensor.nbytes();
@@ -95,7 +86,7 @@ void CommHookRoute::proceed(Backward& backward, std::mutex& mutex) {
     runs_ = true;
     lock.unlock();
     try {
-      start(backward, *layout, std::move(parameters), memory->gradients, gradients);
+      start(*layout, std::move(parameters), memory->gradients, gradients);
     } catch (...) {
       tell_peers(*model.averaging.communicator, "the communication hook raised " + current_error_text());
       lock.lock();
@@ -126,7 +117,7 @@ void CommHookRoute::finish(Backward& backward) {
 
 void CommHookRoute::drop() { pending_ = std::vector<Pending>(pending_.size()); }
 
-void CommHookRoute::start(Backward& backward, const BucketLayout& layout, std::vector<at::Tensor> parameters,
+void CommHookRoute::start(const BucketLayout& layout, std::vector<at::Tensor> parameters,
                           const std::vector<at::Tensor>& memory, const std::vector<Gradient>& gradients) {
   const c10::OptionalDeviceGuard on_device(at::device_of(memory[0]));  // the hook's, too
   Pending& pending = pending_[layout.index];
@@ -149,9 +140,8 @@ void CommHookRoute::start(Backward& backward, const BucketLayout& layout, std::v
     }
   }
   at::Tensor buffer = pending.flat.is_complex() ? at::view_as_real(pending.flat).view(-1) : pending.flat;  // as DDP
-  const auto [number, count] = number_for_hook(backward, layout);
-  c10d::GradBucket bucket(number, count, std::move(buffer), std::move(offsets), std::move(lengths), std::move(sizes),
-                          std::move(parameters), std::nullopt);
+  c10d::GradBucket bucket(layout.index, pending_.size(), std::move(buffer), std::move(offsets), std::move(lengths),
+                          std::move(sizes), std::move(parameters), std::nullopt);
   pending.future = keeping_python_errors([&] { return hook_->runHook(bucket); });
 }
 

@@ -46,8 +46,8 @@ class CommHookRoute final : public Route {
     TorchFuture future;
   };
 
-  void start(Backward& backward, const BucketLayout& layout, std::vector<at::Tensor> parameters,
-             const std::vector<at::Tensor>& memory, const std::vector<Gradient>& gradients);
+  void start(const BucketLayout& layout, std::vector<at::Tensor> parameters, const std::vector<at::Tensor>& memory,
+             const std::vector<Gradient>& gradients);
   at::Tensor wait(const BucketLayout& layout, const std::vector<at::Tensor>& memory,
                   const std::vector<Gradient>& gradients, Communicator& communicator);
 

@@ -39,8 +39,6 @@ class Attributes {
     last_ = now;
     return true;
   }
-  // When it was last asked.
-  bool required_grad() const { return last_.requires_grad; }
   // Changed, whatever they are.
   void forget() { last_ = {}; }
 
