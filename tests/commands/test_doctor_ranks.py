@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from command import by_hand
 from doctor_ranks import examine, examined, finding
 from pool import RankPool
 
@@ -245,3 +246,11 @@ def self_test_without_averages() -> dict[str, int]:
 
 def test_gradients_that_are_no_averages_are_wrong(pool: RankPool):
     assert pool.run(self_test_without_averages, settings=None) == [{"gradients of Parallel": 300 * 20}] * 2
+
+
+@pytest.mark.parametrize("command", ["doctor", "bench"])
+def test_another_number_than_the_launchers_is_refused(unused_port: int, command: str):
+    """Not ignored. The same number is what `--ranks` gives to the ranks that it has started itself."""
+    results = by_hand([{}, {}], unused_port, command, "--ranks", "3")
+    assert max(result.returncode for result in results) == 2
+    assert "--ranks 3, but torchrun has started 2 ranks" in "".join(result.stdout + result.stderr for result in results)
