@@ -10,6 +10,7 @@ from typing import Any
 from syncengine._C import PacketTransport, python_packet_transport
 from syncengine.errors import InvalidUsage
 from syncengine.interhost.numbers import agree_on_number
+from syncengine.launch.mpi import load
 
 _TAG, _TAGS = 21090, 10_000
 _CANCEL_SECONDS = 0.2
@@ -21,7 +22,7 @@ def open_mpi(
     rank: int, global_ranks: list[int], checksum: bool, meet: Callable[[bytes], list[bytes]]
 ) -> PacketTransport:
     """See open_packet_transport."""
-    MPI = _load()
+    MPI = load("interhost='mpi'", "or give interhost='tcp'")
     _check(MPI, global_ranks[rank], max(global_ranks) + 1)
     number = agree_on_number(global_ranks, MPI.COMM_WORLD.Get_size(), meet)
     group = MPI.COMM_WORLD.Get_group()
@@ -31,17 +32,6 @@ def open_mpi(
     group.Free()
     comm.Set_errhandler(MPI.ERRORS_RETURN)  # else an error ends the process
     return python_packet_transport(MPIPacketTransport(MPI, comm), "MPI", checksum)
-
-
-def _load() -> ModuleType:
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, the MPI library is not
-        raise InvalidUsage(
-            f"interhost='mpi', but mpi4py can't be used: {error}. Install mpi4py for the launcher's own MPI, or give "
-            "interhost='tcp'"
-        ) from error
-    return MPI
 
 
 def _check(MPI: ModuleType, rank: int, ranks: int) -> None:

@@ -30,15 +30,19 @@ def _tags(purpose: str, number: int) -> tuple[int, int]:
     return tag, tag + 1
 
 
-def _load(started_as: str) -> ModuleType:
+def load(why: str, remedy: str) -> ModuleType:
+    """mpi4py's MPI, which begins MPI if nobody has. Raises InvalidUsage, with `why` it is needed, where it can't be."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py is there, the MPI library is not
         raise InvalidUsage(
-            f"started by an MPI launcher ({started_as}), but mpi4py can't be used: {error}. Install mpi4py for the "
-            "launcher's own MPI, or start with torchrun"
+            f"{why}, but mpi4py can't be used: {error}. Install mpi4py for the launcher's own MPI, {remedy}"
         ) from error
     return MPI
+
+
+def _load(started_as: str) -> ModuleType:
+    return load(f"started by an MPI launcher ({started_as})", "or start with torchrun")
 
 
 def world_size(started_as: str) -> int:
