@@ -79,16 +79,6 @@ def missing_ranks(missing: set[int], error: str) -> Finding:
     return Finding("missing ranks", FATAL, sorted(missing), error, remedy)
 
 
-def _different(
-    everyone: Sequence[Facts], name: str, severity: str, what: str, key: Callable[[Facts], Any], remedy: str
-) -> Iterator[Finding]:
-    groups = grouped(everyone, key)
-    if len(groups) > 1:
-        sides = "; ".join(f"{ranks_text(ranks)}: {value}" for value, ranks in groups.items())
-        ranks = sorted(rank for group in list(groups.values())[1:] for rank in group)
-        yield Finding(name, severity, ranks, f"ranks differ in {what}: {sides}", remedy)
-
-
 def _extension(everyone: Sequence[Facts]) -> Iterator[Finding]:
     for error, ranks in grouped(everyone, lambda f: f["extension"].get("error")).items():
         hosts = ", ".join(dict.fromkeys(f["host"] for f in everyone if f["rank"] in ranks))
@@ -102,43 +92,20 @@ def _extension(everyone: Sequence[Facts]) -> Iterator[Finding]:
             yield Finding(title, FATAL, ranks, f"{ranks_text(ranks)}: {what}", remedy)
 
 
-def _builds(everyone: Sequence[Facts]) -> Iterator[Finding]:
-    yield from _different(
-        everyone,
-        "builds",
-        FATAL,
-        "their build of syncengine",
-        lambda f: f["extension"].get("build"),
-        "install the same version of syncengine on all hosts",
-    )
-
-
 def _versions(everyone: Sequence[Facts]) -> Iterator[Finding]:
     for package in ("syncengine", "torch", "python"):
-        yield from _different(
-            everyone,
-            f"versions of {package}",
-            WARNING,
-            f"their version of {package}",
-            lambda f, package=package: f["versions"].get(package),  # type: ignore[misc]
-            f"install the same {package} on all hosts",
-        )
+        groups = grouped(everyone, lambda f, package=package: f["versions"].get(package))  # type: ignore[misc]
+        if len(groups) > 1:
+            sides = "; ".join(f"{ranks_text(ranks)}: {version}" for version, ranks in groups.items())
+            others = sorted(rank for group in list(groups.values())[1:] for rank in group)
+            text = f"ranks differ in their version of {package}: {sides}"
+            yield Finding(f"versions of {package}", WARNING, others, text, f"install the same {package} on all hosts")
 
 
 def _settings(everyone: Sequence[Facts]) -> Iterator[Finding]:
     for error, ranks in grouped(everyone, lambda f: f["settings"].get("error")).items():
         what, remedy = split_remedy(error.removeprefix("InvalidUsage: "))
         yield Finding("settings", FATAL, ranks, f"{ranks_text(ranks)}: {what}", remedy)
-    for name in ("algorithm", "numerics", "interhost", "host_algorithm", "sockets", "checksum"):
-        variable = f"SYNCENGINE_{name.upper()}"
-        yield from _different(
-            everyone,
-            f"setting {name}",
-            FATAL,
-            variable,
-            lambda f, name=name: None if "error" in f["settings"] else str(f["settings"][name]),  # type: ignore[misc]
-            f"give all ranks the same {variable}",
-        )
     unknown = {pair for facts in everyone for pair in facts["unknown_variables"].items()}
     for name, meant in sorted(unknown):
         ranks = [facts["rank"] for facts in everyone if name in facts["unknown_variables"]]
@@ -298,7 +265,6 @@ def _cuda(everyone: Sequence[Facts]) -> Iterator[Finding]:
 
 _CHECKS = (
     _extension,
-    _builds,
     _versions,
     _settings,
     _patch,

@@ -85,18 +85,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[Finding]]] = {
         [facts(rank, extension={"instruction_set_error": "SYNCENGINE_ISA=mmx is none; unset it"}) for rank in (0, 1)],
         [Finding("kernels", FATAL, [0, 1], "ranks 0, 1: SYNCENGINE_ISA=mmx is none", "unset it")],
     ),
-    "builds": (
-        [facts(0), facts(1, extension={"build": "2"}), facts(2)],
-        [
-            Finding(
-                "builds",
-                FATAL,
-                [1],
-                "ranks differ in their build of syncengine: ranks 0, 2: 1; rank 1: 2",
-                "install the same version of syncengine on all hosts",
-            )
-        ],
-    ),
     "versions": (
         [facts(0), facts(1, versions={"syncengine": "0", "torch": "2.1", "python": "4"}), facts(2, versions={})],
         [
@@ -114,28 +102,6 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[Finding]]] = {
         [facts(0), broken(1, "settings", "InvalidUsage: SYNCENGINE_TIMEOUT='soon' is not allowed: give seconds")],
         [Finding("settings", FATAL, [1], "rank 1: SYNCENGINE_TIMEOUT='soon' is not allowed", "give seconds")],
     ),
-    **{
-        f"setting {name}": (
-            [facts(0), facts(1, settings={name: other})],
-            [
-                Finding(
-                    f"setting {name}",
-                    FATAL,
-                    [1],
-                    f"ranks differ in SYNCENGINE_{name.upper()}: rank 0: {own}; rank 1: {other}",
-                    f"give all ranks the same SYNCENGINE_{name.upper()}",
-                )
-            ],
-        )
-        for name, own, other in (
-            ("algorithm", "auto", "direct"),
-            ("numerics", "rank_order", "ring"),
-            ("interhost", "tcp", "mpi"),
-            ("host_algorithm", "auto", "chain"),
-            ("sockets", 4, 2),
-            ("checksum", False, True),
-        )
-    },
     "unknown variable": (
         [
             facts(0, unknown_variables={"SYNCENGINE_TIMOUT": "SYNCENGINE_TIMEOUT", "SYNCENGINE_COLOUR": ""}),
@@ -335,7 +301,7 @@ def test_findings_from_facts(case: str):
 
 def test_the_worst_comes_first():
     assert (FATAL, WARNING, NOTE) == ("fatal", "warning", "note")  # as --json has them
-    everyone = together(facts(0, cpus={"threads": 16}), facts(1, extension={"build": "2", "has_test_hooks": True}))
+    everyone = together(facts(0, cpus={"threads": 16}), facts(1, extension={"error": "x", "has_test_hooks": True}))
     assert [found.severity for found in find_all(everyone)] == [FATAL, WARNING, NOTE]
 
 

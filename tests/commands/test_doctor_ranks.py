@@ -137,9 +137,9 @@ def test_two_of_three_ranks_report_once(pool: RankPool):
 
 
 def test_settings_that_differ(pool: RankPool):
-    found = finding(examined(pool, 2, environs=[{}, {"SYNCENGINE_NUMERICS": "ring"}]), "setting numerics")
-    assert "rank 0: rank_order; rank 1: ring" in found["text"]
-    assert found["remedy"] == "give all ranks the same SYNCENGINE_NUMERICS"
+    found = finding(examined(pool, 2, environs=[{}, {"SYNCENGINE_NUMERICS": "ring"}]), "self-test")
+    assert "rank 0 has numerics='rank_order', rank 1 has numerics='ring'" in found["text"]
+    assert found["remedy"] == "give all ranks the same"
 
 
 def test_settings_that_are_wrong(pool: RankPool):
