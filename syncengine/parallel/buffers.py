@@ -37,12 +37,13 @@ class Buffers:
         """Those of the last look."""
         return list(self.named.values())
 
-    def are_due(self, at: _BufferCommHookLocation) -> bool:
-        """Whether the next forward synchronizes them, before or after the module is called."""
-        switches, hook = self._switches, self._hook()
+    def due(self) -> _BufferCommHookLocation | None:
+        """Where the next forward synchronizes them, before or after the module is called; None if it does not."""
+        switches = self._switches
         if not (switches.require_forward_param_sync and switches.forward_sync_buffers and self.named):
-            return False
-        return at == (_BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location)
+            return None
+        hook: _BufferCommHook | None = getattr(switches, "buffer_hook", None)
+        return _BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location
 
     def synchronize(self, root: int = 0) -> None:
         """Calls the hook, or copies the values of rank ``root``. Collective."""

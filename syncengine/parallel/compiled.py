@@ -57,13 +57,17 @@ def is_active(wrapper: DistributedDataParallel) -> bool:
     return _thread.active is wrapper
 
 
-def call_module(wrapper: DistributedDataParallel, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_module(wrapper: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Calls the wrapped module, compiled if the wrapper is.
 
     Dynamo's DDPOptimizer sees the wrapper as DDP's: it cuts the graph, so that gradients come while backward runs.
     """
-    active, around = _thread.active, _wrapper_around()
-    if wrapper._reduces:
+    active, around = _thread.active, DistributedDataParallel._active_ddp_module
+    if around is None or hasattr(around, "_reduces"):
+        # Torch has one name for all threads: a Parallel that stands there may be another thread's, and putting it back
+        # at the end would keep it there for ever.
+        around = active
+    if wrapper.reducer.reduces:
         if around is not None:
             warn_of_wrapper_around(around, wrapper)
         _thread.active = DistributedDataParallel._active_ddp_module = wrapper
@@ -73,13 +77,3 @@ def call_module(wrapper: DistributedDataParallel, inputs: tuple[Any, ...], kwarg
     finally:
         _eval_frame.set_eval_frame(None)
         _thread.active, DistributedDataParallel._active_ddp_module = active, around
-
-
-def _wrapper_around() -> DistributedDataParallel | None:
-    """The wrapper in whose forward this one's is called, if any.
-
-    Torch has one name for all threads: a Parallel that stands there may be another thread's, and putting it back at
-    the end would keep it there for ever.
-    """
-    active = DistributedDataParallel._active_ddp_module
-    return _thread.active if active is None or hasattr(active, "_reduces") else active

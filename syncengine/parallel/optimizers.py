@@ -9,6 +9,8 @@ import torch
 
 from syncengine.parallel.reducer import ModelReducer, NoReducer
 
+APPLIED_IN_BACKWARD = "torch.distributed.optim.apply_optimizer_in_backward"
+
 
 class BackwardOptimizers:
     """Those of one model. Its hooks on parameters stay when the reducer is another one, and are not pickled."""
@@ -45,11 +47,11 @@ class BackwardOptimizers:
     def adopt(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Makes the optimizers of torch's ``_apply_optimizer_in_backward`` wait for averages, and drop gradients then.
 
-        Called before each forward, since they may be applied at any time. Of several models that have a parameter each
+        Called before each forward once torch's module of that name is imported, since they may be applied at any time.
+        Of several models that have a parameter each
         does so, and the one that averages steps.
         """
-        module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
-        handles = getattr(module, "param_to_optim_hook_handle_map", {})
+        handles = getattr(sys.modules[APPLIED_IN_BACKWARD], "param_to_optim_hook_handle_map", {})
         if not handles and self._taken_before == BackwardOptimizers._taken:
             return
         for index, parameter in enumerate(parameters):

@@ -25,6 +25,8 @@ from syncengine.parallel.rounds import Round
 from syncengine.parallel.uneven import UnevenInputs
 from syncengine.parallel.watchers import follow_step
 
+PRE_FORWARD, POST_FORWARD = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
+
 
 @dataclass(frozen=True, eq=False)
 class Steps:
@@ -43,65 +45,58 @@ class Steps:
     def forward(self, call: Callable[[], Any], joinable: Joinable) -> Any:
         """What ``call`` of the module returns; its backward averages, unless that is switched off.
 
-        ``joinable``: the wrapper, whose join context it may be in.
+        ``joinable``: the wrapper, whose join context it may be in. In inference mode nothing has a backward, whatever
+        enable_grad() says.
         """
-        synchronize = _is_recorded() and self.switches.require_backward_grad_sync
-        sync_buffers_after = self.buffers.are_due(_BufferCommHookLocation.POST_FORWARD)
-        if synchronize:
-            self.log.note_forward()
-            self.newcomers.look(joinable)
+        reducer, switches, uneven = self.reducer, self.switches, self.uneven
+        is_recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        synchronize = is_recorded and switches.require_backward_grad_sync
+        sync_buffers = self.buffers.due()
         try:
-            self._begin(synchronize, joinable)
+            if synchronize:
+                self.log.note_forward()
+                self.newcomers.look(joinable)
+            plans = is_recorded and (reducer.begin_forward(synchronize) or self.planning.plan is None) and synchronize
+            if joinable._join_config.enable or plans or sync_buffers is PRE_FORWARD or uneven.weight is not None:
+                self._meet(joinable, synchronize, plans, sync_buffers is PRE_FORWARD)
         except Exception as error:
             self.log.set_error_and_log(f"{type(error).__name__}: {error}")
             raise
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
-        self.switches.require_forward_param_sync = synchronize
+        switches.require_forward_param_sync = synchronize
         began = NodeNumber()
-        if not synchronize and not sync_buffers_after:
-            return self._local(call(), began)
         try:
             output = call()
         except _StopRecomputationError:  # how checkpointing ends a forward early, in backward
             raise
         except BaseException as error:
-            if synchronize:
-                self.uneven.drop_weights()
-            text = f"raised in forward: {type(error).__name__}: {error}"
-            if synchronize and not sync_buffers_after:
-                self.reducer.abandon_forward(text)
-            else:  # the others wait for its buffers
-                communicator = self.model.communicator
-                communicator.abort(f"{own_name(communicator)} {text}")
+            self._give_up(error, synchronize, sync_buffers is POST_FORWARD)
             raise
-        if sync_buffers_after:
+        if sync_buffers is POST_FORWARD:
             self.buffers.synchronize()
-        if synchronize and not self.switches.require_backward_grad_sync:
+        if synchronize and not switches.require_backward_grad_sync:
             # The module has switched it off: Lightning's manual optimization.
-            self.switches.require_forward_param_sync = synchronize = False
-            self.reducer.begin_forward(False)
+            switches.require_forward_param_sync = synchronize = False
+            reducer.begin_forward(False)
+        if not is_recorded:
+            return output
+        tensors = [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))
         if not synchronize:
-            return self._local(output, began)
+            reducer.prepare_for_local_backward(tensors, began)
+            return output
         # In a join context ranks without a batch would not know.
-        if self.reducer.follow_parameters() and not joinable._join_config.enable:
+        if reducer.follow_parameters() and not joinable._join_config.enable:
             self.planning.renew()
-        self.uneven.average_with_weights()
-        if other_leaves := Reducer.prepare_for_backward(self.reducer, _tensors(output), began):
+        if uneven.weight is not None:
+            uneven.average_with_weights()
+        if other_leaves := Reducer.prepare_for_backward(reducer, tensors, began):
             self._check_not_replaced(other_leaves)
         if looks_for_unused(self.options):
-            return through_sink(output, self.switches.sink_clone)
+            return through_sink(output, switches.sink_clone)
         return output
 
-    def _check_not_replaced(self, leaves: list[torch.Tensor]) -> None:
-        """Raises ``InvalidUsage``, here and on all ranks, if one of ``leaves`` has replaced a parameter."""
-        if text := replaced_text(self.model.module, self.model.names, leaves):
-            self.reducer.refuse_forward(text)
-            raise InvalidUsage(f"{own_name(self.model.communicator)}: {text}")
-
-    def _begin(self, synchronize: bool, joinable: Joinable) -> None:
-        needs_plan = _is_recorded() and (self.reducer.begin_forward(synchronize) or self.planning.plan is None)
-        plans = needs_plan and synchronize
-        sends_buffers = self.buffers.are_due(_BufferCommHookLocation.PRE_FORWARD)
+    def _meet(self, joinable: Joinable, synchronize: bool, plans: bool, sends_buffers: bool) -> None:
+        """What ranks have to tell each other before this forward."""
         if plans and self.model.device.type == "cuda":
             check_not_capturing(str(self.model))
         current = None
@@ -117,11 +112,24 @@ class Steps:
         if current is not None and synchronize:
             self.uneven.set_average(current)
 
-    def _local(self, output: Any, began: NodeNumber) -> Any:
-        """The output of a forward whose backward will not average."""
-        if _is_recorded():
-            self.reducer.prepare_for_local_backward(_tensors(output), began)
-        return output
+    def _give_up(self, error: BaseException, synchronize: bool, sync_buffers_after: bool) -> None:
+        """The module has raised ``error``."""
+        if not synchronize and not sync_buffers_after:
+            return
+        if synchronize:
+            self.uneven.weight = None  # it was for this forward
+        text = f"raised in forward: {type(error).__name__}: {error}"
+        if sync_buffers_after:  # the others wait for them
+            communicator = self.model.communicator
+            communicator.abort(f"{own_name(communicator)} {text}")
+        else:
+            self.reducer.abandon_forward(text)
+
+    def _check_not_replaced(self, leaves: list[torch.Tensor]) -> None:
+        """Raises ``InvalidUsage``, here and on all ranks, if one of ``leaves`` has replaced a parameter."""
+        if text := replaced_text(self.model.module, self.model.names, leaves):
+            self.reducer.refuse_forward(text)
+            raise InvalidUsage(f"{own_name(self.model.communicator)}: {text}")
 
     def shadow(self, current: Round) -> None:
         """Does on a rank that has joined what the collectives of the others' forward and backward need."""
@@ -137,12 +145,3 @@ class Steps:
         if current.synchronizes:
             self.uneven.set_average(current)
             self.reducer.shadow_backward()
-
-
-def _is_recorded() -> bool:
-    """Whether what is called now can have a backward; in inference mode nothing has, whatever enable_grad() says."""
-    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-
-
-def _tensors(output: Any) -> list[torch.Tensor]:
-    return [output] if isinstance(output, torch.Tensor) else list(tensors_in(output))

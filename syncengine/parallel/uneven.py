@@ -31,27 +31,23 @@ class UnevenInputs:
     hooks: CommHooks
     divide_by_initial_world_size: bool = True
     join_is_over: bool = False  # by an error that all ranks have raised
-    _weight: float | WeightExchange | None = None  # that was given last, until a forward synchronizes
+    weight: float | WeightExchange | None = None  # that was given last, until a forward synchronizes
     _backwards_before: int | None = None  # the last step that all know of, if it synchronizes
 
     def count(self, weight: float, in_join: bool) -> None:
         """The next synchronized backward counts this rank's gradients so many times."""
         # In a join context it travels with what the ranks tell each other anyway.
-        self._weight = weight if in_join else WeightExchange(self.model.communicator, weight)
-
-    def drop_weights(self) -> None:
-        """They were for a forward of which nothing comes."""
-        self._weight = None
+        self.weight = weight if in_join else WeightExchange(self.model.communicator, weight)
 
     def leave_join(self) -> None:
         """What was given for a forward in a join context that is over now was told to nobody."""
-        if isinstance(self._weight, float):
-            self._weight = None
+        if isinstance(self.weight, float):
+            self.weight = None
 
     def average_with_weights(self) -> None:
         """The next backward gives the mean with the weights that are being exchanged for it, if any; it alone does."""
-        if isinstance(self._weight, WeightExchange):
-            weights, self._weight = self._weight, None
+        if isinstance(self.weight, WeightExchange):
+            weights, self.weight = self.weight, None
             self.average_with(weights.wait())
 
     def tell_joined(self, joinable: Joinable, synchronize: bool, plans: bool, sends_buffers: bool) -> Round:
@@ -59,8 +55,8 @@ class UnevenInputs:
         communicator = self.model.communicator
         notify_torch_join(joinable, communicator)
         weight = -1.0
-        if synchronize and self._weight is not None:
-            given, self._weight = self._weight, None  # exchanged where weight() came before the join context
+        if synchronize and self.weight is not None:
+            given, self.weight = self.weight, None  # exchanged where weight() came before the join context
             weight = given if isinstance(given, float) else given.wait()[communicator.rank]
         intent = Intent(1.0, float(synchronize), float(plans), float(sends_buffers), weight)
         self.join_is_over = True  # what is raised here, all raise

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -29,7 +30,7 @@ from syncengine.parallel.logging import Logger
 from syncengine.parallel.mixed_precision import MixedPrecision
 from syncengine.parallel.model import Model, Switches, named_parameters, not_ignored
 from syncengine.parallel.newcomers import Newcomers
-from syncengine.parallel.optimizers import BackwardOptimizers
+from syncengine.parallel.optimizers import APPLIED_IN_BACKWARD, BackwardOptimizers
 from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer, NoReducer
 from syncengine.parallel.refusal import (
@@ -235,7 +236,8 @@ class Parallel(ForTools):
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._optimizers.adopt(self._module_parameters)
+        if APPLIED_IN_BACKWARD in sys.modules:
+            self._optimizers.adopt(self._model.parameters)
         for watcher in forward_watchers:
             watcher(self)
         if self.device_ids:
@@ -245,7 +247,7 @@ class Parallel(ForTools):
         else:
             inputs, kwargs = self._mixed_precision.cast_inputs(inputs, kwargs)
             call = partial(self._mixed_precision.around, partial(call_module, self, inputs, kwargs))
-        return self._steps.forward(call, self) if self._reduces else call()
+        return self._steps.forward(call, self) if self.reducer.reduces else call()
 
     def weight(self, n: float) -> None:
         """The next synchronized backward counts this rank's gradients ``n`` times: ``sum(n * gradient) / sum(n)``.

@@ -1,0 +1,42 @@
+"""The way of a forward through Python, which every step pays for: how many calls it makes."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import pytest
+from parallel_models import data, small
+from pool import RankPool
+
+import syncengine
+
+MOST = 10
+
+
+def calls_of(options: dict[str, bool]) -> list[str]:
+    """Functions of syncengine that are called in a forward, in turn; torch's, and the module's own, are not counted."""
+    model = syncengine.Parallel(small(), **options)
+    for i in range(4):
+        model(data(i)).sum().backward()
+    calls, batch = [], data(5)
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("syncengine."):
+            calls.append(f"{frame.f_globals['__name__']}.{frame.f_code.co_name}")
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        output = model(batch)
+    finally:
+        sys.setprofile(before)
+    output.sum().backward()
+    return calls
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+def test_a_forward_makes_few_calls(pool: RankPool, options: dict[str, bool]):
+    for calls in pool.run(calls_of, options):
+        assert len(calls) <= MOST, calls
+        assert "syncengine.parallel.steps.forward" in calls
