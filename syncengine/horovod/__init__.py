@@ -6,6 +6,7 @@ The interface is that of horovod.torch 0.28; docs/horovod.md compares them call 
 from importlib import import_module
 from types import ModuleType
 
+from syncengine.errors import SyncError as HorovodInternalError
 from syncengine.horovod.allreduce import (
     allreduce,
     allreduce_,
@@ -25,6 +26,7 @@ from syncengine.horovod.gather import (
     alltoall_async,
     grouped_allgather,
     grouped_allgather_async,
+    sparse_allreduce_async,
 )
 from syncengine.horovod.handles import poll, synchronize
 from syncengine.horovod.join import join
@@ -58,7 +60,7 @@ from syncengine.horovod.process import (
     shutdown,
     size,
 )
-from syncengine.horovod.process_sets import global_process_set
+from syncengine.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from syncengine.horovod.reductions import Average, Max, Min, Product, Sum
 from syncengine.horovod.refusal import refuse as _refuse
 from syncengine.horovod.scatter import (
@@ -81,11 +83,14 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "HorovodInternalError",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
     "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -134,8 +139,10 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "synchronize",
 ]

@@ -3,176 +3,216 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from syncengine._C import Work
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.allreduce import allreduce
-from syncengine.horovod.calls import as_bytes, bytes_of_rows, bytes_request
-from syncengine.horovod.collective import collective
-from syncengine.horovod.handles import Operation, begin, begin_group, synchronize
-from syncengine.horovod.process import calls, rank
-from syncengine.horovod.process_sets import check_process_set, global_process_set
-from syncengine.horovod.reductions import Average, check_dense, plain
+from syncengine.horovod.allreduce import average_of
+from syncengine.horovod.calls import Calls, as_bytes, bytes_of_rows
+from syncengine.horovod.collective import Call, start, through
+from syncengine.horovod.handles import begin, begin_group, synchronize
+from syncengine.horovod.process_sets import ProcessSet, global_process_set, stream_of
+from syncengine.horovod.reductions import Average, ReduceOp, Sum, check_dense, check_list, in_order, plain
 from syncengine.horovod.requests import describe
+from syncengine.horovod.streams import Plan, Round
+
+Tensors = Sequence[torch.Tensor]
+Splits = torch.Tensor | Sequence[int] | None
 
 
-@collective
-def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: object = global_process_set) -> int:
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = global_process_set
+) -> int:
     """Starts to concatenate every rank's `tensor` along the first dimension, which may differ between ranks.
 
-    Dtype and the other dimensions are the same on all ranks. Returns a handle for `poll` and `synchronize`, once every
-    rank has called it: until then the size of the result is not known.
+    Dtype and the other dimensions are the same on all ranks. Returns a handle for `poll` and `synchronize`.
     """
-    check_process_set("allgather", process_set)
-    return begin(start_gather(tensor, name)[0])
+    return begin(start(Call("allgather", name, process_set, watched=True), gathering, [tensor]))
 
 
-@collective
-def allgather(tensor: torch.Tensor, name: str | None = None, process_set: object = global_process_set) -> torch.Tensor:
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = global_process_set
+) -> torch.Tensor:
     """Every rank's `tensor`, concatenated along the first dimension in rank order, which may differ between ranks.
 
     Gradients flow through it: each rank gets the average over all ranks of the gradient of its own rows, as in Horovod.
     """
-    check_process_set("allgather", process_set)
-    gathered: torch.Tensor = _AllGather.apply(tensor, name)  # type: ignore[no-untyped-call]
-    return gathered
+    return _allgather(Call("allgather", name, process_set), tensor)
 
 
-@collective
 def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = global_process_set
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet | None = global_process_set
 ) -> int:
     """`allgather_async` of several tensors; the result is a list."""
-    check_process_set("grouped_allgather", process_set)
-    return begin_group([allgather_async(tensor, _numbered(name, i)) for i, tensor in enumerate(tensors)])
+    calls = calls_for_each(Call("allgather", name, process_set, watched=True), "grouped_allgather", tensors)
+    return begin_group([begin(start(call, gathering, [tensor])) for call, tensor in calls])
 
 
-@collective
 def grouped_allgather(
-    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: object = global_process_set
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet | None = global_process_set
 ) -> list[torch.Tensor]:
     """`allgather` of several tensors."""
-    check_process_set("grouped_allgather", process_set)
-    return [allgather(tensor, _numbered(name, i)) for i, tensor in enumerate(tensors)]
+    calls = calls_for_each(Call("allgather", name, process_set), "grouped_allgather", tensors)
+    return [_allgather(call, tensor) for call, tensor in calls]
 
 
-@collective
 def alltoall_async(
     tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
+    splits: Splits = None,
     name: str | None = None,
-    process_set: object = global_process_set,
+    process_set: ProcessSet | None = global_process_set,
 ) -> int:
     """Starts to send rank r the r-th part of `tensor` along its first dimension: `splits[r]` rows, or equal parts.
 
-    The result is a pair: the rows from every rank in rank order, and how many each has sent. Returns a handle once
-    every rank has called it.
+    The result is a pair: the rows from every rank in rank order, and how many each has sent. Returns a handle.
     """
-    check_process_set("alltoall", process_set)
-    _check_rows("alltoall", tensor)
-    stream = calls()
-    own = plain(tensor)
-    counts = _split_rows(own.shape[0], splits, stream.size)
-    row = math.prod(own.shape[1:]) * own.element_size()
-    announcement = stream.announce(bytes_request("alltoall", name or "", describe(own, any_rows=True), row))
-    stream.refuse_joined(announcement.wait())
-    with announcement.explains():
-        mine = torch.tensor(counts, dtype=torch.int64, device="cpu")
-        table = torch.empty((stream.size, stream.size), dtype=torch.int64, device="cpu")
-        stream.communicator.all_gather(table, mine)
-        received = table[:, stream.rank].tolist()
-        whole = torch.empty((sum(received), *own.shape[1:]), dtype=own.dtype, device=own.device)
-        if table.any() and row:
-            out_bytes, in_bytes = ([count * row for count in part] for part in (received, counts))
-            options = dist.AllToAllOptions()
-            stream.backend.alltoall_base(as_bytes(whole), as_bytes(own), out_bytes, in_bytes, options).wait()
-    like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
-    result = (whole, torch.tensor(received, dtype=like.dtype, device=like.device))
-    return begin(Operation(announcement, [], lambda _: result))
+    counts: list[torch.Tensor] = []
+    call = Call("alltoall", name, process_set, watched=True)
+    return begin(start(call, _exchanging, [tensor], splits, counts, lambda whole: (whole, *counts)))
 
 
-@collective
 def alltoall(
     tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
+    splits: Splits = None,
     name: str | None = None,
-    process_set: object = global_process_set,
+    process_set: ProcessSet | None = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """The rows that every rank sends this one, in rank order; if `splits` is given, also how many each has sent.
 
     Gradients flow back to the ranks that sent the rows. Else as `alltoall_async`.
     """
-    check_process_set("alltoall", process_set)
-    whole, received = _AllToAll.apply(tensor, splits, name)  # type: ignore[no-untyped-call]
-    return whole if splits is None else (whole, received)
+    counts: list[torch.Tensor] = []
+
+    def gradient(of_rows: torch.Tensor) -> Tensors:
+        return [alltoall(of_rows, counts[0].tolist(), process_set=process_set)[0]]
+
+    whole = through(Call("alltoall", name, process_set), gradient, _exchanging, [tensor], splits, counts)
+    return whole if splits is None else (whole, counts[0])
 
 
-def start_gather(tensor: torch.Tensor, name: str | None = None) -> tuple[Operation, list[int]]:
-    """The operation of `allgather_async`, and how many rows each rank has brought: those who have joined, none."""
-    _check_rows("allgather", tensor)
-    stream = calls()
-    own = plain(tensor)
-    row = math.prod(own.shape[1:]) * own.element_size()
-    request = bytes_request("allgather", name or "", describe(own, any_rows=True), row, own=own.shape[0])
-    announcement = stream.announce(request)
-    round = announcement.wait()
-    rows = bytes_of_rows(round, 1)
-    with announcement.explains():
-        whole = torch.empty((sum(rows), *own.shape[1:]), dtype=own.dtype, device=own.device)
-        works = stream.gather(as_bytes(whole), as_bytes(own), bytes_of_rows(round, row))
-    return Operation(announcement, works, lambda _: whole, own), rows
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet | None = global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Starts to gather every rank's indices and values of a sparse `tensor`; returns a function for the result.
+
+    Which is a sparse tensor, not coalesced; `op` is Average or Sum.
+    """
+    with stream_of(process_set, "sparse_allreduce_async").refusing("sparse_allreduce_async"):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
+            raise InvalidUsage("sparse_allreduce_async needs a sparse tensor of layout torch.sparse_coo")
+        if op not in (Average, Sum):
+            raise InvalidUsage(f"sparse_allreduce_async: op={op!r} is neither hvd.Average nor hvd.Sum")
+    names = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
+    indices = allgather_async(tensor._indices().t(), names[0], process_set)
+    values = allgather_async(tensor._values(), names[1], process_set)
+
+    def result() -> torch.Tensor:
+        of_all, at = synchronize(values), synchronize(indices)
+        if op is Average:
+            of_all = of_all / stream_of(process_set).size
+        return torch.sparse_coo_tensor(at.t(), of_all, tensor.shape, device=tensor.device)
+
+    return result
 
 
-def _numbered(name: str | None, number: int) -> str | None:
-    return None if name is None else f"{name}.{number}"
+def gathering(stream: Calls, call: Call, tensors: Tensors, rows: list[int] | None = None) -> Plan:
+    """Every rank's rows; how many each has brought will be in `rows`."""
+    own, row = _rows(stream, call, tensors)
+    whole = own
+
+    def gather(round: Round) -> Sequence[Work]:
+        nonlocal whole
+        counts = bytes_of_rows(round, 1)
+        whole = torch.empty((sum(counts), *own.shape[1:]), dtype=own.dtype, device=own.device)
+        if rows is not None:
+            rows[:] = counts
+        return stream.gather(as_bytes(whole), as_bytes(own), bytes_of_rows(round, row))
+
+    what = describe(own, any_rows=True)
+    return Plan(what, (("uint8", row),), "", own.shape[0], in_order(own, gather), lambda _: whole)
 
 
-def _check_rows(call: str, tensor: torch.Tensor) -> None:
-    check_dense(call, tensor)
+def calls_for_each(call: Call, group: str, tensors: Tensors) -> list[tuple[Call, torch.Tensor]]:
+    """Of a group's tensors."""
+    stream = stream_of(call.process_set, group)
+    with stream.refusing(group):
+        check_list(group, tensors)
+    return [(call.numbered(i), tensor) for i, tensor in enumerate(tensors)]
+
+
+def _allgather(call: Call, tensor: torch.Tensor) -> torch.Tensor:
+    rows: list[int] = []
+
+    def gradient(of_whole: torch.Tensor) -> Tensors:
+        me = stream_of(call.process_set).rank
+        return [average_of(call, of_whole).narrow(0, sum(rows[:me]), rows[me])]
+
+    gathered: torch.Tensor = through(call, gradient, gathering, [tensor], rows)
+    return gathered
+
+
+def _exchanging(
+    stream: Calls,
+    call: Call,
+    tensors: Tensors,
+    splits: Splits,
+    counts: list[torch.Tensor],
+    result: Callable[[torch.Tensor], Any] = lambda whole: whole,
+) -> Plan:
+    """How many rows each rank has sent will be in `counts`."""
+    own, row = _rows(stream, call, tensors)
+    sent = _split_rows(own.shape[0], splits, stream.size)
+    like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
+    whole = own
+
+    def exchange(_: Round) -> Sequence[Work]:
+        nonlocal whole
+        mine = torch.tensor(sent, dtype=torch.int64, device="cpu")
+        table = torch.empty((stream.size, stream.size), dtype=torch.int64, device="cpu")
+        stream.communicator.all_gather(table, mine)
+        received = table[:, stream.rank].tolist()
+        counts[:] = [torch.tensor(received, dtype=like.dtype, device=like.device)]
+        whole = torch.empty((sum(received), *own.shape[1:]), dtype=own.dtype, device=own.device)
+        if not table.any() or not row:
+            return ()
+        out_bytes, in_bytes = ([count * row for count in part] for part in (received, sent))
+        options = dist.AllToAllOptions()
+        return [stream.backend.alltoall_base(as_bytes(whole), as_bytes(own), out_bytes, in_bytes, options)]
+
+    what = describe(own, any_rows=True)
+    return Plan(what, (("uint8", row),), "", 0, in_order(own, exchange), lambda _: result(whole))
+
+
+def _rows(stream: Calls, call: Call, tensors: Tensors) -> tuple[torch.Tensor, int]:
+    """The tensor row by row, and how many bytes a row has."""
+    (tensor,) = tensors
+    check_dense(call.kind, tensor)
     if tensor.dim() == 0:
-        raise InvalidUsage(f"{call} concatenates along the first dimension, which this tensor lacks: reshape(1) it")
+        raise InvalidUsage(f"{call.kind} works along the first dimension, which this tensor lacks: reshape(1) it")
+    stream.check_free(call.kind, tensor)
+    own = plain(tensor)
+    if call.watched and own.data_ptr() == tensor.data_ptr():
+        own = own.clone()  # it may be changed before all ranks have come
+    return own, math.prod(own.shape[1:]) * own.element_size()
 
 
-def _split_rows(rows: int, splits: torch.Tensor | Sequence[int] | None, ranks: int) -> list[int]:
+def _split_rows(rows: int, splits: Splits, ranks: int) -> list[int]:
     if splits is None:
         if rows % ranks:
             raise InvalidUsage(f"alltoall: {rows} rows can't be cut into {ranks} equal parts: give splits=")
         return [rows // ranks] * ranks
-    counts = [int(count) for count in splits]
+    counts = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+    if not isinstance(counts, (list, tuple)) or not all(isinstance(count, int) for count in counts):
+        raise InvalidUsage(f"alltoall: splits={splits!r} must be whole numbers: a list, or a tensor of dtype int32")
     if len(counts) != ranks or min(counts) < 0 or sum(counts) != rows:
         raise InvalidUsage(
             f"alltoall: splits={counts} must be {ranks} numbers of rows, one for each rank, that add up to {rows}"
         )
-    return counts
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-        gathered, rows = start_gather(tensor, name)
-        # Asked of the ranks in backward, those who have joined since would not answer.
-        ctx.first, ctx.rows = sum(rows[: rank()]), rows[rank()]
-        whole: torch.Tensor = gathered.result()
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        return allreduce(grad_output, op=Average).narrow(0, ctx.first, ctx.rows), None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None) -> Any:
-        whole, received = synchronize(alltoall_async(tensor, splits, name))
-        ctx.received = received.tolist()
-        ctx.mark_non_differentiable(received)
-        return whole, received
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor, _: Any) -> Any:
-        returned = alltoall(grad_output, ctx.received)
-        return returned[0], None, None
+    return list(counts)

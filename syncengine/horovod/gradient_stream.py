@@ -7,18 +7,19 @@ from collections.abc import Callable, Sequence
 import torch
 
 from syncengine._C import Communicator, Work
+from syncengine.errors import InvalidUsage
+from syncengine.horovod.calls import gather
 from syncengine.horovod.reductions import ReduceOp, engine_op
-from syncengine.horovod.requests import Request
-from syncengine.horovod.streams import Round, Stream
+from syncengine.horovod.streams import Operation, Plan, Round, Stream
 
 MIB = 1024 * 1024
 _CAP = MIB  # bytes after which a bucket is closed
 LARGE = MIB // 4  # bytes from which on a gradient goes alone, if possible where it lies
 
-Plan = list[list[int]]  # indices of parameters, one list a bucket, in the order in which buckets are reduced
+Buckets = list[list[int]]  # indices of parameters, one list a bucket, in the order in which buckets are reduced
 
 
-def plan_buckets(order: Sequence[int], sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Plan:
+def plan_buckets(order: Sequence[int], sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> Buckets:
     """Buckets of one dtype for gradients that become ready in `order`, in the order in which they fill.
 
     `sizes`: in bytes.
@@ -41,8 +42,11 @@ class GradientStream(Stream):
     """Reduces buckets of gradients, each as one flat tensor.
 
     It has a communicator of its own, so a script may call other collectives between backward and step. Every step
-    begins with one announcement; then every rank reduces all buckets of the plan, in its order.
+    begins with one announcement, for which its buckets do not wait; then every rank reduces all buckets of the plan, in
+    its order, and gathers the gradients in `sparse`.
     """
+
+    joinable = frozenset(("step",))
 
     def __init__(
         self,
@@ -51,7 +55,7 @@ class GradientStream(Stream):
         like: Sequence[torch.Tensor],
         wire: Callable[[torch.dtype], torch.dtype],
         op: ReduceOp,
-        groups: Plan | None,
+        groups: Buckets | None,
     ) -> None:
         super().__init__(communicator)
         self.name = name
@@ -61,7 +65,10 @@ class GradientStream(Stream):
         self._wire = wire
         self._op = op
         self._grouped = groups is not None
-        self.plan: Plan = []
+        self._refusals: list[Operation] = []
+        self.sparse: list[int] = []  # of the parameters: known after the first step
+        self._shapes: list[torch.Size] = []
+        self.plan: Buckets = []
         self.extend(like)
         self.plan = groups or self.plan
 
@@ -71,13 +78,25 @@ class GradientStream(Stream):
         self._elements += [tensor.numel() for tensor in like]
         self._bytes += [tensor.nbytes for tensor in like]
         self._dtypes += [tensor.dtype for tensor in like]
+        self._shapes += [tensor.shape for tensor in like]
         newcomers = range(first, len(self._elements))[::-1]  # backward mostly runs in reverse
         self.plan = [*self.plan, *plan_buckets(newcomers, self._bytes, self._dtypes)]
         self._fixed = self._grouped
 
-    def request(self, kind: str = "step", what: str = "") -> Request:
-        """How a step is announced."""
-        return Request(kind, self.name, what)
+    def announce(self, kind: str = "step", what: str = "") -> Operation:
+        """Tells all ranks of this rank's next step; does not wait for theirs, unless this rank has refused the one
+        before: then it begins nothing before it knows that all have.
+        """
+        for operation in self._refusals:
+            operation.result()
+        self._refusals.clear()
+        return self.submit(kind, None, Plan(f"{self.name}{what and ', '}{what}"))
+
+    def refuse(self, error: Exception, call: str, kind: str = "", name: str | None = None) -> Operation | None:
+        """See Stream."""
+        refusal = super().refuse(error, call, kind, name)
+        self._refusals += [refusal] if refusal is not None else []
+        return refusal
 
     def elements(self, bucket: int) -> int:
         """Of all its gradients."""
@@ -89,26 +108,59 @@ class GradientStream(Stream):
 
     def reduce(self, flat: torch.Tensor) -> Work:
         """Starts to reduce the next bucket in place."""
-        return self.communicator.all_reduce(flat, engine_op(flat.dtype, self._op), async_op=True)
+        return self.communicator.all_reduce(flat, engine_op(flat.dtype, self._op._value_), async_op=True)
 
-    def end_step(self, order: Sequence[int]) -> bool:
-        """Plans anew after the first step: for rank 0's `order` of readiness. Returns whether it did. Collective."""
+    def gather_sparse(self, i: int, gradient: torch.Tensor | None) -> torch.Tensor:
+        """The sum of all ranks' gradients of parameter `i`, which are sparse, or None: they count as zeros then."""
+        shape, dtype = self._shapes[i], self._dtypes[i]
+        own = torch.zeros(shape, dtype=dtype, device="cpu").to_sparse(1) if gradient is None else gradient
+        if own.layout != torch.sparse_coo:
+            own = own.to_sparse(1)
+        layout = torch.zeros(self.size, 2, dtype=torch.int64, device="cpu")  # of each rank: how many, and of how many
+        mine = torch.tensor([own._nnz(), own.sparse_dim()], dtype=torch.int64, device="cpu")
+        self.communicator.all_gather(layout, mine)
+        dims = {dims for count, dims in layout.tolist() if count} or {1}
+        if len(dims) > 1:
+            raise InvalidUsage(f"gradients of parameter {i} are sparse in {dims} dimensions on different ranks")
+        (sparse_dim,) = dims
+        total = int(layout[:, 0].sum())
+        at = torch.empty(total, sparse_dim, dtype=torch.int64, device="cpu")
+        values = torch.empty(total, *shape[sparse_dim:], dtype=dtype, device="cpu")
+        row = values[:1].nbytes if total else 0
+        counts = layout[:, 0].tolist()
+        for whole, part, size in ((at, own._indices().t(), 8 * sparse_dim), (values, own._values(), row)):
+            data = part.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            for work in gather(self.communicator, whole.view(-1).view(torch.uint8), data, [n * size for n in counts]):
+                work.wait()
+        return torch.sparse_coo_tensor(at.t(), values, shape).to(own.device)
+
+    def end_step(self, order: Sequence[int], sparse: Sequence[int] = ()) -> bool:
+        """Plans anew after the first step: for rank 0's `order` of readiness, without those that were `sparse` on some
+        rank. Returns whether it did. Collective.
+        """
         if self._fixed:
             return False
         self._fixed = True
-        agreed = torch.tensor(order or range(len(self._elements))[::-1], dtype=torch.int64, device="cpu")
+        count = len(self._elements)
+        flags = torch.zeros(count, dtype=torch.uint8, device="cpu")
+        flags[list(sparse)] = 1
+        self.communicator.all_reduce(flags, "max")
+        agreed = torch.tensor(order or range(count)[::-1], dtype=torch.int64, device="cpu")
         self.communicator.broadcast(agreed, 0)
-        self.plan = plan_buckets(agreed.tolist(), self._bytes, self._dtypes)
+        self.sparse = flags.nonzero().view(-1).tolist()
+        dense = [i for i in agreed.tolist() if i not in self.sparse]
+        self.plan = plan_buckets(dense, self._bytes, self._dtypes)
         return True
 
-    def shadow(self, round: Round) -> None:
+    def shadow(self, round: Round) -> Sequence[Work]:
         """A step of the others: adds zeros to it."""
-        if round.agreed is not None and round.agreed.kind != "step":
-            self.refuse_joined(round)
         flats = [
             torch.zeros(self.elements(bucket), dtype=self.wire(bucket), device="cpu")
             for bucket in range(len(self.plan))
         ]
         for work in [self.reduce(flat) for flat in flats]:
             work.wait()
+        for i in self.sparse:
+            self.gather_sparse(i, None)
         self.end_step([])
+        return ()

@@ -11,12 +11,12 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from syncengine._C import Work, note_incoming
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, SyncError
 from syncengine.horovod.flats import Flat, Flats
 from syncengine.horovod.gradient_stream import LARGE, GradientStream
-from syncengine.horovod.reductions import scale
+from syncengine.horovod.reductions import Average, ReduceOp, scale
 from syncengine.horovod.requests import describe
-from syncengine.horovod.streams import Announcement
+from syncengine.horovod.streams import Operation
 from syncengine.parallel.broadcast import copy_each
 
 _STRIDED = torch.strided
@@ -29,7 +29,7 @@ class _Step:
 
     __slots__ = ("announcement", "missing", "next", "order", "reducing", "versions")
 
-    def __init__(self, sizes: Iterable[int], bucket: int, announcement: Announcement | None) -> None:
+    def __init__(self, sizes: Iterable[int], bucket: int, announcement: Operation | None) -> None:
         self.order: list[int] = []  # of those that are ready
         self.versions: dict[int, int] = {}  # of these gradients, as torch counts who writes to them
         self.missing = list(sizes)  # of each bucket
@@ -88,6 +88,7 @@ class Gradients:
         passes: int,
         factors: tuple[float, float],
         sparse_as_dense: bool,
+        op: ReduceOp,
     ) -> None:
         self._stream = stream
         self._superseded_for = ""  # the parameter that a later optimizer has, too
@@ -96,6 +97,8 @@ class Gradients:
         self._passes = passes
         self._factors = factors
         self._sparse_as_dense = sparse_as_dense
+        self._op = op
+        self._sparse: dict[int, int] = {}  # parameters whose gradients are, and in how many dimensions
         self._flats = Flats(stream)
         self._large: list[torch.Tensor] = []  # parameters whose gradients may be reduced where they lie
         self._left: list[int] = []  # backwards until each is ready
@@ -144,7 +147,8 @@ class Gradients:
         with self._telling():
             self._check_unchanged()
             self._complete(set(range(len(self._parameters))).difference(brought))
-            if self._parameters and self._stream.end_step(self._step.order if brought else []):
+            sparse = [] if self._sparse_as_dense else [*self._sparse, *self._stream.sparse]
+            if self._parameters and self._stream.end_step(self._step.order if brought else [], sparse):
                 self._follow_plan()
         self._left = [self._passes] * len(self._parameters)
         self._start_step()
@@ -164,13 +168,17 @@ class Gradients:
                         "both average it: give each its own parameters"
                     )
             what = ", ".join(f"{name}: {describe(p)}" for name, p in zip(names, parameters, strict=True))
-            announcement = self._stream.announce(self._stream.request(call, what))
-        self._stream.refuse_joined(announcement.wait())
-        with announcement.explains():
-            first, bucket = len(self._parameters), len(self._stream.plan)
-            self._stream.extend(parameters)
-            self._follow(parameters, names)
-            self._start_step(bucket, announcement)
+            announcement = self._stream.announce(call, what)
+        try:
+            announcement.result()
+        except SyncError as error:  # those who have joined would wait for the steps to come
+            announcement.tell(error)
+            raise
+        first, bucket = len(self._parameters), len(self._stream.plan)
+        self._stream.extend(parameters)
+        self._follow(parameters, names)
+        self._start_step(bucket, announcement)
+        with self._telling():
             self._complete(range(first, len(self._parameters)))
         self._start_step()
 
@@ -205,15 +213,22 @@ class Gradients:
         """Brings the gradients that are missing (zeros, if there are none), and waits for all."""
         for i in missing:
             parameter = self._parameters[i]
+            if i not in self._bucket_of:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             self._bring(i, parameter)
         self._reduce_what_is_complete()  # what has raised in backward does so again
+        if self._step.announcement is None and self._stream.sparse:
+            self._step.announcement = self._stream.announce()
         if self._step.announcement is not None:
-            self._step.announcement.wait()
+            self._step.announcement.result()
         for bucket, flat, work in self._step.reducing:
             work.wait()
             self._deliver(bucket, flat)
+        for i in self._stream.sparse:
+            total = self._stream.gather_sparse(i, self._parameters[i].grad)
+            self._parameters[i].grad = total / self._stream.size if self._op is Average else total
 
     def _check_unchanged(self) -> None:
         for i, version in self._step.versions.items():
@@ -236,7 +251,7 @@ class Gradients:
         self._flats.clear()
         self._bucket_of = {i: bucket for bucket, members in enumerate(self._stream.plan) for i in members}
 
-    def _start_step(self, bucket: int = 0, announcement: Announcement | None = None) -> None:
+    def _start_step(self, bucket: int = 0, announcement: Operation | None = None) -> None:
         self._stream.in_step = False
         self._step = _Step(map(len, self._stream.plan), bucket, announcement)
         note_incoming(self._large)  # each time, since a user's first hook on a tensor displaces the note
@@ -261,10 +276,12 @@ class Gradients:
         assert gradient is not None
         if gradient.requires_grad or gradient.layout is not _STRIDED:
             with self._telling():
-                self._check(i, gradient)
+                self._make_dense(i, gradient)
         self._stream.in_step = True
-        step, bucket = self._step, self._bucket_of[i]
+        step, bucket = self._step, self._bucket_of.get(i)
         step.order.append(i)
+        if bucket is None:  # it is gathered
+            return
         step.versions[i] = parameter.grad._version  # type: ignore[union-attr] # a sparse one is another now
         left = step.missing[bucket] = step.missing[bucket] - 1
         if left == 0 and bucket == step.next:
@@ -278,18 +295,17 @@ class Gradients:
             step.next += 1
 
     @torch.no_grad()
-    def _check(self, i: int, gradient: torch.Tensor) -> None:
+    def _make_dense(self, i: int, gradient: torch.Tensor) -> None:
         if gradient.requires_grad:
             raise InvalidUsage(
                 f"the gradient of {self._names[i]} has a graph of its own: a DistributedOptimizer does not work with "
                 "backward(create_graph=True); use torch.autograd.grad for that"
             )
-        if not self._sparse_as_dense:
-            raise InvalidUsage(
-                f"the gradient of {self._names[i]} is sparse: give DistributedOptimizer(sparse_as_dense=True), or "
-                "wrap the model in syncengine.Parallel, which exchanges sparse gradients"
-            )
-        self._parameters[i].grad = gradient.to_dense()
+        if gradient.layout != torch.sparse_coo:
+            raise InvalidUsage(f"the gradient of {self._names[i]} has layout {gradient.layout}: use torch.sparse_coo")
+        self._sparse[i] = gradient.sparse_dim()
+        if i in self._bucket_of:
+            self._parameters[i].grad = gradient.to_dense()
 
     def _gradients(self, bucket: int) -> list[torch.Tensor]:
         gradients = []
@@ -307,7 +323,7 @@ class Gradients:
         with self._telling():
             gradients = self._gradients(bucket)
             if self._step.announcement is None:
-                self._step.announcement = self._stream.announce(self._stream.request())
+                self._step.announcement = self._stream.announce()
             flat = self._flats.fill(bucket, gradients, self._parameters[self._stream.plan[bucket][0]])
             scale(flat.values, self._factors[0])
             if self._factors[0] != 1.0 and flat.values.data_ptr() == gradients[0].data_ptr():
@@ -319,3 +335,8 @@ class Gradients:
         scale(flat.values, self._factors[1])
         if gradients[0].data_ptr() != flat.values.data_ptr():
             copy_each(gradients, flat.views)
+        for i, dims in self._sparse.items():
+            if i in self._stream.plan[bucket]:
+                gradient = self._parameters[i].grad
+                assert gradient is not None
+                self._parameters[i].grad = gradient.to_sparse(dims)

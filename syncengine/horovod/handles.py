@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from syncengine._C import Work
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.streams import Announcement, Round
 
 
 class Pending(Protocol):
@@ -19,31 +17,6 @@ class Pending(Protocol):
 
     def result(self) -> Any:
         """Blocks until it has ended. Once."""
-
-
-class Operation:
-    """An operation under way: its announcement, its works, and what makes the result of them."""
-
-    def __init__(
-        self, announcement: Announcement, works: Sequence[Work], finish: Callable[[Round], Any], *kept: Any
-    ) -> None:
-        self._announcement = announcement
-        self._works = works
-        self._finish = finish
-        self._kept = kept  # memory that is in use until the end
-
-    def is_completed(self) -> bool:
-        """Whether `result` would return at once."""
-        if not self._announcement.is_completed():
-            return False
-        return self._announcement.has_failed() or all(work.is_completed() for work in self._works)
-
-    def result(self) -> Any:
-        """Blocks until it has ended. Once."""
-        round = self._announcement.wait()
-        for work in self._works:
-            work.wait()
-        return self._finish(round)
 
 
 class _Group:

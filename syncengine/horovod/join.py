@@ -7,25 +7,26 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from syncengine.errors import InvalidUsage, Mismatch, SyncError
-from syncengine.horovod.collective import collective
-from syncengine.horovod.process import calls, close_unneeded_optimizers, optimizers
+from syncengine.horovod.calls import Calls
+from syncengine.horovod.optimizer import close_unneeded
+from syncengine.horovod.process_sets import calls, streams
 from syncengine.horovod.streams import Stream
 
 
-@collective
 def join(device: int = -1) -> int:
     """Blocks until every rank has joined; meanwhile this rank adds zeros to what the others reduce.
 
-    An Average is still divided by the number of all ranks. Returns the rank that joined last, the same on all: its
-    model has seen the most steps, so broadcast that. `device` is not needed.
+    An Average is still divided by the number of all ranks. Calls that need every rank raise on those that make them, as
+    in Horovod. Returns the rank that joined last, the same on all: its model has seen the most steps, so broadcast
+    that. `device` is not needed.
     """
-    main = calls()
-    streams = [main, *optimizers()]
-    if any(stream.in_step for stream in streams):
-        raise InvalidUsage(
-            "join() between backward and step(): the other ranks wait for these gradients; call optimizer.step() or "
-            "synchronize() before"
-        )
+    main, served_here = calls(), streams()
+    with main.refusing("join"):
+        if any(stream.in_step for stream in served_here):
+            raise InvalidUsage(
+                "join() between backward and step(): the other ranks wait for these gradients; call optimizer.step() "
+                "or synchronize() before"
+            )
     errors: list[BaseException] = []
 
     def serve(stream: Stream) -> int:
@@ -34,19 +35,21 @@ def join(device: int = -1) -> int:
         except BaseException as error:
             errors.append(error)
             kind = type(error).__name__ if isinstance(error, SyncError) else "Aborted"
-            for other in streams:  # else their threads wait for the others
+            for other in served_here:  # else their threads wait for the others
                 other.abort(f"rank {main.communicator.global_ranks[main.rank]} in hvd.join(): {error}", kind)
             raise
 
     try:
-        with ThreadPoolExecutor(len(streams)) as pool:
-            others = [pool.submit(serve, stream) for stream in streams[1:]]
+        with ThreadPoolExecutor(len(served_here)) as pool:
+            others = [pool.submit(serve, stream) for stream in served_here[1:]]
             served = serve(main) + sum(future.result() for future in others)
     except SyncError as error:  # perhaps only that another rank has left, because of what one of these says
         raise next((cause for cause in errors if isinstance(cause, (InvalidUsage, Mismatch))), error) from None
     # Who took part in the fewest operations without data was the last to join.
     counts = torch.empty(main.size, dtype=torch.int64, device="cpu")
     main.communicator.all_gather(counts, torch.tensor([served], dtype=torch.int64, device="cpu"))
-    close_unneeded_optimizers()
+    for stream in served_here:
+        if isinstance(stream, Calls):
+            close_unneeded(stream)
     fewest = counts.min()
     return int((counts == fewest).nonzero().max())

@@ -3,44 +3,50 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from syncengine._C import Work
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.calls import Calls, bytes_of_rows, bytes_request
-from syncengine.horovod.collective import collective
+from syncengine.horovod.calls import Calls, bytes_of_rows
+from syncengine.horovod.collective import Call, start
 from syncengine.horovod.optimizer import Distributed
-from syncengine.horovod.process import calls
-from syncengine.horovod.process_sets import check_process_set, global_process_set
-from syncengine.horovod.requests import Request
-from syncengine.horovod.streams import Announcement, Round
+from syncengine.horovod.process_sets import ProcessSet, global_process_set
+from syncengine.horovod.streams import Plan, Round
 from syncengine.parallel.broadcast import TensorBroadcast, broadcast_named, describe_layout
 
 Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
 
-@collective
-def broadcast_parameters(params: Parameters, root_rank: int, process_set: object = global_process_set) -> None:
+def broadcast_parameters(
+    params: Parameters, root_rank: int, process_set: ProcessSet | None = global_process_set
+) -> None:
     """Copies rank `root_rank`'s values into `params`: a state_dict, named parameters, or parameters.
 
     Raises Mismatch on all ranks, naming the tensor, where names, dtypes or shapes differ between ranks.
     """
-    check_process_set("broadcast_parameters", process_set)
+    start(Call("broadcast_parameters", None, process_set), _parameters, params, root_rank).result()
+
+
+def _parameters(stream: Calls, call: Call, params: Parameters, root_rank: int) -> Plan:
     named = [(name, tensor.detach()) for name, tensor in _named(params)]
     devices = dict.fromkeys(tensor.device for _, tensor in named)
     members = {device: [(name, tensor) for name, tensor in named if tensor.device == device] for device in devices}
     lines = {device: describe_layout(mine) for device, mine in members.items()}
     kinds = ", ".join(device.type for device in devices) or "no device"
-    stream, announcement = _announce("broadcast_parameters", root_rank, f", tensors on {kinds}")
-    with announcement.explains():
+    root = stream.root(call.kind, root_rank)
+
+    def send(_: Round) -> Sequence[Work]:
         for device, mine in members.items():
             what = "the tensors of broadcast_parameters"
-            broadcast_named(stream.communicator, what, mine, device, root_rank, lines[device])
+            broadcast_named(stream.communicator, what, mine, device, root, lines[device])
+        return ()
+
+    return Plan(f"root_rank={root_rank}, tensors on {kinds}", begin=send)
 
 
-@collective
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
@@ -48,23 +54,36 @@ def broadcast_optimizer_state(
 
     The others' may be new: no step is made for it. `model` is not needed.
     """
+    start(Call("broadcast_optimizer_state"), _state, optimizer, root_rank).result()
+
+
+def _state(stream: Calls, call: Call, optimizer: torch.optim.Optimizer, root_rank: int) -> Plan:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidUsage(f"broadcast_optimizer_state needs an optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, Distributed):
         optimizer.check_idle("broadcast_optimizer_state()")
+    root = stream.root(call.kind, root_rank)
     tensors: list[torch.Tensor] = []
-    is_root = calls().rank == root_rank
-    outline = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
-    shapes = [(tensor.dtype, tensor.shape) for tensor in tensors]
-    data = pickle.dumps((outline, shapes)) if is_root else b""
-    stream, announcement = _announce("broadcast_optimizer_state", root_rank, own=len(data))
-    with announcement.explains():
-        outline, shapes = pickle.loads(_send(stream, data, announcement.wait(), root_rank))
+    is_root = stream.rank == root
+    own = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
+    data = pickle.dumps((own, [(tensor.dtype, tensor.shape) for tensor in tensors])) if is_root else b""
+    received: list[Any] = []
+
+    def send(round: Round) -> Sequence[Work]:
+        outline, shapes = pickle.loads(_send(stream, data, round, root))
         values = [
             tensors[i].detach().cpu().contiguous() if is_root else torch.empty(shape, dtype=dtype, device="cpu")
             for i, (dtype, shape) in enumerate(shapes)
         ]
-        TensorBroadcast(stream.communicator, values, torch.device("cpu"))(values, root_rank)
-    if not is_root:
-        _load_in_place(optimizer, _put_tensors(outline, values))
+        TensorBroadcast(stream.communicator, values, torch.device("cpu"))(values, root)
+        received[:] = [outline, values]
+        return ()
+
+    def load(_: Round) -> None:
+        if not is_root:
+            _load_in_place(optimizer, _put_tensors(*received))
+
+    return Plan(f"root_rank={root_rank}", own=len(data), begin=send, finish=load)
 
 
 def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -83,62 +102,69 @@ def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any])
     optimizer.param_groups, optimizer.state = groups, state
 
 
-@collective
 def broadcast_object(
-    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: object = global_process_set
+    obj: Any = None,
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet | None = global_process_set,
 ) -> Any:
     """Rank `root_rank`'s `obj`, pickled, on every rank."""
-    check_process_set("broadcast_object", process_set)
-    stream = calls()
-    stream.check_root("broadcast_object", root_rank)
-    data = pickle.dumps(obj) if stream.rank == root_rank else b""
-    request = bytes_request("broadcast_object", name or "", f"root_rank={root_rank}", 0, own=len(data))
-    announcement = stream.announce(request)
-    round = announcement.wait()
-    stream.refuse_joined(round)
-    with announcement.explains():
-        received = _send(stream, data, round, root_rank)
-    return obj if stream.rank == root_rank else pickle.loads(received)
+
+    def prepare(stream: Calls, call: Call) -> Plan:
+        root = stream.root(call.kind, root_rank)
+        data = pickle.dumps(obj) if stream.rank == root else b""
+        received = b""
+
+        def send(round: Round) -> Sequence[Work]:
+            nonlocal received
+            received = _send(stream, data, round, root)
+            return ()
+
+        def result(_: Round) -> Any:
+            return obj if stream.rank == root else pickle.loads(received)
+
+        return Plan(f"root_rank={root_rank}", own=len(data), begin=send, finish=result)
+
+    return start(Call("broadcast_object", name, process_set), prepare).result()
 
 
 def broadcast_object_fn(
-    root_rank: int = 0, name: str | None = None, process_set: object = global_process_set
+    root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = global_process_set
 ) -> Callable[[Any], Any]:
     """`broadcast_object` with these arguments."""
     return lambda obj: broadcast_object(obj, root_rank, name, process_set)
 
 
-@collective
-def allgather_object(obj: Any, name: str | None = None, process_set: object = global_process_set) -> list[Any]:
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: ProcessSet | None = global_process_set
+) -> list[Any]:
     """Every rank's `obj`, pickled, in rank order."""
-    check_process_set("allgather_object", process_set)
-    stream = calls()
-    data = pickle.dumps(obj)
-    announcement = stream.announce(bytes_request("allgather_object", name or "", "", 1, own=len(data)))
-    round = announcement.wait()
-    stream.refuse_joined(round)
-    with announcement.explains():
-        sizes = bytes_of_rows(round, 1)
-        whole = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-        for work in stream.gather(whole, torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes):
-            work.wait()
-    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes)]
+
+    def prepare(stream: Calls, _: Call) -> Plan:
+        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        sizes: list[int] = []
+        whole = data
+
+        def send(round: Round) -> Sequence[Work]:
+            nonlocal whole
+            sizes[:] = bytes_of_rows(round, 1)
+            whole = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+            return stream.gather(whole, data, sizes)
+
+        def result(_: Round) -> list[Any]:
+            return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes)]
+
+        return Plan(own=data.numel(), begin=send, finish=result)
+
+    return start(Call("allgather_object", name, process_set), prepare).result()  # type: ignore[no-any-return]
 
 
-def _announce(kind: str, root_rank: int, more: str = "", own: int = 0) -> tuple[Calls, Announcement]:
-    stream = calls()
-    stream.check_root(kind, root_rank)
-    announcement = stream.announce(Request(kind, what=f"root_rank={root_rank}{more}", own=own))
-    stream.refuse_joined(announcement.wait())
-    return stream, announcement
-
-
-def _send(stream: Calls, data: bytes, round: Round, root_rank: int) -> bytes:
+def _send(stream: Calls, data: bytes, round: Round, root: int) -> bytes:
     """The root's `data`, on every rank."""
-    message = torch.empty(round.requests[root_rank].own, dtype=torch.uint8, device="cpu")
-    if stream.rank == root_rank:
+    message = torch.empty(round.requests[root].own, dtype=torch.uint8, device="cpu")
+    if stream.rank == root:
         message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    stream.communicator.broadcast(message, root_rank)
+    stream.communicator.broadcast(message, root)
     return message.numpy().tobytes()
 
 

@@ -5,29 +5,29 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from syncengine._C import Work
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.allreduce import Compressor
-from syncengine.horovod.collective import collective
+from syncengine.horovod.calls import Calls
+from syncengine.horovod.collective import Compressor
 from syncengine.horovod.compression import Compression
-from syncengine.horovod.gradient_stream import GradientStream, Plan
+from syncengine.horovod.gradient_stream import Buckets, GradientStream
 from syncengine.horovod.gradients import Gradients, check_not_in_step
 from syncengine.horovod.parameters import Named, Parameters
-from syncengine.horovod.process import add_optimizer, calls, close_unneeded_optimizers
-from syncengine.horovod.process_sets import check_process_set, global_process_set
+from syncengine.horovod.process_sets import ProcessSet, calls, global_process_set, stream_of
 from syncengine.horovod.reductions import Average, ReduceOp, Sum
-from syncengine.horovod.requests import Request, describe
+from syncengine.horovod.requests import describe
 from syncengine.horovod.scaler import watch_scalers
+from syncengine.horovod.streams import Plan, Round
 from syncengine.parallel.replication import check_same_on_all_ranks
 
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
 
 
-@collective
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Named | None = None,
@@ -38,7 +38,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Groups = None,
     sparse_as_dense: bool = False,
-    process_set: object = global_process_set,
+    process_set: ProcessSet | None = global_process_set,
 ) -> torch.optim.Optimizer:
     """An optimizer of the class of `optimizer`, with its parameters, options and state, that steps by all ranks'
     gradients. Collective: all ranks make theirs in the same order.
@@ -51,36 +51,59 @@ def DistributedOptimizer(
     - `op`: Average or Sum.
     - `gradient_predivide_factor`: gradients are divided by it before they are added, the sum by the rest afterwards.
     - `num_groups`, `groups`: buckets of this number, or of these parameters, instead of those that follow from sizes.
-    - `sparse_as_dense`: makes sparse gradients dense; without it they are refused.
+    - `sparse_as_dense`: sparse gradients travel as dense ones; without it they are gathered, from the second step on
+      and where there are no groups. They stay sparse for the optimizer.
+    - `process_set`: the ranks over which gradients are averaged. On others this is the optimizer that was given.
 
     Raises Mismatch on all ranks, naming the parameter, where names, dtypes, shapes or arguments differ between ranks.
     """
-    check_process_set("DistributedOptimizer", process_set)
-    if isinstance(optimizer, Distributed):
-        raise InvalidUsage("this optimizer is a DistributedOptimizer already: wrap it once")
-    if op not in (Average, Sum):
-        raise InvalidUsage(f"DistributedOptimizer(op={op!r}) is not supported: give hvd.Average or hvd.Sum")
-    if gradient_predivide_factor != 1.0 and op is not Average:
-        raise InvalidUsage("gradient_predivide_factor needs op=hvd.Average: it splits the average's division")
-    if compression not in (Compression.none, Compression.fp16):
-        raise InvalidUsage(
-            f"compression={compression!r} is not supported: give hvd.Compression.none or fp16, or wrap the model in "
-            "syncengine.Parallel, whose communication hooks may do anything"
+    try:
+        outside = isinstance(process_set, ProcessSet) and not process_set.included()  # not collective there
+        stream = calls() if outside else stream_of(process_set, "DistributedOptimizer")
+    except Exception as error:
+        calls().refuse(error, "DistributedOptimizer")
+        raise
+    with nullcontext() if outside else stream.refusing("DistributedOptimizer"):
+        if isinstance(optimizer, Distributed):
+            raise InvalidUsage("this optimizer is a DistributedOptimizer already: wrap it once")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise InvalidUsage(f"DistributedOptimizer needs an optimizer, not {type(optimizer).__name__}")
+        if op not in (Average, Sum):
+            raise InvalidUsage(f"DistributedOptimizer(op={op!r}) is not supported: give hvd.Average or hvd.Sum")
+        if gradient_predivide_factor != 1.0 and op is not Average:
+            raise InvalidUsage("gradient_predivide_factor needs op=hvd.Average: it splits the average's division")
+        if compression not in (Compression.none, Compression.fp16):
+            raise InvalidUsage(
+                f"compression={compression!r} is not supported: give hvd.Compression.none or fp16, or wrap the model "
+                "in syncengine.Parallel, whose communication hooks may do anything"
+            )
+        _check_passes(backward_passes_per_step)
+        watch_scalers(Distributed)
+        wrapped: Distributed = object.__new__(_distributed(type(optimizer)))  # type: ignore[arg-type] # it is hashable
+        wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+        wrapped._connect(
+            None if outside else stream,
+            Parameters(optimizer.param_groups, named_parameters),
+            compression,
+            backward_passes_per_step,
+            op,
+            gradient_predivide_factor,
+            _groups(num_groups, groups),
+            sparse_as_dense,
         )
-    _check_passes(backward_passes_per_step)
-    watch_scalers(Distributed)
-    wrapped: Distributed = object.__new__(_distributed(type(optimizer)))  # type: ignore[arg-type] # it is hashable
-    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    wrapped._connect(
-        Parameters(optimizer.param_groups, named_parameters),
-        compression,
-        backward_passes_per_step,
-        op,
-        gradient_predivide_factor,
-        _groups(num_groups, groups),
-        sparse_as_dense,
-    )
     return wrapped
+
+
+def close_unneeded(stream: Calls) -> None:
+    """Closes the optimizers' streams that no rank needs any more: a rank alone can't know when that is. Collective."""
+    if not stream.optimizers:
+        return
+    needed = torch.tensor([each.needed for each in stream.optimizers], dtype=torch.uint8, device="cpu")
+    stream.communicator.all_reduce(needed, "max")
+    for each, still in zip(list(stream.optimizers), needed.tolist(), strict=True):
+        if not still:
+            stream.optimizers.remove(each)
+            each.close()
 
 
 class Distributed(torch.optim.Optimizer):
@@ -94,6 +117,7 @@ class Distributed(torch.optim.Optimizer):
 
     def _connect(
         self,
+        stream: Calls | None,
         parameters: Parameters,
         compression: Compressor,
         passes: int,
@@ -102,9 +126,9 @@ class Distributed(torch.optim.Optimizer):
         groups: Groups,
         sparse_as_dense: bool,
     ) -> None:
-        stream = calls()
         followed, names = parameters.newcomers(self.param_groups)
         self._parameters = parameters
+        self._parameter_names = parameters.names  # as in Horovod, for scripts that look
         self.backward_passes_per_step = passes
         self.op = op
         self.gradient_predivide_factor = predivide
@@ -112,26 +136,32 @@ class Distributed(torch.optim.Optimizer):
         kind = type(self).__name__
         check_not_in_step(followed, names)
         plan = _plan(followed, groups)
+        if stream is None:
+            return
         lines = [
             f"backward_passes_per_step={passes}, op={op.name}, compression={compression.__name__}, "
-            f"gradient_predivide_factor={float(predivide)!r}, {len(followed)} parameters, groups: {plan}",
+            f"gradient_predivide_factor={float(predivide)!r}, {len(followed)} parameters, groups: {plan}, "
+            f"sparse_as_dense={sparse_as_dense}",
             *(f"{name}: {describe(parameter)}" for name, parameter in zip(names, followed, strict=True)),
         ]
-        announcement = stream.announce(Request("DistributedOptimizer", what=kind))
-        stream.refuse_joined(announcement.wait())
-        if stream.size == 1:
-            return
-        with announcement.explains():
-            close_unneeded_optimizers()
+
+        def connect(_: Round) -> Sequence[Work]:
+            if stream.size == 1:
+                return ()
+            close_unneeded(stream)
             differ = f"the parameters of DistributedOptimizer({kind}) differ"
             check_same_on_all_ranks(stream.communicator, differ, lines)
             communicator = stream.communicator.split(list(range(stream.size)))
             assert communicator is not None
             factors = (1.0, 1.0) if predivide == 1.0 else (1.0 / predivide, predivide / stream.size)
             own = GradientStream(communicator, kind, followed, compression.wire, op if predivide == 1.0 else Sum, plan)
-            add_optimizer(own)
-            self._gradients = Gradients(own, followed, names, passes, factors, sparse_as_dense)
+            stream.optimizers.append(own)
+            sparse_op = Sum if op is Sum else Average
+            self._gradients = Gradients(own, followed, names, passes, factors, sparse_as_dense, sparse_op)
             parameters.accept(self.param_groups)
+            return ()
+
+        stream.submit("DistributedOptimizer", None, Plan(kind, begin=connect)).result()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backwards come before a step. Not between backward and step."""
@@ -174,7 +204,8 @@ class Distributed(torch.optim.Optimizer):
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
-                    "step() after synchronize() synchronizes once more: put it into optimizer.skip_synchronize()",
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(): gradients are averaged once more, also those that were clipped since",
                     stacklevel=2,
                 )
             self.synchronize()
@@ -245,7 +276,7 @@ def _groups(num_groups: int, groups: Groups) -> Groups:
     return chosen
 
 
-def _plan(parameters: Sequence[torch.Tensor], groups: Groups) -> Plan | None:
+def _plan(parameters: Sequence[torch.Tensor], groups: Groups) -> Buckets | None:
     """Of the user's groups, each cut by dtype; parameters that are in none go alone. In the order of backward."""
     if groups is None:
         return None

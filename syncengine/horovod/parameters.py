@@ -32,6 +32,12 @@ class Parameters:
                     f"named_parameters lacks parameter {i} of the optimizer, of shape {tuple(parameter.shape)}: give "
                     "the names of all of them"
                 )
+            self._names.setdefault(parameter, f"parameter {i}")
+
+    @property
+    def names(self) -> dict[torch.Tensor, str]:
+        """Of all parameters, for other code; those without a name have a number."""
+        return self._names
 
     def changed(self, groups: Groups) -> bool:
         """Whether there may be newcomers. Called at each step."""

@@ -5,87 +5,55 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
 import syncengine.communicator as engine
 from syncengine._C import has_cuda
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.calls import Calls
 from syncengine.horovod.handles import forget_handles
-from syncengine.horovod.streams import Stream
+from syncengine.horovod.process_sets import ProcessSet, add_process_set, calls, connect, forget, global_process_set
 from syncengine.launch import find_launch
 
-_calls: Calls | None = None
-_optimizers: list[Stream] = []  # of every DistributedOptimizer, in the order in which all ranks have made them
 
-
-def init(comm: object = None, process_sets: object = None) -> None:
+def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
     """Connects all ranks of this launch, as `syncengine.init` does; collective. Without a launcher there is one rank.
 
-    Called again it does nothing, or, if the communicator has failed, connects anew; an optimizer made before that must
-    be made anew. Settings are those of `syncengine.init`, from its variables or from a call before this one.
+    Called again it does nothing, or, if the communicator has failed, connects anew; an optimizer or process set made
+    before that must be made anew. `process_sets`, the same on all ranks, are added; they may be added later, too, so
+    "dynamic" is not needed. Settings are those of `syncengine.init`, from its variables or from a call before this one.
     """
-    global _calls
-    for name, value in (("comm", comm), ("process_sets", process_sets)):
-        if value is not None:
-            raise InvalidUsage(
-                f"hvd.init({name}=...) is not supported: all ranks of the launch take part; for some of them use "
-                "syncengine.default_communicator().split(ranks)"
-            )
+    if comm is not None:
+        raise InvalidUsage(
+            "hvd.init(comm=...) is not supported: all ranks of the launch take part; for some of them use "
+            "hvd.add_process_set(ranks)"
+        )
     if find_launch().world_size == 1 and os.environ.get("HOROVOD_SIZE", "1") != "1":
         raise InvalidUsage(
             f"horovodrun has started this process as one of {os.environ['HOROVOD_SIZE']} (HOROVOD_SIZE), each of which "
             "would be alone: start the ranks by torchrun, mpirun or srun"
         )
     communicator = engine.init()
-    if _calls is None or _calls.communicator is not communicator:
+    stream = global_process_set._stream
+    if stream is None or stream.communicator is not communicator:
         forget_handles()
-        _optimizers.clear()
-        _calls = Calls(communicator)
+        connect(communicator)
+        for each in process_sets or () if not isinstance(process_sets, str) else ():
+            add_process_set(each)
 
 
 def shutdown() -> None:
     """Disconnects in good order. Does nothing before init(); runs automatically when the process ends."""
-    global _calls
     forget_handles()
-    _optimizers.clear()
-    _calls = None
+    forget()
     engine.shutdown()
 
 
 def is_initialized() -> bool:
     """Whether init() has been called, and shutdown() not since."""
-    return _calls is not None and engine.is_initialized() and engine.default_communicator() is _calls.communicator
-
-
-def calls() -> Calls:
-    """The stream of this module's collectives. Raises InvalidUsage before init()."""
-    if _calls is None or not is_initialized():
-        raise InvalidUsage("Horovod has not been initialized: call hvd.init() first")
-    return _calls
-
-
-def add_optimizer(stream: Stream) -> None:
-    """Another stream that join() has to serve."""
-    _optimizers.append(stream)
-
-
-def optimizers() -> list[Stream]:
-    """The streams of DistributedOptimizers since init(), but for those that were closed."""
-    return _optimizers
-
-
-def close_unneeded_optimizers() -> None:
-    """Closes the streams that no rank needs any more: a rank alone can't know when that is. Collective."""
-    if not _optimizers:
-        return
-    needed = torch.tensor([stream.needed for stream in _optimizers], dtype=torch.uint8, device="cpu")
-    calls().communicator.all_reduce(needed, "max")
-    for stream, still in zip(list(_optimizers), needed.tolist(), strict=True):
-        if not still:
-            _optimizers.remove(stream)
-            stream.close()
+    stream = global_process_set._stream
+    return stream is not None and engine.is_initialized() and engine.default_communicator() is stream.communicator
 
 
 def rank() -> int:

@@ -1,42 +1,143 @@
-"""`process_set=`: there is only the set of all ranks."""
+"""Process sets: the ranks that make a call together."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
+import syncengine.communicator as engine
+from syncengine._C import Communicator, Work
 from syncengine.errors import InvalidUsage
-from syncengine.horovod import process
+from syncengine.horovod.calls import Calls
+from syncengine.horovod.streams import Plan, Round, Stream
+
+_numbers = itertools.count(1)
+_sets: list[ProcessSet] = []  # that were added, on all ranks, whether they are members or not
 
 
-class GlobalProcessSet:
-    """All ranks."""
+class ProcessSet:
+    """Some ranks, for `process_set=`. To be added by `hvd.add_process_set` or `hvd.init(process_sets=...)`."""
 
-    process_set_id = 0
+    process_set_id: int | None = None  # None before it is added, and after it was removed
+    _stream: Calls | None = None
 
-    @property
-    def ranks(self) -> list[int]:
-        """Of its members, in the whole job."""
-        return list(range(process.size()))
+    def __init__(self, ranks: Sequence[int]) -> None:
+        if not isinstance(ranks, Sequence) or not all(isinstance(rank, int) for rank in ranks):
+            raise InvalidUsage(f"ProcessSet({ranks!r}): give a list of ranks; communicators of MPI are not supported")
+        self.ranks: list[int] = sorted(ranks)
 
-    def size(self) -> int:
-        """As hvd.size()."""
-        return process.size()
+    def size(self) -> int | None:
+        """The number of its ranks; None before it is added."""
+        return None if self.process_set_id is None else len(self.ranks)
 
-    def rank(self) -> int:
-        """As hvd.rank()."""
-        return process.rank()
+    def rank(self) -> int | None:
+        """This process's number among its ranks; None before it is added. Calls take ranks as hvd.rank() has them.
+
+        Raises InvalidUsage on ranks that are not in it.
+        """
+        return None if self.process_set_id is None else stream_of(self, "ProcessSet.rank").rank
 
     def included(self) -> bool:
-        """Whether this process is a member."""
-        process.calls()
-        return True
+        """Whether this process is one of its ranks."""
+        return calls().rank in self.ranks
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+    def __reduce__(self) -> tuple[object, ...]:  # deepcopy and pickle
+        return (_found, (self.process_set_id, self.ranks))
 
 
-global_process_set = GlobalProcessSet()
+global_process_set = ProcessSet([])  # of all ranks
+global_process_set.process_set_id = 0
 
 
-def check_process_set(call: str, process_set: object) -> None:
-    """Raises InvalidUsage for any other set."""
-    if process_set is not None and process_set is not global_process_set:
-        raise InvalidUsage(
-            f"{call}: process sets other than hvd.global_process_set are not supported: use a communicator of these "
-            "ranks, syncengine.default_communicator().split(ranks), and its collectives"
-        )
+def _found(number: int | None, ranks: list[int]) -> ProcessSet:
+    known = (each for each in (global_process_set, *_sets) if number is not None and each.process_set_id == number)
+    return next(known, None) or ProcessSet(ranks)
+
+
+def connect(communicator: Communicator) -> None:
+    """All ranks have met: there is the global set, and no other."""
+    forget()
+    ranks = range(communicator.size)
+    global_process_set._stream, global_process_set.ranks = Calls(communicator, ranks), list(ranks)
+
+
+def forget() -> None:
+    """Of a communicator that is gone."""
+    for each in _sets:
+        each.process_set_id = each._stream = None
+    _sets.clear()
+    global_process_set._stream = None
+
+
+def calls() -> Calls:
+    """The stream of all ranks. Raises InvalidUsage before init()."""
+    stream = global_process_set._stream
+    if stream is None or not engine.is_initialized():
+        raise InvalidUsage("Horovod has not been initialized: call hvd.init() first")
+    return stream
+
+
+def streams() -> list[Stream]:
+    """All that this rank takes part in, those of DistributedOptimizers included, the global one first."""
+    found = [calls(), *(each._stream for each in _sets if each._stream is not None)]
+    return [*found, *(optimizer for stream in found for optimizer in stream.optimizers)]
+
+
+def stream_of(process_set: object, call: str = "") -> Calls:
+    """The stream of a set. Raises InvalidUsage if it is none, was not added, or lacks this rank."""
+    if process_set is None or process_set is global_process_set:
+        return calls()
+    if not isinstance(process_set, ProcessSet):
+        raise InvalidUsage(f"{call}: process_set={process_set!r} is no hvd.ProcessSet: see hvd.add_process_set")
+    if process_set.process_set_id is None:
+        raise InvalidUsage(f"{call}: {process_set!r} was not added, or is gone: call hvd.add_process_set on all ranks")
+    if process_set._stream is None:
+        raise InvalidUsage(f"{call}: rank {calls().rank} is not in {process_set!r}: only its ranks may make this call")
+    return process_set._stream
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Makes `process_set`, or one of these ranks, ready for use. Collective over all ranks, its members or not.
+
+    Raises InvalidUsage if there is one of the same ranks. Returns it.
+    """
+    stream = calls()
+    with stream.refusing("add_process_set"):
+        added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+        if any(each.ranks == added.ranks for each in (global_process_set, *_sets)):
+            raise InvalidUsage(f"Attempted to add a duplicate process set: {added}")
+        if not added.ranks or len(set(added.ranks)) < len(added.ranks) or not set(added.ranks) <= set(stream.ranks):
+            raise InvalidUsage(f"{added}: give some of ranks 0 to {stream.size - 1}, each of them once")
+
+    def begin(_: Round) -> Sequence[Work]:
+        own = stream.communicator.split(added.ranks if stream.rank in added.ranks else [])
+        added._stream = None if own is None else Calls(own, added.ranks)
+        added.process_set_id = next(_numbers)
+        _sets.append(added)
+        return ()
+
+    stream.submit("add_process_set", None, Plan(str(added.ranks), begin=begin)).result()
+    return added
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Ends a set's use, if it was added and is not the global one; returns whether it was so. Collective over all
+    ranks.
+    """
+    stream = calls()
+    known = any(process_set is each for each in _sets)
+
+    def begin(_: Round) -> Sequence[Work]:
+        if known:
+            if process_set._stream is not None:
+                process_set._stream.close()
+            _sets.remove(process_set)
+            process_set.process_set_id = process_set._stream = None
+        return ()
+
+    what = str(process_set.ranks) if known else "one that was not added"
+    stream.submit("remove_process_set", None, Plan(what, begin=begin)).result()
+    return known

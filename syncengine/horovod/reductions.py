@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from syncengine._C import Work
 from syncengine.errors import InvalidUsage
+
+Begin = Callable[[Any], Sequence[Work]]
 
 
 class ReduceOp(enum.Enum):
@@ -34,7 +38,7 @@ def choose_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     if average is not None:
         if op is not None:
             raise InvalidUsage("op takes the place of average: give only one of them")
-        warnings.warn("average= is deprecated in Horovod: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, 4)
+        warnings.warn("average= is deprecated in Horovod: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, 7)
         return Average if average else Sum
     if op is None:
         return Average
@@ -43,13 +47,28 @@ def choose_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
     return op
 
 
-def check_dense(call: str, tensor: torch.Tensor) -> None:
-    """Raises InvalidUsage for a tensor whose memory is not just its elements, before any other rank hears of it."""
+def check_dense(call: str, tensor: Any) -> None:
+    """Raises InvalidUsage for what is no tensor whose memory is just its elements, before any rank hears of it."""
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidUsage(
+            f"{call} needs a tensor, not {'None' if tensor is None else type(tensor).__name__}: of numbers, lists and "
+            "arrays make one by torch.as_tensor"
+        )
     if tensor.layout != torch.strided:
         raise InvalidUsage(f"{call} needs a dense tensor, not one of layout {tensor.layout}: to_dense() it before")
     if tensor.is_nested or tensor.is_quantized:
         kind = "a nested" if tensor.is_nested else "a quantized"
         raise InvalidUsage(f"{call} needs a dense tensor, not {kind} one: give it what that consists of")
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise InvalidUsage(f"{call} needs a tensor on the CPU or on a CUDA device, not on {tensor.device}")
+
+
+def check_list(call: str, tensors: Any) -> None:
+    """Raises InvalidUsage for what is no list of tensors."""
+    if not isinstance(tensors, (list, tuple)) or not tensors:
+        raise InvalidUsage(f"{call} needs a list of one or more tensors")
+    for tensor in tensors:
+        check_dense(call, tensor)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -57,23 +76,31 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def check_reducible(call: str, tensors: Sequence[torch.Tensor], op: ReduceOp) -> None:
-    """Raises InvalidUsage for tensors that can't be reduced by `op`, before any other rank hears of them."""
-    for tensor in tensors:
-        check_dense(call, tensor)
-        if tensor.dtype not in _REDUCIBLE:
-            raise InvalidUsage(f"{call}: dtype {tensor.dtype} is not supported (a complex one: use torch.view_as_real)")
-        if tensor.dtype == torch.bool and op in (Sum, Average):
-            raise InvalidUsage(
-                f"{call}: bool has no {op.name}: use hvd.Min, Max or Product, or convert it to an integer"
-            )
+def in_order(like: torch.Tensor, begin: Begin) -> Begin:
+    """`begin`, which may run on another thread, on the stream of this call."""
+    if not like.is_cuda:
+        return begin
+    stream = torch.cuda.current_stream(like.device)
+
+    def on_stream(round: Any) -> Sequence[Work]:
+        with torch.cuda.stream(stream):
+            return begin(round)
+
+    return on_stream
 
 
-def engine_op(dtype: torch.dtype, op: ReduceOp) -> str:
+def check_reducible(call: str, tensor: Any, op: ReduceOp) -> None:
+    """Raises InvalidUsage for a tensor that can't be reduced by `op`, before any other rank hears of it."""
+    check_dense(call, tensor)
+    if tensor.dtype not in _REDUCIBLE:
+        raise InvalidUsage(f"{call}: dtype {tensor.dtype} is not supported (a complex one: use torch.view_as_real)")
+    if tensor.dtype is torch.bool and (op is Sum or op is Average):
+        raise InvalidUsage(f"{call}: bool has no {op.name}: use hvd.Min, Max or Product, or convert it to an integer")
+
+
+def engine_op(dtype: torch.dtype, word: str) -> str:
     """What the engine is asked for: integers have no average, so theirs is a sum that `finish_average` divides."""
-    if op is Average and not dtype.is_floating_point:
-        return Sum.value
-    return op.value
+    return "sum" if word == "avg" and not dtype.is_floating_point else word
 
 
 # Tensors of every mode may be written in inference mode.
@@ -84,10 +111,9 @@ def assign(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 @torch.inference_mode()
-def finish_average(tensor: torch.Tensor, op: ReduceOp, size: int) -> None:
+def finish_average(tensor: torch.Tensor, size: int) -> None:
     """Divides a sum of integers in place, toward zero, as Horovod does."""
-    if op is Average and not tensor.dtype.is_floating_point:
-        tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
+    tensor.copy_(torch.div(tensor, size, rounding_mode="trunc"))
 
 
 @torch.inference_mode()

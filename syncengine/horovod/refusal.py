@@ -6,7 +6,6 @@ from typing import NoReturn
 
 from syncengine.errors import InvalidUsage
 
-_SETS = "use a communicator of these ranks, syncengine.default_communicator().split(ranks), and its collectives"
 _TIMELINE = "use torch.profiler, which shows the engine's collectives"
 _ADASUM = "use op=hvd.Average or op=hvd.Sum"
 _NAMES = "what it has for scripts is in syncengine.horovod itself (hvd.allreduce, ...)"
@@ -15,16 +14,11 @@ _GPU = "ask torch.cuda.is_available()"
 REFUSED = {
     "Adasum": _ADASUM,
     "num_rank_is_power_2": f"it is for Adasum: {_ADASUM}",
-    "ProcessSet": _SETS,
-    "add_process_set": _SETS,
-    "remove_process_set": _SETS,
     "elastic": "start the job anew from a checkpoint, as torchrun --max-restarts does; after an error that all ranks "
     "catch, hvd.init() connects them anew",
     "run": "start the script with torchrun, mpirun or srun",
     "start_timeline": _TIMELINE,
     "stop_timeline": _TIMELINE,
-    "sparse_allreduce_async": "use DistributedOptimizer(sparse_as_dense=True), or syncengine.Parallel, which exchanges "
-    "sparse gradients",
     "gpu_available": _GPU,
     "mpi_lib_v2": _NAMES,
     "check_extension": "there is nothing to check: importing syncengine says so if it is not built",

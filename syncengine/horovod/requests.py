@@ -1,13 +1,13 @@
 """What a rank is about to do, in a few bytes that all ranks exchange before they do it.
 
-So a mismatch is named as the script wrote it, ranks may bring different numbers of rows, and those who have joined know
-what to take part in.
+So ranks find each other's calls by name, a mismatch is told as the script wrote it, ranks may bring different numbers
+of rows, and those who have joined know what to take part in.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,51 +15,46 @@ import torch
 from syncengine.errors import Aborted, InvalidUsage, Mismatch, SyncError
 
 SIZE = 640  # bytes of a request
-_TEXT = 150  # bytes of a name or a description: longer ones are cut, but compared as a whole, by their digest
-_REASON = 440  # bytes of why a call is refused
+_TEXT = 150  # bytes of a key or a description: longer ones are cut, but compared as a whole, by their digest
+_REASON = 390  # bytes of why a call is refused
 _SEPARATOR = "\x1f"
+
+Flat = tuple[tuple[str, int], ...]
 
 
 class Request(NamedTuple):
     """One call of one rank."""
 
     kind: str  # the function called
-    name: str = ""  # what the user calls the tensor
+    key: str = ""  # by which the ranks' calls are matched: "allreduce.loss", or "#3", the third that has no name
     what: str = ""  # all else that must be the same on all ranks, for messages: "float32 (2, 3), op=Average"
-    flat: Sequence[tuple[str, int]] = ()  # dtype and elements of each flat tensor that is reduced or broadcast
+    flat: Flat = ()  # dtype and elements of each flat tensor that is reduced or broadcast
     how: str = ""  # the engine's op, or the root
     own: int = 0  # may differ between ranks: rows, or bytes
     digest: str = ""  # of all that must be the same
 
     def encode(self) -> bytes:
-        """At most SIZE bytes."""
-        flat = ",".join(f"{dtype}:{count}" for dtype, count in self.flat)
-        same = (self.kind, self.name, self.what, flat, self.how)
-        digest = hashlib.blake2b("\0".join(same).encode(), digest_size=8).hexdigest()
-        what = _cut(self.what, _REASON if self.kind == REFUSED else _TEXT)
-        fields = (self.kind, _cut(self.name, _TEXT), what, flat, self.how, digest, str(self.own))
-        return _SEPARATOR.join(fields).encode()
+        """SIZE bytes."""
+        kind, key, what, flat, how, own, _ = self
+        return (f"{key}{_SEPARATOR}{own}".encode() + _text(kind, what, flat, how)).ljust(SIZE, b"\0")
 
     @classmethod
     def decode(cls, data: bytes) -> Request:
-        """What `encode` made, padded with zeros."""
-        kind, name, what, flat, how, digest, own = data.rstrip(b"\0").decode().split(_SEPARATOR)
+        """What `encode` made."""
+        key, own, kind, what, flat, how, digest = data.rstrip(b"\0").decode().split(_SEPARATOR)
         parts = [part.split(":") for part in flat.split(",") if part]
-        return cls(kind, name, what, [(dtype, int(count)) for dtype, count in parts], how, int(own), digest)
+        return cls(kind, key, what, tuple((dtype, int(count)) for dtype, count in parts), how, int(own), digest)
 
     def __str__(self) -> str:
-        name = f" {self.name!r}" if self.name else ""
+        if self.kind == WAITING:
+            return self.what
+        name = "" if self.key.startswith("#") else f" {self.key.removeprefix(self.kind + '.')!r}"
         return f"{self.kind}{name}" + (f" of {self.what}" if self.what else "")
 
 
-JOIN = Request("join")
+JOIN = "join"
 REFUSED = "refused"  # the kind of a request that is none: this rank has raised in place of it
-
-
-def refusal(call: str, error: Exception) -> Request:
-    """Says that this rank can't make the call, and why."""
-    kind, reason = as_told(error)
-    return Request(REFUSED, call, reason, how=kind.__name__)
+WAITING = "waiting"  # the same: this rank has nothing to announce, and waits for others to call what is at this key
 
 
 def as_told(error: Exception) -> tuple[type[SyncError], str]:
@@ -69,9 +64,11 @@ def as_told(error: Exception) -> tuple[type[SyncError], str]:
     return Aborted, f"{type(error).__name__}: {error}"
 
 
-def told_class(request: Request) -> type[SyncError]:
-    """What the other ranks raise for a refusal."""
-    return next((kind for kind in (InvalidUsage, Mismatch) if kind.__name__ == request.how), Aborted)
+def told(rank: int, refused: Request, other: str) -> SyncError:
+    """What the others raise for a rank's refusal, which called `other`."""
+    kind, _, call = refused.how.partition(" ")
+    error = {"InvalidUsage": InvalidUsage, "Mismatch": Mismatch}.get(kind, Aborted)
+    return error(f"rank {rank} in {call}, while {other}: {refused.what}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -90,6 +87,23 @@ def describe(tensor: torch.Tensor, any_rows: bool = False) -> str:
     """Dtype and shape; with `any_rows` but for the first dimension."""
     shape = f"(*, {', '.join(map(str, tensor.shape[1:]))})" if any_rows else str(tuple(tensor.shape))
     return f"{dtype_name(tensor.dtype)} {shape}"
+
+
+def key_of(kind: str, name: str) -> str:
+    """Of a call with a name: at most _TEXT bytes, another one for each name."""
+    key = f"{kind}.{name}"
+    if len(key) <= _TEXT // 4 and key.isprintable():
+        return key
+    return f"{_cut(key, _TEXT - 20)} {hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
+
+
+@functools.lru_cache(1024)
+def _text(kind: str, what: str, flat: Flat, how: str) -> bytes:
+    """All that must be the same, and its digest."""
+    parts = ",".join(f"{dtype}:{count}" for dtype, count in flat)
+    digest = hashlib.blake2b("\0".join((kind, what, parts, how)).encode(), digest_size=8).hexdigest()
+    what = _cut(what, _REASON if kind == REFUSED else 2 * _TEXT if kind == WAITING else _TEXT)
+    return "".join(_SEPARATOR + part for part in (kind, what, parts, how, digest)).encode()
 
 
 def _cut(text: str, most: int) -> str:

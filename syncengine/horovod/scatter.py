@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.allreduce import Compressor, arguments, launch
-from syncengine.horovod.collective import collective
+from syncengine.horovod.allreduce import reducing
+from syncengine.horovod.calls import Calls
+from syncengine.horovod.collective import Call, Compressor, start, through
 from syncengine.horovod.compression import Compression
-from syncengine.horovod.gather import start_gather
-from syncengine.horovod.handles import begin_group, synchronize
-from syncengine.horovod.process import calls, size
-from syncengine.horovod.process_sets import check_process_set, global_process_set
-from syncengine.horovod.reductions import Average, ReduceOp, Sum, check_reducible, choose_op
-from syncengine.horovod.requests import Request, describe
+from syncengine.horovod.gather import allgather, calls_for_each
+from syncengine.horovod.handles import begin, begin_group
+from syncengine.horovod.process_sets import ProcessSet, global_process_set, stream_of
+from syncengine.horovod.reductions import Average, ReduceOp, Sum, check_reducible
+from syncengine.horovod.streams import Plan
+
+Tensors = Sequence[torch.Tensor]
 
 
-@collective
 def reducescatter_async(
     tensor: torch.Tensor,
     name: str | None = None,
     op: ReduceOp = Average,
-    process_set: object = global_process_set,
+    process_set: ProcessSet | None = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
@@ -32,106 +32,83 @@ def reducescatter_async(
 
     If the ranks do not divide the rows, the first ranks get one more. Returns a handle for `poll` and `synchronize`.
     """
-    check_process_set("reducescatter", process_set)
-    op = choose_op(op, None)
-    check_reducible("reducescatter", [tensor], op)
-    if tensor.dim() == 0:
-        raise InvalidUsage("reducescatter cuts along the first dimension, which this tensor lacks: reshape(1) it")
-    stream = calls()
-    values = tensor.detach().clone(memory_format=torch.contiguous_format)
-    what = f"{describe(values)}, {arguments(op, prescale_factor, postscale_factor)}"
-
-    def own_part() -> torch.Tensor:
-        return values.tensor_split(stream.size)[stream.rank].clone()
-
-    # An all-reduce, so that those who have joined can take part whatever the number of rows.
-    return launch("reducescatter", name, what, [values.view(-1)], op, prescale_factor, postscale_factor, own_part)
+    call = Call("reducescatter", name, process_set, op, None, prescale_factor, postscale_factor, watched=True)
+    return begin(start(call, _prepare, [tensor]))
 
 
-@collective
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
     compression: Compressor = Compression.none,
     op: ReduceOp = Average,
-    process_set: object = global_process_set,
+    process_set: ProcessSet | None = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """This rank's part of the reduction of `tensor`. Gradients of Sum and Average flow through it.
+    """This rank's part of the reduction of `tensor`. Gradients of Sum and Average flow through it, as in Horovod.
 
-    Else as `reducescatter_async`.
+    Which are those of the other ranks' parts, gathered; those of a Sum times the number of ranks. Else as
+    `reducescatter_async`.
     """
-    check_process_set("reducescatter", process_set)
-    compressed, ctx = compression.compress(tensor)
-    part = _ReduceScatter.apply(compressed, name, op, prescale_factor, postscale_factor)  # type: ignore[no-untyped-call]
-    return compression.decompress(part, ctx)
+    call = Call("reducescatter", name, process_set, op, None, prescale_factor, postscale_factor, compression)
+    return _reducescatter(call, tensor)
 
 
-@collective
 def grouped_reducescatter_async(
-    tensors: Sequence[torch.Tensor],
+    tensors: Tensors,
     name: str | None = None,
     op: ReduceOp = Average,
-    process_set: object = global_process_set,
+    process_set: ProcessSet | None = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
     """`reducescatter_async` of several tensors; the result is a list."""
-    names = [None if name is None else f"{name}.{i}" for i in range(len(tensors))]
-    return begin_group(
-        [
-            reducescatter_async(tensor, each, op, process_set, prescale_factor, postscale_factor)
-            for tensor, each in zip(tensors, names, strict=True)
-        ]
-    )
+    call = Call("reducescatter", name, process_set, op, None, prescale_factor, postscale_factor, watched=True)
+    calls = calls_for_each(call, "grouped_reducescatter", tensors)
+    return begin_group([begin(start(each, _prepare, [tensor])) for each, tensor in calls])
 
 
-@collective
 def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor],
+    tensors: Tensors,
     name: str | None = None,
     compression: Compressor = Compression.none,
     op: ReduceOp = Average,
-    process_set: object = global_process_set,
+    process_set: ProcessSet | None = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """`reducescatter` of several tensors."""
-    names = [None if name is None else f"{name}.{i}" for i in range(len(tensors))]
-    return [
-        reducescatter(tensor, each, compression, op, process_set, prescale_factor, postscale_factor)
-        for tensor, each in zip(tensors, names, strict=True)
-    ]
+    call = Call("reducescatter", name, process_set, op, None, prescale_factor, postscale_factor, compression)
+    return [_reducescatter(each, tensor) for each, tensor in calls_for_each(call, "grouped_reducescatter", tensors)]
 
 
-@collective
-def barrier(process_set: object = global_process_set) -> None:
+def barrier(process_set: ProcessSet | None = global_process_set) -> None:
     """Returns once every rank has called it, or has joined."""
-    check_process_set("barrier", process_set)
-    calls().announce(Request("barrier")).wait()
+    start(Call("barrier", None, process_set), lambda *_: Plan()).result()
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, name: str | None, op: ReduceOp, prescale: float, postscale: float
-    ) -> torch.Tensor:
-        ctx.parameters = (op, prescale * postscale)
-        ctx.shape = tensor.shape
-        part: torch.Tensor = synchronize(
-            reducescatter_async(tensor, name, op, prescale_factor=prescale, postscale_factor=postscale)
-        )
-        return part
+def _reducescatter(call: Call, tensor: torch.Tensor) -> torch.Tensor:
+    def gradient(of_part: torch.Tensor) -> Tensors:
+        if call.op not in (Sum, Average):
+            raise InvalidUsage(f"reducescatter with op={call.op} has no gradient: use hvd.Sum or hvd.Average")
+        ranks = stream_of(call.process_set).size if call.op is Sum else 1
+        whole = allgather(of_part, process_set=call.process_set)
+        return [whole * (ranks * call.prescale * call.postscale)]
 
-    @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> Any:
-        op, factor = ctx.parameters
-        if op not in (Sum, Average):
-            raise InvalidUsage(f"reducescatter with op={op.name} has no gradient: use hvd.Sum or hvd.Average")
-        gathered, rows = start_gather(grad_output)
-        whole = grad_output.new_zeros(ctx.shape)
-        for part, brought in zip(whole.tensor_split(size()), gathered.result().split(rows), strict=True):
-            if len(brought):  # the parts of ranks that have joined have no gradient
-                part.copy_(brought)
-        return whole * (factor / (size() if op is Average else 1)), None, None, None, None
+    part: torch.Tensor = through(call, gradient, _prepare, [tensor])
+    return part
+
+
+def _prepare(stream: Calls, call: Call, tensors: Tensors) -> Plan:
+    (tensor,) = tensors
+    op = call.reduction()
+    check_reducible(call.kind, tensor, op)
+    if tensor.dim() == 0:
+        raise InvalidUsage("reducescatter cuts along the first dimension, which this tensor lacks: reshape(1) it")
+    stream.check_free(call.kind, tensor)
+    values = tensor.detach().clone(memory_format=torch.contiguous_format)
+
+    def own_part(_: object) -> torch.Tensor:
+        return values.tensor_split(stream.size)[stream.rank].clone()
+
+    return reducing(stream, call, op, str(tuple(tensor.shape)), [values.view(-1)], own_part)

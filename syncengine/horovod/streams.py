@@ -1,132 +1,122 @@
-"""A stream: operations of all ranks, one after the other, each of which begins by saying what it is."""
+"""A stream: the operations of some ranks, each of which begins when all of these have announced it, by its name.
+
+Ranks announce in rounds, all-gathers of one request of each. Every rank sees the same rounds, so all begin the same
+operations in the same order, whatever the order of their calls.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from syncengine._C import Communicator
+from syncengine._C import Backend, Communicator, Work
 from syncengine.errors import InvalidUsage, Mismatch, SyncError
-from syncengine.horovod.requests import JOIN, REFUSED, SIZE, Request, as_told, refusal, told_class
+from syncengine.horovod.requests import JOIN, REFUSED, SIZE, WAITING, Flat, Request, as_told, key_of, told
+
+_DUPLICATE = (
+    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor that is currently "
+    "being processed.  If you want to request another tensor, use a different tensor name."
+)  # Horovod's words
 
 
 class Round(NamedTuple):
-    """What every rank does next."""
+    """What every rank has announced for one operation."""
 
-    requests: list[Request]
+    requests: Sequence[Request]
 
     @property
     def joined(self) -> list[int]:
         """The ranks that have run out of data."""
-        return [rank for rank, request in enumerate(self.requests) if request.kind == JOIN.kind]
+        return [rank for rank, request in enumerate(self.requests) if request.kind == JOIN]
 
     @property
-    def agreed(self) -> Request | None:
-        """The request of those that have not joined, who all make the same, or all none; None if all have joined."""
-        return next((request for request in self.requests if request.kind != JOIN.kind), None)
+    def agreed(self) -> Request:
+        """The request of those that have not joined."""
+        return next(request for request in self.requests if request.kind != JOIN)
 
 
-class Announcement:
-    """A request on its way to all ranks."""
+class Plan(NamedTuple):
+    """What a call is about to do: for all ranks to compare, and here."""
 
-    def __init__(self, stream: Stream, request: Request) -> None:
-        self._stream = stream
-        self._request = request
-        data = request.encode()
-        self._own = torch.frombuffer(bytearray(data.ljust(SIZE, b"\0")), dtype=torch.uint8)
-        self._all = torch.empty(stream.size * SIZE, dtype=torch.uint8, device="cpu")
-        self._work = stream.announcements.all_gather(self._all, self._own, async_op=True)
-        self._round: Round | None = None
+    what: str = ""  # the first four: see Request
+    flat: Flat = ()
+    how: str = ""
+    own: int = 0
+    begin: Callable[[Round], Sequence[Work]] = lambda _: ()  # in the same order on all ranks, on any thread
+    finish: Callable[[Round], Any] = lambda _: None  # once the works have ended: makes the result
+
+
+class Operation:
+    """A call of this rank: announced, then under way, then at its end."""
+
+    __slots__ = ("_finish", "_stream", "begin", "ended", "error", "request", "round", "works")
+
+    def __init__(self, stream: Stream, request: Request, plan: Plan) -> None:
+        self._stream, self.request = stream, request
+        self.begin, self._finish = plan.begin, plan.finish
+        self.round: Round | None = None  # once all ranks have announced it
+        self.works: Sequence[Work] = ()
+        self.error: BaseException | None = None
+        self.ended = False  # as its script knows
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._work.is_completed()
+        """Whether `result` would return at once."""
+        if self.round is None and self.error is None:
+            self._stream.advance()
+        running = self.round is None or not all(work.is_completed() for work in self.works)
+        self.ended = self.error is not None or not running
+        return self.ended
 
-    def wait(self) -> Round:
-        """Blocks until every rank has said what it does. Raises Mismatch if they do not all do the same, and what a
-        rank has raised that can't do it.
+    def result(self) -> Any:
+        """Blocks until it has ended. Raises Mismatch if the ranks' calls differ, and what a rank has raised that can't
+        make this one; the stream goes on then.
         """
-        if self._round is None:
-            self._work.wait()
-            rows = self._all.view(self._stream.size, SIZE)
-            if torch.equal(rows, self._own.expand_as(rows)):
-                self._round = Round([self._request] * self._stream.size)
-            else:
-                round = Round([Request.decode(bytes(row.tolist())) for row in rows])
-                self._check(round)
-                self._round = round
-        return self._round
-
-    def has_failed(self) -> bool:
-        """Once it is completed: whether `wait` raises."""
-        try:
-            self.wait()
-        except SyncError:
-            return True
-        return False
-
-    @contextmanager
-    def explains(self) -> Iterator[None]:
-        """In it this rank takes its part in the operation, for which the others wait: what it raises there, they raise,
-        too. Where the operation does not fit the others', this says it in Horovod's words.
-        """
-        try:
-            yield
-        except Mismatch:
-            self.wait()
-            raise
-        except Exception as error:
-            self.tell(error)
-            raise
+        self.ended = True
+        self._stream.wait(self)
+        if self.error is not None:
+            raise self.error
+        for work in self.works:
+            work.wait()
+        return self._finish(self.round)  # type: ignore[arg-type]
 
     def tell(self, error: Exception) -> None:
-        """Ends the operation for all ranks by what this one has raised in it, unless it has failed."""
-        if not self._stream.has_failed():
-            kind, reason = as_told(error)
-            self._stream.abort(f"{self._stream.own_name} in {self._request}: {reason}", kind.__name__)
-
-    def _check(self, round: Round) -> None:
-        ranks = self._stream.communicator.global_ranks
-        active = [(rank, r) for rank, r in zip(ranks, round.requests, strict=True) if r.kind != JOIN.kind]
-        calls = [(rank, request) for rank, request in active if request.kind != REFUSED]
-        if not calls:  # nobody has begun anything
-            return
-        for rank, request in active:
-            if request.kind == REFUSED:
-                self._stream.fail(
-                    f"rank {rank} in {request.name}, while rank {calls[0][0]} called {calls[0][1]}: {request.what}",
-                    told_class(request),
-                )
-        for rank, request in active:
-            if request.digest != active[0][1].digest:
-                self._stream.fail(
-                    f"rank {active[0][0]} called {active[0][1]}, but rank {rank} called {request}: Horovod matches "
-                    "tensors by name, syncengine by the order of the calls, so make the same calls in the same order "
-                    "on every rank",
-                    Mismatch,
-                )
+        """Ends it for all ranks by what this one has raised in it, unless the stream has failed."""
+        self._stream.tell(self.request, error)
 
 
 class Stream:
-    """The operations of one communicator, in the order in which every rank calls them.
+    """The operations of one communicator. Collective.
 
     Announcements have a communicator of their own, so that they arrive where the operations themselves do not fit.
-    Collective.
     """
 
     in_step = False  # whether this rank has begun an operation that it must go on with itself
     needed = True  # whether this rank may still begin one
+    joinable: frozenset[str] = frozenset()  # the kinds of operations that take place without those who have joined
 
     def __init__(self, communicator: Communicator) -> None:
         announcements = communicator.split(list(range(communicator.size)))
         assert announcements is not None
         self.communicator, self.announcements = communicator, announcements
         self.rank, self.size = communicator.rank, communicator.size
-        self._announced = 0
-        self._refusals: list[Announcement] = []  # of which this rank does not know yet what the others did
+        self._backend: Any = Backend(announcements)  # the same, with futures; torch does not declare what it offers
+        self._lock = threading.RLock()  # of all that follows
+        self._unnamed = itertools.count()
+        self._submitted = 0
+        self._named: dict[str, Operation] = {}  # the last of each name
+        # On their way: what this rank announces in a round, and where what all announce will be.
+        self._rows: deque[tuple[Request, torch.Tensor, torch.Tensor, Work]] = deque()
+        self._own: dict[str, Operation] = {}  # of this rank, that not all ranks have announced yet, by key
+        self._announced: dict[str, dict[int, Request]] = {}  # the same, of all ranks
+        self._all_joined = False
+        self._served = 0
+        self._shadows: list[Work] = []
 
     @property
     def own_name(self) -> str:
@@ -138,34 +128,178 @@ class Stream:
         for communicator in (self.announcements, self.communicator):
             communicator.close()
 
-    def announce(self, request: Request) -> Announcement:
-        """Tells all ranks of this rank's next operation; does not wait for theirs, unless this rank has refused the one
-        before: then it begins nothing before it knows that all have.
+    def submit(self, kind: str, name: str | None, plan: Plan, watched: bool = False) -> Operation:
+        """Announces an operation. It begins once all ranks have and this one looks, in any call; at once if `watched`.
+
+        Raises InvalidUsage, which the other ranks do not hear of, while one of this name is under way: until its
+        script has waited for it, or seen its end.
         """
-        while self._refusals:
-            self._refusals.pop(0).wait()
-        announcement = Announcement(self, request)
-        self._announced += 1
-        return announcement
+        key = f"#{next(self._unnamed)}" if name is None else key_of(kind, name)
+        operation = Operation(self, Request(kind, key, plan.what, plan.flat, plan.how, plan.own), plan)
+        with self._lock:
+            if name is not None:
+                before = self._named.get(key)
+                if before is not None and not before.ended:
+                    raise InvalidUsage(_DUPLICATE)
+                self._named[key] = operation
+            self._own[key] = operation
+            self._submitted += 1
+            self._announce(operation.request, watched)
+        return operation
+
+    def _announce(self, request: Request, watched: bool = False) -> None:
+        own = torch.frombuffer(bytearray(request.encode()), dtype=torch.uint8)
+        every = torch.empty((self.size, SIZE), dtype=torch.uint8, device="cpu")
+        work = self._backend._allgather_base(every, own)
+        self._rows.append((request, own, every, work))
+        if watched:
+            work.get_future().add_done_callback(self._look)
+
+    def _look(self, _: object) -> None:
+        self.advance()
+
+    def wait(self, operation: Operation) -> None:
+        """Blocks until all ranks have announced it, or it has failed. Raises the stream's failure."""
+        while True:
+            with self._lock:
+                if operation.round is not None or operation.error is not None:
+                    return
+                if not self._rows:  # the others may still announce something else before
+                    self._announce(Request(WAITING, operation.request.key, str(operation.request)))
+                work = self._rows[0][-1]
+            work.wait()
+            self.advance()
+
+    def advance(self) -> None:
+        """Begins what all ranks have announced by now."""
+        with self._lock:
+            while self._rows and self._rows[0][-1].is_completed():
+                request, own, every, work = self._rows.popleft()
+                try:
+                    work.wait()
+                except SyncError as error:  # the stream has failed
+                    for operation in self._own.values():
+                        operation.error = error
+                    self._own.clear()
+                    return
+                if torch.equal(every, own.expand_as(every)) and request.kind not in (JOIN, WAITING):
+                    self._settle(request.key, Round([request] * self.size), request.kind != REFUSED)
+                else:
+                    self._compare([Request.decode(bytes(data.tolist())) for data in every])
+
+    def _compare(self, requests: list[Request]) -> None:
+        joined = [rank for rank, request in enumerate(requests) if request.kind == JOIN]
+        self._all_joined = len(joined) == self.size
+        news: dict[str, None] = {}  # in an order that is the same on all ranks
+        for rank, request in enumerate(requests):
+            if request.kind not in (JOIN, WAITING):
+                self._announced.setdefault(request.key, {})[rank] = request
+                news[request.key] = None
+        absent = {rank: Request(JOIN) for rank in joined}
+        settled = False
+        for key in list(self._announced) if joined else news:
+            if len(absent | self._announced[key]) == self.size:
+                calls = absent | self._announced.pop(key)
+                self._settle(key, Round([calls[rank] for rank in range(self.size)]))
+                settled = True
+        if self._all_joined:  # who has joined later has made more calls
+            self._unnamed = itertools.count()
+        waiting = {rank: request for rank, request in enumerate(requests) if request.kind == WAITING}
+        if settled or not waiting or len(waiting) + len(joined) < self.size:
+            return
+        for request in waiting.values():  # each for another call, of a rank that waits, too
+            operation = self._own.pop(request.key, None)
+            self._announced.pop(request.key, None)
+            if operation is not None:
+                operation.error = self._mismatch(waiting)
+
+    def _settle(self, key: str, round: Round, agreed: bool = False) -> None:
+        """All ranks have announced it: begins, unless they differ."""
+        operation = self._own.pop(key, None)
+        error = None if agreed else self._objection(round)
+        if operation is not None:
+            operation.round, operation.error = round, error
+        elif round.requests[self.rank].kind == JOIN:
+            self._served += 1
+            if error is None:
+                self._shadows += self.shadow(round)
+        if operation is None or error is not None:
+            return
+        try:
+            operation.works = operation.begin(round)
+        except Mismatch as mismatch:  # on all ranks
+            operation.error = mismatch
+        except Exception as raised:
+            self.tell(operation.request, raised)
+            operation.error = raised
+
+    def _objection(self, round: Round) -> SyncError | None:
+        ranks = self.communicator.global_ranks
+        active = {rank: request for rank, request in enumerate(round.requests) if request.kind != JOIN}
+        calls = {rank: request for rank, request in active.items() if request.kind != REFUSED}
+        if not calls:  # nobody has begun anything
+            return None
+        caller, call = next(iter(calls.items()))
+        for rank, request in active.items():
+            if request.kind == REFUSED:
+                return told(ranks[rank], request, f"rank {ranks[caller]} called {call}")
+        if any(request.digest != call.digest for request in calls.values()):
+            return self._mismatch(calls)
+        if len(active) < self.size and call.kind not in self.joinable:
+            missing = ", ".join(str(ranks[rank]) for rank in round.joined)
+            return InvalidUsage(
+                f"{call.kind} needs every rank, but rank {missing} has called join(): call it before the first rank "
+                "can run out of data, or after join()"
+            )
+        return None
+
+    def _mismatch(self, calls: dict[int, Request]) -> Mismatch:
+        ranks = self.communicator.global_ranks
+        (first, call), *others = calls.items()
+        rank, other = next(((r, o) for r, o in others if (o.digest, o.key) != (call.digest, call.key)), (first, call))
+        return Mismatch(
+            f"rank {ranks[first]} called {call}, but rank {ranks[rank]} called {other}: calls with a name are matched "
+            "by it, calls without one by their order, so make the same calls on every rank, those without a name in "
+            "the same order"
+        )
 
     @contextmanager
-    def refusing(self, call: str) -> Iterator[None]:
-        """In it this rank comes to announce an operation. If it raises before, it announces that, without waiting: the
-        others raise it, too, unless all ranks refuse, which have lost nothing then.
-        """
-        announced = self._announced
+    def refusing(self, call: str, kind: str = "", name: str | None = None) -> Iterator[None]:
+        """In it this rank comes to announce an operation. What it raises before, the others raise, too."""
+        submitted = self._submitted
         try:
             yield
         except Exception as error:
-            if self._announced == announced and not self.has_failed():
-                with suppress(SyncError):
-                    self._refusals.append(Announcement(self, refusal(call, error)))
-                    self._announced += 1
+            if self._submitted == submitted:
+                self.refuse(error, call, kind, name)
             raise
+
+    def refuse(self, error: Exception, call: str, kind: str = "", name: str | None = None) -> Operation | None:
+        """Says in place of an operation why this rank can't begin it, without waiting: the others raise that, too,
+        unless all ranks refuse, which have lost nothing then.
+        """
+        told_class, reason = as_told(error)
+        with suppress(SyncError, TypeError):
+            if not self.has_failed():
+                key = f"#{next(self._unnamed)}" if not isinstance(name, str) else key_of(kind or call, name)
+                request = Request(REFUSED, key, reason, how=f"{told_class.__name__} {call}")
+                operation = Operation(self, request, Plan())
+                with self._lock:
+                    if key not in self._own:
+                        self._own[key] = operation
+                        self._announce(request)
+                return operation
+        return None
 
     def has_failed(self) -> bool:
         """Whether all ranks have heard of an error, or will."""
         return any(c.exception() is not None for c in (self.announcements, self.communicator))
+
+    def tell(self, request: Request, error: Exception) -> None:
+        """Ends an operation that has begun, and the stream, by what this rank has raised in it."""
+        if not self.has_failed():
+            kind, reason = as_told(error)
+            self.abort(f"{self.own_name} in {request}: {reason}", kind.__name__)
 
     def fail(self, text: str, error: type[SyncError] = InvalidUsage) -> NoReturn:
         """Raises `error`, here and on every rank that waits for this one."""
@@ -177,27 +311,22 @@ class Stream:
         for communicator in (self.announcements, self.communicator):
             communicator.abort(text, error)
 
-    def refuse_joined(self, round: Round) -> None:
-        """Raises InvalidUsage on all ranks if one of them has joined."""
-        if round.joined and round.agreed is not None:
-            ranks = ", ".join(str(self.communicator.global_ranks[rank]) for rank in round.joined)
-            self.fail(
-                f"{round.agreed.kind} needs every rank, but rank {ranks} has called join(): call it before the first "
-                "rank can run out of data, or after join()"
-            )
-
     def serve(self) -> int:
         """Takes part, without data, in what the others do until all have joined; returns in how many operations."""
-        served = 0
-        while True:
-            round = self.announce(JOIN).wait()
-            if round.agreed is None:
-                return served
-            if round.agreed.kind == REFUSED:
-                continue
-            self.shadow(round)
-            served += 1
+        with self._lock:
+            self._served, self._all_joined = 0, False
+        while not self._all_joined:
+            with self._lock:
+                if not self._rows:
+                    self._announce(Request(JOIN))
+                work = self._rows[0][-1]
+            work.wait()
+            self.advance()
+            shadows, self._shadows = self._shadows, []
+            for work in shadows:
+                work.wait()
+        return self._served
 
-    def shadow(self, round: Round) -> None:
-        """One operation of the others, in which this rank has nothing."""
+    def shadow(self, round: Round) -> Sequence[Work]:
+        """Begins one operation of the others, in which this rank has nothing."""
         raise NotImplementedError

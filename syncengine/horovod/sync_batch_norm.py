@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 import syncengine.parallel.sync_batch_norm as engine
+from syncengine._C import Work
+from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import Calls
-from syncengine.horovod.process import calls
-from syncengine.horovod.process_sets import check_process_set, global_process_set
-from syncengine.horovod.requests import Request, dtype_name
+from syncengine.horovod.process_sets import ProcessSet, global_process_set, stream_of
+from syncengine.horovod.requests import dtype_name
+from syncengine.horovod.streams import Plan
 from syncengine.parallel.compiled import not_compiled
 
 FORWARD, BACKWARD = "SyncBatchNorm", "backward of SyncBatchNorm"
@@ -21,6 +25,8 @@ class SyncBatchNorm(engine.SyncBatchNorm):
     The arguments are Horovod's, then torch's `device` and `dtype`.
     """
 
+    process_set: ProcessSet | None = global_process_set
+
     def __init__(
         self,
         num_features: int,
@@ -28,12 +34,14 @@ class SyncBatchNorm(engine.SyncBatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_set: object = global_process_set,
+        process_set: ProcessSet | None = global_process_set,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        check_process_set("SyncBatchNorm", process_set)
+        if not isinstance(process_set, ProcessSet | None):
+            raise InvalidUsage(f"SyncBatchNorm: process_set={process_set!r} is no hvd.ProcessSet")
         super().__init__(num_features, eps, momentum, affine, track_running_stats, None, device, dtype)
+        self.process_set = process_set
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: object = None) -> torch.nn.Module:
@@ -49,13 +57,13 @@ class SyncBatchNorm(engine.SyncBatchNorm):
         """Normalizes; with other ranks only in training mode and on the CPU."""
         if not self.training or self.process_group is not None:
             return super().forward(input)  # type: ignore[no-any-return]
-        with calls().refusing(FORWARD):
+        with stream_of(self.process_set, FORWARD).refusing(FORWARD):
             return super().forward(input)  # type: ignore[no-any-return]
 
     def _communicator(self) -> engine.Exchange:
         if self.process_group is not None:
             return super()._communicator()
-        return _Announcing(calls())
+        return _Announcing(stream_of(self.process_set, FORWARD))
 
 
 class _Announcing:
@@ -66,18 +74,13 @@ class _Announcing:
         self.size, self.global_ranks = stream.size, stream.communicator.global_ranks
 
     def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        announcement = self._stream.announce(_request(FORWARD, input))
-        with announcement.explains():
-            self._stream.communicator.all_gather(output, input)
-        announcement.wait()
+        self._run(FORWARD, input, lambda: self._stream.communicator.all_gather(output, input, async_op=True))
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        announcement = self._stream.announce(_request(BACKWARD, tensor))
-        with announcement.explains():
-            self._stream.communicator.all_reduce(tensor.view(-1))  # as it is for those who have joined
-        announcement.wait()
+        flat = tensor.view(-1)  # as it is for those who have joined
+        self._run(BACKWARD, tensor, lambda: self._stream.communicator.all_reduce(flat, async_op=True))
 
-
-def _request(kind: str, values: torch.Tensor) -> Request:
-    channels = values.shape[-1]
-    return Request(kind, what=f"{channels} channels", flat=[(dtype_name(values.dtype), values.numel())], how="sum")
+    def _run(self, kind: str, values: torch.Tensor, begin: Callable[[], Work]) -> None:
+        flat = ((dtype_name(values.dtype), values.numel()),)
+        plan = Plan(f"{values.shape[-1]} channels", flat, "sum", begin=lambda _: [begin()])
+        self._stream.submit(kind, None, plan).result()

@@ -48,7 +48,7 @@ def makings_leave_nothing(with_scheduler: bool) -> tuple[list[str], int, int, in
     left, grown = before.left(), rss() - bytes_before
     hooks = len(model.weight._post_accumulate_grad_hooks)
     classes = sum("SGD" in cls.__name__ for cls in torch.optim.SGD.__subclasses__())
-    return left, len(hvd.process.optimizers()), hooks, classes, grown
+    return left, len(hvd.process_sets.calls().optimizers), hooks, classes, grown
 
 
 @pytest.mark.parametrize("with_scheduler", [False, True])
@@ -74,9 +74,9 @@ def drop_then_join(steps: list[int]) -> list[torch.Tensor]:
             optimizer.zero_grad()
 
     train()
-    assert not hvd.process.optimizers()[0].needed
+    assert not hvd.process_sets.calls().optimizers[0].needed
     last = hvd.join()
-    assert not hvd.process.optimizers()
+    assert not hvd.process_sets.calls().optimizers
     hvd.broadcast_parameters(model.state_dict(), root_rank=last)
     return [p.detach() for p in model.parameters()]
 
@@ -99,10 +99,10 @@ def test_optimizers_dropped_on_one_rank_alone_stay_in_step():
         if hvd.rank() == 0:
             kept.append(optimizer)
         del optimizer
-    assert len(hvd.process.optimizers()) == 3
+    assert len(hvd.process_sets.calls().optimizers) == 3
     kept.clear()
     last = hvd.DistributedOptimizer(torch.optim.SGD(make_model(3).parameters(), lr=0.1))
-    assert len(hvd.process.optimizers()) == 1
+    assert len(hvd.process_sets.calls().optimizers) == 1
     del last
 
 
