@@ -75,7 +75,8 @@ def forget() -> None:
 def calls() -> Calls:
     """The stream of all ranks. Raises InvalidUsage before init()."""
     stream = global_process_set._stream
-    if stream is None or not engine.is_initialized():
+    default = engine._default  # not by its functions: called for each allreduce
+    if stream is None or default is None or default.communicator is not stream.communicator:
         raise InvalidUsage("Horovod has not been initialized: call hvd.init() first")
     return stream
 
