@@ -37,6 +37,7 @@ from syncengine.communicator import (
     world_size,
 )
 from syncengine.parallel import Parallel
+from syncengine.parallel.micro_batches import MicroBatches, micro_batches
 from syncengine.sharded import ShardedOptimizer
 from syncengine.torch_backend import register as _register
 
@@ -50,6 +51,7 @@ except importlib.metadata.PackageNotFoundError:  # built in place
 
 __all__ = [
     "Communicator",
+    "MicroBatches",
     "Parallel",
     "ShardedOptimizer",
     "Work",
@@ -65,6 +67,7 @@ __all__ = [
     "init",
     "is_initialized",
     "local_rank",
+    "micro_batches",
     "rank",
     "reduce_scatter",
     "shutdown",

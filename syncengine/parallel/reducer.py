@@ -18,6 +18,7 @@ class NoReducer:
     """Instead of a reducer where nothing is reduced, as with one rank: the methods that tools call do nothing."""
 
     reduces = False
+    averages_elsewhere = False
 
     def __init__(self, switches: Switches) -> None:
         self._switches = switches
@@ -53,6 +54,7 @@ class ModelReducer(Reducer):
     """The reducer of one ``Parallel``."""
 
     reduces = True
+    averages_elsewhere = False  # micro_batches() has put averages into .grad since the last forward
 
     def __init__(self, model: Model, options: ReducerOptions) -> None:
         super().__init__(model.parameters, str(model), model.names, model.communicator, model.sparse, options)
@@ -90,6 +92,10 @@ class ModelReducer(Reducer):
         if average_with_weights := self._average_with_weights():
             average_with_weights()
         return super().prepare_for_backward(outputs, began)
+
+    def not_averaged(self) -> str:
+        """Why .grad does not hold averages; or an empty text."""
+        return "" if self.averages_elsewhere else super().not_averaged()
 
     def _check_reducer_finalized(self) -> None:
         self.check_finalized()

@@ -87,6 +87,8 @@ PARALLEL_MODULES = [
     "join",
     "mixed_precision",
     "tools",
+    "summation",
+    "micro_batches",
     "logging",
     "wrapper",
     "__init__",

@@ -1,0 +1,280 @@
+"""Steps of numbered micro-batches: one model, bit for bit, at any number of ranks (docs/numerics.md)."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.data import DataLoader, DistributedSampler
+
+from syncengine._C import Backend
+from syncengine.errors import InvalidUsage
+from syncengine.parallel.replication import check_same_on_all_ranks
+from syncengine.parallel.summation import Node, Sums, ancestors, children, deal, nodes_within, sum_over_ranks
+from syncengine.parallel.tools import ForTools
+
+_SAME = "Make micro_batches() from the same loader, with the same arguments and torch.set_num_threads(), on every rank."
+
+
+class MicroBatches:
+    """The steps of training a ``Parallel``, each of ``total`` micro-batches that are dealt to the ranks.
+
+    Each iteration is one step, and yields ``(i, batch)`` for this rank's micro-batches, in order; i counts from 0 to
+    total - 1 over all ranks. Afterwards every ``.grad`` is the mean over all of them, the same bits at any number of
+    ranks: the sum as a binary tree over i, in the dtype of each parameter, times 1 / total.
+
+        batches = syncengine.micro_batches(model, loader, total=8)
+        for step in range(1000):
+            for i, (x, y) in batches:
+                loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    ``loader`` is a ``DataLoader`` as one process would have it: its batches are the micro-batches, all of one size. A
+    step takes the next ``total`` of them; those of an epoch that are too few for a step are left out. A sampler draws
+    from torch's default generator, which is seeded by epoch. Before each micro-batch, and before its samples are
+    fetched, the generators of torch, Python and NumPy are seeded by ``seed``, step and i.
+
+    A step that is left before its end, by ``break`` or an exception, has not happened: the next iteration is that step
+    again. ``state_dict()`` is the same on all ranks, and goes on at any number of them.
+
+    Raises ``InvalidUsage`` for what can't be the same at any number of ranks, and ``Mismatch`` where ranks differ.
+    """
+
+    def __init__(self, model: ForTools, loader: DataLoader[Any], total: int, seed: int = 0) -> None:
+        if not isinstance(model, ForTools):
+            raise InvalidUsage(f"micro_batches() takes a syncengine.Parallel, not a {type(model).__name__}: wrap it")
+        self._model, self._loader, self._total, self._seed = model, loader, total, seed
+        self.step = 0  # the next one
+        communicator = model.communicator
+        if total < communicator.size:
+            raise InvalidUsage(
+                f"total={total} micro-batches are too few for {communicator.size} ranks: each needs one. Give more of "
+                "them, of fewer samples, or use fewer ranks"
+            )
+        _check_loader(loader)
+        self._check_model()
+        self._order_of = (-1, [[0]])  # an epoch and its batches, as indices
+        batches = self._order(0)
+        self._order_of = (-1, batches)
+        if batches != self._order(0):
+            raise InvalidUsage(
+                f"the sampler {type(loader.sampler).__name__} gives another order each time, though torch's generator "
+                "has the same seed: let it draw from torch's default generator and keep no state of its own"
+            )
+        if len(batches) < total:
+            raise InvalidUsage(f"the loader has {len(batches)} batches, fewer than the total={total} of one step")
+        self._facts = {
+            "total": total,
+            "seed": seed,
+            "samples": len(batches[0]),
+            "batches": len(batches),
+            "threads": torch.get_num_threads(),
+        }
+        digest = hashlib.sha256(repr(batches).encode()).hexdigest()[:16]
+        lines = [*(f"{name}={value}" for name, value in self._facts.items()), f"order of samples {digest}"]
+        check_same_on_all_ranks(communicator, "the micro-batches differ", lines, _SAME)
+        self._own = deal(total, communicator.size)[communicator.rank]
+        self._backend = Backend(communicator) if communicator.size > 1 else None
+        self._fetched: Iterator[Any] = iter(())
+        self._fetches = -1  # the step that comes next from there
+        self._running: Generator[tuple[int, Any], None, None] | None = None
+
+    def __len__(self) -> int:
+        """Steps in an epoch."""
+        return int(self._facts["batches"]) // self._total
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of the next step, and what has to be the same where it goes on."""
+        return {"step": self.step, **self._facts}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Goes on where ``state`` was taken, at whatever number of ranks. Raises ``InvalidUsage`` if it can't."""
+        for name, value in self._facts.items():
+            if state[name] != value:
+                raise InvalidUsage(
+                    f"the checkpoint's micro-batches have {name}={state[name]}, these have {name}={value}: the steps "
+                    "would not be those of the run that it comes from"
+                )
+        self.step = state["step"]
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        """One step."""
+        if self._running is not None:  # was left by an exception, which may still hold it
+            self._running.close()
+        self._running = self._run()
+        return self._running
+
+    def _run(self) -> Generator[tuple[int, Any], None, None]:
+        self._check_model()
+        parameters = [p for p in self._model._module_parameters if p.requires_grad]
+        if any(p.grad is not None for p in parameters):
+            raise InvalidUsage(
+                "a step of micro_batches() begins with gradients that are there already: call optimizer.zero_grad() "
+                "after each step, with set_to_none=True, which is the default"
+            )
+        if self._fetches != self.step:
+            self._fetched = iter(self._fetcher(self.step))
+        self._fetches = -1
+        sums = Sums(parameters)
+        held: dict[Node, list[torch.Tensor]] = {}
+        try:
+            for i in self._own:
+                batch = next(self._fetched)
+                versions = [p._version for p in parameters]
+                _seed(self._seed, self.step, i)
+                with self._model.no_sync():
+                    yield i, batch
+                if versions != [p._version for p in parameters]:
+                    raise InvalidUsage(f"the parameters have changed within micro-batch {i}: step after the whole loop")
+                held[i, i + 1] = self._take(sums, i)
+                for node in reversed(ancestors(self._total, i)):  # the binary counter
+                    left, right = children(node)
+                    if left not in held or right not in held:
+                        break
+                    held[node] = sums.add(held.pop(left), held.pop(right))
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+        self._average(sums, held)
+        self._fetches = self.step = self.step + 1
+        _seed(self._seed, self.step - 1, self._total)  # for what comes after the step, the same on all ranks
+
+    def _take(self, sums: Sums, i: int) -> list[torch.Tensor]:
+        """The gradients of micro-batch ``i``, which no longer lie in ``.grad``."""
+        if self._model._uneven._weight is not None:
+            raise InvalidUsage("weight() has no meaning within micro_batches(), which all count the same")
+        if [p for p in self._model._module_parameters if p.requires_grad] != sums.parameters:
+            raise InvalidUsage(f"parameters were frozen or unfrozen within a step, in micro-batch {i}: do so between")
+        if all(p.grad is None for p in sums.parameters):
+            raise InvalidUsage(
+                f"micro-batch {i} has brought no gradient: call backward() once in each, and zero_grad() after the step"
+            )
+        return sums.take()
+
+    def _average(self, sums: Sums, held: dict[Node, list[torch.Tensor]]) -> None:
+        communicator = self._model.communicator
+        if self._backend is not None:
+            # Which parameters any rank has used, and that all are in the same step.
+            told = torch.tensor([*sums.used, self.step, -self.step], dtype=torch.int64, device="cpu")
+            communicator.all_reduce(told, "max")
+            *used, latest, earliest = told.tolist()
+            if latest != self.step or -earliest != self.step:
+                raise InvalidUsage(f"the ranks are in different steps, {-earliest} to {latest}, of micro_batches()")
+            sums.used = [bool(one) for one in used]
+            dealt = [nodes_within(part, (0, self._total)) for part in deal(self._total, communicator.size)]
+            own = dealt[communicator.rank]
+            flats = [[held[node][k] for node in own] for k in range(len(sums.flats))]
+            held.clear()
+            total = [sum_over_ranks(self._backend, communicator, flat, dealt, self._total) for flat in flats]
+        else:
+            total = held.pop((0, self._total))
+        for flat in total:
+            flat.mul_(1 / self._total)
+        sums.deliver(total)
+        self._model.reducer.averages_elsewhere = True
+
+    def _check_model(self) -> None:
+        model = self._model
+        if model.device.type != "cpu":
+            raise InvalidUsage(f"micro_batches() adds gradients on CPUs, but the model is on {model.device}")
+        if model._join_config.enable or model._comm_hooks:
+            raise InvalidUsage("micro_batches() works neither in a join context nor with a communication hook")
+        for name, module in model.module.named_modules():
+            tracks = isinstance(module, torch.nn.SyncBatchNorm) or getattr(module, "track_running_stats", False)
+            if isinstance(module, _NormBase) and module.training and tracks:
+                raise InvalidUsage(
+                    f"module {name} is a {type(module).__name__}, whose statistics depend on which micro-batches a "
+                    "rank computes, and in which order: use GroupNorm or LayerNorm, or freeze its statistics "
+                    "with eval(), in each step anew if need be"
+                )
+
+    def _order(self, epoch: int) -> list[list[int]]:
+        """The indices of the micro-batches of ``epoch``, of all ranks."""
+        if self._order_of[0] != epoch:
+            _seed(self._seed, "epoch", epoch)
+            batches = [list(indices) for indices in self._loader.batch_sampler or ()]
+            sizes = {len(indices) for indices in batches}
+            if len(sizes) > 1:
+                raise InvalidUsage(
+                    f"micro-batches have different sizes, {min(sizes)} to {max(sizes)} samples, so their mean would "
+                    "not be that of the samples: give the loader drop_last=True"
+                )
+            self._order_of = (epoch, batches)
+        return self._order_of[1]
+
+    def _places(self, step: int) -> Iterator[list[Any]]:
+        """From ``step`` on, what each of this rank's micro-batches consists of, behind what seeds its samples."""
+        while True:
+            epoch, within = divmod(step, len(self))
+            order = self._order(epoch)
+            for i in self._own:
+                yield [(self._seed, step, i, "samples"), *order[within * self._total + i]]
+            step += 1
+
+    def _fetcher(self, step: int) -> DataLoader[Any]:
+        loader = self._loader
+        dataset: Any = _SeededDataset(loader.dataset)
+        places = _Repeatable(lambda: self._places(step))
+        return DataLoader(dataset, batch_sampler=places, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory)
+
+
+def micro_batches(model: ForTools, loader: DataLoader[Any], *, total: int, seed: int = 0) -> MicroBatches:
+    """The steps of training ``model``, each of ``total`` micro-batches: see ``MicroBatches``."""
+    return MicroBatches(model, loader, total, seed)
+
+
+class _Repeatable:
+    """What ``make`` makes, at each iteration anew."""
+
+    def __init__(self, make: Callable[[], Iterator[list[Any]]]) -> None:
+        self._make = make
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return self._make()
+
+
+class _SeededDataset:
+    """``dataset``, whose random numbers (augmentation) belong to the micro-batch."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, places: Sequence[Any]) -> Sequence[Any]:
+        key, *indices = places
+        _seed(*key)
+        if callable(fetch := getattr(self._dataset, "__getitems__", None)):
+            return fetch(indices)  # type: ignore[no-any-return]
+        return [self._dataset[index] for index in indices]
+
+
+def _seed(*key: Any) -> None:
+    """Seeds every generator by ``key``: the CRC-32 of its parts with blanks in between, so that anybody can."""
+    number = zlib.crc32(" ".join(map(str, key)).encode())
+    torch.manual_seed(number)
+    random.seed(number)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(number)
+
+
+def _check_loader(loader: DataLoader[Any]) -> None:
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not hasattr(loader.dataset, "__getitem__"):
+        raise InvalidUsage("micro_batches() takes a torch DataLoader over a dataset with indices, which makes batches")
+    if loader.num_workers:
+        raise InvalidUsage(
+            f"micro_batches() fetches samples in this process: give the loader num_workers=0, not {loader.num_workers}"
+        )
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        raise InvalidUsage("the loader has a DistributedSampler, which cuts the data by rank: give it as for one rank")
+    if getattr(sampler, "generator", None) is not None:
+        raise InvalidUsage(
+            f"the loader's {type(sampler).__name__} has a generator of its own, whose state would belong to a rank and "
+            "be in no checkpoint: leave out generator=; micro_batches() seeds torch's default one by its seed and epoch"
+        )
