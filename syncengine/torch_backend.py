@@ -34,8 +34,10 @@ def register() -> None:
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
 
 
-def create(options: Any, backend_options: Any) -> Backend:
+def create(options: Any, backend_options: Any, call: str = "call init_process_group or new_group") -> Backend:
     """The backend of one process group: its ranks meet through the group's store. Called by torch, on these ranks.
+
+    `call` is what a rank that does not come should have called.
 
     Settings are SYNCENGINE_*, except the timeout: the group's, if torch was given one (not its default), or
     a shorter one in pg_options of another syncengine group. Raises InvalidUsage for those of other backends.
@@ -48,7 +50,6 @@ def create(options: Any, backend_options: Any) -> Backend:
     global_ranks = global_ranks or list(range(size))  # as torch leaves it for the group of all ranks
 
     def open_exchange(timeout: float, log_after: float) -> StoreExchange:
-        call = "call init_process_group or new_group"
         return StoreExchange(options.store, rank, size, timeout, log_after, global_ranks, call)
 
     try:

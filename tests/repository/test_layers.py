@@ -60,6 +60,7 @@ MODULES = [
     "_lightning",
     "lightning",
     "pytorch_lightning",
+    "torchft",
 ]
 PARALLEL_MODULES = [
     "refusal",

@@ -1,0 +1,120 @@
+"""torchft: a replica group of two ranks is killed and comes back, healed by the others, which go on training meanwhile.
+
+python examples/with_torchft.py  # three hosts: `Parallel` averages within one, torchft's Manager between them
+"""
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torchft
+from torch import nn
+from torchft.coordination import LighthouseServer
+
+import syncengine.torchft
+
+GROUPS, RANKS, KILLED = 3, 2, 1
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same on all ranks."""
+    torch.manual_seed(1)
+    module = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 1))
+    return module, torch.optim.Adam(module.parameters(), lr=0.003)
+
+
+def loss_of(model: nn.Module, step: int, group: int, rank: int) -> torch.Tensor:
+    """On the batch of one rank in one step, whenever that is made."""
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed((step * GROUPS + group) * RANKS + rank))
+    return (model(x) - (x.sum(1, keepdim=True) / 4).sin()).square().mean()
+
+
+def train(group: int, out: Path) -> None:
+    """One rank of a replica group, up to the step that the file `last` says once it is there."""
+    last = out / "last"
+    dist.init_process_group("syncengine")
+    rank = dist.get_rank()
+    module, plain_optimizer = make()
+    model = syncengine.Parallel(module)
+    parts = {"module": module, "optimizer": plain_optimizer}
+    manager = syncengine.torchft.Manager(
+        pg=syncengine.torchft.ProcessGroup(),
+        load_state_dict=lambda state: [part.load_state_dict(state[name]) for name, part in parts.items()],
+        state_dict=lambda: {name: part.state_dict() for name, part in parts.items()},
+        min_replica_size=2,
+        use_async_quorum=False,  # a replica group that comes back is healed before its first forward
+        replica_id=f"group{group}",
+        hostname="127.0.0.1",
+    )
+    optimizer = torchft.Optimizer(manager, plain_optimizer)
+    with (out / f"group{group}-rank{rank}.jsonl").open("a", buffering=1) as log:  # rank 0's are read meanwhile
+        while not last.exists() or manager.current_step() < int(last.read_text()):
+            optimizer.zero_grad()  # the quorum
+            step = manager.current_step()
+            loss = loss_of(model, step, group, rank)
+            loss.backward()
+            for work in [manager.allreduce(p.grad) for p in module.parameters()]:
+                work.wait()
+            optimizer.step()  # if all went well, else the step is made again
+            if manager.current_step() > step:
+                print(json.dumps({"step": step, "groups": manager.num_participants(), "loss": loss.item()}), file=log)
+    torch.save(module.state_dict(), out / f"group{group}-rank{rank}.pt")
+    manager.shutdown()
+    dist.destroy_process_group()
+
+
+def start(group: int, out: Path, lighthouse: str) -> list[subprocess.Popen]:
+    """A replica group, as on a host of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    host = {"SYNCENGINE_HOST_ID": f"host{group}", "SYNCENGINE_INTERFACE": "lo", "TORCHFT_LIGHTHOUSE": lighthouse}
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, f"--group={group}", f"--out={out}"]
+    return [subprocess.Popen(command, env=os.environ | host | job | {"RANK": str(rank)}) for rank in range(RANKS)]
+
+
+def lines(out: Path, group: int) -> list[dict]:
+    """What a replica group has committed."""
+    return [json.loads(line) for log in out.glob(f"group{group}-rank0.jsonl") for line in log.open()]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--group", type=int)
+    parser.add_argument("--out", type=Path, default=Path("outputs/with_torchft"))
+    options = parser.parse_args()
+    if options.group is not None:
+        sys.exit(train(options.group, options.out))
+    shutil.rmtree(options.out, ignore_errors=True)
+    options.out.mkdir(parents=True)
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=1000)
+    groups = [start(group, options.out, server.address()) for group in range(GROUPS)]
+    try:
+        while not any(line["groups"] == GROUPS and line["step"] >= 20 for line in lines(options.out, 0)):
+            time.sleep(0.05)
+        for process in groups[KILLED]:
+            process.kill()
+        while sum(line["groups"] < GROUPS for line in lines(options.out, 0)[20:]) < 20:
+            time.sleep(0.05)
+        groups[KILLED] = start(KILLED, options.out, server.address())
+        while lines(options.out, 0)[-1]["groups"] < GROUPS:
+            time.sleep(0.05)
+        (options.out / "later").write_text(str(lines(options.out, 0)[-1]["step"] + 100))
+        (options.out / "later").rename(options.out / "last")  # at once, and long before anybody gets there
+        assert not any(process.wait() for group in groups for process in group)
+    finally:
+        for process in (process for group in groups for process in group):
+            process.kill()
+    first, *_, last = committed = lines(options.out, 0)
+    fewer = sum(line["groups"] < GROUPS for line in committed)
+    print(f"{len(committed)} steps, {fewer} of them by fewer groups; loss {first['loss']:.4f}, then {last['loss']:.4f}")
+    one, *others = [list(torch.load(path).values()) for path in options.out.glob("group*.pt")]
+    print(f"{len(others) + 1} ranks; equal models:", all(all(map(torch.equal, one, other)) for other in others))
