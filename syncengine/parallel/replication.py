@@ -13,7 +13,7 @@ from syncengine.errors import InvalidUsage, Mismatch, SyncError
 
 def check_writable(name: str, tensor: torch.Tensor) -> None:
     """Raises ``InvalidUsage`` for a tensor that can't be copied into: its elements share memory, or have none."""
-    if _is_freed(tensor):
+    if is_freed(tensor):
         raise InvalidUsage(
             f"the memory of {name} of shape {tuple(tensor.shape)} was freed (by untyped_storage().resize_()?), all "
             "or a part of it: nothing can be copied into it or out of it. Give it memory again"
@@ -31,8 +31,8 @@ def check_writable(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _is_freed(tensor: torch.Tensor) -> bool:
-    """Its elements lie where its storage has nothing any more."""
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie where its storage has nothing any more."""
     if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
         return False
     try:

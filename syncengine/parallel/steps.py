@@ -13,6 +13,7 @@ from torch.utils.checkpoint import _StopRecomputationError
 
 from syncengine._C import NodeNumber, Reducer, ReducerOptions
 from syncengine.errors import InvalidUsage
+from syncengine.parallel.audit import Audit
 from syncengine.parallel.buffers import Buffers
 from syncengine.parallel.devices import check_not_capturing
 from syncengine.parallel.model import Model, Switches, looks_for_unused
@@ -40,6 +41,7 @@ class Steps:
     buffers: Buffers
     uneven: UnevenInputs
     newcomers: Newcomers
+    audit: Audit
     log: Any  # model.logger
 
     def forward(self, call: Callable[[], Any], joinable: Joinable) -> Any:
@@ -113,6 +115,8 @@ class Steps:
             self.buffers.synchronize(root or 0)
         if current is not None and synchronize:
             self.uneven.set_average(current)
+        if synchronize:
+            self.audit.look(in_join=joinable._join_config.enable)
 
     def _give_up(self, error: BaseException, synchronize: bool, sync_buffers_after: bool) -> None:
         """The module has raised ``error``."""

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from syncengine._C import ReducerOptions
 from syncengine.errors import InvalidUsage
+from syncengine.parallel.audit import Audit, check_audit
 from syncengine.parallel.broadcast import broadcast_named, describe_layout
 from syncengine.parallel.buffers import Buffers, choose_buffer_sync, named_state
 from syncengine.parallel.comm_hooks import CommHooks
@@ -68,6 +69,9 @@ class Parallel(ForTools):
     averaged over, and ``process_group`` what tools expect there: torch's group of these ranks if there is one, else
     the communicator. With one rank the module is called directly.
 
+    ``audit``: before one in that many synchronized forwards the parameters of all ranks are compared, bit by bit; 0 is
+    never. ``Mismatch`` then names the parameter and the rank that differs. In a join context nothing is compared.
+
     Raises ``InvalidUsage`` for an argument that can't work, and ``Mismatch``, naming the parameter and both sides, if
     the ranks' models differ.
     """
@@ -94,9 +98,12 @@ class Parallel(ForTools):
         bucket_cap_mb_list: Any = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        *,
+        audit: int = 0,
     ) -> None:
         check_group(process_group)
         check_arguments(device_ids, bucket_cap_mb, bucket_cap_mb_list)
+        check_audit(audit)
         refuse_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if check_reduction:
             warn_of_check_reduction(stacklevel=2)
@@ -131,6 +138,7 @@ class Parallel(ForTools):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.find_unused_parameters = find_unused_parameters
         self._caps = bucket_cap_mb, bucket_cap_mb_list
+        self._audit_every = audit
         sync_buffers, sync_initial_buffers = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self._switches = Switches(sync_buffers)
         self._optimizers = BackwardOptimizers()
@@ -173,7 +181,10 @@ class Parallel(ForTools):
         self._uneven = UnevenInputs(model, self._switches, reducer, buffers, self._hooks)
         reducer.weigh_with(self._uneven.average_with_weights)
         new = Newcomers(model, self.parameters_to_ignore)
-        self._steps = Steps(model, self._switches, options, reducer, planning, buffers, self._uneven, new, self.logger)
+        audit = Audit(model, self._audit_every)
+        self._steps = Steps(
+            model, self._switches, options, reducer, planning, buffers, self._uneven, new, audit, self.logger
+        )
         for hook, state in hooks:
             self._install_hook(state, hook)
 
@@ -187,7 +198,7 @@ class Parallel(ForTools):
             f"static_graph={self.static_graph}, gradient_as_bucket_view={self.gradient_as_bucket_view}, "
             f"batched_grad_copy={self.batched_grad_copy}, "
             f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, device_type={self.device_type}, "
-            f"mixed_precision={self.mixed_precision}"
+            f"mixed_precision={self.mixed_precision}, audit={self._audit_every}"
         )
         if any(tensor in common for _, tensor in named):
             gc.collect()  # perhaps on some ranks alone an optimizer is there that is gone, in a cycle

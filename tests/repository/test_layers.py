@@ -72,6 +72,7 @@ PARALLEL_MODULES = [
     "replication",
     "broadcast",
     "model",
+    "audit",
     "buffers",
     "rounds",
     "watchers",

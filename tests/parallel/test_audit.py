@@ -1,0 +1,171 @@
+"""Drift between ranks: `Parallel(audit=N)` names the parameter and the rank."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from parallel_models import Conv, Mlp, data
+from pool import RankPool, run_on_ranks
+from torch import nn
+
+import syncengine
+from syncengine.errors import InvalidUsage, Mismatch
+from syncengine.parallel.audit import _checksums, _who_differs
+
+
+def flip(tensor: torch.Tensor, element: int, bit: int) -> None:
+    """As a faulty memory does."""
+    size = tensor.element_size()
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    flat = tensor.data.view(-1).view(words)
+    value = 1 << bit if 1 << bit <= torch.iinfo(words).max else torch.iinfo(words).min
+    flat[element] ^= value
+
+
+def drift(rank: int, name: str, element: int, bit: int, after: int, every: int, count: int) -> tuple[int, str]:
+    """The first forward, from 0, that raises, and its text."""
+    torch.manual_seed(0)
+    model = syncengine.Parallel(Mlp(), audit=every)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for i in range(count):
+        try:
+            loss = model(data(i)).square().mean()
+        except Mismatch as error:
+            return i, str(error)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if i == after and syncengine.rank() == rank:
+            flip(dict(model.module.named_parameters())[name], element, bit)
+    return count, ""
+
+
+@pytest.mark.parametrize("bit", [0, 22, 31])
+def test_a_flipped_bit_is_named_at_the_next_border(pool: RankPool, bit: int):
+    for forward, text in pool.run(drift, 2, "layers.2.weight", 123_456, bit, 3, 3, 12, world=4):
+        assert forward == 6  # the bit flips behind forward 3, and comparisons are before 3, 6 and 9
+        assert "audit of Parallel(Mlp) after 6 synchronized forwards" in text
+        # All gradients are averages, so only what was written to differs.
+        assert "different bits in layers.2.weight (rank 2 differs from the others)." in text
+
+
+def test_two_ranks_are_both_named(pool: RankPool):
+    for forward, text in pool.run(drift, 1, "head.bias", 6, 0, 0, 1, 5):
+        assert forward == 1
+        assert "different bits in head.bias (rank 0 against rank 1)." in text
+
+
+@pytest.mark.parametrize("every", [0, 4])
+def test_otherwise_nobody_is_named(pool: RankPool, every: int):
+    drifts = (-1, "", 0, 0, 0) if every else (1, "head.bias", 0, 0, 1)
+    assert pool.run(drift, *drifts, every, 9, world=3) == [(9, "")] * 3
+
+
+def drift_by_the_optimizer() -> str:
+    """Rank 1 has another weight decay: all parameters drift."""
+    torch.manual_seed(0)
+    model = syncengine.Parallel(Mlp(), audit=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1 * syncengine.rank())
+    for i in range(2):
+        optimizer.zero_grad()
+        model(data(i)).square().mean().backward()
+        optimizer.step()
+    with pytest.raises(Mismatch) as error:
+        model(data(0))
+    # The model can still be used, and saved to find out what happened.
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    for i in range(3):
+        model(data(i)).square().mean().backward()
+    return str(error.value)
+
+
+def test_several_parameters_are_counted(pool: RankPool):
+    count = len(list(Mlp().parameters()))
+    for text in pool.run(drift_by_the_optimizer):
+        assert "different bits in layers.0.weight (rank 0 against rank 1), layers.0.bias" in text
+        assert f" and {count - 3} others." in text
+
+
+@run_on_ranks(world=3)
+def test_what_is_each_ranks_own_is_not_compared():
+    """Buffers, which other ranks overwrite anyway, and parameters that are ignored."""
+    module = Conv()
+    module.own = nn.Parameter(torch.full((3,), float(syncengine.rank())))
+    module._ddp_params_and_buffers_to_ignore = ["own"]
+    model = syncengine.Parallel(module, audit=1, forward_sync_buffers=False)
+    for i in range(4):
+        model(data(i + syncengine.rank())).square().mean().backward()
+    means = torch.empty(3, 8)
+    syncengine.all_gather(means, module.body[1].running_mean)
+    assert not torch.equal(means[0], means[1])
+    assert module.own[0] == syncengine.rank()
+
+
+@run_on_ranks()
+def test_accumulation_and_join_and_copies():
+    """Forwards under no_sync do not count, nor those in a join context: ranks have different numbers of them."""
+    model = copy.deepcopy(syncengine.Parallel(Mlp(), audit=2))
+    for i in range(3):
+        with model.no_sync():
+            model(data(i)).square().mean().backward()
+    with model.join():
+        for i in range(3 + syncengine.rank()):
+            model(data(i)).square().mean().backward()
+    if syncengine.rank() == 1:
+        flip(model.module.head.weight, 0, 5)
+    for steps in (2, 1):
+        for i in range(steps):
+            model(data(i)).square().mean().backward()
+        with pytest.raises(Mismatch, match=r"head\.weight \(rank 0 against rank 1\)"):
+            model(data(0))
+
+
+def tell_apart(audit: Any) -> str:
+    with pytest.raises(Mismatch) as error:
+        syncengine.Parallel(Mlp(), audit=audit[syncengine.rank()])
+    return str(error.value)
+
+
+def test_ranks_that_ask_for_different_audits_hear_of_it(pool: RankPool):
+    for text in pool.run(tell_apart, [5, 6]):
+        assert "audit=5" in text
+        assert "audit=6" in text
+
+
+@pytest.mark.parametrize("audit", [-1, 2.0, True, "5", None])
+def test_what_is_no_number_of_steps_is_refused(audit: Any):
+    with pytest.raises(InvalidUsage, match="audit="):
+        syncengine.Parallel(nn.Linear(2, 2), audit=audit)
+
+
+def test_it_is_not_given_by_position():
+    """So that DDP can get more arguments."""
+    assert inspect.signature(syncengine.Parallel.__init__).parameters["audit"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.complex64]
+)
+def test_each_bit_counts(dtype: torch.dtype):
+    values = torch.arange(6).to(dtype).view(2, 3)
+    before = _checksums([values, values.t(), values[:, :1], values[:0], torch.tensor(1.5)])
+    assert len(before) == 40
+    assert before[:8] == _checksums([values.clone()])
+    assert before[8:16] == _checksums([values.t().contiguous()])  # in the order of elements
+    parts = torch.view_as_real(values) if values.is_complex() else values
+    bits = 1 if dtype == torch.bool else 8 * parts.element_size()
+    for bit in range(bits):
+        changed = parts.clone()
+        flip(changed.view(torch.uint8) if dtype == torch.bool else changed, 4, bit)
+        assert _checksums([changed]) != _checksums([parts])
+
+
+def test_a_majority_says_who_is_wrong():
+    assert _who_differs([b"a", b"b", b"a"], [0, 1, 2]) == "rank 1 differs from the others"
+    assert _who_differs([b"a", b"b", b"a", b"c", b"a"], [0, 2, 4, 6, 8]) == "ranks 2, 6 differ from the others"
+    assert _who_differs([b"a", b"b", b"b", b"a"], [0, 1, 2, 3]) == "ranks 0, 3 against ranks 1, 2"
+    assert _who_differs([b"a", b"b", b"c"], [0, 1, 2]) == "rank 0 against rank 1 against rank 2"
