@@ -119,7 +119,7 @@ def gather_bytes(communicator: Communicator, data: bytes, size: int) -> list[byt
     own = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
     everyone = torch.empty(communicator.size * size, dtype=torch.uint8, device="cpu")
     communicator.all_gather(everyone, own)
-    return [bytes(part.tolist()) for part in everyone.view(communicator.size, size)]
+    return list(map(bytes, everyone.view(communicator.size, size).tolist()))
 
 
 def _lines(padded: bytes) -> list[str]:

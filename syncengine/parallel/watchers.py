@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from syncengine.parallel.model import Model
 from syncengine.parallel.rounds import Round
 
-_numbers = itertools.count()
+made = 0  # how many there have been
 models: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # as they were made
 forward_watchers: list[Callable[[Any], None]] = []  # called before each forward, and at the begin of join(); may raise
 common: Any = WeakIdKeyDictionary()  # parameters that lie in memory that all ranks share
@@ -23,7 +22,9 @@ _followers: weakref.WeakKeyDictionary[Model, list[weakref.WeakMethod[Callable[[R
 
 def register(model: Any) -> None:
     """From now on it is among ``models``."""
-    models[next(_numbers)] = model
+    global made
+    models[made] = model
+    made += 1
 
 
 def take_part(model: Model, follow: Callable[[Round], None]) -> int:

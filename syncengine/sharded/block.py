@@ -90,9 +90,9 @@ class Block:
         """The same for messages."""
         return [f"{name}: {'no ' if p.grad is None else ''}gradient" for name, p in self.weights.named]
 
-    def sparse_gradient(self) -> str:
-        """Says which parameter has one; or an empty text."""
-        index = self.gradients().find(2)
+    def sparse_gradient(self, gradients: bytes) -> str:
+        """Says which parameter has one, of all ``gradients()``; or an empty text."""
+        index = gradients.find(2)
         if index < 0:
             return ""
         name = self.weights.named[index].name

@@ -25,7 +25,7 @@ class WatchedState:
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self._blocks = blocks
-        self._stale = True
+        self._stale, self._has_numbers = True, False
         self.forget()
 
     def forget(self) -> None:
@@ -43,7 +43,7 @@ class WatchedState:
 
     def note(self, state: State) -> None:
         """It is as it should be."""
-        if not self._stale and not any(block.state.numbers for block in self._blocks):
+        if not self._stale and not self._has_numbers:
             self._tensors.note()
             return
         self.forget()
@@ -61,7 +61,7 @@ class WatchedState:
                         self._names.append(f"{key!r} of parameter {name}")
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
         self._tensors = WatchedWeights(tensors)
-        self._stale = False
+        self._stale, self._has_numbers = False, any(block.state.numbers for block in self._blocks)
 
     def written(self) -> str:
         """Says which entry was written to; or an empty text."""

@@ -24,8 +24,8 @@ from syncengine.sharded.state import State
 
 def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_join: bool) -> Round | None:
     """In a join context, tells ranks that have joined of a step. Returns what all do; None outside of one."""
-    for model in sharing.models:
-        if not model._join_config.enable or sharing.host is None:
+    for known in sharing.models:
+        if (model := known()) is None or not model._join_config.enable or sharing.host is None:
             continue
         if model._join_config.is_first_joinable and not in_torch_join:
             raise InvalidUsage("torch's Join needs the ShardedOptimizer as well: Join([model, optimizer])")
@@ -44,6 +44,8 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, scaling: Scaling, c
     ``announce_step`` returned.
     """
     late = sharing.members.late(groups)
+    if current is None and not late:
+        return scaling  # as in most steps
     if current is None or sharing.host is None or len(current.training) == len(current.intents):
         sharing.share(late, groups, state)
         return scaling

@@ -14,11 +14,11 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 
 from syncengine.errors import InvalidUsage, SyncError
-from syncengine.parallel import Parallel
+from syncengine.parallel import Parallel, watchers
 from syncengine.parallel.compiled import not_compiled
 from syncengine.parallel.groups import Group
 from syncengine.parallel.rounds import Round, notify_torch_join
-from syncengine.parallel.watchers import forward_watchers, models, take_part
+from syncengine.parallel.watchers import forward_watchers, take_part
 from syncengine.sharded.block import part
 from syncengine.sharded.claims import any_torn, check_not_torn
 from syncengine.sharded.cut import Slice
@@ -92,6 +92,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         Joinable.__init__(self)
         self._numbers: weakref.WeakKeyDictionary[Parallel, int] = weakref.WeakKeyDictionary()
         self.state.update(plain.state)
+        self._bound = -1  # how many models there were when all were bound
         self._plain = plain  # to load state dicts as its class does
         plain.state, plain.param_groups = defaultdict(dict), []
         if _watch_forward not in forward_watchers:
@@ -131,16 +132,20 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         host = self._sharing.host
         notify_torch_join(self, host.communicator if host is not None else None)
         current = announce_step(self._sharing, self._number, self._join_config.enable)
-        scaling = catch_up(self._sharing, self.param_groups, self.state, self._scaling(), current)
+        given = vars(self)
+        scale, found_inf = given.get("grad_scale"), given.get("found_inf")  # of a GradScaler, for this step
+        scaling = NOT_SCALED if scale is found_inf is None else Scaling(scale, found_inf)
+        scaling = catch_up(self._sharing, self.param_groups, self.state, scaling, current)
         private, steps = self._sharing.members.unshared(self.param_groups), self._sharing.steps
         try:
             try:
                 self._sharing.update(self.param_groups, self.state, scaling)
             except BaseException:
-                if self._sharing.steps > steps:  # the failure came after it
+                if private and self._sharing.steps > steps:  # the failure came after it
                     self._update_private(private, scaling)
                 raise
-            self._update_private(private, scaling)
+            if private:
+                self._update_private(private, scaling)
         finally:
             self._write_back()
         return loss
@@ -150,16 +155,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """What a GradScaler asks: whether the kernels scale back by themselves, which has other roundings."""
         return getattr(self._plain, "_step_supports_amp_scaling", False)
 
-    def _scaling(self) -> Scaling:
-        """What it has told this optimizer for this step."""
-        given = vars(self)
-        scale, found_inf = given.get("grad_scale"), given.get("found_inf")
-        return NOT_SCALED if scale is found_inf is None else Scaling(scale, found_inf)
-
     def _write_back(self) -> None:
-        private = [] if self._private is None else [self._private]
-        for shard in [*(block.shard for block in self._sharing.blocks), *private]:
-            shard.write_back(self.param_groups)
+        for block in self._sharing.blocks:
+            block.shard.write_back(self.param_groups)
+        if self._private is not None:
+            self._private.write_back(self.param_groups)
 
     def _number(self, model: Parallel) -> int:
         """Among the sharded optimizers of ``model``."""
@@ -192,24 +192,26 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def join_process_group(self) -> Any:
         """As of the model that is trained."""
         self._bind_all()
-        group = next((model.process_group for model in self._sharing.models), None)
+        models = (known() for known in self._sharing.models)
+        group = next((model.process_group for model in models if model is not None), None)
         if group is None:
             raise InvalidUsage("torch's Join needs a model: wrap it in Parallel before")
         return group
 
     def _bind_all(self, in_step: bool = False) -> None:
         self._sharing.raise_if_over()
-        for model in list(models.values()):
+        if self._bound == watchers.made and not self._sharing.is_to_look:
+            return  # as in most steps
+        self._bound, self._sharing.is_to_look = watchers.made, False
+        for model in list(watchers.models.values()):
             self._bind(model, in_step)
 
     def _bind(self, model: Parallel, in_step: bool = False) -> None:
         self._sharing.bind(model, self.param_groups, self.state, in_step)
-        if model in self._sharing.models:
+        if self._sharing.has(model):
             self._number(model)
 
     def _update_private(self, members: list[Member], scaling: Scaling) -> None:
-        if not members:
-            return
         if self._private is None or members is not self._private_members:
             slices = [Slice(i, 0, member.parameter.numel()) for i, member in enumerate(members)]
             self._private = self._make_shard(self.param_groups, members, slices, is_common=False)

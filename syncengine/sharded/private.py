@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ class PrivateTensors:
     Not those that a module names in ``_ddp_params_and_buffers_to_ignore``.
     """
 
-    def __init__(self, models: Mapping[Parallel, int], writes: bool) -> None:
+    def __init__(self, models: Sequence[Callable[[], Parallel | None]], writes: bool) -> None:
         """``writes``: this rank may; it reads all of them, as versions do not see every write."""
         self._models = models
         self._noted = {key: _note(tensor) for key, tensor in self._find().items()} if writes else {}
@@ -60,7 +60,9 @@ class PrivateTensors:
 
     def _find(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        for model, number in self._models.items():
+        for number, known in enumerate(self._models):
+            if (model := known()) is None:
+                continue
             ignored = getattr(model.module, "_ddp_params_and_buffers_to_ignore", ())
             for name, tensor in itertools.chain(model.module.named_parameters(), model.module.named_buffers()):
                 if name not in ignored and tensor not in common and tensor.layout is torch.strided:

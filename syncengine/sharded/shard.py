@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from syncengine.sharded.cut import Slice
 from syncengine.sharded.memory import flat
 
 NOT_OPTIONS = ("params", "param_names")
+_version = attrgetter("_version")
+_PLAIN = frozenset((float, int, bool, str, type(None)))
 
 
 class Scaling(NamedTuple):
@@ -93,6 +96,7 @@ class Shard:
         self._is_common = is_common
         self.members = list(members)
         self.pieces = [Piece(s.parameter, members[s.parameter].parameter, s, is_common) for s in slices]
+        self._tensors = [piece.tensor for piece in self.pieces]
         self._slices = WeightSlices([(p.parameter, p.tensor, p.begin) for p in self.pieces] if is_common else [])
         mirrored: list[dict[str, Any]] = [
             {**options_of(group), "params": []} for group in [*given[: len(groups)], *groups[len(given) :]]
@@ -100,9 +104,9 @@ class Shard:
         for piece in self.pieces:
             mirrored[members[piece.index].group]["params"].append(piece.tensor)
         try:
-            self._optimizer = optimizer_class(mirrored[: len(given)], **options)
+            self.optimizer = optimizer_class(mirrored[: len(given)], **options)
             for group in mirrored[len(given) :]:
-                self._optimizer.add_param_group(group)
+                self.optimizer.add_param_group(group)
         except Exception as error:
             raise InvalidUsage(
                 f"{optimizer_class.__name__}, made again for this rank's part of the parameters (of a group, perhaps "
@@ -120,12 +124,14 @@ class Shard:
         was written to here. The versions of what fused kernels write stay: there each that has a gradient counts.
         """
         if state is not None:
-            self._optimizer.state = state
-        self._options = [options_of(group) for group in groups]
-        for ours, theirs in zip(self._optimizer.param_groups, self._options, strict=False):
+            self.optimizer.state = state
+        self._options = list(map(dict, groups))
+        for ours, theirs in zip(self.optimizer.param_groups, self._options, strict=False):
+            params = ours["params"]
             ours.update(theirs)
-        versions = [piece.tensor._version for piece in self.pieces]
-        optimizer: Any = self._optimizer
+            ours["params"] = params
+        versions = list(map(_version, self._tensors))
+        optimizer: Any = self.optimizer
         self._slices.take_gradients()
         try:
             if scaling is not NOT_SCALED:
@@ -135,14 +141,14 @@ class Shard:
             self._slices.drop_gradients()
             if scaling is not NOT_SCALED:
                 del optimizer.grad_scale, optimizer.found_inf
-        skips = scaling.skips()
+        skips = scaling is not NOT_SCALED and scaling.skips()
         if scaling.grad_scale is not None and not skips and self._is_torchs and self._is_common:
             self._scale_back(scaling.grad_scale)
-        fused = [bool(group.get("fused")) and not skips for group in groups]
         written = bytearray(len(self.members))
         for piece, version in zip(self.pieces, versions, strict=True):
             parameter, group = self.members[piece.index]
-            written[piece.index] = piece.tensor._version != version or (fused[group] and parameter.grad is not None)
+            unseen = groups[group].get("fused") and parameter.grad is not None and not skips
+            written[piece.index] = bool(unseen) or piece.tensor._version != version
         return bytes(written)
 
     def _scale_back(self, scale: torch.Tensor) -> None:
@@ -161,7 +167,7 @@ class Shard:
     @property
     def shows_writes(self) -> bool:
         """Whether versions show what its optimizer writes: torch's own classes, but for their fused kernels."""
-        fused = any(group.get("fused") for group in self._optimizer.param_groups)
+        fused = any(group.get("fused") for group in self.optimizer.param_groups)
         return self._is_torchs and not fused
 
     def follow(self) -> None:
@@ -171,7 +177,7 @@ class Shard:
 
     def write_back(self, groups: Sequence[dict[str, Any]]) -> None:
         """What the step has changed in its options, into ``groups``: after all shards, which begin with the same."""
-        for ours, before, theirs in zip(self._optimizer.param_groups, self._options, groups, strict=False):
+        for ours, before, theirs in zip(self.optimizer.param_groups, self._options, groups, strict=False):
             for key, value in ours.items():  # some optimizers keep numbers there
                 if key not in NOT_OPTIONS and before.get(key, before) is not value:
                     theirs[key] = value
@@ -180,12 +186,12 @@ class Shard:
 
     def state_of(self, piece: Piece) -> dict[str, Any]:
         """What the optimizer keeps for this piece."""
-        state: dict[str, Any] = self._optimizer.state[piece.tensor]
+        state: dict[str, Any] = self.optimizer.state[piece.tensor]
         return state
 
     def set_state_of(self, piece: Piece, state: dict[str, Any]) -> None:
         """Replaces it."""
-        self._optimizer.state[piece.tensor] = state
+        self.optimizer.state[piece.tensor] = state
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,7 +203,10 @@ def describe_options(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     """What all ranks must have in common of parameter groups: numbers of parameters, and options that are data."""
     lines = []
     for number, group in enumerate(groups):
-        options = {key: plain_data(value) for key, value in options_of(group).items()}
+        options = {}
+        for key, value in group.items():
+            if key not in NOT_OPTIONS:
+                options[key] = value if type(value) in _PLAIN else plain_data(value)
         lines.append(f"group {number} of {len(group['params'])} parameters: {options}")
     return lines
 
@@ -207,7 +216,7 @@ def plain_data(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, (list, tuple)):
-        return [plain_data(item) for item in value]
+        return list(value) if _PLAIN.issuperset(map(type, value)) else [plain_data(item) for item in value]
     if isinstance(value, float):
         return float(value)  # numpy.float64 is one
     if value is None or isinstance(value, (bool, int, str)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -45,10 +44,10 @@ class Sharing:
         self._make_shard, self._coupling, self._cuts, self._group = make_shard, coupling, cuts, group
         self.host: Host | None = None  # of the first model's communicator, which all that ranks do together here uses
         self.blocks: list[Block] = []
-        # Whose parameters it updates, numbered in the order of their binding, which all ranks have in common.
-        self.models: weakref.WeakKeyDictionary[Parallel, int] = weakref.WeakKeyDictionary()
-        self._numbers = itertools.count()
+        # Whose parameters it updates, in the order of their binding, which all ranks have in common.
+        self.models: list[weakref.ref[Parallel]] = []
         self._known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # that it has looked at
+        self.is_to_look = True  # perhaps there are more
         self.members = Membership(self.blocks)
         self.loaded = False  # a state, or a part of it, since the last update
         self.watched = WatchedState(self.blocks)
@@ -58,6 +57,7 @@ class Sharing:
         self.claims: list[Claim] = []
         self._updates = 0  # with those by writing()
         self._writings = 0
+        self.steps = 0  # the user's
 
     # --- What is shared
 
@@ -76,7 +76,7 @@ class Sharing:
         if model.communicator.size == 1 or not has_some:
             return
         if in_step and not self.blocks and only_makes_state(model.communicator, groups):
-            self._known.discard(model)
+            self._forget(model)
             return
         if self.host is not None and self.host.communicator is not model.communicator:
             if model.communicator.exception() is not None:
@@ -85,7 +85,8 @@ class Sharing:
                 raise InvalidUsage(
                     "the models of one ShardedOptimizer need process groups of the same ranks: make one for each model"
                 )
-        self.models.setdefault(model, next(self._numbers))
+        if not self.has(model):
+            self.models.append(weakref.ref(model))
         self.members.names.update(zip(model._model.parameters, model._model.names, strict=True))
         self.host = self.host or Host(model.communicator)
         model.reducer.watch_local_backwards()
@@ -94,13 +95,22 @@ class Sharing:
         try:
             self.share(trained, groups, state)
         except SyncError:
-            self._known.discard(model)  # the next forward asks again, where this error was caught
+            self._forget(model)  # the next forward asks again, where this error was caught
             raise
         guard(model)  # of what another one shares, too
+
+    def has(self, model: Parallel) -> bool:
+        """Whether it updates some of its parameters."""
+        return any(known() is model for known in self.models)
+
+    def _forget(self, model: Parallel) -> None:
+        self._known.discard(model)
+        self.is_to_look = True
 
     def look_again(self) -> None:
         """The optimizer has more parameters."""
         self._known.clear()
+        self.is_to_look = True
 
     def share(self, members: Sequence[Member], groups: Groups, state: State) -> None:
         """Moves these into shared memory. Collective if there are any."""
@@ -110,7 +120,7 @@ class Sharing:
         lines = describe_shared(named, members, state)
         communicator = self.host.communicator
         what = "what ShardedOptimizer is to share differs"
-        modules = [model.module for model in self.models]
+        modules = [model.module for known in self.models if (model := known()) is not None]
         problem = other_ranks(self._group, communicator) or why_not_shared(named, modules) or self._look_at_state(state)
         agree(communicator, what, "\n".join(lines).encode(), lambda: lines, problem, lambda: SAME)
         block = Block(self.host, self._make_shard, self._cuts, groups, members, named, state, self.memories)
@@ -124,21 +134,16 @@ class Sharing:
         self.watched.expect_more()
         if not self.loaded:
             self.watched.note(state)
-        for model in self.models:
-            guard(model)
+        for module in modules:
+            guard(module)
 
     # --- An update
-
-    @property
-    def steps(self) -> int:
-        """How many of the user's are complete."""
-        return self._updates - self._writings
 
     def update(self, groups: Groups, state: State, scaling: Scaling) -> None:
         """Collective: one step of the optimizer, on all ranks or on none. ``scaling``: as a GradScaler has told it."""
         if not self.blocks or self.host is None:
             return
-        update = self.next_update(groups, state, scaling)
+        update = Update(self, self._updates + 1, groups, state, scaling)
         try:
             refused = update.make(self._problem(groups) or self._look_at_state(state))
         except BaseException as error:
@@ -157,12 +162,13 @@ class Sharing:
         self._complete(update)
         self.watched.note(state)
 
-    def next_update(self, groups: Groups, state: State | None = None, scaling: Scaling = NOT_SCALED) -> Update:
-        """That, which may be a writing()."""
-        return Update(self, self._updates + 1, groups, state, scaling)
+    def next_writing(self, groups: Groups) -> Update:
+        """The next update, in whose place there is a writing()."""
+        return Update(self, self._updates + 1, groups, None, NOT_SCALED)
 
     def _complete(self, update: Update) -> None:
         self._updates += 1
+        self.steps += 1
         for block, written in zip(self.blocks, update.written, strict=True):
             block.weights.note_update(written)
             if block.state.numbers:
@@ -196,24 +202,25 @@ class Sharing:
         """Which parameter this rank has written to outside of an update, and must not; or an empty text."""
         if self.writes:
             return ""
-        return next((text for block in self.blocks if (text := block.weights.written_by_this_rank())), "")
+        for block in self.blocks:
+            if text := block.weights.written_by_this_rank():
+                return text
+        return ""
 
     def _problem(self, groups: Groups) -> str:
         """Why this rank can't make an update; or an empty text."""
-        if problem := self.members.edited(groups) or self.written() or self._coupling(groups):
-            return problem
-        for block in self.blocks:
-            if problem := block.sparse_gradient():
-                return problem
-        return why_not_averages(self.models)
+        if self.members.strays:
+            return self.members.edited()
+        return self.written() or self._coupling(groups) or why_not_averages(self.models)
 
     # --- Its end
 
     def raise_if_over(self) -> None:
         """Raises what has ended it."""
         if self.over is None and self.host is not None:
-            for model in self.models:  # they may have groups of their own: all end together
-                failure = model.communicator.exception()
+            for known in self.models:  # they may have groups of their own: all end together
+                if (model := known()) is None or (failure := model.communicator.exception()) is None:
+                    continue
                 if isinstance(failure, SyncError) and not isinstance(failure, InvalidUsage):  # not by being closed
                     self.host.communicator.abort(str(failure), type(failure).__name__)
             error = self.host.communicator.exception()

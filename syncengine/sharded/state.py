@@ -91,9 +91,9 @@ class SharedState:
 
     def has_news(self) -> bool:
         """Whether this rank's pieces have state that is not common yet. Follows what the optimizer has replaced."""
-        news = False
+        news, states = False, self._shard.optimizer.state
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
-            state = self._shard.state_of(piece)
+            state = states[piece.tensor]
             if state.keys() == installed.keys() and all(map(is_, state.values(), installed.values())):
                 continue  # as in most steps
             for key, value in state.items():

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from syncengine._C import fault_point
-from syncengine.errors import Aborted, SyncError, Timeout, TornWeights
+from syncengine.errors import Aborted, InvalidUsage, SyncError, Timeout, TornWeights
 from syncengine.sharded.agreement import agree, gather_texts
 from syncengine.sharded.block import Block
 from syncengine.sharded.edits import WatchedState
@@ -54,11 +54,14 @@ class Update:
         self._number, self._groups, self._state, self._scaling = number, groups, state, scaling
         self._memory = parties.blocks[0].weights.memory
         self._communicator = parties.host.communicator
+        self._loads = False  # what was loaded is in the common memory
         self._is_done = False  # this rank's part
         self._has_news = False  # state to share, which comes with it
         self._error: Exception | None = None  # of the optimizer, before it has written anything
         # Which parameters it writes to, as far as is known: by block.
-        self.written = [bytes(len(block.weights.parameters)) for block in parties.blocks]
+        self.written: list[bytes] = []
+        for block in parties.blocks:
+            self.written.append(block.weights.watched.gradients())
 
     def make(self, problem: str) -> Exception | None:
         """On all ranks, or on none. ``problem``: why this rank can't.
@@ -70,7 +73,7 @@ class Update:
         try:
             self._prepare(problem)
             fault_point("agreed")
-            if not self.decide(True):
+            if not self._memory.decide(self._number, True):
                 self._communicator.check_peers()
                 raise Aborted("another rank has given up this update")
         except BaseException as error:
@@ -103,9 +106,9 @@ class Update:
             options.append(f"{loads}no")
         if self._scaling is not NOT_SCALED:
             options.append(f"told by a GradScaler: {self._scaling.numbers()}")
-        self.written = [block.weights.watched.gradients() for block in self._blocks]
-        marks = [bytes([block.weights.loaded]) for block in self._blocks]
-        facts = b"|".join([str(self._number).encode(), "\n".join(options).encode(), *marks, *self.written])
+        facts = b"|".join([str(self._number).encode(), "\n".join(options).encode(), *self.written])
+        for block in self._blocks:
+            facts += b"+" if block.weights.loaded else b"-"
         agree(self._communicator, what, facts, lambda: self._describe(options), problem, lambda: advise(self._blocks))
 
     def _describe(self, options: Sequence[str]) -> list[str]:
@@ -113,11 +116,16 @@ class Update:
 
     def _prepare(self, problem: str) -> None:
         """Agrees, and brings what was loaded into the common memory. Collective."""
+        for block, gradients in zip(self._blocks, self.written, strict=True):
+            if 2 in gradients and not problem:
+                problem = block.sparse_gradient(gradients)
         self.agree("what ShardedOptimizer.step() is to do differs", problem)
         for block in self._blocks:
             if block.weights.loaded:
+                self._loads = True  # before: this rank may fail within, when the others begin the update
                 block.weights.give()
         if self._parties.loaded:
+            self._loads = True
             self._parties.watched.forget()
             for block in self._blocks:
                 block.load_state()
@@ -132,7 +140,8 @@ class Update:
         """This rank's part. Raises ``TornWeights``, unless it is Ctrl-C, if that fails when something was written."""
         try:
             fault_point("updating")
-            self._take_loaded()
+            if self._loads:
+                self._take_loaded()
             self._step()
         except BaseException as error:
             self._memory.tear(self._number)
@@ -168,7 +177,10 @@ class Update:
                     self._error, self._has_news = error, False
                     return
                 raise
-            self._has_news |= block.has_news()
+            try:
+                self._has_news |= block.state.has_news()
+            except InvalidUsage as error:
+                block.problem, self._has_news = str(error), True
         self.written = written
 
     def _confirm(self) -> Exception | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from syncengine.parallel import Parallel
 from syncengine.sharded.block import Block
@@ -43,10 +43,12 @@ def advise(blocks: Sequence[Block]) -> str:
     )
 
 
-def why_not_averages(models: Iterable[Parallel]) -> str:
+def why_not_averages(models: Iterable[Callable[[], Parallel | None]]) -> str:
     """Why the gradients of one of them are none; or an empty text."""
-    for model in models:
-        reason = model.reducer.not_averaged() if model._reduces else ""
+    for known in models:
+        if (model := known()) is None or not model.reducer.reduces:
+            continue
+        reason = model.reducer.not_averaged()
         if reason and any(parameter.grad is not None for parameter in model._module_parameters):
             return f"the gradients of {type(model.module).__name__} are not averages: {reason}"
     return ""

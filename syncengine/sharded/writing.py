@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from syncengine.errors import Aborted, SyncError
 from syncengine.parallel import Parallel
@@ -26,7 +26,7 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
     if host is None or not sharing.blocks:
         yield True
         return
-    update = sharing.next_update(groups)
+    update = sharing.next_writing(groups)
     try:
         update.agree("what is to be done before writing() differs", sharing.written())
         for block in sharing.blocks:
@@ -68,9 +68,9 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _alone(models: Iterable[Parallel]) -> Iterator[None]:
+def _alone(models: Iterable[Callable[[], Parallel | None]]) -> Iterator[None]:
     """No forward synchronizes buffers: the other ranks run none. The first one afterwards does if it was to."""
-    switches = [model._switches for model in models]
+    switches = [model._switches for known in models if (model := known()) is not None]
     before = [(each.forward_sync_buffers, each.require_forward_param_sync) for each in switches]
     for each in switches:
         each.forward_sync_buffers = False

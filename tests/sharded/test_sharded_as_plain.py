@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -244,3 +246,33 @@ def call(step: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("form", ["step", "within", "turn"])
 def test_a_compiled_step_is_an_ordinary_one(pool: RankPool, form: str):
     assert pool.run(compiled, form) == [[]] * 2
+
+
+def calls_of_a_step(layers: int, fused: bool) -> int:
+    """Of Python functions of the package, in a step like most."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Linear(24, 24) for _ in range(layers)))
+    model, optimizer = sharded(net, fused=fused)
+    train(model, optimizer, 3)
+    model(batch(3)).square().mean().backward()
+    package, calls = str(Path(syncengine.__file__).parent), []
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls.append(frame.f_code.co_name)
+
+    sys.setprofile(look)
+    try:
+        optimizer.step()
+    finally:
+        sys.setprofile(None)
+    assert "_confirm" in calls
+    return len(calls)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_makes_few_python_calls(pool: RankPool, fused: bool):
+    """Whatever the number of parameters is."""
+    few, many = (pool.run(calls_of_a_step, layers, fused) for layers in (2, 40))
+    assert few == many
+    assert max(few) <= 40, few
