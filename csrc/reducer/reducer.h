@@ -37,6 +37,7 @@
 #include <string>
 #include <vector>
 
+#include "reducer/backward/attribution.h"
 #include "reducer/backward/model.h"
 #include "reducer/parameters/hooks.h"
 #include "reducer/torch/graph_tasks.h"
@@ -103,12 +104,13 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_outer_task(TaskRole of_inner) noexcept;
 
  private:
-  enum class Phase : uint8_t { Local, Armed, Syncing, Finalizing, Consumed };
-
   bool recomputing() const { return phase_ == Phase::Syncing && GraphTasks::inside(); }
   // Whether the backward on this thread has nothing to do with a synchronized forward, as far as one can tell here; the
   // task around it is looked at when this one has ended.
   bool is_foreign();
+  // Whether this gradient is of a backward that this model averages, which begins with the first; else nothing comes of
+  // it. Throws where it is an error.
+  bool takes(size_t index);
   // That of the forward that has ended, or raised.
   void expect_backward();
   // The last step, if it was.

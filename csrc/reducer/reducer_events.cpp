@@ -91,6 +91,43 @@ bool Reducer::is_foreign() {
   return !tasks_.runs_forwards_nodes();
 }
 
+bool Reducer::takes(size_t index) {
+  const Parameters& parameters = model_->parameters;
+  const Phase phase = phase_;
+  Circumstances here{.phase = phase, .comes = parameters.tensor(index).requires_grad() || model_->plan.covers(index)};
+  if (here.comes && model_->usage.finds_unused() && parameters.tensor(index).grad().defined()) {
+    model_->usage.note(index);
+  }
+  const bool is_new_task = phase == Phase::Consumed && tasks_.is_new();
+  if (phase == Phase::Armed) {
+    here.claimed = claimed_;
+    here.claimed_elsewhere = !claimed_ && parameters.claimed_by_another(index);
+  } else if (phase == Phase::Consumed) {
+    here.in_our_task = tasks_.any();
+    here.given_up = model_->outcome.given_up() != nullptr;
+    here.outputs_hooked = outputs_hooked_;
+    here.awaited_elsewhere = parameters.awaited_by_another(index);
+    const bool is_asked = !here.in_our_task && !here.outputs_hooked && !here.awaited_elsewhere;
+    here.made_by_forward = is_asked && tasks_.runs_forwards_nodes();
+    // A task around this one may tell more.
+    if (is_asked && is_new_task) tell_of_outer_task(weak_from_this(), TaskRole::Foreign);
+  }
+  switch (attribute(here)) {
+    case Attribution::Nothing:
+    case Attribution::Foreign: return false;
+    case Attribution::Local: model_->parameters.accumulated(index); return false;
+    case Attribution::First:
+      model_->thaw();
+      enter_backward();
+      return true;
+    case Attribution::Mine: watch_this_backward(); return true;
+    case Attribution::TooLate: fail(collected_twice_text(parameters, index));
+    case Attribution::GivenUp: throw Error(ErrorKind::Aborted, model_->outcome.given_up()->text);
+    case Attribution::Consumed: throw Error(ErrorKind::InvalidUsage, consumed_text(parameters, why_lost()));
+  }
+  return false;
+}
+
 void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
   if (phase_.load(std::memory_order_relaxed) == Phase::Local && !model_->options.find_unused_parameters) {
     return model_->parameters.accumulated(index);
@@ -98,31 +135,7 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
   std::shared_ptr<Backward> backward;
   {
     std::lock_guard lock(mutex_);
-    const Parameters& parameters = model_->parameters;
-    // Frozen: nothing has come, though its node was run.
-    if (!parameters.tensor(index).requires_grad() && !model_->plan.covers(index)) return;
-    if (model_->usage.finds_unused() && parameters.tensor(index).grad().defined()) model_->usage.note(index);
-    switch (phase_) {
-      case Phase::Local: return model_->parameters.accumulated(index);
-      case Phase::Finalizing: fail(collected_twice_text(parameters, index));
-      case Phase::Consumed:
-        if (tasks_.any()) {
-          if (const Reason* reason = model_->outcome.given_up()) {
-            throw Error(ErrorKind::Aborted, reason->text);  // on another thread
-          }
-          fail(collected_twice_text(parameters, index));
-        }
-        // A backward that is none of ours: on_output has not run; or as far as one can tell.
-        if (outputs_hooked_ || parameters.awaited_by_another(index) || is_foreign()) return;
-        throw Error(ErrorKind::InvalidUsage, consumed_text(parameters, why_lost()));
-      case Phase::Armed:
-        // Nor is one that comes from another wrapper of the same module.
-        if (!claimed_ && parameters.claimed_by_another(index)) return;
-        model_->thaw();
-        enter_backward();
-        break;
-      case Phase::Syncing: watch_this_backward();
-    }
+    if (!takes(index)) return;
     backward = model_->backward;
     try {
       if (!backward->bring(index, incoming)) return;
