@@ -3,10 +3,36 @@
 // Thread-safety: any thread.
 #pragma once
 
+#include <unistd.h>
+
 #include <cstddef>
 #include <string>
+#include <utility>
 
 namespace syncengine {
+
+// A file descriptor that closes itself.
+
+class UniqueFd {
+ public:
+  UniqueFd() = default;
+  explicit UniqueFd(int fd) : fd_(fd) {}
+  UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  UniqueFd& operator=(UniqueFd&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~UniqueFd() { reset(); }
+
+  int get() const { return fd_; }
+  explicit operator bool() const { return fd_ >= 0; }
+  void reset() {
+    if (fd_ >= 0) ::close(std::exchange(fd_, -1));
+  }
+
+ private:
+  int fd_ = -1;
+};
 
 size_t open_descriptors();  // of this process; 0 where it can't be known
 size_t most_descriptors();  // ulimit -n

@@ -3,7 +3,12 @@
 // Thread-safety: concerns the calling thread alone. Failure: none.
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <thread>
+
+#include "base/deadline.h"
+#include "base/processor.h"
 
 namespace syncengine {
 
@@ -19,6 +24,21 @@ void delete_off(const std::thread& its, Object* object) {
     std::thread([object] { delete object; }).detach();
   else
     delete object;
+}
+
+// The kernel's wait-on-address, shared between processes. Spurious returns are allowed; callers re-check.
+
+// Returns when woken, when `word` differs from `expected`, after `timeout`, or on a signal.
+void futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, Duration timeout);
+void futex_wake_all(const std::atomic<uint32_t>& word);
+
+// One polite turn of a short busy wait.
+inline void cpu_pause() {
+#if SYNCENGINE_X86_64
+  __builtin_ia32_pause();
+#elif SYNCENGINE_AARCH64
+  asm volatile("yield");
+#endif
 }
 
 }  // namespace syncengine

@@ -8,7 +8,6 @@
 #include "base/error.h"
 #include "base/sync_point.h"
 #include "bindings/bindings.h"
-#include "bindings/errors.h"
 #include "bootstrap/fd_exchange.h"
 #include "transport/shm/region.h"
 

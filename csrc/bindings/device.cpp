@@ -9,10 +9,10 @@
 #include <mutex>
 #include <optional>
 
-#include "bindings/errors.h"
+#include "bindings/bindings.h"
 #include "cuda/device_group.h"
-#include "reducer/torch/assign.h"
 #include "reducer/torch/python_error.h"
+#include "reducer/torch/tensors.h"
 #include "streams/queue.h"
 
 namespace py = pybind11;

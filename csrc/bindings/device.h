@@ -6,14 +6,25 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <pybind11/pybind11.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
-#include "bindings/work.h"
 #include "engine/communicator/communicator.h"
 
 namespace syncengine {
+
+// What Python holds of an asynchronous collective, on CPU or CUDA tensors.
+
+class PyWork {
+ public:
+  virtual ~PyWork() = default;
+  virtual void wait(std::optional<double> timeout) = 0;
+  virtual bool is_completed() const = 0;
+  virtual pybind11::object exception() const = 0;
+};
 
 // Queues `operation`, whose memory is that of `from` and `to`, behind what the current stream of their device has. Then
 // the result in `result`, if that is defined, is copied to `target`. With the GIL. Null unless `async_op`: the current

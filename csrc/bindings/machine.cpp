@@ -2,13 +2,12 @@
 #include <pybind11/stl.h>
 
 #include "base/descriptors.h"
-#include "base/mapping.h"
-#include "base/memfd.h"
+#include "base/memory.h"
 #include "base/resources.h"
 #include "bindings/bindings.h"
 #include "bootstrap/host.h"
 #include "kernels/reduce.h"
-#include "transport/tcp/ip.h"
+#include "transport/tcp/address.h"
 
 namespace py = pybind11;
 

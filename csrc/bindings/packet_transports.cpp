@@ -11,8 +11,7 @@
 #include <set>
 
 #include "bindings/bindings.h"
-#include "c10d/torch_device_transport.h"
-#include "c10d/torch_packet_transport.h"
+#include "c10d/torch_transports.h"
 #include "transport/packets/endpoint.h"
 
 namespace py = pybind11;

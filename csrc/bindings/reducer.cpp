@@ -1,18 +1,112 @@
 // syncengine._C.Reducer
+
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <stdexcept>
+#include <string>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
 #include "bindings/bindings.h"
-#include "bindings/python_hook.h"
 #include "reducer/backward/backward.h"
-#include "reducer/buckets/device_lane.h"
-#include "reducer/gradients/exclusive.h"
+#include "reducer/buckets/bucket_lane.h"
+#include "reducer/gradients/gradient_memory.h"
 #include "reducer/reducer.h"
+#include "reducer/torch/weights.h"
+
+namespace syncengine {
+
+// A communication hook written in Python, as the reducer calls it.
+//
+// torch has the same (c10d::PythonCommHook), but crashes on a hook that returns None.
+
+// Thread-safety: the GIL is taken inside. Failure: Python's exceptions.
+class PythonHook final : public c10d::CommHookInterface {
+ public:
+  PythonHook(pybind11::object state, pybind11::object hook) : state_(std::move(state)), hook_(std::move(hook)) {}
+  ~PythonHook() override;
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override;
+  at::Tensor parseHookResult(const c10::IValue& result) override;
+
+ private:
+  pybind11::object state_, hook_;
+};
+
+namespace py = pybind11;
+
+namespace {
+
+std::string type_name(const py::handle& object) {
+  return py::str(py::type::handle_of(object).attr("__name__")).cast<std::string>();
+}
+
+}  // namespace
+
+PythonHook::~PythonHook() {
+  py::gil_scoped_acquire gil;
+  state_ = {};
+  hook_ = {};
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> PythonHook::runHook(c10d::GradBucket& bucket) {
+  py::gil_scoped_acquire gil;
+  py::object result = hook_(state_, bucket);
+  if (!py::isinstance<torch::jit::PythonFutureWrapper>(result)) {
+    throw std::runtime_error("a communication hook's callback must return a torch.futures.Future object, not " +
+                             type_name(result));
+  }
+  return result.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
+}
+
+at::Tensor PythonHook::parseHookResult(const c10::IValue& result) {
+  if (!result.isPyObject()) return c10d::detail::parseCppCommHookResult(result);
+  py::gil_scoped_acquire gil;
+  py::object value = torch::jit::toPyObject(result);
+  if (THPVariable_Check(value.ptr())) return value.cast<at::Tensor>();
+  if (PyExceptionInstance_Check(value.ptr())) {  // how torch.futures.Future.set_exception keeps it
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
+    throw py::error_already_set();
+  }
+  throw std::runtime_error("the future of a communication hook must hold a tensor, not " + type_name(value));
+}
+
+}  // namespace syncengine
+
+// syncengine._C.WatchedWeights and WeightSlices.
+
+namespace py = pybind11;
+
+namespace syncengine {
+
+void bind_weights(py::module_& module) {
+  py::class_<WatchedWeights>(module, "WatchedWeights", "Whether parameters were written to since this rank looked.")
+      .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"),
+           "Notes where they lie, for good, and their versions.")
+      .def("note", &WatchedWeights::note, "Their versions are as they should be.")
+      .def("note_update", &WatchedWeights::note_update, "Raises their versions, and notes these.")
+      .def("moved", &WatchedWeights::moved, "The first that lies in other memory than at first.")
+      .def("written", &WatchedWeights::written, "The first that has another version than noted.")
+      .def(
+          "gradients", [](const WatchedWeights& self) { return py::bytes(self.gradients()); },
+          "Of each parameter: 0, it has no gradient; 1, a dense one; 2, another.");
+
+  py::class_<WeightSlices>(module, "WeightSlices", "Parts of parameters, which borrow their gradients.")
+      .def(py::init([](const std::vector<std::tuple<at::Tensor, at::Tensor, int64_t>>& slices) {
+             std::vector<WeightSlices::Slice> made;
+             for (const auto& [parameter, tensor, begin] : slices) made.push_back({parameter, tensor, begin});
+             return WeightSlices(std::move(made));
+           }),
+           py::arg("slices"), "Each: a parameter, a tensor of its elements from `begin` on, and `begin`.")
+      .def("take_gradients", &WeightSlices::take_gradients, "Each tensor gets its part of the parameter's gradient.")
+      .def("drop_gradients", &WeightSlices::drop_gradients, "They belong to the parameters alone.");
+}
+
+}  // namespace syncengine
 
 #ifdef SYNCENGINE_TEST_HOOKS
-#include "reducer/buckets/host_memory_lane.h"
 #endif
 
 namespace syncengine {

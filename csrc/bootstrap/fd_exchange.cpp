@@ -1,15 +1,134 @@
+
 #include "bootstrap/fd_exchange.h"
 
+#include <sys/socket.h>
+#include <sys/un.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstring>
 #include <map>
 
-#include "base/interruption.h"
+#include "base/descriptors.h"
+#include "base/error.h"
 #include "base/sync_point.h"
 #include "base/texts.h"
-#include "bootstrap/goodbye.h"
-#include "bootstrap/greeting.h"
-#include "bootstrap/local_socket.h"
-#include "bootstrap/process.h"
+#include "bootstrap/host.h"
 #include "bootstrap/rendezvous.h"
+
+namespace syncengine::local_socket {
+
+namespace {
+
+constexpr int kBacklog = 128;
+
+UniqueFd open_socket() {
+  UniqueFd fd(socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!fd) throw_descriptor_error("can't open a local socket", errno);
+  return fd;
+}
+
+// An abstract address: a name behind a zero byte.
+socklen_t fill(sockaddr_un& address, const std::string& name) {
+  address = {};
+  address.sun_family = AF_UNIX;
+  size_t length = std::min(name.size(), sizeof(address.sun_path) - 1);
+  std::memcpy(address.sun_path + 1, name.data(), length);
+  return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + length);
+}
+
+// A message with ancillary data that carries one descriptor.
+struct DescriptorMessage {
+  int32_t rank = -1;
+  iovec piece{&rank, sizeof(rank)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
+  msghdr message{};
+  DescriptorMessage() {
+    message.msg_iov = &piece;
+    message.msg_iovlen = 1;
+    message.msg_control = control;
+    message.msg_controllen = sizeof(control);
+  }
+};
+
+bool must_wait(int error) { return error == EAGAIN || error == EINTR; }
+
+}  // namespace
+
+UniqueFd listen(const std::string& name) {
+  UniqueFd listener = open_socket();
+  sockaddr_un address;
+  socklen_t length = fill(address, name);
+  if (bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      ::listen(listener.get(), kBacklog) != 0)
+    throw_system_error("can't listen on a local socket", errno);
+  return listener;
+}
+
+Called call(const std::string& name, UniqueFd& socket) {
+  if (!socket) socket = open_socket();
+  sockaddr_un address;
+  socklen_t length = fill(address, name);
+  if (connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) == 0) return Called::Connected;
+  return must_wait(errno) ? Called::NotYet : Called::Refused;
+}
+
+UniqueFd accept(const UniqueFd& listener) {
+  for (;;) {
+    UniqueFd fd(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+    if (fd || errno == EAGAIN) return fd;
+    if (errno != EINTR && errno != ECONNABORTED) throw_descriptor_error("can't accept a local connection", errno);
+  }
+}
+
+bool same_user(const UniqueFd& socket) {
+  ucred credentials{};
+  socklen_t length = sizeof(credentials);
+  return getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &credentials, &length) == 0 && credentials.uid == geteuid();
+}
+
+Got receive(const UniqueFd& socket, void* message, size_t bytes) {
+  ssize_t got = recv(socket.get(), message, bytes, 0);
+  if (got < 0 && must_wait(errno)) return Got::Nothing;
+  return got == static_cast<ssize_t>(bytes) ? Got::Message : Got::BrokenOff;
+}
+
+bool send(const UniqueFd& socket, const void* message, size_t bytes) {
+  return ::send(socket.get(), message, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
+}
+
+Sent send_fd(const UniqueFd& socket, int32_t rank, int fd) {
+  DescriptorMessage buffers;
+  buffers.rank = rank;
+  cmsghdr* header = CMSG_FIRSTHDR(&buffers.message);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(sizeof(int));
+  std::memcpy(CMSG_DATA(header), &fd, sizeof(fd));
+  if (sendmsg(socket.get(), &buffers.message, MSG_NOSIGNAL) >= 0) return Sent::Done;
+  if (errno == EPIPE || errno == ECONNRESET) return Sent::BrokenOff;
+  if (errno != ETOOMANYREFS && !must_wait(errno)) throw_system_error("can't hand shared memory to a peer", errno);
+  char byte;  // the kernel looks at that limit before it looks whether the other side is still there
+  return recv(socket.get(), &byte, 1, MSG_PEEK) == 0 ? Sent::BrokenOff : Sent::NotYet;
+}
+
+Got receive_fd(const UniqueFd& socket, int32_t rank, UniqueFd& fd, const std::string& who) {
+  DescriptorMessage buffers;
+  ssize_t got = recvmsg(socket.get(), &buffers.message, MSG_CMSG_CLOEXEC);
+  if (got < 0 && must_wait(errno)) return Got::Nothing;
+  cmsghdr* header = CMSG_FIRSTHDR(&buffers.message);
+  if (got > 0 && header && header->cmsg_type == SCM_RIGHTS) {
+    int received = -1;
+    std::memcpy(&received, CMSG_DATA(header), sizeof(received));
+    fd = UniqueFd(received);
+  }
+  if (got > 0 && !fd && (buffers.message.msg_flags & MSG_CTRUNC) != 0)
+    throw_descriptor_error(who + " can't take another descriptor", EMFILE);
+  return got == sizeof(buffers.rank) && buffers.rank == rank && fd ? Got::Message : Got::BrokenOff;
+}
+
+}  // namespace syncengine::local_socket
 
 namespace syncengine {
 

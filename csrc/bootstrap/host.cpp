@@ -1,11 +1,19 @@
+
 #include "bootstrap/host.h"
 
+#include <poll.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
 #include <fstream>
 #include <map>
+#include <vector>
 
+#include "base/deadline.h"
+#include "base/descriptors.h"
 #include "base/error.h"
 
 namespace syncengine {
@@ -30,6 +38,55 @@ std::vector<int> number_hosts(const std::vector<std::string>& keys) {
   for (const auto& key : keys)
     hosts.push_back(numbers.try_emplace(key, static_cast<int>(numbers.size())).first->second);
   return hosts;
+}
+
+namespace {
+
+constexpr int kDyingMs = 200;
+
+std::string process_namespace() {
+  struct stat status{};
+  return stat("/proc/self/ns/pid", &status) == 0 ? std::to_string(status.st_ino) : "0";
+}
+
+// 0 where the process can't be seen from here.
+pid_t pid_of(const std::string& process) {
+  size_t dash = process.find('-');
+  bool visible = dash != std::string::npos && process.compare(0, dash, process_namespace()) == 0;
+  return visible ? std::atoi(process.c_str() + dash + 1) : 0;
+}
+
+}  // namespace
+
+std::string process_id() { return process_namespace() + "-" + std::to_string(getpid()); }
+
+std::set<int> ended(const std::map<int, std::string>& processes) {
+  std::set<int> found;
+  std::vector<UniqueFd> handles;
+  std::vector<pollfd> polls;  // readable once the process has ended
+  std::vector<int> ranks;
+  for (const auto& [rank, process] : processes) {
+    pid_t pid = pid_of(process);
+    if (pid <= 0) continue;
+    UniqueFd handle(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    if (!handle) {
+      if (errno == ESRCH) found.insert(rank);
+      continue;
+    }
+    polls.push_back({handle.get(), POLLIN, 0});
+    ranks.push_back(rank);
+    handles.push_back(std::move(handle));
+  }
+  const Deadline deadline = Deadline::after(std::chrono::milliseconds(found.empty() ? kDyingMs : 0));
+  int ready = 0;
+  do {  // signals don't end the moment
+    const auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.left(std::chrono::milliseconds(kDyingMs)));
+    ready = poll(polls.data(), polls.size(), static_cast<int>(left.count()));
+  } while (ready < 0 && errno == EINTR);
+  for (size_t i = 0; i < polls.size(); ++i) {
+    if (polls[i].revents & POLLIN) found.insert(ranks[i]);
+  }
+  return found;
 }
 
 }  // namespace syncengine

@@ -3,6 +3,8 @@
 // Thread-safety: any thread. Failure: InvalidUsage if the system does not provide this.
 #pragma once
 
+#include <map>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -20,5 +22,16 @@ std::string network_of(const std::string& key);
 
 // By rank: equal numbers for equal keys, counted from 0 in the order of ranks.
 std::vector<int> number_hosts(const std::vector<std::string>& keys);
+
+// Distinguishes a peer's death from its giving up, on the same host.
+//
+// Thread-safety: any thread. Failure: what can't be known (another process namespace) is not reported.
+
+// This process, for other processes: "<namespace>-<pid>".
+std::string process_id();
+
+// Those of `processes` (by rank) that have ended. Waits a moment for the first one: a dying process breaks its
+// connections before it is seen as dead.
+std::set<int> ended(const std::map<int, std::string>& processes);
 
 }  // namespace syncengine

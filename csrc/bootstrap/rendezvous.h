@@ -4,18 +4,66 @@
 // Thread-safety: one thread. Failure: throws as bootstrap/fd_exchange.h says.
 #pragma once
 
+#include <array>
+#include <cstdint>
 #include <list>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "base/deadline.h"
-#include "base/fd.h"
+#include "base/descriptors.h"
+#include "base/error.h"
 #include "base/texts.h"
-#include "bootstrap/greeting.h"
 
 namespace syncengine {
+
+// How two processes of a host prove to each other that they know the secret in the address of the one that listens, and
+// so belong to one job: any process in the network namespace can read a name of the abstract namespace, and connect to
+// it.
+//
+//   caller                                 listener
+//   Greeting: rank, nonce               ->
+//                                       <- Challenge: nonce, proof = HMAC(secret, greeting, nonce)
+//   Answer: HMAC(secret, challenge)     ->
+//
+// The secret is never sent, and recorded messages can't be replayed. Pure functions; proofs are compared in constant
+// time.
+
+using Bytes32 = std::array<unsigned char, 32>;
+
+struct Greeting {
+  uint32_t magic = 0x73796e63;  // "sync"
+  int32_t rank = -1;
+  Bytes32 nonce{};
+};
+
+struct Challenge {
+  Bytes32 nonce{}, proof{};
+};
+
+struct Answer {
+  Bytes32 proof{};
+};
+
+// Throws where the system has no random bytes.
+Bytes32 random_bytes();
+
+Challenge challenge(const std::string& secret, const Greeting& greeting);
+// Nothing if the listener doesn't know the secret.
+std::optional<Answer> answer(const std::string& secret, const Greeting& greeting, const Challenge& challenge);
+// Whether the caller knows it.
+bool proves(const std::string& secret, const Greeting& greeting, const Challenge& challenge, const Answer& answer);
+
+// How a rank ended connecting, for the ranks that have its memory and still wait for another one's.
+
+struct Goodbye {
+  int32_t failed = 0;
+  ErrorKind kind = ErrorKind::Aborted;
+  char text[248] = {};
+};
 
 // Of a peer: where it listens, and what proves that who listens there is it.
 struct RendezvousPoint {

@@ -9,8 +9,7 @@
 
 #include "base/error.h"
 #include "cuda/device_group.h"
-#include "reducer/torch/assign.h"
-#include "reducer/torch/dense.h"
+#include "reducer/torch/tensors.h"
 
 namespace syncengine {
 

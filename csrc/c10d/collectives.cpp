@@ -5,8 +5,7 @@
 
 #include "base/error.h"
 #include "c10d/backend.h"
-#include "reducer/torch/assign.h"
-#include "reducer/torch/dense.h"
+#include "reducer/torch/tensors.h"
 
 namespace syncengine {
 

@@ -1,9 +1,8 @@
-#include "c10d/completer.h"
+#include "c10d/torch_work.h"
 
 #include <algorithm>
 
 #include "base/thread.h"
-#include "c10d/torch_work.h"
 
 namespace syncengine {
 

@@ -1,4 +1,4 @@
-#include "collectives/interhost_choice.h"
+#include "collectives/interhost_plan.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,10 +1,9 @@
-#include "collectives/interhost_runner.h"
+#include "collectives/runner.h"
 
 #include <cstring>
 #include <numeric>
 
 #include "kernels/reduce.h"
-#include "kernels/wide.h"
 
 namespace syncengine {
 

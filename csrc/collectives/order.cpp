@@ -1,6 +1,9 @@
+
 #include "collectives/order.h"
 
-#include "base/alignment.h"
+#include <map>
+
+#include "base/memory.h"
 
 namespace syncengine {
 
@@ -20,6 +23,20 @@ RingCut ring_cut(size_t bytes, size_t element, int world) {
 void ring_order(int chunk, int world, std::vector<int>& order) {
   order.clear();
   for (int hop = 1; hop <= world; ++hop) order.push_back((chunk - hop + 2 * world) % world);
+}
+
+Placement::Placement(int own_rank, const std::vector<int>& labels)
+    : rank(own_rank), size(static_cast<int>(labels.size())) {
+  std::map<int, int> numbers;
+  for (int member = 0; member < size; ++member) {
+    int number = numbers.try_emplace(labels[member], static_cast<int>(numbers.size())).first->second;
+    if (number == hosts()) members.emplace_back();
+    contiguous &= members[number].empty() || members[number].back() == member - 1;
+    members[number].push_back(member);
+    host_of.push_back(number);
+    stripes = std::max(stripes, static_cast<int>(members[number].size()));
+  }
+  host = host_of[rank];
 }
 
 }  // namespace syncengine

@@ -1,6 +1,6 @@
 #include "collectives/plan.h"
 
-#include "base/alignment.h"
+#include "base/memory.h"
 
 namespace syncengine {
 

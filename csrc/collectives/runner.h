@@ -7,6 +7,7 @@
 #include <functional>
 #include <vector>
 
+#include "collectives/interhost_plan.h"
 #include "collectives/order.h"
 #include "collectives/plan.h"
 
@@ -39,6 +40,56 @@ class Runner {
   std::vector<const void*> sources_;
   std::vector<void*> destinations_;
   std::vector<int> order_;
+};
+
+// Carries out the acts of an interhost plan on memory: sums over local contributions and what came from other hosts.
+//
+// Ownership: none. Thread-safety: one thread per InterhostRunner. Aliasing: as in Operation; scratch overlaps nothing.
+// Failure: none.
+
+class InterhostRunner {
+ public:
+  explicit InterhostRunner(const Placement& placement) : placement_(placement) {}
+
+  // The surroundings of a cell. `bases`: of the local ranks, by local index.
+  struct View {
+    const Operation& operation;
+    const InterhostCell& cell;
+    const std::vector<Runner::Base>& bases;
+    bool direct;         // bases are tensors: the cell lies in them at `input`
+    bool own_from_slot;  // the own contribution was scaled into the slot
+    bool wide;           // partial sums are float32, though the dtype is not
+  };
+
+  // Local rank `rank`'s contribution as one piece of memory, or null if it lies in several.
+  const std::byte* contribution(const View& view, int rank) const;
+  std::byte* output(const View& view) const;  // the same for the own output
+  void gather_contribution(const View& view, int rank, std::byte* into) const;
+  void gather_output(const View& view, std::byte* into) const;
+
+  // `received`: where the step's envelopes came. `partial`: of at least partial_bytes().
+  static size_t partial_bytes(const View& view) { return view.wide ? view.cell.bytes * 2 : view.cell.bytes; }
+  void fold_partial(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received,
+                    std::byte* partial);
+  void fold_result(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received);
+  // `received`: null if the bytes are in the own output already.
+  void spread(const View& view, const std::byte* received) const;
+
+ private:
+  size_t place(const View& view) const { return view.direct ? view.cell.input : view.cell.slot; }
+  bool in_slot(const View& view, int rank) const { return rank != placement_.rank || view.own_from_slot; }
+  const Runner::Base& base(const View& view, int rank) const { return view.bases[placement_.local_index(rank)]; }
+  void fold(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received, std::byte* partial);
+  void fold_piece(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received, size_t offset,
+                  const std::byte* own, size_t bytes, const std::vector<int>& order, std::byte* partial);
+  void fold_wide(const View& view, size_t bytes, std::byte* partial);
+
+  const Placement& placement_;
+  std::vector<const void*> sources_;
+  std::vector<bool> is_wide_;
+  std::vector<void*> destinations_;
+  std::vector<int> order_;
+  std::vector<float> floats_;
 };
 
 }  // namespace syncengine

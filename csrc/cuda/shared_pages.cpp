@@ -8,8 +8,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "base/alignment.h"
-#include "base/memfd.h"
+#include "base/memory.h"
 #include "bootstrap/fd_exchange.h"
 #include "bootstrap/host.h"
 

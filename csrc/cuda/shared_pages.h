@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "base/mapping.h"
+#include "base/memory.h"
 #include "engine/communicator/communicator.h"
 
 namespace syncengine::cuda {

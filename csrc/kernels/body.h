@@ -16,7 +16,6 @@
 
 #include "kernels/half.h"
 #include "kernels/isa.h"
-#include "kernels/vector.h"
 
 namespace syncengine::kernels {
 namespace {

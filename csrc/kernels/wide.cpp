@@ -1,4 +1,4 @@
-#include "kernels/wide.h"
+#include "kernels/reduce.h"
 
 #include <algorithm>
 #include <cstdint>

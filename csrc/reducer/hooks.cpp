@@ -17,7 +17,7 @@
 #include "reducer/reducer.h"
 #include "reducer/torch/graph_tasks.h"
 #include "reducer/torch/python_error.h"
-#include "reducer/torch/python_wrappers.h"
+#include "reducer/torch/python_objects.h"
 
 namespace syncengine {
 

@@ -10,8 +10,8 @@
 #include "reducer/backward/peers.h"
 #include "reducer/backward/texts.h"
 #include "reducer/parameters/hooks.h"
+#include "reducer/torch/graph_tasks.h"
 #include "reducer/torch/python_error.h"
-#include "reducer/torch/unused.h"
 
 namespace syncengine {
 

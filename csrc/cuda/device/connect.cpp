@@ -1,4 +1,4 @@
-#include "cuda/device/connect.h"
+#include "cuda/device/groups.h"
 
 #include <sys/random.h>
 
@@ -7,10 +7,7 @@
 #include <string>
 
 #include "cuda/device/driver.h"
-#include "cuda/device/group.h"
 #include "cuda/device/memory.h"
-#include "cuda/device/proxy_group.h"
-#include "cuda/device/transport_group.h"
 #include "cuda/shared_pages.h"
 
 namespace syncengine::cuda {

@@ -1,11 +1,18 @@
+
 #include "cuda/device/memory.h"
 
 #include <sys/mman.h>
+#include <sys/random.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
+#include <map>
 #include <string>
 
 #include "cuda/device/driver.h"
+#include "cuda/device/kernels.h"
+#include "cuda/shared_pages.h"
 
 namespace syncengine::cuda {
 
@@ -81,6 +88,158 @@ PinnedMemory::PinnedMemory(size_t bytes) : bytes_(bytes) {
 PinnedMemory::~PinnedMemory() {
   pinned_.reset();
   munmap(data_, bytes_);
+}
+
+namespace {
+
+constexpr const char* kProving = "proving peer access";
+
+uint64_t random_number() {
+  uint64_t value = 0;
+  if (getrandom(&value, sizeof(value), 0) != sizeof(value)) throw_system_error("getrandom", errno);
+  return value;
+}
+
+// The same in two ranks only if they are threads of one process, where exported memory can't be opened and need not be.
+uint64_t process_token() {
+  static const uint64_t token = random_number();
+  return token;
+}
+
+struct Offer {
+  uint64_t process, pointer;
+  uint64_t seed;  // of the pattern: old memory of this rank, mapped again, has another one
+  int32_t device;
+  cudaUUID_t uuid;
+  cudaError_t exported;
+  cudaIpcMemHandle_t handle;
+};
+
+// What a rank knows of each peer.
+struct Findings {
+  cudaError_t opened[kMaxRanks] = {};  // its memory
+  bool misread[kMaxRanks] = {};        // its pattern, by the own kernel
+  bool missed[kMaxRanks] = {};         // what its kernel was to write here
+};
+
+bool same_device(const Offer& a, const Offer& b) { return std::memcmp(&a.uuid, &b.uuid, sizeof(a.uuid)) == 0; }
+
+int count_devices(const std::vector<Offer>& offers) {
+  int devices = 0;
+  for (auto it = offers.begin(); it != offers.end(); ++it)
+    devices += std::none_of(offers.begin(), it, [&](const Offer& earlier) { return same_device(earlier, *it); });
+  return devices;
+}
+
+ProofArea::Row pattern(uint64_t seed) {
+  ProofArea::Row row;
+  for (size_t i = 0; i < std::size(row.words); ++i)
+    row.words[i] = static_cast<uint32_t>((seed + i + 1) * 0x9e3779b97f4a7c15u >> 32);
+  return row;
+}
+
+// Null where that is an error.
+cudaError_t open(const Offer& own, const Offer& theirs, std::shared_ptr<void>& memory) {
+  if (theirs.process == own.process) {
+    cudaError_t status = same_device(own, theirs) ? cudaSuccess : cudaDeviceEnablePeerAccess(theirs.device, 0);
+    if (status == cudaErrorPeerAccessAlreadyEnabled) status = cudaSuccess;
+    if (status == cudaSuccess) memory = {reinterpret_cast<void*>(theirs.pointer), [](void*) {}};
+    return status;
+  }
+  if (theirs.exported != cudaSuccess) return theirs.exported;
+  void* opened = nullptr;
+  const cudaError_t status = cudaIpcOpenMemHandle(&opened, theirs.handle, cudaIpcMemLazyEnablePeerAccess);
+  if (status == cudaSuccess) memory = {opened, cudaIpcCloseMemHandle};
+  return status;
+}
+
+// One that waits for no other.
+std::shared_ptr<CUstream_st> make_stream() {
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
+  return {stream, cudaStreamDestroy};
+}
+
+void copy_and_wait(void* to, const void* from, cudaMemcpyKind kind, cudaStream_t stream) {
+  check(cudaMemcpyAsync(to, from, sizeof(ProofArea), kind, stream), "copying a pattern");
+  check(cudaStreamSynchronize(stream), "copying a pattern");
+}
+
+// Reads each peer's pattern, and writes the own one to it; of peers that are null nothing.
+void cross(const std::vector<std::byte*>& bases, int rank, cudaStream_t stream) {
+  auto area = [&](size_t peer) { return reinterpret_cast<ProofArea*>(bases[peer]); };
+  auto add = [](CopyArgs& args, ProofArea::Row& to, const ProofArea::Row& from) {
+    args.sources[args.pieces] = &from;
+    args.destinations[args.pieces] = &to;
+    args.bytes[args.pieces++] = sizeof(from);
+  };
+  CopyArgs reads{}, writes{};
+  for (size_t peer = 0; peer < bases.size(); ++peer) {
+    if (!bases[peer]) continue;
+    add(reads, area(rank)->read[peer], area(peer)->own);
+    add(writes, area(peer)->written[rank], area(rank)->own);
+  }
+  launch_copy(reads, reads.pieces, stream);
+  launch_copy(writes, writes.pieces, stream);
+  check(cudaStreamSynchronize(stream), "reading and writing peers' memory");
+}
+
+std::string text_of(const std::vector<Findings>& all, const std::vector<int>& names) {
+  std::map<std::string, std::string> texts;  // by reason
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    std::map<std::string, std::string> peers;
+    for (size_t peer = 0; peer < all.size(); ++peer) {
+      const cudaError_t opened = all[rank].opened[peer];
+      const std::string why = opened != cudaSuccess     ? cudaGetErrorName(opened)
+                              : all[rank].misread[peer] ? "it reads something else there"
+                              : all[peer].missed[rank]  ? "what it writes does not arrive"
+                                                        : "";
+      if (!why.empty()) peers[why] += (peers[why].empty() ? "" : ", ") + std::to_string(names[peer]);
+    }
+    for (const auto& [why, whose] : peers)
+      texts[why] += (texts[why].empty() ? "rank " : "; rank ") + std::to_string(names[rank]) +
+                    (texts[why].empty() ? " can't use the memory of rank " : " that of rank ") + whose;
+  }
+  std::string text;
+  for (const auto& [why, who] : texts) text += (text.empty() ? "" : ". ") + who + ": " + why;
+  return text;
+}
+
+}  // namespace
+
+PeerMemory::PeerMemory(Communicator& communicator, DeviceMemory& own, const std::function<void()>& interrupted) {
+  const int rank = communicator.rank(), size = communicator.size();
+  Offer offer{.process = process_token(), .pointer = reinterpret_cast<uint64_t>(own.data()), .seed = random_number()};
+  check(cudaGetDevice(&offer.device), "asking for the current device");
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, offer.device), "asking for the device's UUID");
+  offer.uuid = properties.uuid;
+  offer.exported = cudaIpcGetMemHandle(&offer.handle, own.data());
+  const auto stream = make_stream();
+  ProofArea area;
+  area.own = pattern(offer.seed);
+  std::ranges::fill(area.read, area.own);
+  std::ranges::fill(area.written, area.own);
+  copy_and_wait(own.data(), &area, cudaMemcpyHostToDevice, stream.get());
+
+  own.share();
+  const auto offers = gather(communicator, offer, "exchanging device memory", interrupted);
+  devices_ = count_devices(offers);
+  Findings findings;
+  for (int peer = 0; peer < size; ++peer) {
+    findings.opened[peer] = open(offer, offers[peer], opened_.emplace_back());
+    cudaGetLastError();  // else the next call that looks would find it again
+    bases_.push_back(static_cast<std::byte*>(opened_.back().get()));
+  }
+  cross(bases_, rank, stream.get());
+  gather(communicator, uint8_t{0}, kProving, interrupted);  // everybody has read and written
+  copy_and_wait(&area, own.data(), cudaMemcpyDeviceToHost, stream.get());
+  for (int peer = 0; peer < size; ++peer) {
+    const ProofArea::Row wanted = pattern(offers[peer].seed);
+    findings.misread[peer] = area.read[peer] != wanted;
+    findings.missed[peer] = area.written[peer] != wanted;
+  }
+  unreachable_ = text_of(gather(communicator, findings, kProving, interrupted), communicator.global_ranks());
 }
 
 }  // namespace syncengine::cuda

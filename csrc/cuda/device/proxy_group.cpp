@@ -1,10 +1,10 @@
-#include "cuda/device/proxy_group.h"
+#include "cuda/device/groups.h"
 
 #include <iterator>
 #include <numeric>
 #include <utility>
 
-#include "base/alignment.h"
+#include "base/memory.h"
 #include "cuda/control.h"
 #include "cuda/device/driver.h"
 

@@ -1,10 +1,10 @@
-#include "cuda/device/transport_group.h"
+#include "cuda/device/groups.h"
 
 #include <algorithm>
 #include <iterator>
 #include <utility>
 
-#include "base/alignment.h"
+#include "base/memory.h"
 #include "collectives/order.h"
 #include "cuda/device/driver.h"
 #include "cuda/device/kernels.h"

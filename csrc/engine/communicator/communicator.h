@@ -17,7 +17,6 @@
 
 #include "base/deadline.h"
 #include "base/error.h"
-#include "collectives/message.h"
 #include "collectives/operation.h"
 #include "engine/lanes/slots.h"
 #include "engine/progress/options.h"

@@ -1,4 +1,4 @@
-#include "engine/hosts/agreement.h"
+#include "engine/hosts/interhost_exchange.h"
 
 #include <algorithm>
 #include <utility>

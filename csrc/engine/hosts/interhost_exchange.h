@@ -4,18 +4,107 @@
 // Ownership, thread-safety: as Exchange. Failure: advance() throws Mismatch, or what failed a transfer.
 #pragma once
 
+#include <array>
 #include <deque>
+#include <map>
 #include <memory>
 #include <vector>
 
-#include "collectives/interhost_runner.h"
-#include "engine/hosts/agreement.h"
-#include "engine/hosts/in_flight_chunk.h"
+#include "collectives/interhost_plan.h"
+#include "collectives/runner.h"
 #include "engine/hosts/links.h"
-#include "engine/lanes/exchange.h"
+#include "engine/lanes/lane_state.h"
 #include "engine/progress/options.h"
+#include "transport/interhost.h"
 
 namespace syncengine::hosts {
+
+// Whether this rank's operations of a lane are those of its counterparts on other hosts: each tells the others when it
+// opens one. And the operations' flags, which hosts merge in the same way.
+//
+// Each rank compares its operations with those of its host in shared memory, and with its counterparts' by message: so
+// with everybody's, before a byte of theirs is used.
+//
+// Ownership: its lane's. Thread-safety: under the engine's progress lock. Failure: hear() throws PeerLost for what no
+// peer should send, what compares throws Mismatch.
+
+class Agreement {
+ public:
+  Agreement(const Links& links, LaneState& lane);
+
+  void on_opened(uint64_t operation);
+  void hear(int member, const Opened& opened);
+  void hear(int member, const Flags& flags);
+
+  bool agrees(uint64_t operation, int member) { return agreed(operation) >> member & 1; }
+  // With the own host, too. True once all have agreed, and told their flags.
+  bool compare(uint64_t operation, LaneState::Active& active);
+  uint64_t missing(uint64_t operation) const;  // members that have not agreed, as far as was looked
+
+ private:
+  uint64_t agreed(uint64_t operation);  // members whose record is the same
+  bool merge_flags(uint64_t operation, LaneState::Active& active, bool complete_here);
+
+  const Links& links_;
+  LaneState& lane_;
+  uint64_t everybody_ = 0;  // all counterparts
+  struct Heard {
+    uint64_t first = 0;  // number of the oldest record that is kept
+    std::deque<shm::OpRecord> records;
+  };
+  std::map<int, Heard> heard_;           // by counterpart
+  std::map<uint64_t, uint64_t> agreed_;  // by operation
+  struct Merged {
+    bool told = false;
+    uint64_t heard = 0;  // counterparts
+    std::array<uint64_t, shm::kFlagWords> words = {};
+  };
+  std::map<uint64_t, Merged> flags_;  // of other hosts, by operation
+};
+
+// One chunk on its way between hosts: its cells, and how far each of them is in its steps.
+//
+// Ownership: owns the scratch memory that its transfers use; may go only when it is quiet, or its transfers were
+// withdrawn. Thread-safety: under the engine's progress lock.
+
+// Memory that is taken piece by piece and given back all at once; pieces don't move.
+class Scratch {
+ public:
+  std::byte* take(size_t bytes);
+  void clear();
+
+ private:
+  struct Block {
+    std::unique_ptr<std::byte[]> memory;
+    size_t bytes;
+  };
+  std::vector<Block> blocks_;
+  size_t block_ = 0, used_ = 0;
+};
+
+struct InFlightChunk {
+  uint64_t operation = 0, chunk = 0, total = 0;  // as in Lane::Cursor
+  std::vector<InterhostCell> cells = {};
+
+  using Transfers = std::vector<std::shared_ptr<Interhost::Transfer>>;
+  struct Receives {  // of a step
+    Transfers transfers = {};
+    std::vector<std::byte*> places = {};  // null: in the output
+  };
+  struct Progress {
+    size_t step = 0;
+    bool acted = false;                   // the step's act is done, and its sends are posted
+    bool arrived = false;                 // the last act is done
+    std::vector<Receives> receives = {};  // of the steps whose receives are posted: all of them as soon as possible
+    Transfers sends = {};
+    std::byte* partial = nullptr;
+  };
+  std::vector<Progress> progress = {};
+  Scratch scratch = {};
+
+  bool arrived() const;  // results are in the local ranks' memory
+  bool quiet() const;    // and no byte of it moves any more
+};
 
 class InterhostExchange final : public Exchange {
  public:

@@ -3,15 +3,116 @@
 // Ownership: keeps the network. Thread-safety: constant after construction, but for what Network says.
 #pragma once
 
+#include <cstdint>
+#include <cstring>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
+#include "base/error.h"
 #include "collectives/interhost_plan.h"
-#include "engine/hosts/message.h"
 #include "engine/hosts/network.h"
+#include "transport/shm/layout.h"
 
 namespace syncengine::hosts {
+
+// What engines on different hosts tell each other. Plain structs, the same on all hosts: the handshake refuses a peer
+// with another version of the library or another byte order.
+//
+// Failure: read() throws PeerLost where the bytes are no such message.
+
+enum class Kind : uint32_t { Opened, Flags, Ready, Scheduled, Late, Ended, Announced, Heard };
+
+struct Head {
+  uint32_t group;
+  Kind kind;
+};
+
+// The sender has begun operation `number` of a lane.
+struct Opened {
+  static constexpr Kind kKind = Kind::Opened;
+  Head head;
+  uint64_t lane, number;
+  shm::OpRecord record;
+};
+
+// What all ranks of the sender's host have set of an operation's flags.
+struct Flags {
+  static constexpr Kind kKind = Kind::Flags;
+  Head head;
+  uint64_t lane, number;
+  uint64_t words[shm::kFlagWords];
+};
+
+// To the leader of the job: all ranks of the sender's host have announced the slot for the `epoch`-th time.
+struct Ready {
+  static constexpr Kind kKind = Kind::Ready;
+  Head head;
+  uint64_t slot, epoch;
+};
+
+// From the leader of the job to those of the hosts: what runs next.
+struct Scheduled {
+  static constexpr Kind kKind = Kind::Scheduled;
+  Head head;
+  uint64_t slot;
+};
+
+// For whom the sender waits, once that takes long. Members of the communicator; 0: for nobody any more.
+struct Late {
+  static constexpr Kind kKind = Kind::Late;
+  Head head;
+  uint64_t members;
+};
+
+// Messages with one member that went all the way, without those that came with their headers.
+struct Tally {
+  uint64_t sent = 0, received = 0;
+};
+
+// How the sender ended, how many operations of each lane it has completed, and what of its messages with the receiver.
+struct Ended {
+  static constexpr Kind kKind = Kind::Ended;
+  Head head;
+  uint32_t standing, error;
+  uint64_t completed[shm::kLanes];
+  Tally tally;
+  char text[sizeof(shm::EndRecord::text)];
+};
+
+// The sender has a message for the receiver: its content follows if it has at most kShortBytes, else it comes by
+// transfers.
+inline constexpr size_t kShortBytes = 16 << 10;
+struct Announced {
+  static constexpr Kind kKind = Kind::Announced;
+  Head head;
+  uint64_t channel, tag, fingerprint, bytes;
+  uint64_t number;  // of those that come by transfers
+};
+
+// How many of the receiver's announcements the sender has taken in so far: there is room for more.
+struct Heard {
+  static constexpr Kind kKind = Kind::Heard;
+  Head head;
+  uint64_t count;
+};
+
+template <class Message>
+std::string write(uint32_t group, const Message& content) {
+  static_assert(std::is_trivially_copyable_v<Message>);
+  Message message = content;
+  message.head = {group, Message::kKind};
+  return {reinterpret_cast<const char*>(&message), sizeof(message)};
+}
+
+template <class Message>
+Message read(const std::string& bytes) {
+  Message message;
+  if (bytes.size() != sizeof(message)) throw Error(ErrorKind::PeerLost, "a peer sent a message of a wrong size");
+  std::memcpy(&message, bytes.data(), sizeof(message));
+  return message;
+}
 
 struct Links {
   Placement placement;

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "base/thread.h"
-#include "engine/hosts/message.h"
+#include "engine/hosts/links.h"
 
 namespace syncengine::hosts {
 

@@ -15,10 +15,9 @@
 #include <thread>
 #include <vector>
 
-#include "collectives/interhost_choice.h"
+#include "collectives/interhost_plan.h"
 #include "engine/progress/driver.h"
 #include "engine/progress/engine.h"
-#include "engine/progress/io_loop.h"
 #include "transport/interhost.h"
 #include "transport/shm/layout.h"
 

@@ -6,12 +6,11 @@
 #include <new>
 
 #include "base/build_id.h"
-#include "base/interruption.h"
+#include "base/error.h"
 #include "base/resources.h"
 #include "base/sync_point.h"
 #include "base/texts.h"
 #include "bootstrap/host.h"
-#include "engine/communicator/end_record.h"
 #include "engine/communicator/engine_communicator.h"
 #include "engine/hosts/interhost_members.h"
 

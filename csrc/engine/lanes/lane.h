@@ -12,7 +12,6 @@
 #include <memory>
 #include <vector>
 
-#include "engine/lanes/exchange.h"
 #include "engine/lanes/lane_state.h"
 #include "engine/progress/options.h"
 

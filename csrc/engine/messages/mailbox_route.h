@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "engine/messages/message_route.h"
-#include "transport/shm/mailbox.h"
+#include "transport/shm/layout.h"
 
 namespace syncengine {
 

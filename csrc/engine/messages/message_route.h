@@ -12,7 +12,7 @@
 #include <exception>
 #include <vector>
 
-#include "collectives/message.h"
+#include "collectives/operation.h"
 #include "engine/lanes/lane.h"
 
 namespace syncengine {

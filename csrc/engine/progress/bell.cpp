@@ -1,6 +1,6 @@
 #include "engine/progress/bell.h"
 
-#include "base/futex.h"
+#include "base/thread.h"
 
 namespace syncengine {
 

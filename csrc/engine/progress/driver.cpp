@@ -3,7 +3,7 @@
 #include <chrono>
 #include <utility>
 
-#include "base/futex.h"
+#include "base/thread.h"
 
 namespace syncengine {
 

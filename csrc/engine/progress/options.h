@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "base/deadline.h"
-#include "collectives/interhost_choice.h"
+#include "collectives/interhost_plan.h"
 #include "collectives/operation.h"
 
 namespace syncengine {

@@ -23,7 +23,7 @@
 #include "reducer/buckets/bucket_plan.h"
 #include "reducer/parameters/forward.h"
 #include "reducer/parameters/usage.h"
-#include "reducer/torch/future.h"
+#include "reducer/torch/python_objects.h"
 
 namespace syncengine {
 

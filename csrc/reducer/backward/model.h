@@ -18,7 +18,6 @@
 #include "reducer/buckets/averaging.h"
 #include "reducer/buckets/bucket_lane.h"
 #include "reducer/buckets/flat_buckets.h"
-#include "reducer/buckets/options.h"
 #include "reducer/parameters/current_plan.h"
 #include "reducer/parameters/forward.h"
 #include "reducer/parameters/parameters.h"

@@ -11,7 +11,6 @@
 #include "reducer/backward/route.h"
 #include "reducer/buckets/averaging.h"
 #include "reducer/buckets/flat_buckets.h"
-#include "reducer/gradients/compression.h"
 #include "reducer/parameters/current_plan.h"
 #include "reducer/parameters/parameters.h"
 #include "reducer/parameters/pooled_gradients.h"

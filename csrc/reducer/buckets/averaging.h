@@ -5,7 +5,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/scalar_tensor.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -13,14 +15,83 @@
 #include <string>
 #include <vector>
 
+#include "base/dtype.h"
 #include "collectives/operation.h"
 #include "engine/communicator/communicator.h"
 #include "reducer/buckets/bucket.h"
-#include "reducer/buckets/scaling.h"
-#include "reducer/gradients/compression.h"
 #include "reducer/gradients/gradient.h"
 
 namespace syncengine {
+
+// What a reducer is asked for, once.
+
+struct ReducerOptions {
+  bool find_unused_parameters = false;         // look for them at each forward
+  bool static_graph = false;                   // look for them once, and count how often each hook fires
+  bool skip_all_reduce_unused_params = false;  // buckets of nothing but unused parameters are not reduced
+  bool gradient_as_bucket_view = false;        // these two: only for how DDP rounds, see Scaling
+  bool batched_grad_copy = false;
+  bool waits_in_between = false;   // ranks wait for each other in forward or backward, too (SyncBatchNorm)
+  bool gradients_in_arena = true;  // as far as the communicator has room for them
+  bool flat_buckets = false;       // on CPUs, too, as on devices: for tests, in a build with test hooks
+};
+
+// How contributions are scaled to an average. The ways differ only in rounding, and only if the divisor is not a power
+// of two: kept for the bits of DDP, which has all three.
+
+enum class Scaling : uint8_t {
+  Multiply,  // by 1/N: DDP's default, while it copies into the bucket
+  Divide,    // by N
+  // By N where .grad lies in the bucket already (gradient_as_bucket_view); where it is copied, as Multiply.
+  DivideViewed,
+};
+
+inline Scaling scaling_of(const ReducerOptions& options, Numerics numerics) {
+  if (numerics != Numerics::Ring) return Scaling::Multiply;
+  if (options.batched_grad_copy) return Scaling::Divide;
+  return options.gradient_as_bucket_view ? Scaling::DivideViewed : Scaling::Multiply;
+}
+
+// Whether all three are the same: the divisor is a power of two.
+inline bool is_exact(double divisor) {
+  int exponent = 0;
+  return std::frexp(divisor, &exponent) == 0.5;
+}
+
+// Scales in place, as torch does. By a tensor, since mul_(Scalar) rounds the factor to 16 bits where the gradient has
+// them.
+inline void scale(const at::Tensor& contribution, bool divide, double divisor) {
+  if (divide) {
+    contribution.div_(divisor);
+  } else {
+    contribution.mul_(at::scalar_tensor(1.0 / divisor, at::kDouble));
+  }
+}
+
+// Buckets that are cast to a smaller dtype, reduced by the engine, and cast back.
+
+class Compression {
+ public:
+  enum class Divides {
+    First,  // each contribution by the number of ranks, in that dtype, as torch's compressing hooks do
+    Last,   // their sum, as all-reduces without a hook
+  };
+  // Float16 or BFloat16; throws Error(InvalidUsage) for another.
+  Compression(c10::ScalarType type, Divides divides);
+
+  c10::ScalarType type() const { return type_; }
+  DType dtype() const { return dtype_; }
+  Divides divides() const { return divides_; }
+  // Throws Error(InvalidUsage), naming it, for a parameter whose gradient can't be compressed.
+  void check(const at::Tensor& parameter, const std::string& name) const;
+  // A copy of one gradient's memory, element by element in the same order.
+  at::Tensor compress(const at::Tensor& memory, Statistics& statistics) const;
+
+ private:
+  c10::ScalarType type_;
+  DType dtype_;
+  Divides divides_;
+};
 
 struct Averaging {
   const std::shared_ptr<Communicator> communicator;

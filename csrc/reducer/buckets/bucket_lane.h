@@ -7,11 +7,18 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
 #include <cstddef>
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include "collectives/operation.h"
+#include "engine/communicator/communicator.h"
+#include "reducer/torch/python_error.h"
 
 namespace syncengine {
 
@@ -34,6 +41,39 @@ class BucketLane {
   // Reduces memory of allocate() in place: behind what its own stream has, and before what that gets after finish().
   virtual void all_reduce(Operation operation) = 0;
   virtual void finish() = 0;
+};
+
+// The reducer's lane on a CUDA device.
+
+// Throws InvalidUsage that says what is missing where there is no such device. The ranks connect at its first
+// allocate().
+std::unique_ptr<BucketLane> make_device_lane(const std::shared_ptr<Communicator>& communicator, c10::Device device);
+
+// A BucketLane of host memory: for tests of all that is the same on every device, in a build with test hooks.
+
+class HostMemoryLane final : public BucketLane {
+ public:
+  explicit HostMemoryLane(std::shared_ptr<Communicator> communicator) : communicator_(std::move(communicator)) {}
+
+  at::Tensor allocate(size_t bytes) override {
+    auto memory = communicator_->allocate(bytes);
+    void* data = memory.get();
+    return at::from_blob(
+        data, {static_cast<int64_t>(bytes)}, [memory = std::move(memory)](void*) mutable { memory.reset(); },
+        at::kByte);
+  }
+  c10::Stream current() const override { return c10::Stream(c10::Stream::DEFAULT, c10::Device(c10::kCPU, -1)); }
+  c10::Stream own() const override { return current(); }
+  void order(c10::Stream /*leader*/, c10::Stream /*follower*/) override {}
+  void keep_for(c10::Stream /*stream*/, const at::Tensor& /*tensor*/) override {}
+  void all_reduce(Operation operation) override { works_.push_back(communicator_->submit(std::move(operation))); }
+  void finish() override {
+    for (const auto& work : std::exchange(works_, {})) communicator_->wait(work, raise_pending_signal);
+  }
+
+ private:
+  std::shared_ptr<Communicator> communicator_;
+  std::vector<std::shared_ptr<Work>> works_;
 };
 
 }  // namespace syncengine

@@ -3,9 +3,8 @@
 #include <algorithm>
 
 #include "base/error.h"
-#include "reducer/gradients/cpu_allocator.h"
-#include "reducer/torch/element_order.h"
-#include "reducer/torch/tensor_dtype.h"
+#include "reducer/gradients/gradient_memory.h"
+#include "reducer/torch/tensors.h"
 
 namespace syncengine {
 

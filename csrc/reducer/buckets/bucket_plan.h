@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "reducer/buckets/bucket.h"
-#include "reducer/gradients/allocation_habits.h"
 #include "reducer/gradients/gradient.h"
+#include "reducer/gradients/gradient_memory.h"
 
 namespace syncengine {
 

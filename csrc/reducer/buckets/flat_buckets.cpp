@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/alignment.h"
+#include "base/memory.h"
 
 namespace syncengine {
 

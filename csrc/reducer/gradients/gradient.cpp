@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "reducer/gradients/exclusive.h"
+#include "reducer/gradients/gradient_memory.h"
 
 namespace syncengine {
 

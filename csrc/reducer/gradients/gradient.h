@@ -15,7 +15,7 @@
 #include <string>
 
 #include "reducer/gradients/statistics.h"
-#include "reducer/torch/element_order.h"
+#include "reducer/torch/tensors.h"
 
 namespace syncengine {
 

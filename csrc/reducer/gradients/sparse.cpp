@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "base/alignment.h"
+#include "base/memory.h"
 #include "reducer/torch/python_error.h"
 
 namespace syncengine {

@@ -11,8 +11,8 @@
 #include <memory>
 #include <string>
 
-#include "reducer/gradients/cpu_allocator.h"
-#include "reducer/torch/node_numbers.h"
+#include "reducer/gradients/gradient_memory.h"
+#include "reducer/torch/graph_tasks.h"
 
 namespace syncengine {
 

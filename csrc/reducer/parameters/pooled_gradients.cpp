@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "reducer/gradients/cpu_allocator.h"
+#include "reducer/gradients/gradient_memory.h"
 #include "reducer/parameters/hooks.h"
 #include "reducer/torch/graph_tasks.h"
 

@@ -9,7 +9,7 @@
 
 #include "reducer/buckets/bucket.h"
 #include "reducer/buckets/bucket_plan.h"
-#include "reducer/gradients/allocation_habits.h"
+#include "reducer/gradients/gradient_memory.h"
 #include "reducer/gradients/statistics.h"
 #include "transport/shm/pool.h"
 

@@ -1,4 +1,4 @@
-#include "reducer/routes/comm_hook_route.h"
+#include "reducer/routes/routes.h"
 
 #include <ATen/DeviceGuard.h>
 #include <ATen/core/grad_mode.h>

@@ -1,4 +1,4 @@
-#include "reducer/routes/in_place_route.h"
+#include "reducer/routes/routes.h"
 
 #include <ATen/core/grad_mode.h>
 
@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "reducer/backward/backward.h"
-#include "reducer/torch/element_order.h"
 #include "reducer/torch/python_error.h"
+#include "reducer/torch/tensors.h"
 
 namespace syncengine {
 

@@ -5,6 +5,9 @@
 // Thread-safety: none, but wait_for_all() releases the lock while it waits.
 #pragma once
 
+#include <ATen/SequenceNumber.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -12,13 +15,29 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
-
-#include "reducer/torch/node_numbers.h"
+#include <vector>
 
 namespace syncengine {
+
+// Autograd numbers the nodes that a thread makes. So they tell whether one was made before or after some moment.
+
+// A moment on one thread. Of other threads' nodes nothing is known.
+struct NodeNumber {
+  uint64_t next = 0, thread = 0;
+
+  static NodeNumber now() { return {at::sequence_number::peek(), at::RecordFunction::currentThreadId()}; }
+  bool is_after(const torch::autograd::Node& node) const {
+    return node.thread_id() == thread && node.sequence_nr() < next;
+  }
+  bool is_before(const torch::autograd::Node& node) const {
+    return node.thread_id() == thread && node.sequence_nr() >= next;
+  }
+};
 
 class GraphTasks {
  public:
@@ -92,5 +111,26 @@ class GraphTasks {
   int judged_ = -1;  // the last one that was looked at
   bool forwards_nodes_ = false;
 };
+
+}  // namespace syncengine
+
+// Which parameters a forward has used: those whose AccumulateGrad node can be reached from its outputs.
+
+namespace torch::autograd {
+struct Node;
+}
+
+namespace syncengine {
+
+// The node of a parameter, to the parameter's index.
+using AccumulatorIndex = std::unordered_map<const torch::autograd::Node*, size_t>;
+
+// Sets used[i] = true for each parameter i that a backward from `outputs` will reach; leaves the others as they are.
+// Returns the accumulators of all other leaves that it will reach, which live as long as the outputs.
+std::vector<torch::autograd::Node*> mark_used(const std::vector<at::Tensor>& outputs,
+                                              const AccumulatorIndex& accumulators, std::vector<bool>& used);
+
+// The leaves of such accumulators.
+std::vector<at::Tensor> leaves_of(const std::vector<torch::autograd::Node*>& accumulators);
 
 }  // namespace syncengine

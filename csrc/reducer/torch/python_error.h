@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/interruption.h"
 
 namespace syncengine {
 

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "transport/matching/crc32c.h"
+#include "transport/matching/frame.h"
 
 namespace syncengine::matching {
 

@@ -13,7 +13,6 @@
 
 #include "transport/matching/frame.h"
 #include "transport/matching/shared.h"
-#include "transport/matching/withdrawals.h"
 
 namespace syncengine::matching {
 

@@ -1,8 +1,6 @@
-#include "transport/matching/withdrawals.h"
+#include "transport/matching/shared.h"
 
 #include <iterator>
-
-#include "transport/matching/shared.h"
 
 namespace syncengine::matching {
 

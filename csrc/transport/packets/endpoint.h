@@ -15,7 +15,6 @@
 #include "transport/matching/endpoint.h"
 #include "transport/packets/packets.h"
 #include "transport/packets/peer.h"
-#include "transport/packets/traffic.h"
 
 namespace syncengine::packets {
 

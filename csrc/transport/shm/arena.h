@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <functional>
 #include <map>
 #include <memory>
@@ -14,15 +15,29 @@
 #include <optional>
 #include <vector>
 
-#include "base/fd.h"
-#include "base/mapping.h"
-#include "base/range.h"
-#include "transport/shm/heap.h"
+#include "base/descriptors.h"
+#include "base/memory.h"
 #include "transport/shm/layout.h"
 #include "transport/shm/pool.h"
 #include "transport/shm/private_copy.h"
 
 namespace syncengine::shm {
+
+// First-fit allocator of page-aligned ranges in an arena. Hands out offsets and never touches the memory.
+//
+// Thread-safety: any thread. Failure: allocate() returns nothing when no range is large enough.
+
+class Heap {
+ public:
+  Heap(size_t begin, size_t end) { free_.emplace(begin, end - begin); }
+
+  std::optional<size_t> allocate(size_t bytes, size_t alignment);
+  void release(size_t offset, size_t bytes);
+
+ private:
+  std::mutex mutex_;
+  std::map<size_t, size_t> free_;  // offset -> bytes, never adjacent
+};
 
 // Another rank's arena, mapped here.
 class PeerArena {

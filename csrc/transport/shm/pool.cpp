@@ -6,7 +6,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "base/alignment.h"
+#include "base/memory.h"
 #include "transport/shm/layout.h"
 
 namespace syncengine::shm {

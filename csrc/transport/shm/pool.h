@@ -17,7 +17,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "base/range.h"
+#include "base/memory.h"
 
 namespace syncengine::shm {
 

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "base/range.h"
+#include "base/memory.h"
 
 namespace syncengine::shm {
 
@@ -33,6 +33,28 @@ class PrivateCopy {
  private:
   std::byte* data_;  // null: there were no addresses, or it has been put
   size_t bytes_;
+};
+
+// Keeps a forked child (a DataLoader worker) out of the shared memory of its parent and of the parent's peers.
+
+class Arena;
+class PeerArena;
+class Region;
+
+class ForkGuard {
+ public:
+  static void add(Arena* arena);
+  static void add(PeerArena* arena);
+  static void add(Region* region);
+  static void remove(Arena* arena);
+  static void remove(PeerArena* arena);
+  static void remove(Region* region);
+
+ private:
+  static void install();
+  static void before();
+  static void in_parent();
+  static void in_child();
 };
 
 }  // namespace syncengine::shm

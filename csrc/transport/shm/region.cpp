@@ -5,11 +5,9 @@
 
 #include <string>
 
-#include "base/alignment.h"
 #include "base/error.h"
-#include "base/memfd.h"
+#include "base/memory.h"
 #include "base/resources.h"
-#include "transport/shm/fork_guard.h"
 #include "transport/shm/private_copy.h"
 
 namespace syncengine::shm {

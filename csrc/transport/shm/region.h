@@ -13,8 +13,8 @@
 #include <mutex>
 #include <vector>
 
-#include "base/fd.h"
-#include "base/mapping.h"
+#include "base/descriptors.h"
+#include "base/memory.h"
 #include "transport/shm/layout.h"
 
 namespace syncengine::shm {

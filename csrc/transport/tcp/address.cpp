@@ -1,18 +1,163 @@
+
 #include "transport/tcp/address.h"
 
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
 #include <sys/random.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <fstream>
+#include <memory>
+#include <optional>
+#include <sstream>
 
 #include "base/build_id.h"
 #include "base/error.h"
-#include "transport/matching/codec.h"
 #include "transport/matching/frame.h"
-#include "transport/tcp/sha256.h"
+#include "transport/tcp/secret.h"
 
 namespace syncengine::tcp {
+
+namespace {
+
+std::optional<Ip> ip_of(const sockaddr* address) {
+  Ip ip;
+  if (address && address->sa_family == AF_INET) {
+    std::memcpy(ip.bytes.data(), &reinterpret_cast<const sockaddr_in*>(address)->sin_addr, 4);
+    return ip;
+  }
+  if (address && address->sa_family == AF_INET6) {
+    ip.v6 = true;
+    std::memcpy(ip.bytes.data(), &reinterpret_cast<const sockaddr_in6*>(address)->sin6_addr, 16);
+    return ip;
+  }
+  return {};
+}
+
+std::string list(const std::vector<Interface>& interfaces) {
+  std::string text;
+  for (const auto& [name, ip] : interfaces) text += (text.empty() ? "" : ", ") + name + " (" + ip.text() + ")";
+  return text.empty() ? "none" : text;
+}
+
+std::vector<std::string> split(const std::string& text) {
+  std::vector<std::string> parts;
+  std::istringstream stream(text);
+  for (std::string part; std::getline(stream, part, ',');) {
+    std::erase(part, ' ');
+    if (!part.empty()) parts.push_back(part);
+  }
+  return parts;
+}
+
+// What `wanted` asks for, in two flags and names.
+struct Selection {
+  bool except = false;
+  bool exactly = false;
+  std::vector<std::string> names;
+
+  explicit Selection(std::string wanted) {
+    std::erase(wanted, ' ');
+    if (wanted.starts_with('^')) except = true, wanted.erase(0, 1);
+    if (wanted.starts_with('=')) exactly = true, wanted.erase(0, 1);
+    names = split(wanted);
+  }
+
+  // Lower is better; nothing if the interface is not meant.
+  std::optional<int> rank(const Interface& interface) const {
+    std::optional<int> best;
+    int count = static_cast<int>(names.size());
+    for (int i = 0; i < count && !best; ++i) {
+      if (interface.name == names[i] || interface.ip.text() == names[i])
+        best = 2 * i;
+      else if (!exactly && interface.name.starts_with(names[i]))
+        best = 2 * i + 1;
+    }
+    if (!except) return best;
+    return best ? std::nullopt : std::optional(0);
+  }
+};
+
+}  // namespace
+
+bool Ip::is_loopback() const {
+  static constexpr std::array<uint8_t, 16> kOne6 = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+  return v6 ? bytes == kOne6 : bytes[0] == 127;
+}
+
+bool Ip::is_link_local() const {
+  return v6 ? bytes[0] == 0xfe && (bytes[1] & 0xc0) == 0x80 : bytes[0] == 169 && bytes[1] == 254;
+}
+
+std::string Ip::text() const {
+  char buffer[INET6_ADDRSTRLEN] = {};
+  inet_ntop(v6 ? AF_INET6 : AF_INET, bytes.data(), buffer, sizeof(buffer));
+  return buffer;
+}
+
+SocketAddress socket_address(const Ip& ip, uint16_t port) {
+  SocketAddress address;
+  if (ip.v6) {
+    sockaddr_in6 in{};
+    in.sin6_family = AF_INET6;
+    in.sin6_port = htons(port);
+    std::memcpy(&in.sin6_addr, ip.bytes.data(), 16);
+    std::memcpy(&address.storage, &in, sizeof(in));
+    address.length = sizeof(in);
+  } else {
+    sockaddr_in in{};
+    in.sin_family = AF_INET;
+    in.sin_port = htons(port);
+    std::memcpy(&in.sin_addr, ip.bytes.data(), 4);
+    std::memcpy(&address.storage, &in, sizeof(in));
+    address.length = sizeof(in);
+  }
+  return address;
+}
+
+std::string text(const Ip& ip, uint16_t port) {
+  return (ip.v6 ? "[" + ip.text() + "]" : ip.text()) + ":" + std::to_string(port);
+}
+
+std::vector<Interface> local_interfaces() {
+  ifaddrs* first = nullptr;
+  if (getifaddrs(&first) != 0) throw_system_error("can't list this machine's network interfaces", errno);
+  std::unique_ptr<ifaddrs, decltype(&freeifaddrs)> owner(first, &freeifaddrs);
+  std::vector<Interface> interfaces;
+  for (const ifaddrs* each = first; each; each = each->ifa_next) {
+    auto ip = ip_of(each->ifa_addr);
+    if (ip && (each->ifa_flags & IFF_UP)) interfaces.push_back({each->ifa_name, *ip});
+  }
+  return interfaces;
+}
+
+Ip choose_ip(const std::string& wanted, const std::vector<Interface>& interfaces) {
+  Selection selection(wanted);
+  const Interface* best = nullptr;
+  auto order = [&](const Interface& interface) {
+    // An address that its peers can't use without naming a link comes last, IPv4 first.
+    return std::tuple(*selection.rank(interface), interface.ip.is_link_local(), interface.ip.v6);
+  };
+  for (const Interface& interface : interfaces) {
+    bool meant = selection.names.empty() ? interface.ip.is_loopback() : selection.rank(interface).has_value();
+    if (!meant || (selection.except && interface.ip.is_loopback())) continue;
+    if (selection.names.empty() ? !best || (best->ip.v6 && !interface.ip.v6) : !best || order(interface) < order(*best))
+      best = &interface;
+  }
+  if (best && best->ip.v6 && best->ip.is_link_local()) best = nullptr;  // needs a scope, which differs between hosts
+  if (!best) {
+    throw Error(ErrorKind::InvalidUsage, (wanted.empty() ? std::string("there is no loopback interface")
+                                                         : "no network interface matches '" + wanted + "'") +
+                                             " with an address that other hosts can use; this machine has " +
+                                             list(interfaces));
+  }
+  return best->ip;
+}
 
 namespace {
 

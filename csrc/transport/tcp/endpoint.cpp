@@ -1,13 +1,50 @@
-#include "transport/tcp/endpoint.h"
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <functional>
+#include <map>
 #include <utility>
+#include <vector>
+
+#include "base/deadline.h"
+#include "base/descriptors.h"
+#include "transport/matching/endpoint.h"
+#include "transport/tcp/peer.h"
+#include "transport/tcp/rendezvous.h"
+#include "transport/tcp/socket.h"
+#include "transport/tcp/tcp.h"
 
 namespace syncengine::tcp {
+
+// Interhost over TCP: one thread at a time, in step(), moves everything; it sleeps in epoll, and calls from other
+// threads wake it.
+//
+// Locks: as in matching::Endpoint. A pass makes at most a system call each way on each connection.
+
+class Endpoint : public matching::Endpoint<Peer> {
+ public:
+  // `sockets` by peer: the first for control, the others for data.
+  Endpoint(const Options& options, int rank, std::map<int, std::vector<UniqueFd>> sockets);
+
+  void run(const std::function<void()>& progressed) override;
+  bool has_steps() const override { return true; }
+  Step step(Duration at_most) override;
+  void wake() override;
+  bool has_unsent() const override;
+
+ private:
+  // Of the thread that makes the step, under the progress lock.
+  void on_event(uint64_t key, uint32_t events);
+  bool pass();
+
+  Options options_;
+  ParentFd epoll_;
+  ParentFd alarm_;
+  bool busy_ = true;  // there may be more to do at once
+};
 
 namespace {
 
@@ -105,6 +142,55 @@ bool Endpoint::pass() {
   bool running = !stopping_ || !has_left();
   queue_.deliver(shared_.heard);
   return running;
+}
+
+namespace {
+
+constexpr size_t kOwn = 3;  // the listener, and what the endpoint waits on
+
+void require_room(const Options& options, int peers) {
+  if (peers == 0) return;
+  require_descriptors(static_cast<size_t>(peers) * (1 + options.sockets) + kOwn,
+                      "connections to " + std::to_string(peers) + " ranks of other hosts, " +
+                          std::to_string(1 + options.sockets) + " each");
+}
+
+}  // namespace
+
+Listener::Listener(const Options& options) : options_(options) {
+  if (options.sockets < 1 || options.sockets > kMaxSockets) {
+    throw Error(ErrorKind::InvalidUsage, "there must be 1 to " + std::to_string(kMaxSockets) +
+                                             " TCP sockets a peer, not " + std::to_string(options.sockets));
+  }
+  if (options.heartbeat <= 0 || options.silence < 3 * options.heartbeat) {
+    throw Error(ErrorKind::InvalidUsage,
+                "a silence of " + std::to_string(options.silence) + " s can't be told from heartbeats every " +
+                    std::to_string(options.heartbeat) + " s: give at least three times as much");
+  }
+  require_room(options, options.peers);
+  address_.ip = choose_ip(options.interface, local_interfaces());
+  UniqueFd listener = listen_on(address_.ip);
+  address_.port = port_of(listener);
+  fd_ = ParentFd(std::move(listener));
+  address_.sockets = static_cast<uint8_t>(options.sockets);
+  address_.checksum = options.checksum;
+  address_.has_secret = !options.secret.empty();
+  address_.network = own_network();
+  address_.key = random_bytes(address_.network.size());
+}
+
+std::unique_ptr<Interhost> connect(Listener listener, int rank, const std::vector<std::string>& addresses,
+                                   Deadline deadline, const std::function<void()>& interrupted) {
+  std::map<int, Address> peers;
+  for (int peer = 0; peer < static_cast<int>(addresses.size()); ++peer) {
+    if (peer == rank || addresses[peer].empty()) continue;
+    const RankNames& names = listener.options_.names;
+    peers[peer] = decode_address(names.global(peer), addresses[peer]);
+    check_fit(names.global(rank), listener.address_, names.global(peer), peers[peer]);
+  }
+  require_room(listener.options_, static_cast<int>(peers.size()));
+  Rendezvous rendezvous(listener.options_, rank, listener.address_, std::move(peers), listener.fd_.get());
+  return std::make_unique<Endpoint>(listener.options_, rank, rendezvous.run(deadline, interrupted));
 }
 
 }  // namespace syncengine::tcp

@@ -1,10 +1,10 @@
-#include "transport/tcp/handshake.h"
+#include "transport/tcp/rendezvous.h"
 
 #include <utility>
 
 #include "base/build_id.h"
-#include "transport/matching/codec.h"
-#include "transport/tcp/sha256.h"
+#include "transport/matching/frame.h"
+#include "transport/tcp/secret.h"
 
 namespace syncengine::tcp {
 

@@ -11,8 +11,7 @@
 #include "base/build_id.h"
 #include "base/sync_point.h"
 #include "base/texts.h"
-#include "transport/tcp/descriptors.h"
-#include "transport/tcp/sha256.h"
+#include "transport/tcp/secret.h"
 #include "transport/tcp/socket.h"
 
 namespace syncengine::tcp {

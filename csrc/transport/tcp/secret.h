@@ -2,10 +2,21 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "transport/tcp/address.h"
 
 namespace syncengine::tcp {
+
+// SHA-256 (FIPS 180-4) and HMAC (RFC 2104). Pure functions; 32 bytes each.
+
+inline constexpr size_t kDigestBytes = 32;
+
+std::string sha256(std::string_view message);
+std::string hmac_sha256(std::string_view key, std::string_view message);
+
+// In a time that does not tell where they differ.
+bool equal_digests(std::string_view a, std::string_view b);
 
 inline constexpr size_t kShortestSecret = 16;  // a shorter one is guessed from one recorded handshake
 

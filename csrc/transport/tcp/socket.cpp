@@ -1,15 +1,23 @@
+
 #include "transport/tcp/socket.h"
 
+#include <dirent.h>
+#include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <pthread.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
+#include <memory>
+#include <mutex>
+#include <set>
 
 #include "base/error.h"
-#include "transport/tcp/descriptors.h"
 
 namespace syncengine::tcp {
 
@@ -85,5 +93,79 @@ int connect_error(const UniqueFd& socket) {
 void send_at_once(const UniqueFd& socket) { set(socket.get(), IPPROTO_TCP, TCP_NODELAY, 1); }
 
 void keep_short_queue(int socket, int bytes) { set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, bytes); }
+
+namespace {
+
+constexpr size_t kSpare = 16;  // for what else a process opens meanwhile
+
+size_t limit() {
+  rlimit files{};
+  return getrlimit(RLIMIT_NOFILE, &files) == 0 ? static_cast<size_t>(files.rlim_cur) : RLIM_INFINITY;
+}
+
+size_t open_now() {
+  std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/proc/self/fd"), closedir);
+  size_t count = 0;
+  while (folder && readdir(folder.get())) ++count;
+  return count;  // `.`, `..` and the folder itself are the least of what may come
+}
+
+}  // namespace
+
+void require_descriptors(size_t count, const std::string& what) {
+  size_t most = limit(), needed = open_now() + count + kSpare;
+  if (needed <= most) return;
+  throw Error(ErrorKind::InvalidUsage, "this rank needs " + std::to_string(count) + " file descriptors for " + what +
+                                           ", which the limit of " + std::to_string(most) +
+                                           " does not leave: raise ulimit -n to at least " + std::to_string(needed) +
+                                           ", or give fewer init(sockets=...)");
+}
+
+void throw_out_of_descriptors(const std::string& text, int code) {
+  throw Error(ErrorKind::InvalidUsage, text + ": " + std::strerror(code) + " (" + std::to_string(open_now()) +
+                                           " are open, the limit is " + std::to_string(limit()) +
+                                           (code == ENFILE ? "): raise fs.file-max" : "): raise ulimit -n"));
+}
+
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::set<int> descriptors;
+};
+
+Registry& registry() {
+  static auto* instance = new Registry;  // never destroyed: descriptors may outlive static destruction
+  return *instance;
+}
+
+void before_fork() { registry().mutex.lock(); }
+void in_parent() { registry().mutex.unlock(); }
+
+// Only async-signal-safe calls here: other threads' locks are lost in the child.
+void in_child() {
+  int nothing = open("/dev/null", O_RDWR | O_CLOEXEC);
+  for (int descriptor : registry().descriptors) {
+    if (nothing < 0 || dup3(nothing, descriptor, O_CLOEXEC) < 0) close(descriptor);
+  }
+  if (nothing >= 0) close(nothing);
+  registry().mutex.unlock();
+}
+
+}  // namespace
+
+ParentFd::ParentFd(UniqueFd fd) : fd_(std::move(fd)) {
+  [[maybe_unused]] static int once = pthread_atfork(&before_fork, &in_parent, &in_child);
+  if (!fd_) return;
+  std::lock_guard lock(registry().mutex);
+  registry().descriptors.insert(fd_.get());
+}
+
+void ParentFd::reset() {
+  if (!fd_) return;
+  std::lock_guard lock(registry().mutex);  // until it is closed: the number is another's from then on
+  registry().descriptors.erase(fd_.get());
+  fd_.reset();
+}
 
 }  // namespace syncengine::tcp

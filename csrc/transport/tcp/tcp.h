@@ -16,7 +16,7 @@
 #include "transport/interhost.h"
 #include "transport/matching/heartbeat_monitor.h"
 #include "transport/tcp/address.h"
-#include "transport/tcp/parent_fd.h"
+#include "transport/tcp/socket.h"
 
 namespace syncengine::tcp {
 

@@ -5,7 +5,6 @@
 #include <fstream>
 #include <map>
 
-#include "base/cgroup.h"
 #include "test.h"
 
 namespace syncengine {

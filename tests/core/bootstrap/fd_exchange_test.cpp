@@ -19,9 +19,8 @@
 #include <thread>
 
 #include "bootstrap/fd_exchange.h"
-#include "bootstrap/greeting.h"
-#include "bootstrap/local_socket.h"
-#include "bootstrap/process.h"
+#include "bootstrap/host.h"
+#include "bootstrap/rendezvous.h"
 #include "child.h"
 #include "job.h"
 
@@ -113,7 +112,7 @@ UniqueFd call_as(const std::string& name, int rank,
   return socket;
 }
 
-int open_descriptors() {
+int count_descriptors() {
   int count = 0;
   for (int fd = 0; fd < 1024; ++fd) count += fcntl(fd, F_GETFD) != -1;
   return count;
@@ -133,12 +132,12 @@ void check_exchange(std::vector<FdExchange>& fd_exchanges) {
 
 TEST(every_rank_gets_the_memory_of_every_other_one) {
   for (int size : {2, 3, 8}) {
-    const int before = open_descriptors();
+    const int before = count_descriptors();
     {
       std::vector<FdExchange> fd_exchanges(size);
       check_exchange(fd_exchanges);
     }
-    CHECK_EQ(open_descriptors(), before);
+    CHECK_EQ(count_descriptors(), before);
   }
 }
 
@@ -276,13 +275,13 @@ TEST(crowds_of_strangers_leave_room_for_ranks) {
   std::vector<FdExchange> fd_exchanges(2);
   std::vector<UniqueFd> strangers;
   for (int i = 0; i < 100; ++i) strangers.push_back(dial(fd_exchanges[0].name()));
-  const int before = open_descriptors();
+  const int before = count_descriptors();
   int most = 0;
   const auto addresses = addresses_of(fd_exchanges);
   run_ranks(2, [&](int rank) {
     UniqueFd own = memory_of(rank);
     auto look = [&] {
-      if (rank == 0) most = std::max(most, open_descriptors());
+      if (rank == 0) most = std::max(most, count_descriptors());
     };
     check_memories(rank, fd_exchanges[rank].exchange(rank, addresses, own.get(), Deadline::after(kPatience), look));
   });
@@ -409,7 +408,7 @@ TEST(a_limit_on_descriptors_that_is_too_low_is_told_before_anything_else) {
     std::vector<FdExchange> fd_exchanges(9);
     const auto addresses = addresses_of(fd_exchanges);
     UniqueFd own = memory_of(0);
-    const int open = open_descriptors();
+    const int open = count_descriptors();
     limit_descriptors(open + 20);  // it takes 24
     const auto text = CHECK_THROWS(fd_exchanges[4].exchange(4, addresses, own.get(), Deadline::after(kPatience), {}),
                                    ErrorKind::InvalidUsage);

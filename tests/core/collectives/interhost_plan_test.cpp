@@ -4,7 +4,7 @@
 #include <tuple>
 
 #include "collectives/interhost_plan.h"
-#include "kernels/wide.h"
+#include "kernels/reduce.h"
 #include "kernels_oracle.h"
 #include "test.h"
 

@@ -1,5 +1,5 @@
 // Every collective cut into pieces for many worlds and slots: each piece, done for itself, gives the whole one's bits.
-#include "cuda/pieces.h"
+#include "cuda/proxy.h"
 
 #include "cuda_cases.h"
 #include "test.h"

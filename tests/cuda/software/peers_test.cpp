@@ -2,7 +2,7 @@
 #include <cstdlib>
 #include <map>
 
-#include "cuda/device/peer_memory.h"
+#include "cuda/device/memory.h"
 #include "ranks.h"
 
 namespace syncengine {

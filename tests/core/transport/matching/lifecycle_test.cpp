@@ -1,5 +1,5 @@
 // Every state and event of a peer's lifecycle, against what the states mean.
-#include "transport/matching/lifecycle.h"
+#include "transport/matching/session.h"
 
 #include <set>
 #include <string>

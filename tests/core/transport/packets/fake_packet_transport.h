@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "test.h"
-#include "transport/packets/packet_transport.h"
+#include "transport/packets/packets.h"
 
 namespace syncengine::testing {
 

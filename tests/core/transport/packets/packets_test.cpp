@@ -4,10 +4,9 @@
 
 #include "fake_packet_transport.h"
 #include "interhost_conformance.h"
-#include "transport/matching/codec.h"
 #include "transport/matching/frame.h"
 #include "transport/packets/packets.h"
-#include "transport/packets/traffic.h"
+#include "transport/packets/peer.h"
 
 namespace syncengine::testing {
 

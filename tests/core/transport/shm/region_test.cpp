@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/memfd.h"
+#include "base/memory.h"
 #include "child.h"
 #include "test.h"
 #include "transport/shm/region.h"

@@ -11,7 +11,7 @@
 #include "base/build_id.h"
 #include "test.h"
 #include "transport/matching/frame.h"
-#include "transport/tcp/handshake.h"
+#include "transport/tcp/rendezvous.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/tcp.h"
 

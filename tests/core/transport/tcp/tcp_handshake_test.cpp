@@ -3,8 +3,8 @@
 
 #include "base/build_id.h"
 #include "test.h"
-#include "transport/tcp/handshake.h"
-#include "transport/tcp/sha256.h"
+#include "transport/tcp/rendezvous.h"
+#include "transport/tcp/secret.h"
 
 namespace syncengine::tcp {
 

@@ -4,15 +4,11 @@
 #include <fstream>
 #include <random>
 
-#include "base/fd.h"
+#include "base/descriptors.h"
 #include "test.h"
-#include "transport/matching/codec.h"
-#include "transport/matching/crc32c.h"
 #include "transport/matching/frame.h"
 #include "transport/tcp/address.h"
-#include "transport/tcp/ip.h"
 #include "transport/tcp/secret.h"
-#include "transport/tcp/sha256.h"
 
 namespace syncengine::tcp {
 

@@ -1,0 +1,59 @@
+
+#include "base/memory.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+#include <string>
+#include <utility>
+
+#include "base/descriptors.h"
+#include "base/error.h"
+
+namespace syncengine {
+
+Mapping::Mapping(int fd, size_t bytes) : bytes_(bytes) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  if (data == MAP_FAILED) throw_system_error("can't map " + std::to_string(bytes) + " bytes of shared memory", errno);
+  data_ = static_cast<std::byte*>(data);
+  madvise(data, bytes, MADV_DONTDUMP);
+}
+
+Mapping::Mapping(Mapping&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(std::exchange(other.bytes_, 0)) {}
+
+Mapping& Mapping::operator=(Mapping&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+Mapping::~Mapping() {
+  if (data_) munmap(data_, bytes_);
+}
+
+void make_inaccessible(void* address, size_t bytes) {
+  mmap(address, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
+}
+
+namespace {
+
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+constexpr unsigned kNoExecSeal = 0x8;  // MFD_NOEXEC_SEAL: since Linux 6.3, and demanded where vm.memfd_noexec is 2
+
+}  // namespace
+
+UniqueFd create_sealed_memfd(const char* name, size_t bytes, const char* hint) {
+  UniqueFd fd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | kNoExecSeal));
+  if (!fd && errno == EINVAL) fd = UniqueFd(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!fd) throw_descriptor_error("can't create shared memory", errno);
+  if (ftruncate(fd.get(), static_cast<off_t>(bytes)) != 0)
+    throw_system_error("can't size shared memory to " + std::to_string(bytes) + " bytes" + hint, errno);
+  if (fcntl(fd.get(), F_ADD_SEALS, kSeals) != 0) throw_system_error("can't seal shared memory", errno);
+  return fd;
+}
+
+bool has_fixed_size(int fd) { return (fcntl(fd, F_GET_SEALS) & kSeals) == kSeals; }
+
+}  // namespace syncengine

@@ -1,0 +1,135 @@
+
+#include <frameobject.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <utility>
+
+#include "c10d/backend.h"
+#include "c10d/call.h"
+#include "reducer/torch/python_error.h"
+
+namespace syncengine {
+
+namespace {
+
+PyObject* generator_of(PyFrameObject* frame) {
+#if PY_VERSION_HEX >= 0x030B0000
+  return PyFrame_GetGenerator(frame);
+#else
+  Py_XINCREF(frame->f_gen);
+  return frame->f_gen;
+#endif
+}
+
+int raise_postponed(void* error) {
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error)), static_cast<PyObject*>(error));
+  Py_DECREF(static_cast<PyObject*>(error));
+  return -1;
+}
+
+}  // namespace
+
+std::unique_ptr<CoalescingBody> CoalescingBody::of_caller(std::function<void()> left) {
+  if (!Py_IsInitialized()) return nullptr;
+  pybind11::gil_scoped_acquire gil;
+  PyFrameObject* frame = PyEval_GetFrame();
+  auto generator = pybind11::reinterpret_steal<pybind11::object>(frame ? generator_of(frame) : nullptr);
+  if (!generator) return nullptr;
+  pybind11::cpp_function callback([left = std::move(left)](pybind11::handle) {
+    pybind11::gil_scoped_release nogil;  // what it waits for may need the GIL
+    left();
+  });
+  return std::unique_ptr<CoalescingBody>(new CoalescingBody(pybind11::weakref(generator, callback).release().ptr()));
+}
+
+CoalescingBody::~CoalescingBody() {
+  if (!Py_IsInitialized()) return;
+  pybind11::gil_scoped_acquire gil;
+  Py_DECREF(static_cast<PyObject*>(reference_));
+}
+
+bool CoalescingBody::has_ended() const {
+  pybind11::gil_scoped_acquire gil;
+  const auto generator = pybind11::reinterpret_borrow<pybind11::object>(static_cast<PyObject*>(reference_))();
+  return generator.is_none() || generator.attr("gi_frame").is_none();
+}
+
+void postpone_python_error() noexcept {
+  try {
+    throw;
+  } catch (python_error& error) {
+    pybind11::gil_scoped_acquire gil;
+    error.restore();
+    PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    Py_XDECREF(type);
+    Py_XDECREF(trace);
+    if (value && Py_AddPendingCall(raise_postponed, value) != 0) Py_DECREF(value);
+  } catch (...) {
+  }
+}
+
+// TorchBackend's coalescing: how the calls between startCoalescing() and endCoalescing() become one work, and what
+// becomes of those that no end follows.
+
+// One that was left open by an error ends here at the latest.
+void TorchBackend::startCoalescing() {
+  auto coalesced = std::make_unique<Coalesced>();
+  coalesced->dropped = [this](Coalesced& calls) { leave(calls); };
+  coalesced->body = CoalescingBody::of_caller([this] { end_left_coalescing(); });
+  coalescing_.give(std::move(coalesced));
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
+  auto coalesced = coalescing_.take();
+  if (!coalesced) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun, or an error has ended it");
+  coalesced->dropped = {};
+  return finish(*coalesced);
+}
+
+// This thread's. A body that has raised is over: torch tells of no end.
+std::unique_ptr<Coalesced> TorchBackend::take_coalesced() {
+  auto coalesced = coalescing_.take();
+  if (coalesced && coalesced->body && coalesced->body->has_ended()) coalesced.reset();
+  return coalesced;
+}
+
+void TorchBackend::end_left_coalescing() {
+  if (auto coalesced = take_coalesced()) coalescing_.give(std::move(coalesced));
+}
+
+// What waits by itself, whatever is coalesced around it.
+void TorchBackend::stay_out_of_coalescing(Call& call) {
+  if (call.coalesced) coalescing_.give(std::move(call.coalesced));
+}
+
+// As if each collective had waited, as with Gloo. Not messages: what they wait for may be what was to come.
+void TorchBackend::leave(Coalesced& coalesced) noexcept {
+  try {
+    const auto collectives = coalesced.collectives;
+    const bool any = !collectives.empty() || !coalesced.messages.empty() || coalesced.call.delivers();
+    const auto work = any ? finish(coalesced) : nullptr;
+    for (const auto& each : collectives)
+      communicator_->wait(each, raise_pending_signal, at_most(::c10d::kUnsetTimeout));
+    undelivered_->deliver_ended();
+  } catch (...) {  // the group has failed
+    postpone_python_error();
+  }
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::finish(Coalesced& coalesced) {
+  const uint64_t number = sequence_.load(std::memory_order_relaxed);
+  constexpr auto kType = ::c10d::OpType::COALESCED;
+  if (!coalesced.call.device().is_cpu()) {
+    const c10::Stream stream = stream_aside(coalesced.call);
+    return finish_on_device(std::move(coalesced.call), stream, kType, number);
+  }
+  auto works = std::move(coalesced.collectives);
+  std::move(coalesced.messages.begin(), coalesced.messages.end(), std::back_inserter(works));
+  TorchWork::Origin origin{communicator_, messages_, kType, number, at_most(::c10d::kUnsetTimeout)};
+  return make_work(std::move(origin), std::move(coalesced.call), std::move(works));
+}
+
+}  // namespace syncengine

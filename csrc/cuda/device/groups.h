@@ -1,0 +1,212 @@
+// What the groups of real devices share: on one host and on several.
+//
+// Ownership: none. Thread-safety: any thread. Failure: as said.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda/body.h"
+#include "cuda/device/memory.h"
+#include "cuda/device_group.h"
+#include "cuda/proxy.h"
+#include "cuda/sequence.h"
+#include "cuda/shared_pages.h"
+#include "cuda/transport_watch.h"
+#include "cuda/watchdog.h"
+#include "engine/communicator/communicator.h"
+#include "transport/device_transport.h"
+
+namespace syncengine::cuda {
+
+// Calls step(). What keeps this rank from going on would keep the others waiting: an Error fails the communicator on
+// all ranks, and is thrown on.
+template <class Step>
+void tell_peers_if_it_fails(Communicator& communicator, Step&& step) {
+  try {
+    step();
+  } catch (const Error& error) {
+    const int rank = communicator.global_ranks()[communicator.rank()];
+    // A mismatch is everybody's, whoever finds it first.
+    const ErrorKind kind = error.kind() == ErrorKind::Mismatch ? ErrorKind::Mismatch : ErrorKind::Aborted;
+    communicator.abort(kind, "rank " + std::to_string(rank) + ": " + error.what());
+    throw;
+  }
+}
+
+// What a group between hosts allocates: memory that is this rank's alone.
+std::shared_ptr<void> take_own_memory(Communicator& communicator, int device, size_t bytes);
+
+// Throws InvalidUsage for an operation that has no meaning on devices.
+void require_possible(const Operation& operation);
+
+// For messages; computed anew at each call.
+std::string describe(const Operation& operation);
+
+// What all groups of real devices are alike in: who may call, from the first operation to close(), and what is counted.
+//
+// A group calls close() in its destructor. Thread-safety: as DeviceGroup; what a group adds is called under the lock.
+
+class BaseGroup : public DeviceGroup {
+ public:
+  int device() const final { return device_; }
+
+  void run(const Operation& operation, void* stream) final {
+    std::lock_guard lock(mutex_);
+    require_open();
+    require_possible(operation);
+    const UseDevice use(device_);
+    const char* way = enqueue(operation, static_cast<cudaStream_t>(stream));
+    ++counters_["operations"];
+    counters_[way] += operation.input.bytes();
+  }
+
+  std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>&) override {
+    return take_own_memory(*communicator_, device_, bytes);
+  }
+
+  std::map<std::string, uint64_t> counters() const final {
+    std::lock_guard lock(mutex_);
+    return counters_;
+  }
+
+  void close() final {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(closed_, true)) return;
+    const UseDevice use(device_);
+    release();
+  }
+
+ protected:
+  BaseGroup(std::shared_ptr<Communicator> communicator, int device)
+      : communicator_(std::move(communicator)), device_(device) {}
+
+  virtual const char* enqueue(const Operation& operation, cudaStream_t stream) = 0;  // the counter of its bytes
+  virtual void throw_if_failed() const { communicator_->throw_if_failed(); }
+  virtual void release() = 0;  // once
+  void require_open() const {
+    if (closed_) throw Error(ErrorKind::InvalidUsage, kClosed);
+    throw_if_failed();
+  }
+
+  const std::shared_ptr<Communicator> communicator_;
+  const int device_;
+  std::map<std::string, uint64_t> counters_;
+  mutable std::mutex mutex_;
+
+ private:
+  bool closed_ = false;
+};
+
+// A DeviceGroup of real devices: joins memory, words, sequences and the watchdog.
+
+class RealDeviceGroup final : public BaseGroup {
+ public:
+  RealDeviceGroup(std::shared_ptr<Communicator> communicator, int device, const std::function<void()>& interrupted);
+  ~RealDeviceGroup() override { close(); }
+
+  std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted) override;
+
+ private:
+  // Memory of one allocate(), on all ranks.
+  struct Segment {
+    uint64_t number;
+    std::unique_ptr<DeviceMemory> own;
+    std::unique_ptr<PeerMemory> peers;
+    bool dropped = false;  // its tensor is gone
+  };
+  // What deleters of allocated memory still reach when the group is gone.
+  struct Segments {
+    std::mutex mutex;
+    std::vector<Segment> list;
+  };
+  struct Choice {
+    Route route;
+    uint64_t place = 0;  // must agree between ranks
+  };
+
+  const char* enqueue(const Operation& operation, cudaStream_t stream) override;
+  void throw_if_failed() const override { watchdog_->throw_if_failed(); }
+  void release() override;
+  void prepare_staging(const std::function<void()>& interrupted);
+  void prove_signals();
+  Choice choose(const Operation& operation);
+  bool find(const Span& span, Choice& choice) const;
+  void give_back_dropped(const std::function<void()>& interrupted);
+  void wait_for_peers_to_leave();
+
+  SharedPages pages_;
+  std::vector<std::unique_ptr<PinnedMapping>> pinned_pages_;
+  std::vector<Control*> controls_;  // as the device sees them
+  std::unique_ptr<SharedPages> host_staging_;
+  std::vector<std::unique_ptr<PinnedMapping>> pinned_staging_;
+  std::unique_ptr<DeviceMemory> staging_;
+  std::unique_ptr<PeerMemory> peer_staging_;
+  Site site_;
+  std::shared_ptr<Segments> segments_ = std::make_shared<Segments>();
+  uint64_t segments_so_far_ = 0;
+  std::unique_ptr<Watchdog> watchdog_;
+};
+
+// A DeviceGroup of ranks on several hosts: tensors go through pinned memory to the CPU's engine, and back.
+
+class ProxyGroup final : public BaseGroup {
+ public:
+  ProxyGroup(std::shared_ptr<Communicator> communicator, int device, const std::function<void()>& interrupted);
+  ~ProxyGroup() override { close(); }
+
+ private:
+  struct Slots;
+
+  const char* enqueue(const Operation& operation, cudaStream_t stream) override;
+  void release() override;
+  void download(const Operation& operation, const Piece& piece, size_t slot, cudaStream_t stream);
+  void upload(const Operation& operation, const Piece& piece, size_t slot, cudaStream_t stream);
+
+  std::shared_ptr<Slots> slots_;
+  std::shared_ptr<Proxy> proxy_;
+  cudaEvent_t last_ = nullptr;  // the end of what was queued so far
+};
+
+// A DeviceGroup of ranks on several hosts whose bytes a DeviceTransport moves from device to device. Sums are made
+// here, so that their bits are those of the CPU's engine.
+
+class TransportGroup final : public BaseGroup {
+ public:
+  TransportGroup(std::shared_ptr<Communicator> communicator, std::unique_ptr<DeviceTransport> transport, int device);
+  ~TransportGroup() override { close(); }
+
+ private:
+  // `stream` is the current one of the calling thread, on which the transport's calls go as well.
+  const char* enqueue(const Operation& operation, cudaStream_t stream) override;
+  void release() override;
+  void queue(const Operation& operation, const Gate& gate, cudaStream_t stream);
+  void begin(const Gate& gate, cudaStream_t stream);
+  void end(cudaStream_t stream);
+  void stage(const Operation& operation, const Piece& piece, cudaStream_t stream);
+  void carry_out(const Operation& operation, const Piece& piece, cudaStream_t stream);
+  void deliver(const Operation& operation, const Piece& piece, const Gate& gate, cudaStream_t stream);
+  void reduce(const Operation& operation, size_t block, std::byte* result, cudaStream_t stream);
+
+  // Device memory: a piece, what comes from all ranks of one, and each rank's fingerprint.
+  std::byte* slot() const { return staging_->data(); }
+  std::byte* received() const;
+  uint32_t* marks() const;
+  TransportWords* words_on_device() const { return reinterpret_cast<TransportWords*>(words_->on_device()); }
+
+  std::unique_ptr<DeviceTransport> transport_;
+  const int rank_, world_;
+  std::vector<std::vector<int>> hosts_;  // the ranks of each
+  std::optional<PinnedMemory> words_;    // TransportWords
+  std::unique_ptr<DeviceMemory> staging_;
+  std::unique_ptr<TransportWatch> watch_;
+};
+
+}  // namespace syncengine::cuda

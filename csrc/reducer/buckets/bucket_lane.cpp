@@ -1,0 +1,50 @@
+
+#include "reducer/buckets/bucket_lane.h"
+
+#include <ATen/ops/empty.h>
+
+#include <utility>
+
+#include "reducer/torch/python_error.h"
+#include "streams/queue.h"
+
+namespace syncengine {
+
+namespace {
+
+class DeviceLane final : public BucketLane {
+ public:
+  DeviceLane(std::shared_ptr<Communicator> communicator, c10::Device device)
+      : communicator_(std::move(communicator)), device_(device) {}
+
+  at::Tensor allocate(size_t bytes) override {
+    const auto size = static_cast<int64_t>(bytes);
+    if (communicator_->size() == 1) return at::empty({size}, at::TensorOptions().dtype(at::kByte).device(device_));
+    if (!queue_) queue_ = take_own_queue(communicator_, device_, raise_pending_signal);
+    return queue_->empty({size}, bytes, at::kByte, raise_pending_signal);
+  }
+  c10::Stream current() const override { return current_stream(device_); }
+  c10::Stream own() const override { return queue_ ? queue_->side() : current(); }
+  void order(c10::Stream leader, c10::Stream follower) override { order_streams(leader, follower); }
+  void keep_for(c10::Stream stream, const at::Tensor& tensor) override {
+    syncengine::keep_for(stream, tensor.storage());
+  }
+  void all_reduce(Operation operation) override {
+    if (queue_) queue_->run(operation, queue_->side(), queue_->side_handle());  // else there is one rank
+  }
+  void finish() override { communicator_->throw_if_failed(); }  // what the streams do is theirs to wait for
+
+ private:
+  std::shared_ptr<Communicator> communicator_;
+  c10::Device device_;
+  std::shared_ptr<Queue> queue_;
+};
+
+}  // namespace
+
+std::unique_ptr<BucketLane> make_device_lane(const std::shared_ptr<Communicator>& communicator, c10::Device device) {
+  cuda::require_device(device.index());
+  return std::make_unique<DeviceLane>(communicator, device);
+}
+
+}  // namespace syncengine

@@ -1,0 +1,244 @@
+
+#include "reducer/gradients/gradient_memory.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "reducer/torch/python_objects.h"
+
+namespace syncengine::gradient_memory {
+
+namespace {
+
+constexpr int kWrongGuesses = 3;  // then it is another graph each time
+
+}  // namespace
+
+std::shared_ptr<const Temporaries> AllocationHabits::known(size_t bytes, bool accumulates) const {
+  std::lock_guard lock(mutex_);
+  auto habit = habits_.find(bytes);
+  return habit == habits_.end() ? nullptr : habit->second.temporaries[accumulates];
+}
+
+bool AllocationHabits::wants_to_learn(size_t bytes, bool accumulates) const {
+  std::lock_guard lock(mutex_);
+  auto habit = habits_.find(bytes);
+  return habit == habits_.end() || (!habit->second.temporaries[accumulates] && habit->second.wrong < kWrongGuesses);
+}
+
+void AllocationHabits::learn(size_t bytes, bool accumulates, Temporaries temporaries) {
+  std::lock_guard lock(mutex_);
+  habits_[bytes].temporaries[accumulates] = std::make_shared<const Temporaries>(std::move(temporaries));
+}
+
+void AllocationHabits::forget(size_t bytes) {
+  std::lock_guard lock(mutex_);
+  auto habit = habits_.find(bytes);
+  if (habit == habits_.end()) return;
+  bool guessed = habit->second.temporaries[0] || habit->second.temporaries[1];
+  habit->second.temporaries = {};
+  if (guessed) ++habit->second.wrong;
+}
+
+namespace {
+
+// Of several models, or of tasks within tasks.
+struct GrantsInUse {
+  std::vector<std::shared_ptr<Grant>> grants;
+  ~GrantsInUse();
+};
+
+thread_local bool any_in_use = false;  // trivial: memory is released after this thread's other variables are gone, too
+thread_local GrantsInUse in_use;
+c10::Allocator* previous = nullptr;
+
+GrantsInUse::~GrantsInUse() { any_in_use = false; }
+
+void release_block(void* block) {
+  if (block == nullptr) return;
+  if (auto* pool = shm::Pool::find(block)) {
+    c10::profiledCPUMemoryReporter().Delete(block);
+    if (any_in_use && !pool->forked()) {
+      for (const auto& grant : in_use.grants) grant->notice_release(block);
+    }
+    pool->release(block);
+  } else if (auto* deleter = previous->raw_deleter()) {  // came through raw_allocate
+    deleter(block);
+  }
+}
+
+void* allocate_granted(size_t bytes) {
+  auto& grants = in_use.grants;
+  std::erase_if(grants, [](const auto& grant) { return !grant->is_valid(); });
+  any_in_use = !grants.empty();
+  for (const auto& grant : grants) {
+    if (grant->covers(bytes)) return grant->allocate(bytes);
+  }
+  return nullptr;
+}
+
+class PoolAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    void* block = any_in_use && bytes >= kSmallest ? allocate_granted(bytes) : nullptr;
+    if (block == nullptr) return previous->allocate(bytes);
+    c10::profiledCPUMemoryReporter().New(block, bytes);
+    return {block, block, &release_block, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release_block; }
+  void copy_data(void* to, const void* from, size_t bytes) const override { previous->copy_data(to, from, bytes); }
+};
+
+}  // namespace
+
+void* Grant::allocate(size_t bytes) {
+  if (pool_.forked()) return nullptr;  // before the lock, which another thread may have held then
+  std::lock_guard lock(mutex_);
+  auto [position, is_first] = courses_.try_emplace(bytes);
+  Course& course = position->second;
+  if (is_first) {
+    course.known = habits_->known(bytes, accumulates_);
+    course.learns = habits_->wants_to_learn(bytes, accumulates_);
+  }
+  size_t place = course.next++;
+  if (course.known && place < course.known->size() && (*course.known)[place]) return nullptr;
+  void* block = pool_.allocate(bytes);
+  if (course.learns) {
+    course.temporaries.push_back(false);
+    if (block) being_learned_[block] = {bytes, place};
+  }
+  return block;
+}
+
+void Grant::notice_release(void* block) {
+  if (!is_valid()) return;
+  std::lock_guard lock(mutex_);
+  auto found = being_learned_.find(block);
+  if (found == being_learned_.end()) return;
+  auto [bytes, place] = found->second;
+  courses_[bytes].temporaries[place] = true;
+  being_learned_.erase(found);
+}
+
+void Grant::learn() {
+  bool any_temporary = false;
+  {
+    std::lock_guard lock(mutex_);
+    for (auto& [bytes, course] : courses_) {
+      if (!course.learns) continue;
+      for (bool temporary : course.temporaries) any_temporary |= temporary;
+      habits_->learn(bytes, accumulates_, std::move(course.temporaries));
+    }
+    courses_.clear();
+  }
+  if (any_temporary) pool_.trim();  // their pages will not be needed again
+}
+
+void install() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    previous = c10::GetCPUAllocator();
+    auto* allocator = new PoolAllocator;  // never destroyed: memory comes and goes until the process has ended
+    c10::SetCPUAllocator(allocator, /*priority=*/255);
+  });
+}
+
+void use(const std::shared_ptr<Grant>& grant) {
+  in_use.grants.push_back(grant);
+  any_in_use = true;
+}
+
+bool is_tensor_memory(const c10::DataPtr& data) {
+  auto* deleter = data.get_deleter();
+  if (!data.device().is_cpu()) return deleter == c10::GetAllocator(data.device().type())->raw_deleter();
+  if (previous == nullptr) return deleter == c10::GetCPUAllocator()->raw_deleter();
+  return deleter == &release_block || deleter == previous->raw_deleter();
+}
+
+}  // namespace syncengine::gradient_memory
+
+namespace syncengine {
+
+bool shares_storage(const at::TensorBase& a, const at::TensorBase& b) {
+  return a.has_storage() && b.defined() && b.has_storage() &&
+         a.storage().unsafeGetStorageImpl() == b.storage().unsafeGetStorageImpl();
+}
+
+namespace {
+
+using torch::autograd::variable_list;
+
+// True if `tensor` is held by so many C++ references and by nothing in Python.
+bool has_holders(const at::TensorBase& tensor, size_t references) {
+  return tensor.use_count() == references ||
+         (tensor.use_count() == references + 1 && python_let_go(*tensor.unsafeGetTensorImpl()));
+}
+
+// Whether `grad`, which took over the memory of `incoming`, is all that will ever look at that memory: every holder is
+// known, and goes with `incoming`, which the engine is about to drop; and the memory itself is torch's (not, say, a
+// numpy array's).
+bool took_over_exclusively(const at::Tensor& grad, const at::Tensor& incoming, size_t references) {
+  if (!has_holders(incoming, references)) return false;
+  size_t known_holders = 2;
+  if (incoming.is_view()) {  // the weight of every nn.Linear: the transpose of a product
+    const at::TensorBase& base = incoming._base();
+    if (has_holders(base, 1) && shares_storage(grad, base)) ++known_holders;
+  }
+  const auto& storage = grad.storage();
+  return storage.use_count() == known_holders && gradient_memory::is_tensor_memory(storage.data_ptr());
+}
+
+// Belongs to the parameter, which has one at most, and holds nothing.
+class IncomingNote : public torch::autograd::FunctionPreHook {
+ public:
+  variable_list operator()(const variable_list& gradients) override {
+    incoming_ = gradients[0].getIntrusivePtr();
+    return gradients;
+  }
+  // Under compiled autograd nothing is noted.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {}
+  // Undefined if it is gone.
+  at::Tensor incoming() const { return at::Tensor(incoming_.lock()); }
+
+ private:
+  c10::weak_intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl> incoming_{
+      c10::intrusive_ptr<at::TensorImpl, c10::UndefinedTensorImpl>()};
+};
+
+const IncomingNote* find_note(const at::Tensor& parameter) {
+  if (torch::autograd::impl::get_autograd_meta(parameter) == nullptr) return nullptr;
+  for (const auto& hook : torch::autograd::impl::hooks(parameter)) {
+    if (const auto* note = dynamic_cast<const IncomingNote*>(hook.get())) return note;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+bool is_shared(const at::Tensor& grad, const at::Tensor& incoming, size_t references) {
+  return shares_storage(grad, incoming) && !took_over_exclusively(grad, incoming, references);
+}
+
+void note_incoming(const std::vector<at::Tensor>& parameters) {
+  for (const at::Tensor& parameter : parameters) {
+    if (find_note(parameter) != nullptr) continue;
+    torch::autograd::impl::materialize_autograd_meta(parameter);
+    torch::autograd::impl::hooks(parameter).push_back(std::make_unique<IncomingNote>());  // add_hook() takes only one
+  }
+}
+
+bool owns_gradient(const at::Tensor& parameter) {
+  const at::Tensor& grad = parameter.grad();
+  const auto* note = find_note(parameter);
+  const at::Tensor incoming = note != nullptr ? note->incoming() : at::Tensor();
+  if (shares_storage(grad, incoming)) return !is_shared(grad, incoming, /*references=*/2);
+  return grad.storage().use_count() == 1;
+}
+
+}  // namespace syncengine

@@ -1,0 +1,135 @@
+// What backward does with blocks of a gradient's size: some are gradients, others are temporaries, which need not lie
+// where peers reach them. A convolution makes two of its weight's size for each gradient, which would make the pool
+// twice as large.
+//
+// Learned from one backward: the n-th block of a size is a temporary if it was gone when that backward ended. One that
+// starts with gradients (it accumulates) has habits of its own. A wrong guess costs a staged gradient, never its value;
+// it is forgotten, and after a few nothing is guessed about that size any more.
+//
+// Thread-safety: any thread. Failure: none.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Allocator.h>
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "transport/shm/pool.h"
+
+namespace syncengine::gradient_memory {
+
+// Bytes of the gradients that belong into the pool.
+using Sizes = std::unordered_set<size_t>;
+
+// By place among a backward's allocations of one size.
+using Temporaries = std::vector<bool>;
+
+class AllocationHabits {
+ public:
+  explicit AllocationHabits(Sizes sizes) : sizes_(std::move(sizes)) {}
+
+  const Sizes& sizes() const { return sizes_; }
+
+  // What is known about blocks of `bytes`, which is one of sizes(); null if nothing is.
+  std::shared_ptr<const Temporaries> known(size_t bytes, bool accumulates) const;
+  bool wants_to_learn(size_t bytes, bool accumulates) const;
+  void learn(size_t bytes, bool accumulates, Temporaries temporaries);
+  // A gradient of that size did not get a block of the pool.
+  void forget(size_t bytes);
+
+ private:
+  struct Habit {
+    std::array<std::shared_ptr<const Temporaries>, 2> temporaries;  // by `accumulates`
+    int wrong = 0;                                                  // guesses
+  };
+
+  const Sizes sizes_;
+  mutable std::mutex mutex_;
+  std::unordered_map<size_t, Habit> habits_;
+};
+
+// Puts the gradients that autograd allocates while a synchronized backward runs into a pool, so that they lie where
+// peers reach them.
+//
+// torch's CPU allocator is replaced for good by one that passes everything on, except allocations of a gradient's exact
+// size made by a thread that uses a grant, while that is valid: a backward's own threads, until it ends. Of those, what
+// is known to be a temporary (AllocationHabits) is passed on, too. So the pool holds gradients, and thus blocks of few
+// sizes, which fit each other's places.
+
+inline constexpr size_t kSmallest =
+    4096;  // bytes. Less would share a page with others, and can't be severed from peers
+
+// One backward's permission to allocate gradients from a pool. Thread-safe.
+class Grant {
+ public:
+  // `accumulates`: there were gradients when that backward began.
+  Grant(shm::Pool& pool, std::shared_ptr<AllocationHabits> habits, bool accumulates)
+      : pool_(pool), habits_(std::move(habits)), accumulates_(accumulates) {}
+
+  bool covers(size_t bytes) const { return habits_->sizes().count(bytes) > 0; }
+  // For a size that it covers; null: torch's own memory is to be used.
+  void* allocate(size_t bytes);
+  // Tells that a block goes back to its pool; it may be another grant's.
+  void notice_release(void* block);
+
+  bool is_valid() const { return valid_.load(std::memory_order_relaxed); }
+  void revoke() { valid_.store(false, std::memory_order_relaxed); }  // relaxed: a late allocation does no harm
+  // The backward has ended well: what it did is remembered for the next ones. To be called after revoke().
+  void learn();
+
+ private:
+  // Of one size in this backward.
+  struct Course {
+    std::shared_ptr<const Temporaries> known;
+    bool learns = false;
+    size_t next = 0;
+    Temporaries temporaries = {};  // if it learns
+  };
+
+  shm::Pool& pool_;
+  const std::shared_ptr<AllocationHabits> habits_;
+  const bool accumulates_;
+  std::atomic<bool> valid_{true};
+  std::mutex mutex_;
+  std::unordered_map<size_t, Course> courses_;                          // by size
+  std::unordered_map<void*, std::pair<size_t, size_t>> being_learned_;  // blocks: their size, their place in its course
+};
+
+// Idempotent; on any thread, while no other thread allocates tensors for the first time.
+void install();
+
+// For the calling thread, until it is revoked.
+void use(const std::shared_ptr<Grant>& grant);
+
+// True for the memory of a plain tensor: torch's own, or a pool's.
+bool is_tensor_memory(const c10::DataPtr& data);
+
+}  // namespace syncengine::gradient_memory
+
+namespace syncengine {
+
+// Whether .grad is all that will ever look at its memory. Autograd lets .grad take over a tensor whose memory others
+// may have yet to read in the same backward, and two parameters may take over one memory.
+
+bool shares_storage(const at::TensorBase& a, const at::TensorBase& b);
+
+// Whether something else may still look at the memory that `grad` took over from `incoming`, if it did.
+// `references`: how many the engine and the caller have to `incoming`.
+bool is_shared(const at::Tensor& grad, const at::Tensor& incoming, size_t references = 1);
+
+// For whom only a post-accumulate hook tells of gradients, which is not given what came: from now on each of these
+// leaves notes that, until somebody clears its hooks (as Tensor.register_hook does). Not while backward runs.
+void note_incoming(const std::vector<at::Tensor>& parameters);
+
+// Whether nobody else can read or write the memory of the parameter's dense .grad: in its post-accumulate hook, or at
+// any time later. What was not noted counts as somebody else.
+bool owns_gradient(const at::Tensor& parameter);
+
+}  // namespace syncengine

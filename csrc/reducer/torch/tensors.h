@@ -1,0 +1,102 @@
+// What the engine can take: elements that lie in memory of their own, each as it is.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+
+namespace syncengine {
+
+// What `tensor` is instead, for messages: "not ..."; empty if it is dense. On any device.
+inline std::string why_not_dense(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "an undefined tensor";
+  if (tensor.layout() != at::kStrided) return "one of layout " + c10::str(tensor.layout());
+  if (tensor.is_nested()) return "a nested one";
+  if (tensor.is_quantized()) return "a quantized one";
+  return "";
+}
+
+// The same of one on a device whose memory is to be read: of some classes only what they consist of has any.
+inline std::string why_without_memory(const at::Tensor& tensor) {
+  if (tensor.numel() == 0 || (tensor.has_storage() && tensor.storage().data() != nullptr)) return "";
+  return "one without memory of its own (as a DTensor, whose to_local() has it)";
+}
+
+// Values that are put into tensors of the program, past autograd.
+//
+// Thread-safety: any thread. Aliasing: as at::Tensor::copy_(), whose errors it throws.
+
+// Neither the caller's mode nor the one in which the tensors were made matters: torch itself writes inference tensors
+// in inference mode alone. Autograd records nothing, but sees a new version of the target, if that has versions.
+inline void assign(const at::Tensor& target, const at::Tensor& value) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  target.copy_(value);
+  if (!target.is_inference()) target.unsafeGetTensorImpl()->bump_version();
+}
+
+// In which order the elements of a gradient lie in memory. Ranks compare it before they add bytes to bytes.
+//
+// Thread-safety: none.
+
+// FNV-1a, a word at a time: told apart must be honest mistakes, not attacks.
+inline uint64_t mix(uint64_t hash, uint64_t value) { return (hash ^ value) * 1099511628211u; }
+
+// Strides of dimensions of one element say nothing.
+inline uint64_t mix_strides(uint64_t hash, const at::Tensor& tensor) {
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) != 1) hash = mix(mix(hash, tensor.size(d)), tensor.stride(d));
+  }
+  return hash;
+}
+
+// That of a parameter when it was wrapped: all ranks have the same. Later any of them may change its own.
+class ElementOrder {
+ public:
+  explicit ElementOrder(const at::Tensor& parameter) {
+    if (parameter.layout() != c10::kStrided || parameter.is_contiguous()) return;
+    if (!parameter.is_non_overlapping_and_dense()) return;
+    sizes_ = parameter.sizes().vec();
+    strides_ = parameter.strides().vec();
+  }
+
+  // Added to a hash that ranks compare: copies of a model are as each rank made them.
+  uint64_t mix_into(uint64_t hash) const {
+    for (size_t d = 0; d < strides_.size(); ++d)
+      if (sizes_[d] != 1) hash = mix(mix(hash, sizes_[d]), strides_[d]);
+    return hash;
+  }
+
+  // The elements of `flat`, as many as `like` has, in this order; in the usual one if `like` has got other sizes.
+  at::Tensor view(const at::Tensor& flat, const at::Tensor& like) const {
+    const bool is_usual = strides_.empty() || like.sizes() != at::IntArrayRef(sizes_);
+    return is_usual ? flat.view(like.sizes()) : flat.as_strided(sizes_, strides_);
+  }
+
+ private:
+  std::vector<int64_t> sizes_, strides_;  // empty: contiguous
+};
+
+// torch's dtypes as ours.
+
+// A complex number counts as two real ones; nothing for dtypes that no gradient of ours can have.
+inline std::optional<DType> gradient_dtype(c10::ScalarType type) {
+  switch (type) {
+    case c10::ScalarType::Half:
+    case c10::ScalarType::ComplexHalf: return DType::Float16;
+    case c10::ScalarType::BFloat16: return DType::BFloat16;
+    case c10::ScalarType::Float:
+    case c10::ScalarType::ComplexFloat: return DType::Float32;
+    case c10::ScalarType::Double:
+    case c10::ScalarType::ComplexDouble: return DType::Float64;
+    default: return std::nullopt;
+  }
+}
+
+}  // namespace syncengine
