@@ -148,7 +148,7 @@ class MicroBatches:
 
     def _take(self, sums: Sums, i: int) -> list[torch.Tensor]:
         """The gradients of micro-batch ``i``, which no longer lie in ``.grad``."""
-        if self._model._uneven._weight is not None:
+        if self._model._uneven.weight is not None:
             raise InvalidUsage("weight() has no meaning within micro_batches(), which all count the same")
         if [p for p in self._model._module_parameters if p.requires_grad] != sums.parameters:
             raise InvalidUsage(f"parameters were frozen or unfrozen within a step, in micro-batch {i}: do so between")
