@@ -28,7 +28,7 @@ class Audit:
     """Compares the parameters of a model's ranks before a synchronized forward, once in ``every`` of them."""
 
     def __init__(self, model: Model, every: int) -> None:
-        self._model, self._every = model, every
+        self._model, self.every = model, every
         self._forwards = 0  # so far, outside of join contexts: as many on all ranks
 
     def look(self, in_join: bool) -> None:
@@ -37,10 +37,10 @@ class Audit:
         Not in a join context, where ranks have different numbers of forwards. Raises ``Mismatch`` on all ranks, naming
         parameters and ranks, if the bits of a parameter are not the same on all of them.
         """
-        if not self._every or in_join:
+        if not self.every or in_join:
             return
         forwards, self._forwards = self._forwards, self._forwards + 1
-        if forwards == 0 or forwards % self._every:
+        if forwards == 0 or forwards % self.every:
             return
         model = self._model
         sums = _checksums(model.parameters)

@@ -93,10 +93,6 @@ class ModelReducer(Reducer):
             average_with_weights()
         return super().prepare_for_backward(outputs, began)
 
-    def not_averaged(self) -> str:
-        """Why .grad does not hold averages; or an empty text."""
-        return "" if self.averages_elsewhere else super().not_averaged()
-
     def _check_reducer_finalized(self) -> None:
         self.check_finalized()
 

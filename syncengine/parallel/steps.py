@@ -63,6 +63,8 @@ class Steps:
             plans = is_recorded and (reducer.begin_forward(synchronize) or self.planning.plan is None) and synchronize
             if joinable._join_config.enable or plans or sync_buffers is PRE_FORWARD or uneven.weight is not None:
                 self._meet(joinable, synchronize, plans, sync_buffers is PRE_FORWARD)
+            if synchronize and self.audit.every:
+                self.audit.look(in_join=joinable._join_config.enable)
         except Exception as error:
             self.log.set_error_and_log(f"{type(error).__name__}: {error}")
             raise
@@ -115,8 +117,6 @@ class Steps:
             self.buffers.synchronize(root or 0)
         if current is not None and synchronize:
             self.uneven.set_average(current)
-        if synchronize:
-            self.audit.look(in_join=joinable._join_config.enable)
 
     def _give_up(self, error: BaseException, synchronize: bool, sync_buffers_after: bool) -> None:
         """The module has raised ``error``."""

@@ -30,7 +30,7 @@ from syncengine.doctor import examination
 from syncengine.doctor.checks import FATAL, NOTE, WARNING, Finding, find_all, ranks_text, size_text, split_remedy
 from syncengine.doctor.facts import collect_facts
 from syncengine.doctor.report import HOW_TO_START, print_report
-from syncengine.doctor.rescue import _arguments_of_doctor
+from syncengine.doctor.rescue import _arguments_of_command
 from syncengine.errors import InvalidUsage
 from syncengine.launch import Launch
 from syncengine.launch.environment import detect
@@ -297,10 +297,11 @@ def test_texts():
 
 def test_it_knows_when_it_is_the_program():
     rest = ["syncengine", "doctor", "--json"]
-    assert _arguments_of_doctor("-m", ["python", "-u", "-m", *rest]) == ["--json"]
-    assert _arguments_of_doctor("/bin/syncengine", ["python", "/bin/syncengine", "doctor"]) == []
-    assert _arguments_of_doctor("/bin/syncengine", ["python", "/bin/syncengine", "bench"]) is None
-    assert _arguments_of_doctor("train.py", ["python", "train.py", *rest]) is None
+    assert _arguments_of_command("-m", ["python", "-u", "-m", *rest]) == ["doctor", "--json"]
+    assert _arguments_of_command("/bin/syncengine", ["python", "/bin/syncengine", "doctor"]) == ["doctor"]
+    assert _arguments_of_command("/bin/syncengine", ["python", "/bin/syncengine", "bench"]) == ["bench"]
+    assert _arguments_of_command("-m", ["python", "-m", "syncengine.patch", "--help"]) == []
+    assert _arguments_of_command("train.py", ["python", "train.py", *rest]) is None
 
 
 @pytest.mark.parametrize("arguments", [["--ranks", "65"], ["--ranks", "1"], ["--timeout", "soon"], ["--timeout", "0"]])

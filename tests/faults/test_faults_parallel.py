@@ -85,43 +85,6 @@ def test_killed_in_backward_of_eight(pool):
         check_killed(ranks, 4)
 
 
-def die_where_more_is_to_come(victim, fault) -> Outcome:
-    """Gradients from no_sync of a layer that is frozen by then follow the buckets."""
-    set_fault(victim, fault)
-
-    def body(step):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128))
-        parallel = syncengine.Parallel(model)
-        mine = torch.randn(8, 128, generator=torch.Generator().manual_seed(my_rank()))
-        averages = None
-        for _ in range(50):
-            step()
-            parallel.zero_grad()
-            model[0].requires_grad_(True)
-            if my_rank() == 0:
-                with parallel.no_sync():
-                    parallel(mine).square().sum().backward()
-            model[0].requires_grad_(False)
-            try:
-                parallel(mine).square().sum().backward()
-            except syncengine.errors.SyncError:
-                for p, average in zip(model.parameters(), averages, strict=True):
-                    assert p.grad is None or torch.equal(p.grad, average)
-                raise
-            averages = averages or [p.grad.clone() for p in model.parameters()]
-
-    return suffer(body, timeout=30.0)
-
-
-@needs_hooks
-@pytest.mark.parametrize("number", range(21, 26))  # in one step: the bucket, two questions, and two that follow
-def test_killed_where_more_is_to_come(pool, number):
-    fault = f"announced:{number}:kill"
-    with pool.spawn_ranks(die_where_more_is_to_come, 1, fault, world=3, settings=None) as ranks:
-        check_killed(ranks, 1)
-
-
 def raise_in(where) -> Outcome:
     def boom():
         raise ValueError("boom")
