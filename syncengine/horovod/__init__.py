@@ -3,146 +3,82 @@
 The interface is that of horovod.torch 0.28; docs/horovod.md compares them call by call.
 """
 
-from importlib import import_module
-from types import ModuleType
+from importlib import import_module as _import_module
+from types import ModuleType as _Module
 
-from syncengine.errors import SyncError as HorovodInternalError
-from syncengine.horovod.allreduce import (
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from syncengine.horovod.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_
-from syncengine.horovod.compression import Compression
-from syncengine.horovod.gather import (
-    allgather,
-    allgather_async,
-    alltoall,
-    alltoall_async,
-    grouped_allgather,
-    grouped_allgather_async,
-    sparse_allreduce_async,
-)
-from syncengine.horovod.handles import poll, synchronize
-from syncengine.horovod.join import join
-from syncengine.horovod.objects import (
-    allgather_object,
-    broadcast_object,
-    broadcast_object_fn,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from syncengine.horovod.optimizer import DistributedOptimizer
-from syncengine.horovod.process import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-)
-from syncengine.horovod.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from syncengine.horovod.reductions import Average, Max, Min, Product, Sum
+from syncengine.errors import SyncError as _SyncError
+from syncengine.horovod.allreduce import allreduce as allreduce
+from syncengine.horovod.allreduce import allreduce_ as allreduce_
+from syncengine.horovod.allreduce import allreduce_async as allreduce_async
+from syncengine.horovod.allreduce import allreduce_async_ as allreduce_async_
+from syncengine.horovod.allreduce import grouped_allreduce as grouped_allreduce
+from syncengine.horovod.allreduce import grouped_allreduce_ as grouped_allreduce_
+from syncengine.horovod.allreduce import grouped_allreduce_async as grouped_allreduce_async
+from syncengine.horovod.allreduce import grouped_allreduce_async_ as grouped_allreduce_async_
+from syncengine.horovod.broadcast import broadcast as broadcast
+from syncengine.horovod.broadcast import broadcast_ as broadcast_
+from syncengine.horovod.broadcast import broadcast_async as broadcast_async
+from syncengine.horovod.broadcast import broadcast_async_ as broadcast_async_
+from syncengine.horovod.compression import Compression as Compression
+from syncengine.horovod.gather import allgather as allgather
+from syncengine.horovod.gather import allgather_async as allgather_async
+from syncengine.horovod.gather import alltoall as alltoall
+from syncengine.horovod.gather import alltoall_async as alltoall_async
+from syncengine.horovod.gather import grouped_allgather as grouped_allgather
+from syncengine.horovod.gather import grouped_allgather_async as grouped_allgather_async
+from syncengine.horovod.gather import sparse_allreduce_async as sparse_allreduce_async
+from syncengine.horovod.handles import poll as poll
+from syncengine.horovod.handles import synchronize as synchronize
+from syncengine.horovod.join import join as join
+from syncengine.horovod.objects import allgather_object as allgather_object
+from syncengine.horovod.objects import broadcast_object as broadcast_object
+from syncengine.horovod.objects import broadcast_object_fn as broadcast_object_fn
+from syncengine.horovod.objects import broadcast_optimizer_state as broadcast_optimizer_state
+from syncengine.horovod.objects import broadcast_parameters as broadcast_parameters
+from syncengine.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
+from syncengine.horovod.process import ccl_built as ccl_built
+from syncengine.horovod.process import cross_rank as cross_rank
+from syncengine.horovod.process import cross_size as cross_size
+from syncengine.horovod.process import cuda_built as cuda_built
+from syncengine.horovod.process import ddl_built as ddl_built
+from syncengine.horovod.process import gloo_built as gloo_built
+from syncengine.horovod.process import gloo_enabled as gloo_enabled
+from syncengine.horovod.process import init as init
+from syncengine.horovod.process import is_homogeneous as is_homogeneous
+from syncengine.horovod.process import is_initialized as is_initialized
+from syncengine.horovod.process import local_rank as local_rank
+from syncengine.horovod.process import local_size as local_size
+from syncengine.horovod.process import mpi_built as mpi_built
+from syncengine.horovod.process import mpi_enabled as mpi_enabled
+from syncengine.horovod.process import mpi_threads_supported as mpi_threads_supported
+from syncengine.horovod.process import nccl_built as nccl_built
+from syncengine.horovod.process import rank as rank
+from syncengine.horovod.process import rocm_built as rocm_built
+from syncengine.horovod.process import shutdown as shutdown
+from syncengine.horovod.process import size as size
+from syncengine.horovod.process_sets import ProcessSet as ProcessSet
+from syncengine.horovod.process_sets import add_process_set as add_process_set
+from syncengine.horovod.process_sets import global_process_set as global_process_set
+from syncengine.horovod.process_sets import remove_process_set as remove_process_set
+from syncengine.horovod.reductions import Average as Average
+from syncengine.horovod.reductions import Max as Max
+from syncengine.horovod.reductions import Min as Min
+from syncengine.horovod.reductions import Product as Product
+from syncengine.horovod.reductions import Sum as Sum
 from syncengine.horovod.refusal import refuse as _refuse
-from syncengine.horovod.scatter import (
-    barrier,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from syncengine.horovod.sync_batch_norm import SyncBatchNorm
+from syncengine.horovod.scatter import barrier as barrier
+from syncengine.horovod.scatter import grouped_reducescatter as grouped_reducescatter
+from syncengine.horovod.scatter import grouped_reducescatter_async as grouped_reducescatter_async
+from syncengine.horovod.scatter import reducescatter as reducescatter
+from syncengine.horovod.scatter import reducescatter_async as reducescatter_async
+from syncengine.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+
+HorovodInternalError = _SyncError
+
+__all__ = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, _Module)]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> _Module:
     if name in ("functions", "mpi_ops"):  # they import from here
-        return import_module(f"{__name__}.{name}")
+        return _import_module(f"{__name__}.{name}")
     return _refuse(name)
-
-
-__all__ = [
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "HorovodInternalError",
-    "Max",
-    "Min",
-    "ProcessSet",
-    "Product",
-    "Sum",
-    "SyncBatchNorm",
-    "add_process_set",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "alltoall",
-    "alltoall_async",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_object_fn",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "grouped_allgather",
-    "grouped_allgather_async",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "grouped_allreduce_async",
-    "grouped_allreduce_async_",
-    "grouped_reducescatter",
-    "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "poll",
-    "rank",
-    "reducescatter",
-    "reducescatter_async",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "sparse_allreduce_async",
-    "synchronize",
-]

@@ -11,10 +11,8 @@ import torch
 
 from syncengine._C import Work
 from syncengine.horovod.calls import Calls
-from syncengine.horovod.collective import Call, Compressor, start, through
-from syncengine.horovod.compression import Compression
+from syncengine.horovod.collective import Call, start, taking, through
 from syncengine.horovod.handles import begin
-from syncengine.horovod.process_sets import ProcessSet, global_process_set
 from syncengine.horovod.reductions import (
     ReduceOp,
     assign,
@@ -30,128 +28,64 @@ from syncengine.horovod.streams import Plan
 
 Tensors = Sequence[torch.Tensor]
 _dtype = operator.attrgetter("dtype")
+_REDUCING = "average name op prescale_factor postscale_factor process_set"
+_REDUCING_COMPRESSED = "average name compression op prescale_factor postscale_factor process_set"
 
 
-def allreduce_async(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = global_process_set,
-) -> int:
+@taking(_REDUCING)
+def allreduce_async(call: Call, tensor: torch.Tensor) -> int:
     """Starts to reduce a copy of `tensor` over all ranks; returns a handle for `poll` and `synchronize`.
 
     Shape, dtype, name and arguments are the same on all ranks. `op` is Average by default; `average` is its old form.
     Each rank's tensor is first multiplied by `prescale_factor`, the result by `postscale_factor`.
     """
-    call = Call("allreduce", name, process_set, op, average, prescale_factor, postscale_factor, watched=True)
     return begin(start(call, _one, [tensor]))
 
 
-def allreduce_async_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = global_process_set,
-) -> int:
+@taking(_REDUCING)
+def allreduce_async_(call: Call, tensor: torch.Tensor) -> int:
     """As `allreduce_async`, but in place; no other operation may use the tensor until `synchronize`."""
-    call = Call("allreduce", name, process_set, op, average, prescale_factor, postscale_factor, watched=True)
     return begin(start(call, _one, [tensor], True))
 
 
-def allreduce(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Compressor = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = global_process_set,
-) -> torch.Tensor:
+@taking(_REDUCING_COMPRESSED)
+def allreduce(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     """The reduction of `tensor` over all ranks, which gradients flow through: the backward is an allreduce, too.
 
     `compression` chooses the dtype in which it travels. Else as `allreduce_async`.
     """
-    call = Call("allreduce", name, process_set, op, average, prescale_factor, postscale_factor, compression)
     reduced: torch.Tensor = through(call, functools.partial(_gradient, call), _one, [tensor])
     return reduced
 
 
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = global_process_set,
-) -> torch.Tensor:
+@taking(_REDUCING)
+def allreduce_(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     """Reduces `tensor` in place, and returns it. Else as `allreduce_async`."""
-    call = Call("allreduce", name, process_set, op, average, prescale_factor, postscale_factor)
     reduced: torch.Tensor = start(call, _one, [tensor], True).result()
     return reduced
 
 
-def grouped_allreduce_async(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = global_process_set,
-) -> int:
+@taking(_REDUCING)
+def grouped_allreduce_async(call: Call, tensors: Tensors) -> int:
     """As `allreduce_async`, of several tensors in one operation for each dtype; the result is a list."""
-    call = Call("grouped_allreduce", name, process_set, op, average, prescale_factor, postscale_factor, watched=True)
     return begin(start(call, _group, tensors))
 
 
-def grouped_allreduce_async_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = global_process_set,
-) -> int:
+@taking(_REDUCING)
+def grouped_allreduce_async_(call: Call, tensors: Tensors) -> int:
     """As `grouped_allreduce_async`, but in place; no other operation may use the tensors until `synchronize`."""
-    call = Call("grouped_allreduce", name, process_set, op, average, prescale_factor, postscale_factor, watched=True)
     return begin(start(call, _group, tensors, True))
 
 
-def grouped_allreduce(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: Compressor = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = global_process_set,
-) -> list[torch.Tensor]:
+@taking(_REDUCING_COMPRESSED)
+def grouped_allreduce(call: Call, tensors: Tensors) -> list[torch.Tensor]:
     """As `allreduce`, of several tensors in one operation for each dtype."""
-    call = Call("grouped_allreduce", name, process_set, op, average, prescale_factor, postscale_factor, compression)
     return list(through(call, functools.partial(_gradients, call), _group, tensors))
 
 
-def grouped_allreduce_(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet | None = global_process_set,
-) -> list[torch.Tensor]:
+@taking(_REDUCING)
+def grouped_allreduce_(call: Call, tensors: Tensors) -> list[torch.Tensor]:
     """Reduces `tensors` in place, and returns them. Else as `grouped_allreduce_async`."""
-    call = Call("grouped_allreduce", name, process_set, op, average, prescale_factor, postscale_factor)
     reduced: list[torch.Tensor] = start(call, _group, tensors, True).result()
     return reduced
 
@@ -229,7 +163,7 @@ def reducing(
     stream: Calls, call: Call, op: ReduceOp, shape: str, flats: Tensors, finish: Callable[[object], Any]
 ) -> Plan:
     """Reduces `flats` in place; the result of the operation is `finish()`, once they are reduced and scaled."""
-    prescale, postscale = float(call.prescale), float(call.postscale)
+    prescale, postscale = float(call.prescale_factor), float(call.postscale_factor)
     word = op._value_
     divided = word == "avg" and not all(map(torch.is_floating_point, flats))
     layout = zip(map(_dtype, flats), map(torch.numel, flats), strict=True)

@@ -61,10 +61,6 @@ class Calls(Stream):
         """See begin_writing."""
         self._writing.pop(id(tensor), None)
 
-    def gather(self, whole: torch.Tensor, own: torch.Tensor, sizes: Sequence[int]) -> list[Work]:
-        """Starts to put every rank's bytes into `whole`, in rank order. `sizes`: of each rank, in bytes."""
-        return gather(self.communicator, whole, own, sizes)
-
     def shadow(self, round: Round) -> Sequence[Work]:
         """Adds zeros to what the others reduce."""
         request = round.agreed

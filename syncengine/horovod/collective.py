@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,12 +16,13 @@ from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import Calls
 from syncengine.horovod.compression import Compression, NoneCompressor
 from syncengine.horovod.process_sets import ProcessSet, global_process_set, stream_of
-from syncengine.horovod.reductions import Average, ReduceOp, Sum, choose_op
+from syncengine.horovod.reductions import Average, ReduceOp, Sum
 from syncengine.horovod.streams import Operation, Plan
 
 Compressor = type[NoneCompressor]
 _needs_gradient = operator.attrgetter("requires_grad")
 Gradient = Callable[..., Iterable[torch.Tensor]]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +34,62 @@ class Call:
     process_set: ProcessSet | None = global_process_set
     op: ReduceOp | None = None
     average: bool | None = None
-    prescale: float = 1.0
-    postscale: float = 1.0
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
     compression: Compressor = Compression.none
     watched: bool = False  # it returns a handle, and must begin while the script does something else
 
     def reduction(self) -> ReduceOp:
         """What `op`, or the old `average`, means. Raises InvalidUsage for them and for the factors."""
-        for factor in (self.prescale, self.postscale):
+        for factor in (self.prescale_factor, self.postscale_factor):
             if not isinstance(factor, (float, int)):
                 raise InvalidUsage(f"{self.kind}: a factor of {factor!r} is no number")
-        return choose_op(self.op, self.average)
+        if self.average is not None:
+            if self.op is not None:
+                raise InvalidUsage("op takes the place of average: give only one of them")
+            warnings.warn("average= is deprecated in Horovod: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, 7)
+            return Average if self.average else Sum
+        if self.op is not None and not isinstance(self.op, ReduceOp):
+            raise InvalidUsage(f"op={self.op!r} is not one of hvd.Average, Sum, Min, Max, Product")
+        return self.op or Average
 
     def numbered(self, number: int) -> Call:
         """The call for one tensor of a group."""
         name = None if self.name is None else f"{self.name}.{number}"
-        return replace(self, name=name)
+        return replace(self, kind=self.kind.removeprefix("grouped_"), name=name)
 
     def without_name(self) -> Call:
         """The same, to be made once more."""
         op = self.op if self.average is None else Average if self.average else Sum
-        return Call(self.kind, None, self.process_set, op, None, self.prescale, self.postscale)
+        return Call(self.kind, None, self.process_set, op, None, self.prescale_factor, self.postscale_factor)
+
+
+def taking(order: str) -> Callable[[Callable[[Call, Any], Result]], Callable[..., Result]]:
+    """Makes a function of a call and of what it is about into one of Horovod's: of that and of the fields in `order`.
+
+    The function's name says what it does: the kind, then `_async` if it returns a handle, `_` if it works in place.
+    """
+    names = order.split()
+    defaults = {field.name: field.default for field in fields(Call)}
+
+    def decorate(function: Callable[[Call, Any], Result]) -> Callable[..., Result]:
+        signature = inspect.signature(function)
+        _, about = signature.parameters.values()
+        kind, *watched = function.__name__.rstrip("_").split("_async")
+        allowed = {about.name, *names}
+
+        @functools.wraps(function)
+        def call(*given: Any, **named: Any) -> Result:
+            if len(given) > len(allowed) or not named.keys() <= allowed or (not given and about.name not in named):
+                raise TypeError(f"{function.__name__} takes {about.name}, {', '.join(names)}")
+            of, *rest = given or (named.pop(about.name),)
+            return function(Call(kind, watched=bool(watched), **dict(zip(names, rest, strict=False)), **named), of)
+
+        kept = [inspect.Parameter(name, about.kind, default=defaults[name]) for name in names]
+        call.__signature__ = signature.replace(parameters=[about, *kept])  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 Prepare = Callable[..., Plan]  # of the stream, the call and its arguments; raises for what this rank can't do

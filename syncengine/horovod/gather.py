@@ -12,8 +12,8 @@ import torch.distributed as dist
 from syncengine._C import Work
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.allreduce import average_of
-from syncengine.horovod.calls import Calls, as_bytes, bytes_of_rows
-from syncengine.horovod.collective import Call, start, through
+from syncengine.horovod.calls import Calls, as_bytes, bytes_of_rows, gather
+from syncengine.horovod.collective import Call, start, taking, through
 from syncengine.horovod.handles import begin, begin_group, synchronize
 from syncengine.horovod.process_sets import ProcessSet, global_process_set, stream_of
 from syncengine.horovod.reductions import Average, ReduceOp, Sum, check_dense, check_list, in_order, plain
@@ -24,40 +24,34 @@ Tensors = Sequence[torch.Tensor]
 Splits = torch.Tensor | Sequence[int] | None
 
 
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = global_process_set
-) -> int:
+@taking("name process_set")
+def allgather_async(call: Call, tensor: torch.Tensor) -> int:
     """Starts to concatenate every rank's `tensor` along the first dimension, which may differ between ranks.
 
     Dtype and the other dimensions are the same on all ranks. Returns a handle for `poll` and `synchronize`.
     """
-    return begin(start(Call("allgather", name, process_set, watched=True), gathering, [tensor]))
+    return begin(start(call, gathering, [tensor]))
 
 
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet | None = global_process_set
-) -> torch.Tensor:
+@taking("name process_set")
+def allgather(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     """Every rank's `tensor`, concatenated along the first dimension in rank order, which may differ between ranks.
 
     Gradients flow through it: each rank gets the average over all ranks of the gradient of its own rows, as in Horovod.
     """
-    return _allgather(Call("allgather", name, process_set), tensor)
+    return _allgather(call, tensor)
 
 
-def grouped_allgather_async(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet | None = global_process_set
-) -> int:
+@taking("name process_set")
+def grouped_allgather_async(call: Call, tensors: Tensors) -> int:
     """`allgather_async` of several tensors; the result is a list."""
-    calls = calls_for_each(Call("allgather", name, process_set, watched=True), "grouped_allgather", tensors)
-    return begin_group([begin(start(call, gathering, [tensor])) for call, tensor in calls])
+    return begin_group([begin(start(each, gathering, [tensor])) for each, tensor in calls_for_each(call, tensors)])
 
 
-def grouped_allgather(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet | None = global_process_set
-) -> list[torch.Tensor]:
+@taking("name process_set")
+def grouped_allgather(call: Call, tensors: Tensors) -> list[torch.Tensor]:
     """`allgather` of several tensors."""
-    calls = calls_for_each(Call("allgather", name, process_set), "grouped_allgather", tensors)
-    return [_allgather(call, tensor) for call, tensor in calls]
+    return [_allgather(each, tensor) for each, tensor in calls_for_each(call, tensors)]
 
 
 def alltoall_async(
@@ -127,23 +121,22 @@ def gathering(stream: Calls, call: Call, tensors: Tensors, rows: list[int] | Non
     own, row = _rows(stream, call, tensors)
     whole = own
 
-    def gather(round: Round) -> Sequence[Work]:
+    def begin(round: Round) -> Sequence[Work]:
         nonlocal whole
         counts = bytes_of_rows(round, 1)
         whole = torch.empty((sum(counts), *own.shape[1:]), dtype=own.dtype, device=own.device)
         if rows is not None:
             rows[:] = counts
-        return stream.gather(as_bytes(whole), as_bytes(own), bytes_of_rows(round, row))
+        return gather(stream.communicator, as_bytes(whole), as_bytes(own), bytes_of_rows(round, row))
 
     what = describe(own, any_rows=True)
-    return Plan(what, (("uint8", row),), "", own.shape[0], in_order(own, gather), lambda _: whole)
+    return Plan(what, (("uint8", row),), "", own.shape[0], in_order(own, begin), lambda _: whole)
 
 
-def calls_for_each(call: Call, group: str, tensors: Tensors) -> list[tuple[Call, torch.Tensor]]:
+def calls_for_each(call: Call, tensors: Tensors) -> list[tuple[Call, torch.Tensor]]:
     """Of a group's tensors."""
-    stream = stream_of(call.process_set, group)
-    with stream.refusing(group):
-        check_list(group, tensors)
+    with stream_of(call.process_set, call.kind).refusing(call.kind):
+        check_list(call.kind, tensors)
     return [(call.numbered(i), tensor) for i, tensor in enumerate(tensors)]
 
 

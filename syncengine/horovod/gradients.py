@@ -45,18 +45,6 @@ def _let_go(stream: GradientStream, hooks: Sequence[RemovableHandle]) -> None:
         hook.remove()
 
 
-def _owner(parameter: torch.Tensor) -> Gradients | None:
-    """Who reduces its gradients, if anybody still does: an optimizer may be gone but for a cycle."""
-    for collects in (True, False):
-        owner = _owners.get(id(parameter))
-        if owner is None or not owner.in_use:
-            return None
-        if collects:
-            del owner
-            gc.collect()
-    return owner
-
-
 def check_not_in_step(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
     """Raises InvalidUsage, naming the parameter, if another optimizer is just reducing gradients of one of these."""
     for parameter, name in zip(parameters, names, strict=True):
@@ -117,11 +105,6 @@ class Gradients:
         return self._stream.in_step
 
     @property
-    def in_use(self) -> bool:
-        """Whether no later optimizer has taken its place."""
-        return not self._superseded_for
-
-    @property
     def failed(self) -> bool:
         """Whether its communicator has."""
         return self._stream.communicator.exception() is not None
@@ -161,8 +144,10 @@ class Gradients:
         """
         call = "add_param_group or requires_grad_"
         with self._stream.refusing(call):
+            if any(id(parameter) in _owners for parameter in parameters):
+                gc.collect()  # an optimizer may be gone but for a cycle
             for parameter, name in zip(parameters, names, strict=True):
-                if _owner(parameter) is not None:
+                if (owner := _owners.get(id(parameter))) is not None and not owner._superseded_for:
                     raise InvalidUsage(
                         f"{name} needs a gradient now, and is a parameter of two DistributedOptimizers, which would "
                         "both average it: give each its own parameters"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -10,12 +11,13 @@ import torch
 
 from syncengine._C import Work
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.calls import Calls, bytes_of_rows
+from syncengine.horovod.calls import Calls
 from syncengine.horovod.collective import Call, start
+from syncengine.horovod.gather import gathering
 from syncengine.horovod.optimizer import Distributed
 from syncengine.horovod.process_sets import ProcessSet, global_process_set
 from syncengine.horovod.streams import Plan, Round
-from syncengine.parallel.broadcast import TensorBroadcast, broadcast_named, describe_layout
+from syncengine.parallel.broadcast import broadcast_named, describe_layout
 
 Parameters = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[torch.Tensor]
 
@@ -62,28 +64,16 @@ def _state(stream: Calls, call: Call, optimizer: torch.optim.Optimizer, root_ran
         raise InvalidUsage(f"broadcast_optimizer_state needs an optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, Distributed):
         optimizer.check_idle("broadcast_optimizer_state()")
-    root = stream.root(call.kind, root_rank)
-    tensors: list[torch.Tensor] = []
-    is_root = stream.rank == root
-    own = _take_tensors(optimizer.state_dict(), tensors) if is_root else None
-    data = pickle.dumps((own, [(tensor.dtype, tensor.shape) for tensor in tensors])) if is_root else b""
-    received: list[Any] = []
 
-    def send(round: Round) -> Sequence[Work]:
-        outline, shapes = pickle.loads(_send(stream, data, round, root))
-        values = [
-            tensors[i].detach().cpu().contiguous() if is_root else torch.empty(shape, dtype=dtype, device="cpu")
-            for i, (dtype, shape) in enumerate(shapes)
-        ]
-        TensorBroadcast(stream.communicator, values, torch.device("cpu"))(values, root)
-        received[:] = [outline, values]
-        return ()
+    def pack() -> bytes:
+        data = io.BytesIO()
+        torch.save(optimizer.state_dict(), data)
+        return data.getvalue()
 
-    def load(_: Round) -> None:
-        if not is_root:
-            _load_in_place(optimizer, _put_tensors(*received))
+    def load(data: bytearray) -> None:
+        _load_in_place(optimizer, torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
 
-    return Plan(f"root_rank={root_rank}", own=len(data), begin=send, finish=load)
+    return _from_root(stream, call, root_rank, pack, load, None)
 
 
 def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -109,23 +99,8 @@ def broadcast_object(
     process_set: ProcessSet | None = global_process_set,
 ) -> Any:
     """Rank `root_rank`'s `obj`, pickled, on every rank."""
-
-    def prepare(stream: Calls, call: Call) -> Plan:
-        root = stream.root(call.kind, root_rank)
-        data = pickle.dumps(obj) if stream.rank == root else b""
-        received = b""
-
-        def send(round: Round) -> Sequence[Work]:
-            nonlocal received
-            received = _send(stream, data, round, root)
-            return ()
-
-        def result(_: Round) -> Any:
-            return obj if stream.rank == root else pickle.loads(received)
-
-        return Plan(f"root_rank={root_rank}", own=len(data), begin=send, finish=result)
-
-    return start(Call("broadcast_object", name, process_set), prepare).result()
+    call = Call("broadcast_object", name, process_set)
+    return start(call, _from_root, root_rank, lambda: pickle.dumps(obj), pickle.loads, obj).result()
 
 
 def broadcast_object_fn(
@@ -139,33 +114,33 @@ def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet | None = global_process_set
 ) -> list[Any]:
     """Every rank's `obj`, pickled, in rank order."""
+    sizes: list[int] = []
 
-    def prepare(stream: Calls, _: Call) -> Plan:
-        data = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-        sizes: list[int] = []
-        whole = data
+    def prepare(stream: Calls, call: Call) -> Plan:
+        own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        return gathering(stream, call, [own], sizes)
 
-        def send(round: Round) -> Sequence[Work]:
-            nonlocal whole
-            sizes[:] = bytes_of_rows(round, 1)
-            whole = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
-            return stream.gather(whole, data, sizes)
-
-        def result(_: Round) -> list[Any]:
-            return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes)]
-
-        return Plan(own=data.numel(), begin=send, finish=result)
-
-    return start(Call("allgather_object", name, process_set), prepare).result()  # type: ignore[no-any-return]
+    whole: torch.Tensor = start(Call("allgather_object", name, process_set), prepare).result()
+    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes)]
 
 
-def _send(stream: Calls, data: bytes, round: Round, root: int) -> bytes:
-    """The root's `data`, on every rank."""
-    message = torch.empty(round.requests[root].own, dtype=torch.uint8, device="cpu")
-    if stream.rank == root:
-        message.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    stream.communicator.broadcast(message, root)
-    return message.numpy().tobytes()
+def _from_root(
+    stream: Calls, call: Call, root_rank: int, pack: Callable[[], bytes], unpack: Callable[[bytearray], Any], own: Any
+) -> Plan:
+    """The root's `pack()` goes to all ranks; the result is `unpack()` of that, on the root `own`."""
+    root = stream.root(call.kind, root_rank)
+    data = bytearray(pack() if stream.rank == root else b"")
+
+    def send(round: Round) -> Sequence[Work]:
+        if stream.rank != root:
+            data.extend(bytes(round.requests[root].own))
+        message = torch.frombuffer(data, dtype=torch.uint8)
+        return [stream.communicator.broadcast(message, root, async_op=True)]
+
+    def result(_: Round) -> Any:
+        return own if stream.rank == root else unpack(data)
+
+    return Plan(f"root_rank={root_rank}", own=len(data), begin=send, finish=result)
 
 
 def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
@@ -184,31 +159,3 @@ def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
                 "hvd.broadcast_object, and leave it out here"
             )
     return named
-
-
-class _Place:
-    """Of a tensor that was taken out."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-def _take_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
-    return _rebuilt(value, lambda item: _take_tensors(item, tensors))
-
-
-def _put_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value.index]
-    return _rebuilt(value, lambda item: _put_tensors(item, tensors))
-
-
-def _rebuilt(value: Any, of: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: of(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(of(item) for item in value)
-    return value

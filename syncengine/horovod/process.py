@@ -125,31 +125,9 @@ def cuda_built() -> bool:
     return has_cuda and torch.version.cuda is not None
 
 
-def nccl_built() -> int:
-    """0: collectives are the engine's own."""
-    return 0
-
-
-def gloo_built() -> bool:
-    """False: collectives are the engine's own."""
+def _not_there() -> bool:
+    """False: collectives are the engine's own, and there is no side for ROCm."""
     return False
 
 
-def gloo_enabled() -> bool:
-    """False: collectives are the engine's own."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False: collectives are the engine's own."""
-    return False
-
-
-def ddl_built() -> bool:
-    """False: collectives are the engine's own."""
-    return False
-
-
-def rocm_built() -> bool:
-    """False: there is no side for ROCm."""
-    return False
+nccl_built = gloo_built = gloo_enabled = ccl_built = ddl_built = rocm_built = _not_there

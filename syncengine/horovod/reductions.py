@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,20 +30,6 @@ _REDUCIBLE = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
     *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
 )
-
-
-def choose_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
-    """`op`, or what the old argument `average` means; Average by default."""
-    if average is not None:
-        if op is not None:
-            raise InvalidUsage("op takes the place of average: give only one of them")
-        warnings.warn("average= is deprecated in Horovod: give op=hvd.Average or op=hvd.Sum", DeprecationWarning, 7)
-        return Average if average else Sum
-    if op is None:
-        return Average
-    if not isinstance(op, ReduceOp):
-        raise InvalidUsage(f"op={op!r} is not one of hvd.Average, Sum, Min, Max, Product")
-    return op
 
 
 def check_dense(call: str, tensor: Any) -> None:

@@ -9,77 +9,48 @@ import torch
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.allreduce import reducing
 from syncengine.horovod.calls import Calls
-from syncengine.horovod.collective import Call, Compressor, start, through
-from syncengine.horovod.compression import Compression
+from syncengine.horovod.collective import Call, start, taking, through
 from syncengine.horovod.gather import allgather, calls_for_each
 from syncengine.horovod.handles import begin, begin_group
 from syncengine.horovod.process_sets import ProcessSet, global_process_set, stream_of
-from syncengine.horovod.reductions import Average, ReduceOp, Sum, check_reducible
+from syncengine.horovod.reductions import Average, Sum, check_reducible
 from syncengine.horovod.streams import Plan
 
 Tensors = Sequence[torch.Tensor]
+_SCATTERING = "name op process_set prescale_factor postscale_factor"
+_SCATTERING_COMPRESSED = "name compression op process_set prescale_factor postscale_factor"
 
 
-def reducescatter_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet | None = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
+@taking(_SCATTERING)
+def reducescatter_async(call: Call, tensor: torch.Tensor) -> int:
     """Starts to reduce `tensor` over all ranks; the result on rank r is the r-th part along the first dimension.
 
-    If the ranks do not divide the rows, the first ranks get one more. Returns a handle for `poll` and `synchronize`.
+    `op` is Average by default. If the ranks do not divide the rows, the first ranks get one more. Returns a handle for
+    `poll` and `synchronize`.
     """
-    call = Call("reducescatter", name, process_set, op, None, prescale_factor, postscale_factor, watched=True)
     return begin(start(call, _prepare, [tensor]))
 
 
-def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: Compressor = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet | None = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
+@taking(_SCATTERING_COMPRESSED)
+def reducescatter(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of the reduction of `tensor`. Gradients of Sum and Average flow through it, as in Horovod.
 
     Which are those of the other ranks' parts, gathered; those of a Sum times the number of ranks. Else as
     `reducescatter_async`.
     """
-    call = Call("reducescatter", name, process_set, op, None, prescale_factor, postscale_factor, compression)
     return _reducescatter(call, tensor)
 
 
-def grouped_reducescatter_async(
-    tensors: Tensors,
-    name: str | None = None,
-    op: ReduceOp = Average,
-    process_set: ProcessSet | None = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> int:
+@taking(_SCATTERING)
+def grouped_reducescatter_async(call: Call, tensors: Tensors) -> int:
     """`reducescatter_async` of several tensors; the result is a list."""
-    call = Call("reducescatter", name, process_set, op, None, prescale_factor, postscale_factor, watched=True)
-    calls = calls_for_each(call, "grouped_reducescatter", tensors)
-    return begin_group([begin(start(each, _prepare, [tensor])) for each, tensor in calls])
+    return begin_group([begin(start(each, _prepare, [tensor])) for each, tensor in calls_for_each(call, tensors)])
 
 
-def grouped_reducescatter(
-    tensors: Tensors,
-    name: str | None = None,
-    compression: Compressor = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet | None = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
+@taking(_SCATTERING_COMPRESSED)
+def grouped_reducescatter(call: Call, tensors: Tensors) -> list[torch.Tensor]:
     """`reducescatter` of several tensors."""
-    call = Call("reducescatter", name, process_set, op, None, prescale_factor, postscale_factor, compression)
-    return [_reducescatter(each, tensor) for each, tensor in calls_for_each(call, "grouped_reducescatter", tensors)]
+    return [_reducescatter(each, tensor) for each, tensor in calls_for_each(call, tensors)]
 
 
 def barrier(process_set: ProcessSet | None = global_process_set) -> None:
@@ -89,11 +60,11 @@ def barrier(process_set: ProcessSet | None = global_process_set) -> None:
 
 def _reducescatter(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     def gradient(of_part: torch.Tensor) -> Tensors:
-        if call.op not in (Sum, Average):
+        if call.op not in (Sum, Average, None):
             raise InvalidUsage(f"reducescatter with op={call.op} has no gradient: use hvd.Sum or hvd.Average")
         ranks = stream_of(call.process_set).size if call.op is Sum else 1
         whole = allgather(of_part, process_set=call.process_set)
-        return [whole * (ranks * call.prescale * call.postscale)]
+        return [whole * (ranks * call.prescale_factor * call.postscale_factor)]
 
     part: torch.Tensor = through(call, gradient, _prepare, [tensor])
     return part

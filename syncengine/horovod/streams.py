@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 
@@ -300,11 +300,6 @@ class Stream:
         if not self.has_failed():
             kind, reason = as_told(error)
             self.abort(f"{self.own_name} in {request}: {reason}", kind.__name__)
-
-    def fail(self, text: str, error: type[SyncError] = InvalidUsage) -> NoReturn:
-        """Raises `error`, here and on every rank that waits for this one."""
-        self.abort(text, error.__name__)
-        raise error(text)
 
     def abort(self, text: str, error: str = "Aborted") -> None:
         """Every rank that waits for this one raises `error`."""
