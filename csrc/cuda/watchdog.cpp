@@ -18,12 +18,20 @@ constexpr auto kRelease = std::chrono::microseconds(200);
 
 }  // namespace
 
-Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls, Duration log_after)
+Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls)
     : communicator_(std::move(communicator)),
       controls_(std::move(controls)),
-      log_after_(log_after),
       since_(Clock::now()),
       thread_([this] { run(); }) {}
+
+Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, Control* own, std::function<void()> abort_transport)
+    : communicator_(std::move(communicator)),
+      controls_(communicator_->size()),
+      abort_transport_(std::move(abort_transport)),
+      since_(Clock::now()) {
+  controls_[communicator_->rank()] = own;
+  thread_ = std::thread([this] { run(); });
+}
 
 void Watchdog::stop() {
   {
@@ -49,7 +57,7 @@ void Watchdog::run() {
   while (!stopping_) {
     lock.unlock();
     if (!has_failed()) look();
-    if (has_failed()) release();
+    if (has_failed()) release();  // again and again: each collective that is queued takes the words back
     lock.lock();
     stopped_.wait_for(lock, has_failed() ? Duration(kRelease) : Duration(kLook), [this] { return stopping_; });
   }
@@ -60,7 +68,9 @@ void Watchdog::look() {
     communicator_->check_peers();
     check_mismatch();
     check_wait();
-  } catch (...) {  // the communicator has failed, and has the error
+  } catch (...) {             // the communicator has failed, and has the error
+    store(own().aborted, 1);  // first: what a stream finds after its release is no result
+    if (abort_transport_) abort_transport_();
     failed_.store(true, std::memory_order_release);
   }
 }
@@ -82,40 +92,43 @@ void Watchdog::check_wait() {
     return;
   }
   const auto late = missing();
-  if (late.empty()) return;
-  const std::string what = latest_text(communicator_->rank());
-  for (int peer : late) {
-    if (controls_[peer]->gone.load(std::memory_order_acquire))  // acquire: what it did before it left
-      fail(ErrorKind::PeerLost,
-           names({peer}) + " has left while " + names({communicator_->rank()}) + " was in " + what);
-  }
+  if (late.empty() && sees_peers()) return;
   const Duration age = Clock::now() - since_;
-  // Each has signalled before it waited: who waits for each other for so long is not in the same exchange.
-  for (int peer : late)
-    if (age >= kCrosswise && waits_for(peer, communicator_->rank()))
-      fail(ErrorKind::Mismatch, names({communicator_->rank()}) + " waits in " + what + ", " + names({peer}) + " in " +
-                                    latest_text(peer) + ", for each other");
-  const std::string text =
-      names({communicator_->rank()}) + " waits for " + names(late) + " since " + seconds_text(age) + " in " + what;
+  const int rank = communicator_->rank();
+  const std::string call = sees_peers() ? latest_text(rank) : text_of(rank, now.waiting);
+  check_peers_of_wait(late, age, call);
+  const std::string text = names({rank}) + " waits for " + (sees_peers() ? names(late) : "other ranks") + " since " +
+                           seconds_text(age) + " in " + call;
   if (age >= communicator_->timeout())
     fail(ErrorKind::Timeout, text + ": a CUDA stream gave up after the timeout; look at what these ranks do");
-  if (age >= log_after_ && !logged_) {
+  if (age >= communicator_->options().log_after && !logged_) {
     logged_ = true;
     std::fprintf(stderr, "syncengine: %s (CUDA stream)\n", text.c_str());
   }
 }
 
-void Watchdog::fail(ErrorKind kind, const std::string& text) {
+void Watchdog::check_peers_of_wait(const std::vector<int>& late, Duration age, const std::string& call) const {
+  const int rank = communicator_->rank();
+  for (int peer : late) {
+    if (controls_[peer]->gone.load(std::memory_order_acquire))  // acquire: what it did before it left
+      fail(ErrorKind::PeerLost, names({peer}) + " has left while " + names({rank}) + " was in " + call);
+  }
+  // Each has signalled before it waited: who waits for each other for so long is not in the same exchange.
+  for (int peer : late)
+    if (age >= kCrosswise && waits_for(peer, rank))
+      fail(ErrorKind::Mismatch, names({rank}) + " waits in " + call + ", " + names({peer}) + " in " +
+                                    latest_text(peer) + ", for each other");
+}
+
+void Watchdog::fail(ErrorKind kind, const std::string& text) const {
   communicator_->abort(kind, text);
   throw Error(kind, text);
 }
 
 void Watchdog::release() {
-  for (int peer = 0; peer < communicator_->size(); ++peer) {
-    if (peer == communicator_->rank()) continue;
-    for (auto& set : own().inbox) store(set[peer], kReleased);
-  }
-  store(own().aborted, 1);
+  for (auto& set : own().inbox)
+    for (uint32_t& word : set) store(word, kReleased);
+  store(own().go, kArrived);
 }
 
 std::vector<int> Watchdog::missing() const {
@@ -143,6 +156,7 @@ std::string Watchdog::names(const std::vector<int>& members) const {
 }
 
 std::string Watchdog::text_of(int rank, uint32_t fingerprint) const {
+  if (!controls_[rank]) return "something else";
   const CallText& call = controls_[rank]->calls[fingerprint / 2 % std::size(controls_[rank]->calls)];
   if (call.fingerprint.load(std::memory_order_acquire) != fingerprint) return "something else";
   return std::string(call.text, strnlen(call.text, sizeof(call.text)));

@@ -1,15 +1,17 @@
 // What looks after streams that wait for peers, since they can't look after themselves: a thread that turns a death, a
 // mismatch or a deadline into the communicator's named error, and then releases every wait of this rank's streams.
 //
-// Knows no device: words in shared memory are all that it reads and writes.
+// Knows no device: words in pinned memory are all that it reads and writes. They are plain stores of streams and
+// kernels, so replays of a graph are seen too.
 //
 // Ownership: keeps the communicator alive; the words must outlive it. Its thread ends with stop() or the destructor.
-// Thread-safety: any thread. Failure: what it finds fails the communicator, and so all ranks; throw_if_failed()
-// rethrows.
+// Thread-safety: any thread; `abort_transport` is called once, on its thread, after `aborted` was set.
+// Failure: what it finds fails the communicator, and so all ranks; throw_if_failed() rethrows.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -23,8 +25,10 @@ namespace syncengine::cuda {
 
 class Watchdog {
  public:
-  // `controls` of each rank. `log_after`: one line on stderr says for whom a stream waits.
-  Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls, Duration log_after);
+  // `controls` of each rank. One line on stderr says for whom a stream waits for longer than Options::log_after.
+  Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls);
+  // Where a transport moves the bytes: this rank sees its own words alone.
+  Watchdog(std::shared_ptr<Communicator> communicator, Control* own, std::function<void()> abort_transport);
   ~Watchdog() { stop(); }
 
   // What a call with this fingerprint is, for this rank's and its peers' messages. Before the call is queued.
@@ -48,10 +52,12 @@ class Watchdog {
   void look();
   void check_mismatch();
   void check_wait();
-  void fail(ErrorKind kind, const std::string& text);
+  [[noreturn]] void fail(ErrorKind kind, const std::string& text) const;
   void release();
   std::vector<int> missing() const;
   bool waits_for(int rank, int peer) const;
+  void check_peers_of_wait(const std::vector<int>& late, Duration age, const std::string& call) const;
+  bool sees_peers() const { return !abort_transport_; }
   std::string latest_text(int rank) const;
   std::string names(const std::vector<int>& members) const;
   std::string text_of(int rank, uint32_t fingerprint) const;
@@ -59,7 +65,7 @@ class Watchdog {
 
   std::shared_ptr<Communicator> communicator_;
   std::vector<Control*> controls_;
-  Duration log_after_;
+  std::function<void()> abort_transport_;  // none: the peers' words are seen
   std::atomic<bool> failed_{false};
 
   // The thread's own.

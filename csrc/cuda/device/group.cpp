@@ -141,7 +141,7 @@ RealDeviceGroup::RealDeviceGroup(std::shared_ptr<Communicator> communicator, int
   tell_peers_if_it_fails(*communicator_, [&] { prepare_staging(interrupted); });
   counters_["host_staging"] = host_staging_ != nullptr;
   counters_["push"] = site_.push;
-  watchdog_ = std::make_unique<Watchdog>(communicator_, std::move(words), communicator_->options().log_after);
+  watchdog_ = std::make_unique<Watchdog>(communicator_, std::move(words));
   tell_peers_if_it_fails(*communicator_, [&] { prove_signals(); });
 }
 

@@ -19,7 +19,6 @@
 #include "cuda/proxy.h"
 #include "cuda/sequence.h"
 #include "cuda/shared_pages.h"
-#include "cuda/transport_watch.h"
 #include "cuda/watchdog.h"
 #include "engine/communicator/communicator.h"
 #include "transport/device_transport.h"
@@ -199,14 +198,14 @@ class TransportGroup final : public BaseGroup {
   std::byte* slot() const { return staging_->data(); }
   std::byte* received() const;
   uint32_t* marks() const;
-  TransportWords* words_on_device() const { return reinterpret_cast<TransportWords*>(words_->on_device()); }
+  Control* control_on_device() const { return reinterpret_cast<Control*>(control_->on_device()); }
 
   std::unique_ptr<DeviceTransport> transport_;
   const int rank_, world_;
   std::vector<std::vector<int>> hosts_;  // the ranks of each
-  std::optional<PinnedMemory> words_;    // TransportWords
+  std::optional<PinnedMemory> control_;  // Control
   std::unique_ptr<DeviceMemory> staging_;
-  std::unique_ptr<TransportWatch> watch_;
+  std::unique_ptr<Watchdog> watchdog_;
 };
 
 }  // namespace syncengine::cuda

@@ -61,16 +61,16 @@ TransportGroup::TransportGroup(std::shared_ptr<Communicator> communicator, std::
       world_(communicator_->size()),
       hosts_(ranks_by_host(communicator_->hosts())) {
   const UseDevice use(device_);
-  TransportWords* words = nullptr;
+  Control* control = nullptr;
   tell_peers_if_it_fails(*communicator_, [&] {
     load_kernels();
-    words_.emplace(sizeof(TransportWords));
-    words = new (words_->data()) TransportWords{};
+    control_.emplace(sizeof(Control));
+    control = new (control_->data()) Control{};
     staging_ = std::make_unique<DeviceMemory>(2 * kTransportSlot + kMarkBytes);
   });
-  watch_ = std::make_unique<TransportWatch>(communicator_, words, [this] { transport_->abort(); });
-  watch_->publish(kConnecting, "connecting devices");
-  store(words->waiting, kConnecting);
+  watchdog_ = std::make_unique<Watchdog>(communicator_, control, [this] { transport_->abort(); });
+  watchdog_->publish(kConnecting, "connecting devices");
+  store(control->waiting, kConnecting);
   try {
     tell_peers_if_it_fails(*communicator_, [&] { transport_->connect(); });
     communicator_->throw_if_failed();
@@ -79,7 +79,7 @@ TransportGroup::TransportGroup(std::shared_ptr<Communicator> communicator, std::
     communicator_->throw_if_failed();  // what came first
     throw;
   }
-  store(words->waiting, 0);
+  store(control->waiting, 0);
 }
 
 std::byte* TransportGroup::received() const { return slot() + kTransportSlot; }
@@ -87,14 +87,14 @@ uint32_t* TransportGroup::marks() const { return reinterpret_cast<uint32_t*>(rec
 
 const char* TransportGroup::enqueue(const Operation& operation, cudaStream_t stream) {
   const uint32_t mark = fingerprint(operation, Path::Staged, 0);
-  watch_->publish(mark, describe(operation));
+  watchdog_->publish(mark, describe(operation));
   const Gate gate{.words = marks(),
-                  .mismatch = words_on_device()->mismatch,
-                  .progress = &words_on_device()->progress,
+                  .mismatch = control_on_device()->mismatch,
+                  .progress = &control_on_device()->progress,
                   .expected = mark,
                   .rank = rank_,
                   .world = world_,
-                  .aborted = &words_on_device()->aborted};
+                  .aborted = &control_on_device()->aborted};
   try {
     tell_peers_if_it_fails(*communicator_, [&] { queue(operation, gate, stream); });
   } catch (const Error&) {
@@ -116,9 +116,9 @@ void TransportGroup::queue(const Operation& operation, const Gate& gate, cudaStr
 }
 
 // Each rank's fingerprint to all of them: no rank's stream goes on before all have come. Where they are not the same it
-// stays until the watch has ended the transport: no data moves between ranks that mean different sizes.
+// stays until the watchdog has ended the transport: no data moves between ranks that mean different sizes.
 void TransportGroup::begin(const Gate& gate, cudaStream_t stream) {
-  TransportWords* words = words_on_device();
+  Control* words = control_on_device();
   uint32_t* own = marks() + kMaxSources;
   CUstreamBatchMemOpParams writes[] = {write_word(&words->waiting, gate.expected), write_word(&words->go, 0),
                                        write_word(own, gate.expected), write_word(own + 1, kArrived)};
@@ -133,7 +133,7 @@ void TransportGroup::begin(const Gate& gate, cudaStream_t stream) {
 }
 
 void TransportGroup::end(cudaStream_t stream) {
-  CUstreamBatchMemOpParams write = write_word(&words_on_device()->waiting, 0);
+  CUstreamBatchMemOpParams write = write_word(&control_on_device()->waiting, 0);
   check(driver().stream_batch_mem_op(stream, 1, &write, 0), "queueing an end");
 }
 
@@ -214,11 +214,11 @@ void TransportGroup::reduce(const Operation& operation, size_t block, std::byte*
 }
 
 void TransportGroup::release() {
-  cudaDeviceSynchronize();  // ends: the watch releases what waits for a peer that does not come
-  watch_->stop();
+  cudaDeviceSynchronize();  // ends: the watchdog releases what waits for a peer that does not come
+  watchdog_->stop();
   try {
     communicator_->check_peers();
-  } catch (const Error&) {  // the watch may not have looked since
+  } catch (const Error&) {  // the watchdog may not have looked since
     transport_->abort();
   }
   transport_->close();
