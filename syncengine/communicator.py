@@ -50,14 +50,12 @@ _lock = threading.RLock()  # a signal handler may call shutdown() in the middle 
 
 
 def init(
-    algorithm: str | None = None,
     numerics: str | None = None,
     timeout: float | timedelta | None = None,
     arena_bytes: int | None = None,
     log_after: float | None = None,
     gradient_memory: str | None = None,
     interhost: str | None = None,
-    host_algorithm: str | None = None,
     interface: str | None = None,
     sockets: int | None = None,
     checksum: bool | None = None,
@@ -73,8 +71,6 @@ def init(
     stays with it. So do all ranks of a new default group of torch.distributed, if the old one was that by which the
     ranks had met. A setting that is None comes from the variable SYNCENGINE_<NAME>, otherwise it is the default:
 
-    - `algorithm` ("auto"): how bytes move: "auto", "direct", "staged", "one_shot", "ring". Changes no bits of a result,
-      except those of numerics "fast" by NCCL.
     - `numerics` ("rank_order"): order of summation: "rank_order", "ring" for the bits of torch's DDP over Gloo, or
       "fast": sums per host first, so that the bits depend on which ranks share one.
     - `timeout`: seconds (or a timedelta) that anything may wait for other ranks; the timeout of an initialised
@@ -92,8 +88,6 @@ def init(
     - `interhost` ("tcp"): what connects the hosts: "tcp", "mpi" (mpi4py, under mpirun) or "torch" (an initialized
       torch.distributed whose backend moves CPU tensors; CUDA tensors go by its NCCL, if it has one). Changes no bits,
       except those of "fast" by NCCL.
-    - `host_algorithm` ("auto"): how bytes go between them: "exchange" (directly), "chain" (from host to host where that
-      is possible), or "auto", whichever is faster as measured. Never changes the bits of "rank_order".
     - `interface` (tcp only): where this rank listens: a name ("eth0"), names or prefixes ("eth,ib", "^docker,lo"), or
       an address. By default GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, else the address from which this host reaches
       MASTER_ADDR.
@@ -114,14 +108,12 @@ def init(
     """
     global _default
     given = {
-        "algorithm": algorithm,
         "numerics": numerics,
         "timeout": timeout,
         "arena_bytes": arena_bytes,
         "log_after": log_after,
         "gradient_memory": gradient_memory,
         "interhost": interhost,
-        "host_algorithm": host_algorithm,
         "interface": interface,
         "sockets": sockets,
         "checksum": checksum,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -12,10 +13,8 @@ from syncengine.errors import InvalidUsage
 if TYPE_CHECKING:
     from syncengine._C import JobOptions, NetworkOptions
 
-ALGORITHMS = ("auto", "direct", "staged", "one_shot", "ring")
 NUMERICS = ("rank_order", "ring", "fast")
 INTERHOST = ("tcp", "mpi", "torch")
-HOST_ALGORITHMS = ("auto", "exchange", "chain")
 MOST_SOCKETS = 16
 LEAST_SILENCE = 1.0  # seconds: four heartbeats
 GRADIENT_MEMORY = ("arena", "torch")
@@ -27,11 +26,10 @@ _MAX_SECONDS = 1e9  # 30 years; the engine counts nanoseconds in 64 bits
 
 @dataclass(frozen=True)
 class Config:
-    """Settings of a communicator. Every rank must have the same `algorithm`, `numerics`, `interhost`, `host_algorithm`,
-    `sockets` and `checksum`; what follows `interhost` matters only with several hosts.
+    """Settings of a communicator. Every rank must have the same `numerics`, `interhost`, `sockets` and
+    `checksum`; what follows `interhost` matters only with several hosts.
     """
 
-    algorithm: str = "auto"  # how bytes move: auto, direct, staged, one_shot, ring
     numerics: str = "rank_order"  # order of summation: rank_order, ring, fast
     timeout: float | None = None  # seconds a collective may wait; None: the process group's, else DEFAULT_TIMEOUT
     arena_bytes: int = 0  # limit of the memory for `empty` and staging on this rank; 0: as much as the machine has
@@ -39,7 +37,6 @@ class Config:
     gradient_memory: str = "arena"  # where large gradients lie: arena (reduced in place), torch (staged)
     host_id: str = ""  # ranks with different ones are on different hosts, though they share a machine
     interhost: str = "tcp"  # what connects hosts: tcp, mpi, torch
-    host_algorithm: str = "auto"  # how bytes go from host to host, never the bits of rank_order: auto, exchange, chain
     interface: str = ""  # where to listen: a name, a prefix, an address; "": see connect.py
     sockets: int = 4  # connections a peer
     checksum: bool = False  # of all data between hosts, beside the transport's own
@@ -64,10 +61,6 @@ class Config:
                 values[name] = _PARSE[name](environ[variable], variable)
         return cls(**values)
 
-    def __post_init__(self) -> None:
-        if self.algorithm == "ring" and self.numerics != "ring":
-            raise InvalidUsage(f"algorithm='ring' needs numerics='ring', whose order it has, not {self.numerics!r}")
-
     def changed(self, **given: Any) -> Config:
         """The same, but for the settings in `given` that are not None."""
         return replace(self, **Config.parsed(given))
@@ -79,17 +72,18 @@ class Config:
 
     def options(self, timeout: float) -> JobOptions:
         """The extension's options; `timeout` in seconds is what None stands for."""
-        from syncengine._C import JobOptions  # the doctor reads settings where it can't be loaded
+        from syncengine._C import JobOptions, has_test_hooks  # the doctor reads settings where it can't be loaded
 
         options = JobOptions()
-        options.algorithm = self.algorithm
         options.numerics = self.numerics
-        options.host_algorithm = self.host_algorithm
         options.arena_bytes = self.arena_bytes
         options.gradient_memory = self.gradient_memory
         options.log_after = self.log_after
         options.host_id = self.host_id
         options.timeout = timeout if self.timeout is None else self.timeout
+        if has_test_hooks:  # tests force each way of the bytes, on all ranks alike
+            options.algorithm = os.environ.get("SYNCENGINE_TEST_ALGORITHM", "auto")
+            options.host_algorithm = os.environ.get("SYNCENGINE_TEST_HOST_ALGORITHM", "auto")
         return options
 
     def shared(self) -> dict[str, Any]:
@@ -111,7 +105,7 @@ class Config:
         return options
 
 
-_SHARED = ("algorithm", "numerics", "interhost", "host_algorithm", "sockets", "checksum")
+_SHARED = ("numerics", "interhost", "sockets", "checksum")
 
 
 def _invalid(name: str, value: Any, allowed: str) -> InvalidUsage:
@@ -185,7 +179,6 @@ def _flag(value: Any, name: str) -> bool:
 
 
 _PARSE: dict[str, Callable[[Any, str], Any]] = {
-    "algorithm": _choice(ALGORITHMS),
     "numerics": _choice(NUMERICS),
     "timeout": _seconds,
     "arena_bytes": _bytes,
@@ -193,7 +186,6 @@ _PARSE: dict[str, Callable[[Any, str], Any]] = {
     "log_after": _seconds,
     "host_id": _text,
     "interhost": _choice(INTERHOST),
-    "host_algorithm": _choice(HOST_ALGORITHMS),
     "interface": _text,
     "sockets": _sockets,
     "checksum": _flag,

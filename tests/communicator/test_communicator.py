@@ -59,8 +59,8 @@ def test_init_again_is_the_same_communicator(alone):
 
 
 def test_init_again_asks_for_what_is_there(alone):
-    communicator = syncengine.init(algorithm="ring", numerics="ring")
-    assert syncengine.init(algorithm="ring") is communicator
+    communicator = syncengine.init(gradient_memory="torch", numerics="ring")
+    assert syncengine.init(gradient_memory="torch") is communicator
     with pytest.raises(InvalidUsage, match=r"numerics='rank_order'.* already has numerics='ring'"):
         syncengine.init(numerics="rank_order")
     assert syncengine.init(timeout=communicator.timeout) is communicator  # the default
@@ -69,8 +69,8 @@ def test_init_again_asks_for_what_is_there(alone):
 
 
 def test_bad_setting_leaves_nothing_initialised(alone):
-    with pytest.raises(InvalidUsage, match="algorithm='quick'"):
-        syncengine.init(algorithm="quick")
+    with pytest.raises(InvalidUsage, match="numerics='quick'"):
+        syncengine.init(numerics="quick")
     assert not syncengine.is_initialized()
 
 

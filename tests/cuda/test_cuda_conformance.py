@@ -7,6 +7,7 @@ Each world, algorithm and order draws its cases: all of them where it chooses by
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from functools import cache, partial, reduce
 from typing import NamedTuple
@@ -17,7 +18,6 @@ from cuda_ranks import SOFTWARE, marked, on_host, run_processes, run_threads
 from models.workload import same_bits
 
 import syncengine
-from syncengine.config import ALGORITHMS
 
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8]
@@ -25,6 +25,7 @@ OPS = ["sum", "avg", "product", "min", "max"]
 SIZES = [0, 1, 37, 40_000]
 LARGE = 300_001 if SOFTWARE else 5_000_001  # more than staging holds at once, or slots between hosts
 NUMERICS = ["rank_order", "ring"]
+ALGORITHMS = ["auto", "direct", "staged", "one_shot", "ring"]
 WAYS = [(algorithm, order) for algorithm in ALGORITHMS for order in NUMERICS if algorithm != "ring" or order == "ring"]
 
 
@@ -184,7 +185,8 @@ def test_threads(world: int, algorithm: str, numerics: str):
 
 def in_a_process(rank: int) -> str:
     for algorithm, numerics in WAYS:
-        communicator = syncengine.init(algorithm=algorithm, numerics=numerics, timeout=60.0)
+        os.environ["SYNCENGINE_TEST_ALGORITHM"] = algorithm
+        communicator = syncengine.init(numerics=numerics, timeout=60.0)
         conformance(communicator, f"{algorithm} in processes", 8 if SOFTWARE else 120)
         check_paths(communicator, algorithm)
         syncengine.shutdown()

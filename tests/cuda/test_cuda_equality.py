@@ -115,7 +115,7 @@ def test_two_ranks_train_bit_equal_to_ddp_over_gloo():
 @marked
 @pytest.mark.parametrize("algorithm", ["auto", "ring"])
 def test_three_ranks_in_a_ring_train_bit_equal_to_ddp_over_gloo(algorithm: str):
-    environ = {"SYNCENGINE_NUMERICS": "ring", "SYNCENGINE_ALGORITHM": algorithm}
+    environ = {"SYNCENGINE_NUMERICS": "ring", "SYNCENGINE_TEST_ALGORITHM": algorithm}
     assert run_processes(3, trains_as_ddp, environ=environ) == [[]] * 3
 
 

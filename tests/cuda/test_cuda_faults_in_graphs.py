@@ -90,7 +90,7 @@ def survives(rank: int, hosts: str, number: int, within: bool) -> list[str]:
     return said
 
 
-RING = {"SYNCENGINE_ALGORITHM": "ring", "SYNCENGINE_NUMERICS": "ring"}  # partial sums are passed on
+RING = {"SYNCENGINE_TEST_ALGORITHM": "ring", "SYNCENGINE_NUMERICS": "ring"}  # partial sums are passed on
 
 
 @marked

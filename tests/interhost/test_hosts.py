@@ -52,7 +52,8 @@ def sums(dtype: torch.dtype, count: int, op: str) -> torch.Tensor:
 
 
 def reduce_all(hosts: str, numerics: str, host_algorithm: str = "auto") -> list[torch.Tensor]:
-    start(hosts, numerics=numerics, host_algorithm=host_algorithm)
+    os.environ["SYNCENGINE_TEST_HOST_ALGORITHM"] = host_algorithm
+    start(hosts, numerics=numerics)
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32]
     results = [sums(dtype, count, "sum") for dtype in dtypes for count in (1, 1000, 300_001)]
     return [*results, sums(torch.bfloat16, 100_000, "avg"), sums(torch.float32, 1000, "max")]

@@ -5,17 +5,17 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from syncengine.config import ALGORITHMS, DEFAULT_TIMEOUT, NUMERICS, Config
+from syncengine.config import DEFAULT_TIMEOUT, NUMERICS, Config
 from syncengine.connect import _meet
 from syncengine.errors import InvalidUsage, SyncError, Timeout
 
 
 def test_defaults():
     config = Config.read({})
-    assert config == Config("auto", "rank_order", None, 0, 5.0)
+    assert config == Config("rank_order", None, 0, 5.0)
     options = config.options(DEFAULT_TIMEOUT)
     assert options.timeout == DEFAULT_TIMEOUT
     assert options.arena_bytes == 0
@@ -23,8 +23,8 @@ def test_defaults():
 
 def test_argument_wins_over_variable_wins_over_default():
     environ = {"SYNCENGINE_NUMERICS": "ring", "SYNCENGINE_TIMEOUT": "7.5", "SYNCENGINE_ARENA_BYTES": "4096"}
-    config = Config.read(environ, timeout=3, algorithm=None)
-    assert config == Config("auto", "ring", 3.0, 4096, 5.0)
+    config = Config.read(environ, timeout=3, numerics=None)
+    assert config == Config("ring", 3.0, 4096, 5.0)
     assert config.options(DEFAULT_TIMEOUT).timeout == 3.0
 
 
@@ -62,20 +62,10 @@ def test_timedelta_is_a_timeout():
     assert Config.read({}, timeout=timedelta(minutes=2)).timeout == 120.0
 
 
-@given(algorithm=st.sampled_from(ALGORITHMS), numerics=st.sampled_from(NUMERICS), seconds=st.floats(1e-3, 1e9))
-def test_variable_means_the_same_as_argument(algorithm, numerics, seconds):
-    assume(algorithm != "ring" or numerics == "ring")
-    environ = {
-        "SYNCENGINE_ALGORITHM": algorithm,
-        "SYNCENGINE_NUMERICS": numerics,
-        "SYNCENGINE_TIMEOUT": repr(seconds),
-    }
-    assert Config.read(environ) == Config.read({}, algorithm=algorithm, numerics=numerics, timeout=seconds)
-
-
-def test_a_ring_needs_its_order():
-    with pytest.raises(InvalidUsage, match=r"algorithm='ring' needs numerics='ring'.* not 'fast'"):
-        Config.read({"SYNCENGINE_ALGORITHM": "ring"}, numerics="fast")
+@given(numerics=st.sampled_from(NUMERICS), seconds=st.floats(1e-3, 1e9))
+def test_variable_means_the_same_as_argument(numerics, seconds):
+    environ = {"SYNCENGINE_NUMERICS": numerics, "SYNCENGINE_TIMEOUT": repr(seconds)}
+    assert Config.read(environ) == Config.read({}, numerics=numerics, timeout=seconds)
 
 
 @pytest.mark.parametrize("variable", ["SYNCENGINE_SECRET", "SYNCENGINE_SECRET_FILE"])
@@ -87,9 +77,8 @@ def test_an_empty_secret_is_not_the_same_as_none(variable):
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("algorithm", "fastest", "direct"),
-        ("algorithm", "", "direct"),
         ("numerics", "RING", "rank_order"),
+        ("numerics", "", "rank_order"),
         ("timeout", "0", "seconds"),
         ("timeout", "-1", "seconds"),
         ("timeout", "nan", "seconds"),
@@ -101,7 +90,6 @@ def test_an_empty_secret_is_not_the_same_as_none(variable):
         ("arena_bytes", str(2**47), "bytes"),
         ("log_after", "", "seconds"),
         ("interhost", "udp", "tcp, mpi, torch"),
-        ("host_algorithm", "tree", "exchange"),
         ("sockets", "0", "from 1 to 16"),
         ("sockets", "17", "from 1 to 16"),
         ("sockets", "two", "from 1 to 16"),

@@ -89,12 +89,12 @@ def test_attempts_that_fail_in_turn(tmp_path: Path):
 def stay_away_then_come(folder: Path) -> int:
     rank = int(os.environ["RANK"])
     if rank == 0:
-        with pytest.raises(Aborted, match=r"rank 1 failed in init: InvalidUsage: algorithm='no such'"):
+        with pytest.raises(Aborted, match=r"rank 1 failed in init: InvalidUsage: numerics='no such'"):
             syncengine.init(timeout=20)
         (folder / "gave up").touch()
     else:
-        with pytest.raises(InvalidUsage, match="algorithm"):
-            syncengine.init(algorithm="no such")
+        with pytest.raises(InvalidUsage, match="numerics"):
+            syncengine.init(numerics="no such")
         wait_for_file(folder / "gave up")
     return syncengine.init(timeout=20).size
 

@@ -76,9 +76,8 @@ def test_rank_order_does_not_depend_on_buckets_algorithm_or_run(pool: RankPool, 
         runs = [Run(dtype=dtype, steps=3, options=(("bucket_cap_mb", cap),)) for cap in [*caps, None]]
         seen = set()
         for algorithm in ALGORITHMS:
-            for answer in pool.run(
-                digest_of_training, runs, world=world, settings=numerics("rank_order", algorithm=algorithm)
-            ):
+            environ = {"SYNCENGINE_TEST_ALGORITHM": algorithm}
+            for answer in pool.run(digest_of_training, runs, world=world, environ=environ):
                 seen.update(answer)
         assert len(seen) == 1
 

@@ -45,13 +45,18 @@ def why_no_gpu() -> str:
 
 
 def run_threads(
-    world: int, body: Callable[[int, Communicator], object], devices: int = 1, **settings: object
+    world: int,
+    body: Callable[[int, Communicator], object],
+    devices: int = 1,
+    algorithm: str = "auto",
+    **settings: object,
 ) -> list[object]:
     """Runs body(rank, communicator) on `world` threads, rank r on device r % devices; returns the results by rank.
 
     A body that raises fails the others' communicator, as a process that ends would.
     """
     options = Config.read({}, **settings).options(TIMEOUT)
+    options.algorithm = algorithm
     options.arena_bytes = options.arena_bytes or 256 << 20
     addresses: list[bytes] = [b""] * world
     ready = Barrier(world)

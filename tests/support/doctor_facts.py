@@ -28,10 +28,8 @@ def facts(rank: int, **changes: Any) -> dict[str, Any]:
         "memory": {"available": 8192 * MIB, "total": 16384 * MIB, "shm_free": 8192 * MIB, "shm_total": 8192 * MIB},
         "descriptors": {"limit": 1024, "open": 10},
         "settings": {
-            "algorithm": "auto",
             "numerics": "rank_order",
             "interhost": "tcp",
-            "host_algorithm": "auto",
             "sockets": 4,
             "checksum": False,
             "has_secret": True,
