@@ -12,9 +12,8 @@ from syncengine._C import CommonMemory
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.claims import Claim, claim, stop_forwards
-from syncengine.sharded.cut import Size, cut_elements, deal_whole
 from syncengine.sharded.memory import Host
-from syncengine.sharded.shard import Member, Shard
+from syncengine.sharded.shard import Member, Shard, Size, cut_elements, deal_whole
 from syncengine.sharded.state import SharedState
 from syncengine.sharded.weights import Named, SharedWeights
 

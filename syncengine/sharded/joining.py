@@ -16,8 +16,7 @@ from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
 from syncengine.parallel.rounds import Intent, Round, tell
 from syncengine.sharded.agreement import gather_texts
-from syncengine.sharded.membership import Groups
-from syncengine.sharded.shard import NOT_OPTIONS, NOT_SCALED, Scaling, members_of, plain_data, take_option
+from syncengine.sharded.shard import NOT_OPTIONS, NOT_SCALED, Groups, Scaling, members_of, plain_data, take_option
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.state import State
 

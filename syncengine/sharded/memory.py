@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,13 +56,11 @@ class Layout(NamedTuple):
         return elements * self.dtype.itemsize
 
 
-def create_common(host: Host, what: str, layouts: Sequence[Layout]) -> tuple[CommonMemory, list[torch.Tensor]]:
-    """Memory for these tensors, and the tensors: zeros, each with a storage of its own. Collective over all hosts.
+def create_common(host: Host, what: str, size: int) -> CommonMemory:
+    """Memory of ``size`` bytes, all zeros, the same size on all ranks of a host. Collective over all hosts.
 
-    ``layouts`` are the same on all ranks. Raises on all of them if memory is short on one. Where they can't connect,
-    the communicator has failed.
+    Raises on all ranks if memory is short on one. Where they can't connect, the communicator has failed.
     """
-    size = _place(layouts)[1]
     offer, error = None, ""
     try:
         offer = MemoryExchange(size if host.rank == 0 else 0)
@@ -73,30 +71,26 @@ def create_common(host: Host, what: str, layouts: Sequence[Layout]) -> tuple[Com
     addresses = gather_texts(host.communicator, offer.address().decode())
     here = [address.encode() if rank in host.members else b"" for rank, address in enumerate(addresses)]
     try:
-        memory = offer.exchange(
+        return offer.exchange(
             host.communicator.rank, here, host.members[0], host.communicator.timeout, host.communicator.global_ranks
         )
     except SyncError as problem:  # of this rank alone: the others may have come through
         host.communicator.abort(str(problem), type(problem).__name__)
         raise
-    return memory, tensors_in(memory, layouts)
 
 
-def tensors_in(memory: CommonMemory, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-    """New tensors, each with a storage of its own, over ``memory`` that was made for these."""
-    return [
-        memory.tensor(offset, layout.sizes, layout.strides, layout.dtype)
-        for offset, layout in zip(_place(layouts)[0], layouts, strict=True)
-    ]
+def size_of(layouts: Iterable[Layout]) -> int:
+    """Bytes that these tensors take in common memory."""
+    return sum(-(-layout.nbytes // _ALIGNMENT) * _ALIGNMENT for layout in layouts)
 
 
-def _place(layouts: Sequence[Layout]) -> tuple[list[int], int]:
-    """Offsets of the tensors, and the size of all; bytes."""
-    offsets, size = [], 0
+def tensors_in(memory: CommonMemory, layouts: Sequence[Layout], begin: int = 0) -> list[torch.Tensor]:
+    """New tensors, each with a storage of its own, one behind the other in ``memory`` from byte ``begin`` on."""
+    tensors = []
     for layout in layouts:
-        offsets.append(size)
-        size += -(-layout.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return offsets, size
+        tensors.append(memory.tensor(begin, layout.sizes, layout.strides, layout.dtype))
+        begin += size_of([layout])
+    return tensors
 
 
 class FreedMemory:

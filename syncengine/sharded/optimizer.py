@@ -21,13 +21,11 @@ from syncengine.parallel.rounds import Round, notify_torch_join
 from syncengine.parallel.watchers import forward_watchers, take_part
 from syncengine.sharded.block import part
 from syncengine.sharded.claims import any_torn, check_not_torn
-from syncengine.sharded.cut import Slice
 from syncengine.sharded.joining import StepHook, announce_step, catch_up
-from syncengine.sharded.kinds import coupling, is_elementwise, own_options
-from syncengine.sharded.shard import NOT_SCALED, Member, Scaling, Shard, options_of
+from syncengine.sharded.kinds import check_arguments, coupling, is_elementwise, own_options
+from syncengine.sharded.shard import NOT_SCALED, Member, Scaling, Shard, Slice, options_of
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.writing import write_together
-from syncengine.sharded.zero import check_arguments
 
 # In the order in which they were made, which is the same on all ranks, as a set's is not: they bind by collectives.
 _optimizers: weakref.WeakValueDictionary[int, ShardedOptimizer] = weakref.WeakValueDictionary()

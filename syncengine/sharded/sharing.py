@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import is_, itemgetter
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from syncengine._C import CommonMemory
 from syncengine.errors import InvalidUsage, SyncError, TornWeights
@@ -16,15 +20,61 @@ from syncengine.sharded.agreement import agree, only_makes_state
 from syncengine.sharded.block import Block, part
 from syncengine.sharded.claims import Claim, any_torn, check_not_torn, guard
 from syncengine.sharded.edits import WatchedState
-from syncengine.sharded.membership import Groups, Membership
+from syncengine.sharded.kinds import other_ranks
 from syncengine.sharded.memory import Host
 from syncengine.sharded.movable import why_not_shared
-from syncengine.sharded.shard import NOT_SCALED, Member, Scaling, Shard
-from syncengine.sharded.state import State
-from syncengine.sharded.update import Update, torn_text
+from syncengine.sharded.shard import NOT_SCALED, Groups, Member, Scaling, Shard, members_of
+from syncengine.sharded.state import State, digest
+from syncengine.sharded.update import SAME, Update, torn_text
 from syncengine.sharded.weights import Named
-from syncengine.sharded.wording import SAME, describe_shared, why_not_averages
-from syncengine.sharded.zero import other_ranks
+
+_parameters = itemgetter("params")
+
+
+class Membership:
+    """Looks for them anew where parameter groups have changed since."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        self._blocks = blocks
+        self.names: Any = WeakIdKeyDictionary()  # of the parameters of the models that it updates
+        self._sizes: list[int] | None = None  # of the groups when it looked; None: look again
+        self._parameters: list[torch.Tensor] = []
+        self._unshared: list[Member] = []  # the same list while they are the same
+        self.strays: list[torch.Tensor] = []  # shared, but not in the group any more that they were in then
+
+    def look_again(self) -> None:
+        """There are more blocks."""
+        self._sizes = None
+
+    def unshared(self, groups: Groups) -> list[Member]:
+        """The parameters that are not, or not yet; the same list while they are the same."""
+        lists = list(map(_parameters, groups))
+        sizes, parameters = list(map(len, lists)), list(chain.from_iterable(lists))
+        if self._sizes == sizes and all(map(is_, parameters, self._parameters)):
+            return self._unshared
+        self._sizes, self._parameters = sizes, parameters
+        members = members_of(groups)
+        shared = [member for block in self._blocks for member in block.shard.members]
+        ids = {id(parameter) for parameter, _ in shared}
+        self._unshared = [member for member in members if id(member.parameter) not in ids]
+        groups_of = {id(parameter): group for parameter, group in members}
+        self.strays = [parameter for parameter, group in shared if groups_of.get(id(parameter)) != group]
+        return self._unshared
+
+    def late(self, groups: Groups) -> list[Member]:
+        """Parameters that were frozen, and have a gradient now."""
+        found = []
+        for member in self.unshared(groups):
+            if member.parameter.grad is not None and member.parameter in self.names:
+                found.append(member)
+        return found
+
+    def edited(self) -> str:
+        """Says which shared parameter was not where it had been when this rank last looked; there is one."""
+        return (
+            f"parameter {self.names[self.strays[0]]} is not in the group any more in which it was shared: to "
+            "change groups, release() this ShardedOptimizer and make another one"
+        )
 
 
 class Sharing:
@@ -117,7 +167,7 @@ class Sharing:
         if not members or self.host is None:
             return
         named = [Named(self.members.names[member.parameter], member.parameter) for member in members]
-        lines = describe_shared(named, members, state)
+        lines = _describe_shared(named, members, state)
         communicator = self.host.communicator
         what = "what ShardedOptimizer is to share differs"
         modules = [model.module for known in self.models if (model := known()) is not None]
@@ -211,7 +261,7 @@ class Sharing:
         """Why this rank can't make an update; or an empty text."""
         if self.members.strays:
             return self.members.edited()
-        return self.written() or self._coupling(groups) or why_not_averages(self.models)
+        return self.written() or self._coupling(groups) or _why_not_averages(self.models)
 
     # --- Its end
 
@@ -262,3 +312,23 @@ class Sharing:
                 "shared: they stay in memory that other ranks may write to",
                 stacklevel=2,
             )
+
+
+def _describe_shared(named: Sequence[Named], members: Sequence[Member], state: State) -> list[str]:
+    """What is to be shared: a line for each parameter."""
+    return [
+        f"{name}: {str(p.dtype).removeprefix('torch.')} {tuple(p.shape)}, group {group}, "
+        + (f"state with CRC-32 {digest(entries):08x}" if (entries := state.get(p)) else "no state")  # {}: was read
+        for (name, p), (_, group) in zip(named, members, strict=True)
+    ]
+
+
+def _why_not_averages(models: Iterable[Callable[[], Parallel | None]]) -> str:
+    """Why the gradients of one of them are none; or an empty text."""
+    for known in models:
+        if (model := known()) is None or not model.reducer.reduces:
+            continue
+        reason = "" if model.reducer.averages_elsewhere else model.reducer.not_averaged()
+        if reason and any(parameter.grad is not None for parameter in model._module_parameters):
+            return f"the gradients of {type(model.module).__name__} are not averages: {reason}"
+    return ""

@@ -18,11 +18,11 @@ import torch
 from syncengine._C import CommonMemory, WatchedWeights, return_free_memory
 from syncengine.errors import InvalidUsage, SyncError
 from syncengine.sharded.agreement import gather_texts
-from syncengine.sharded.memory import FreedMemory, Host, Layout, create_common
-from syncengine.sharded.room import Place, Room
+from syncengine.sharded.memory import FreedMemory, Host, Layout, create_common, size_of, tensors_in
 from syncengine.sharded.shard import Piece, Shard
 
 State = MutableMapping[torch.Tensor, dict[str, Any]]
+Place = tuple[int, str]  # the parameter's number, and the key in its state
 
 _NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float}
 
@@ -45,13 +45,13 @@ class SharedState:
         self._host = host
         self._shard = shard
         self.whole = whole
-        self._entries: dict[tuple[int, str], Entry] = {}
-        self.numbers: list[tuple[int, str]] = []  # of these, what are no tensors
+        self._entries: dict[Place, Entry] = {}
+        self.numbers: list[Place] = []  # of these, what are no tensors
         self._installed: list[dict[str, Any]] = [{} for _ in shard.pieces]  # what this rank's pieces should have
         self._before: WatchedWeights | None = None  # of this rank's pieces and their state
         self._memories = memories
         self._own: list[CommonMemory] = []
-        self._room = Room(shard.members)
+        self._left = 0  # bytes of the last one
         self.is_made_in_steps = not any(map(shard.state_of, shard.pieces))  # as by most; else at first
 
     def keys(self) -> list[list[str]]:
@@ -145,7 +145,7 @@ class SharedState:
         for rank, answer in enumerate(answers):
             if answer["error"]:
                 raise InvalidUsage(f"rank {self._host.communicator.global_ranks[rank]}: {answer['error']}")
-        entries: dict[tuple[int, str], tuple[str, Layout, int]] = {}
+        entries: dict[Place, tuple[str, Layout, int]] = {}
         for owner, rank in enumerate(self._host.members):
             for name, (kind, sizes, strides, dtype) in answers[rank]["news"].items():
                 index, _, key = name.partition(" ")
@@ -164,28 +164,29 @@ class SharedState:
         return_free_memory()  # of a state that was loaded
 
     def _tensors(self, wanted: dict[Place, Layout]) -> dict[Place, torch.Tensor]:
-        """Common memory for these. Collective."""
-        tensors = self._room.take(wanted)
-        rest = {place: layout for place, layout in wanted.items() if place not in tensors}
-        flag = torch.tensor([bool(rest)], dtype=torch.int64, device="cpu")  # another host's may be laid out otherwise
+        """Common memory for these. Collective. Where the last one has no room for them, the next has as much again as
+        all before it: else each step in which some parameter first has state would map more. What nobody touches takes
+        none.
+        """
+        size = size_of(wanted.values())
+        flag = torch.tensor([size > self._left], dtype=torch.int64, device="cpu")  # on another host, perhaps
         self._host.communicator.all_reduce(flag, "max")
-        if not flag.item():
-            return tensors
-        more = self._room.plan({**{place: Layout.of(entry.common) for place, entry in self._entries.items()}, **wanted})
-        try:
-            made = self._create({**rest, **more})
-        except SyncError:
-            if self._host.communicator.exception() is not None:
-                raise
-            made, more = self._create(rest), {}  # memory is short on some rank
-        self._room.add({place: made[place] for place in more})
-        return tensors | {place: made[place] for place in rest}
-
-    def _create(self, layouts: dict[Place, Layout]) -> dict[Place, torch.Tensor]:
-        memory, tensors = create_common(self._host, "ShardedOptimizer: the state", list(layouts.values()))
-        self._memories.append(memory)
-        self._own.append(memory)
-        return dict(zip(layouts, tensors, strict=True))
+        if flag.item():
+            what, more = "ShardedOptimizer: the state", sum(memory.bytes for memory in self._own)
+            try:
+                memory = create_common(self._host, what, size + more)
+            except SyncError:
+                if self._host.communicator.exception() is not None:
+                    raise
+                memory = create_common(self._host, what, size)  # memory is short on some rank
+            self._memories.append(memory)
+            self._own.append(memory)
+            self._left = memory.bytes
+        if not wanted:
+            return {}
+        memory, begin = self._own[-1], self._own[-1].bytes - self._left
+        self._left -= size
+        return dict(zip(wanted, tensors_in(memory, list(wanted.values()), begin), strict=True))
 
     def _describe_news(self) -> dict[str, tuple[str, Sequence[int], Sequence[int], str]]:
         news = {}
@@ -241,7 +242,7 @@ class SharedState:
         for memory in self._own:
             self._memories.remove(memory)
         self._own.clear()
-        self._room.clear()
+        self._left = 0
         self._installed = [{} for _ in self._shard.pieces]
         for piece in self._shard.pieces:
             state = {}

@@ -21,12 +21,11 @@ from syncengine.errors import Aborted, InvalidUsage, SyncError, Timeout, TornWei
 from syncengine.sharded.agreement import agree, gather_texts
 from syncengine.sharded.block import Block
 from syncengine.sharded.edits import WatchedState
-from syncengine.sharded.membership import Groups
 from syncengine.sharded.memory import Host
-from syncengine.sharded.shard import NOT_SCALED, Scaling, describe_options
+from syncengine.sharded.shard import NOT_SCALED, Groups, Scaling, describe_options
 from syncengine.sharded.state import State
-from syncengine.sharded.wording import advise, describe_update
 
+SAME = "Do the same on every rank before step()."
 _MOMENT = 1.0  # seconds
 
 
@@ -109,10 +108,24 @@ class Update:
         facts = b"|".join([str(self._number).encode(), "\n".join(options).encode(), *self.written])
         for block in self._blocks:
             facts += b"+" if block.weights.loaded else b"-"
-        agree(self._communicator, what, facts, lambda: self._describe(options), problem, lambda: advise(self._blocks))
+        agree(self._communicator, what, facts, lambda: self._describe(options), problem, self._advise)
 
     def _describe(self, options: Sequence[str]) -> list[str]:
-        return list(describe_update(self._parties.step_of(self._number), options, self._blocks))
+        lines = [f"step {self._parties.step_of(self._number)}", *options]
+        for block in self._blocks:
+            lines.append(f"loaded a state dict of the model: {'yes' if block.weights.loaded else 'no'}")
+            lines += block.describe_gradients()
+        return lines
+
+    def _advise(self) -> str:
+        changed = sorted(set().union(*(block.shard.changed for block in self._blocks)))
+        if not changed:
+            return SAME
+        names, kind = ", ".join(map(repr, changed)), self._blocks[0].shard.kind
+        return (
+            f"{SAME} Or, if {kind}.step() itself has changed {names}: it does not treat each parameter by itself, and "
+            "the weights are void. Continue from a checkpoint, with a plain optimizer."
+        )
 
     def _prepare(self, problem: str) -> None:
         """Agrees, and brings what was loaded into the common memory. Collective."""

@@ -12,7 +12,7 @@ import torch
 from syncengine._C import CommonMemory, WatchedWeights, return_free_memory
 from syncengine.parallel.watchers import common
 from syncengine.sharded.agreement import agree
-from syncengine.sharded.memory import FreedMemory, Host, Layout, create_common, flat, tensors_in
+from syncengine.sharded.memory import FreedMemory, Host, Layout, create_common, flat, size_of, tensors_in
 
 _LOOK = "Give them the same values on every rank before the first step."
 
@@ -46,8 +46,8 @@ class SharedWeights:
         self.loaded = False  # load_state_dict() has put them into private memory, for the next step to share
         self.watched = WatchedWeights(self.parameters)
         self._layouts = [Layout.of(parameter) for parameter in self.parameters]
-        self.memory: CommonMemory
-        self.memory, self._common = create_common(host, "ShardedOptimizer: the weights", self._layouts)
+        self.memory = create_common(host, "ShardedOptimizer: the weights", size_of(self._layouts))
+        self._common = tensors_in(self.memory, self._layouts)
         self._addresses = [memory.data_ptr() for memory in self._common]
         self.share()
 

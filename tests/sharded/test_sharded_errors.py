@@ -25,8 +25,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncengine
-from syncengine.sharded.cut import GRAIN, Size, cut_elements, deal_whole
 from syncengine.sharded.movable import why_not_shared
+from syncengine.sharded.shard import GRAIN, Size, cut_elements, deal_whole
 from syncengine.sharded.weights import Named
 
 

@@ -93,8 +93,7 @@ def heads(kind: str, widths: tuple[int, ...]) -> list[Any]:
 def test_state_that_comes_later_takes_no_more_memories(pool: RankPool, kind: str, widths: tuple[int, ...]):
     for *wrong, counts in pool.run(heads, kind, widths):
         assert wrong == []
-        shapes = len(widths) if kind == "Rows" else 1
-        assert len(set(counts)) <= shapes, counts  # in a step, memory for all that look the same
+        assert len(set(counts)) <= 4, counts  # each is as large as all before it
 
 
 def many() -> list[str]:
@@ -121,11 +120,13 @@ def test_more_steps_with_news_than_descriptors(pool: RankPool):
 
 def untouched() -> int:
     """Bytes in memory of what this process maps for state that is not there yet."""
-    net = Heads(2, (1, 500_000))
+    net = Heads(2, (2_000, 500_000))
     model = syncengine.Parallel(net, find_unused_parameters=True)
     optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.AdamW, lr=1e-3)
-    step(model, optimizer, 0)
-    begin, end = max(common_memory(), key=lambda one: one[1] - one[0])
+    for task in (1, 0):
+        step(model, optimizer, task)
+    place = optimizer.state[net.heads[0].weight]["exp_avg"].data_ptr()
+    begin, end = next(each for each in common_memory() if each[0] <= place < each[1])
     assert end - begin > 2 * net.heads[1].weight.nbytes
     text = Path("/proc/self/smaps").read_text().split(f"{begin:x}-{end:x} ")[1]
     return int(text.split("Rss:")[1].split()[0]) << 10
@@ -138,11 +139,12 @@ def test_room_takes_no_memory_until_it_is_used(pool: RankPool):
 
 def short_of_memory() -> list[Any]:
     """On one rank, for the room, not for what is needed at once."""
-    ours, theirs = Heads(2, (1, 500_000)), Heads(2, (1, 500_000))
+    ours, theirs = Heads(2, (2_000, 500_000)), Heads(2, (2_000, 500_000))
     models = [syncengine.Parallel(net, find_unused_parameters=True) for net in (ours, theirs)]
     optimizer = syncengine.ShardedOptimizer(ours.parameters(), torch.optim.AdamW, lr=1e-3)
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
-    models[0](torch.zeros(2, 24), 0)  # the weights are shared
+    step(models[0], optimizer, 1)
+    step(models[1], reference, 1)
     make, refused = memory.MemoryExchange, []
 
     def fd_exchange(size: int) -> Any:
@@ -166,5 +168,5 @@ def short_of_memory() -> list[Any]:
 
 def test_no_room_is_made_where_memory_is_short(pool: RankPool):
     (wrong, refused, more), others = pool.run(short_of_memory)
-    assert (wrong, refused, more) == ([], 1, 1)
-    assert others == [[], 0, 1]
+    assert (wrong, refused, more) == ([], 1, 0)
+    assert others == [[], 0, 0]
