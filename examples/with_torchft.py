@@ -38,8 +38,7 @@ def loss_of(model: nn.Module, step: int, group: int, rank: int) -> torch.Tensor:
 
 
 def train(group: int, out: Path) -> None:
-    """One rank of a replica group, up to the step that the file `last` says once it is there."""
-    last = out / "last"
+    """One rank of a replica group, up to the first step in which one of all the ranks saw the file `stop`."""
     dist.init_process_group("syncengine")
     rank = dist.get_rank()
     module, plain_optimizer = make()
@@ -56,16 +55,18 @@ def train(group: int, out: Path) -> None:
     )
     optimizer = torchft.Optimizer(manager, plain_optimizer)
     with (out / f"group{group}-rank{rank}.jsonl").open("a", buffering=1) as log:  # rank 0's are read meanwhile
-        while not last.exists() or manager.current_step() < int(last.read_text()):
+        done = False
+        while not done:
             optimizer.zero_grad()  # the quorum
-            step = manager.current_step()
+            step, stop = manager.current_step(), torch.full((RANKS,), float((out / "stop").exists()))
             loss = loss_of(model, step, group, rank)
             loss.backward()
-            for work in [manager.allreduce(p.grad) for p in module.parameters()]:
+            for work in [manager.allreduce(tensor) for tensor in (stop, *(p.grad for p in module.parameters()))]:
                 work.wait()
             optimizer.step()  # if all went well, else the step is made again
             if manager.current_step() > step:
                 print(json.dumps({"step": step, "groups": manager.num_participants(), "loss": loss.item()}), file=log)
+                done = bool(stop.any())  # the same on all ranks, like the averages
     torch.save(module.state_dict(), out / f"group{group}-rank{rank}.pt")
     manager.shutdown()
     dist.destroy_process_group()
@@ -105,10 +106,9 @@ if __name__ == "__main__":
         while sum(line["groups"] < GROUPS for line in lines(options.out, 0)[20:]) < 20:
             time.sleep(0.05)
         groups[KILLED] = start(KILLED, options.out, server.address())
-        while lines(options.out, 0)[-1]["groups"] < GROUPS:
+        while any(line["groups"] < GROUPS for line in lines(options.out, 0)[-100:]):
             time.sleep(0.05)
-        (options.out / "later").write_text(str(lines(options.out, 0)[-1]["step"] + 100))
-        (options.out / "later").rename(options.out / "last")  # at once, and long before anybody gets there
+        (options.out / "stop").touch()
         assert not any(process.wait() for group in groups for process in group)
     finally:
         for process in (process for group in groups for process in group):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from syncengine._C import Communicator
 from syncengine.groups import backend_communicator
 from syncengine.torch_backend import NAME, create
 
@@ -51,15 +52,20 @@ class ProcessGroup(ProcessGroupWrapper):  # type: ignore[misc] # which is not th
             group._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, backend)
         return group
 
+    @property
+    def communicator(self) -> Communicator | None:
+        """That of the last `configure`, as long as it is there: for `counters()`, say."""
+        return None if self._pg is None else backend_communicator(self._pg)
+
     def errored(self) -> BaseException | None:
         """The error that the group has failed with, or None."""
-        communicator = None if self._pg is None else backend_communicator(self._pg)
+        communicator = self.communicator
         return None if communicator is None else communicator.exception()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """For calls from now on; where longer than that of the last `configure`, from the next one on."""
         super().set_timeout(timeout)
-        if (communicator := None if self._pg is None else backend_communicator(self._pg)) is not None:
+        if (communicator := self.communicator) is not None:
             self._pg.set_timeout(min(timeout, timedelta(seconds=communicator.timeout)))
 
     def shutdown(self) -> None:

@@ -111,8 +111,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_the_killed_group_comes_back_and_the_others_never_stop(trained: tuple[Path, str]):
     out, said = trained
     assert said.endswith("6 ranks; equal models: True\n")
-    last = int((out / "last").read_text()) - 1
     steps = {group: [line["step"] for line in committed(out, group)] for group in range(3)}
+    last = steps[0][-1]
     for group in (0, 2):  # of which one may come to the first quorum late
         assert steps[group] == list(range(steps[group][0], last + 1))
     missed = sorted(set(range(steps[1][0], last + 1)) - set(steps[1]))
@@ -134,7 +134,7 @@ def test_the_weights_are_those_of_a_plain_loop_over_the_same_groups(trained: tup
     for group in range(3):
         for line in committed(out, group):
             took_part.setdefault(line["step"], {})[group] = line["groups"]
-    for step in range(int((out / "last").read_text())):
+    for step in range(len(took_part)):
         (count,) = set(took_part[step].values())
         groups = [0, 1, 2] if count == 3 else list(took_part[step])  # one that is killed may not have written it down
         assert len(groups) == count
