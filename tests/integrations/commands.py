@@ -38,10 +38,10 @@ def run(*command: object, home: Path, timeout: float = 300) -> str:
     return finished.stdout
 
 
-def torchrun(example: str | Path, *arguments: object, home: Path) -> str:
-    """One of examples/, or the script at an absolute path, on 2 ranks."""
+def torchrun(example: str | Path, *arguments: object, home: Path, ranks: int = 2) -> str:
+    """One of examples/, or the script at an absolute path."""
     at = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
-    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, *at)
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, *at)
     return run(*launcher, ROOT / "examples" / example, *arguments, home=home)
 
 
