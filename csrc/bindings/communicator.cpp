@@ -18,6 +18,7 @@
 #include "bindings/device.h"
 #include "collectives/operation.h"
 #include "engine/communicator/communicator.h"
+#include "reducer/torch/in_flight.h"
 #include "reducer/torch/python_error.h"
 #include "reducer/torch/tensors.h"
 #include "streams/queue.h"
@@ -87,24 +88,33 @@ namespace {
 // The engine's work, and where the result still has to go.
 class CpuWork final : public PyWork {
  public:
-  CpuWork(std::shared_ptr<Communicator> communicator, std::shared_ptr<Work> work, at::Tensor target, at::Tensor result)
-      : communicator_(std::move(communicator)),
-        work_(std::move(work)),
-        target_(std::move(target)),
-        result_(std::move(result)) {}
+  struct Pending {
+    void finish(std::optional<Duration> at_most) {
+      communicator->wait(work, check_signals(), at_most);
+      std::call_once(delivered, [this] {  // a tensor that is not contiguous was reduced as a contiguous copy
+        if (result.defined()) assign(target, result);
+        result.reset();
+      });
+    }
+
+    std::shared_ptr<Communicator> communicator;
+    std::shared_ptr<Work> work;
+    at::Tensor target, result;
+    std::once_flag delivered = {};
+  };
+  explicit CpuWork(std::shared_ptr<Pending> pending) : pending_(std::move(pending)) {}
 
   void wait(std::optional<double> timeout) override {
     py::gil_scoped_release nogil;
     std::optional<Duration> at_most;
     if (timeout) at_most = seconds(*timeout);
-    communicator_->wait(work_, check_signals(), at_most);
-    deliver();
+    pending_->finish(at_most);
   }
-  bool is_completed() const override { return work_->ended(); }
+  bool is_completed() const override { return pending_->work->ended(); }
   py::object exception() const override {
-    if (work_->state() != Work::State::Failed) return py::none();
+    if (pending_->work->state() != Work::State::Failed) return py::none();
     try {
-      work_->rethrow_if_failed();
+      pending_->work->rethrow_if_failed();
     } catch (const Error& error) {
       return to_python(error);
     }
@@ -112,18 +122,7 @@ class CpuWork final : public PyWork {
   }
 
  private:
-  // A tensor that is not contiguous was reduced as a contiguous copy.
-  void deliver() {
-    std::call_once(delivered_, [this] {
-      if (result_.defined()) assign(target_, result_);
-      result_.reset();
-    });
-  }
-
-  std::shared_ptr<Communicator> communicator_;
-  std::shared_ptr<Work> work_;
-  at::Tensor target_, result_;
-  std::once_flag delivered_;
+  std::shared_ptr<Pending> pending_;
 };
 
 SpanList spans_of(const at::Tensor& tensor) { return {tensor.data_ptr(), tensor.nbytes()}; }
@@ -160,6 +159,7 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
     at::NoGradGuard no_grad;
     bool in_place = input.is_same(output);
     require_one_device(input, output, what);
+    for (const at::Tensor& tensor : {input, output}) InFlight::of_process().await(tensor);
     from = in_place ? dense(input) : input.contiguous().resolve_neg();
     to = in_place                                     ? from
          : output.is_contiguous() && !output.is_neg() ? output
@@ -193,8 +193,16 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
   }
   if (from.is_cuda()) return run_on_device(communicator, std::move(operation), from, to, target, result, async_op);
   py::gil_scoped_release nogil;
-  if (async_op)
-    return std::make_unique<CpuWork>(communicator, communicator->submit(std::move(operation)), target, result);
+  if (async_op) {
+    InFlight::Call call{.memory = {extent_of(input), extent_of(output)}, .communicator = communicator};
+    const bool delivers = result.defined();
+    auto pending = std::make_shared<CpuWork::Pending>(communicator, communicator->submit(std::move(operation)),
+                                                      std::move(target), std::move(result));
+    call.works = {pending->work};
+    if (delivers) call.deliver = [pending] { pending->finish({}); };
+    InFlight::of_process().add(std::move(call));
+    return std::make_unique<CpuWork>(std::move(pending));
+  }
   communicator->run(std::move(operation), check_signals());
   if (result.defined()) assign(target, result);
   return nullptr;

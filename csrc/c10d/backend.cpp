@@ -1,5 +1,6 @@
 #include "c10d/backend.h"
 
+#include "reducer/torch/in_flight.h"
 #include "reducer/torch/python_error.h"
 #include "streams/queue.h"
 
@@ -166,7 +167,7 @@ void TorchBackend::require_parts(const char* call, const at::Tensor& whole, cons
 }
 
 Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices, Counted counted) {
-  Call call(name, devices, {name, inputs});
+  Call call(name, devices, {name, inputs}, counted != Counted::Never);
   call.number = sequence_.load(std::memory_order_relaxed);
   if (counted == Counted::AtOnce) count(call);
   call.to_be_counted = counted == Counted::AtStart;
@@ -204,6 +205,7 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   std::vector<std::shared_ptr<syncengine::Work>> works;
   for (Operation& operation : operations) works.push_back(communicator_->submit(std::move(operation)));
   const bool is_collective = !operations.empty();
+  const bool follows_order = call.follows_order();
   operations.clear();
   for (Call::Mail& mail : call.mail()) {
     works.push_back(mail.sends ? communicator_->send(std::move(mail.message))
@@ -218,8 +220,18 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
     coalescing_.give(std::move(coalesced));
     return nullptr;
   }
+  InFlight::Call in_flight{
+      .memory = call.extents(), .communicator = communicator_, .works = {works.begin(), works.end()}};
+  const bool delivers = call.delivers();
   TorchWork::Origin origin{communicator_, sends_messages ? messages_ : collectives_, how.type, call.number, limit};
   auto work = make_work(std::move(origin), std::move(call), std::move(works));
+  if (how.async && follows_order) {
+    if (delivers)
+      in_flight.deliver = [weak = std::weak_ptr(undelivered_)] {
+        if (const auto undelivered = weak.lock()) undelivered->deliver_ended();
+      };
+    InFlight::of_process().add(std::move(in_flight));
+  }
   if (how.async) return work;
   work->wait();
   return nullptr;

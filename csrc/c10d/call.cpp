@@ -29,28 +29,27 @@ Call::Call(Call&&) noexcept = default;
 Call::~Call() = default;
 
 void Call::compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> sources) {
-  struct Extent {
-    uintptr_t begin, end;
+  struct Place {
+    Extent extent;
     const at::Tensor* target;  // or null
   };
-  std::vector<Extent> extents;
-  extents.reserve(targets.size() + sources.size());
+  std::vector<Place> places;
+  places.reserve(targets.size() + sources.size());
   auto add = [&](const at::Tensor& tensor, bool is_target) {
-    if (!why_not_dense(tensor).empty() || tensor.numel() == 0) return;
-    int64_t last = 0;
-    for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
-    const auto begin = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-    extents.push_back({begin, begin + (last + 1) * tensor.element_size(), is_target ? &tensor : nullptr});
+    const Extent extent = extent_of(tensor);
+    if (extent.end > 0) places.push_back({extent, is_target ? &tensor : nullptr});
   };
   for (const at::Tensor& target : targets) add(target, true);
   for (const at::Tensor& source : sources) add(source, false);
-  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
-  for (size_t first = 0; first < extents.size();) {  // those that overlap, one with the next, hang together
-    uintptr_t end = extents[first].end;
+  std::sort(places.begin(), places.end(),
+            [](const Place& a, const Place& b) { return a.extent.begin < b.extent.begin; });
+  for (size_t first = 0; first < places.size();) {  // those that overlap, one with the next, hang together
+    uintptr_t end = places[first].extent.end;
     size_t last = first + 1;
-    for (; last < extents.size() && extents[last].begin < end; ++last) end = std::max(end, extents[last].end);
+    for (; last < places.size() && places[last].extent.begin < end; ++last)
+      end = std::max(end, places[last].extent.end);
     for (size_t i = first; i < last && last - first > 1; ++i)
-      if (extents[i].target != nullptr) apart_.push_back(extents[i].target->unsafeGetTensorImpl());
+      if (places[i].target != nullptr) apart_.push_back(places[i].target->unsafeGetTensorImpl());
     first = last;
   }
 }
@@ -69,6 +68,9 @@ void Call::require_dense(const at::Tensor& tensor) {
   if (!device.is_cpu() && !(device.is_cuda() && cuda_too)) refuse("one on " + device.str());
   if (const std::string why = why_without_memory(tensor); !why.empty()) refuse(why);
   stay_on(device);
+  if (!follows_order_ || !device.is_cpu()) return;
+  InFlight::of_process().await(tensor);
+  extents_.push_back(extent_of(tensor));
 }
 
 void Call::require_distinct(const at::Tensor& target) {

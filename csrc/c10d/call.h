@@ -19,6 +19,7 @@
 #include "c10d/torch_dtype.h"
 #include "collectives/operation.h"
 #include "engine/progress/work.h"
+#include "reducer/torch/in_flight.h"
 #include "reducer/torch/profile.h"
 
 namespace syncengine {
@@ -52,8 +53,9 @@ class Call {
  public:
   enum class Devices { All, Cpu };
   // `name` is for messages, and outlives the call. The profiler's row is there until deliver().
-  explicit Call(const char* name, Devices devices = Devices::All, ProfilerRow row = {})
-      : name_(name), devices_(devices), row_(std::move(row)) {}
+  // A collective follows those in flight on the same memory; a message of the program's own may be what they wait for.
+  explicit Call(const char* name, Devices devices = Devices::All, ProfilerRow row = {}, bool follows_order = true)
+      : name_(name), devices_(devices), row_(std::move(row)), follows_order_(follows_order) {}
 
   Call(Call&&) noexcept;
   ~Call();
@@ -66,9 +68,12 @@ class Call {
   c10::Device device() const { return device_.value_or(c10::Device(c10::kCPU)); }
   // What operations and deliveries use.
   const std::vector<c10::Storage>& memory() const { return *memory_; }
+  // Of the program's tensors.
+  const std::vector<Extent>& extents() const { return extents_; }
+  bool follows_order() const { return follows_order_; }
   std::vector<at::Tensor>& results() { return results_; }
 
-  // Throws for a tensor that can't be read or written.
+  // Throws for a tensor that can't be read or written. Waits for what the call has to follow.
   void require_dense(const at::Tensor& tensor);
   // Of a call on several tensors, before any of them is read or written: targets that share memory with others of
   // either list go through copies, which are put into them in the order in which they were written.
@@ -149,6 +154,8 @@ class Call {
   const char* name_;
   Devices devices_;
   ProfilerRow row_;
+  bool follows_order_;
+  std::vector<Extent> extents_;
   std::optional<c10::Device> device_;
   std::vector<Operation> operations_;
   std::vector<Mail> mail_;

@@ -1,5 +1,6 @@
 """The default communicator: init, shutdown, settings, what peers learn of an uncaught error, and the thin functions."""
 
+import itertools
 import os
 import signal
 import sys
@@ -343,3 +344,27 @@ def test_autograd_sees_that_tensors_with_gaps_are_written() -> None:
             work.wait()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             product.backward()
+
+
+def overlapping_calls() -> None:
+    """Of two asynchronous calls on the same memory the second follows the first, whichever goes through a copy."""
+    size = syncengine.world_size()
+    columns: list[Callable[[torch.Tensor], torch.Tensor]] = [lambda t: t[:, ::2], lambda t: t, lambda t: t[:, 1::2]]
+    for first, second in itertools.product(columns, repeat=2):
+        for dropped in (False, True):
+            tensor, expected = torch.ones(400, 6), torch.ones(400, 6)
+            work = syncengine.all_reduce(first(tensor), async_op=True)
+            if dropped:
+                del work
+            last = syncengine.all_reduce(second(tensor), async_op=True)
+            last.wait()
+            if not dropped:
+                work.wait()
+            for view in (first, second):
+                view(expected).mul_(size)
+            assert torch.equal(tensor, expected), dropped
+
+
+def test_a_call_follows_those_in_flight_on_the_same_memory(pool):
+    pool.run(overlapping_calls, world=2)
+    pool.run(overlapping_calls, world=3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import weakref
 from collections.abc import Callable
@@ -256,3 +257,17 @@ def test_an_error_of_a_delivery_that_nobody_asked_for_is_a_warning(pool: RankPoo
         for rank in ranks:
             rank.result()
             assert rank.output().count("recv: its result was not put into its tensor: The size of tensor") == 1
+
+
+@run_on_ranks(world=2, gloo=True, settings=None)
+def test_a_call_follows_those_in_flight_on_the_same_memory() -> None:
+    """Of each pair of asynchronous calls the second follows the first, whichever goes through a copy."""
+    group = ours()
+    views = [lambda t: t[:, ::2], lambda t: t, lambda t: t.t()]
+    for first, second in itertools.product(views, repeat=2):
+        tensor, expected = torch.ones(400, 6), torch.ones(400, 6)
+        dist.all_reduce(first(tensor), group=group, async_op=True)  # nobody waits for it
+        dist.all_reduce(second(tensor), group=group, async_op=True).wait()
+        for view in (first, second):
+            view(expected).mul_(2)
+        assert torch.equal(tensor, expected)
