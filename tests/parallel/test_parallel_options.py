@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import syncengine
 from syncengine.errors import SyncError
 from syncengine.parallel.buckets import BucketPlanner
 
+Wrap = Callable[..., nn.Module]
 Options = tuple[tuple[str, Any], ...]
 
 OPTIONS: dict[str, Options] = {
@@ -64,6 +67,37 @@ def test_gradients_stay_where_they_are():
         assert copied.pop("small") <= sum(p.nbytes for p in model.parameters() if p.nbytes < 4096)
         assert not any(copied.values())
     assert addresses[0] == addresses[1] == addresses[2] == addresses[3]
+
+
+def bits_with_gradients_of_before(wrap: Wrap, before: bool, zeroed: bool) -> list[torch.Tensor]:
+    """The averages of three steps of a model that has gradients of the program's own before wrapping, or behind it."""
+    torch.manual_seed(0)
+    module = Mlp()
+
+    def give(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in module.parameters():
+            parameter.grad = torch.rand(parameter.shape, generator=generator)
+
+    if before:
+        give(syncengine.rank())
+    model = wrap(module, gradient_as_bucket_view=True)
+    if not before:
+        give(syncengine.rank())
+    averages = []
+    for i in range(3):
+        model(data(i)).square().mean().backward()
+        averages += [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
+        if zeroed:
+            model.zero_grad(set_to_none=False)
+    return averages
+
+
+@run_on_ranks(world=3, gloo=True, settings={"timeout": 60.0, "numerics": "ring"})
+def test_gradients_of_before_are_scaled_as_by_ddp_with_views():
+    for before, zeroed in itertools.product((False, True), repeat=2):
+        ours = bits_with_gradients_of_before(syncengine.Parallel, before, zeroed)
+        assert not different_bits(ours, bits_with_gradients_of_before(DistributedDataParallel, before, zeroed))
 
 
 @run_on_ranks(gloo=True)

@@ -21,6 +21,7 @@ Model::Model(std::vector<at::Tensor> tensors, ModelNames names, const std::share
       routing(averaging, parameters, plan, pooled, flat.get()),
       outcome(averaging, parameters) {
   parameters.keep_trained(usage.finds_unused());
+  keep_gradients();
 }
 
 Forward& Model::coming_forward() {
@@ -44,10 +45,14 @@ void Model::check_between_backwards(const char* what) const {
 bool Model::wants_plan(bool changed) {
   const bool wanted = plan.is_wanted();
   if (!plan.is_outdated(parameters, changed)) return false;
-  if (!wanted && averaging.scaling == Scaling::DivideViewed) {
-    for (Gradient& gradient : parameters.gradients()) gradient.keep();  // here DDP makes buckets, and moves them there
-  }
+  if (!wanted && plan) keep_gradients();
   return true;
+}
+
+// DDP makes buckets at wrapping and when it makes them anew, and moves the gradients that are there into them.
+void Model::keep_gradients() {
+  if (averaging.scaling != Scaling::DivideViewed) return;
+  for (Gradient& gradient : parameters.gradients()) gradient.keep();
 }
 
 void Model::install_plan(const std::vector<std::vector<size_t>>& buckets, bool provisional) {

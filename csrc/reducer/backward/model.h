@@ -78,6 +78,7 @@ struct Model {
 
  private:
   void check_between_backwards(const char* what) const;
+  void keep_gradients();
 };
 
 }  // namespace syncengine
