@@ -2,7 +2,7 @@
 #
 #   make train       train a small GPT on 2 ranks with syncengine, with DDP and sharded, compare
 #   make test        all tests: the C++ core's, then everything else
-#   make test-integrations  the tests with Lightning, Accelerate, Transformers, Ray and torchft, which it installs
+#   make test-integrations  the tests with Lightning, Accelerate, Transformers, Ray, torchft, Flower: installs them
 #   make sanitize    the C++ core's tests under ThreadSanitizer and AddressSanitizer + UBSan, and the portable core's
 #   make build       the extension, in place, as users get it
 #   make core-test   only the C++ core's tests

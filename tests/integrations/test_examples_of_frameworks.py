@@ -79,6 +79,6 @@ def test_accelerate_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_syncengine_needs_none_of_them(tmp_path: Path):
     names = ["lightning", "pytorch_lightning", "lightning_fabric", "accelerate", "transformers", "peft"]
-    names += ["ray", "torchft"]
+    names += ["ray", "torchft", "flwr"]
     code = f"import sys, syncengine; print([name for name in {names} if name in sys.modules])"
     assert run(sys.executable, "-c", code, home=tmp_path) == "[]\n"

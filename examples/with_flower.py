@@ -1,0 +1,119 @@
+"""Flower: three hosts of two ranks train on data of their own; FedAvg or FedBuff puts their weights together.
+
+python examples/with_flower.py  # FedAvg; the ranks of host 1 are killed after the first round
+python examples/with_flower.py --strategy fedbuff  # host 1 vanishes, host 2 is slow: nobody waits for these
+
+This file starts Flower's processes and the hosts' ranks; flower/app.py is what Flower runs, flower/host.py a rank.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from flower import host
+
+HOSTS, KILLED, SLOW = 3, 1, 2
+VERSIONS = {"fedavg": 3, "fedbuff": 5}
+UNTIL = 3  # the slow host's first message takes until the others have made this version
+
+
+def unused_ports(count: int) -> list[int]:
+    """Of this machine."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+def wait_for(condition, processes: list[subprocess.Popen], what: str) -> None:
+    """Raises RuntimeError if one of the processes ends meanwhile, or after ten minutes."""
+    end = time.monotonic() + 600
+    while not condition():
+        if time.monotonic() > end or any(process.poll() is not None for process in processes):
+            raise RuntimeError(f"{what} did not come: see flower.txt")
+        time.sleep(0.05)
+
+
+def listens(port: int) -> bool:
+    """Whether somebody does."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def run(strategy: str, out: Path) -> None:
+    """Flower's SuperLink, a SuperNode for each host, and the host's ranks, which are there for all messages."""
+    ports = unused_ports(1 + 2 * HOSTS)
+    link = f"127.0.0.1:{ports[0]}"
+    settings = {"FLWR_HOME": str(out / "flwr"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+    settings |= {"OMP_NUM_THREADS": "1", "SYNCENGINE_SUMMARY": "0"}
+    settings |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # Flower starts its commands by name
+    settings |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(host.RANKS)}
+    log, processes, killed = (out / "flower.txt").open("w"), [], []
+
+    def start(*command: object, **place: object) -> subprocess.Popen:
+        environment = os.environ | settings | {name: str(value) for name, value in place.items()}
+        processes.append(subprocess.Popen([*map(str, command)], env=environment, stdout=log, stderr=log))
+        return processes[-1]
+
+    (out / "flwr").mkdir()
+    (out / "flwr" / "config.toml").write_text(f'[superlink.here]\naddress = "{link}"\ninsecure = true\n')
+    try:
+        start("flower-superlink", "--insecure", "--disable-runtime-dependency-installation", "--port", ports[0])
+        for number in range(HOSTS):
+            address, port, master = out / f"host{number}", ports[1 + number], ports[1 + HOSTS + number]
+            command = [sys.executable, host.__file__, "--host", number, "--address", address]
+            if strategy == "fedbuff" and number == SLOW:
+                command += ["--wait-for", out / f"version{UNTIL}.npz"]
+            ranks = [start(*command, RANK=rank, MASTER_PORT=master) for rank in range(host.RANKS)]
+            node = ["flower-supernode", "--insecure", "--superlink", link, "--port", port]
+            wait_for(lambda: listens(ports[0]), processes, "the SuperLink")
+            node = start(*node, "--node-config", f'socket="{address}"')
+            if number == KILLED:
+                killed = [*ranks, node] if strategy == "fedbuff" else ranks
+        shutil.copytree(Path(host.__file__).parent, out / "app")
+        config = f'strategy="{strategy}" hosts={HOSTS} versions={VERSIONS[strategy]} out="{out}"'
+        start("flwr", "run", out / "app", "here", "--run-config", config).wait()
+        del processes[-1]
+        wait_for((out / "version1.npz").exists, processes, "the first version")
+        for process in killed:
+            process.kill()
+        wait_for((out / "log.json").exists, [each for each in processes if each not in killed], "the last version")
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+        for process in processes:
+            process.wait()
+
+
+def loss_of(weights: Path) -> float:
+    """Of a version, on all that the hosts see."""
+    with np.load(weights) as arrays, torch.no_grad():
+        module = host.load(host.make(), [arrays[name] for name in arrays.files])
+        pairs = [host.examples_of(number) for number in range(HOSTS)]
+        return sum(torch.nn.functional.mse_loss(module(x), y).item() for x, y in pairs) / HOSTS
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--strategy", choices=VERSIONS, default="fedavg")
+    parser.add_argument("--out", type=Path, default=Path("outputs/with_flower"))
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends what this has started
+    out = options.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    np.savez(out / "version0.npz", *(parameter.detach().numpy() for parameter in host.make().parameters()))
+    run(options.strategy, out)
+    for version, made in enumerate(json.loads((out / "log.json").read_text()), 1):
+        loss = loss_of(out / f"version{version}.npz")
+        print(f"version {version}: hosts {made['host']}, from versions {made['began']}; loss {loss:.4f}")
