@@ -31,5 +31,9 @@ class InvalidUsage(SyncError, ValueError):
     """A call, argument or environment variable that can't work, whatever the other ranks do."""
 
 
+class NotFinite(SyncError, FloatingPointError):
+    """A rank has brought NaN or Inf into a gradient (``Parallel(nonfinite="raise")``); the model can go on."""
+
+
 class TornWeights(SyncError):
     """A rank has ended in the middle of an update of weights that all share: continue from a checkpoint."""

@@ -11,6 +11,7 @@ const char* name(ErrorKind kind) {
     case ErrorKind::Mismatch: return "Mismatch";
     case ErrorKind::Aborted: return "Aborted";
     case ErrorKind::InvalidUsage: return "InvalidUsage";
+    case ErrorKind::NotFinite: return "NotFinite";
   }
   return "SyncError";
 }

@@ -15,6 +15,7 @@ enum class ErrorKind {
   Mismatch,      // ranks called different collectives, shapes, dtypes or layouts
   Aborted,       // another rank raised, or this one was interrupted; carries the peer's own text
   InvalidUsage,  // a call that can't work on this rank alone
+  NotFinite,     // a gradient is NaN or infinite, where the program wants to know
 };
 
 const char* name(ErrorKind kind);

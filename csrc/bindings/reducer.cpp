@@ -232,6 +232,7 @@ void bind_reducer(py::module_& module) {
       .def_readwrite("gradient_as_bucket_view", &ReducerOptions::gradient_as_bucket_view)
       .def_readwrite("batched_grad_copy", &ReducerOptions::batched_grad_copy)
       .def_readwrite("waits_in_between", &ReducerOptions::waits_in_between)
+      .def_readwrite("nonfinite", &ReducerOptions::nonfinite)
       .def_readwrite("gradients_in_arena", &ReducerOptions::gradients_in_arena)
       .def_readwrite("flat_buckets", &ReducerOptions::flat_buckets);
   py::class_<StepTimes, std::shared_ptr<StepTimes>>(module, "StepTimes").def("summary", &summary_dict);

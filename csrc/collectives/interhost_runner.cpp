@@ -101,8 +101,11 @@ void InterhostRunner::fold_piece(const View& view, const InterhostStep& step, co
                                  std::byte* partial) {
   sources_.clear();
   is_wide_.clear();
+  ranks_.clear();
   for (int i : order) {
     const InterhostStep::Source& source = step.fold[i];
+    const bool is_raw = source.rank < 0 && step.receives[source.received].content == Content::Raw;
+    ranks_.push_back(is_raw ? step.receives[source.received].rank : source.rank);
     bool prefix = source.rank < 0 && step.receives[source.received].content == Content::Partial && view.wide;
     is_wide_.push_back(prefix);
     if (source.rank < 0)
@@ -112,18 +115,29 @@ void InterhostRunner::fold_piece(const View& view, const InterhostStep& step, co
     else
       sources_.push_back(own);
   }
-  if (view.wide) return fold_wide(view, bytes, partial);
+  if (view.wide) return fold_wide(view, offset, bytes, partial);
   const Operation& operation = view.operation;
+  const size_t element = element_size(operation.dtype);
   kernels::Reduction reduction{
       operation.dtype, operation.op,
       operation.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once,
       partial ? 1.0 : operation.postscale};
-  kernels::reduce(reduction, sources_.data(), static_cast<int>(sources_.size()), destinations_.data(),
-                  static_cast<int>(destinations_.size()), bytes / element_size(operation.dtype));
+  add(view, offset, reduction, sources_.data(), destinations_.data(), static_cast<int>(destinations_.size()),
+      bytes / element);
+}
+
+void InterhostRunner::add(const View& view, size_t offset, const kernels::Reduction& reduction,
+                          const void* const* sources, void* const* destinations, int destination_count, size_t count) {
+  const int source_count = static_cast<int>(sources_.size());
+  if (const auto* nonfinite = view.operation.nonfinite.get()) {
+    return reduce_noting(*nonfinite, placement_.size, place_of(view, offset, count), reduction, sources, ranks_.data(),
+                         source_count, destinations, destination_count, count);
+  }
+  kernels::reduce(reduction, sources, source_count, destinations, destination_count, count);
 }
 
 // 16-bit floats in float32: the same additions as in one kernel call, but with float32 on the way in or out.
-void InterhostRunner::fold_wide(const View& view, size_t bytes, std::byte* partial) {
+void InterhostRunner::fold_wide(const View& view, size_t offset, size_t bytes, std::byte* partial) {
   const Operation& operation = view.operation;
   size_t count = bytes / sizeof(uint16_t), sources = sources_.size();
   floats_.resize((sources + 1) * kWidePiece);
@@ -144,12 +158,16 @@ void InterhostRunner::fold_wide(const View& view, size_t bytes, std::byte* parti
                         : static_cast<void*>(floats_.data() + sources * kWidePiece);
     kernels::Reduction reduction{DType::Float32, operation.op, kernels::Rounding::Once,
                                  partial ? 1.0 : operation.postscale};
-    kernels::reduce(reduction, wide.data(), static_cast<int>(sources), &sum, 1, length);
+    add(view, offset + done * sizeof(uint16_t), reduction, wide.data(), &sum, 1, length);
     for (void* destination : destinations_) {
       if (partial) break;
       kernels::narrow(operation.dtype, static_cast<std::byte*>(destination) + done * sizeof(uint16_t),
                       static_cast<const float*>(sum), length);
     }
+    if (!partial && operation.nonfinite)
+      note_overflow(*operation.nonfinite, placement_.size, place_of(view, offset + done * sizeof(uint16_t), length),
+                    operation.dtype, static_cast<const std::byte*>(destinations_[0]) + done * sizeof(uint16_t),
+                    static_cast<const float*>(sum), length);
   }
 }
 

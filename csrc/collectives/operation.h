@@ -6,11 +6,13 @@
 // the same spans (in place) or do not overlap.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/dtype.h"
 #include "collectives/spans.h"
@@ -36,6 +38,51 @@ inline constexpr size_t kMaxFlagWords = 64;
 
 inline constexpr int kNoRoot = -1;
 
+// A run of bytes that lies in the caller's memory at `user`, and in a slot at `slot`.
+struct Copy {
+  size_t user, slot, bytes;
+};
+// The one that has this byte of the slot; null: none.
+inline const Copy* copy_at(const std::vector<Copy>& copies, size_t slot) {
+  for (const Copy& copy : copies)
+    if (copy.slot <= slot && slot < copy.slot + copy.bytes) return &copy;
+  return nullptr;
+}
+
+// Who brought into a floating-point sum what is NaN or infinite. The ranks that reduce it note that in `words`: one for
+// each rank, and one more for what only the sum has made of finite numbers, by overflow.
+//
+// Ownership: shared; `on_device` is the same memory. Thread-safety: written while the operation is on its way, by the
+// engine or a device's stream; read when it has ended there. Aliasing: several operations may note in the same words.
+struct Nonfinite {
+  enum Kind : uint64_t { NaN, Inf, MinusInf, None };
+  static constexpr uint64_t kNothing = ~uint64_t{0} >> 1;  // the words at first
+
+  // The earliest one stays.
+  static constexpr uint64_t pack(uint64_t element, Kind kind) { return element << 2 | kind; }
+  static constexpr uint64_t element_of(uint64_t word) { return word >> 2; }
+  static constexpr Kind kind_of(uint64_t word) { return static_cast<Kind>(word & 3); }
+
+  std::shared_ptr<uint64_t[]> words = {};
+  uint64_t* on_device = nullptr;
+  uint64_t begin = 0;  // what the operation's first element is called
+  // Of a part of a larger operation: where its input, a slot, comes from. What lies between is nobody's.
+  std::vector<Copy> parts = {};
+
+  struct Place {
+    uint64_t first;  // what the element is called
+    size_t valid;    // so many elements from there on are the ranks'
+  };
+  // Of [byte, byte + bytes) of the input, which lies in one part at most.
+  Place locate(size_t byte, size_t bytes, size_t element_bytes) const {
+    if (parts.empty()) return {begin + byte / element_bytes, bytes / element_bytes};
+    const Copy* part = copy_at(parts, byte);
+    if (!part) return {0, 0};
+    const size_t skip = byte - part->slot;
+    return {begin + (part->user + skip) / element_bytes, std::min(bytes, part->bytes - skip) / element_bytes};
+  }
+};
+
 struct Operation {
   Collective collective = Collective::AllReduce;
   DType dtype = DType::Float32;
@@ -55,6 +102,7 @@ struct Operation {
   uint64_t layout_hash = 0;                    // anything else that must agree between ranks (a bucket's parameters)
   std::function<std::string()> describe = {};  // for errors: "bucket 3 (layer.weight, layer.bias)"; may be empty
   std::shared_ptr<void> keepalive = {};
+  std::shared_ptr<const Nonfinite> nonfinite = {};  // AllReduce, Sum or Avg of a floating dtype: null to note nothing
 };
 
 // Throws InvalidUsage where the op has no meaning for the dtype.

@@ -34,9 +34,6 @@ struct Chunk {
                               // to which peers can't write in order (GPUs)
 };
 
-struct Copy {
-  size_t user, slot, bytes;
-};
 struct Pull {
   int peer;
   size_t slot, user, bytes;

@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "kernels/element.h"
 #include "kernels/reduce.h"
 
 namespace syncengine {
@@ -20,7 +21,72 @@ bool in_pieces(size_t bytes, const std::function<bool()>& stop, Visit&& visit) {
   return true;
 }
 
+Nonfinite::Kind kind_at(DType dtype, const void* memory, size_t i) {
+  auto kind = [&]<class Element>(Element) {
+    return static_cast<Nonfinite::Kind>(
+        kernels::flaw_of(Element::widen(static_cast<const typename Element::Stored*>(memory)[i])));
+  };
+  switch (dtype) {
+    case DType::Float16: return kind(kernels::Float16Element{});
+    case DType::BFloat16: return kind(kernels::BFloat16Element{});
+    case DType::Float64: return kind(kernels::PlainElement<double>{});
+    default: return kind(kernels::PlainElement<float>{});
+  }
+}
+
 }  // namespace
+
+void reduce_noting(const Nonfinite& nonfinite, int world, Nonfinite::Place place, kernels::Reduction reduction,
+                   const void* const* sources, const int* ranks, int source_count, void* const* destinations,
+                   int destination_count, size_t count) {
+  const size_t element = element_size(reduction.dtype);
+  std::vector<const void*> from(sources, sources + source_count);
+  std::vector<void*> to(destinations, destinations + destination_count);
+  auto skip = [&](size_t elements) {
+    for (auto& source : from) source = static_cast<const std::byte*>(source) + elements * element;
+    for (auto& destination : to) destination = static_cast<std::byte*>(destination) + elements * element;
+    place.first += elements;
+    place.valid -= std::min(place.valid, elements);
+    count -= elements;
+  };
+  auto note = [&](int word, size_t i, Nonfinite::Kind kind) {
+    nonfinite.words[word] = std::min(nonfinite.words[word], Nonfinite::pack(place.first + i, kind));
+  };
+  kernels::Reduction plain = reduction;
+  reduction.stops_at_nonfinite = true;
+  for (;;) {
+    skip(kernels::reduce(reduction, from.data(), source_count, to.data(), destination_count, count));
+    if (count == 0) return;
+    // Before the block's results go where its contributions lie.
+    const size_t block = std::min(count, kernels::kBlockBytes / element);
+    alignas(8) std::byte results[kernels::kBlockBytes];
+    void* result = results;
+    kernels::reduce(plain, from.data(), source_count, &result, 1, block);
+    for (size_t i = 0; i < std::min(block, place.valid); ++i) {
+      const auto made = kind_at(reduction.dtype, results, i);
+      if (made == Nonfinite::None) continue;
+      bool brought = false;
+      for (int s = 0; s < source_count; ++s) {
+        const auto kind = kind_at(reduction.dtype, from[s], i);
+        if (kind == Nonfinite::None) continue;
+        brought = true;
+        if (ranks[s] >= 0) note(ranks[s], i, kind);
+      }
+      if (!brought) note(world, i, made);
+    }
+    kernels::reduce(plain, from.data(), source_count, to.data(), destination_count, block);
+    skip(block);
+  }
+}
+
+void note_overflow(const Nonfinite& nonfinite, int world, Nonfinite::Place place, DType dtype, const std::byte* results,
+                   const float* sums, size_t count) {
+  for (size_t i = 0; i < std::min(count, place.valid); ++i) {
+    const auto kind = kind_at(dtype, results, i);
+    if (kind == Nonfinite::None || kind_at(DType::Float32, sums, i) != Nonfinite::None) continue;
+    nonfinite.words[world] = std::min(nonfinite.words[world], Nonfinite::pack(place.first + i, kind));
+  }
+}
 
 void Runner::stage(const Operation& operation, const ChunkPlan& plan) {
   size_t element = element_size(operation.dtype);
@@ -63,8 +129,9 @@ bool Runner::reduce(const Operation& operation, const ChunkPlan& plan, const std
 
 void Runner::reduce_piece(const Operation& operation, const Reduce& step, size_t offset, std::byte* own, std::byte* out,
                           size_t bytes, const std::vector<int>& order) {
+  ranks_.resize(world_);
   for (int i = 0; i < world_; ++i) {
-    int rank = order.empty() ? i : order[i];
+    int rank = ranks_[i] = order.empty() ? i : order[i];
     bool from_user = rank == rank_ && !step.own_from_slot;
     sources_[i] = from_user ? own : bases_[rank].at(step.slot + offset);
   }
@@ -77,8 +144,12 @@ void Runner::reduce_piece(const Operation& operation, const Reduce& step, size_t
       operation.dtype, operation.op,
       operation.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once,
       operation.postscale};
-  kernels::reduce(reduction, sources_.data(), world_, destinations_.data(), count,
-                  bytes / element_size(operation.dtype));
+  const size_t element = element_size(operation.dtype);
+  if (const auto* nonfinite = operation.nonfinite.get()) {
+    return reduce_noting(*nonfinite, world_, nonfinite->locate(step.input + offset, bytes, element), reduction,
+                         sources_.data(), ranks_.data(), world_, destinations_.data(), count, bytes / element);
+  }
+  kernels::reduce(reduction, sources_.data(), world_, destinations_.data(), count, bytes / element);
 }
 
 bool Runner::pull(const Operation& operation, const ChunkPlan& plan, const std::function<bool()>& stop) {

@@ -10,8 +10,18 @@
 #include "collectives/interhost_plan.h"
 #include "collectives/order.h"
 #include "collectives/plan.h"
+#include "kernels/reduce.h"
 
 namespace syncengine {
+
+// As kernels::reduce(), whose results lie at `place` in what `nonfinite` tells about. `ranks`: whose contribution each
+// source is, -1 where it is a sum of several.
+void reduce_noting(const Nonfinite& nonfinite, int world, Nonfinite::Place place, kernels::Reduction reduction,
+                   const void* const* sources, const int* ranks, int source_count, void* const* destinations,
+                   int destination_count, size_t count);
+// Of 16-bit results that were rounded from `sums`: notes finite sums that became infinite.
+void note_overflow(const Nonfinite& nonfinite, int world, Nonfinite::Place place, DType dtype, const std::byte* results,
+                   const float* sums, size_t count);
 
 class Runner {
  public:
@@ -39,7 +49,7 @@ class Runner {
   std::vector<Base> bases_;
   std::vector<const void*> sources_;
   std::vector<void*> destinations_;
-  std::vector<int> order_;
+  std::vector<int> order_, ranks_;
 };
 
 // Carries out the acts of an interhost plan on memory: sums over local contributions and what came from other hosts.
@@ -82,13 +92,20 @@ class InterhostRunner {
   void fold(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received, std::byte* partial);
   void fold_piece(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received, size_t offset,
                   const std::byte* own, size_t bytes, const std::vector<int>& order, std::byte* partial);
-  void fold_wide(const View& view, size_t bytes, std::byte* partial);
+  void fold_wide(const View& view, size_t offset, size_t bytes, std::byte* partial);
+  // Of elements from byte `offset` of the cell on.
+  void add(const View& view, size_t offset, const kernels::Reduction& reduction, const void* const* sources,
+           void* const* destinations, int destination_count, size_t count);
+  Nonfinite::Place place_of(const View& view, size_t offset, size_t count) const {
+    const size_t element = element_size(view.operation.dtype);
+    return view.operation.nonfinite->locate(view.cell.input + offset, count * element, element);
+  }
 
   const Placement& placement_;
   std::vector<const void*> sources_;
   std::vector<bool> is_wide_;
   std::vector<void*> destinations_;
-  std::vector<int> order_;
+  std::vector<int> order_, ranks_;
   std::vector<float> floats_;
 };
 

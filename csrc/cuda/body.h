@@ -26,6 +26,14 @@ struct Gate {
 
 inline constexpr int kMaxSources = 64;  // as many as a job has ranks
 
+// Where a kernel notes what is not finite: Nonfinite's words, as it sees them.
+struct NoteArgs {
+  uint64_t* words = nullptr;  // null: nowhere
+  uint64_t first = 0;         // what the first element is called
+  size_t valid = 0;           // elements that are anybody's
+  int world = 0;
+};
+
 struct ReduceArgs {
   const void* sources[kMaxSources];
   void* destinations[kMaxRanks];
@@ -33,6 +41,8 @@ struct ReduceArgs {
   size_t count = 0;  // elements
   double scale = 1.0;
   Gate gate;
+  NoteArgs notes;
+  int8_t ranks[kMaxSources];  // for notes: whose each source is; -1: a sum of several
 };
 
 // Pieces of memory, each a run of bytes.
@@ -102,6 +112,38 @@ SYNCENGINE_BOTH Stored* out(const ReduceArgs& args, int d) {
   return static_cast<Stored*>(args.destinations[d]);
 }
 
+SYNCENGINE_BOTH int rank_of(const ReduceArgs& args, int s) { return args.ranks[s]; }
+
+SYNCENGINE_BOTH void note_least(uint64_t* word, uint64_t value) {
+#ifdef __CUDA_ARCH__
+  atomicMin(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(value));
+#else
+  uint64_t seen = __atomic_load_n(word, __ATOMIC_RELAXED);
+  while (value < seen && !__atomic_compare_exchange_n(word, &seen, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+#endif
+}
+
+// Element `i` has become `result`: says who has brought what is not finite there, while the contributions are still
+// there.
+template <class Element, class Args>
+SYNCENGINE_BOTH void note(const Args& args, size_t i, typename Element::Stored result) {
+  if constexpr (Element::kFloating) {
+    const NoteArgs& notes = args.notes;
+    constexpr uint32_t kFinite = 3;
+    const uint32_t made = kernels::flaw_of(Element::widen(result));
+    if (made == kFinite || i >= notes.valid) return;
+    bool brought = false;
+    for (int s = 0; s < args.source_count; ++s) {
+      const uint32_t flaw = kernels::flaw_of(Element::widen(in<typename Element::Stored>(args, s)[i]));
+      if (flaw == kFinite) continue;
+      brought = true;
+      if (rank_of(args, s) >= 0) note_least(notes.words + rank_of(args, s), (notes.first + i) << 2 | flaw);
+    }
+    if (!brought) note_least(notes.words + notes.world, (notes.first + i) << 2 | made);
+  }
+}
+
 template <class Element, class Op, kernels::Rounding kRounding>
 SYNCENGINE_BOTH typename Element::Value hop(typename Element::Value a, typename Element::Value b) {
   auto value = Op::apply(a, b);
@@ -144,6 +186,8 @@ struct PackReduction {
     Lanes result;
     SYNCENGINE_UNROLL
     for (int i = 0; i < kLanes; ++i) result.of[i] = finish<Element>(values[i], args.scale);
+    if (args.notes.words)
+      for (int i = 0; i < kLanes; ++i) note<Element>(args, v * kLanes + i, result.of[i]);
     for (int d = 0; d < args.destination_count; ++d) out<Pack>(args, d)[v] = kernels::bits_as<Pack>(result);
   }
 
@@ -167,6 +211,7 @@ SYNCENGINE_BOTH void reduce_element(const Args& args, size_t i) {
   for (int s = 1; s < args.source_count; ++s)
     value = hop<Element, Op, kRounding>(value, Element::widen(in<Stored>(args, s)[i]));
   const Stored stored = finish<Element>(value, args.scale);
+  if (args.notes.words) note<Element>(args, i, stored);
   for (int d = 0; d < args.destination_count; ++d) out<Stored>(args, d)[i] = stored;
 }
 

@@ -33,6 +33,9 @@ class DeviceGroup {
   // it any more.
   virtual std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted) = 0;
 
+  // Words that operations of this group may note in: for host and device.
+  virtual Nonfinite words_for_nonfinite() = 0;
+
   virtual std::map<std::string, uint64_t> counters() const = 0;
 
   // Waits for the device, and a moment for the peers to have let go of this rank's memory. Idempotent.

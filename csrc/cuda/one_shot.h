@@ -33,6 +33,7 @@ struct OneShotArgs {
   double scale;
   uint32_t fingerprint;
   int rank, world;
+  NoteArgs notes;
 };
 
 // Bytes of one block's part, the same on all ranks whatever their tensors' alignment.
@@ -86,7 +87,10 @@ struct OneShotPart {
   size_t count;   // elements
   int source_count = call.world, destination_count = 1;
   double scale = call.scale;
+  NoteArgs notes = call.notes;  // of this part
 };
+
+SYNCENGINE_BOTH int rank_of(const OneShotPart&, int s) { return s; }
 
 template <class Stored>
 SYNCENGINE_BOTH const Stored* in(const OneShotPart& part, int s) {

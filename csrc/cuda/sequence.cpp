@@ -6,6 +6,13 @@
 
 namespace syncengine::cuda {
 
+NoteArgs notes_of(const Operation& operation, int world, size_t byte, size_t bytes) {
+  const auto* nonfinite = operation.nonfinite.get();
+  if (!nonfinite) return {};
+  const auto [first, valid] = nonfinite->locate(byte, bytes, element_size(operation.dtype));
+  return {.words = nonfinite->on_device, .first = first, .valid = valid, .world = world};
+}
+
 namespace {
 
 class Sequence {
@@ -71,7 +78,7 @@ class Sequence {
       const bool reduces = turn < world;
       const int index = site_.rank + (reduces ? turn + 1 : turn - world + 1);
       if (reduces) {
-        add_own(next, begin_of(index), length_of(index), turn == world - 1 ? operation_.postscale : 1.0);
+        add_own(next, begin_of(index), length_of(index), turn == world - 1 ? operation_.postscale : 1.0, turn == 1);
       } else {
         fetch(next, begin_of(index), length_of(index));
       }
@@ -80,12 +87,16 @@ class Sequence {
     exchange(2, /*last=*/true);  // the rank before has read
   }
 
-  void add_own(int from, size_t begin, size_t length, double scale) {
+  // `first`: what lies there is its rank's own.
+  void add_own(int from, size_t begin, size_t length, double scale, bool first) {
     operation_.input.for_each(begin, length, [&](std::byte* own, size_t offset, size_t bytes) {
       ReduceArgs args{.source_count = 2, .destination_count = 1, .scale = scale, .gate = gate()};
       args.count = bytes / element_size(operation_.dtype);
       args.sources[0] = at(from, begin + offset);
       args.sources[1] = args.destinations[0] = own;
+      args.ranks[0] = static_cast<int8_t>(first ? from : -1);
+      args.ranks[1] = static_cast<int8_t>(site_.rank);
+      args.notes = notes_of(operation_, site_.world, begin + offset, bytes);
       steps_.reduce({.dtype = operation_.dtype, .op = operation_.op, .rounding = kernels::Rounding::EveryHop}, args);
     });
   }
@@ -169,8 +180,10 @@ class Sequence {
     for (int i = 0; i < site_.world; ++i) {
       const int rank = order_.empty() ? i : order_[i];
       const bool from_user = rank == site_.rank && !step.own_from_slot;
+      args.ranks[i] = static_cast<int8_t>(rank);
       args.sources[i] = from_user ? own : at(rank, step.slot + offset);
     }
+    args.notes = notes_of(operation_, site_.world, step.input + offset, bytes);
     args.destinations[args.destination_count++] = out;
     if (step.into_own_slot) args.destinations[args.destination_count++] = at(site_.rank, step.slot + offset);
     for (int rank = 0; rank < site_.world && step.into_peers; ++rank)
@@ -236,6 +249,7 @@ void run_one_shot(const Operation& operation, const Site& site, uint32_t fingerp
   args.fingerprint = fingerprint;
   args.rank = site.rank;
   args.world = site.world;
+  args.notes = notes_of(operation, site.world, 0, args.bytes);
   steps.one_shot({.dtype = operation.dtype, .op = operation.op}, args);
 }
 

@@ -53,6 +53,9 @@ struct Route {
   bool ring = false;                    // direct only, an all-reduce with Numerics::Ring: from neighbour to neighbour
 };
 
+// Of these bytes of the operation's input, for the kernel that reduces them.
+NoteArgs notes_of(const Operation& operation, int world, size_t byte, size_t bytes);
+
 // What peers compare before they use a byte: everything that must agree. Never kReleased; has kArrived.
 uint32_t fingerprint(const Operation& operation, Path path, uint64_t place);
 

@@ -2,6 +2,7 @@
 //   kVectorBytes                 the size of its vectors
 //   from_float16, to_float16     as in half.h
 //   load_partial, store_partial  as in vector.h
+//   any                          whether a vector of 32-bit words has a bit
 //
 // Internal linkage for the reason given in vector.h. Calls no function of the standard library for the same reason.
 //
@@ -46,6 +47,7 @@ template <class Isa>
 struct BFloat16 : Half<Isa> {
   using typename Half<Isa>::Stored, typename Half<Isa>::Value;
   using Conversions = HalfConversions<Isa::kVectorBytes>;
+  static constexpr uint16_t kExponentUnit = 1 << 7;
   SYNCENGINE_INLINE static Value widen(Stored x) { return Conversions::from_bfloat16(x); }
   SYNCENGINE_INLINE static Stored narrow(Value x) { return Conversions::to_bfloat16(x); }
 };
@@ -53,6 +55,7 @@ struct BFloat16 : Half<Isa> {
 template <class Isa>
 struct Float16 : Half<Isa> {
   using typename Half<Isa>::Stored, typename Half<Isa>::Value;
+  static constexpr uint16_t kExponentUnit = 1 << 10;
   SYNCENGINE_INLINE static Value widen(Stored x) { return Isa::from_float16(x); }
   SYNCENGINE_INLINE static Stored narrow(Value x) { return Isa::to_float16(x); }
 };
@@ -107,44 +110,54 @@ struct Operands {
   int destination_count;
   size_t count;
   double scale;
+  bool stops = false;
 };
 
-template <class Isa, class Format, class Op, Rounding kRounding>
+template <class Isa, class Format, class Op, Rounding kRounding, bool kStops = false>
 struct Loop {
   using Stored = typename Format::Stored;
   using Value = typename Format::Value;
   static constexpr size_t kBytes = sizeof(Stored);
-  // Vectors per source at a time, so that fetching the pointers costs little: four registers of results.
-  static constexpr int kUnroll = 4 * sizeof(Stored) / sizeof(Value);
+  // Vectors per source at a time, so that fetching the pointers costs little: four registers of results. Eight of
+  // AVX-512, which has enough, where each block is looked at once more.
+  static constexpr int kUnroll =
+      (kStops && Isa::kVectorBytes == 64 && sizeof(Stored) == sizeof(Value) ? 8 : 4) * sizeof(Stored) / sizeof(Value);
 
-  static void run(const Operands& operands) {
+  static_assert(kUnroll * kBytes <= kBlockBytes);
+
+  // Returns how many elements are done.
+  static size_t run(const Operands& operands) {
     if constexpr (std::is_same_v<Op, Sum>) {
       if (operands.source_count == 2 && operands.destination_count == 2) return run_two(operands);
     }
-    run_any(operands);
+    return run_any(operands);
   }
 
   // Neither is inlined: see fp_state.h. By value: a copy that no store can change stays in registers.
-  [[gnu::noinline]] static void run_any(const Operands operands) { run_blocks(operands); }
+  [[gnu::noinline]] static size_t run_any(const Operands operands) { return run_blocks(operands); }
 
   // Two ranks in place, the commonest case: in the cache about a sixth faster with all four pointers in registers.
-  [[gnu::noinline]] static void run_two(const Operands operands) {
+  [[gnu::noinline]] static size_t run_two(const Operands operands) {
     const void* const sources[] = {operands.sources[0], operands.sources[1]};
     void* const destinations[] = {operands.destinations[0], operands.destinations[1]};
-    run_blocks({sources, 2, destinations, 2, operands.count, operands.scale});
+    return run_blocks({sources, 2, destinations, 2, operands.count, operands.scale});
   }
 
-  SYNCENGINE_INLINE static void run_blocks(const Operands& operands) {
+  SYNCENGINE_INLINE static size_t run_blocks(const Operands& operands) {
     size_t offset = 0;
     const size_t end = operands.count * Format::kElementBytes;
-    for (; end - offset >= kUnroll * kBytes; offset += kUnroll * kBytes) block<kUnroll>(operands, offset);
-    for (; end - offset >= kBytes; offset += kBytes) block<1>(operands, offset);
-    if (offset < end) block<1, /*kPartial=*/true>(operands, offset, end - offset);
+    for (; end - offset >= kUnroll * kBytes; offset += kUnroll * kBytes)
+      if (!block<kUnroll>(operands, offset)) return offset / Format::kElementBytes;
+    for (; end - offset >= kBytes; offset += kBytes)
+      if (!block<1>(operands, offset)) return offset / Format::kElementBytes;
+    if (offset < end && !block<1, /*kPartial=*/true>(operands, offset, end - offset))
+      return offset / Format::kElementBytes;
+    return operands.count;
   }
 
-  // Reads every source before it writes any destination, since they may be the same memory.
+  // Reads every source before it writes any destination, since they may be the same memory. False: nothing was written.
   template <int kVectors, bool kPartial = false>
-  SYNCENGINE_INLINE static void block(const Operands& operands, size_t offset, size_t bytes = kBytes) {
+  SYNCENGINE_INLINE static bool block(const Operands& operands, size_t offset, size_t bytes = kBytes) {
     Value result[kVectors];
     const std::byte* source = static_cast<const std::byte*>(operands.sources[0]) + offset;
     for (int v = 0; v < kVectors; ++v) result[v] = read<kPartial>(source + v * kBytes, bytes);
@@ -157,9 +170,29 @@ struct Loop {
     }
     Stored stored[kVectors];
     for (int v = 0; v < kVectors; ++v) stored[v] = finish(result[v], operands.scale);
+    if constexpr (kStops) {
+      if (!all_finite(stored)) return false;
+    }
     for (int d = 0; d < operands.destination_count; ++d) {
       std::byte* destination = static_cast<std::byte*>(operands.destinations[d]) + offset;
       for (int v = 0; v < kVectors; ++v) write<kPartial>(destination + v * kBytes, stored[v], bytes);
+    }
+    return true;
+  }
+
+  // Of floats the sum of all is finite only if each of them is. Of halves, one more in the exponent of a number that is
+  // not finite carries into the place of its sign. May be false for large finite floats, whose sum overflows.
+  template <int kVectors>
+  SYNCENGINE_INLINE static bool all_finite(const Stored (&stored)[kVectors]) {
+    if constexpr (std::is_same_v<Stored, Value>) {
+      Stored total = stored[0];
+      for (int v = 1; v < kVectors; ++v) total += stored[v];
+      return !Isa::any((Vector<uint32_t, kBytes>)(total - total));
+    } else {
+      using Words = Vector<uint16_t, kBytes>;
+      Words carried{};
+      for (int v = 0; v < kVectors; ++v) carried |= ((Words)stored[v] & 0x7fff) + Format::kExponentUnit;
+      return !Isa::any((Vector<uint32_t, kBytes>)(carried & 0x8000));
     }
   }
 
@@ -185,54 +218,47 @@ struct Loop {
 };
 
 template <class Isa, class Format, Rounding kRounding = Rounding::Once>
-void run_arithmetic(ReduceOp op, const Operands& operands) {
-  if (op == ReduceOp::Product) {
-    Loop<Isa, Format, Product, kRounding>::run(operands);
-  } else {
-    Loop<Isa, Format, Sum, kRounding>::run(operands);
+size_t run_arithmetic(ReduceOp op, const Operands& operands) {
+  if (op == ReduceOp::Product) return Loop<Isa, Format, Product, kRounding>::run(operands);
+  if constexpr (Format::kFloating) {
+    if (operands.stops) return Loop<Isa, Format, Sum, kRounding, /*kStops=*/true>::run(operands);
   }
+  return Loop<Isa, Format, Sum, kRounding>::run(operands);
 }
 
 template <class Isa, class Format>
-void run_comparison(ReduceOp op, const Operands& operands) {
-  if (op == ReduceOp::Min) {
-    Loop<Isa, Format, Min, Rounding::Once>::run(operands);
-  } else {
-    Loop<Isa, Format, Max, Rounding::Once>::run(operands);
-  }
+size_t run_comparison(ReduceOp op, const Operands& operands) {
+  if (op == ReduceOp::Min) return Loop<Isa, Format, Min, Rounding::Once>::run(operands);
+  return Loop<Isa, Format, Max, Rounding::Once>::run(operands);
 }
 
 constexpr bool is_comparison(ReduceOp op) { return op == ReduceOp::Min || op == ReduceOp::Max; }
 
 template <class Isa, class Format>
-void run_floating(ReduceOp op, const Operands& operands) {
-  is_comparison(op) ? run_comparison<Isa, Format>(op, operands) : run_arithmetic<Isa, Format>(op, operands);
+size_t run_floating(ReduceOp op, const Operands& operands) {
+  return is_comparison(op) ? run_comparison<Isa, Format>(op, operands) : run_arithmetic<Isa, Format>(op, operands);
 }
 
 // Min and max only pick a value, so there is nothing to round.
 template <class Isa, class Format>
-void run_half(ReduceOp op, Rounding rounding, const Operands& operands) {
-  if (rounding == Rounding::EveryHop && !is_comparison(op)) {
-    run_arithmetic<Isa, Format, Rounding::EveryHop>(op, operands);
-  } else {
-    run_floating<Isa, Format>(op, operands);
-  }
+size_t run_half(ReduceOp op, Rounding rounding, const Operands& operands) {
+  if (rounding == Rounding::EveryHop && !is_comparison(op))
+    return run_arithmetic<Isa, Format, Rounding::EveryHop>(op, operands);
+  return run_floating<Isa, Format>(op, operands);
 }
 
 // Sums and products of signed integers are those of unsigned ones, which may overflow.
 template <class Isa, class T>
-void run_integer(ReduceOp op, const Operands& operands) {
-  if (is_comparison(op)) {
-    run_comparison<Isa, Native<Isa, T>>(op, operands);
-  } else {
-    run_arithmetic<Isa, Native<Isa, std::make_unsigned_t<T>>>(op, operands);
-  }
+size_t run_integer(ReduceOp op, const Operands& operands) {
+  if (is_comparison(op)) return run_comparison<Isa, Native<Isa, T>>(op, operands);
+  return run_arithmetic<Isa, Native<Isa, std::make_unsigned_t<T>>>(op, operands);
 }
 
 template <class Isa>
-void reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
-            int destination_count, size_t count) {
-  const Operands operands{sources, source_count, destinations, destination_count, count, reduction.scale};
+size_t reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
+              int destination_count, size_t count) {
+  const Operands operands{
+      sources, source_count, destinations, destination_count, count, reduction.scale, reduction.stops_at_nonfinite};
   const ReduceOp op = reduction.op;
   switch (reduction.dtype) {
     case DType::Float16: return run_half<Isa, Float16<Isa>>(op, reduction.rounding, operands);
@@ -247,6 +273,7 @@ void reduce(const Reduction& reduction, const void* const* sources, int source_c
     case DType::Bool:  // of zeros and ones "and" is the least and "or" the greatest
       return run_comparison<Isa, Native<Isa, uint8_t>>(op == ReduceOp::Max ? op : ReduceOp::Min, operands);
   }
+  return count;
 }
 
 }  // namespace

@@ -39,12 +39,14 @@ bool processor_has(Isa isa) {
 bool processor_has(Isa isa) { return isa == Isa::Scalar; }
 #endif
 
-void reduce_by(ReduceFunction function, const Reduction& reduction, const void* const* sources, int source_count,
-               void* const* destinations, int destination_count, size_t count) {
+size_t reduce_by(ReduceFunction function, const Reduction& reduction, const void* const* sources, int source_count,
+                 void* const* destinations, int destination_count, size_t count) {
   assert(is_supported(reduction.dtype, reduction.op) && source_count >= 1);
   assert(reduction.scale == 1.0 || is_floating(reduction.dtype));
+  assert(!reduction.stops_at_nonfinite ||
+         (is_floating(reduction.dtype) && (reduction.op == ReduceOp::Sum || reduction.op == ReduceOp::Avg)));
   const DefaultFpState state;
-  function(reduction, sources, source_count, destinations, destination_count, count);
+  return function(reduction, sources, source_count, destinations, destination_count, count);
 }
 
 void copy_scaled_by(ReduceFunction function, DType dtype, void* destination, const void* source, size_t count,
@@ -100,18 +102,18 @@ Isa active_isa() {
   return isa;
 }
 
-void reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
-            int destination_count, size_t count) {
-  reduce_by(active_function(), reduction, sources, source_count, destinations, destination_count, count);
+size_t reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
+              int destination_count, size_t count) {
+  return reduce_by(active_function(), reduction, sources, source_count, destinations, destination_count, count);
 }
 
 void copy_scaled(DType dtype, void* destination, const void* source, size_t count, double scale) {
   copy_scaled_by(active_function(), dtype, destination, source, count, scale);
 }
 
-void reduce_with(Isa isa, const Reduction& reduction, const void* const* sources, int source_count,
-                 void* const* destinations, int destination_count, size_t count) {
-  reduce_by(reduce_function(isa), reduction, sources, source_count, destinations, destination_count, count);
+size_t reduce_with(Isa isa, const Reduction& reduction, const void* const* sources, int source_count,
+                   void* const* destinations, int destination_count, size_t count) {
+  return reduce_by(reduce_function(isa), reduction, sources, source_count, destinations, destination_count, count);
 }
 
 void copy_scaled_with(Isa isa, DType dtype, void* destination, const void* source, size_t count, double scale) {

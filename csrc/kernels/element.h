@@ -97,6 +97,14 @@ struct Float16Element : HalfElement {
 template <class V>
 using Wrapping = std::conditional_t<std::is_integral_v<V> && sizeof(V) < 4, uint32_t, V>;
 
+// Of a floating-point value: 0 NaN, 1 and 2 the infinities, 3 a finite number.
+template <class V>
+SYNCENGINE_BOTH uint32_t flaw_of(V value) {
+  if (value != value) return 0;
+  if (value - value == V{}) return 3;
+  return value > V{} ? 1 : 2;
+}
+
 struct SumElement {
   template <class V>
   SYNCENGINE_BOTH static V apply(V a, V b) {

@@ -5,8 +5,8 @@
 
 namespace syncengine::kernels {
 
-using ReduceFunction = void (*)(const Reduction& reduction, const void* const* sources, int source_count,
-                                void* const* destinations, int destination_count, size_t count);
+using ReduceFunction = size_t (*)(const Reduction& reduction, const void* const* sources, int source_count,
+                                  void* const* destinations, int destination_count, size_t count);
 
 // Null where this build does not have it. Constants, so that merely asking runs no code of that instruction set.
 extern const ReduceFunction kReduceScalar;

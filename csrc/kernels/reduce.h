@@ -26,13 +26,18 @@ struct Reduction {
   ReduceOp op;  // Avg adds like Sum; the caller sets `scale`
   Rounding rounding = Rounding::Once;
   double scale = 1.0;  // factor on the result, in float32 (float64: in float64); floating dtypes only
+  // Sums of floating dtypes alone: ends before the first kBlockBytes of results of which one is NaN or infinite.
+  bool stops_at_nonfinite = false;
 };
+
+inline constexpr size_t kBlockBytes = 512;  // no block of results is larger
 
 // destination[j][i] = scale * (((source[0][i] op source[1][i]) op source[2][i]) ...), for 0 <= i < count and every j.
 // At least one source; with one alone this is a scaled copy. Integers wrap around. Bools, which must be 0 or 1, know
 // product (and), min (and), max (or). Min and max propagate NaN; of 0.0 and -0.0 they keep the earlier.
-void reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
-            int destination_count, size_t count);
+// Returns how many elements are done, all but with stops_at_nonfinite; nothing was written behind them.
+size_t reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
+              int destination_count, size_t count);
 
 // destination[i] = scale * source[i], rounded once in dtype; a plain copy if scale == 1.0.
 void copy_scaled(DType dtype, void* destination, const void* source, size_t count, double scale);
@@ -47,8 +52,8 @@ Isa active_isa();            // what reduce and copy_scaled use: choose_isa(SYNC
 Isa choose_isa(const char* wanted);
 
 // For tests: the same as above on a given instruction set, which must be available.
-void reduce_with(Isa isa, const Reduction& reduction, const void* const* sources, int source_count,
-                 void* const* destinations, int destination_count, size_t count);
+size_t reduce_with(Isa isa, const Reduction& reduction, const void* const* sources, int source_count,
+                   void* const* destinations, int destination_count, size_t count);
 void copy_scaled_with(Isa isa, DType dtype, void* destination, const void* source, size_t count, double scale);
 
 // float16 and bfloat16 to and from arrays of float32: for sums that leave a kernel before they are complete.

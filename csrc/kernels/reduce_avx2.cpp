@@ -34,6 +34,7 @@ struct Avx2 : PartialByCopy {
     const __m128i high = _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT);
     return (Words)_mm256_set_m128i(high, low);
   }
+  SYNCENGINE_INLINE static bool any(Words x) { return _mm256_testz_si256((__m256i)x, (__m256i)x) == 0; }
 };
 
 }  // namespace

@@ -38,6 +38,8 @@ struct Avx512 {
     return (Words)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
   }
 
+  SYNCENGINE_INLINE static bool any(Words x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; }
+
   template <class V>
   SYNCENGINE_INLINE static V load_partial(const std::byte* source, size_t bytes) {
     return (V)_mm512_maskz_loadu_epi8(first(bytes), source);

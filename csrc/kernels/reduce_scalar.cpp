@@ -6,6 +6,7 @@ namespace {
 
 struct Scalar : HalfConversions<16>, PartialByCopy {
   static constexpr size_t kVectorBytes = 16;
+  SYNCENGINE_INLINE static bool any(Vector<uint32_t, kVectorBytes> x) { return (x[0] | x[1] | x[2] | x[3]) != 0; }
 };
 
 }  // namespace

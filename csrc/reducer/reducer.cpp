@@ -192,7 +192,14 @@ void Reducer::finalize() {
     fail_finalizing("backward aborted");
     throw;
   }
+  if (!backward->nonfinite().empty()) say_nonfinite(backward->nonfinite());
   if (model_->parameters.any_user_hooks()) run_hooks_of_users(written);
+}
+
+// Averages are in .grad on all ranks, and all of them come here: each may go on as it likes.
+void Reducer::say_nonfinite(const std::string& text) const {
+  if (model_->options.nonfinite == "raise") throw Error(ErrorKind::NotFinite, text);
+  warn(text);
 }
 
 void Reducer::run_hooks_of_users(const std::vector<size_t>& written) {

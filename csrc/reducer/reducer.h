@@ -120,6 +120,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void enter_backward();
   void begin_backward();
   void finalize();
+  void say_nonfinite(const std::string& text) const;
   void run_hooks_of_users(const std::vector<size_t>& written);
   void fail_finalizing(const std::string& text);
   // For errors on this rank. Under the lock.

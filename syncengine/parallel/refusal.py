@@ -33,6 +33,14 @@ def check_arguments(device_ids: Any, bucket_cap_mb: float | None, bucket_cap_mb_
         raise InvalidUsage(f"bucket_cap_mb_list must be positive numbers of MiB, but is {bucket_cap_mb_list!r}")
 
 
+def check_nonfinite(nonfinite: Any) -> None:
+    """Raises ``InvalidUsage`` unless it is "raise", "warn" or None."""
+    if nonfinite not in (None, "raise", "warn"):
+        raise InvalidUsage(
+            f'nonfinite={nonfinite!r} is not allowed: give "raise" or "warn", or None to look at nothing'
+        )
+
+
 def refuse_delayed(delay_all_reduce_named_params: Any, param_to_hook_all_reduce: Any) -> None:
     """Raises ``InvalidUsage`` if either is given."""
     for name, value in (

@@ -36,6 +36,7 @@ from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer, NoReducer
 from syncengine.parallel.refusal import (
     check_arguments,
+    check_nonfinite,
     check_parameters,
     refuse_delayed,
     refuse_methods,
@@ -72,6 +73,10 @@ class Parallel(ForTools):
     ``audit``: before one in that many synchronized forwards the parameters of all ranks are compared, bit by bit; 0 is
     never. ``Mismatch`` then names the parameter and the rank that differs. In a join context nothing is compared.
 
+    ``nonfinite``: where a gradient is NaN or infinite, "raise" raises ``NotFinite`` from backward on all ranks, and
+    "warn" warns on them: which rank has brought it, into which parameter, in which synchronized backward, from 1. By
+    default nobody looks. With one rank nothing is reduced, and nothing is said.
+
     Raises ``InvalidUsage`` for an argument that can't work, and ``Mismatch``, naming the parameter and both sides, if
     the ranks' models differ.
     """
@@ -100,10 +105,12 @@ class Parallel(ForTools):
         forward_sync_buffers: bool | None = None,
         *,
         audit: int = 0,
+        nonfinite: str | None = None,
     ) -> None:
         check_group(process_group)
         check_arguments(device_ids, bucket_cap_mb, bucket_cap_mb_list)
         check_audit(audit)
+        check_nonfinite(nonfinite)
         refuse_delayed(delay_all_reduce_named_params, param_to_hook_all_reduce)
         if check_reduction:
             warn_of_check_reduction(stacklevel=2)
@@ -138,7 +145,7 @@ class Parallel(ForTools):
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.find_unused_parameters = find_unused_parameters
         self._caps = bucket_cap_mb, bucket_cap_mb_list
-        self._audit_every = audit
+        self._audit_every, self._nonfinite = audit, nonfinite
         sync_buffers, sync_initial_buffers = choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
         self._switches = Switches(sync_buffers)
         self._optimizers = BackwardOptimizers()
@@ -156,6 +163,7 @@ class Parallel(ForTools):
         options.skip_all_reduce_unused_params = self.skip_all_reduce_unused_params
         options.gradient_as_bucket_view = self.gradient_as_bucket_view
         options.batched_grad_copy = self.batched_grad_copy
+        options.nonfinite = self._nonfinite or ""
         options.waits_in_between = any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())
         return options
 
@@ -198,7 +206,8 @@ class Parallel(ForTools):
             f"static_graph={self.static_graph}, gradient_as_bucket_view={self.gradient_as_bucket_view}, "
             f"batched_grad_copy={self.batched_grad_copy}, "
             f"skip_all_reduce_unused_params={self.skip_all_reduce_unused_params}, device_type={self.device_type}, "
-            f"mixed_precision={self.mixed_precision}, audit={self._audit_every}"
+            f"mixed_precision={self.mixed_precision}, audit={self._audit_every}, "
+            f"nonfinite={self._nonfinite}"
         )
         if any(tensor in common for _, tensor in named):
             gc.collect()  # perhaps on some ranks alone an optimizer is there that is gone, in a cycle

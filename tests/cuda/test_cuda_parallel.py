@@ -16,10 +16,11 @@ from cuda_ranks import SOFTWARE, alone, marked, needs_real, run_processes
 from cuda_training import batch, graph_step, job
 from models.workload import same_bits
 from parallel_models import CAP, Branches, Mlp
+from test_nonfinite import Given, cases, check, gradients
 from torch import nn
 
 import syncengine
-from syncengine.errors import InvalidUsage
+from syncengine.errors import InvalidUsage, NotFinite
 
 LONG = 2_000_000_000  # cycles that a GPU sleeps: about a second
 
@@ -281,3 +282,27 @@ def replays_after_side_stream(rank: int) -> str:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_captured_step_replayed_equals_eager_ones(world: int, body: Callable[[int], str]):
     assert run_processes(world, body) == ["good"] * world
+
+
+# ---- NaN and Inf ----
+
+
+def names_of_nonfinite(rank: int) -> list[str]:
+    said = []
+    with job():
+        model = syncengine.Parallel(Given().cuda(), nonfinite="raise")
+        for brought in cases(dist.get_world_size()):
+            model.zero_grad()
+            given = [g.cuda() for g in gradients(model.module, brought)]
+            try:
+                model(given).backward()
+                said.append("")
+            except NotFinite as error:
+                said.append(str(error))
+    return said
+
+
+@marked
+@pytest.mark.parametrize("world", [2, 3])
+def test_who_has_brought_what_is_not_finite(world: int):
+    check(cases(world), run_processes(world, names_of_nonfinite))

@@ -71,6 +71,13 @@ class BaseGroup : public DeviceGroup {
     return take_own_memory(*communicator_, device_, bytes);
   }
 
+  Nonfinite words_for_nonfinite() final {
+    const UseDevice use(device_);
+    const auto memory = std::make_shared<PinnedMemory>((communicator_->size() + 1) * sizeof(uint64_t));
+    return {.words = {memory, reinterpret_cast<uint64_t*>(memory->data())},
+            .on_device = reinterpret_cast<uint64_t*>(memory->on_device())};
+  }
+
   std::map<std::string, uint64_t> counters() const final {
     std::lock_guard lock(mutex_);
     return counters_;
@@ -192,7 +199,8 @@ class TransportGroup final : public BaseGroup {
   void stage(const Operation& operation, const Piece& piece, cudaStream_t stream);
   void carry_out(const Operation& operation, const Piece& piece, cudaStream_t stream);
   void deliver(const Operation& operation, const Piece& piece, const Gate& gate, cudaStream_t stream);
-  void reduce(const Operation& operation, size_t block, std::byte* result, cudaStream_t stream);
+  NoteArgs notes_in(const Operation& operation, const Piece& piece, size_t begin, size_t bytes) const;
+  void reduce(const Operation& operation, size_t block, std::byte* result, cudaStream_t stream, const NoteArgs& notes);
 
   // Device memory: a piece, what comes from all ranks of one, and each rank's fingerprint.
   std::byte* slot() const { return staging_->data(); }

@@ -96,7 +96,9 @@ __global__ void __launch_bounds__(kThreads) one_shot_kernel(const __grid_constan
     set_word(&args.control->waiting, 0);
     set_word(&args.control->progress, get_word(&args.control->progress) + 1);
   }
-  const OneShotPart part_of_all{args, epoch & 1, begin, length / sizeof(typename Element::Stored)};
+  constexpr size_t kElement = sizeof(typename Element::Stored);
+  OneShotPart part_of_all{args, epoch & 1, begin, length / kElement};
+  part_of_all.notes.first += begin / kElement;
   if (open) {
     reduce_share<Element, Op, kRounding, kSources>(part_of_all, threadIdx.x, kThreads);
   } else {

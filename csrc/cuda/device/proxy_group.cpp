@@ -45,6 +45,11 @@ Operation operation_of(const Operation& whole, const Piece& piece, size_t number
   operation.layout_hash = ((whole.layout_hash * 31 + whole.input.bytes()) * 31 + number) * 0x100000001b3;
   operation.describe = [text] { return *text; };
   operation.keepalive = nullptr;
+  if (whole.nonfinite) {
+    auto nonfinite = std::make_shared<Nonfinite>(*whole.nonfinite);
+    nonfinite->parts = piece.in;
+    operation.nonfinite = std::move(nonfinite);
+  }
   return operation;
 }
 

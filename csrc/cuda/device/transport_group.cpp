@@ -163,13 +163,13 @@ void TransportGroup::carry_out(const Operation& operation, const Piece& piece, c
                                : round_up((piece.input_bytes + world_ - 1) / world_, kCacheLine);
       std::byte* own = slot() + rank_ * block;
       transport_->all_to_all(received(), slot(), block);
-      reduce(operation, block, own, stream);
+      reduce(operation, block, own, stream, notes_in(operation, piece, rank_ * block, block));
       transport_->all_gather(slot(), own, block);
       return;
     }
     case Collective::ReduceScatter:
       transport_->all_to_all(received(), slot() + piece.input, piece.output_bytes);
-      return reduce(operation, piece.output_bytes, slot() + piece.output, stream);
+      return reduce(operation, piece.output_bytes, slot() + piece.output, stream, {});
     case Collective::AllGather:
       return transport_->all_gather(slot() + piece.output, slot() + piece.input, piece.input_bytes);
     case Collective::Broadcast: return transport_->broadcast(slot(), piece.input_bytes, operation.root);
@@ -188,12 +188,27 @@ void TransportGroup::deliver(const Operation& operation, const Piece& piece, con
   copies.flush();
 }
 
+// Of `bytes` of the slot: those that anybody has staged.
+NoteArgs TransportGroup::notes_in(const Operation& operation, const Piece& piece, size_t begin, size_t bytes) const {
+  const Copy* copy = copy_at(piece.in, begin);
+  if (!copy) return {};
+  const size_t skip = begin - copy->slot;
+  return notes_of(operation, world_, copy->user + skip, std::min(bytes, copy->bytes - skip));
+}
+
 // Every rank's block of `received` into one.
-void TransportGroup::reduce(const Operation& operation, size_t block, std::byte* result, cudaStream_t stream) {
+void TransportGroup::reduce(const Operation& operation, size_t block, std::byte* result, cudaStream_t stream,
+                            const NoteArgs& notes) {
+  std::vector<int8_t> whose;  // by rank: what lies in its block
+  for (int rank = 0; rank < world_; ++rank) whose.push_back(static_cast<int8_t>(rank));
   auto add_up = [&](const std::vector<int>& ranks, std::byte* to, double scale, kernels::Rounding rounding) {
     ReduceArgs args{.source_count = static_cast<int>(ranks.size()), .destination_count = 1, .scale = scale};
     args.count = block / element_size(operation.dtype);
-    for (size_t i = 0; i < ranks.size(); ++i) args.sources[i] = received() + ranks[i] * block;
+    for (size_t i = 0; i < ranks.size(); ++i) {
+      args.sources[i] = received() + ranks[i] * block;
+      args.ranks[i] = whose[ranks[i]];
+    }
+    args.notes = notes;
     args.destinations[0] = to;
     launch_reduce({.dtype = operation.dtype, .op = operation.op, .rounding = rounding}, args, kTransportBlocks, stream);
   };
@@ -207,8 +222,10 @@ void TransportGroup::reduce(const Operation& operation, size_t block, std::byte*
     return add_up(order, result, operation.postscale, kernels::Rounding::Once);
   }
   for (const auto& ranks : hosts_) {  // each host's sum where its first rank's block was
-    if (ranks.size() > 1) add_up(ranks, received() + ranks[0] * block, 1.0, kernels::Rounding::Once);
     order.push_back(ranks[0]);
+    if (ranks.size() == 1) continue;
+    add_up(ranks, received() + ranks[0] * block, 1.0, kernels::Rounding::Once);
+    whose[ranks[0]] = -1;
   }
   add_up(order, result, operation.postscale, kernels::Rounding::Once);
 }

@@ -35,6 +35,11 @@ void Backward::begin() {
   for (const auto& layout : plan_->buckets()) {
     buckets_.push_back({.layout = layout, .missing = layout->parameters.size()});
   }
+  if (!model_.options.nonfinite.empty()) {
+    const int world = model_.averaging.communicator->size();
+    watch_.emplace(*plan_, model_.parameters.gradients(),
+                   model_.flat ? model_.flat->words_for_nonfinite() : host_words_for_nonfinite(world), world);
+  }
   missing_ = buckets_.size();
   told_.weighting.divisor = model_.averaging.communicator->size();
   forwards_.tell(told_, model_.parameters, usage.finds_unused());
@@ -178,12 +183,20 @@ void Backward::finish() {
   Communicator& communicator = *model_.averaging.communicator;
   if (model_.options.skip_all_reduce_unused_params) check_skipped();
   route_->finish(*this);
-  if (masks_.abandoned_by != 0) return;
+  if (masks_.abandoned_by != 0) {
+    if (watch_) watch_->tell(model_.averaging, *model_.parameters.names());
+    return;
+  }
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
   if (!route_->takes_sparse() && !plan_->sparse().empty()) average_sparse_gradients();
   for (const TorchFuture& future : std::exchange(futures_, {})) {
     wait_for_future(future, communicator, [this] { return "a buffer hook's future of " + model_.parameters.model(); });
   }
+  if (!watch_) return;
+  if (model_.flat) model_.flat->wait();
+  const ModelNames& names = *model_.parameters.names();
+  watch_->tell(model_.averaging, names);
+  nonfinite_ = watch_->hear(communicator, names, model_.record.statistics.backwards);
 }
 
 void Backward::average_sparse_gradients() {
@@ -192,8 +205,14 @@ void Backward::average_sparse_gradients() {
     if (model_.flat) model_.flat->take_over(buckets_[plan_->bucket_of(i)], model_.parameters.gradients());
     gathered.push_back(gradient(i).memory());
   }
-  model_.record.statistics.reduced_bytes +=
-      average_sparse(gathered, *model_.averaging.communicator, told_.weighting.divisor, model_.parameters.model());
+  LookAtSparse look;
+  if (watch_) {
+    look = [this](size_t k, int rank, const at::Tensor& values) {
+      return watch_->look(plan_->sparse()[k], values, rank);
+    };
+  }
+  model_.record.statistics.reduced_bytes += average_sparse(gathered, *model_.averaging.communicator,
+                                                           told_.weighting.divisor, model_.parameters.model(), look);
 }
 
 // Ranks that skip what others reduce would wait for each other forever.
@@ -252,6 +271,10 @@ Abandoned Backward::abandon(bool keeps_gradients) {
   }
   if (asks_usage_ && !usage_travels_ && !usage_work_) announce_usage();
   if (usage_work_) left.works.push_back(usage_work_);
+  if (watch_) {
+    watch_->tell(model_.averaging, *model_.parameters.names());
+    left.works.push_back(watch_->work());
+  }
   return left;
 }
 

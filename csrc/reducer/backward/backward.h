@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,7 @@
 #include "reducer/backward/route.h"
 #include "reducer/buckets/bucket.h"
 #include "reducer/buckets/bucket_plan.h"
+#include "reducer/buckets/nonfinite.h"
 #include "reducer/parameters/forward.h"
 #include "reducer/parameters/usage.h"
 #include "reducer/torch/python_objects.h"
@@ -71,6 +73,9 @@ class Backward {
   // What the peers have said about it and the last one. Known after finish().
   Masks& masks() { return masks_; }
 
+  // Who has brought what is not finite, if that is asked for. Known after finish(); empty: nobody.
+  const std::string& nonfinite() const { return nonfinite_; }
+
   // Puts the averages into .grad. Adds the parameters whose .grad has been written to `written`, if users have hooks on
   // any.
   void deliver(std::vector<size_t>& written);
@@ -90,6 +95,8 @@ class Backward {
   const Weighting& weighting() const { return told_.weighting; }
   // With the bucket that it is about; all by itself where not every bucket is the engine's to reduce.
   bool usage_travels() const { return asks_usage_ && usage_travels_; }
+  // Null: it is not asked for.
+  const NonfiniteWatch* watch() const { return watch_ ? &*watch_ : nullptr; }
   // What this rank says.
   Masks own_masks() const {
     const uint64_t here = uint64_t{1} << model_.averaging.communicator->rank();
@@ -119,6 +126,8 @@ class Backward {
   size_t missing_ = 0;  // buckets that have not all gradients yet
   size_t next_ = 0;     // bucket that next_in_order() comes to
   std::shared_ptr<Work> usage_work_;
+  std::optional<NonfiniteWatch> watch_;
+  std::string nonfinite_;
   bool is_over_ = false;  // dropped, while another thread may still be in proceed()
   bool is_abandoned_ = false, dropped_last_ = false;
   Masks masks_;

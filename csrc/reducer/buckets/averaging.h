@@ -32,6 +32,7 @@ struct ReducerOptions {
   bool gradient_as_bucket_view = false;        // these two: only for how DDP rounds, see Scaling
   bool batched_grad_copy = false;
   bool waits_in_between = false;   // ranks wait for each other in forward or backward, too (SyncBatchNorm)
+  std::string nonfinite = {};      // "raise" or "warn": ranks say who brings NaN or Inf
   bool gradients_in_arena = true;  // as far as the communicator has room for them
   bool flat_buckets = false;       // on CPUs, too, as on devices: for tests, in a build with test hooks
 };
@@ -103,6 +104,7 @@ struct Averaging {
   size_t usage_slot() const { return parameters; }
   // In turn: what is said about a backward that nobody asks for never meets what is said about the next one.
   size_t reason_slot(uint64_t backward) const { return parameters + 1 + backward % 2; }
+  size_t nonfinite_slot() const { return parameters + 3; }
   // Collective; blocks. See Reducer::reserve_slots().
   std::shared_ptr<const Slots> reserve_slots(const std::string& model, std::optional<uint64_t> copy_of) const;
 

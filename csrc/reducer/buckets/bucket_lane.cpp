@@ -33,6 +33,20 @@ class DeviceLane final : public BucketLane {
     if (queue_) queue_->run(operation, queue_->side(), queue_->side_handle());  // else there is one rank
   }
   void finish() override { communicator_->throw_if_failed(); }  // what the streams do is theirs to wait for
+  Nonfinite words_for_nonfinite() override {
+    return queue_ ? queue_->group().words_for_nonfinite() : host_words_for_nonfinite(communicator_->size());
+  }
+  void wait() override {
+    if (queue_ && cuda::is_capturing(queue_->side_handle())) {
+      throw Error(
+          ErrorKind::InvalidUsage,
+          "nonfinite= looks at each step on the host, so its backward can't be captured into a CUDA graph: leave "
+          "nonfinite= out");
+    }
+    c10::Event done(kDeviceType);
+    done.record(own());
+    wait_on_host(*communicator_, done, Deadline::after(communicator_->timeout()), "backward", raise_pending_signal);
+  }
 
  private:
   std::shared_ptr<Communicator> communicator_;

@@ -41,7 +41,17 @@ class BucketLane {
   // Reduces memory of allocate() in place: behind what its own stream has, and before what that gets after finish().
   virtual void all_reduce(Operation operation) = 0;
   virtual void finish() = 0;
+
+  // Words that its operations may note in; see Nonfinite.
+  virtual Nonfinite words_for_nonfinite() = 0;
+  // Blocks the host until what its own stream has by now is done.
+  virtual void wait() = 0;
 };
+
+// Of host memory, for so many ranks.
+inline Nonfinite host_words_for_nonfinite(int world) {
+  return {.words = std::shared_ptr<uint64_t[]>(new uint64_t[world + 1])};
+}
 
 // The reducer's lane on a CUDA device.
 
@@ -70,6 +80,8 @@ class HostMemoryLane final : public BucketLane {
   void finish() override {
     for (const auto& work : std::exchange(works_, {})) communicator_->wait(work, raise_pending_signal);
   }
+  Nonfinite words_for_nonfinite() override { return host_words_for_nonfinite(communicator_->size()); }
+  void wait() override {}
 
  private:
   std::shared_ptr<Communicator> communicator_;

@@ -50,6 +50,13 @@ class FlatBuckets {
   SpanList span(size_t bucket) const;
   void all_reduce(Operation operation);
 
+  // For a backward that begins when nothing of the last one is on its way; see BucketLane.
+  Nonfinite words_for_nonfinite() {
+    if (!words_.words) words_ = lane_->words_for_nonfinite();
+    return words_;
+  }
+  void wait() { lane_->wait(); }
+
   // All that were reduced are copied back to the gradients' memory, before what the current stream gets from now on.
   void finish(const std::vector<Bucket>& buckets, const std::vector<Gradient>& gradients);
   // The current stream may read and write the gradients' memory from now on: it comes after all that have touched it.
@@ -68,6 +75,7 @@ class FlatBuckets {
 
   std::unique_ptr<BucketLane> lane_;
   at::Tensor memory_;  // of all buckets
+  Nonfinite words_;
   std::vector<Flat> flats_;
   std::optional<c10::Stream> written_on_;  // see join()
   std::optional<c10::Stream> seen_;        // see current_changed()

@@ -9,6 +9,7 @@
 
 #include "base/memory.h"
 #include "reducer/torch/python_error.h"
+#include "reducer/torch/tensors.h"
 
 namespace syncengine {
 
@@ -66,7 +67,7 @@ bool is_narrow(const at::Tensor& tensor) {
 }  // namespace
 
 size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& communicator, double divisor,
-                      const std::string& model) {
+                      const std::string& model, const LookAtSparse& look) {
   at::NoGradGuard no_grad;
   const auto size = communicator.size();
   const bool ring = communicator.numerics() == Numerics::Ring;  // DDP's: divided first, summed in the gradient's dtype
@@ -108,6 +109,12 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
       sum = sum.defined() ? sum.add_(next) : next;
     }
     sum = sum.coalesce();
+    if (look && !all_finite(sum)) {
+      bool brought = false;
+      for (int rank = 0; rank < size; ++rank)
+        brought |= !look(i, rank, unpack(everyone[rank], places[rank][i], own[i], count_of[rank * own.size() + i]));
+      if (!brought) look(i, size, sum);
+    }
     if (!ring) sum._values().mul_(1.0 / divisor);
     gradients[i].copy_(sum);
   }

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -11,10 +12,14 @@
 
 namespace syncengine {
 
+// Looks at what a rank has brought of one of the gradients, or, where the rank is the size, at the sum of finite
+// values. Returns whether it is finite.
+using LookAtSparse = std::function<bool(size_t gradient, int rank, const at::Tensor& values)>;
+
 // Replaces each gradient by the sum over ranks divided by `divisor`, coalesced. Two all-gathers for all of them
 // together: the sizes, then indices and values. Every rank must call it at the same place. Returns the bytes that this
-// rank contributed. `model` is for messages.
+// rank contributed. `model` is for messages; `look`, if given, gets what makes a sum that is not finite.
 size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& communicator, double divisor,
-                      const std::string& model);
+                      const std::string& model, const LookAtSparse& look);
 
 }  // namespace syncengine

@@ -12,6 +12,7 @@
 #include "base/error.h"
 #include "reducer/backward/backward.h"
 #include "reducer/backward/peers.h"
+#include "reducer/torch/tensors.h"
 
 namespace syncengine {
 
@@ -106,7 +107,8 @@ void CommHookRoute::finish(Backward& backward) {
     for (const auto& bucket : backward.buckets()) {
       if (!bucket.memory) continue;
       if (flat_) flat_->take_over(bucket, gradients);
-      const at::Tensor result = wait(*bucket.layout, bucket.memory->gradients, gradients, communicator);
+      const at::Tensor result =
+          wait(*bucket.layout, bucket.memory->gradients, gradients, communicator, backward.watch());
       if (flat_) flat_->keep(result);
     }
   } catch (...) {
@@ -146,7 +148,8 @@ void CommHookRoute::start(const BucketLayout& layout, std::vector<at::Tensor> pa
 }
 
 at::Tensor CommHookRoute::wait(const BucketLayout& layout, const std::vector<at::Tensor>& memory,
-                               const std::vector<Gradient>& gradients, Communicator& communicator) {
+                               const std::vector<Gradient>& gradients, Communicator& communicator,
+                               const NonfiniteWatch* watch) {
   Pending& pending = pending_[layout.index];
   auto what = [&] { return "the communication hook's future of " + layout.describe(); };
   return keeping_python_errors([&] {
@@ -155,6 +158,7 @@ at::Tensor CommHookRoute::wait(const BucketLayout& layout, const std::vector<at:
     at::Tensor result = hook_->parseHookResult(pending.future->value());
     pending.future.reset();
     if (layout.sparse) {
+      if (watch) watch->look_behind_hook(layout, {result}, memory, communicator.rank());
       memory[0].copy_(result);
       return result;
     }
@@ -164,7 +168,9 @@ at::Tensor CommHookRoute::wait(const BucketLayout& layout, const std::vector<at:
                                                " elements instead of " + std::to_string(pending.flat.numel()));
     }
     result = result.contiguous().view(-1);
-    at::_foreach_copy_(memory, parts_of(result, layout, gradients, memory));
+    const auto parts = parts_of(result, layout, gradients, memory);
+    if (watch && !all_finite(result)) watch->look_behind_hook(layout, parts, memory, communicator.rank());
+    at::_foreach_copy_(memory, parts);
     return result;
   });
 }

@@ -60,6 +60,7 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
   operation.flag_words = memory->flags.size();
   model.record.statistics.reduced_bytes += operation.output.bytes();
   operation.input = operation.output;
+  if (const auto* watch = backward.watch()) operation.nonfinite = watch->of(layout);
   operation.keepalive = memory;
   model.record.timeline.bucket();
   bucket.row = ProfilerRow("all_reduce", memory->gradients);

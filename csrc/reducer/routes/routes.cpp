@@ -70,6 +70,7 @@ void FlatRoute::start(Backward& backward, Bucket& bucket) {
   operation.layout_hash =
       operation.layout_hash * 31 + averaging_.slots->first();  // of this model: another may look the same
   operation.output = operation.input = flat_.span(index);
+  if (const auto* watch = backward.watch()) operation.nonfinite = watch->of(*bucket.layout);
   // As in place; but what is scaled beforehand is scaled where it lies, so that the peers may read it there.
   if (!averaging_.scales_first() && averaging_.scales_all_alike(divisor)) {
     operation.postscale = 1.0 / divisor;

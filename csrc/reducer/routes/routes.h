@@ -15,6 +15,7 @@
 #include "reducer/buckets/averaging.h"
 #include "reducer/buckets/bucket.h"
 #include "reducer/buckets/flat_buckets.h"
+#include "reducer/buckets/nonfinite.h"
 #include "reducer/gradients/gradient.h"
 #include "reducer/parameters/pooled_gradients.h"
 #include "reducer/torch/python_objects.h"
@@ -95,7 +96,7 @@ class CommHookRoute final : public Route {
   void start(const BucketLayout& layout, std::vector<at::Tensor> parameters, const std::vector<at::Tensor>& memory,
              const std::vector<Gradient>& gradients);
   at::Tensor wait(const BucketLayout& layout, const std::vector<at::Tensor>& memory,
-                  const std::vector<Gradient>& gradients, Communicator& communicator);
+                  const std::vector<Gradient>& gradients, Communicator& communicator, const NonfiniteWatch* watch);
 
   std::unique_ptr<c10d::CommHookInterface> hook_;
   FlatBuckets* flat_;

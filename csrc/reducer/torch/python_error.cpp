@@ -44,6 +44,11 @@ void rethrow_for_autograd() {
   }
 }
 
+void warn(const std::string& text) {
+  pybind11::gil_scoped_acquire gil;
+  if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) < 0) throw_current_python_error();
+}
+
 std::string interruption_text(pybind11::handle type, pybind11::handle value) {
   if (PyErr_GivenExceptionMatches(type.ptr(), PyExc_KeyboardInterrupt)) return "";
   try {

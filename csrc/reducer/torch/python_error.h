@@ -24,6 +24,9 @@ void set_python_error(const Error& error);
 // syncengine.errors, anything else as it is.
 [[noreturn]] void rethrow_for_autograd();
 
+// Python's RuntimeWarning. Throws what a filter of the program makes of it.
+void warn(const std::string& text);
+
 // Runs Python's pending signal handlers; throws what they raise (KeyboardInterrupt), also as an Interruption.
 void raise_pending_signal();
 

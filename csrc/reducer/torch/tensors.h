@@ -3,8 +3,10 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/core/ScalarType.h>
 
+#include <cmath>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -27,6 +29,20 @@ inline std::string why_not_dense(const at::Tensor& tensor) {
 inline std::string why_without_memory(const at::Tensor& tensor) {
   if (tensor.numel() == 0 || (tensor.has_storage() && tensor.storage().data() != nullptr)) return "";
   return "one without memory of its own (as a DTensor, whose to_local() has it)";
+}
+
+// What there is to look at: of a sparse tensor its values, of complex numbers both parts.
+inline at::Tensor elements_of(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.is_sparse() ? tensor._values() : tensor;
+  return values.is_complex() ? at::view_as_real(values.resolve_conj()) : values;
+}
+
+// One pass, as a sum is finite only if all of its terms are; more where it has overflowed.
+inline bool all_finite(const at::Tensor& tensor) {
+  const at::Tensor elements = elements_of(tensor);
+  const bool narrow = elements.is_floating_point() && elements.element_size() == 2;
+  if (std::isfinite(elements.sum(narrow ? std::optional(at::kFloat) : std::nullopt).item<double>())) return true;
+  return elements.isfinite().all().item<bool>();
 }
 
 // Values that are put into tensors of the program, past autograd.

@@ -133,6 +133,45 @@ TEST(kernels_default_instruction_set_matches_the_oracle) {
   CHECK_EQ(first_difference(DType::Float32, destination, copy.data(), 1000), -1);
 }
 
+// One element's bits: 1.0, or infinity.
+void put(DType dtype, Array& array, size_t i, bool finite) {
+  const uint64_t bits = dtype == DType::Float16    ? (finite ? 0x3c00 : 0xfc00)
+                        : dtype == DType::BFloat16 ? (finite ? 0x3f80 : 0xff80)
+                        : dtype == DType::Float32  ? (finite ? 0x3f800000 : 0xff800000)
+                                                   : (finite ? 0x3ff0000000000000 : 0xfff0000000000000);
+  std::memcpy(array.data() + i * element_size(dtype), &bits, element_size(dtype));
+}
+
+TEST(kernels_stop_before_what_is_not_finite) {
+  std::mt19937_64 random(6);
+  for (DType dtype : {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64}) {
+    for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop}) {
+      for (int sources : {1, 2, 3}) {
+        for (int round = 0; round < 40; ++round) {
+          const size_t count = random() % 400 + 1, bad = random() % (count + 1);  // count: none
+          Arrays arrays = make_arrays(sources, count * element_size(dtype));
+          for (auto& array : arrays)
+            for (size_t i = 0; i < count; ++i) put(dtype, *array, i, true);
+          if (bad < count) put(dtype, *arrays[random() % sources], bad, false);
+          const Reduction reduction{dtype, ReduceOp::Sum, rounding, 0.5, /*stops_at_nonfinite=*/true};
+          const auto wanted = expected(reduction, const_pointers(arrays), count);
+          for (Isa isa : available_isas()) {
+            Arrays own = make_arrays(sources, count * element_size(dtype));
+            for (int s = 0; s < sources; ++s) std::copy_n(arrays[s]->data(), own[s]->bytes(), own[s]->data());
+            void* destinations[] = {own[0]->data(), own[sources - 1]->data()};  // in place
+            const size_t done =
+                reduce_with(isa, reduction, const_pointers(own).data(), sources, destinations, 2, count);
+            CHECK(done <= bad && bad - done < (bad < count ? kernels::kBlockBytes / element_size(dtype) : 1));
+            CHECK_EQ(first_difference(dtype, own[0]->data(), wanted.data(), done), -1);
+            const size_t bytes = done * element_size(dtype);
+            CHECK(std::equal(own[0]->data() + bytes, own[0]->data() + own[0]->bytes(), arrays[0]->data() + bytes));
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(kernels_copy_scaled_matches_the_oracle) {
   std::mt19937_64 random(5);
   for (DType dtype : kDTypes) {

@@ -1,0 +1,107 @@
+#include "reducer/buckets/nonfinite.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "reducer/torch/python_error.h"
+#include "reducer/torch/tensors.h"
+
+namespace syncengine {
+
+namespace {
+
+Nonfinite::Kind kind_of(const at::Tensor& values) {
+  const at::Tensor elements = elements_of(values);
+  if (elements.isnan().any().item<bool>()) return Nonfinite::NaN;
+  if (elements.eq(std::numeric_limits<double>::infinity()).any().item<bool>()) return Nonfinite::Inf;
+  return all_finite(values) ? Nonfinite::None : Nonfinite::MinusInf;
+}
+
+const char* text_of(Nonfinite::Kind kind) {
+  return kind == Nonfinite::NaN ? "NaN" : kind == Nonfinite::Inf ? "Inf" : "-Inf";
+}
+
+}  // namespace
+
+NonfiniteWatch::NonfiniteWatch(const BucketPlan& plan, const std::vector<Gradient>& gradients, Nonfinite words,
+                               int world)
+    : world_(world), words_(std::move(words)) {
+  std::fill_n(words_.words.get(), world + 1, Nonfinite::kNothing);
+  uint64_t next = 0;
+  for (const auto& layout : plan.buckets()) {
+    begins_.push_back(next);
+    for (size_t i : layout->parameters) {
+      starts_.emplace_back(next, i);
+      next += gradients[i].parameter().nbytes() / element_size(layout->dtype);
+    }
+  }
+}
+
+std::shared_ptr<const Nonfinite> NonfiniteWatch::of(const BucketLayout& layout) const {
+  auto nonfinite = std::make_shared<Nonfinite>(words_);
+  nonfinite->begin = begins_[layout.index];
+  return nonfinite;
+}
+
+bool NonfiniteWatch::look(size_t parameter, const at::Tensor& values, int rank) const {
+  if (all_finite(values)) return true;
+  const auto start = std::find_if(starts_.begin(), starts_.end(), [&](auto& at) { return at.second == parameter; });
+  uint64_t& word = words_.words[rank];
+  word = std::min(word, Nonfinite::pack(start->first, kind_of(values)));
+  return false;
+}
+
+void NonfiniteWatch::look_behind_hook(const BucketLayout& layout, const std::vector<at::Tensor>& results,
+                                      const std::vector<at::Tensor>& own, int rank) const {
+  for (size_t k = 0; k < results.size(); ++k) {
+    const size_t parameter = layout.parameters[k];
+    if (!all_finite(results[k]) && look(parameter, own[k], rank)) look(parameter, results[k], world_);
+  }
+}
+
+void NonfiniteWatch::tell(const Averaging& averaging, const ModelNames& names) {
+  if (work_) return;
+  told_ = std::make_shared<std::vector<uint64_t>>(words_.words.get(), words_.words.get() + world_ + 1);
+  Operation operation;
+  operation.dtype = DType::Int64;
+  operation.op = ReduceOp::Min;
+  operation.numerics = averaging.communicator->numerics();
+  operation.output.add(told_->data(), told_->size() * sizeof(uint64_t));
+  operation.input = operation.output;
+  operation.describe = [model = names.model] { return "which gradients of " + model + " are not finite"; };
+  operation.keepalive = told_;
+  work_ = averaging.communicator->announce(averaging.slots, averaging.nonfinite_slot(), std::move(operation));
+}
+
+std::string NonfiniteWatch::hear(Communicator& communicator, const ModelNames& names, uint64_t step) const {
+  communicator.wait(work_, raise_pending_signal);
+  std::string brought;
+  for (int member = 0; member < world_; ++member) {
+    const uint64_t word = (*told_)[member];
+    if (word == Nonfinite::kNothing) continue;
+    const std::string rank = std::to_string(communicator.global_ranks()[member]);
+    brought += (brought.empty() ? "rank " : ", rank ") + rank + " brought " + text_of(Nonfinite::kind_of(word)) +
+               " into " + names.parameters[parameter_at(Nonfinite::element_of(word))];
+  }
+  const uint64_t made = (*told_)[world_];
+  if (brought.empty() && made == Nonfinite::kNothing) return "";
+  const std::string in_step = " in step " + std::to_string(step) + " of " + names.model;
+  if (brought.empty()) {
+    return "all ranks brought finite gradients, but their sum is " + std::string(text_of(Nonfinite::kind_of(made))) +
+           " in " + names.parameters[parameter_at(Nonfinite::element_of(made))] + in_step +
+           ": scale the loss down, or average in a wider dtype. .grad holds that sum on all ranks: drop it "
+           "(zero_grad()) to skip this step";
+  }
+  return brought + in_step +
+         ": look at that rank's input and loss. .grad holds the sum of all ranks: drop it (zero_grad()) to skip this "
+         "step";
+}
+
+// Gradients of no elements begin where the next one does.
+size_t NonfiniteWatch::parameter_at(uint64_t element) const {
+  const auto next =
+      std::upper_bound(starts_.begin(), starts_.end(), element, [](uint64_t at, auto& s) { return at < s.first; });
+  return std::prev(next)->second;
+}
+
+}  // namespace syncengine

@@ -1,0 +1,59 @@
+// Who has brought a gradient that is NaN or infinite, in one backward: Parallel(nonfinite=...).
+//
+// The rank that reduces an element has every rank's before it, and notes whose is not finite (collectives/operation.h).
+// Behind the last bucket the ranks tell each other the earliest of what they have noted, a word for each rank, so that
+// all say the same. Each rank takes part in that once a backward, whether it has abandoned it or not.
+//
+// Ownership: its backward's; operations hold the words. Thread-safety: the reducer's lock, or the one thread that is at
+// the backward's end. Failure: what the communicator throws.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "collectives/operation.h"
+#include "engine/progress/work.h"
+#include "reducer/buckets/averaging.h"
+#include "reducer/buckets/bucket_plan.h"
+#include "reducer/gradients/gradient.h"
+
+namespace syncengine {
+
+class NonfiniteWatch {
+ public:
+  // `words`: to be noted in, one for each rank and one more.
+  NonfiniteWatch(const BucketPlan& plan, const std::vector<Gradient>& gradients, Nonfinite words, int world);
+
+  // For the operation that reduces this bucket.
+  std::shared_ptr<const Nonfinite> of(const BucketLayout& layout) const;
+  // Notes what is wrong with a parameter's `values`, if anything is. `rank`: who has brought them, or world: nobody.
+  // Returns whether they are finite.
+  bool look(size_t parameter, const at::Tensor& values, int rank) const;
+  // A communication hook has made `results` of this rank's own gradients of a bucket, which are still there.
+  void look_behind_hook(const BucketLayout& layout, const std::vector<at::Tensor>& results,
+                        const std::vector<at::Tensor>& own, int rank) const;
+
+  // What was noted here, to the others; the first time only.
+  void tell(const Averaging& averaging, const ModelNames& names);
+  const std::shared_ptr<Work>& work() const { return work_; }
+  // Blocks. What to say, the same on all ranks; empty if all is finite.
+  std::string hear(Communicator& communicator, const ModelNames& names, uint64_t step) const;
+
+ private:
+  size_t parameter_at(uint64_t element) const;
+
+  const int world_;
+  Nonfinite words_;
+  std::vector<std::pair<uint64_t, size_t>> starts_;  // what the first element of each parameter is called, ascending
+  std::vector<uint64_t> begins_;                     // the same of each bucket
+  std::shared_ptr<std::vector<uint64_t>> told_;
+  std::shared_ptr<Work> work_;
+};
+
+}  // namespace syncengine

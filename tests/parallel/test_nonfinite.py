@@ -1,0 +1,417 @@
+"""`Parallel(nonfinite=...)`: which rank has brought NaN or Inf into which parameter, in which step."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from flat import flat
+from parallel_models import CAP
+from pool import RankPool
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import syncengine
+from syncengine.errors import InvalidUsage, Mismatch, NotFinite, SyncError
+
+VALUES = {"NaN": float("nan"), "Inf": float("inf"), "-Inf": float("-inf")}
+SIZES = [3, 300_001, 1, 70_000, 500]  # of parameters: small ones, which share a block, and large ones
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+
+# What ranks bring in one step: (rank, parameter, element, kind).
+Brought = Sequence[tuple[int, int, int, str]]
+
+
+class Given(nn.Module):
+    """Parameters whose gradients are given."""
+
+    def __init__(self, sizes: Sequence[int] = SIZES, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(size, dtype=dtype) for size in sizes)
+
+    def forward(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        return sum((w * g).sum() for w, g in zip(self.weights, gradients, strict=True))
+
+
+def gradients(module: nn.Module, brought: Brought) -> list[torch.Tensor]:
+    """This rank's."""
+    generator = torch.Generator().manual_seed(syncengine.rank())
+    given = [torch.rand(w.shape, generator=generator).to(w.dtype) for w in module.parameters()]
+    for rank, parameter, element, kind in brought:
+        if rank == syncengine.rank():
+            given[parameter][element] = VALUES[kind]
+    return given
+
+
+def step(model: syncengine.Parallel, plain: syncengine.Parallel, brought: Brought) -> str:
+    """What backward raises; the averages are those of a model that does not look."""
+    model.zero_grad()
+    plain.zero_grad()
+    text = ""
+    try:
+        model(gradients(model.module, brought)).backward()
+    except NotFinite as error:
+        text = str(error)
+    plain(gradients(plain.module, brought)).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        finite = ~theirs.grad.isnan()
+        assert torch.equal(ours.grad.isnan(), ~finite)
+        assert torch.equal(ours.grad[finite], theirs.grad[finite])
+    return text
+
+
+def steps(plans: Sequence[Brought], dtype: torch.dtype, **options: Any) -> list[str]:
+    model = syncengine.Parallel(Given(dtype=dtype), nonfinite="raise", **options)
+    plain = syncengine.Parallel(Given(dtype=dtype), **options)
+    return [step(model, plain, brought) for brought in plans]
+
+
+def cases(world: int) -> list[Brought]:
+    """Every rank, parameter and kind once, at the ends of parameters and within; between them steps without any."""
+    plans: list[Brought] = [[]]
+    for i, size in enumerate(SIZES):
+        for j, kind in enumerate(VALUES):
+            element = [0, size // 2, size - 1][(i + j) % 3]
+            plans += [[((i + j) % world, i, element, kind)], []]
+    return plans
+
+
+def named(brought: Brought, step: int) -> str:
+    if not brought:
+        return ""
+    who = ", ".join(f"rank {rank} brought {kind} into weights.{parameter}" for rank, parameter, _, kind in brought)
+    return f"{who} in step {step} of Parallel(Given): look at "
+
+
+def check(plans: Sequence[Brought], said: Sequence[Sequence[str]]) -> None:
+    for texts in said:
+        assert len(texts) == len(plans)
+        for i, (brought, text) in enumerate(zip(plans, texts, strict=True)):
+            assert text.startswith(named(brought, i + 1)), (brought, text)
+            assert bool(text) == bool(brought), (brought, text)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+@pytest.mark.parametrize("memory", ["arena", "torch"])
+def test_rank_parameter_and_step_are_named(pool: RankPool, world: int, numerics: str, memory: str):
+    settings = {"timeout": 60.0, "numerics": numerics, "gradient_memory": memory}
+    plans = cases(world)
+    dtypes = DTYPES if world == 3 else DTYPES[:1]
+    for dtype in dtypes:
+        check(plans, pool.run(steps, plans, dtype, world=world, settings=settings))
+
+
+def small_steps(plans: Sequence[Brought]) -> list[str]:
+    model = syncengine.Parallel(Given([7, 20, 1]), nonfinite="raise")
+    plain = syncengine.Parallel(Given([7, 20, 1]))
+    return [step(model, plain, brought) for brought in plans]
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "one_shot", "staged"])
+def test_small_models(pool: RankPool, algorithm: str):
+    """Of less than a KiB: every rank reduces everything, unless told otherwise."""
+    plans: list[Brought] = [[(rank, p, 0, kind)] for rank in range(3) for p in range(3) for kind in VALUES]
+    environ = {"SYNCENGINE_TEST_ALGORITHM": algorithm}
+    check(plans, pool.run(small_steps, plans, world=3, environ=environ))
+
+
+def test_flat_buckets(pool: RankPool):
+    """As on devices."""
+    plans = cases(3)
+    check(plans, pool.run(flat, steps, plans, torch.float32, world=3))
+
+
+def on_hosts(hosts: str, algorithm: str, plans: Sequence[Brought], dtype: torch.dtype, **settings: Any) -> list[str]:
+    os.environ["SYNCENGINE_HOST_ID"] = hosts[int(os.environ["RANK"])]
+    os.environ["SYNCENGINE_TEST_HOST_ALGORITHM"] = algorithm
+    syncengine.init(timeout=60.0, **settings)
+    return steps(plans, dtype)
+
+
+@pytest.mark.parametrize("hosts", ["ab", "aab", "abab"])
+@pytest.mark.parametrize("algorithm", ["exchange", "chain"])
+def test_between_hosts(pool: RankPool, hosts: str, algorithm: str):
+    plans = cases(len(hosts))
+    for dtype in (torch.float32, torch.bfloat16):
+        said = pool.run(on_hosts, hosts, algorithm, plans, dtype, world=len(hosts), settings=None)
+        check(plans, said)
+
+
+@pytest.mark.parametrize("numerics", ["ring", "fast"])
+def test_other_sums_between_hosts(pool: RankPool, numerics: str):
+    plans = cases(3)
+    said = pool.run(hosts_with, "aab", plans, numerics, world=3, settings=None)
+    check(plans, said)
+
+
+def hosts_with(hosts: str, plans: Sequence[Brought], numerics: str) -> list[str]:
+    os.environ["SYNCENGINE_HOST_ID"] = hosts[int(os.environ["RANK"])]
+    syncengine.init(timeout=60.0, numerics=numerics)
+    model = syncengine.Parallel(Given(), nonfinite="raise")
+    said = []
+    for brought in plans:
+        model.zero_grad()
+        try:
+            model(gradients(model.module, brought)).backward()
+            said.append("")
+        except NotFinite as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_several_ranks_and_opposite_infinities(pool: RankPool, world: int):
+    """Inf - Inf is NaN, which nobody has brought."""
+    plans: list[Brought] = [
+        [(0, 1, 5, "Inf"), (1, 1, 5, "-Inf")],
+        [(0, 3, 5, "Inf"), (world - 1, 0, 1, "NaN")],
+    ]
+    check(plans, pool.run(steps, plans, torch.float32, world=world))
+
+
+def overflow(value: float, dtype: torch.dtype, **options: Any) -> str:
+    model = syncengine.Parallel(Given([5, 60_000], dtype), nonfinite="raise", **options)
+    given = gradients(model.module, [])
+    given[1][40_000] = value
+    with pytest.raises(NotFinite) as error:
+        model(given).backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_sum_that_overflows_is_nobodys(pool: RankPool, dtype: torch.dtype):
+    for text in pool.run(overflow, -torch.finfo(dtype).max, dtype, world=3):
+        assert text.startswith(
+            "all ranks brought finite gradients, but their sum is -Inf in weights.1 in step 1 of Parallel(Given): "
+        )
+
+
+def accumulate(brought: Brought) -> list[str]:
+    """The first of three backwards brings it."""
+    model = syncengine.Parallel(Given(), nonfinite="raise")
+    said = []
+    for plan in ([], brought):
+        model.zero_grad()
+        for i in range(2):
+            with model.no_sync():
+                model(gradients(model.module, plan if i == 0 else [])).backward()
+        try:
+            model(gradients(model.module, [])).backward()
+            said.append("")
+        except NotFinite as error:
+            said.append(str(error))
+    return said
+
+
+def test_accumulation(pool: RankPool):
+    brought: Brought = [(1, 3, 69_999, "Inf")]
+    check([[], brought], pool.run(accumulate, brought))
+
+
+class Tables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 6, sparse=True)
+        self.mix = nn.Linear(6, 6)
+        self.tags = nn.Embedding(20, 6, sparse=True)
+
+    def forward(self, ids: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.words(ids)).sum() + (self.tags(ids % 20) * factor).sum()
+
+
+def sparse(kind: str, hook: Any = None) -> list[str]:
+    model = syncengine.Parallel(Tables(), nonfinite="raise")
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    said = []
+    for i in range(3):
+        model.zero_grad()
+        factor = torch.ones(4, 6)
+        if i == 1 and syncengine.rank() == 2:
+            factor[3, 2] = VALUES[kind]
+        try:
+            model(torch.arange(4) + 3 * syncengine.rank(), factor).backward()
+            said.append("")
+        except NotFinite as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("numerics", ["rank_order", "ring"])
+def test_sparse_gradients(pool: RankPool, kind: str, numerics: str):
+    for none, text, again in pool.run(sparse, kind, world=3, settings={"timeout": 60.0, "numerics": numerics}):
+        assert not none
+        assert text.startswith(f"rank 2 brought {kind} into tags.weight in step 2 of Parallel(Tables): ")
+        assert not again
+
+
+def plain_hook(state, bucket):
+    """One that the engine knows nothing of."""
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    buffer = bucket.buffer().div_(syncengine.world_size())
+    syncengine.all_reduce(buffer)
+    future.set_result(buffer)
+    return future
+
+
+def builtin(model: syncengine.Parallel) -> None:
+    model._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.FP16_COMPRESS)
+
+
+HOOKS: dict[str, Callable[[syncengine.Parallel], None]] = {
+    "plain": lambda model: model.register_comm_hook(None, plain_hook),
+    "allreduce": lambda model: model.register_comm_hook(None, default_hooks.allreduce_hook),
+    "fp16": lambda model: model.register_comm_hook(None, default_hooks.fp16_compress_hook),
+    "ours": lambda model: model.register_comm_hook(None, syncengine.hooks.bf16_compress),
+    "builtin": builtin,
+}
+
+
+def with_hook(name: str, plans: Sequence[Brought]) -> list[str]:
+    model = syncengine.Parallel(Given(), nonfinite="raise")
+    HOOKS[name](model)
+    said = []
+    for brought in plans:
+        model.zero_grad()
+        try:
+            model(gradients(model.module, brought)).backward()
+            said.append("")
+        except NotFinite as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_communication_hooks(pool: RankPool, name: str):
+    plans = cases(2)
+    check(plans, pool.run(with_hook, name, plans, gloo=True))
+
+
+def warned() -> tuple[list[str], bool]:
+    """Training goes on, with what is in .grad."""
+    model = syncengine.Parallel(Given(), nonfinite="warn", **CAP)
+    texts = []
+    for brought in ([], [(0, 2, 0, "NaN")], []):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model.zero_grad()
+            model(gradients(model.module, brought)).backward()
+        texts.append("".join(str(w.message) for w in caught if w.category is RuntimeWarning))
+        if brought:
+            assert model.module.weights[2].grad.isnan().all()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # on all ranks alike
+        with pytest.raises(RuntimeWarning, match="rank 1 brought Inf into weights.0 in step 4"):
+            model(gradients(model.module, [(1, 0, 1, "Inf")])).backward()
+    return texts, True
+
+
+def test_warnings(pool: RankPool):
+    plans: list[Brought] = [[], [(0, 2, 0, "NaN")], []]
+    check(plans, [texts for texts, _ in pool.run(warned)])
+
+
+def raise_in_backward(who: Sequence[int], late: bool) -> list[str]:
+    """Some ranks' own code fails in the second backward: in its middle, or when all gradients are on their way."""
+    model = syncengine.Parallel(Given(), nonfinite="raise", **CAP)
+    one = torch.ones((), requires_grad=True)
+    fails = False
+
+    def hook(gradient: torch.Tensor) -> None:
+        if fails and syncengine.rank() in who:
+            raise KeyError("my own")
+
+    said = []
+    for i, brought in enumerate(([], [], [(1, 1, 0, "NaN")])):
+        fails = i == 1
+        model.zero_grad()
+        given = [g * one for g in gradients(model.module, brought)]
+        given[0 if late else -1].register_hook(hook)
+        if not late:
+            model.module.weights[0].register_hook(hook)
+        try:
+            model(given).backward()
+            said.append("")
+        except (KeyError, SyncError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+            if type(error) not in (NotFinite, KeyError):
+                break
+    return said
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_backward_that_fails_everywhere(pool: RankPool, late: bool):
+    for first, second, third in pool.run(raise_in_backward, [0, 1], late):
+        assert not first
+        assert "my own" in second
+        assert third.startswith("NotFinite: rank 1 brought NaN into weights.1 in step ")
+
+
+def test_a_backward_that_fails_on_one_rank(pool: RankPool):
+    """Nobody waits for ever."""
+    for rank, said in enumerate(pool.run(raise_in_backward, [1], False, world=3)):
+        assert ("my own" if rank == 1 else "Aborted: rank 1: backward aborted") in said[1]
+
+
+def test_a_backward_that_fails_on_one_rank_behind_its_last_gradient(pool: RankPool):
+    """The others have their averages; the next backward says what has become of them."""
+    first, second, third = pool.run(raise_in_backward, [1], True, world=3)
+    assert first == third
+    assert first[:2] == ["", ""]
+    assert "my own" in second[1]
+    for said in (first, second, third):
+        assert "rank 1: backward of Parallel(Given) raised after its averages were complete" in said[2]
+
+
+def uneven() -> list[str]:
+    model = syncengine.Parallel(Given(), nonfinite="raise")
+    said = []
+    with model.join():
+        for i in range(2 + 2 * syncengine.rank()):
+            model.zero_grad()
+            try:
+                model(gradients(model.module, [(1, 4, 499, "NaN")] if i == 1 else [])).backward()
+                said.append("")
+            except NotFinite as error:
+                said.append(str(error))
+    return said
+
+
+def test_in_a_join_context(pool: RankPool):
+    first, second = pool.run(uneven)
+    check([[], [(1, 4, 499, "NaN")]], [first])
+    check([[], [(1, 4, 499, "NaN")], [], []], [second])
+
+
+def tell_apart(values: Sequence[str | None]) -> str:
+    with pytest.raises(Mismatch) as error:
+        syncengine.Parallel(Given(), nonfinite=values[syncengine.rank()])
+    return str(error.value)
+
+
+def test_ranks_that_ask_for_different_things_hear_of_it(pool: RankPool):
+    for text in pool.run(tell_apart, ["raise", None]):
+        assert "nonfinite=raise" in text
+        assert "nonfinite=None" in text
+
+
+@pytest.mark.parametrize("value", ["", "Raise", True, 1, []])
+def test_what_is_nothing_to_do_is_refused(value: Any):
+    with pytest.raises(InvalidUsage, match="nonfinite="):
+        syncengine.Parallel(nn.Linear(2, 2), nonfinite=value)
+
+
+def by_default() -> None:
+    model = syncengine.Parallel(Given())
+    model(gradients(model.module, [(0, 1, 0, "NaN")])).backward()
+    assert model.module.weights[1].grad[0].isnan()
+
+
+def test_by_default_nobody_looks(pool: RankPool):
+    pool.run(by_default)
