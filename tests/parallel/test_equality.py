@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 import syncengine
 
 NUMERICS = ["rank_order", "ring"]
-FLOAT_DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 ALGORITHMS = ["auto", "direct", "staged", "one_shot"]
 
 
@@ -26,19 +24,6 @@ def numerics(mode: str, **others: object) -> dict[str, object]:
 def assert_no_difference(answers: list[dict[Run, int]]) -> None:
     different = {(rank, run): n for rank, answer in enumerate(answers) for run, n in answer.items() if n}
     assert not different
-
-
-@pytest.mark.parametrize("mode", NUMERICS)
-def test_two_ranks_train_bit_equal_to_ddp(pool: RankPool, mode: str):
-    runs = [
-        Run(dtype=dtype, optimizer=optimizer, accumulate=accumulate, set_to_none=set_to_none)
-        for dtype, optimizer, (accumulate, set_to_none) in itertools.product(
-            FLOAT_DTYPES, ["sgd", "adamw"], [(1, True), (1, False), (3, True), (3, False)]
-        )
-    ]
-    runs += [Run(model=model, dtype=dtype) for model in ("conv", "tied") for dtype in FLOAT_DTYPES]
-    runs += [Run(model="mixed", dtype=None), Run(options=(("find_unused_parameters", True),))]
-    assert_no_difference(pool.run(bits_between_ours_and_ddp, runs, gloo=True, settings=numerics(mode)))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])

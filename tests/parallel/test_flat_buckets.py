@@ -18,10 +18,8 @@ from faults import needs_hooks
 from flat import flat, flat_buckets
 from parallel_models import (
     CAP,
-    Branches,
     Run,
     backwards,
-    bits_between_ours_and_ddp,
     both,
     data,
     different_bits,
@@ -36,7 +34,6 @@ from test_parallel_weights import errors_against_all_samples
 from test_torch_comm_hooks import with_hook
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
-from torch.utils.checkpoint import checkpoint
 from torch_versions import since_2_13
 
 import syncengine
@@ -60,12 +57,6 @@ RUNS = [
     Run(options=(("static_graph", True),)),
     Run(options=(("gradient_as_bucket_view", True), ("bucket_cap_mb", 0.5))),
 ]
-
-
-@pytest.mark.parametrize(("mode", "world"), [("rank_order", 2), ("ring", 2), ("ring", 3)])
-def test_training_has_the_bits_of_ddp(pool: RankPool, mode: str, world: int):
-    for answer in pool.run(flat, bits_between_ours_and_ddp, RUNS, world=world, gloo=True, settings=numerics(mode)):
-        assert not any(answer.values()), answer
 
 
 def the_same_as_in_place(runs: list[Run]) -> None:
@@ -153,45 +144,6 @@ def test_ranks_whose_gradients_are_ready_in_opposite_orders(pool: RankPool):
     """Buckets are reduced in the order in which they are started: it has to be one for all ranks."""
     first, second = pool.run(opposite_orders, gloo=True)
     assert first != second
-
-
-def unused_parameters() -> None:
-    rank = syncengine.rank()
-
-    def step(choose: Callable[[int], bool], model: nn.Module) -> None:
-        for i in range(3):
-            model.zero_grad()
-            model(data(i), choose(i)).square().mean().backward()
-
-    with flat_buckets():
-        for choose in (lambda i: rank == 0, lambda i: (rank + i) % 2 == 0):
-            both(Branches, partial(step, choose), find_unused_parameters=True, **CAP)
-
-
-def test_unused_parameters(pool: RankPool):
-    pool.run(unused_parameters, gloo=True)
-
-
-class Checkpointed(nn.Module):
-    """Reentrant checkpoints: tasks within tasks of autograd; an inner one may be the last to bring a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.requires_grad_()
-        return checkpoint(self.second, checkpoint(self.first, x, use_reentrant=True), use_reentrant=True)
-
-
-def checkpoints() -> None:
-    with flat_buckets():
-        for options in ({}, CAP, {"static_graph": True}):
-            both(Checkpointed, backwards, **options)
-
-
-def test_reentrant_checkpoints(pool: RankPool):
-    pool.run(checkpoints, gloo=True)
 
 
 @pytest.mark.parametrize("mode", ["rank_order", "ring"])

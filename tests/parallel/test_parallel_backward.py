@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -27,18 +26,6 @@ class Checkpointed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = checkpoint(self.first, x.requires_grad_(), use_reentrant=self.reentrant).tanh()
         return self.third(checkpoint(self.second, x, use_reentrant=self.reentrant).tanh())
-
-
-@run_on_ranks(gloo=True)
-def test_checkpointing():
-    def step(model: nn.Module) -> None:
-        for i in range(3):
-            model.zero_grad()
-            model(data(i)).square().sum().backward()
-
-    for reentrant in (True, False):
-        both(partial(Checkpointed, reentrant), step, **CAP)
-        both(partial(Checkpointed, reentrant), step)
 
 
 @run_on_ranks()

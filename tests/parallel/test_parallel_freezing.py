@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import CAP, Branches, both, data, different_bits, gradients, of_both, small
+from parallel_models import CAP, both, data, different_bits, gradients, of_both, small
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -63,21 +63,6 @@ def once(model: nn.Module, after: int) -> list[Any]:
     return found
 
 
-STEPS: list[Callable[[nn.Module], list[Any]]] = [
-    partial(in_turns),
-    partial(in_turns, first_plain=3),
-    partial(once, after=0),
-    partial(once, after=3),
-]
-
-
-@run_on_ranks(gloo=True)
-def test_accumulated_gradients_of_parameters_frozen_later():
-    for step in STEPS:
-        for options in (UNUSED, {**UNUSED, **CAP}):
-            both(small, step, **options)
-
-
 def without_looking_for_unused(step: Callable[[nn.Module], list[Any]], options: dict[str, Any]) -> None:
     with pytest.raises(SyncError, match=LEFT):  # the other's, perhaps
         step(syncengine.Parallel(small(), **options))
@@ -90,42 +75,6 @@ def without_looking_for_unused(step: Callable[[nn.Module], list[Any]], options: 
 def test_without_looking_for_unused_parameters_they_are_an_error(pool: RankPool, step: Any, options: dict[str, Any]):
     """DDP waits for their gradients, and says so in the next forward."""
     pool.run(without_looking_for_unused, step, options)
-
-
-def while_a_forward_is_pending(model: nn.Module) -> list[Any]:
-    """As a GAN's discriminator, for another forward."""
-    found: list[Any] = []
-    for i in range(3):
-        backward(model, 3 * i, False)
-        loss = model(data(3 * i + 1)).square().mean()
-        model.module[0].requires_grad_(False)
-        other = model(data(3 * i + 2))
-        model.module[0].requires_grad_(True)
-        loss.backward()
-        found += gradients(model)
-        model.zero_grad()
-        del other
-    return found
-
-
-@run_on_ranks(gloo=True)
-def test_frozen_for_another_forward_alone():
-    both(small, while_a_forward_is_pending)
-
-
-def one_rank_alone(model: nn.Module) -> None:
-    """It has used a branch that is frozen then; and one that is frozen has not been used by any."""
-    backward(model, 0, False, syncengine.rank() == 0)
-    model.module.left.requires_grad_(False)
-    model.module.never.requires_grad_(False)
-    backward(model, 1, True, False)
-    assert model.module.left.weight.grad is not None
-    assert model.module.never.weight.grad is None
-
-
-@run_on_ranks(gloo=True)
-def test_one_rank_may_have_accumulated_alone():
-    both(Branches, one_rank_alone, **UNUSED)
 
 
 @run_on_ranks()
@@ -250,22 +199,6 @@ def test_a_forward_under_no_sync_alone_is_no_gradient():
     model.module[0].requires_grad_(False)
     model.module[2].zero_grad()
     backward(model, 2)
-
-
-def on_one_rank_alone(model: nn.Module) -> list[Any]:
-    """There zeros travel."""
-    found: list[Any] = []
-    for i in range(4):
-        model.module[0].requires_grad_(i % 2 == syncengine.rank())
-        backward(model, i)
-        found += gradients(model)
-        model.zero_grad()
-    return found
-
-
-@run_on_ranks(gloo=True)
-def test_frozen_on_one_rank_alone_where_unused_parameters_are_looked_for():
-    both(small, on_one_rank_alone, **UNUSED)
 
 
 def skips_nothing_that_was_accumulated(model: nn.Module) -> None:

@@ -28,33 +28,11 @@ def test_no_sync_is_decided_at_forward():
     both(Mlp, backward_inside)
 
 
-@run_on_ranks(gloo=True)
-def test_several_forwards_share_one_backward():
-    def step(model: nn.Module) -> None:
-        for _ in range(3):
-            losses = [model(data(i)).square().mean() for i in range(3)]
-            sum(losses).backward()
-
-    both(Mlp, step)
-    both(Mlp, step, find_unused_parameters=True)
-
-
 @run_on_ranks()
 def test_a_parameter_is_used_if_any_of_several_forwards_uses_it():
     model = syncengine.Parallel(Branches(), find_unused_parameters=True, **CAP)
     (model(data(1), True) + model(data(2), False)).sum().backward()
     assert model.sync_stats()["copied_bytes"]["unused"] == 4 * (24 * 24 + 24)  # `never` alone
-
-
-@run_on_ranks(gloo=True)
-def test_a_forward_without_backward_changes_nothing():
-    def step(model: nn.Module) -> None:
-        model(data(1))
-        with torch.no_grad():
-            model(data(2))
-        model(data(3)).square().mean().backward()
-
-    both(Mlp, step)
 
 
 @run_on_ranks()
@@ -106,18 +84,5 @@ def test_a_backward_past_the_wrapper_stays_local():
     model.zero_grad()
     model.module(data()).sum().backward()
     local = nn.Linear(24, 3)
-    local(data()).sum().backward()
-    assert torch.equal(model.module.weight.grad, local.weight.grad)
-
-
-@run_on_ranks()
-def test_after_a_step_the_forward_decides_again():
-    model = syncengine.Parallel(nn.Linear(24, 3))
-    model(data()).sum().backward()
-    model.zero_grad()
-    with model.no_sync():
-        model(data()).sum().backward()  # must stay local, though the one before was synchronized
-    local = nn.Linear(24, 3)
-    local.load_state_dict(model.module.state_dict())
     local(data()).sum().backward()
     assert torch.equal(model.module.weight.grad, local.weight.grad)

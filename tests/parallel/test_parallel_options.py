@@ -4,52 +4,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from parallel_models import CAP, Branches, Mlp, Run, both, data, different_bits, train
+from parallel_models import CAP, Branches, Mlp, data, different_bits
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_versions import since_2_13
 
 import syncengine
 from syncengine.errors import SyncError
 from syncengine.parallel.buckets import BucketPlanner
 
 Wrap = Callable[..., nn.Module]
-Options = tuple[tuple[str, Any], ...]
-
-OPTIONS: dict[str, Options] = {
-    "view": (("gradient_as_bucket_view", True),),
-    "batched": (("batched_grad_copy", True),),
-    "view and batched": (("gradient_as_bucket_view", True), ("batched_grad_copy", True)),
-    "list": (("bucket_cap_mb_list", [0.2, 0.6]),),
-    "list and cap": (("bucket_cap_mb_list", [1]), ("bucket_cap_mb", 0.1)),
-    "list and unused": (("bucket_cap_mb_list", (0.2, 0.6)), ("find_unused_parameters", True)),
-    "view and unused": (("gradient_as_bucket_view", True), ("find_unused_parameters", True)),
-    "view and static": (("gradient_as_bucket_view", True), ("static_graph", True)),
-    "skip": (("skip_all_reduce_unused_params", True), ("find_unused_parameters", True)),
-}
-
-
-def differences(name: str) -> list[int]:
-    options = OPTIONS[name]
-    accumulations = (1,) if "static" in name else (1, 2)  # DDP: an assertion of its own
-    runs = [Run(set_to_none=s, accumulate=a, options=options) for s in (True, False) for a in accumulations]
-    runs += [Run(dtype=torch.bfloat16, set_to_none=False, options=options)]
-    return [different_bits(train(syncengine.Parallel, run), train(DistributedDataParallel, run)) for run in runs]
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=since_2_13) if "batched" in name else name for name in OPTIONS]
-)
-def test_options_train_to_the_bits_of_ddp(pool: RankPool, name: str):
-    for mode, world in (("rank_order", 2), ("ring", 3)):
-        settings = {"timeout": 60.0, "numerics": mode}
-        for answer in pool.run(differences, name, world=world, gloo=True, settings=settings):
-            assert not any(answer), (mode, answer)
 
 
 @run_on_ranks()
@@ -98,23 +65,6 @@ def test_gradients_of_before_are_scaled_as_by_ddp_with_views():
     for before, zeroed in itertools.product((False, True), repeat=2):
         ours = bits_with_gradients_of_before(syncengine.Parallel, before, zeroed)
         assert not different_bits(ours, bits_with_gradients_of_before(DistributedDataParallel, before, zeroed))
-
-
-@run_on_ranks(gloo=True)
-def test_unused_parameters_with_views():
-    """A kept gradient of a parameter that is unused now is divided where DDP divides it."""
-
-    def step(model: nn.Module) -> None:
-        for i in range(4):
-            model.zero_grad(set_to_none=i == 2)
-            model(data(i), (syncengine.rank() + i) % 2 == 0).square().mean().backward()
-
-    both(Branches, step, find_unused_parameters=True, gradient_as_bucket_view=True)
-
-
-test_unused_parameters_with_views_in_ring = run_on_ranks(
-    world=3, gloo=True, settings={"timeout": 60.0, "numerics": "ring"}
-)(test_unused_parameters_with_views.on_ranks)
 
 
 def test_buckets_come_in_the_order_in_which_they_fill():

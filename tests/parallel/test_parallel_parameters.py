@@ -12,33 +12,6 @@ import syncengine
 from syncengine.errors import SyncError
 
 
-@run_on_ranks(gloo=True)
-def test_frozen_parameters():
-    def make() -> nn.Module:
-        module = Mlp()
-        module.head.weight.requires_grad_(False)
-        return module
-
-    both(make, lambda m: [m(data(i)).sum().backward() for i in range(3)])
-
-
-@run_on_ranks()
-def test_freezing_and_unfreezing_after_wrapping():
-    model = syncengine.Parallel(Mlp())
-    head, body = model.module.head, model.module.layers[0]
-    for frozen in (None, head, body, None):
-        for layer in (head, body):
-            layer.requires_grad_(layer is not frozen)
-        for i in range(3):
-            model.zero_grad()
-            model(data(i)).square().sum().backward()
-            for layer in (head, body):
-                assert (layer.weight.grad is None) == (layer is frozen)
-            everyone = torch.empty(2, 600, 600)
-            syncengine.all_gather(everyone, model.module.layers[2].weight.grad)
-            assert torch.equal(everyone[0], everyone[1])
-
-
 def freeze_on_one_rank() -> str:
     model = syncengine.Parallel(Mlp())
     model(data()).sum().backward()
@@ -66,19 +39,6 @@ def test_ignored_parameters_stay_local():
     (model(torch.ones(1, 2)) * (rank + 1)).sum().backward()
     assert module.bias.grad.item() == rank + 1
     assert module.weight.grad.tolist() == [[1.5, 1.5]]
-
-
-@run_on_ranks(gloo=True)
-def test_complex_parameters():
-    class Complex(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(24, 3, dtype=torch.complex64))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (x.to(torch.complex64) @ self.weight).abs()
-
-    both(Complex, lambda m: m(data()).sum().backward())
 
 
 class Lazy(nn.Module):

@@ -16,24 +16,6 @@ from torch import nn
 import syncengine
 
 
-@run_on_ranks(gloo=True)
-def test_unused_parameters():
-    rank = syncengine.rank()
-
-    def step(model: nn.Module, choose: Callable[[int], bool], set_to_none: bool) -> None:
-        model.zero_grad(set_to_none=set_to_none)
-        for i in range(3):
-            with torch.no_grad():
-                for p in model.parameters():
-                    p.grad = p.grad if p.grad is None else torch.full_like(p.grad, 1.0 + rank)
-            model(data(i), choose(i)).square().mean().backward()
-
-    choices = (lambda i: True, lambda i: rank == 0, lambda i: i % 2 == 0, lambda i: (rank + i) % 2 == 0)
-    for choose in choices:
-        for set_to_none in (True, False):
-            both(Branches, partial(step, choose=choose, set_to_none=set_to_none), find_unused_parameters=True)
-
-
 @run_on_ranks()
 def test_a_parameter_used_elsewhere_gets_the_average_everywhere():
     model = syncengine.Parallel(Branches(), find_unused_parameters=True)
@@ -80,18 +62,6 @@ def test_more_parameters_in_a_bucket_than_travel_with_it():
     grads = {i: parameter.grad.item() for i, parameter in enumerate(model.terms) if parameter.grad is not None}
     assert grads == {0: 1.0, 1: 0.5, 2: 0.5, many - 1: 1.0}
     assert parallel.sync_stats()["buckets"] == 1
-
-
-@run_on_ranks(gloo=True)
-def test_accumulated_gradients_of_parameters_unused_later():
-    rank = syncengine.rank()
-
-    def step(model: nn.Module) -> None:
-        with model.no_sync():
-            model(data(1), rank == 0).square().mean().backward()
-        model(data(2), True).square().mean().backward()
-
-    both(Branches, step, find_unused_parameters=True)
 
 
 @dataclasses.dataclass

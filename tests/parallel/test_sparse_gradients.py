@@ -85,27 +85,6 @@ def test_sparse_gradients_are_ddps(pool: RankPool, mode: str, dtype: torch.dtype
     pool.run(check_like_ddp, dtype, hook, gloo=True, settings={"timeout": 60.0, "numerics": mode})
 
 
-def test_sparse_gradients_are_ddps_on_3_ranks_in_ring(pool: RankPool):
-    settings = {"timeout": 60.0, "numerics": "ring"}
-    pool.run(check_like_ddp, torch.float32, None, world=3, gloo=True, settings=settings)
-
-
-@run_on_ranks(world=3)
-def test_all_ranks_have_the_mean():
-    torch.manual_seed(0)
-    module = Tables()
-    expected = torch.zeros(50, 6)
-    for rank in range(3):
-        module(ids(0, rank)).sum().backward()
-        expected += module.words.weight.grad.to_dense() / 3
-        module.zero_grad()
-    model = syncengine.Parallel(module)
-    before = model.sync_stats()["reduced_bytes"]
-    model(ids(0)).sum().backward()
-    assert model.sync_stats()["reduced_bytes"] > before + 4 * (36 + 6)
-    torch.testing.assert_close(module.words.weight.grad.to_dense(), expected)
-
-
 @run_on_ranks(world=3)
 def test_weights_and_ranks_without_a_batch():
     """Sparse averages follow weight() and join() as dense ones do."""

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from parallel_models import CAP, Branches, Mlp, Run, bits_between_ours_and_ddp, both, data, gradients
+from parallel_models import CAP, Branches, Mlp, both, data
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -48,26 +48,6 @@ def checkpoints_like_ddp() -> None:
             both(partial(Repeated, reentrant), steps, static_graph=True, **options)
 
 
-def test_static_graphs_train_to_the_bits_of_ddp_on_3_ranks_in_ring(pool: RankPool):
-    runs = [Run(steps=5, options=(("static_graph", True), *more)) for more in ((), (("find_unused_parameters", True),))]
-    runs.append(Run(model="mixed", dtype=None, steps=5, options=(("static_graph", True), ("bucket_cap_mb", 0.01))))
-    settings = {"timeout": 60.0, "numerics": "ring"}
-    for answer in pool.run(bits_between_ours_and_ddp, runs, world=3, gloo=True, settings=settings):
-        assert not any(answer.values())
-
-
-@run_on_ranks(gloo=True)
-def test_unused_parameters_are_those_of_the_first_iteration():
-    def fixed(model: nn.Module, mine: bool) -> None:
-        for i in range(4):
-            model.zero_grad()
-            model(data(i), mine).square().mean().backward()
-
-    both(Branches, partial(fixed, mine=True), static_graph=True)
-    both(Branches, partial(fixed, mine=syncengine.rank() == 0), static_graph=True, **CAP)
-    both(Branches, partial(fixed, mine=syncengine.rank() == 0), static_graph=True, find_unused_parameters=True)
-
-
 @run_on_ranks(gloo=True)
 def test_static_graph_can_be_set_later():
     def step(model: nn.Module) -> None:
@@ -84,28 +64,6 @@ def test_static_graph_can_be_set_later():
         again = wrap(nn.Linear(24, 24), static_graph=True)
         with pytest.warns(UserWarning, match="no need to set it again"):
             again._set_static_graph()
-
-
-@run_on_ranks()
-def test_with_no_sync():
-    """DDP fails in an assertion of its own."""
-    for make in (Mlp, Repeated):
-        results = []
-        for static_graph in (True, False):
-            torch.manual_seed(0)
-            model = syncengine.Parallel(make(), static_graph=static_graph, find_unused_parameters=not static_graph)
-            if make is Repeated and not static_graph:
-                model.module.reentrant = False
-            for i in range(3):
-                model.zero_grad()
-                with model.no_sync():
-                    model(data(10 + i)).square().mean().backward()
-                model(data(i)).square().mean().backward()
-            results.append(gradients(model))
-        for ours, expected in zip(*results, strict=True):
-            assert (ours is None) == (expected is None)
-            if ours is not None:
-                torch.testing.assert_close(ours, expected)
 
 
 @run_on_ranks()

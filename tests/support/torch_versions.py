@@ -6,6 +6,5 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-since_2_13 = pytest.mark.skipif(
-    TorchVersion(torch.__version__) < "2.13", reason=f"compares with torch 2.13; this one is {torch.__version__}"
-)
+IS_SINCE_2_13 = TorchVersion(torch.__version__) >= "2.13"
+since_2_13 = pytest.mark.skipif(not IS_SINCE_2_13, reason=f"compares with torch 2.13; this one is {torch.__version__}")
