@@ -1,8 +1,7 @@
 """`syncengine bench`: how fast collectives are between these ranks, in the columns of nccl-tests.
 
 options.py       the command line
-patterns.py      inputs with one right result, and how many elements of a result are wrong
-collectives.py   one collective of one size: its memory, its call, what it must give
+collectives.py   one collective of one size: its memory, its call, inputs with one right result, what is wrong with one
 groups.py        the ranks as process groups of torch.distributed: Gloo's, and syncengine's
 measure.py       turns: warm-up, verified and timed calls, engines interleaved
 report.py        rows, the table, JSON

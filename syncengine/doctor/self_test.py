@@ -11,8 +11,7 @@ import torch
 
 import syncengine.communicator as default
 from syncengine._C import Communicator
-from syncengine.bench.collectives import Case, Shape, engine_case
-from syncengine.bench.patterns import count_wrong
+from syncengine.bench.collectives import Case, Shape, count_wrong, engine_case
 from syncengine.parallel import Parallel
 
 SECONDS = 1.0

@@ -3,7 +3,6 @@
 ``model.register_comm_hook(None, syncengine.hooks.fp16_compress)``
 """
 
-from syncengine.hooks.compress import Compress, bf16_compress, fp16_compress
-from syncengine.hooks.futures import completed
+from syncengine.hooks.compress import Compress, bf16_compress, completed, fp16_compress
 
 __all__ = ["Compress", "bf16_compress", "completed", "fp16_compress"]

@@ -19,7 +19,6 @@ from syncengine.horovod.broadcast import broadcast as broadcast
 from syncengine.horovod.broadcast import broadcast_ as broadcast_
 from syncengine.horovod.broadcast import broadcast_async as broadcast_async
 from syncengine.horovod.broadcast import broadcast_async_ as broadcast_async_
-from syncengine.horovod.compression import Compression as Compression
 from syncengine.horovod.gather import allgather as allgather
 from syncengine.horovod.gather import allgather_async as allgather_async
 from syncengine.horovod.gather import alltoall as alltoall
@@ -61,6 +60,7 @@ from syncengine.horovod.process_sets import add_process_set as add_process_set
 from syncengine.horovod.process_sets import global_process_set as global_process_set
 from syncengine.horovod.process_sets import remove_process_set as remove_process_set
 from syncengine.horovod.reductions import Average as Average
+from syncengine.horovod.reductions import Compression as Compression
 from syncengine.horovod.reductions import Max as Max
 from syncengine.horovod.reductions import Min as Min
 from syncengine.horovod.reductions import Product as Product

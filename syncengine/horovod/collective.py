@@ -14,9 +14,8 @@ import torch
 
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import Calls
-from syncengine.horovod.compression import Compression, NoneCompressor
 from syncengine.horovod.process_sets import ProcessSet, global_process_set, stream_of
-from syncengine.horovod.reductions import Average, ReduceOp, Sum
+from syncengine.horovod.reductions import Average, Compression, NoneCompressor, ReduceOp, Sum
 from syncengine.horovod.streams import Operation, Plan
 
 Compressor = type[NoneCompressor]

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,16 +14,38 @@ from syncengine._C import Work
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import Calls
 from syncengine.horovod.collective import Compressor
-from syncengine.horovod.compression import Compression
 from syncengine.horovod.gradient_stream import Buckets, GradientStream
 from syncengine.horovod.gradients import Gradients, check_not_in_step
 from syncengine.horovod.parameters import Named, Parameters
 from syncengine.horovod.process_sets import ProcessSet, calls, global_process_set, stream_of
-from syncengine.horovod.reductions import Average, ReduceOp, Sum
+from syncengine.horovod.reductions import Average, Compression, ReduceOp, Sum
 from syncengine.horovod.requests import describe
-from syncengine.horovod.scaler import watch_scalers
 from syncengine.horovod.streams import Plan, Round
 from syncengine.parallel.replication import check_same_on_all_ranks
+
+_CALL = "scaler.unscale_(optimizer), or scaler.step(optimizer) without it,"
+
+
+class Reducing(Protocol):
+    """An optimizer whose gradients may be on their way."""
+
+    def check_idle(self, call: str) -> None:
+        """Raises InvalidUsage while they are."""
+
+
+@functools.cache  # once in a process
+def watch_scalers(kind: type[Reducing]) -> None:
+    """From now on a GradScaler asks an optimizer of this `kind` whether it may change its gradients."""
+    unscale = torch.amp.GradScaler.unscale_
+
+    @functools.wraps(unscale)
+    def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
+        if isinstance(optimizer, kind) and self.is_enabled():
+            optimizer.check_idle(_CALL)
+        unscale(self, optimizer)
+
+    torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
+
 
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
 

@@ -22,9 +22,18 @@ from pool import RankPool
 from repository import ROOT
 
 from syncengine.__main__ import main
-from syncengine.bench.collectives import COLLECTIVES, Case, Shape, bus_factor
+from syncengine.bench.collectives import (
+    COLLECTIVES,
+    PERIOD,
+    Case,
+    Shape,
+    bus_factor,
+    count_wrong,
+    reduced,
+    tile,
+    values,
+)
 from syncengine.bench.options import DTYPES, OPS, add_options, size, sizes
-from syncengine.bench.patterns import PERIOD, count_wrong, reduced, tile, values
 from syncengine.bench.report import Table
 
 SHORT = ("-n", "4", "-w", "1")

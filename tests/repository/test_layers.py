@@ -97,9 +97,7 @@ PARALLEL_MODULES = [
 ]
 HOROVOD_MODULES = [
     "reductions",
-    "compression",
     "requests",
-    "scaler",
     "streams",
     "handles",
     "calls",
@@ -112,7 +110,6 @@ HOROVOD_MODULES = [
     "scatter",
     "sync_batch_norm",
     "gradient_stream",
-    "flats",
     "gradients",
     "parameters",
     "optimizer",
