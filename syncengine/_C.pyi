@@ -179,6 +179,16 @@ class Communicator:
         Every rank must call it, and all members must name the same ranks. New ranks are in the order of the old ones.
         """
 
+    def shrink(self, patience: float = 30.0) -> Communicator:
+        """After a failure: a communicator of the members that are left, in their order; this one has failed for good.
+
+        Each member that is left must call it, whether it has noticed the failure or not; pending calls of others end
+        with ``Aborted``. Nothing is connected anew, and no launcher's store is needed. Members that have not called it
+        after ``patience`` seconds, because they are stopped, are left out: they raise ``Aborted`` when they do.
+
+        Raises ``InvalidUsage`` on a communicator over several hosts, or one that was closed or has been shrunk before.
+        """
+
     def empty(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
         """An uninitialized tensor in memory that the local peers read and write: collectives on it copy nothing.
 

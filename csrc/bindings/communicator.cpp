@@ -325,6 +325,15 @@ void bind_communicator(py::module_& module) {
           py::arg("ranks"),
           "A communicator of `ranks` (of this one, this rank among them); None for an empty list. Every rank must call "
           "it.")
+      .def(
+          "shrink",
+          [](Communicator& self, double patience) {
+            py::gil_scoped_release nogil;
+            return self.shrink(seconds(patience), check_signals());
+          },
+          py::arg("patience") = 30.0,
+          "After a failure: a communicator of the members that are left, in their order. Each of them must call it. "
+          "Those that have not after `patience` seconds are left out, and raise Aborted when they do.")
       .def("empty", &empty, py::arg("sizes"), py::arg("dtype"), py::arg("device") = py::none(),
            "An uninitialized tensor in memory that the local peers read and write in place: collectives on it copy "
            "nothing. On a CUDA `device` a collective call.")

@@ -244,12 +244,6 @@ uint64_t EngineCommunicator::local_ranks(uint64_t locals) const {
 
 // Communicator.split(): the members agree on who is in, and tell each other where their blocks lie.
 
-struct EngineCommunicator::Ticket {
-  uint64_t offset = 0;   // of this rank's block for the new group
-  uint64_t members = 0;  // bit per rank of the parent; 0: stays out
-  uint64_t number = 0;   // between hosts: the new communicator's, from its first member
-};
-
 std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& ranks,
                                                         const std::function<void()>& interrupted) {
   throw_if_failed();
@@ -293,11 +287,11 @@ std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& 
     }
     members.push_back(rank);
   }
-  return join(members, *tickets);
+  return join(members, *tickets, Origin::Split);
 }
 
 std::shared_ptr<Communicator> EngineCommunicator::join(const std::vector<int>& members,
-                                                       const std::vector<Ticket>& tickets) {
+                                                       const std::vector<Ticket>& tickets, Origin origin) {
   std::vector<int> labels, globals, locals;
   std::vector<uint64_t> offsets;
   for (int member : members) {
@@ -312,7 +306,7 @@ std::shared_ptr<Communicator> EngineCommunicator::join(const std::vector<int>& m
   std::unique_ptr<InterhostPart> interhost;
   if (placement.hosts() > 1)
     interhost = interhost_->split(tickets[members.front()].number, placement, members, globals);
-  return create(engine_, std::move(placement), std::move(globals), std::move(locals), std::move(offsets), Origin::Split,
+  return create(engine_, std::move(placement), std::move(globals), std::move(locals), std::move(offsets), origin,
                 std::move(interhost));
 }
 

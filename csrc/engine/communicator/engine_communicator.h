@@ -63,6 +63,7 @@ class EngineCommunicator final : public Communicator, private Progressable {
   void check_peers() override;
   std::vector<int> dead() override;
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>& interrupted) override;
+  std::shared_ptr<Communicator> shrink(Duration patience, const std::function<void()>& interrupted) override;
   std::shared_ptr<void> allocate(size_t bytes) override;
   shm::Pool* gradient_pool() override { return engine_->gradient_pool(); }
   std::map<std::string, uint64_t> counters() const override;
@@ -87,9 +88,17 @@ class EngineCommunicator final : public Communicator, private Progressable {
 
   std::shared_ptr<Work> enqueue(Operation operation, std::shared_ptr<const Slots> slots = {}, size_t index = 0);
   std::shared_ptr<Work> post(Message message, bool sends);
-  struct Ticket;  // of split()
+  // What a member tells the others of its part in a new communicator, for split() and shrink().
+  struct Ticket {
+    uint64_t offset = 0;   // of this rank's block for the new group
+    uint64_t members = 0;  // bit per rank of the parent; 0: stays out
+    uint64_t number = 0;   // between hosts: the new communicator's, from its first member
+  };
   bool on_other_host(int member) const { return placement_.host_of[member] != placement_.host; }
-  std::shared_ptr<Communicator> join(const std::vector<int>& members, const std::vector<Ticket>& tickets);
+  std::shared_ptr<Communicator> join(const std::vector<int>& members, const std::vector<Ticket>& tickets,
+                                     Origin origin);
+  // Of shrink(): who is left. Throws where this rank is not.
+  uint64_t await_decision(Deadline patient_until, Duration patience, const std::function<void()>& interrupted);
   void give_back_block();
   void await_last_works();
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
@@ -103,7 +112,7 @@ class EngineCommunicator final : public Communicator, private Progressable {
   uint64_t local_ranks(uint64_t locals) const;
 
   const std::shared_ptr<Engine> engine_;
-  const Origin origin_;
+  Origin origin_;  // changed by shrink(), after which nothing is done with it at the same time
   const Placement placement_;
   const std::vector<int> global_ranks_;
   const Group group_;                               // of the members on this host

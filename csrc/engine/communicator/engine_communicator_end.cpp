@@ -85,6 +85,8 @@ void EngineCommunicator::await_last_works() {
 
 // A peer in the middle of writing this rank's tensors must be told to stop, and kept from going on.
 void EngineCommunicator::leave() {
+  uint64_t not_come = 0;  // nobody waits for it in shrink()
+  group_.own().succession.arrived.compare_exchange_strong(not_come, shm::kNeverComes, std::memory_order_acq_rel);
   Error closed(ErrorKind::InvalidUsage, kClosed);
   if (!last_words_.empty() && traffic_.oldest().item != nullptr) {
     return end(shm::Standing::Failed, Error(ErrorKind::Aborted, last_words_), closed);
@@ -112,16 +114,21 @@ void EngineCommunicator::end(shm::Standing standing, const Error& for_peers, con
   engine_->wake_io_loop();
 }
 
-// The own block, once every member is as far; until then some may still read results from it.
+// The own block, once every member is as far; until then some may still read results from it. Of the dead, other
+// threads may run for a moment.
 void EngineCommunicator::give_back_block() {
   uint64_t everybody = group_.size == 64 ? ~uint64_t{0} : (uint64_t{1} << group_.size) - 1;
+  for (int member : dead()) everybody &= ~(uint64_t{1} << member);
+  const auto settled =
+      Deadline::after(std::chrono::seconds(everybody == (uint64_t{2} << (group_.size - 1)) - 1 ? 0 : 1));
   uint64_t me = uint64_t{1} << group_.rank;
   for (int member = 0; member < group_.size; ++member) {
     if (member != group_.rank) group_.block(member).gone.fetch_or(me, std::memory_order_release);  // release: our reads
   }
   auto& gone = group_.own().gone;
-  auto unused = [&gone, everybody, me] {
-    return (gone.load(std::memory_order_acquire) | me) == everybody;  // acquire: theirs
+  auto unused = [&gone, everybody, me, settled] {
+    return settled.passed() &&
+           ((gone.load(std::memory_order_acquire) | me) & everybody) == everybody;  // acquire: theirs
   };
   for (size_t offset : traffic_.messenger().near().fragments())
     group_.arena->retire_group(offset, MailboxRoute::kFragmentsBytes, unused);

@@ -100,6 +100,12 @@ std::byte* PeerArena::at(uint64_t offset, size_t bytes) const {
   return mapping_.data() + offset;
 }
 
+void PeerArena::discard_pool() const {
+  const uint64_t bytes = header().pool_bytes.load(std::memory_order_acquire);  // acquire: the offset
+  if (bytes == 0) return;
+  (void)madvise(at(header().pool_offset.load(std::memory_order_relaxed), bytes), bytes, MADV_REMOVE);
+}
+
 std::shared_ptr<Arena> Arena::create(size_t bytes) {
   bytes = round_up(bytes, kPage);
   return std::shared_ptr<Arena>(
@@ -220,6 +226,8 @@ Pool* Arena::create_pool() {
     std::lock_guard lock(mutex_);
     tensors_.emplace(*offset, TensorMemory{.bytes = 0, .pool = true});
   }
+  header().pool_offset.store(*offset, std::memory_order_relaxed);
+  header().pool_bytes.store(reserved, std::memory_order_release);  // release: the offset
   auto commit = [this, offset = *offset](size_t bytes) -> std::string {
     std::lock_guard lock(mutex_);
     size_t& committed = tensors_[offset].bytes;

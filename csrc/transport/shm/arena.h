@@ -49,6 +49,8 @@ class PeerArena {
   ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(mapping_.data()); }
   // The memory at `offset`, which came from a peer: throws InvalidUsage if [offset, offset + bytes) is outside.
   std::byte* at(uint64_t offset, size_t bytes) const;
+  // Gives back the pages of its gradients, for all who map them: the owner is dead, and nobody reads them any more.
+  void discard_pool() const;
 
  private:
   friend class ForkGuard;

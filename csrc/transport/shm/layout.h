@@ -1,6 +1,7 @@
 // The shared memory of one rank: what lies where in its arena, and who may write it.
 //
-// Everything here is written by the arena's owner alone, except Doorbell::rings and GroupBlock::gone (anybody), and
+// Everything here is written by the arena's owner alone, except Doorbell::rings, GroupBlock::gone and
+// Succession::decision (anybody), and
 // staging slots and tensors of `allocate` (by the owner of a slice, during an all-reduce). Counters never reset, so a
 // reader can never mistake an old round for a new one. Fresh pages of a memfd are zero, which is the valid first state
 // of all of it.
@@ -133,9 +134,20 @@ struct Schedule {
   alignas(64) uint64_t slots[kLogEntries];
 };
 
+// What comes after the communicator when it has failed and its members shrink it (engine/communicator/succession.h).
+struct alignas(64) Succession {
+  // Of this rank: where its block in the next communicator lies, once it takes part in the shrink; kNeverComes once it
+  // never will. Written once.
+  std::atomic<uint64_t> arrived;
+  // In the first member's block, by any member, once: those who make up the next communicator, a bit each.
+  std::atomic<uint64_t> decision;
+};
+inline constexpr uint64_t kNeverComes = 1;  // no block's offset
+
 // One communicator's part of one member's arena.
 struct GroupBlock {
   EndRecord end_record;
+  Succession succession;
   alignas(64) std::atomic<uint64_t> gone;  // members that will touch this block no more
   LaneBlock lanes[kLanes];
   Schedule schedule;
@@ -164,6 +176,7 @@ struct alignas(64) WaitBoard {
 // The start of every arena.
 struct ArenaHeader {
   uint64_t magic;
+  std::atomic<uint64_t> pool_offset, pool_bytes;  // of the gradients, once there is a pool
   Doorbell doorbell;
   WaitBoard board;
   // alive[w] is held by the owner as long as its process lives; local rank w watches it. One per watcher, since a
