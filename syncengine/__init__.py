@@ -26,6 +26,7 @@ except (ImportError, OSError) as error:  # OSError: a library of torch's
 
 from syncengine import errors, hooks
 from syncengine._C import Communicator, Work
+from syncengine._elastic import Elastic, elastic
 from syncengine.collectives import all_gather, all_reduce, barrier, broadcast, empty, reduce_scatter
 from syncengine.communicator import (
     default_communicator,
@@ -33,6 +34,7 @@ from syncengine.communicator import (
     is_initialized,
     local_rank,
     rank,
+    shrink,
     shutdown,
     world_size,
 )
@@ -51,6 +53,7 @@ except importlib.metadata.PackageNotFoundError:  # built in place
 
 __all__ = [
     "Communicator",
+    "Elastic",
     "MicroBatches",
     "Parallel",
     "ShardedOptimizer",
@@ -61,6 +64,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "default_communicator",
+    "elastic",
     "empty",
     "errors",
     "hooks",
@@ -70,6 +74,7 @@ __all__ = [
     "micro_batches",
     "rank",
     "reduce_scatter",
+    "shrink",
     "shutdown",
     "world_size",
 ]

@@ -45,6 +45,7 @@ class _Default(NamedTuple):
 
 
 _default: _Default | None = None
+_successors: weakref.WeakKeyDictionary[Communicator, Communicator] = weakref.WeakKeyDictionary()  # by shrink()
 _has_tried = False  # to connect: from then on init() tells the others itself what it fails by
 _lock = threading.RLock()  # a signal handler may call shutdown() in the middle of init()
 
@@ -129,6 +130,11 @@ def init(
             old, _default = _default, _connect(None, _default.config, given)
             given_up.add(old.communicator)
         elif _default.connection.has_failed():
+            if _default.communicator.size < _default.launch.world_size:
+                raise InvalidUsage(
+                    "the default communicator has failed, and other ranks of this launch have been lost before: call "
+                    "syncengine.shrink() again, on all ranks that are left"
+                )
             if _default.group is not None and users_group() is None:
                 raise InvalidUsage(
                     "the default communicator has failed, and the process group by which its ranks met has been "
@@ -177,6 +183,32 @@ def _shares_default(group: dist.ProcessGroup) -> bool:
             "init_process_group before syncengine.init(), which then takes its ranks"
         )
     return ours.size == dist.get_world_size(group)
+
+
+def shrink(communicator: Communicator | None = None, patience: float = 30.0) -> Communicator:
+    """After a failure: the communicator of the ranks that are left, in their order; the default one is replaced by it.
+
+    Collective over the ranks that are left, which need not have noticed the failure. `communicator`: None for the
+    default one; a second call for the same returns what the first one did. Ranks that have not called this after
+    `patience` seconds, because they are stopped, are left out. Models move by `Parallel.shrink()`.
+
+    Raises Aborted on a rank that was left out, and InvalidUsage where the ranks are on several hosts.
+    """
+    global _default
+    with _lock:
+        refuse_forked_child()
+        before = default_communicator() if communicator is None else communicator
+        if (known := _successors.get(before)) is not None:
+            return known
+        after = before.shrink(patience)
+        if after is not before:
+            _successors[before] = after
+        current = _default
+        if current is not None and current.communicator is before:
+            names = dict(zip(before.global_ranks, current.connection.hosts, strict=True))
+            hosts_left = [names[rank] for rank in after.global_ranks]
+            _default = current._replace(connection=Connection(after, hosts_left, None))
+        return after
 
 
 def shutdown() -> None:

@@ -36,7 +36,7 @@ def resolve_group(process_group: Group | None, device_mesh: Any) -> tuple[Commun
             return group_communicator(group), group
         if not anew and dist.get_world_size() != default_communicator().size:
             return group_communicator(group), group
-    return _with_group(init())
+    return with_group(init())
 
 
 def is_torchs_default(communicator: Communicator) -> bool | None:
@@ -56,7 +56,7 @@ def resolve_copy(of_torchs_default: bool) -> tuple[Communicator, Group]:
     if group is not None and (of_torchs_default or not is_initialized()):
         communicator = existing_communicator(group)
         return resolve_group(group, None) if communicator is None else (communicator, group)
-    return _with_group(default_communicator() if is_initialized() else init())
+    return with_group(default_communicator() if is_initialized() else init())
 
 
 def check_group(process_group: Any) -> None:
@@ -95,7 +95,7 @@ def _torchs_default_group() -> dist.ProcessGroup | None:
     return dist.distributed_c10d._get_default_group() if there else None
 
 
-def _with_group(communicator: Communicator) -> tuple[Communicator, Group]:
+def with_group(communicator: Communicator) -> tuple[Communicator, Group]:
     """With torch's default group, if that is there and has the same ranks in the same order."""
     group = _torchs_default_group()
     if group is not None and (dist.get_rank(), dist.get_world_size()) == (communicator.rank, communicator.size):

@@ -11,7 +11,8 @@ from typing import Any, cast
 import torch
 from torch.distributed.algorithms.join import Joinable
 
-from syncengine._C import ReducerOptions
+from syncengine._C import Communicator, ReducerOptions
+from syncengine.communicator import shrink
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.audit import Audit, check_audit
 from syncengine.parallel.broadcast import broadcast_named, describe_layout
@@ -26,6 +27,7 @@ from syncengine.parallel.groups import (
     localize_parameters,
     resolve_copy,
     resolve_group,
+    with_group,
 )
 from syncengine.parallel.logging import Logger
 from syncengine.parallel.mixed_precision import MixedPrecision
@@ -195,6 +197,25 @@ class Parallel(ForTools):
         )
         for hook, state in hooks:
             self._install_hook(state, hook)
+
+    def shrink(self, patience: float = 30.0) -> None:
+        """After a failure: goes on with the ranks that are left, in a new ``communicator``.
+
+        Collective over these. The weights stay as they are on each rank, and so do ``.grad`` and buffers, of which
+        some may be further than others: ``syncengine.elastic`` brings them together. The plan for the buckets, hooks
+        and what ``torch.compile`` has made stay in use. Two models of one communicator move to the same.
+
+        ``patience``, and what it raises: see ``syncengine.shrink``.
+        """
+        self._move_to(shrink(self.communicator, patience))
+
+    def _move_to(self, communicator: Communicator) -> None:
+        before = self._planning
+        self.communicator, self.process_group = with_group(communicator)
+        self._switches.require_backward_grad_sync = self._switches.require_forward_param_sync = True
+        self._compose(hooks=self._comm_hooks)
+        if self._reduces:
+            self._planning.take_over(before)
 
     def _replicate(self, with_buffers: bool) -> None:
         """Checks that all ranks have the same model, and gives them rank 0's values."""

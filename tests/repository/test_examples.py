@@ -344,3 +344,7 @@ def test_overlap_of_the_engines_kernels(others: list[tuple[float, float]], hidde
     events = [*ours, *(kernel("gemm", *each) for each in others), {"cat": "cpu_op", "name": "gemm", "ts": 0, "dur": 99}]
     assert cuda_train_step.overlap(events) == pytest.approx(hidden)
     assert cuda_train_step.overlap(events[2:]) is None
+
+
+def test_the_elastic_example_gives_the_same_weights():
+    run(sys.executable, "-m", "examples.elastic", timeout=300)

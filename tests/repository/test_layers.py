@@ -50,6 +50,7 @@ MODULES = [
     "hooks",
     "parallel",
     "sharded",
+    "_elastic",
     "bench",
     "doctor",
     "patch",

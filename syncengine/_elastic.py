@@ -1,0 +1,186 @@
+"""Training that goes on when ranks die: a function that is run again from the last step that is finished."""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from syncengine._C import Communicator
+from syncengine.communicator import default_communicator, init, is_initialized, shrink
+from syncengine.errors import InvalidUsage, Mismatch, PeerLost, SyncError
+from syncengine.parallel import Parallel
+from syncengine.sharded import ShardedOptimizer
+
+logger = logging.getLogger("syncengine")
+
+_Result = TypeVar("_Result")
+# What changes only after all averages of a step are there. Of anything else a copy is kept from the step's beginning.
+_CHANGES_LAST = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+
+
+def elastic(
+    function: Callable[[Elastic], _Result], *, step: int = 0, at_least: int = 1, patience: float = 30.0, **state: Any
+) -> _Result:
+    """Calls ``function``, and again on the ranks that are left when others have died; returns its result.
+
+    ``state`` names all that training changes: models, optimizers, schedulers, scalers, samplers, anything with
+    ``state_dict`` and ``load_state_dict``. The function gets an ``Elastic`` and trains in the loop over its ``steps``:
+
+        def train(elastic):
+            batches = syncengine.micro_batches(model, loader, total=8)
+            batches.step = elastic.step
+            for _ in elastic.steps(1000):
+                for i, (x, y) in batches:
+                    loss(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        syncengine.elastic(train, model=model, optimizer=optimizer)
+
+    If ranks die, the call in which the others notice it raises; the function is left, and called anew, with models
+    that average over those that are left. Each step has happened for all of them or for none: who is one behind gets
+    the state from one that is not; if nobody has finished the step, it is done again. With ``micro_batches`` the
+    weights are, bit for bit, those of a run in which nobody died. No copy of weights or optimizers is made in a step
+    in which nobody dies; of buffers, and of what is no model, optimizer, scheduler or scaler, one is made in each.
+
+    ``step``: the number of steps that are finished, if the state comes from a checkpoint. ``at_least``: how many ranks
+    are enough. ``patience``: see ``syncengine.shrink``; a rank that is stopped is noticed after ``init(timeout=...)``.
+    Models must be on the default communicator.
+
+    Raises ``PeerLost`` where fewer than ``at_least`` ranks are left, ``Aborted`` on a rank without which the others
+    have gone on, ``InvalidUsage`` for a state that can't be kept, and what else the function raises.
+    """
+    run = Elastic(state, step, at_least, patience)
+    while True:
+        try:
+            result = function(run)
+            default_communicator().barrier()  # nobody leaves whom another may need
+            return result
+        except Exception as error:
+            if not _is_lost(error):
+                raise
+            logger.warning("after step %d: %s", run.step, error)
+        run._recover()
+
+
+class Elastic:
+    """What ``syncengine.elastic`` gives to its function."""
+
+    def __init__(self, state: dict[str, Any], step: int, at_least: int, patience: float) -> None:
+        communicator = default_communicator() if is_initialized() else init()  # which may have failed by now
+        for name, value in state.items():
+            if isinstance(value, ShardedOptimizer):
+                raise InvalidUsage(
+                    f"elastic() can't keep {name}, a ShardedOptimizer: a rank that dies within its step may leave the "
+                    "weights that the ranks of a host have in common half written (TornWeights). Use a plain "
+                    "optimizer, or begin again from a checkpoint"
+                )
+            if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+                raise InvalidUsage(
+                    f"elastic() can't keep {name}, a {type(value).__name__}: it has no state_dict() and "
+                    "load_state_dict(). Leave out what training doesn't change"
+                )
+            if isinstance(value, Parallel) and value.communicator is not communicator:
+                raise InvalidUsage(f"elastic() moves the default communicator, but the model {name} is on another one")
+        self._state, self._at_least, self._patience = state, at_least, patience
+        self.step = step  # how many are finished
+        self._kept: dict[str, Any] = {}
+        self._keep()
+
+    def steps(self, total: int) -> Iterator[int]:
+        """The numbers of those that are left of ``total``. One is finished when the loop's body is."""
+        while self.step < total:
+            yield self.step
+            self.step += 1
+            self._keep()
+
+    def _keep(self) -> None:
+        """What a step that nobody finishes may change."""
+        for name, value in self._state.items():
+            if isinstance(value, torch.nn.Module):
+                self._kept[name] = {key: buffer.detach().clone() for key, buffer in value.named_buffers()}
+            elif not isinstance(value, _CHANGES_LAST):
+                self._kept[name] = copy.deepcopy(value.state_dict())
+
+    def _undo(self) -> None:
+        """What the step that has failed has changed here."""
+        for name, value in self._state.items():
+            if isinstance(value, torch.nn.Module):
+                _restore(value.named_buffers(), self._kept[name])
+                for parameter in value.parameters():
+                    parameter.grad = None
+            elif name in self._kept:
+                value.load_state_dict(copy.deepcopy(self._kept[name]))
+
+    def _recover(self) -> None:
+        """Comes to an agreement with the ranks that are left, however many more die meanwhile."""
+        self._undo()
+        while True:
+            communicator = shrink(patience=self._patience)
+            if communicator.size < self._at_least:
+                text = f"{communicator.size} ranks are left, and elastic() goes on with at least {self._at_least}"
+                communicator.abort(text, "PeerLost")
+                raise PeerLost(text)
+            try:
+                self._catch_up(communicator)
+                for value in self._state.values():
+                    if isinstance(value, Parallel):
+                        value.shrink()
+                return
+            except SyncError as error:
+                if not _is_lost(error):
+                    raise
+
+    def _catch_up(self, communicator: Communicator) -> None:
+        """A rank that is behind gets the state from one that is not."""
+        own = torch.tensor([self.step], dtype=torch.int64)
+        told = torch.empty(communicator.size, dtype=torch.int64)
+        communicator.all_gather(told, own)
+        steps = told.tolist()
+        logger.info("ranks %s go on after step %d", communicator.global_ranks, max(steps))
+        if min(steps) == max(steps):
+            return
+        source = steps.index(max(steps))
+        packed = self._pack() if communicator.rank == source else b""
+        size = torch.tensor([len(packed)], dtype=torch.int64)
+        communicator.broadcast(size, source)
+        content = torch.frombuffer(bytearray(packed or bytes(int(size))), dtype=torch.uint8)
+        communicator.broadcast(content, source)
+        if self.step < max(steps):
+            self._unpack(content.numpy().tobytes())
+            self.step = max(steps)
+            self._keep()
+
+    def _pack(self) -> bytes:
+        state = {}
+        for name, value in self._state.items():
+            buffers = dict(value.named_buffers()) if isinstance(value, torch.nn.Module) else {}
+            state[name] = (value.state_dict(), buffers)  # of which some are in no state_dict
+        file = io.BytesIO()
+        torch.save(state, file)
+        return file.getvalue()
+
+    def _unpack(self, packed: bytes) -> None:
+        for name, (state, buffers) in torch.load(io.BytesIO(packed), weights_only=True).items():
+            value = self._state[name]
+            value.load_state_dict(state)
+            if isinstance(value, torch.nn.Module):
+                _restore(value.named_buffers(), buffers)
+
+
+def _restore(named: Iterator[tuple[str, torch.Tensor]], kept: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for name, buffer in named:
+            buffer.copy_(kept[name])
+
+
+def _is_lost(error: Exception) -> bool:
+    """Whether it comes of ranks that are gone, and not of what this program does."""
+    if not isinstance(error, SyncError) or isinstance(error, InvalidUsage | Mismatch):
+        return False
+    return default_communicator().exception() is not None

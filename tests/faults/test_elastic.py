@@ -1,0 +1,226 @@
+"""syncengine.elastic: ranks die at any instant, and the weights are those of a run that nobody disturbed."""
+
+import hashlib
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from faults import Outcome, my_rank, needs_hooks, set_fault, suffer
+from pool import RankFailure
+from torch import nn
+
+import syncengine
+from syncengine.errors import InvalidUsage, PeerLost
+
+STEPS, TOTAL = 10, 8
+RANDOM = int(os.environ.get("SYNCENGINE_TEST_KILLS", "6"))
+PLACES = ("begin", "forward", "backward", "summed", "updated", "finished")
+
+
+class Counter:
+    """A sampler's kind of state, which a step changes before anybody knows whether it will have happened."""
+
+    def __init__(self):
+        self.drawn = 0
+
+    def state_dict(self):
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state):
+        self.drawn = state["drawn"]
+
+
+class Net(nn.Module):
+    """With dropout, and with a buffer that each step changes in the same way."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 300), nn.Dropout(0.2), nn.ReLU(), nn.LayerNorm(300), nn.Linear(300, 4)
+        )
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def digest(*objects):
+    sha = hashlib.sha256()
+    for one in objects:
+        if isinstance(one, torch.Tensor):
+            sha.update(one.detach().numpy().tobytes())
+        elif isinstance(one, dict):
+            sha.update(
+                digest(*(part for pair in sorted(one.items(), key=lambda p: str(p[0])) for part in pair)).encode()
+            )
+        elif isinstance(one, list | tuple):
+            sha.update(digest(*one).encode())
+        else:
+            sha.update(repr(one).encode())
+    return sha.hexdigest()
+
+
+def train(kills=(), at_least=1):
+    """`kills`: of each rank that dies, the step and the place there, or a fault point."""
+    for rank, fault in dict(kills).items():
+        if isinstance(fault, str):
+            set_fault(rank, fault)
+
+    def die(step, place):
+        if dict(kills).get(my_rank()) == (step, place):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.manual_seed(0)
+    syncengine.init(timeout=60.0)
+    data = torch.utils.data.TensorDataset(torch.randn(160, 16), torch.randn(160, 4))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, drop_last=True)
+    model = syncengine.Parallel(Net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    counter = Counter()
+    noticed, seconds = [], []
+
+    print("elastic begins", flush=True)
+
+    def steps(elastic):
+        batches = syncengine.micro_batches(model, loader, total=TOTAL)
+        batches.step = elastic.step
+        try:
+            for step in elastic.steps(STEPS):
+                if noticed:
+                    seconds.append(time.monotonic() - noticed.pop())
+                die(step, "begin")
+                counter.drawn += TOTAL
+                model.module.seen += 1
+                for _, (x, y) in batches:
+                    loss = nn.functional.mse_loss(model(x), y)
+                    die(step, "forward")
+                    loss.backward()
+                    die(step, "backward")
+                die(step, "summed")
+                optimizer.step()
+                die(step, "updated")
+                optimizer.zero_grad()
+                scheduler.step()
+                die(step, "finished")
+        except BaseException:
+            noticed[:] = [time.monotonic()]
+            raise
+
+    syncengine.elastic(steps, at_least=at_least, model=model, optimizer=optimizer, scheduler=scheduler, counter=counter)
+    assert model.module.seen == STEPS and counter.drawn == STEPS * TOTAL
+    state = (model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
+    return digest(*state), syncengine.default_communicator().global_ranks, seconds
+
+
+def disturbed(kills) -> Outcome:
+    return suffer(lambda step: train(kills), timeout=60.0)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool):
+    """The digest of weights, optimizer and scheduler of one rank alone."""
+    return pool.run(train, world=1, settings=None)[0][0]
+
+
+def check(ranks, kills, expected):
+    lost = {rank for rank in kills if ranks[rank].exit_code(0) is not None or not isinstance(kills[rank], str)}
+    for number, rank in enumerate(ranks):
+        if number in lost:
+            assert rank.exit_code() == -signal.SIGKILL, rank.output()
+            continue
+        try:
+            outcome = rank.result(timeout=120.0)
+        except RankFailure:
+            if number in kills and rank.exit_code() == -signal.SIGKILL:
+                lost.add(number)
+                continue
+            raise
+        assert (outcome.error, outcome.left) == ("", []), outcome
+        assert outcome.value[0] == expected
+    assert len(lost) < len(ranks)
+
+
+def test_nobody_dies(pool, undisturbed):
+    for world in (2, 3):
+        assert {value[0] for value in pool.run(train, world=world, settings=None)} == {undisturbed}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_in_a_step(pool, undisturbed, place):
+    kills = {PLACES.index(place) % 3: (3, place)}
+    with pool.spawn_ranks(disturbed, kills, world=3, settings=None) as ranks:
+        check(ranks, kills, undisturbed)
+
+
+@needs_hooks
+@pytest.mark.parametrize(
+    "kills",
+    [
+        {0: (2, "summed"), 2: "arrived:1:kill"},
+        {0: (2, "backward"), 1: "proposing:1:kill", 3: (7, "updated")},
+        {1: "reduced:30:kill", 2: "pulled:40:kill"},
+        {0: "reducing:25:kill", 3: "arriving:1:kill"},
+    ],
+    ids=["arrived", "proposing", "reduced", "arriving"],
+)
+def test_several_die(pool, undisturbed, kills):
+    with pool.spawn_ranks(disturbed, kills, world=4, settings=None) as ranks:
+        check(ranks, kills, undisturbed)
+
+
+@pytest.mark.parametrize("seed", range(RANDOM))
+def test_random_kills(pool, undisturbed, seed):
+    """From outside, at any instant: after the processes have come, and until the others have all that they need."""
+    draw = random.Random(f"{RANDOM} {seed}")
+    world = draw.randint(2, 5)
+    victims = draw.sample(range(world), draw.randint(1, world - 1))
+    kills = dict.fromkeys(victims, "from outside")
+    with pool.spawn_ranks(disturbed, {}, world=world, settings=None) as ranks:
+        deadline = time.monotonic() + 60
+        begun = "elastic begins"
+        while not all(begun in rank.output() for rank in ranks) and time.monotonic() < deadline:
+            time.sleep(0.005)
+        for rank in victims:
+            time.sleep(draw.random() * 0.3)
+            ranks[rank].signal(signal.SIGKILL)
+        check(ranks, kills, undisturbed)
+
+
+def bad_states():
+    model = syncengine.Parallel(nn.Linear(2, 2))
+    with pytest.raises(InvalidUsage, match="can't keep tokens, a list"):
+        syncengine.elastic(lambda run: None, model=model, tokens=[1])
+    sharded = syncengine.ShardedOptimizer(model.parameters(), torch.optim.AdamW)
+    with pytest.raises(InvalidUsage, match="ShardedOptimizer"):
+        syncengine.elastic(lambda run: None, model=model, optimizer=sharded)
+    pair = syncengine.default_communicator().split([0, 1])
+    other = syncengine.Parallel(nn.Linear(2, 2), process_group=pair)
+    with pytest.raises(InvalidUsage, match="model other"):
+        syncengine.elastic(lambda run: None, other=other)
+
+    def mistake(run):
+        raise ValueError("a mistake")
+
+    with pytest.raises(ValueError, match="a mistake"):
+        syncengine.elastic(mistake, model=model)
+    assert syncengine.elastic(lambda run: list(run.steps(7)), model=model, step=5) == [5, 6]
+
+
+def test_bad_states(pool):
+    pool.run(bad_states, world=2)
+
+
+def too_few() -> Outcome:
+    return suffer(lambda step: train({1: (2, "forward")}, at_least=3), timeout=60.0)
+
+
+def test_too_few_are_left(pool):
+    with pool.spawn_ranks(too_few, world=3, settings=None) as ranks:
+        for number in (0, 2):
+            outcome = ranks[number].result()
+            assert outcome.error == PeerLost.__name__, outcome
+            assert "2 ranks are left" in outcome.text
