@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from flat import numerics_of
 from parallel_models import Mlp, Run, data, different_bits, train
 from pool import RankPool
 from torch import nn
@@ -92,10 +93,9 @@ def difference_with(name: str, run: Run) -> int:
     return different_bits(*histories)
 
 
-@pytest.mark.parametrize("mode", ["rank_order", "ring"])
 @pytest.mark.parametrize("name", TORCH_HOOKS)
-def test_torchs_hooks_train_to_the_bits_of_ddp(pool: RankPool, name: str, mode: str):
-    settings = {"timeout": 60.0, "numerics": mode}
+def test_torchs_hooks_train_to_the_bits_of_ddp(pool: RankPool, name: str):
+    settings = {"timeout": 60.0, "numerics": numerics_of(pool)}
     runs = [Run()]
     if "PowerSGD" in name:
         # Over Gloo it calls collectives from other threads, in no order, where there are two buckets.

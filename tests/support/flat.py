@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+from pool import RankPool
+
 import syncengine
 from syncengine._C import ReducerOptions
 
@@ -25,6 +27,11 @@ def flat_buckets() -> Iterator[None]:
     """What makes a syncengine.Parallel makes this one."""
     with mock.patch.object(syncengine, "Parallel", Parallel):
         yield
+
+
+def numerics_of(pool: RankPool) -> str:
+    """One of them for each kind of buckets, in a test that runs with both: two ranks have the same bits in all."""
+    return "rank_order" if pool.through is None else "ring"
 
 
 def flat(body: Callable[..., Any], *arguments: Any) -> Any:
