@@ -9,6 +9,7 @@ This file starts Flower's processes and the hosts' ranks; flower/app.py is what 
 import argparse
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,17 +23,19 @@ import torch
 from flower import host
 
 HOSTS, KILLED, SLOW = 3, 1, 2
-VERSIONS = {"fedavg": 3, "fedbuff": 5}
-UNTIL = 3  # the slow host's first message takes until the others have made this version
+VERSIONS = {"fedavg": 3, "fedbuff": 4}
+UNTIL = 2  # the slow host's first message takes until the others have made this version
+
+
+def listens(port: int) -> bool:
+    """Whether somebody does."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def unused_ports(count: int) -> list[int]:
-    """Of this machine."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    """Of this machine, below those that the kernel gives to anybody while Flower starts."""
+    return [port for port in random.sample(range(20_000, 32_000), 10 * count) if not listens(port)][:count]
 
 
 def wait_for(condition, processes: list[subprocess.Popen], what: str) -> None:
@@ -44,18 +47,12 @@ def wait_for(condition, processes: list[subprocess.Popen], what: str) -> None:
         time.sleep(0.05)
 
 
-def listens(port: int) -> bool:
-    """Whether somebody does."""
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 def run(strategy: str, out: Path) -> None:
     """Flower's SuperLink, a SuperNode for each host, and the host's ranks, which are there for all messages."""
     ports = unused_ports(1 + 2 * HOSTS)
     link = f"127.0.0.1:{ports[0]}"
     settings = {"FLWR_HOME": str(out / "flwr"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
-    settings |= {"OMP_NUM_THREADS": "1", "SYNCENGINE_SUMMARY": "0"}
+    settings |= {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3", "OMP_NUM_THREADS": "1", "SYNCENGINE_SUMMARY": "0"}
     settings |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # Flower starts its commands by name
     settings |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(host.RANKS)}
     log, processes, killed = (out / "flower.txt").open("w"), [], []
