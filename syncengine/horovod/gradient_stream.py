@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from syncengine._C import Communicator, Work
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import gather
-from syncengine.horovod.reductions import ReduceOp, engine_op
+from syncengine.horovod.collective import Compressor
+from syncengine.horovod.reductions import Average, Compression, ReduceOp, Sum, engine_op
 from syncengine.horovod.streams import Operation, Plan, Round, Stream
 
 MIB = 1024 * 1024
@@ -38,6 +40,41 @@ def plan_buckets(order: Sequence[int], sizes: Sequence[int], dtypes: Sequence[to
     return [[i for _, i in bucket] for bucket in sorted(closed, key=lambda bucket: bucket[-1][0])]
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What a DistributedOptimizer was asked for, on all ranks alike. Raises InvalidUsage for what is not supported."""
+
+    compression: Compressor
+    passes: int
+    op: ReduceOp
+    predivide: float
+    sparse_as_dense: bool
+
+    def __post_init__(self) -> None:
+        if self.op not in (Average, Sum):
+            raise InvalidUsage(f"DistributedOptimizer(op={self.op!r}) is not supported: give hvd.Average or hvd.Sum")
+        if self.predivide != 1.0 and self.op is not Average:
+            raise InvalidUsage("gradient_predivide_factor needs op=hvd.Average: it splits the average's division")
+        if self.compression not in (Compression.none, Compression.fp16):
+            raise InvalidUsage(
+                f"compression={self.compression!r} is not supported: give hvd.Compression.none or fp16, or wrap the "
+                "model in syncengine.Parallel, whose communication hooks may do anything"
+            )
+        check_passes(self.passes)
+
+    def __str__(self) -> str:
+        return (
+            f"backward_passes_per_step={self.passes}, op={self.op.name}, compression={self.compression.__name__}, "
+            f"gradient_predivide_factor={float(self.predivide)!r}, sparse_as_dense={self.sparse_as_dense}"
+        )
+
+
+def check_passes(passes: int) -> None:
+    """Raises InvalidUsage for what is no number of backwards."""
+    if not isinstance(passes, int) or passes < 1:
+        raise InvalidUsage(f"backward_passes_per_step={passes!r} must be a whole number from 1 on")
+
+
 class GradientStream(Stream):
     """Reduces buckets of gradients, each as one flat tensor.
 
@@ -53,8 +90,7 @@ class GradientStream(Stream):
         communicator: Communicator,
         name: str,
         like: Sequence[torch.Tensor],
-        wire: Callable[[torch.dtype], torch.dtype],
-        op: ReduceOp,
+        settings: Settings,
         groups: Buckets | None,
     ) -> None:
         super().__init__(communicator)
@@ -62,8 +98,8 @@ class GradientStream(Stream):
         self._elements: list[int] = []
         self._bytes: list[int] = []
         self._dtypes: list[torch.dtype] = []
-        self._wire = wire
-        self._op = op
+        self._wire = settings.compression.wire
+        self._op = settings.op if settings.predivide == 1.0 else Sum
         self._grouped = groups is not None
         self._refusals: list[Operation] = []
         self.sparse: list[int] = []  # of the parameters: known after the first step

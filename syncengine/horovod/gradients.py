@@ -12,8 +12,8 @@ from torch.utils.hooks import RemovableHandle
 
 from syncengine._C import Work, note_incoming, owns_gradient
 from syncengine.errors import InvalidUsage, SyncError
-from syncengine.horovod.gradient_stream import LARGE, GradientStream
-from syncengine.horovod.reductions import Average, ReduceOp, scale
+from syncengine.horovod.gradient_stream import LARGE, GradientStream, Settings
+from syncengine.horovod.reductions import Average, scale
 from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Operation
 from syncengine.parallel.broadcast import copy_each
@@ -107,10 +107,10 @@ def _shares_storage(gradient: torch.Tensor) -> bool:
 
 
 class Gradients:
-    """Reduces the gradients of `parameters`, bucket by bucket, as soon as each has had `passes` backwards.
+    """Reduces the gradients of `parameters`, bucket by bucket, as soon as each has had its backwards.
 
     Buckets are reduced in the same order on every rank, so one that is not complete holds up those behind it, at the
-    latest until `synchronize`. `factors`: on what is reduced, before and after.
+    latest until `synchronize`.
     """
 
     def __init__(
@@ -118,19 +118,16 @@ class Gradients:
         stream: GradientStream,
         parameters: Sequence[torch.Tensor],
         names: Sequence[str],
-        passes: int,
-        factors: tuple[float, float],
-        sparse_as_dense: bool,
-        op: ReduceOp,
+        settings: Settings,
     ) -> None:
         self._stream = stream
         self._superseded_for = ""  # the parameter that a later optimizer has, too
         self._parameters: list[torch.Tensor] = []
         self._names: list[str] = []
-        self._passes = passes
-        self._factors = factors
-        self._sparse_as_dense = sparse_as_dense
-        self._op = op
+        self._passes, self._op = settings.passes, settings.op
+        predivide = settings.predivide
+        self._factors = (1.0, 1.0) if predivide == 1.0 else (1.0 / predivide, predivide / stream.size)
+        self._sparse_as_dense = settings.sparse_as_dense
         self._sparse: dict[int, int] = {}  # parameters whose gradients are, and in how many dimensions
         self._flats = Flats(stream)
         self._large: list[torch.Tensor] = []  # parameters whose gradients may be reduced where they lie

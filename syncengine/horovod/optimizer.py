@@ -14,11 +14,11 @@ from syncengine._C import Work
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import Calls
 from syncengine.horovod.collective import Compressor
-from syncengine.horovod.gradient_stream import Buckets, GradientStream
+from syncengine.horovod.gradient_stream import Buckets, GradientStream, Settings, check_passes
 from syncengine.horovod.gradients import Gradients, check_not_in_step
 from syncengine.horovod.parameters import Named, Parameters
 from syncengine.horovod.process_sets import ProcessSet, calls, global_process_set, stream_of
-from syncengine.horovod.reductions import Average, Compression, ReduceOp, Sum
+from syncengine.horovod.reductions import Average, Compression, ReduceOp
 from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Plan, Round
 from syncengine.parallel.replication import check_same_on_all_ranks
@@ -90,29 +90,12 @@ def DistributedOptimizer(
             raise InvalidUsage("this optimizer is a DistributedOptimizer already: wrap it once")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidUsage(f"DistributedOptimizer needs an optimizer, not {type(optimizer).__name__}")
-        if op not in (Average, Sum):
-            raise InvalidUsage(f"DistributedOptimizer(op={op!r}) is not supported: give hvd.Average or hvd.Sum")
-        if gradient_predivide_factor != 1.0 and op is not Average:
-            raise InvalidUsage("gradient_predivide_factor needs op=hvd.Average: it splits the average's division")
-        if compression not in (Compression.none, Compression.fp16):
-            raise InvalidUsage(
-                f"compression={compression!r} is not supported: give hvd.Compression.none or fp16, or wrap the model "
-                "in syncengine.Parallel, whose communication hooks may do anything"
-            )
-        _check_passes(backward_passes_per_step)
+        settings = Settings(compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense)
         watch_scalers(Distributed)
         wrapped: Distributed = object.__new__(_distributed(type(optimizer)))  # type: ignore[arg-type] # it is hashable
         wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-        wrapped._connect(
-            None if outside else stream,
-            Parameters(optimizer.param_groups, named_parameters),
-            compression,
-            backward_passes_per_step,
-            op,
-            gradient_predivide_factor,
-            _groups(num_groups, groups),
-            sparse_as_dense,
-        )
+        parameters = Parameters(optimizer.param_groups, named_parameters)
+        wrapped._connect(None if outside else stream, parameters, settings, _groups(num_groups, groups))
     return wrapped
 
 
@@ -137,23 +120,12 @@ class Distributed(torch.optim.Optimizer):
     _synchronized: bool
     _should_synchronize: bool
 
-    def _connect(
-        self,
-        stream: Calls | None,
-        parameters: Parameters,
-        compression: Compressor,
-        passes: int,
-        op: ReduceOp,
-        predivide: float,
-        groups: Groups,
-        sparse_as_dense: bool,
-    ) -> None:
+    def _connect(self, stream: Calls | None, parameters: Parameters, settings: Settings, groups: Groups) -> None:
         followed, names = parameters.newcomers(self.param_groups)
         self._parameters = parameters
         self._parameter_names = parameters.names  # as in Horovod, for scripts that look
-        self.backward_passes_per_step = passes
-        self.op = op
-        self.gradient_predivide_factor = predivide
+        self.backward_passes_per_step, self.op = settings.passes, settings.op
+        self.gradient_predivide_factor = settings.predivide
         self._synchronized, self._should_synchronize, self._gradients = False, True, None
         kind = type(self).__name__
         check_not_in_step(followed, names)
@@ -161,9 +133,7 @@ class Distributed(torch.optim.Optimizer):
         if stream is None:
             return
         lines = [
-            f"backward_passes_per_step={passes}, op={op.name}, compression={compression.__name__}, "
-            f"gradient_predivide_factor={float(predivide)!r}, {len(followed)} parameters, groups: {plan}, "
-            f"sparse_as_dense={sparse_as_dense}",
+            f"{settings}, {len(followed)} parameters, groups: {plan}",
             *(f"{name}: {describe(parameter)}" for name, parameter in zip(names, followed, strict=True)),
         ]
 
@@ -175,11 +145,9 @@ class Distributed(torch.optim.Optimizer):
             check_same_on_all_ranks(stream.communicator, differ, lines)
             communicator = stream.communicator.split(list(range(stream.size)))
             assert communicator is not None
-            factors = (1.0, 1.0) if predivide == 1.0 else (1.0 / predivide, predivide / stream.size)
-            own = GradientStream(communicator, kind, followed, compression.wire, op if predivide == 1.0 else Sum, plan)
+            own = GradientStream(communicator, kind, followed, settings, plan)
             stream.optimizers.append(own)
-            sparse_op = Sum if op is Sum else Average
-            self._gradients = Gradients(own, followed, names, passes, factors, sparse_as_dense, sparse_op)
+            self._gradients = Gradients(own, followed, names, settings)
             parameters.accept(self.param_groups)
             return ()
 
@@ -187,7 +155,7 @@ class Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backwards come before a step. Not between backward and step."""
-        _check_passes(passes)
+        check_passes(passes)
         self.check_idle("optimizer.set_backward_passes_per_step()")
         self.backward_passes_per_step = passes
         if self._gradients is not None:
@@ -276,11 +244,6 @@ class Distributed(torch.optim.Optimizer):
 def _distributed(kind: type[torch.optim.Optimizer]) -> type[Distributed]:
     """The class of a DistributedOptimizer of a `kind`."""
     return type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
-
-
-def _check_passes(passes: int) -> None:
-    if not isinstance(passes, int) or passes < 1:
-        raise InvalidUsage(f"backward_passes_per_step={passes!r} must be a whole number from 1 on")
 
 
 def _groups(num_groups: int, groups: Groups) -> Groups:
