@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from syncengine.bench import add_bench
 from syncengine.doctor import add_doctor
+from syncengine.launch.local import add_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -16,6 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     add_doctor(commands)
     add_bench(commands)
+    add_run(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
     code: int = options.run(options, given)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
 from syncengine._C import Communicator
+from syncengine._joining import Door
 from syncengine.communicator import default_communicator, init, is_initialized, shrink
 from syncengine.errors import InvalidUsage, Mismatch, PeerLost, SyncError
 from syncengine.parallel import Parallel
@@ -47,6 +49,9 @@ def elastic(
     the state from one that is not; if nobody has finished the step, it is done again. With ``micro_batches`` the
     weights are, bit for bit, those of a run in which nobody died. No copy of weights or optimizers is made in a step
     in which nobody dies; of buffers, and of what is no model, optimizer, scheduler or scaler, one is made in each.
+
+    Under ``syncengine run --keep-going --restart`` processes join in the place of those that have died: they get the
+    state from the others, between two steps.
 
     ``step``: the number of steps that are finished, if the state comes from a checkpoint. ``at_least``: how many ranks
     are enough. ``patience``: see ``syncengine.shrink``; a rank that is stopped is noticed after ``init(timeout=...)``.
@@ -91,6 +96,10 @@ class Elastic:
         self.step = step  # how many are finished
         self._kept: dict[str, Any] = {}
         self._keep()
+        self._door = Door.open()
+        if self._door is not None and self._door.name is not None:
+            self.step = -1  # behind all others
+            self._go_on(self._door.enter(self._facts(), communicator.timeout))
 
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of those that are left of ``total``. One is finished when the loop's body is."""
@@ -98,6 +107,8 @@ class Elastic:
             yield self.step
             self.step += 1
             self._keep()
+            if self._door is not None:
+                self._door.look(default_communicator())
 
     def _keep(self) -> None:
         """What a step that nobody finishes may change."""
@@ -127,14 +138,30 @@ class Elastic:
                 communicator.abort(text, "PeerLost")
                 raise PeerLost(text)
             try:
-                self._catch_up(communicator)
-                for value in self._state.values():
-                    if isinstance(value, Parallel):
-                        value.shrink()
-                return
+                if self._door is not None:
+                    communicator = self._door.let_in(communicator, self._facts())
+                return self._go_on(communicator)
             except SyncError as error:
                 if not _is_lost(error):
                     raise
+
+    def _go_on(self, communicator: Communicator) -> None:
+        self._catch_up(communicator)
+        for value in self._state.values():
+            if isinstance(value, Parallel):
+                value._move_to(communicator)
+
+    def _facts(self) -> str:
+        """What the states of all ranks have in common."""
+        parts = []
+        for name, value in self._state.items():
+            layout = ""
+            if isinstance(value, torch.nn.Module):
+                tensors = [*value.named_parameters(), *value.named_buffers()]
+                lines = [f"{key}: {tensor.dtype} {tuple(tensor.shape)}" for key, tensor in tensors]
+                layout = f" of {sum(p.numel() for p in value.parameters())} weights, {zlib.crc32(repr(lines).encode())}"
+            parts.append(f"{name}: {type(value).__name__}{layout}")
+        return "; ".join(parts)
 
     def _catch_up(self, communicator: Communicator) -> None:
         """A rank that is behind gets the state from one that is not."""

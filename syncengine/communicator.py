@@ -21,7 +21,15 @@ from syncengine.groups import (
     communicator_of,
     forget_groups,
 )
-from syncengine.launch import Launch, find_launch, group_timeout, open_exchange, tell_failure, with_local_ranks
+from syncengine.launch import (
+    Exchange,
+    Launch,
+    find_launch,
+    group_timeout,
+    open_exchange,
+    tell_failure,
+    with_local_ranks,
+)
 from syncengine.owner import is_owner, refuse_forked_child
 from syncengine.process_end import at_end, tell_peers_of_errors, tell_ranks_to_come
 from syncengine.torch_group import destroy_torch_group, ensure_torch_group, users_group
@@ -209,6 +217,23 @@ def shrink(communicator: Communicator | None = None, patience: float = 30.0) -> 
             hosts_left = [names[rank] for rank in after.global_ranks]
             _default = current._replace(connection=Connection(after, hosts_left, None))
         return after
+
+
+def connect_beside(exchange: Exchange, rank: int, global_ranks: list[int]) -> Connection:
+    """Another communicator with the settings of the default one, which stays it. Collective over `global_ranks`."""
+    current = _current()
+    timeout = current.config.timeout or group_timeout() or DEFAULT_TIMEOUT
+    return connect(exchange, rank, len(global_ranks), current.config, timeout, global_ranks)
+
+
+def replace_default(connection: Connection) -> None:
+    """Makes it the default one, in the place of that of the same ranks and fewer, which is closed."""
+    global _default
+    with _lock:
+        before = _current()
+        _successors[before.communicator] = connection.communicator
+        _default = before._replace(connection=connection)
+        before.communicator.close()
 
 
 def shutdown() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import resource
@@ -9,10 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -20,6 +22,7 @@ from syncengine.errors import InvalidUsage
 from syncengine.launch.environment import Launch
 
 _SERVED_WITHIN = timedelta(seconds=20)
+_LOOK = 0.02  # seconds between two looks whether a rank has ended
 _STORE, _STORE_OF_RANK = 16, 4  # file descriptors: the store's own, and of each rank's connections to it
 
 
@@ -53,8 +56,89 @@ def run_local_ranks(count: int, arguments: Sequence[str], threads: int) -> int:
                 process.terminate()
                 process.wait()
         signal.signal(signal.SIGTERM, previous)
-    failed = [code for code in codes if code != 0]
-    return 0 if not failed else failed[0] if failed[0] > 0 else 128 - failed[0]  # as shells: 128 + the signal
+    return _exit_code(codes)
+
+
+# Variables of ranks that a launcher keeps going: where processes that join wait, and which number such a one has.
+MEET, JOIN = "_SYNCENGINE_MEET", "_SYNCENGINE_JOIN"
+PLACE = "syncengine/joining"  # in the store
+
+
+def run_script(count: int, script: Sequence[str], threads: int, keep_going: bool, restart: bool) -> int:
+    """Runs the Python `script` with its arguments as `count` ranks, as `run_local_ranks` does.
+
+    A rank that ends with another exit code than 0 ends all others, or, with `keep_going`, none; with `restart` another
+    process then joins the others, as long as no rank has ended well: one for each, but no more than ten times `count`.
+    Returns 0 if a rank that was kept going has ended well, else the first exit code that is not 0.
+    """
+    _check_descriptors(count)
+    _check_loopback()
+    store = _serve_store()
+    common = {"OMP_NUM_THREADS": str(threads), **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} | ({MEET: f"127.0.0.1:{store.port}"} if keep_going else {})
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    started, codes = 0, []
+
+    def start(rank: int, world: int, **more: str) -> None:
+        nonlocal started
+        local = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        running[started] = subprocess.Popen([sys.executable, *script], env=common | local | more)
+        started += 1
+
+    previous = signal.signal(signal.SIGTERM, _end)
+    try:
+        for rank in range(count):
+            start(rank, count)
+        while running:
+            time.sleep(_LOOK)
+            for name, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                codes.append(running.pop(name).returncode)
+                if codes[-1] != 0 and not keep_going:
+                    return _exit_code(codes)
+                if codes[-1] != 0 and restart and 0 not in codes and running and started < 11 * count:
+                    start(0, 1, **{JOIN: str(started)})
+            # Who waits to be let in when all others have ended waits in vain.
+            if all(name >= count and not store.check([f"{PLACE}/ticket/{name}"]) for name in running):
+                break
+        return 0 if keep_going and 0 in codes else _exit_code(codes)
+    finally:
+        for process in running.values():
+            process.terminate()
+        for process in running.values():
+            process.wait()
+        signal.signal(signal.SIGTERM, previous)
+
+
+def add_run(commands: Any) -> None:
+    """Adds the command `run` to argparse's."""
+    parser = commands.add_parser(
+        "run",
+        help="starts a script as ranks on this machine, which may outlive each other",
+        description="Runs `python script arguments` as ranks on this machine.",
+    )
+    parser.add_argument("-n", "--ranks", type=int, required=True, help="how many")
+    parser.add_argument("--keep-going", action="store_true", help="a rank that fails does not end the others")
+    parser.add_argument("--restart", action="store_true", help="another process joins in its place; with --keep-going")
+    parser.add_argument(
+        "script", nargs=argparse.REMAINDER, help="a Python script and its arguments, or -m and a module"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
+    wrong = "--restart needs --keep-going" if options.restart and not options.keep_going else ""
+    wrong = "-n must be at least 1" if options.ranks < 1 else wrong if options.script else "name a script"
+    if wrong:
+        print(f"syncengine run: {wrong}", file=sys.stderr)
+        return 2
+    threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
+    try:
+        return run_script(options.ranks, options.script, threads, options.keep_going, options.restart)
+    except InvalidUsage as error:
+        print(f"syncengine run: {error}", file=sys.stderr)
+        return 2
 
 
 def check_ranks(count: int | None, launch: Launch) -> None:
@@ -94,6 +178,11 @@ def _this_command() -> list[str]:
     """`python -m syncengine`, or the script that pip made of it."""
     script = Path(sys.argv[0])
     return [sys.executable, *(["-m", "syncengine"] if script.name in ("__main__.py", "-m") else [str(script)])]
+
+
+def _exit_code(codes: Sequence[int]) -> int:
+    failed = [code for code in codes if code != 0]
+    return 0 if not failed else failed[0] if failed[0] > 0 else 128 - failed[0]  # as shells: 128 + the signal
 
 
 def _end(number: int, frame: object) -> NoReturn:

@@ -50,6 +50,7 @@ MODULES = [
     "hooks",
     "parallel",
     "sharded",
+    "_joining",
     "_elastic",
     "bench",
     "doctor",

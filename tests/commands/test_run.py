@@ -1,0 +1,84 @@
+"""`syncengine run`: ranks that outlive each other, and others that join. The script of the ranks is this file."""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from repository import ROOT, SUPPORT
+from torch import nn
+
+import syncengine
+from syncengine.launch.local import JOIN
+
+STEPS, TOTAL = 300, 8
+
+
+def train(killed="", other=""):
+    """Rank `killed` dies in step 3; the model of rank `other`, which joins, is a wrong one. While there are fewer ranks
+    than at first, a step takes long enough for another one to come."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    syncengine.init()
+    name = os.environ.get(JOIN, os.environ["RANK"])
+    data = torch.utils.data.TensorDataset(torch.randn(160, 8), torch.randn(160, 4))
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, drop_last=True)
+    width = 31 if name == other else 30
+    model = syncengine.Parallel(nn.Sequential(nn.Linear(8, width), nn.Dropout(0.2), nn.ReLU(), nn.Linear(width, 4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    sizes = []
+
+    def run(elastic):
+        batches = syncengine.micro_batches(model, loader, total=TOTAL)
+        batches.step = elastic.step
+        sizes.append(syncengine.world_size())
+        for step in elastic.steps(STEPS):
+            if name == killed and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if sizes[-1] < sizes[0]:
+                time.sleep(0.5)
+            for _, (x, y) in batches:
+                nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    syncengine.elastic(run, model=model, optimizer=optimizer)
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    return hashlib.sha256(weights).hexdigest(), syncengine.default_communicator().global_ranks
+
+
+def launched(*arguments):
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "SYNCENGINE_SUMMARY": "0"}
+    command = [sys.executable, "-m", "syncengine", "run", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+
+
+def test_another_process_joins_in_the_place_of_the_dead(pool):
+    """Rank 3, the first to come, has another model: it hears so, and the others go on, until rank 4 comes."""
+    undisturbed = pool.run(train, world=1, settings=None)[0][0]
+    done = launched("-n", "3", "--keep-going", "--restart", __file__, "1", "3")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{undisturbed} [0, 2, 4]"] * 3, done.stdout + done.stderr
+    assert "Mismatch: rank 3 has another state for elastic() than rank 0" in done.stderr
+
+
+def test_without_keep_going_all_end_with_the_first(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(7)\ntime.sleep(100)\n")
+    began = time.monotonic()
+    assert launched("-n", "3", str(script)).returncode == 7
+    assert time.monotonic() - began < 90
+
+
+@pytest.mark.parametrize("arguments", [["-n", "2", "--restart", "x.py"], ["-n", "0", "x.py"], ["-n", "2"]])
+def test_what_makes_no_sense(arguments):
+    done = launched(*arguments)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+
+
+if __name__ == "__main__":
+    print(*train(*sys.argv[1:]))
