@@ -6,6 +6,7 @@ python examples/with_torchft.py  # three hosts: `Parallel` averages within one, 
 import argparse
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -40,8 +41,7 @@ def loss_of(model: nn.Module, step: int, group: int, rank: int) -> torch.Tensor:
 def train(group: int, out: Path) -> None:
     """One rank of a replica group, up to the first step in which one of all the ranks saw the file `stop`."""
     dist.init_process_group("syncengine")
-    rank = dist.get_rank()
-    module, plain_optimizer = make()
+    rank, (module, plain_optimizer) = dist.get_rank(), make()
     model = syncengine.Parallel(module)
     parts = {"module": module, "optimizer": plain_optimizer}
     manager = syncengine.torchft.Manager(
@@ -74,8 +74,8 @@ def train(group: int, out: Path) -> None:
 
 def start(group: int, out: Path, lighthouse: str) -> list[subprocess.Popen]:
     """A replica group, as on a host of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = str(probe.getsockname()[1])
+    below = random.sample(range(20_000, 32_000), 100)  # those that the kernel gives to anybody meanwhile
+    port = str(next(port for port in below if socket.socket().connect_ex(("127.0.0.1", port))))
     host = {"SYNCENGINE_HOST_ID": f"host{group}", "SYNCENGINE_INTERFACE": "lo", "TORCHFT_LIGHTHOUSE": lighthouse}
     job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(RANKS), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, f"--group={group}", f"--out={out}"]
