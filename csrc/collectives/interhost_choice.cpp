@@ -108,6 +108,19 @@ Way choose_way(const InterhostChoice& choice, const Operation& operation) {
   return chain ? Way::Chain : Way::Exchange;
 }
 
+Way way_of_tree(const Placement& placement, const std::vector<uint8_t>& merges) {
+  if (placement.stripes == 1 || !placement.contiguous) return Way::Exchange;
+  for (const auto& ranks : placement.members) {
+    int sums = 0;  // of this host alone, on the stack
+    for (int rank : ranks) {
+      sums += 1 - merges[rank];
+      if (sums < 1 && rank != ranks.back()) return Way::Exchange;
+    }
+    if (sums > 1) return Way::Exchange;
+  }
+  return Way::Sums;
+}
+
 bool relays(const InterhostChoice& choice, const Operation& operation) {
   return operation.input.bytes() >= choice.relay;
 }

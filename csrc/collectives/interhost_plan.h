@@ -58,7 +58,10 @@ InterhostChoice choose_interhost(const Placement& placement, HostAlgorithm algor
 // Whether Auto's choice depends on the speed.
 bool speed_matters(const Placement& placement);
 
+// Not of Numerics::Tree, for which no speed matters: the sums of hosts whose ranks have a node of the tree in common,
+// if all have; what ranks have themselves otherwise, and where each is alone.
 Way choose_way(const InterhostChoice& choice, const Operation& operation);
+Way way_of_tree(const Placement& placement, const std::vector<uint8_t>& merges);
 bool relays(const InterhostChoice& choice, const Operation& operation);
 
 std::string describe(const InterhostChoice& choice);

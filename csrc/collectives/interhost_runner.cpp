@@ -61,6 +61,7 @@ void InterhostRunner::fold(const View& view, const InterhostStep& step, const st
   const InterhostCell& cell = view.cell;
   size_t element = element_size(operation.dtype);
   bool ring = operation.numerics == Numerics::Ring;
+  if (operation.numerics == Numerics::Tree) find_merges(operation, step);
   RingCut cut = operation.collective == Collective::AllReduce
                     ? ring_cut(operation.input.bytes(), element, placement_.size)
                     : RingCut{std::max(block_bytes(operation), element)};
@@ -96,6 +97,25 @@ void InterhostRunner::fold(const View& view, const InterhostStep& step, const st
   });
 }
 
+// A sum from another host stands for its ranks, whose own merges it has done; so has a sum that leaves this one.
+void InterhostRunner::find_merges(const Operation& operation, const InterhostStep& step) {
+  const auto& of_ranks = tree_.of(operation.leaves, placement_.size);
+  merges_.clear();
+  size_t before = 0;
+  for (const auto& [rank, received] : step.fold) {
+    size_t merges = 0;
+    if (rank >= 0 || step.receives[received].content == Content::Raw) {
+      merges = of_ranks[rank >= 0 ? rank : step.receives[received].rank];
+    } else {
+      const auto& host = placement_.members[placement_.host_of[step.receives[received].peer]];
+      for (int member : host) merges += of_ranks[member];
+      merges -= host.size() - 1;
+    }
+    merges_.push_back(static_cast<uint8_t>(std::min(merges, merges_.size() - before)));
+    before += merges_.back();
+  }
+}
+
 void InterhostRunner::fold_piece(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received,
                                  size_t offset, const std::byte* own, size_t bytes, const std::vector<int>& order,
                                  std::byte* partial) {
@@ -118,10 +138,9 @@ void InterhostRunner::fold_piece(const View& view, const InterhostStep& step, co
   if (view.wide) return fold_wide(view, offset, bytes, partial);
   const Operation& operation = view.operation;
   const size_t element = element_size(operation.dtype);
-  kernels::Reduction reduction{
-      operation.dtype, operation.op,
-      operation.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once,
-      partial ? 1.0 : operation.postscale};
+  kernels::Reduction reduction{operation.dtype, operation.op, rounding_of(operation.numerics),
+                               partial ? 1.0 : operation.postscale};
+  if (operation.numerics == Numerics::Tree) reduction.merges = merges_.data();
   add(view, offset, reduction, sources_.data(), destinations_.data(), static_cast<int>(destinations_.size()),
       bytes / element);
 }

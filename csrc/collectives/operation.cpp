@@ -30,6 +30,7 @@ const char* name(Numerics numerics) {
     case Numerics::RankOrder: return "rank_order";
     case Numerics::Ring: return "ring";
     case Numerics::Fast: return "fast";
+    case Numerics::Tree: return "tree";
   }
   return "unknown";
 }

@@ -31,6 +31,7 @@ enum class Numerics : uint8_t {
   RankOrder,  // ((g0 + g1) + g2) + ..., 16-bit floats in float32, scaled and rounded once at the end
   Ring,       // Gloo's ring order per chunk, rounded at every hop
   Fast,       // each host's sum, rounded, then these in the order of hosts; RankOrder on one host
+  Tree,       // the binary tree over `leaves`, of which each rank has a node (order.h), rounded at every hop
 };
 const char* name(Numerics numerics);  // as in init(): "rank_order"
 
@@ -88,6 +89,7 @@ struct Operation {
   DType dtype = DType::Float32;
   ReduceOp op = ReduceOp::Sum;
   Numerics numerics = Numerics::RankOrder;
+  uint32_t leaves = 0;  // AllReduce with Numerics::Tree: at least as many as ranks, the same on all of them
   // A rank in the communicator. Broadcast: whose values all get. Others: who alone wants the result, if anybody, which
   // is for comparison and messages.
   int root = kNoRoot;

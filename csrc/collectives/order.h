@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "collectives/operation.h"
+#include "kernels/reduce.h"
 
 namespace syncengine {
 
@@ -19,6 +20,36 @@ RingCut ring_cut(size_t bytes, size_t element, int world);
 
 // The ranks in the order in which ring chunk c is added: c-1, c-2, ..., c (mod world).
 void ring_order(int chunk, int world, std::vector<int>& order);
+
+// The tree over leaves (micro-batches) [begin, end): its left part has the largest power of two of them that is less
+// than all, its right part the rest. It is cut into as many nodes as there are ranks, by splitting the largest node, of
+// these the last one, again and again. Rank r has the r-th node, and contributes the sum of its leaves.
+struct TreeCut {
+  std::vector<uint32_t> begins;  // of each rank's leaves, and the number of all
+  // How to add the nodes, on a stack: each is put on it, and then that many times the two at the top become their sum.
+  std::vector<uint8_t> merges;
+};
+// Throws InvalidUsage if there are fewer leaves than ranks.
+TreeCut cut_tree(uint32_t leaves, int ranks);
+
+// The same for whoever asks for one tree again and again. Thread-safety: none.
+class TreeMerges {
+ public:
+  const std::vector<uint8_t>& of(uint32_t leaves, int ranks) {
+    if (leaves != leaves_) merges_ = cut_tree(leaves, ranks).merges;
+    leaves_ = leaves;
+    return merges_;
+  }
+
+ private:
+  uint32_t leaves_ = 0;
+  std::vector<uint8_t> merges_;
+};
+
+inline kernels::Rounding rounding_of(Numerics numerics) {
+  const bool hops = numerics == Numerics::Ring || numerics == Numerics::Tree;
+  return hops ? kernels::Rounding::EveryHop : kernels::Rounding::Once;
+}
 
 // Which ranks of a communicator live on which host, and who on a host does what for it.
 //

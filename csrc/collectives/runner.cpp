@@ -140,10 +140,8 @@ void Runner::reduce_piece(const Operation& operation, const Reduce& step, size_t
   for (int rank = 0; rank < world_ && step.into_peers; ++rank) {
     if (rank != rank_) destinations_[count++] = bases_[rank].at(step.slot + offset);
   }
-  kernels::Reduction reduction{
-      operation.dtype, operation.op,
-      operation.numerics == Numerics::Ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once,
-      operation.postscale};
+  kernels::Reduction reduction{operation.dtype, operation.op, rounding_of(operation.numerics), operation.postscale};
+  if (operation.numerics == Numerics::Tree) reduction.merges = tree_.of(operation.leaves, world_).data();
   const size_t element = element_size(operation.dtype);
   if (const auto* nonfinite = operation.nonfinite.get()) {
     return reduce_noting(*nonfinite, world_, nonfinite->locate(step.input + offset, bytes, element), reduction,

@@ -50,6 +50,7 @@ class Runner {
   std::vector<const void*> sources_;
   std::vector<void*> destinations_;
   std::vector<int> order_, ranks_;
+  TreeMerges tree_;
 };
 
 // Carries out the acts of an interhost plan on memory: sums over local contributions and what came from other hosts.
@@ -92,6 +93,7 @@ class InterhostRunner {
   void fold(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received, std::byte* partial);
   void fold_piece(const View& view, const InterhostStep& step, const std::vector<std::byte*>& received, size_t offset,
                   const std::byte* own, size_t bytes, const std::vector<int>& order, std::byte* partial);
+  void find_merges(const Operation& operation, const InterhostStep& step);
   void fold_wide(const View& view, size_t offset, size_t bytes, std::byte* partial);
   // Of elements from byte `offset` of the cell on.
   void add(const View& view, size_t offset, const kernels::Reduction& reduction, const void* const* sources,
@@ -106,6 +108,8 @@ class InterhostRunner {
   std::vector<bool> is_wide_;
   std::vector<void*> destinations_;
   std::vector<int> order_, ranks_;
+  TreeMerges tree_;
+  std::vector<uint8_t> merges_;  // of the step's fold, in a tree
   std::vector<float> floats_;
 };
 

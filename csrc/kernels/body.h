@@ -111,9 +111,10 @@ struct Operands {
   size_t count;
   double scale;
   bool stops = false;
+  const unsigned char* merges = nullptr;
 };
 
-template <class Isa, class Format, class Op, Rounding kRounding, bool kStops = false>
+template <class Isa, class Format, class Op, Rounding kRounding, bool kStops = false, bool kTree = false>
 struct Loop {
   using Stored = typename Format::Stored;
   using Value = typename Format::Value;
@@ -159,13 +160,28 @@ struct Loop {
   template <int kVectors, bool kPartial = false>
   SYNCENGINE_INLINE static bool block(const Operands& operands, size_t offset, size_t bytes = kBytes) {
     Value result[kVectors];
+    [[maybe_unused]] Value below[kTree ? kMaxTreeDepth : 1][kVectors];  // what waits for its other half
+    [[maybe_unused]] int depth = 0;
     const std::byte* source = static_cast<const std::byte*>(operands.sources[0]) + offset;
     for (int v = 0; v < kVectors; ++v) result[v] = read<kPartial>(source + v * kBytes, bytes);
     for (int s = 1; s < operands.source_count; ++s) {
       source = static_cast<const std::byte*>(operands.sources[s]) + offset;
-      for (int v = 0; v < kVectors; ++v) {
-        result[v] = combine<Op>(result[v], read<kPartial>(source + v * kBytes, bytes));
-        if constexpr (kRounding == Rounding::EveryHop) result[v] = Format::widen(Format::narrow(result[v]));
+      if constexpr (kTree) {
+        if (operands.merges[s] == 0) {
+          for (int v = 0; v < kVectors; ++v) {
+            below[depth][v] = result[v];
+            result[v] = read<kPartial>(source + v * kBytes, bytes);
+          }
+          ++depth;
+          continue;
+        }
+      }
+      for (int v = 0; v < kVectors; ++v) add(result[v], read<kPartial>(source + v * kBytes, bytes));
+      if constexpr (kTree) {
+        for (int merge = 1; merge < operands.merges[s]; ++merge) {
+          --depth;
+          for (int v = 0; v < kVectors; ++v) add(result[v], below[depth][v]);
+        }
       }
     }
     Stored stored[kVectors];
@@ -196,6 +212,11 @@ struct Loop {
     }
   }
 
+  SYNCENGINE_INLINE static void add(Value& sum, Value next) {
+    sum = combine<Op>(sum, next);
+    if constexpr (kRounding == Rounding::EveryHop) sum = Format::widen(Format::narrow(sum));
+  }
+
   SYNCENGINE_INLINE static Stored finish(Value result, double scale) {
     if constexpr (Format::kFloating) result = scaled(result, static_cast<typename Format::Scale>(scale));
     return Format::narrow(result);
@@ -221,6 +242,10 @@ template <class Isa, class Format, Rounding kRounding = Rounding::Once>
 size_t run_arithmetic(ReduceOp op, const Operands& operands) {
   if (op == ReduceOp::Product) return Loop<Isa, Format, Product, kRounding>::run(operands);
   if constexpr (Format::kFloating) {
+    if (operands.merges && operands.source_count > 2) {  // of two there is one sum
+      if (operands.stops) return Loop<Isa, Format, Sum, kRounding, /*kStops=*/true, /*kTree=*/true>::run_any(operands);
+      return Loop<Isa, Format, Sum, kRounding, /*kStops=*/false, /*kTree=*/true>::run_any(operands);
+    }
     if (operands.stops) return Loop<Isa, Format, Sum, kRounding, /*kStops=*/true>::run(operands);
   }
   return Loop<Isa, Format, Sum, kRounding>::run(operands);
@@ -257,8 +282,14 @@ size_t run_integer(ReduceOp op, const Operands& operands) {
 template <class Isa>
 size_t reduce(const Reduction& reduction, const void* const* sources, int source_count, void* const* destinations,
               int destination_count, size_t count) {
-  const Operands operands{
-      sources, source_count, destinations, destination_count, count, reduction.scale, reduction.stops_at_nonfinite};
+  const Operands operands{sources,
+                          source_count,
+                          destinations,
+                          destination_count,
+                          count,
+                          reduction.scale,
+                          reduction.stops_at_nonfinite,
+                          reduction.merges};
   const ReduceOp op = reduction.op;
   switch (reduction.dtype) {
     case DType::Float16: return run_half<Isa, Float16<Isa>>(op, reduction.rounding, operands);

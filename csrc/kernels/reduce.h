@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 #include "base/dtype.h"
 
@@ -28,9 +29,13 @@ struct Reduction {
   double scale = 1.0;  // factor on the result, in float32 (float64: in float64); floating dtypes only
   // Sums of floating dtypes alone: ends before the first kBlockBytes of results of which one is NaN or infinite.
   bool stops_at_nonfinite = false;
+  // Floating sums, EveryHop: for each source how many times the two sums at the top of a stack become one, when it has
+  // been put there; in the end one is left. At most kMaxTreeDepth others lie below a sum. Null: one after the other.
+  const uint8_t* merges = nullptr;
 };
 
 inline constexpr size_t kBlockBytes = 512;  // no block of results is larger
+inline constexpr int kMaxTreeDepth = 8;
 
 // destination[j][i] = scale * (((source[0][i] op source[1][i]) op source[2][i]) ...), for 0 <= i < count and every j.
 // At least one source; with one alone this is a scaled copy. Integers wrap around. Bools, which must be 0 or 1, know

@@ -91,7 +91,7 @@ size_t InterhostExchange::chunk_bytes(const Active& active) const {
   const Placement& placement = links_.placement;
   if (placement.stripes == 1 && asked.prescale == 1.0) {
     if (is_wide(asked)) return Interhost::kMaxTransfer / 2;  // of which a running sum takes twice as many bytes
-    bool in_cells = asked.collective == Collective::AllReduce && choose_way(links_.choice, asked) != Way::Chain;
+    bool in_cells = asked.collective == Collective::AllReduce && way_of(asked) != Way::Chain;
     size_t most = chunk_bytes_alone(asked.collective, placement);
     return in_cells ? std::min(most, links_.choice.cell * static_cast<size_t>(placement.size)) : most;
   }
@@ -159,7 +159,7 @@ void InterhostExchange::start_chunks() {
     size_t block = block_bytes(operation), begin = started_.chunk * active.chunk_bytes;
     plan_interhost(links_.placement,
                    {.collective = operation.collective,
-                    .way = choose_way(links_.choice, operation),
+                    .way = way_of(operation),
                     .root = operation.root,
                     .block = block,
                     .begin = begin,
@@ -240,9 +240,14 @@ bool InterhostExchange::may_send(const InFlightChunk& chunk, size_t cell, const 
   });
 }
 
+Way InterhostExchange::way_of(const Operation& operation) const {
+  if (operation.numerics != Numerics::Tree) return choose_way(links_.choice, operation);
+  return way_of_tree(links_.placement, tree_.of(operation.leaves, links_.placement.size));
+}
+
 bool InterhostExchange::is_wide(const Operation& operation) const {
   bool is_half = operation.dtype == DType::Float16 || operation.dtype == DType::BFloat16;
-  return is_half && choose_way(links_.choice, operation) == Way::Chain;
+  return is_half && way_of(operation) == Way::Chain;
 }
 
 InterhostRunner::View InterhostExchange::view(const InFlightChunk& chunk, size_t cell) {

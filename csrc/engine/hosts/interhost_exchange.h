@@ -137,6 +137,7 @@ class InterhostExchange final : public Exchange {
   void post_sends(InFlightChunk& chunk, size_t cell);
   void act(InFlightChunk& chunk, size_t cell);
   InterhostRunner::View view(const InFlightChunk& chunk, size_t cell);
+  Way way_of(const Operation& operation) const;
   bool is_wide(const Operation& operation) const;  // partial sums are float32, though the dtype is not
   size_t payload_bytes(const InFlightChunk& chunk, size_t cell, const Envelope& envelope) const;
   uint64_t tag(const InFlightChunk& chunk, const Envelope& envelope, size_t bytes) const {
@@ -151,6 +152,7 @@ class InterhostExchange final : public Exchange {
   std::deque<std::unique_ptr<InFlightChunk>> in_flight_;  // chunks lane_.pulled.total .. started_.total - 1
   std::vector<std::unique_ptr<InFlightChunk>> landed_;    // to be used again
   LaneState::Cursor started_;
+  mutable TreeMerges tree_;
 };
 
 }  // namespace syncengine::hosts

@@ -195,6 +195,22 @@ TEST(cells_take_a_link_about_a_millisecond) {
   CHECK_EQ(cell("ab", 100e-6, 120e6), size_t{256} << 10);   // one peer can't get ahead of others
 }
 
+TEST(hosts_send_sums_where_all_have_a_node_of_the_tree) {
+  auto way = [](const std::string& hosts, uint32_t leaves) {
+    return way_of_tree(everybodys(hosts)[0], cut_tree(leaves, static_cast<int>(hosts.size())).merges);
+  };
+  CHECK(way("aabb", 4) == Way::Sums);
+  CHECK(way("aabb", 32) == Way::Sums);
+  CHECK(way("aaaabbbb", 8) == Way::Sums);
+  CHECK(way("aabbccdd", 8) == Way::Sums);
+  CHECK(way("abb", 8) == Way::Sums);      // 4, 2 + 2
+  CHECK(way("aab", 8) == Way::Exchange);  // 4 + 2, 2: no node
+  CHECK(way("aab", 6) == Way::Sums);      // 2 + 2, 2
+  CHECK(way("aaab", 4) == Way::Exchange);
+  CHECK(way("abab", 4) == Way::Exchange);
+  CHECK(way("ab", 4) == Way::Exchange);  // alone, a rank has its sum already
+}
+
 TEST(the_chain_is_taken_where_it_is_quicker) {
   Operation operation{};
   std::vector<std::byte> memory(1 << 20);

@@ -48,6 +48,53 @@ TEST(ring_cut_and_order_are_gloos) {
   }
 }
 
+TEST(a_cut_tree_adds_what_the_whole_one_does) {
+  auto whole = [](auto& self, uint32_t begin, uint32_t end) -> std::string {
+    if (end - begin == 1) return std::to_string(begin);
+    const uint32_t between = testing::middle(begin, end);
+    return "(" + self(self, begin, between) + "+" + self(self, between, end) + ")";
+  };
+  std::vector<uint32_t> numbers{127, 128, 129, 255, 257, 1000, 1023, 4097};
+  for (uint32_t leaves = 1; leaves <= 70; ++leaves) numbers.push_back(leaves);
+  for (uint32_t leaves : numbers) {
+    for (int ranks = 1; ranks <= 64 && static_cast<uint32_t>(ranks) <= leaves; ++ranks) {
+      const TreeCut cut = cut_tree(leaves, ranks);
+      std::vector<std::string> stack;
+      for (int rank = 0; rank < ranks; ++rank) {
+        CHECK(testing::nodes_of_ranks(leaves, ranks).at(cut.begins[rank]) == cut.begins[rank + 1]);
+        stack.push_back(whole(whole, cut.begins[rank], cut.begins[rank + 1]));
+        CHECK(stack.size() <= kernels::kMaxTreeDepth + 1);
+        for (int merge = 0; merge < cut.merges[rank]; ++merge) {
+          const std::string right = stack.back();
+          stack.pop_back();
+          stack.back() = "(" + stack.back() + "+" + right + ")";
+        }
+      }
+      CHECK_EQ(stack.size(), size_t{1});
+      CHECK(stack[0] == whole(whole, 0, leaves));
+    }
+  }
+  CHECK_THROWS(cut_tree(3, 4), ErrorKind::InvalidUsage);
+}
+
+TEST(bits_of_a_tree) {
+  const bool quick = testing::kSlowdown > 1;
+  for (int world : quick ? std::vector<int>{2, 5} : std::vector<int>{2, 3, 4, 5, 8}) {
+    std::vector<Case> cases;
+    for (DType dtype : {DType::Float32, DType::Float64, DType::BFloat16, DType::Float16})
+      for (uint32_t leaves : {8u, 11u})
+        for (size_t count : {size_t{1}, size_t{1003}, size_t{40001}})
+          cases.push_back({dtype, ReduceOp::Avg, count, 1.0, 1.0 / leaves, leaves});
+    std::vector<Bytes> wanted;
+    for (const Case& what : cases) wanted.push_back(oracle(what, Numerics::Tree, world));
+    for (Algorithm algorithm : kAlgorithms) {
+      run_job(world, Options{.algorithm = algorithm}, [&](int, Communicator& communicator) {
+        for (size_t i = 0; i < cases.size(); ++i) check_everywhere(communicator, cases[i], wanted[i]);
+      });
+    }
+  }
+}
+
 TEST(bits_depend_on_the_order_alone) {
   constexpr size_t kChunk = shm::kSlotBytes;
   const bool quick = testing::kSlowdown > 1;  // memory errors and races show with few ranks; the oracle is slow

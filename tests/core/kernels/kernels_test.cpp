@@ -94,6 +94,30 @@ TEST(kernels_match_the_oracle_for_every_number_of_sources) {
   });
 }
 
+TEST(kernels_add_as_a_tree) {
+  std::mt19937_64 random(5);
+  const std::vector<std::vector<uint8_t>> trees{{0, 1},
+                                                {0, 0, 2},
+                                                {0, 1, 1},
+                                                {0, 1, 0, 2},
+                                                {0, 1, 0, 0, 3},
+                                                {0, 0, 1, 2, 0, 2},
+                                                {0, 1, 0, 2, 0, 1, 0, 3},
+                                                {0, 0, 0, 0, 0, 0, 0, 0, 8}};
+  for (DType dtype : {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64}) {
+    for (const auto& merges : trees) {
+      for (size_t count : {size_t{1}, size_t{33}, size_t{301}}) {
+        check_everywhere({.dtype = dtype,
+                          .op = ReduceOp::Avg,
+                          .rounding = Rounding::EveryHop,
+                          .scale = 1.0 / 3,
+                          .merges = merges.data()},
+                         static_cast<int>(merges.size()), count, random);
+      }
+    }
+  }
+}
+
 TEST(kernels_match_the_oracle_for_every_tail) {
   std::mt19937_64 random(2);
   for_each_kind([&](Reduction reduction) {

@@ -73,12 +73,26 @@ T at(const void* array, size_t i) {
   return value;
 }
 
+// As the reduction has them: one after the other, or on its stack. `value(s)`: of source s; `add`: of two.
+template <class Value, class Add>
+auto fold(const kernels::Reduction& reduction, size_t sources, const Value& value, const Add& add) {
+  std::vector<decltype(value(0))> stack;
+  for (size_t s = 0; s < sources; ++s) {
+    stack.push_back(value(s));
+    for (int merges = reduction.merges ? reduction.merges[s] : s > 0; merges > 0; --merges) {
+      const auto right = stack.back();
+      stack.pop_back();
+      stack.back() = add(stack.back(), right);
+    }
+  }
+  return stack.at(0);
+}
+
 template <class T, class Wide>
 T expected_element(const kernels::Reduction& reduction, const std::vector<const void*>& sources, size_t i) {
-  T result = at<T>(sources[0], i);
-  for (size_t s = 1; s < sources.size(); ++s) {
-    result = combine<Arithmetic<T, Wide>>(reduction.op, result, at<T>(sources[s], i));
-  }
+  T result = fold(
+      reduction, sources.size(), [&](size_t s) { return at<T>(sources[s], i); },
+      [&](T a, T b) { return combine<Arithmetic<T, Wide>>(reduction.op, a, b); });
   if constexpr (std::is_floating_point_v<T>) {
     result = Arithmetic<T, Wide>::multiply(result, static_cast<T>(reduction.scale));
   }
@@ -88,14 +102,14 @@ T expected_element(const kernels::Reduction& reduction, const std::vector<const 
 inline uint16_t expected_half(HalfFormat format, const kernels::Reduction& reduction,
                               const std::vector<const void*>& sources, size_t i) {
   using Numbers = Arithmetic<float, double>;
-  auto result = static_cast<float>(decode(format, at<uint16_t>(sources[0], i)));
-  for (size_t s = 1; s < sources.size(); ++s) {
-    const auto next = static_cast<float>(decode(format, at<uint16_t>(sources[s], i)));
-    result = combine<Numbers>(reduction.op, result, next);
-    if (reduction.rounding == kernels::Rounding::EveryHop) {
-      result = static_cast<float>(decode(format, encode(format, result)));
-    }
-  }
+  const float result = fold(
+      reduction, sources.size(),
+      [&](size_t s) { return static_cast<float>(decode(format, at<uint16_t>(sources[s], i))); },
+      [&](float a, float b) {
+        const float sum = combine<Numbers>(reduction.op, a, b);
+        if (reduction.rounding == kernels::Rounding::Once) return sum;
+        return static_cast<float>(decode(format, encode(format, sum)));
+      });
   return encode(format, Numbers::multiply(result, static_cast<float>(reduction.scale)));
 }
 

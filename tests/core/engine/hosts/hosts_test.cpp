@@ -72,6 +72,22 @@ TEST(bits_do_not_depend_on_the_placement_or_the_way_between_hosts) {
   }
 }
 
+TEST(bits_of_a_tree_do_not_depend_on_the_placement) {
+  for (const auto& hosts : kPlacements) {
+    int world = static_cast<int>(hosts.size());
+    std::vector<Case> cases;
+    for (DType dtype : {DType::Float32, DType::BFloat16})
+      for (uint32_t leaves : {static_cast<uint32_t>(world), 16u})
+        for (size_t count : {size_t{1}, size_t{150001}})
+          cases.push_back({dtype, ReduceOp::Avg, count, 1.0, 1.0 / leaves, leaves});
+    std::vector<Bytes> wanted;
+    for (const Case& what : cases) wanted.push_back(oracle(what, Numerics::Tree, world));
+    run_hosts(hosts, Options{}, [&](int, Communicator& communicator) {
+      for (size_t i = 0; i < cases.size(); ++i) check_everywhere(communicator, cases[i], wanted[i]);
+    });
+  }
+}
+
 // Around the largest transfer, which a running sum in float32 reaches with half as many bytes. With one rank a host
 // there is one sum a host, so all numerics but `ring` give the bits of rank_order. What is not the chain of rank_order
 // gets three cases.
