@@ -470,6 +470,26 @@ class NodeNumber:
 
     def __init__(self) -> None: ...
 
+def cut_tree(leaves: int, ranks: int) -> tuple[list[int], list[int]]:
+    """The tree over micro-batches, cut into one node a rank: where each begins, and all end; and how they are added.
+
+    On a stack: each is put on it, and then that many times the two at the top become their sum. Raises InvalidUsage for
+    fewer micro-batches than ranks.
+    """
+
+class TreeSums:
+    """Sums of gradients of this rank's micro-batches, within one step, that wait for their other halves."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None: ...
+    def take(self, merges: int) -> bool:
+        """Moves the gradients of one micro-batch out of `.grad`; then, `merges` times, the last two sums become one.
+
+        Returns whether there was any gradient.
+        """
+
+    def deliver(self, divisor: float) -> None:
+        """There is one sum: puts it, divided by `divisor`, into `.grad`."""
+
 class Reducer:
     """Averages the gradients of one model while its backward still runs. Used by `Parallel`.
 
@@ -564,6 +584,15 @@ class Reducer:
 
     def set_static_graph(self) -> None:
         """As the option; before the first backward."""
+
+    def complete_step(self, sums: TreeSums, total: int, number: int) -> None:
+        """The next synchronized backward brings this rank's last micro-batch of step `number`, of `total` of them.
+
+        Its averages are of the tree over all: what `sums` has of this rank's other ones is added while it runs.
+        """
+
+    def end_step(self) -> bool:
+        """Whether a backward has completed the step. If none has, which parameters were used in it is forgotten."""
 
     def install_futures(self, futures: Sequence[torch.futures.Future[Any]]) -> None:
         """Waited for at the end of the next synchronized backward."""

@@ -10,6 +10,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "bindings/bindings.h"
+#include "collectives/order.h"
 #include "reducer/backward/backward.h"
 #include "reducer/buckets/bucket_lane.h"
 #include "reducer/gradients/gradient_memory.h"
@@ -239,6 +240,17 @@ void bind_reducer(py::module_& module) {
   module.def("note_incoming", &note_incoming, py::arg("parameters"), "Lets owns_gradient() know what autograd brings.");
   module.def("owns_gradient", &owns_gradient, py::arg("parameter"), "Whether .grad alone looks at its memory.");
   py::class_<NodeNumber>(module, "NodeNumber").def(py::init(&NodeNumber::now));
+  module.def(
+      "cut_tree",
+      [](uint32_t leaves, int ranks) {
+        const TreeCut cut = cut_tree(leaves, ranks);
+        return std::pair(cut.begins, std::vector<int>(cut.merges.begin(), cut.merges.end()));
+      },
+      py::arg("leaves"), py::arg("ranks"));
+  py::class_<TreeSums, std::shared_ptr<TreeSums>>(module, "TreeSums")
+      .def(py::init<std::vector<at::Tensor>>(), py::arg("parameters"))
+      .def("take", &TreeSums::take, py::arg("merges"), NoGil())
+      .def("deliver", &TreeSums::deliver, py::arg("divisor"), NoGil());
   py::class_<Reducer, std::shared_ptr<Reducer>>(module, "Reducer", py::release_gil_before_calling_cpp_dtor())
       .def(py::init(&make_reducer), py::arg("parameters"), py::arg("model_name"), py::arg("parameter_names"),
            py::arg("communicator"), py::arg("sparse"), py::arg("options"), NoGil())
@@ -275,6 +287,14 @@ void bind_reducer(py::module_& module) {
           py::arg("divisor"), py::arg("weight"), NoGil())
       .def(
           "expect_shadows", [](Reducer& self) { self.model()->coming_forward().has_shadows = true; }, NoGil())
+      .def(
+          "complete_step",
+          [](Reducer& self, const std::shared_ptr<TreeSums>& sums, uint32_t total, uint64_t number) {
+            self.model()->step = TreeStep{.sums = sums, .total = total, .number = number};
+          },
+          py::arg("sums"), py::arg("total"), py::arg("number"), NoGil())
+      .def(
+          "end_step", [](Reducer& self) { return self.model()->end_step(); }, NoGil())
       .def("install_futures", &install_futures, py::arg("futures"))
       .def("set_comm_hook", &set_comm_hook, py::arg("state"), py::arg("hook"))
       .def("set_compression", &set_compression, py::arg("dtype"), py::arg("divides_first") = true, NoGil())

@@ -13,10 +13,9 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.data import DataLoader, DistributedSampler
 
-from syncengine._C import Backend
+from syncengine._C import TreeSums, cut_tree
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.replication import check_same_on_all_ranks
-from syncengine.parallel.summation import Node, Sums, ancestors, children, deal, nodes_within, sum_over_ranks
 from syncengine.parallel.tools import ForTools
 
 _SAME = "Make micro_batches() from the same loader, with the same arguments and torch.set_num_threads(), on every rank."
@@ -80,8 +79,9 @@ class MicroBatches:
         digest = hashlib.sha256(repr(batches).encode()).hexdigest()[:16]
         lines = [*(f"{name}={value}" for name, value in self._facts.items()), f"order of samples {digest}"]
         check_same_on_all_ranks(communicator, "the micro-batches differ", lines, _SAME)
-        self._own = deal(total, communicator.size)[communicator.rank]
-        self._backend = Backend(communicator) if communicator.size > 1 else None
+        begins, _ = cut_tree(total, communicator.size)
+        self._own = range(begins[communicator.rank], begins[communicator.rank + 1])
+        _, self._merges = cut_tree(len(self._own), len(self._own))  # after each
         self._fetched: Iterator[Any] = iter(())
         self._fetches = -1  # the step that comes next from there
         self._running: Generator[tuple[int, Any], None, None] | None = None
@@ -113,8 +113,11 @@ class MicroBatches:
 
     def _run(self) -> Generator[tuple[int, Any], None, None]:
         self._check_model()
-        parameters = [p for p in self._model._module_parameters if p.requires_grad]
-        if any(p.grad is not None for p in parameters):
+        model, reducer, last = self._model, self._model.reducer, self._own[-1]
+        if not model.require_backward_grad_sync:
+            raise InvalidUsage("the steps of micro_batches() are not to be under no_sync(), which it enters itself")
+        trained = self._trained()
+        if any(p.grad is not None for p in trained):
             raise InvalidUsage(
                 "a step of micro_batches() begins with gradients that are there already: call optimizer.zero_grad() "
                 "after each step, with set_to_none=True, which is the default"
@@ -122,70 +125,53 @@ class MicroBatches:
         if self._fetches != self.step:
             self._fetched = iter(self._fetcher(self.step))
         self._fetches = -1
-        sums = Sums(parameters)
-        held: dict[Node, list[torch.Tensor]] = {}
+        sums, averaged = TreeSums(model._module_parameters), False
         try:
-            for i in self._own:
+            for i, merges in zip(self._own, self._merges, strict=True):
                 batch = next(self._fetched)
-                versions = [p._version for p in parameters]
+                versions = [p._version for p in trained]
                 _seed(self._seed, self.step, i)
-                with self._model.no_sync():
+                if reducer.reduces and i == last:
+                    reducer.complete_step(sums, self._total, self.step)
                     yield i, batch
-                if versions != [p._version for p in parameters]:
+                    brought = reducer.end_step()
+                else:
+                    with model.no_sync():
+                        yield i, batch
+                    brought = sums.take(merges)
+                if versions != [p._version for p in trained]:
                     raise InvalidUsage(f"the parameters have changed within micro-batch {i}: step after the whole loop")
-                held[i, i + 1] = self._take(sums, i)
-                for node in reversed(ancestors(self._total, i)):  # the binary counter
-                    left, right = children(node)
-                    if left not in held or right not in held:
-                        break
-                    held[node] = sums.add(held.pop(left), held.pop(right))
+                if [*map(id, trained)] != [*map(id, self._trained())]:
+                    raise InvalidUsage(f"parameters were frozen or unfrozen in micro-batch {i}: do so between steps")
+                if not brought:
+                    raise InvalidUsage(
+                        f"micro-batch {i} has brought no gradient: call backward() once in each, and not under "
+                        "no_sync(), which micro_batches() enters itself; and zero_grad() after the step"
+                    )
+            if not reducer.reduces:
+                sums.deliver(self._total)
+            averaged = True
         finally:
-            for parameter in parameters:
-                parameter.grad = None
-        self._average(sums, held)
+            if not averaged:
+                reducer.end_step()
+                for parameter in trained:
+                    parameter.grad = None
         self._fetches = self.step = self.step + 1
         _seed(self._seed, self.step - 1, self._total)  # for what comes after the step, the same on all ranks
 
-    def _take(self, sums: Sums, i: int) -> list[torch.Tensor]:
-        """The gradients of micro-batch ``i``, which no longer lie in ``.grad``."""
-        if self._model._uneven.weight is not None:
-            raise InvalidUsage("weight() has no meaning within micro_batches(), which all count the same")
-        if [p for p in self._model._module_parameters if p.requires_grad] != sums.parameters:
-            raise InvalidUsage(f"parameters were frozen or unfrozen within a step, in micro-batch {i}: do so between")
-        if all(p.grad is None for p in sums.parameters):
-            raise InvalidUsage(
-                f"micro-batch {i} has brought no gradient: call backward() once in each, and zero_grad() after the step"
-            )
-        return sums.take()
-
-    def _average(self, sums: Sums, held: dict[Node, list[torch.Tensor]]) -> None:
-        communicator = self._model.communicator
-        if self._backend is not None:
-            # Which parameters any rank has used, and that all are in the same step.
-            told = torch.tensor([*sums.used, self.step, -self.step], dtype=torch.int64, device="cpu")
-            communicator.all_reduce(told, "max")
-            *used, latest, earliest = told.tolist()
-            if latest != self.step or -earliest != self.step:
-                raise InvalidUsage(f"the ranks are in different steps, {-earliest} to {latest}, of micro_batches()")
-            sums.used = [bool(one) for one in used]
-            dealt = [nodes_within(part, (0, self._total)) for part in deal(self._total, communicator.size)]
-            own = dealt[communicator.rank]
-            flats = [[held[node][k] for node in own] for k in range(len(sums.flats))]
-            held.clear()
-            total = [sum_over_ranks(self._backend, communicator, flat, dealt, self._total) for flat in flats]
-        else:
-            total = held.pop((0, self._total))
-        for flat in total:
-            flat.mul_(1 / self._total)
-        sums.deliver(total)
-        self._model.reducer.averages_elsewhere = True
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [p for p in self._model._module_parameters if p.requires_grad]
 
     def _check_model(self) -> None:
         model = self._model
         if model.device.type != "cpu":
             raise InvalidUsage(f"micro_batches() adds gradients on CPUs, but the model is on {model.device}")
-        if model._join_config.enable or model._comm_hooks:
-            raise InvalidUsage("micro_batches() works neither in a join context nor with a communication hook")
+        if model._join_config.enable or model._comm_hooks or model._uneven.weight is not None:
+            raise InvalidUsage("micro_batches() works neither in join() nor with a communication hook or weight()")
+        if not (torch.tensor(2.0**-149, device="cpu") * 1.0).item():
+            raise InvalidUsage("micro_batches() needs subnormal numbers: leave out torch.set_flush_denormal(True)")
+        if model.communicator.numerics == "ring":
+            raise InvalidUsage("micro_batches() has its own order of sums: call init() without numerics='ring'")
         for name, module in model.module.named_modules():
             tracks = isinstance(module, torch.nn.SyncBatchNorm) or getattr(module, "track_running_stats", False)
             if isinstance(module, _NormBase) and module.training and tracks:
@@ -222,7 +208,16 @@ class MicroBatches:
         loader = self._loader
         dataset: Any = _SeededDataset(loader.dataset)
         places = _Repeatable(lambda: self._places(step))
-        return DataLoader(dataset, batch_sampler=places, collate_fn=loader.collate_fn, pin_memory=loader.pin_memory)
+        kept = (
+            "collate_fn",
+            "pin_memory",
+            "num_workers",
+            "worker_init_fn",
+            "multiprocessing_context",
+            "prefetch_factor",
+        )
+        options: dict[str, Any] = {name: getattr(loader, name) for name in (*kept, "timeout")}
+        return DataLoader(dataset, batch_sampler=places, **options)
 
 
 def micro_batches(model: ForTools, loader: DataLoader[Any], *, total: int, seed: int = 0) -> MicroBatches:
@@ -266,10 +261,6 @@ def _seed(*key: Any) -> None:
 def _check_loader(loader: DataLoader[Any]) -> None:
     if not isinstance(loader, DataLoader) or loader.batch_sampler is None or not hasattr(loader.dataset, "__getitem__"):
         raise InvalidUsage("micro_batches() takes a torch DataLoader over a dataset with indices, which makes batches")
-    if loader.num_workers:
-        raise InvalidUsage(
-            f"micro_batches() fetches samples in this process: give the loader num_workers=0, not {loader.num_workers}"
-        )
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler):
         raise InvalidUsage("the loader has a DistributedSampler, which cuts the data by rank: give it as for one rank")

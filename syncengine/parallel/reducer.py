@@ -18,7 +18,6 @@ class NoReducer:
     """Instead of a reducer where nothing is reduced, as with one rank: the methods that tools call do nothing."""
 
     reduces = False
-    averages_elsewhere = False
 
     def __init__(self, switches: Switches) -> None:
         self._switches = switches
@@ -46,7 +45,7 @@ class NoReducer:
     def _nothing(self, *_: Any) -> None:
         pass
 
-    plan_with = weigh_with = set_static_graph = _delay_all_reduce = _nothing
+    end_step = plan_with = weigh_with = set_static_graph = _delay_all_reduce = _nothing
     _check_reducer_finalized = _remove_autograd_hooks = _set_ddp_runtime_logging_sample_rate = _nothing
 
 
@@ -54,7 +53,6 @@ class ModelReducer(Reducer):
     """The reducer of one ``Parallel``."""
 
     reduces = True
-    averages_elsewhere = False  # micro_batches() has put averages into .grad since the last forward
 
     def __init__(self, model: Model, options: ReducerOptions) -> None:
         super().__init__(model.parameters, str(model), model.names, model.communicator, model.sparse, options)

@@ -58,8 +58,6 @@ class Steps:
             if synchronize:
                 self.log.note_forward()
                 self.newcomers.look(joinable)
-            if is_recorded:
-                reducer.averages_elsewhere = False
             plans = is_recorded and (reducer.begin_forward(synchronize) or self.planning.plan is None) and synchronize
             if joinable._join_config.enable or plans or sync_buffers is PRE_FORWARD or uneven.weight is not None:
                 self._meet(joinable, synchronize, plans, sync_buffers is PRE_FORWARD)

@@ -328,7 +328,7 @@ def _why_not_averages(models: Iterable[Callable[[], Parallel | None]]) -> str:
     for known in models:
         if (model := known()) is None or not model.reducer.reduces:
             continue
-        reason = "" if model.reducer.averages_elsewhere else model.reducer.not_averaged()
+        reason = model.reducer.not_averaged()
         if reason and any(parameter.grad is not None for parameter in model._module_parameters):
             return f"the gradients of {type(model.module).__name__} are not averages: {reason}"
     return ""

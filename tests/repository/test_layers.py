@@ -91,7 +91,6 @@ PARALLEL_MODULES = [
     "join",
     "mixed_precision",
     "tools",
-    "summation",
     "micro_batches",
     "logging",
     "wrapper",

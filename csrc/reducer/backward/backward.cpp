@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "collectives/order.h"
 #include "reducer/backward/texts.h"
 #include "reducer/gradients/sparse.h"
 #include "reducer/parameters/hooks.h"
@@ -41,8 +42,16 @@ void Backward::begin() {
                    model_.flat ? model_.flat->words_for_nonfinite() : host_words_for_nonfinite(world), world);
   }
   missing_ = buckets_.size();
-  told_.weighting.divisor = model_.averaging.communicator->size();
+  if (model_.step && std::exchange(model_.step->begun, true)) {
+    throw Error(ErrorKind::InvalidUsage, "a second synchronized backward of " + model_.parameters.model() +
+                                             " in one micro-batch: call backward() once in each, of the sum of losses");
+  }
+  step_ = model_.step;
+  told_.weighting.divisor = step_ ? step_->total : model_.averaging.communicator->size();
   forwards_.tell(told_, model_.parameters, usage.finds_unused());
+  if (step_ && told_.weighting.given) {
+    throw Error(ErrorKind::InvalidUsage, "weight() has no meaning within micro_batches(), which all count the same");
+  }
 }
 
 bool Backward::bring(size_t index, const at::Tensor& incoming) {
@@ -142,6 +151,7 @@ void Backward::count_collected(size_t index) {
   if (bucket.missing == bucket.layout->parameters.size()) route_->open(*this, bucket);
   if (model_.flat) model_.flat->note(bucket.layout->index);
   if (told_.weighting.weight != 1.0) gradient(index).weigh(told_.weighting.weight);
+  if (step_) gradient(index).complete(*step_->sums, index);
   if (bucket.memory && bucket.memory->small) {
     const size_t offset = bucket.layout->small.offsets[plan_->position_of(index)];
     if (offset != SmallLayout::kLarge) {
@@ -154,6 +164,18 @@ void Backward::count_collected(size_t index) {
   bucket.state = skips(bucket) ? Bucket::State::Skipped : Bucket::State::Ready;
   route_->ready(*this, bucket);
   if (missing_ == 0 && asks_usage_ && !usage_travels_) announce_usage();
+}
+
+Operation Backward::operation_of(const BucketLayout& layout) const {
+  Operation operation = model_.averaging.operation_of(layout);
+  if (!step_) return operation;
+  operation.numerics = Numerics::Tree;
+  operation.leaves = step_->total;
+  operation.layout_hash = mix(mix(operation.layout_hash, step_->total), step_->number);
+  operation.describe = [bucket = std::move(operation.describe), total = step_->total, number = step_->number] {
+    return bucket() + ", in step " + std::to_string(number) + " of micro_batches(total=" + std::to_string(total) + ")";
+  };
+  return operation;
 }
 
 bool Backward::skips(const Bucket& bucket) const {
@@ -211,8 +233,10 @@ void Backward::average_sparse_gradients() {
       return watch_->look(plan_->sparse()[k], values, rank);
     };
   }
-  model_.record.statistics.reduced_bytes += average_sparse(gathered, *model_.averaging.communicator,
-                                                           told_.weighting.divisor, model_.parameters.model(), look);
+  Communicator& communicator = *model_.averaging.communicator;
+  const auto merges = step_ ? cut_tree(step_->total, communicator.size()).merges : std::vector<uint8_t>();
+  model_.record.statistics.reduced_bytes +=
+      average_sparse(gathered, communicator, told_.weighting.divisor, model_.parameters.model(), merges, look);
 }
 
 // Ranks that skip what others reduce would wait for each other forever.

@@ -43,7 +43,7 @@ class Backward {
   // --- While it runs
 
   // Takes what the forwards say that it comes from, and goes by the model's plan and route. Throws InvalidUsage if two
-  // forwards say different weights.
+  // forwards say different weights, or another backward has completed the step.
   void begin();
   bool has_begun() const { return plan_ != nullptr; }
 
@@ -97,6 +97,8 @@ class Backward {
   bool usage_travels() const { return asks_usage_ && usage_travels_; }
   // Null: it is not asked for.
   const NonfiniteWatch* watch() const { return watch_ ? &*watch_ : nullptr; }
+  // Without memory; added in the order that this backward's sums have.
+  Operation operation_of(const BucketLayout& layout) const;
   // What this rank says.
   Masks own_masks() const {
     const uint64_t here = uint64_t{1} << model_.averaging.communicator->rank();
@@ -121,6 +123,7 @@ class Backward {
   std::shared_ptr<const BucketPlan> plan_;
   Route* route_ = nullptr;
   Forward told_{};  // by the forwards that it comes from
+  std::optional<TreeStep> step_;
   bool asks_usage_ = false, usage_travels_ = false;
   std::vector<Bucket> buckets_;
   size_t missing_ = 0;  // buckets that have not all gradients yet

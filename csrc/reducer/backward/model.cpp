@@ -37,6 +37,13 @@ Backward& Model::coming_backward() {
   return *backward;
 }
 
+bool Model::end_step() {
+  const bool completed = step && step->begun;
+  step.reset();
+  if (!completed) usage.clear();
+  return completed;
+}
+
 void Model::check_between_backwards(const char* what) const {
   if (!backward || !backward->has_begun()) return;
   throw Error(ErrorKind::InvalidUsage, parameters.model() + ": " + what + " in the middle of a backward");

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "engine/communicator/communicator.h"
@@ -54,10 +55,15 @@ struct Model {
   // As long as a forward, and a backward.
   std::shared_ptr<Forward> forward;    // has begun, and not ended
   std::shared_ptr<Backward> backward;  // that comes next, or runs
+  // As long as this rank's last micro-batch of it.
+  std::optional<TreeStep> step;
 
   // These two, made if there is none.
   Forward& coming_forward();
   Backward& coming_backward();
+
+  // Whether a backward has completed the step; what it has left is forgotten.
+  bool end_step();
 
   // Before a forward, for which parameters have `changed`: see CurrentPlan.
   bool wants_plan(bool changed);

@@ -15,6 +15,7 @@
 #include <string>
 
 #include "reducer/gradients/statistics.h"
+#include "reducer/gradients/tree_sums.h"
 #include "reducer/torch/tensors.h"
 
 namespace syncengine {
@@ -47,6 +48,8 @@ class Gradient {
   void collect_absent();
   // Multiplies what was collected; nothing is left of it at zero, not even a NaN.
   void weigh(double weight);
+  // Adds what this rank has of the step's micro-batches before the last.
+  void complete(const TreeSums& sums, size_t index) { memory_ = sums.complete(index, std::move(memory_)); }
   // The average is in data(): puts it into .grad, and returns true. `used` is false if no rank had a gradient: then
   // .grad stays as it is, as that of a rank that has no batch does.
   bool deliver(bool used);

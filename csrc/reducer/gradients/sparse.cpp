@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_sparse_coo_tensor_unsafe.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
 #include <cstring>
@@ -66,11 +67,18 @@ bool is_narrow(const at::Tensor& tensor) {
 
 }  // namespace
 
+at::Tensor add_sparse(const at::Tensor& left, const at::Tensor& right) {
+  if (!is_narrow(left)) return (left + right).coalesce();
+  return (left.to(at::kFloat) + right.to(at::kFloat)).coalesce().to(left.scalar_type()).coalesce();
+}
+
 size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& communicator, double divisor,
-                      const std::string& model, const LookAtSparse& look) {
+                      const std::string& model, const std::vector<uint8_t>& merges, const LookAtSparse& look) {
   at::NoGradGuard no_grad;
   const auto size = communicator.size();
-  const bool ring = communicator.numerics() == Numerics::Ring;  // DDP's: divided first, summed in the gradient's dtype
+  const bool tree = !merges.empty();
+  const bool ring =
+      !tree && communicator.numerics() == Numerics::Ring;  // DDP's: divided first, summed in the gradient's dtype
   std::vector<at::Tensor> own;
   at::Tensor counts = at::empty({static_cast<int64_t>(gradients.size())}, at::kLong);
   for (size_t i = 0; i < gradients.size(); ++i) {
@@ -101,12 +109,22 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
   at::Tensor everyone = gather(packed, communicator, "the sparse gradients of " + model);
 
   for (size_t i = 0; i < own.size(); ++i) {
-    const bool widen = is_narrow(own[i]);  // torch can't add them sparsely
+    const bool widen = !tree && is_narrow(own[i]);  // torch can't add them sparsely
     at::Tensor sum;
+    std::vector<at::Tensor> waiting;  // for its other half
     for (int rank = 0; rank < size; ++rank) {
       at::Tensor next = unpack(everyone[rank], places[rank][i], own[i], count_of[rank * own.size() + i]);
       if (widen) next = next.to(at::kFloat);
-      sum = sum.defined() ? sum.add_(next) : next;
+      if (tree) {
+        if (sum.defined()) waiting.push_back(sum);
+        sum = next.coalesce();
+        for (int merge = 0; merge < merges[rank]; ++merge) {
+          sum = add_sparse(waiting.back(), sum);
+          waiting.pop_back();
+        }
+      } else {
+        sum = sum.defined() ? sum.add_(next) : next;
+      }
     }
     sum = sum.coalesce();
     if (look && !all_finite(sum)) {
@@ -115,7 +133,7 @@ size_t average_sparse(const std::vector<at::Tensor>& gradients, Communicator& co
         brought |= !look(i, rank, unpack(everyone[rank], places[rank][i], own[i], count_of[rank * own.size() + i]));
       if (!brought) look(i, size, sum);
     }
-    if (!ring) sum._values().mul_(1.0 / divisor);
+    if (!ring) sum._values().mul_(at::scalar_tensor(1.0 / divisor, at::kDouble));
     gradients[i].copy_(sum);
   }
   return places[communicator.rank()].back().end;

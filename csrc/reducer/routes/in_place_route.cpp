@@ -36,7 +36,7 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
   const Averaging& averaging = model.averaging;
   const BucketLayout& layout = *bucket.layout;
   const double divisor = backward.weighting().divisor;
-  Operation operation = averaging.operation_of(layout);
+  Operation operation = backward.operation_of(layout);
   follow_strides(backward, layout, operation);
   const auto memory = bucket.memory;
   if (averaging.compression) {
@@ -78,10 +78,10 @@ void InPlaceRoute::follow_strides(const Backward& backward, const BucketLayout& 
     strided.emplace_back(i, gradient.strides().vec());
   }
   if (strided.empty()) return;
-  operation.describe = [shared = layout.shared_from_this(), strided = std::move(strided)] {
-    std::string text = shared->describe();
+  operation.describe = [bucket = std::move(operation.describe), names = layout.names, strided = std::move(strided)] {
+    std::string text = bucket();
     for (const auto& [i, strides] : strided)
-      text += (i == strided[0].first ? ", strides of " : ", of ") + shared->names->parameters[i] + " " +
+      text += (i == strided[0].first ? ", strides of " : ", of ") + names->parameters[i] + " " +
               c10::str(at::IntArrayRef(strides));
     return text;
   };

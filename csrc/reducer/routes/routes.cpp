@@ -66,7 +66,7 @@ void FlatRoute::start(Backward& backward, Bucket& bucket) {
   const size_t index = bucket.layout->index;
   const double divisor = backward.weighting().divisor;
   flat_.fill(bucket, gradients_);
-  Operation operation = averaging_.operation_of(*bucket.layout);
+  Operation operation = backward.operation_of(*bucket.layout);
   operation.layout_hash =
       operation.layout_hash * 31 + averaging_.slots->first();  // of this model: another may look the same
   operation.output = operation.input = flat_.span(index);

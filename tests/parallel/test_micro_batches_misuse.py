@@ -1,0 +1,211 @@
+"""micro_batches(): what is refused, with which words; and samplers that are followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pool import RankFailure, RankPool
+from test_micro_batches import Augmented, loader, make
+from torch import nn
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+import syncengine
+
+MISUSES: dict[str, tuple[str, Callable[[], Any]]] = {}
+
+
+def misuse(text: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
+    def decorate(function: Callable[[], Any]) -> Callable[[], Any]:
+        MISUSES[function.__name__] = text, function
+        return function
+
+    return decorate
+
+
+def batches_of(net: nn.Module | None = None, given: DataLoader | None = None, total: int = 4) -> Any:
+    model = syncengine.Parallel(net or make("language"))
+    return model, syncengine.micro_batches(model, given or loader(), total=total)
+
+
+@misuse("total=1 micro-batches are too few for 2 ranks")
+def too_few() -> None:
+    batches_of(total=1)
+
+
+@misuse("different sizes, 2 to 4 samples")
+def unlike_sizes() -> None:
+    batches_of(given=DataLoader(Augmented(), batch_size=4))
+
+
+@misuse("has a generator of its own")
+def own_generator() -> None:
+    batches_of(given=DataLoader(Augmented(), batch_size=5, shuffle=True, generator=torch.Generator()))
+
+
+@misuse("DistributedSampler, which cuts the data by rank")
+def distributed_sampler() -> None:
+    sampler = torch.utils.data.DistributedSampler(Augmented(), 2, 0)
+    batches_of(given=DataLoader(Augmented(), batch_size=3, sampler=sampler))
+
+
+@misuse("gives another order each time")
+def sampler_with_a_state() -> None:
+    class Turning(list):
+        def __iter__(self):
+            self.append(self.pop(0))
+            return super().__iter__()
+
+    batches_of(given=DataLoader(Augmented(), batch_size=3, sampler=Turning(range(150))))
+
+
+@misuse("module 0 is a BatchNorm1d.*use GroupNorm")
+def batch_norm() -> None:
+    batches_of(nn.Sequential(nn.BatchNorm1d(8)))
+
+
+@misuse("threads=.*rank 1 has \\[threads=2\\]")
+def threads() -> None:
+    torch.set_num_threads(1 + syncengine.rank())
+    try:
+        batches_of()
+    finally:
+        torch.set_num_threads(1)
+
+
+@misuse("module 0 is a SyncBatchNorm.*use GroupNorm")
+def sync_batch_norm() -> None:
+    batches_of(nn.Sequential(nn.SyncBatchNorm(8)))
+
+
+@misuse("nor with a communication hook")
+def comm_hook() -> None:
+    model, batches = batches_of()
+    model.register_comm_hook(None, syncengine.hooks.bf16_compress)
+    next(iter(batches))
+
+
+@misuse("works neither in join")
+def in_join() -> None:
+    model, batches = batches_of()
+    with model.join():
+        next(iter(batches))
+
+
+@misuse("nor with a communication hook or weight")
+def weighted() -> None:
+    model, batches = batches_of()
+    model.weight(2)
+    next(iter(batches))
+
+
+@misuse("weight\\(\\) has no meaning within micro_batches")
+def weighted_within() -> None:
+    model, batches = batches_of()
+    for i, batch in batches:
+        if i % 2:  # the last of a rank
+            model.weight(2)
+        model(*batch).backward()
+
+
+@misuse("not to be under no_sync")
+def all_under_no_sync() -> None:
+    model, batches = batches_of()
+    with model.no_sync():
+        for _, batch in batches:
+            model(*batch).backward()
+
+
+@misuse("has brought no gradient.*not under no_sync")
+def accumulated_under_no_sync() -> None:
+    """As plain scripts and Accelerate accumulate."""
+    model, batches = batches_of()
+    for _, batch in batches:
+        with model.no_sync():
+            model(*batch).backward()
+
+
+@misuse("a second synchronized backward of Parallel.Language. in one micro-batch")
+def two_backwards() -> None:
+    model, batches = batches_of()
+    for _, batch in batches:
+        for _ in range(2):
+            model(*batch).backward()
+
+
+@misuse("in step 0 of micro_batches.*in step 1 of micro_batches")
+def another_step_on_one_rank() -> None:
+    model, batches = batches_of()
+    batches.step = syncengine.rank()
+    for _, batch in batches:
+        model(*batch).backward()
+
+
+@misuse("without numerics='ring'")
+def ring() -> None:
+    syncengine.shutdown()
+    syncengine.init(numerics="ring")
+    batches_of()
+
+
+@misuse("set_flush_denormal")
+def flushed() -> None:
+    torch.set_flush_denormal(True)
+    try:
+        batches_of()
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@misuse("call optimizer.zero_grad")
+def no_zero_grad() -> None:
+    model, batches = batches_of()
+    for _ in range(2):
+        for _, batch in batches:
+            model(*batch).backward()
+
+
+@misuse("step after the whole loop")
+def step_within() -> None:
+    model, batches = batches_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _, batch in batches:
+        model(*batch).backward()
+        optimizer.step()
+
+
+@misuse("has brought no gradient")
+def no_backward() -> None:
+    model, batches = batches_of()
+    for _, batch in batches:
+        model(*batch)
+
+
+@misuse("the checkpoint's micro-batches have total=8, these have total=4")
+def another_total() -> None:
+    _, batches = batches_of()
+    batches.load_state_dict({**batches.state_dict(), "total": 8})
+
+
+@pytest.mark.parametrize("name", MISUSES)
+def test_bad_use_is_an_error(pool: RankPool, name: str):
+    text, function = MISUSES[name]
+    with pytest.raises(RankFailure, match=f"(?s)(InvalidUsage|Mismatch).*{text}"):
+        pool.run(function)
+
+
+def weighted_order() -> list[int]:
+    sampler = WeightedRandomSampler([1.0 + i % 3 for i in range(150)], 150)
+    _, batches = batches_of(given=DataLoader(Augmented(), batch_size=3, sampler=sampler))
+    batches._fetched, orders = iter(()), []
+    for step in (0, 13):
+        orders += [list(place[1:]) for place, _ in zip(batches._places(step), range(2), strict=False)]
+    return orders
+
+
+def test_samplers_that_draw_from_torch_are_followed(pool: RankPool):
+    first, second = pool.run(weighted_order)
+    assert first != second
+    assert len({str(order) for order in first + second}) == 8
