@@ -158,11 +158,10 @@ def measure(trainees: dict[str, Trainee | None], steps: int) -> dict[str, np.nda
 def verify_equal(trainees: dict[str, Trainee | None]) -> None:
     """Raises unless all have trained the same bits, on every rank that has trained."""
     own = {name: [p.detach() for p in t.model.module.parameters()] for name, t in trainees.items() if t}
-    first, *others = own
-    for name in others:
-        same = all(torch.equal(a, b) for a, b in zip(own[first], own[name], strict=True))
-        if not same:
-            raise AssertionError(f"{first} and {name} have trained different models")
+    names = list(own)
+    for name in names[1:]:
+        if not all(torch.equal(a, b) for a, b in zip(own[names[0]], own[name], strict=True)):
+            raise AssertionError(f"{names[0]} and {name} have trained different models")
 
 
 def ratio(took: np.ndarray, beside: np.ndarray) -> dict[str, float]:
