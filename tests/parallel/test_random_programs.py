@@ -275,7 +275,10 @@ def draw(number: int, fails: bool = True) -> Program:
         if step.before == "dropped" or any(each.fails for each in steps):
             changes["uneven"] = False  # of a backward that is due all ranks make the first
         steps[place] = replace(step, **changes)
-    tied = not once and chance(0.2)
+    tied = chance(0.5 if once and static else 0.2) and (static or not once)
+    if tied and "reentrant" in layers:  # its hooks run twice in a backward, which takes a static graph
+        layers.remove("reentrant")
+        layers.insert(0, "reentrant")
     kind = "sgd" if sparse else dice.choice(["sgd", "momentum", "adamw"])
     output = dice.choice(list(OUTPUTS))
     return Program(number, tuple(layers), output, choice, options, hook, kind, tied, tuple(steps))
