@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -47,28 +48,29 @@ class Door:
         if communicator.rank != 0 or time.monotonic() < self._looked + _LOOK:
             return
         self._looked = time.monotonic()
-        if self._waiting() > self._let_in:
+        if len(self._names()) > self._let_in:
             communicator.abort("another rank joins: all begin the step anew")
 
     def let_in(self, communicator: Communicator, facts: str) -> Communicator:
         """The communicator with those that wait, which becomes the default one; or the same, if nobody waits or they
         can't join. Collective. `facts` are what they must have in common with these ranks."""
-        told = torch.tensor([self._waiting() if communicator.rank == 0 else 0, self._let_in], dtype=torch.int64)
+        came = len(self._names()) if communicator.rank == 0 else 0
+        told = torch.tensor([came, self._let_in], dtype=torch.int64)
         communicator.broadcast(told, 0)
         waiting, let_in = told.tolist()
-        self._let_in = waiting
-        if waiting == let_in:
+        self._let_in = max(waiting, let_in)
+        if waiting <= let_in:
             return communicator
-        names = [int(self._store.get(f"{PLACE}/{number}")) for number in range(let_in, waiting)]
-        ranks = [*communicator.global_ranks, *names]
-        if communicator.rank == 0:
-            for name in names:
-                self._store.set(f"{PLACE}/ticket/{name}", json.dumps({"ranks": ranks, "let_in": waiting}))
         connection = None
         try:
+            names = self._names()[let_in:waiting]
+            ranks = [*communicator.global_ranks, *names]
+            if communicator.rank == 0:
+                for name in names:
+                    self._store.set(f"{PLACE}/ticket/{name}", json.dumps({"ranks": ranks, "let_in": waiting}))
             connection = self._meet(ranks, communicator.rank, facts)
-        except SyncError as error:
-            logger.warning("ranks %s can't join: %s", names, error)
+        except (SyncError, dist.DistError) as error:
+            logger.warning("nobody joins: %s", error)
         agreed = torch.tensor([int(connection is not None)], dtype=torch.int64)
         communicator.all_reduce(agreed, "min")
         if connection is None or not int(agreed):
@@ -80,8 +82,7 @@ class Door:
 
     def enter(self, facts: str, timeout: float) -> Communicator:
         """Waits until this process is let in."""
-        number = self._store.add(PLACE, 1) - 1
-        self._store.set(f"{PLACE}/{number}", str(self.name))
+        self._store.append(PLACE, f"{self.name} ")  # type: ignore[attr-defined] # which torch's stub lacks
         deadline, ticket = time.monotonic() + timeout, f"{PLACE}/ticket/{self.name}"
         while not self._store.check([ticket]):
             if time.monotonic() > deadline:
@@ -93,8 +94,11 @@ class Door:
         replace_default(connection)
         return connection.communicator
 
-    def _waiting(self) -> int:
-        return int(self._store.add(PLACE, 0))
+    def _names(self) -> list[int]:
+        """Of all that have come so far; none where the launcher has died."""
+        with contextlib.suppress(dist.DistError):
+            return [int(name) for name in self._store.get(PLACE).split()] if self._store.check([PLACE]) else []
+        return []
 
     def _meet(self, ranks: list[int], rank: int, facts: str) -> Connection:
         purpose = f"joining {self._let_in}"

@@ -202,8 +202,8 @@ class Parallel(ForTools):
         """After a failure: goes on with the ranks that are left, in a new ``communicator``.
 
         Collective over these. The weights stay as they are on each rank, and so do ``.grad`` and buffers, of which
-        some may be further than others: ``syncengine.elastic`` brings them together. The plan for the buckets, hooks
-        and what ``torch.compile`` has made stay in use. Two models of one communicator move to the same.
+        some may be further than others: ``syncengine.elastic`` brings them together. The plan for the buckets and hooks
+        stay in use. Two models of one communicator move to the same.
 
         ``patience``, and what it raises: see ``syncengine.shrink``.
         """
