@@ -28,6 +28,28 @@ def machine() -> dict[str, Any]:
     `best_instruction_set`.
     """
 
+def start_trace(path: str, events: int, about: str, steps: int) -> None:
+    """Records what happens on this rank into a ring of that many `events`, a file that outlives this process.
+
+    `about`: its first text. After so many `steps` it stops by itself; 0: it does not. Raises `InvalidUsage` if this
+    process is traced already, or if the file can't be made.
+    """
+
+def stop_trace() -> None:
+    """Says in the file that this rank has ended its part. Does nothing without a trace."""
+
+def trace_path() -> str:
+    """The file, also after its `steps`; empty without a trace."""
+
+def trace_now() -> int:
+    """The time as traces have it: nanoseconds of a clock that all processes of a machine share."""
+
+def begin_optimizer(*args: Any) -> None:
+    """A step of an optimizer begins; whatever the arguments."""
+
+def end_optimizer(*args: Any) -> None:
+    """It has ended."""
+
 def network_interfaces() -> list[tuple[str, str]]:
     """Name and address of each network interface that is up, as the kernel lists them."""
 
@@ -346,11 +368,20 @@ class ReducerOptions:
 class StepTimes:
     """How long the steps of one model take. It may outlive the model."""
 
-    def summary(self) -> dict[str, int]:
+    def summary(self) -> dict[str, Any]:
         """`steps`: synchronized backwards that have ended well; `bytes` that they have reduced.
 
         In nanoseconds, of the last 1024, 0 where there is none: `median`, from the end of one to the end of the next,
         and `median_wait`, from the end of this rank's own backward until the averages were there.
+
+        `compared`: how many of the last 100 steps all ranks have told their own times of. `ranks`, one for each: the
+        median `late`, in nanoseconds, own time less the fastest rank's; that `by_phase` (input, forward, backward,
+        optimizer); and how `often` it took over a tenth of a step longer than the middle rank, in the older half of
+        those steps and in the newer one. Empty if none was compared.
+
+        `timeline`, of the last step: since the epoch `forward_start`, `backward_start`, `backward_end`, `comm_start`
+        (the first bucket) and `comm_end`; how long `forward`, `backward`, `comm` and `overlap` (of the last two) took,
+        each a pair of last one and average over `steps`.
         """
 
 class CommonMemory:
@@ -617,17 +648,6 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Stops listening to autograd."""
-
-    def timeline(self) -> dict[str, Any]:
-        """When things happened in the last timed step, in nanoseconds.
-
-        `steps`: how many were timed. Since the epoch: `forward_start`, `backward_start`, `backward_end` (the last
-        gradient), `comm_start` (the first bucket) and `comm_end`. How long: `forward`, `backward`, `comm` and `overlap`
-        (of the last two), each a pair of last one and average.
-        """
-
-    def set_sample_rate(self, rate: int) -> None:
-        """Times the first 10 steps, and then one of `rate`."""
 
     def step_times(self) -> StepTimes:
         """The times of all its steps."""

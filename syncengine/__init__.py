@@ -42,6 +42,7 @@ from syncengine.parallel import Parallel
 from syncengine.parallel.micro_batches import MicroBatches, micro_batches
 from syncengine.sharded import ShardedOptimizer
 from syncengine.torch_backend import register as _register
+from syncengine.tracing.session import trace
 
 if torch.distributed.is_available():
     _register()
@@ -76,5 +77,6 @@ __all__ = [
     "reduce_scatter",
     "shrink",
     "shutdown",
+    "trace",
     "world_size",
 ]

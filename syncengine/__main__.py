@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from syncengine.bench import add_bench
 from syncengine.doctor import add_doctor
 from syncengine.launch.local import add_run
+from syncengine.tracing.perfetto import add_trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_doctor(commands)
     add_bench(commands)
     add_run(commands)
+    add_trace(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
     code: int = options.run(options, given)

@@ -43,6 +43,7 @@ class Config:
     silence: float = 30.0  # seconds without a heartbeat after which a rank of another host is lost
     secret: str = field(default="", repr=False)  # by which ranks of different hosts authenticate each other
     secret_file: str = ""  # that contains it
+    trace: str = ""  # a directory: what happens on this rank is recorded there from the start
     summary: bool = True  # whether rank 0 says on stderr, at the end of a run, how its steps went
 
     @classmethod
@@ -192,5 +193,6 @@ _PARSE: dict[str, Callable[[Any, str], Any]] = {
     "silence": _silence,
     "secret": _secret,
     "secret_file": _secret,
+    "trace": _text,
     "summary": _flag,
 }

@@ -18,6 +18,7 @@ from syncengine.config import Config
 from syncengine.errors import InvalidUsage, Mismatch, SyncError
 from syncengine.interhost import open_packet_transport
 from syncengine.launch import Exchange
+from syncengine.tracing.session import meet
 
 logger = logging.getLogger("syncengine")
 
@@ -73,6 +74,8 @@ def connect(
     """
     options = config.options(timeout)
     if exchange is None:
+        if global_ranks is None:
+            meet(0, 1, 0, config.trace, whole=True)
         return Connection(solo(options, 0 if global_ranks is None else global_ranks[0]), [""], None)
     try:
         # Listens before it is heard of: a rank that dies after its first sign of life breaks connections.
@@ -92,6 +95,7 @@ def connect(
                     config.interhost, rank, known_as, in_order, config.checksum, config.silence, exchange
                 )
         communicator = bootstrap.connect(addresses, timeout, network, transport)
+        meet(known_as[rank], max(known_as) + 1, hosts[rank], config.trace, whole=global_ranks is None)
         if communicator.links:
             logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)
         hosts_named = [f"{host} {name}" for host, name in zip(hosts, names, strict=True)]

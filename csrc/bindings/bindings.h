@@ -16,6 +16,7 @@ void bind_weights(pybind11::module_& module);
 void bind_reducer(pybind11::module_& module);
 void bind_backend(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
+void bind_recorder(pybind11::module_& module);
 
 // C++ errors as Python's, and Python's signals in C++ waits.
 

@@ -44,6 +44,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   syncengine::bind_reducer(module);
   syncengine::bind_backend(module);
   syncengine::bind_machine(module);
+  syncengine::bind_recorder(module);
   module.def(
       "instruction_set", [] { return syncengine::kernels::name(syncengine::kernels::active_isa()); },
       "The instruction set of the reduction kernels: 'scalar', 'avx2' or 'avx512' (SYNCENGINE_ISA chooses).");

@@ -5,6 +5,8 @@
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <chrono>
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -197,28 +199,31 @@ py::dict statistics_dict(Reducer& reducer) {
       "staged_bytes"_a = by_name(kStageReasons, statistics.staged_bytes), "shortage"_a = statistics.shortage);
 }
 
-py::dict timeline_dict(Reducer& reducer) {
-  Timeline timeline;
-  {
-    py::gil_scoped_release no_gil;
-    timeline = reducer.model()->record.timeline;
-  }
-  const auto& step = timeline.last();
-  const auto& totals = timeline.totals();
+// Of DDP's logging data: since the epoch, and averages.
+py::dict timeline_dict(const StepTimes::Summary& summary) {
+  using std::chrono::system_clock;
+  const auto epoch = std::chrono::duration_cast<std::chrono::nanoseconds>(system_clock::now().time_since_epoch());
+  const int64_t offset = epoch.count() - trace::now();
+  const auto& [forward, backward, comm, wait, end] = summary.last;
+  const StepTimes::Totals& totals = summary.totals;
+  auto moment = [&](int64_t at) { return at == 0 ? 0 : at + offset; };
   auto average = [&](int64_t total) { return totals.steps ? total / totals.steps : 0; };
-  return py::dict("steps"_a = totals.steps, "forward_start"_a = step.forward_start,
-                  "backward_start"_a = step.backward_start, "backward_end"_a = step.backward_end,
-                  "comm_start"_a = step.comm_start, "comm_end"_a = step.comm_end,
-                  "forward"_a = std::pair(step.forward(), average(totals.forward)),
-                  "backward"_a = std::pair(step.backward(), average(totals.backward)),
-                  "comm"_a = std::pair(step.comm(), average(totals.comm)),
-                  "overlap"_a = std::pair(step.overlap(), average(totals.overlap)));
+  return py::dict("steps"_a = totals.steps, "forward_start"_a = moment(forward), "backward_start"_a = moment(backward),
+                  "backward_end"_a = moment(wait), "comm_start"_a = moment(comm), "comm_end"_a = moment(end),
+                  "forward"_a = std::pair(forward == 0 ? 0 : backward - forward, average(totals.forward)),
+                  "backward"_a = std::pair(wait - backward, average(totals.backward)),
+                  "comm"_a = std::pair(comm == 0 ? 0 : end - comm, average(totals.comm)),
+                  "overlap"_a = std::pair(comm == 0 ? 0 : std::max<int64_t>(0, wait - comm), average(totals.overlap)));
 }
 
 py::dict summary_dict(const StepTimes& times) {
   const StepTimes::Summary summary = times.summary();
+  py::list ranks;
+  for (const Stragglers::Rank& rank : summary.ranks)
+    ranks.append(py::dict("late"_a = rank.late, "by_phase"_a = rank.by_phase, "often"_a = rank.often));
   return py::dict("steps"_a = summary.steps, "bytes"_a = summary.bytes, "median"_a = summary.median,
-                  "median_wait"_a = summary.median_wait);
+                  "median_wait"_a = summary.median_wait, "compared"_a = summary.compared, "ranks"_a = ranks,
+                  "timeline"_a = timeline_dict(summary));
 }
 
 }  // namespace
@@ -315,11 +320,7 @@ void bind_reducer(py::module_& module) {
       .def(
           "graph_is_static", [](Reducer& self) { return self.model()->record.graph_is_static; }, NoGil())
       .def(
-          "set_sample_rate", [](Reducer& self, uint64_t rate) { self.model()->record.timeline.set_sample_rate(rate); },
-          py::arg("rate"), NoGil())
-      .def(
           "step_times", [](Reducer& self) { return self.model()->record.step_times; }, NoGil())
-      .def("timeline", &timeline_dict)
       .def("statistics", &statistics_dict);
 }
 

@@ -35,7 +35,7 @@ enum class Numerics : uint8_t {
 };
 const char* name(Numerics numerics);  // as in init(): "rank_order"
 
-inline constexpr size_t kMaxFlagWords = 64;
+inline constexpr size_t kMaxFlagWords = 80;
 
 inline constexpr int kNoRoot = -1;
 

@@ -59,7 +59,10 @@ bool Reducer::begin_forward(bool synchronize) {
   model_->forward.reset();
   claimed_ = false;
   if (phase_ == Phase::Consumed && !synchronize) phase_ = Phase::Local;
-  if (synchronize) model_->record.begin_forward();
+  if (synchronize)
+    model_->record.begin_forward();
+  else
+    PhaseClock::of_process().enter(PhaseClock::Forward);
   // An AccumulateGrad node runs on the stream that was current when it was made, and a graph can't be captured through
   // one of another stream that is the default one. So all are made anew where nobody else holds them.
   if (model_->flat && model_->flat->current_changed()) model_->parameters.let_go_of_nodes();
@@ -133,9 +136,11 @@ void Reducer::shadow_backward() {
     model_->coming_forward();
     model_->backward.reset();  // a forward of its own that was dropped
     model_->coming_backward().expect(model_->forward);
+    model_->record.no_batch();
     begin_backward();
     model_->forward.reset();
     model_->backward->collect_absent();
+    model_->record.begin_wait();
     phase_ = Phase::Finalizing;
   }
   finalize();
@@ -169,7 +174,6 @@ void Reducer::begin_backward() {
 }
 
 void Reducer::finalize() {
-  const int64_t waits_from = StepTimes::now();
   const auto backward = model_->backward;
   std::vector<size_t> written;
   try {
@@ -181,8 +185,16 @@ void Reducer::finalize() {
     backward->finish();
     model_->outcome.check(*backward, mutex_);
     std::lock_guard lock(mutex_);
+    const int64_t delivers_from = trace::is_on() ? trace::now() : 0;
     backward->deliver(written);
-    model_->record.end_backward(waits_from);
+    if (delivers_from != 0) {
+      trace::record({.kind = trace::Kind::Delivered,
+                     .begin = delivers_from,
+                     .end = trace::now(),
+                     .epoch = model_->record.statistics.backwards,
+                     .text = trace::text(model_->parameters.model())});
+    }
+    model_->record.end_backward(model_->parameters.model());
     model_->outcome.end_well(model_->record.statistics.backwards);
     end_backward();
   } catch (const Error& error) {
@@ -221,7 +233,7 @@ void Reducer::fail_finalizing(const std::string& text) {
   std::lock_guard lock(mutex_);
   model_->outcome.lose(text);
   if (model_->backward) model_->backward->give_up_forwards(text);
-  model_->record.step_times->interrupt();
+  model_->record.interrupt();
   bool connected = true;
   try {
     model_->averaging.communicator->throw_if_failed();
@@ -239,7 +251,7 @@ void Reducer::fail_finalizing(const std::string& text) {
 void Reducer::give_up(const Reason& reason, bool keeps_gradients) {
   model_->outcome.give_up(reason);
   if (model_->backward) model_->backward->give_up_forwards(reason.text);
-  model_->record.step_times->interrupt();
+  model_->record.interrupt();
   // A device's thread of autograd may come here when whoever called backward() has its error and touches .grad, under
   // the GIL.
   const pybind11::gil_scoped_acquire gil;

@@ -115,7 +115,10 @@ bool Reducer::takes(size_t index) {
   switch (attribute(here)) {
     case Attribution::Nothing:
     case Attribution::Foreign: return false;
-    case Attribution::Local: model_->parameters.accumulated(index); return false;
+    case Attribution::Local:
+      PhaseClock::of_process().local_gradient();
+      model_->parameters.accumulated(index);
+      return false;
     case Attribution::First:
       model_->thaw();
       enter_backward();
@@ -130,6 +133,7 @@ bool Reducer::takes(size_t index) {
 
 void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
   if (phase_.load(std::memory_order_relaxed) == Phase::Local && !model_->options.find_unused_parameters) {
+    PhaseClock::of_process().local_gradient();
     return model_->parameters.accumulated(index);
   }
   std::shared_ptr<Backward> backward;
@@ -159,6 +163,7 @@ void Reducer::on_backward_end() {
     // The outermost task ends last: only then all hooks have fired. It is the one that on_output watches.
     const bool observed_now = model_->usage.observes() && !tasks_.any() && (outputs_hooked_ || tasks_.is_outermost());
     if (!model_->backward->collected_all() && !observed_now) return;
+    model_->record.begin_wait();
     phase_ = Phase::Finalizing;
   }
   finalize();

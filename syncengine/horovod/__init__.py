@@ -72,6 +72,8 @@ from syncengine.horovod.scatter import grouped_reducescatter_async as grouped_re
 from syncengine.horovod.scatter import reducescatter as reducescatter
 from syncengine.horovod.scatter import reducescatter_async as reducescatter_async
 from syncengine.horovod.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+from syncengine.horovod.timeline import start_timeline as start_timeline
+from syncengine.horovod.timeline import stop_timeline as stop_timeline
 
 HorovodInternalError = _SyncError
 

@@ -14,6 +14,7 @@ from syncengine._C import has_cuda
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.handles import forget_handles
 from syncengine.horovod.process_sets import ProcessSet, add_process_set, calls, connect, forget, global_process_set
+from syncengine.horovod.timeline import follow_variable
 from syncengine.launch import find_launch
 
 
@@ -39,6 +40,7 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
     if stream is None or stream.communicator is not communicator:
         forget_handles()
         connect(communicator)
+        follow_variable()
         for each in process_sets or () if not isinstance(process_sets, str) else ():
             add_process_set(each)
 

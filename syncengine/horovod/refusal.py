@@ -6,7 +6,6 @@ from typing import NoReturn
 
 from syncengine.errors import InvalidUsage
 
-_TIMELINE = "use torch.profiler, which shows the engine's collectives"
 _ADASUM = "use op=hvd.Average or op=hvd.Sum"
 _NAMES = "what it has for scripts is in syncengine.horovod itself (hvd.allreduce, ...)"
 _GPU = "ask torch.cuda.is_available()"
@@ -17,8 +16,6 @@ REFUSED = {
     "elastic": "start the job anew from a checkpoint, as torchrun --max-restarts does; after an error that all ranks "
     "catch, hvd.init() connects them anew",
     "run": "start the script with torchrun, mpirun or srun",
-    "start_timeline": _TIMELINE,
-    "stop_timeline": _TIMELINE,
     "gpu_available": _GPU,
     "mpi_lib_v2": _NAMES,
     "check_extension": "there is nothing to check: importing syncengine says so if it is not built",

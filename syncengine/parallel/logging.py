@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from syncengine.errors import InvalidUsage
+from syncengine.parallel.summary import WINDOW, warn_of_straggler
 from syncengine.parallel.tools import ForTools
 
 _ENVIRONMENT = {
@@ -41,7 +42,7 @@ class Logger:
         strings, numbers = _construction(model)
         if model._reduces:
             _add_runtime(model, strings, numbers)
-            numbers.update(_times(model.reducer.timeline()))
+            numbers.update(_times(model.reducer.step_times().summary()["timeline"]))
             if text := _error_of(model):
                 strings["error"], numbers["has_error"] = text, 1
                 self._numbers["iteration"] = self._forwards
@@ -57,6 +58,8 @@ class Logger:
         """Before each that synchronizes. As DDP: ``iteration`` is how many there were before the last one timed."""
         before = self._forwards
         self._forwards = before + 1
+        if before and before % WINDOW == 0 and (model := self._model()) is not None and model.communicator.rank == 0:
+            warn_of_straggler(model.reducer, model.communicator.global_ranks, str(model._model))
         if 0 < before <= 10 or (before and before % self._sample_rate == 0):
             self._numbers["iteration"] = before
 

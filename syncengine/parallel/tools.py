@@ -26,7 +26,7 @@ from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer
 from syncengine.parallel.refusal import warn_of_find_unused
 from syncengine.parallel.steps import Steps
-from syncengine.parallel.summary import stats_of
+from syncengine.parallel.summary import stats_of, stragglers_of
 from syncengine.parallel.uneven import UnevenInputs
 
 
@@ -108,11 +108,29 @@ class ForTools(DistributedDataParallel):
 
         ``steps``: synchronized backwards that ended well. Medians of the last 1024, in milliseconds: ``step_ms``, from
         the end of one backward to the end of the next, and ``exposed_sync_ms``, how long the host waited at its end for
-        averages (on CUDA streams wait, not the host); ``exposed_sync_percent`` of a step. ``total_reduced_bytes`` of
-        all steps. Of the last step: ``reduced_bytes``, ``copied_bytes``, ``staged_bytes`` and ``buckets``, as
-        ``sync_stats``. Of this rank; does not communicate.
+        averages (on CUDA streams wait, not the host); ``exposed_sync_percent`` of a step. As ``stragglers()``:
+        ``late_ms`` of this rank, by phase ``late_input_ms``, ``late_forward_ms``, ``late_backward_ms`` and
+        ``late_optimizer_ms``; ``latest_rank``, which is latest, and by how much, ``latest_rank_ms``.
+        ``total_reduced_bytes`` of all steps. Of the last step: ``reduced_bytes``, ``copied_bytes``, ``staged_bytes``
+        and ``buckets``, as ``sync_stats``. Of this rank; does not communicate.
         """
-        return stats_of(self.reducer)
+        return stats_of(self.reducer, self.communicator.global_ranks, self.communicator.rank)
+
+    def stragglers(self) -> dict[str, Any]:
+        """Who is late, in the last 100 steps; the same on all ranks, but for noise. Does not communicate.
+
+        A rank's lateness in a step is its own time, from the end of the last synchronization to that of its backward,
+        less that of the fastest rank: time that it waits for other ranks is not its own.
+
+        ``steps``: how many were compared; ``step_ms``: how long one takes; ``ranks``: for each rank, medians in
+        milliseconds: ``late_ms``, and of that ``input_ms`` (what is none of the following), ``forward_ms`` (with the
+        loss), ``backward_ms`` and ``optimizer_ms``; and ``late_percent``, in how many steps it took over a tenth of a
+        step longer than the middle rank. ``verdict``: None, or the ``rank`` that does so in over two thirds of the
+        steps, its main ``phase``, ``late_ms`` and ``late_percent``; rank 0 warns of it, once in 100 steps at most.
+
+        Nothing is compared on CUDA, with a communication hook, and of steps in which a rank has no batch.
+        """
+        return stragglers_of(self.reducer, self.communicator.global_ranks)
 
     def join(
         self,
@@ -211,7 +229,7 @@ class ForTools(DistributedDataParallel):
         self.reducer._remove_autograd_hooks()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Times the first 10 steps for ``_get_ddp_logging_data``, and then one of ``sample_rate``."""
+        """Of ``iteration`` in ``_get_ddp_logging_data``, after the first 10; its times are those of all steps."""
         if sample_rate < 1:
             self._log_and_throw(InvalidUsage, "DDP runtime logging sample rate should be equal or greater than 1")
         self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)

@@ -43,6 +43,7 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   Numerics numerics() const { return options().numerics; }
   Duration timeout() const { return options().timeout; }
   virtual bool spans_hosts() const { return false; }
+  virtual uint64_t trace_id() const { return 0; }                                 // in traces: the same on all members
   virtual std::vector<int> hosts() const { return std::vector<int>(size(), 0); }  // of each member, numbered from 0
   // Between hosts: what moves bytes between the members' devices, where there is something that does. `name` as in
   // Interhost. Collective; blocks.

@@ -16,9 +16,10 @@ namespace {
 
 // Of the members on this host.
 Group make_group(Engine& engine, const Placement& placement, const std::vector<int>& global_ranks,
-                 std::vector<int> local_ranks, std::vector<uint64_t> offsets) {
+                 std::vector<int> local_ranks, std::vector<uint64_t> offsets, uint64_t trace_id) {
   Group group{.rank = placement.local_index(placement.rank),
               .size = static_cast<int>(local_ranks.size()),
+              .id = trace_id,
               .global_ranks = {},
               .local_ranks = std::move(local_ranks),
               .offsets = std::move(offsets),
@@ -38,12 +39,10 @@ Group make_group(Engine& engine, const Placement& placement, const std::vector<i
 }  // namespace
 
 // No message comes, and it is not moved, before all of it is there.
-std::shared_ptr<EngineCommunicator> EngineCommunicator::create(std::shared_ptr<Engine> engine, Placement placement,
-                                                               std::vector<int> global_ranks,
-                                                               std::vector<int> local_ranks,
-                                                               std::vector<uint64_t> offsets, Origin origin,
-                                                               std::unique_ptr<InterhostPart> interhost) {
-  Group locals = make_group(*engine, placement, global_ranks, std::move(local_ranks), std::move(offsets));
+std::shared_ptr<EngineCommunicator> EngineCommunicator::create(
+    std::shared_ptr<Engine> engine, Placement placement, std::vector<int> global_ranks, std::vector<int> local_ranks,
+    std::vector<uint64_t> offsets, Origin origin, std::unique_ptr<InterhostPart> interhost, uint64_t trace_id) {
+  Group locals = make_group(*engine, placement, global_ranks, std::move(local_ranks), std::move(offsets), trace_id);
   std::shared_ptr<EngineCommunicator> made(new EngineCommunicator(std::move(engine), std::move(placement),
                                                                   std::move(global_ranks), std::move(locals), origin,
                                                                   std::move(interhost)));
@@ -248,6 +247,7 @@ std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& 
                                                         const std::function<void()>& interrupted) {
   throw_if_failed();
   Ticket mine;
+  ++splits_;
   for (int rank : ranks) {
     if (rank < 0 || rank >= size())
       throw Error(ErrorKind::InvalidUsage,
@@ -292,6 +292,8 @@ std::shared_ptr<Communicator> EngineCommunicator::split(const std::vector<int>& 
 
 std::shared_ptr<Communicator> EngineCommunicator::join(const std::vector<int>& members,
                                                        const std::vector<Ticket>& tickets, Origin origin) {
+  uint64_t trace_id = (group_.id ^ splits_) * 0x100000001b3;  // FNV-1a, of what all members know
+  for (int member : members) trace_id = (trace_id ^ static_cast<uint64_t>(member)) * 0x100000001b3;
   std::vector<int> labels, globals, locals;
   std::vector<uint64_t> offsets;
   for (int member : members) {
@@ -307,7 +309,7 @@ std::shared_ptr<Communicator> EngineCommunicator::join(const std::vector<int>& m
   if (placement.hosts() > 1)
     interhost = interhost_->split(tickets[members.front()].number, placement, members, globals);
   return create(engine_, std::move(placement), std::move(globals), std::move(locals), std::move(offsets), origin,
-                std::move(interhost));
+                std::move(interhost), trace_id);
 }
 
 }  // namespace syncengine

@@ -2,6 +2,7 @@
 // other hosts, if there are any, by its interhost part.
 #pragma once
 
+#include <atomic>
 #include <string>
 
 #include "base/error.h"
@@ -30,7 +31,7 @@ class EngineCommunicator final : public Communicator, private Progressable {
   static std::shared_ptr<EngineCommunicator> create(std::shared_ptr<Engine> engine, Placement placement,
                                                     std::vector<int> global_ranks, std::vector<int> local_ranks,
                                                     std::vector<uint64_t> offsets, Origin origin,
-                                                    std::unique_ptr<InterhostPart> interhost);
+                                                    std::unique_ptr<InterhostPart> interhost, uint64_t trace_id = 0);
   ~EngineCommunicator() override;
 
   int rank() const override { return placement_.rank; }
@@ -39,6 +40,7 @@ class EngineCommunicator final : public Communicator, private Progressable {
   const Options& options() const override { return engine_->options(); }
   bool spans_hosts() const override { return interhost_ != nullptr; }
   std::vector<int> hosts() const override { return placement_.host_of; }
+  uint64_t trace_id() const override { return group_.id; }
   bool has_device_transport() const override;
   std::unique_ptr<DeviceTransport> open_device_transport(int device, const std::string& name) override;
   std::string describe_links() const override;
@@ -120,6 +122,7 @@ class EngineCommunicator final : public Communicator, private Progressable {
   IoLoop* const io_loop_;
   Traffic traffic_;
 
+  std::atomic<uint64_t> splits_{0};  // so far; as many on all members
   const std::shared_ptr<SlotTable> slots_ = std::make_shared<SlotTable>(shm::kReadySlots);
   Submissions submissions_{engine_->tally()};
 

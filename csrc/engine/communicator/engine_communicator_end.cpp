@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "base/texts.h"
+#include "base/trace.h"
 #include "engine/communicator/engine_communicator.h"
 #include "engine/lanes/mismatch.h"
 
@@ -14,6 +15,15 @@ namespace syncengine {
 namespace {
 
 constexpr std::chrono::seconds kLastWorks{1};  // see await_last_works()
+
+// Notes it in the trace, if there is one, and says where that is.
+Error in_trace(const Error& error) {
+  if (!trace::is_on()) return error;
+  trace::record_text(trace::Kind::Error, error.what());
+  const std::string file = trace::path();
+  return {error.kind(),
+          std::string(error.what()) + " (the last events of each rank are in " + file.substr(0, file.rfind('/')) + ")"};
+}
 
 }  // namespace
 
@@ -108,7 +118,7 @@ void EngineCommunicator::end(shm::Standing standing, const Error& for_peers, con
   write_end_record(group_.own().end_record, standing, for_peers.kind(), for_peers.what());
   std::atomic_thread_fence(std::memory_order_seq_cst);  // before this rank's program writes to what peers still read
   if (standing == shm::Standing::Failed) engine_->sever_tensors(traffic_.direct_memory(), for_peers);
-  auto error = std::make_exception_ptr(raised_here);
+  auto error = std::make_exception_ptr(standing == shm::Standing::Failed ? in_trace(raised_here) : raised_here);
   traffic_.end(submissions_.end(error), error);
   group_.bell->ring_all();
   engine_->wake_io_loop();

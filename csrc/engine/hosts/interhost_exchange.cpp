@@ -2,10 +2,12 @@
 #include "engine/hosts/interhost_exchange.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/error.h"
 #include "base/memory.h"
 #include "base/sync_point.h"
+#include "base/trace.h"
 #include "engine/lanes/mismatch.h"
 
 namespace syncengine::hosts {
@@ -193,6 +195,7 @@ bool InterhostExchange::advance(InFlightChunk& chunk, size_t cell) {
     const InterhostStep& step = steps[progress.step];
     if (progress.acted) {
       if (!all_ended(chunk, progress.sends)) return moved;
+      if (progress.posted != 0) trace_transfers(chunk, cell, step.sends, progress.posted, "send");
       ++progress.step;
       progress.acted = false;
       continue;
@@ -200,6 +203,8 @@ bool InterhostExchange::advance(InFlightChunk& chunk, size_t cell) {
     bool is_posted = progress.step < progress.receives.size();
     if (!is_posted || !all_ended(chunk, progress.receives[progress.step].transfers)) return moved;
     if (!may_send(chunk, cell, step)) return moved;
+    if (auto posted = std::exchange(progress.receives[progress.step].posted, 0))
+      trace_transfers(chunk, cell, step.receives, posted, "receive");
     if (step.staged) {
       if (lane_.behind(&shm::LaneProgress::staged, chunk.total + 1, false)) return moved;
       compare(chunk.operation, lane_.at(chunk.operation));
@@ -269,6 +274,7 @@ size_t InterhostExchange::payload_bytes(const InFlightChunk& chunk, size_t cell,
 
 void InterhostExchange::post_receives(InFlightChunk& chunk, size_t cell, const InterhostStep& step) {
   auto& receives = chunk.progress[cell].receives.emplace_back();
+  if (trace::is_on()) receives.posted = trace::now();
   if (step.receives.empty()) return;
   auto where = view(chunk, cell);
   for (const Envelope& envelope : step.receives) {
@@ -279,6 +285,22 @@ void InterhostExchange::post_receives(InFlightChunk& chunk, size_t cell, const I
     if (!in_place) target = chunk.scratch.take(bytes);
     receives.places.push_back(in_place ? nullptr : target);
     receives.transfers.push_back(links_.receive(envelope.peer, tag(chunk, envelope, bytes), target, bytes));
+  }
+}
+
+void InterhostExchange::trace_transfers(const InFlightChunk& chunk, size_t cell, const std::vector<Envelope>& envelopes,
+                                        int64_t posted, const char* direction) const {
+  const Work::Place& place = lane_.at(chunk.operation).item.work->place;
+  for (const Envelope& envelope : envelopes) {
+    trace::record({.kind = trace::Kind::Transfer,
+                   .begin = posted,
+                   .end = trace::now(),
+                   .group = lane_.group.id,
+                   .lane = static_cast<uint16_t>(place.lane),
+                   .place = static_cast<uint64_t>(links_.global_ranks[envelope.peer]),
+                   .epoch = place.epoch,
+                   .detail = payload_bytes(chunk, cell, envelope),
+                   .text = trace::text(direction)});
   }
 }
 
@@ -304,6 +326,7 @@ void InterhostExchange::post_sends(InFlightChunk& chunk, size_t cell) {
   auto& progress = chunk.progress[cell];
   const InterhostStep& step = chunk.cells[cell].steps[progress.step];
   progress.sends.clear();
+  progress.posted = trace::is_on() ? trace::now() : 0;
   if (step.sends.empty()) return;
   auto where = view(chunk, cell);
   const std::byte* gathered = nullptr;  // the own output or input, where it is in pieces

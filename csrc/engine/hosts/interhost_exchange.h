@@ -90,6 +90,7 @@ struct InFlightChunk {
   struct Receives {  // of a step
     Transfers transfers = {};
     std::vector<std::byte*> places = {};  // null: in the output
+    int64_t posted = 0;                   // when; while this rank is traced
   };
   struct Progress {
     size_t step = 0;
@@ -97,6 +98,7 @@ struct InFlightChunk {
     bool arrived = false;                 // the last act is done
     std::vector<Receives> receives = {};  // of the steps whose receives are posted: all of them as soon as possible
     Transfers sends = {};
+    int64_t posted = 0;  // when these were; while this rank is traced
     std::byte* partial = nullptr;
   };
   std::vector<Progress> progress = {};
@@ -136,6 +138,8 @@ class InterhostExchange final : public Exchange {
   void post_receives(InFlightChunk& chunk, size_t cell, const InterhostStep& step);
   void post_sends(InFlightChunk& chunk, size_t cell);
   void act(InFlightChunk& chunk, size_t cell);
+  void trace_transfers(const InFlightChunk& chunk, size_t cell, const std::vector<Envelope>& envelopes, int64_t posted,
+                       const char* direction) const;
   InterhostRunner::View view(const InFlightChunk& chunk, size_t cell);
   Way way_of(const Operation& operation) const;
   bool is_wide(const Operation& operation) const;  // partial sums are float32, though the dtype is not

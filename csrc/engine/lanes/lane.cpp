@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/sync_point.h"
+#include "base/trace.h"
 #include "engine/lanes/mismatch.h"
 
 namespace syncengine {
@@ -56,7 +57,34 @@ void Lane::await_memory() {
 void Lane::call(Item item) {
   auto& called = state_.own().called;
   called.store(called.load(std::memory_order_relaxed) + 1, std::memory_order_release);  // relaxed: its only writer
+  if (trace::is_on()) trace_announced(state_.group, item);
   enqueue(std::move(item));
+}
+
+void trace_announced(const Group& group, const LaneState::Item& item) {
+  const Work::Place& place = item.work->place;
+  const bool is_call = place.lane == shm::kUserLane;
+  trace::record({.kind = trace::Kind::Announced,
+                 .begin = trace::at(item.since),
+                 .end = trace::at(item.since),
+                 .group = group.id,
+                 .lane = static_cast<uint16_t>(place.lane),
+                 .place = place.number,
+                 .epoch = place.epoch,
+                 .detail = item.operation.output.bytes(),
+                 .text = is_call ? trace::text(name(item.operation.collective)) : 0});
+}
+
+void Lane::trace_reduced(const Active& active) const {
+  const Work::Place& place = active.item.work->place;
+  trace::record({.kind = trace::Kind::Reduced,
+                 .begin = active.opened,
+                 .end = trace::now(),
+                 .group = state_.group.id,
+                 .lane = static_cast<uint16_t>(place.lane),
+                 .place = place.number,
+                 .epoch = place.epoch,
+                 .detail = active.item.operation.output.bytes()});
 }
 
 bool Lane::advance(size_t budget) {
@@ -121,6 +149,7 @@ bool Lane::open() {
                                                      .op = static_cast<uint8_t>(operation.op),
                                                      .numerics = static_cast<uint8_t>(operation.numerics),
                                                      .flag_words = operation.flag_words};
+  if (trace::is_on()) active.opened = trace::now();
   active.item.work->start();
   state_.active.push_back(std::move(active));
   state_.own().opened.store(++state_.opened, std::memory_order_release);  // release: the record is complete
@@ -260,6 +289,7 @@ bool Lane::retire() {
   if (state_.is_cut_off(state_.retired)) return false;  // this rank slept through it
   ++state_.counters.operations;
   sync_point("finished");
+  if (active.opened != 0) trace_reduced(active);
   auto work = std::move(active.item.work);
   trash_.push_back(std::move(active.item.operation.keepalive));
   state_.active.pop_front();

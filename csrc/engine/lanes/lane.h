@@ -17,6 +17,9 @@
 
 namespace syncengine {
 
+// In the trace: `item` is announced, or called.
+void trace_announced(const Group& group, const LaneState::Item& item);
+
 class Lane {
  public:
   using Item = LaneState::Item;
@@ -77,6 +80,7 @@ class Lane {
   bool reduce_one();
   bool pull_one();
   bool retire();
+  void trace_reduced(const Active& active) const;
   int64_t publish_spans(const Operation& operation, uint64_t number);
   SpanList spans_of(int member, uint64_t operation, const Operation& asked) const;
   bool choose_path(uint64_t operation, Active& active);

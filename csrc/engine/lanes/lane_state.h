@@ -38,6 +38,7 @@ struct LaneState {
     uint64_t end = 0;  // chunks of the lane up to and with this operation
     bool reduces = false, pulls = false, peers_read_user = false;
     std::vector<SpanList> spans;  // direct path: each rank's
+    int64_t opened = 0;           // when; while this rank is traced
   };
   struct Cursor {
     uint64_t operation = 0;  // of the lane

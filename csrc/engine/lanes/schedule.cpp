@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/sync_point.h"
+#include "base/trace.h"
 #include "engine/lanes/slots.h"
 
 namespace syncengine {
@@ -12,6 +13,7 @@ namespace syncengine {
 uint64_t Schedule::announce(Lane::Item item) {
   auto& count = group_.own().announced[item.key];
   uint64_t epoch = count.load(std::memory_order_relaxed) + 1;  // relaxed: this rank is its only writer
+  if (trace::is_on()) trace_announced(group_, item);
   waiting_.push_back({std::move(item), epoch});
   count.store(epoch, std::memory_order_release);
   sync_point("announced");
@@ -71,6 +73,16 @@ bool Schedule::take_scheduled() {
     if (found == waiting_.end())
       throw Error(ErrorKind::Mismatch, group_.name(0) + " scheduled a bucket that " + group_.name(group_.rank) +
                                            " has not announced: the ranks' models differ");
+    if (trace::is_on()) {
+      const int64_t now = trace::now();
+      trace::record({.kind = trace::Kind::Scheduled,
+                     .begin = now,
+                     .end = now,
+                     .group = group_.id,
+                     .lane = shm::kScheduledLane,
+                     .place = key,
+                     .epoch = found->epoch});
+    }
     lane_.enqueue(std::move(found->item));
     waiting_.erase(found);
   }

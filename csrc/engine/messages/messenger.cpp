@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/error.h"
+#include "base/trace.h"
 
 namespace syncengine {
 
@@ -177,6 +178,16 @@ const Lane::Item* Messenger::oldest() const {
 void Messenger::finish(Post& post) {
   --posted_;
   ++messages_;
+  if (trace::is_on()) {
+    const int peer = post.message.peer;
+    trace::record({.kind = trace::Kind::Message,
+                   .begin = trace::at(post.item.since),
+                   .end = trace::now(),
+                   .lane = shm::kMessages,
+                   .place = peer < 0 ? trace::kNobody : static_cast<uint64_t>(global_ranks_[peer]),
+                   .detail = post.message.memory.bytes(),
+                   .text = trace::text(post.sends ? "send" : "receive")});
+  }
   trash_.push_back(std::move(post.item.operation.keepalive));
   post.item.work->finish();
 }

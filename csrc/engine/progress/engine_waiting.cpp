@@ -6,9 +6,12 @@
 #include <algorithm>
 #include <bit>
 #include <optional>
+#include <utility>
 
+#include "base/phase_clock.h"
 #include "base/sync_point.h"
 #include "base/thread.h"
+#include "base/trace.h"
 #include "engine/progress/engine.h"
 #include "transport/shm/liveness.h"
 
@@ -27,20 +30,22 @@ class Spin {
   explicit Spin(bool cores_to_spare) : cores_to_spare_(cores_to_spare) {}
 
   bool again() {
-    if (count_++ == 0) until_ = Deadline::after(kSpin);
+    if (count_++ == 0) until_ = (last_ = Clock::now()) + kSpin;
     if (cores_to_spare_ && count_ % 16 != 0) {
       cpu_pause();
       return true;
     }
     sched_yield();
-    return !until_.passed();
+    const auto now = Clock::now();
+    waited_here() += (now - std::exchange(last_, now)).count();
+    return now < until_;
   }
   void reset() { count_ = 0; }
 
  private:
   bool cores_to_spare_;
   unsigned count_ = 0;
-  Deadline until_ = Deadline::never();
+  Clock::time_point last_, until_;
 };
 
 // Whether it is time to look around again, for loops that make progress and so never come to rest.
@@ -73,12 +78,14 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
     if (io_loop) asleep_ = io_loop;
   }
   if (!moved && !over()) {
+    const auto since = Clock::now();
     if (io_loop) {
       io_loop->poll(at_most);
     } else {
       sleeps_.fetch_add(1, std::memory_order_relaxed);
       bell_->sleep(ticket, at_most);
     }
+    waited_here() += (Clock::now() - since).count();
   }
   locked([&] {
     bell_->stop_listening();
@@ -144,6 +151,22 @@ void Engine::wait(const Work& work, Progressable& owner, const std::function<voi
     explicit Aside(Waiter& w) : waiter(w) { waiter.leave(); }
     ~Aside() { waiter.engine.driver_.enter(); }
   };
+  struct TracedWait {
+    int64_t begin = 0, waited = 0;
+    uint64_t ranks = 0;  // that have not made this call when it begins
+    TracedWait(Engine& engine, const Work& work, const Progressable& owner) {
+      if (!trace::is_on() || work.ended()) return;
+      uint64_t locals = engine.locked([&] { return owner.wait_of(work).missing; });
+      for (; locals != 0; locals &= locals - 1) ranks |= uint64_t{1} << (engine.names_[std::countr_zero(locals)] & 63);
+      waited = waited_here();
+      begin = trace::now();
+    }
+    ~TracedWait() {
+      if (begin == 0 || waited_here() == waited) return;
+      trace::record({.kind = trace::Kind::Wait, .begin = begin, .end = trace::now(), .detail = ranks});
+    }
+  };
+  const TracedWait traced(*this, work, owner);
   Spin spin(cores_to_spare_);
   Tick tick;
   std::optional<Deadline> next_look;  // for signals, and who else waits; most waits end before that

@@ -21,6 +21,7 @@ struct ArenaRange {
 struct Group {
   int rank;
   int size;
+  uint64_t id;                           // for traces: the same on all members
   std::vector<int> global_ranks;         // of each member: its rank in the job, for messages
   std::vector<int> local_ranks;          // of each member: its index among the arenas
   std::vector<uint64_t> offsets;         // of each member: where its block lies in its arena

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/trace.h"
 #include "collectives/order.h"
 #include "reducer/backward/texts.h"
 #include "reducer/gradients/sparse.h"
@@ -42,6 +43,8 @@ void Backward::begin() {
                    model_.flat ? model_.flat->words_for_nonfinite() : host_words_for_nonfinite(world), world);
   }
   missing_ = buckets_.size();
+  stamped_ = choose_stamped();
+  if (trace::is_on()) note_buckets();
   if (model_.step && std::exchange(model_.step->begun, true)) {
     throw Error(ErrorKind::InvalidUsage, "a second synchronized backward of " + model_.parameters.model() +
                                              " in one micro-batch: call backward() once in each, of the sum of losses");
@@ -52,6 +55,61 @@ void Backward::begin() {
   if (step_ && told_.weighting.given) {
     throw Error(ErrorKind::InvalidUsage, "weight() has no meaning within micro_batches(), which all count the same");
   }
+}
+
+// The first one where they fit.
+size_t Backward::choose_stamped() const {
+  if (model_.flat || !route_->outlives_errors()) return buckets_.size();
+  const auto fits = [&](const Bucket& bucket) {
+    const size_t usage = usage_travels_ ? Usage::words_of(bucket.layout->parameters.size()) : 0;
+    const size_t ranks = static_cast<size_t>(model_.averaging.communicator->size());
+    return !bucket.layout->sparse && usage + ranks + Masks::kWords <= kMaxFlagWords;
+  };
+  return static_cast<size_t>(std::find_if(buckets_.begin(), buckets_.end(), fits) - buckets_.begin());
+}
+
+void Backward::add_stamp(const Bucket& bucket, std::vector<uint64_t>& flags) const {
+  if (bucket.layout->index != stamped_) return;
+  const Communicator& communicator = *model_.averaging.communicator;
+  const size_t first = flags.size();
+  flags.resize(first + communicator.size());
+  flags[first + communicator.rank()] = model_.record.stamp;
+}
+
+void Backward::take_stamps(const Bucket& bucket, const std::vector<uint64_t>& flags) const {
+  if (bucket.layout->index != stamped_) return;
+  const auto end = flags.end() - Masks::kWords;
+  model_.record.step_times->compare({end - model_.averaging.communicator->size(), end});
+}
+
+void Backward::note_buckets() const {
+  Record& record = model_.record;
+  const uint64_t traces = trace::count();
+  if (record.noted_plan == plan_.get() && record.noted_trace == traces) return;
+  record.noted_trace = traces;
+  record.noted_plan = plan_.get();
+  record.bucket_notes.clear();
+  for (const auto& layout : plan_->buckets()) {
+    std::string text = model_.parameters.model() + "\n" + std::to_string(layout->index);
+    for (size_t i : layout->parameters) text += "\n" + name(i);
+    record.bucket_notes.push_back(trace::text(text));
+  }
+}
+
+void Backward::trace_bucket(const Bucket& bucket, const Work::Place& place) const {
+  if (bucket.since == 0 || !trace::is_on()) return;
+  size_t bytes = 0;
+  for (size_t i : bucket.layout->parameters) bytes += gradient(i).parameter().nbytes();
+  const auto& notes = model_.record.bucket_notes;
+  trace::record({.kind = trace::Kind::Bucket,
+                 .begin = bucket.since,
+                 .end = trace::now(),
+                 .group = model_.averaging.communicator->trace_id(),
+                 .lane = static_cast<uint16_t>(place.lane),
+                 .place = place.number,
+                 .epoch = place.epoch,
+                 .detail = bytes,
+                 .text = bucket.layout->index < notes.size() ? notes[bucket.layout->index] : 0});
 }
 
 bool Backward::bring(size_t index, const at::Tensor& incoming) {
@@ -148,7 +206,10 @@ void Backward::collect_absent() {
 
 void Backward::count_collected(size_t index) {
   Bucket& bucket = buckets_[plan_->bucket_of(index)];
-  if (bucket.missing == bucket.layout->parameters.size()) route_->open(*this, bucket);
+  if (bucket.missing == bucket.layout->parameters.size()) {
+    if (trace::is_on()) bucket.since = trace::now();
+    route_->open(*this, bucket);
+  }
   if (model_.flat) model_.flat->note(bucket.layout->index);
   if (told_.weighting.weight != 1.0) gradient(index).weigh(told_.weighting.weight);
   if (step_) gradient(index).complete(*step_->sums, index);

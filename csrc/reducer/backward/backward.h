@@ -99,6 +99,11 @@ class Backward {
   const NonfiniteWatch* watch() const { return watch_ ? &*watch_ : nullptr; }
   // Without memory; added in the order that this backward's sums have.
   Operation operation_of(const BucketLayout& layout) const;
+  // The bucket that tells all ranks each one's times of the last step: this rank's go into its flags, all come out.
+  void add_stamp(const Bucket& bucket, std::vector<uint64_t>& flags) const;
+  void take_stamps(const Bucket& bucket, const std::vector<uint64_t>& flags) const;
+  // It is complete, and goes its way as the operation at this place. Does nothing if this rank is not traced.
+  void trace_bucket(const Bucket& bucket, const Work::Place& place) const;
   // What this rank says.
   Masks own_masks() const {
     const uint64_t here = uint64_t{1} << model_.averaging.communicator->rank();
@@ -106,6 +111,8 @@ class Backward {
   }
 
  private:
+  size_t choose_stamped() const;
+  void note_buckets() const;
   void let_go(bool keeps_gradients);  // of what was collected
   bool is_last_fire(size_t index, const at::Tensor& incoming, bool kept);
   void count_collected(size_t index);
@@ -126,6 +133,7 @@ class Backward {
   std::optional<TreeStep> step_;
   bool asks_usage_ = false, usage_travels_ = false;
   std::vector<Bucket> buckets_;
+  size_t stamped_ = 0;  // the bucket that carries stamps; behind the last: none does
   size_t missing_ = 0;  // buckets that have not all gradients yet
   size_t next_ = 0;     // bucket that next_in_order() comes to
   std::shared_ptr<Work> usage_work_;

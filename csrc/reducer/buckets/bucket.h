@@ -110,6 +110,7 @@ struct Bucket {
   std::shared_ptr<const BucketLayout> layout;
   State state = State::Filling;
   size_t missing = 0;  // gradients that this backward has not brought yet
+  int64_t since = 0;   // when the first came; while this rank is traced
   std::shared_ptr<Work> work = {};
   std::shared_ptr<BucketMemory> memory = {};
   ProfilerRow row = {};  // from its announcement until its average is there

@@ -82,7 +82,8 @@ void CommHookRoute::proceed(Backward& backward, std::mutex& mutex) {
       parameters.push_back(gradients[i].parameter());
     }
     model.record.statistics.count_copy(CopyReason::CommHook, dense_bytes(memory->gradients));
-    model.record.timeline.bucket();
+    model.record.bucket();
+    backward.trace_bucket(*bucket, {});
     const auto layout = bucket->layout;
     runs_ = true;
     lock.unlock();

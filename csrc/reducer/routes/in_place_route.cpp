@@ -55,6 +55,7 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
     averaging.scale_one_by_one(layout, model.parameters.gradients(), memory->gradients, divisor);
   }
   if (backward.usage_travels()) model.usage.add_bits(layout, memory->flags);
+  backward.add_stamp(bucket, memory->flags);
   backward.own_masks().put(memory->flags);
   operation.flags = memory->flags.data();
   operation.flag_words = memory->flags.size();
@@ -62,10 +63,11 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
   operation.input = operation.output;
   if (const auto* watch = backward.watch()) operation.nonfinite = watch->of(layout);
   operation.keepalive = memory;
-  model.record.timeline.bucket();
-  bucket.row = ProfilerRow("all_reduce", memory->gradients);
+  model.record.bucket();
+  bucket.row = ProfilerRow([&] { return "all_reduce of " + layout.describe(); }, memory->gradients);
   bucket.work = averaging.communicator->announce(averaging.slots, layout.index, std::move(operation));
   bucket.state = Bucket::State::InFlight;
+  backward.trace_bucket(bucket, bucket.work->place);
 }
 
 // Parameters may have got other strides, perhaps on one rank alone: bytes must be added to those of the same elements.
@@ -131,6 +133,7 @@ void InPlaceRoute::deliver(Backward& backward, Bucket& bucket) {
   auto& [gradients, small, flags] = *bucket.memory;
   small.copy_out();
   if (backward.usage_travels()) model.usage.take_bits(layout, flags.data());
+  backward.take_stamps(bucket, flags);
   if (model.averaging.compression) {
     at::NoGradGuard no_grad;
     for (size_t k = 0; k < layout.parameters.size(); ++k) {

@@ -81,7 +81,8 @@ void FlatRoute::start(Backward& backward, Bucket& bucket) {
   record.statistics.reduced_bytes += operation.output.bytes();
   record.statistics.count_copy(averaging_.compression ? CopyReason::Compression : CopyReason::Bucket,
                                operation.output.bytes());
-  record.timeline.bucket();
+  record.bucket();
+  backward.trace_bucket(bucket, {});
   flat_.all_reduce(std::move(operation));
   bucket.state = Bucket::State::InFlight;
 }

@@ -8,12 +8,12 @@
 
 namespace syncengine {
 
-void ProfilerRow::begin(at::StepCallbacks&& steps, const char* name, at::ArrayRef<at::Tensor> inputs) {
+void ProfilerRow::begin(at::StepCallbacks&& steps, const std::string& name, at::ArrayRef<at::Tensor> inputs) {
   auto record = std::make_shared<at::RecordFunction>(std::move(steps));
   record->_setAsync();  // it may end on another thread
   std::vector<c10::IValue> values;
   if (record->needsInputs()) values.assign(inputs.begin(), inputs.end());
-  record->before("syncengine:" + std::string(name), c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
+  record->before("syncengine:" + name, c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
   // Profilers know whom they profile by thread.
   end_ = std::make_unique<std::function<void()>>(at::wrapPropagateTLSState([record] { record->end(); }));
 }

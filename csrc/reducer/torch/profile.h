@@ -10,15 +10,23 @@
 
 #include <functional>
 #include <memory>
+#include <string>
+#include <type_traits>
+#include <utility>
 
 namespace syncengine {
 
 class ProfilerRow {
  public:
   ProfilerRow() = default;
-  // "syncengine:" and `name`. Shapes of the inputs are recorded if the profiler asks for shapes.
-  ProfilerRow(const char* name, at::ArrayRef<at::Tensor> inputs) {
-    if (auto steps = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE); C10_UNLIKELY(steps.has_value()))
+  // "syncengine:" and `name`, or what that returns. Shapes of the inputs are recorded if the profiler asks for shapes.
+  template <class Name>
+  ProfilerRow(const Name& name, at::ArrayRef<at::Tensor> inputs) {
+    auto steps = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+    if (C10_LIKELY(!steps.has_value())) return;
+    if constexpr (std::is_invocable_v<Name>)
+      begin(std::move(*steps), name(), inputs);
+    else
       begin(std::move(*steps), name, inputs);
   }
   ProfilerRow(ProfilerRow&&) noexcept = default;
@@ -30,7 +38,7 @@ class ProfilerRow {
   }
 
  private:
-  void begin(at::StepCallbacks&& steps, const char* name, at::ArrayRef<at::Tensor> inputs);
+  void begin(at::StepCallbacks&& steps, const std::string& name, at::ArrayRef<at::Tensor> inputs);
 
   std::unique_ptr<std::function<void()>> end_;
 };

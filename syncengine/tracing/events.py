@@ -1,0 +1,278 @@
+"""What a trace has recorded: reads the rings of all ranks, and puts them on one clock. See docs/tracing.md."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from syncengine.errors import InvalidUsage
+
+# As csrc/base/trace.cpp writes them.
+_MAGIC = b"SSTrace1"
+_HEADER_BYTES = 4096
+_HEADER = struct.Struct("<8s5Q")  # magic, capacity, room for texts, events so far, bytes of texts, has ended
+_SLOT = struct.Struct("<8Q")
+_LONGEST_ABOUT = 64 << 10
+_RING = re.compile(r"rank-(\d+)\.ring")
+
+
+class Kind(IntEnum):
+    """What an event is."""
+
+    PHASE = 1
+    STEP = 2
+    BUCKET = 3
+    ANNOUNCED = 4
+    SCHEDULED = 5
+    REDUCED = 6
+    DELIVERED = 7
+    WAIT = 8
+    MESSAGE = 9
+    TRANSFER = 10
+    COPY = 11
+    ERROR = 12
+    NOTE = 13
+
+
+class Phase(IntEnum):
+    """Of a step; ``Event.lane`` of a ``Kind.PHASE``."""
+
+    INPUT = 0  # what is in no other
+    FORWARD = 1  # until backward begins: with the loss
+    BACKWARD = 2
+    OPTIMIZER = 3
+    WAIT = 4  # for averages, at the end of backward
+
+
+class Bucket(NamedTuple):
+    """Which gradients are reduced together."""
+
+    model: str
+    number: int
+    parameters: list[str]
+
+
+class Event(NamedTuple):
+    """Something that has happened on a rank. Times are nanoseconds, on one clock for all ranks."""
+
+    rank: int
+    kind: Kind
+    begin: int
+    end: int  # an instant if it is `begin`
+    group: int  # with `lane`, `place` and `epoch`: which operation, the same on all ranks
+    lane: int
+    place: int
+    epoch: int
+    detail: int
+    text: str
+
+    @property
+    def operation(self) -> tuple[int, int, int, int]:
+        """Which operation it belongs to, on any rank."""
+        return self.group, self.lane, self.place, self.epoch
+
+    @property
+    def bucket(self) -> Bucket:
+        """Of a ``Kind.BUCKET``."""
+        model, number, *parameters = self.text.split("\n") if self.text else ("", "-1")
+        return Bucket(model, int(number), parameters)
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank has recorded."""
+
+    rank: int
+    host: int
+    about: dict[str, Any]  # rank, size, host, hostname, pid, command, and the same moment as `epoch_ns` and `clock_ns`
+    ended: bool  # it has ended its part: not so if it was killed, or goes on
+    recorded: int  # events, ever
+    events: list[Event]  # the last ones, by their begin
+    offset: int = 0  # nanoseconds that were added to this rank's own clock
+
+    @property
+    def dropped(self) -> int:
+        """How many of ``recorded`` are not in ``events``: the ring keeps the last ones."""
+        return self.recorded - len(self.events)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more can come, as far as this machine knows."""
+        return self.ended or (self.about["hostname"] == os.uname().nodename and not _is_alive(self.about["pid"]))
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What all ranks have recorded."""
+
+    ranks: dict[int, RankTrace]
+    size: int  # ranks that there were
+    uncertainty: dict[int, float]  # of each host: how far its clock may be off that of the first, in nanoseconds
+
+    @property
+    def hosts(self) -> dict[int, int]:
+        """On which host each rank is."""
+        return {rank: of_rank.host for rank, of_rank in self.ranks.items()}
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks of which there is no file."""
+        return [rank for rank in range(self.size) if rank not in self.ranks]
+
+    @property
+    def events(self) -> Iterator[Event]:
+        """Those of all ranks, one rank after the other."""
+        return itertools.chain.from_iterable(of_rank.events for of_rank in self.ranks.values())
+
+    def doubt(self, a: int, b: int) -> float:
+        """By how much the clocks of ranks ``a`` and ``b`` may differ, in nanoseconds."""
+        first, second = self.ranks[a].host, self.ranks[b].host
+        return 0.0 if first == second else self.uncertainty[first] + self.uncertainty[second]
+
+    def arrows(self) -> list[tuple[Event, Event]]:
+        """The last announcement of each operation, and each rank's reduction that it released.
+
+        Only of those that all ranks of the trace have announced which have reduced it, and none that is shorter than
+        the clocks are certain.
+        """
+        announced: dict[tuple[int, ...], list[Event]] = defaultdict(list)
+        reduced: dict[tuple[int, ...], list[Event]] = defaultdict(list)
+        for event in self.events:
+            if event.kind == Kind.ANNOUNCED:
+                announced[event.operation].append(event)
+            elif event.kind == Kind.REDUCED:
+                reduced[event.operation].append(event)
+        found = []
+        for operation, ends in reduced.items():
+            begins = announced[operation]
+            if {event.rank for event in ends} <= {event.rank for event in begins}:
+                last = max(begins, key=lambda event: event.begin)
+                found += [(last, end) for end in ends if end.end - last.begin > self.doubt(last.rank, end.rank)]
+        return found
+
+
+def read(directory: str | os.PathLike[str]) -> Trace:
+    """The trace that is in this directory, also while ranks still write it.
+
+    Raises ``InvalidUsage`` if there is none, or if it is of another version.
+    """
+    files = {int(match[1]): path for path in Path(directory).glob("*") if (match := _RING.fullmatch(path.name))}
+    ranks = {rank: of_rank for rank, path in sorted(files.items()) if (of_rank := _read_ring(path)) is not None}
+    if not ranks:
+        raise InvalidUsage(f"there is no trace in {directory}: no file rank-0.ring, or none with anything in it")
+    newest = max(ranks.values(), key=lambda of_rank: of_rank.about["epoch_ns"])
+    size = newest.about["size"]
+    ranks = {rank: of_rank for rank, of_rank in ranks.items() if rank < size}  # others: of an earlier run
+    offsets, uncertainty = _align(ranks)
+    aligned = {rank: _shifted(of_rank, offsets[of_rank.host]) for rank, of_rank in ranks.items()}
+    return Trace(aligned, size, uncertainty)
+
+
+def is_complete(directory: str | os.PathLike[str], size: int) -> bool:
+    """Whether nothing more can come from any of ``size`` ranks, as far as this machine knows."""
+    rings = [_read_ring(Path(directory, f"rank-{rank}.ring"), with_events=False) for rank in range(size)]
+    return all(ring is not None and ring.is_over for ring in rings)
+
+
+def _read_ring(path: Path, with_events: bool = True) -> RankTrace | None:
+    """None if its rank has not begun."""
+    if not path.exists():
+        return None
+    with path.open("rb") as file:
+        data = file.read() if with_events else file.read(_HEADER_BYTES + _LONGEST_ABOUT)
+    if len(data) < _HEADER_BYTES:
+        return None
+    magic, capacity, text_bytes, recorded, text_used, ended = _HEADER.unpack_from(data)
+    if magic == bytes(8) or (magic == _MAGIC and text_used == 0):
+        return None
+    if magic != _MAGIC:
+        raise InvalidUsage(f"{path} is no trace of this version of syncengine: read it with the one that wrote it")
+    texts, at = [""], _HEADER_BYTES
+    while at < _HEADER_BYTES + text_used and (with_events or len(texts) < 2):
+        (length,) = struct.unpack_from("<I", data, at)
+        texts.append(data[at + 4 : at + 4 + length].decode(errors="replace"))
+        at += 4 + length
+    about = json.loads(texts[1])
+    if not with_events:
+        return RankTrace(about["rank"], about["host"], about, bool(ended), recorded, [])
+    first = _HEADER_BYTES + text_bytes
+    slots = _SLOT.iter_unpack(memoryview(data)[first : first + capacity * _SLOT.size])
+    events = []
+    for number, begin, end, group, place, epoch, detail, last in slots:
+        # A slot whose number is not that of its turn is being written, or was when its rank was killed.
+        if number == 0 or number + capacity <= recorded:
+            continue
+        text, kind, lane = last & 0xFFFFFFFF, last >> 32 & 0xFFFF, last >> 48
+        said = texts[text] if text < len(texts) else ""
+        events.append(Event(about["rank"], Kind(kind), begin, end, group, lane, place, epoch, detail, said))
+    events.sort(key=lambda event: (event.begin, -event.end))
+    return RankTrace(about["rank"], about["host"], about, bool(ended), recorded, events)
+
+
+def _align(ranks: dict[int, RankTrace]) -> tuple[dict[int, int], dict[int, float]]:
+    """What to add to each host's times to have them on the clock of the first, and how far that may be off.
+
+    No rank gets past an operation before all have announced it. So each operation that one host announces and another
+    one gets past says how far apart their clocks are at most, and at least; all of them together, very nearly. Hosts
+    without a common operation are aligned by what they think the time is, which is uncertain without a bound.
+    """
+    hosts: dict[int, list[RankTrace]] = defaultdict(list)
+    for of_rank in ranks.values():
+        hosts[of_rank.host].append(of_rank)
+    first, *others = sorted(hosts)
+    offsets, uncertainty = {first: 0}, {first: 0.0}
+    if not others:
+        return offsets, uncertainty
+    passed = {host: _passes(of_ranks) for host, of_ranks in hosts.items()}
+    for host in others:
+        most, least = math.inf, -math.inf  # of this host's clock less the first's
+        for operation, (announced, scheduled) in passed[host].items():
+            theirs = passed[first].get(operation)
+            if theirs is not None:
+                most = min(most, scheduled - theirs[0])
+                least = max(least, announced - theirs[1])
+        if math.isinf(most) or math.isinf(least):
+            here, there = hosts[first][0].about, hosts[host][0].about
+            offsets[host] = there["epoch_ns"] - there["clock_ns"] - here["epoch_ns"] + here["clock_ns"]
+            uncertainty[host] = math.inf
+        else:
+            offsets[host] = -round((most + least) / 2)
+            uncertainty[host] = max((most - least) / 2, 1.0)
+    return offsets, uncertainty
+
+
+def _passes(of_ranks: list[RankTrace]) -> dict[tuple[int, ...], tuple[int, int]]:
+    """When the last rank of a host has announced each operation, and the first has got past it."""
+    announced: dict[tuple[int, ...], int] = {}
+    past: dict[tuple[int, ...], int] = {}
+    for event in itertools.chain.from_iterable(of_rank.events for of_rank in of_ranks):
+        if event.kind == Kind.ANNOUNCED:
+            announced[event.operation] = max(announced.get(event.operation, event.begin), event.begin)
+        elif event.kind in (Kind.SCHEDULED, Kind.REDUCED):
+            past[event.operation] = min(past.get(event.operation, event.end), event.end)
+    return {operation: (at, past[operation]) for operation, at in announced.items() if operation in past}
+
+
+def _shifted(of_rank: RankTrace, offset: int) -> RankTrace:
+    if offset == 0:
+        return of_rank
+    events = [event._replace(begin=event.begin + offset, end=event.end + offset) for event in of_rank.events]
+    return replace(of_rank, events=events, offset=offset)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")

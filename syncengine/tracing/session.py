@@ -1,0 +1,115 @@
+"""A trace begins and ends on this rank; the last rank that ends makes one file of all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from syncengine._C import start_trace, stop_trace, trace_now, trace_path
+from syncengine.errors import InvalidUsage
+from syncengine.process_end import at_end
+from syncengine.tracing.events import is_complete
+from syncengine.tracing.perfetto import is_installed, write
+
+EVENTS = 1 << 16  # that a rank keeps, of 64 bytes
+MERGED = "trace.pftrace"
+
+
+class _Job(NamedTuple):
+    rank: int
+    size: int
+    host: int
+
+
+_job: _Job | None = None  # of this process, once it has met others
+_traced: tuple[Path, Path, int] | None = None  # directory, merged file, process
+_ends: bool = False  # this process's end ends its trace
+
+
+def meet(rank: int, size: int, host: int, directory: str, whole: bool) -> None:
+    """This rank has met others, of ``size`` that there are at least: all of them, if that is the ``whole`` job.
+
+    Begins a trace if ``directory`` is not empty, unless there is one.
+    """
+    global _job
+    if whole or _job is None or size > _job.size:
+        _job = _Job(rank, size, host)
+    if directory and not trace_path():
+        begin(directory)
+
+
+def begin(
+    directory: str | os.PathLike[str], steps: int | None = None, events: int = EVENTS, merged: Path | None = None
+) -> None:
+    """See ``trace``; ends with ``end``, or with the process. ``merged``: where the file of all ranks goes."""
+    global _traced, _ends
+    if _job is None:
+        raise InvalidUsage("a trace is of connected ranks: call syncengine.init() before it")
+    if steps is not None and steps < 1:
+        raise InvalidUsage(f"trace(steps={steps!r}) is not allowed: give how many steps to record, or None for all")
+    if events < 1:
+        raise InvalidUsage(f"trace(events={events!r}) is not allowed: give how many events each rank keeps")
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidUsage(f"the trace can't be written to {folder}: {error}; give another directory") from error
+    about = {
+        **_job._asdict(),
+        "hostname": os.uname().nodename,
+        "pid": os.getpid(),
+        "command": shlex.join(sys.orig_argv)[:4096],
+        "epoch_ns": time.time_ns(),
+        "clock_ns": trace_now(),
+    }
+    start_trace(str(folder / f"rank-{_job.rank}.ring"), events, json.dumps(about), steps or 0)
+    _traced = folder, merged or folder / MERGED, os.getpid()
+    if not _ends:
+        _ends = True
+        at_end(end)
+
+
+def end() -> None:
+    """Ends this rank's part. The last rank to do so makes one file of all. Does nothing without a trace."""
+    global _traced
+    traced, _traced = _traced, None
+    if traced is None or traced[2] != os.getpid() or _job is None:
+        return
+    stop_trace()
+    folder, merged, _ = traced
+    if not is_complete(folder, _job.size):
+        return  # by this rank; or some are on hosts with another disk
+    if is_installed():
+        said = write(folder, merged)
+    else:
+        said = f"{folder} (`pip install perfetto`, then `python -m syncengine trace {folder}` makes one file of it)"
+    if sys.stderr is not None:
+        print(f"syncengine: the trace of {_job.size} rank{'s' if _job.size > 1 else ''} is in {said}", file=sys.stderr)
+
+
+@contextlib.contextmanager
+def trace(directory: str | os.PathLike[str], steps: int | None = None, *, events: int = EVENTS) -> Iterator[None]:
+    """Records what happens on this rank into ``directory``; call it on every rank.
+
+    Each rank writes ``rank-N.ring`` there, which keeps the last ``events`` events (of 64 bytes) and counts those that
+    it had to drop; it outlives its process, however that ends. After ``steps`` synchronized backwards (of one model or
+    several together) it stops by itself; None: when the block ends. The last rank to end makes ``trace.pftrace`` of all
+    of them, for ui.perfetto.dev, if the package ``perfetto`` is installed; ``python -m syncengine trace DIR`` does so,
+    too, where hosts have disks of their own after their rings were copied together. ``syncengine.tracing.read`` reads
+    the events.
+
+    Raises ``InvalidUsage`` before the ranks have met, if this process is traced already, and if the directory can't be
+    written.
+    """
+    begin(directory, steps, events)
+    try:
+        yield
+    finally:
+        end()

@@ -1,0 +1,192 @@
+"""Who is late, in which phase and by how much; and nobody, where all ranks do the same."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from parallel_models import data
+from pool import RankPool
+from torch import nn
+
+import syncengine
+from syncengine.parallel.summary import LEAST_COMPARED, PHASES, WINDOW
+
+DELAY = 0.04  # seconds
+STEPS = LEAST_COMPARED + 5
+
+
+class Late(nn.Module):
+    """Sleeps in forward or in the backward of one layer, if told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 1)
+        self.norm = nn.Identity()
+
+    def forward(self, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
+        time.sleep(forward)
+        x = self.norm(self.first(x))
+        if backward:
+            x.register_hook(lambda grad: time.sleep(backward))  # whose value leaves the gradient as it is
+        return self.second(x)
+
+
+class LateSGD(torch.optim.SGD):
+    """Sleeps in its step, if told so."""
+
+    delay = 0.0
+
+    def step(self, closure: Any = None) -> None:
+        time.sleep(self.delay)
+        super().step(closure)
+
+
+def train(model: nn.Module, steps: int, phase: str | None, accumulate: bool = False) -> None:
+    """This rank takes `DELAY` longer in `phase` of each step."""
+    delays = {each: DELAY * (each == phase) for each in PHASES}
+    optimizer = LateSGD(model.parameters(), lr=1e-3)
+    optimizer.delay = delays["optimizer"]
+    for i in range(steps):
+        time.sleep(delays["input"])
+        for last in (False, True)[not accumulate :]:
+            with nullcontext() if last else model.no_sync():
+                model(data(i), delays["forward"], delays["backward"]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def be_late(late: int, phase: str, hosts: str = "", accumulate: bool = False) -> dict[str, Any]:
+    if hosts:
+        os.environ["SYNCENGINE_HOST_ID"] = hosts[int(os.environ["RANK"])]
+        syncengine.init(timeout=60.0)
+    model = syncengine.Parallel(Late())
+    train(model, STEPS, phase if syncengine.rank() == late else None, accumulate)
+    return {"stragglers": model.stragglers(), "stats": model.stats()}
+
+
+def check(found: list[dict[str, Any]], late: int, phase: str, delay: float = DELAY) -> None:
+    """All ranks know who is late, and by `delay` but for what ranks are late by that are not delayed."""
+    for rank, of_rank in enumerate(found):
+        stragglers, stats = of_rank["stragglers"], of_rank["stats"]
+        assert LEAST_COMPARED <= stragglers["steps"] < STEPS
+        ranks, verdict = stragglers["ranks"], stragglers["verdict"]
+        assert list(ranks) == list(range(len(found)))
+        noise = max(times["late_ms"] for other, times in ranks.items() if other != late)
+        assert (verdict["rank"], verdict["phase"]) == (late, phase), stragglers
+        assert abs(ranks[late]["late_ms"] - delay * 1e3) <= max(2 * noise, delay * 500), stragglers
+        assert ranks[late][f"{phase}_ms"] >= delay * 1e3 - 1
+        assert stats["latest_rank"] == late
+        assert stats["late_ms"] == pytest.approx(ranks[rank]["late_ms"])
+        assert stats[f"late_{phase}_ms"] == pytest.approx(ranks[rank][f"{phase}_ms"])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_late_rank_is_named(pool: RankPool, world: int, phase: str):
+    check(pool.run(be_late, world - 1, phase, world=world), world - 1, phase)
+
+
+@pytest.mark.parametrize(("late", "phase"), [(0, "input"), (2, "backward")])
+def test_also_between_hosts(pool: RankPool, late: int, phase: str):
+    check(pool.run(be_late, late, phase, "aab", world=3, settings=None), late, phase)
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_also_where_gradients_are_accumulated(pool: RankPool, phase: str):
+    """A local backward ends with its last gradient, and is no input."""
+    check(pool.run(be_late, 1, phase, "", True), 1, phase, 2 * DELAY)
+
+
+def wait_within_a_step(late: int) -> dict[str, Any]:
+    """All others wait for the late one in forward, by a collective: they are not late."""
+    model = syncengine.Parallel(Late())
+    for i in range(STEPS):
+        if syncengine.rank() == late:
+            time.sleep(DELAY)
+        syncengine.barrier()
+        model(data(i), 0.0, 0.0).sum().backward()
+    return {"stragglers": model.stragglers(), "stats": model.stats()}
+
+
+def test_who_waits_is_not_late(pool: RankPool):
+    check(pool.run(wait_within_a_step, 0, world=3), 0, "input")
+
+
+def warned_of(late: int, steps: int) -> list[str]:
+    model = syncengine.Parallel(Late())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i in range(steps):
+            if syncengine.rank() == late:
+                time.sleep(0.01)
+            model(data(i), 0.0, 0.0).sum().backward()
+    return [str(warning.message) for warning in caught if "late" in str(warning.message)]
+
+
+def test_rank_0_warns_once_in_100_steps(pool: RankPool):
+    of_0, of_1 = pool.run(warned_of, 1, 2 * WINDOW + 10)
+    assert of_1 == []
+    assert len(of_0) == 2
+    for text in of_0:
+        assert text.startswith("Parallel(Late): rank 1 is late in ")
+        assert " ms (a step takes " in text
+        assert text.endswith(", before forward begins: look at its input")
+
+
+def balanced(runs: int) -> list[Any]:
+    verdicts = []
+    for _ in range(runs):
+        model = syncengine.Parallel(nn.Sequential(*[nn.Linear(200, 200) for _ in range(4)]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        for _ in range(40):
+            model(torch.ones(32, 200)).sum().backward()
+            optimizer.step()
+        verdicts.append(model.stragglers()["verdict"])
+    return verdicts
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_balanced_runs_name_nobody(pool: RankPool, world: int):
+    """SYNCENGINE_TEST_BALANCED_RUNS=100 gives the rate of false alarms."""
+    runs = int(os.environ.get("SYNCENGINE_TEST_BALANCED_RUNS", "3"))
+    verdicts = pool.run(balanced, runs, world=world)[0]
+    assert [verdict for verdict in verdicts if verdict is not None] == []
+
+
+def few_steps(steps: int) -> dict[str, Any]:
+    model = syncengine.Parallel(Late())
+    assert model.stragglers() == {"steps": 0, "step_ms": 0.0, "ranks": {}, "verdict": None}
+    for i in range(steps):
+        if syncengine.rank() == 1:
+            time.sleep(0.005)
+        model(data(i), 0.0, 0.0).sum().backward()
+    return model.stragglers()
+
+
+def test_few_steps_name_nobody(pool: RankPool):
+    for found in pool.run(few_steps, 10):
+        assert 0 < found["steps"] < LEAST_COMPARED
+        assert found["ranks"][1]["late_ms"] > 4
+        assert found["verdict"] is None
+    (alone,) = pool.run(few_steps, 3, world=1)
+    assert alone["ranks"] == {}
+
+
+def uneven(steps: int) -> int:
+    """Rank 1 has a batch less: the last step, and the one after which nobody tells, are not compared."""
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    with model.join():
+        for i in range(steps - syncengine.rank()):
+            model(data(i)).sum().backward()
+    return model.stragglers()["steps"]
+
+
+def test_steps_without_a_batch_are_not_compared(pool: RankPool):
+    # The first step has no begin, and the last one's times would go with the next.
+    assert pool.run(uneven, 8) == [6, 6]
