@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from syncengine.bench import add_bench
 from syncengine.doctor import add_doctor
 from syncengine.launch.local import add_run
+from syncengine.report import add_report
 from syncengine.tracing.perfetto import add_trace
 
 
@@ -20,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_bench(commands)
     add_run(commands)
     add_trace(commands)
+    add_report(commands)
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser.parse_args(given)
     code: int = options.run(options, given)

@@ -54,6 +54,7 @@ MODULES = [
     "_joining",
     "_elastic",
     "bench",
+    "report",
     "doctor",
     "patch",
     "__init__",

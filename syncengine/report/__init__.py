@@ -1,0 +1,90 @@
+"""`syncengine report`: one page of what a trace says, the verdict first.
+
+steps.py     steps and their phases, and who is late in them: pure functions of the events
+analysis.py  what nothing hides, which buckets that is, what is copied
+advice.py    what to try, and what has changed between two traces
+pictures.py  SVG
+page.py      HTML
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from syncengine.errors import InvalidUsage
+from syncengine.report.advice import advise, changes, compare_verdict
+from syncengine.report.analysis import Analysis, analyze
+from syncengine.report.page import page_of, page_of_two
+from syncengine.tracing import read
+
+__all__ = ["add_report", "analyze", "write_report"]
+
+
+def add_report(commands: Any) -> None:
+    """Adds the command to argparse's."""
+    parser = commands.add_parser(
+        "report",
+        help="one page of where a traced run's time goes",
+        description="Reads the traces that SYNCENGINE_TRACE=DIR or syncengine.trace(DIR) left, and writes a page: who "
+        "is late, what nothing hides, what to try. Of two directories: what has changed. Exit code: 0, or 2 if there "
+        "is no trace.",
+    )
+    parser.add_argument("directories", metavar="DIR", nargs="+", type=Path, help="of a trace; or two, before and after")
+    parser.add_argument("--out", type=Path, help="the page; default: report.html in the (last) DIR")
+    parser.add_argument("--json", action="store_true", help="print what the page says as JSON, and write none")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace, _arguments: Sequence[str]) -> int:
+    """Writes the page, or prints JSON; returns the exit code."""
+    directories: list[Path] = options.directories
+    try:
+        if len(directories) > 2:
+            raise InvalidUsage(f"give one directory or two, not {len(directories)}")
+        analyses = [analyze(read(directory)) for directory in directories]
+        if options.json:
+            print(json.dumps(_as_dict(analyses), indent=2))
+            return 0
+        out = options.out or directories[-1] / "report.html"
+        out.write_text(_page(analyses, directories), encoding="utf-8")
+    except (InvalidUsage, OSError) as error:
+        print(f"syncengine report: {error}", file=sys.stderr)
+        return 2
+    print(_said(analyses))
+    print(out)
+    return 0
+
+
+def write_report(directory: Path, out: Path | None = None) -> tuple[str, Path]:
+    """Writes the page of one trace; returns its verdict and where it is. Raises ``InvalidUsage`` without a trace."""
+    analysis = analyze(read(directory))
+    out = out or directory / "report.html"
+    out.write_text(page_of(analysis, directory), encoding="utf-8")
+    return analysis.verdict, out
+
+
+def _page(analyses: Sequence[Analysis], directories: Sequence[Path]) -> str:
+    if len(analyses) == 1:
+        return page_of(analyses[0], directories[0])
+    return page_of_two(analyses[0], analyses[1], directories)
+
+
+def _said(analyses: Sequence[Analysis]) -> str:
+    return analyses[0].verdict if len(analyses) == 1 else compare_verdict(analyses[0], analyses[1])
+
+
+def _as_dict(analyses: Sequence[Analysis]) -> dict[str, Any]:
+    if len(analyses) == 1:
+        return {**analyses[0].as_dict(), "advice": [vars(one) for one in advise(analyses[0])]}
+    before, after = analyses
+    return {
+        "verdict": compare_verdict(before, after),
+        "changes": [{**vars(change), "ratio": change.ratio} for change in changes(before, after)],
+        "before": _as_dict([before]),
+        "after": _as_dict([after]),
+    }
