@@ -100,6 +100,14 @@ def test_compare_trains_the_same_bits(compared):
         assert column in text
 
 
+def test_compare_ends_with_the_report_of_its_first_run(compared):
+    out, text = compared
+    page = out / "trace" / "report.html"
+    assert text.rstrip().endswith(f"report      {page}")
+    assert "Parallel(GPT)" in page.read_text()
+    assert "ranks <b>2</b>" in page.read_text()
+
+
 def test_compare_leaves_metrics_and_a_plot(compared):
     out, _ = compared
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
