@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/trace.h"
 #include "reducer/backward/backward.h"
 #include "reducer/backward/peers.h"
 #include "reducer/backward/texts.h"
@@ -210,6 +211,7 @@ void Reducer::finalize() {
 
 // Averages are in .grad on all ranks, and all of them come here: each may go on as it likes.
 void Reducer::say_nonfinite(const std::string& text) const {
+  trace::record_text(trace::Kind::Note, "nonfinite: " + text);
   if (model_->options.nonfinite == "raise") throw Error(ErrorKind::NotFinite, text);
   warn(text);
 }

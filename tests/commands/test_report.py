@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -24,6 +25,7 @@ from pool import RankPool
 from torch import nn
 
 import syncengine
+from syncengine.errors import NotFinite
 from syncengine.report.advice import advise, changes, compare_verdict
 from syncengine.report.analysis import Analysis, analyze, finish
 from syncengine.report.page import page_of, page_of_two
@@ -308,6 +310,22 @@ def test_the_command_writes_pages(pool: RankPool, tmp_path: Path):
     check_page(page)
     assert verdict.split(",")[0] in page.replace("\N{NO-BREAK SPACE}", " ")
     check_page((tmp_path / "two.html").read_text())
+
+
+def train_with_nan(directory: str) -> None:
+    model = syncengine.Parallel(nn.Linear(3, 3), nonfinite="raise")
+    with syncengine.trace(directory):
+        for i in range(3):
+            x = torch.ones(2, 3) * (float("nan") if (i, syncengine.rank()) == (1, 1) else 1.0)
+            with contextlib.suppress(NotFinite):
+                model(x).sum().backward()
+
+
+def test_who_has_brought_nan_is_on_the_page(pool: RankPool, tmp_path: Path):
+    pool.run(train_with_nan, str(tmp_path))
+    said = json.loads(syncengine_command("report", "--json", str(tmp_path)).stdout)
+    (text,) = said["went_wrong"]
+    assert text.startswith("nonfinite: rank 1 brought NaN into weight in step 2 of Parallel(Linear): ")
 
 
 def test_without_a_trace_the_command_says_so(tmp_path: Path):
