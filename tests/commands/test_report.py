@@ -316,6 +316,7 @@ def train_with_nan(directory: str) -> None:
     model = syncengine.Parallel(nn.Linear(3, 3), nonfinite="raise")
     with syncengine.trace(directory):
         for i in range(3):
+            model.zero_grad()
             x = torch.ones(2, 3) * (float("nan") if (i, syncengine.rank()) == (1, 1) else 1.0)
             with contextlib.suppress(NotFinite):
                 model(x).sum().backward()
