@@ -226,12 +226,6 @@ class Communicator:
     def check_peers(self) -> None:
         """Checks the other ranks, and raises the error that this communicator has failed with, if it has."""
 
-    def settle(self) -> None:
-        """Waits until the other ranks have heard of the backward that this one has abandoned, if it has.
-
-        Raises the error that the communicator has failed with, if it has: it has, unless all abandoned that backward.
-        """
-
     @property
     def hosts(self) -> list[int]:
         """Of each member, its host, numbered from 0."""
@@ -559,17 +553,26 @@ class Reducer:
     def prepare_for_local_backward(self, outputs: Sequence[torch.Tensor], began: NodeNumber) -> None:
         """A forward whose backward will not average has ended with these outputs."""
 
-    def abandon_forward(self, text: str) -> None:
-        """The forward raised, as `text` says ("raised in forward: ..."): its backward is abandoned."""
-
     def knows_order(self) -> bool:
         """Whether the plan was provisional, and there was a backward since: the same on all ranks."""
 
     def refuse_forward(self, text: str) -> None:
-        """The forward has ended, but its backward must not average: the model can't be used any more, on any rank.
+        """The forward raised, as `text` says ("raised in forward: ..."), or its backward must not average.
 
-        The others raise `InvalidUsage` with `text`. Called after `prepare_for_backward`.
+        The other ranks lose this step of the model, too: they raise `Aborted` with `text` where they wait for it.
         """
+
+    def can_refuse(self) -> bool:
+        """Whether a forward can be refused without the end of the communicator."""
+
+    def vote_on_forward(self) -> None:
+        """Raises `Aborted` if a rank has refused this forward. Collective, behind a forward; blocks."""
+
+    def is_undecided(self) -> bool:
+        """Whether it depends on the other ranks what becomes of .grad, since this rank has refused a forward."""
+
+    def decide(self) -> None:
+        """Blocks until that is known. Then .grad is None, unless all ranks have raised in that forward."""
 
     def reserve_slots(self, copy_of: int | None = None) -> int:
         """Agrees with the other ranks on a number for each bucket. Collective, once; before the first plan.

@@ -39,14 +39,11 @@ class Connection(NamedTuple):
     def has_failed(self) -> bool:
         """Whether it has failed or was closed. A failure on any rank of this host is known here by now.
 
-        If this rank has abandoned a backward, it waits until the others have heard of that, and have or have not.
-
         A rank of another host may have noticed one, and have begun to connect anew: then it fails here, too.
         """
         deadline = time.monotonic() + _LATE
         while True:
             try:
-                self.communicator.settle()
                 self.communicator.check_peers()
             except SyncError:
                 given_up.add(self.communicator)

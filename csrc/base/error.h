@@ -29,6 +29,12 @@ class Error : public std::runtime_error {
   ErrorKind kind_;
 };
 
+// A rank has refused a step of a model, which so ends on all ranks; the communicator goes on. The text is that rank's.
+class StepRefused : public Error {
+ public:
+  explicit StepRefused(const std::string& text) : Error(ErrorKind::Aborted, text) {}
+};
+
 // Throws InvalidUsage with `text` and the system's own words for errno `code`.
 [[noreturn]] void throw_system_error(const std::string& text, int code);
 

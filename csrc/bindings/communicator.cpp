@@ -346,9 +346,6 @@ void bind_communicator(py::module_& module) {
           "with `text`.")
       .def("check_peers", &Communicator::check_peers, py::call_guard<py::gil_scoped_release>(),
            "Raises the error that this communicator has failed with, if it has, after a look at the other ranks.")
-      .def("settle", &Communicator::settle, py::call_guard<py::gil_scoped_release>(),
-           "Waits until the other ranks have heard of the backward that this one has abandoned, if it has, and raises "
-           "the error that the communicator has failed with, if it has.")
       .def_property_readonly("hosts", &Communicator::hosts, "Of each member, its host, numbered from 0.")
       .def("dead", &Communicator::dead, py::call_guard<py::gil_scoped_release>(),
            "Of the members on this host, counted among themselves, those whose processes have died.")

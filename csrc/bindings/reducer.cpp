@@ -269,8 +269,11 @@ void bind_reducer(py::module_& module) {
             return self.prepare_for_backward(outputs, began.value_or(NodeNumber()));
           },
           py::arg("outputs"), py::arg("began") = py::none(), NoGil())
-      .def("abandon_forward", &Reducer::abandon_forward, py::arg("text"), NoGil())
       .def("refuse_forward", &Reducer::refuse_forward, py::arg("text"), NoGil())
+      .def("can_refuse", &Reducer::can_refuse, NoGil())
+      .def("vote_on_forward", &Reducer::vote_on_forward, NoGil())
+      .def("is_undecided", &Reducer::is_undecided, NoGil())
+      .def("decide", &Reducer::decide, NoGil())
       .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
       .def("shadow_backward", &shadow_backward)
       .def("check_finalized", &Reducer::check_finalized, NoGil())

@@ -91,7 +91,7 @@ class BackwardEnd {
   BackwardEnd(std::shared_ptr<Reducer> reducer, uint64_t backward)
       : reducer_(std::move(reducer)), backward_(backward) {}
   ~BackwardEnd() {
-    if (reducer_) reducer_->on_backward_abandoned(backward_);
+    if (reducer_) reducer_->on_task_failed(backward_);
   }
   BackwardEnd(const BackwardEnd&) = delete;
   BackwardEnd& operator=(const BackwardEnd&) = delete;

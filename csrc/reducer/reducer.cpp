@@ -8,7 +8,6 @@
 #include "base/error.h"
 #include "base/trace.h"
 #include "reducer/backward/backward.h"
-#include "reducer/backward/peers.h"
 #include "reducer/backward/texts.h"
 #include "reducer/parameters/hooks.h"
 #include "reducer/torch/graph_tasks.h"
@@ -35,7 +34,7 @@ Reducer::~Reducer() {
   std::lock_guard lock(mutex_);
   try {
     if (phase_ == Phase::Syncing) {
-      give_up({model_->parameters.model() + " was destroyed before its backward had brought all gradients", true});
+      give_up(model_->parameters.model() + " was destroyed before its backward had brought all gradients");
     }
   } catch (...) {
     // The peers hear of it by their deadline.
@@ -47,14 +46,12 @@ bool Reducer::begin_forward(bool synchronize) {
   std::unique_lock lock(mutex_);
   if (recomputing()) return false;
   tasks_.wait_for_all(lock);
-  Outcome& outcome = model_->outcome;
-  if (outcome.is_usable() && phase_ == Phase::Syncing) give_up({unfinished_text(*model_), true});
-  outcome.check_usable();
+  if (phase_ == Phase::Syncing) fail(unfinished_text(*model_));
   if (hooks_removed_ && !synchronize) return false;
-  if (synchronize) outcome.await_peers(lock);
+  if (synchronize) await_end(lock);
   if (hooks_removed_) {
-    give_up({removed_text(model_->parameters), true}, /*keeps_gradients=*/true);
-    outcome.check_usable();
+    give_up(removed_text(model_->parameters), /*in_forward=*/true);
+    throw Error(ErrorKind::InvalidUsage, removed_text(model_->parameters));
   }
   model_->averaging.communicator->throw_if_failed();
   model_->forward.reset();
@@ -111,27 +108,55 @@ void Reducer::prepare_for_local_backward(const std::vector<at::Tensor>& outputs,
 }
 
 // Checkpointing runs forward again in the middle of backward, which then fails itself.
-void Reducer::abandon_forward(const std::string& text) {
+void Reducer::refuse_forward(const std::string& text) {
   std::lock_guard lock(mutex_);
   if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing || !model_->plan) return;
   // All are frozen: no rank waits for what it would have brought.
   if (model_->plan->buckets().empty()) return expect_backward();
-  give_up({text, false}, /*keeps_gradients=*/true);
+  give_up(text, /*in_forward=*/true);
 }
 
-void Reducer::refuse_forward(const std::string& text) {
+bool Reducer::can_refuse() {
   std::lock_guard lock(mutex_);
-  give_up({text, true, ErrorKind::InvalidUsage}, /*keeps_gradients=*/true);
+  return model_->can_refuse() && !model_->plan->buckets().empty();
+}
+
+void Reducer::vote_on_forward() {
+  std::shared_ptr<Work> vote;
+  {
+    std::unique_lock lock(mutex_);
+    await_end(lock);
+    if (!model_->can_refuse() || model_->plan->buckets().empty()) return;
+    model_->outcome.begin();
+    vote = model_->vote();
+  }
+  try {
+    model_->averaging.communicator->wait(vote, raise_pending_signal);
+  } catch (const StepRefused& error) {
+    std::lock_guard lock(mutex_);
+    give_in(error.what());
+    throw;
+  }
+}
+
+void Reducer::decide() {
+  std::unique_lock lock(mutex_);
+  if (model_->outcome.is_undecided()) await_end(lock);
+}
+
+void Reducer::await_end(std::unique_lock<std::mutex>& lock) {
+  if (!model_->outcome.await_end(lock)) return;
+  const pybind11::gil_scoped_acquire gil;
+  model_->let_go_of_gradients(/*keeps=*/false);
 }
 
 void Reducer::shadow_backward() {
   {
     std::unique_lock lock(mutex_);
-    model_->outcome.check_usable();
     if (phase_ == Phase::Syncing || phase_ == Phase::Finalizing) {
       throw Error(ErrorKind::InvalidUsage, unfinished_text(*model_));
     }
-    model_->outcome.await_peers(lock);
+    await_end(lock);
     model_->averaging.communicator->throw_if_failed();
     model_->usage.clear();
     model_->coming_forward();
@@ -144,7 +169,11 @@ void Reducer::shadow_backward() {
     model_->record.begin_wait();
     phase_ = Phase::Finalizing;
   }
-  finalize();
+  try {
+    finalize();
+  } catch (const StepRefused&) {
+    // It has lost nothing.
+  }
 }
 
 void Reducer::check_finalized() {
@@ -154,7 +183,7 @@ void Reducer::check_finalized() {
 
 void Reducer::remove_hooks() {
   std::lock_guard lock(mutex_);
-  if (phase_ == Phase::Syncing) give_up({removed_text(model_->parameters), true});
+  if (phase_ == Phase::Syncing) give_up(removed_text(model_->parameters));
   hooks_removed_ = true;
   if (phase_ == Phase::Armed) phase_ = Phase::Local;
   model_->parameters.unhook(*this);
@@ -183,8 +212,7 @@ void Reducer::finalize() {
       backward->collect_observed();
     }
     backward->proceed(mutex_);
-    backward->finish();
-    model_->outcome.check(*backward, mutex_);
+    backward->finish(mutex_);
     std::lock_guard lock(mutex_);
     const int64_t delivers_from = trace::is_on() ? trace::now() : 0;
     backward->deliver(written);
@@ -198,6 +226,10 @@ void Reducer::finalize() {
     model_->record.end_backward(model_->parameters.model());
     model_->outcome.end_well(model_->record.statistics.backwards);
     end_backward();
+  } catch (const StepRefused& error) {
+    std::lock_guard lock(mutex_);
+    give_in(error.what());
+    throw;
   } catch (const Error& error) {
     fail_finalizing(error.what());
     throw;
@@ -224,7 +256,7 @@ void Reducer::run_hooks_of_users(const std::vector<size_t>& written) {
   } catch (...) {
     delivers_ = false;
     std::lock_guard lock(mutex_);
-    model_->outcome.drop(model_->routing.route().outlives_errors());
+    lose_averages();
     throw;
   }
 }
@@ -233,49 +265,74 @@ void Reducer::run_hooks_of_users(const std::vector<size_t>& written) {
 // can't take its average.
 void Reducer::fail_finalizing(const std::string& text) {
   std::lock_guard lock(mutex_);
-  model_->outcome.lose(text);
-  if (model_->backward) model_->backward->give_up_forwards(text);
-  model_->record.interrupt();
-  bool connected = true;
-  try {
-    model_->averaging.communicator->throw_if_failed();
-  } catch (const Error&) {
-    connected = false;
-  }
-  const bool is_told = !connected || !model_->outcome.is_usable();
-  if (!is_told && !model_->backward->collected_all()) return give_up({text, false});
-  if (!is_told) tell_peers(*model_->averaging.communicator, text);
-  const pybind11::gil_scoped_acquire gil;
-  model_->backward->drop(/*keeps_gradients=*/false);
-  end_backward();
+  give_up(text);
 }
 
-void Reducer::give_up(const Reason& reason, bool keeps_gradients) {
-  model_->outcome.give_up(reason);
-  if (model_->backward) model_->backward->give_up_forwards(reason.text);
-  model_->record.interrupt();
+void Reducer::give_up(const std::string& text, bool in_forward) {
+  Communicator& communicator = *model_->averaging.communicator;
+  bool is_told = false;
+  try {
+    communicator.throw_if_failed();
+    try {
+      if (model_->plan && !model_->coming_backward().has_begun()) begin_backward();
+    } catch (const Error&) {
+      // Its forwards contradict each other: no matter.
+    }
+    if (model_->plan && model_->backward->can_be_refused()) model_->outcome.refuse(text, in_forward), is_told = true;
+    is_told |= model_->plan && model_->backward->is_empty();
+  } catch (const Error&) {
+    is_told = true;  // the communicator has failed: nobody waits any more
+  }
+  if (!is_told) tell_peers(communicator, text);
   // A device's thread of autograd may come here when whoever called backward() has its error and touches .grad, under
   // the GIL.
   const pybind11::gil_scoped_acquire gil;
-  bool told = false;
+  model_->let_go_of_gradients(/*keeps=*/in_forward);
+  lose(text);
+}
+
+void Reducer::give_in(const std::string& text) {
   try {
-    if (model_->plan && !model_->coming_backward().has_begun()) begin_backward();
-    told = model_->plan && model_->outcome.abandon(*model_->backward, reason, keeps_gradients);
+    model_->outcome.end();
+  } catch (const Error&) {
+    // The communicator has failed since: nobody waits for the end.
+  }
+  const pybind11::gil_scoped_acquire gil;
+  model_->let_go_of_gradients(/*keeps=*/false);
+  lose(text);
+}
+
+void Reducer::lose_averages() {
+  if (model_->outcome.is_ending()) return;
+  Communicator& communicator = *model_->averaging.communicator;
+  const std::string text = dropped_text(model_->parameters);
+  try {
+    if (model_->can_refuse()) {
+      model_->outcome.refuse(text, /*raised_in_forward=*/false);
+    } else {
+      tell_peers(communicator, text);
+    }
   } catch (const Error&) {
     // The communicator has failed: nobody waits any more.
   }
-  if (!told) {
-    model_->outcome.forget_peers();
-    tell_peers(*model_->averaging.communicator, reason.text, reason.kind);
-    if (model_->backward) model_->backward->drop(keeps_gradients);
+  const pybind11::gil_scoped_acquire gil;
+  model_->let_go_of_gradients(/*keeps=*/false);
+  model_->outcome.lose(text);
+}
+
+void Reducer::lose(const std::string& text) {
+  model_->outcome.lose(text);
+  model_->record.interrupt();
+  if (model_->backward) {
+    model_->backward->give_up_forwards(text);
+    model_->backward->drop();
   }
-  if (!keeps_gradients) model_->usage.clear();
   end_backward();
 }
 
 void Reducer::fail(const std::string& text) {
   if (phase_ == Phase::Armed || phase_ == Phase::Syncing) {
-    give_up({text, false});
+    give_up(text);
   } else {
     tell_peers(*model_->averaging.communicator, text);
   }

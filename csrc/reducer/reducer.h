@@ -1,7 +1,7 @@
 // Averages the gradients of one model while its backward still runs: the phases, and what autograd tells. What they
 // work on is the Model.
 //
-//   forward    begin_forward -> the model -> prepare_for_backward, or abandon_forward if it raised
+//   forward    begin_forward -> the model -> prepare_for_backward, or refuse_forward if it raised
 //   backward   on_output, on_gradient for each parameter: collect it; announce its bucket with the last one
 //   its end    on_backward_end: wait for the buckets, put the averages into .grad
 //
@@ -12,15 +12,16 @@
 //   Finalizing   some thread waits for the averages                    they are in .grad: Consumed
 //   Consumed     it is over, well or not; no forward has run since     a forward: Armed, or Local
 //
-// From Armed to Consumed there is a Backward; any error on the way abandons it (Outcome::abandon), which also leads to
-// Consumed. A rank without a batch goes from Consumed to Finalizing at once (shadow_backward).
+// From Armed to Consumed there is a Backward; any error on the way gives it up, which also leads to Consumed: give_up()
+// does so for an error on this rank, and give_in() where another rank has refused the step. A rank without a batch goes
+// from Consumed to Finalizing at once (shadow_backward).
 //
 // Python plans the buckets (Model::install_plan), from the order in which gradients became ready.
 //
 // Ownership: shared by Python and by the graph tasks it takes part in; holds the model, and so the parameters and its
 // hooks on them.
 // Thread-safety: forward, and backward on any number of threads, one synchronized backward at a time. Blocks in
-// on_backward_end, and in begin_forward after a backward that was abandoned. The lock may be held while the GIL is
+// on_backward_end, and in begin_forward after a step that was refused. The lock may be held while the GIL is
 // taken, so callers must not hold the GIL.
 // Failure: throws Error; autograd's hooks turn it into Python's classes. After a failed backward no .grad is half
 // averaged: it is either the average or None.
@@ -63,10 +64,17 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::vector<at::Tensor> prepare_for_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
   // The same for one whose backward will not average: it accumulates where a later one does.
   void prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
-  // It raised; its backward would have averaged.
-  void abandon_forward(const std::string& text);
-  // It has ended, but its backward must not average: nothing more can come of the model, on any rank.
+  // It raised, or is not to be averaged, and its backward would have been.
   void refuse_forward(const std::string& text);
+  // Whether a forward can be refused; if not, refuse_forward() ends the communicator, or the other ranks need not know.
+  bool can_refuse();
+  // Behind a forward, and before something else that all ranks do there: a step of its own, which those refuse that
+  // have raised. Blocks.
+  void vote_on_forward();
+  // Whether it depends on the other ranks what becomes of the gradients that this rank had when it refused a forward.
+  bool is_undecided() { return model()->outcome.is_undecided(); }
+  // Blocks until that is known, and does it.
+  void decide();
   // Takes part in a synchronized backward of the others without a gradient of its own. Blocks.
   void shadow_backward();
   void check_finalized();
@@ -99,7 +107,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void on_backward_end();
   void on_backward_failed(const std::string& text) noexcept;  // by an error of one of these hooks
   // Its graph task has ended without on_backward_end, by anybody's error.
-  void on_backward_abandoned(uint64_t backward) noexcept;
+  void on_task_failed(uint64_t backward) noexcept;
   // A graph task has ended, and this thread is back in the one around it. See tell_of_outer_task.
   void on_outer_task(TaskRole of_inner) noexcept;
 
@@ -123,10 +131,18 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void say_nonfinite(const std::string& text) const;
   void run_hooks_of_users(const std::vector<size_t>& written);
   void fail_finalizing(const std::string& text);
-  // For errors on this rank. Under the lock.
-  void give_up(const Reason& reason, bool keeps_gradients = false);
+  // The step is lost, by an error on this rank. Under the lock; the second one throws it. `in_forward`: before
+  // backward.
+  void give_up(const std::string& text, bool in_forward = false);
   [[noreturn]] void fail(const std::string& text);
+  // By another rank's.
+  void give_in(const std::string& text);
+  // By an error on this rank, when the averages were there.
+  void lose_averages();
+  void lose(const std::string& text);
   void end_backward();
+  // Until the last step has ended on all ranks.
+  void await_end(std::unique_lock<std::mutex>& lock);
 
   std::mutex mutex_;
   std::atomic<Phase> phase_{Phase::Local};  // written under mutex_

@@ -104,7 +104,7 @@ bool Reducer::takes(size_t index) {
     here.claimed_elsewhere = !claimed_ && parameters.claimed_by_another(index);
   } else if (phase == Phase::Consumed) {
     here.in_our_task = tasks_.any();
-    here.given_up = model_->outcome.given_up() != nullptr;
+    here.given_up = model_->outcome.is_ending();
     here.outputs_hooked = outputs_hooked_;
     here.awaited_elsewhere = parameters.awaited_by_another(index);
     const bool is_asked = !here.in_our_task && !here.outputs_hooked && !here.awaited_elsewhere;
@@ -125,7 +125,7 @@ bool Reducer::takes(size_t index) {
       return true;
     case Attribution::Mine: watch_this_backward(); return true;
     case Attribution::TooLate: fail(collected_twice_text(parameters, index));
-    case Attribution::GivenUp: throw Error(ErrorKind::Aborted, model_->outcome.given_up()->text);
+    case Attribution::GivenUp: throw Error(ErrorKind::Aborted, model_->outcome.last_error);
     case Attribution::Consumed: throw Error(ErrorKind::InvalidUsage, consumed_text(parameters, why_lost()));
   }
   return false;
@@ -144,7 +144,7 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
     try {
       if (!backward->bring(index, incoming)) return;
     } catch (const Error& error) {
-      give_up({error.what(), false});
+      give_up(error.what());
       throw;
     }
   }
@@ -172,18 +172,18 @@ void Reducer::on_backward_end() {
 void Reducer::on_backward_failed(const std::string& text) noexcept {
   try {
     std::lock_guard lock(mutex_);
-    if (phase_ == Phase::Armed || phase_ == Phase::Syncing) give_up({text, false});
+    if (phase_ == Phase::Armed || phase_ == Phase::Syncing) give_up(text);
   } catch (...) {
     // The error that is on its way says more.
   }
 }
 
-void Reducer::on_backward_abandoned(uint64_t backward) noexcept {
+void Reducer::on_task_failed(uint64_t backward) noexcept {
   try {
     std::lock_guard lock(mutex_);
     tasks_.ended();
-    if (phase_ == Phase::Armed || phase_ == Phase::Syncing) give_up({"backward aborted", false});
-    if (model_->outcome.has_ended_well(backward)) model_->outcome.drop(model_->routing.route().outlives_errors());
+    if (phase_ == Phase::Armed || phase_ == Phase::Syncing) give_up("backward aborted");
+    if (model_->outcome.has_ended_well(backward)) lose_averages();
   } catch (...) {
     // In a destructor, on the way of the error that ended this backward.
   }

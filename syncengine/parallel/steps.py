@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.checkpoint import _StopRecomputationError
+from torch.utils.hooks import RemovableHandle
 
 from syncengine._C import NodeNumber, Reducer, ReducerOptions
 from syncengine.errors import InvalidUsage
@@ -27,6 +30,42 @@ from syncengine.parallel.uneven import UnevenInputs
 from syncengine.parallel.watchers import follow_step
 
 PRE_FORWARD, POST_FORWARD = _BufferCommHookLocation.PRE_FORWARD, _BufferCommHookLocation.POST_FORWARD
+
+
+class _Undecided:
+    """Modules of which this rank has refused a forward: the others decide whether ``.grad`` stays what it was before.
+
+    Until that is known no optimizer of torch's steps, so that none does on this rank alone. Holds a module's reducer,
+    which may be wrapped anew meanwhile, as long as the module lives.
+    """
+
+    def __init__(self) -> None:
+        self._reducers: weakref.WeakKeyDictionary[torch.nn.Module, Reducer] = weakref.WeakKeyDictionary()
+        self._hook: RemovableHandle | None = None
+
+    def __bool__(self) -> bool:
+        return self._hook is not None
+
+    def note(self, steps: Steps) -> None:
+        """Behind an error in forward."""
+        if steps.reducer.is_undecided():
+            self._reducers[steps.model.module] = steps.reducer
+            self._hook = self._hook or register_optimizer_step_pre_hook(self._before_step)
+
+    def decide(self, module: torch.nn.Module) -> None:
+        """Before a forward of any kind."""
+        if reducer := self._reducers.pop(module, None):
+            reducer.decide()
+        if self._hook and not self._reducers:
+            self._hook.remove()  # not in a step: torch is going through its hooks there
+            self._hook = None
+
+    def _before_step(self, *_: Any) -> None:
+        while self._reducers:
+            self._reducers.popitem()[1].decide()
+
+
+_undecided = _Undecided()
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +90,8 @@ class Steps:
         enable_grad() says.
         """
         reducer, switches, uneven = self.reducer, self.switches, self.uneven
+        if _undecided:
+            _undecided.decide(self.model.module)
         is_recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         synchronize = is_recorded and switches.require_backward_grad_sync
         sync_buffers = self.buffers.due()
@@ -65,6 +106,7 @@ class Steps:
                 self.audit.look(in_join=joinable._join_config.enable)
         except Exception as error:
             self.log.set_error_and_log(f"{type(error).__name__}: {error}")
+            _undecided.note(self)
             raise
         # As in DDP: after a forward that will not synchronize, buffers stay as they are for one more.
         switches.require_forward_param_sync = synchronize
@@ -77,6 +119,8 @@ class Steps:
             self._give_up(error, synchronize, sync_buffers is POST_FORWARD)
             raise
         if sync_buffers is POST_FORWARD:
+            if synchronize:
+                reducer.vote_on_forward()
             self.buffers.synchronize()
         if synchronize and not switches.require_backward_grad_sync:
             # The module has switched it off: Lightning's manual optimization.
@@ -123,16 +167,18 @@ class Steps:
         if synchronize:
             self.uneven.weight = None  # it was for this forward
         text = f"raised in forward: {type(error).__name__}: {error}"
-        if sync_buffers_after:  # the others wait for them
+        if sync_buffers_after and not (synchronize and self.reducer.can_refuse()):  # the others wait for them
             communicator = self.model.communicator
             communicator.abort(f"{own_name(communicator)} {text}")
         else:
-            self.reducer.abandon_forward(text)
+            self.reducer.refuse_forward(text)
+            _undecided.note(self)
 
     def _check_not_replaced(self, leaves: list[torch.Tensor]) -> None:
         """Raises ``InvalidUsage``, here and on all ranks, if one of ``leaves`` has replaced a parameter."""
         if text := replaced_text(self.model.module, self.model.names, leaves):
             self.reducer.refuse_forward(text)
+            _undecided.note(self)
             raise InvalidUsage(f"{own_name(self.model.communicator)}: {text}")
 
     def shadow(self, current: Round) -> None:

@@ -119,7 +119,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """Updates the weights, on all ranks at once; ``closure`` is evaluated once, before.
 
         Raises on all ranks, before anything is written, if a rank's gradients are its own (after ``no_sync``, or after
-        an abandoned backward), or if which of them are None, parameter groups or their options differ between ranks.
+        a backward that was given up), or if which of them are None, parameter groups or their options differ between
+        ranks.
         ``TornWeights`` if a rank dies in the middle of it.
         """
         loss = None

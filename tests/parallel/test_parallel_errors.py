@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from faults import my_rank
 from parallel_models import CAP, Mlp, data, different_bits, gradients
 from pool import RankPool, run_on_ranks
 from raising_model import Bad, InBackward, Raising
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
 
 import syncengine
 from syncengine.errors import Aborted, InvalidUsage, SyncError
@@ -146,45 +152,245 @@ def test_a_forward_that_was_synchronized_before_a_lost_step_says_so():
 
 def gradients_are_common(model: nn.Module) -> bool:
     flat = torch.cat([grad.flatten() for grad in gradients(model)])
-    everyone = torch.empty(2, flat.numel())
+    everyone = torch.empty(syncengine.world_size(), flat.numel())
     syncengine.all_gather(everyone, flat)
-    return torch.equal(everyone[0], everyone[1])
+    return torch.equal(everyone, everyone[:1].expand_as(everyone))
 
 
-def one_rank_goes_on(where: str, world: int) -> str:
+def one_rank_raises(hosts: str, where: str) -> None:
+    """On rank 1, in two of five steps. What that leaves is what a plain loop without these steps does."""
+    os.environ["SYNCENGINE_HOST_ID"] = hosts[my_rank()]
+    communicator = syncengine.init(timeout=30.0)
+    torch.manual_seed(0)
+    module = Raising()
+    alone = copy.deepcopy(module)
+    model = syncengine.Parallel(module)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (module, alone)]
+    text = "raised in forward: Bad: the batch is bad" if where == "forward" else "rank 1: backward aborted"
+    for i, bad in enumerate([False, True, False, True, False]):
+        before = [p.detach().clone() for p in module.parameters()]
+        raises = bad and communicator.rank == 1
+        module.where = where if raises else ""
+        optimizers[0].zero_grad()
+        with pytest.raises(Bad if raises else Aborted) if bad else contextlib.nullcontext() as error:
+            loss = model(data(i)).square().mean()
+            syncengine.all_reduce(torch.ones(3)) if where != "forward" else None
+            loss.backward()
+        optimizers[0].step()
+        if bad:
+            assert raises or text in str(error.value)
+            assert all(p.grad is None for p in module.parameters())
+            assert not different_bits([p.detach() for p in module.parameters()], before)
+        else:
+            optimizers[1].zero_grad()
+            for rank in range(communicator.size):
+                x = torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * i + rank))
+                (alone(x).square().mean() / communicator.size).backward()
+            optimizers[1].step()
+        syncengine.all_reduce(torch.ones(3))
+    for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
+    assert communicator.exception() is None
+
+
+@pytest.mark.parametrize("hosts", ["aa", "aaa", "ab", "aab"])
+@pytest.mark.parametrize("where", ["forward", "early", "middle", "late"])
+def test_an_error_of_one_rank_costs_all_ranks_the_step(pool: RankPool, where: str, hosts: str):
+    pool.run(one_rank_raises, hosts, where, world=len(hosts), settings=None)
+
+
+def refused_beside_calls() -> None:
+    """Rank 1 raises in forward; the others hear of that where they wait for this model, and not before."""
+    model = syncengine.Parallel(Raising())
+    model.module.where = "forward" if syncengine.rank() == 1 else ""
+    with pytest.raises(Bad) if syncengine.rank() == 1 else contextlib.nullcontext():
+        loss = model(data()).sum()
+    for _ in range(3):
+        ones = torch.ones(100)
+        syncengine.all_reduce(ones)
+        assert ones[7] == syncengine.world_size()
+    other = syncengine.Parallel(Mlp())
+    other(data()).sum().backward()
+    if syncengine.rank() != 1:
+        with pytest.raises(Aborted, match="rank 1 raised in forward: Bad"):
+            loss.backward()
+    model.module.where = ""
+    model(data()).sum().backward()
+    assert gradients_are_common(model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_refused_step_disturbs_no_call_of_the_users(pool: RankPool, world: int):
+    pool.run(refused_beside_calls, world=world)
+
+
+def raises_with_sums(raising: list[int], asks: str) -> None:
+    """There are gradients of a micro-batch under no_sync when some ranks raise in the forward behind it."""
     torch.manual_seed(0)
     module = Raising()
     model = syncengine.Parallel(module)
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    assert step(model, optimizer, 0)
-    before = [p.detach().clone() for p in module.parameters()]
-    with pytest.raises(SyncError) as error:
-        if syncengine.rank() == 1:
-            assert not step(model, optimizer, 1, where)
-            step(model, optimizer, 2)
-        else:
-            step(model, optimizer, 1)
-            if where != "late":  # found out in the next step
-                pytest.fail("the others' error was not noticed")
-            before = [p.detach().clone() for p in module.parameters()]
-            step(model, optimizer, 2)
-    assert not different_bits([p.detach() for p in module.parameters()], before)
-    assert all(p.grad is None for p in module.parameters())
-    with pytest.raises(SyncError):
+    with model.no_sync():
+        model(data(0)).square().mean().backward()
+    hooks = len(step_hooks)  # those of who looks at steps always
+    sums, weights = gradients(module), [p.detach().clone() for p in module.parameters()]
+    raises = syncengine.rank() in raising
+    module.where = "forward" if raises else ""
+    with pytest.raises(Bad if raises else Aborted):
+        model(data(1)).square().mean().backward()
+    module.where = ""
+    assert len(step_hooks) == hooks + raises
+    kept = len(raising) == syncengine.world_size()
+    assert all((p.grad is not None) == (kept or raises) for p in module.parameters())
+    if asks == "step":
+        other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], 0.1)
+        (other if kept else optimizer).step()
+    elif asks == "evaluation":
+        with torch.no_grad():
+            model(data())
+        assert len(step_hooks) == hooks
+    if kept:
+        assert not different_bits(gradients(module), sums)
+    else:
+        assert all(p.grad is None for p in module.parameters())
+    assert not different_bits([p.detach() for p in module.parameters()], weights)
+    expected = [torch.autograd.grad(module(data(i)).square().mean(), list(module.parameters())) for i in (0, 2)]
+    model(data(2)).square().mean().backward()
+    assert len(step_hooks) == hooks
+    for p, *own in zip(module.parameters(), *expected, strict=True):
+        syncengine.all_reduce(mean := (own[0] + own[1] if kept else own[1]).clone(), "avg")
+        torch.testing.assert_close(p.grad, mean)
+
+
+@pytest.mark.parametrize("asks", ["step", "evaluation"])
+@pytest.mark.parametrize(("raising", "world"), [([0, 1], 2), ([1], 2), ([0, 2], 3), ([0, 1, 2], 3)])
+def test_sums_outlive_an_error_in_forward_on_all_ranks_or_on_none(
+    pool: RankPool, raising: list[int], world: int, asks: str
+):
+    pool.run(raises_with_sums, raising, asks, world=world)
+
+
+def halves_its_batches(most: dict[int, int]) -> int:
+    """As Accelerate's find_executable_batch_size: it goes by the error's text."""
+
+    def means_memory(error: Exception) -> bool:
+        return isinstance(error, RuntimeError) and len(error.args) == 1 and " out of memory." in error.args[0]
+
+    class Limited(Raising):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) > most[syncengine.rank()]:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            return super().forward(x)
+
+    model = syncengine.Parallel(Limited())
+    size = 64
+    while True:
+        try:
+            model.zero_grad()
+            with model.no_sync():
+                model(torch.ones(1, 24)).sum().backward()
+            model(torch.ones(size, 24)).sum().backward()
+            assert gradients_are_common(model)
+            return size
+        except RuntimeError as error:
+            if not means_memory(error):
+                raise
+        size //= 2
+
+
+@pytest.mark.parametrize("most", [{0: 16, 1: 16}, {0: 100, 1: 8}, {0: 3, 1: 20}], ids=str)
+def test_all_ranks_find_the_batch_size_that_fits_each(pool: RankPool, most: dict[int, int]):
+    sizes = pool.run(halves_its_batches, most)
+    assert sizes[0] == sizes[1] and min(most.values()) / 2 < sizes[0] <= min(most.values())
+
+
+class Counting(nn.Module):
+    """Its buffer is synchronized behind its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.raises = nn.Linear(24, 2), False
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.raises:
+            raise Bad("before the buffers")
+        self.seen += 1
+        return self.layer(x)
+
+
+def raises_before_buffers(raising: list[int]) -> str:
+    def add(state: None, buffers: dict[str, torch.Tensor]) -> None:
+        syncengine.all_reduce(buffers["seen"])
+
+    model = syncengine.Parallel(Counting())
+    model._register_buffer_comm_hook(None, add, _BufferCommHookLocation.POST_FORWARD)
+    text = ""
+    for i, bad in enumerate([False, True, False]):
+        model.module.raises = bad and syncengine.rank() in raising
+        model.zero_grad()
+        with pytest.raises(Bad if model.module.raises else Aborted) if bad else contextlib.nullcontext() as error:
+            model(data(i)).sum().backward()
+        text = str(error.value) if bad else text
+    assert gradients_are_common(model)
+    assert syncengine.default_communicator().exception() is None
+    return text
+
+
+@pytest.mark.parametrize("raising", [[1], [0, 1]], ids=str)
+def test_an_error_in_forward_before_buffers_are_synchronized_costs_a_step(pool: RankPool, raising: list[int]):
+    text, _ = pool.run(raises_before_buffers, raising)
+    assert text == ("before the buffers" if 0 in raising else "rank 1 raised in forward: Bad: before the buffers")
+
+
+def raises_in_join(caught: bool) -> str:
+    """Rank 0 has no batch left, and follows; rank 1 raises in one of the others' steps."""
+    model = syncengine.Parallel(Raising())
+    rank, text = syncengine.rank(), ""
+    with contextlib.suppress(*[] if caught else [Bad, Aborted]), model.join():
+        for i in range(2 if rank == 0 else 5):
+            model.module.where = "middle" if rank == 1 and i == 3 else ""
+            try:
+                model(data(i)).sum().backward()
+            except (Bad, Aborted) as error:
+                text = str(error)
+                if not caught:
+                    raise
+    assert syncengine.default_communicator().exception() is None
+    model.module.where = ""
+    model(data()).sum().backward()
+    assert gradients_are_common(model)
+    return text
+
+
+@pytest.mark.parametrize("caught", [True, False])
+def test_a_rank_without_a_batch_follows_over_a_refused_step(pool: RankPool, caught: bool):
+    own, first, second = pool.run(raises_in_join, caught, world=3, settings={"timeout": 20.0})
+    assert (own, first, second) == ("", "the batch is bad: middle", "rank 1: backward aborted")
+
+
+def dies_after_refusing() -> list[str]:
+    model = syncengine.Parallel(Raising())
+    model(data()).sum().backward()
+    if syncengine.rank() == 1:
+        model.module.where = "forward"
+        with pytest.raises(Bad):
+            model(data())
+        os.kill(os.getpid(), signal.SIGKILL)
+    texts = []
+    for _ in range(2):  # the second one waits for rank 1 to end the step
+        with pytest.raises(Aborted) as error:
+            model(data()).sum().backward()
+        texts.append(str(error.value))
+    with pytest.raises(Aborted):
         syncengine.barrier()
-    return str(error.value)
+    return texts
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("where", ["forward", "early", "middle", "late"])
-def test_an_error_that_one_rank_catches_ends_every_ranks_next_wait(pool: RankPool, where: str, world: int):
-    texts = {
-        "forward": "raised in forward: Bad: the batch is bad",
-        "late": "rank 1: backward of Parallel(Raising) raised",
-    }
-    for text in pool.run(one_rank_goes_on, where, world, world=world):
-        assert "rank 1" in text
-        assert texts.get(where, "backward aborted") in text
+def test_a_rank_that_dies_after_it_has_refused_ends_the_others_with_its_reason(pool: RankPool):
+    with pool.spawn_ranks(dies_after_refusing, world=3) as ranks:
+        for rank in (0, 2):
+            assert ranks[rank].result() == ["rank 1 raised in forward: Bad: the batch is bad: forward"] * 2
 
 
 def catches_and_leaves() -> str:
@@ -209,34 +415,30 @@ class Halves(nn.Module):
         return self.always(x) + (self.sometimes(x) if both else 0)
 
 
-def unfinished(forgetful: list[int]) -> tuple[str, int]:
+def unfinished(forgetful: list[int]) -> str:
     other = syncengine.Parallel(Mlp())
     model = syncengine.Parallel(Halves())
     forgets = syncengine.rank() in forgetful
-    with pytest.raises(SyncError) as error:
-        model(data(), both=not forgets).sum().backward()
-        model(data())
     for _ in range(2):
-        with pytest.raises(SyncError, match="Expected to have finished reduction"):
+        with pytest.raises(InvalidUsage if forgets else Aborted) as error:
+            model(data(), both=not forgets).sum().backward()
             model(data())
-    other(data()).sum().backward()  # is none of this
-    again = syncengine.Parallel(model.module)
-    again.zero_grad()
-    again(data()).sum().backward()
-    expected = [torch.zeros_like(p) for p in model.module.parameters()]
-    for rank in range(syncengine.world_size()):
-        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
-        found = torch.autograd.grad(model.module(x).sum(), list(model.module.parameters()))
-        expected = [a + b / syncengine.world_size() for a, b in zip(expected, found, strict=True)]
-    for p, mean in zip(model.module.parameters(), expected, strict=True):
-        torch.testing.assert_close(p.grad, mean)
+        other(data()).sum().backward()  # is none of this
+        model.zero_grad()
+        model(data()).sum().backward()
+        for i, p in enumerate(model.module.parameters()):
+            mean = torch.zeros_like(p)
+            for rank in range(syncengine.world_size()):
+                x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
+                mean += torch.autograd.grad(model.module(x).sum(), list(model.module.parameters()))[i]
+            torch.testing.assert_close(p.grad, mean / syncengine.world_size())
     syncengine.barrier()
-    return str(error.value), syncengine.rank()
+    return str(error.value)
 
 
 @pytest.mark.parametrize("forgetful", [[0], [1], [0, 1], [0, 2]], ids=str)
-def test_an_unfinished_reduction_ends_that_wrapper(pool: RankPool, forgetful: list[int]):
-    for text, _ in pool.run(unfinished, forgetful, world=3):
+def test_an_unfinished_reduction_costs_a_step(pool: RankPool, forgetful: list[int]):
+    for text in pool.run(unfinished, forgetful, world=3):
         assert "Expected to have finished reduction" in text
         assert "sometimes.weight" in text
 
@@ -247,8 +449,9 @@ def removed(on: int) -> str:
         model(data()).sum().backward()
     if syncengine.rank() == on:
         model._remove_autograd_hooks()
-    with pytest.raises(SyncError, match=r"the hooks of Parallel\(Linear\) were removed") as error:
-        model(data()).sum().backward()
+    for _ in range(2):
+        with pytest.raises(SyncError, match=r"the hooks of Parallel\(Linear\) were removed") as error:
+            model(data()).sum().backward()
     again = syncengine.Parallel(model.module)
     again(data()).sum().backward()
     syncengine.barrier()
@@ -341,45 +544,45 @@ class Table(nn.Module):
 def raises_before_sparse() -> str:
     model = syncengine.Parallel(Table())
     x = torch.arange(5)
-    model(x).sum().backward()
-    model.module.raises = syncengine.rank() == 0
-    with pytest.raises(SyncError) as error:
-        for _ in range(2):
-            try:
-                model(x).sum().backward()
-            except Bad:
-                model.module.raises = False
-    return str(error.value)
+    for raises in (False, True, False):
+        model.module.raises = raises and syncengine.rank() == 0
+        model.zero_grad()
+        with pytest.raises(Bad if model.module.raises else Aborted) if raises else contextlib.nullcontext() as error:
+            model(x).sum().backward()
+        if raises:
+            text = str(error.value)
+            assert all(p.grad is None for p in model.parameters())
+    assert model.module.table.weight.grad.is_sparse
+    syncengine.barrier()
+    return text
 
 
 def test_an_error_when_only_sparse_gradients_are_missing_is_told(pool: RankPool):
-    for text in pool.run(raises_before_sparse):
-        assert "rank 0: backward aborted" in text
+    assert "rank 0: backward aborted" in pool.run(raises_before_sparse)[1]
 
 
-def unfinished_beside_an_error() -> str:
+def unfinished_beside_an_error() -> None:
     model = syncengine.Parallel(Halves())
     model(data()).sum().backward()
-    forgets = syncengine.rank() == 0
-    with pytest.raises(SyncError, match="Expected to have finished reduction") as error:
-        try:
-            out = model(data(), both=not forgets)
-            if not forgets:
-                out = InBackward.apply(out, raise_bad)
-            out.sum().backward()
-        except Bad:
-            pass
-        for _ in range(2):
+    if syncengine.rank() == 0:
+        model(data(), both=False).sum().backward()
+        with pytest.raises(InvalidUsage, match="Expected to have finished reduction"):
+            model(data())
+    else:
+        with pytest.raises(Bad):  # before backward has reached the model: nobody hears of that
+            InBackward.apply(model(data()), raise_bad).sum().backward()
+        with pytest.raises(Aborted, match="rank 0: Expected to have finished reduction"):
             model(data()).sum().backward()
-    syncengine.barrier()
-    return str(error.value)
+    model.zero_grad()
+    model(data()).sum().backward()
+    assert gradients_are_common(model)
 
 
 def raise_bad() -> None:
     raise Bad("at once")
 
 
-def test_an_unfinished_reduction_beside_an_error_is_told(pool: RankPool):
+def test_an_unfinished_reduction_beside_an_error_costs_a_step(pool: RankPool):
     pool.run(unfinished_beside_an_error)
 
 

@@ -164,7 +164,7 @@ def test_a_parameter_in_different_groups_is_named(pool: RankPool):
         assert shared == "False"
 
 
-def abandoned() -> list[str]:
+def given_up() -> list[str]:
     net = make()
     model, optimizer = sharded(net)
     train(model, optimizer, 2)
@@ -181,10 +181,10 @@ def abandoned() -> list[str]:
     return [*texts, error_of(lambda: train(model, optimizer, 1))]
 
 
-def test_step_raises_after_an_abandoned_backward(pool: RankPool):
-    for first, step, after in pool.run(abandoned):
+def test_step_raises_after_a_backward_that_was_given_up(pool: RankPool):
+    for first, step, after in pool.run(given_up):
         assert "stop" in first
-        assert "not averages: the last backward was abandoned" in step
+        assert "not averages: the last backward was given up" in step
         assert after == ""
 
 

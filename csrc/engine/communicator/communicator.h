@@ -64,9 +64,20 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual std::shared_ptr<Work> send(Message message) = 0;
   virtual std::shared_ptr<Work> receive(Message message) = 0;
 
-  // Collectives that match by (slot, count of announcements of that slot) and may be announced in any order on each
-  // rank: gradient buckets. announce() names one of the slots that it shares, from 0. Never blocks; all-reduce only.
-  virtual std::shared_ptr<Work> announce(std::shared_ptr<const Slots> slots, size_t index, Operation operation) = 0;
+  // Collectives that match by slot and step, and may be announced in any order on each rank: gradient buckets.
+  // announce() names one of the slots that it shares, from 0, and the step, which all ranks count alike, from 1. Never
+  // blocks; all-reduce only.
+  virtual std::shared_ptr<Work> announce(std::shared_ptr<const Slots> slots, size_t index, uint64_t step,
+                                         Operation operation) = 0;
+  // This rank announces nothing more of a step. So the step ends on all ranks: what this rank has not announced fails
+  // there with StepRefused and this `text`; what all have announced runs. Where a rank has gone on to a later step,
+  // since it had all of this one, the communicator fails with that text. So it does if this rank ends before the step
+  // has. Never blocks.
+  virtual void refuse(const std::shared_ptr<const Slots>& slots, uint64_t step, const std::string& text) = 0;
+  // Each rank calls this once for a step that was refused, when it has refused the step or met StepRefused, and waits
+  // for the work before it announces anything of a later one. `how` becomes the maximum over all ranks.
+  virtual std::shared_ptr<Work> end_refused(std::shared_ptr<const Slots> slots, uint64_t step,
+                                            std::shared_ptr<uint8_t> how) = 0;
   // The first `count` that no member holds any more. Collective, matched by order as submit(): blocks; `describe` is
   // what for, and the same on all ranks. Throws InvalidUsage on all of them if there are none.
   virtual std::shared_ptr<const Slots> reserve_slots(size_t count, const std::function<std::string()>& describe = {},
@@ -81,15 +92,6 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // Fails every pending and later operation here and on all peers, at once. Peers raise `kind` with `text`. Idempotent.
   // What fails or closes the communicator of the whole job does so with all that came of it by split().
   virtual void abort(ErrorKind kind, const std::string& text) = 0;
-  // If this rank leaves while operations are pending, peers raise Aborted with `text` instead of PeerLost; before that,
-  // close() waits for `works` a moment. For a rank that takes no more interest in them, where the peers may. Empty: no
-  // longer. `shared` says whether every rank has given up what they belong to, or nothing if no rank can know yet; it
-  // may block.
-  virtual void set_last_words(const std::string& /*text*/, std::vector<std::shared_ptr<Work>> /*works*/,
-                              std::function<std::optional<bool>()> /*shared*/ = {}) {}
-  // For a rank with last words that goes on to something else: asks `shared`, and aborts the communicator, as its peers
-  // do then, if not all have given up the same. Throws what throw_if_failed() does.
-  virtual void settle() { throw_if_failed(); }
   virtual void throw_if_failed() const = 0;
   // The same, after a look at the peers: for a rank that waits for something else than this communicator's work.
   virtual void check_peers() { throw_if_failed(); }

@@ -91,11 +91,18 @@ void EngineCommunicator::measure_links(const std::function<void()>& interrupted)
   if (interhost_) interhost_->measure(*this, interrupted);
 }
 
-std::shared_ptr<Work> EngineCommunicator::enqueue(Operation operation, std::shared_ptr<const Slots> slots,
-                                                  size_t index) {
+std::shared_ptr<Work> EngineCommunicator::enqueue(Operation operation) {
   engine_->throw_if_forked();
   require_supported(operation);
-  return submissions_.add(std::move(operation), std::move(slots), index);
+  return submissions_.add(std::move(operation));
+}
+
+std::shared_ptr<Work> EngineCommunicator::enqueue(Operation operation, std::shared_ptr<const Slots> slots,
+                                                  uint64_t slot, uint64_t step) {
+  engine_->throw_if_forked();
+  require_supported(operation);
+  const uint64_t number = slots->number(step);
+  return submissions_.add(std::move(operation), std::move(slots), slot, number);
 }
 
 std::shared_ptr<Work> EngineCommunicator::submit(Operation operation) {
@@ -119,7 +126,8 @@ std::shared_ptr<Work> EngineCommunicator::post(Message message, bool sends) {
   return work;
 }
 
-// Each rank names its first gap; all go on from the last one named, until all name the same.
+// Each rank names its first gap; all go on from the last one named, until all name the same. Their steps count from the
+// highest number that some rank has given to a step.
 std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
                                                                const std::function<std::string()>& describe,
                                                                const std::function<void()>& interrupted) {
@@ -128,11 +136,12 @@ std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
   mix(count);
   if (describe)
     for (char c : describe()) mix(static_cast<unsigned char>(c));
-  auto ends = std::make_shared<std::array<int64_t, 2>>();  // the last gap named, and the first, negative
+  count += Slots::kBehind;
+  auto ends = std::make_shared<std::array<int64_t, 3>>();  // the last gap named, and the first, negative; a step
   uint64_t from = 0;
   for (;;) {
     const auto gap = static_cast<int64_t>(slots_->gap(from, count));
-    *ends = {gap, -gap};
+    *ends = {gap, -gap, static_cast<int64_t>(submissions_.highest_step())};
     Operation compare{.dtype = DType::Int64, .op = ReduceOp::Max, .numerics = numerics(), .layout_hash = hash};
     compare.input = compare.output = {ends->data(), sizeof(*ends)};
     compare.describe = describe;
@@ -145,15 +154,38 @@ std::shared_ptr<const Slots> EngineCommunicator::reserve_slots(size_t count,
                       ", one for each parameter): drop models that are no longer used, or use Communicator.split()");
     if ((*ends)[0] == -(*ends)[1]) break;
   }
-  if (auto slots = slots_->take(from, count)) return slots;
+  if (auto slots = slots_->take(from, count, static_cast<uint64_t>((*ends)[2]))) return slots;
   std::string text = group_.name(group_.rank) + ": two threads reserve gradient buckets on one communicator at a time";
   abort(ErrorKind::InvalidUsage, text);
   throw Error(ErrorKind::InvalidUsage, text);
 }
 
-std::shared_ptr<Work> EngineCommunicator::announce(std::shared_ptr<const Slots> slots, size_t index,
+std::shared_ptr<Work> EngineCommunicator::announce(std::shared_ptr<const Slots> slots, size_t index, uint64_t step,
                                                    Operation operation) {
-  auto work = enqueue(std::move(operation), std::move(slots), index);
+  const uint64_t slot = slots->first() + index;
+  auto work = enqueue(std::move(operation), std::move(slots), slot, step);
+  engine_->poke(*this);
+  return work;
+}
+
+void EngineCommunicator::refuse(const std::shared_ptr<const Slots>& slots, uint64_t step, const std::string& text) {
+  throw_if_failed();
+  engine_->locked([&] {
+    if (ended_) return;
+    take_calls();  // what was announced before
+    traffic_.schedule().refuse(*slots, slots->number(step), text);
+    group_.bell->ring_all();
+  });
+}
+
+std::shared_ptr<Work> EngineCommunicator::end_refused(std::shared_ptr<const Slots> slots, uint64_t step,
+                                                      std::shared_ptr<uint8_t> how) {
+  Operation operation{.dtype = DType::UInt8, .op = ReduceOp::Max, .numerics = numerics()};
+  operation.input = operation.output = {how.get(), sizeof(*how)};
+  operation.describe = [] { return std::string("the end of a step that a rank has refused"); };
+  operation.keepalive = std::move(how);
+  const uint64_t slot = slots->end_slot();
+  auto work = enqueue(std::move(operation), std::move(slots), slot, step);
   engine_->poke(*this);
   return work;
 }
@@ -213,11 +245,16 @@ std::map<std::string, uint64_t> EngineCommunicator::counters() const {
 
 bool EngineCommunicator::advance() {
   if (ended_) return false;
-  submissions_.swap(taken_);
-  bool moved = !taken_.operations.empty();
-  traffic_.take(taken_);
+  bool moved = take_calls();
   moved |= advance_traffic();
   if (moved) group_.bell->ring_interested();
+  return moved;
+}
+
+bool EngineCommunicator::take_calls() {
+  submissions_.swap(taken_);
+  const bool moved = !taken_.operations.empty();
+  traffic_.take(taken_);
   return moved;
 }
 

@@ -13,9 +13,8 @@
 
 namespace syncengine {
 
-// The last words of a rank in a communicator, for its peers.
-
-// Cuts a long text. Once, by the rank that owns `end_record`, after it has written `ended`.
+// The last words of a rank in a communicator, for its peers. Cuts a long text. Once, by the rank that owns
+// `end_record`, after it has written `ended`.
 inline void write_end_record(shm::EndRecord& end_record, shm::Standing standing, ErrorKind kind,
                              const std::string& text) {
   end_record.kind = static_cast<uint32_t>(kind);
@@ -52,15 +51,16 @@ class EngineCommunicator final : public Communicator, private Progressable {
   void run(Operation operation, const std::function<void()>& interrupted) override;
   std::shared_ptr<Work> send(Message message) override { return post(std::move(message), true); }
   std::shared_ptr<Work> receive(Message message) override { return post(std::move(message), false); }
-  std::shared_ptr<Work> announce(std::shared_ptr<const Slots> slots, size_t index, Operation operation) override;
+  std::shared_ptr<Work> announce(std::shared_ptr<const Slots> slots, size_t index, uint64_t step,
+                                 Operation operation) override;
+  void refuse(const std::shared_ptr<const Slots>& slots, uint64_t step, const std::string& text) override;
+  std::shared_ptr<Work> end_refused(std::shared_ptr<const Slots> slots, uint64_t step,
+                                    std::shared_ptr<uint8_t> how) override;
   std::shared_ptr<const Slots> reserve_slots(size_t count, const std::function<std::string()>& describe,
                                              const std::function<void()>& interrupted) override;
   void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted,
             std::optional<Duration> at_most) override;
   void abort(ErrorKind kind, const std::string& text) override;
-  void set_last_words(const std::string& text, std::vector<std::shared_ptr<Work>> works,
-                      std::function<std::optional<bool>()> shared) override;
-  void settle() override;
   void throw_if_failed() const override;
   void check_peers() override;
   std::vector<int> dead() override;
@@ -88,7 +88,9 @@ class EngineCommunicator final : public Communicator, private Progressable {
   bool has_block(int local_rank, uint64_t offset) const override;
   std::string describe_wait(const Work& work) const override;
 
-  std::shared_ptr<Work> enqueue(Operation operation, std::shared_ptr<const Slots> slots = {}, size_t index = 0);
+  std::shared_ptr<Work> enqueue(Operation operation);
+  std::shared_ptr<Work> enqueue(Operation operation, std::shared_ptr<const Slots> slots, uint64_t slot, uint64_t step);
+  bool take_calls();
   std::shared_ptr<Work> post(Message message, bool sends);
   // What a member tells the others of its part in a new communicator, for split() and shrink().
   struct Ticket {
@@ -102,7 +104,6 @@ class EngineCommunicator final : public Communicator, private Progressable {
   // Of shrink(): who is left. Throws where this rank is not.
   uint64_t await_decision(Deadline patient_until, Duration patience, const std::function<void()>& interrupted);
   void give_back_block();
-  void await_last_works();
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
   bool advance_traffic();
   void check_local_members();
@@ -128,9 +129,6 @@ class EngineCommunicator final : public Communicator, private Progressable {
 
   Submissions::Batch taken_;  // progress lock, as the next; reused by advance()
   bool ended_ = false;
-  std::string last_words_;
-  std::vector<std::shared_ptr<Work>> last_works_;
-  std::function<std::optional<bool>()> last_words_shared_;
   Clock::time_point logged_{};  // the operation that the log line was about
 };
 

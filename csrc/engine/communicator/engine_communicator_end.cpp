@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <thread>
 
 #include "base/texts.h"
 #include "base/trace.h"
@@ -13,8 +12,6 @@
 namespace syncengine {
 
 namespace {
-
-constexpr std::chrono::seconds kLastWorks{1};  // see await_last_works()
 
 // Notes it in the trace, if there is one, and says where that is.
 Error in_trace(const Error& error) {
@@ -38,7 +35,6 @@ void EngineCommunicator::abort(ErrorKind kind, const std::string& text) {
 
 void EngineCommunicator::close() {
   if (engine_->arena()->forked()) return;
-  await_last_works();
   engine_->locked([&] {
     leave();
     if (origin_ == Origin::Split) return;
@@ -60,47 +56,14 @@ void EngineCommunicator::fail(ErrorKind kind, const std::string& text) {
   end(shm::Standing::Failed, error, error);
 }
 
-void EngineCommunicator::set_last_words(const std::string& text, std::vector<std::shared_ptr<Work>> works,
-                                        std::function<std::optional<bool>()> shared) {
-  engine_->locked([&] {
-    last_words_ = text;
-    last_works_.swap(works);
-    last_words_shared_.swap(shared);
-  });
-}
-
-void EngineCommunicator::settle() {
-  std::string text;
-  std::function<std::optional<bool>()> shared;
-  engine_->locked([&] {
-    text = last_words_;
-    shared = last_words_shared_;
-  });
-  const std::optional<bool> agreed = shared ? shared() : std::nullopt;
-  if (agreed == false) abort(ErrorKind::Aborted, text);
-  throw_if_failed();
-  if (agreed) set_last_words("", {}, {});
-}
-
-// Peers may be about to take part: they are to hear what this rank has to say, and not that it has left.
-void EngineCommunicator::await_last_works() {
-  std::vector<std::shared_ptr<Work>> works;
-  engine_->locked([&] { works = last_works_; });
-  const auto until = Clock::now() + kLastWorks;
-  auto ended = [](const auto& work) { return work->ended(); };
-  while (!std::all_of(works.begin(), works.end(), ended) && Clock::now() < until) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
 // A peer in the middle of writing this rank's tensors must be told to stop, and kept from going on.
 void EngineCommunicator::leave() {
   uint64_t not_come = 0;  // nobody waits for it in shrink()
   group_.own().succession.arrived.compare_exchange_strong(not_come, shm::kNeverComes, std::memory_order_acq_rel);
   Error closed(ErrorKind::InvalidUsage, kClosed);
-  if (!last_words_.empty() && traffic_.oldest().item != nullptr) {
-    return end(shm::Standing::Failed, Error(ErrorKind::Aborted, last_words_), closed);
-  }
+  // Of a step that this rank has refused, the others still need the end.
+  if (const std::string refusal = traffic_.schedule().refusal_of(group_.rank); !refusal.empty())
+    return end(shm::Standing::Failed, Error(ErrorKind::Aborted, refusal), closed);
   if (traffic_.direct_memory().empty()) return end(shm::Standing::Left, closed, closed);
   Error left(ErrorKind::PeerLost, group_.name(group_.rank) +
                                       " has left (it exited or called syncengine.shutdown()) while its " +
@@ -188,8 +151,11 @@ void EngineCommunicator::check_local_members() {
     while (standing != shm::Standing::Left && advance_traffic()) continue;  // what that one has ended still ends here
     if (standing == shm::Standing::Failed) return fail(static_cast<ErrorKind>(end_record.kind), end_record.text);
     const Lane::Item* item = traffic_.oldest().item;
+    const std::string refusal = traffic_.schedule().refusal_of(member);
     std::string what = item ? " while " + group_.name(group_.rank) + " was in " + describe(item->operation) : "";
-    if (standing == shm::Standing::Member) return fail(ErrorKind::PeerLost, group_.name(member) + " died" + what);
+    if (standing == shm::Standing::Member)
+      return refusal.empty() ? fail(ErrorKind::PeerLost, group_.name(member) + " died" + what)
+                             : fail(ErrorKind::Aborted, refusal);
     // What it did before it left is visible only now.
     if (item && traffic_.missing(true) >> member & 1)
       return fail(ErrorKind::PeerLost,

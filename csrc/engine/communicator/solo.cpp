@@ -229,12 +229,17 @@ class SoloCommunicator final : public Communicator {
   void run(Operation operation, const std::function<void()>&) override { submit(std::move(operation)); }
   std::shared_ptr<Work> send(Message message) override { return messages_.post(std::move(message), true); }
   std::shared_ptr<Work> receive(Message message) override { return messages_.post(std::move(message), false); }
-  std::shared_ptr<Work> announce(std::shared_ptr<const Slots>, size_t, Operation operation) override {
+  std::shared_ptr<Work> announce(std::shared_ptr<const Slots>, size_t, uint64_t, Operation operation) override {
     return submit(std::move(operation));
+  }
+  void refuse(const std::shared_ptr<const Slots>&, uint64_t, const std::string&) override { throw_if_failed(); }
+  std::shared_ptr<Work> end_refused(std::shared_ptr<const Slots>, uint64_t, std::shared_ptr<uint8_t>) override {
+    return submit(Operation{.collective = Collective::Barrier});
   }
   std::shared_ptr<const Slots> reserve_slots(size_t count, const std::function<std::string()>&,
                                              const std::function<void()>&) override {
     throw_if_failed();
+    count += Slots::kBehind;
     return slots_->take(slots_->gap(0, count), count);
   }
   void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted,

@@ -39,6 +39,7 @@ bool Traffic::advance() {
   bool moved = user_lane_.advance(kBudget);
   moved |= schedule_->advance();
   moved |= scheduled_lane_.advance(kBudget);
+  schedule_->withdraw_refusals();
   moved |= messenger_.advance(kBudget);
   return moved;
 }

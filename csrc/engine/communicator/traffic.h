@@ -4,6 +4,7 @@
 // what can't go on; the communicator fails, and ends it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <functional>
@@ -41,15 +42,27 @@ class Submissions {
   };
   explicit Submissions(Work::Tally& tally) : tally_(tally) {}
 
-  // Without `slots` it is matched by the order of the calls.
-  std::shared_ptr<Work> add(Operation operation, std::shared_ptr<const Slots> slots, size_t index) {
-    const uint64_t slot = slots ? slots->first() + index : Lane::kNoKey;
+  // Matched by the order of the calls.
+  std::shared_ptr<Work> add(Operation operation) {
     std::lock_guard lock(mutex_);
     auto work = begin_work();
-    work->place =
-        !slots ? Work::Place{shm::kUserLane, calls_++, 0} : Work::Place{shm::kScheduledLane, slot, ++announced_[slot]};
+    work->place = {shm::kUserLane, calls_++, 0};
+    batch_.operations.push_back({std::move(operation), work, Clock::now()});
+    return work;
+  }
+  // Matched by `slot` and the number of a step.
+  std::shared_ptr<Work> add(Operation operation, std::shared_ptr<const Slots> slots, uint64_t slot, uint64_t step) {
+    std::lock_guard lock(mutex_);
+    auto work = begin_work();
+    work->place = {shm::kScheduledLane, slot, step};
+    highest_step_ = std::max(highest_step_, step);
     batch_.operations.push_back({std::move(operation), work, Clock::now(), slot, std::move(slots)});
     return work;
+  }
+  // Of any step, so far.
+  uint64_t highest_step() const {
+    std::lock_guard lock(mutex_);
+    return highest_step_;
   }
   std::shared_ptr<Work> add(Message message, bool sends) {
     std::lock_guard lock(mutex_);
@@ -87,8 +100,7 @@ class Submissions {
   mutable std::mutex mutex_;  // guards the rest
   Batch batch_;
   std::exception_ptr error_;
-  uint64_t calls_ = 0;
-  std::map<uint64_t, uint64_t> announced_;  // count per slot
+  uint64_t calls_ = 0, highest_step_ = 0;
 };
 
 // What a communicator asks of its part between hosts, which it has if its members are on several: the traffic with
@@ -165,6 +177,7 @@ class Traffic {
 
   const Lane& lane(int id) const { return id == shm::kUserLane ? user_lane_ : scheduled_lane_; }
   const Schedule& schedule() const { return *schedule_; }
+  Schedule& schedule() { return *schedule_; }
   const Messenger& messenger() const { return messenger_; }
   Messenger& messenger() { return messenger_; }
 

@@ -178,6 +178,10 @@ void InterhostMembers::hear(int peer, const std::string& message) {
     }
     case Kind::Ready: return schedule_->hear(member, read<Ready>(message));
     case Kind::Scheduled: return schedule_->hear(member, read<Scheduled>(message));
+    case Kind::Refused: {
+      const size_t head_bytes = std::min(message.size(), sizeof(Refused));
+      return schedule_->hear(member, read<Refused>(message.substr(0, head_bytes)), message.substr(head_bytes));
+    }
     case Kind::Late: late_[member] = read<Late>(message).members; return;
     case Kind::Ended: return hear_ended(member, read<Ended>(message));
     case Kind::Announced: {
@@ -215,7 +219,9 @@ std::optional<Error> InterhostMembers::check_members(const Traffic& traffic) {
     if (error && !left_.contains(member)) hear_all();  // its last words came before
     if (ended_) return {};
     auto left = left_.find(member);
+    const std::string refusal = error || left != left_.end() ? schedule_->remote_refusal_of(member) : "";
     if (left == left_.end()) {
+      if (error && !refusal.empty()) return Error(ErrorKind::Aborted, refusal);
       if (error) return Error(error->kind(), error->what() + what);
       continue;
     }

@@ -35,20 +35,35 @@ class InterhostSchedule final : public Schedule {
 
   void hear(int member, const Ready& ready);
   void hear(int member, const Scheduled& scheduled);
+  void hear(int member, const Refused& refused, const std::string& announced);
+  void refuse(const Slots& slots, uint64_t step, const std::string& text) override;
+  // As refusal_of(), of a member of another host; by its rank in the communicator.
+  std::string remote_refusal_of(int member) const;
   // Members of other hosts that hold up the oldest operation, as far as this rank knows: leaders.
   uint64_t remote_blocking_ranks() const;
 
  private:
+  uint64_t refusals() const override { return Schedule::refusals() + heard_; }
+  std::optional<std::string> reason_to_drop(const Announced& announced) const override;
   bool append_ready() override;  // by the first rank of a host
   bool report();
   bool order();
   uint64_t unready(const Announced& waiting) const;  // leaders whose hosts have not, at the job's leader
 
   const Links& links_;
-  std::map<uint64_t, uint64_t> reported_;              // by slot: how often all ranks of the own host had announced it
+  std::map<uint64_t, uint64_t>
+      reported_;  // by slot: the last step in which all ranks of the own host have announced it
   std::map<uint64_t, std::map<int, uint64_t>> ready_;  // at the job's leader, by slot and leader of a host: the same
-  std::map<uint64_t, uint64_t> ordered_;               // at the job's leader, by slot: how often it was given its turn
-  std::deque<uint64_t> next_;                          // slots in their order, not yet in the log
+  std::map<uint64_t, uint64_t> ordered_;  // at the job's leader, by slot: the last step in which it was given its turn
+  std::deque<uint64_t> next_;             // slots in their order, not yet in the log
+
+  // Of a member of another host, by its last refusal of a model; see Refused.
+  struct Refusal {
+    uint64_t step;
+    std::string text, announced;
+  };
+  std::map<uint64_t, std::map<int, Refusal>> refused_;  // by the model's first slot
+  uint64_t heard_ = 0;                                  // refusals
 };
 
 // Messages to and from the ranks of other hosts. A header goes by Interhost::tell; what is not in it goes by transfers

@@ -1,5 +1,7 @@
 
 #include <algorithm>
+#include <cstring>
+#include <optional>
 
 #include "base/error.h"
 #include "base/sync_point.h"
@@ -10,13 +12,58 @@ namespace syncengine::hosts {
 void InterhostSchedule::hear(int member, const Ready& ready) {
   if (!links_.leads_job() || links_.leader(links_.placement.host_of[member]) != member)
     throw Error(ErrorKind::PeerLost, links_.name(member) + " announced a bucket to the wrong rank");
-  ready_[ready.slot][member] = ready.epoch;
+  ready_[ready.slot][member] = ready.step;
 }
 
 void InterhostSchedule::hear(int member, const Scheduled& scheduled) {
   if (!links_.leads_host() || member != 0)
     throw Error(ErrorKind::PeerLost, links_.name(member) + " scheduled a bucket out of turn");
   next_.push_back(scheduled.slot);
+}
+
+void InterhostSchedule::refuse(const Slots& slots, uint64_t step, const std::string& text) {
+  Schedule::refuse(slots, step, text);
+  Refused refused{.head = {}, .first_slot = slots.first(), .step = step, .text = {}};
+  text.copy(refused.text, sizeof(refused.text));
+  std::string announced;
+  for (uint64_t slot = slots.first(); slot < slots.end_slot(); ++slot) {
+    if (group_.own().announced[slot].load(std::memory_order_relaxed) != step) continue;  // relaxed: its only writer
+    const uint64_t bit = slot - slots.first();
+    announced.resize(bit / 8 + 1);
+    announced.back() = static_cast<char>(announced.back() | 1 << bit % 8);
+  }
+  for (int member = 0; member < links_.placement.size; ++member)
+    if (links_.is_remote(member)) links_.tell(member, write(links_.group, refused) + announced);
+}
+
+void InterhostSchedule::hear(int member, const Refused& refused, const std::string& announced) {
+  if (has_ended(refused.first_slot, refused.step)) return;
+  std::string text(refused.text, strnlen(refused.text, sizeof(refused.text)));
+  refused_[refused.first_slot][member] = {refused.step, std::move(text), announced};
+  ++heard_;
+}
+
+std::optional<std::string> InterhostSchedule::reason_to_drop(const Announced& waiting) const {
+  if (auto here = Schedule::reason_to_drop(waiting)) return here;
+  const Slots& slots = *waiting.item.slots;
+  auto found = refused_.find(slots.first());
+  if (found == refused_.end()) return {};
+  const uint64_t bit = waiting.item.key - slots.first();
+  for (const auto& [member, refusal] : found->second) {
+    const bool announced = bit / 8 < refusal.announced.size() && refusal.announced[bit / 8] >> bit % 8 & 1;
+    if (is_refused(waiting, refusal.step, announced ? refusal.step : 0, [&] { return refusal.text; }))
+      return refusal.text;
+  }
+  return {};
+}
+
+std::string InterhostSchedule::remote_refusal_of(int member) const {
+  std::string text;
+  for (const auto& [first_slot, members] : refused_) {
+    auto found = members.find(member);
+    if (found != members.end() && !has_ended(first_slot, found->second.step)) text = found->second.text;
+  }
+  return text;
 }
 
 bool InterhostSchedule::append_ready() {
@@ -36,13 +83,13 @@ bool InterhostSchedule::report() {
   bool moved = false;
   for (const Announced& waiting : waiting_) {
     uint64_t& reported = reported_[waiting.item.key];
-    if (reported >= waiting.epoch || late(waiting.item.key, waiting.epoch, false)) continue;
-    reported = waiting.epoch;
+    if (reported >= waiting.step || late(waiting.item.key, waiting.step, false)) continue;
+    reported = waiting.step;
     moved = true;
     if (links_.leads_job())
-      ready_[waiting.item.key][0] = waiting.epoch;
+      ready_[waiting.item.key][0] = waiting.step;
     else
-      links_.tell(0, Ready{.head = {}, .slot = waiting.item.key, .epoch = waiting.epoch});
+      links_.tell(0, Ready{.head = {}, .slot = waiting.item.key, .step = waiting.step});
   }
   return moved;
 }
@@ -52,9 +99,14 @@ bool InterhostSchedule::order() {
   for (const Announced& waiting : waiting_) {
     uint64_t slot = waiting.item.key;
     uint64_t& ordered = ordered_[slot];
-    if (ordered >= waiting.epoch) continue;
+    if (ordered >= waiting.step) continue;
     if (unready(waiting)) continue;
-    ordered = waiting.epoch;
+    auto is_ordered = [this](const Announced& other) {
+      auto found = ordered_.find(other.item.key);
+      return found != ordered_.end() && found->second >= other.step;
+    };
+    if (waiting.is_end() && has_more(waiting, is_ordered)) continue;
+    ordered = waiting.step;
     moved = true;
     next_.push_back(slot);
     for (int host = 1; host < links_.placement.hosts(); ++host)
@@ -68,14 +120,14 @@ uint64_t InterhostSchedule::unready(const Announced& waiting) const {
   auto found = ready_.find(waiting.item.key);
   for (int host = 0; host < links_.placement.hosts(); ++host) {
     int leader = links_.leader(host);
-    bool ready = found != ready_.end() && found->second.contains(leader) && found->second.at(leader) >= waiting.epoch;
+    bool ready = found != ready_.end() && found->second.contains(leader) && found->second.at(leader) >= waiting.step;
     if (!ready) members |= uint64_t{1} << leader;
   }
   return members;
 }
 
 uint64_t InterhostSchedule::remote_blocking_ranks() const {
-  if (waiting_.empty() || late(waiting_.front().item.key, waiting_.front().epoch, false)) return 0;
+  if (waiting_.empty() || late(waiting_.front().item.key, waiting_.front().step, false)) return 0;
   if (!links_.leads_job()) return links_.leads_host() ? 1 : 0;
   return unready(waiting_.front()) & ~uint64_t{1};
 }

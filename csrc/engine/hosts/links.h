@@ -13,6 +13,7 @@
 #include "base/error.h"
 #include "collectives/interhost_plan.h"
 #include "engine/hosts/network.h"
+#include "engine/lanes/slots.h"
 #include "transport/shm/layout.h"
 
 namespace syncengine::hosts {
@@ -22,7 +23,7 @@ namespace syncengine::hosts {
 //
 // Failure: read() throws PeerLost where the bytes are no such message.
 
-enum class Kind : uint32_t { Opened, Flags, Ready, Scheduled, Late, Ended, Announced, Heard };
+enum class Kind : uint32_t { Opened, Flags, Ready, Scheduled, Refused, Late, Ended, Announced, Heard };
 
 struct Head {
   uint32_t group;
@@ -45,11 +46,11 @@ struct Flags {
   uint64_t words[shm::kFlagWords];
 };
 
-// To the leader of the job: all ranks of the sender's host have announced the slot for the `epoch`-th time.
+// To the leader of the job: all ranks of the sender's host have announced the slot in this step.
 struct Ready {
   static constexpr Kind kKind = Kind::Ready;
   Head head;
-  uint64_t slot, epoch;
+  uint64_t slot, step;
 };
 
 // From the leader of the job to those of the hosts: what runs next.
@@ -57,6 +58,15 @@ struct Scheduled {
   static constexpr Kind kKind = Kind::Scheduled;
   Head head;
   uint64_t slot;
+};
+
+// The sender has refused this step of the model whose slots begin there. Of these follow those that it had announced in
+// it, a bit for each, as far as the last one of them.
+struct Refused {
+  static constexpr Kind kKind = Kind::Refused;
+  Head head;
+  uint64_t first_slot, step;
+  char text[Slots::kTextWords * sizeof(uint64_t)];
 };
 
 // For whom the sender waits, once that takes long. Members of the communicator; 0: for nobody any more.

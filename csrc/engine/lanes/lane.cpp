@@ -1,6 +1,7 @@
 #include "engine/lanes/lane.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/error.h"
 #include "base/sync_point.h"
@@ -315,11 +316,12 @@ void Lane::fail_all(const std::exception_ptr& error) {
   if (exchange_) exchange_->drop_all();
   for (Active& active : state_.active) queue_.push_back(std::move(active.item));
   state_.active.clear();
-  for (Item& item : queue_) {
-    trash_.push_back(std::move(item.operation.keepalive));
-    item.work->fail(error);
-  }
-  queue_.clear();
+  for (Item& item : std::exchange(queue_, {})) fail(std::move(item), error);
+}
+
+void Lane::fail(Item item, const std::exception_ptr& error) {
+  trash_.push_back(std::move(item.operation.keepalive));
+  item.work->fail(error);
 }
 
 }  // namespace syncengine

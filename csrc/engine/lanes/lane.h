@@ -49,8 +49,9 @@ class Lane {
   }
   // Adds this rank's memory that peers may still read or write.
   void add_direct_memory(std::vector<ArenaRange>& ranges) const;
-  void fail_all(const std::exception_ptr& error);      // with an exchange, after its transfers were withdrawn
-  uint64_t retired() const { return state_.retired; }  // operations that have ended
+  void fail(Item item, const std::exception_ptr& error);  // one that was not enqueued
+  void fail_all(const std::exception_ptr& error);         // with an exchange, after its transfers were withdrawn
+  uint64_t retired() const { return state_.retired; }     // operations that have ended
   const LaneState::Counters& counters() const { return state_.counters; }
 
  private:

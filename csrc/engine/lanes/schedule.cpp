@@ -2,6 +2,10 @@
 #include "engine/lanes/schedule.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+#include <utility>
 
 #include "base/error.h"
 #include "base/sync_point.h"
@@ -10,27 +14,114 @@
 
 namespace syncengine {
 
-uint64_t Schedule::announce(Lane::Item item) {
-  auto& count = group_.own().announced[item.key];
-  uint64_t epoch = count.load(std::memory_order_relaxed) + 1;  // relaxed: this rank is its only writer
+void Schedule::announce(Lane::Item item) {
+  const uint64_t slot = item.key, step = item.work->place.epoch;
+  uint64_t ended = item.slots->base();
+  if (auto known = ends_.find(item.slots->first()); known != ends_.end())
+    ended = std::max(ended, known->second.announced);
+  if (slot == item.slots->end_slot()) ends_[item.slots->first()].announced = step;
   if (trace::is_on()) trace_announced(group_, item);
-  waiting_.push_back({std::move(item), epoch});
-  count.store(epoch, std::memory_order_release);
+  waiting_.push_back({std::move(item), step, ended});
+  has_unjudged_ = true;
+  group_.own().announced[slot].store(step, std::memory_order_release);
   sync_point("announced");
-  return epoch;
+}
+
+// The words are complete before peers look at them: first the text, then the step, then the count.
+void Schedule::refuse(const Slots& slots, uint64_t step, const std::string& text) {
+  shm::GroupBlock& own = group_.own();
+  for (size_t i = 0; i < Slots::kTextWords; ++i) {
+    char word[sizeof(uint64_t)] = {};
+    if (const size_t at = i * sizeof(word); at < text.size()) text.copy(word, sizeof(word), at);
+    own.announced[slots.text_words() + i].store(std::bit_cast<uint64_t>(word), std::memory_order_relaxed);
+  }
+  // release: the text, and what was announced of the step
+  own.announced[slots.refused_word()].store(step, std::memory_order_release);
+  own.refusal.store(slots.text_words(), std::memory_order_release);
+  own.refusals.fetch_add(1, std::memory_order_release);
+  sync_point("refused");
+}
+
+std::string Schedule::text_at(int member, uint64_t text_words) const {
+  std::string text;
+  for (size_t i = 0; i < Slots::kTextWords; ++i) {
+    const uint64_t word = group_.block(member).announced[text_words + i].load(std::memory_order_relaxed);
+    const auto bytes = std::bit_cast<std::array<char, sizeof(word)>>(word);
+    text.append(bytes.data(), strnlen(bytes.data(), bytes.size()));
+    if (text.size() < (i + 1) * sizeof(word)) break;
+  }
+  return text;
+}
+
+std::string Schedule::refusal_of(int member) const {
+  const uint64_t word = group_.block(member).refusal.load(std::memory_order_acquire);  // acquire: the text
+  return word == 0 ? "" : text_at(member, word);
 }
 
 bool Schedule::advance() {
-  bool moved = group_.rank == 0 && append_ready();
+  bool moved = drop_refused();
+  moved |= group_.rank == 0 && append_ready();
   return take_scheduled() || moved;
 }
 
-uint64_t Schedule::not_announced(uint64_t slot, uint64_t epoch) const { return late(slot, epoch, true); }
+uint64_t Schedule::refusals() const {
+  uint64_t count = 0;
+  for (int member = 0; member < group_.size; ++member)
+    count += group_.block(member).refusals.load(std::memory_order_acquire);  // acquire: what was refused
+  return count;
+}
 
-uint64_t Schedule::late(uint64_t slot, uint64_t epoch, bool all) const {
+// Looks only where something was refused since the last look, or announced behind a refusal.
+bool Schedule::drop_refused() {
+  if (waiting_.empty()) return false;
+  const uint64_t count = refusals();
+  if (count == 0 || (count == judged_ && !has_unjudged_)) return false;
+  judged_ = count;
+  has_unjudged_ = false;
+  return drop([this](const Announced& announced) { return reason_to_drop(announced); });
+}
+
+template <class TextOf>
+bool Schedule::drop(const TextOf& text_of) {
+  const size_t before = waiting_.size();
+  for (size_t i = 0; i < waiting_.size();) {
+    const std::optional<std::string> text = text_of(waiting_[i]);
+    if (!text) {
+      ++i;
+      continue;
+    }
+    Lane::Item item = std::move(waiting_[i].item);
+    waiting_.erase(waiting_.begin() + static_cast<long>(i));
+    lane_.fail(std::move(item), std::make_exception_ptr(StepRefused(*text)));
+  }
+  return waiting_.size() < before;
+}
+
+std::optional<std::string> Schedule::reason_to_drop(const Announced& announced) const {
+  const Slots& slots = *announced.item.slots;
+  for (int member = 0; member < group_.size; ++member) {
+    if (member == group_.rank) continue;
+    const auto& said = group_.block(member).announced;
+    const uint64_t refused = said[slots.refused_word()].load(std::memory_order_acquire);  // acquire: what came before
+    const uint64_t theirs = said[announced.item.key].load(std::memory_order_acquire);
+    if (is_refused(announced, refused, theirs, [&] { return text_at(member, slots.text_words()); }))
+      return text_at(member, slots.text_words());
+  }
+  return {};
+}
+
+bool Schedule::is_refused(const Announced& announced, uint64_t refused, uint64_t theirs,
+                          const std::function<std::string()>& text) {
+  if (passed_over(announced.step, announced.ended, refused)) throw Error(ErrorKind::Aborted, text());
+  return announced.is_end() ? false : turn_of(announced.step, refused, theirs) == Turn::Refused;
+}
+
+uint64_t Schedule::not_announced(uint64_t slot, uint64_t step) const { return late(slot, step, true); }
+
+uint64_t Schedule::late(uint64_t slot, uint64_t step, bool all) const {
   uint64_t members = 0;
   for (int member = 0; member < group_.size; ++member) {
-    if (group_.block(member).announced[slot].load(std::memory_order_acquire) >= epoch) continue;
+    if (group_.block(member).announced[slot].load(std::memory_order_acquire) >= step) continue;
     members |= uint64_t{1} << member;
     if (!all) break;
   }
@@ -52,7 +143,9 @@ bool Schedule::append_ready() {
   uint64_t before = length;
   // Entries from taken_ on are this rank's own waiting operations that it has logged already.
   for (size_t i = length - taken_; i < waiting_.size(); ++i) {
-    if (late(waiting_[i].item.key, waiting_[i].epoch, false)) continue;
+    if (late(waiting_[i].item.key, waiting_[i].step, false)) continue;
+    auto is_logged = [&](const Announced& other) { return &other < &waiting_[length - taken_]; };
+    if (waiting_[i].is_end() && has_more(waiting_[i], is_logged)) continue;
     if (!has_room()) return length > before;
     log.slots[length % shm::kLogEntries] = waiting_[i].item.key;
     std::rotate(waiting_.begin() + static_cast<long>(length - taken_), waiting_.begin() + static_cast<long>(i),
@@ -81,18 +174,46 @@ bool Schedule::take_scheduled() {
                      .group = group_.id,
                      .lane = shm::kScheduledLane,
                      .place = key,
-                     .epoch = found->epoch});
+                     .epoch = found->step});
     }
-    lane_.enqueue(std::move(found->item));
+    Announced taken = std::move(*found);
     waiting_.erase(found);
+    if (taken.is_end()) end_step(taken);
+    lane_.enqueue(std::move(taken.item));
   }
   return moved;
+}
+
+// Nothing of the step runs behind its end.
+void Schedule::end_step(const Announced& end) {
+  const auto& slots = end.item.slots;
+  ends_[slots->first()].taken = end.step;
+  const uint64_t refused = group_.own().announced[slots->refused_word()].load(std::memory_order_relaxed);  // own
+  if (refused == end.step) in_force_.push_back({slots, end.item.work});
+  drop([&](const Announced& left) -> std::optional<std::string> {
+    if (left.item.slots != slots) return {};
+    return "this step of the model has ended";
+  });
+}
+
+// As what a later holder of the slots takes for numbers of steps, text would be too high.
+void Schedule::withdraw_refusals() {
+  std::erase_if(in_force_, [this](const auto& refusal) {
+    const auto& [slots, end] = refusal;
+    if (!end->ended()) return false;
+    shm::GroupBlock& own = group_.own();
+    if (own.refusal.load(std::memory_order_relaxed) == slots->text_words())  // relaxed: its only writer
+      own.refusal.store(0, std::memory_order_relaxed);
+    for (size_t i = 0; i < Slots::kTextWords; ++i)
+      own.announced[slots->text_words() + i].store(0, std::memory_order_relaxed);
+    return true;
+  });
 }
 
 uint64_t Schedule::missing(bool all) const {
   uint64_t members = 0;
   for (const Announced& announced : waiting_) {
-    uint64_t others = late(announced.item.key, announced.epoch, all || group_.rank == 0);
+    uint64_t others = late(announced.item.key, announced.step, all || group_.rank == 0);
     // Only rank 0 acts on the others' announcements; everybody else sleeps until rank 0 does.
     if (group_.rank == 0)
       members |= all ? others : others & -others;
@@ -104,7 +225,7 @@ uint64_t Schedule::missing(bool all) const {
 
 uint64_t Schedule::blocking_ranks() const {
   if (waiting_.empty()) return 0;
-  uint64_t members = late(waiting_.front().item.key, waiting_.front().epoch, true);
+  uint64_t members = late(waiting_.front().item.key, waiting_.front().step, true);
   return members || group_.rank == 0 ? members : 1;
 }
 
@@ -125,11 +246,11 @@ uint64_t SlotTable::gap(uint64_t from, size_t count) const {
   return count <= size_ && from <= size_ - count ? from : size_;
 }
 
-std::shared_ptr<const Slots> SlotTable::take(uint64_t first, size_t count) {
+std::shared_ptr<const Slots> SlotTable::take(uint64_t first, size_t count, uint64_t base) {
   if (first == size_ || gap(first, count) != first) return nullptr;
   std::lock_guard lock(mutex_);
   held_.emplace(first, first + count);
-  return std::make_shared<const Slots>(shared_from_this(), first);
+  return std::make_shared<const Slots>(shared_from_this(), first, count, base);
 }
 
 void SlotTable::give_back(uint64_t first) {

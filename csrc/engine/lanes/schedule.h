@@ -1,47 +1,126 @@
-// The order of announced operations: gradient buckets, which become ready in another order on each rank.
+// The order of announced operations: gradient buckets, which become ready in another order on each rank. And what
+// becomes of those that some rank will not announce.
 //
 // Rank 0 of the group appends an operation to a log when all ranks have announced it; every rank runs the log in order.
 // So nothing waits for one bucket, and no two ranks ever hold staging memory for different ones.
 //
+// Announced operations belong to steps of a model, which all members count alike (slots.h). A member that can't go on
+// with a step stores the step's number as `refused`, behind all of its announcements of that step, and announces
+// nothing more of the step but its end. So of a member that has refused a step all is known that it will ever announce
+// of that step: what it has not announced never runs, and each rank fails its own part of that by itself.
+//
+// The end of a refused step is an operation of its own, which good steps do not have. Every member announces the end as
+// its last operation of the step, and begins no other step of the model before the end has run. So no slot holds the
+// number of a later step while some member still waits for that slot in the refused one.
+//
 // Ownership: owns the announced operations until they are scheduled. Thread-safety: under the engine's progress lock.
+// Failure: advance() throws Aborted where a member has refused a step of which this rank has the results.
 #pragma once
 
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "engine/lanes/lane.h"
 
 namespace syncengine {
 
+// What one member says about an operation. It may run when all members say so.
+enum class Turn : uint8_t {
+  Waits,    // has not said yet
+  Runs,     // has announced it
+  Refused,  // has refused the step without having announced it: it never runs
+};
+
+// `refused` must have been read before `announced`: what is stored first is read last.
+inline Turn turn_of(uint64_t step, uint64_t refused, uint64_t announced) {
+  if (announced == step) return Turn::Runs;
+  return refused == step ? Turn::Refused : Turn::Waits;
+}
+
+// Whether this member, in `step`, has passed over a step that another member has refused: it had its results, and the
+// other raised when it had them, too. `ended`: the last step of which this member has announced the end.
+inline bool passed_over(uint64_t step, uint64_t ended, uint64_t refused) { return ended < refused && refused < step; }
+
 class Schedule {
  public:
   Schedule(const Group& group, Lane& lane) : group_(group), lane_(lane) {}
   virtual ~Schedule() = default;
 
-  // Publishes that this rank is ready for `item.key`. Returns the count of announcements of that slot.
-  uint64_t announce(Lane::Item item);
+  // Publishes that this rank is ready for `item.key`, in the step that its work's place names.
+  void announce(Lane::Item item);
+  // This rank announces nothing more of this step but its end.
+  virtual void refuse(const Slots& slots, uint64_t step, const std::string& text);
+  // The reason of a member for the last step that it has refused, if that has not ended; else empty.
+  std::string refusal_of(int member) const;
   bool advance();
+  // When the lane has advanced: of this rank's refusals, those whose steps have ended are in force no more.
+  void withdraw_refusals();
 
   uint64_t missing(bool all) const;
-  uint64_t blocking_ranks() const;                              // of the oldest
-  uint64_t not_announced(uint64_t slot, uint64_t epoch) const;  // members
+  uint64_t blocking_ranks() const;                             // of the oldest
+  uint64_t not_announced(uint64_t slot, uint64_t step) const;  // members
   const Lane::Item* oldest() const { return waiting_.empty() ? nullptr : &waiting_.front().item; }
   void fail_all();  // hands its operations to the lane, which must fail them next
 
  protected:  // hosts/interhost_schedule.h agrees with other hosts before it appends
   struct Announced {
     Lane::Item item;
-    uint64_t epoch;
+    uint64_t step;
+    uint64_t ended;  // see passed_over()
+    bool is_end() const { return item.key == item.slots->end_slot(); }
   };
   // Members that have not announced it yet: all of them, or the first.
-  uint64_t late(uint64_t slot, uint64_t epoch, bool all) const;
+  uint64_t late(uint64_t slot, uint64_t step, bool all) const;
   virtual bool append_ready();
   bool has_room() const;  // for another entry: the oldest may be unread
+  // Whether something of the model's still waits for its turn: then it is not the turn of the end.
+  template <class HasTurn>
+  bool has_more(const Announced& end, const HasTurn& has_turn) const {
+    for (const Announced& other : waiting_)
+      if (other.item.slots == end.item.slots && !other.is_end() && !has_turn(other)) return true;
+    return false;
+  }
   bool take_scheduled();
+
+  // Refusals of all members, so far.
+  virtual uint64_t refusals() const;
+  // The reason of some member that has refused the step without having announced it.
+  virtual std::optional<std::string> reason_to_drop(const Announced& announced) const;
+  // `refused` and `theirs` of one member, see turn_of(). Throws Aborted with its `text` for a step that is passed over.
+  static bool is_refused(const Announced& announced, uint64_t refused, uint64_t theirs,
+                         const std::function<std::string()>& text);
+  // Whether the end of this step is in the past.
+  bool has_ended(uint64_t first_slot, uint64_t step) const {
+    auto known = ends_.find(first_slot);
+    return known != ends_.end() && step <= known->second.taken;
+  }
 
   const Group& group_;
   Lane& lane_;
   std::vector<Announced> waiting_;  // in the order of their announcement here
   uint64_t taken_ = 0;              // log entries read
+
+ private:
+  std::string text_at(int member, uint64_t text_words) const;
+  bool drop_refused();
+  template <class TextOf>
+  bool drop(const TextOf& text_of);
+  void end_step(const Announced& end);
+
+  struct End {
+    uint64_t announced = 0, taken = 0;  // steps: of the last end that this rank has announced, or found in the log
+  };
+  std::map<uint64_t, End> ends_;  // by a model's first slot; only of models with a refused step
+  // This rank's refusals whose ends are on their way.
+  std::vector<std::pair<std::shared_ptr<const Slots>, std::shared_ptr<Work>>> in_force_;
+  uint64_t judged_ = 0;        // refusals that were looked at
+  bool has_unjudged_ = false;  // operations announced since then
 };
 
 }  // namespace syncengine

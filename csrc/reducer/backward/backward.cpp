@@ -25,14 +25,14 @@ void Backward::begin() {
   // The first iteration of a static graph says nothing about the order in which gradients are ready.
   plan_ = model_.plan.use(/*shows_order=*/!usage.observes());
   route_ = &model_.routing.route();
-  dropped_last_ = model_.outcome.begin();
+  if (!plan_->buckets().empty()) model_.outcome.begin();
   model_.record.begin_backward(model_.parameters.size(), plan_->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) model_.flat->begin();
   asks_usage_ = usage.finds_unused() || usage.observes();
-  usage_travels_ = model_.flat == nullptr && route_->outlives_errors() && plan_->sparse().empty() &&
+  usage_travels_ = model_.flat == nullptr && route_->can_be_refused() && plan_->sparse().empty() &&
                    !model_.options.skip_all_reduce_unused_params &&
-                   Usage::words_of(plan_->largest_bucket()) + Masks::kWords <= kMaxFlagWords;
+                   Usage::words_of(plan_->largest_bucket()) <= kMaxFlagWords;
   buckets_.reserve(plan_->buckets().size());
   for (const auto& layout : plan_->buckets()) {
     buckets_.push_back({.layout = layout, .missing = layout->parameters.size()});
@@ -45,6 +45,10 @@ void Backward::begin() {
   missing_ = buckets_.size();
   stamped_ = choose_stamped();
   if (trace::is_on()) note_buckets();
+  if (can_be_refused() && !model_.options.skip_all_reduce_unused_params) {
+    for (Bucket& bucket : buckets_)
+      if (!bucket.layout->sparse) vote_ = &bucket;
+  }
   if (model_.step && std::exchange(model_.step->begun, true)) {
     throw Error(ErrorKind::InvalidUsage, "a second synchronized backward of " + model_.parameters.model() +
                                              " in one micro-batch: call backward() once in each, of the sum of losses");
@@ -59,11 +63,11 @@ void Backward::begin() {
 
 // The first one where they fit.
 size_t Backward::choose_stamped() const {
-  if (model_.flat || !route_->outlives_errors()) return buckets_.size();
+  if (model_.flat || !route_->can_be_refused()) return buckets_.size();
   const auto fits = [&](const Bucket& bucket) {
     const size_t usage = usage_travels_ ? Usage::words_of(bucket.layout->parameters.size()) : 0;
     const size_t ranks = static_cast<size_t>(model_.averaging.communicator->size());
-    return !bucket.layout->sparse && usage + ranks + Masks::kWords <= kMaxFlagWords;
+    return !bucket.layout->sparse && usage + ranks <= kMaxFlagWords;
   };
   return static_cast<size_t>(std::find_if(buckets_.begin(), buckets_.end(), fits) - buckets_.begin());
 }
@@ -78,7 +82,7 @@ void Backward::add_stamp(const Bucket& bucket, std::vector<uint64_t>& flags) con
 
 void Backward::take_stamps(const Bucket& bucket, const std::vector<uint64_t>& flags) const {
   if (bucket.layout->index != stamped_) return;
-  const auto end = flags.end() - Masks::kWords;
+  const auto end = flags.end();
   model_.record.step_times->compare({end - model_.averaging.communicator->size(), end});
 }
 
@@ -223,8 +227,9 @@ void Backward::count_collected(size_t index) {
   if (--bucket.missing > 0) return;
   --missing_;
   bucket.state = skips(bucket) ? Bucket::State::Skipped : Bucket::State::Ready;
-  route_->ready(*this, bucket);
-  if (missing_ == 0 && asks_usage_ && !usage_travels_) announce_usage();
+  if (&bucket != vote_) route_->ready(*this, bucket);
+  if (missing_ == 0 && asks_usage_ && !usage_travels_)
+    usage_work_ = model_.announce(model_.averaging.usage_slot(), model_.usage.share(), "used parameters");
 }
 
 Operation Backward::operation_of(const BucketLayout& layout) const {
@@ -246,30 +251,19 @@ bool Backward::skips(const Bucket& bucket) const {
                      [&](size_t i) { return gradient(i).stands_in() && !model_.usage.here(i); });
 }
 
-void Backward::announce_usage() {
-  const auto map = model_.usage.share();
-  Operation operation;
-  operation.dtype = DType::UInt8;
-  operation.op = ReduceOp::Max;
-  operation.numerics = model_.averaging.communicator->numerics();
-  operation.output.add(map->data(), map->size());
-  operation.input = operation.output;
-  operation.describe = [names = model_.parameters.names()] { return "used parameters of " + names->model; };
-  operation.keepalive = map;
-  usage_work_ = model_.averaging.communicator->announce(model_.averaging.slots, model_.averaging.usage_slot(),
-                                                        std::move(operation));
-}
-
 void Backward::proceed(std::mutex& mutex) { route_->proceed(*this, mutex); }
 
-void Backward::finish() {
+void Backward::finish(std::mutex& mutex) {
   Communicator& communicator = *model_.averaging.communicator;
   if (model_.options.skip_all_reduce_unused_params) check_skipped();
-  route_->finish(*this);
-  if (masks_.abandoned_by != 0) {
-    if (watch_) watch_->tell(model_.averaging, *model_.parameters.names());
-    return;
+  std::shared_ptr<Work> vote;
+  if (can_be_refused()) {
+    std::lock_guard lock(mutex);
+    if (vote_) route_->ready(*this, *vote_);
+    vote = vote_ ? vote_->work : model_.vote();
   }
+  if (vote) communicator.wait(vote, raise_pending_signal);
+  route_->finish(*this);
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
   if (!route_->takes_sparse() && !plan_->sparse().empty()) average_sparse_gradients();
   for (const TorchFuture& future : std::exchange(futures_, {})) {
@@ -278,7 +272,7 @@ void Backward::finish() {
   if (!watch_) return;
   if (model_.flat) model_.flat->wait();
   const ModelNames& names = *model_.parameters.names();
-  watch_->tell(model_.averaging, names);
+  watch_->tell(model_.averaging, names, step());
   nonfinite_ = watch_->hear(communicator, names, model_.record.statistics.backwards);
 }
 
@@ -331,48 +325,9 @@ void Backward::deliver(std::vector<size_t>& written) {
   model_.parameters.end_accumulation();
 }
 
-bool Backward::can_be_abandoned() const {
-  // Where sparse gradients are gathered afterwards, some bucket has to tell the peers before that.
-  const bool gathers = !plan_->sparse().empty();
-  return route_->outlives_errors() && !model_.options.skip_all_reduce_unused_params &&
-         !model_.options.waits_in_between && std::any_of(buckets_.begin(), buckets_.end(), [&](const Bucket& bucket) {
-           return !bucket.layout->sparse && (!gathers || bucket.state != Bucket::State::InFlight);
-         });
-}
-
-Abandoned Backward::abandon(bool keeps_gradients) {
-  is_abandoned_ = true;
-  let_go(keeps_gradients);
-  Abandoned left;
-  for (Bucket& bucket : buckets_) {
-    if (bucket.layout->sparse) continue;
-    if (bucket.state != Bucket::State::InFlight) {
-      for (size_t i : bucket.layout->parameters) gradient(i).collect_absent();
-      route_->stand_in(*this, bucket);
-      for (size_t i : bucket.layout->parameters) gradient(i).forget();
-    }
-    left.works.push_back(bucket.work);
-    left.buckets.push_back(bucket.memory);
-  }
-  if (asks_usage_ && !usage_travels_ && !usage_work_) announce_usage();
-  if (usage_work_) left.works.push_back(usage_work_);
-  if (watch_) {
-    watch_->tell(model_.averaging, *model_.parameters.names());
-    left.works.push_back(watch_->work());
-  }
-  return left;
-}
-
-void Backward::drop(bool keeps_gradients) {
+void Backward::drop() {
   is_over_ = true;
-  let_go(keeps_gradients);
   if (route_) route_->drop();
-}
-
-void Backward::let_go(bool keeps_gradients) {
-  auto let_go_of = [&](size_t i) { keeps_gradients ? gradient(i).forget() : gradient(i).discard(); };
-  for (const Bucket& bucket : buckets_)
-    std::for_each(bucket.layout->parameters.begin(), bucket.layout->parameters.end(), let_go_of);
 }
 
 }  // namespace syncengine

@@ -1,12 +1,12 @@
 // One synchronized backward of a model: from the first forward that it may come from until its averages are in .grad,
-// or until it is abandoned. None of its state is left for the next one.
+// or until it is given up. None of its state is left for the next one.
 //
-// A backward that fails on this rank is *abandoned*: the buckets that the peers still expect are announced without
-// gradients, and a mask that is reduced with every bucket says so. So all ranks stay in step: if all of them abandon
-// the same backward no rank waits, and those that did not learn of it while they wait.
+// The last bucket is the *vote*: it is announced when this rank's whole backward has run, and waited for first. A rank
+// that can't go on refuses the step instead (Outcome::refuse), so the vote never runs, and all ranks lose the step. If
+// the vote runs, every rank has announced everything.
 //
 // Ownership: the reducer's; operations in flight hold the memory that they work on. Thread-safety: the reducer's lock,
-// but for Route::finish(). Failure: throws what the communicator throws.
+// but for Route::finish(). Failure: throws what the communicator throws; StepRefused where a rank has refused the step.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "reducer/backward/model.h"
-#include "reducer/backward/outcome.h"
 #include "reducer/backward/route.h"
 #include "reducer/buckets/bucket.h"
 #include "reducer/buckets/bucket_plan.h"
@@ -69,9 +68,8 @@ class Backward {
   // --- Its end. These two without the lock, on one thread.
 
   void proceed(std::mutex& mutex);
-  void finish();
-  // What the peers have said about it and the last one. Known after finish().
-  Masks& masks() { return masks_; }
+  // Announces the vote, under the reducer's `mutex`, and waits for all.
+  void finish(std::mutex& mutex);
 
   // Who has brought what is not finite, if that is asked for. Known after finish(); empty: nobody.
   const std::string& nonfinite() const { return nonfinite_; }
@@ -80,12 +78,11 @@ class Backward {
   // any.
   void deliver(std::vector<size_t>& written);
 
-  // Whether it can be abandoned at all: not where peers wait for what has no such mask.
-  bool can_be_abandoned() const;
-  // As above. `keeps_gradients`: .grad stays as it is, since backward has not begun; else they become None.
-  Abandoned abandon(bool keeps_gradients);
-  // The communicator has failed: .grad becomes None.
-  void drop(bool keeps_gradients);
+  bool can_be_refused() const { return !is_empty() && model_.can_refuse(); }
+  // Whether the peers wait for nothing in it: all parameters are frozen.
+  bool is_empty() const { return buckets_.empty(); }
+  // It was given up.
+  void drop();
   bool is_over() const { return is_over_; }
 
   // --- For routes
@@ -95,6 +92,7 @@ class Backward {
   const Weighting& weighting() const { return told_.weighting; }
   // With the bucket that it is about; all by itself where not every bucket is the engine's to reduce.
   bool usage_travels() const { return asks_usage_ && usage_travels_; }
+  uint64_t step() const { return model_.outcome.step(); }
   // Null: it is not asked for.
   const NonfiniteWatch* watch() const { return watch_ ? &*watch_ : nullptr; }
   // Without memory; added in the order that this backward's sums have.
@@ -104,20 +102,13 @@ class Backward {
   void take_stamps(const Bucket& bucket, const std::vector<uint64_t>& flags) const;
   // It is complete, and goes its way as the operation at this place. Does nothing if this rank is not traced.
   void trace_bucket(const Bucket& bucket, const Work::Place& place) const;
-  // What this rank says.
-  Masks own_masks() const {
-    const uint64_t here = uint64_t{1} << model_.averaging.communicator->rank();
-    return {.abandoned_by = is_abandoned_ ? here : 0, .dropped_by = dropped_last_ ? here : 0};
-  }
 
  private:
   size_t choose_stamped() const;
   void note_buckets() const;
-  void let_go(bool keeps_gradients);  // of what was collected
   bool is_last_fire(size_t index, const at::Tensor& incoming, bool kept);
   void count_collected(size_t index);
   bool skips(const Bucket& bucket) const;
-  void announce_usage();
   void check_skipped() const;
   void average_sparse_gradients();
   Gradient& gradient(size_t index) const { return model_.parameters.gradients()[index]; }
@@ -133,15 +124,14 @@ class Backward {
   std::optional<TreeStep> step_;
   bool asks_usage_ = false, usage_travels_ = false;
   std::vector<Bucket> buckets_;
-  size_t stamped_ = 0;  // the bucket that carries stamps; behind the last: none does
-  size_t missing_ = 0;  // buckets that have not all gradients yet
-  size_t next_ = 0;     // bucket that next_in_order() comes to
+  size_t stamped_ = 0;      // the bucket that carries stamps; behind the last: none does
+  size_t missing_ = 0;      // buckets that have not all gradients yet
+  size_t next_ = 0;         // bucket that next_in_order() comes to
+  Bucket* vote_ = nullptr;  // null: no bucket is announced in every step
   std::shared_ptr<Work> usage_work_;
   std::optional<NonfiniteWatch> watch_;
   std::string nonfinite_;
   bool is_over_ = false;  // dropped, while another thread may still be in proceed()
-  bool is_abandoned_ = false, dropped_last_ = false;
-  Masks masks_;
 };
 
 }  // namespace syncengine

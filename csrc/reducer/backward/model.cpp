@@ -19,7 +19,7 @@ Model::Model(std::vector<at::Tensor> tensors, ModelNames names, const std::share
       flat(lane ? std::make_unique<FlatBuckets>(std::move(lane)) : nullptr),
       pooled(options.gradients_in_arena ? communicator->gradient_pool() : nullptr),
       routing(averaging, parameters, plan, pooled, flat.get()),
-      outcome(averaging, parameters) {
+      outcome(averaging) {
   parameters.keep_trained(usage.finds_unused());
   keep_gradients();
 }
@@ -90,6 +90,29 @@ void Model::set_static_graph() {
   }
   usage.set_static_graph();
   parameters.keep_trained(false);  // it finds its unused ones once
+}
+
+std::shared_ptr<Work> Model::announce(size_t slot, std::shared_ptr<std::vector<uint8_t>> bytes,
+                                      const char* what) const {
+  Operation operation{.dtype = DType::UInt8, .op = ReduceOp::Max, .numerics = averaging.communicator->numerics()};
+  operation.output.add(reinterpret_cast<std::byte*>(bytes->data()), bytes->size());
+  operation.input = operation.output;
+  operation.describe = [names = parameters.names(), what] { return what + std::string(" of ") + names->model; };
+  operation.keepalive = std::move(bytes);
+  return averaging.communicator->announce(averaging.slots, slot, outcome.step(), std::move(operation));
+}
+
+std::shared_ptr<Work> Model::vote() const {
+  return announce(averaging.vote_slot(), std::make_shared<std::vector<uint8_t>>(1), "the last of a step");
+}
+
+void Model::let_go_of_gradients(bool keeps) {
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!plan.covers(i)) continue;
+    Gradient& gradient = parameters.gradients()[i];
+    keeps ? gradient.forget() : gradient.discard();
+  }
+  if (!keeps) usage.clear();
 }
 
 void Model::pool_gradients() {

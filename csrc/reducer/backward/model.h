@@ -50,7 +50,7 @@ struct Model {
   // Until another takes its place.
   CurrentPlan plan;
   Routing routing;
-  // From one backward to the next.
+  // From one step to the next.
   Outcome outcome;
   // As long as a forward, and a backward.
   std::shared_ptr<Forward> forward;    // has begun, and not ended
@@ -78,6 +78,15 @@ struct Model {
   Routing& routing_for_hook();
   // Before the first backward.
   void set_static_graph();
+
+  // Whether ranks can refuse a step: not where peers wait for something else than announced buckets.
+  bool can_refuse() { return plan && routing.route().can_be_refused() && !options.waits_in_between; }
+  // Announces that a step of this rank has nothing more to say; its end is waited for.
+  std::shared_ptr<Work> vote() const;
+  // Of bytes that are no gradients: announces their maximum.
+  std::shared_ptr<Work> announce(size_t slot, std::shared_ptr<std::vector<uint8_t>> bytes, const char* what) const;
+  // Nothing comes of what a backward has collected, or was to: .grad stays as it is, or becomes None. Under the GIL.
+  void let_go_of_gradients(bool keeps);
 
   // The graph task on this thread brings gradients.
   void pool_gradients();

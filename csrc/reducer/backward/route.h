@@ -34,10 +34,8 @@ class Route {
   virtual void deliver(Backward& /*backward*/, Bucket& /*bucket*/) {}
 
   virtual bool takes_sparse() const { return false; }
-  // Whether the peers can go on where this rank has abandoned a backward, see Backward::abandon().
-  virtual bool outlives_errors() const { return false; }
-  // Takes part in what the peers do with a bucket that is not in flight yet, without gradients.
-  virtual void stand_in(Backward& /*backward*/, Bucket& /*bucket*/) {}
+  // Whether its buckets are announced, each by itself: then a rank can refuse a step, and the peers go on.
+  virtual bool can_be_refused() const { return false; }
   // What has not ended is not used again: the communicator has failed.
   virtual void drop() {}
 };

@@ -24,6 +24,15 @@ std::string missing_text(const Model& model) {
 
 }  // namespace
 
+std::string said_here(const Communicator& communicator, const std::string& text) {
+  const std::string rank = "rank " + std::to_string(communicator.global_ranks()[communicator.rank()]);
+  return rank + (text.starts_with("raised ") ? " " : ": ") + text;
+}
+
+void tell_peers(Communicator& communicator, const std::string& text) {
+  communicator.abort(ErrorKind::Aborted, said_here(communicator, text));
+}
+
 std::string unfinished_text(const Model& model) {
   if (model.usage.is_static()) {
     return "Expected to have finished reduction in the prior iteration before starting a new one. This error indicates "

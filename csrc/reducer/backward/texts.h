@@ -1,14 +1,21 @@
-// What is said when a backward goes wrong.
+// What is said when a backward goes wrong: here, and to those that wait for it.
 #pragma once
 
 #include <cstddef>
 #include <string>
 
+#include "engine/communicator/communicator.h"
 #include "reducer/parameters/parameters.h"
 
 namespace syncengine {
 
 struct Model;
+
+// "rank 1 raised in forward: ..." or "rank 1: the text".
+std::string said_here(const Communicator& communicator, const std::string& text);
+
+// They wait for gradients that this rank will not bring, and no step is there to be refused: ends the communicator.
+void tell_peers(Communicator& communicator, const std::string& text);
 
 // Its backward waits for gradients that did not come.
 std::string unfinished_text(const Model& model);

@@ -36,7 +36,7 @@ std::shared_ptr<const Slots> Averaging::reserve_slots(const std::string& model, 
     const std::string text = "reserving the buckets of " + model;
     return copy_of ? text + ", a copy of the one with number " + std::to_string(*copy_of) : text;
   };
-  return communicator->reserve_slots(parameters + 4, describe, raise_pending_signal);
+  return communicator->reserve_slots(parameters + 3, describe, raise_pending_signal);
 }
 
 Operation Averaging::operation_of(const BucketLayout& layout) const {

@@ -102,9 +102,8 @@ struct Averaging {
   std::optional<Compression> compression = {};
 
   size_t usage_slot() const { return parameters; }
-  // In turn: what is said about a backward that nobody asks for never meets what is said about the next one.
-  size_t reason_slot(uint64_t backward) const { return parameters + 1 + backward % 2; }
-  size_t nonfinite_slot() const { return parameters + 3; }
+  size_t vote_slot() const { return parameters + 1; }
+  size_t nonfinite_slot() const { return parameters + 2; }
   // Collective; blocks. See Reducer::reserve_slots().
   std::shared_ptr<const Slots> reserve_slots(const std::string& model, std::optional<uint64_t> copy_of) const;
 

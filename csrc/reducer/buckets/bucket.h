@@ -76,22 +76,7 @@ struct BucketLayout : std::enable_shared_from_this<BucketLayout> {
   std::string describe() const;
 };
 
-// What ranks say about themselves with each bucket, a bit for each member: the last words of its flags.
-struct Masks {
-  uint64_t abandoned_by = 0;  // have abandoned this backward
-  uint64_t dropped_by = 0;    // have abandoned the last one, after its averages had been complete
-  static constexpr size_t kWords = 2;
-
-  // Whether all ranks that hear of it, which is all of them, ask each other why; if not, the next backward tells.
-  bool ask_why() const { return abandoned_by != 0; }
-  void put(std::vector<uint64_t>& flags) const { flags.insert(flags.end(), {abandoned_by, dropped_by}); }
-  void add(const std::vector<uint64_t>& flags) {
-    abandoned_by |= flags[flags.size() - 2];
-    dropped_by |= flags[flags.size() - 1];
-  }
-};
-
-// What the engine works on; it may hold it longer than the bucket, whose backward may have been abandoned.
+// What the engine works on; it may hold it longer than the bucket, whose step may have been refused.
 struct BucketMemory {
   std::vector<at::Tensor> gradients;  // in the layout's order, those in `small` left out
   SmallGradients small;

@@ -59,8 +59,7 @@ void NonfiniteWatch::look_behind_hook(const BucketLayout& layout, const std::vec
   }
 }
 
-void NonfiniteWatch::tell(const Averaging& averaging, const ModelNames& names) {
-  if (work_) return;
+void NonfiniteWatch::tell(const Averaging& averaging, const ModelNames& names, uint64_t step) {
   told_ = std::make_shared<std::vector<uint64_t>>(words_.words.get(), words_.words.get() + world_ + 1);
   Operation operation;
   operation.dtype = DType::Int64;
@@ -70,7 +69,7 @@ void NonfiniteWatch::tell(const Averaging& averaging, const ModelNames& names) {
   operation.input = operation.output;
   operation.describe = [model = names.model] { return "which gradients of " + model + " are not finite"; };
   operation.keepalive = told_;
-  work_ = averaging.communicator->announce(averaging.slots, averaging.nonfinite_slot(), std::move(operation));
+  work_ = averaging.communicator->announce(averaging.slots, averaging.nonfinite_slot(), step, std::move(operation));
 }
 
 std::string NonfiniteWatch::hear(Communicator& communicator, const ModelNames& names, uint64_t step) const {

@@ -2,7 +2,7 @@
 //
 // The rank that reduces an element has every rank's before it, and notes whose is not finite (collectives/operation.h).
 // Behind the last bucket the ranks tell each other the earliest of what they have noted, a word for each rank, so that
-// all say the same. Each rank takes part in that once a backward, whether it has abandoned it or not.
+// all say the same. No rank puts averages into .grad before that has ended.
 //
 // Ownership: its backward's; operations hold the words. Thread-safety: the reducer's lock, or the one thread that is at
 // the backward's end. Failure: what the communicator throws.
@@ -39,9 +39,8 @@ class NonfiniteWatch {
   void look_behind_hook(const BucketLayout& layout, const std::vector<at::Tensor>& results,
                         const std::vector<at::Tensor>& own, int rank) const;
 
-  // What was noted here, to the others; the first time only.
-  void tell(const Averaging& averaging, const ModelNames& names);
-  const std::shared_ptr<Work>& work() const { return work_; }
+  // What was noted here, to the others, in this step of the model.
+  void tell(const Averaging& averaging, const ModelNames& names, uint64_t step);
   // Blocks. What to say, the same on all ranks; empty if all is finite.
   std::string hear(Communicator& communicator, const ModelNames& names, uint64_t step) const;
 

@@ -1,7 +1,7 @@
 // Which parameters have had a gradient since the last synchronization, here and on any rank: for models in which some
 // may be unused, in each backward or always. Under no_sync it goes on counting.
 //
-// Ownership: what is reduced is shared with its operation, which may outlive a backward that was abandoned.
+// Ownership: what is reduced is shared with its operation, which may outlive a backward that was given up.
 // Thread-safety: none.
 #pragma once
 

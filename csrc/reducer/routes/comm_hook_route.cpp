@@ -11,7 +11,7 @@
 
 #include "base/error.h"
 #include "reducer/backward/backward.h"
-#include "reducer/backward/peers.h"
+#include "reducer/backward/texts.h"
 #include "reducer/torch/tensors.h"
 
 namespace syncengine {

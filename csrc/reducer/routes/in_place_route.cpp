@@ -26,11 +26,6 @@ void InPlaceRoute::ready(Backward& backward, Bucket& bucket) {
   if (bucket.state == Bucket::State::Ready && !bucket.layout->sparse) announce(backward, bucket);
 }
 
-void InPlaceRoute::stand_in(Backward& backward, Bucket& bucket) {
-  bucket.memory = std::make_shared<BucketMemory>();
-  announce(backward, bucket);
-}
-
 void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
   Model& model = backward.model();
   const Averaging& averaging = model.averaging;
@@ -56,7 +51,6 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
   }
   if (backward.usage_travels()) model.usage.add_bits(layout, memory->flags);
   backward.add_stamp(bucket, memory->flags);
-  backward.own_masks().put(memory->flags);
   operation.flags = memory->flags.data();
   operation.flag_words = memory->flags.size();
   model.record.statistics.reduced_bytes += operation.output.bytes();
@@ -65,7 +59,7 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
   operation.keepalive = memory;
   model.record.bucket();
   bucket.row = ProfilerRow([&] { return "all_reduce of " + layout.describe(); }, memory->gradients);
-  bucket.work = averaging.communicator->announce(averaging.slots, layout.index, std::move(operation));
+  bucket.work = averaging.communicator->announce(averaging.slots, layout.index, backward.step(), std::move(operation));
   bucket.state = Bucket::State::InFlight;
   backward.trace_bucket(bucket, bucket.work->place);
 }
@@ -121,8 +115,6 @@ void InPlaceRoute::finish(Backward& backward) {
     if (!bucket.work) continue;
     backward.model().averaging.communicator->wait(bucket.work, raise_pending_signal);
     bucket.row.end();
-    backward.masks().add(bucket.memory->flags);
-    if (backward.masks().abandoned_by != 0) return;  // nobody waits for the others: their averages are of no use
   }
 }
 

@@ -1,8 +1,7 @@
 // The route on CPUs: the engine reduces a bucket where autograd has left its gradients, or copies in another dtype.
 // Small gradients are reduced as one block.
 //
-// Each bucket has flags that are reduced with it: a bit for each parameter that any rank has used, if that is asked
-// for, and masks of ranks, see Masks.
+// If it is asked for, each bucket has flags that are reduced with it: a bit for each parameter that any rank has used.
 #pragma once
 
 #include <memory>
@@ -30,8 +29,7 @@ class InPlaceRoute final : public Route {
   void ready(Backward& backward, Bucket& bucket) override;
   void finish(Backward& backward) override;
   void deliver(Backward& backward, Bucket& bucket) override;
-  bool outlives_errors() const override { return true; }
-  void stand_in(Backward& backward, Bucket& bucket) override;
+  bool can_be_refused() const override { return true; }
 
  private:
   void add_spans(const Backward& backward, Bucket& bucket, SpanList& spans);

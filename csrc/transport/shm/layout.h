@@ -148,10 +148,13 @@ inline constexpr uint64_t kNeverComes = 1;  // no block's offset
 struct GroupBlock {
   EndRecord end_record;
   Succession succession;
-  alignas(64) std::atomic<uint64_t> gone;  // members that will touch this block no more
+  alignas(64) std::atomic<uint64_t> gone;      // members that will touch this block no more
+  alignas(64) std::atomic<uint64_t> refusals;  // how many steps this rank has refused
+  std::atomic<uint64_t>
+      refusal;  // where in `announced` its reason for the last one is, until that step has ended: or 0
   LaneBlock lanes[kLanes];
   Schedule schedule;
-  alignas(kPage) std::atomic<uint64_t> announced[kReadySlots];  // count of announcements
+  alignas(kPage) std::atomic<uint64_t> announced[kReadySlots];  // numbers of steps, see Slots
   alignas(kPage) Mailboxes messages;
   alignas(kPage) std::byte staging[kLanes][kSlots][kSlotBytes];
 };

@@ -177,7 +177,7 @@ inline void check_everywhere(Communicator& communicator, const Case& what, const
 
   ordinary = mine;
   operation.input = operation.output = SpanList(ordinary.data(), ordinary.size());
-  communicator.wait(communicator.announce(communicator.reserve_slots(1), 0, operation));
+  communicator.wait(communicator.announce(communicator.reserve_slots(1), 0, 1, operation));
   check_bits(what, ordinary, wanted, "announced");
 }
 

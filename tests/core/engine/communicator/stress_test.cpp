@@ -124,7 +124,8 @@ TEST(more_announcements_than_the_log_and_the_records_hold) {
       std::shuffle(order.begin(), order.end(), random);
       for (size_t bucket : order) {
         data[bucket] *= static_cast<float>(bucket);
-        works[bucket] = communicator.announce(slots, bucket, testing::all_reduce_of(&data[bucket], 4, DType::Float32));
+        works[bucket] =
+            communicator.announce(slots, bucket, round + 1, testing::all_reduce_of(&data[bucket], 4, DType::Float32));
       }
       for (size_t bucket = 0; bucket < kBuckets; ++bucket) {
         communicator.wait(works[bucket]);
@@ -176,11 +177,11 @@ TEST(an_abort_in_the_middle_reaches_everybody) {
       try {
         shared = communicator.allocate(4 << 20);
         slots = communicator.reserve_slots(8);
-        for (;;) {
+        for (uint64_t step = 1;; ++step) {
           std::vector<std::shared_ptr<Work>> works;
           std::shuffle(buckets.begin(), buckets.end(), random);
           for (size_t i = 0; i < buckets.size(); ++i)
-            works.push_back(communicator.announce(slots, i, all_reduce_of(buckets[i])));
+            works.push_back(communicator.announce(slots, i, step, all_reduce_of(buckets[i])));
           communicator.run(all_reduce_of(own), {});
           communicator.run(testing::all_reduce_of(shared.get(), 4 << 20, DType::Float32), {});
           if (random() % 4 == 0) pause(1);
@@ -193,7 +194,7 @@ TEST(an_abort_in_the_middle_reaches_everybody) {
       if (trouble.joinable()) trouble.join();
       CHECK_EQ(seen, text);
       CHECK_THROWS(communicator.run(all_reduce_of(own), {}), ErrorKind::Aborted);
-      CHECK_THROWS(communicator.announce(slots, 0, all_reduce_of(own)), ErrorKind::Aborted);
+      CHECK_THROWS(communicator.announce(slots, 0, 1, all_reduce_of(own)), ErrorKind::Aborted);
     });
   }
 }

@@ -352,8 +352,9 @@ TEST(buckets_in_any_order_over_hosts) {
         for (int bucket : order) {
           buckets[bucket].resize(1 + static_cast<size_t>(bucket) * 571);
           fill(buckets[bucket], rank + bucket);
-          works[bucket] = communicator.announce(
-              slots, bucket, all_reduce_of(buckets[bucket].data(), buckets[bucket].size() * 4, DType::Float32));
+          works[bucket] =
+              communicator.announce(slots, bucket, step + 1,
+                                    all_reduce_of(buckets[bucket].data(), buckets[bucket].size() * 4, DType::Float32));
           if (bucket % 7 == 0) communicator.run(Operation{.collective = Collective::Barrier});
         }
         for (int bucket = 0; bucket < kBuckets; ++bucket) {
@@ -379,7 +380,8 @@ TEST(flags_travel_over_hosts) {
         Operation operation = all_reduce_of(&data, sizeof(data), DType::Float32);
         operation.flags = flags.data();
         operation.flag_words = flags.size();
-        communicator.wait(round % 2 ? communicator.announce(slots, 0, operation) : communicator.submit(operation));
+        communicator.wait(round % 2 ? communicator.announce(slots, 0, round + 1, operation)
+                                    : communicator.submit(operation));
         CHECK_EQ(flags[0], (uint64_t{1} << communicator.size()) - 1);
         CHECK_EQ(flags[1], round);
         CHECK_EQ(data, static_cast<float>(communicator.size()));
@@ -486,7 +488,7 @@ TEST(no_more_groups_over_hosts_than_there_are_numbers) {
     auto slots = communicator.reserve_slots(1);
     std::vector<float> data(size_t{8} << 20);
     fill(data, rank);
-    auto work = communicator.announce(slots, 0, all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+    auto work = communicator.announce(slots, 0, 1, all_reduce_of(data.data(), data.size() * 4, DType::Float32));
     const std::string text = CHECK_THROWS(communicator.split({0, 1}), ErrorKind::InvalidUsage);
     CHECK(contains(text, "too many communicators over several hosts"));
     communicator.wait(work);

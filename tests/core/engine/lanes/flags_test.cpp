@@ -25,7 +25,8 @@ TEST(flags_travel_with_an_operation) {
           Operation operation = all_reduce_of(data.data(), data.size() * 4, DType::Float32);
           operation.flags = flags.data();
           operation.flag_words = words;
-          communicator.wait(announced ? communicator.announce(slots, 0, operation) : communicator.submit(operation));
+          communicator.wait(announced ? communicator.announce(slots, 0, round + 1, operation)
+                                      : communicator.submit(operation));
           std::vector<uint64_t> expected(words, 0);
           expected[round % words] = uint64_t{7} << round % 60;
           expected[words - 1] |= uint64_t{1} << 63;

@@ -18,9 +18,9 @@ using testing::all_reduce_of;
 using testing::run_hosts;
 using testing::run_job;
 
-void check_sum(Communicator& communicator, const std::shared_ptr<const Slots>& slots, size_t index) {
+void check_sum(Communicator& communicator, const std::shared_ptr<const Slots>& slots, size_t index, uint64_t step = 1) {
   auto data = static_cast<float>(communicator.rank() + 1);
-  communicator.wait(communicator.announce(slots, index, all_reduce_of(&data, sizeof(data), DType::Float32)));
+  communicator.wait(communicator.announce(slots, index, step, all_reduce_of(&data, sizeof(data), DType::Float32)));
   CHECK_EQ(data, static_cast<float>(communicator.size() * (communicator.size() + 1)) / 2);
 }
 
@@ -71,7 +71,7 @@ TEST(ranks_that_hold_different_slots_agree) {
       communicator.run(all_reduce_of(extremes.data(), sizeof(extremes), DType::Int64, ReduceOp::Max), {});
       CHECK_EQ(extremes[0], -extremes[1]);
       check_sum(communicator, slots, 0);
-      check_sum(communicator, slots, count - 1);
+      check_sum(communicator, slots, count - 1, 2 + round % 5);
       kept.push_back(slots);
       while (different() % 3) {
         if (kept.empty()) break;
@@ -94,7 +94,7 @@ TEST(slots_come_back_when_all_ranks_have_dropped_them) {
       for (int round = 0; round < 8; ++round) {
         held[1].reset();
         held[1] = communicator.reserve_slots(kMany);
-        CHECK_EQ(held[1]->first(), kMany);
+        CHECK_EQ(held[1]->first(), kMany + Slots::kBehind);
         check_sum(communicator, held[1], round % 3);
       }
     });
@@ -107,14 +107,14 @@ TEST(an_announcement_holds_its_slots_until_it_has_ended) {
     auto slots = communicator.reserve_slots(3);
     float early = 1.0f;
     std::shared_ptr<Work> work;
-    if (rank == 0) work = communicator.announce(slots, 1, all_reduce_of(&early, sizeof(early), DType::Float32));
+    if (rank == 0) work = communicator.announce(slots, 1, 1, all_reduce_of(&early, sizeof(early), DType::Float32));
     auto second = slots;
     if (rank == 0) second.reset(), slots.reset();
     auto others = communicator.reserve_slots(3);
-    CHECK_EQ(others->first(), uint64_t{3});
+    CHECK_EQ(others->first(), 3 + Slots::kBehind);
     check_sum(communicator, others, 1);
     if (rank == 1) {
-      work = communicator.announce(slots, 1, all_reduce_of(&early, sizeof(early), DType::Float32));
+      work = communicator.announce(slots, 1, 1, all_reduce_of(&early, sizeof(early), DType::Float32));
       second.reset(), slots.reset();
     }
     communicator.wait(work);
@@ -128,12 +128,12 @@ TEST(announcements_of_a_slot_match_in_their_order) {
     auto slots = communicator.reserve_slots(2);
     float data[] = {1.0f, 2.0f, 3.0f};
     std::vector<std::shared_ptr<Work>> works;
-    auto announce = [&](int index, float& value) {
-      works.push_back(communicator.announce(slots, index, all_reduce_of(&value, sizeof(value), DType::Float32)));
+    auto announce = [&](int index, float& value, uint64_t step = 1) {
+      works.push_back(communicator.announce(slots, index, step, all_reduce_of(&value, sizeof(value), DType::Float32)));
     };
-    if (rank == 0) announce(0, data[0]), announce(0, data[1]), announce(1, data[2]);
+    if (rank == 0) announce(0, data[0]), announce(0, data[1], 2), announce(1, data[2]);
     communicator.run(all_reduce_of(&rank, sizeof(rank), DType::Int32));
-    if (works.empty()) announce(1, data[2]), announce(0, data[0]), announce(0, data[1]);
+    if (works.empty()) announce(1, data[2]), announce(0, data[0]), announce(0, data[1], 2);
     for (const auto& work : works) communicator.wait(work);
     for (int i = 0; i < 3; ++i) CHECK_EQ(data[i], 2.0f * static_cast<float>(i + 1));
   });

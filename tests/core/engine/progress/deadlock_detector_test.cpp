@@ -56,7 +56,7 @@ ErrorKind wait_crosswise(int rank, Communicator& communicator, std::string& text
     if (rank == 0)
       communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
     else
-      communicator.wait(communicator.announce(slots, 0, all_reduce_of(data.data(), 400, DType::Float32)));
+      communicator.wait(communicator.announce(slots, 0, 1, all_reduce_of(data.data(), 400, DType::Float32)));
   };
   return kind_of(call, &text);
 }
@@ -173,7 +173,7 @@ TEST(another_thread_may_bring_what_is_missing) {
     auto slots = communicator.reserve_slots(1);
     std::vector<float> bucket(100, 1.0f), metrics(100, 1.0f);
     auto announce = [&] {
-      communicator.wait(communicator.announce(slots, 0, all_reduce_of(bucket.data(), 400, DType::Float32)));
+      communicator.wait(communicator.announce(slots, 0, 1, all_reduce_of(bucket.data(), 400, DType::Float32)));
     };
     auto call = [&] { communicator.run(all_reduce_of(metrics.data(), 400, DType::Float32)); };
     threads_of_my_rank = 2;
@@ -259,7 +259,7 @@ TEST(slow_but_valid_programs_are_left_alone) {
       } else if (choice == 3) {
         communicator.run(all_reduce_of(&value, 4, DType::Float32));
       } else {
-        communicator.wait(communicator.announce(slots, 0, all_reduce_of(&value, 4, DType::Float32)));
+        communicator.wait(communicator.announce(slots, 0, 1, all_reduce_of(&value, 4, DType::Float32)));
       }
     }
   };

@@ -170,8 +170,8 @@ TEST(announced_operations_complete_in_any_order) {
         auto& data = buckets[bucket];
         data.resize(bucket * 1000 + 1);
         for (size_t i = 0; i < data.size(); ++i) data[i] = value(rank, i + bucket);
-        works.push_back(
-            communicator.announce(slots, bucket, all_reduce_of(data.data(), data.size() * 4, DType::Float32)));
+        works.push_back(communicator.announce(slots, bucket, round + 1,
+                                              all_reduce_of(data.data(), data.size() * 4, DType::Float32)));
         if (bucket % 7 == 0) {  // the user's own calls go on in between
           std::vector<float> own(bucket + 10);
           check_all_reduce(communicator, own.data(), 10);
