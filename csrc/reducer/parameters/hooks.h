@@ -1,5 +1,5 @@
-// The reducer's hooks on autograd. They only translate: every hook calls one method of Reducer and turns its errors
-// into Python's.
+// The reducer's hooks on autograd, and who else listens where they do. A hook calls one method of Reducer, and turns
+// its errors into Python's.
 #pragma once
 
 #include <ATen/core/Tensor.h>
