@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <deque>
 #include <type_traits>
 #include <vector>
 
@@ -76,11 +77,12 @@ T at(const void* array, size_t i) {
 // As the reduction has them: one after the other, or on its stack. `value(s)`: of source s; `add`: of two.
 template <class Value, class Add>
 auto fold(const kernels::Reduction& reduction, size_t sources, const Value& value, const Add& add) {
-  std::vector<decltype(value(0))> stack;
+  using V = decltype(value(0));
+  std::deque<V> stack;  // a vector of bools has none to refer to
   for (size_t s = 0; s < sources; ++s) {
     stack.push_back(value(s));
     for (int merges = reduction.merges ? reduction.merges[s] : s > 0; merges > 0; --merges) {
-      const auto right = stack.back();
+      const V right = stack.back();
       stack.pop_back();
       stack.back() = add(stack.back(), right);
     }
