@@ -194,7 +194,7 @@ TEST(an_abort_in_the_middle_reaches_everybody) {
       if (trouble.joinable()) trouble.join();
       CHECK_EQ(seen, text);
       CHECK_THROWS(communicator.run(all_reduce_of(own), {}), ErrorKind::Aborted);
-      CHECK_THROWS(communicator.announce(slots, 0, 1, all_reduce_of(own)), ErrorKind::Aborted);
+      if (slots) CHECK_THROWS(communicator.announce(slots, 0, 1, all_reduce_of(own)), ErrorKind::Aborted);
     });
   }
 }
