@@ -7,7 +7,7 @@
 namespace syncengine {
 
 PhaseClock& PhaseClock::of_process() {
-  static PhaseClock clock;
+  static auto& clock = *new PhaseClock;  // never destroyed: threads may outlive the end of main()
   return clock;
 }
 

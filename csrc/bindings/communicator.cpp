@@ -133,6 +133,10 @@ at::Tensor dense(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() ? tensor.resolve_neg() : tensor.contiguous().resolve_neg();
 }
 
+bool goes_through_copy(const at::Tensor& tensor, bool in_place) {
+  return tensor.is_neg() || !(in_place ? tensor.is_non_overlapping_and_dense() : tensor.is_contiguous());
+}
+
 // What the engine holds while an operation runs: memory, not tensors. Any thread may let go of it, and the last
 // reference to a tensor besides Python's would make torch wait for the GIL there.
 struct Kept {
@@ -159,7 +163,8 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
     at::NoGradGuard no_grad;
     bool in_place = input.is_same(output);
     require_one_device(input, output, what);
-    for (const at::Tensor& tensor : {input, output}) InFlight::of_process().await(tensor);
+    for (const at::Tensor& tensor : {input, output})
+      InFlight::of_process().await(tensor, goes_through_copy(tensor, in_place));
     from = in_place ? dense(input) : input.contiguous().resolve_neg();
     to = in_place                                     ? from
          : output.is_contiguous() && !output.is_neg() ? output
@@ -194,12 +199,12 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
   if (from.is_cuda()) return run_on_device(communicator, std::move(operation), from, to, target, result, async_op);
   py::gil_scoped_release nogil;
   if (async_op) {
-    InFlight::Call call{.memory = {extent_of(input), extent_of(output)}, .communicator = communicator};
-    const bool delivers = result.defined();
+    InFlight::Call call{
+        .memory = {extent_of(input), extent_of(output)}, .copies = result.defined(), .communicator = communicator};
     auto pending = std::make_shared<CpuWork::Pending>(communicator, communicator->submit(std::move(operation)),
                                                       std::move(target), std::move(result));
     call.works = {pending->work};
-    if (delivers) call.deliver = [pending] { pending->finish({}); };
+    if (call.copies) call.deliver = [pending] { pending->finish({}); };
     InFlight::of_process().add(std::move(call));
     return std::make_unique<CpuWork>(std::move(pending));
   }

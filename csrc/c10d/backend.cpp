@@ -220,13 +220,14 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
     coalescing_.give(std::move(coalesced));
     return nullptr;
   }
-  InFlight::Call in_flight{
-      .memory = call.extents(), .communicator = communicator_, .works = {works.begin(), works.end()}};
-  const bool delivers = call.delivers();
+  InFlight::Call in_flight{.memory = call.extents(),
+                           .copies = call.delivers(),
+                           .communicator = communicator_,
+                           .works = {works.begin(), works.end()}};
   TorchWork::Origin origin{communicator_, sends_messages ? messages_ : collectives_, how.type, call.number, limit};
   auto work = make_work(std::move(origin), std::move(call), std::move(works));
   if (how.async && follows_order) {
-    if (delivers)
+    if (in_flight.copies)
       in_flight.deliver = [weak = std::weak_ptr(undelivered_)] {
         if (const auto undelivered = weak.lock()) undelivered->deliver_ended();
       };

@@ -69,7 +69,7 @@ void Call::require_dense(const at::Tensor& tensor) {
   if (const std::string why = why_without_memory(tensor); !why.empty()) refuse(why);
   stay_on(device);
   if (!follows_order_ || !device.is_cpu()) return;
-  InFlight::of_process().await(tensor);
+  InFlight::of_process().await(tensor, !is_plain(tensor) || is_apart(tensor));
   extents_.push_back(extent_of(tensor));
 }
 

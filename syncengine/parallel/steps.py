@@ -41,24 +41,21 @@ class _Undecided:
 
     def __init__(self) -> None:
         self._reducers: weakref.WeakKeyDictionary[torch.nn.Module, Reducer] = weakref.WeakKeyDictionary()
-        self._hook: RemovableHandle | None = None
-
-    def __bool__(self) -> bool:
-        return self._hook is not None
+        self.hook: RemovableHandle | None = None
 
     def note(self, steps: Steps) -> None:
         """Behind an error in forward."""
         if steps.reducer.is_undecided():
             self._reducers[steps.model.module] = steps.reducer
-            self._hook = self._hook or register_optimizer_step_pre_hook(self._before_step)
+            self.hook = self.hook or register_optimizer_step_pre_hook(self._before_step)
 
     def decide(self, module: torch.nn.Module) -> None:
         """Before a forward of any kind."""
         if reducer := self._reducers.pop(module, None):
             reducer.decide()
-        if self._hook and not self._reducers:
-            self._hook.remove()  # not in a step: torch is going through its hooks there
-            self._hook = None
+        if self.hook and not self._reducers:
+            self.hook.remove()  # not in a step: torch is going through its hooks there
+            self.hook = None
 
     def _before_step(self, *_: Any) -> None:
         while self._reducers:
@@ -90,7 +87,7 @@ class Steps:
         enable_grad() says.
         """
         reducer, switches, uneven = self.reducer, self.switches, self.uneven
-        if _undecided:
+        if _undecided.hook is not None:
             _undecided.decide(self.model.module)
         is_recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         synchronize = is_recorded and switches.require_backward_grad_sync

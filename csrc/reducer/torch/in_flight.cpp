@@ -80,13 +80,14 @@ void InFlight::finish_ended() {
   }
 }
 
-void InFlight::await_those_on(const Extent& extent) {
+void InFlight::await_those_on(const Extent& extent, bool copies) {
   std::vector<Call> earlier;
   {
     std::lock_guard lock(mutex_);
     std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(earlier), [&](const Call& call) {
-      return std::any_of(call.memory.begin(), call.memory.end(),
-                         [&](const Extent& other) { return other.begin < extent.end && extent.begin < other.end; });
+      return (call.copies || copies) && std::any_of(call.memory.begin(), call.memory.end(), [&](const Extent& other) {
+               return other.begin < extent.end && extent.begin < other.end;
+             });
     });
   }
   if (earlier.empty()) return;

@@ -1,7 +1,8 @@
 // Asynchronous collectives of this process that have not ended, by the memory of their tensors.
 //
-// A tensor that is not contiguous goes through a copy: it is read at the call, and written when the collective has
-// ended. So a collective waits for the earlier ones on the same memory before it reads anything.
+// The engine runs the collectives of a communicator in the order of their calls. But a tensor that is not contiguous
+// goes through a copy: it is read at the call, and written when the collective has ended. So a call waits for the
+// earlier ones on the same memory if either of the two goes through a copy.
 //
 // Ownership: one for the process; never destroyed, since it may hold tensors of Python's. Thread-safety: any thread;
 // no lock while there are none. Failure: await() throws what an earlier call fails with.
@@ -30,6 +31,7 @@ class InFlight {
  public:
   struct Call {
     std::vector<Extent> memory = {};
+    bool copies = false;
     std::weak_ptr<Communicator> communicator;
     std::vector<std::weak_ptr<Work>> works = {};  // the engine keeps those that have not ended
     std::function<void()> deliver = {};  // puts results into their tensors once these have ended. Without the GIL
@@ -43,13 +45,13 @@ class InFlight {
   // Finishes those that have ended: the program may have dropped them.
   void add(Call call);
 
-  // Waits for those in flight on the same memory.
-  void await(const at::Tensor& tensor) {
-    if (any_.load(std::memory_order_relaxed)) await_those_on(extent_of(tensor));
+  // Before a call that reads or writes `tensor`, perhaps through a copy: waits for those that it must not overtake.
+  void await(const at::Tensor& tensor, bool copies) {
+    if (any_.load(std::memory_order_relaxed)) await_those_on(extent_of(tensor), copies);
   }
 
  private:
-  void await_those_on(const Extent& extent);
+  void await_those_on(const Extent& extent, bool copies);
   void finish_ended();
 
   std::atomic<bool> any_{false};
