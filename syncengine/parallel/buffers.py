@@ -45,6 +45,12 @@ class Buffers:
         hook: _BufferCommHook | None = getattr(switches, "buffer_hook", None)
         return _BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location
 
+    def begin_step(self) -> None:
+        """Synchronizes them before a step of several forwards, which then do not. Collective."""
+        if self._switches.forward_sync_buffers and self.named:
+            self.synchronize()
+        self._switches.require_forward_param_sync = False
+
     def synchronize(self, root: int = 0) -> None:
         """Calls the hook, or copies the values of rank ``root``. Collective."""
         self.look_up()

@@ -125,6 +125,8 @@ class MicroBatches:
         if self._fetches != self.step:
             self._fetched = iter(self._fetcher(self.step))
         self._fetches = -1
+        if reducer.reduces:  # ranks may have unlike numbers of forwards, but the step has one beginning
+            model._buffer_sync.begin_step()
         sums, averaged = TreeSums(model._module_parameters), False
         try:
             for i, merges in zip(self._own, self._merges, strict=True):
@@ -166,7 +168,8 @@ class MicroBatches:
         model = self._model
         if model.device.type != "cpu":
             raise InvalidUsage(f"micro_batches() adds gradients on CPUs, but the model is on {model.device}")
-        if model._join_config.enable or model._comm_hooks or model._uneven.weight is not None:
+        hooks = model._comm_hooks or getattr(model._switches, "buffer_hook", None)
+        if model._join_config.enable or hooks or model._uneven.weight is not None:
             raise InvalidUsage("micro_batches() works neither in join() nor with a communication hook or weight()")
         if not (torch.tensor(2.0**-149, device="cpu") * 1.0).item():
             raise InvalidUsage("micro_batches() needs subnormal numbers: leave out torch.set_flush_denormal(True)")
