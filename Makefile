@@ -74,8 +74,8 @@ build/test-hooks.built: .venv/ready $(SOURCES)
 
 .PHONY: train test test-integrations core-build core-test sanitize arm-check cuda-check cuda-torch-check gpu gpu-core gpu-build gpu-tests gpu-benchmarks lint format clean
 train: build
-	$(PY) -m examples.train_gpt compare
 	$(PY) -m examples.same_bits
+	$(PY) -m examples.train_gpt compare
 
 # The core's tests need no Python: they are compiled while packages come in. Three files of the others run at a time:
 # much of it is waiting.
