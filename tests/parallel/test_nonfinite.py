@@ -149,10 +149,8 @@ def test_other_sums_between_hosts(pool: RankPool, numerics: str):
     check(plans, said)
 
 
-def hosts_with(hosts: str, plans: Sequence[Brought], numerics: str) -> list[str]:
-    os.environ["SYNCENGINE_HOST_ID"] = hosts[int(os.environ["RANK"])]
-    syncengine.init(timeout=60.0, numerics=numerics)
-    model = syncengine.Parallel(Given(), nonfinite="raise")
+def said_of(model: syncengine.Parallel, plans: Sequence[Brought]) -> list[str]:
+    """What each backward raises; empty where it does not."""
     said = []
     for brought in plans:
         model.zero_grad()
@@ -162,6 +160,13 @@ def hosts_with(hosts: str, plans: Sequence[Brought], numerics: str) -> list[str]
         except NotFinite as error:
             said.append(str(error))
     return said
+
+
+def hosts_with(hosts: str, plans: Sequence[Brought], numerics: str) -> list[str]:
+    os.environ["SYNCENGINE_HOST_ID"] = hosts[int(os.environ["RANK"])]
+    syncengine.init(timeout=60.0, numerics=numerics)
+    model = syncengine.Parallel(Given(), nonfinite="raise")
+    return said_of(model, plans)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -276,15 +281,7 @@ HOOKS: dict[str, Callable[[syncengine.Parallel], None]] = {
 def with_hook(name: str, plans: Sequence[Brought]) -> list[str]:
     model = syncengine.Parallel(Given(), nonfinite="raise")
     HOOKS[name](model)
-    said = []
-    for brought in plans:
-        model.zero_grad()
-        try:
-            model(gradients(model.module, brought)).backward()
-            said.append("")
-        except NotFinite as error:
-            said.append(str(error))
-    return said
+    return said_of(model, plans)
 
 
 @pytest.mark.parametrize("name", HOOKS)
