@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from ports import unused_ports
@@ -62,3 +65,19 @@ def over_gloo(start: Callable[..., str], *arguments: object, home: Path) -> str:
 
 def load(path: Path) -> dict[str, torch.Tensor]:
     return torch.load(path, weights_only=True)
+
+
+@contextlib.contextmanager
+def imported(example: str) -> Iterator[ModuleType]:
+    """One of examples/ as a module; meanwhile there is one thread, as its ranks have it."""
+    file = ROOT / "examples" / example
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield module
+    finally:
+        torch.set_num_threads(threads)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import sys
@@ -13,7 +12,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from commands import ROOT, run
+from commands import ROOT, imported, run
 
 Arrays = list[np.ndarray]
 
@@ -21,13 +20,8 @@ Arrays = list[np.ndarray]
 @pytest.fixture(scope="module")
 def host() -> Iterator[ModuleType]:
     """examples/flower/host.py: its model and data, in one thread, as its ranks have it."""
-    spec = importlib.util.spec_from_file_location("host", ROOT / "examples" / "flower" / "host.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield module
-    torch.set_num_threads(threads)
+    with imported("flower/host.py") as module:
+        yield module
 
 
 def trained(home: Path, strategy: str) -> tuple[list[dict], list[Arrays]]:

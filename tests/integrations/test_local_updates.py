@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from commands import ROOT, load, torchrun
+from commands import imported, load, torchrun
 from lightning_ranks import same
 from torch import nn
 
@@ -18,13 +17,8 @@ from torch import nn
 @pytest.fixture(scope="module")
 def example() -> Iterator[ModuleType]:
     """Its model, data and sizes, in one thread, as its ranks have it."""
-    spec = importlib.util.spec_from_file_location("local_updates", ROOT / "examples" / "local_updates.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield module
-    torch.set_num_threads(threads)
+    with imported("local_updates.py") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import threading
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from commands import ROOT, load, run
+from commands import ROOT, imported, load, run
 from lightning_ranks import same
 
 from syncengine import errors
@@ -124,28 +123,27 @@ def test_the_killed_group_comes_back_and_the_others_never_stop(trained: tuple[Pa
 
 def test_the_weights_are_those_of_a_plain_loop_over_the_same_groups(trained: tuple[Path, str]):
     out, _ = trained
-    spec = importlib.util.spec_from_file_location("with_torchft", ROOT / "examples" / "with_torchft.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    module, optimizer = example.make()
-    took_part: dict[int, dict[int, int]] = {}  # of each step, its groups, and how many each of them says there are
-    for group in range(3):
-        for line in committed(out, group):
-            took_part.setdefault(line["step"], {})[group] = line["groups"]
-    for step in range(len(took_part)):
-        (count,) = set(took_part[step].values())
-        groups = [0, 1, 2] if count == 3 else list(took_part[step])  # one that is killed may not have written it down
-        assert len(groups) == count
-        averages = []
-        for group in groups:
-            ranks = [torch.autograd.grad(example.loss_of(module, step, group, r), module.parameters()) for r in (0, 1)]
-            averages.append([(a + b) / 2 for a, b in zip(*ranks, strict=True)])
-        for parameter, gradients in zip(module.parameters(), zip(*averages, strict=True), strict=True):
-            parameter.grad = sum(gradients[1:], gradients[0]) / len(groups)
-        optimizer.step()
-    torch.set_num_threads(threads)
+    with imported("with_torchft.py") as example:
+        module, optimizer = example.make()
+        took_part: dict[int, dict[int, int]] = {}  # of each step, its groups, and how many each of them says there are
+        for group in range(3):
+            for line in committed(out, group):
+                took_part.setdefault(line["step"], {})[group] = line["groups"]
+        for step in range(len(took_part)):
+            (count,) = set(took_part[step].values())
+            groups = (
+                [0, 1, 2] if count == 3 else list(took_part[step])
+            )  # one that is killed may not have written it down
+            assert len(groups) == count
+            averages = []
+            for group in groups:
+                ranks = [
+                    torch.autograd.grad(example.loss_of(module, step, group, r), module.parameters()) for r in (0, 1)
+                ]
+                averages.append([(a + b) / 2 for a, b in zip(*ranks, strict=True)])
+            for parameter, gradients in zip(module.parameters(), zip(*averages, strict=True), strict=True):
+                parameter.grad = sum(gradients[1:], gradients[0]) / len(groups)
+            optimizer.step()
     same(load(out / "group1-rank1.pt"), module.state_dict())
 
 
