@@ -87,7 +87,8 @@ def test_empty_takes_sizes_as_torch_does(alone, sizes):
 # ---- several ranks ----
 
 
-def work_on_strided_parameters():
+@run_on_ranks()
+def test_work_on_strided_parameters():
     """Every second column of a leaf that requires a gradient, and two threads that wait for the same work."""
     parameter = torch.nn.Parameter(torch.full((4, 6), float(syncengine.rank())))
     work = syncengine.broadcast(parameter[:, ::2], 1, async_op=True)
@@ -99,44 +100,13 @@ def work_on_strided_parameters():
     assert torch.equal(parameter.detach(), expected)
 
 
-def test_work_on_strided_parameters(pool):
-    pool.run(work_on_strided_parameters, world=2)
-
-
-def endless_timeout():
+@run_on_ranks()
+def test_endless_timeout_is_no_error():
     if syncengine.rank() == 1:
         time.sleep(0.3)  # the other one shall sleep, and look at the clock
     work = syncengine.all_reduce(torch.ones(5), async_op=True)
     work.wait(timeout=float("inf"))
     syncengine.barrier()
-
-
-def test_endless_timeout_is_no_error(pool):
-    pool.run(endless_timeout, world=2)
-
-
-def every_collective():
-    rank, size = syncengine.rank(), syncengine.world_size()
-    tensor = torch.full((7,), float(rank + 1))
-    syncengine.all_reduce(tensor, "max")
-    assert torch.equal(tensor, torch.full((7,), float(size)))
-    work = syncengine.all_reduce(tensor, async_op=True)
-    work.wait()
-    assert torch.equal(tensor, torch.full((7,), float(size * size)))
-    source = torch.tensor([rank])
-    syncengine.broadcast(source, src=size - 1)
-    assert source.item() == size - 1
-    gathered = torch.empty(size, 2)
-    syncengine.all_gather(gathered, torch.full((2,), float(rank)))
-    assert torch.equal(gathered[:, 0], torch.arange(float(size)))
-    part = torch.empty(2)
-    syncengine.reduce_scatter(part, gathered)
-    assert torch.equal(part, torch.full((2,), float(rank * size)))
-    syncengine.barrier()
-    shared = syncengine.empty(1000)
-    shared.fill_(rank)
-    syncengine.all_reduce(shared, op="sum")
-    assert torch.equal(shared, torch.full((1000,), size * (size - 1) / 2))
 
 
 def init_with(settings_by_rank):
@@ -196,8 +166,29 @@ def fork_and_exit():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-def test_every_collective(pool, world):
-    pool.run(every_collective, world=world)
+@run_on_ranks()
+def test_every_collective(world: int):
+    rank, size = syncengine.rank(), syncengine.world_size()
+    tensor = torch.full((7,), float(rank + 1))
+    syncengine.all_reduce(tensor, "max")
+    assert torch.equal(tensor, torch.full((7,), float(size)))
+    work = syncengine.all_reduce(tensor, async_op=True)
+    work.wait()
+    assert torch.equal(tensor, torch.full((7,), float(size * size)))
+    source = torch.tensor([rank])
+    syncengine.broadcast(source, src=size - 1)
+    assert source.item() == size - 1
+    gathered = torch.empty(size, 2)
+    syncengine.all_gather(gathered, torch.full((2,), float(rank)))
+    assert torch.equal(gathered[:, 0], torch.arange(float(size)))
+    part = torch.empty(2)
+    syncengine.reduce_scatter(part, gathered)
+    assert torch.equal(part, torch.full((2,), float(rank * size)))
+    syncengine.barrier()
+    shared = syncengine.empty(1000)
+    shared.fill_(rank)
+    syncengine.all_reduce(shared, op="sum")
+    assert torch.equal(shared, torch.full((1000,), size * (size - 1) / 2))
 
 
 def test_settings_differ_between_ranks(pool):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import MODELS, Mlp, different_bits
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -136,15 +136,12 @@ def trained(name: str, dtype: torch.dtype | None, synchronize: bool) -> list[tor
     return [p.detach() for p in module.parameters()]
 
 
-def difference_from_naive() -> int:
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@run_on_ranks(gloo=True)
+def test_the_bits_are_those_of_copying_every_gradient(world: int):
+    """Default numerics; test_equality.py has the ring's, against DDP."""
     runs = [("mlp", None), ("mlp", torch.bfloat16), ("tied", None), ("mixed", None)]
     return sum(different_bits(trained(*run, True), trained(*run, False)) for run in runs)
-
-
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_the_bits_are_those_of_copying_every_gradient(pool: RankPool, world: int):
-    """Default numerics; test_equality.py has the ring's, against DDP."""
-    assert pool.run(difference_from_naive, world=world, gloo=True) == [0] * world
 
 
 # --- Ways to use gradients
@@ -193,7 +190,8 @@ def detached_in_place(model: nn.Module, x: torch.Tensor) -> None:
 USES = [replaced_by_hook, retained_graph, several_backwards, clipped, kept_across_steps, detached_in_place]
 
 
-def check_uses() -> None:
+@run_on_ranks(gloo=True)
+def test_gradients_are_ddps_however_they_are_used():
     for use in USES:
         found = []
         for wrap in (syncengine.Parallel, DistributedDataParallel):
@@ -204,10 +202,6 @@ def check_uses() -> None:
             use(model, x)  # into what the first left, and with rebuilt buckets
             found.append([p.grad for p in model.parameters()])
         assert different_bits(*found) == 0, use.__name__
-
-
-def test_gradients_are_ddps_however_they_are_used(pool: RankPool):
-    pool.run(check_uses, gloo=True)
 
 
 # --- Memory
@@ -274,7 +268,8 @@ def test_gradients_outlive_the_engine(pool: RankPool):
             rank.result()
 
 
-def check_allocating_threads() -> None:
+@run_on_ranks(gloo=True)
+def test_threads_that_allocate_at_the_same_time():
     """Other threads allocate, free and run their own backward while this one synchronizes."""
     stop = threading.Event()
     wrong: list[str] = []
@@ -306,10 +301,6 @@ def check_allocating_threads() -> None:
             thread.join()
     assert not wrong
     assert different_bits(*found) == 0
-
-
-def test_threads_that_allocate_at_the_same_time(pool: RankPool):
-    pool.run(check_allocating_threads, gloo=True)
 
 
 class Numbers(torch.utils.data.Dataset):

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 from faults import Outcome, my_rank, needs_hooks, set_fault, suffer
-from pool import RankFailure
+from pool import RankFailure, run_on_ranks
 from torch import nn
 
 import syncengine
@@ -191,7 +191,8 @@ def test_random_kills(pool, undisturbed, seed):
         check(ranks, kills, undisturbed)
 
 
-def bad_states():
+@run_on_ranks()
+def test_bad_states():
     model = syncengine.Parallel(nn.Linear(2, 2))
     with pytest.raises(InvalidUsage, match="can't keep tokens, a list"):
         syncengine.elastic(lambda run: None, model=model, tokens=[1])
@@ -209,10 +210,6 @@ def bad_states():
     with pytest.raises(ValueError, match="a mistake"):
         syncengine.elastic(mistake, model=model)
     assert syncengine.elastic(lambda run: list(run.steps(7)), model=model, step=5) == [5, 6]
-
-
-def test_bad_states(pool):
-    pool.run(bad_states, world=2)
 
 
 def too_few() -> Outcome:

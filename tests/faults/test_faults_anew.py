@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from faults import Resources, my_rank, wait_for_failure, wait_for_file
 from parallel_models import Mlp
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from torch import nn
 
 import syncengine
@@ -138,7 +138,8 @@ def test_a_model_over_a_group_of_the_backend_is_wrapped_again(pool: RankPool, tm
     pool.run(wrap_over_the_backend, str(tmp_path), world=2, settings=None)
 
 
-def all_raise_and_wrap() -> None:
+@run_on_ranks(world=3, settings=None)
+def test_all_ranks_raise_and_wrap_again():
     """Nothing has failed, and the communicator stays."""
     old = syncengine.init(timeout=20.0)
     module = Breaks()
@@ -151,10 +152,6 @@ def all_raise_and_wrap() -> None:
         del model
     check_training(syncengine.Parallel(module))
     assert syncengine.default_communicator() is old
-
-
-def test_all_ranks_raise_and_wrap_again(pool: RankPool) -> None:
-    pool.run(all_raise_and_wrap, world=3, settings=None)
 
 
 FAILURES = {
@@ -202,7 +199,8 @@ def test_it_has_the_settings_of_the_old_one(pool: RankPool) -> None:
     pool.run(fail_and_go_on, "aa", "Aborted", "ring", world=2, settings=None)
 
 
-def change_settings() -> None:
+@run_on_ranks(world=3, settings=None)
+def test_it_may_have_other_settings():
     syncengine.init(timeout=20.0, numerics="ring", log_after=3.0)
     with pytest.raises(InvalidUsage, match="already has numerics='ring'"):
         syncengine.init(numerics="rank_order")
@@ -216,10 +214,6 @@ def change_settings() -> None:
     assert error_of(syncengine.barrier)[0] == "Aborted"
     assert syncengine.init().numerics == "rank_order"
     syncengine.barrier()
-
-
-def test_it_may_have_other_settings(pool: RankPool) -> None:
-    pool.run(change_settings, world=3, settings=None)
 
 
 def unaware(hosts: str, folder: str) -> None:
@@ -330,7 +324,23 @@ def test_a_rank_that_has_died_is_named(pool: RankPool) -> None:
             assert ranks[rank].result().startswith("rank 1 did not join")
 
 
-def passed_in() -> None:
+def break_down() -> str:
+    old = syncengine.default_communicator()
+    alive = old.split([0, 1])
+    error_of(other_count)
+    check_training(syncengine.Parallel(Mlp()))
+    if syncengine.rank() == 1:
+        raise ValueError("nobody catches this")
+    return error_of(alive.barrier)[1]
+
+
+def test_an_uncaught_error_reaches_what_came_of_the_old_one(pool: RankPool) -> None:
+    with pool.spawn_ranks(break_down) as ranks:
+        assert ranks[0].result() == "rank 1: ValueError: nobody catches this"
+
+
+@run_on_ranks()
+def test_a_communicator_that_was_passed_in_stays_dead():
     """What the user chose stays what it is."""
     default = syncengine.default_communicator()
     split = default.split(list(range(default.size)))
@@ -348,26 +358,8 @@ def passed_in() -> None:
     check_training(syncengine.Parallel(Mlp(), process_group=alive), alive)
 
 
-def break_down() -> str:
-    old = syncengine.default_communicator()
-    alive = old.split([0, 1])
-    error_of(other_count)
-    check_training(syncengine.Parallel(Mlp()))
-    if syncengine.rank() == 1:
-        raise ValueError("nobody catches this")
-    return error_of(alive.barrier)[1]
-
-
-def test_an_uncaught_error_reaches_what_came_of_the_old_one(pool: RankPool) -> None:
-    with pool.spawn_ranks(break_down) as ranks:
-        assert ranks[0].result() == "rank 1: ValueError: nobody catches this"
-
-
-def test_a_communicator_that_was_passed_in_stays_dead(pool: RankPool) -> None:
-    pool.run(passed_in, world=2)
-
-
-def torch_groups() -> None:
+@run_on_ranks(world=3, gloo=True, settings=None)
+def test_communicators_of_torch_groups():
     """A group of torch's whose store works; the others are not asked."""
     rank = dist.get_rank()
     group = dist.new_group([0, 2])
@@ -385,11 +377,8 @@ def torch_groups() -> None:
     assert not syncengine.is_initialized()
 
 
-def test_communicators_of_torch_groups(pool: RankPool) -> None:
-    pool.run(torch_groups, world=3, gloo=True, settings=None)
-
-
-def default_group() -> None:
+@run_on_ranks(gloo=True, settings=None)
+def test_the_default_group_of_torch():
     communicator = syncengine.Parallel(Mlp(), process_group=dist.group.WORLD).communicator
     error_of(abort, communicator)
     for group in (dist.group.WORLD, None):
@@ -398,11 +387,8 @@ def default_group() -> None:
         check_training(model)
 
 
-def test_the_default_group_of_torch(pool: RankPool) -> None:
-    pool.run(default_group, world=2, gloo=True, settings=None)
-
-
-def copy_of_a_dead_model() -> None:
+@run_on_ranks()
+def test_one_rank_may_copy_a_dead_model():
     """On one rank alone, for a last checkpoint: it must not wait for the others."""
     model = syncengine.Parallel(Mlp())
     check_training(model)
@@ -411,10 +397,6 @@ def copy_of_a_dead_model() -> None:
         dead = copy.deepcopy(model)
         assert error_of(dead, torch.ones(2, 24)) == ("Aborted", "rank 1: ValueError: a bad batch")
     check_training(syncengine.Parallel(model.module))
-
-
-def test_one_rank_may_copy_a_dead_model(pool: RankPool) -> None:
-    pool.run(copy_of_a_dead_model)
 
 
 def round_trips(hosts: str, rounds: int) -> tuple[list[str], list[str]]:
@@ -449,14 +431,11 @@ def test_nothing_is_left_of_old_ones(pool: RankPool, hosts: str) -> None:
         assert left == []
 
 
-def differing_models() -> None:
+@run_on_ranks()
+def test_models_that_differ_cost_nothing():
     """Mismatch is among the errors that Parallel itself finds, and costs the communicator, too."""
     module = nn.Linear(4, 4 + syncengine.rank())
     with pytest.raises(Mismatch, match="differs between ranks"):
         syncengine.Parallel(module)
     model = syncengine.Parallel(Mlp())
     check_training(model)
-
-
-def test_models_that_differ_cost_nothing(pool: RankPool) -> None:
-    pool.run(differing_models)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults import Outcome, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
-from pool import RankFailure
+from pool import RankFailure, run_on_ranks
 
 import syncengine
 from syncengine.errors import Aborted, InvalidUsage, SyncError
@@ -166,7 +166,8 @@ def test_who_has_left_is_not_waited_for(pool):
     assert max(outcomes[0].value, outcomes[2].value) < 20
 
 
-def healthy():
+@run_on_ranks(world=3)
+def test_shrinking_with_nobody_lost():
     first = syncengine.default_communicator()
     half = first.split([0, 1] if first.rank < 2 else [2])
     second = syncengine.shrink()
@@ -186,10 +187,6 @@ def healthy():
         third.shrink()
     with pytest.raises(InvalidUsage, match="closed"):
         half.barrier()
-
-
-def test_shrinking_with_nobody_lost(pool):
-    pool.run(healthy, world=3)
 
 
 def memory_of_the_dead(told):

@@ -34,7 +34,9 @@ def oracle(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
     return reduced.to(tensors[0].dtype)  # of integers: toward zero
 
 
-def check_ops() -> None:
+@WORLDS
+@run_on_ranks()
+def test_reductions(world: int):
     hvd.init()
     for dtype in DTYPES:
         everyone = [of_rank(rank, dtype) for rank in range(hvd.size())]
@@ -59,11 +61,6 @@ def check_ops() -> None:
         assert hvd.allreduce(torch.ones(2, 0), average=True).shape == (2, 0)
 
 
-@WORLDS
-def test_reductions(pool, world):
-    pool.run(check_ops, world=world)
-
-
 @run_on_ranks()
 def test_inference_tensors_are_written_outside_of_inference_mode() -> None:
     hvd.init()
@@ -81,7 +78,9 @@ def test_inference_tensors_are_written_outside_of_inference_mode() -> None:
     assert torch.equal(hvd.broadcast_(given, 1), everyone[1])
 
 
-def check_groups() -> None:
+@WORLDS
+@run_on_ranks()
+def test_groups(world: int):
     hvd.init()
     shapes, dtypes = [(2,), (), (3, 1), (4,)], [torch.float32, torch.int64, torch.float32, torch.float64]
     everyone = [[of_rank(10 * rank + i, dtypes[i], shapes[i]) for i in range(4)] for rank in range(hvd.size())]
@@ -99,11 +98,8 @@ def check_groups() -> None:
 
 
 @WORLDS
-def test_groups(pool, world):
-    pool.run(check_groups, world=world)
-
-
-def check_gather_and_broadcast() -> None:
+@run_on_ranks()
+def test_gather_and_broadcast(world: int):
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     for rows in ([2] * size, [3, 0, 5][:size], [0] * size):
@@ -134,11 +130,8 @@ def check_gather_and_broadcast() -> None:
 
 
 @WORLDS
-def test_gather_and_broadcast(pool, world):
-    pool.run(check_gather_and_broadcast, world=world)
-
-
-def check_scatter() -> None:
+@run_on_ranks()
+def test_scatter(world: int):
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     for rows in (size, 2 * size + 1, 1):
@@ -161,11 +154,8 @@ def check_scatter() -> None:
 
 
 @WORLDS
-def test_scatter(pool, world):
-    pool.run(check_scatter, world=world)
-
-
-def check_autograd() -> None:
+@run_on_ranks()
+def test_autograd(world: int):
     """Against the definition: Horovod's backward of allgather and broadcast averages."""
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
@@ -196,11 +186,6 @@ def check_autograd() -> None:
     x = torch.ones(size, 2, dtype=torch.float64, requires_grad=True)
     hvd.reducescatter(x, prescale_factor=3.0).mul(rank + 1).sum().backward()
     assert x.grad.tolist() == [[3 * (r + 1.0)] * 2 for r in range(size)], "Horovod's factor"
-
-
-@WORLDS
-def test_autograd(pool, world):
-    pool.run(check_autograd, world=world)
 
 
 @run_on_ranks(world=3, environ={"SYNCENGINE_TIMEOUT": "60"})
@@ -340,7 +325,9 @@ MISMATCHES = {
 }
 
 
-def check_mismatch(case: str) -> None:
+@pytest.mark.parametrize("case", MISMATCHES)
+@run_on_ranks()
+def test_mismatches_are_named_on_every_rank(case: str):
     hvd.init()
     call, match = MISMATCHES[case]
     with pytest.raises(Mismatch) as caught:
@@ -350,11 +337,6 @@ def check_mismatch(case: str) -> None:
     hvd.init()
     assert syncengine.default_communicator() is before, "it alone has failed"
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
-
-
-@pytest.mark.parametrize("case", MISMATCHES)
-def test_mismatches_are_named_on_every_rank(pool, case):
-    pool.run(check_mismatch, case)
 
 
 def check_state(kind: str) -> list[torch.Tensor]:

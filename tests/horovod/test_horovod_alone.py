@@ -145,7 +145,9 @@ CALLS: dict[str, tuple[Callable[[bool], object], str, type[SyncError], str]] = {
 }
 
 
-def call_alone(case: str) -> None:
+@pytest.mark.parametrize("case", CALLS)
+@run_on_ranks(settings=SETTINGS)
+def test_a_call_that_one_rank_can_not_make(case: str):
     hvd.init()
     call, name, kind, reason = CALLS[case]
     wrong = hvd.rank() == 1
@@ -161,11 +163,6 @@ def call_alone(case: str) -> None:
     hvd.init()
     assert syncengine.default_communicator() is before, "this call alone has failed"
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 2
-
-
-@pytest.mark.parametrize("case", CALLS)
-def test_a_call_that_one_rank_can_not_make(pool, case):
-    pool.run(call_alone, case, settings=SETTINGS)
 
 
 @run_on_ranks(world=3, settings=SETTINGS)
@@ -218,7 +215,9 @@ class Words(nn.Module):
         return self.linear(self.embedding(x)).square().mean()
 
 
-def backward_alone(large: bool) -> None:
+@pytest.mark.parametrize("large", [False, True])
+@run_on_ranks(settings=SETTINGS)
+def test_a_gradient_that_one_rank_can_not_bring(large: bool):
     hvd.init()
     wrong = hvd.rank() == 1
     model = Words(large=large)
@@ -240,11 +239,6 @@ def backward_alone(large: bool) -> None:
     else:
         assert str(caught.value).startswith("rank 1 in ")
     stay()
-
-
-@pytest.mark.parametrize("large", [False, True])
-def test_a_gradient_that_one_rank_can_not_bring(pool, large):
-    pool.run(backward_alone, large, settings=SETTINGS)
 
 
 @run_on_ranks(settings=SETTINGS)

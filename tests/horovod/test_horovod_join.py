@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pool import run_on_ranks
 from test_horovod import of_rank
 
 import syncengine.horovod as hvd
@@ -13,7 +14,9 @@ DOUBLE = torch.float64
 SOON = {"timeout": 10.0}
 
 
-def backward_beside_join(joined: int) -> None:
+@pytest.mark.parametrize("joined", [0, 1, 2])
+@run_on_ranks(world=3, settings=SOON)
+def test_backward_beside_join(joined: int):
     """Rank r gathers r + 1 rows before one of them joins; the gradient is an average, in which that one has zeros."""
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
@@ -30,11 +33,6 @@ def backward_beside_join(joined: int) -> None:
     with pytest.raises(InvalidUsage, match=rf"allgather needs every rank, but rank {joined} has called join\(\)"):
         part.sum().backward()
     hvd.join()
-
-
-@pytest.mark.parametrize("joined", [0, 1, 2])
-def test_backward_beside_join(pool, joined):
-    pool.run(backward_beside_join, joined, world=3, settings=SOON)
 
 
 def norm_beside_join(steps: list[int]) -> None:

@@ -46,11 +46,8 @@ def test_lazily_negated_gradients() -> None:
 
 @pytest.mark.parametrize("call", ["broadcast", "broadcast_", "allgather", "allreduce"])
 @pytest.mark.parametrize("kind", ["nested", "quantized"])
-def test_other_kinds_are_refused_by_name(pool, call: str, kind: str) -> None:
-    pool.run(refused, call, kind)
-
-
-def refused(call: str, kind: str) -> None:
+@run_on_ranks()
+def test_other_kinds_are_refused_by_name(call: str, kind: str):
     hvd.init()
     values = torch.ones(2, 3)
     tensor = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pool import run_on_ranks
 from test_horovod_optimizer import CASES, average, batch, gradients_of_ranks, loss_of, make_model
 from torch import nn
 
@@ -121,7 +122,8 @@ def test_unfreezing_beside_join(pool, joined_before):
             assert "add_param_group or requires_grad_ needs every rank, but rank 1 has called join()" in text
 
 
-def unfreeze_what_two_have() -> None:
+@run_on_ranks()
+def test_a_frozen_parameter_that_two_have_is_named_once_it_is_unfrozen():
     hvd.init()
     model = make_model()
     freeze(model, 2)
@@ -134,7 +136,3 @@ def unfreeze_what_two_have() -> None:
     first.step()
     with pytest.raises(InvalidUsage, match="2.weight needs a gradient now, and is a parameter of two"):
         second.step()
-
-
-def test_a_frozen_parameter_that_two_have_is_named_once_it_is_unfrozen(pool):
-    pool.run(unfreeze_what_two_have)

@@ -57,7 +57,10 @@ def average(tensors: list[torch.Tensor]) -> torch.Tensor:
     return add(tensors) * (1.0 / len(tensors))
 
 
-def check_beside_ddp(kind: str, passes: int) -> None:
+@pytest.mark.parametrize("passes", [1, 3])
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@run_on_ranks(gloo=True)
+def test_training_is_bit_equal_to_ddp(kind: str, passes: int):
     hvd.init()
     options = {"SGD": {"momentum": 0.9, "weight_decay": 0.01}}.get(kind, {})
     ours, theirs = make_model(), DistributedDataParallel(make_model())
@@ -82,12 +85,6 @@ def check_beside_ddp(kind: str, passes: int) -> None:
         assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-@pytest.mark.parametrize("kind", ["SGD", "Adam"])
-def test_training_is_bit_equal_to_ddp(pool, kind, passes):
-    pool.run(check_beside_ddp, kind, passes, gloo=True)
-
-
 def as_fp16(tensors: list[torch.Tensor]) -> torch.Tensor:
     """What travels in 16 bits is added and averaged in 32, and rounded once."""
     return average([tensor.half().float() for tensor in tensors]).half().float()
@@ -107,7 +104,10 @@ CASES: dict[str, tuple[dict[str, object], Callable[[list[torch.Tensor]], torch.T
 }
 
 
-def check_gradients(case: str) -> None:
+@WORLDS
+@pytest.mark.parametrize("case", CASES)
+@run_on_ranks()
+def test_gradients_are_those_of_a_naive_oracle(case: str, world: int):
     hvd.init()
     options, oracle = CASES[case]
     model = make_model()
@@ -122,12 +122,6 @@ def check_gradients(case: str) -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
         optimizer.zero_grad()
-
-
-@WORLDS
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_a_naive_oracle(pool, case, world):
-    pool.run(check_gradients, case, world=world)
 
 
 @run_on_ranks()
@@ -168,7 +162,9 @@ class Branches(nn.Module):
         return self.branches[branch](x) + self.branches[-2](x)
 
 
-def check_missing() -> None:
+@WORLDS
+@run_on_ranks()
+def test_parameters_that_a_rank_has_no_gradient_for(world: int):
     """Other collectives between backward and step do not get mixed up with buckets that one rank still lacks."""
     hvd.init()
     torch.manual_seed(0)
@@ -193,11 +189,6 @@ def check_missing() -> None:
         model(batch(9, 0), 0).sum().backward()
     optimizer.step()  # a step without backward on the other ranks
     assert model.branches[0].bias.grad.tolist() == [pytest.approx(5 / hvd.size())] * 3
-
-
-@WORLDS
-def test_parameters_that_a_rank_has_no_gradient_for(pool, world):
-    pool.run(check_missing, world=world)
 
 
 @run_on_ranks(world=3)
@@ -287,7 +278,10 @@ def test_closures():
         assert all(map(torch.equal, model.parameters(), alone.parameters()))
 
 
-def check_sparse_gradients(as_dense: bool, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["SGD", "SparseAdam"])
+@pytest.mark.parametrize("as_dense", [False, True])
+@run_on_ranks()
+def test_sparse_gradients(as_dense: bool, kind: str):
     """Beside a dense embedding; one rank has none in the last step. They stay sparse, as SparseAdam needs them."""
     hvd.init()
     torch.manual_seed(0)
@@ -312,12 +306,6 @@ def check_sparse_gradients(as_dense: bool, kind: str) -> None:
         with optimizer.skip_synchronize():
             optimizer.step()
     assert stream.sparse == ([] if as_dense else [0]), "they travel as they are"
-
-
-@pytest.mark.parametrize("kind", ["SGD", "SparseAdam"])
-@pytest.mark.parametrize("as_dense", [False, True])
-def test_sparse_gradients(pool, as_dense, kind):
-    pool.run(check_sparse_gradients, as_dense, kind)
 
 
 @run_on_ranks()
@@ -345,12 +333,9 @@ def test_wrong_use():
 
 
 @pytest.mark.parametrize("case", ["average", "predivide"])
-def test_a_gradient_that_is_changed_too_early(pool, case):
+@run_on_ranks()
+def test_a_gradient_that_is_changed_too_early(case: str):
     """It would be overwritten by the average of what it was, or be half of each."""
-    pool.run(clip_too_early, case)
-
-
-def clip_too_early(case: str) -> None:
     hvd.init()
     model = make_model()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **CASES[case][0])

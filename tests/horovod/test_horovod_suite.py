@@ -26,7 +26,9 @@ STARTS = {
 }
 
 
-def same_name_twice(call: str) -> None:
+@pytest.mark.parametrize("call", STARTS)
+@run_on_ranks(settings=SETTINGS)
+def test_a_second_operation_of_a_name_that_is_under_way(call: str):
     """One rank at first, while the other is at another call; so the calls meet by their names."""
     hvd.init()
     handle = None
@@ -38,11 +40,6 @@ def same_name_twice(call: str) -> None:
         hvd.barrier()
     hvd.synchronize(handle)
     hvd.synchronize(STARTS[call]())
-
-
-@pytest.mark.parametrize("call", STARTS)
-def test_a_second_operation_of_a_name_that_is_under_way(pool, call):
-    pool.run(same_name_twice, call, settings=SETTINGS)
 
 
 @run_on_ranks(world=3, settings=SETTINGS)
@@ -71,7 +68,11 @@ def test_an_operation_moves_while_its_rank_does_something_else():
         store.barrier()
 
 
-def in_sets(call: str) -> None:
+@pytest.mark.parametrize(
+    "call", ["allreduce", "gather", "broadcast", "reducescatter", "sparse", "barrier", "optimizer"]
+)
+@run_on_ranks(world=3, settings=SETTINGS)
+def test_process_sets(call: str):
     hvd.init()
     rank = hvd.rank()
     even, odd = hvd.add_process_set([0, 2]), hvd.add_process_set(hvd.ProcessSet([1]))
@@ -140,13 +141,6 @@ def in_sets(call: str) -> None:
     with pytest.raises(InvalidUsage, match="was not added, or is gone"):
         hvd.allreduce(torch.ones(1), process_set=own)
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3
-
-
-@pytest.mark.parametrize(
-    "call", ["allreduce", "gather", "broadcast", "reducescatter", "sparse", "barrier", "optimizer"]
-)
-def test_process_sets(pool, call):
-    pool.run(in_sets, call, world=3, settings=SETTINGS)
 
 
 @run_on_ranks(settings=SETTINGS)

@@ -49,7 +49,7 @@ def test_torch_sees_the_ranks_until_shutdown():
     assert summed(1) == 3
 
 
-@run_on_ranks(world=2, settings=None)
+@run_on_ranks(settings=None)
 def test_the_group_has_inits_settings():
     syncengine.init(torch_group=True, numerics="ring", timeout=41)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
@@ -58,7 +58,7 @@ def test_the_group_has_inits_settings():
     assert backend.options._timeout.total_seconds() == 41
 
 
-@run_on_ranks(world=2, settings=None)
+@run_on_ranks(settings=None)
 def test_nothing_else_makes_a_group():
     syncengine.init()
     model = syncengine.Parallel(nn.Linear(2, 2))
@@ -69,7 +69,7 @@ def test_nothing_else_makes_a_group():
     assert summed(1) == 2
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_a_group_of_the_users_is_kept():
     before = dist.group.WORLD
     syncengine.init(torch_group=True)
@@ -79,7 +79,7 @@ def test_a_group_of_the_users_is_kept():
     assert summed(1) == 2
 
 
-@run_on_ranks(world=2, settings=None)
+@run_on_ranks(settings=None)
 def test_a_group_that_the_user_makes_later_is_left_alone():
     syncengine.init(torch_group=True)
     dist.destroy_process_group()
@@ -95,7 +95,7 @@ def torch_group_store() -> dist.Store:
     return dist.PrefixStore("users", store.open_store("", 0, 0, 2, 1.0, 1.0))
 
 
-@run_on_ranks(world=2, settings=None)
+@run_on_ranks(settings=None)
 def test_where_only_some_ranks_have_a_group_all_say_so():
     syncengine.init()
     if syncengine.rank() == 1:
@@ -104,7 +104,7 @@ def test_where_only_some_ranks_have_a_group_all_say_so():
         syncengine.init(torch_group=True)
 
 
-@run_on_ranks(world=2, settings=None)
+@run_on_ranks(settings=None)
 def test_after_a_failure_it_is_made_anew():
     failed = syncengine.init(torch_group=True, timeout=50)
     store = torch_group_store()
@@ -117,7 +117,7 @@ def test_after_a_failure_it_is_made_anew():
     assert summed(1) == 2
 
 
-@run_on_ranks(world=2, settings=None)
+@run_on_ranks(settings=None)
 def test_one_that_is_missing_on_a_rank_is_made_anew_on_all():
     syncengine.init(torch_group=True)
     if syncengine.rank() == 0:

@@ -263,13 +263,10 @@ def test_a_module_that_raises_leaves_the_compiler_as_it_was():
         assert counter.frame_count == 1
 
 
-def alone() -> None:
+@run_on_ranks(world=1)
+def test_alone_the_module_is_compiled_too():
     with fresh_dynamo(True):
         counter = CompileCounterWithBackend("eager")
         model = torch.compile(syncengine.Parallel(Wide()), backend=counter)
         model(data()).sum().backward()
         assert counter.frame_count == 1
-
-
-def test_alone_the_module_is_compiled_too(pool: RankPool):
-    pool.run(alone, world=1)

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 import pytest
-from pool import RankPool
+from pool import run_on_ranks
 from repository import ROOT, TESTS
 from test_parallel_refusal import REFUSED_ARGUMENTS
 from torch import nn
@@ -110,7 +110,9 @@ def test_each_private_name_has_a_row():
     assert set(names("Private names that tools use")) >= PRIVATE
 
 
-def attributes_of_both() -> None:
+@since_2_13
+@run_on_ranks(gloo=True)
+def test_each_attribute_of_ddp_has_a_row_and_is_there():
     theirs = {name for name in vars(DistributedDataParallel(nn.Linear(1, 1))) if not name.startswith("_")} - {
         "training"
     }
@@ -124,12 +126,8 @@ def attributes_of_both() -> None:
             value = getattr(value, part)
 
 
-@since_2_13
-def test_each_attribute_of_ddp_has_a_row_and_is_there(pool: RankPool):
-    pool.run(attributes_of_both, gloo=True)
-
-
-def refused() -> None:
+@run_on_ranks()
+def test_what_the_page_calls_refused_is_refused():
     for name in names("Constructor arguments", "refused"):
         with pytest.raises(InvalidUsage, match=name):
             syncengine.Parallel(nn.Linear(1, 1), **{name: REFUSED_ARGUMENTS[name]})
@@ -137,10 +135,6 @@ def refused() -> None:
     for name in names("Methods and properties", "refused") + names("Private names that tools use", "refused"):
         with pytest.raises(InvalidUsage, match=name):
             getattr(model, name)()
-
-
-def test_what_the_page_calls_refused_is_refused(pool: RankPool):
-    pool.run(refused)
 
 
 def test_what_is_refused_is_called_so():

@@ -26,7 +26,7 @@ from parallel_models import (
     small,
     train,
 )
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from test_parallel_faults import LATER
 from test_parallel_join import compare as compare_uneven
 from test_parallel_join import runs_of as uneven_runs
@@ -107,14 +107,11 @@ def compresses_from_the_third_step_on() -> list[torch.Tensor]:
     return rounded
 
 
-def compresses_later() -> None:
+@run_on_ranks()
+def test_compression_may_come_when_buckets_are_there():
     in_place = compresses_from_the_third_step_on()
     with flat_buckets():
         assert different_bits(compresses_from_the_third_step_on(), in_place) == 0
-
-
-def test_compression_may_come_when_buckets_are_there(pool: RankPool):
-    pool.run(compresses_later)
 
 
 class Opposite(nn.Module):
@@ -159,7 +156,8 @@ def test_uneven_inputs(pool: RankPool):
         assert not any(answer.values()), answer
 
 
-def gradients_keep_their_own_memory() -> None:
+@run_on_ranks()
+def test_a_kept_gradient_does_not_change():
     with flat_buckets():
         model = syncengine.Parallel(small())
         backwards(model)
@@ -171,10 +169,6 @@ def gradients_keep_their_own_memory() -> None:
         for grad in kept:
             grad.detach_()
             assert grad.untyped_storage().nbytes() == grad.nbytes
-
-
-def test_a_kept_gradient_does_not_change(pool: RankPool):
-    pool.run(gradients_keep_their_own_memory)
 
 
 def fails_in_backward() -> str:
@@ -205,14 +199,11 @@ def test_an_error_in_backward_leaves_no_gradient(pool: RankPool):
     assert "rank 1: backward aborted" in pool.run(fails_in_backward)[0]
 
 
-def under_a_transform() -> None:
+@run_on_ranks()
+def test_a_first_forward_under_a_transform():
     """The first forward, in which buckets are laid out, runs under torch.func's."""
     with flat_buckets():
         model = syncengine.Parallel(small())
         parameters = dict(model.named_parameters())
         torch.func.grad(lambda p: torch.func.functional_call(model, p, (data(),)).sum())(parameters)
         backwards(model)
-
-
-def test_a_first_forward_under_a_transform(pool: RankPool):
-    pool.run(under_a_transform)

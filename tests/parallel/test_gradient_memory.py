@@ -13,7 +13,7 @@ import pytest
 import torch
 from faults import wait_for_file
 from parallel_models import Mlp, Run, train
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from torch import nn
 
 import syncengine
@@ -151,7 +151,8 @@ class Failing(torch.autograd.Function):
         raise ArithmeticError("on purpose")
 
 
-def check_only_gradients_lie_there() -> None:
+@run_on_ranks()
+def test_only_gradients_lie_in_the_arena():
     """Neither what the forward makes, nor temporaries of backward, nor anything after it or on another thread."""
     seen: dict[str, torch.Tensor] = {}
     model = syncengine.Parallel(nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64)))
@@ -181,10 +182,6 @@ def check_only_gradients_lie_there() -> None:
     assert not in_arena(torch.empty(same_size))
 
 
-def test_only_gradients_lie_in_the_arena(pool: RankPool):
-    pool.run(check_only_gradients_lie_there)
-
-
 def check_failed_backward(folder: Path) -> None:
     model = syncengine.Parallel(nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 64)))
     (folder / f"made {syncengine.rank()}").touch()
@@ -201,27 +198,21 @@ def test_a_failed_backward_leaves_the_allocator_as_it_was(pool: RankPool, tmp_pa
             rank.result()
 
 
-def check_setting() -> None:
+@run_on_ranks(settings=None, environ={"SYNCENGINE_GRADIENT_MEMORY": "torch"})
+def test_one_setting_turns_it_off():
     model = syncengine.Parallel(Mlp())
     model(torch.randn(3, 24)).sum().backward()
     assert not any(in_arena(p.grad) for p in model.parameters())
 
 
-def test_one_setting_turns_it_off(pool: RankPool):
-    pool.run(check_setting, settings=None, environ={"SYNCENGINE_GRADIENT_MEMORY": "torch"})
-
-
-def check_profiler() -> None:
+@run_on_ranks()
+def test_the_profiler_sees_gradients():
     model = syncengine.Parallel(nn.Linear(512, 512))
     x = torch.ones(1, 512)
     with torch.profiler.profile(profile_memory=True) as profile:
         model(x).sum().backward()
     allocated = sum(max(0, event.self_cpu_memory_usage) for event in profile.events())
     assert allocated >= 4 * 512 * 512
-
-
-def test_the_profiler_sees_gradients(pool: RankPool):
-    pool.run(check_profiler)
 
 
 def shared_memory() -> int:
@@ -310,7 +301,8 @@ def step_of_convolving(model: nn.Module, expected: float = 1.5) -> tuple[list[bo
 TEMPORARIES_OUT, ALL_IN = ([False, False], True), ([True, True], True)
 
 
-def check_temporaries() -> None:
+@run_on_ranks()
+def test_temporaries_of_a_gradients_size_stay_out_once_they_are_known():
     Convolving.temporaries_first = True
     model = syncengine.Parallel(Weight())
 
@@ -333,10 +325,6 @@ def check_temporaries() -> None:
     Convolving.temporaries_first = False
     assert not step()[1]
     assert [step() for _ in range(3)] == [ALL_IN] * 3  # the third: nothing is guessed any more
-
-
-def test_temporaries_of_a_gradients_size_stay_out_once_they_are_known(pool: RankPool):
-    pool.run(check_temporaries)
 
 
 def memory_over_convolving() -> int:

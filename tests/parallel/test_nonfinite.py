@@ -11,7 +11,7 @@ import pytest
 import torch
 from flat import flat
 from parallel_models import CAP
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -395,11 +395,8 @@ def test_what_is_nothing_to_do_is_refused(value: Any):
         syncengine.Parallel(nn.Linear(2, 2), nonfinite=value)
 
 
-def by_default() -> None:
+@run_on_ranks()
+def test_by_default_nobody_looks():
     model = syncengine.Parallel(Given())
     model(gradients(model.module, [(0, 1, 0, "NaN")])).backward()
     assert model.module.weights[1].grad[0].isnan()
-
-
-def test_by_default_nobody_looks(pool: RankPool):
-    pool.run(by_default)

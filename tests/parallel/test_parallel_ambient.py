@@ -13,7 +13,7 @@ import pytest
 import torch
 from models.workload import same_bits
 from parallel_models import gradients, of_both
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -243,7 +243,9 @@ def run(wrap: Any, way: str, state: str | None = None) -> Any:
         return next(steps)
 
 
-def in_all_states(way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+@run_on_ranks(gloo=True)
+def test_what_is_set_outside_is_for_the_model(way: str):
     expected = run(syncengine.Parallel, way)
     for state in STATES:
         ours = run(syncengine.Parallel, way, state)
@@ -251,11 +253,6 @@ def in_all_states(way: str) -> None:
             assert_same(ours, run(DistributedDataParallel, way, state))
         else:
             assert_same(ours, expected)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_what_is_set_outside_is_for_the_model(pool: RankPool, way: str):
-    pool.run(in_all_states, way, gloo=True)
 
 
 @run_on_ranks(gloo=True)

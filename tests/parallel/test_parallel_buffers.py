@@ -341,12 +341,10 @@ def test_without_a_common_start_buffers_are_compared_in_the_first_forward():
 
 @since_2_13
 @pytest.mark.parametrize("last", [0, 1, 2])
-def test_in_a_join_context_the_last_ranks_buffers_may_be_anywhere(pool: RankPool, last: int):
+@run_on_ranks(world=3, gloo=True, settings=RING)
+def test_in_a_join_context_the_last_ranks_buffers_may_be_anywhere(last: int):
     """A rank that has joined has buffers that no forward of its own has moved."""
-    pool.run(join_with_moving_buffers, last, world=3, gloo=True, settings=RING)
 
-
-def join_with_moving_buffers(last: int) -> None:
     def step(model: nn.Module) -> list[torch.Tensor]:
         model.module.change = lambda module: moved(module)
         with model.join():

@@ -159,7 +159,9 @@ def test_a_replaced_parameter_is_not_taken_for_an_unused_one(
         assert "parameter 2.weight of Parallel(Sequential) was replaced after wrapping" in text
 
 
-def replaced_beside_another(on_all: bool) -> None:
+@pytest.mark.parametrize("on_all", [True, False])
+@run_on_ranks()
+def test_replaced_parameters_end_that_model_alone(on_all: bool):
     other, model = syncengine.Parallel(small()), syncengine.Parallel(small(), find_unused_parameters=True)
     backwards(model)
     if on_all or syncengine.rank() == 1:
@@ -173,11 +175,6 @@ def replaced_beside_another(on_all: bool) -> None:
         backwards(syncengine.Parallel(model.module))
     assert syncengine.default_communicator() is model.communicator
     assert model.communicator.exception() is None
-
-
-@pytest.mark.parametrize("on_all", [True, False])
-def test_replaced_parameters_end_that_model_alone(pool: RankPool, on_all: bool):
-    pool.run(replaced_beside_another, on_all)
 
 
 @run_on_ranks(gloo=True)

@@ -141,18 +141,16 @@ DIFFERENT_ARGUMENTS = {
 }
 
 
-def mismatch_of_arguments() -> None:
+@run_on_ranks()
+def test_different_arguments_are_a_mismatch():
     for name, value in DIFFERENT_ARGUMENTS.items():
         text = re.escape(f"{name}={value}")
         with pytest.raises(Mismatch, match=rf"rank 0 has .*{name}=.* rank 1 has .*{text}"):
             syncengine.Parallel(Mlp(), **{name: value} if syncengine.rank() == 1 else {})
 
 
-def test_different_arguments_are_a_mismatch(pool: RankPool):
-    pool.run(mismatch_of_arguments)
-
-
-def alone() -> None:
+@run_on_ranks(world=1)
+def test_alone_it_is_the_module():
     before = set(threading.enumerate())
     module = Mlp()
     model = syncengine.Parallel(module)
@@ -165,7 +163,3 @@ def alone() -> None:
     pickle.loads(pickle.dumps(model))(torch.ones(2, 24)).sum().backward()
     with pytest.raises(InvalidUsage, match="mixed_precision"):
         syncengine.Parallel(module, mixed_precision=object())
-
-
-def test_alone_it_is_the_module(pool: RankPool):
-    pool.run(alone, world=1)

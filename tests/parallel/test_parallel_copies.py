@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import different_bits, gradients
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -153,7 +153,8 @@ def test_the_default_group_of_the_backend_is_a_default_communicator(pool: RankPo
             rank.result()
 
 
-def copied_within_no_sync() -> None:
+@run_on_ranks(settings=None)
+def test_a_copy_made_within_no_sync_is_synchronized():
     init_process_group("syncengine")
     model = make()
     expected = step(model)
@@ -162,7 +163,3 @@ def copied_within_no_sync() -> None:
         again = pickle.loads(pickle.dumps(model))
     for each in (twin, again, model):
         assert not different_bits(step(each), expected)
-
-
-def test_a_copy_made_within_no_sync_is_synchronized(pool: RankPool):
-    pool.run(copied_within_no_sync, world=2, settings=None)

@@ -55,7 +55,9 @@ def test_averages_that_one_rank_has_dropped_are_noticed(pool: RankPool, with_hoo
         assert "rank 1: backward of Parallel(Linear) raised after its averages were complete" in text
 
 
-def all_drop(late_in_backward: list[int]) -> None:
+@pytest.mark.parametrize("late_in_backward", [[], [0], [0, 1]], ids=str)
+@run_on_ranks()
+def test_averages_that_all_ranks_have_dropped_cost_a_step(late_in_backward: list[int]):
     """All ranks fail, some in backward, before the averages are there, and some in a hook, behind them."""
     module = Raising()
     model = syncengine.Parallel(module)
@@ -77,11 +79,6 @@ def all_drop(late_in_backward: list[int]) -> None:
             model(data(i)).sum().backward()
         assert all((p.grad is None) == fails for p in module.parameters())
     syncengine.barrier()
-
-
-@pytest.mark.parametrize("late_in_backward", [[], [0], [0, 1]], ids=str)
-def test_averages_that_all_ranks_have_dropped_cost_a_step(pool: RankPool, late_in_backward: list[int]):
-    pool.run(all_drop, late_in_backward)
 
 
 def raises_behind_a_dropped_step(in_hook: list[int], steps: int) -> str:
@@ -117,7 +114,8 @@ def test_who_raises_behind_a_step_that_all_have_dropped_is_named(pool: RankPool,
     assert text == "rank 1 raised in forward: Bad: the batch is bad: forward"
 
 
-def wraps_another() -> None:
+@run_on_ranks()
+def test_a_model_is_wrapped_behind_a_step_that_all_have_lost():
     """A model that is wrapped behind a step that all have lost: nothing has failed."""
     model = syncengine.Parallel(Raising())
     for i, where in enumerate(["", "late", "", "early", "forward", "late"]):
@@ -130,10 +128,6 @@ def wraps_another() -> None:
         other(data(i)).sum().backward()
     model.module.where = ""
     model(data()).sum().backward()
-
-
-def test_a_model_is_wrapped_behind_a_step_that_all_have_lost(pool: RankPool):
-    pool.run(wraps_another)
 
 
 def drops_and_then_all_drop() -> str:

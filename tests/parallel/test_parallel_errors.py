@@ -79,16 +79,13 @@ def test_an_error_of_all_ranks_costs_a_step(pool: RankPool, places: tuple[str, s
     pool.run(costs_one_step, dict(enumerate(places)), gloo=True)
 
 
-def first_step_fails(where: str) -> None:
+@pytest.mark.parametrize("where", ["forward", "middle"])
+@run_on_ranks(gloo=True)
+def test_an_error_in_the_first_step(where: str):
     for options in OPTIONS:
         expected = train(DistributedDataParallel, [(1, ""), (2, "")], **options)
         assert not different_bits(train(syncengine.Parallel, [(0, where), (1, ""), (2, "")], **options), expected)
     syncengine.barrier()
-
-
-@pytest.mark.parametrize("where", ["forward", "middle"])
-def test_an_error_in_the_first_step(pool: RankPool, where: str):
-    pool.run(first_step_fails, where, gloo=True)
 
 
 @run_on_ranks(gloo=True)
@@ -199,7 +196,9 @@ def test_an_error_of_one_rank_costs_all_ranks_the_step(pool: RankPool, where: st
     pool.run(one_rank_raises, hosts, where, world=len(hosts), settings=None)
 
 
-def refused_beside_calls() -> None:
+@pytest.mark.parametrize("world", [2, 3])
+@run_on_ranks()
+def test_a_refused_step_disturbs_no_call_of_the_users(world: int):
     """Rank 1 raises in forward; the others hear of that where they wait for this model, and not before."""
     model = syncengine.Parallel(Raising())
     model.module.where = "forward" if syncengine.rank() == 1 else ""
@@ -219,12 +218,10 @@ def refused_beside_calls() -> None:
     assert gradients_are_common(model)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_refused_step_disturbs_no_call_of_the_users(pool: RankPool, world: int):
-    pool.run(refused_beside_calls, world=world)
-
-
-def raises_with_sums(raising: list[int], asks: str) -> None:
+@pytest.mark.parametrize("asks", ["step", "evaluation"])
+@pytest.mark.parametrize(("raising", "world"), [([0, 1], 2), ([1], 2), ([0, 2], 3), ([0, 1, 2], 3)])
+@run_on_ranks()
+def test_sums_outlive_an_error_in_forward_on_all_ranks_or_on_none(raising: list[int], asks: str, world: int):
     """There are gradients of a micro-batch under no_sync when some ranks raise in the forward behind it."""
     torch.manual_seed(0)
     module = Raising()
@@ -260,14 +257,6 @@ def raises_with_sums(raising: list[int], asks: str) -> None:
     for p, *own in zip(module.parameters(), *expected, strict=True):
         syncengine.all_reduce(mean := (own[0] + own[1] if kept else own[1]).clone(), "avg")
         torch.testing.assert_close(p.grad, mean)
-
-
-@pytest.mark.parametrize("asks", ["step", "evaluation"])
-@pytest.mark.parametrize(("raising", "world"), [([0, 1], 2), ([1], 2), ([0, 2], 3), ([0, 1, 2], 3)])
-def test_sums_outlive_an_error_in_forward_on_all_ranks_or_on_none(
-    pool: RankPool, raising: list[int], world: int, asks: str
-):
-    pool.run(raises_with_sums, raising, asks, world=world)
 
 
 def halves_its_batches(most: dict[int, int]) -> int:
@@ -561,7 +550,12 @@ def test_an_error_when_only_sparse_gradients_are_missing_is_told(pool: RankPool)
     assert "rank 0: backward aborted" in pool.run(raises_before_sparse)[1]
 
 
-def unfinished_beside_an_error() -> None:
+def raise_bad() -> None:
+    raise Bad("at once")
+
+
+@run_on_ranks()
+def test_an_unfinished_reduction_beside_an_error_costs_a_step():
     model = syncengine.Parallel(Halves())
     model(data()).sum().backward()
     if syncengine.rank() == 0:
@@ -578,15 +572,8 @@ def unfinished_beside_an_error() -> None:
     assert gradients_are_common(model)
 
 
-def raise_bad() -> None:
-    raise Bad("at once")
-
-
-def test_an_unfinished_reduction_beside_an_error_costs_a_step(pool: RankPool):
-    pool.run(unfinished_beside_an_error)
-
-
-def weights_in_join() -> None:
+@run_on_ranks()
+def test_the_weight_of_a_forward_that_raised_is_not_a_shadows():
     module = Raising()
     model = syncengine.Parallel(module)
     with model.join():
@@ -598,10 +585,6 @@ def weights_in_join() -> None:
         if syncengine.rank() == 1:
             model(data()).sum().backward()
     syncengine.barrier()
-
-
-def test_the_weight_of_a_forward_that_raised_is_not_a_shadows(pool: RankPool):
-    pool.run(weights_in_join)
 
 
 @run_on_ranks()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from faults import WITHIN, wait_for_failure, wait_for_file, wait_until
 from parallel_models import CAP, Mlp, data
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from raising_model import InBackward
 from torch import nn
 
@@ -77,7 +77,8 @@ def test_an_error_in_backward_reaches_all_ranks(pool: RankPool, world: int):
         assert ("the batch is bad" if rank == 1 else "rank 1: backward aborted") in text
 
 
-def raises_at_output() -> None:
+@run_on_ranks()
+def test_an_error_before_the_first_gradient_reaches_all_ranks():
     """In the model, but before any gradient of a parameter is ready."""
     module = Mlp()
     model = syncengine.Parallel(module)
@@ -85,10 +86,6 @@ def raises_at_output() -> None:
         module.head.register_forward_hook(lambda head, inputs, output: InBackward.apply(output, fail))
     with pytest.raises(KeyError if syncengine.rank() == 1 else Aborted, match=r"bad|rank 1: backward aborted"):
         model(data()).sum().backward()
-
-
-def test_an_error_before_the_first_gradient_reaches_all_ranks(pool: RankPool):
-    pool.run(raises_at_output)
 
 
 def raises_in_forward() -> tuple[str, float]:
@@ -167,17 +164,15 @@ def test_a_missing_backward_names_bucket_and_parameters(pool: RankPool):
     assert "bucket 0 of Parallel(Mlp) (head.bias, head.weight, layers.5.bias, ...)" in text
 
 
-def has_another_plan() -> None:
+@run_on_ranks(timeout=20.0)
+def test_different_buckets_are_a_mismatch():
     model = syncengine.Parallel(Mlp(), init_sync=False, bucket_cap_mb=[100.0, 0.1][syncengine.rank()])
     with pytest.raises(Mismatch, match=r"bucket 0 of Parallel\(Mlp\)"):
         model(data()).sum().backward()
 
 
-def test_different_buckets_are_a_mismatch(pool: RankPool):
-    pool.run(has_another_plan, timeout=20.0)
-
-
-def sparse_gradient() -> None:
+@run_on_ranks()
+def test_a_sparse_gradient_is_refused_by_name():
     class Functional(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -189,10 +184,6 @@ def sparse_gradient() -> None:
     with pytest.raises(SyncError, match="parameter table got a Sparse one"):  # the other's may come at any time
         model = syncengine.Parallel(Functional())
         model(torch.tensor([1, 2])).sum().backward()
-
-
-def test_a_sparse_gradient_is_refused_by_name(pool: RankPool):
-    pool.run(sparse_gradient)
 
 
 # --- Ranks of their own: they die

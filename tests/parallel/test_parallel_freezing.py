@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_models import CAP, both, data, different_bits, gradients, of_both, small
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -63,18 +63,17 @@ def once(model: nn.Module, after: int) -> list[Any]:
     return found
 
 
-def without_looking_for_unused(step: Callable[[nn.Module], list[Any]], options: dict[str, Any]) -> None:
-    with pytest.raises(SyncError, match=LEFT):  # the other's, perhaps
-        step(syncengine.Parallel(small(), **options))
-
-
 @pytest.mark.parametrize(
     ("step", "options"),
     [(partial(in_turns), {}), (partial(once, after=0), CAP), (partial(once, after=3), {"static_graph": True})],
 )
-def test_without_looking_for_unused_parameters_they_are_an_error(pool: RankPool, step: Any, options: dict[str, Any]):
+@run_on_ranks()
+def test_without_looking_for_unused_parameters_they_are_an_error(
+    step: Callable[[nn.Module], list[Any]], options: dict[str, Any]
+):
     """DDP waits for their gradients, and says so in the next forward."""
-    pool.run(without_looking_for_unused, step, options)
+    with pytest.raises(SyncError, match=LEFT):  # the other's, perhaps
+        step(syncengine.Parallel(small(), **options))
 
 
 @run_on_ranks()
@@ -148,7 +147,7 @@ def frozen_after_a_probe(model: nn.Module) -> list[Any]:
     return gradients(generator)
 
 
-@run_on_ranks(world=2, gloo=True)
+@run_on_ranks(gloo=True)
 def test_a_probe_of_one_rank_plans_nothing() -> None:
     both(small, frozen_after_a_probe)
 
@@ -179,14 +178,11 @@ def test_what_only_one_rank_has_trained_and_each_synchronized_forward_freezes():
         both(small, under_no_sync_alone, **options)
 
 
-def left_on_one_rank() -> None:
+@run_on_ranks()
+def test_what_one_rank_alone_has_is_an_error_on_all():
     """Rank 0 has one in step 2, and refuses it."""
     with pytest.raises(InvalidUsage if syncengine.rank() == 0 else SyncError, match=LEFT):
         under_no_sync_alone(syncengine.Parallel(small()))
-
-
-def test_what_one_rank_alone_has_is_an_error_on_all(pool: RankPool):
-    pool.run(left_on_one_rank)
 
 
 @run_on_ranks()
@@ -255,7 +251,10 @@ def test_a_communication_hook_gets_them_too():
     both(small, step, **UNUSED)
 
 
-def frozen_when_wrapped(options: dict[str, bool]) -> None:
+@pytest.mark.parametrize("options", [{}, UNUSED], ids=str)
+@run_on_ranks()
+def test_one_that_was_frozen_when_it_was_wrapped(options: dict[str, bool]):
+    """The other rank does not know of it."""
     module = small()
     module[0].requires_grad_(False)
     model = syncengine.Parallel(module, **options)
@@ -269,12 +268,6 @@ def frozen_when_wrapped(options: dict[str, bool]) -> None:
     module[0].requires_grad_(False)
     with pytest.raises(InvalidUsage if syncengine.rank() == 0 else SyncError, match=LEFT):
         backward(model, 4)
-
-
-@pytest.mark.parametrize("options", [{}, UNUSED], ids=str)
-def test_one_that_was_frozen_when_it_was_wrapped(pool: RankPool, options: dict[str, bool]):
-    """The other rank does not know of it."""
-    pool.run(frozen_when_wrapped, options)
 
 
 class Discriminator(nn.Module):

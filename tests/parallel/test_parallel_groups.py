@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import Mlp, different_bits
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -70,7 +70,8 @@ def test_a_subgroup_trains_as_under_ddp(pool: RankPool):
         assert f"rank {second} has" in text
 
 
-def train_in_world() -> None:
+@run_on_ranks(gloo=True, settings=None)
+def test_the_default_group_is_the_default_communicator():
     ours, theirs = gradients_of_both(process_group=dist.group.WORLD)
     assert not different_bits(ours, theirs)
     for group in (None, dist.group.WORLD, init_device_mesh("cpu", (2,)).get_group()):
@@ -84,17 +85,14 @@ def train_in_world() -> None:
     assert syncengine.Parallel(Mlp(), process_group=own).process_group is own
 
 
-def test_the_default_group_is_the_default_communicator(pool: RankPool):
-    pool.run(train_in_world, gloo=True, settings=None)
-
-
 @pytest.mark.parametrize(("world", "with_default"), [(2, False), (2, True), (3, False)])
 def test_models_over_two_groups_in_two_threads(pool: RankPool, world: int, with_default: bool):
     """Each pair of ranks meets by itself, though each rank comes to another one first."""
     pool.run(as_under_ddp, with_default, world=world, gloo=True, settings=None, environ={"SYNCENGINE_TIMEOUT": "10"})
 
 
-def train_in_mesh() -> None:
+@run_on_ranks(world=4, gloo=True, settings=None)
+def test_device_meshes():
     mesh = init_device_mesh("cpu", (4,))
     ours, theirs = gradients_of_both(device_mesh=mesh)
     assert max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) < 1e-6
@@ -108,11 +106,8 @@ def train_in_mesh() -> None:
         syncengine.Parallel(Mlp(), device_mesh=mesh, process_group=dist.group.WORLD)
 
 
-def test_device_meshes(pool: RankPool):
-    pool.run(train_in_mesh, world=4, gloo=True, settings=None)
-
-
-def train_with_tensor_parallelism() -> None:
+@run_on_ranks(world=4, gloo=True, settings=None)
+def test_with_tensor_parallelism_inside():
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # slow
 
     results = []
@@ -131,11 +126,8 @@ def train_with_tensor_parallelism() -> None:
     assert not different_bits(*results)
 
 
-def test_with_tensor_parallelism_inside(pool: RankPool):
-    pool.run(train_with_tensor_parallelism, world=4, gloo=True, settings=None)
-
-
-def outsider() -> None:
+@run_on_ranks(gloo=True, settings=None)
+def test_who_is_not_in_the_group_is_told_so():
     group = dist.new_group([0])
     if dist.get_rank() == 0:
         model = syncengine.Parallel(nn.Linear(24, 2), process_group=group)
@@ -148,11 +140,8 @@ def outsider() -> None:
         syncengine.Parallel(nn.Linear(24, 2), process_group="gloo")
 
 
-def test_who_is_not_in_the_group_is_told_so(pool: RankPool):
-    pool.run(outsider, gloo=True, settings=None)
-
-
-def end_of_groups() -> None:
+@run_on_ranks(world=4, gloo=True, settings=None)
+def test_communicators_of_groups_end_with_shutdown_and_with_the_group():
     group = pairs()
     model = syncengine.Parallel(nn.Linear(24, 2), process_group=group)
     syncengine.shutdown()
@@ -167,11 +156,8 @@ def end_of_groups() -> None:
     assert not groups.all_group_communicators()
 
 
-def test_communicators_of_groups_end_with_shutdown_and_with_the_group(pool: RankPool):
-    pool.run(end_of_groups, world=4, gloo=True, settings=None)
-
-
-def without_store() -> None:
+@run_on_ranks(world=4, gloo=True, settings=None)
+def test_a_group_without_a_store_meets_by_its_own_collectives():
     group = pairs()
     entry = dist.distributed_c10d._world.pg_map
     entry[group] = (entry[group][0], None)
@@ -180,17 +166,10 @@ def without_store() -> None:
     assert model.communicator.size == 2
 
 
-def test_a_group_without_a_store_meets_by_its_own_collectives(pool: RankPool):
-    pool.run(without_store, world=4, gloo=True, settings=None)
-
-
-def alone_in_group() -> None:
+@run_on_ranks(world=4, gloo=True, settings=None, environ={"SYNCENGINE_TIMEOUT": "1"})
+def test_a_missing_member_is_named():
     group = pairs()
     if dist.get_rank() == 1:
         quiet = mock.patch.object(logging.getLogger("syncengine"), "disabled", True)
         with quiet, pytest.raises(Timeout, match=r"rank 3 did not join .*wrap its model in syncengine.Parallel"):
             syncengine.Parallel(nn.Linear(24, 2), process_group=group)
-
-
-def test_a_missing_member_is_named(pool: RankPool):
-    pool.run(alone_in_group, world=4, gloo=True, settings=None, environ={"SYNCENGINE_TIMEOUT": "1"})

@@ -139,7 +139,8 @@ def test_what_is_divided_by(pool: RankPool, divide: bool, expected: list[float])
     assert answers == [expected[:1], expected[:2], expected]
 
 
-def last_model() -> None:
+@run_on_ranks(world=3)
+def test_all_end_with_the_model_of_the_last():
     model = syncengine.Parallel(nn.Linear(2, 2, bias=False), forward_sync_buffers=False)
     with torch.no_grad(), model.join():
         for _ in range([1, 3, 2][syncengine.rank()]):
@@ -151,10 +152,6 @@ def last_model() -> None:
     assert model.module.weight.unique().item() == 2.0  # all came last: the highest of them
     assert not model._join_config.enable
     model(torch.ones(1, 2)).sum().backward()
-
-
-def test_all_end_with_the_model_of_the_last(pool: RankPool):
-    pool.run(last_model, world=3)
 
 
 @run_on_ranks(gloo=True)
@@ -261,7 +258,8 @@ def test_ranks_that_disagree_are_told_so(pool: RankPool, how: str, text: str):
         assert text in answer
 
 
-def freezes_meanwhile() -> None:
+@run_on_ranks(world=3)
+def test_freezing_after_a_rank_has_joined():
     """Ranks that have joined take the others' word for what requires a gradient."""
     model = syncengine.Parallel(Mlp())
     with model.join():
@@ -272,18 +270,11 @@ def freezes_meanwhile() -> None:
             assert (model.module.head.weight.grad is None) == (step == 3)
 
 
-def test_freezing_after_a_rank_has_joined(pool: RankPool):
-    pool.run(freezes_meanwhile, world=3)
-
-
-def no_group() -> None:
+@run_on_ranks()
+def test_torchs_join_needs_a_torch_group():
     model = syncengine.Parallel(nn.Linear(24, 2))
     with pytest.raises(InvalidUsage, match=r"pass one as process_group.*or use model.join"):
         Join([model])
-
-
-def test_torchs_join_needs_a_torch_group(pool: RankPool):
-    pool.run(no_group)
 
 
 def alone() -> None:

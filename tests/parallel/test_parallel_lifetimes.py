@@ -97,11 +97,8 @@ def test_hooks_of_parameters_that_nobody_has_used_do_not_run():
 
 
 @pytest.mark.parametrize("last", ["second", "first"])
-def test_hooks_wait_for_the_wrapper_that_averages(pool: Any, last: str):
-    pool.run(under_two_wrappers, last)
-
-
-def under_two_wrappers(last: str) -> None:
+@run_on_ranks()
+def test_hooks_wait_for_the_wrapper_that_averages(last: str):
     module = nn.Linear(2, 1, bias=False)
     first = syncengine.Parallel(module)
     seen: list = []
@@ -349,11 +346,8 @@ def test_optimizers_applied_after_forwards_have_run():
         assert not different_bits(ours, expected), arrange.__name__
 
 
-def test_an_optimizer_applied_between_forward_and_backward_is_an_error(pool: Any):
-    pool.run(applied_too_late)
-
-
-def applied_too_late() -> None:
+@run_on_ranks()
+def test_an_optimizer_applied_between_forward_and_backward_is_an_error():
     module = nn.Linear(24, 2)
     model = syncengine.Parallel(module)
     before = copy.deepcopy(module.state_dict())

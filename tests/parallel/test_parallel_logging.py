@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import Branches, Conv, Mlp, data, of_both, outcome
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch_versions import since_2_13
@@ -61,7 +61,16 @@ def test_logging_data(pool: RankPool):
     pool.run(logging, gloo=True, settings={"numerics": "ring"})
 
 
-def logging_with_options() -> None:
+class Used(Branches):
+    """The same parameters at each step, as a static graph wants."""
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return super().forward(x, True)
+
+
+@since_2_13
+@run_on_ranks(gloo=True, settings={"numerics": "ring"})
+def test_logging_data_with_options():
     def step(model: nn.Module) -> dict[str, Any]:
         for i in range(3):
             model.zero_grad()
@@ -85,18 +94,6 @@ def logging_with_options() -> None:
     assert syncengine.Parallel(nn.SyncBatchNorm(3))._get_ddp_logging_data()["has_sync_bn"] == 1
 
 
-class Used(Branches):
-    """The same parameters at each step, as a static graph wants."""
-
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        return super().forward(x, True)
-
-
-@since_2_13
-def test_logging_data_with_options(pool: RankPool):
-    pool.run(logging_with_options, gloo=True, settings={"numerics": "ring"})
-
-
 def test_times_are_those_of_the_last_step_and_the_mean():
     phases = {"forward": (1, 5), "backward": (2, 6), "comm": (3, 7), "overlap": (4, 8)}
     times = _times({"steps": 3, "forward_start": 10, "backward_start": 20, **phases})
@@ -107,7 +104,8 @@ def test_times_are_those_of_the_last_step_and_the_mean():
     assert _times({"steps": 0}) == {}
 
 
-def steps_are_timed() -> None:
+@run_on_ranks()
+def test_all_steps_are_timed():
     model = syncengine.Parallel(nn.Linear(24, 2))
     model._set_ddp_runtime_logging_sample_rate(5)
     for i in range(22):
@@ -115,11 +113,9 @@ def steps_are_timed() -> None:
     assert model.reducer.step_times().summary()["timeline"]["steps"] == 22
 
 
-def test_all_steps_are_timed(pool: RankPool):
-    pool.run(steps_are_timed)
-
-
-def iterations(rate: int) -> None:
+@pytest.mark.parametrize("rate", [1, 2, 3, 100])
+@run_on_ranks(gloo=True)
+def test_the_iteration_is_the_last_that_was_timed(rate: int):
     """Asked for after each step: some of them under no_sync, or for evaluation."""
 
     def step(model: nn.Module) -> list[Any]:
@@ -139,11 +135,6 @@ def iterations(rate: int) -> None:
 
     ours, theirs = of_both(step)
     assert ours == theirs
-
-
-@pytest.mark.parametrize("rate", [1, 2, 3, 100])
-def test_the_iteration_is_the_last_that_was_timed(pool: RankPool, rate: int):
-    pool.run(iterations, rate, gloo=True)
 
 
 def errors_in_training(static: bool, steps: int) -> list[tuple[str, str, Any, Any]]:
@@ -184,7 +175,8 @@ def test_errors_in_training_are_logged(pool: RankPool, static: bool, steps: int)
     assert any(ours[0] != "Aborted" for ours, _ in results)
 
 
-def errors_and_warnings() -> None:
+@run_on_ranks(gloo=True)
+def test_errors_are_logged_and_what_has_no_effect_is_said():
     def step(model: nn.Module) -> list[Any]:
         seen: list[Any] = []
         calls = (
@@ -219,7 +211,3 @@ def errors_and_warnings() -> None:
     with pytest.raises(InvalidUsage):
         model._set_ddp_runtime_logging_sample_rate(0)
     assert model._get_ddp_logging_data()["has_error"] == 1
-
-
-def test_errors_are_logged_and_what_has_no_effect_is_said(pool: RankPool):
-    pool.run(errors_and_warnings, gloo=True)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 from parallel_models import CAP, Mlp
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -79,18 +79,16 @@ def gradients(wrap: Callable[..., nn.Module], trap: Callable[..., torch.Tensor],
     return [p.grad.clone() for p in model.parameters()]
 
 
-def check_traps() -> None:
+@run_on_ranks(gloo=True)
+def test_shared_gradients_equal_those_of_ddp():
     for trap in TRAPS:
         for steps in (1, 2):
             ours, theirs = gradients(syncengine.Parallel, trap, steps), gradients(DistributedDataParallel, trap, steps)
             assert all(map(torch.equal, ours, theirs)), (trap.__name__, steps)
 
 
-def test_shared_gradients_equal_those_of_ddp(pool: RankPool):
-    pool.run(check_traps, gloo=True)
-
-
-def check_others_keep_local_gradients() -> None:
+@run_on_ranks()
+def test_others_keep_their_local_gradients():
     """Whoever else looks at a gradient's memory sees the local gradient for good."""
     rank = syncengine.rank()
     model = syncengine.Parallel(Trap(lambda m, x: m.kept + m.b.view(8, 8) + x), **CAP)
@@ -110,10 +108,6 @@ def check_others_keep_local_gradients() -> None:
     assert torch.equal(kept_by_hook[0], factor.view(64))
 
 
-def test_others_keep_their_local_gradients(pool: RankPool):
-    pool.run(check_others_keep_local_gradients)
-
-
 class FromNumpy(torch.autograd.Function):
     """Its gradient lies in an array that somebody else owns."""
 
@@ -127,7 +121,8 @@ class FromNumpy(torch.autograd.Function):
         return torch.from_numpy(ctx.array), None
 
 
-def check_foreign_memory() -> None:
+@run_on_ranks()
+def test_memory_of_others_is_not_written():
     rank = syncengine.rank()
     array = numpy.full(64, float(rank), dtype=numpy.float32)
     module = Trap(lambda m, x: FromNumpy.apply(m.a, array))
@@ -139,11 +134,8 @@ def check_foreign_memory() -> None:
     assert (array == rank).all()
 
 
-def test_memory_of_others_is_not_written(pool: RankPool):
-    pool.run(check_foreign_memory)
-
-
-def check_kept_gradients() -> None:
+@run_on_ranks()
+def test_a_kept_gradient_does_not_change_in_later_steps():
     model = syncengine.Parallel(Mlp())
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for _step in range(4):
@@ -154,11 +146,8 @@ def check_kept_gradients() -> None:
     assert len({grad.data_ptr() for grad, _ in kept}) == len(kept)
 
 
-def test_a_kept_gradient_does_not_change_in_later_steps(pool: RankPool):
-    pool.run(check_kept_gradients)
-
-
-def check_flat_gradients() -> None:
+@run_on_ranks()
+def test_gradients_laid_out_by_the_user_stay_there():
     """A user who lays .grad tensors out in one flat tensor finds the averages there."""
     torch.manual_seed(0)
     model = syncengine.Parallel(Mlp())
@@ -173,10 +162,6 @@ def check_flat_gradients() -> None:
     for m in (model, expected):
         m(x).square().sum().backward()
     assert torch.equal(flat, torch.cat([p.grad.flatten() for p in expected.parameters()]))
-
-
-def test_gradients_laid_out_by_the_user_stay_there(pool: RankPool):
-    pool.run(check_flat_gradients)
 
 
 def check_copies() -> dict[str, dict[str, int]]:

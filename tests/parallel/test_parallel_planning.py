@@ -71,16 +71,13 @@ def test_small_models_between_hosts_have_several_buckets(mib: float, between_hos
     assert planner.cap == cap * MIB
 
 
-def freezes_early() -> None:
+@run_on_ranks()
+def test_parameters_may_be_frozen_in_any_step():
     model = syncengine.Parallel(Mlp())
     for i in range(8):
         model.module.head.requires_grad_(i not in (1, 2, 5))
         backwards(model, 1)
         assert (model.module.head.weight.grad is None) == (i in (1, 2, 5))
-
-
-def test_parameters_may_be_frozen_in_any_step(pool: RankPool):
-    pool.run(freezes_early)
 
 
 @run_on_ranks(gloo=True)
@@ -148,7 +145,9 @@ def test_a_forward_of_one_rank_alone_is_its_own_where_ddps_is(pool: RankPool, ra
             pool.run(looks_alone, rank, at, freezes, options, gloo=True, settings={"timeout": 10.0})
 
 
-def alone_with_parts_frozen(rank: int) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+@run_on_ranks(gloo=True, settings={"timeout": 10.0})
+def test_forwards_of_one_rank_alone_while_parameters_are_frozen(rank: int):
     def step(model: nn.Module) -> list[torch.Tensor | None]:
         first, last = model.module[0], model.module[2]
         found = []
@@ -167,11 +166,6 @@ def alone_with_parts_frozen(rank: int) -> None:
 
     both(small, step, find_unused_parameters=True)
     both(small, step, find_unused_parameters=True, bucket_cap_mb=0.001)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_forwards_of_one_rank_alone_while_parameters_are_frozen(pool: RankPool, rank: int):
-    pool.run(alone_with_parts_frozen, rank, gloo=True, settings={"timeout": 10.0})
 
 
 def frozen_on_one_rank_later() -> str:

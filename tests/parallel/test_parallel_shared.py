@@ -89,11 +89,8 @@ def test_weights_of_models_that_share_a_large_part():
     assert encoder.weight.grad.unique().tolist() == [2.5]  # (3 * 2 + 1 * 4) / 4
 
 
-def test_a_sparse_table_of_two_models(pool: RankPool):
-    pool.run(two_models_of_a_table)
-
-
-def two_models_of_a_table() -> None:
+@run_on_ranks()
+def test_a_sparse_table_of_two_models():
     table = nn.Embedding(100, 64, sparse=True)
     models = [syncengine.Parallel(nn.Sequential(table)) for _ in range(2)]
     for model in models:
@@ -340,17 +337,14 @@ def test_checkpoints_behind_outputs_that_are_not_found():
             assert not different_bits(gradients(module), expected), (len(calls), options, i)
 
 
-def checkpointed_twice(options: dict[str, bool], other: bool) -> None:
+@pytest.mark.parametrize(("options", "other"), [({}, False), ({"find_unused_parameters": True}, True)])
+@run_on_ranks()
+def test_gradients_that_come_after_the_average_are_an_error(options: dict[str, bool], other: bool):
+    """A parameter in two reentrant checkpoints; one that seemed unused in the first: behind outputs not found."""
     layers = [nn.Linear(24, 24) for _ in range(2)]
     with pytest.raises(SyncError, match="ready only once"):  # the other's may come at any time
         model = syncengine.Parallel(Chain(layers[0], layers[other]), **options)
         model(data()).value.sum().backward()
-
-
-@pytest.mark.parametrize(("options", "other"), [({}, False), ({"find_unused_parameters": True}, True)])
-def test_gradients_that_come_after_the_average_are_an_error(pool: RankPool, options: dict[str, bool], other: bool):
-    """A parameter in two reentrant checkpoints; one that seemed unused in the first: behind outputs not found."""
-    pool.run(checkpointed_twice, options, other)
 
 
 @run_on_ranks(gloo=True)

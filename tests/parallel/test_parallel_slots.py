@@ -64,7 +64,10 @@ def test_copies_on_one_rank_alone_disturb_nobody(pool, how, trained_before):
     pool.run(copy_on_one_rank, how, 3, trained_before, world=3)
 
 
-def copies_side_by_side(how: str, trained_before: bool) -> None:
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("how", COPIES)
+@run_on_ranks()
+def test_a_copy_has_buckets_of_its_own(how: str, trained_before: bool):
     """Backwards of the original and of its copies, all begun before one has ended on all ranks."""
     torch.manual_seed(1)
     model = syncengine.Parallel(small())
@@ -89,12 +92,6 @@ def copies_side_by_side(how: str, trained_before: bool) -> None:
             (sum(alone(torch.full((1, 4), float(rank + i))).sum() for rank in range(size)) / size).backward()
             for ours, theirs in zip(each.parameters(), alone.parameters(), strict=True):
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("trained_before", [False, True])
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_has_buckets_of_its_own(pool, how, trained_before):
-    pool.run(copies_side_by_side, how, trained_before, world=2)
 
 
 def copies_crosswise() -> str:
@@ -143,7 +140,9 @@ def test_wrapping_for_ever(pool):
     pool.run(wrap_many, 25, 400)
 
 
-def uneven(trained_before: bool) -> None:
+@pytest.mark.parametrize("trained_before", [False, True])
+@run_on_ranks(world=3)
+def test_the_first_plan_of_a_copy_inside_join(trained_before: bool):
     """The first plan of a copy comes inside join(), where one rank has no batch at all."""
     torch.manual_seed(1)
     model = syncengine.Parallel(small())
@@ -165,11 +164,6 @@ def uneven(trained_before: bool) -> None:
     assert (extra is None) == (syncengine.rank() != 0)
 
 
-@pytest.mark.parametrize("trained_before", [False, True])
-def test_the_first_plan_of_a_copy_inside_join(pool, trained_before):
-    pool.run(uneven, trained_before, world=3)
-
-
 @run_on_ranks(world=4)
 def test_communicators_of_splits_agree_by_themselves():
     half = [0, 2] if syncengine.rank() % 2 == 0 else [1, 3]
@@ -185,7 +179,9 @@ def test_communicators_of_splits_agree_by_themselves():
     assert syncengine.rank() != 3 or keeps is model
 
 
-def dropped_early(keeps: int) -> None:
+@pytest.mark.parametrize("keeps", [False, True])
+@run_on_ranks()
+def test_dropped_on_one_rank_alone(keeps: int):
     """A wrapper that one rank has dropped in the middle of a backward of the others'."""
     torch.manual_seed(1)
     model = syncengine.Parallel(small(), bucket_cap_mb=1e-6)
@@ -205,8 +201,3 @@ def dropped_early(keeps: int) -> None:
         check_step(other, salt)
         if keeps:
             check_step(model, salt)
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-def test_dropped_on_one_rank_alone(pool, keeps):
-    pool.run(dropped_early, keeps, world=2)

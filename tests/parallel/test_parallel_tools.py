@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import Conv, Mlp, data, different_bits, gradients, of_both, outcome
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,7 +20,8 @@ from syncengine.errors import InvalidUsage
 CAP = {"bucket_cap_mb": 0.1}
 
 
-def arm() -> None:
+@run_on_ranks(gloo=True)
+def test_reducer_is_armed_by_hand():
     """As Lightning does under manual optimization: forward is told not to synchronize, the reducer later to do so."""
 
     def step(model: nn.Module) -> list[torch.Tensor]:
@@ -40,21 +41,14 @@ def arm() -> None:
     assert not model.reducer._rebuild_buckets()
 
 
-def test_reducer_is_armed_by_hand(pool: RankPool):
-    pool.run(arm, gloo=True)
-
-
-def profiled() -> None:
+@run_on_ranks(gloo=True)
+def test_the_profiler_names_the_forward():
     def step(model: nn.Module) -> list[str]:
         with torch.profiler.profile() as profiler:
             model(data()).sum().backward()
         return [event.name for event in profiler.events() if event.name.startswith("DistributedDataParallel.")]
 
     assert of_both(step) == [["DistributedDataParallel.forward"]] * 2
-
-
-def test_the_profiler_names_the_forward(pool: RankPool):
-    pool.run(profiled, gloo=True)
 
 
 class Sometimes(nn.Module):
@@ -66,7 +60,8 @@ class Sometimes(nn.Module):
         return self.always(x)
 
 
-def unfinished() -> None:
+@run_on_ranks()
+def test_check_reducer_finalized():
     model = syncengine.Parallel(Sometimes())
     model._check_reducer_finalized()
     model(data()).sum().backward()
@@ -77,11 +72,8 @@ def unfinished() -> None:
             check()
 
 
-def test_check_reducer_finalized(pool: RankPool):
-    pool.run(unfinished)
-
-
-def update_group() -> None:
+@run_on_ranks(world=4, gloo=True)
+def test_update_process_group():
     def step(model: nn.Module) -> list[torch.Tensor]:
         first, second = dist.new_group([0, 1]), dist.new_group([2, 3])
         model(data(0)).square().mean().backward()
@@ -97,11 +89,8 @@ def update_group() -> None:
     assert not different_bits(*of_both(step))
 
 
-def test_update_process_group(pool: RankPool):
-    pool.run(update_group, world=4, gloo=True)
-
-
-def sink_clone() -> None:
+@run_on_ranks()
+def test_sink_clone():
     for clone in (True, False):
         model = syncengine.Parallel(nn.Sequential(nn.Linear(24, 2)), find_unused_parameters=True)
         model._set_ddp_sink_clone(clone)
@@ -110,10 +99,6 @@ def sink_clone() -> None:
         out = model(data())
         assert (out.data_ptr() == seen[0].data_ptr()) != clone
         out.sum().backward()
-
-
-def test_sink_clone(pool: RankPool):
-    pool.run(sink_clone)
 
 
 class Asks(nn.Module):
@@ -128,7 +113,8 @@ class Asks(nn.Module):
         return x
 
 
-def active_module() -> None:
+@run_on_ranks()
+def test_active_ddp_module():
     inner = Asks(nn.Linear(24, 2))
     outer = syncengine.Parallel(Asks(syncengine.Parallel(inner)))
     for grad in (True, False):
@@ -139,10 +125,6 @@ def active_module() -> None:
         assert outer.module.seen == [outer, outer]
         assert inner.seen == [outer.module.inner] * 2
         assert DistributedDataParallel._active_ddp_module is None
-
-
-def test_active_ddp_module(pool: RankPool):
-    pool.run(active_module)
 
 
 class Meets(nn.Linear):
@@ -158,7 +140,8 @@ class Meets(nn.Linear):
         return super().forward(x)
 
 
-def active_in_two_threads() -> None:
+@run_on_ranks()
+def test_active_ddp_module_in_two_threads():
     events = [threading.Event() for _ in range(3)]
     first, second = (syncengine.Parallel(Meets(*events[i : i + 2])) for i in range(2))
     with ThreadPoolExecutor(1) as other:  # the first enters, the second does, the first leaves, the second does
@@ -170,11 +153,8 @@ def active_in_two_threads() -> None:
     assert DistributedDataParallel._active_ddp_module is None
 
 
-def test_active_ddp_module_in_two_threads(pool: RankPool):
-    pool.run(active_in_two_threads)
-
-
-def privates() -> None:
+@run_on_ranks()
+def test_private_attributes():
     module = Mlp()
     module.head.requires_grad_(False)
     syncengine.Parallel._set_params_and_buffers_to_ignore_for_model(module, ["head.bias"])
@@ -191,11 +171,8 @@ def privates() -> None:
     assert model._ddp_sink_clone is True
 
 
-def test_private_attributes(pool: RankPool):
-    pool.run(privates)
-
-
-def caps() -> None:
+@run_on_ranks(gloo=True, settings={"numerics": "ring"})
+def test_bucket_caps():
     for options in ({}, {"bucket_cap_mb": 3}):
         ours, theirs = of_both(
             lambda m: (m.bucket_bytes_cap, m.bucket_bytes_cap_list, m.bucket_bytes_cap_default), **options
@@ -203,11 +180,8 @@ def caps() -> None:
         assert ours == theirs
 
 
-def test_bucket_caps(pool: RankPool):
-    pool.run(caps, gloo=True, settings={"numerics": "ring"})
-
-
-def scatter() -> None:
+@run_on_ranks(gloo=True)
+def test_scatter_and_gather():
     """On CPU ranks these can't do much, but no less than DDP's."""
 
     def step(model: nn.Module) -> list[Any]:
@@ -223,18 +197,11 @@ def scatter() -> None:
     assert ours[2][0] == "returned"
 
 
-def test_scatter_and_gather(pool: RankPool):
-    pool.run(scatter, gloo=True)
-
-
-def deprecated() -> None:
+@run_on_ranks()
+def test_check_reduction_is_deprecated():
     with pytest.warns(FutureWarning, match="check_reduction"):
         model = syncengine.Parallel(nn.Linear(24, 2), check_reduction=True)
     model(data()).sum().backward()
-
-
-def test_check_reduction_is_deprecated(pool: RankPool):
-    pool.run(deprecated)
 
 
 def checkpoint() -> None:

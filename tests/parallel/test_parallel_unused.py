@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_models import Branches, Outputs, both, data, of_both
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch import nn
 
 import syncengine
@@ -126,7 +126,15 @@ def test_a_loss_that_uses_no_parameter_on_one_rank():
     assert model.module.stem.weight.grad is not None
 
 
-def usage(find_unused: bool, same: bool) -> None:
+class AllBranches(Branches):
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return super().forward(x, True) + super().forward(x, False) + self.never(x)
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("find_unused", [True, False])
+@run_on_ranks(gloo=True)
+def test_the_reducer_says_which_parameters_are_used(find_unused: bool, same: bool):
     """What the reducer says of it, after each step."""
 
     def step(model: nn.Module) -> list[Any]:
@@ -140,14 +148,3 @@ def usage(find_unused: bool, same: bool) -> None:
 
     ours, theirs = of_both(step, Branches if find_unused else AllBranches, find_unused_parameters=find_unused)
     assert ours == theirs
-
-
-class AllBranches(Branches):
-    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
-        return super().forward(x, True) + super().forward(x, False) + self.never(x)
-
-
-@pytest.mark.parametrize("same", [True, False])
-@pytest.mark.parametrize("find_unused", [True, False])
-def test_the_reducer_says_which_parameters_are_used(pool: RankPool, find_unused: bool, same: bool):
-    pool.run(usage, find_unused, same, gloo=True)

@@ -78,7 +78,8 @@ def test_equal_weights_have_the_bits_of_none(pool: RankPool, mode: str):
         assert pool.run(equal_weights, dtype, world=3, settings={"numerics": mode}) == [0, 0, 0]
 
 
-def weight_of_nothing() -> None:
+@run_on_ranks(world=3)
+def test_a_rank_without_samples_brings_nothing():
     """A batch without samples: its mean is NaN, and nobody shall see it."""
     rank = syncengine.rank()
     model = syncengine.Parallel(nn.Linear(24, 3))
@@ -90,11 +91,8 @@ def weight_of_nothing() -> None:
     assert torch.allclose(model.module.weight.grad, torch.full((3, 24), (0 + 2) / 2 / 3))
 
 
-def test_a_rank_without_samples_brings_nothing(pool: RankPool):
-    pool.run(weight_of_nothing, world=3)
-
-
-def only_once() -> None:
+@run_on_ranks()
+def test_a_weight_holds_for_one_synchronized_forward():
     rank = syncengine.rank()
     model = syncengine.Parallel(nn.Linear(1, 1, bias=False))
     x = torch.full((1, 1), 12.0 * (rank + 1))
@@ -108,10 +106,6 @@ def only_once() -> None:
     model.zero_grad()
     model(x).backward()
     assert model.module.weight.grad.item() == (12 + 24) / 2
-
-
-def test_a_weight_holds_for_one_synchronized_forward(pool: RankPool):
-    pool.run(only_once)
 
 
 def weights_in_join() -> list[float]:

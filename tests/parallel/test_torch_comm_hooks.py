@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from flat import numerics_of
 from parallel_models import Mlp, Run, data, different_bits, train
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
 from torch.distributed.algorithms.ddp_comm_hooks import (
@@ -129,7 +129,9 @@ def wait_until_no_callback_holds(group: dist.ProcessGroup) -> None:
         time.sleep(0.01)
 
 
-def fails_with_ddp_too(name: str) -> None:
+@pytest.mark.parametrize("name", BROKEN_HOOKS)
+@run_on_ranks(gloo=True)
+def test_what_fails_in_torchs_hooks_fails_alike(name: str):
     register, text = BROKEN_HOOKS[name]
     for wrap in (DistributedDataParallel, syncengine.Parallel):
         model = with_hook(wrap, register, Mlp())
@@ -142,8 +144,3 @@ def fails_with_ddp_too(name: str) -> None:
         assert text in seen, (wrap, seen)
     del model
     wait_until_no_callback_holds(dist.group.WORLD)
-
-
-@pytest.mark.parametrize("name", BROKEN_HOOKS)
-def test_what_fails_in_torchs_hooks_fails_alike(pool: RankPool, name: str):
-    pool.run(fails_with_ddp_too, name, gloo=True)

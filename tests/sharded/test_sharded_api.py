@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import (
     batch,
     differences,
@@ -242,7 +242,8 @@ def test_as_with_a_plain_optimizer(pool: RankPool, loop: Loop):
     assert pool.run(beside_plain, [loop], world=3) == [[]] * 3
 
 
-def groups_and_names() -> list[str]:
+@run_on_ranks()
+def test_groups_names_and_an_optimizer_before_the_model():
     nets = [make(), make()]
     trained = []
     for net, kind in zip(nets, [None, torch.optim.AdamW], strict=True):
@@ -259,11 +260,8 @@ def groups_and_names() -> list[str]:
     return different_weights(*nets) + differences(trained[1], trained[0])
 
 
-def test_groups_names_and_an_optimizer_before_the_model(pool: RankPool):
-    assert pool.run(groups_and_names) == [[]] * 2
-
-
-def made_after_backward() -> list[str]:
+@run_on_ranks()
+def test_an_optimizer_that_is_made_after_a_backward():
     """It binds at its first step, then, and has the model's own parameters in its groups."""
     wrong = []
     nets = [make(), make()]
@@ -284,11 +282,8 @@ def made_after_backward() -> list[str]:
     return wrong + different_weights(*nets) + not_divided(nets[0], optimizers[0])
 
 
-def test_an_optimizer_that_is_made_after_a_backward(pool: RankPool):
-    assert pool.run(made_after_backward) == [[]] * 2
-
-
-def two_models() -> list[str]:
+@run_on_ranks()
+def test_two_models():
     nets = [[make(), make("tied")], [make(), make("tied")]]
     for kind, (first, second) in enumerate(nets):
         parameters = [*first.parameters(), *second.parameters()]
@@ -304,11 +299,8 @@ def two_models() -> list[str]:
     return [name for a, b in zip(*nets, strict=True) for name in different_weights(a, b)]
 
 
-def test_two_models(pool: RankPool):
-    assert pool.run(two_models) == [[]] * 2
-
-
-def group_of_another_model() -> list[str]:
+@run_on_ranks()
+def test_a_group_of_a_model_that_was_there_before():
     """Which has been trained without it before."""
     wrong = []
     nets = [[make(), make("tied")], [make(), make("tied")]]
@@ -327,11 +319,8 @@ def group_of_another_model() -> list[str]:
     return wrong + [name for a, b in zip(*nets, strict=True) for name in different_weights(a, b)]
 
 
-def test_a_group_of_a_model_that_was_there_before(pool: RankPool):
-    assert pool.run(group_of_another_model) == [[]] * 2
-
-
-def adversaries() -> list[str]:
+@run_on_ranks()
+def test_an_optimizer_for_each_of_two_models():
     """Two optimizers, each of one model; the other model's last backward is this rank's own."""
     nets = [[make(), make("tied")], [make(), make("tied")]]
     for kind, (first, second) in zip([sharded, plain], nets, strict=True):
@@ -349,11 +338,8 @@ def adversaries() -> list[str]:
     return [name for a, b in zip(*nets, strict=True) for name in different_weights(a, b)]
 
 
-def test_an_optimizer_for_each_of_two_models(pool: RankPool):
-    assert pool.run(adversaries) == [[]] * 2
-
-
-def wrapped_twice() -> list[str]:
+@run_on_ranks()
+def test_a_model_may_be_wrapped_again():
     ours, theirs = make(), make()
     for net, kind in ((ours, sharded), (theirs, plain)):
         model, optimizer = kind(net)
@@ -361,10 +347,6 @@ def wrapped_twice() -> list[str]:
         del model
         train(syncengine.Parallel(net), optimizer, range(2, 4))
     return different_weights(ours, theirs)
-
-
-def test_a_model_may_be_wrapped_again(pool: RankPool):
-    assert pool.run(wrapped_twice) == [[]] * 2
 
 
 def pickled() -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import batch, differences, different_weights, error_of, make, not_divided, plain, sharded, train
 from torch import nn
 
@@ -114,7 +114,11 @@ SCALED = {
 }
 
 
-def scaled(name: str, dtype: torch.dtype, elements: bool | None) -> list[str]:
+@pytest.mark.parametrize("elements", [None, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SCALED)
+@run_on_ranks(world=3)
+def test_fused_kernels_scale_gradients_back_themselves(name: str, dtype: torch.dtype, elements: bool | None):
     """Bits of weights, state and, after the step, gradients, which fused kernels scale back."""
     torch.set_num_threads(1)
     options = {} if (name, dtype) == ("SGD", torch.bfloat16) else SCALED[name]  # with momentum it differs from itself
@@ -140,16 +144,8 @@ def scaled(name: str, dtype: torch.dtype, elements: bool | None) -> list[str]:
     return wrong if all(same) else [*wrong, f"gradients {same}"]
 
 
-@pytest.mark.parametrize("elements", [None, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SCALED)
-def test_fused_kernels_scale_gradients_back_themselves(
-    pool: RankPool, name: str, dtype: torch.dtype, elements: bool | None
-):
-    assert pool.run(scaled, name, dtype, elements, world=3) == [[]] * 3
-
-
-def scaled_in_join() -> list[str]:
+@run_on_ranks()
+def test_ranks_without_batches_are_told_of_the_scale():
     """A rank without batches hears of the scale."""
     nets = [make(), make()]
     for net, make_one in zip(nets, (sharded, plain), strict=True):
@@ -162,10 +158,6 @@ def scaled_in_join() -> list[str]:
                 optimizer.step()
                 del optimizer.grad_scale, optimizer.found_inf
     return different_weights(*nets)
-
-
-def test_ranks_without_batches_are_told_of_the_scale(pool: RankPool):
-    assert pool.run(scaled_in_join) == [[]] * 2
 
 
 class Fickle(torch.optim.SGD):
@@ -181,7 +173,9 @@ class Fickle(torch.optim.SGD):
                 p.sub_(p.grad, alpha=0.01)
 
 
-def fickle(elements: bool) -> list[str]:
+@pytest.mark.parametrize("elements", [True, False])
+@run_on_ranks(world=3)
+def test_state_may_become_of_another_kind(elements: bool):
     wrong, nets = [], [make("odd"), make("odd")]
     (model, optimizer), (reference, one) = sharded(nets[0], Fickle, elements=elements), plain(nets[1], Fickle)
     for step in range(8):
@@ -189,11 +183,6 @@ def fickle(elements: bool) -> list[str]:
         train(reference, one, range(step, step + 1))
         wrong += differences(one.state_dict(), optimizer.state_dict())
     return wrong + different_weights(*nets) + not_divided(nets[0], optimizer)
-
-
-@pytest.mark.parametrize("elements", [True, False])
-def test_state_may_become_of_another_kind(pool: RankPool, elements: bool):
-    assert pool.run(fickle, elements, world=3) == [[]] * 3
 
 
 def loads_none(name: str, key: str, options: dict[str, Any], early: bool) -> list[str]:
@@ -225,7 +214,13 @@ def turn(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], 
     step()
 
 
-def compiled(form: str) -> list[str]:
+def call(step: Callable[[], Any]) -> None:
+    step()
+
+
+@pytest.mark.parametrize("form", ["step", "within", "turn"])
+@run_on_ranks()
+def test_a_compiled_step_is_an_ordinary_one(form: str):
     nets = [make("odd"), make("odd")]
     for net, make_one in zip(nets, (sharded, plain), strict=True):
         model, optimizer = make_one(net)
@@ -237,15 +232,6 @@ def compiled(form: str) -> list[str]:
         for number in range(3):
             take_turn(model, optimizer, step, number)
     return different_weights(*nets)
-
-
-def call(step: Callable[[], Any]) -> None:
-    step()
-
-
-@pytest.mark.parametrize("form", ["step", "within", "turn"])
-def test_a_compiled_step_is_an_ordinary_one(pool: RankPool, form: str):
-    assert pool.run(compiled, form) == [[]] * 2
 
 
 def calls_of_a_step(layers: int, fused: bool) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import different_weights, error_of, make, not_divided, train
 from torch import nn
 
@@ -35,7 +35,10 @@ def groups_of(net: nn.Module) -> list[dict[str, Any]]:
     return [{"params": [p for p in net.parameters() if p.dim() == d], "uses_signs": d == 2} for d in (2, 1)]
 
 
-def with_a_scheduler(freezes: bool) -> list[str]:
+@pytest.mark.parametrize("freezes", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+@run_on_ranks()
+def test_it_gets_the_options_that_it_was_given(freezes: bool, world: int):
     nets = [make(), make()]
     wrong = []
     for net, is_sharded in zip(nets, (True, False), strict=True):
@@ -56,12 +59,6 @@ def with_a_scheduler(freezes: bool) -> list[str]:
         if is_sharded:
             wrong = not_divided(net, optimizer) if model.communicator.size > 1 else []
     return wrong + different_weights(*nets)
-
-
-@pytest.mark.parametrize("freezes", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
-def test_it_gets_the_options_that_it_was_given(pool: RankPool, world: int, freezes: bool):
-    assert pool.run(with_a_scheduler, freezes, world=world) == [[]] * world
 
 
 class Looking(torch.optim.SGD):

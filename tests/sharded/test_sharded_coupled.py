@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import different_weights, error_of, make, not_divided, plain, sharded, train
 from torch import nn
 
@@ -79,7 +79,8 @@ def test_the_remedy_is_named():
     )
 
 
-def without_the_norm() -> list[str]:
+@run_on_ranks(world=3)
+def test_trust_ratios_are_of_one_parameter():
     ours, theirs, wrong = make("odd"), make("odd"), [""]
     for net, make_one in ((ours, sharded), (theirs, plain)):
         more = {"elements": False} if make_one is sharded else {}
@@ -88,10 +89,6 @@ def without_the_norm() -> list[str]:
         if make_one is sharded:
             wrong = not_divided(net, optimizer)
     return wrong + different_weights(ours, theirs)
-
-
-def test_trust_ratios_are_of_one_parameter(pool: RankPool):
-    assert pool.run(without_the_norm, world=3) == [[]] * 3
 
 
 def comes_later(how: str) -> list[str]:
@@ -137,7 +134,9 @@ class Own(torch.optim.SGD):
     """Of one's own, and as SGD."""
 
 
-def users_option() -> None:
+@run_on_ranks()
+def test_an_option_of_the_users_own_couples_nothing():
+    """To clip each group by, say: the class does not read it."""
     net = make()
     first, *rest = net.parameters()
     groups = [{"params": [first], "max_grad_norm": 0.1}, {"params": rest, "max_grad_norm": 1.0}]
@@ -145,8 +144,3 @@ def users_option() -> None:
     optimizer = syncengine.ShardedOptimizer(groups, Own, elements=True, lr=1e-2)
     train(model, optimizer, 2)
     assert [group["max_grad_norm"] for group in optimizer.param_groups] == [0.1, 1.0]
-
-
-def test_an_option_of_the_users_own_couples_nothing(pool: RankPool):
-    """To clip each group by, say: the class does not read it."""
-    pool.run(users_option)

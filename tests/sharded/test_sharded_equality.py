@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import (
     MODELS,
     OPTIMIZERS,
@@ -136,7 +136,9 @@ def test_each_of_torchs_optimizers_has_its_own_bits_in_rank_order(pool: RankPool
     assert pool.run(all_optimizers, False, world=3, timeout=300) == [[]] * 3
 
 
-def with_scalars_and_tiny() -> list[str]:
+@pytest.mark.parametrize("world", [2, 8])
+@run_on_ranks()
+def test_scalars_empty_and_tiny_parameters(world: int):
     class Tiny(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -154,11 +156,6 @@ def with_scalars_and_tiny() -> list[str]:
     return different_weights(ours, theirs)
 
 
-@pytest.mark.parametrize("world", [2, 8])
-def test_scalars_empty_and_tiny_parameters(pool: RankPool, world: int):
-    assert pool.run(with_scalars_and_tiny, world=world) == [[]] * world
-
-
 class WholeOnly(torch.optim.SGD):
     """Not elementwise: each gradient is divided by its own norm."""
 
@@ -174,7 +171,9 @@ class WholeOnly(torch.optim.SGD):
                     p.sub_(p.grad / (p.grad.norm() + 1e-6), alpha=group["lr"] / state["count"])
 
 
-def whole_parameters(name: str) -> list[str]:
+@pytest.mark.parametrize("name", ["own", "Adafactor"])
+@run_on_ranks(world=3)
+def test_whole_parameters_keep_the_bits_of_any_optimizer(name: str):
     kind, options = {
         "own": (WholeOnly, {}),
         "Adafactor": (torch.optim.Adafactor, {}),
@@ -187,12 +186,8 @@ def whole_parameters(name: str) -> list[str]:
     return different_weights(ours, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("name", ["own", "Adafactor"])
-def test_whole_parameters_keep_the_bits_of_any_optimizer(pool: RankPool, name: str):
-    assert pool.run(whole_parameters, name, world=3) == [[]] * 3
-
-
-def muon() -> list[str]:
+@run_on_ranks()
+def test_muon():
     def net():
         torch.manual_seed(0)
         return torch.nn.Sequential(*(torch.nn.Linear(24, 24, bias=False) for _ in range(3)))
@@ -203,22 +198,16 @@ def muon() -> list[str]:
     return different_weights(ours, theirs)
 
 
-def test_muon(pool: RankPool):
-    assert pool.run(muon, world=2) == [[]] * 2
-
-
-def no_world() -> list[str]:
+@run_on_ranks(world=1)
+def test_one_rank():
     ours, theirs = make(), make()
     train(*sharded(ours), 5)
     train(*plain(theirs), 5)
     return different_weights(ours, theirs)
 
 
-def test_one_rank(pool: RankPool):
-    assert pool.run(no_world, world=1) == [[]]
-
-
-def without_a_model() -> list[str]:
+@run_on_ranks()
+def test_parameters_of_no_parallel_are_updated_by_each_rank():
     torch.manual_seed(0)
     ours, theirs = make(), make()
     for net, optimizer in (
@@ -228,7 +217,3 @@ def without_a_model() -> list[str]:
         net(torch.ones(2, 24)).sum().backward()
         optimizer.step()
     return different_weights(ours, theirs)
-
-
-def test_parameters_of_no_parallel_are_updated_by_each_rank(pool: RankPool):
-    assert pool.run(without_a_model) == [[]] * 2

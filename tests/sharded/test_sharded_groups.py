@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import batch, different_weights, error_of, make, not_divided, plain, sharded, train
 from torch import nn
 
@@ -89,7 +89,9 @@ def test_options_of_any_kind_are_compared(pool: RankPool, kind: str):
         assert "Mismatch" in other and "group 0 of 10 parameters" in other, other
 
 
-def joined_rates(value: Callable[[float], Any]) -> list[str]:
+@pytest.mark.parametrize("value", [np.float32, np.float64, float])
+@run_on_ranks()
+def test_a_joined_rank_gets_them(value: Callable[[float], Any]):
     nets = [make(), make()]
     for net, kind in zip(nets, [sharded, plain], strict=True):
         model, optimizer = kind(net, torch.optim.SGD)
@@ -102,12 +104,8 @@ def joined_rates(value: Callable[[float], Any]) -> list[str]:
     return different_weights(*nets)
 
 
-@pytest.mark.parametrize("value", [np.float32, np.float64, float])
-def test_a_joined_rank_gets_them(pool: RankPool, value: Callable[[float], Any]):
-    assert pool.run(joined_rates, value) == [[]] * 2
-
-
-def replaced_by_hand() -> list[str]:
+@run_on_ranks(world=1)
+def test_a_private_parameter_may_be_replaced_by_hand():
     """Of private parameters: their optimizer goes on with what is there now."""
     ours, theirs = make(), make()
     (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
@@ -122,10 +120,6 @@ def replaced_by_hand() -> list[str]:
             net(batch(step)).square().mean().backward()
             one.step()
     return different_weights(ours, theirs)
-
-
-def test_a_private_parameter_may_be_replaced_by_hand(pool: RankPool):
-    assert pool.run(replaced_by_hand, world=1) == [[]]
 
 
 def edited(how: str) -> list[str]:
@@ -181,7 +175,8 @@ def test_sets_are_described_alike_in_all_processes():
     assert "name 19" in texts.pop()
 
 
-def names_of_the_gone() -> list[str]:
+@run_on_ranks()
+def test_names_of_parameters_that_are_gone_are_forgotten():
     """Whose ids others may get, which would be taken for them and shared."""
     gone, net = nn.Sequential(nn.Linear(24, 8), nn.Linear(8, 2)), make()
     gone[0].requires_grad_(False)
@@ -197,7 +192,3 @@ def names_of_the_gone() -> list[str]:
     gc.collect()
     names = set(optimizer._sharing.members.names.values())
     return sorted(names - {name for name, _ in net.named_parameters()})
-
-
-def test_names_of_parameters_that_are_gone_are_forgotten(pool: RankPool):
-    assert pool.run(names_of_the_gone) == [[]] * 2

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import batch, different_weights, error_of, is_common, not_divided, plain, sharded, train
 from torch import nn
 
@@ -90,10 +90,7 @@ def test_no_other_attribute_is_named(pool: RankPool):
         assert "inner.alias" in text and "more" not in text and "other tensor(s), which" in text
 
 
-def of_a_lazy_module() -> str:
+@run_on_ranks()
+def test_what_is_not_there_yet_is_left_alone():
     """Whose parameters have no memory yet."""
     return error_of(lambda: syncengine.ShardedOptimizer(nn.LazyLinear(3).parameters(), torch.optim.SGD, lr=0.1))
-
-
-def test_what_is_not_there_yet_is_left_alone(pool: RankPool):
-    assert pool.run(of_a_lazy_module) == [""] * 2

@@ -8,7 +8,7 @@ from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import (
     batch,
     different_weights,
@@ -48,7 +48,9 @@ def transpose(net: nn.Module) -> None:
     square.data = square.data.t()
 
 
-def one_changes(change: Callable[[nn.Module], None]) -> list[str]:
+@pytest.mark.parametrize("change", [load, load_a_part, point_elsewhere, swap, transpose])
+@run_on_ranks()
+def test_all_ranks_see_what_one_has_loaded(change: Callable[[nn.Module], None]):
     ours, theirs = make(), make()
     model, optimizer = sharded(ours)
     train(model, optimizer, 2)
@@ -62,11 +64,6 @@ def one_changes(change: Callable[[nn.Module], None]) -> list[str]:
     return wrong + not_divided(ours, optimizer)
 
 
-@pytest.mark.parametrize("change", [load, load_a_part, point_elsewhere, swap, transpose])
-def test_all_ranks_see_what_one_has_loaded(pool: RankPool, change: Callable[[nn.Module], None]):
-    assert pool.run(one_changes, change) == [[]] * 2
-
-
 def send(net: nn.Module) -> None:
     """As through a queue to an evaluator: torch moves what each storage holds, in place."""
     ForkingPickler.dumps(net.state_dict())
@@ -78,7 +75,10 @@ def write_and_share_memory(net: nn.Module) -> None:
     net.share_memory()
 
 
-def in_step_with(change: Callable[[nn.Module], None], elements: bool) -> list[str]:
+@pytest.mark.parametrize("elements", [True, False])
+@pytest.mark.parametrize("change", [load, point_elsewhere, send, write_and_share_memory])
+@run_on_ranks(world=3)
+def test_training_goes_on_in_common(change: Callable[[nn.Module], None], elements: bool):
     """Beside plain training, so that each rank's part of later steps reaches the others."""
     ours, theirs = make(), make()
     (model, optimizer), (reference, plain_optimizer) = sharded(ours, elements=elements), plain(theirs)
@@ -91,12 +91,6 @@ def in_step_with(change: Callable[[nn.Module], None], elements: bool) -> list[st
     train(model, optimizer, range(2, 5))
     train(reference, plain_optimizer, range(2, 5))
     return different_weights(ours, theirs) + not_divided(ours, optimizer)
-
-
-@pytest.mark.parametrize("elements", [True, False])
-@pytest.mark.parametrize("change", [load, point_elsewhere, send, write_and_share_memory])
-def test_training_goes_on_in_common(pool: RankPool, change: Callable[[nn.Module], None], elements: bool):
-    assert pool.run(in_step_with, change, elements, world=3) == [[]] * 3
 
 
 def must_not(change: Callable[[nn.Module], None]) -> list[str]:
@@ -160,7 +154,9 @@ def test_a_graph_from_before_an_error_can_not_be_used(pool: RankPool):
         assert "has been modified by an inplace operation" in text
 
 
-def evaluates(way: str) -> list[str]:
+@pytest.mark.parametrize("way", ["copy", "data"])
+@run_on_ranks()
+def test_the_writer_may_evaluate_what_it_has_written(way: str):
     """Rank 0 alone, with other weights than those that are trained."""
     ours, theirs, other = make(), make(), make()
     (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
@@ -185,11 +181,6 @@ def evaluates(way: str) -> list[str]:
     return wrong + different_weights(ours, theirs) + not_divided(ours, optimizer)
 
 
-@pytest.mark.parametrize("way", ["copy", "data"])
-def test_the_writer_may_evaluate_what_it_has_written(pool: RankPool, way: str):
-    assert pool.run(evaluates, way) == [[]] * 2
-
-
 class Normalized(nn.Module):
     """With buffers."""
 
@@ -201,7 +192,8 @@ class Normalized(nn.Module):
         return self.net(self.norm(x))
 
 
-def evaluates_with_buffers() -> list[str]:
+@run_on_ranks()
+def test_the_writer_may_evaluate_a_model_with_buffers():
     ours, theirs = Normalized(), Normalized()
     theirs.load_state_dict(ours.state_dict())
     (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
@@ -215,11 +207,10 @@ def evaluates_with_buffers() -> list[str]:
     return different_weights(ours, theirs) + [n for n, b in ours.named_buffers() if not b.equal(theirs.get_buffer(n))]
 
 
-def test_the_writer_may_evaluate_a_model_with_buffers(pool: RankPool):
-    assert pool.run(evaluates_with_buffers) == [[]] * 2
-
-
-def loads_after_sending(mover: int, writes: bool) -> list[str]:
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("mover", [0, 1])
+@run_on_ranks()
+def test_what_was_sent_is_loaded_anew(mover: int, writes: bool):
     """Loading everything anew makes good for weights that have moved elsewhere on one rank."""
     ours, theirs = make(), make()
     (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
@@ -236,12 +227,6 @@ def loads_after_sending(mover: int, writes: bool) -> list[str]:
     train(model, optimizer, range(2, 5))
     train(reference, plain_optimizer, range(2, 5))
     return different_weights(ours, theirs) + not_divided(ours, optimizer)
-
-
-@pytest.mark.parametrize("writes", [False, True])
-@pytest.mark.parametrize("mover", [0, 1])
-def test_what_was_sent_is_loaded_anew(pool: RankPool, mover: int, writes: bool):
-    assert pool.run(loads_after_sending, mover, writes) == [[]] * 2
 
 
 def writes_after() -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import batch, different_weights, error_of, make, not_divided, plain, sharded, train
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -27,19 +27,16 @@ def uneven(model: nn.Module, optimizer: torch.optim.Optimizer, context: Any, bat
             scheduler.step()
 
 
-def beside_plain(torchs: bool) -> list[str]:
+@pytest.mark.parametrize("torchs", [False, True], ids=["model.join", "torch's Join"])
+@pytest.mark.parametrize("world", [2, 3])
+@run_on_ranks(gloo=True)
+def test_a_rank_without_batches_updates_its_part(torchs: bool, world: int):
     nets = [make(), make()]
     for net, kind in zip(nets, [sharded, plain], strict=True):
         model, optimizer = kind(net)
         together = [model, optimizer] if kind is sharded else [model]
         uneven(model, optimizer, Join(together) if torchs else model.join(), 4)
     return different_weights(*nets)
-
-
-@pytest.mark.parametrize("torchs", [False, True], ids=["model.join", "torch's Join"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_without_batches_updates_its_part(pool: RankPool, torchs: bool, world: int):
-    assert pool.run(beside_plain, torchs, world=world, gloo=True) == [[]] * world
 
 
 def goes_on_after_join() -> list[str]:
@@ -72,7 +69,9 @@ def test_torchs_join_needs_the_optimizer_too(pool: RankPool):
         assert "Join([model, optimizer])" in text
 
 
-def no_batch_at_all(world: int) -> list[str]:
+@pytest.mark.parametrize("world", [2, 3])
+@run_on_ranks()
+def test_a_rank_without_any_batch(world: int):
     """The last rank has no batch before or in the context; the first has most."""
     nets, same = [make(), make()], make()
     for net, kind in zip(nets, [sharded, plain], strict=True):
@@ -85,12 +84,10 @@ def no_batch_at_all(world: int) -> list[str]:
     return different_weights(same, nets[1])  # whose optimizers have made different numbers of steps by then
 
 
+@pytest.mark.parametrize("torchs", [False, True], ids=["model.join", "torch's Join"])
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_without_any_batch(pool: RankPool, world: int):
-    assert pool.run(no_batch_at_all, world, world=world) == [[]] * world
-
-
-def unfrozen_in(torchs: bool) -> list[str]:
+@run_on_ranks(gloo=True)
+def test_parameters_unfrozen_when_a_rank_has_joined(torchs: bool, world: int):
     """On the ranks that still train, after the first one has joined; the others do it after the context."""
     nets, same = [make(), make()], make()
     wrong = []
@@ -110,9 +107,3 @@ def unfrozen_in(torchs: bool) -> list[str]:
             wrong = not_divided(net, optimizer)
             train(model, optimizer, range(9, 11))
     return wrong + different_weights(same, nets[1])
-
-
-@pytest.mark.parametrize("torchs", [False, True], ids=["model.join", "torch's Join"])
-@pytest.mark.parametrize("world", [2, 3])
-def test_parameters_unfrozen_when_a_rank_has_joined(pool: RankPool, torchs: bool, world: int):
-    assert pool.run(unfrozen_in, torchs, world=world, gloo=True) == [[]] * world

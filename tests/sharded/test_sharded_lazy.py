@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from pool import RankPool
+from pool import run_on_ranks
 from sharded_training import not_divided, plain, sharded, train
 from torch import nn
 
@@ -21,7 +21,8 @@ class Lazy(nn.Module):
         return (x @ self.always * self.waves * self.imaginary).abs()
 
 
-def trains() -> list[str]:
+@run_on_ranks()
+def test_they_become_plain_ones():
     nets = [Lazy(), Lazy()]
     assert nets[0].waves.is_conj() and nets[0].imaginary.is_neg()
     (model, optimizer), reference = sharded(nets[0], torch.optim.SGD), plain(nets[1], torch.optim.SGD)
@@ -29,7 +30,3 @@ def trains() -> list[str]:
         train(*each, 3)
     pairs = zip(nets[0].named_parameters(), nets[1].parameters(), strict=True)
     return [name for (name, ours), theirs in pairs if not torch.equal(ours, theirs)] + not_divided(nets[0], optimizer)
-
-
-def test_they_become_plain_ones(pool: RankPool):
-    assert pool.run(trains) == [[]] * 2

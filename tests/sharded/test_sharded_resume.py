@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import batch, differences, different_weights, error_of, make, not_divided, plain, sharded, train
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -58,7 +58,8 @@ def test_a_new_process_resumes(pool: RankPool, before: str):
         assert pool.run(resume, folder, before, gloo=True) == [[]] * 2
 
 
-def views_on_one_rank() -> list[str]:
+@run_on_ranks(gloo=True)
+def test_views_on_one_rank_are_no_hindrance():
     """And no checkpoint after all."""
     ours, theirs = make(), make()
     (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
@@ -71,10 +72,6 @@ def views_on_one_rank() -> list[str]:
     train(reference, plain_optimizer, 3)
     wrong = different_weights(ours, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
     return wrong + not_divided(ours, optimizer) + [f"rates {rates}"] * (rates[0] != rates[1])
-
-
-def test_views_on_one_rank_are_no_hindrance(pool: RankPool):
-    assert pool.run(views_on_one_rank, gloo=True) == [[]] * 2
 
 
 def own_gradients() -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import (
     OPTIMIZERS,
     differences,
@@ -33,13 +33,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import syncengine
-
-
-def continues(first_sharded: bool, model: str) -> list[str]:
-    wrong = []
-    for name, options in OPTIMIZERS.items():
-        wrong += [f"{name}: {one}" for one in one_continues(getattr(torch.optim, name), options, first_sharded, model)]
-    return wrong
 
 
 def one_continues(kind: type, options: dict, first_sharded: bool, name: str) -> list[str]:
@@ -70,8 +63,12 @@ def one_continues(kind: type, options: dict, first_sharded: bool, name: str) -> 
 
 @pytest.mark.parametrize("first_sharded", [True, False], ids=["to plain", "from plain"])
 @pytest.mark.parametrize("model", ["odd", "mixed"])
-def test_a_checkpoint_continues_with_the_same_bits(pool: RankPool, model: str, first_sharded: bool):
-    assert pool.run(continues, first_sharded, model, world=3) == [[]] * 3
+@run_on_ranks(world=3)
+def test_a_checkpoint_continues_with_the_same_bits(first_sharded: bool, model: str):
+    wrong = []
+    for name, options in OPTIMIZERS.items():
+        wrong += [f"{name}: {one}" for one in one_continues(getattr(torch.optim, name), options, first_sharded, model)]
+    return wrong
 
 
 def save(path: str) -> None:
@@ -106,7 +103,8 @@ def test_a_checkpoint_of_three_ranks_loads_on_any_number(pool: RankPool, world: 
     assert pool.run(load, str(tmp_path / "checkpoint.pt"), world=world) == [[]] * world
 
 
-def any_rank_alone() -> list[str]:
+@run_on_ranks(world=3)
+def test_one_rank_alone_can_save():
     net = make()
     model, optimizer = sharded(net)
     train(model, optimizer, 2)
@@ -119,10 +117,6 @@ def any_rank_alone() -> list[str]:
     reference_model, reference = plain(make())
     train(reference_model, reference, 2)
     return [wrong for state in found for wrong in differences(reference.state_dict(), state)]
-
-
-def test_one_rank_alone_can_save(pool: RankPool):
-    assert pool.run(any_rank_alone, world=3) == [[]] * 3
 
 
 def sizes_of_saved(is_sharded: bool) -> list[int]:
@@ -142,7 +136,8 @@ def test_what_is_saved_has_its_ordinary_size(pool: RankPool):
     assert all(abs(a - b) <= 64 * 30 for a, b in zip(ours[0], theirs[0], strict=True)), (ours, theirs)
 
 
-def others_see_ordinary_tensors() -> list[str]:
+@run_on_ranks()
+def test_averaged_models_copies_and_numpy():
     ours, theirs = make(), make()
     model, optimizer = sharded(ours)
     reference, plain_optimizer = plain(theirs)
@@ -157,10 +152,6 @@ def others_see_ordinary_tensors() -> list[str]:
     array = ours.head.weight.detach().numpy()
     wrong += [] if (array == ours.head.weight.detach().clone().numpy()).all() else ["numpy"]
     return wrong
-
-
-def test_averaged_models_copies_and_numpy(pool: RankPool):
-    assert pool.run(others_see_ordinary_tensors) == [[]] * 2
 
 
 def loads_on_one_rank_alone() -> list[str]:
@@ -208,7 +199,8 @@ def through_dcp(folder: str) -> list[str]:
     return different_weights(again, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
 
 
-def made_by_dcp() -> list[str]:
+@run_on_ranks()
+def test_state_that_dcp_makes():
     """State of zeros; the weights, the rate and the gradients stay, and training is as if nothing had been."""
     again, theirs = make(), make()
     (model, optimizer), (reference, plain_optimizer) = sharded(again), plain(theirs)
@@ -227,11 +219,8 @@ def made_by_dcp() -> list[str]:
     return wrong + different_weights(again, theirs) + not_divided(again, optimizer)
 
 
-def test_state_that_dcp_makes(pool: RankPool):
-    assert pool.run(made_by_dcp) == [[]] * 2
-
-
-def whole_state_by_dcp() -> list[str]:
+@run_on_ranks(gloo=True)
+def test_whole_state_dicts_of_dcp():
     """`get_state_dict` and `set_state_dict` of model and optimizer together, plain and sharded in turn."""
     options = StateDictOptions(full_state_dict=True)
     results = []
@@ -250,16 +239,15 @@ def whole_state_by_dcp() -> list[str]:
     return wrong + [one for _, state in others for one in differences(reference, state)]
 
 
-def test_whole_state_dicts_of_dcp(pool: RankPool):
-    assert pool.run(whole_state_by_dcp, gloo=True) == [[]] * 2
-
-
 def test_distributed_checkpoints(pool: RankPool):
     with tempfile.TemporaryDirectory() as folder:
         assert pool.run(through_dcp, folder, gloo=True) == [[]] * 2
 
 
-def loads_of_others(kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", ["steps are numbers", "of Adam for AdamW"])
+@pytest.mark.parametrize("world", [1, 2])
+@run_on_ranks()
+def test_loading_converts_as_the_class_does(kind: str, world: int):
     """State dicts that the class converts as it loads them."""
     reference_model, reference = plain(make(), torch.optim.Adam, weight_decay=0.1)
     train(reference_model, reference, 3)
@@ -280,12 +268,6 @@ def loads_of_others(kind: str) -> list[str]:
         + different_weights(ours, theirs)
         + differences(plain_optimizer.state_dict(), optimizer.state_dict())
     )
-
-
-@pytest.mark.parametrize("kind", ["steps are numbers", "of Adam for AdamW"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_loading_converts_as_the_class_does(pool: RankPool, kind: str, world: int):
-    assert pool.run(loads_of_others, kind, world=world) == [[]] * world
 
 
 def loads_another_one_before_sharing() -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import batch, different_weights, error_of, make, not_divided, sharded, train
 from torch import nn
 
@@ -37,7 +37,9 @@ def without_gc() -> Iterator[None]:
         gc.enable()
 
 
-def follows(how: str) -> list[str]:
+@pytest.mark.parametrize("how", ["not found", "found on one"])
+@run_on_ranks()
+def test_a_dropped_optimizer_is_no_hindrance(how: str):
     ours, theirs = make(), make()
     with without_gc():
         run = Run(ours)
@@ -51,11 +53,6 @@ def follows(how: str) -> list[str]:
         divided = not_divided(ours, optimizer)
     train(syncengine.Parallel(theirs), torch.optim.SGD(theirs.parameters(), lr=1e-2), 2)
     return divided + different_weights(ours, theirs)
-
-
-@pytest.mark.parametrize("how", ["not found", "found on one"])
-def test_a_dropped_optimizer_is_no_hindrance(pool: RankPool, how: str):
-    assert pool.run(follows, how) == [[]] * 2
 
 
 def wraps_what_one_has_loaded() -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import (
     batch,
     different_weights,
@@ -229,7 +229,8 @@ def test_writing_to_weights_that_were_just_loaded(pool: RankPool):
     assert pool.run(write_what_was_loaded) == [[""]] * 2
 
 
-def loads_a_part() -> list[str]:
+@run_on_ranks()
+def test_a_part_of_the_model_can_be_loaded_on_all_ranks():
     """Of a model whose weights are shared, on all ranks."""
     ours, theirs = make(), make()
     (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
@@ -239,10 +240,6 @@ def loads_a_part() -> list[str]:
         net.layers[2].load_state_dict(part)
         train(wrapped, one, range(2, 4))
     return different_weights(ours, theirs) + not_divided(ours, optimizer)
-
-
-def test_a_part_of_the_model_can_be_loaded_on_all_ranks(pool: RankPool):
-    assert pool.run(loads_a_part) == [[]] * 2
 
 
 def versions(elements: bool) -> list[bool]:
@@ -292,16 +289,13 @@ class ReadsLate(nn.Module):
         return self.last(Late.apply(hidden, self.last.weight.detach()))
 
 
-def reads_late() -> list[str]:
+@run_on_ranks(world=3)
+def test_weights_that_backward_reads_late():
     ours, theirs = ReadsLate(), ReadsLate()
     theirs.load_state_dict(ours.state_dict())
     train(*sharded(ours), 5)
     train(*plain(theirs), 5)
     return different_weights(ours, theirs)
-
-
-def test_weights_that_backward_reads_late(pool: RankPool):
-    assert pool.run(reads_late, world=3) == [[]] * 3
 
 
 def old_graph() -> str:

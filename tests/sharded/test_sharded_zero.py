@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import differences, different_weights, error_of, make, not_divided, train
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -15,7 +15,16 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import syncengine
 
 
-def script(options: dict[str, Any], by: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("options", "by"),
+    [
+        ({}, "nothing"),
+        ({}, "keyword"),
+        ({"parameters_as_bucket_view": True, "overlap_with_ddp": False}, "keyword"),
+    ],
+)
+@run_on_ranks(gloo=True)
+def test_the_script_runs_as_it_is(options: dict[str, Any], by: str):
     group = dist.group.WORLD
     nets, saved, wrong = [make(), make()], [], [""]
     for net, kind in zip(nets, (syncengine.ShardedOptimizer, ZeroRedundancyOptimizer), strict=True):
@@ -33,18 +42,6 @@ def script(options: dict[str, Any], by: str) -> list[str]:
     if saved[0] is not None:
         wrong += differences(saved[1], saved[0])
     return wrong + different_weights(*nets)
-
-
-@pytest.mark.parametrize(
-    ("options", "by"),
-    [
-        ({}, "nothing"),
-        ({}, "keyword"),
-        ({"parameters_as_bucket_view": True, "overlap_with_ddp": False}, "keyword"),
-    ],
-)
-def test_the_script_runs_as_it_is(pool: RankPool, options: dict[str, Any], by: str):
-    assert pool.run(script, options, by, gloo=True) == [[]] * 2
 
 
 def another_group() -> list[str]:

@@ -6,6 +6,7 @@ Functions that run on ranks are module-level functions of a test module; their a
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import pickle
 import shutil
@@ -268,13 +269,23 @@ def _collect(ranks: list[Rank], timeout: float) -> list[Any]:
     return results
 
 
-def run_on_ranks(world: int = 2, **options: Any) -> Callable[[Callable[[], Any]], Callable[[RankPool], None]]:
-    """Makes a function for rank processes into a test, which passes if the function returns on every rank."""
+def run_on_ranks(world: int = 2, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a function for rank processes into a test, which passes if it returns on every rank, and nothing or what
+    is empty: a list of what is wrong, a number of bytes that differ.
 
-    def decorate(function: Callable[[], Any]) -> Callable[[RankPool], None]:
-        def test(pool: RankPool) -> None:
-            pool.run(_call_on_rank, function.__module__, function.__name__, world=world, **options)
+    Its parameters are those of the test, by `pytest.mark.parametrize`; one that is called `world` is the number of
+    ranks.
+    """
 
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        def test(pool: RankPool, **arguments: Any) -> None:
+            ranks = arguments.get("world", world)
+            call = (_call_on_rank, function.__module__, function.__name__, arguments)
+            wrong = pool.run(*call, world=ranks, **options)
+            assert not any(wrong), wrong
+
+        pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([pool, *inspect.signature(function).parameters.values()])
         test.on_ranks = function
         test.__doc__ = function.__doc__
         return test
@@ -282,5 +293,5 @@ def run_on_ranks(world: int = 2, **options: Any) -> Callable[[Callable[[], Any]]
     return decorate
 
 
-def _call_on_rank(module: str, name: str) -> None:
-    getattr(importlib.import_module(module), name).on_ranks()
+def _call_on_rank(module: str, name: str, arguments: dict[str, Any]) -> Any:
+    return getattr(importlib.import_module(module), name).on_ranks(**arguments)

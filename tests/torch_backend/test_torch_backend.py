@@ -155,7 +155,7 @@ def test_reduce_scatter_of_different_sizes() -> None:
         assert all(map(equal, inputs, kept))
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_all_gather_coalesced() -> None:
     group, rank = ours(), dist.get_rank()
     inputs = [torch.full((3,), rank + 1.0), torch.full((2, 2), 10.0 * rank).t()]
@@ -231,7 +231,7 @@ def test_all_gather_of_different_sizes() -> None:
     assert all(equal(outputs[r], value(torch.float32, r, 2 * r + 1, 2)) for r in range(3))
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_premul_sum() -> None:
     group = ours()
     for factor in (0.5 + dist.get_rank(), torch.tensor(0.5 + dist.get_rank())):
@@ -245,7 +245,7 @@ def test_premul_sum() -> None:
         assert equal(part, tensor.chunk(2)[dist.get_rank()])
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_tensors_that_are_not_contiguous() -> None:
     group = ours()
     for view in (torch.t, lambda t: t[:, ::2], lambda t: t[1:, 1:]):

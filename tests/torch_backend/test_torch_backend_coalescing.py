@@ -36,7 +36,7 @@ def in_thread(body: Callable[[], None]) -> None:
         raise errors[0]
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_each_thread_coalesces_its_own_calls() -> None:
     group, rank = ours(), dist.get_rank()
     backend = group._get_backend(torch.device("cpu"))
@@ -60,7 +60,7 @@ def test_each_thread_coalesces_its_own_calls() -> None:
     assert equal(last, torch.ones(2))
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_a_thread_does_not_inherit_what_one_before_left_open() -> None:
     group = ours()
     backend = group._get_backend(torch.device("cpu"))
@@ -74,7 +74,7 @@ def test_a_thread_does_not_inherit_what_one_before_left_open() -> None:
         in_thread(other)
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_what_an_error_ends_has_its_results_all_the_same() -> None:
     group = ours()
     backend = group._get_backend(torch.device("cpu"))
@@ -100,7 +100,8 @@ def test_what_an_error_ends_has_its_results_all_the_same() -> None:
     dist.destroy_process_group(group)
 
 
-def raises_in_the_body() -> None:
+@run_on_ranks(gloo=True, settings=None)
+def test_what_a_body_has_called_before_it_raises_has_ended():
     """After calls that rank 1 makes late: as with Gloo they have taken place when the error leaves the body."""
     group, rank = ours(), dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
@@ -133,11 +134,8 @@ def raises_in_the_body() -> None:
     assert equal(strided, torch.ones(2, 3))  # its message has ended, too
 
 
-def test_what_a_body_has_called_before_it_raises_has_ended(pool: RankPool):
-    pool.run(raises_in_the_body, gloo=True, settings=None)
-
-
-def holds_the_manager() -> None:
+@run_on_ranks(gloo=True, settings=None)
+def test_a_manager_that_outlives_its_body():
     """Which is then there after its body has raised: the next call notices."""
     group, rank = ours(), dist.get_rank()
     plain = torch.full((2,), float(rank))
@@ -149,10 +147,6 @@ def holds_the_manager() -> None:
         time.sleep(0.5)
     dist.broadcast(plain.fill_(rank + 5.0), 1, group)
     assert equal(plain, torch.full((2,), 6.0))
-
-
-def test_a_manager_that_outlives_its_body(pool: RankPool):
-    pool.run(holds_the_manager, gloo=True, settings=None)
 
 
 def interrupted_in_the_body() -> str:
@@ -190,7 +184,7 @@ def test_a_signal_while_an_error_leaves_the_body(pool: RankPool):
     assert pool.run(interrupted_in_the_body, gloo=True, settings=None)[0] == "of the handler"
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_a_barrier_among_coalesced_calls() -> None:
     group, rank = ours(), dist.get_rank()
     store = dist.distributed_c10d._get_default_store()
@@ -232,7 +226,7 @@ def test_the_timeout_of_a_wait_is_one_for_all_of_its_calls(pool: RankPool):
     assert "wait(timeout=...) gave up" in pool.run(waits_for_three, gloo=True, settings=None)[0]
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_a_coalesced_receive_from_any_rank_knows_its_sender() -> None:
     group, rank = ours(), dist.get_rank()
     with _coalescing_manager(group, torch.device("cpu"), async_ops=True) as coalesced:
@@ -247,7 +241,7 @@ def test_a_coalesced_receive_from_any_rank_knows_its_sender() -> None:
         assert coalesced.works[0]._source_rank() == 1
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_coalesced_exchanges_put_their_own_parts() -> None:
     group, rank = ours(), dist.get_rank()
     gathered, exchanged, back = torch.zeros(2, 3), torch.zeros(2), torch.arange(4.0).view(2, 2).t()

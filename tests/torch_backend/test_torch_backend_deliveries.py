@@ -80,7 +80,7 @@ def dropped(group: dist.ProcessGroup) -> list[tuple[Any, torch.Tensor, torch.Ten
     return [(None, target, expected) for _, target, expected in through_copies(group, async_op=True)]
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_the_result_of_a_work_that_was_dropped_is_there_after_the_next_call() -> None:
     group = ours()
     calls = dropped(group)
@@ -114,7 +114,7 @@ def test_the_result_of_a_work_that_was_dropped_is_there_after_the_next_call() ->
     assert missing(calls) == []
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_works_are_delivered_once_and_kept_no_longer() -> None:
     group = ours()
     calls = through_copies(group, async_op=True)
@@ -144,7 +144,7 @@ def test_works_are_delivered_once_and_kept_no_longer() -> None:
     dist.barrier(group)
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_inference_tensors_are_written_whoever_delivers() -> None:
     group = ours()
     with torch.inference_mode():
@@ -169,7 +169,7 @@ def test_inference_tensors_are_written_whoever_delivers() -> None:
     assert missing(calls) == []
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_autograd_sees_what_is_delivered() -> None:
     group = ours()
     weight = torch.ones(2, 3, requires_grad=True)
@@ -198,7 +198,7 @@ def undeliverable(group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
     return work, target
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_an_error_of_a_delivery_is_that_of_its_own_work() -> None:
     group = ours()
     fits = "size of tensor"
@@ -259,7 +259,7 @@ def test_an_error_of_a_delivery_that_nobody_asked_for_is_a_warning(pool: RankPoo
             assert rank.output().count("recv: its result was not put into its tensor: The size of tensor") == 1
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_a_call_follows_those_in_flight_on_the_same_memory() -> None:
     """Of each pair of asynchronous calls the second follows the first, whichever goes through a copy."""
     group = ours()

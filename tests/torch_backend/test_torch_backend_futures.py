@@ -57,7 +57,7 @@ def check_completers(began: torch.Tensor) -> None:
     assert count <= 3 + (now - began.item()) / 0.01
 
 
-@run_on_ranks(world=2, gloo=True, settings=None, timeout=20)
+@run_on_ranks(gloo=True, settings=None, timeout=20)
 def test_a_callback_may_wait_for_another_future() -> None:
     group = ours()
     for late in (None, 0, 1):
@@ -66,7 +66,7 @@ def test_a_callback_may_wait_for_another_future() -> None:
         assert begin(group).then(lambda f: (total(f), total(begin(group)))).wait() == (2, 2)
 
 
-@run_on_ranks(world=2, gloo=True, settings=None, timeout=20)
+@run_on_ranks(gloo=True, settings=None, timeout=20)
 def test_eight_callbacks_wait_within_each_other() -> None:
     group = ours()
 
@@ -84,7 +84,7 @@ def test_eight_callbacks_wait_within_each_other() -> None:
     assert [total(work.get_future()) for work in works] == [2, 2, 2]
 
 
-@run_on_ranks(world=2, gloo=True, settings=None, timeout=20)
+@run_on_ranks(gloo=True, settings=None, timeout=20)
 def test_a_chain_of_callbacks_that_each_wait() -> None:
     group = ours()
     for late in (0, 1):
@@ -96,7 +96,7 @@ def test_a_chain_of_callbacks_that_each_wait() -> None:
         assert total(future) == 18
 
 
-@run_on_ranks(world=2, gloo=True, settings=None, timeout=20)
+@run_on_ranks(gloo=True, settings=None, timeout=20)
 def test_a_callback_may_wait_for_what_began_before_it() -> None:
     """It asks for no future itself, so that nothing but its silence tells that it waits."""
     group = ours()
@@ -119,7 +119,7 @@ def test_a_callback_may_wait_for_what_began_before_it() -> None:
     dist.barrier(group)
 
 
-@run_on_ranks(world=2, gloo=True, settings=None, timeout=20)
+@run_on_ranks(gloo=True, settings=None, timeout=20)
 def test_callbacks_of_messages_may_wait_for_messages() -> None:
     group, rank = ours(), dist.get_rank()
 
@@ -138,7 +138,7 @@ def test_callbacks_of_messages_may_wait_for_messages() -> None:
     dist.barrier(group)
 
 
-@run_on_ranks(world=2, gloo=True, settings=None, timeout=20)
+@run_on_ranks(gloo=True, settings=None, timeout=20)
 def test_callbacks_that_do_not_block_run_in_the_order_of_the_calls() -> None:
     group = ours()
     seen: list[int] = []

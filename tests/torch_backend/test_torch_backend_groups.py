@@ -99,7 +99,8 @@ def test_the_default_group(pool: RankPool, debug: bool):
             assert rank.exit_code() == 0, rank.output()
 
 
-def parallel_in_group() -> None:
+@run_on_ranks(gloo=True, settings=None)
+def test_parallel_uses_the_engine_below_the_group():
     group = dist.new_group([0, 1], backend="syncengine")
     model = syncengine.Parallel(torch.nn.Linear(3, 3), process_group=group)
     assert model.communicator is group._get_backend(torch.device("cpu")).communicator
@@ -107,10 +108,6 @@ def parallel_in_group() -> None:
     before = model.communicator.counters()["operations"]
     model(torch.ones(2, 3)).sum().backward()
     assert model.communicator.counters()["operations"] > before
-
-
-def test_parallel_uses_the_engine_below_the_group(pool: RankPool):
-    pool.run(parallel_in_group, gloo=True, settings=None)
 
 
 def test_backend_is_registered():
@@ -154,7 +151,7 @@ def ring_of_one(**options: Any) -> dist.ProcessGroup:
     return kept
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_messages_to_oneself_in_a_group_of_one() -> None:
     ring_of_one()
 

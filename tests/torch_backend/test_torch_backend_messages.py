@@ -59,7 +59,7 @@ def test_receive_from_any_rank() -> None:
             assert sources == {1, 2, 3}
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_messages_match_by_tag_and_in_order() -> None:
     group, rank, count = ours(), dist.get_rank(), 50
     buffers = [torch.full((10 if i % 2 else 5000,), i if rank == 0 else -1) for i in range(count)]
@@ -241,7 +241,7 @@ def test_messages_to_oneself_when_all_others_have_left(pool: RankPool, hosts: st
     pool.run(talk_to_oneself, hosts, world=len(hosts), gloo=True, settings=None)
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_wrong_calls_are_refused_on_the_rank_that_makes_them() -> None:
     group = ours()
     with pytest.raises(InvalidUsage, match=r"all_to_all: 3 rows don't go into 2 equal parts"):
@@ -299,7 +299,7 @@ def test_parts_of_another_dtype_are_a_mismatch(pool: RankPool, how: str):
         assert "of another dtype" in text
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_nothing_has_no_dtype() -> None:
     group, rank = ours(), dist.get_rank()
     ids = torch.tensor([3, 5] if rank == 0 else [])  # int64; float32
@@ -365,7 +365,7 @@ def collectives(group: dist.ProcessGroup, bad: bool) -> list[tuple[Callable[[], 
     ]
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_a_collective_that_one_rank_refused_may_be_repeated() -> None:
     group, rank = ours(), dist.get_rank()
     for refused in range(len(collectives(group, False))):
@@ -417,7 +417,7 @@ def test_a_gather_that_one_rank_left_out_is_named_by_the_next_collective(pool: R
         assert "called all_reduce(sum, float32, 1 elements)" in text
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_a_batch_that_raises_leaves_the_group_as_it_was() -> None:
     group, rank = ours(), dist.get_rank()
     backend = group._get_backend(torch.device("cpu"))

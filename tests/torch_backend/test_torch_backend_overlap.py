@@ -174,7 +174,7 @@ def test_tensors_of_one_call_may_share_memory(pool: RankPool, name: str):
     assert pool.run(compare, name, world=WORLD, gloo=True, settings=None) == [[]] * WORLD
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_a_tensor_twice_in_a_list_is_as_with_gloo() -> None:
     group, rank = ours(), dist.get_rank()
     results = []
@@ -188,7 +188,7 @@ def test_a_tensor_twice_in_a_list_is_as_with_gloo() -> None:
     assert results[0][0].tolist() == [3.0] * 5
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_a_tensor_whose_elements_share_memory_is_refused() -> None:
     group = ours()
     for call in (

@@ -43,7 +43,7 @@ def call_everything(group: dist.ProcessGroup, asynchronous: bool) -> None:
             work.wait()
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_every_call_has_the_row_of_gloo() -> None:
     group, gloo = ours(), dist.new_group(backend="gloo")
     for asynchronous in (False, True):
@@ -64,7 +64,7 @@ def test_every_call_has_the_row_of_gloo() -> None:
                 assert event.input_shapes == other.input_shapes, event.name
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_rows_of_what_gloo_names_otherwise_or_does_not_have() -> None:
     group, rank = ours(), dist.get_rank()
     x, y = torch.ones(3), [torch.ones(3), torch.ones(3)]
@@ -88,7 +88,7 @@ def test_rows_of_what_gloo_names_otherwise_or_does_not_have() -> None:
     assert shapes["syncengine:recvAnySource"] == [[3]]
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_works_that_outlive_the_profile() -> None:
     group = ours()
     with profile() as profiled:
@@ -102,7 +102,7 @@ def test_works_that_outlive_the_profile() -> None:
     dist.all_reduce(total, group=group)  # nobody profiles
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_rows_of_ddp_over_the_backend() -> None:
     model = DistributedDataParallel(nn.Linear(4, 4), process_group=ours())
     for _ in range(2):

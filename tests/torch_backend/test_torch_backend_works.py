@@ -18,7 +18,7 @@ import syncengine
 from syncengine.errors import InvalidUsage, Mismatch
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_works_and_futures() -> None:
     group = ours()
     tensor = torch.ones(3, 4).t()
@@ -59,7 +59,7 @@ def test_errors_reach_futures_and_later_calls(pool: RankPool):
         assert "all_reduce(sum, float32, 4 elements)" in text
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_what_can_not_work_is_refused_by_name() -> None:
     group = ours()
     backend = group._get_backend(torch.device("cpu"))
@@ -117,7 +117,7 @@ def test_timeouts_name_the_rank_that_is_missing(pool: RankPool, how: str):
     assert ("monitored_barrier()" in text) == (how == "monitored")
 
 
-@run_on_ranks(world=2, gloo=True, settings=None)
+@run_on_ranks(gloo=True, settings=None)
 def test_the_timeout_of_the_environment() -> None:
     with mock.patch.dict(os.environ, SYNCENGINE_TIMEOUT="20"):
         groups = [ours(), ours(timeout=timedelta(seconds=40))]
