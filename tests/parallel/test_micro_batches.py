@@ -341,6 +341,54 @@ def test_other_ways_train_the_same(pool: RankPool, expected, name: str):
         assert answer == (weights if name != "sharded" else "", losses)
 
 
+def compiled() -> Answer:
+    return train("attention", 8, 4, wrap=torch.compile)
+
+
+def test_inductor_trains_the_same_at_any_number_of_ranks(pool: RankPool):
+    """Beside itself alone: its kernels round in their own way."""
+    one, three = (joined(pool.run(compiled, world=world, timeout=300)) for world in (1, 3))
+    assert one == three
+
+
+class Wide(nn.Module):
+    """Three weights of 36 MiB, each of which the allocator maps and unmaps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9 << 10, 1 << 10, bias=False) for _ in range(3))
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        return sum(layer(row).sum() for layer in self.layers)
+
+
+def memory(field: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at the most."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) << 10
+
+
+def copies_at_the_peak(total: int) -> float:
+    """Of all gradients, in the second step."""
+    net = Wide()
+    model = syncengine.Parallel(net)
+    batches = syncengine.micro_batches(model, DataLoader(torch.ones(2 * total, 9 << 10)), total=total)
+    before = 0
+    for _ in range(2):
+        model.zero_grad()
+        before = memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the most begins anew
+        for _, row in batches:
+            model(row).backward()
+    return (memory("VmHWM") - before) / sum(p.numel() * p.element_size() for p in net.parameters())
+
+
+@pytest.mark.parametrize("total", [1, 2, 8])
+def test_a_rank_keeps_a_gradient_for_each_level_of_the_tree(pool: RankPool, total: int):
+    (copies,) = pool.run(copies_at_the_peak, total, world=1)
+    assert total.bit_length() - 0.1 < copies < total.bit_length() + 1 / 3 + 0.1  # and one parameter's
+
+
 def save_or_go_on(folder: str, goes_on: bool) -> str:
     torch.set_num_threads(1)
     net = make("language")
