@@ -255,7 +255,7 @@ class _SeededDataset:
 def _seed(*key: Any) -> None:
     """Seeds every generator by ``key``: the CRC-32 of its parts with blanks in between, so that anybody can."""
     number = zlib.crc32(" ".join(map(str, key)).encode())
-    torch.manual_seed(number)
+    torch.default_generator.manual_seed(number)  # torch.manual_seed() formats a stack for each device that is not there
     random.seed(number)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(number)
