@@ -60,17 +60,7 @@ def elastic(
     Raises ``PeerLost`` where fewer than ``at_least`` ranks are left, ``Aborted`` on a rank without which the others
     have gone on, ``InvalidUsage`` for a state that can't be kept, and what else the function raises.
     """
-    run = Elastic(state, step, at_least, patience)
-    while True:
-        try:
-            result = function(run)
-            default_communicator().barrier()  # nobody leaves whom another may need
-            return result
-        except Exception as error:
-            if not _is_lost(error):
-                raise
-            logger.warning("after step %d: %s", run.step, error)
-        run._recover()
+    return Elastic(state, step, at_least, patience)._run(function)
 
 
 class Elastic:
@@ -109,6 +99,19 @@ class Elastic:
             self._keep()
             if self._door is not None:
                 self._door.look(default_communicator())
+
+    def _run(self, function: Callable[[Any], _Result]) -> _Result:
+        """As `elastic` calls it."""
+        while True:
+            try:
+                result = function(self)
+                default_communicator().barrier()  # nobody leaves whom another may need
+                return result
+            except Exception as error:
+                if not _is_lost(error):
+                    raise
+                logger.warning("after step %d: %s", self.step, error)
+            self._recover()
 
     def _keep(self) -> None:
         """What a step that nobody finishes may change."""

@@ -43,12 +43,16 @@ class Door:
             return None
         return cls(environ[MEET], int(environ[JOIN]) if JOIN in environ else None)
 
-    def look(self, communicator: Communicator) -> None:
-        """Now and then, by the first rank: if somebody waits, all leave their step, as where a rank has died."""
-        if communicator.rank != 0 or time.monotonic() < self._looked + _LOOK:
-            return
+    def somebody_waits(self) -> bool:
+        """As far as this rank knows, which looks now and then. To be asked by the first rank."""
+        if time.monotonic() < self._looked + _LOOK:
+            return False
         self._looked = time.monotonic()
-        if len(self._names()) > self._let_in:
+        return len(self._names()) > self._let_in
+
+    def look(self, communicator: Communicator) -> None:
+        """By the first rank: if somebody waits, all leave their step, as where a rank has died."""
+        if communicator.rank == 0 and self.somebody_waits():
             communicator.abort("another rank joins: all begin the step anew")
 
     def let_in(self, communicator: Communicator, facts: str) -> Communicator:

@@ -19,6 +19,7 @@ from syncengine.horovod.broadcast import broadcast as broadcast
 from syncengine.horovod.broadcast import broadcast_ as broadcast_
 from syncengine.horovod.broadcast import broadcast_async as broadcast_async
 from syncengine.horovod.broadcast import broadcast_async_ as broadcast_async_
+from syncengine.horovod.elastic import HostsUpdatedInterrupt as HostsUpdatedInterrupt
 from syncengine.horovod.gather import allgather as allgather
 from syncengine.horovod.gather import allgather_async as allgather_async
 from syncengine.horovod.gather import alltoall as alltoall

@@ -1,5 +1,253 @@
-"""Horovod's module of this name: refused, with what to use instead."""
+"""Horovod's elastic training: a function that is run again from the last commit when ranks have died or come.
 
-from syncengine.horovod.refusal import refuse
+A commit is what a step is for `syncengine.elastic`, which brings the ranks together: it is finished on all of them or
+made again, and who is one behind gets it from one that is not.
+"""
 
-refuse("elastic")
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager, suppress
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+
+from syncengine._C import Communicator
+from syncengine._elastic import Elastic
+from syncengine.communicator import default_communicator
+from syncengine.errors import Aborted, InvalidUsage, PeerLost, SyncError, Timeout
+from syncengine.horovod.objects import broadcast_object, load_in_place
+from syncengine.horovod.optimizer import Distributed
+from syncengine.horovod.process import follow, init, rank, shutdown, size
+from syncengine.horovod.process_sets import calls, streams
+
+__all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "TorchState", "init", "run", "shutdown"]
+
+HorovodInternalError = SyncError
+_LOST = (PeerLost, Timeout, Aborted)
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+_State = TypeVar("_State", bound="TorchState")
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Another process joins: raised by `commit` and `check_host_updates`, on all ranks, for `run`."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("another rank joins: all go on from here with it")
+        self.skip_sync = skip_sync  # False: who joins needs the state
+
+
+class TorchState:
+    """All that training changes: models, optimizers, samplers, anything with `state_dict` and `load_state_dict`, and
+    any objects that can be pickled. Each is an attribute of the name that it is given by.
+
+    It is committed when made. A commit copies all of it, so don't commit more often than you can bear to lose.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **attributes: Any
+    ) -> None:
+        attributes = {"model": model, "optimizer": optimizer, **attributes}
+        vars(self).update(attributes)
+        self._names = list(attributes)
+        self._elastic: _Run | None = None  # while `run` runs a function with this state
+        self._callbacks: list[Callable[[], object]] = []
+        self.save()
+
+    def save(self) -> None:
+        """Keeps copies, which `restore` goes back to."""
+        live = {name: getattr(self, name) for name in self._names}
+        self._saved = {name: copy.deepcopy(v.state_dict() if has_state(v) else v) for name, v in live.items()}
+
+    def restore(self) -> None:
+        """Goes back to what was saved last."""
+        for name, saved in copy.deepcopy(self._saved).items():
+            value = getattr(self, name)
+            if isinstance(value, torch.optim.Optimizer):
+                load_in_place(value, saved)
+            elif has_state(value):
+                value.load_state_dict(saved)
+            else:
+                setattr(self, name, saved)
+
+    def sync(self) -> None:
+        """Gives all ranks what rank 0 has, and saves it. Collective."""
+        self.save()
+        packed = broadcast_object(self.pack() if rank() == 0 else None, 0, "TorchState.sync")
+        if rank() != 0:
+            self.unpack(packed)
+            self.restore()
+
+    def commit(self) -> None:
+        """`save`, then `check_host_updates`. Collective, as this is."""
+        self.save()
+        if self._elastic is not None:
+            self._elastic.step += 1
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raises HostsUpdatedInterrupt, on all ranks, if a process waits to be let in, which is looked for twice a
+        second. Collective where there is a launcher that lets others come; else it does nothing."""
+        door = None if self._elastic is None else self._elastic._door
+        if door is not None and broadcast_object(rank() == 0 and door.somebody_waits(), 0, "check_host_updates"):
+            raise HostsUpdatedInterrupt()
+
+    def register_reset_callbacks(self, callbacks: Sequence[Callable[[], object]]) -> None:
+        """To be called, in this order, whenever ranks have died or come, before `sync`: to change learning rates, say.
+        Not on those that come."""
+        self._callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Calls the callbacks."""
+        for callback in self._callbacks:
+            callback()
+
+    def pack(self) -> bytes:
+        """What is saved."""
+        file = io.BytesIO()
+        torch.save(self._saved, file)
+        return file.getvalue()
+
+    def unpack(self, packed: bytes) -> None:
+        """The opposite."""
+        self._saved = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+
+
+def has_state(value: object) -> bool:
+    """Whether it is kept by its `state_dict`."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def run(
+    function: Callable[Concatenate[_State, _Arguments], _Result],
+) -> Callable[Concatenate[_State, _Arguments], _Result]:
+    """A function that calls `function(state, ...)`, after `state.sync()`, and again when ranks have died or come.
+
+    When ranks have died, the call in which the others notice it raises HorovodInternalError; those that are left go
+    back to the last commit and call the function again. When a process joins, `commit` raises HostsUpdatedInterrupt on
+    all ranks, which call the function again together with it, from what they have by then. DistributedOptimizers that
+    the state has move to the ranks that are there, without gradients; process sets are gone.
+
+    Raises what the function raises of its own, on all ranks.
+    """
+
+    @functools.wraps(function)
+    def wrapper(state: _State, /, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        state._elastic = elastic = _Run(state)
+
+        def attempt(_: object) -> _Result:
+            with elastic.telling():
+                state.sync()
+                return function(state, *args, **kwargs)
+
+        try:
+            return elastic._run(attempt)
+        finally:
+            state._elastic = None
+
+    return wrapper
+
+
+class _Run(Elastic):
+    """That of one function; its steps are commits, which the state itself keeps."""
+
+    def __init__(self, state: TorchState) -> None:
+        self._whole, self._joins = state, True  # once made, it is among the others
+        super().__init__({n: v for n in state._names if has_state(v := getattr(state, n))}, 0, 1, 30.0)
+        self._joins = False
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What ends the run here ends all that others may wait for: optimizers have communicators of their own."""
+        try:
+            yield
+        except (SyncError, HostsUpdatedInterrupt) as error:
+            if isinstance(error, HostsUpdatedInterrupt):
+                self._whole.save()
+                self.step += 1
+            elif not isinstance(error, _LOST) and type(error) is not HorovodInternalError:
+                raise
+            default_communicator().abort(str(error))
+            with suppress(InvalidUsage):  # there may be none by now
+                for each in streams():
+                    each.abort(str(error))
+            raise Aborted(str(error)) from error
+
+    def _keep(self) -> None:
+        pass
+
+    def _undo(self) -> None:
+        pass  # when the optimizers wait for nothing any more
+
+    def _pack(self) -> bytes:
+        return self._whole.pack()
+
+    def _unpack(self, packed: bytes) -> None:
+        self._whole.unpack(packed)
+
+    def _go_on(self, communicator: Communicator) -> None:
+        with self.telling():
+            follow(communicator)
+            for name in sorted(self._state):
+                if isinstance(value := getattr(self._whole, name), Distributed):
+                    value.follow(calls())
+            super()._go_on(communicator)
+            self._whole.restore()
+            if not self._joins:
+                self._whole.on_reset()
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Deals the samples of an epoch to the ranks that are there; those that were recorded are not dealt again when
+    ranks have died or come. To be in the TorchState, and in a DataLoader.
+
+    `dataset`: its length stays the same. `shuffle`, `seed`: in an order that is the same on all ranks, another one in
+    each epoch; that of Horovod's own.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch, of whose samples none has been used: to be called at the end of the one before."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Each rank has used a batch of `batch_size` samples, the next ones of its own."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch, and how many of its samples have been used."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on there, dealing to the ranks that are there now."""
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Deals what is left to the ranks that are there now."""
+        self.num_replicas, self.rank = size(), rank()
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        left = self.remaining_indices
+        return (left[i % len(left)] for i in range(self.rank, self.total_size, self.num_replicas))
+
+    def __len__(self) -> int:
+        return self.num_samples

@@ -71,12 +71,12 @@ def _state(stream: Calls, call: Call, optimizer: torch.optim.Optimizer, root_ran
         return data.getvalue()
 
     def load(data: bytearray) -> None:
-        _load_in_place(optimizer, torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
+        load_in_place(optimizer, torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
 
     return _from_root(stream, call, root_rank, pack, load, None)
 
 
-def _load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """The groups and the state stay the objects that they are on the root: schedulers, and the optimizer that a
     DistributedOptimizer was made of, hold them.
     """

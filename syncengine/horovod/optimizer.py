@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -116,13 +117,14 @@ class Distributed(torch.optim.Optimizer):
 
     backward_passes_per_step: int
     _parameters: Parameters
+    _asked: tuple[Settings, Groups]
     _gradients: Gradients | None  # None with one rank
     _synchronized: bool
     _should_synchronize: bool
 
     def _connect(self, stream: Calls | None, parameters: Parameters, settings: Settings, groups: Groups) -> None:
         followed, names = parameters.newcomers(self.param_groups)
-        self._parameters = parameters
+        self._parameters, self._asked = parameters, (settings, groups)
         self._parameter_names = parameters.names  # as in Horovod, for scripts that look
         self.backward_passes_per_step, self.op = settings.passes, settings.op
         self.gradient_predivide_factor = settings.predivide
@@ -152,6 +154,15 @@ class Distributed(torch.optim.Optimizer):
             return ()
 
         stream.submit("DistributedOptimizer", None, Plan(kind, begin=connect)).result()
+
+    def follow(self, stream: Calls) -> None:
+        """Moves to the ranks that are there now, as if it were made there anew. Without gradients. Collective."""
+        settings, groups = self._asked
+        parameters = Parameters(self.param_groups, [(name, p) for p, name in self._parameters.names.items()])
+        for parameter in parameters.names:
+            parameter.grad = None
+        self._should_synchronize = True
+        self._connect(stream, parameters, replace(settings, passes=self.backward_passes_per_step), groups)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backwards come before a step. Not between backward and step."""

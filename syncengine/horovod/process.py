@@ -10,12 +10,13 @@ from collections.abc import Sequence
 import torch
 
 import syncengine.communicator as engine
-from syncengine._C import has_cuda
+from syncengine._C import Communicator, has_cuda
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.handles import forget_handles
 from syncengine.horovod.process_sets import ProcessSet, add_process_set, calls, connect, forget, global_process_set
 from syncengine.horovod.timeline import follow_variable
 from syncengine.launch import find_launch
+from syncengine.launch.local import INSTEAD
 
 
 def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]] | str | None = None) -> None:
@@ -35,14 +36,20 @@ def init(comm: object = None, process_sets: Sequence[ProcessSet | Sequence[int]]
             f"horovodrun has started this process as one of {os.environ['HOROVOD_SIZE']} (HOROVOD_SIZE), each of which "
             "would be alone: start the ranks by torchrun, mpirun or srun"
         )
-    communicator = engine.init()
-    stream = global_process_set._stream
-    if stream is None or stream.communicator is not communicator:
-        forget_handles()
-        connect(communicator)
-        follow_variable()
+    if follow(engine.init()):
         for each in process_sets or () if not isinstance(process_sets, str) else ():
             add_process_set(each)
+
+
+def follow(communicator: Communicator) -> bool:
+    """From now on all calls are made on this one, the default one; returns whether they were not before. Collective."""
+    stream = global_process_set._stream
+    if stream is not None and stream.communicator is communicator:
+        return False
+    forget_handles()
+    connect(communicator)
+    follow_variable()
+    return True
 
 
 def shutdown() -> None:
@@ -59,37 +66,49 @@ def is_initialized() -> bool:
 
 
 def rank() -> int:
-    """This process's rank, from 0. This and all below raise InvalidUsage before init()."""
-    return calls().rank
+    """This process's rank, from 0. This and all below raise InvalidUsage before init().
+
+    A process that `syncengine run --restart` has started, and which the others have not let in yet, tells the rank in
+    whose place it comes here and in `local_rank`, and in `size` and `local_size` how many were started.
+    """
+    return calls().rank if (place := _coming()) is None else place[0]
 
 
 def size() -> int:
     """The number of ranks."""
-    return calls().size
+    return calls().size if (place := _coming()) is None else place[1]
 
 
 def local_rank() -> int:
     """This process's rank among those of its host, from 0."""
-    calls()
-    return engine.local_rank()
+    me, hosts = calls().rank, engine.hosts()  # not as launched: ranks may have died since
+    return hosts[:me].count(hosts[me]) if (place := _coming()) is None else place[0]
 
 
 def local_size() -> int:
     """The number of ranks on this host."""
-    me = rank()
-    return engine.hosts().count(engine.hosts()[me])
+    hosts = engine.hosts()
+    return hosts.count(hosts[calls().rank]) if (place := _coming()) is None else place[1]
+
+
+def _coming() -> tuple[int, int] | None:
+    """Of a process that is still to be let in: in whose place it comes, and among how many ranks."""
+    if calls().communicator.global_ranks != [0] or INSTEAD not in os.environ:
+        return None
+    place, count = os.environ[INSTEAD].split("/")
+    return int(place), int(count)
 
 
 def cross_rank() -> int:
     """Among the hosts that have a rank with this local rank: this host's number, from 0."""
-    me = rank()
-    return _hosts_with(local_rank()).index(engine.hosts()[me])
+    me = calls().rank
+    return _hosts_with(local_rank()).index(engine.hosts()[me]) if _coming() is None else 0
 
 
 def cross_size() -> int:
     """How many hosts have a rank with this local rank."""
     calls()
-    return len(_hosts_with(local_rank()))
+    return len(_hosts_with(local_rank())) if _coming() is None else 1
 
 
 def is_homogeneous() -> bool:

@@ -13,8 +13,6 @@ _GPU = "ask torch.cuda.is_available()"
 REFUSED = {
     "Adasum": _ADASUM,
     "num_rank_is_power_2": f"it is for Adasum: {_ADASUM}",
-    "elastic": "start the job anew from a checkpoint, as torchrun --max-restarts does; after an error that all ranks "
-    "catch, hvd.init() connects them anew",
     "run": "start the script with torchrun, mpirun or srun",
     "gpu_available": _GPU,
     "mpi_lib_v2": _NAMES,

@@ -59,8 +59,9 @@ def run_local_ranks(count: int, arguments: Sequence[str], threads: int) -> int:
     return _exit_code(codes)
 
 
-# Variables of ranks that a launcher keeps going: where processes that join wait, and which number such a one has.
-MEET, JOIN = "_SYNCENGINE_MEET", "_SYNCENGINE_JOIN"
+# Variables of ranks that a launcher keeps going: where processes that join wait, which number such a one has, and in
+# whose place it comes ("1/4": rank 1 of 4).
+MEET, JOIN, INSTEAD = "_SYNCENGINE_MEET", "_SYNCENGINE_JOIN", "_SYNCENGINE_INSTEAD"
 PLACE = "syncengine/joining"  # in the store
 
 
@@ -77,18 +78,20 @@ def run_script(count: int, script: Sequence[str], threads: int, keep_going: bool
     common = {"OMP_NUM_THREADS": str(threads), **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} | ({MEET: f"127.0.0.1:{store.port}"} if keep_going else {})
     running: dict[int, subprocess.Popen[bytes]] = {}
-    started, codes = 0, []
+    places: list[int] = []  # of each that was started: which of the ranks it is, or comes in the place of
+    codes = []
 
-    def start(rank: int, world: int, **more: str) -> None:
-        nonlocal started
+    def start(place: int, joins: bool) -> None:
+        rank, world, started = (0, 1, len(places)) if joins else (place, count, place)
         local = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        more = {JOIN: str(started), INSTEAD: f"{place}/{count}"} if joins else {}
         running[started] = subprocess.Popen([sys.executable, *script], env=common | local | more)
-        started += 1
+        places.append(place)
 
     previous = signal.signal(signal.SIGTERM, _end)
     try:
         for rank in range(count):
-            start(rank, count)
+            start(rank, joins=False)
         while running:
             time.sleep(_LOOK)
             for name, process in list(running.items()):
@@ -97,8 +100,8 @@ def run_script(count: int, script: Sequence[str], threads: int, keep_going: bool
                 codes.append(running.pop(name).returncode)
                 if codes[-1] != 0 and not keep_going:
                     return _exit_code(codes)
-                if codes[-1] != 0 and restart and 0 not in codes and running and started < 11 * count:
-                    start(0, 1, **{JOIN: str(started)})
+                if codes[-1] != 0 and restart and 0 not in codes and running and len(places) < 11 * count:
+                    start(places[name], joins=True)
             # Who waits to be let in when all others have ended waits in vain.
             if all(name >= count and not store.check([f"{PLACE}/ticket/{name}"]) for name in running):
                 break
