@@ -13,12 +13,14 @@ import pytest
 import torch
 from faults import WITHIN, Outcome, my_rank, suffer
 from faults_model import model_and_step
+from pool import run_on_ranks
 from torch.utils.data._utils.pin_memory import _pin_memory_loop
 
 import syncengine
 
 
-def two_threads() -> Outcome:
+@run_on_ranks(world=2, settings=None)
+def test_threads_that_wait_crosswise_are_no_cycle():
     """Rank 0 is late for backward, rank 1 for the other thread's calls: what looks like a cycle resolves itself."""
 
     def body(step):
@@ -46,15 +48,12 @@ def two_threads() -> Outcome:
         if errors:
             raise errors[0]
 
-    return suffer(body, timeout=30.0)
+    outcome = suffer(body, timeout=30.0)
+    assert (outcome.error, outcome.left) == ("", []), outcome
 
 
-def test_threads_that_wait_crosswise_are_no_cycle(pool):
-    for outcome in pool.run(two_threads, world=2, settings=None):
-        assert (outcome.error, outcome.left) == ("", []), outcome
-
-
-def late_thread() -> Outcome:
+@run_on_ranks(world=2, settings=None)
+def test_a_thread_that_has_made_no_call_yet_may_bring_what_is_missing():
     """Backward on one rank, metrics on the other; the thread that brings the rest makes its first call much later."""
 
     def body(step):
@@ -79,12 +78,8 @@ def late_thread() -> Outcome:
         if errors:
             raise errors[0]
 
-    return suffer(body, timeout=30.0)
-
-
-def test_a_thread_that_has_made_no_call_yet_may_bring_what_is_missing(pool):
-    for outcome in pool.run(late_thread, world=2, settings=None):
-        assert (outcome.error, outcome.left) == ("", []), outcome
+    outcome = suffer(body, timeout=30.0)
+    assert (outcome.error, outcome.left) == ("", []), outcome
 
 
 def run_beside(beside, stack):

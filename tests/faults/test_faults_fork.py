@@ -7,6 +7,7 @@ import traceback
 import pytest
 import torch
 from faults import my_rank
+from pool import run_on_ranks
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import syncengine
@@ -31,7 +32,8 @@ def in_child(function) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(status), text
 
 
-def refusals() -> list[str]:
+@run_on_ranks(world=2)
+def test_child_may_not_use_the_engine():
     communicator = syncengine.default_communicator()
     tensor = torch.ones(8)
     work = communicator.all_reduce(torch.ones(8), async_op=True)
@@ -61,15 +63,11 @@ def refusals() -> list[str]:
     for _ in range(3):
         syncengine.all_reduce(tensor)
     assert tensor[0] == syncengine.world_size() ** 3
-    return answers
+    assert answers == [(0, "all refused")]
 
 
-def test_child_may_not_use_the_engine(pool):
-    for answers in pool.run(refusals, world=2):
-        assert answers == [(0, "all refused")]
-
-
-def write_into_parents() -> tuple:
+@run_on_ranks(world=3)
+def test_childs_writes_stay_in_the_child():
     mine, freed = syncengine.empty(300_000), syncengine.empty(300_000)
     mine.fill_(my_rank() + 1.0)
     del freed
@@ -83,12 +81,7 @@ def write_into_parents() -> tuple:
     answer = in_child(child)
     untouched = bool((mine == my_rank() + 1.0).all())
     syncengine.all_reduce(mine)
-    return answer, untouched, mine[0].item(), mine[-1].item()
-
-
-def test_childs_writes_stay_in_the_child(pool):
-    for answer in pool.run(write_into_parents, world=3):
-        assert answer == ((0, "written"), True, 6.0, 6.0)
+    assert (answer, untouched, mine[0].item(), mine[-1].item()) == ((0, "written"), True, 6.0, 6.0)
 
 
 def fork_in_flight() -> list:

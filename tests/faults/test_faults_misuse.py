@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults import WITHIN, Outcome, my_rank, suffer, wait_for_file
+from pool import run_on_ranks
 
 import syncengine
 
@@ -69,20 +70,18 @@ def test_another_call_among_few_and_many(pool, world):
         assert "rank 1" in outcome.text and "99 elements" in outcome.text
 
 
-def transposed() -> Outcome:
+@run_on_ranks(world=2, settings=None)
+def test_another_layout_of_the_same_elements():
     def body(step):
         matrix = torch.ones(20, 30)
         syncengine.all_reduce(matrix.t() if my_rank() == 1 else matrix)
 
-    return suffer(body, timeout=30.0)
+    outcome = suffer(body, timeout=30.0)
+    assert outcome.error == "Mismatch" and "layout" in outcome.text
 
 
-def test_another_layout_of_the_same_elements(pool):
-    for outcome in pool.run(transposed, world=2, settings=None):
-        assert outcome.error == "Mismatch" and "layout" in outcome.text
-
-
-def other_order() -> Outcome:
+@run_on_ranks(world=3, settings=None)
+def test_another_order():
     def body(step):
         sizes = [100, 200] if my_rank() == 0 else [200, 100]
         works = [all_reduce(count=size, async_op=True) for size in sizes]
@@ -90,13 +89,9 @@ def other_order() -> Outcome:
         for work in works:
             work.wait()
 
-    return suffer(body, timeout=30.0)
-
-
-def test_another_order(pool):
-    for outcome in pool.run(other_order, world=3, settings=None):
-        assert (outcome.error, outcome.left) == ("Mismatch", [])
-        assert "all_reduce(sum, float32, 100" in outcome.text and "all_reduce(sum, float32, 200" in outcome.text
+    outcome = suffer(body, timeout=30.0)
+    assert (outcome.error, outcome.left) == ("Mismatch", [])
+    assert "all_reduce(sum, float32, 100" in outcome.text and "all_reduce(sum, float32, 200" in outcome.text
 
 
 def one_call_less(world) -> Outcome:
@@ -148,7 +143,8 @@ def test_shutdown_while_work_is_pending(pool, in_arena, tmp_path):
         assert outcome.seconds < WITHIN
 
 
-def abandoned_work() -> Outcome:
+@run_on_ranks(world=2, settings=None)
+def test_abandoned_work_ends():
     """Nobody keeps the Work or the tensor: the engine alone holds the memory, and Python may hold the GIL meanwhile."""
 
     def body(step):
@@ -158,12 +154,8 @@ def abandoned_work() -> Outcome:
         syncengine.barrier()
         return syncengine.default_communicator().counters()["operations"]
 
-    return suffer(body, timeout=30.0)
-
-
-def test_abandoned_work_ends(pool):
-    for outcome in pool.run(abandoned_work, world=2, settings=None):
-        assert (outcome.error, outcome.left, outcome.value) == ("", [], 51)
+    outcome = suffer(body, timeout=30.0)
+    assert (outcome.error, outcome.left, outcome.value) == ("", [], 51)
 
 
 def closes_split(closing) -> Outcome:
@@ -193,7 +185,9 @@ def test_the_jobs_end_reaches_its_splits(pool, closing, error, text):
     assert waiting.seconds < WITHIN
 
 
-def fail_next_door(where) -> Outcome:
+@pytest.mark.parametrize("where", ["elsewhere", "same tensor", "same pages"])
+@run_on_ranks(world=2, settings=None)
+def test_a_failure_next_door_is_harmless_or_told(where):
     """Rank 0 has told its peers in `a` where its tensor lies when `b` fails in the middle of an operation."""
 
     def body(step):
@@ -215,16 +209,11 @@ def fail_next_door(where) -> Outcome:
             a.all_reduce(mine)
         return mine[0].item(), mine[-1].item()
 
-    return suffer(body, timeout=30.0)
-
-
-@pytest.mark.parametrize("where", ["elsewhere", "same tensor", "same pages"])
-def test_a_failure_next_door_is_harmless_or_told(pool, where):
-    for outcome in pool.run(fail_next_door, where, world=2, settings=None):
-        if where == "same pages":  # cut loose from the peers: `a` can't go on, and must not pretend to
-            assert (outcome.error, outcome.text, outcome.left) == ("Aborted", "rank 0: enough", [])
-        else:
-            assert (outcome.error, outcome.value, outcome.left) == ("", (2.0, 2.0), [])
+    outcome = suffer(body, timeout=30.0)
+    if where == "same pages":  # cut loose from the peers: `a` can't go on, and must not pretend to
+        assert (outcome.error, outcome.text, outcome.left) == ("Aborted", "rank 0: enough", [])
+    else:
+        assert (outcome.error, outcome.value, outcome.left) == ("", (2.0, 2.0), [])
 
 
 def memory_of_this_process() -> int:

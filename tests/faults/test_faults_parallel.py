@@ -7,6 +7,7 @@ import pytest
 import torch
 from faults import WITHIN, Outcome, interrupt, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
 from faults_model import Model, model_and_step
+from pool import run_on_ranks
 from torch import nn
 
 import syncengine
@@ -216,7 +217,9 @@ def test_ctrl_c_at_backwards_end(pool, tmp_path):
             assert "rank 0 was interrupted (Ctrl-C)" in told.text
 
 
-def call_instead_of_backward(world) -> Outcome:
+@pytest.mark.parametrize("world", [2, 3, 8])
+@run_on_ranks(settings=None)
+def test_collective_where_others_run_backward(world):
     def body(step):
         _, train = model_and_step()
         train()
@@ -226,16 +229,11 @@ def call_instead_of_backward(world) -> Outcome:
         else:
             train()
 
-    return suffer(body, timeout=30.0)
-
-
-@pytest.mark.parametrize("world", [2, 3, 8])
-def test_collective_where_others_run_backward(pool, world):
-    for outcome in pool.run(call_instead_of_backward, world, world=world, settings=None):
-        assert (outcome.error, outcome.left) == ("Mismatch", []), outcome
-        assert f"rank {world - 1}" in outcome.text
-        assert outcome.seconds < WITHIN
-        assert "all_reduce(sum, float32, 100 elements)" in outcome.text or "its collective call number" in outcome.text
+    outcome = suffer(body, timeout=30.0)
+    assert (outcome.error, outcome.left) == ("Mismatch", []), outcome
+    assert f"rank {world - 1}" in outcome.text
+    assert outcome.seconds < WITHIN
+    assert "all_reduce(sum, float32, 100 elements)" in outcome.text or "its collective call number" in outcome.text
 
 
 def one_step_less(world) -> Outcome:
@@ -259,15 +257,12 @@ def test_training_ends_early_on_one_rank(pool, world):
         assert outcome.seconds < WITHIN
 
 
-def other_model() -> Outcome:
+@run_on_ranks(world=2, settings=None)
+def test_models_that_differ():
     def body(step):
         step()
         syncengine.Parallel(nn.Linear(4, 4 + my_rank()))
 
-    return suffer(body, timeout=30.0)
-
-
-def test_models_that_differ(pool):
-    for outcome in pool.run(other_model, world=2, settings=None):
-        assert (outcome.error, outcome.left) == ("Mismatch", [])
-        assert "weight" in outcome.text and outcome.seconds < WITHIN
+    outcome = suffer(body, timeout=30.0)
+    assert (outcome.error, outcome.left) == ("Mismatch", [])
+    assert "weight" in outcome.text and outcome.seconds < WITHIN

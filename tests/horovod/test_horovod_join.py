@@ -61,7 +61,8 @@ def test_sync_batch_norm_beside_join(pool, steps):
     pool.run(norm_beside_join, steps, world=len(steps), settings=SOON)
 
 
-def norm_beside_another_call() -> str:
+@run_on_ranks()
+def test_sync_batch_norm_is_named_where_calls_differ():
     hvd.init()
     with pytest.raises(Mismatch) as caught:
         if hvd.rank() == 0:
@@ -70,9 +71,5 @@ def norm_beside_another_call() -> str:
             hvd.allreduce(torch.ones(1))
     hvd.init()
     assert torch.isfinite(hvd.SyncBatchNorm(3)(torch.ones(2, 3))).all(), "the new communicator is used"
-    return str(caught.value)
-
-
-def test_sync_batch_norm_is_named_where_calls_differ(pool):
-    for text in pool.run(norm_beside_another_call):
-        assert "rank 0 called SyncBatchNorm of 3 channels, but rank 1 called allreduce" in text
+    text = str(caught.value)
+    assert "rank 0 called SyncBatchNorm of 3 channels, but rank 1 called allreduce" in text

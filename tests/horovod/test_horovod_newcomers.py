@@ -64,7 +64,8 @@ def test_gradual_unfreezing(pool, case, passes):
     pool.run(unfreeze_step_by_step, case, passes, world=passes + 1)
 
 
-def unfreeze_on_one_rank() -> str:
+@run_on_ranks(settings={"timeout": 10.0})
+def test_a_rank_where_parameters_stay_frozen_is_named():
     hvd.init()
     model = make_model()
     freeze(model, 0)
@@ -76,13 +77,9 @@ def unfreeze_on_one_rank() -> str:
             loss_of(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return str(caught.value)
-
-
-def test_a_rank_where_parameters_stay_frozen_is_named(pool):
-    for text in pool.run(unfreeze_on_one_rank, settings={"timeout": 10.0}):
-        assert "rank 0 called add_param_group or requires_grad_ of SGD, 0.weight: float32 (300, 24), 0.bias" in text
-        assert "rank 1 called step of SGD" in text
+    text = str(caught.value)
+    assert "rank 0 called add_param_group or requires_grad_ of SGD, 0.weight: float32 (300, 24), 0.bias" in text
+    assert "rank 1 called step of SGD" in text
 
 
 def unfreeze_beside_join(joined_before: bool) -> str:

@@ -327,7 +327,8 @@ def test_temporaries_of_a_gradients_size_stay_out_once_they_are_known():
     assert [step() for _ in range(3)] == [ALL_IN] * 3  # the third: nothing is guessed any more
 
 
-def memory_over_convolving() -> int:
+@run_on_ranks()
+def test_temporaries_take_no_memory_in_the_arena():
     """That the arena has grown by, over three steps."""
     Convolving.temporaries_first = True
     model = syncengine.Parallel(Weight())
@@ -339,12 +340,7 @@ def memory_over_convolving() -> int:
     syncengine.barrier()
     growth = shared_memory() - before
     syncengine.barrier()
-    return growth
-
-
-def test_temporaries_take_no_memory_in_the_arena(pool: RankPool):
-    for growth in pool.run(memory_over_convolving):
-        assert growth < 1.75 * 2**20  # the gradient is of 1 MiB, each temporary, too
+    assert growth < 1.75 * 2**20  # the gradient is of 1 MiB, each temporary, too
 
 
 def staged_of_a_step(rows: int) -> tuple[dict[str, int], str]:
@@ -370,13 +366,10 @@ def test_the_reason_for_staging_is_told(pool: RankPool):
         assert results == (({}, ""), ({"setting": 2**22}, ""), ({"numerics": 2**22}, ""))
 
 
-def elsewhere() -> dict[str, int]:
+@run_on_ranks()
+def test_gradients_in_memory_of_the_users_choice_are_told():
     model = syncengine.Parallel(nn.Linear(1024, 1024, bias=False))
     model.module.weight.grad = torch.zeros(1024, 1024)
     model(torch.ones(1, 1024)).sum().backward()
-    return {reason: size for reason, size in model.sync_stats()["staged_bytes"].items() if size}
-
-
-def test_gradients_in_memory_of_the_users_choice_are_told(pool: RankPool):
-    for staged in pool.run(elsewhere):
-        assert staged == {"elsewhere": 2**22}
+    staged = {reason: size for reason, size in model.sync_stats()["staged_bytes"].items() if size}
+    assert staged == {"elsewhere": 2**22}

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from hosts import Hosts, why_not
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from repository import ROOT
 from test_hosts import live_on
 from torch import nn
@@ -426,7 +426,8 @@ def test_a_checkpoint_goes_on_at_another_number_of_ranks(pool: RankPool, expecte
         assert set(answers) == {expected("language", 8, 10)[0]}
 
 
-def step_that_raises() -> list[bool]:
+@run_on_ranks()
+def test_a_step_that_is_left_has_not_happened():
     digests = []
     for disturbed in (False, True):
         net = make("language")
@@ -444,12 +445,7 @@ def step_that_raises() -> list[bool]:
             optimizer.step()
             optimizer.zero_grad()
         digests.append(digest(net, optimizer))
-    return digests
-
-
-def test_a_step_that_is_left_has_not_happened(pool: RankPool):
-    for answer in pool.run(step_that_raises):
-        assert answer[0] == answer[1]
+    assert digests[0] == digests[1]
 
 
 @settings(deadline=None, max_examples=10)

@@ -114,18 +114,15 @@ def test_strides_may_change_on_one_rank_alone_under_a_hook():
         average_beside(model, data(i))
 
 
-def replace_parameters() -> str:
+@run_on_ranks()
+def test_replaced_parameters_are_an_error():
     model = syncengine.Parallel(small())
     with pytest.raises(SyncError) as error:  # this rank's own, or what the other says, who may be one backward ahead
         backwards(model)
         model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
         backwards(model)
-    return str(error.value)
-
-
-def test_replaced_parameters_are_an_error(pool: RankPool):
-    for text in pool.run(replace_parameters):
-        assert "parameter 0.weight of Parallel(Sequential) was replaced after wrapping" in text
+    text = str(error.value)
+    assert "parameter 0.weight of Parallel(Sequential) was replaced after wrapping" in text
 
 
 def replace_one_parameter(options: dict[str, bool], after: int, on_all: bool) -> str:

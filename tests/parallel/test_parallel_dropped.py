@@ -17,7 +17,17 @@ import syncengine
 from syncengine.errors import Aborted, SyncError
 
 
-def drops_the_averages(with_hook: bool) -> str:
+def own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    average = bucket.buffer().clone()
+    syncengine.all_reduce(average, "avg")
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(average)
+    return future
+
+
+@pytest.mark.parametrize("with_hook", [False, True])
+@run_on_ranks()
+def test_averages_that_one_rank_has_dropped_are_noticed(with_hook: bool):
     """A hook on a parameter raises on rank 1 when all averages are there, and the error is caught."""
     module = nn.Linear(24, 2)
     model = syncengine.Parallel(module)
@@ -38,21 +48,8 @@ def drops_the_averages(with_hook: bool) -> str:
                 model(data()).sum().backward()
             except Bad:
                 bad["now"] = False
-    return str(error.value)
-
-
-def own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    average = bucket.buffer().clone()
-    syncengine.all_reduce(average, "avg")
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    future.set_result(average)
-    return future
-
-
-@pytest.mark.parametrize("with_hook", [False, True])
-def test_averages_that_one_rank_has_dropped_are_noticed(pool: RankPool, with_hook: bool):
-    for text in pool.run(drops_the_averages, with_hook):
-        assert "rank 1: backward of Parallel(Linear) raised after its averages were complete" in text
+    text = str(error.value)
+    assert "rank 1: backward of Parallel(Linear) raised after its averages were complete" in text
 
 
 @pytest.mark.parametrize("late_in_backward", [[], [0], [0, 1]], ids=str)
@@ -130,7 +127,8 @@ def test_a_model_is_wrapped_behind_a_step_that_all_have_lost():
     model(data()).sum().backward()
 
 
-def drops_and_then_all_drop() -> str:
+@run_on_ranks()
+def test_a_step_that_all_lose_hides_none_that_one_has_lost():
     """Rank 0 has lost a step that the others have made; the next one all lose."""
     model = syncengine.Parallel(nn.Linear(24, 2))
     bad = {"now": False}
@@ -145,12 +143,8 @@ def drops_and_then_all_drop() -> str:
             bad["now"] = i == 2 or (i == 1 and syncengine.rank() == 0)
             with contextlib.suppress(Bad):
                 model(data(i)).sum().backward()
-    return str(error.value)
-
-
-def test_a_step_that_all_lose_hides_none_that_one_has_lost(pool: RankPool):
-    for text in pool.run(drops_and_then_all_drop):
-        assert "rank 0: backward of Parallel(Linear) raised after its averages were complete" in text
+    text = str(error.value)
+    assert "rank 0: backward of Parallel(Linear) raised after its averages were complete" in text
 
 
 def late_and_early(world: int) -> str:

@@ -125,7 +125,9 @@ class Sometimes(nn.Module):
         return self.sometimes(x) if both else x
 
 
-def forgets_parameters(on_ranks: list[int]) -> str:
+@pytest.mark.parametrize("on_ranks", [[0], [0, 1]])
+@run_on_ranks()
+def test_unfinished_reduction_names_the_parameters(on_ranks: list[int]):
     model = syncengine.Parallel(Sometimes())
     forgets = syncengine.rank() in on_ranks
     loss = model(data(), not forgets).sum()
@@ -134,17 +136,13 @@ def forgets_parameters(on_ranks: list[int]) -> str:
         time.sleep(LATER)
     with pytest.raises(SyncError) as error:
         model(data(), False) if forgets else loss.backward()
-    return f"{type(error.value).__name__}: {error.value}"
-
-
-@pytest.mark.parametrize("on_ranks", [[0], [0, 1]])
-def test_unfinished_reduction_names_the_parameters(pool: RankPool, on_ranks: list[int]):
-    for rank, text in enumerate(pool.run(forgets_parameters, on_ranks)):
-        assert "Expected to have finished reduction in the prior iteration before starting a new one" in text
-        assert ("InvalidUsage: " if rank in on_ranks else "Aborted: ") in text[:14]
-        culprit = rank if rank in on_ranks else 0
-        assert f"Parameter indices which did not receive grad for rank {culprit}: 2 3" in text
-        assert f"Parameters which did not receive grad for rank {culprit}: sometimes.weight, sometimes.bias" in text
+    text = f"{type(error.value).__name__}: {error.value}"
+    rank = syncengine.rank()
+    assert "Expected to have finished reduction in the prior iteration before starting a new one" in text
+    assert ("InvalidUsage: " if rank in on_ranks else "Aborted: ") in text[:14]
+    culprit = rank if rank in on_ranks else 0
+    assert f"Parameter indices which did not receive grad for rank {culprit}: 2 3" in text
+    assert f"Parameters which did not receive grad for rank {culprit}: sometimes.weight, sometimes.bias" in text
 
 
 def lacks_peer() -> str:

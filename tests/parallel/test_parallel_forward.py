@@ -7,14 +7,16 @@ from types import FrameType
 
 import pytest
 from parallel_models import data, small
-from pool import RankPool
+from pool import run_on_ranks
 
 import syncengine
 
 MOST = 10
 
 
-def calls_of(options: dict[str, bool]) -> list[str]:
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
+@run_on_ranks()
+def test_a_forward_makes_few_calls(options: dict[str, bool]):
     """Functions of syncengine that are called in a forward, in turn; torch's, and the module's own, are not counted."""
     model = syncengine.Parallel(small(), **options)
     for i in range(4):
@@ -34,11 +36,5 @@ def calls_of(options: dict[str, bool]) -> list[str]:
     finally:
         sys.setprofile(before)
     output.sum().backward()
-    return calls
-
-
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=str)
-def test_a_forward_makes_few_calls(pool: RankPool, options: dict[str, bool]):
-    for calls in pool.run(calls_of, options):
-        assert len(calls) <= MOST, calls
-        assert "syncengine.parallel.steps.forward" in calls
+    assert len(calls) <= MOST, calls
+    assert "syncengine.parallel.steps.forward" in calls

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pool import RankPool
+from pool import run_on_ranks
 from torch import nn
 
 import syncengine
@@ -21,35 +21,30 @@ def net(elements: int) -> nn.Module:
     return made
 
 
-def freed(elements: int, left: int, alone: int) -> str:
+@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize("left", [0, 16])
+@pytest.mark.parametrize("elements", [SMALL, LARGE])
+@run_on_ranks()
+def test_a_buffer_that_was_freed_on_one_rank_is_named(elements: int, left: int, alone: int):
     model = syncengine.Parallel(net(elements))
     model(torch.ones(2, 4)).sum().backward()
     if syncengine.rank() == alone:
         model.module.cache.untyped_storage().resize_(left)
     with pytest.raises(SyncError) as caught:
         model(torch.ones(2, 4)).sum().backward()
-    return str(caught.value)
+    text = str(caught.value)
+    rank = syncengine.rank()
+    prefix = "" if rank == alone else f"rank {alone}: "
+    assert f"{prefix}the memory of cache of shape ({elements},) was freed" in text, text
 
 
-@pytest.mark.parametrize("alone", [0, 1])
-@pytest.mark.parametrize("left", [0, 16])
-@pytest.mark.parametrize("elements", [SMALL, LARGE])
-def test_a_buffer_that_was_freed_on_one_rank_is_named(pool: RankPool, elements: int, left: int, alone: int):
-    for rank, text in enumerate(pool.run(freed, elements, left, alone)):
-        prefix = "" if rank == alone else f"rank {alone}: "
-        assert f"{prefix}the memory of cache of shape ({elements},) was freed" in text, text
-
-
-def freed_before_wrapping(which: str) -> str:
+@pytest.mark.parametrize("which", ["cache", "0.weight"])
+@run_on_ranks()
+def test_what_was_freed_before_wrapping_is_named(which: str):
     made = net(SMALL)
     tensor = made.cache if which == "cache" else made.get_parameter(which)
     tensor.untyped_storage().resize_(0)
     with pytest.raises(InvalidUsage) as caught:
         syncengine.Parallel(made)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("which", ["cache", "0.weight"])
-def test_what_was_freed_before_wrapping_is_named(pool: RankPool, which: str):
-    for text in pool.run(freed_before_wrapping, which):
-        assert f"the memory of {which} of shape" in text
+    text = str(caught.value)
+    assert f"the memory of {which} of shape" in text

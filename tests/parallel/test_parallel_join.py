@@ -236,16 +236,6 @@ def test_throw_on_early_termination(pool: RankPool, torchs: bool):
     ]
 
 
-def disagrees(how: str) -> str:
-    model = syncengine.Parallel(Conv())
-    with pytest.raises(Mismatch) as error, model.join():
-        if syncengine.rank() < 2:
-            model.require_backward_grad_sync = how != "no_sync" or syncengine.rank() == 0
-            model.forward_sync_buffers = how != "buffers" or syncengine.rank() == 0
-            model(data(0)).sum().backward()
-    return str(error.value)
-
-
 @pytest.mark.parametrize(
     ("how", "text"),
     [
@@ -253,9 +243,16 @@ def disagrees(how: str) -> str:
         ("buffers", "rank 0 synchronizes its buffers, but rank 1 does not"),
     ],
 )
-def test_ranks_that_disagree_are_told_so(pool: RankPool, how: str, text: str):
-    for answer in pool.run(disagrees, how, world=3):
-        assert text in answer
+@run_on_ranks(world=3)
+def test_ranks_that_disagree_are_told_so(how: str, text: str):
+    model = syncengine.Parallel(Conv())
+    with pytest.raises(Mismatch) as error, model.join():
+        if syncengine.rank() < 2:
+            model.require_backward_grad_sync = how != "no_sync" or syncengine.rank() == 0
+            model.forward_sync_buffers = how != "buffers" or syncengine.rank() == 0
+            model(data(0)).sum().backward()
+    answer = str(error.value)
+    assert text in answer
 
 
 @run_on_ranks(world=3)

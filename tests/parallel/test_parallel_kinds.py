@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
@@ -81,23 +81,22 @@ def odd(kind: str) -> torch.Tensor:
 KINDS = ["sparse_coo", "sparse_csr", "mkldnn", "jagged", "nested", "quantized", "DTensor"]
 
 
-def refused_at_construction(kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", KINDS)
+@run_on_ranks(gloo=True)
+def test_buffers_of_other_kinds_are_refused_by_name(kind: str):
     module = nn.Linear(3, 1)
     module.register_buffer("odd", odd(kind))
     with pytest.raises(InvalidUsage) as error:
         syncengine.Parallel(module)
     module._ddp_params_and_buffers_to_ignore = ["odd"]
     syncengine.Parallel(module)(torch.ones(2, 3)).sum().backward()
-    return [str(error.value)]
+    text = str(error.value)
+    assert text.startswith("odd is a") and kind in text and "_ddp_params_and_buffers_to_ignore" in text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_buffers_of_other_kinds_are_refused_by_name(pool: RankPool, kind: str):
-    for (text,) in pool.run(refused_at_construction, kind, gloo=True):
-        assert text.startswith("odd is a") and kind in text and "_ddp_params_and_buffers_to_ignore" in text
-
-
-def refused_later(kind: str) -> str:
+@pytest.mark.parametrize("kind", ["sparse_coo", "quantized", "nested"])
+@run_on_ranks()
+def test_one_rank_has_put_another_kind_in_a_buffers_place(kind: str):
     module = nn.Linear(3, 1)
     module.register_buffer("odd", torch.ones(2, 3))
     model = syncengine.Parallel(module)
@@ -107,13 +106,8 @@ def refused_later(kind: str) -> str:
     with pytest.raises(InvalidUsage) as error:
         for _ in range(2):
             model(torch.ones(2, 3)).sum().backward()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("kind", ["sparse_coo", "quantized", "nested"])
-def test_one_rank_has_put_another_kind_in_a_buffers_place(pool: RankPool, kind: str):
-    for text in pool.run(refused_later, kind):
-        assert "odd is a" in text and kind in text
+    text = str(error.value)
+    assert "odd is a" in text and kind in text
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,26 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from parallel_models import CAP, Branches, Mlp, backwards, both, data, of_both
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch import nn
 
 import syncengine
 from syncengine.errors import SyncError
 
 
-def freeze_on_one_rank() -> str:
+@run_on_ranks(timeout=20.0)
+def test_freezing_on_one_rank_only_is_an_error_on_all():
     model = syncengine.Parallel(Mlp())
     model(data()).sum().backward()
     if syncengine.rank() == 1:
         model.module.head.bias.requires_grad_(False)
     with pytest.raises(SyncError) as error:
         model(data()).sum().backward()
-    return str(error.value)
-
-
-def test_freezing_on_one_rank_only_is_an_error_on_all(pool: RankPool):
-    for text in pool.run(freeze_on_one_rank, timeout=20.0):
-        assert "head.bias requires a gradient on rank 0, but not on rank 1" in text
+    text = str(error.value)
+    assert "head.bias requires a gradient on rank 0, but not on rank 1" in text
 
 
 @run_on_ranks()

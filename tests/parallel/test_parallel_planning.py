@@ -168,18 +168,15 @@ def test_forwards_of_one_rank_alone_while_parameters_are_frozen(rank: int):
     both(small, step, find_unused_parameters=True, bucket_cap_mb=0.001)
 
 
-def frozen_on_one_rank_later() -> str:
+@run_on_ranks(settings={"timeout": 10.0})
+def test_freezing_on_one_rank_alone_when_all_is_planned_is_named():
     model = syncengine.Parallel(small())
     backwards(model, 5)
     if syncengine.rank() == 1:
         model.module[0].bias.requires_grad_(False)
     with pytest.raises(SyncError) as error:
         backwards(model, 1)
-    return f"{type(error.value).__name__}: {error.value}"
-
-
-def test_freezing_on_one_rank_alone_when_all_is_planned_is_named(pool: RankPool):
-    for text in pool.run(frozen_on_one_rank_later, settings={"timeout": 10.0}):
-        assert text.startswith("Mismatch: ")  # by whoever sees it first
-        bucket = r"bucket 0 of Parallel\(Sequential\) \(2.bias, 2.weight, 0.(weight\)|bias, ...\))"
-        assert re.search(f"called {bucket}", text)
+    text = f"{type(error.value).__name__}: {error.value}"
+    assert text.startswith("Mismatch: ")  # by whoever sees it first
+    bucket = r"bucket 0 of Parallel\(Sequential\) \(2.bias, 2.weight, 0.(weight\)|bias, ...\))"
+    assert re.search(f"called {bucket}", text)

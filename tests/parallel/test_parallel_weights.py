@@ -267,15 +267,12 @@ def test_a_weight_within_the_forward_is_refused_and_costs_a_step():
                 torch.testing.assert_close(p.grad.double(), q, rtol=1e-5, atol=1e-6)
 
 
-def refused_on_one_rank_alone() -> str:
+@run_on_ranks()
+def test_a_weight_within_the_forward_of_one_rank_is_an_error_on_all():
     model = syncengine.Parallel(Weighing())
     if syncengine.rank() == 1:
         model.module.weigh = lambda count: model.weight(count)
     with pytest.raises(InvalidUsage if syncengine.rank() == 1 else Aborted) as error:
         model(data()).sum().backward()
-    return str(error.value)
-
-
-def test_a_weight_within_the_forward_of_one_rank_is_an_error_on_all(pool: RankPool):
-    for text in pool.run(refused_on_one_rank_alone):
-        assert "was called within the forward of Parallel(Weighing)" in text
+    text = str(error.value)
+    assert "was called within the forward of Parallel(Weighing)" in text

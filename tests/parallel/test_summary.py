@@ -8,7 +8,7 @@ import time
 
 import pytest
 from parallel_models import data
-from pool import RankPool, Ranks
+from pool import RankPool, Ranks, run_on_ranks
 from torch import nn
 
 import syncengine
@@ -175,7 +175,8 @@ def test_stats_of_one_rank_have_the_same_keys(pool: RankPool):
     assert set(numbers.values()) == {0}
 
 
-def wait_for_the_other() -> tuple[int, int, int]:
+@run_on_ranks()
+def test_what_is_exposed_is_a_part_of_backward():
     """Rank 1 comes late to each backward. Of this rank: the medians of its waits, of what backward takes, and of
     steps.
     """
@@ -189,16 +190,15 @@ def wait_for_the_other() -> tuple[int, int, int]:
         loss.backward()
         spent.append(time.perf_counter_ns() - begin)
     summary = model.reducer.step_times().summary()
-    return summary["median_wait"], sorted(spent)[len(spent) // 2], summary["median"]
+    wait = summary["median_wait"]
+    backward = sorted(spent)[len(spent) // 2]
+    step = summary["median"]
+    assert 0 < wait <= backward
+    assert step >= wait
 
 
-def test_what_is_exposed_is_a_part_of_backward(pool: RankPool):
-    for wait, backward, step in pool.run(wait_for_the_other):
-        assert 0 < wait <= backward
-        assert step >= wait
-
-
-def steps_around_an_error() -> dict[str, int]:
+@run_on_ranks()
+def test_a_step_that_failed_is_none():
     model = syncengine.Parallel(nn.Linear(24, 100))
     for i in range(4):
         model(data(i)).sum().backward()
@@ -209,13 +209,9 @@ def steps_around_an_error() -> dict[str, int]:
             y.sum().backward()
     for i in range(3):
         model(data(i)).sum().backward()
-    return model.stats()
-
-
-def test_a_step_that_failed_is_none(pool: RankPool):
-    for numbers in pool.run(steps_around_an_error):
-        assert numbers["steps"] == 7
-        assert numbers["total_reduced_bytes"] == 7 * BYTES
+    numbers = model.stats()
+    assert numbers["steps"] == 7
+    assert numbers["total_reduced_bytes"] == 7 * BYTES
 
 
 def many_models() -> tuple[int, int]:

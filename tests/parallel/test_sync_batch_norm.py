@@ -264,7 +264,10 @@ def test_its_torch_process_group():
     assert torch.allclose(norm.running_mean, torch.full((CHANNELS,), 0.05 if rank < 2 else 0.25))
 
 
-def runs_out_of_batches(torchs: bool) -> str:
+@pytest.mark.parametrize("torchs", [True, False])
+@run_on_ranks(world=3, gloo=True)
+def test_a_rank_without_a_batch_is_an_error_that_names_the_layer(torchs: bool):
+    """DDP hangs, and says in its documentation to terminate early then."""
     model = nn.Sequential(nn.Linear(CHANNELS, CHANNELS), nn.SyncBatchNorm(CHANNELS))
     model = syncengine.Parallel(model)
     rank = syncengine.rank()
@@ -272,15 +275,9 @@ def runs_out_of_batches(torchs: bool) -> str:
         with Join([model]) if torchs else model.join():
             for step in range(1 + 2 * (rank != 1)):
                 model(batch(rank, step, 4).float()).sum().backward()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("torchs", [True, False])
-def test_a_rank_without_a_batch_is_an_error_that_names_the_layer(pool: RankPool, torchs: bool):
-    """DDP hangs, and says in its documentation to terminate early then."""
-    for text in pool.run(runs_out_of_batches, torchs, world=3, gloo=True):
-        assert "1 is a SyncBatchNorm" in text
-        assert "rank 1 has run out of them in join(): pass throw_on_early_termination=True" in text
+    text = str(error.value)
+    assert "1 is a SyncBatchNorm" in text
+    assert "rank 1 has run out of them in join(): pass throw_on_early_termination=True" in text
 
 
 @run_on_ranks(world=4)

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import torch
-from pool import RankPool
+from pool import run_on_ranks
 from sharded_training import batch, error_of, make
 from torch import nn
 
@@ -42,7 +42,8 @@ class FailsBehind:
         self._communicator.check_peers()
 
 
-def fails_behind() -> list:
+@run_on_ranks(world=3)
+def test_what_is_not_shared_is_after_the_same_step():
     net, alone = make("odd"), nn.Linear(7, 3)
     alone.load_state_dict({"weight": torch.full((3, 7), 0.5), "bias": torch.zeros(3)})
     model = syncengine.Parallel(net)
@@ -61,10 +62,6 @@ def fails_behind() -> list:
         optimizer._sharing.host.communicator = FailsBehind(optimizer._sharing)
     text = error_of(lambda: step(3))
     still = [i for i, parameter in enumerate(parameters) if torch.equal(parameter, before[i])]
-    return [text, still, [optimizer.state[parameter]["count"] for parameter in parameters]]
-
-
-def test_what_is_not_shared_is_after_the_same_step(pool: RankPool):
-    for text, still, counts in pool.run(fails_behind, world=3):
-        assert "enough" in text
-        assert (still, counts) == ([], [4] * 6)
+    counts = [optimizer.state[parameter]["count"] for parameter in parameters]
+    assert "enough" in text
+    assert (still, counts) == ([], [4] * 6)

@@ -118,16 +118,13 @@ def test_it_is_refused_when_it_comes_later(pool: RankPool, how: str):
         assert after == ""
 
 
-def unknown() -> list[str]:
+@run_on_ranks()
+def test_an_option_that_ranks_have_changed_apart_is_named():
     model, optimizer = sharded(make("odd"), Distance, elements=False)
-    return [error_of(lambda: train(model, optimizer, 2))]
-
-
-def test_an_option_that_ranks_have_changed_apart_is_named(pool: RankPool):
-    for (text,) in pool.run(unknown):
-        assert text.startswith("Mismatch: what ShardedOptimizer.step() is to do differs"), text
-        assert "Or, if Distance.step() itself has changed 'estimate': " in text
-        assert "it does not treat each parameter by itself, and the weights are void" in text
+    text = error_of(lambda: train(model, optimizer, 2))
+    assert text.startswith("Mismatch: what ShardedOptimizer.step() is to do differs"), text
+    assert "Or, if Distance.step() itself has changed 'estimate': " in text
+    assert "it does not treat each parameter by itself, and the weights are void" in text
 
 
 class Own(torch.optim.SGD):

@@ -167,7 +167,8 @@ def test_what_will_not_do_is_refused(pool: RankPool, edit: Edit, says: str):
         assert wrong == []
 
 
-def made_at_first() -> list[str]:
+@run_on_ranks()
+def test_state_that_is_made_but_once_can_not_be_cleared():
     net = make()
     model, optimizer = sharded(net, torch.optim.Adagrad)
     train(model, optimizer, 2)
@@ -175,13 +176,9 @@ def made_at_first() -> list[str]:
     optimizer.state.clear()
     text = error_of(lambda: train(model, optimizer, 1))
     optimizer.load_state_dict(saved)
-    return [text, error_of(lambda: train(model, optimizer, 1))]
-
-
-def test_state_that_is_made_but_once_can_not_be_cleared(pool: RankPool):
-    for text, after in pool.run(made_at_first):
-        assert "which this optimizer makes but once" in text
-        assert after == ""
+    after = error_of(lambda: train(model, optimizer, 1))
+    assert "which this optimizer makes but once" in text
+    assert after == ""
 
 
 @pytest.mark.parametrize("late", ["unfrozen", "all"])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import (
     batch,
     differences,
@@ -142,7 +142,8 @@ def test_step_raises_on_all_ranks_before_it_writes(pool: RankPool, how: str, tex
         assert (same, wrong, after) == ("True", "[]", "")  # and the next step is an ordinary one
 
 
-def other_groups() -> list[str]:
+@run_on_ranks()
+def test_a_parameter_in_different_groups_is_named():
     """As many parameters in each group on both ranks, of which one that is shared is in another."""
     net = make("odd")
     weights, biases = [net.first.weight, net.second.weight], [net.first.bias, net.second.bias]
@@ -154,17 +155,15 @@ def other_groups() -> list[str]:
     model = syncengine.Parallel(net)
     kinds = [{"params": groups[0], "weight_decay": 0.5}, {"params": groups[1], "weight_decay": 0.0}]
     optimizer = syncengine.ShardedOptimizer(kinds, torch.optim.AdamW, lr=1e-2)
-    return [error_of(lambda: train(model, optimizer, 1)), str(is_common(net.first.weight))]
+    text = error_of(lambda: train(model, optimizer, 1))
+    shared = str(is_common(net.first.weight))
+    assert "Mismatch: what ShardedOptimizer is to share differs" in text
+    assert "first.weight: float32 (97, 24), group 0" in text and "first.weight: float32 (97, 24), group 1" in text
+    assert shared == "False"
 
 
-def test_a_parameter_in_different_groups_is_named(pool: RankPool):
-    for text, shared in pool.run(other_groups):
-        assert "Mismatch: what ShardedOptimizer is to share differs" in text
-        assert "first.weight: float32 (97, 24), group 0" in text and "first.weight: float32 (97, 24), group 1" in text
-        assert shared == "False"
-
-
-def given_up() -> list[str]:
+@run_on_ranks()
+def test_step_raises_after_a_backward_that_was_given_up():
     net = make()
     model, optimizer = sharded(net)
     train(model, optimizer, 2)
@@ -173,22 +172,17 @@ def given_up() -> list[str]:
         raise RuntimeError("stop")
 
     handle = net.layers[2].weight.register_hook(stop)
-    texts = [error_of(lambda: train(model, optimizer, 1))]
+    assert "stop" in error_of(lambda: train(model, optimizer, 1))
     handle.remove()
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    texts.append(error_of(optimizer.step))
-    return [*texts, error_of(lambda: train(model, optimizer, 1))]
+    assert "not averages: the last backward was given up" in error_of(optimizer.step)
+    assert error_of(lambda: train(model, optimizer, 1)) == ""
 
 
-def test_step_raises_after_a_backward_that_was_given_up(pool: RankPool):
-    for first, step, after in pool.run(given_up):
-        assert "stop" in first
-        assert "not averages: the last backward was given up" in step
-        assert after == ""
-
-
-def aliased(how: str) -> list[str]:
+@pytest.mark.parametrize("how", ["detached", "numpy", "storage", "state_dict", "graph", "nothing"])
+@run_on_ranks()
+def test_views_from_before_are_refused_by_name(how: str):
     net = make()
     model, optimizer = sharded(net)
     held = {
@@ -202,18 +196,13 @@ def aliased(how: str) -> list[str]:
     text = error_of(lambda: train(model, optimizer, 1))
     del held
     again = error_of(lambda: train(model, optimizer, 1))
-    return [text, again, "shared" if all(is_common(p) for p in net.parameters()) else "private"]
-
-
-@pytest.mark.parametrize("how", ["detached", "numpy", "storage", "state_dict", "graph", "nothing"])
-def test_views_from_before_are_refused_by_name(pool: RankPool, how: str):
-    for text, again, where in pool.run(aliased, how):
-        assert (again, where) == ("", "shared")  # once nothing else holds them
-        if how == "nothing":
-            assert text == ""
-        else:
-            name = "head.weight" if how in ("detached", "numpy", "storage") else ""
-            assert f"the memory of parameter {name}" in text and "is also held by 1 other" in text, text
+    where = "shared" if all(is_common(p) for p in net.parameters()) else "private"
+    assert (again, where) == ("", "shared")  # once nothing else holds them
+    if how == "nothing":
+        assert text == ""
+    else:
+        name = "head.weight" if how in ("detached", "numpy", "storage") else ""
+        assert f"the memory of parameter {name}" in text and "is also held by 1 other" in text, text
 
 
 class Views(nn.Module):
@@ -246,32 +235,26 @@ def test_parameters_of_one_storage_follow_or_are_refused(pool: RankPool):
         assert "parameters first and second share memory" in text
 
 
-def other_values() -> str:
+@run_on_ranks()
+def test_weights_that_differ_between_ranks_are_named():
     net = make()
     with torch.no_grad():
         net.head.bias.add_(syncengine.rank())
     model = syncengine.Parallel(net, init_sync=False)
     optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-    return error_of(lambda: train(model, optimizer, 1))
+    text = error_of(lambda: train(model, optimizer, 1))
+    assert text.startswith("Mismatch: a parameter of ShardedOptimizer differs between ranks")
+    assert "head.bias: float32 (7,)" in text
 
 
-def test_weights_that_differ_between_ranks_are_named(pool: RankPool):
-    for text in pool.run(other_values):
-        assert text.startswith("Mismatch: a parameter of ShardedOptimizer differs between ranks")
-        assert "head.bias: float32 (7,)" in text
-
-
-def sparse() -> str:
+@run_on_ranks()
+def test_sparse_gradients_are_refused():
     net = nn.Sequential(nn.Embedding(5, 24, sparse=True), nn.Linear(24, 2))
     model = syncengine.Parallel(net)
     optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
     model(torch.tensor([1, 2])).sum().backward()
-    return error_of(optimizer.step)
-
-
-def test_sparse_gradients_are_refused(pool: RankPool):
-    for text in pool.run(sparse):
-        assert "the gradient of parameter 0.weight is sparse" in text
+    text = error_of(optimizer.step)
+    assert "the gradient of parameter 0.weight is sparse" in text
 
 
 class RowSum(torch.optim.SGD):
@@ -284,16 +267,15 @@ class RowSum(torch.optim.SGD):
             self.state[p]["sum"] = p.grad.sum().view(1)
 
 
-def not_elementwise() -> str:
-    return error_of(lambda: train(*sharded(make(), RowSum, elements=True), 1))
+@run_on_ranks()
+def test_state_that_is_not_elementwise_is_named():
+    text = error_of(lambda: train(*sharded(make(), RowSum, elements=True), 1))
+    assert "keeps 'sum' of shape (1,), which is not one number for each element" in text
 
 
-def test_state_that_is_not_elementwise_is_named(pool: RankPool):
-    for text in pool.run(not_elementwise):
-        assert "keeps 'sum' of shape (1,), which is not one number for each element" in text
-
-
-def loaded_not_elementwise(early: bool) -> list[str]:
+@pytest.mark.parametrize("early", [True, False])
+@run_on_ranks(world=3, timeout=20.0)
+def test_a_loaded_state_that_is_not_elementwise_is_named_on_all_ranks(early: bool):
     """Two parameters over three ranks: the last has nothing of the first one, whose state it is."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False))
@@ -313,11 +295,7 @@ def loaded_not_elementwise(early: bool) -> list[str]:
     if not early:
         step()
     optimizer.load_state_dict(state)
-    return [error_of(step), error_of(lambda: syncengine.barrier())]
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_a_loaded_state_that_is_not_elementwise_is_named_on_all_ranks(pool: RankPool, early: bool):
-    for text, after in pool.run(loaded_not_elementwise, early, world=3, timeout=20.0):
-        assert "keeps 'exp_avg' of shape (7,), which is not one number for each element" in text
-        assert after == ""
+    text = error_of(step)
+    after = error_of(lambda: syncengine.barrier())
+    assert "keeps 'exp_avg' of shape (7,), which is not one number for each element" in text
+    assert after == ""

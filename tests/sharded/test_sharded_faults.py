@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from faults import Outcome, needs_hooks, set_fault, suffer
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import common_memory, digest, error_of, make, plain, sharded, snapshot, train
 from torch import nn
 
@@ -172,7 +172,8 @@ def test_after_another_failure_each_survivor_has_its_own_weights(pool: RankPool)
         assert alone and states == 10
 
 
-def goes_on() -> list[str]:
+@run_on_ranks()
+def test_a_torn_model_goes_on_from_a_checkpoint():
     """A torn model is whole again once it has loaded a checkpoint; all ranks are still there."""
     net = make()
     model, optimizer = sharded(net)
@@ -186,16 +187,14 @@ def goes_on() -> list[str]:
     del optimizer
     model, optimizer = sharded(net)
     texts.append(error_of(lambda: train(model, optimizer, 1)))
-    return texts
+    update, before, after, step = texts
+    assert "TornWeights" in update and "TornWeights" in before
+    assert (after, step) == ("", "")
 
 
-def test_a_torn_model_goes_on_from_a_checkpoint(pool: RankPool):
-    for update, before, after, step in pool.run(goes_on):
-        assert "TornWeights" in update and "TornWeights" in before
-        assert (after, step) == ("", "")
-
-
-def old_one_is_kept(recovers: str) -> list[str]:
+@pytest.mark.parametrize("recovers", ["", "releases", "drops"])
+@run_on_ranks()
+def test_a_torn_optimizer_concerns_its_own_weights_until_they_are_loaded(recovers: str):
     """A torn optimizer that somebody still holds, as a scheduler does; other models of this process go on."""
     net, other = make(), make()
     model, optimizer = sharded(net)
@@ -216,15 +215,10 @@ def old_one_is_kept(recovers: str) -> list[str]:
     texts.append(error_of(new_optimizer.step))
     net.load_state_dict(checkpoint)
     texts.append(error_of(lambda: train(new, new_optimizer, 1)))
-    return texts
-
-
-@pytest.mark.parametrize("recovers", ["", "releases", "drops"])
-def test_a_torn_optimizer_concerns_its_own_weights_until_they_are_loaded(pool: RankPool, recovers: str):
-    for update, unrelated, forward, step, loaded in pool.run(old_one_is_kept, recovers):
-        assert "TornWeights" in update and unrelated == ""
-        assert "TornWeights" in forward and "TornWeights" in step
-        assert loaded == ""
+    update, unrelated, forward, step, loaded = texts
+    assert "TornWeights" in update and unrelated == ""
+    assert "TornWeights" in forward and "TornWeights" in step
+    assert loaded == ""
 
 
 class FailsBehind:

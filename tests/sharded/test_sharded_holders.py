@@ -59,35 +59,30 @@ class Keeps(nn.Module):
         return self.inner(x)
 
 
-def keeps(how: str) -> list[str]:
+@pytest.mark.parametrize("how", ["alias", "graph"])
+@run_on_ranks()
+def test_an_attribute_is_named(how: str):
     torch.manual_seed(0)
     net = Keeps(how)
     model, optimizer = sharded(net)
     text = error_of(lambda: model(batch(0)))
     del net.inner.alias
-    return [text, error_of(lambda: train(model, optimizer, 1)), str(is_common(net.inner.weight))]
+    after = error_of(lambda: train(model, optimizer, 1))
+    shared = str(is_common(net.inner.weight))
+    assert "the memory of parameter inner.weight is also held by 1 other" in text
+    assert "the attribute inner.alias" in text
+    assert (after, shared) == ("", "True")
 
 
-@pytest.mark.parametrize("how", ["alias", "graph"])
-def test_an_attribute_is_named(pool: RankPool, how: str):
-    for text, after, shared in pool.run(keeps, how):
-        assert "the memory of parameter inner.weight is also held by 1 other" in text
-        assert "the attribute inner.alias" in text
-        assert (after, shared) == ("", "True")
-
-
-def two_attributes() -> str:
+@run_on_ranks()
+def test_no_other_attribute_is_named():
     """Only what holds this parameter's memory is named."""
     net = Keeps("alias")
     net.other, net.number = torch.ones(3), 3
     net.more = copy.deepcopy(net.inner.alias)
     model, _optimizer = sharded(net)
-    return error_of(lambda: model(batch(0)))
-
-
-def test_no_other_attribute_is_named(pool: RankPool):
-    for text in pool.run(two_attributes):
-        assert "inner.alias" in text and "more" not in text and "other tensor(s), which" in text
+    text = error_of(lambda: model(batch(0)))
+    assert "inner.alias" in text and "more" not in text and "other tensor(s), which" in text
 
 
 @run_on_ranks()

@@ -93,7 +93,9 @@ def test_training_goes_on_in_common(change: Callable[[nn.Module], None], element
     return different_weights(ours, theirs) + not_divided(ours, optimizer)
 
 
-def must_not(change: Callable[[nn.Module], None]) -> list[str]:
+@pytest.mark.parametrize("change", [load, point_elsewhere, send])
+@run_on_ranks()
+def test_only_one_rank_may_load(change: Callable[[nn.Module], None]):
     ours, theirs = make(), make()
     model, optimizer = sharded(ours)
     train(model, optimizer, 2)
@@ -107,18 +109,14 @@ def must_not(change: Callable[[nn.Module], None]) -> list[str]:
     text = error_of(go)
     wrong = different_weights(ours, theirs)
     train(model, optimizer, 2)
-    return [text, *wrong, *not_divided(ours, optimizer)]
+    wrong += not_divided(ours, optimizer)
+    assert "rank 1: in writing(): " in text
+    assert "(on a rank that must not write)" in text
+    assert wrong == []
 
 
-@pytest.mark.parametrize("change", [load, point_elsewhere, send])
-def test_only_one_rank_may_load(pool: RankPool, change: Callable[[nn.Module], None]):
-    for text, *wrong in pool.run(must_not, change):
-        assert "rank 1: in writing(): " in text
-        assert "(on a rank that must not write)" in text
-        assert wrong == []
-
-
-def narrower() -> list[str]:
+@run_on_ranks()
+def test_another_dtype_is_refused():
     net = make()
     model, optimizer = sharded(net)
     train(model, optimizer, 2)
@@ -128,16 +126,15 @@ def narrower() -> list[str]:
             if may_write:
                 net.head.half()
 
-    return [error_of(go), str(net.head.weight.dtype), error_of(lambda: train(model, optimizer, 1))]
+    text = error_of(go)
+    dtype = str(net.head.weight.dtype)
+    after = error_of(lambda: train(model, optimizer, 1))
+    assert "rank 0: in writing(): parameter head.weight has another shape or dtype now" in text
+    assert (dtype, after) == ("torch.float32", "")
 
 
-def test_another_dtype_is_refused(pool: RankPool):
-    for text, dtype, after in pool.run(narrower):
-        assert "rank 0: in writing(): parameter head.weight has another shape or dtype now" in text
-        assert (dtype, after) == ("torch.float32", "")
-
-
-def old_graph() -> str:
+@run_on_ranks()
+def test_a_graph_from_before_an_error_can_not_be_used():
     net, _, optimizer, loss = with_an_older_graph()
     try:
         with optimizer.writing() as may_write, torch.no_grad():
@@ -146,12 +143,8 @@ def old_graph() -> str:
             raise ValueError
     except ValueError:
         pass
-    return error_of(loss.backward)
-
-
-def test_a_graph_from_before_an_error_can_not_be_used(pool: RankPool):
-    for text in pool.run(old_graph):
-        assert "has been modified by an inplace operation" in text
+    text = error_of(loss.backward)
+    assert "has been modified by an inplace operation" in text
 
 
 @pytest.mark.parametrize("way", ["copy", "data"])
@@ -229,7 +222,8 @@ def test_what_was_sent_is_loaded_anew(mover: int, writes: bool):
     return different_weights(ours, theirs) + not_divided(ours, optimizer)
 
 
-def writes_after() -> list[str]:
+@run_on_ranks()
+def test_later_writes_are_named():
     """The forward's own look at the weights is back once writing() is over, also after an error."""
     net = make()
     model, optimizer = sharded(net)
@@ -246,12 +240,8 @@ def writes_after() -> list[str]:
             net.head.weight.mul_(1)
         model(batch(0))
 
-    return [error_of(go)]
-
-
-def test_later_writes_are_named(pool: RankPool):
-    for (text,) in pool.run(writes_after):
-        assert "parameter head.weight was written to outside of ShardedOptimizer.step()" in text
+    text = error_of(go)
+    assert "parameter head.weight was written to outside of ShardedOptimizer.step()" in text
 
 
 def leaves() -> list[str]:

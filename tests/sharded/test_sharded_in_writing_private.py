@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import different_weights, error_of, sharded, train
 from test_hosts import run, start
 from torch import nn
@@ -105,7 +105,8 @@ def test_all_ranks_get_it_after_an_error(pool: RankPool):
     assert others == rest == ["True", ""]
 
 
-def narrower() -> list[str]:
+@run_on_ranks()
+def test_another_shape_is_named():
     net = with_a_frozen_part()
     model, optimizer = sharded(net)
     train(model, optimizer, 1)
@@ -115,16 +116,13 @@ def narrower() -> list[str]:
             if may_write:
                 net[0].bias.data = net[0].bias.data[:7]
 
-    return [error_of(go)]
+    text = error_of(go)
+    assert text.startswith("Mismatch: what rank 0 has written in writing() differs between ranks"), text
+    assert "rank 0 has [0.bias: float32 (7,)], rank 1 has [0.bias: float32 (200,)]" in text
 
 
-def test_another_shape_is_named(pool: RankPool):
-    for (text,) in pool.run(narrower):
-        assert text.startswith("Mismatch: what rank 0 has written in writing() differs between ranks"), text
-        assert "rank 0 has [0.bias: float32 (7,)], rank 1 has [0.bias: float32 (200,)]" in text
-
-
-def old_graph() -> str:
+@run_on_ranks()
+def test_a_graph_from_before_can_not_be_used():
     net = with_a_frozen_part()
     model, optimizer = sharded(net)
     train(model, optimizer, 1)
@@ -133,9 +131,5 @@ def old_graph() -> str:
     with optimizer.writing() as may_write, torch.no_grad():
         if may_write:
             net[2].weight.mul_(2)
-    return error_of(loss.backward)
-
-
-def test_a_graph_from_before_can_not_be_used(pool: RankPool):
-    for text in pool.run(old_graph):
-        assert "has been modified by an inplace operation" in text
+    text = error_of(loss.backward)
+    assert "has been modified by an inplace operation" in text

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import batch, common_memory, error_of, is_common, make, sharded, train
 from torch import nn
 
@@ -66,7 +66,8 @@ def pss(which: list[tuple[int, int]]) -> tuple[int, int]:
     return resident, share
 
 
-def how_much() -> tuple[int, int]:
+@run_on_ranks(world=4)
+def test_weights_and_state_are_in_memory_once():
     model, optimizer = sharded(Large())
     train(model, optimizer, 2)
     for tensor in [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]:
@@ -74,13 +75,9 @@ def how_much() -> tuple[int, int]:
     syncengine.barrier()
     result = pss(common_memory())
     syncengine.barrier()
-    return result
-
-
-def test_weights_and_state_are_in_memory_once(pool: RankPool):
-    for resident, share in pool.run(how_much, world=4):
-        assert resident > 3 * 16 * MIB
-        assert share < resident / 4 + MIB
+    resident, share = result
+    assert resident > 3 * 16 * MIB
+    assert share < resident / 4 + MIB
 
 
 def own_bytes() -> int:
@@ -137,7 +134,8 @@ def test_a_forked_child_reads_weights_that_nobody_has_copied(pool: RankPool):
         assert [rank.result() for rank in ranks] == [["ok", "True"]] * 2
 
 
-def survives() -> list[int]:
+@run_on_ranks()
+def test_a_survivor_takes_the_memory_of_one_copy():
     """What this rank takes when the communicator has failed, and what its weights and state are."""
     model, optimizer = sharded(Large())
     train(model, optimizer, 2)
@@ -153,13 +151,9 @@ def survives() -> list[int]:
     assert common_memory() == []
     tensors = [p for p in model.parameters() if p.requires_grad]
     tensors += [value for state in optimizer.state.values() for value in state.values()]
-    return [taken, sum(tensor.numel() * tensor.element_size() for tensor in tensors)]
-
-
-def test_a_survivor_takes_the_memory_of_one_copy(pool: RankPool):
-    for taken, size in pool.run(survives):
-        assert size > 3 * 16 * MIB
-        assert abs(taken - size) < 2 * MIB
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    assert size > 3 * 16 * MIB
+    assert abs(taken - size) < 2 * MIB
 
 
 def workers() -> float:
@@ -179,9 +173,8 @@ def test_dataloader_workers(pool: RankPool):
         assert [rank.result() for rank in ranks] == [28.0] * 2
 
 
-def leaves_nothing() -> list:
-    before = {entry.readlink() for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink() and entry.exists()}
-
+@run_on_ranks()
+def test_nothing_is_left_of_an_optimizer_that_is_gone():
     def once() -> None:
         net = make()
         model, optimizer = sharded(net)
@@ -191,12 +184,9 @@ def leaves_nothing() -> list:
     once()
     gc.collect()
     open_now = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.exists()]
-    return [common_memory(), [path for path in open_now if COMMON in path], len(before) > 0]
-
-
-def test_nothing_is_left_of_an_optimizer_that_is_gone(pool: RankPool):
-    for maps, files, _ in pool.run(leaves_nothing):
-        assert maps == [] and files == []
+    maps = common_memory()
+    files = [path for path in open_now if COMMON in path]
+    assert maps == [] and files == []
 
 
 def channels_last() -> list[bool]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import differences, different_weights, error_of, make, not_divided, plain, sharded, train
 from torch import nn
 
@@ -34,20 +34,17 @@ def refused_at(make_one: Any, net: nn.Module, at: int, loads: bool) -> tuple[lis
     return texts, optimizer
 
 
-def refuses(at: int, loads: bool) -> list:
+@pytest.mark.parametrize(("at", "loads"), [(0, False), (2, False), (2, True)], ids=["first", "later", "loaded"])
+@run_on_ranks(world=3)
+def test_what_the_optimizer_refuses_tears_nothing(at: int, loads: bool):
     ours, theirs = make(), make()
     found, optimizer = refused_at(sharded, ours, at, loads)
     wanted, reference = refused_at(plain, theirs, at, loads)
     wrong = different_weights(ours, theirs) + differences(reference.state_dict(), optimizer.state_dict())
-    return [found, wanted, wrong + not_divided(ours, optimizer)]
-
-
-@pytest.mark.parametrize(("at", "loads"), [(0, False), (2, False), (2, True)], ids=["first", "later", "loaded"])
-def test_what_the_optimizer_refuses_tears_nothing(pool: RankPool, at: int, loads: bool):
-    for found, wanted, wrong in pool.run(refuses, at, loads, world=3):
-        assert found == wanted
-        assert found[1].startswith("RuntimeError: lr as a Tensor") or found[1].startswith("ValueError: lr as a Tensor")
-        assert (found[0], found[3], found[4], wrong) == ("", "True", "", [])
+    wrong = wrong + not_divided(ours, optimizer)
+    assert found == wanted
+    assert found[1].startswith("RuntimeError: lr as a Tensor") or found[1].startswith("ValueError: lr as a Tensor")
+    assert (found[0], found[3], found[4], wrong) == ("", "True", "", [])
 
 
 def refuses_on_one() -> list[str]:
@@ -97,18 +94,6 @@ class Halves(nn.Module):
         return self.second(self.first(x))
 
 
-def half_way(kind: str) -> list[str]:
-    """An error in the second group, when the first one has been updated."""
-    net = Halves()
-    model = syncengine.Parallel(net)
-    first = {"params": net.first.parameters(), **({"fused": True} if kind == "fused" else {})}
-    groups = [first, {"params": net.second.parameters()}]
-    optimizer = syncengine.ShardedOptimizer(groups, torch.optim.SGD, lr=0.01)
-    train(model, optimizer, 2)
-    optimizer.param_groups[1]["lr"] = "much"
-    return [error_of(lambda: train_with_type_errors(model, optimizer)), error_of(net.state_dict)]
-
-
 def train_with_type_errors(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     try:
         train(model, optimizer, 1)
@@ -117,7 +102,18 @@ def train_with_type_errors(model: nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 @pytest.mark.parametrize("kind", ["single", "fused"])
-def test_an_error_half_way_is_torn(pool: RankPool, kind: str):
-    """Fused kernels write without a version: there any error is."""
-    for texts in pool.run(half_way, kind):
-        assert all("TornWeights: the weights are torn at step 3" in text for text in texts), texts
+@run_on_ranks()
+def test_an_error_half_way_is_torn(kind: str):
+    """Fused kernels write without a version: there any error is.
+
+    An error in the second group, when the first one has been updated.
+    """
+    net = Halves()
+    model = syncengine.Parallel(net)
+    first = {"params": net.first.parameters(), **({"fused": True} if kind == "fused" else {})}
+    groups = [first, {"params": net.second.parameters()}]
+    optimizer = syncengine.ShardedOptimizer(groups, torch.optim.SGD, lr=0.01)
+    train(model, optimizer, 2)
+    optimizer.param_groups[1]["lr"] = "much"
+    texts = [error_of(lambda: train_with_type_errors(model, optimizer)), error_of(net.state_dict)]
+    assert all("TornWeights: the weights are torn at step 3" in text for text in texts), texts

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import different_weights, error_of, is_common, make
 from torch import nn
 
@@ -26,43 +26,35 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def refused(kind: type) -> list[str]:
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@run_on_ranks()
+def test_an_embedding_with_max_norm_is_refused(kind: type):
     """In each forward, for those who catch errors and go on with the next batch."""
     net = embedding(kind)
     net(IDS)
     model = syncengine.Parallel(net)
     optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
     texts = [error_of(lambda: model(IDS)) for _ in range(3)]
-    shared = "shared" if any(map(is_common, net.parameters())) else "private"
+    assert not any(map(is_common, net.parameters()))
     net[0].max_norm = None
-    return [*texts, shared, error_of(lambda: step(model, optimizer)), str(all(map(is_common, net.parameters())))]
+    for text in texts:
+        assert f"0.weight belongs to an {kind.__name__} with max_norm" in text
+    assert error_of(lambda: step(model, optimizer)) == ""
+    assert all(map(is_common, net.parameters()))
 
 
-@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
-def test_an_embedding_with_max_norm_is_refused(pool: RankPool, kind: type):
-    for *texts, shared, after, now in pool.run(refused, kind):
-        for text in texts:
-            assert f"0.weight belongs to an {kind.__name__} with max_norm" in text
-        assert (shared, after, now) == ("private", "", "True")
-
-
-def unfrozen() -> list[str]:
+@run_on_ranks()
+def test_one_is_refused_when_it_is_unfrozen():
     net = embedding()
     net(IDS)
     net[0].requires_grad_(False)
     model = syncengine.Parallel(net)
     optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-    texts = [error_of(lambda: step(model, optimizer)) for _ in range(2)]
+    assert [error_of(lambda: step(model, optimizer)) for _ in range(2)] == ["", ""]
     net[0].requires_grad_(True)
-    return [*texts, *(error_of(lambda: step(model, optimizer)) for _ in range(2)), str(is_common(net[0].weight))]
-
-
-def test_one_is_refused_when_it_is_unfrozen(pool: RankPool):
-    for *frozen, first, second, shared in pool.run(unfrozen):
-        assert frozen == ["", ""]
-        assert "0.weight belongs to an Embedding with max_norm" in first
-        assert "0.weight belongs to an Embedding with max_norm" in second
-        assert shared == "False"
+    for _ in range(2):
+        assert "0.weight belongs to an Embedding with max_norm" in error_of(lambda: step(model, optimizer))
+    assert not is_common(net[0].weight)
 
 
 def not_ours(how: str) -> list[str]:
@@ -92,7 +84,8 @@ def test_one_that_stays_private_renorms_as_ever(pool: RankPool, how: str):
     assert pool.run(not_ours, how) == [["2.weight", "2.bias"]] * 2
 
 
-def caught_once() -> list[str]:
+@run_on_ranks()
+def test_a_refusal_that_was_caught_is_repeated():
     """Another reason not to share: it is asked again in the next forward, and numbers of models stay in order."""
     net = make()
     model = syncengine.Parallel(net)
@@ -100,12 +93,8 @@ def caught_once() -> list[str]:
     held = net.head.weight.detach()
     texts = [error_of(lambda: model(torch.zeros(2, 24))) for _ in range(2)]
     del held
-    then = error_of(lambda: model(torch.zeros(2, 24)))
-    return [*texts, then, str(is_common(net.head.weight)), str(len(optimizer.state))]
-
-
-def test_a_refusal_that_was_caught_is_repeated(pool: RankPool):
-    for first, second, then, shared, _ in pool.run(caught_once):
-        for text in (first, second):
-            assert "the memory of parameter head.weight is also held by 1 other" in text
-        assert (then, shared) == ("", "True")
+    assert error_of(lambda: model(torch.zeros(2, 24))) == ""
+    assert is_common(net.head.weight)
+    assert not optimizer.state  # which is alive
+    for text in texts:
+        assert "the memory of parameter head.weight is also held by 1 other" in text

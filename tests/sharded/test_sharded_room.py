@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from sharded_training import common_memory, differences, different_weights, error_of, is_common, not_divided
 from torch import nn
 
@@ -64,7 +64,10 @@ def descriptors() -> int:
     return sum("syncengine-common" in str(link.readlink()) for link in links if link.is_symlink())
 
 
-def heads(kind: str, widths: tuple[int, ...]) -> list[Any]:
+@pytest.mark.parametrize("widths", [(1,), (1, 3, 70)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@run_on_ranks()
+def test_state_that_comes_later_takes_no_more_memories(kind: str, widths: tuple[int, ...]):
     make, more = KINDS[kind]
     options = {key: value for key, value in more.items() if key != "elements"}
     ours, theirs = Heads(12, widths), Heads(12, widths)
@@ -85,15 +88,8 @@ def heads(kind: str, widths: tuple[int, ...]) -> list[Any]:
     optimizer.load_state_dict(state)
     for model, one in zip(models, (optimizer, reference), strict=True):
         step(model, one, 3)
-    return [*wrong, *different_weights(ours, theirs), counts]
-
-
-@pytest.mark.parametrize("widths", [(1,), (1, 3, 70)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-def test_state_that_comes_later_takes_no_more_memories(pool: RankPool, kind: str, widths: tuple[int, ...]):
-    for *wrong, counts in pool.run(heads, kind, widths):
-        assert wrong == []
-        assert len(set(counts)) <= 4, counts  # each is as large as all before it
+    assert wrong + different_weights(ours, theirs) == []
+    assert len(set(counts)) <= 4, counts  # each is as large as all before it
 
 
 def many() -> list[str]:
@@ -118,7 +114,8 @@ def test_more_steps_with_news_than_descriptors(pool: RankPool):
     assert pool.run(many) == [[""]] * 2
 
 
-def untouched() -> int:
+@run_on_ranks()
+def test_room_takes_no_memory_until_it_is_used():
     """Bytes in memory of what this process maps for state that is not there yet."""
     net = Heads(2, (2_000, 500_000))
     model = syncengine.Parallel(net, find_unused_parameters=True)
@@ -129,12 +126,8 @@ def untouched() -> int:
     begin, end = next(each for each in common_memory() if each[0] <= place < each[1])
     assert end - begin > 2 * net.heads[1].weight.nbytes
     text = Path("/proc/self/smaps").read_text().split(f"{begin:x}-{end:x} ")[1]
-    return int(text.split("Rss:")[1].split()[0]) << 10
-
-
-def test_room_takes_no_memory_until_it_is_used(pool: RankPool):
-    for resident in pool.run(untouched):
-        assert resident < 1 << 20
+    resident = int(text.split("Rss:")[1].split()[0]) << 10
+    assert resident < 1 << 20
 
 
 def short_of_memory() -> list[Any]:

@@ -154,7 +154,8 @@ def test_averaged_models_copies_and_numpy():
     return wrong
 
 
-def loads_on_one_rank_alone() -> list[str]:
+@run_on_ranks()
+def test_loading_on_one_rank_alone_is_named():
     net = make()
     model, optimizer = sharded(net)
     train(model, optimizer, 2)
@@ -169,17 +170,11 @@ def loads_on_one_rank_alone() -> list[str]:
     if syncengine.rank() == 1:
         net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
     texts.append(error_of(lambda: train(model, optimizer, 1)))
-    return [*texts, str(kept)]
-
-
-def test_loading_on_one_rank_alone_is_named(pool: RankPool):
-    for optimizer, both, model, kept in pool.run(loads_on_one_rank_alone):
-        assert (
-            "Mismatch" in optimizer and "loaded a state dict of the optimizer, or replaced its state: no" in optimizer
-        ), optimizer
-        assert both == "", both
-        assert "Mismatch" in model and "loaded a state dict of the model: no" in model, model
-        assert kept == "True"
+    first, both, last = texts
+    assert "Mismatch" in first and "loaded a state dict of the optimizer, or replaced its state: no" in first, first
+    assert both == "", both
+    assert "Mismatch" in last and "loaded a state dict of the model: no" in last, last
+    assert kept
 
 
 def through_dcp(folder: str) -> list[str]:
@@ -270,7 +265,9 @@ def test_loading_converts_as_the_class_does(kind: str, world: int):
     )
 
 
-def loads_another_one_before_sharing() -> str:
+@run_on_ranks()
+def test_states_that_differ_before_sharing_are_named():
+    """As of a stale checkpoint on one rank, loaded before the first forward."""
     net = make()
     model, optimizer = sharded(net)
     train(model, optimizer, 2)
@@ -280,10 +277,5 @@ def loads_another_one_before_sharing() -> str:
     again = make()
     model, optimizer = sharded(again)
     optimizer.load_state_dict(saved)
-    return error_of(lambda: train(model, optimizer, 1))
-
-
-def test_states_that_differ_before_sharing_are_named(pool: RankPool):
-    """As of a stale checkpoint on one rank, loaded before the first forward."""
-    for text in pool.run(loads_another_one_before_sharing):
-        assert text.startswith("Mismatch") and "state with CRC-32" in text
+    text = error_of(lambda: train(model, optimizer, 1))
+    assert text.startswith("Mismatch") and "state with CRC-32" in text

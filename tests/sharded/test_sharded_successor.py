@@ -55,7 +55,8 @@ def test_a_dropped_optimizer_is_no_hindrance(how: str):
     return divided + different_weights(ours, theirs)
 
 
-def wraps_what_one_has_loaded() -> list[str]:
+@run_on_ranks()
+def test_weights_that_only_some_share_are_named():
     """While the optimizer that shares the others' is there."""
     net = make()
     model, optimizer = sharded(net)
@@ -65,14 +66,9 @@ def wraps_what_one_has_loaded() -> list[str]:
     text = error_of(lambda: syncengine.Parallel(net))
     optimizer.release()
     again = error_of(lambda: syncengine.Parallel(net)(batch(0)))
-    return [text, again]
-
-
-def test_weights_that_only_some_share_are_named(pool: RankPool):
-    for text, again in pool.run(wraps_what_one_has_loaded):
-        assert text.startswith("Mismatch: Parallel(Mlp) differs between ranks"), text
-        assert "layers.0.weight" in text and "shared by a ShardedOptimizer" in text
-        assert again == ""
+    assert text.startswith("Mismatch: Parallel(Mlp) differs between ranks"), text
+    assert "layers.0.weight" in text and "shared by a ShardedOptimizer" in text
+    assert again == ""
 
 
 def late_death(how: str) -> list[str]:

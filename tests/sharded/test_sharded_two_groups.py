@@ -144,7 +144,8 @@ def test_what_ends_one_group_ends_the_optimizer(pool: RankPool, how: str):
                 assert after in ([], [[]])
 
 
-def writes() -> list[str]:
+@run_on_ranks(gloo=True)
+def test_a_write_is_named_to_the_ranks_in_the_other_ones_forward():
     """A rank has written to the first model: the others, which are in the second one's forward, hear of it."""
     modules = nets()
     models, optimizer = sharded(modules)
@@ -154,9 +155,5 @@ def writes() -> list[str]:
         with torch.no_grad():
             modules[0].head.bias.add_(1.0)
     optimizer.zero_grad()
-    return [error_of(lambda: models[1](batch(2)).square().mean().backward()), error_of(optimizer.step)]
-
-
-def test_a_write_is_named_to_the_ranks_in_the_other_ones_forward(pool: RankPool):
-    for texts in pool.run(writes, gloo=True):
-        assert all("parameter head.bias" in text and "rank 1" in text for text in texts), texts
+    texts = [error_of(lambda: models[1](batch(2)).square().mean().backward()), error_of(optimizer.step)]
+    assert all("parameter head.bias" in text and "rank 1" in text for text in texts), texts

@@ -93,7 +93,9 @@ class Sending(torch.optim.SGD):
             Sending.when()
 
 
-def sent_in_step(what: str) -> list[str]:
+@pytest.mark.parametrize("what", ["weight", "state"])
+@run_on_ranks()
+def test_what_moves_during_a_step_is_named(what: str):
     net = make()
     model, optimizer = sharded(net, Sending, momentum=0.9, elements=True)
     train(model, optimizer, 2)
@@ -110,14 +112,9 @@ def sent_in_step(what: str) -> list[str]:
             Sending.when = None
         train(model, optimizer, 1)
 
-    return [error_of(go)]
-
-
-@pytest.mark.parametrize("what", ["weight", "state"])
-def test_what_moves_during_a_step_is_named(pool: RankPool, what: str):
-    for (text,) in pool.run(sent_in_step, what):
-        assert "lies in other memory" in text
-        assert ("parameter head.weight" if what == "weight" else "'momentum_buffer' of parameter head.weight") in text
+    text = error_of(go)
+    assert "lies in other memory" in text
+    assert ("parameter head.weight" if what == "weight" else "'momentum_buffer' of parameter head.weight") in text
 
 
 def plain_optimizer() -> list[str]:
@@ -160,18 +157,14 @@ def test_weights_are_private_once_the_optimizer_is_gone(pool: RankPool):
     assert pool.run(dropped) == [["", "True"]] * 2
 
 
-def assign() -> list[str]:
+@run_on_ranks()
+def test_assign_is_refused():
     net = make()
     model, optimizer = sharded(net)
     train(model, optimizer, 1)
     text = error_of(lambda: net.load_state_dict(net.state_dict(), assign=True))
     train(model, optimizer, 1)
-    return [text]
-
-
-def test_assign_is_refused(pool: RankPool):
-    for (text,) in pool.run(assign):
-        assert "load_state_dict(assign=True) would put another tensor in the place of parameter" in text
+    assert "load_state_dict(assign=True) would put another tensor in the place of parameter" in text
 
 
 def write_in_context(fails: str) -> list:
@@ -242,7 +235,9 @@ def test_a_part_of_the_model_can_be_loaded_on_all_ranks():
     return different_weights(ours, theirs) + not_divided(ours, optimizer)
 
 
-def versions(elements: bool) -> list[bool]:
+@pytest.mark.parametrize("elements", [True, False])
+@run_on_ranks(world=3)
+def test_step_alone_changes_weights_and_the_versions_of_all_of_them(elements: bool):
     net = make()
     model, optimizer = sharded(net, elements=elements)
     train(model, optimizer, 1)
@@ -254,14 +249,8 @@ def versions(elements: bool) -> list[bool]:
     still = all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
     still &= before == [p._version for p in net.parameters()]
     optimizer.step()
-    return [still, *(p._version > v for p, v in zip(net.parameters(), before, strict=True))]
-
-
-@pytest.mark.parametrize("elements", [True, False])
-def test_step_alone_changes_weights_and_the_versions_of_all_of_them(pool: RankPool, elements: bool):
-    for still, *risen in pool.run(versions, elements, world=3):
-        assert still
-        assert all(risen) and len(risen) == 10
+    assert still
+    assert all(p._version > version for p, version in zip(net.parameters(), before, strict=True))
 
 
 class Late(torch.autograd.Function):
@@ -298,20 +287,19 @@ def test_weights_that_backward_reads_late():
     return different_weights(ours, theirs)
 
 
-def old_graph() -> str:
+@run_on_ranks(world=3)
+def test_a_graph_from_before_the_step_can_not_be_used():
     _, model, optimizer, loss = with_an_older_graph()
     optimizer.zero_grad()
     model(batch(1)).square().mean().backward()
     optimizer.step()
-    return error_of(loss.backward)
+    text = error_of(loss.backward)
+    assert "has been modified by an inplace operation" in text
 
 
-def test_a_graph_from_before_the_step_can_not_be_used(pool: RankPool):
-    for text in pool.run(old_graph, world=3):
-        assert "has been modified by an inplace operation" in text
-
-
-def turned(elements: bool) -> str:
+@pytest.mark.parametrize("elements", [True, False])
+@run_on_ranks()
+def test_a_parameter_that_has_other_strides_is_named(elements: bool):
     """The same memory, read in another order, on all ranks alike."""
     net = make("odd")
     model, optimizer = sharded(net, elements=elements)
@@ -323,10 +311,5 @@ def turned(elements: bool) -> str:
         weight.data = weight.data.view(weight.shape[::-1]).t()
         train(model, optimizer, 1)
 
-    return error_of(turn)
-
-
-@pytest.mark.parametrize("elements", [True, False])
-def test_a_parameter_that_has_other_strides_is_named(pool: RankPool, elements: bool):
-    for text in pool.run(turned, elements):
-        assert "parameter second.weight lies in other memory" in text and "or has another shape or strides" in text
+    text = error_of(turn)
+    assert "parameter second.weight lies in other memory" in text and "or has another shape or strides" in text

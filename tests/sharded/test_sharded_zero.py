@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from sharded_training import differences, different_weights, error_of, make, not_divided, train
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -44,7 +44,8 @@ def test_the_script_runs_as_it_is(options: dict[str, Any], by: str):
     return wrong + different_weights(*nets)
 
 
-def another_group() -> list[str]:
+@run_on_ranks(world=4, gloo=True)
+def test_another_group_than_the_models_is_refused():
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = pairs[dist.get_rank() // 2]
     net = make()
@@ -54,13 +55,9 @@ def another_group() -> list[str]:
     net = make()
     model = syncengine.Parallel(net, process_group=mine)
     optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.AdamW, process_group=mine)
-    return [wrong, error_of(lambda: train(model, optimizer, 1))]
-
-
-def test_another_group_than_the_models_is_refused(pool: RankPool):
-    for wrong, right in pool.run(another_group, world=4, gloo=True):
-        assert "InvalidUsage" in wrong and "process_group" in wrong and "ranks [0, 1, 2, 3]" in wrong
-        assert right == ""
+    right = error_of(lambda: train(model, optimizer, 1))
+    assert "InvalidUsage" in wrong and "process_group" in wrong and "ranks [0, 1, 2, 3]" in wrong
+    assert right == ""
 
 
 def parameters() -> list[nn.Parameter]:

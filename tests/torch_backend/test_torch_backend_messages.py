@@ -275,7 +275,9 @@ def exchange(group: dist.ProcessGroup, how: str, number: float, bad: bool = Fals
     return received
 
 
-def exchange_dtypes(how: str) -> str:
+@pytest.mark.parametrize("how", ["gather", "scatter", "all_to_all", "all_to_all_single"])
+@run_on_ranks(gloo=True, settings=None)
+def test_parts_of_another_dtype_are_a_mismatch(how: str):
     group, rank = ours(), dist.get_rank()
     dtype = (torch.float32, torch.int32)[rank]  # of one size
     parts, received = [torch.ones(3, dtype=dtype)] * 2, list(torch.empty(2, 3, dtype=dtype))
@@ -289,14 +291,9 @@ def exchange_dtypes(how: str) -> str:
         else:
             dist.all_to_all_single(torch.empty(6, dtype=dtype), torch.cat(parts), group=group)
         dist.barrier(group)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("how", ["gather", "scatter", "all_to_all", "all_to_all_single"])
-def test_parts_of_another_dtype_are_a_mismatch(pool: RankPool, how: str):
-    for text in pool.run(exchange_dtypes, how, gloo=True, settings=None):
-        assert f"called {how.removesuffix('_single')}(from rank" in text
-        assert "of another dtype" in text
+    text = str(error.value)
+    assert f"called {how.removesuffix('_single')}(from rank" in text
+    assert "of another dtype" in text
 
 
 @run_on_ranks(gloo=True, settings=None)
@@ -309,7 +306,12 @@ def test_nothing_has_no_dtype() -> None:
     dist.barrier(group)
 
 
-def raise_on_rank_0_alone(how: str, hosts: str) -> str:
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+@pytest.mark.parametrize(
+    "how", ["gather", "gather large", "scatter", "scatter large", "all_to_all", "all_to_all large"]
+)
+@run_on_ranks(gloo=True, settings=None)
+def test_a_call_that_one_rank_refused_is_not_taken_for_the_next(how: str, hosts: str):
     live_on(hosts)
     group, rank = ours(), dist.get_rank()
     for tag in (4, 5):  # the program's own messages count nothing
@@ -326,19 +328,11 @@ def raise_on_rank_0_alone(how: str, hosts: str) -> str:
             assert rank == 0
         exchange(group, how, 20.0)
         dist.barrier(group)
-    return str(error.value)
-
-
-@pytest.mark.parametrize("hosts", ["aa", "ab"])
-@pytest.mark.parametrize(
-    "how", ["gather", "gather large", "scatter", "scatter large", "all_to_all", "all_to_all large"]
-)
-def test_a_call_that_one_rank_refused_is_not_taken_for_the_next(pool: RankPool, how: str, hosts: str):
-    for text in pool.run(raise_on_rank_0_alone, how, hosts, gloo=True, settings=None):
-        name = how.split(" ", maxsplit=1)[0]
-        there = [(0, 1), (1, 0)] if name == "all_to_all" else [(0, 1)]  # where it may be noticed
-        assert any(f"rank {a} called {name}(from rank {b} of the group) for" in text for a, b in there)
-        assert "in another call of a collective" in text
+    text = str(error.value)
+    name = how.split(" ", maxsplit=1)[0]
+    there = [(0, 1), (1, 0)] if name == "all_to_all" else [(0, 1)]  # where it may be noticed
+    assert any(f"rank {a} called {name}(from rank {b} of the group) for" in text for a, b in there)
+    assert "in another call of a collective" in text
 
 
 def collectives(group: dist.ProcessGroup, bad: bool) -> list[tuple[Callable[[], Any], torch.Tensor, torch.Tensor]]:
@@ -383,7 +377,8 @@ def test_a_collective_that_one_rank_refused_may_be_repeated() -> None:
     assert numbers[0] == numbers[1]
 
 
-def refuse_on_rank_0_for_good() -> str:
+@run_on_ranks(gloo=True, settings=None)
+def test_a_collective_that_one_rank_refused_and_left_out_is_named_by_a_gather():
     group, rank = ours(), dist.get_rank()
     tensor = torch.zeros(1).expand(2) if rank == 0 else torch.ones(2)
     with pytest.raises(Mismatch) as error:
@@ -393,28 +388,21 @@ def refuse_on_rank_0_for_good() -> str:
             assert rank == 0
         exchange(group, "gather", 20.0)
         dist.barrier(group)
-    return str(error.value)
+    text = str(error.value)
+    assert "called gather(to rank 0 of the group)" in text
+    assert "called broadcast(from rank 1 of the group, float32, 2 elements)" in text
 
 
-def test_a_collective_that_one_rank_refused_and_left_out_is_named_by_a_gather(pool: RankPool):
-    for text in pool.run(refuse_on_rank_0_for_good, gloo=True, settings=None):
-        assert "called gather(to rank 0 of the group)" in text
-        assert "called broadcast(from rank 1 of the group, float32, 2 elements)" in text
-
-
-def skip_on_rank_0() -> str:
+@run_on_ranks(gloo=True, settings=None)
+def test_a_gather_that_one_rank_left_out_is_named_by_the_next_collective():
     group, rank = ours(), dist.get_rank()
     with pytest.raises(Mismatch) as error:
         if rank == 1:
             exchange(group, "gather", 10.0)
         dist.all_reduce(torch.ones(1), group=group)
-    return str(error.value)
-
-
-def test_a_gather_that_one_rank_left_out_is_named_by_the_next_collective(pool: RankPool):
-    for text in pool.run(skip_on_rank_0, gloo=True, settings=None):
-        assert "called gather(to rank 0 of the group)" in text
-        assert "called all_reduce(sum, float32, 1 elements)" in text
+    text = str(error.value)
+    assert "called gather(to rank 0 of the group)" in text
+    assert "called all_reduce(sum, float32, 1 elements)" in text
 
 
 @run_on_ranks(gloo=True, settings=None)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankPool
+from pool import RankPool, run_on_ranks
 from test_hosts import live_on
 from torch.distributed import ReduceOp
 from torch_backend_values import ours
@@ -151,7 +151,10 @@ def test_a_call_that_differs_between_hosts_is_a_mismatch(pool: RankPool, how: st
         assert DIFFERENT[how][2] in text
 
 
-def other_roots(how: str, asynchronous: bool) -> str:
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("how", ["gather", "scatter"])
+@run_on_ranks(world=3, gloo=True, settings=None)
+def test_roots_are_compared_between_all_ranks_by_the_call_itself(how: str, asynchronous: bool):
     """Of 3 ranks, where the last one means another root: one of the two others sees nothing of that by messages."""
     group, rank = ours(), dist.get_rank()
     root, parts = (1 if rank == 2 else 0), list(torch.zeros(3, 2))
@@ -163,15 +166,9 @@ def other_roots(how: str, asynchronous: bool) -> str:
             work = dist.scatter(torch.ones(2), mine, root, group, async_op=asynchronous)
         if asynchronous:
             work.wait()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("how", ["gather", "scatter"])
-def test_roots_are_compared_between_all_ranks_by_the_call_itself(pool: RankPool, how: str, asynchronous: bool):
-    for text in pool.run(other_roots, how, asynchronous, world=3, gloo=True, settings=None):
-        assert f"where rank 2 called {how}(" in text or f"rank 2 called {how}(" in text
-        assert "rank 1 of the group)" in text
+    text = str(error.value)
+    assert f"where rank 2 called {how}(" in text or f"rank 2 called {how}(" in text
+    assert "rank 1 of the group)" in text
 
 
 def reduce_in_another_order() -> list[list[float]]:
@@ -194,7 +191,11 @@ def test_tensors_in_another_order_are_not_touched_nor_others(pool: RankPool):
     assert second == [[2.0]] * 4
 
 
-def own_parts_of(how: str) -> list[float]:
+@pytest.mark.parametrize(
+    "how", ["gather", "scatter", "all_to_all", "all_to_all_single", "refused gather", "refused scatter"]
+)
+@run_on_ranks(gloo=True, settings=None)
+def test_a_wrong_call_does_not_write_what_a_rank_sends_itself(how: str):
     """What a rank of a wrong call sends itself; the other one calls something else, or this one is refused."""
     group, rank, other = ours(), dist.get_rank(), 1 - dist.get_rank()
     outputs, inputs = list(torch.zeros(2, 3)), list(torch.ones(2, 3))
@@ -215,12 +216,5 @@ def own_parts_of(how: str) -> list[float]:
             whole = torch.zeros(2, 3)
             outputs = list(whole)
             dist.all_to_all_single(whole, torch.ones(2, 3), group=group, async_op=True).wait()
-    return outputs[rank].tolist()
-
-
-@pytest.mark.parametrize(
-    "how", ["gather", "scatter", "all_to_all", "all_to_all_single", "refused gather", "refused scatter"]
-)
-def test_a_wrong_call_does_not_write_what_a_rank_sends_itself(pool: RankPool, how: str):
-    for values in pool.run(own_parts_of, how, gloo=True, settings=None):
-        assert values == [0.0] * 3
+    values = outputs[rank].tolist()
+    assert values == [0.0] * 3
