@@ -58,6 +58,7 @@ class MicroBatches:
                 "them, of fewer samples, or use fewer ranks"
             )
         _check_loader(loader)
+        self._norms = [(name, m) for name, m in model.module.named_modules() if isinstance(m, _NormBase)]
         self._check_model()
         self._order_of = (-1, [[0]])  # an epoch and its batches, as indices
         batches = self._order(0)
@@ -175,9 +176,8 @@ class MicroBatches:
             raise InvalidUsage("micro_batches() needs subnormal numbers: leave out torch.set_flush_denormal(True)")
         if model.communicator.numerics == "ring":
             raise InvalidUsage("micro_batches() has its own order of sums: call init() without numerics='ring'")
-        for name, module in model.module.named_modules():
-            tracks = isinstance(module, torch.nn.SyncBatchNorm) or getattr(module, "track_running_stats", False)
-            if isinstance(module, _NormBase) and module.training and tracks:
+        for name, module in self._norms:
+            if module.training and (module.track_running_stats or isinstance(module, torch.nn.SyncBatchNorm)):
                 raise InvalidUsage(
                     f"module {name} is a {type(module).__name__}, whose statistics depend on which micro-batches a "
                     "rank computes, and in which order: use GroupNorm or LayerNorm, or freeze its statistics "
