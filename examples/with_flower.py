@@ -7,6 +7,7 @@ This file starts Flower's processes and the hosts' ranks; flower/app.py is what 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -59,7 +60,8 @@ def run(strategy: str, out: Path) -> None:
 
     def start(*command: object, **place: object) -> subprocess.Popen:
         environment = os.environ | settings | {name: str(value) for name, value in place.items()}
-        processes.append(subprocess.Popen([*map(str, command)], env=environment, stdout=log, stderr=log))
+        files = {"stdout": log, "stderr": log}
+        processes.append(subprocess.Popen([*map(str, command)], env=environment, start_new_session=True, **files))
         return processes[-1]
 
     (out / "flwr").mkdir()
@@ -90,6 +92,8 @@ def run(strategy: str, out: Path) -> None:
             process.terminate()
         for process in processes:
             process.wait()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # commands of Flower's that have not seen yet that it has ended
 
 
 def loss_of(weights: Path) -> float:
