@@ -3,6 +3,7 @@
 python -m benchmarks.train_step                       all models, 2 ranks
 python -m benchmarks.train_step --models mlp gpt      some
 python -m benchmarks.train_step --pairs 20            quicker
+python -m benchmarks.train_step --engines syncengine nonfinite
 
 The same model is trained by all engines in the same processes, their steps interleaved. Each batch is run twice, with
 and without synchronization; the overhead is the difference of both, each at its slowest rank. At the end the parameters
@@ -27,16 +28,17 @@ from benchmarks.support import arguments, output, ranks, stats
 from benchmarks.support.start_line import StartLine
 from benchmarks.support.workloads import WORKLOADS, Workload
 
-ENGINES = ("plain", "waiting", "syncengine", "staged", "ddp", "backend")
+ENGINES = ("plain", "waiting", "syncengine", "staged", "nonfinite", "ddp", "backend")
 MEANING = {
     "plain": "torch without any wrapper",
     "waiting": "the same; after backward the ranks wait for each other: an engine of no cost",
     "syncengine": "syncengine.Parallel",
     "staged": "syncengine.Parallel with gradients where torch puts them (gradient_memory=torch)",
+    "nonfinite": 'syncengine.Parallel(nonfinite="raise")',
     "ddp": "DistributedDataParallel over Gloo",
     "backend": "DistributedDataParallel over the torch.distributed backend syncengine",
 }
-OURS = ("syncengine", "staged")
+OURS = ("syncengine", "staged", "nonfinite")
 TRAINED = (*OURS, "ddp", "backend")  # to the same bits
 WARMUP_PAIRS = 5  # gradient buckets settle after the first steps
 BATCHES = 8  # different ones, used in turn
@@ -139,6 +141,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = arguments.parser("train_step", __doc__, tuple(WORKLOADS), ENGINES)
     parser.add_argument("--launcher", choices=ranks.LAUNCHERS, default="torchrun", help="default %(default)s")
+    parser.set_defaults(engines=[engine for engine in ENGINES if engine != "nonfinite"])  # which is for itself
     parser.add_argument("--pairs", type=int, default=100, help="steps with and without sync; default %(default)s")
     return arguments.parse(parser, argv)
 
@@ -156,7 +159,7 @@ def make_trainee(engine: str, workload: Workload) -> Trainee:
                 options.gradients_in_arena = engine != "staged"
                 return options
 
-        model = Parallel(model)
+        model = Parallel(model, nonfinite="raise" if engine == "nonfinite" else None)
     elif engine == "ddp":
         model = DistributedDataParallel(model)
     elif engine == "backend":

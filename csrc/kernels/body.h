@@ -21,7 +21,13 @@
 namespace syncengine::kernels {
 namespace {
 
+template <class V>
+SYNCENGINE_INLINE V larger(V a, V b) {
+  return b > a ? b : a;
+}
+
 // A format says how elements lie in memory (Stored), what they are reduced in (Value), and how one becomes the other.
+// narrow_finite() returns whether all of a block's results are finite, and narrows them if so.
 
 template <class Isa, class T>
 struct Native {
@@ -32,6 +38,17 @@ struct Native {
   static constexpr bool kFloating = std::is_floating_point_v<T>;
   SYNCENGINE_INLINE static Value widen(Stored x) { return x; }
   SYNCENGINE_INLINE static Stored narrow(Value x) { return x; }
+
+  // The sum of all is finite only if each of them is. False, too, where the sum of large ones overflows. As a tree,
+  // whose additions do not wait for each other.
+  template <int kVectors>
+  SYNCENGINE_INLINE static bool narrow_finite(const Value (&x)[kVectors], Stored (&narrowed)[kVectors]) {
+    Value total[kVectors];
+    for (int v = 0; v < kVectors; ++v) narrowed[v] = total[v] = x[v];
+    for (int width = kVectors / 2; width > 0; width /= 2)
+      for (int v = 0; v < width; ++v) total[v] += total[v + width];
+    return !Isa::any_nonfinite(total[0]);
+  }
 };
 
 template <class Isa>
@@ -47,17 +64,41 @@ template <class Isa>
 struct BFloat16 : Half<Isa> {
   using typename Half<Isa>::Stored, typename Half<Isa>::Value;
   using Conversions = HalfConversions<Isa::kVectorBytes>;
-  static constexpr uint16_t kExponentUnit = 1 << 7;
   SYNCENGINE_INLINE static Value widen(Stored x) { return Conversions::from_bfloat16(x); }
   SYNCENGINE_INLINE static Stored narrow(Value x) { return Conversions::to_bfloat16(x); }
+
+  // What becomes NaN or infinite has the greatest bits, but for the sign. This is known before they are narrowed, which
+  // has to look for no NaN then.
+  template <int kVectors>
+  SYNCENGINE_INLINE static bool narrow_finite(const Value (&x)[kVectors], Stored (&narrowed)[kVectors]) {
+    using Words = Vector<uint32_t, Isa::kVectorBytes>;
+    Words most{};
+    for (int v = 0; v < kVectors; ++v) {
+      most = larger(most, (Words)x[v].low << 1);
+      most = larger(most, (Words)x[v].high << 1);
+      narrowed[v] = Conversions::finite_to_bfloat16(x[v]);
+    }
+    return !Isa::any(most >> 1 > Words{} + 0x7f7f7fff, ~0u);
+  }
 };
 
 template <class Isa>
 struct Float16 : Half<Isa> {
   using typename Half<Isa>::Stored, typename Half<Isa>::Value;
-  static constexpr uint16_t kExponentUnit = 1 << 10;
   SYNCENGINE_INLINE static Value widen(Stored x) { return Isa::from_float16(x); }
   SYNCENGINE_INLINE static Stored narrow(Value x) { return Isa::to_float16(x); }
+
+  template <int kVectors>
+  SYNCENGINE_INLINE static bool narrow_finite(const Value (&x)[kVectors], Stored (&narrowed)[kVectors]) {
+    using Words = Vector<uint16_t, Isa::kVectorBytes>;
+    Words most{};
+    for (int v = 0; v < kVectors; ++v) {
+      narrowed[v] = narrow(x[v]);
+      most = larger(most, (Words)narrowed[v] & 0x7fff);
+    }
+    // One more in the exponent of what is not finite carries into the place of its sign.
+    return !Isa::any((Vector<uint32_t, Isa::kVectorBytes>)(most + (1 << 10)), 0x80008000);
+  }
 };
 
 struct Sum {
@@ -119,10 +160,15 @@ struct Loop {
   using Stored = typename Format::Stored;
   using Value = typename Format::Value;
   static constexpr size_t kBytes = sizeof(Stored);
-  // Vectors per source at a time, so that fetching the pointers costs little: four registers of results. Eight of
-  // AVX-512, which has enough, where each block is looked at once more.
-  static constexpr int kUnroll =
-      (kStops && Isa::kVectorBytes == 64 && sizeof(Stored) == sizeof(Value) ? 8 : 4) * sizeof(Stored) / sizeof(Value);
+  // Vectors per source at a time, so that fetching the pointers costs little: four registers of results. Where each
+  // block is looked at, eight of 16-bit elements, whose look takes longer, and two of AVX-512, whose stores wait for
+  // it.
+  static constexpr bool kHalf = sizeof(Stored) != sizeof(Value);
+  static constexpr int kUnroll = (!kStops                   ? 4
+                                  : kHalf                   ? 8
+                                  : Isa::kVectorBytes == 64 ? 2
+                                                            : 4) *
+                                 sizeof(Stored) / sizeof(Value);
 
   static_assert(kUnroll * kBytes <= kBlockBytes);
 
@@ -185,9 +231,14 @@ struct Loop {
       }
     }
     Stored stored[kVectors];
-    for (int v = 0; v < kVectors; ++v) stored[v] = finish(result[v], operands.scale);
+    if constexpr (Format::kFloating) {
+      for (int v = 0; v < kVectors; ++v)
+        result[v] = scaled(result[v], static_cast<typename Format::Scale>(operands.scale));
+    }
     if constexpr (kStops) {
-      if (!all_finite(stored)) return false;
+      if (!Format::narrow_finite(result, stored)) return false;
+    } else {
+      for (int v = 0; v < kVectors; ++v) stored[v] = Format::narrow(result[v]);
     }
     for (int d = 0; d < operands.destination_count; ++d) {
       std::byte* destination = static_cast<std::byte*>(operands.destinations[d]) + offset;
@@ -196,30 +247,9 @@ struct Loop {
     return true;
   }
 
-  // Of floats the sum of all is finite only if each of them is. Of halves, one more in the exponent of a number that is
-  // not finite carries into the place of its sign. May be false for large finite floats, whose sum overflows.
-  template <int kVectors>
-  SYNCENGINE_INLINE static bool all_finite(const Stored (&stored)[kVectors]) {
-    if constexpr (std::is_same_v<Stored, Value>) {
-      Stored total = stored[0];
-      for (int v = 1; v < kVectors; ++v) total += stored[v];
-      return !Isa::any((Vector<uint32_t, kBytes>)(total - total));
-    } else {
-      using Words = Vector<uint16_t, kBytes>;
-      Words carried{};
-      for (int v = 0; v < kVectors; ++v) carried |= ((Words)stored[v] & 0x7fff) + Format::kExponentUnit;
-      return !Isa::any((Vector<uint32_t, kBytes>)(carried & 0x8000));
-    }
-  }
-
   SYNCENGINE_INLINE static void add(Value& sum, Value next) {
     sum = combine<Op>(sum, next);
     if constexpr (kRounding == Rounding::EveryHop) sum = Format::widen(Format::narrow(sum));
-  }
-
-  SYNCENGINE_INLINE static Stored finish(Value result, double scale) {
-    if constexpr (Format::kFloating) result = scaled(result, static_cast<typename Format::Scale>(scale));
-    return Format::narrow(result);
   }
 
   template <bool kPartial>

@@ -34,7 +34,13 @@ struct Avx2 : PartialByCopy {
     const __m128i high = _mm256_cvtps_ph(x.high, _MM_FROUND_TO_NEAREST_INT);
     return (Words)_mm256_set_m128i(high, low);
   }
-  SYNCENGINE_INLINE static bool any(Words x) { return _mm256_testz_si256((__m256i)x, (__m256i)x) == 0; }
+  SYNCENGINE_INLINE static bool any(Words x, uint32_t bits) {
+    return _mm256_testz_si256((__m256i)x, (__m256i)(Words{} + bits)) == 0;
+  }
+  template <class V>
+  SYNCENGINE_INLINE static bool any_nonfinite(V x) {
+    return any((Words)(x - x), 0xffffffff);
+  }
 };
 
 }  // namespace

@@ -38,7 +38,13 @@ struct Avx512 {
     return (Words)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
   }
 
-  SYNCENGINE_INLINE static bool any(Words x) { return _mm512_test_epi32_mask((__m512i)x, (__m512i)x) != 0; }
+  SYNCENGINE_INLINE static bool any(Words x, uint32_t bits) {
+    return _mm512_test_epi32_mask((__m512i)x, (__m512i)(Words{} + bits)) != 0;
+  }
+  SYNCENGINE_INLINE static bool any_nonfinite(Floats x) { return _mm512_fpclass_ps_mask(x, 0x99) != 0; }
+  SYNCENGINE_INLINE static bool any_nonfinite(Vector<double, kVectorBytes> x) {
+    return _mm512_fpclass_pd_mask(x, 0x99) != 0;
+  }
 
   template <class V>
   SYNCENGINE_INLINE static V load_partial(const std::byte* source, size_t bytes) {

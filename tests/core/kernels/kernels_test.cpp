@@ -196,6 +196,31 @@ TEST(kernels_stop_before_what_is_not_finite) {
   }
 }
 
+// Each 16-bit pattern, as it is and where twice as much overflows.
+TEST(kernels_stop_before_each_half_that_is_not_finite) {
+  for (DType dtype : {DType::Float16, DType::BFloat16}) {
+    const uint16_t infinity = dtype == DType::Float16 ? 0x7c00 : 0x7f80;
+    for (double scale : {1.0, 2.0}) {
+      for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop}) {
+        const Reduction reduction{dtype, ReduceOp::Sum, rounding, scale, /*stops_at_nonfinite=*/true};
+        for (uint32_t bits = 0; bits < 1 << 16; ++bits) {
+          const auto value = static_cast<uint16_t>(bits);
+          const void* source = &value;
+          uint16_t wanted = 0;
+          std::memcpy(&wanted, expected(reduction, {source}, 1).data(), sizeof(wanted));
+          const bool finite = (wanted & 0x7fff) < infinity;
+          for (Isa isa : available_isas()) {
+            uint16_t result = 7;
+            void* destination = &result;
+            CHECK_EQ(reduce_with(isa, reduction, &source, 1, &destination, 1, 1), finite ? 1u : 0u);
+            CHECK_EQ(result, finite ? wanted : 7);
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(kernels_copy_scaled_matches_the_oracle) {
   std::mt19937_64 random(5);
   for (DType dtype : kDTypes) {
