@@ -128,7 +128,7 @@ void Reducer::vote_on_forward() {
     await_end(lock);
     if (!model_->can_refuse() || model_->plan->buckets().empty()) return;
     model_->outcome.begin();
-    vote = model_->vote();
+    vote = model_->vote(std::make_shared<std::vector<uint8_t>>(1));
   }
   try {
     model_->averaging.communicator->wait(vote, raise_pending_signal);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 import warnings
 from contextlib import nullcontext
@@ -12,10 +13,12 @@ import pytest
 import torch
 from parallel_models import data
 from pool import RankPool
+from torch import distributed as dist
 from torch import nn
 
 import syncengine
-from syncengine.parallel.summary import LEAST_COMPARED, PHASES, WINDOW
+import syncengine.hooks
+from syncengine.parallel.summary import _WHERE, LEAST_COMPARED, PHASES, WINDOW
 
 DELAY = 0.04  # seconds
 STEPS = LEAST_COMPARED + 5
@@ -47,9 +50,9 @@ class LateSGD(torch.optim.SGD):
         super().step(closure)
 
 
-def train(model: nn.Module, steps: int, phase: str | None, accumulate: bool = False) -> None:
-    """This rank takes `DELAY` longer in `phase` of each step."""
-    delays = {each: DELAY * (each == phase) for each in PHASES}
+def train(model: nn.Module, steps: int, phase: str | None, accumulate: bool = False, delay: float = DELAY) -> None:
+    """This rank takes `delay` longer in `phase` of each step."""
+    delays = {each: delay * (each == phase) for each in PHASES}
     optimizer = LateSGD(model.parameters(), lr=1e-3)
     optimizer.delay = delays["optimizer"]
     for i in range(steps):
@@ -61,11 +64,21 @@ def train(model: nn.Module, steps: int, phase: str | None, accumulate: bool = Fa
         optimizer.zero_grad()
 
 
-def be_late(late: int, phase: str, hosts: str = "", accumulate: bool = False) -> dict[str, Any]:
+def average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook that the engine knows nothing of."""
+    syncengine.all_reduce(bucket.buffer(), "avg")
+    return syncengine.hooks.completed(bucket.buffer())
+
+
+def be_late(
+    late: int, phase: str, hosts: str = "", accumulate: bool = False, hook: Any = None, skips: bool = False
+) -> dict[str, Any]:
     if hosts:
         os.environ["SYNCENGINE_HOST_ID"] = hosts[int(os.environ["RANK"])]
         syncengine.init(timeout=60.0)
-    model = syncengine.Parallel(Late())
+    model = syncengine.Parallel(Late(), find_unused_parameters=skips, skip_all_reduce_unused_params=skips)
+    if hook is not None:
+        model.register_comm_hook(None, hook)
     train(model, STEPS, phase if syncengine.rank() == late else None, accumulate)
     return {"stragglers": model.stragglers(), "stats": model.stats()}
 
@@ -103,6 +116,16 @@ def test_also_where_gradients_are_accumulated(pool: RankPool, phase: str):
     check(pool.run(be_late, 1, phase, "", True), 1, phase, 2 * DELAY)
 
 
+@pytest.mark.parametrize("hook", [average, syncengine.hooks.bf16_compress])
+@pytest.mark.parametrize("phase", ["input", "backward"])
+def test_also_with_a_communication_hook(pool: RankPool, phase: str, hook: Any):
+    check(pool.run(be_late, 1, phase, "", False, hook), 1, phase)
+
+
+def test_also_where_buckets_may_be_skipped(pool: RankPool):
+    check(pool.run(be_late, 0, "forward", "", False, None, True), 0, "forward")
+
+
 def wait_within_a_step(late: int) -> dict[str, Any]:
     """All others wait for the late one in forward, by a collective: they are not late."""
     model = syncengine.Parallel(Late())
@@ -118,25 +141,31 @@ def test_who_waits_is_not_late(pool: RankPool):
     check(pool.run(wait_within_a_step, 0, world=3), 0, "input")
 
 
-def warned_of(late: int, steps: int) -> list[str]:
+def warned_of(late: int, phase: str, steps: int) -> tuple[list[str], dict[str, Any]]:
     model = syncengine.Parallel(Late())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for i in range(steps):
-            if syncengine.rank() == late:
-                time.sleep(0.01)
-            model(data(i), 0.0, 0.0).sum().backward()
-    return [str(warning.message) for warning in caught if "late" in str(warning.message)]
+        train(model, steps, phase if syncengine.rank() == late else None, delay=0.01)
+    return [str(warning.message) for warning in caught if "late" in str(warning.message)], model.stragglers()
 
 
-def test_rank_0_warns_once_in_100_steps(pool: RankPool):
-    of_0, of_1 = pool.run(warned_of, 1, 2 * WINDOW + 10)
+@pytest.mark.parametrize("phase", PHASES)
+def test_rank_0_warns_once_in_100_steps(pool: RankPool, phase: str):
+    """Of rank, phase, and how late it is."""
+    count = 2 if phase == "input" else 1
+    (of_0, found), (of_1, _) = pool.run(warned_of, 1, phase, count * WINDOW + 10)
     assert of_1 == []
-    assert len(of_0) == 2
+    assert len(of_0) == count
     for text in of_0:
-        assert text.startswith("Parallel(Late): rank 1 is late in ")
-        assert " ms (a step takes " in text
-        assert text.endswith(", before forward begins: look at its input")
+        said = re.fullmatch(
+            r"Parallel\(Late\): rank 1 is late in (\d+) % of the last \d+ steps, by ([\d.]+) ms "
+            r"\(a step takes [\d.]+ ms\), (.*)",
+            text,
+        )
+        assert said is not None, text
+        assert int(said[1]) > 66
+        assert abs(float(said[2]) - 10) <= max(2 * found["ranks"][0]["late_ms"], 5), text
+        assert said[3] == _WHERE[phase]
 
 
 def balanced(runs: int) -> list[Any]:
@@ -157,7 +186,7 @@ def balanced(runs: int) -> list[Any]:
 def test_balanced_runs_name_nobody(pool: RankPool, world: int):
     """SYNCENGINE_TEST_BALANCED_RUNS=100 gives the rate of false alarms."""
     runs = int(os.environ.get("SYNCENGINE_TEST_BALANCED_RUNS", "3"))
-    verdicts = pool.run(balanced, runs, world=world)[0]
+    verdicts = pool.run(balanced, runs, world=world, timeout=60 + 5 * runs)[0]
     assert [verdict for verdict in verdicts if verdict is not None] == []
 
 
@@ -180,15 +209,47 @@ def test_few_steps_name_nobody(pool: RankPool):
     assert alone["ranks"] == {}
 
 
-def uneven(steps: int) -> int:
-    """Rank 1 has a batch less: the last step, and the one after which nobody tells, are not compared."""
+def uneven(steps: int) -> dict[str, Any]:
+    """Each rank has a batch less than the one before it; rank 1 is late as long as it has any."""
     model = syncengine.Parallel(nn.Linear(24, 2))
     with model.join():
         for i in range(steps - syncengine.rank()):
+            if syncengine.rank() == 1:
+                time.sleep(0.005)
             model(data(i)).sum().backward()
-    return model.stragglers()["steps"]
+    return model.stragglers()
 
 
-def test_steps_without_a_batch_are_not_compared(pool: RankPool):
-    # The first step has no begin, and the last one's times would go with the next.
-    assert pool.run(uneven, 8) == [6, 6]
+def test_a_step_without_a_batch_is_nobodys_lateness(pool: RankPool):
+    """The first step has no begin, and the last one's times would go with the next."""
+    for found in pool.run(uneven, 8):
+        assert found["steps"] == 6  # in the last of which one rank alone had a batch, and is compared with nobody
+    for found in pool.run(uneven, 8, world=3):
+        assert found["steps"] == 6  # the last one of ranks 0 and 1
+        assert found["ranks"][1]["late_ms"] > 4
+        assert found["ranks"][2]["late_ms"] < found["ranks"][1]["late_ms"]
+
+
+def count_calls_and_a_step() -> list[dict[str, int]]:
+    """What counters say of 50 all-reduces of 8 bytes, and of one step, where ranks are compared."""
+    model = syncengine.Parallel(nn.Linear(24, 2))
+    for i in range(5):
+        model(data(i)).sum().backward()
+    assert model.stragglers()["steps"] == 3
+    counters, found = model.communicator.counters, []
+    for work in (
+        lambda: [syncengine.all_reduce(torch.ones(2)) for _ in range(50)],
+        lambda: model(data()).sum().backward(),
+    ):
+        before = counters()
+        work()
+        after = counters()
+        found.append({name: after[name] - before[name] for name in after if name != "sleeps"})
+    return found
+
+
+def test_nothing_is_sent_for_it(pool: RankPool):
+    """A call of 8 bytes is one operation of 8 bytes, and a step one of its gradients' bytes: no message besides."""
+    for calls, step in pool.run(count_calls_and_a_step):
+        assert {name: count for name, count in calls.items() if count} == {"operations": 50, "one_shot_bytes": 400}
+        assert {name: count for name, count in step.items() if count} == {"operations": 1, "one_shot_bytes": 200}

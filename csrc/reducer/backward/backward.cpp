@@ -1,6 +1,7 @@
 #include "reducer/backward/backward.h"
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "base/error.h"
@@ -61,9 +62,9 @@ void Backward::begin() {
   }
 }
 
-// The first one where they fit.
+// The first one where they fit, of those that are reduced in every step.
 size_t Backward::choose_stamped() const {
-  if (model_.flat || !route_->can_be_refused()) return buckets_.size();
+  if (!route_->can_be_refused() || model_.options.skip_all_reduce_unused_params) return buckets_.size();
   const auto fits = [&](const Bucket& bucket) {
     const size_t usage = usage_travels_ ? Usage::words_of(bucket.layout->parameters.size()) : 0;
     const size_t ranks = static_cast<size_t>(model_.averaging.communicator->size());
@@ -256,14 +257,24 @@ void Backward::proceed(std::mutex& mutex) { route_->proceed(*this, mutex); }
 void Backward::finish(std::mutex& mutex) {
   Communicator& communicator = *model_.averaging.communicator;
   if (model_.options.skip_all_reduce_unused_params) check_skipped();
+  // Where no bucket carries them. On devices nobody waits here, so what ranks spend by the host's clock says little.
+  const bool tells_stamps = stamped_ == buckets_.size() && !vote_ && !is_empty() && !model_.flat;
   std::shared_ptr<Work> vote;
-  if (can_be_refused()) {
+  std::vector<uint64_t> stamps(communicator.size());
+  const auto told = std::make_shared<std::vector<uint8_t>>(stamps.size() * sizeof(uint64_t));
+  if (can_be_refused() || tells_stamps) {
     std::lock_guard lock(mutex);
+    std::memcpy(told->data() + communicator.rank() * sizeof(uint64_t), &model_.record.stamp, sizeof(uint64_t));
     if (vote_) route_->ready(*this, *vote_);
-    vote = vote_ ? vote_->work : model_.vote();
+    vote = vote_ ? vote_->work : model_.vote(told);
   }
-  if (vote) communicator.wait(vote, raise_pending_signal);
+  if (can_be_refused()) communicator.wait(vote, raise_pending_signal);
   route_->finish(*this);
+  if (tells_stamps) {
+    communicator.wait(vote, raise_pending_signal);
+    std::memcpy(stamps.data(), told->data(), told->size());
+    model_.record.step_times->compare(std::move(stamps));
+  }
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
   if (!route_->takes_sparse() && !plan_->sparse().empty()) average_sparse_gradients();
   for (const TorchFuture& future : std::exchange(futures_, {})) {

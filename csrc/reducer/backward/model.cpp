@@ -102,8 +102,8 @@ std::shared_ptr<Work> Model::announce(size_t slot, std::shared_ptr<std::vector<u
   return averaging.communicator->announce(averaging.slots, slot, outcome.step(), std::move(operation));
 }
 
-std::shared_ptr<Work> Model::vote() const {
-  return announce(averaging.vote_slot(), std::make_shared<std::vector<uint8_t>>(1), "the last of a step");
+std::shared_ptr<Work> Model::vote(std::shared_ptr<std::vector<uint8_t>> bytes) const {
+  return announce(averaging.vote_slot(), std::move(bytes), "the last of a step");
 }
 
 void Model::let_go_of_gradients(bool keeps) {

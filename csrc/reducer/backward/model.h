@@ -81,8 +81,9 @@ struct Model {
 
   // Whether ranks can refuse a step: not where peers wait for something else than announced buckets.
   bool can_refuse() { return plan && routing.route().can_be_refused() && !options.waits_in_between; }
-  // Announces that a step of this rank has nothing more to say; its end is waited for.
-  std::shared_ptr<Work> vote() const;
+  // Announces that a step of this rank has nothing more to say than these bytes, as announce() does; its end is waited
+  // for.
+  std::shared_ptr<Work> vote(std::shared_ptr<std::vector<uint8_t>> bytes) const;
   // Of bytes that are no gradients: announces their maximum.
   std::shared_ptr<Work> announce(size_t slot, std::shared_ptr<std::vector<uint8_t>> bytes, const char* what) const;
   // Nothing comes of what a backward has collected, or was to: .grad stays as it is, or becomes None. Under the GIL.

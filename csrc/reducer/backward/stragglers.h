@@ -1,5 +1,6 @@
 // Who is late: each rank's own time in the last steps, compared. A rank tells its time of the step before with each
-// step, in a word that travels with a bucket's flags; so all ranks know all times, and no message is new.
+// step, in a word that travels with a bucket's flags, or, where no bucket has flags, with the last operation of a step;
+// so all ranks know all times.
 //
 // Ownership, thread-safety: the holder's (StepTimes). Failure: none. Knows no torch.
 #pragma once
@@ -9,6 +10,7 @@
 #include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "base/phase_clock.h"
@@ -48,9 +50,9 @@ class Stragglers {
     std::array<size_t, 2> often{};
   };
 
-  // The stamps of all ranks, of one step. One in which a rank has none is not compared.
+  // The stamps of all ranks, of one step. Of one in which fewer than two have any, nothing is compared.
   void add(std::vector<uint64_t> stamps) {
-    if (std::count(stamps.begin(), stamps.end(), 0) != 0) return;
+    if (std::count(stamps.begin(), stamps.end(), 0) + 2 > static_cast<ptrdiff_t>(stamps.size())) return;
     if (!steps_.empty() && steps_[0].size() != stamps.size()) steps_.clear();
     if (steps_.size() == kWindow) steps_.erase(steps_.begin());
     steps_.push_back(std::move(stamps));
@@ -63,16 +65,18 @@ class Stragglers {
     std::vector<Rank> ranks(steps_[0].size());
     std::vector<std::array<std::vector<int64_t>, PhaseClock::kOwn + 1>> found(ranks.size());
     for (size_t k = 0; k < steps_.size(); ++k) {
-      std::vector<PhaseClock::Own> own(ranks.size());
-      std::transform(steps_[k].begin(), steps_[k].end(), own.begin(), unpack_stamp);
       const auto total = [](const PhaseClock::Own& times) { return times[0] + times[1] + times[2] + times[3]; };
-      const auto& fastest =
-          *std::min_element(own.begin(), own.end(), [&](const auto& a, const auto& b) { return total(a) < total(b); });
-      std::vector<int64_t> totals(ranks.size());
-      std::transform(own.begin(), own.end(), totals.begin(), total);
-      const auto lower_median = totals.begin() + static_cast<ptrdiff_t>((totals.size() - 1) / 2);
-      std::nth_element(totals.begin(), lower_median, totals.end());
-      const int64_t middle = *lower_median;
+      std::vector<std::pair<int64_t, size_t>> totals;  // of the ranks that have a stamp
+      std::vector<PhaseClock::Own> own(ranks.size());
+      for (size_t rank = 0; rank < ranks.size(); ++rank) {
+        own[rank] = unpack_stamp(steps_[k][rank]);
+        if (steps_[k][rank] != 0) totals.emplace_back(total(own[rank]), rank);
+      }
+      std::sort(totals.begin(), totals.end());
+      const int64_t middle = totals[(totals.size() - 1) / 2].first;
+      const PhaseClock::Own fastest = own[totals[0].second];
+      for (size_t rank = 0; rank < ranks.size(); ++rank)
+        if (steps_[k][rank] == 0) own[rank] = fastest;  // without a batch: late for nobody
       for (size_t rank = 0; rank < ranks.size(); ++rank) {
         const int64_t late = total(own[rank]) - total(fastest);
         ranks[rank].often[k >= steps_.size() / 2] += (total(own[rank]) - middle) * 10 > step;

@@ -45,11 +45,26 @@ TEST(lateness_is_that_behind_the_fastest_rank) {
   CHECK_EQ(ranks[2].often[0] + ranks[2].often[1], 0u);  // by a hundredth of a step
 }
 
-TEST(only_steps_of_all_ranks_are_compared_and_the_last_hundred_kept) {
+TEST(ranks_without_a_batch_are_late_for_nobody) {
   Stragglers stragglers;
   CHECK(stragglers.ranks(kMs).empty());
   stragglers.add({1, 0});
+  stragglers.add({0, 0});
   CHECK_EQ(stragglers.steps(), 0u);
+  for (int k = 0; k < 10; ++k)
+    stragglers.add({0, pack_stamp({kMs, 0, 0, 0}), pack_stamp({kMs, 0, 8 * kMs, 0}), pack_stamp({2 * kMs, 0, 0, 0})});
+  const auto ranks = stragglers.ranks(20 * kMs);
+  CHECK_EQ(stragglers.steps(), 10u);
+  CHECK_EQ(ranks[0].late, 0);
+  CHECK_EQ(ranks[0].often[0] + ranks[0].often[1], 0u);
+  CHECK(std::abs(ranks[2].late - 8 * kMs) < kMs / 10);
+  CHECK(std::abs(ranks[2].by_phase[PhaseClock::Backward] - 8 * kMs) < kMs / 10);
+  CHECK_EQ(ranks[2].often[0] + ranks[2].often[1], 10u);
+  CHECK(std::abs(ranks[3].late - kMs) < kMs / 10);
+}
+
+TEST(the_last_hundred_steps_are_compared) {
+  Stragglers stragglers;
   for (int k = 0; k < 150; ++k)
     stragglers.add({pack_stamp({kMs, 0, 0, 0}), pack_stamp({(k < 99 ? 9 : 2) * kMs, 0, 0, 0})});
   CHECK_EQ(stragglers.steps(), Stragglers::kWindow);
