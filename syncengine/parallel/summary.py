@@ -46,7 +46,7 @@ def follow(model: Model, times: StepTimes) -> None:
         _timed_optimizers.append(register_optimizer_step_pre_hook(begin_optimizer))
         _timed_optimizers.append(register_optimizer_step_post_hook(end_optimizer))
     communicator = model.communicator
-    if communicator.global_ranks[communicator.rank] != 0 or not wants_summary():
+    if communicator.size == 1 or communicator.global_ranks[communicator.rank] != 0 or not wants_summary():
         return
     if _pid is None:
         _pid = os.getpid()

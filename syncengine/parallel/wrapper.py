@@ -77,7 +77,7 @@ class Parallel(ForTools):
 
     ``nonfinite``: where a gradient is NaN or infinite, "raise" raises ``NotFinite`` from backward on all ranks, and
     "warn" warns on them: which rank has brought it, into which parameter, in which synchronized backward, from 1. By
-    default nobody looks. With one rank nothing is reduced, and nothing is said.
+    default nobody looks.
 
     Raises ``InvalidUsage`` for an argument that can't work, and ``Mismatch``, naming the parameter and both sides, if
     the ranks' models differ.
@@ -178,7 +178,7 @@ class Parallel(ForTools):
         if model.parameters and self.device_type == "cuda":
             check_buffers_on(self.device, not_ignored(self.module.named_buffers(), self.parameters_to_ignore))
         self._options = options = self._reducer_options()
-        if hooks or (self.communicator.size > 1 and model.parameters):
+        if hooks or (model.parameters and (self.communicator.size > 1 or self._nonfinite)):
             reducer = ModelReducer(model, options)
             follow(model, reducer.step_times())
         else:

@@ -95,7 +95,7 @@ def check(plans: Sequence[Brought], said: Sequence[Sequence[str]]) -> None:
             assert bool(text) == bool(brought), (brought, text)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize("numerics", ["rank_order", "ring"])
 @pytest.mark.parametrize("memory", ["arena", "torch"])
 def test_rank_parameter_and_step_are_named(pool: RankPool, world: int, numerics: str, memory: str):
@@ -216,6 +216,53 @@ def accumulate(brought: Brought) -> list[str]:
 def test_accumulation(pool: RankPool):
     brought: Brought = [(1, 3, 69_999, "Inf")]
     check([[], brought], pool.run(accumulate, brought))
+
+
+class Chosen(torch.utils.data.Dataset):
+    """Sample i is where its micro-batch brings NaN, if anywhere."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> int:
+        return self._places[index]
+
+
+def in_micro_batches(places: Sequence[int], total: int) -> list[str]:
+    """What each step says; a place is parameter + 1, or 0."""
+    model = syncengine.Parallel(Given([7, 90_000, 1]), nonfinite="raise")
+    loader = torch.utils.data.DataLoader(Chosen(places))
+    batches = syncengine.micro_batches(model, loader, total=total)
+    said = []
+    for _ in range(len(places) // total):
+        text = ""
+        try:
+            for _, (place,) in batches:
+                given = gradients(model.module, [])
+                if place:
+                    given[place - 1][-1] = float("nan")
+                model(given).backward()
+        except NotFinite as error:
+            text = str(error)
+            batches.step += 1  # which has not happened: without its gradients
+        model.zero_grad()
+        said.append(text)
+    return said
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_micro_batches(pool: RankPool, world: int):
+    """Whichever of a rank's micro-batches has brought it."""
+    places = [0] * 6 + [0, 0, 0, 0, 0, 2] + [3, 0, 0, 0, 0, 0] + [0] * 6 + [0, 0, 1, 0, 0, 0]
+    for said in pool.run(in_micro_batches, places, 6, world=world):
+        assert [bool(text) for text in said] == [False, True, True, False, True]
+        assert said[1].startswith(f"rank {world - 1} brought NaN into weights.1 in step 2 of Parallel(Given): ")
+        assert said[2].startswith("rank 0 brought NaN into weights.2 in step 3 of Parallel(Given): ")
+        rank = {1: 0, 2: 0, 3: 1}[world]
+        assert said[4].startswith(f"rank {rank} brought NaN into weights.0 in step 5 of Parallel(Given): ")
 
 
 class Tables(nn.Module):

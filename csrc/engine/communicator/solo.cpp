@@ -20,8 +20,10 @@
 #include "base/texts.h"
 #include "collectives/operation.h"
 #include "collectives/plan.h"
+#include "collectives/runner.h"
 #include "engine/progress/options.h"
 #include "engine/progress/work.h"
+#include "kernels/reduce.h"
 
 namespace syncengine {
 
@@ -217,10 +219,20 @@ class SoloCommunicator final : public Communicator {
     require_supported(operation);
     ++operations_;
     auto work = std::make_shared<Work>();
-    size_t block = block_bytes(operation);
-    operation.input.for_each(0, block, [&](std::byte* from, size_t offset, size_t bytes) {
+    const size_t element = element_size(operation.dtype);
+    const double scale = operation.prescale * operation.postscale;  // one of them is 1
+    operation.input.for_each(0, block_bytes(operation), [&](std::byte* part, size_t offset, size_t bytes) {
       operation.output.for_each(offset, bytes, [&](std::byte* to, size_t skip, size_t length) {
-        if (to != from + skip) std::copy_n(from + skip, length, to);
+        const void* from = part + skip;
+        void* into = to;
+        if (const auto* nonfinite = operation.nonfinite.get()) {
+          const int rank = 0;
+          reduce_noting(*nonfinite, 1, nonfinite->locate(offset + skip, length, element),
+                        {.dtype = operation.dtype, .op = operation.op, .scale = scale}, &from, &rank, 1, &into, 1,
+                        length / element);
+        } else {
+          kernels::copy_scaled(operation.dtype, to, from, length / element, scale);
+        }
       });
     });
     work->finish();
