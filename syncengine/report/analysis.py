@@ -11,6 +11,7 @@ from statistics import median
 
 from syncengine.report.steps import Late, Step, lateness_of, ms_text, steps_of, who_is_late
 from syncengine.tracing import Event, Kind, Phase, Trace
+from syncengine.tracing.perfetto import caveats
 
 
 @dataclass(frozen=True)
@@ -82,29 +83,28 @@ class Analysis:
 
     def as_dict(self) -> dict[str, object]:
         """For JSON."""
-        late = None
-        if self.late is not None:
-            late = {"rank": self.late.rank, "phase": self.late.phase.name.lower(), "late_ms": self.late.ms}
-            late["late_percent"] = self.late.percent
+        late = self.late and {
+            "rank": self.late.rank,
+            "phase": self.late.phase.name.lower(),
+            "late_ms": self.late.ms,
+            "late_percent": self.late.percent,
+        }
+        ranks = {
+            str(rank): {
+                "phases_ms": {phase.name.lower(): ms for phase, ms in phases.items()},
+                "late_ms": median(self.lateness[rank]),
+                "overlap": vars(self.overlap[rank]) if rank in self.overlap else None,
+            }
+            for rank, phases in self.phases.items()
+        }
+        same = ("model", "steps", "step_ms", "reduced_bytes", "went_wrong", "incomplete")
         return {
             "verdict": self.verdict,
-            "model": self.model,
-            "steps": self.steps,
-            "step_ms": self.step_ms,
+            **{name: getattr(self, name) for name in same},
             "late": late,
-            "ranks": {
-                str(rank): {
-                    "phases_ms": {phase.name.lower(): ms for phase, ms in phases.items()},
-                    "late_ms": median(self.lateness[rank]),
-                    **({"overlap": vars(self.overlap[rank])} if rank in self.overlap else {}),
-                }
-                for rank, phases in self.phases.items()
-            },
+            "ranks": ranks,
             "exposed_buckets": [vars(bucket) for bucket in self.buckets],
             "copied_bytes": self.copies,
-            "reduced_bytes": self.reduced_bytes,
-            "went_wrong": self.went_wrong,
-            "incomplete": self.incomplete,
         }
 
 
@@ -150,7 +150,7 @@ def analyze(trace: Trace) -> Analysis:
         copies=copies,
         reduced_bytes=reduced_bytes // max(1, len(numbers)),
         went_wrong=list(dict.fromkeys(wrong)),
-        incomplete=_incomplete(trace),
+        incomplete=caveats(trace),
         example=example,
     )
 
@@ -277,21 +277,3 @@ def _copies(events: Mapping[int, Sequence[Event]], numbers: Sequence[int]) -> di
 
 def _is_nonfinite(event: Event) -> bool:
     return event.kind == Kind.NOTE and event.text.startswith("nonfinite")
-
-
-def _incomplete(trace: Trace) -> list[str]:
-    said = []
-    if trace.missing:
-        said.append(f"no file of ranks {', '.join(map(str, trace.missing))}")
-    for rank, of_rank in trace.ranks.items():
-        if of_rank.dropped:
-            said.append(f"rank {rank}: the first {of_rank.dropped} of {of_rank.recorded} events were overwritten")
-        if not of_rank.ended:
-            said.append(f"rank {rank} has not ended its trace")
-    doubts = [u for u in trace.uncertainty.values() if u]
-    if doubts:
-        worst = max(doubts)
-        said.append(
-            "the clocks of the hosts may be off by " + ("any time" if math.isinf(worst) else f"{worst / 1e6:.3f} ms")
-        )
-    return said

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
+from typing import NamedTuple
 
 from syncengine.report import pictures
 from syncengine.report.advice import Change, advise, changes, compare_verdict
@@ -49,14 +50,15 @@ figure svg { display: block; width: 100%; max-width: 470px; height: auto; margin
 table { border-collapse: collapse; width: 100%; }
 td, th { text-align: left; vertical-align: top; padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; color: var(--soft); }
-td.number, th.number { text-align: right; white-space: nowrap; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 16px 24px;
-  align-items: start; }
-.pair p { margin: 0; }
+td.number, th.number { text-align: right; }
+td.number { white-space: nowrap; }
 td:not(.number) { overflow-wrap: anywhere; min-width: 5.5em; }
-.pictures > *, .pair > *, .side > * { min-width: 0; }
+td.number { background: linear-gradient(90deg, color-mix(in srgb, var(--accent) 25%, transparent) var(--part, 0%),
+  transparent var(--part, 0%)) no-repeat 0 7px / 100% 1.5em; }
+.side h1 { margin-top: 36px; }
+.pictures > *, .side > * { min-width: 0; }
+@media (max-width: 600px) { td, th { font-size: 13px; padding-right: 6px; } }
 .note { color: var(--soft); }
-@media (max-width: 600px) { .wide { display: none; } }
 .wrong { border-left: 5px solid #d55e00; padding-left: 14px; }
 .side { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 460px), 1fr)); gap: 0 28px; }
 """
@@ -70,12 +72,10 @@ def page_of(one: Analysis, where: Path) -> str:
 
 def page_of_two(before: Analysis, after: Analysis, where: Sequence[Path]) -> str:
     """Of two traces, side by side, with what has changed."""
-    rows = "".join(_row(change) for change in changes(before, after))
-    head = '<tr><th></th><th class="number">before</th><th class="number">after</th><th class="number">change</th></tr>'
     sections = [
         f'<section id="verdict"><h1>syncengine report: {escape(str(where[0]))}, then {escape(str(where[1]))}</h1>'
         f'<p class="verdict">{_text(compare_verdict(before, after))}</p></section>',
-        f'<section id="changes"><h2>What has changed</h2><table>{head}{rows}</table></section>',
+        f'<section id="changes"><h2>What has changed</h2>{_changes(before, after)}</section>',
     ]
     halves = [
         (_verdict(of.verdict, of, path, f"-{name}"), *_sections(of, name, f"-{name}"))
@@ -110,7 +110,7 @@ def _verdict(text: str, of: Analysis, where: Path, suffix: str = "") -> str:
     ]
     items = "".join(f"<li>{escape(name)} <b>{escape(value)}</b></li>" for name, value in facts)
     wrong = "".join(f'<p class="wrong">{escape(text)}</p>' for text in of.went_wrong[:10])
-    notes = f'<p class="note">Incomplete: {escape("; ".join(of.incomplete))}.</p>' if of.incomplete else ""
+    notes = f'<p class="note">{escape(". ".join(of.incomplete))}.</p>' if of.incomplete else ""
     return (
         f'<section id="verdict{suffix}"><h1>syncengine report: {escape(str(where))}</h1>'
         f'<p class="verdict">{_text(text)}</p>{wrong}<ul class="facts">{items}</ul>{notes}</section>'
@@ -119,35 +119,22 @@ def _verdict(text: str, of: Analysis, where: Path, suffix: str = "") -> str:
 
 def _sections(of: Analysis, name: str, suffix: str = "") -> list[str]:
     """The same ones, in the same order, whatever there is to say."""
-    return [
-        _section(
-            f"time{suffix}",
+    drawn = [pictures.phases(of, name), pictures.one_step(of, name)] if of.steps else []
+    figures = "".join(f"<figure>{picture}</figure>" for picture in drawn)
+    contents = {
+        "time": (
             "Where the time goes",
-            _figures(
-                [pictures.phases(of, name), pictures.one_step(of, name), pictures.lateness(of, name)]
-                if of.steps
-                else []
-            ),
+            f'<div class="pictures">{figures}</div>' if drawn else _note("No step to show."),
         ),
-        _section(f"overlap{suffix}", "Overlap", _overlap(of, name)),
-        _section(f"buckets{suffix}", "Buckets that nothing hides", _buckets(of, name)),
-        _section(f"copies{suffix}", "Bytes copied", _copies(of, name)),
-        _section(f"try{suffix}", "What to try", _advice(of)),
+        "overlap": ("Overlap", _overlap(of)),
+        "buckets": ("Buckets that nothing hides", _buckets(of)),
+        "copies": ("Bytes copied", _copies(of)),
+        "try": ("What to try", _advice(of)),
+    }
+    return [
+        f'<section id="{section}{suffix}"><h2>{title}</h2>{content}</section>'
+        for section, (title, content) in contents.items()
     ]
-
-
-def _section(name: str, title: str, content: str) -> str:
-    return f'<section id="{name}"><h2>{title}</h2>{content}</section>'
-
-
-def _figures(drawn: Sequence[str]) -> str:
-    if not drawn:
-        return '<p class="note">There is no step to show.</p>'
-    return '<div class="pictures">' + "".join(f"<figure>{picture}</figure>" for picture in drawn) + "</div>"
-
-
-def _pair(picture: str, words: str) -> str:
-    return f'<div class="pair"><figure>{picture}</figure><div>{words}</div></div>'
 
 
 def _text(text: str) -> str:
@@ -155,67 +142,95 @@ def _text(text: str) -> str:
     return re.sub(r"(\d) (ms|%|bytes|KiB|MiB|GiB)", "\\1\N{NO-BREAK SPACE}\\2", escape(text))
 
 
-def _overlap(of: Analysis, name: str) -> str:
+def _note(text: str) -> str:
+    return f'<p class="note">{_text(text)}</p>'
+
+
+class _Number(NamedTuple):
+    """In a cell, with a bar as long as its part of what the column's longest would be."""
+
+    text: str
+    part: float = 0.0
+
+
+_Rows = list[list[str | _Number]]
+
+
+def _table(columns: Sequence[str], rows: _Rows) -> str:
+    """Numbers are on the right."""
+    kinds = ["words" if isinstance(cell, str) else "number" for cell in rows[0]]
+    head = "".join(f'<th class="{kind}">{name}</th>' for kind, name in zip(kinds, columns, strict=True))
+    lines = [
+        "".join(
+            f"<td>{_text(cell)}</td>"
+            if isinstance(cell, str)
+            else f'<td class="number" style="--part: {100 * cell.part:.0f}%">{_text(cell.text)}</td>'
+            for cell in row
+        )
+        for row in rows
+    ]
+    return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+
+
+def _overlap(of: Analysis) -> str:
     if not of.overlap:
-        return '<p class="note">No bucket was reduced in these steps.</p>'
-    worst = max(of.overlap.values(), key=lambda o: o.exposed)
-    took, exposed, least = ms_text(worst.reducing), ms_text(worst.exposed), ms_text(worst.least_exposed)
-    text = (
-        f"Reductions take {took} of a step on the rank that waits longest; backward does not hide {exposed} of that. "
-    )
-    text += f"With these buckets it could be {least}: the last one can begin only when backward has ended. "
-    text += "What a late rank makes the others wait is not counted here."
-    return _pair(pictures.overlap(of.overlap, name), f"<p>{_text(text)}</p>")
+        return _note("No bucket was reduced in these steps.")
+    rows: _Rows = [
+        [
+            f"rank {rank}",
+            *(_Number(f"{100 * part:.0f} %", part) for part in (o.achieved, o.possible)),
+            *(_Number(ms_text(ms)) for ms in (o.reducing, o.exposed)),
+        ]
+        for rank, o in sorted(of.overlap.items())[: pictures.RANKS_SHOWN]
+    ]
+    head = ("", "hidden behind backward", "possible with these buckets", "reductions of a step", "not hidden")
+    return _table(head, rows) + _note("What a late rank makes the others wait is not counted here.")
 
 
-def _buckets(of: Analysis, name: str) -> str:
+def _buckets(of: Analysis) -> str:
     if not of.buckets:
-        return '<p class="note">None: every bucket was reduced while backward still ran.</p>'
-    rows = "".join(
-        f'<tr><td class="wide">{b.index}</td><td>{escape(", ".join(b.parameters[:4]))}'
-        f"{' ...' if len(b.parameters) > 4 else ''}</td>"
-        f'<td class="number">{size_text(b.bytes)}</td><td class="number">{ms_text(b.ms)}</td>'
-        f'<td class="number wide">{b.percent:.0f} %</td></tr>'
+        return _note("None: every bucket was reduced while backward still ran.")
+    most = of.buckets[0].ms
+    rows: _Rows = [
+        [
+            ", ".join(b.parameters[:4]) + (" ..." if len(b.parameters) > 4 else ""),
+            _Number(size_text(b.bytes)),
+            _Number(ms_text(b.ms), b.ms / most),
+            _Number(f"{b.percent:.0f} %"),
+        ]
         for b in of.buckets[:8]
-    )
-    head = (
-        '<tr><th class="wide">bucket</th><th>parameters</th><th class="number">size</th>'
-        '<th class="number">of a step</th><th class="number wide">steps</th></tr>'
-    )
-    return _pair(pictures.buckets(of.buckets, name), f"<table>{head}{rows}</table>")
+    ]
+    return _table(("parameters", "size", "of a step", "of the steps"), rows)
 
 
-def _copies(of: Analysis, name: str) -> str:
+def _copies(of: Analysis) -> str:
     if not of.copies:
-        return '<p class="note">None: every gradient was reduced where autograd had left it.</p>'
-    rows = "".join(
-        f"<tr><td>{escape(reason)}</td><td>{escape(REASONS.get(reason, ''))}</td>"
-        f'<td class="number">{size_text(size)}</td></tr>'
-        for reason, size in of.copies.items()
-    )
-    head = '<tr><th>reason</th><th>what that is</th><th class="number">of a step</th></tr>'
-    return _pair(pictures.copies(of.copies, name), f"<table>{head}{rows}</table>")
+        return _note("None: every gradient was reduced where autograd had left it.")
+    most = max(of.copies.values())
+    rows: _Rows = [
+        [why, REASONS.get(why, ""), _Number(size_text(size), size / most)] for why, size in of.copies.items()
+    ]
+    return _table(("reason", "what that is", "of a step"), rows)
 
 
 def _advice(of: Analysis) -> str:
-    advice = advise(of)
-    if not advice:
-        return '<p class="note">Nothing that would gain one percent of a step, as far as this trace shows.</p>'
-    rows = "".join(
-        f'<tr><td>{_text(one.text)}</td><td class="number">{ms_text(one.gain)}</td>'
-        f'<td class="number">{one.percent:.0f} %</td></tr>'
-        for one in advice
-    )
-    head = '<tr><th>what</th><th class="number">gains about</th><th class="number">of a step</th></tr>'
-    return f'<table>{head}{rows}</table><p class="note">Estimates from this trace; they do not add up.</p>'
+    rows: _Rows = [[one.text, _Number(ms_text(one.gain)), _Number(f"{one.percent:.0f} %")] for one in advise(of)]
+    if not rows:
+        return _note("Nothing that would gain one percent of a step, as far as this trace shows.")
+    return _table(("what", "gains about", "of a step"), rows) + _note("Estimates; they do not add up.")
 
 
-def _row(change: Change) -> str:
-    def value(number: float) -> str:
-        return size_text(number) if change.unit == "bytes" else f"{number:.3g} {change.unit}"
+def _changes(before: Analysis, after: Analysis) -> str:
+    def value(change: Change, number: float) -> _Number:
+        return _Number(size_text(number) if change.unit == "bytes" else f"{number:.3g} {change.unit}")
 
-    ratio = f"{100 * change.ratio:+.0f} %" if change.before and change.unit != "%" else ""
-    return (
-        f'<tr><td>{escape(change.what)}</td><td class="number">{value(change.before)}</td>'
-        f'<td class="number">{value(change.after)}</td><td class="number">{ratio}</td></tr>'
-    )
+    rows: _Rows = [
+        [
+            change.what,
+            value(change, change.before),
+            value(change, change.after),
+            _Number(f"{100 * change.ratio:+.0f} %" if change.before and change.unit != "%" else ""),
+        ]
+        for change in changes(before, after)
+    ]
+    return _table(("", "before", "after", "change"), rows)

@@ -57,6 +57,8 @@ def caveats(trace: Trace) -> list[str]:
     for rank, of_rank in trace.ranks.items():
         if of_rank.dropped:
             said.append(f"Rank {rank} dropped its first {of_rank.dropped} of {of_rank.recorded} events")
+        if not of_rank.ended:
+            said.append(f"Rank {rank} has not ended its trace")
     if trace.missing:
         said.append(f"There is nothing of rank{'s' if len(trace.missing) > 1 else ''} {_listed(trace.missing)}")
     for host, doubt in trace.uncertainty.items():

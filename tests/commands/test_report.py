@@ -163,8 +163,8 @@ def test_what_a_trace_has_not_and_what_went_wrong_is_said():
     }
     analysis = analyze(Trace(ranks, 3, {0: 0.0, 1: 2e6}))
     assert set(analysis.went_wrong) == {wrong.text, noted.text}
-    said = "; ".join(analysis.incomplete)
-    for part in ("no file of ranks 2", "rank 0 has not ended", "were overwritten", "off by 2.000 ms"):
+    said = ". ".join(analysis.incomplete)
+    for part in ("nothing of rank 2", "Rank 0 has not ended", "Rank 1 dropped its first", "aligned to 2000 us"):
         assert part in said
     page = page_of(analysis, Path("t"))
     assert "rank 0 died" in page
@@ -345,7 +345,7 @@ needs_chromium = pytest.mark.skipif(not CHROMIUM, reason="needs chromium (Debian
 _MEASURE = """<script>addEventListener("load", () => {
   const height = box => box.getBoundingClientRect().height;
   const sections = [...document.querySelectorAll("section")].map(section => [section.id, height(section)]);
-  const letters = [...document.querySelectorAll("svg text")].map(height);
+  const letters = [...document.querySelectorAll("svg text, td, th, li")].map(height);
   parent.postMessage(JSON.stringify({width: document.documentElement.scrollWidth, sections, letters}), "*");
 });</script></body>"""
 
