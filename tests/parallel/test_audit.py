@@ -124,6 +124,28 @@ def test_accumulation_and_join_and_copies():
             model(data(0))
 
 
+def count_operations(every: int) -> list[dict[str, int]]:
+    """Of each forward from the second on, behind which nothing is planned."""
+    model = syncengine.Parallel(Mlp(), audit=every)
+    found = []
+    for i in range(9):
+        before = model.communicator.counters()
+        loss = model(data(i)).square().mean()
+        after = model.communicator.counters()
+        found.append({name: after[name] - before[name] for name in ("operations", "staged_bytes", "messages")})
+        loss.backward()
+    return found[2:]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_comparison_is_one_operation_of_32_bytes_a_rank(pool: RankPool, world: int):
+    for found in pool.run(count_operations, 3, world=world):
+        for i, counted in enumerate(found, 2):
+            due = i % 3 == 0
+            assert counted == {"operations": int(due), "staged_bytes": 32 * due, "messages": 0}, i
+    assert all(not any(counted.values()) for found in pool.run(count_operations, 0) for counted in found)
+
+
 def tell_apart(audit: Any) -> str:
     with pytest.raises(Mismatch) as error:
         syncengine.Parallel(Mlp(), audit=audit[syncengine.rank()])
