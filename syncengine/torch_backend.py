@@ -6,10 +6,13 @@ torch.distributed.init_process_group("syncengine")  # or "cpu:syncengine,cuda:nc
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
@@ -32,6 +35,24 @@ def register() -> None:
     """
     devices = ["cpu", "cuda"] if has_cuda else ["cpu"]
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=devices)
+    make = getattr(dist.distributed_c10d, "_create_shrunk_process_group", None)
+    if make is not None and not hasattr(make, "__wrapped__"):
+        dist.distributed_c10d._create_shrunk_process_group = _as_custom(make)
+
+
+def _as_custom(make: Callable[..., dist.ProcessGroup]) -> Callable[..., dist.ProcessGroup]:
+    """What `dist.shrink_group` makes: of CPUs, torch takes it for one of Gloo, and asks it for what only Gloo has."""
+
+    @functools.wraps(make)
+    def make_shrunk(new_backend: Any, *args: Any, **kwargs: Any) -> dist.ProcessGroup:
+        group = make(new_backend, *args, **kwargs)
+        if isinstance(new_backend, Backend):
+            custom = dist.ProcessGroup.BackendType.CUSTOM
+            group._register_backend(torch.device("cpu"), custom, new_backend)
+            group._set_default_backend(custom)
+        return group
+
+    return make_shrunk
 
 
 def create(options: Any, backend_options: Any, call: str = "call init_process_group or new_group") -> Backend:

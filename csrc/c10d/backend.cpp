@@ -1,5 +1,6 @@
 #include "c10d/backend.h"
 
+#include "base/texts.h"
 #include "reducer/torch/in_flight.h"
 #include "reducer/torch/python_error.h"
 #include "streams/queue.h"
@@ -103,6 +104,27 @@ c10::intrusive_ptr<::c10d::Backend> TorchBackend::split(const c10::intrusive_ptr
     backend->setTimeout(options->timeout);
     backend->options_->group_name = options->group_name;
   }
+  return backend;
+}
+
+c10::intrusive_ptr<::c10d::Backend> TorchBackend::shrink(const std::vector<int64_t>& excluded, int,
+                                                         const c10::intrusive_ptr<Options>& options) {
+  if (options) require_timeout(options->timeout);
+  const std::chrono::milliseconds timeout(timeout_ms_.load(std::memory_order_relaxed));
+  uint64_t without = 0;
+  for (int64_t rank : excluded) without |= uint64_t{1} << require_rank(rank, "shrink");
+  if (!left_) left_ = communicator_->shrink(timeout, raise_pending_signal, without);
+  std::vector<int> gone;
+  const std::vector<int>&all = communicator_->global_ranks(), &left = left_->global_ranks();
+  for (int rank = 0; rank < size_; ++rank)
+    if (std::find(left.begin(), left.end(), all[rank]) == left.end()) gone.push_back(rank);
+  if (!std::equal(gone.begin(), gone.end(), excluded.begin(), excluded.end()))
+    throw Error(ErrorKind::PeerLost,
+                "shrink_group: more ranks have died than are excluded, or have not come: exclude " + rank_names(gone) +
+                    " of the group");
+  auto backend = c10::make_intrusive<TorchBackend>(left_);
+  backend->setTimeout(options ? options->timeout : timeout);
+  if (options) backend->options_->group_name = options->group_name;
   return backend;
 }
 

@@ -122,6 +122,12 @@ class TorchBackend final : public ::c10d::Backend {
   c10::intrusive_ptr<::c10d::Backend> merge(const c10::intrusive_ptr<::c10d::Store>& store,
                                             const c10::intrusive_ptr<Options>& options, const int& rank,
                                             const int& size) override;
+  bool supportsShrinking() const override { return true; }
+  // Collective over the ranks of the group that are not in `excluded`, which need not live; this group has failed from
+  // then on, whatever the flags say. Needs no store. Throws PeerLost where more of them have died, or have not come
+  // within the timeout; called again with those excluded, too, it succeeds.
+  c10::intrusive_ptr<::c10d::Backend> shrink(const std::vector<int64_t>& excluded, int flags,
+                                             const c10::intrusive_ptr<Options>& options) override;
   // For torch's _coalescing_manager. Not for batches of messages, which torch leaves open if one of them raises: they
   // need no coalescing.
   bool supportsCoalescing() const override { return false; }
@@ -186,6 +192,7 @@ class TorchBackend final : public ::c10d::Backend {
   void add_reduce_scatter(Call& call, const at::Tensor& output, const Tensors& inputs, const ::c10d::ReduceOp& op);
 
   std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<Communicator> left_;  // once shrink() has been called
   std::shared_ptr<Completer> collectives_ = std::make_shared<Completer>(Completer::Order::AsAdded);
   std::shared_ptr<Completer> messages_ = std::make_shared<Completer>(Completer::Order::AsEnded);
   c10::intrusive_ptr<Options> options_;

@@ -106,7 +106,9 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   // The members that are left after a failure, in their order, as a new communicator; this one has failed from then on.
   // Collective over those that are left, who need not have noticed the failure. Members that have not come after
   // `patience` are left out. Blocks. Several members may die meanwhile. Throws Aborted on a member that was left out.
-  virtual std::shared_ptr<Communicator> shrink(Duration patience, const std::function<void()>& interrupted = {}) = 0;
+  // `without`: bit per member that nobody waits for, whether it lives or not; the same on all that come.
+  virtual std::shared_ptr<Communicator> shrink(Duration patience, const std::function<void()>& interrupted = {},
+                                               uint64_t without = 0) = 0;
 
   // Memory that all local peers can read and write in place. Freed by the deleter of the returned pointer, any time.
   virtual std::shared_ptr<void> allocate(size_t bytes) = 0;

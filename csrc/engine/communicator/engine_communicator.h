@@ -65,7 +65,8 @@ class EngineCommunicator final : public Communicator, private Progressable {
   void check_peers() override;
   std::vector<int> dead() override;
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>& interrupted) override;
-  std::shared_ptr<Communicator> shrink(Duration patience, const std::function<void()>& interrupted) override;
+  std::shared_ptr<Communicator> shrink(Duration patience, const std::function<void()>& interrupted,
+                                       uint64_t without) override;
   std::shared_ptr<void> allocate(size_t bytes) override;
   shm::Pool* gradient_pool() override { return engine_->gradient_pool(); }
   std::map<std::string, uint64_t> counters() const override;
@@ -102,7 +103,8 @@ class EngineCommunicator final : public Communicator, private Progressable {
   std::shared_ptr<Communicator> join(const std::vector<int>& members, const std::vector<Ticket>& tickets,
                                      Origin origin);
   // Of shrink(): who is left. Throws where this rank is not.
-  uint64_t await_decision(Deadline patient_until, Duration patience, const std::function<void()>& interrupted);
+  uint64_t await_decision(Deadline patient_until, Duration patience, const std::function<void()>& interrupted,
+                          uint64_t without);
   void give_back_block();
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
   bool advance_traffic();

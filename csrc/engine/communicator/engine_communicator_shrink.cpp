@@ -16,7 +16,8 @@ constexpr std::chrono::microseconds kLook{200};  // between two looks
 
 }  // namespace
 
-std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, const std::function<void()>& interrupted) {
+std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, const std::function<void()>& interrupted,
+                                                         uint64_t without) {
   engine_->throw_if_forked();
   if (interhost_)
     throw Error(ErrorKind::InvalidUsage,
@@ -33,7 +34,7 @@ std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, cons
   sync_point("arriving");
   own.arrived.store(offset, std::memory_order_release);  // release: all that this rank did in the old communicator
   sync_point("arrived");
-  const uint64_t members = await_decision(Deadline::after(patience), patience, interrupted);
+  const uint64_t members = await_decision(Deadline::after(patience), patience, interrupted, without);
   std::vector<int> left;
   for (int member = 0; member < size(); ++member) {
     if (!(members >> member & 1)) continue;
@@ -47,13 +48,13 @@ std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, cons
 }
 
 uint64_t EngineCommunicator::await_decision(Deadline patient_until, Duration patience,
-                                            const std::function<void()>& interrupted) {
+                                            const std::function<void()>& interrupted, uint64_t without) {
   const uint64_t everybody = size() == 64 ? ~uint64_t{0} : (uint64_t{1} << size()) - 1;
   auto& decision = group_.block(0).succession.decision;
   for (;;) {
     // Before it is looked who is there: what is decided meanwhile, a proposal finds.
     const uint64_t decided = decision.load(std::memory_order_acquire);  // acquire: what the proposer saw
-    uint64_t arrived = 0, gone = 0;
+    uint64_t arrived = 0, gone = without;
     for (int member = 0; member < size(); ++member) {
       const uint64_t bit = uint64_t{1} << member;
       if (engine_->locked([&] { return engine_->is_dead(group_.local_ranks[member]); })) gone |= bit;

@@ -267,7 +267,9 @@ class SoloCommunicator final : public Communicator {
     messages_.check_deadline();
     throw_if_failed();
   }
-  std::shared_ptr<Communicator> shrink(Duration, const std::function<void()>&) override { return shared_from_this(); }
+  std::shared_ptr<Communicator> shrink(Duration, const std::function<void()>&, uint64_t) override {
+    return shared_from_this();
+  }
   std::shared_ptr<Communicator> split(const std::vector<int>& ranks, const std::function<void()>&) override {
     throw_if_failed();
     if (ranks.empty()) return nullptr;
