@@ -14,6 +14,7 @@ import syncengine  # registers the backend
 from syncengine._C import has_cuda
 from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
+from syncengine.parallel.summary import for_loggers
 from syncengine.sharded import ShardedOptimizer
 from syncengine.sharded.claims import unload
 from syncengine.torch_backend import NAME
@@ -78,6 +79,8 @@ class TrainerSeam(InPlaceOfDDP):
     before_averages: type  # BeforeAverages, as one of its callbacks
 
     model: Any
+    lightning_module: Any
+    _logged = 0  # the step
     _ddp_comm_state: Any
     _ddp_comm_hook: Callable[..., Any] | None
     _ddp_comm_wrapper: Callable[..., Any] | None
@@ -90,6 +93,17 @@ class TrainerSeam(InPlaceOfDDP):
         averages = any(isinstance(each, self.averaging) for each in callbacks)
         if shares and averages and not any(isinstance(each, self.before_averages) for each in callbacks):
             callbacks.insert(0, self.before_averages())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """The trainer's loggers get who is late, as often as they get anything."""
+        super().on_train_batch_start(batch, batch_idx)  # type: ignore[misc] # of the DDPStrategy behind
+        trainer = self.lightning_module.trainer
+        step, every = trainer.global_step, trainer.log_every_n_steps
+        if every and step % every == 0 and step != self._logged:
+            self._logged = step
+            if numbers := for_loggers(self.model.stats()):
+                for logger in trainer.loggers:
+                    logger.log_metrics(numbers, step=step)
 
     def _setup_model(self, model: torch.nn.Module) -> Parallel:
         return self._wrap(model)

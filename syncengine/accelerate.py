@@ -5,6 +5,7 @@ Nothing else changes. On CPUs under torchrun the process group is syncengine's, 
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import syncengine  # noqa: F401 (registers the backend)
 from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
+from syncengine.parallel.summary import for_loggers
 from syncengine.torch_backend import NAME
 
 try:
@@ -57,3 +59,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc] # which is not 
         finally:
             names.DistributedDataParallel = theirs
         return prepared
+
+
+def log_stragglers(trainer: Any) -> None:
+    """Lets a ``Trainer`` of Transformers log who is late, as often as it logs anything: call it before ``train()``.
+
+    It adds a callback, whose numbers are ``step_ms``, ``exposed_sync_ms``, ``latest_rank`` and ``latest_rank_ms`` of
+    ``Parallel.stats()``, under ``syncengine/``. Nothing is logged where the model is no ``Parallel``.
+    """
+    transformers = importlib.import_module("transformers")  # which may be missing: Accelerate does without
+
+    class Stragglers(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            model = trainer.model_wrapped
+            if control.should_log and isinstance(model, Parallel) and (numbers := for_loggers(model.stats())):
+                trainer.log(numbers)
+
+    trainer.add_callback(Stragglers())

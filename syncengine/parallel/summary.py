@@ -118,6 +118,12 @@ def stats_of(reducer: ModelReducer, ranks: list[int], rank: int) -> dict[str, fl
     }
 
 
+def for_loggers(stats: dict[str, float]) -> dict[str, float]:
+    """Those of ``Parallel.stats()`` that frameworks' loggers get by themselves; none before anything is known."""
+    names = ("step_ms", "exposed_sync_ms", "latest_rank", "latest_rank_ms")
+    return {f"syncengine/{name}": stats[name] for name in names if stats["steps"]}
+
+
 _NO_NUMBERS: dict[str, Any] = {
     **dict.fromkeys(("steps", "bytes", "median", "median_wait", "compared"), 0),
     "ranks": [],

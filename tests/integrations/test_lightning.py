@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import os
 from pathlib import Path
@@ -398,6 +399,22 @@ def test_stats_in_log_dict(lightning):
     assert logged["steps"] == 7  # before the last one
     assert logged["reduced_bytes"] == bytes_of_a_step and logged["total_reduced_bytes"] == 7 * bytes_of_a_step
     assert logged["step_ms"] > 0 and logged["exposed_sync_ms"] > 0
+
+
+@on_ranks
+def test_loggers_get_who_is_late(lightning):
+    """By themselves, as often as anything else, and once for each step, however many batches it has."""
+    folder = shared_folder() / lightning.pl.__name__
+    logger = lightning.pl.loggers.CSVLogger(folder, version=0)
+    options = {"logger": logger, "log_every_n_steps": 2, "accumulate_grad_batches": 2, "max_epochs": 4}
+    trainer = fit(lightning, "syncengine", **options)
+    if trainer.global_rank == 0:
+        with (Path(logger.log_dir) / "metrics.csv").open() as file:
+            rows = [row for row in csv.DictReader(file) if row.get("syncengine/latest_rank")]
+        assert [int(row["step"]) for row in rows] == [2, 4, 6]  # of 8
+        for row in rows:
+            assert float(row["syncengine/latest_rank"]) in (0.0, 1.0)
+            assert float(row["syncengine/step_ms"]) > float(row["syncengine/latest_rank_ms"]) >= 0
 
 
 @on_ranks

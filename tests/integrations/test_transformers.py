@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 import syncengine
+from syncengine.accelerate import log_stragglers
 
 
 def data(count=24):
@@ -125,3 +126,22 @@ def test_batches_that_are_too_large():
         return weights(trainer.model), trainer._train_batch_size
 
     both(train)
+
+
+@run_alone
+def test_who_is_late_is_logged():
+    """With the callback, as often as the Trainer logs anything."""
+    dist.init_process_group("syncengine")
+    torch.nn.parallel.DistributedDataParallel = syncengine.Parallel
+    try:
+        trainer = trainer_of(shared_folder() / "late", logging_steps=3)
+        log_stragglers(trainer)
+        trainer.train()
+    finally:
+        torch.nn.parallel.DistributedDataParallel = DistributedDataParallel
+    lines = [line for line in trainer.state.log_history if "syncengine/latest_rank" in line]
+    assert [line["step"] for line in lines] == [3, 6]  # of 8
+    for line in lines:
+        assert line["syncengine/latest_rank"] in (0, 1)
+        assert line["syncengine/step_ms"] > line["syncengine/latest_rank_ms"] >= 0
+    leave()
