@@ -70,12 +70,16 @@ def average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     return syncengine.hooks.completed(bucket.buffer())
 
 
+def live_on(hosts: str) -> None:
+    os.environ["SYNCENGINE_HOST_ID"] = hosts[int(os.environ["RANK"])]
+    syncengine.init(timeout=60.0)
+
+
 def be_late(
     late: int, phase: str, hosts: str = "", accumulate: bool = False, hook: Any = None, skips: bool = False
 ) -> dict[str, Any]:
     if hosts:
-        os.environ["SYNCENGINE_HOST_ID"] = hosts[int(os.environ["RANK"])]
-        syncengine.init(timeout=60.0)
+        live_on(hosts)
     model = syncengine.Parallel(Late(), find_unused_parameters=skips, skip_all_reduce_unused_params=skips)
     if hook is not None:
         model.register_comm_hook(None, hook)
@@ -105,7 +109,7 @@ def test_a_late_rank_is_named(pool: RankPool, world: int, phase: str):
     check(pool.run(be_late, world - 1, phase, world=world), world - 1, phase)
 
 
-@pytest.mark.parametrize(("late", "phase"), [(0, "input"), (2, "backward")])
+@pytest.mark.parametrize(("late", "phase"), [(0, "input"), (1, "forward"), (2, "backward"), (2, "optimizer")])
 def test_also_between_hosts(pool: RankPool, late: int, phase: str):
     check(pool.run(be_late, late, phase, "aab", world=3, settings=None), late, phase)
 
@@ -168,7 +172,9 @@ def test_rank_0_warns_once_in_100_steps(pool: RankPool, phase: str):
         assert said[3] == _WHERE[phase]
 
 
-def balanced(runs: int) -> list[Any]:
+def balanced(runs: int, hosts: str) -> list[Any]:
+    if hosts:
+        live_on(hosts)
     verdicts = []
     for _ in range(runs):
         model = syncengine.Parallel(nn.Sequential(*[nn.Linear(200, 200) for _ in range(4)]))
@@ -182,11 +188,12 @@ def balanced(runs: int) -> list[Any]:
     return verdicts
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_balanced_runs_name_nobody(pool: RankPool, world: int):
+@pytest.mark.parametrize("hosts", ["aa", "aaaa", "aab"])
+def test_balanced_runs_name_nobody(pool: RankPool, hosts: str):
     """SYNCENGINE_TEST_BALANCED_RUNS=100 gives the rate of false alarms."""
     runs = int(os.environ.get("SYNCENGINE_TEST_BALANCED_RUNS", "3"))
-    verdicts = pool.run(balanced, runs, world=world, timeout=60 + 5 * runs)[0]
+    options: dict[str, Any] = {"world": len(hosts), "timeout": 60 + 5 * runs, "settings": None}
+    verdicts = pool.run(balanced, runs, hosts if "b" in hosts else "", **options)[0]
     assert [verdict for verdict in verdicts if verdict is not None] == []
 
 

@@ -196,11 +196,11 @@ TEST(kernels_stop_before_what_is_not_finite) {
   }
 }
 
-// Each 16-bit pattern, as it is and where twice as much overflows.
+// Each 16-bit pattern: as it is, where the greatest rounds to infinity, and where twice as much overflows.
 TEST(kernels_stop_before_each_half_that_is_not_finite) {
   for (DType dtype : {DType::Float16, DType::BFloat16}) {
     const uint16_t infinity = dtype == DType::Float16 ? 0x7c00 : 0x7f80;
-    for (double scale : {1.0, 2.0}) {
+    for (double scale : {1.0, 1.003, 2.0}) {
       for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop}) {
         const Reduction reduction{dtype, ReduceOp::Sum, rounding, scale, /*stops_at_nonfinite=*/true};
         for (uint32_t bits = 0; bits < 1 << 16; ++bits) {
