@@ -73,6 +73,11 @@ class Interhost {
   // it.
   virtual std::optional<Error> failure(int peer) const = 0;
 
+  // Whether the peer's process is known to have ended, or to have left in order; it may have failed otherwise, because
+  // it can't be reached. Only where such things are known.
+  virtual bool knows_ends() const { return false; }
+  virtual bool has_ended(int) const { return false; }
+
   // Ends the transfers under way with tags first .. last (one communicator's, with `peers` as its members; all of them
   // will do the same, some time), here only: no byte of the callers' memory is touched after it returned. The peer
   // stays well, and so do transfers of other tags: what was half sent goes on from a copy, what has half arrived goes

@@ -43,6 +43,7 @@ class Endpoint : public Interhost {
   }
   std::optional<Message> hear() override { return queue_.hear(); }
   std::optional<Error> failure(int peer) const override { return queue_.failure(peer); }
+  bool has_ended(int peer) const override { return queue_.has_ended(peer); }
 
   void withdraw(const std::vector<int>& peers, uint64_t first, uint64_t last, const Error& error) override {
     std::lock_guard turn(turn_);
@@ -118,6 +119,7 @@ class Endpoint : public Interhost {
   bool is_beat_due() {
     auto now = Clock::now();
     // Stopped, or starved of a processor: then the peers were not heard because nobody listened.
+    if (timing_.is_judged() && now - last_pass_ > seconds(timing_.silence / 2)) shared_.slept = now;
     if (timing_.is_judged() && now - last_pass_ > seconds(timing_.pause())) {
       for (auto& [rank, peer] : peers_) peer->session().heartbeat.excuse(now);
     }
@@ -167,7 +169,8 @@ class Endpoint : public Interhost {
     Peer& peer = *peers_.at(rank);
     // Before the transfers: who sees one fail finds the reason.
     bool has_left = peer.session().life.has_peer_left();
-    queue_.note_failure(rank, error, has_left ? peer.session().inbox.take_unexpected() : Inbox::Unexpecteds());
+    queue_.note_failure(rank, error, has_left ? peer.session().inbox.take_unexpected() : Inbox::Unexpecteds(),
+                        peer.session().has_ended);
     peer.fail(error);
   }
 

@@ -4,10 +4,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "base/deadline.h"
 #include "base/texts.h"
 #include "transport/interhost.h"
 #include "transport/matching/frame.h"
@@ -17,10 +19,11 @@ namespace syncengine::matching {
 struct Shared {
   int rank = -1;
   RankNames names = {};
-  bool checksum = false;                                              // CRC-32C of all data
-  bool news = false;                                                  // the engine is to be told
-  std::vector<Interhost::Message> heard;                              // on their way to it
-  std::string log;                                                    // lines for stderr, once no lock is held
+  bool checksum = false;                        // CRC-32C of all data
+  bool news = false;                            // the engine is to be told
+  std::vector<Interhost::Message> heard;        // on their way to it
+  std::string log;                              // lines for stderr, once no lock is held
+  std::optional<Clock::time_point> slept = {};  // when this process had not run so long that peers may give it up
   std::vector<std::byte> scratch = std::vector<std::byte>(64 << 10);  // where bytes go that nobody wants any more
 };
 

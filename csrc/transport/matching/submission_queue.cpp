@@ -55,6 +55,11 @@ std::optional<Error> SubmissionQueue::failure(int peer) const {
   return found == failures_.end() ? std::nullopt : std::optional(found->second);
 }
 
+bool SubmissionQueue::has_ended(int peer) const {
+  std::lock_guard lock(mutex_);
+  return ended_.contains(peer);
+}
+
 bool SubmissionQueue::has_posts() const {
   std::lock_guard lock(mutex_);
   return !posts_.empty();
@@ -72,8 +77,9 @@ void SubmissionQueue::deliver(std::vector<Message>& heard) {
   heard.clear();
 }
 
-void SubmissionQueue::note_failure(int peer, const Error& error, Inbox::Unexpecteds sent) {
+void SubmissionQueue::note_failure(int peer, const Error& error, Inbox::Unexpecteds sent, bool ended) {
   std::lock_guard lock(mutex_);
+  if (ended) ended_.insert(peer);
   failures_.emplace(peer, error);
   left_behind_.emplace(peer, std::move(sent));
 }

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -45,13 +46,15 @@ class SubmissionQueue {
   void tell(int peer, const std::string& message);
   std::optional<Message> hear();
   std::optional<Error> failure(int peer) const;
+  bool has_ended(int peer) const;
   bool has_posts() const;
 
   // For the thread that runs. What is posted for a peer after note_failure() fails at once.
   std::deque<Post> take();
   void deliver(std::vector<Message>& heard);  // leaves it empty
   // `sent`: what it sent before it left in order and nobody has asked for yet; a receive still gets it.
-  void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent);
+  // `ended`: as Interhost::has_ended().
+  void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent, bool ended);
   bool post_too_late(Post& post);  // false: it is not, no failure of the peer was noted
 
  private:
@@ -65,6 +68,7 @@ class SubmissionQueue {
   std::deque<Post> posts_;
   std::deque<Message> heard_;
   std::map<int, Error> failures_;
+  std::set<int> ended_;  // of them
   std::map<int, Inbox::Unexpecteds> left_behind_;
 };
 

@@ -139,8 +139,8 @@ struct alignas(64) Succession {
   // Of this rank: where its block in the next communicator lies, once it takes part in the shrink; kNeverComes once it
   // never will. Written once.
   std::atomic<uint64_t> arrived;
-  // In the first member's block, by any member, once: those who make up the next communicator, a bit each.
-  std::atomic<uint64_t> decision;
+  // In the block of the host's first member, by any member: see HostVerdict.
+  std::atomic<uint64_t> members, word;
 };
 inline constexpr uint64_t kNeverComes = 1;  // no block's offset
 

@@ -31,6 +31,7 @@ class Endpoint : public matching::Endpoint<Peer> {
 
   void run(const std::function<void()>& progressed) override;
   bool has_steps() const override { return true; }
+  bool knows_ends() const override { return true; }
   Step step(Duration at_most) override;
   void wake() override;
   bool has_unsent() const override;

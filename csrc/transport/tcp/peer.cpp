@@ -133,7 +133,7 @@ constexpr Duration kGoodbyeDelay = std::chrono::milliseconds(500);
 }  // namespace
 
 Peer::Peer(Shared& shared, const Options& options, int rank, std::vector<UniqueFd> sockets)
-    : session_(shared, heartbeat_timing(options), rank) {
+    : session_(shared, heartbeat_timing(options), rank), silence_(options.silence) {
   for (auto& socket : sockets) send_at_once(socket);
   control_.fd = ParentFd(std::move(sockets.front()));
   for (size_t i = 1; i < sockets.size(); ++i) data_.emplace_back(std::move(sockets[i]));
@@ -209,13 +209,22 @@ void Peer::read_control() {
     on_control_frames();
   } else if (got == 0) {
     control_.ended = true;
+    note_end();
     if (session_.life.state() == Lifecycle::Open) throw_lost("its connection was closed");
   } else if (code != EINTR) {
     control_.readable = false;
     if (code == EAGAIN) return;
     control_.ended = true;
+    if (code == ECONNRESET || code == EPIPE) note_end();
     if (session_.life.state() == Lifecycle::Open) throw_lost(std::strerror(code));
   }
+}
+
+// The kernel of the peer's host has closed the connection. Before a living process does, it says why; but this process
+// may not have been there to hear it.
+void Peer::note_end() {
+  const auto& slept = session_.shared.slept;
+  session_.has_ended = !slept || Clock::now() - *slept > seconds(2 * silence_);
 }
 
 void Peer::on_control_frames() {
@@ -237,7 +246,9 @@ void Peer::write_control() {
     if (errno == EINTR) return;
     control_.writable = false;
     if (errno == EAGAIN || session_.life.state() != Lifecycle::Open) return;
-    throw_lost(std::strerror(errno));
+    if (errno != EPIPE && errno != ECONNRESET) throw_lost(std::strerror(errno));
+    control_.readable = true;  // the peer's last words come first, then the end
+    return;
   }
   control_.written += static_cast<size_t>(sent);
   if (control_.written == session_.out.size() || control_.written >= kKeepWritten) {

@@ -129,8 +129,10 @@ class Peer {
   void on_end(DataChannel& channel);
   void say_goodbye();
   [[noreturn]] void throw_lost(const std::string& how) const;
+  void note_end();
 
   matching::Session session_;
+  const double silence_;  // seconds
   Control control_;
   std::vector<DataChannel> data_;
   std::optional<Clock::time_point> broken_;  // a data connection ended without a goodbye, which may be on its way
