@@ -208,7 +208,9 @@ class Communicator:
         with ``Aborted``. Nothing is connected anew, and no launcher's store is needed. Members that have not called it
         after ``patience`` seconds, because they are stopped, are left out: they raise ``Aborted`` when they do.
 
-        Raises ``InvalidUsage`` on a communicator over several hosts, or one that was closed or has been shrunk before.
+        Over several hosts: raises ``PeerLost`` on members that are too few to go on without those that can't be
+        reached, and ``InvalidUsage`` where tcp does not connect the hosts. Raises ``InvalidUsage`` on a communicator
+        that was closed or has been shrunk before.
         """
 
     def empty(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:

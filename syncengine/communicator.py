@@ -200,7 +200,8 @@ def shrink(communicator: Communicator | None = None, patience: float = 30.0) -> 
     default one; a second call for the same returns what the first one did. Ranks that have not called this after
     `patience` seconds, because they are stopped, are left out. Models move by `Parallel.shrink()`.
 
-    Raises Aborted on a rank that was left out, and InvalidUsage where the ranks are on several hosts.
+    Raises Aborted on a rank that was left out. Over several hosts: PeerLost on ranks that are too few to go on without
+    those that can't be reached (docs/elastic.md), and InvalidUsage where tcp does not connect them.
     """
     global _default
     with _lock:

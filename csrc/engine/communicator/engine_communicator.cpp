@@ -72,7 +72,10 @@ void EngineCommunicator::begin() {
 
 EngineCommunicator::~EngineCommunicator() {
   if (engine_->arena()->forked()) return;
-  engine_->locked([&] { leave(); });
+  engine_->locked([&] {
+    leave();
+    if (interhost_) interhost_->forget();
+  });
   engine_->remove(this);
   if (origin_ == Origin::Split) give_back_block();
 }

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "engine/communicator/communicator.h"
+#include "engine/communicator/succession.h"
 #include "engine/communicator/traffic.h"
 #include "engine/progress/engine.h"
 #include "transport/shm/layout.h"
@@ -103,8 +104,8 @@ class EngineCommunicator final : public Communicator, private Progressable {
   std::shared_ptr<Communicator> join(const std::vector<int>& members, const std::vector<Ticket>& tickets,
                                      Origin origin);
   // Of shrink(): who is left. Throws where this rank is not.
-  uint64_t await_decision(Deadline patient_until, Duration patience, const std::function<void()>& interrupted,
-                          uint64_t without);
+  uint64_t await_decision(Duration patience, const std::function<void()>& interrupted, uint64_t without);
+  Outlook look_around(uint64_t without);
   void give_back_block();
   void end(shm::Standing standing, const Error& for_peers, const Error& raised_here);
   bool advance_traffic();

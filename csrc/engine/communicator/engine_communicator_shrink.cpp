@@ -1,5 +1,5 @@
 // EngineCommunicator::shrink(): the members that are left go on in a new communicator, over the memory of the old one's
-// engine: nothing is connected anew.
+// engine and the connections between hosts that there are: nothing is connected anew.
 
 #include <thread>
 
@@ -19,66 +19,117 @@ constexpr std::chrono::microseconds kLook{200};  // between two looks
 std::shared_ptr<Communicator> EngineCommunicator::shrink(Duration patience, const std::function<void()>& interrupted,
                                                          uint64_t without) {
   engine_->throw_if_forked();
-  if (interhost_)
+  if (interhost_ && !interhost_->interhost().knows_ends())
     throw Error(ErrorKind::InvalidUsage,
-                "shrink: the communicator spans several hosts, which can't agree on who is left: connect anew by "
+                "shrink: the communicator spans several hosts, whose transport (interhost='mpi' or 'torch') does not "
+                "tell a rank that died from one that can't be reached: use interhost='tcp', or connect anew by "
                 "syncengine.init()");
   auto& own = group_.own().succession;
   if (own.arrived.load(std::memory_order_relaxed) != 0)  // relaxed: its only writer
     throw Error(ErrorKind::InvalidUsage,
                 "shrink: the communicator was closed, or has been shrunk before: shrink the one that came of it");
+  const uint64_t number = interhost_ ? interhost_->number_of_next() : 0;
   // What is pending ends here, and on all members, before anybody may go on.
   engine_->locked([&] { fail(ErrorKind::Aborted, group_.name(group_.rank) + " shrinks the communicator"); });
+  auto expected = interhost_ ? interhost_->expect_group() : nullptr;
   std::vector<Ticket> tickets(size());
   const uint64_t offset = engine_->arena()->allocate_group(sizeof(shm::GroupBlock));
   sync_point("arriving");
   own.arrived.store(offset, std::memory_order_release);  // release: all that this rank did in the old communicator
   sync_point("arrived");
-  const uint64_t members = await_decision(Deadline::after(patience), patience, interrupted, without);
+  const uint64_t members = await_decision(patience, interrupted, without);
   std::vector<int> left;
   for (int member = 0; member < size(); ++member) {
     if (!(members >> member & 1)) continue;
     left.push_back(member);
-    tickets[member].offset = group_.block(member).succession.arrived.load(std::memory_order_acquire);  // acquire: above
+    if (on_other_host(member)) continue;
+    const auto& succession = group_.block(placement_.local_index(member)).succession;
+    tickets[member].offset = succession.arrived.load(std::memory_order_acquire);  // acquire: above
   }
+  tickets[left.front()].number = number;
   for (int member : dead()) group_.arenas[member]->discard_pool();  // all who are left have ended what read there
   auto next = join(left, tickets, origin_);
   origin_ = Origin::Split;  // what ends the job's communicator ends the new one, and no longer this one
   return next;
 }
 
-uint64_t EngineCommunicator::await_decision(Deadline patient_until, Duration patience,
-                                            const std::function<void()>& interrupted, uint64_t without) {
-  const uint64_t everybody = size() == 64 ? ~uint64_t{0} : (uint64_t{1} << size()) - 1;
-  auto& decision = group_.block(0).succession.decision;
-  for (;;) {
-    // Before it is looked who is there: what is decided meanwhile, a proposal finds.
-    const uint64_t decided = decision.load(std::memory_order_acquire);  // acquire: what the proposer saw
-    uint64_t arrived = 0, gone = without;
-    for (int member = 0; member < size(); ++member) {
+// What succeed() is asked, but for how long nothing has changed. What other hosts have told is shared with this one's
+// members.
+Outlook EngineCommunicator::look_around(uint64_t without) {
+  auto& shared = group_.block(0).succession;
+  Outlook sees{.me = rank(), .host = static_cast<size_t>(placement_.host), .hosts = {}, .others = {}, .gone = without};
+  for (const auto& members : placement_.members) {
+    sees.hosts.push_back(0);
+    for (int member : members) sees.hosts.back() |= uint64_t{1} << member;
+  }
+  // Before it is looked who is there: what is decided meanwhile, a proposal finds.
+  sees.own.word = shared.word.load(std::memory_order_acquire);  // acquire: what was seen by who wrote it, as the next
+  sees.own.members = shared.members.load(std::memory_order_acquire);
+  engine_->locked([&] {
+    for (int member : placement_.locals()) {
       const uint64_t bit = uint64_t{1} << member;
-      if (engine_->locked([&] { return engine_->is_dead(group_.local_ranks[member]); })) gone |= bit;
+      const int local = placement_.local_index(member);
+      if (engine_->is_dead(group_.local_ranks[local])) sees.gone |= bit;
       const uint64_t word =
-          group_.block(member).succession.arrived.load(std::memory_order_acquire);  // acquire: as above
-      if (word == shm::kNeverComes) gone |= bit;
-      if (word > shm::kNeverComes) arrived |= bit;
+          group_.block(local).succession.arrived.load(std::memory_order_acquire);  // acquire: as above
+      if (word == shm::kNeverComes) sees.gone |= bit;
+      if (word > shm::kNeverComes) sees.arrived |= bit;
     }
-    const auto [what, members] = succeed(group_.rank, everybody, decided, arrived, gone, patient_until.passed());
-    if (what == Succession::Do::Join) return members;
-    if (what == Succession::Do::Fenced)
-      throw Error(ErrorKind::Aborted, rank_names(global_ranks_, members) + " went on without " +
-                                          group_.name(group_.rank) +
-                                          ", which had not come to shrink() when they had "
-                                          "waited long enough (" +
-                                          seconds_text(patience) +
-                                          " by its own patience): "
-                                          "end this process, or start it anew to join them");
-    if (what == Succession::Do::Propose) {
-      sync_point("proposing");
-      uint64_t none = 0;
-      decision.compare_exchange_strong(none, members, std::memory_order_acq_rel);  // what all saw, for all
-      sync_point("proposed");
-      continue;
+    sees.ended = sees.gone;
+    if (interhost_) interhost_->look_around(sees);
+  });
+  uint64_t told = 0;
+  for (size_t host = 0; host < sees.others.size(); ++host)
+    if (host != sees.host) told |= sees.others[host].members;
+  shared.members.fetch_or(told, std::memory_order_acq_rel);  // before the word says anything of them
+  return sees;
+}
+
+uint64_t EngineCommunicator::await_decision(Duration patience, const std::function<void()>& interrupted,
+                                            uint64_t without) {
+  auto& shared = group_.block(0).succession;
+  auto unchanged_since = Clock::now();
+  for (Outlook last;;) {
+    Outlook sees = look_around(without);
+    if (sees != last) unchanged_since = Clock::now();
+    last = sees;
+    sees.impatient = Clock::now() - unchanged_since >= patience;
+    sees.tired = Clock::now() - unchanged_since >= 2 * patience;
+    const auto [what, value] = succeed(sees);
+    switch (what) {
+      case Succession::Do::Join: return value;
+      case Succession::Do::List: {
+        sync_point("proposing");
+        const uint64_t locals = sees.hosts[sees.host];
+        uint64_t members = sees.own.members;  // acq_rel: what all saw, for all
+        while ((members & locals) == 0 &&
+               !shared.members.compare_exchange_weak(members, members | value, std::memory_order_acq_rel))
+          continue;
+        sync_point("proposed");
+        continue;
+      }
+      case Succession::Do::State: {
+        sync_point("stating");
+        uint64_t word = sees.own.word;
+        shared.word.compare_exchange_strong(word, value, std::memory_order_acq_rel);  // acq_rel: as above
+        sync_point("stated");
+        continue;
+      }
+      case Succession::Do::Fenced:
+        throw Error(ErrorKind::Aborted, rank_names(global_ranks_, value) + " went on without " +
+                                            group_.name(group_.rank) +
+                                            ", which had not come to shrink() when they had "
+                                            "waited long enough (" +
+                                            seconds_text(patience) +
+                                            " by its own patience): "
+                                            "end this process, or start it anew to join them");
+      case Succession::Do::Few:
+        throw Error(ErrorKind::PeerLost, group_.name(group_.rank) +
+                                             " can't go on: " + rank_names(global_ranks_, value) +
+                                             " can't be reached, but may live and "
+                                             "go on, and are at least half of the ranks: end this process, or start "
+                                             "it anew to join them");
+      case Succession::Do::Look: break;
     }
     if (interrupted) interrupted();
     std::this_thread::sleep_for(kLook);

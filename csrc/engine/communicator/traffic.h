@@ -19,6 +19,7 @@
 #include "base/error.h"
 #include "collectives/order.h"
 #include "engine/communicator/communicator.h"
+#include "engine/communicator/succession.h"
 #include "engine/lanes/lane.h"
 #include "engine/lanes/lane_state.h"
 #include "engine/lanes/schedule.h"
@@ -126,8 +127,12 @@ class InterhostPart {
   virtual void hear_all() = 0;
   // What the communicator must fail with; tells the others for whom it waits.
   virtual std::optional<Error> check(const Traffic& traffic) = 0;
-  // Tells the others. Nothing that comes from another host touches this rank's memory after it.
+  // Tells the others. Nothing that comes from another host touches this rank's memory after it; all that is still heard
+  // is what look_around() asks for, until forget().
   virtual void end(shm::Standing standing, const Error& for_peers, const Traffic& traffic) = 0;
+  virtual void forget() = 0;
+  // Of shrink(): tells the others `sees.own`, if it is new, and adds what they have told, and who of them is gone.
+  virtual void look_around(Outlook& sees) = 0;
 
   virtual bool have_all_left() const = 0;
   // Members, here and elsewhere, that hold up what waits longest.
@@ -143,6 +148,9 @@ class InterhostPart {
   virtual std::string describe_links() const = 0;
   // Of split(): the number of a communicator that this rank, its first member, founds.
   virtual uint64_t take_number() = 0;
+  // Of shrink(): that of the one communicator that may follow, the same on all members. Throws InvalidUsage if none
+  // may.
+  virtual uint64_t number_of_next() const = 0;
   // Kept until there is the new communicator: who was quicker may use it already.
   virtual std::shared_ptr<void> expect_group() const = 0;
   // For a new communicator of these `members`, who are on several hosts. Without any lock. Throws InvalidUsage if its

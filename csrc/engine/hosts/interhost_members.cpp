@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "base/sync_point.h"
 #include "base/texts.h"
 #include "collectives/interhost_plan.h"
 #include "engine/communicator/communicator.h"
@@ -161,11 +162,14 @@ std::string InterhostMembers::describe_links() const {
 
 void InterhostMembers::hear(int peer, const std::string& message) {
   auto found = member_of_.find(peer);
+  if (found == member_of_.end() && was_shrunk(links_.group)) return;  // it was left out, and does not know yet
   if (found == member_of_.end()) throw Error(ErrorKind::PeerLost, "a message came from outside the communicator");
   int member = found->second;
   Head head;
   std::memcpy(&head, message.data(), sizeof(head));
+  if (ended_ && head.kind != Kind::Shrinks) return;
   switch (head.kind) {
+    case Kind::Shrinks: verdicts_[member] = read<Shrinks>(message).verdict; return;
     case Kind::Opened: {
       auto opened = read<Opened>(message);
       if (opened.lane >= shm::kLanes) break;
@@ -284,7 +288,6 @@ uint64_t InterhostMembers::blocking_ranks(const Traffic& traffic) const {
 
 void InterhostMembers::end(shm::Standing standing, const Error& for_peers, const Traffic& traffic) {
   ended_ = true;
-  links_.network->forget(links_.group);
   links_.network->withdraw(links_.group, links_.job_ranks, for_peers);
   Ended ended{.head = {},
               .standing = static_cast<uint32_t>(standing),
@@ -300,9 +303,44 @@ void InterhostMembers::end(shm::Standing standing, const Error& for_peers, const
   }
 }
 
+void InterhostMembers::look_around(Outlook& sees) {
+  const Placement& placement = links_.placement;
+  sees.others.resize(placement.hosts());
+  const HostVerdict tells = to_tell(sees.own, sees.host, sees.hosts[sees.host]);
+  const bool is_new = tells != told_;
+  told_ = tells;
+  for (int member = 0; member < placement.size; ++member) {
+    if (!links_.is_remote(member)) continue;
+    if (is_new) {
+      sync_point("telling");
+      links_.tell(member, Shrinks{.head = {}, .verdict = told_});
+    }
+    const int peer = links_.job_ranks[member];
+    if (interhost().failure(peer)) sees.gone |= uint64_t{1} << member;
+    if (interhost().has_ended(peer)) sees.ended |= uint64_t{1} << member;
+  }
+  hear_all();  // after it was looked who is gone: of those all has come
+  // A host's members have told the same, some of them more of it; and all of it who tells the decision.
+  for (const auto& [member, verdict] : verdicts_) {
+    const int host = placement.host_of[member];
+    auto& [members, word] = sees.others[host];
+    const uint64_t decided = uint64_t{1} << host;
+    members |= verdict.members;
+    if (!(word & decided)) word = verdict.word & decided ? verdict.word : word | verdict.word;
+  }
+}
+
 uint64_t InterhostMembers::take_number() {
   Network& network = *links_.network;
   return network.engine()->locked([&] { return network.take_number(links_.job_ranks[links_.placement.rank]); });
+}
+
+uint64_t InterhostMembers::number_of_next() const {
+  const uint32_t number = after_shrink(links_.group);
+  if (number == kTooMany)
+    throw Error(ErrorKind::InvalidUsage, "shrink: the communicator came of " + std::to_string((1 << kShrinkBits) - 1) +
+                                             " shrinks, and no more are possible: connect anew by syncengine.init()");
+  return number;
 }
 
 std::shared_ptr<void> InterhostMembers::expect_group() const {

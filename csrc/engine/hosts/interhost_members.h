@@ -150,6 +150,8 @@ class InterhostMembers final : public InterhostPart, private Listener {
   void hear_all() override { links_.network->hear_all(); }
   std::optional<Error> check(const Traffic& traffic) override;
   void end(shm::Standing standing, const Error& for_peers, const Traffic& traffic) override;
+  void forget() override { links_.network->forget(links_.group); }
+  void look_around(Outlook& sees) override;
   bool have_all_left() const override;
   uint64_t blocking_ranks(const Traffic& traffic) const override;
 
@@ -160,6 +162,7 @@ class InterhostMembers final : public InterhostPart, private Listener {
   void measure(Communicator& communicator, const std::function<void()>& interrupted) override;
   std::string describe_links() const override;
   uint64_t take_number() override;
+  uint64_t number_of_next() const override;
   std::shared_ptr<void> expect_group() const override;
   std::unique_ptr<InterhostPart> split(uint64_t number, const Placement& placement, const std::vector<int>& members,
                                        std::vector<int> global_ranks) const override;
@@ -185,6 +188,9 @@ class InterhostMembers final : public InterhostPart, private Listener {
   std::map<int, Ended> left_;     // members that left, and what they had completed
   std::map<int, uint64_t> late_;  // for whom members of other hosts wait
   uint64_t told_late_ = 0;
+
+  HostVerdict told_;                     // by this rank, in shrink()
+  std::map<int, HostVerdict> verdicts_;  // by member, of its host
 };
 
 }  // namespace syncengine::hosts

@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "collectives/interhost_plan.h"
+#include "engine/communicator/succession.h"
 #include "engine/hosts/network.h"
 #include "engine/lanes/slots.h"
 #include "transport/shm/layout.h"
@@ -23,7 +24,7 @@ namespace syncengine::hosts {
 //
 // Failure: read() throws PeerLost where the bytes are no such message.
 
-enum class Kind : uint32_t { Opened, Flags, Ready, Scheduled, Refused, Late, Ended, Announced, Heard };
+enum class Kind : uint32_t { Opened, Flags, Ready, Scheduled, Refused, Late, Ended, Announced, Heard, Shrinks };
 
 struct Head {
   uint32_t group;
@@ -106,6 +107,13 @@ struct Heard {
   static constexpr Kind kKind = Kind::Heard;
   Head head;
   uint64_t count;
+};
+
+// What the members of the sender's host have in common in shrink(), after the sender's communicator has ended.
+struct Shrinks {
+  static constexpr Kind kKind = Kind::Shrinks;
+  Head head;
+  HostVerdict verdict;
 };
 
 template <class Message>

@@ -88,7 +88,7 @@ Network::~Network() {
 
 uint32_t Network::take_number(int rank) {
   if (founded_ + 1 == uint32_t{1} << kCountBits) return kTooMany;
-  return static_cast<uint32_t>(rank) << kCountBits | ++founded_;
+  return (static_cast<uint32_t>(rank) << kCountBits | ++founded_) << kShrinkBits;
 }
 
 uint64_t Network::expect() {

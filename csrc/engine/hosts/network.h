@@ -34,16 +34,19 @@ class Listener {
 // A transfer's tag: communicator, lane, chunk of the lane, envelope of the chunk, and whether it is sent unasked: of
 // two ranks that mean different operations one may send unasked what the other waits for in another size, and neither
 // shall match.
-inline constexpr int kFounderBits = 6, kCountBits = 18, kGroupBits = kFounderBits + kCountBits;
-inline constexpr int kLaneBits = 2, kUnaskedBits = 1, kChunkBits = 20, kEnvelopeBits = 17;
+inline constexpr int kFounderBits = 6, kCountBits = 16, kShrinkBits = 6;
+inline constexpr int kGroupBits = kFounderBits + kCountBits + kShrinkBits;
+inline constexpr int kLaneBits = 2, kUnaskedBits = 1, kChunkBits = 16, kEnvelopeBits = 17;
 static_assert(kGroupBits + kLaneBits + kUnaskedBits + kChunkBits + kEnvelopeBits == 64);
 static_assert(shm::kMaxLocalRanks <= 1 << kFounderBits);  // of a job
 inline constexpr int kGroupShift = 64 - kGroupBits;
 
-// A communicator's number is its first member's rank in the job, and how many that one has founded: nobody else can
-// take it, whatever else is founded meanwhile.
+// A communicator's number is its founder's rank in the job, how many that one has founded, and how often it was shrunk
+// since: nobody else can take it, whatever else is founded meanwhile.
 inline constexpr uint32_t kJobGroup = 0;  // the one of all ranks
 inline constexpr uint32_t kTooMany = uint32_t{1} << kGroupBits;
+constexpr uint32_t after_shrink(uint32_t group) { return (group + 1) % (1 << kShrinkBits) == 0 ? kTooMany : group + 1; }
+constexpr bool was_shrunk(uint32_t group) { return group % (1 << kShrinkBits) != 0; }
 constexpr uint64_t tag_of(uint32_t group, int lane, uint64_t chunk, uint32_t envelope, size_t bytes) {
   uint64_t unasked = bytes <= Interhost::kMaxUnasked;
   uint64_t turn = chunk % (uint64_t{1} << kChunkBits);  // far more than are ever under way
