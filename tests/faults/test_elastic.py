@@ -63,8 +63,10 @@ def digest(*objects):
     return sha.hexdigest()
 
 
-def train(kills=(), at_least=1):
-    """`kills`: of each rank that dies, the step and the place there, or a fault point."""
+def train(kills=(), at_least=1, hosts=""):
+    """`kills`: of each rank that dies, the step and the place there, or a fault point. `hosts`: a letter for each."""
+    if hosts:
+        os.environ["SYNCENGINE_HOST_ID"] = hosts[my_rank()]
     for rank, fault in dict(kills).items():
         if isinstance(fault, str):
             set_fault(rank, fault)
@@ -116,8 +118,8 @@ def train(kills=(), at_least=1):
     return digest(*state), syncengine.default_communicator().global_ranks, seconds
 
 
-def disturbed(kills) -> Outcome:
-    return suffer(lambda step: train(kills), timeout=60.0)
+def disturbed(kills, hosts="") -> Outcome:
+    return suffer(lambda step: train(kills, hosts=hosts), timeout=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +172,22 @@ def test_killed_in_a_step(pool, undisturbed, place):
 )
 def test_several_die(pool, undisturbed, kills):
     with pool.spawn_ranks(disturbed, kills, world=4, settings=None) as ranks:
+        check(ranks, kills, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kills"),
+    [
+        ("aab", {0: (2, "summed"), 1: (2, "summed")}),
+        ("aab", {2: (3, "updated"), 0: (6, "backward")}),
+        ("aabb", {0: (3, "finished"), 3: (3, "updated")}),
+        ("aabb", {2: (2, "updated"), 3: (5, "forward"), 0: (5, "backward")}),
+        ("abc", {0: (1, "begin"), 1: (4, "updated")}),
+    ],
+    ids=str,
+)
+def test_over_several_hosts(pool, undisturbed, hosts, kills):
+    with pool.spawn_ranks(disturbed, kills, hosts, world=len(hosts), settings=None) as ranks:
         check(ranks, kills, undisturbed)
 
 
