@@ -128,7 +128,7 @@ class ForTools(DistributedDataParallel):
         step longer than the middle rank. ``verdict``: None, or the ``rank`` that does so in over two thirds of the
         steps, its main ``phase``, ``late_ms`` and ``late_percent``; rank 0 warns of it, once in 100 steps at most.
 
-        Nothing is compared on CUDA, with a communication hook, and of steps in which a rank has no batch.
+        A rank is late in no step in which it has no batch. Nothing is compared on CUDA.
         """
         return stragglers_of(self.reducer, self.communicator.global_ranks)
 

@@ -46,36 +46,30 @@ def run(options: argparse.Namespace, _arguments: Sequence[str]) -> int:
     try:
         if len(directories) > 2:
             raise InvalidUsage(f"give one directory or two, not {len(directories)}")
-        analyses = [analyze(read(directory)) for directory in directories]
         if options.json:
-            print(json.dumps(_as_dict(analyses), indent=2))
-            return 0
-        out = options.out or directories[-1] / "report.html"
-        out.write_text(_page(analyses, directories), encoding="utf-8")
+            print(json.dumps(_as_dict([analyze(read(directory)) for directory in directories]), indent=2))
+        else:
+            print(*write_report(*directories, out=options.out), sep="\n")
     except (InvalidUsage, OSError) as error:
         print(f"syncengine report: {error}", file=sys.stderr)
         return 2
-    print(_said(analyses))
-    print(out)
     return 0
 
 
-def write_report(directory: Path, out: Path | None = None) -> tuple[str, Path]:
-    """Writes the page of one trace; returns its verdict and where it is. Raises ``InvalidUsage`` without a trace."""
-    analysis = analyze(read(directory))
-    out = out or directory / "report.html"
-    out.write_text(page_of(analysis, directory), encoding="utf-8")
-    return analysis.verdict, out
+def write_report(*directories: Path, out: Path | None = None) -> tuple[str, Path]:
+    """Writes the page of a trace, or of two; returns its verdict, and where it is.
 
-
-def _page(analyses: Sequence[Analysis], directories: Sequence[Path]) -> str:
+    Raises ``InvalidUsage`` without a trace.
+    """
+    analyses = [analyze(read(directory)) for directory in directories]
+    out = out or directories[-1] / "report.html"
     if len(analyses) == 1:
-        return page_of(analyses[0], directories[0])
-    return page_of_two(analyses[0], analyses[1], directories)
-
-
-def _said(analyses: Sequence[Analysis]) -> str:
-    return analyses[0].verdict if len(analyses) == 1 else compare_verdict(analyses[0], analyses[1])
+        verdict, page = analyses[0].verdict, page_of(analyses[0], directories[0])
+    else:
+        before, after = analyses
+        verdict, page = compare_verdict(before, after), page_of_two(before, after, directories)
+    out.write_text(page, encoding="utf-8")
+    return verdict, out
 
 
 def _as_dict(analyses: Sequence[Analysis]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections import defaultdict
@@ -171,28 +172,17 @@ class Reduction:
 
 def _reductions(events: Sequence[Event], steps: Iterable[Step]) -> list[Reduction]:
     """Of this rank's gradient buckets, by their begin."""
-    buckets: dict[tuple[int, int, int, int], Event] = {}
-    announced: dict[tuple[int, int, int, int], int] = {}
-    reduced: list[Event] = []
-    for event in events:
-        if event.kind == Kind.BUCKET:
-            buckets[event.operation] = event
-        elif event.kind == Kind.ANNOUNCED:
-            announced[event.operation] = event.begin
-        elif event.kind == Kind.REDUCED:
-            reduced.append(event)
-    found = []
+    buckets = {event.operation: event for event in events if event.kind == Kind.BUCKET}
+    announced = {event.operation: event.begin for event in events if event.kind == Kind.ANNOUNCED}
     ordered = sorted(steps, key=lambda step: step.begin)
-    at = 0
-    for event in sorted(reduced, key=lambda e: e.begin):
-        while at < len(ordered) and ordered[at].end < event.begin:
-            at += 1
-        bucket = buckets.get(event.operation)  # else no gradients: what ranks tell each other besides
-        if bucket is None or at == len(ordered) or event.begin < ordered[at].begin:
+    begins = [step.begin for step in ordered]
+    found = []
+    for event in (event for event in events if event.kind == Kind.REDUCED and event.operation in buckets):
+        at = bisect.bisect_right(begins, event.begin) - 1
+        if at < 0 or event.begin > ordered[at].end:
             continue
-        _, index, parameters = bucket.bucket
-        ready = announced.get(event.operation, event.begin)
-        step = ordered[at].number
+        _, index, parameters = buckets[event.operation].bucket
+        ready, step = announced.get(event.operation, event.begin), ordered[at].number
         found.append(
             Reduction(step, event.operation, index, tuple(parameters), event.detail, ready, event.begin, event.end)
         )
