@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
+from functools import partial
 
 import pytest
 import torch
-from parallel_models import CAP, Mlp, Run, both, data, different_bits, gradients, train
-from pool import RankPool, run_on_ranks
+from parallel_models import CAP, Mlp, both, data, different_bits, gradients
+from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -101,17 +101,6 @@ def test_two_models_in_one_backward():
     assert not different_bits(*results)
 
 
-@run_on_ranks(gloo=True)
-def test_backward_in_another_thread():
-    def step(model: nn.Module) -> None:
-        loss = model(data()).sum()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-
-    both(Mlp, step)
-
-
 @run_on_ranks(world=4)
 def test_a_sub_communicator():
     rank = syncengine.rank()
@@ -136,9 +125,13 @@ def test_create_graph_gives_averages_too():
     assert not different_bits(*results)
 
 
-def digests(run: Run) -> int:
-    return different_bits(train(syncengine.Parallel, run), train(syncengine.Parallel, run))
+@run_on_ranks(gloo=True)
+def test_a_checkpoint_around_the_wrapper():
+    def step(model: nn.Module, reentrant: bool) -> None:
+        for i in range(3):
+            model.zero_grad()
+            checkpoint(model, data(i).requires_grad_(), use_reentrant=reentrant).square().sum().backward()
 
-
-def test_training_twice_gives_the_same_bits(pool: RankPool):
-    assert pool.run(digests, Run(model="conv"), world=3) == [0, 0, 0]
+    for reentrant in (True, False):
+        both(Mlp, partial(step, reentrant=reentrant))
+    both(Mlp, partial(step, reentrant=False), find_unused_parameters=True)

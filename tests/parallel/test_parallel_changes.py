@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import pickle
 
 import pytest
 import torch
 from flat import Parallel as FlatParallel
-from parallel_models import CAP, Branches, Conv, Mlp, backwards, both, data, gradients, small
+from parallel_models import CAP, Mlp, backwards, both, data, gradients, small
 from pool import RankPool, run_on_ranks
 from test_parallel_modules import Forked
 from torch import nn
@@ -175,20 +174,6 @@ def test_replaced_parameters_end_that_model_alone(on_all: bool):
 
 
 @run_on_ranks(gloo=True)
-def test_leaves_that_are_no_parameters():
-    """Unused parameters beside inputs that require a gradient, or parameters of others: trained as by DDP."""
-
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        inputs, scale = data().requires_grad_(), nn.Parameter(torch.full((24,), 2.0))
-        for i in range(3):
-            model.zero_grad()
-            model(inputs * scale, i == 1).square().mean().backward()
-        return [inputs.grad, scale.grad]
-
-    both(Branches, step, find_unused_parameters=True)
-
-
-@run_on_ranks(gloo=True)
 def test_a_backward_past_the_parameters():
     """No error: the outputs do depend on parameters, only this loss does not."""
 
@@ -201,13 +186,3 @@ def test_a_backward_past_the_parameters():
             (same.sum() + out.square().sum()).backward()
 
     both(Forked, step)
-
-
-@run_on_ranks(gloo=True)
-def test_training_goes_on_after_pickling_a_trained_model():
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        backwards(model)
-        other = pickle.loads(pickle.dumps(model))
-        return [*backwards(other), *gradients(other), *backwards(copy.deepcopy(other))]
-
-    both(Conv, step)

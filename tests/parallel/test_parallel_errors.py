@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from faults import my_rank
-from parallel_models import CAP, Mlp, data, different_bits, gradients
+from parallel_models import Mlp, data, different_bits, gradients
 from pool import RankPool, run_on_ranks
 from raising_model import Bad, InBackward, Raising
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
 
@@ -34,78 +30,6 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int, where: str 
         return False
     optimizer.step()
     return True
-
-
-def train(wrap: Callable[..., nn.Module], steps: list[tuple[int, str]], **options: Any) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    module = Raising()
-    model = wrap(module, **options)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
-    for i, where in steps:
-        assert step(model, optimizer, i, where) == (not where)
-    return [p.detach().clone() for p in module.parameters()]
-
-
-OPTIONS: list[dict[str, Any]] = [{}, CAP, {"find_unused_parameters": True}, {"static_graph": True}]
-
-
-def costs_one_step(places: dict[int, str]) -> None:
-    """`places`: where each rank raises at steps 2 and 3."""
-    mine = places[syncengine.rank()]
-    without = [(i, "") for i in (0, 1, 4, 5)]
-    for options in OPTIONS:
-        # DDP can't do without the bad batches in the order of its buckets, which bits don't depend on with two ranks.
-        expected = train(DistributedDataParallel, without, **options)
-        ours = train(syncengine.Parallel, [*without[:2], (2, mine), (3, mine), *without[2:]], **options)
-        assert not different_bits(ours, expected), options
-    syncengine.barrier()
-
-
-@pytest.mark.parametrize(
-    "places",
-    [
-        ("forward", "forward"),
-        ("early", "early"),
-        ("middle", "middle"),
-        ("late", "late"),
-        ("early", "middle"),
-        ("middle", "late"),
-        ("forward", "middle"),
-        ("early", "forward"),
-    ],
-    ids="-".join,
-)
-def test_an_error_of_all_ranks_costs_a_step(pool: RankPool, places: tuple[str, str]):
-    pool.run(costs_one_step, dict(enumerate(places)), gloo=True)
-
-
-@pytest.mark.parametrize("where", ["forward", "middle"])
-@run_on_ranks(gloo=True)
-def test_an_error_in_the_first_step(where: str):
-    for options in OPTIONS:
-        expected = train(DistributedDataParallel, [(1, ""), (2, "")], **options)
-        assert not different_bits(train(syncengine.Parallel, [(0, where), (1, ""), (2, "")], **options), expected)
-    syncengine.barrier()
-
-
-@run_on_ranks(gloo=True)
-def test_accumulated_gradients_outlive_an_error_in_forward():
-    """As Accelerate's find_executable_batch_size: too large a batch, and once more with a smaller one."""
-
-    def accumulate(model: nn.Module) -> list[torch.Tensor]:
-        with model.no_sync():
-            model(data(0)).square().mean().backward()
-        model.module.where = "forward"
-        with pytest.raises(Bad):
-            model(data(1))
-        model.module.where = ""
-        model(data(1)).square().mean().backward()
-        return gradients(model.module)
-
-    torch.manual_seed(0)
-    ours = accumulate(syncengine.Parallel(Raising()))
-    torch.manual_seed(0)
-    assert not different_bits(ours, accumulate(DistributedDataParallel(Raising())))
 
 
 @run_on_ranks()
@@ -152,48 +76,6 @@ def gradients_are_common(model: nn.Module) -> bool:
     everyone = torch.empty(syncengine.world_size(), flat.numel())
     syncengine.all_gather(everyone, flat)
     return torch.equal(everyone, everyone[:1].expand_as(everyone))
-
-
-def one_rank_raises(hosts: str, where: str) -> None:
-    """On rank 1, in two of five steps. What that leaves is what a plain loop without these steps does."""
-    os.environ["SYNCENGINE_HOST_ID"] = hosts[my_rank()]
-    communicator = syncengine.init(timeout=30.0)
-    torch.manual_seed(0)
-    module = Raising()
-    alone = copy.deepcopy(module)
-    model = syncengine.Parallel(module)
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (module, alone)]
-    text = "raised in forward: Bad: the batch is bad" if where == "forward" else "rank 1: backward aborted"
-    for i, bad in enumerate([False, True, False, True, False]):
-        before = [p.detach().clone() for p in module.parameters()]
-        raises = bad and communicator.rank == 1
-        module.where = where if raises else ""
-        optimizers[0].zero_grad()
-        with pytest.raises(Bad if raises else Aborted) if bad else contextlib.nullcontext() as error:
-            loss = model(data(i)).square().mean()
-            syncengine.all_reduce(torch.ones(3)) if where != "forward" else None
-            loss.backward()
-        optimizers[0].step()
-        if bad:
-            assert raises or text in str(error.value)
-            assert all(p.grad is None for p in module.parameters())
-            assert not different_bits([p.detach() for p in module.parameters()], before)
-        else:
-            optimizers[1].zero_grad()
-            for rank in range(communicator.size):
-                x = torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * i + rank))
-                (alone(x).square().mean() / communicator.size).backward()
-            optimizers[1].step()
-        syncengine.all_reduce(torch.ones(3))
-    for ours, expected in zip(module.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
-    assert communicator.exception() is None
-
-
-@pytest.mark.parametrize("hosts", ["aa", "aaa", "ab", "aab"])
-@pytest.mark.parametrize("where", ["forward", "early", "middle", "late"])
-def test_an_error_of_one_rank_costs_all_ranks_the_step(pool: RankPool, where: str, hosts: str):
-    pool.run(one_rank_raises, hosts, where, world=len(hosts), settings=None)
 
 
 @pytest.mark.parametrize("world", [2, 3])

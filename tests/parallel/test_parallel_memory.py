@@ -11,7 +11,6 @@ import torch
 from parallel_models import CAP, Mlp
 from pool import RankPool, run_on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 
@@ -45,46 +44,6 @@ class Trap(nn.Module):
 
 def added_view(m: Trap, x: torch.Tensor) -> torch.Tensor:
     return Delay.apply(x @ m.w) + m.a.view(8, 8) + (x @ m.b.view(8, 8))
-
-
-def concatenated(m: Trap, x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([m.a, m.b]).view(16, 8) @ Delay.apply(m.w) * x.sum()
-
-
-def stacked(m: Trap, x: torch.Tensor) -> torch.Tensor:
-    return torch.stack([m.a.view(8, 8), m.b.view(8, 8), Delay.apply(x @ m.w)])
-
-
-def expanded(m: Trap, x: torch.Tensor) -> torch.Tensor:
-    return m.a[:8].expand(8, 8) + Delay.apply(m.w) * x + m.b[:1].expand(8, 8)
-
-
-def tied(m: Trap, x: torch.Tensor) -> torch.Tensor:
-    return x @ m.w @ Delay.apply(m.w.t()) + m.a.view(8, 8) + m.a.view(8, 8) * m.b.view(8, 8)
-
-
-def sliced(m: Trap, x: torch.Tensor) -> torch.Tensor:
-    return Delay.apply(x @ m.w) + m.a.view(8, 8).t() + m.b.view(8, 8).flip(0)
-
-
-TRAPS = [added_view, concatenated, stacked, expanded, tied, sliced]
-
-
-def gradients(wrap: Callable[..., nn.Module], trap: Callable[..., torch.Tensor], steps: int) -> list[torch.Tensor]:
-    torch.manual_seed(3)
-    model = wrap(Trap(trap), **CAP)
-    x = torch.randn(8, 8, generator=torch.Generator().manual_seed(syncengine.rank()))
-    for _ in range(steps):  # without zero_grad: the second accumulates into what the first left
-        model(x).square().sum().backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-@run_on_ranks(gloo=True)
-def test_shared_gradients_equal_those_of_ddp():
-    for trap in TRAPS:
-        for steps in (1, 2):
-            ours, theirs = gradients(syncengine.Parallel, trap, steps), gradients(DistributedDataParallel, trap, steps)
-            assert all(map(torch.equal, ours, theirs)), (trap.__name__, steps)
 
 
 @run_on_ranks()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,45 +16,8 @@ from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import prune
 
 import syncengine
-
-
-class Reparametrized(nn.Module):
-    """Weights that are computed from others at each use, some of them with state that forward changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations = nn.utils.parametrizations
-        self.old = nn.utils.weight_norm(nn.Linear(24, 24))
-        self.new = parametrizations.weight_norm(nn.Linear(24, 24))
-        self.spectral = parametrizations.spectral_norm(nn.Linear(24, 24))
-        self.old_spectral = nn.utils.spectral_norm(nn.Linear(24, 24))
-        self.orthogonal = parametrizations.orthogonal(nn.Linear(24, 24))
-        self.pruned = prune.l1_unstructured(nn.Linear(24, 24), "weight", amount=0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.children():
-            x = layer(x).tanh()
-        return x
-
-
-@run_on_ranks(gloo=True)
-def test_parametrizations():
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        losses = []
-        for i in range(3):
-            optimizer.zero_grad()
-            losses.append(model(data(i)).square().mean())
-            losses[-1].backward()
-            optimizer.step()
-        return losses
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the old weight_norm is deprecated
-        both(Reparametrized, step)
 
 
 @run_on_ranks(gloo=True)
@@ -64,47 +26,6 @@ def test_scripted_and_traced_modules():
         warnings.simplefilter("ignore")  # that scripting is deprecated
         both(lambda: torch.jit.script(small()), backwards)
         both(lambda: torch.jit.trace(small(), torch.zeros(5, 24)), backwards)
-
-
-class Named(NamedTuple):
-    first: torch.Tensor
-    rest: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    named: Named
-    more: dict[str, Any]
-    nothing: None = None
-
-
-class Rich(nn.Module):
-    """Nested outputs with things in them that are no tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = nn.ModuleDict({name: nn.Linear(24, 4) for name in "abcd"})
-        self.free = nn.ParameterDict({"scale": nn.Parameter(torch.ones(4))})
-
-    def forward(self, x: torch.Tensor, *, names: str, scale: float = 1.0) -> Frozen:
-        a, b, c, d = (
-            part(x) * self.free["scale"] * scale if name in names else None for name, part in self.parts.items()
-        )
-        return Frozen(Named(a, [b, "text"]), {"c": (c, 3), "none": None, "d": {"deep": d}})
-
-
-@run_on_ranks(gloo=True)
-def test_nested_outputs_and_none():
-    def step(model: nn.Module, names: str) -> None:
-        for i in range(3):
-            model.zero_grad()
-            out = model(data(i), names=names, scale=0.5)
-            parts = [out.named.first, out.named.rest[0], out.more["c"][0], out.more["d"]["deep"]]
-            sum(part.square().sum() for part in parts if part is not None).backward()
-
-    both(Rich, partial(step, names="abcd"))
-    for names in ("abcd", "bd"):
-        both(Rich, partial(step, names=names), find_unused_parameters=True)
 
 
 class Referenced(nn.Module):
@@ -151,19 +72,6 @@ class Forked(nn.Module):
     def forward(self, x: torch.Tensor, kind: str) -> Any:
         y = self.linear(x)
         return {"identity": (x, y), "twice": [y, y], "detached": (y, y.detach()), "view": (y, y[:, 3:])}[kind]
-
-
-@run_on_ranks(gloo=True)
-def test_outputs_that_share_memory():
-    def step(model: nn.Module, kind: str) -> list[torch.Tensor]:
-        x = data().requires_grad_()
-        first, second = model(x, kind)
-        (first.square().sum() + second.sum()).backward()
-        return [first, second, x.grad]
-
-    for find_unused in (False, True):
-        for kind in ("identity", "twice", "detached", "view"):
-            both(Forked, partial(step, kind=kind), find_unused_parameters=find_unused)
 
 
 class SideEffect(nn.Module):
@@ -278,14 +186,3 @@ def test_a_class_of_the_users_own():
         return [*(loss.detach() for loss in backwards(model)), *gradients(model), *model.buffers()]
 
     with_all(train)
-
-
-@run_on_ranks(gloo=True)
-def test_gradients_without_a_backward():
-    """autograd.grad() alone is local, and no forward that lacks its backward."""
-
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        grads = [g for i in range(3) for g in torch.autograd.grad(model(data(i)).sum(), list(model.parameters()))]
-        return [*grads, *backwards(model)]
-
-    both(small, step)

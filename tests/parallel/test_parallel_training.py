@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -36,33 +35,6 @@ def test_autocast_and_gradient_scaler():
     for dtype in (torch.bfloat16, torch.float16):
         scales = both(Mlp, partial(step, dtype=dtype))
         assert [scale.item() for scale in scales] == [1024.0, 2048.0, 1024.0, 1024.0, 2048.0]
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd fused": partial(torch.optim.SGD, lr=0.05, momentum=0.9, fused=True),
-    "sgd foreach": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True, foreach=True),
-    "adam fused": partial(torch.optim.Adam, lr=0.01, fused=True),
-    "adamw foreach": partial(torch.optim.AdamW, lr=0.01, amsgrad=True, foreach=True),
-    "adagrad fused": partial(torch.optim.Adagrad, lr=0.01, fused=True),
-    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, centered=True),
-    "sgd maximize": partial(torch.optim.SGD, lr=0.05, maximize=True, weight_decay=0.1),
-}
-
-
-@run_on_ranks(gloo=True)
-def test_optimizers():
-    def step(model: nn.Module, name: str) -> None:
-        groups = [{"params": model.module.layers.parameters()}, {"params": model.module.head.parameters(), "lr": 0.1}]
-        optimizer = OPTIMIZERS[name](groups)
-        for i in range(3):
-            optimizer.zero_grad(set_to_none=i != 1)
-            model(data(i)).square().mean().backward()
-            nn.utils.clip_grad_value_(model.parameters(), 0.01)
-            nn.utils.clip_grad_norm_(model.parameters(), 0.02, foreach=i == 2)
-            optimizer.step()
-
-    for name in OPTIMIZERS:
-        both(Mlp, partial(step, name=name))
 
 
 @run_on_ranks(gloo=True)

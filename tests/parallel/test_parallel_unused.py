@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -70,28 +69,6 @@ class Pair:
     b: torch.Tensor
 
 
-CONTAINERS: dict[str, tuple[Callable[..., Any], Callable[[Any], torch.Tensor]]] = {
-    "tuple": (lambda a, b: (a, (b, "text")), lambda out: out[0]),
-    "dict": (lambda a, b: {"a": a, "more": [b, None]}, lambda out: out["a"]),
-    "dataclass": (Pair, lambda out: out.a + 0 * out.b),
-}
-
-
-def backward_of_one_output(model: nn.Module, choose: Callable[[Any], torch.Tensor]) -> None:
-    choose(model(data())).sum().backward()
-
-
-@run_on_ranks(gloo=True)
-def test_outputs_in_containers():
-    for container, choose in CONTAINERS.values():
-        step = partial(backward_of_one_output, choose=choose)
-        both(partial(Outputs, container), step, find_unused_parameters=True)
-    model = syncengine.Parallel(Outputs(lambda a, b: {"a": a, "b": b}))
-    out = model(data())
-    (out["a"] + out["b"]).sum().backward()
-    assert model.module.a.weight.grad is not None
-
-
 @run_on_ranks(gloo=True)
 def test_a_backward_for_each_output_of_a_dataclass():
     """It does not go through the sink, so the first of them reaches only a part of what the forward has used."""
@@ -104,16 +81,6 @@ def test_a_backward_for_each_output_of_a_dataclass():
             out.b.square().mean().backward()
 
     both(partial(Outputs, Pair), step, find_unused_parameters=True)
-
-
-@run_on_ranks(gloo=True)
-def test_an_output_changed_in_place():
-    def step(model: nn.Module) -> None:
-        out = model(data())
-        out["a"].mul_(2)
-        out["a"].sum().backward()
-
-    both(lambda: Outputs(lambda a, b: {"a": a, "b": b}), step, find_unused_parameters=True)
 
 
 @run_on_ranks()

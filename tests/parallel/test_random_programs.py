@@ -1,8 +1,9 @@
 """Random programs: what Parallel leaves has the bits of DDP, and of a plain loop over the batches of all ranks.
 
-The grammar is that of docs/ddp_parity.md: layers, outputs, the wrapper's options, hooks, accumulation, forwards without
-a backward, freezing, errors that all ranks catch. What DDP can't do is held against the loop alone, and the loop is
-left out where DDP rounds or sends otherwise. Each program follows from its number, which a failure names.
+The grammar is that of docs/ddp_parity.md: layers and outputs (`random_layers.py`), the wrapper's options, hooks,
+accumulation, ways to run forward and backward, forwards without a backward, freezing, copies, and errors of some ranks
+or all. What DDP can't do is held against the loop alone, and the loop is left out where DDP rounds or sends otherwise.
+Each program follows from its number, which a failure names.
 """
 
 from __future__ import annotations
@@ -11,15 +12,31 @@ import contextlib
 import copy
 import os
 import random
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
+from faults import my_rank
 from flat import flat
 from models.workload import same_bits
 from pool import RankPool
+from random_layers import (
+    BATCH,
+    BUFFERED,
+    FIXED,
+    OPTIMIZERS,
+    ORDINARY,
+    OUTPUTS,
+    REENTRANT,
+    SPECIAL,
+    UNUSED,
+    WIDTH,
+    Branch,
+    make_layer,
+)
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
@@ -27,138 +44,32 @@ from torch.utils.checkpoint import checkpoint
 from torch_versions import IS_SINCE_2_13
 
 import syncengine
+from syncengine.errors import Aborted
 
 CHUNK = 12  # programs for each call of ranks
 COUNT = int(os.environ.get("SYNCENGINE_TEST_PROGRAMS", "0"))  # more of them, other ones for another number
-WIDTH = 24
 
-
-class As(nn.Module):
-    """A layer in a dtype of its own, or with its memory in another order."""
-
-    def __init__(self, layer: nn.Module, into: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.layer, self.into = layer, into
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(self.into(x)).flatten(1).to(x.dtype)
-
-
-class Position(nn.Module):
-    """Its gradient shares memory with others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.row = nn.Parameter(torch.randn(1, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.row
-
-
-class Odd(nn.Module):
-    """Parameters without dimensions or elements, and integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, WIDTH))
-        self.order = nn.Parameter(torch.arange(4), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([x * self.scale, x @ self.empty.t()], 1)
-
-
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.complex64) / 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.to(torch.complex64) @ self.weight).real
-
-
-class Table(nn.Module):
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(11, WIDTH, sparse=sparse)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.rows((x.detach().abs() * 10).long().clamp(max=10)[:, :3]).mean(1)
-
-
-class Checkpoint(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant, self.layer = reentrant, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return checkpoint(self.layer, x, use_reentrant=self.reentrant)
-
-
-class Branch(nn.Module):
-    """Uses one or the other; `never` is for nothing."""
-
-    left = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other, self.never = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.one if self.left else self.other)(x)
-
-
-def linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-ORDINARY: dict[str, Callable[[], nn.Module]] = {
-    "linear": linear,
-    "wide": lambda: nn.Sequential(nn.Linear(WIDTH, 3000), nn.ReLU(), nn.Linear(3000, WIDTH)),
-    "norm": lambda: nn.LayerNorm(WIDTH),
-    "position": Position,
-    "odd": Odd,
-    "double": lambda: As(linear().double(), torch.Tensor.double),
-    "bfloat16": lambda: As(linear().bfloat16(), torch.Tensor.bfloat16),
-    "complex": Complex,
-    "table": lambda: Table(False),
-    "checkpoint": lambda: Checkpoint(False),
-    "weight norm": lambda: nn.utils.parametrizations.weight_norm(linear()),
-    "channels last": lambda: As(
-        nn.Conv2d(2, 6, (2, 3)).to(memory_format=torch.channels_last), lambda x: x.view(-1, 2, 3, 4)
-    ),
-}
-BUFFERS = "batch norm"
-UNUSED = "branch"
 BEFORE = ("dropped", "no_grad", "inference", "eval")
-SPECIAL: dict[str, Callable[[], nn.Module]] = {
-    BUFFERS: lambda: nn.BatchNorm1d(WIDTH),
-    UNUSED: Branch,
-    "reentrant": lambda: Checkpoint(True),
-    "sparse table": lambda: Table(True),
-}
+CALLS = ("autocast", "anomalies", "saved elsewhere", "functional", "checkpointed")
+BACKWARDS = ("inputs", "thread", "inside", "retained")
+PLACES = ("forward", "early", "middle", "late")
 CHOICES: dict[str, Callable[[int, int], bool]] = {
     "left": lambda step, rank: True,
     "by rank": lambda step, rank: rank == 0,
     "in turns": lambda step, rank: step % 2 == 0,
     "crosswise": lambda step, rank: (step + rank) % 2 == 0,
 }
-
-
-class Pair(NamedTuple):
-    first: torch.Tensor
-    rest: Any
-
-
-OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
-    "tensor": (lambda out: out, lambda out: out),
-    "dict": (lambda out: {"a": out, "more": [None, "text"]}, lambda out: out["a"]),
-    "named": (lambda out: Pair(out, (out[:, 1:], None)), lambda out: out.first),
-    "twice": (lambda out: [out, out], lambda out: out[1]),
+HOOKS: dict[str, Callable[..., Any]] = {
+    "all-reduce": default_hooks.allreduce_hook,
+    "fp16": default_hooks.fp16_compress_hook,
 }
 
 
 class Failed(Exception):
-    """What a program raises on all ranks, and catches."""
+    """What a program raises, and catches."""
+
+
+EXPECTED = {True: Failed, False: Aborted}  # on a rank that fails, and on another one
 
 
 @dataclass(frozen=True)
@@ -167,13 +78,17 @@ class Step:
     uneven: bool = False  # one more of them on rank 0
     forwards: int = 1  # that share that one
     before: str = ""  # a forward that has no backward
+    calls: str = ""  # how that forward is called
+    backward: str = ""  # and how its backward is run
     penalty: bool = False  # on the gradient of the input
     frozen: int | None = None  # a layer
     freezes: str = "all"  # for the whole step; "after" those backwards; or on "one" rank alone
-    fails: str = ""  # where
+    fails: tuple[str, ...] = ()  # where, on each rank
+    asks: str = "evaluation"  # what tells a rank then whether the others have failed, too
     zero: str = "none"  # what becomes of gradients then
     clips: bool = False
     optimizes: bool = True
+    copies: bool = False  # the wrapper, for the steps to come
 
 
 @dataclass(frozen=True)
@@ -182,6 +97,7 @@ class Program:
     layers: tuple[str, ...]
     output: str
     choice: str
+    spares: bool  # a part of the output
     options: dict[str, Any] = field(default_factory=dict)
     hook: str = ""
     optimizer: str = "sgd"
@@ -189,10 +105,16 @@ class Program:
     steps: tuple[Step, ...] = ()
 
     @property
+    def has_views(self) -> bool:
+        return any(name.startswith("views") for name in self.layers)
+
+    @property
     def is_ddps(self) -> bool:
         """Whether DDP can do that."""
         finds = "find_unused_parameters" in self.options
-        if any(step.fails == "backward" or (step.frozen is not None and not finds) for step in self.steps):
+        if self.has_views:
+            return False  # gradients that share memory get several averages, one over the other, by some options
+        if any(set(step.fails) - {"forward"} or (step.frozen is not None and not finds) for step in self.steps):
             return False  # it waits for gradients that do not come
         # It fails in an assertion of its own; and leaves what was accumulated on each rank.
         cannot = {"static_graph", "skip_all_reduce_unused_params"} & self.options.keys()
@@ -201,26 +123,30 @@ class Program:
     @property
     def is_the_loops(self) -> bool:
         """Whether a loop over ranks knows what becomes of buffers, of compressed and of sparse gradients."""
-        if any((step.micro or step.uneven) and step.before == "dropped" for step in self.steps):
+        if any((step.micro or step.uneven) and step.before in ("dropped", "grad") for step in self.steps):
             return False  # the backward that is due, and averaged, is the first to come, here as in DDP
-        return not self.hook.startswith("fp16") and not {BUFFERS, "sparse table"} & set(self.layers)
+        return not (self.spares or self.hook.startswith("fp16") or {*BUFFERED, "sparse table"} & set(self.layers))
 
 
-def draw(number: int, fails: bool = True) -> Program:
+def draw(number: int, world: int = 2, fails: bool = True) -> Program:
     """The program of this number; `fails`: it may raise, and go on (docs/errors.md says where that is not so)."""
     dice = random.Random(number)
 
     def chance(of: float) -> bool:
         return dice.random() < of
 
-    layers = dice.choices(list(ORDINARY), k=dice.randint(2, 5)) + [name for name in SPECIAL if chance(0.2)]
+    layers = dice.choices(list(ORDINARY), k=dice.randint(2, 5)) + [name for name in SPECIAL if chance(0.07)]
     dice.shuffle(layers)
-    finds = UNUSED in layers or chance(0.3)
+    finds, static = UNUSED in layers or chance(0.3), chance(0.25)
+    layers = ["checkpoint" if name == "repeated" and not static else name for name in layers]
+    finds = finds or "repeated" in layers
     if finds:  # of which DDP sees no parameters in a reentrant checkpoint
-        layers = ["checkpoint" if name == "reentrant" else name for name in layers]
+        layers = ["checkpoint" if name in REENTRANT else name for name in layers]
     has = set(layers)
-    sparse, static = "sparse table" in has, chance(0.2)
+    sparse, reentrant, buffers = "sparse table" in has, has & {*REENTRANT, "repeated"}, has & {*BUFFERED}
     options: dict[str, Any] = {"find_unused_parameters": True} if finds and not (static and chance(0.5)) else {}
+    if "repeated" in has:
+        options.pop("find_unused_parameters", None)
     if static:
         options["static_graph"] = True
     if chance(0.5):
@@ -231,17 +157,31 @@ def draw(number: int, fails: bool = True) -> Program:
         options["gradient_as_bucket_view"] = True
     if not sparse and chance(0.2):
         options["batched_grad_copy"] = True
+    if buffers and chance(0.3):
+        options["forward_sync_buffers"] = False
     choice, hook = dice.choice(["left", "by rank"] if static else list(CHOICES)), ""
     if "find_unused_parameters" in options and not sparse and not static and chance(0.3):
         options["skip_all_reduce_unused_params"], choice = True, "in turns"  # ranks skip the same buckets
-    elif not sparse and not static and "complex" not in has and chance(0.3):
+    elif not sparse and not static and not {"complex", "lazy"} & has and chance(0.3):
         hook = dice.choice(["all-reduce", "fp16"])
     if not IS_SINCE_2_13:
-        for name in ("bucket_cap_mb_list", "batched_grad_copy", "skip_all_reduce_unused_params"):
+        for name in (
+            "bucket_cap_mb_list",
+            "batched_grad_copy",
+            "skip_all_reduce_unused_params",
+            "forward_sync_buffers",
+        ):
             options.pop(name, None)
-    once, finds = static or "reentrant" in has, "find_unused_parameters" in options
+    once, finds = static or bool(reentrant), "find_unused_parameters" in options
     skips = "skip_all_reduce_unused_params" in options
-    fails = fails and not (static or hook or BUFFERS in has or skips)
+    fails = fails and not (static or hook or buffers or skips)
+    output = dice.choice(list(OUTPUTS))
+    calls = [name for name in CALLS if not (static or reentrant or sparse or hook)]
+    if FIXED & has:
+        calls = [name for name in calls if name not in ("functional", "autocast")]
+    if finds or buffers or output == "input":
+        calls = [name for name in calls if name != "checkpointed"]
+    backwards = [name for name in BACKWARDS if not (once or finds or sparse)]
     steps = []
     for place in range(dice.randint(3, 6)):
         frozen = None
@@ -249,19 +189,30 @@ def draw(number: int, fails: bool = True) -> Program:
             frozen = dice.randrange(len(layers))
             frozen = None if len(layers) < 3 or layers[frozen] == "sparse table" else frozen
         freezes = dice.choice(["all", "after", "one"]) if finds and not skips else "all"
+        which: tuple[str, ...] = ()
+        if place and fails and chance(0.2):
+            places = ("forward", "early") if reentrant else PLACES
+            which = tuple(dice.choice(places) if chance(0.6) else "" for _ in range(world))
+            which = which if any(which) and chance(0.7) else ("forward",) * world
         steps.append(
             Step(
                 micro=dice.choice([0, 0, 0, 1, 2]) if frozen is None or freezes == "after" else 0,
                 uneven=not (static or skips) and (frozen is None or freezes == "after") and chance(0.1),
                 forwards=1 if once else dice.choice([1, 1, 1, 2, 3]),
-                before="" if static else dice.choice(["", "", "", *BEFORE, *(() if finds or once else ("pending",))]),
-                penalty=not ({"reentrant", "sparse table", "complex"} & has) and not static and chance(0.15),
+                before=""
+                if static
+                else dice.choice(["", "", "", *BEFORE, *(() if finds or once else ("pending", "grad"))]),
+                calls=dice.choice(calls) if calls and chance(0.3) else "",
+                backward=dice.choice(backwards) if backwards and chance(0.3) else "",
+                penalty=not (reentrant or sparse or {"complex", "lazy"} & has) and not static and chance(0.15),
                 frozen=frozen,
                 freezes=freezes,
-                fails=dice.choice(["forward", "backward"]) if place and fails and chance(0.12) else "",
+                fails=which,
+                asks=dice.choice(["evaluation", "step"]),
                 zero="none" if frozen is not None else dice.choice(["none", "none", "zeros", "kept"]),
-                clips=not sparse and chance(0.2),
+                clips=not (sparse or "lazy" in has) and chance(0.2),
                 optimizes=chance(0.8),
+                copies=not (static or hook or FIXED & has) and chance(0.15),
             )
         )
     for place, step in enumerate(steps):
@@ -269,55 +220,56 @@ def draw(number: int, fails: bool = True) -> Program:
         if place + 1 < len(steps) and (steps[place + 1].frozen is not None or steps[place + 1].fails):
             changes["zero"] = "none"  # what was frozen or has failed begins anew
         if step.fails:
-            changes |= {"zero": "none", "optimizes": False, "clips": False}
-        if step.before == "dropped" and (step.fails or (finds and step.micro)):
+            changes |= {"zero": "none", "optimizes": False, "clips": False, "penalty": False, "calls": ""}
+            changes |= {"backward": "", "copies": False, "forwards": 1}  # buffers are sent in each forward
+            changes |= {"before": ""} if step.before == "pending" else {}
+        if step.penalty or step.frozen is not None:
+            changes["calls"] = ""
+        if step.before in ("dropped", "grad") and (step.fails or (finds and step.micro)):
             changes["before"] = ""
-        if step.before == "dropped" or any(each.fails for each in steps):
+        if step.before in ("dropped", "grad") or any(each.fails or each.copies for each in steps):
             changes["uneven"] = False  # of a backward that is due all ranks make the first
+        if any(name.startswith("views") for name in has):  # gradients share memory, and torch adds to it in place
+            changes |= {"micro": 0, "uneven": False, "zero": "none", "clips": False}
         steps[place] = replace(step, **changes)
     tied = chance(0.5 if once and static else 0.2) and (static or not once)
-    if tied and "reentrant" in layers:  # its hooks run twice in a backward, which takes a static graph
-        layers.remove("reentrant")
-        layers.insert(0, "reentrant")
-    kind = "sgd" if sparse else dice.choice(["sgd", "momentum", "adamw"])
-    output = dice.choice(list(OUTPUTS))
-    return Program(number, tuple(layers), output, choice, options, hook, kind, tied, tuple(steps))
+    if tied and has & {*REENTRANT}:  # its hooks run twice in a backward, which takes a static graph
+        first = next(name for name in layers if name in REENTRANT)
+        layers.remove(first)
+        layers.insert(0, first)
+    kind = "sgd" if sparse or "lazy" in has else dice.choice(list(OPTIMIZERS))
+    # (DDP's sink, through which gradients of what is not used come, does not look into dataclasses.)
+    spares = finds and not (static or hook) and output not in ("tensor", "input", "record") and chance(0.5)
+    spares &= not any(step.copies or step.penalty for step in steps)
+    return Program(number, tuple(layers), output, choice, spares, options, hook, kind, tied, tuple(steps))
 
 
 class Net(nn.Module):
     def __init__(self, program: Program) -> None:
         super().__init__()
-        self.layers = nn.ModuleList({**ORDINARY, **SPECIAL}[name]() for name in program.layers)
+        self.layers = nn.ModuleList(make_layer(name) for name in program.layers)
         self.tied = program.tied  # the first is used once more
         self.head = nn.Linear(WIDTH, 7)
-        self.output = OUTPUTS[program.output][0]
+        self.spare = nn.Linear(WIDTH, 3) if program.spares else None
+        self.output = program.output
 
     def forward(self, x: torch.Tensor, fails: str = "") -> Any:
         if not x.requires_grad and not x.is_inference() and torch.is_grad_enabled():
             x.requires_grad_()  # for reentrant checkpoints
-        for layer in [*self.layers, *self.layers[: self.tied]]:
+        start = x
+        for place, layer in enumerate([*self.layers, *self.layers[: self.tied]]):
             x = x + layer(x).tanh()
+            if fails == {0: "late", len(self.layers) // 2: "middle"}.get(place):
+                x.register_hook(fail)
         if fails == "forward":
             raise Failed
-        if fails == "backward":
+        if fails:  # for the others, too, in case that there are few layers
             x.register_hook(fail)
-        return self.output(self.head(x))
+        return OUTPUTS[self.output][0](start, self.head(x), self.spare and self.spare(x))
 
 
 def fail(gradient: torch.Tensor) -> None:
     raise Failed
-
-
-HOOKS: dict[str, Callable[..., Any]] = {
-    "all-reduce": default_hooks.allreduce_hook,
-    "fp16": default_hooks.fp16_compress_hook,
-}
-
-
-def make_optimizer(kind: str, net: nn.Module) -> torch.optim.Optimizer:
-    if kind == "adamw":
-        return torch.optim.AdamW(net.parameters(), lr=0.01)
-    return torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9 if kind == "momentum" else 0.0)
 
 
 def forward_without_backward(model: nn.Module, kind: str, x: torch.Tensor) -> None:
@@ -332,53 +284,99 @@ def forward_without_backward(model: nn.Module, kind: str, x: torch.Tensor) -> No
             model.train()
 
 
+def call(model: nn.Module, how: str, x: torch.Tensor, *others: Any) -> Any:
+    if how == "functional":
+        trained = {n: 2 * p for n, p in model.named_parameters() if p.is_floating_point() or p.is_complex()}
+        return torch.func.functional_call(model, trained, (x, *others))
+    if how == "checkpointed":
+        return checkpoint(model, x, *others, use_reentrant=False)
+    with {
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "saved elsewhere": torch.autograd.graph.save_on_cpu,
+    }.get(how, contextlib.nullcontext)():
+        return model(x, *others)
+
+
+def run_backward(model: nn.Module, how: str, loss: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
+    """What it computes besides what is in `.grad`."""
+    if how == "thread":
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    elif how == "inside":
+        with getattr(model, "no_sync", contextlib.nullcontext)():  # which forward decides about
+            loss.backward()
+    else:
+        inputs = [p for p in model.parameters() if p.requires_grad]
+        loss.backward(retain_graph=how == "retained", inputs=inputs if how == "inputs" else None)
+    return list(torch.autograd.grad(loss, x)) if how == "retained" else []
+
+
 def run_step(model: nn.Module, program: Program, number: int, rank: int) -> list[torch.Tensor]:
     """One rank's part of a step, to the end of its backward; its losses."""
     step = program.steps[number]
     generator = torch.Generator().manual_seed(1000 * program.number + 10 * number + rank)
     no_sync = getattr(model, "no_sync", contextlib.nullcontext)
     net = getattr(model, "module", model)
+    place = step.fails[rank] if step.fails else ""
 
     def choose(turn: int) -> None:
         for layer in net.layers:
             if isinstance(layer, Branch):
                 layer.left = CHOICES[program.choice](turn, rank)
 
-    def loss_of(x: torch.Tensor, fails: str = "") -> torch.Tensor:
-        return OUTPUTS[program.output][1](model(x, fails)).float().square().mean()
+    def loss_of(x: torch.Tensor, fails: str = "", calls: str = "") -> torch.Tensor:
+        return OUTPUTS[program.output][1](call(model, calls, x, fails)).float().square().mean()
 
     def batch() -> torch.Tensor:
-        return torch.randn(5, WIDTH, generator=generator)
+        return torch.randn(BATCH, WIDTH, generator=generator)
 
     if step.before in BEFORE:
         forward_without_backward(model, step.before, batch())
+    elif step.before == "grad":
+        torch.autograd.grad(loss_of(batch()), net.head.weight)
     freezes = step.frozen is not None and (step.freezes != "one" or rank == 0)
     train_layer(net, step.frozen, not freezes or step.freezes == "after")
     for k in range(step.micro + (step.uneven and rank == 0)):
         choose(number + k + 1)
         with no_sync():
-            loss_of(batch()).backward()
+            loss = loss_of(batch())
+            if step.backward == "retained":
+                loss.square().backward(retain_graph=True)
+            loss.backward()
     train_layer(net, step.frozen, not freezes)
     choose(number)
     try:
         x = batch().requires_grad_()
-        losses = [loss_of(x, step.fails)]
-        losses += [loss_of(batch()) for _ in range(step.forwards - 1)]
-        total = sum(losses)
-        if step.penalty:
-            (slope,) = torch.autograd.grad(losses[0], x, create_graph=True)
-            total = total + slope.square().sum()
-        if step.before == "pending":  # as a GAN's discriminator, for another forward
-            train_layer(net, 0, False)
-            other = loss_of(batch())
-            train_layer(net, 0, step.frozen != 0)
-            del other
-        total.backward()
-    except Failed:
+        with torch.autograd.set_detect_anomaly(step.calls == "anomalies"):
+            losses = [loss_of(x, place, step.calls)]
+            losses += [loss_of(batch()) for _ in range(step.forwards - 1)]
+            total = sum(losses)
+            if step.penalty:
+                (slope,) = torch.autograd.grad(losses[0], x, create_graph=True)
+                total = total + slope.square().sum()
+            if step.before == "pending":  # as a GAN's discriminator, for another forward
+                train_layer(net, 0, False)
+                other = loss_of(batch())
+                train_layer(net, 0, step.frozen != 0)
+                del other
+            more = run_backward(model, step.backward, total, x)
+    except EXPECTED[bool(place)]:
+        if model is not net:  # what it is told then
+            ask(model, step.asks, batch())
         return []
     finally:
         train_layer(net, step.frozen, True)
-    return [loss.detach() for loss in losses]
+    assert model is net or not step.fails
+    return [loss.detach() for loss in losses] + more
+
+
+def ask(model: nn.Module, what: str, x: torch.Tensor) -> None:
+    """This rank hears of whether all have failed in forward."""
+    if what == "step":
+        torch.optim.SGD([nn.Parameter(torch.ones(1))]).step()
+    else:
+        forward_without_backward(model, "no_grad", x)
 
 
 def train_layer(net: Net, place: int | None, trains: bool) -> None:
@@ -386,49 +384,71 @@ def train_layer(net: Net, place: int | None, trains: bool) -> None:
         p.requires_grad_(trains and (p.is_floating_point() or p.is_complex()))
 
 
-def average(nets: list[nn.Module]) -> None:
-    """What ranks with these models would do: an average where any of them has a gradient."""
-    for parameters in zip(*(net.parameters() for net in nets), strict=True):
-        brought = [p.grad for p in parameters]
-        if all(grad is None for grad in brought):
+def average(nets: list[nn.Module], kept: list[torch.Tensor | None]) -> None:
+    """What ranks with these models would do: an average where any of them has brought a gradient (docs/numerics.md).
+
+    `kept`: their gradients before, the same on all.
+    """
+    for *parameters, before in zip(*(net.parameters() for net in nets), kept, strict=True):
+        if all(same_bits(p.grad, before) for p in parameters):
             continue
         parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        total = sum(part / len(nets) for part in parts)
+        wide = [torch.view_as_real(p.resolve_conj()) if p.is_complex() else p for p in parts]
+        wide = [p.float() if p.dtype in (torch.float16, torch.bfloat16) else p for p in wide]
+        mean = sum(wide[1:], wide[0]) * (1 / len(nets))
         for p in parameters:
-            p.grad = total.clone()
+            p.grad = (torch.view_as_complex(mean) if p.is_complex() else mean.to(p.dtype)).clone()
+
+
+def end_of_failed_step(step: Step, nets: list[nn.Module]) -> None:
+    """Of ranks with these models (docs/errors.md): what was accumulated stays if all have failed in forward."""
+    if set(step.fails) != {"forward"}:
+        for net in nets:
+            net.zero_grad()
+
+
+def plain(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Row by row in memory, with no sign or conjugation still to be applied; a copy."""
+    if grad is None or grad.is_sparse:
+        return grad if grad is None else grad.clone()
+    return grad.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def train(program: Program, wrap: Callable[..., nn.Module] | None) -> list[tuple[str, torch.Tensor | None]]:
     """All losses and gradients of this rank, and its last parameters and buffers. Without `wrap`: the plain loop."""
-    torch.manual_seed(program.number)
-    net, own = Net(program), syncengine.rank()
-    if wrap is None:
-        models = {rank: copy.deepcopy(net) for rank in range(syncengine.world_size())}
-    else:
-        models = {own: wrap(net, **program.options)}
-        if program.hook:
-            models[own].register_comm_hook(None, HOOKS[program.hook])
-    nets = {rank: getattr(model, "module", model) for rank, model in models.items()}
-    optimizers = [make_optimizer(program.optimizer, net) for net in nets.values()]
+    own, everyone = syncengine.rank(), range(syncengine.world_size())
+    models: dict[int, nn.Module] = {}
+    for rank in everyone if wrap is None else [own]:  # rank 0's is everybody's
+        torch.manual_seed(program.number + (0 if wrap is None else rank))
+        models[rank] = Net(program) if wrap is None else wrap(Net(program), **program.options)
+    if wrap is not None and program.hook:
+        models[own].register_comm_hook(None, HOOKS[program.hook])
+    optimizers = {rank: OPTIMIZERS[program.optimizer](model.parameters()) for rank, model in models.items()}
     found: list[tuple[str, torch.Tensor | None]] = []
     for number, step in enumerate(program.steps):
+        kept = [plain(p.grad) for p in models[own].parameters()]
         for rank, model in models.items():
             losses = run_step(model, program, number, rank)
-            if rank == own:
+            if rank == own and not step.fails:
                 found += [(f"loss {i} of step {number}", loss) for i, loss in enumerate(losses)]
-        if wrap is None and not step.fails:
-            average(list(nets.values()))
-        if not step.fails:
-            for name, p in nets[own].named_parameters():
-                found.append((f"gradient of {name} in step {number}", None if p.grad is None else p.grad.clone()))
-        for one, optimizer in zip(nets.values(), optimizers, strict=True):
+        if wrap is None:
+            nets = list(models.values())
+            end_of_failed_step(step, nets) if step.fails else average(nets, kept)
+        for name, p in getattr(models[own], "module", models[own]).named_parameters():
+            found.append((f"gradient of {name} in step {number}", plain(p.grad)))
+        for rank, model in models.items():
             if step.clips:
-                torch.nn.utils.clip_grad_norm_(one.parameters(), 0.5)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             if step.optimizes:
-                optimizer.step()
+                optimizers[rank].step()
             if step.zero != "kept":
-                optimizer.zero_grad(set_to_none=step.zero == "none")
-    return found + [(name, value.clone()) for name, value in nets[own].state_dict().items()]
+                optimizers[rank].zero_grad(set_to_none=step.zero == "none")
+            if step.copies:
+                models[rank] = copy.deepcopy(model)
+                before, optimizers[rank] = optimizers[rank], OPTIMIZERS[program.optimizer](models[rank].parameters())
+                optimizers[rank].load_state_dict(before.state_dict())
+    net = getattr(models[own], "module", models[own])
+    return found + [(name, t.detach().clone()) for name, t in [*net.named_parameters(), *net.named_buffers()]]
 
 
 def difference(program: Program, reference: Callable[..., nn.Module] | None) -> str:
@@ -437,12 +457,13 @@ def difference(program: Program, reference: Callable[..., nn.Module] | None) -> 
     return next((name for (name, a), (_, b) in zip(ours, theirs, strict=True) if not same_bits(a, b)), "")
 
 
-def differences(first: int, loop: bool, fails: bool = True) -> list[str]:
+def differences(first: int, ddp: bool, loop: bool, fails: bool = True, count: int = CHUNK) -> list[str]:
     """Of these programs, those that have other bits than the references."""
     wrong = []
-    for number in range(first, first + CHUNK):
-        program = draw(number, fails)
-        references = [DistributedDataParallel] * program.is_ddps + [None] * (loop and program.is_the_loops)
+    for number in range(first, first + count):
+        program = draw(number, syncengine.world_size(), fails)
+        references = [DistributedDataParallel] * (ddp and program.is_ddps)
+        references += [None] * (loop and program.is_the_loops and (ddp or not program.hook))
         for reference in references:
             try:
                 where = difference(program, reference)
@@ -453,36 +474,55 @@ def differences(first: int, loop: bool, fails: bool = True) -> list[str]:
     return wrong
 
 
+def on_hosts(hosts: str, *arguments: Any) -> list[str]:
+    os.environ["SYNCENGINE_HOST_ID"] = hosts[my_rank()]
+    syncengine.init(timeout=60.0)
+    return differences(*arguments)  # without DDP, and torch's hooks
+
+
 def numbers(kind: int, chunks: int) -> list[int]:
     """Where chunks begin."""
     chunks = COUNT or chunks
     return [100_000 * kind + 1_000_000 * COUNT + CHUNK * chunk for chunk in range(chunks)]
 
 
-@pytest.mark.parametrize("first", numbers(0, 8))
-def test_programs_of_two_ranks(pool: RankPool, first: int):
-    for wrong in pool.run(differences, first, True, gloo=True):
+def check(answers: list[list[str]]) -> None:
+    for wrong in answers:
         assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("first", numbers(0, 10))
+def test_programs_of_two_ranks(pool: RankPool, first: int):
+    check(pool.run(differences, first, True, True, gloo=True))
 
 
 @pytest.mark.parametrize("first", numbers(1, 4))
 def test_programs_of_three_ranks_in_ring(pool: RankPool, first: int):
     settings = {"timeout": 60.0, "numerics": "ring"}
-    for wrong in pool.run(differences, first, False, world=3, gloo=True, settings=settings):
-        assert not wrong, "\n".join(wrong)
+    check(pool.run(differences, first, True, False, world=3, gloo=True, settings=settings))
 
 
 @pytest.mark.parametrize("first", numbers(2, 3))
 def test_programs_with_flat_buckets(pool: RankPool, first: int):
-    for wrong in pool.run(flat, differences, first, True, False, gloo=True):
-        assert not wrong, "\n".join(wrong)
+    check(pool.run(flat, differences, first, True, True, False, gloo=True))
+
+
+@pytest.mark.parametrize(("hosts", "first"), list(zip(["aaa", "ab", "aab", "aaaaa"], numbers(3, 4), strict=False)))
+def test_programs_on_hosts(pool: RankPool, hosts: str, first: int):
+    check(pool.run(on_hosts, hosts, first, False, True, world=len(hosts), settings=None))
 
 
 def test_the_grammar_draws_everything():
     """Guards the tests above."""
-    programs = [draw(number) for number in range(8 * CHUNK)]
+    programs = [draw(number) for number in range(10 * CHUNK)]
+    steps = [step for program in programs for step in program.steps]
     assert {name for program in programs for name in program.layers} == {*ORDINARY, *SPECIAL}
     assert {name for program in programs for name in program.options} >= {"static_graph", "gradient_as_bucket_view"}
     assert {program.output for program in programs} == {*OUTPUTS}
-    assert {step.fails for program in programs for step in program.steps} == {"", "forward", "backward"}
-    assert sum(program.is_ddps for program in programs) > 3 * CHUNK < sum(program.is_the_loops for program in programs)
+    assert {program.optimizer for program in programs} == {*OPTIMIZERS}
+    assert {place for step in steps for place in step.fails} == {"", *PLACES}
+    assert {step.calls for step in steps} == {"", *CALLS}
+    assert {step.backward for step in steps} == {"", *BACKWARDS}
+    assert {step.before for step in steps} == {"", "pending", "grad", *BEFORE}
+    assert {step.copies for step in steps} == {False, True}
+    assert sum(program.is_ddps for program in programs) > 2 * CHUNK < sum(program.is_the_loops for program in programs)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from parallel_models import CAP, Branches, Mlp, both, data
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -35,17 +33,6 @@ def steps(model: nn.Module, count: int = 4) -> None:
     for i in range(count):
         model.zero_grad()
         model(data(i)).square().mean().backward()
-
-
-@pytest.mark.parametrize("mode", ["rank_order", "ring"])
-def test_checkpoints_used_several_times(pool: RankPool, mode: str):
-    pool.run(checkpoints_like_ddp, gloo=True, settings={"timeout": 60.0, "numerics": mode})
-
-
-def checkpoints_like_ddp() -> None:
-    for reentrant in (True, False):
-        for options in ({}, CAP):
-            both(partial(Repeated, reentrant), steps, static_graph=True, **options)
 
 
 @run_on_ranks(gloo=True)

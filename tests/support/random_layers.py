@@ -75,15 +75,16 @@ class Counter(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             self.seen += x.detach().sum(0)
-            self.steps = self.steps + 1
+            self.steps = self.steps + 1 + (x.detach()[0, 0] > 0).long()  # another number on each rank
         return self.layer(x) * self.steps
 
 
 def lazy(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """Gradients whose memory holds the conjugate, or the negative."""
-    zero = torch.zeros_like(self.imaginary)
-    result = x * (1 + 1j) * self.always + x * (2 - 1j) * self.waves.conj()
-    result = result + x * torch.complex(zero, self.imaginary).conj()
+    """Gradients whose memory holds the conjugate, or the negative, on ranks with some batches."""
+    waves, imaginary = self.waves, torch.complex(torch.zeros_like(self.imaginary), self.imaginary)
+    if x.detach().sum() > 0:
+        waves, imaginary = waves.conj(), imaginary.conj()
+    result = x * (1 + 1j) * self.always + x * (2 - 1j) * waves + x * imaginary
     return result.real + result.imag
 
 
@@ -198,13 +199,10 @@ ORDINARY: dict[str, Callable[[], nn.Module]] = {
     "orthogonal": lambda: parametrizations.orthogonal(linear()),
     "old weight norm": lambda: nn.utils.weight_norm(linear()),
     "pruned": lambda: prune.l1_unstructured(linear(), "weight", amount=0.5),
-    "scripted": lambda: torch.jit.script(nn.Sequential(linear(), nn.Tanh())),
-    "traced": lambda: torch.jit.trace(nn.Sequential(linear(), nn.Tanh()), torch.zeros(BATCH, WIDTH)),
     "channels last": lambda: Layer(
         lambda self, x: self.layer(x.view(-1, 2, 3, 4)).flatten(1),
         layer=nn.Conv2d(2, 6, (2, 3)).to(memory_format=torch.channels_last),
     ),
-    **{f"views {name}": partial(views, forward) for name, forward in VIEWS.items()},
 }
 UNUSED = "branch"
 REENTRANT: dict[str, Callable[[], nn.Module]] = {
@@ -219,14 +217,15 @@ BUFFERED: dict[str, Callable[[], nn.Module]] = {
     "counter": Counter,
 }
 SPECIAL: dict[str, Callable[[], nn.Module]] = {
+    **{f"views {name}": partial(views, forward) for name, forward in VIEWS.items()},
     **BUFFERED,
     **REENTRANT,
     UNUSED: Branch,
     "sparse table": lambda: Table(True),
     "repeated": lambda: Layer(repeated, one=linear(), other=linear(), never=linear()),
 }
-# What autograd, or the compiler of TorchScript, does not let be copied or called otherwise.
-FIXED = {"old weight norm", "pruned", "scripted", "traced"}
+# Those with a computed tensor as an attribute: it can't be copied, and autocast keeps its cast.
+FIXED = {"old weight norm", "pruned"}
 
 
 def make_layer(name: str) -> nn.Module:
@@ -247,19 +246,20 @@ class Record:
     nothing: None = None
 
 
-# What a module returns for its input and its result, and what a program takes of that.
-OUTPUTS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
-    "tensor": (lambda x, out: out, lambda out: out),
-    "dict": (lambda x, out: {"a": out, "more": [None, "text"]}, lambda out: out["a"]),
-    "named": (lambda x, out: Pair(out, (out[:, 1:], None)), lambda out: out.first),
+# What a module returns for its input, its result and one that is not used (or None), and what a program takes of that.
+Make = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], Any]
+OUTPUTS: dict[str, tuple[Make, Callable[[Any], torch.Tensor]]] = {
+    "tensor": (lambda x, out, spare: out, lambda out: out),
+    "dict": (lambda x, out, spare: {"a": out, "more": [spare, "text"]}, lambda out: out["a"]),
+    "named": (lambda x, out, spare: Pair(out, (out[:, 1:], spare)), lambda out: out.first),
     "record": (
-        lambda x, out: Record(Pair(out, ["text"]), {"c": (out[1:], 3), "none": None}),
+        lambda x, out, spare: Record(Pair(out, [spare, "text"]), {"c": (out[1:], 3), "none": None}),
         lambda out: out.named.first,
     ),
-    "twice": (lambda x, out: [out, out], lambda out: out[1]),
-    "input": (lambda x, out: (x, out), lambda out: out[1] + out[0].square().sum()),
-    "detached": (lambda x, out: (out.detach(), out), lambda out: out[1]),
-    "in place": (lambda x, out: {"a": out}, lambda out: out["a"].mul_(2)),
+    "twice": (lambda x, out, spare: [out, out, spare], lambda out: out[1]),
+    "input": (lambda x, out, spare: (x, out), lambda out: out[1] + out[0].square().sum()),
+    "detached": (lambda x, out, spare: (out.detach(), out, spare), lambda out: out[1]),
+    "in place": (lambda x, out, spare: {"a": out, "b": spare}, lambda out: out["a"].mul_(2)),
 }
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
