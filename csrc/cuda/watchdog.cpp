@@ -51,6 +51,11 @@ void Watchdog::publish(uint32_t fingerprint, const std::string& text) {
   call.fingerprint.store(fingerprint, std::memory_order_release);  // release: the text before its key
 }
 
+void Watchdog::throw_if_failed() const {
+  while (load(own().mismatch[0]) != 0 && !has_failed()) std::this_thread::sleep_for(kLook);
+  communicator_->throw_if_failed();
+}
+
 void Watchdog::run() {
   begin_thread("syncengine-cuda");
   std::unique_lock lock(mutex_);

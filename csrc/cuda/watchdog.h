@@ -34,7 +34,8 @@ class Watchdog {
   // What a call with this fingerprint is, for this rank's and its peers' messages. Before the call is queued.
   void publish(uint32_t fingerprint, const std::string& text);
 
-  void throw_if_failed() const { communicator_->throw_if_failed(); }
+  // A stream that met a mismatch has ended with NaN: from there on this throws, whether or not the thread has looked.
+  void throw_if_failed() const;
   bool has_failed() const {
     return failed_.load(std::memory_order_acquire);
   }  // acquire: after the communicator's error

@@ -192,6 +192,7 @@ class TransportGroup final : public BaseGroup {
  private:
   // `stream` is the current one of the calling thread, on which the transport's calls go as well.
   const char* enqueue(const Operation& operation, cudaStream_t stream) override;
+  void throw_if_failed() const override { watchdog_->throw_if_failed(); }
   void release() override;
   void queue(const Operation& operation, const Gate& gate, cudaStream_t stream);
   void begin(const Gate& gate, cudaStream_t stream);

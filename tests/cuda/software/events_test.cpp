@@ -1,5 +1,7 @@
 // Events and captures of the software device: what is ordered, and what is refused, as CUDA's documentation says.
 #include <atomic>
+#include <chrono>
+#include <thread>
 
 #include "cuda/device/driver.h"
 #include "machine.h"
@@ -49,6 +51,19 @@ TEST(software_device_orders_streams_by_events) {
   CHECK_EQ(cudaStreamSynchronize(two.second), cudaSuccess);
   CHECK_EQ(seen.load(), 1);
   CHECK_EQ(cudaEventQuery(two.event), cudaSuccess);
+}
+
+TEST(software_device_waits_for_destroyed_streams) {
+  cudaStream_t stream = nullptr;
+  CHECK_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  std::atomic<bool> done = false;
+  queue(stream, [&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    done = true;
+  });
+  CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+  CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  CHECK(done.load());
 }
 
 TEST(software_device_captures_streams_that_wait_for_a_captured_one) {

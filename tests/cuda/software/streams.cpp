@@ -77,8 +77,9 @@ struct Stream {
 
 namespace {
 
-std::mutex mutex;  // guards the next two, and the order between default streams and others
+std::mutex mutex;  // guards the next three, and the order between default streams and others
 auto& streams = *new std::map<cudaStream_t, std::shared_ptr<Stream>>;
+auto& destroyed = *new std::vector<std::weak_ptr<Stream>>;  // kept by their threads until what was queued has run
 auto& defaults = *new std::map<int, std::shared_ptr<Stream>>;
 std::atomic<int> captures = 0, spoiled = 0;  // the global ones
 thread_local int own_captures = 0;
@@ -161,6 +162,9 @@ void synchronize(int device) {
     std::lock_guard lock(mutex);
     for (auto& [handle, stream] : streams)
       if (stream->device == device) all.emplace_back(stream, stream->count());
+    for (auto& ending : destroyed)
+      if (const auto stream = ending.lock(); stream && stream->device == device)
+        all.emplace_back(stream, stream->count());
     if (auto& stream = defaults[device]) all.emplace_back(stream, stream->count());
   }
   wait_for_all(all);
@@ -205,12 +209,14 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t* handle, unsigned flags) {
   return cudaSuccess;
 }
 
-// Returns at once; what was queued still runs.
+// Returns at once; what was queued still runs, and a synchronized device waits for that.
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   std::lock_guard lock(mutex);
   auto found = streams.find(handle);
   if (found == streams.end()) return fail(cudaErrorInvalidResourceHandle);
   found->second->close();
+  std::erase_if(destroyed, [](const auto& ending) { return ending.expired(); });
+  destroyed.push_back(found->second);
   streams.erase(found);
   return cudaSuccess;
 }
