@@ -1,8 +1,8 @@
 // One process's connections to the ranks of other hosts: who moves the bytes, and whose message is whose.
 //
-// Ownership: shared by the communicators that reach over hosts; keeps the engine. Thread-safety: all calls under the
-// engine's progress lock, but IoLoop's. Failure: garbage from a peer fails all communicators; what else fails a peer is
-// told by Interhost::failure().
+// Ownership: the communicators that reach over hosts share a network; a network keeps the engine. Thread-safety: all
+// calls under the engine's progress lock, except those of IoLoop. Failure: garbage from a peer fails all communicators;
+// Interhost::failure() tells of every other failure of a peer.
 #pragma once
 
 #include <atomic>
@@ -28,12 +28,12 @@ class Listener {
  public:
   virtual ~Listener() = default;
   virtual void hear(int peer, const std::string& message) = 0;  // `peer`: rank of the job; may throw PeerLost
-  virtual void give_up(const Error& error) = 0;                 // nothing that comes can be relied on any more
+  virtual void give_up(const Error& error) = 0;                 // later messages can't be relied on
 };
 
-// A transfer's tag: communicator, lane, chunk of the lane, envelope of the chunk, and whether it is sent unasked: of
-// two ranks that mean different operations one may send unasked what the other waits for in another size, and neither
-// shall match.
+// A transfer's tag: communicator, lane, chunk of the lane, envelope of the chunk, and whether the transfer is sent
+// unasked. The last part is for two ranks that mean different operations: one may send a transfer unasked where the
+// other waits for another size, and the two must not match.
 inline constexpr int kFounderBits = 6, kCountBits = 16, kShrinkBits = 6;
 inline constexpr int kGroupBits = kFounderBits + kCountBits + kShrinkBits;
 inline constexpr int kLaneBits = 2, kUnaskedBits = 1, kChunkBits = 16, kEnvelopeBits = 17;
@@ -41,8 +41,8 @@ static_assert(kGroupBits + kLaneBits + kUnaskedBits + kChunkBits + kEnvelopeBits
 static_assert(shm::kMaxLocalRanks <= 1 << kFounderBits);  // of a job
 inline constexpr int kGroupShift = 64 - kGroupBits;
 
-// A communicator's number is its founder's rank in the job, how many that one has founded, and how often it was shrunk
-// since: nobody else can take it, whatever else is founded meanwhile.
+// A communicator's number is its founder's rank in the job, how many communicators that rank has founded, and how often
+// this one was shrunk since. So no other rank can take the number, whatever other communicators are founded meanwhile.
 inline constexpr uint32_t kJobGroup = 0;  // the one of all ranks
 inline constexpr uint32_t kTooMany = uint32_t{1} << kGroupBits;
 constexpr uint32_t after_shrink(uint32_t group) { return (group + 1) % (1 << kShrinkBits) == 0 ? kTooMany : group + 1; }
@@ -58,7 +58,7 @@ class Network final : public IoLoop, private Progressable {
  public:
   Network(std::shared_ptr<Engine> engine, std::unique_ptr<Interhost> interhost);
   ~Network() override;
-  // By any thread, its own as well.
+  // By any thread, the network's own as well.
   static void destroy(Network* network) { delete_off(network->thread_, network); }
 
   const std::shared_ptr<Engine>& engine() const { return engine_; }
@@ -71,15 +71,15 @@ class Network final : public IoLoop, private Progressable {
 
   // A number for a new communicator whose first member is this rank, `rank` of the job; kTooMany if none is left.
   uint32_t take_number(int rank);
-  // While a communicator is being made that this rank may be a member of: what comes for it before enroll() is kept
-  // meanwhile.
+  // Between these two calls a communicator is being made that this rank may be a member of: messages for it that come
+  // before enroll() are kept.
   uint64_t expect();
   void expect_no_more(uint64_t expected);
-  // Hands over what came before.
+  // Hands over the messages that came before.
   void enroll(uint32_t group, Listener* listener);
   void forget(uint32_t group);
 
-  void hear_all();  // hands all that has come to its listeners
+  void hear_all();  // hands all received messages to their listeners
   void withdraw(uint32_t group, const std::vector<int>& members, const Error& error);  // ranks of the job
 
   bool claim() override;
@@ -99,19 +99,19 @@ class Network final : public IoLoop, private Progressable {
   std::unique_ptr<Interhost> interhost_;
   std::map<uint32_t, Listener*> listeners_;
   struct Early {
-    uint64_t expected;  // the last one under way when a message came
+    uint64_t expected;  // the last expectation when a message came
     std::vector<Interhost::Message> messages;
   };
-  std::map<uint32_t, Early> early_;  // of communicators that this rank is about to make, or will not know
-  uint32_t founded_ = 0;             // by this rank
-  uint64_t expectations_ = 0;        // so far
-  std::set<uint64_t> expected_;      // of them, those under way
+  std::map<uint32_t, Early> early_;  // by communicators that this rank is about to make, or will not know
+  uint32_t founded_ = 0;             // communicators, by this rank
+  uint64_t expectations_ = 0;        // calls of expect() so far
+  std::set<uint64_t> expected_;      // those that expect_no_more() has not ended
   bool heard_ = false;
   std::optional<LinkSpeed> speed_;
 
-  std::mutex moving_;  // of whoever makes steps; no other lock is held where it is asked for
-  std::unique_lock<std::mutex> claimers_{moving_, std::defer_lock};  // of the thread that claimed
-  std::atomic<bool> woken_{false};                                   // that thread
+  std::mutex moving_;  // held by the thread that makes steps; a thread that asks for it holds no other lock
+  std::unique_lock<std::mutex> claimers_{moving_, std::defer_lock};  // of the thread that has claimed
+  std::atomic<bool> woken_{false};                                   // the thread that has claimed
   Driver driver_{Driver::Kind::Found, [] { return true; }};
   std::thread thread_;
 };

@@ -1,10 +1,11 @@
-// Who drives: the threads of the program that wait for the outcome, or else one of the engine's own, which stands by.
+// Who drives: the threads of the program that wait for the outcome, or else a thread of the engine's own, which stands
+// by.
 //
-// The own thread's next act is a pure function of the last one and its answer, next(). All that can happen between it
-// and threads of the program is walked by tests/core/engine/progress/progress_driver_test.cpp. Each act is one access
-// to what threads share, or one sleep.
+// The own thread's next act is a pure function, next(), of its last act and the answer to that act. Each act is one
+// access to what threads share, or one sleep. tests/core/engine/progress/progress_driver_test.cpp walks all orders of
+// the accesses of the own thread and of threads of the program.
 //
-// Thread-safety: any thread; await_turn() by the own one. Failure: none.
+// Thread-safety: any thread; await_turn() by the own thread alone. Failure: none.
 #pragma once
 
 #include <atomic>
@@ -15,48 +16,49 @@
 
 namespace syncengine {
 
-// What moves bytes between hosts, as the engine sees it: a thread of its own, but while a thread of the program waits,
-// that thread. It has nothing else to do, and needs no wake-up to go on with what has come.
+// What moves bytes between hosts, as the engine sees it. A thread of the program that waits moves the bytes itself: it
+// has nothing else to do, and needs no wake-up when bytes arrive. While no thread waits, the loop's own thread moves
+// them.
 //
-// Ownership: the communicators that reach over hosts. Thread-safety: any thread; poll() and release() by the one that
-// claimed. Failure: what fails a peer fails its transfers.
+// Ownership: the communicators that reach over hosts. Thread-safety: any thread; poll() and release() by the thread
+// that has claimed. Failure: a peer that fails fails its transfers.
 
 class IoLoop {
  public:
   virtual ~IoLoop() = default;
   // From now on the calling thread moves the bytes, and must do so at least every few milliseconds until it releases.
-  // False: it can't, or another one does.
+  // False: the thread can't, or another thread does.
   virtual bool claim() = 0;
-  // Moves what can be moved, and sleeps where nothing can, until passes may go on (then it is true), wake() or
-  // `at_most`.
+  // Moves all bytes that can be moved. If there are none, sleeps until passes may go on, wake() or `at_most`. True if
+  // passes may go on.
   virtual bool poll(Duration at_most) = 0;
   virtual void release() = 0;
   virtual void wake() = 0;    // poll() returns soon
-  virtual void notify() = 0;  // there is something to move: wakes the loop's own thread, unless another one is at it
+  virtual void notify() = 0;  // there are bytes to move: wakes the loop's own thread, unless another one moves them
 };
 
 class Driver {
  public:
   enum class Act : uint8_t {
-    Ticket,      // notes how often it has been called
-    Park,        // from now on calls wake it
-    AskStopped,  //
+    Ticket,      // note the number of calls so far
+    Park,        // from now on calls wake this thread
+    AskStopped,  // has stop() been called?
     AskWork,     // is there any?
-    AskDriven,   // by a thread of the program
-    AskCalled,   // since the ticket before: what can't wait
-    AskVisited,  // did threads of the program come by, since it asked last? The next may be near
-    Sleep,       // until it is called
-    Hush,        // calls don't wake it any more
-    Doze,        // a few milliseconds; until it is called, unless hushed
-    Unpark,      // as Hush; who comes from now on sees that it has to be interrupted
-    AskAgain,    // is it driven? By one that came before
+    AskDriven,   // does a thread of the program drive?
+    AskCalled,   // has there been a call since the ticket before: for work that can't wait?
+    AskVisited,  // have threads of the program come by since the last such question? The next may be near
+    Sleep,       // until a call
+    Hush,        // calls don't wake this thread any more
+    Doze,        // a few milliseconds; or until a call, unless hushed
+    Unpark,      // as Hush; a thread that comes from now on sees that it has to interrupt this one
+    AskAgain,    // does a thread of the program drive, that came before Unpark?
     Drive,
     End,
   };
 
   enum class Kind : uint8_t {
-    Handed,  // who leaves while there is work calls. Calls are no hurry: where threads of the program come by, it waits
-    Found,   // there may always be work, and who leaves does not call
+    Handed,  // a thread that leaves while there is work calls. Where threads of the program come by, the work can wait
+    Found,   // there may always be work, and a thread that leaves does not call
   };
 
   static constexpr Act next(Kind kind, Act act, bool answer = false) {
@@ -84,8 +86,8 @@ class Driver {
   Driver(Kind kind, std::function<bool()> has_work) : kind_(kind), has_work_(std::move(has_work)) {}
 
   // Threads of the program. The order in which they act is part of what is walked.
-  void enter() { drivers_.fetch_add(1, std::memory_order_seq_cst); }  // it drives from now on
-  bool claim();                                                       // the same, if no other one does
+  void enter() { drivers_.fetch_add(1, std::memory_order_seq_cst); }  // the thread drives from now on
+  bool claim();                                                       // the same, if no other thread drives
   void leave() { drivers_.fetch_sub(1, std::memory_order_seq_cst); }
   void visit() { visits_.fetch_add(1, std::memory_order_relaxed); }  // relaxed: a hint
   void call();                                                       // there is work
@@ -95,7 +97,7 @@ class Driver {
   void stop();
   bool is_stopped() const { return stopped_.load(std::memory_order_seq_cst); }
 
-  // The own thread: returns when it is to drive for a turn, or false: it was stopped.
+  // For the own thread: true when it is to drive for a turn, false after stop().
   bool await_turn();
 
  private:
@@ -107,8 +109,8 @@ class Driver {
   std::atomic<uint32_t> calls_{0};  // futex word of the own thread
   std::atomic<bool> parked_{false};
   std::atomic<bool> stopped_{false};
-  uint32_t ticket_ = 0;  // the own thread's, as the next
-  uint64_t visits_seen_ = 0;
+  uint32_t ticket_ = 0;       // of the own thread alone
+  uint64_t visits_seen_ = 0;  // of the own thread alone
 };
 
 }  // namespace syncengine
