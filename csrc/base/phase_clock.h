@@ -12,8 +12,8 @@
 
 namespace syncengine {
 
-// How many nanoseconds this thread has waited for other ranks so far: it has spun or slept in the engine, and moved
-// nothing.
+// How many nanoseconds of this thread have not been its rank's own so far: it has waited for other ranks in the engine,
+// or done the engine's work in the middle of backward.
 inline int64_t& waited_here() {
   static thread_local int64_t nanoseconds = 0;
   return nanoseconds;

@@ -16,7 +16,7 @@ namespace syncengine::trace {
 
 // docs/tracing.md says what the fields of each mean; syncengine/tracing/events.py has the same names.
 enum class Kind : uint16_t {
-  Phase = 1,  // of a step: `lane` says which, `detail` how many of its nanoseconds the thread waited for other ranks
+  Phase = 1,  // of a step: `lane` says which, `detail` how many of its nanoseconds are not its own (waited_here())
   Step,       // from the end of one synchronized backward of a model to the end of the next
   Bucket,     // from the first to the last gradient of a bucket
   Announced,  // an operation: its announcement, or call

@@ -37,7 +37,7 @@ class Step:
     begin: int  # nanoseconds
     end: int
     phases: dict[Phase, float]
-    own: dict[Phase, float]  # the same, less what it waited for other ranks
+    own: dict[Phase, float]  # the same, less what was not its own: it waited for others, say
     computed: int  # since then it has only waited for averages; nanoseconds
 
     @property

@@ -175,7 +175,7 @@ class _Writer:
 
 def _annotations(event: Event) -> dict[str, int | str]:
     if event.kind == Kind.PHASE:
-        return {"waited for other ranks (ns)": event.detail}
+        return {"not this rank's own (ns)": event.detail}
     if event.kind == Kind.BUCKET:
         return {"bytes": event.detail, "parameters": "\n".join(event.bucket.parameters)}
     if event.kind in (Kind.STEP, Kind.ANNOUNCED, Kind.REDUCED, Kind.MESSAGE, Kind.TRANSFER, Kind.COPY):

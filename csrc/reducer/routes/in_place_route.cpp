@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/phase_clock.h"
+#include "base/trace.h"
 #include "reducer/backward/backward.h"
 #include "reducer/torch/python_error.h"
 #include "reducer/torch/tensors.h"
@@ -59,7 +61,9 @@ void InPlaceRoute::announce(Backward& backward, Bucket& bucket) {
   operation.keepalive = memory;
   model.record.bucket();
   bucket.row = ProfilerRow([&] { return "all_reduce of " + layout.describe(); }, memory->gradients);
+  const int64_t since = trace::now();
   bucket.work = averaging.communicator->announce(averaging.slots, layout.index, backward.step(), std::move(operation));
+  waited_here() += trace::now() - since;  // what the engine does here for all ranks is not this one's own time
   bucket.state = Bucket::State::InFlight;
   backward.trace_bucket(bucket, bucket.work->place);
 }
