@@ -132,7 +132,7 @@ def _sections(of: Analysis, name: str, suffix: str = "") -> list[str]:
         "try": ("What to try", _advice(of)),
     }
     return [
-        f'<section id="{section}{suffix}"><h2>{title}</h2>{content}</section>'
+        f'<section id="{section}{suffix}"><h2>{title}{suffix.replace("-", ", ")}</h2>{content}</section>'
         for section, (title, content) in contents.items()
     ]
 
