@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from parallel_models import MODELS, Mlp, different_bits
+from parallel_models import Mlp, different_bits
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -101,47 +100,6 @@ def test_what_is_copied(pool: RankPool, name: str):
             assert copied.pop("small", 0) <= below_a_page
             assert copied == COPIES[name][2]
             assert reduced == gradient_bytes
-
-
-# --- The bits of copying everything
-
-
-def naive_average(model: nn.Module) -> None:
-    """The copying way at its plainest: every gradient gathered from all ranks, summed in rank order, then divided."""
-    size = dist.get_world_size()
-    for p in model.parameters():
-        parts = [torch.empty_like(p.grad, memory_format=torch.contiguous_format) for _ in range(size)]
-        dist.all_gather(parts, p.grad.contiguous())
-        wide = torch.float32 if p.grad.itemsize < 4 else p.dtype
-        total = parts[0].to(wide)
-        for part in parts[1:]:
-            total = total + part.to(wide)
-        p.grad.copy_(total * torch.tensor(1 / size, dtype=wide))
-
-
-def trained(name: str, dtype: torch.dtype | None, synchronize: bool) -> list[torch.Tensor]:
-    torch.manual_seed(5)
-    module = MODELS[name]()
-    module = module.to(dtype) if dtype else module
-    model = syncengine.Parallel(module, forward_sync_buffers=False) if synchronize else module
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    data = torch.Generator().manual_seed(syncengine.rank())
-    for step in range(3):
-        batch = torch.randn(4, 24, generator=data).to(dtype or torch.float32)
-        model(batch).float().square().mean().backward()
-        if not synchronize:
-            naive_average(model)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-    return [p.detach() for p in module.parameters()]
-
-
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-@run_on_ranks(gloo=True)
-def test_the_bits_are_those_of_copying_every_gradient(world: int):
-    """Default numerics; test_equality.py has the ring's, against DDP."""
-    runs = [("mlp", None), ("mlp", torch.bfloat16), ("tied", None), ("mixed", None)]
-    return sum(different_bits(trained(*run, True), trained(*run, False)) for run in runs)
 
 
 # --- Ways to use gradients
