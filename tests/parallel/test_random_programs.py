@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import os
 import random
 import threading
@@ -507,7 +508,9 @@ def test_programs_with_flat_buckets(pool: RankPool, first: int):
     check(pool.run(flat, differences, first, True, True, False, gloo=True))
 
 
-@pytest.mark.parametrize(("hosts", "first"), list(zip(["aaa", "ab", "aab", "aaaaa"], numbers(3, 4), strict=False)))
+@pytest.mark.parametrize(
+    ("hosts", "first"), list(zip(itertools.cycle(["aaa", "ab", "aab", "aaaaa"]), numbers(3, 4), strict=False))
+)
 def test_programs_on_hosts(pool: RankPool, hosts: str, first: int):
     check(pool.run(on_hosts, hosts, first, False, True, world=len(hosts), settings=None))
 
