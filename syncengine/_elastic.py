@@ -14,7 +14,7 @@ import torch
 from syncengine._C import Communicator
 from syncengine._joining import Door
 from syncengine.communicator import default_communicator, init, is_initialized, shrink
-from syncengine.errors import InvalidUsage, Mismatch, PeerLost, SyncError
+from syncengine.errors import InvalidUsage, Mismatch, PeerLost, SyncError, TornWeights
 from syncengine.parallel import Parallel
 from syncengine.sharded import ShardedOptimizer
 
@@ -69,12 +69,6 @@ class Elastic:
     def __init__(self, state: dict[str, Any], step: int, at_least: int, patience: float) -> None:
         communicator = default_communicator() if is_initialized() else init()  # which may have failed by now
         for name, value in state.items():
-            if isinstance(value, ShardedOptimizer):
-                raise InvalidUsage(
-                    f"elastic() can't keep {name}, a ShardedOptimizer: a rank that dies within its step may leave the "
-                    "weights that the ranks of a host have in common half written (TornWeights). Use a plain "
-                    "optimizer, or begin again from a checkpoint"
-                )
             if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
                 raise InvalidUsage(
                     f"elastic() can't keep {name}, a {type(value).__name__}: it has no state_dict() and "
@@ -85,6 +79,7 @@ class Elastic:
         self._state, self._at_least, self._patience = state, at_least, patience
         self.step = step  # how many are finished
         self._kept: dict[str, Any] = {}
+        self._torn: TornWeights | None = None
         self._keep()
         self._door = Door.open()
         if self._door is not None and self._door.name is not None:
@@ -123,6 +118,10 @@ class Elastic:
 
     def _undo(self) -> None:
         """What the step that has failed has changed here."""
+        try:
+            self._part()
+        except TornWeights as error:
+            self.step, self._torn = -1, error  # behind all others
         for name, value in self._state.items():
             if isinstance(value, torch.nn.Module):
                 _restore(value.named_buffers(), self._kept[name])
@@ -130,6 +129,12 @@ class Elastic:
                     parameter.grad = None
             elif name in self._kept:
                 value.load_state_dict(copy.deepcopy(self._kept[name]))
+
+    def _part(self, loads: bool = False) -> None:
+        """What this rank has in common with others becomes its own. Raises TornWeights, unless it ``loads`` others."""
+        for value in self._state.values():
+            if isinstance(value, ShardedOptimizer):
+                value.renew(loads)
 
     def _recover(self) -> None:
         """Comes to an agreement with the ranks that are left, however many more die meanwhile."""
@@ -172,6 +177,8 @@ class Elastic:
         told = torch.empty(communicator.size, dtype=torch.int64)
         communicator.all_gather(told, own)
         steps = told.tolist()
+        if max(steps) < 0:
+            raise self._torn or TornWeights("nobody has whole weights that this rank could get: see the others' errors")
         logger.info("ranks %s go on after step %d", communicator.global_ranks, max(steps))
         if min(steps) == max(steps):
             return
@@ -196,6 +203,7 @@ class Elastic:
         return file.getvalue()
 
     def _unpack(self, packed: bytes) -> None:
+        self._part(loads=True)
         for name, (state, buffers) in torch.load(io.BytesIO(packed), weights_only=True).items():
             value = self._state[name]
             value.load_state_dict(state)

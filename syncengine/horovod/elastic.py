@@ -184,7 +184,7 @@ class _Run(Elastic):
         pass
 
     def _undo(self) -> None:
-        pass  # when the optimizers wait for nothing any more
+        self._part(loads=True)  # the rest when the optimizers wait for nothing any more, from copies that nothing tears
 
     def _pack(self) -> bytes:
         return self._whole.pack()

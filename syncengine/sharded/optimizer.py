@@ -83,21 +83,27 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if len(given) != len(plain.param_groups):  # it makes its own groups
             given = [options_of(group) for group in plain.param_groups]
         self._make_shard = functools.partial(Shard, optimizer_class, defaults, given)
-        self._sharing = Sharing(self._make_shard, self._coupling, cuts, process_group)
-        self._private: Shard | None = None  # of what is not shared
+        self._new_sharing = functools.partial(Sharing, self._make_shard, self._coupling, cuts, process_group)
         self._private_members: list[Member] = []
+        self._begin()
         torch.optim.Optimizer.__init__(self, plain.param_groups, plain.defaults)
         Joinable.__init__(self)
-        self._numbers: weakref.WeakKeyDictionary[Parallel, int] = weakref.WeakKeyDictionary()
         self.state.update(plain.state)
-        self._bound = -1  # how many models there were when all were bound
         self._plain = plain  # to load state dicts as its class does
         plain.state, plain.param_groups = defaultdict(dict), []
         if _watch_forward not in forward_watchers:
             forward_watchers.append(_watch_forward)
         self._made = next(_numbers)
         _optimizers[self._made] = self
-        weakref.finalize(self, part, self._sharing.memories, self._sharing.claims).atexit = False
+
+    def _begin(self) -> None:
+        """Nothing is shared yet."""
+        self._sharing = self._new_sharing()
+        self._parting = weakref.finalize(self, part, self._sharing.memories, self._sharing.claims)
+        self._parting.atexit = False
+        self._private: Shard | None = None  # of what is not shared
+        self._numbers: weakref.WeakKeyDictionary[Parallel, int] = weakref.WeakKeyDictionary()
+        self._bound = -1  # how many models there were when all were bound
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. The next forward or step moves these parameters into shared memory, too."""
@@ -285,6 +291,23 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._bind_all()
         with write_together(self._sharing, self.param_groups) as may_write:
             yield may_write
+
+    def renew(self, loads: bool = False) -> None:
+        """After a failure: goes on with the weights and the state that this rank has, and shares them anew with those
+        that its models average with by then; ``Parallel.shrink`` moves these.
+
+        Raises ``TornWeights`` where the weights are torn, unless the caller ``loads`` weights and state.
+        """
+        before = self._sharing
+        with contextlib.suppress(SyncError):
+            before.raise_if_over()
+        if before.over is None:
+            before.end(InvalidUsage("this ShardedOptimizer was renewed"))
+        if not loads:
+            before.raise_if_torn()
+        self._parting.detach()
+        self._begin()
+        self._sharing.loaded = True  # as on those that get it from another rank
 
     def release(self) -> None:
         """Gives this rank private copies of weights and state, and ends this optimizer: for another one after it."""

@@ -199,9 +199,12 @@ class Sharing:
         except BaseException as error:
             failure = self.host.communicator.exception()
             if isinstance(failure, SyncError):
-                if update.is_complete():
-                    self._complete(update)  # what has failed came after it
+                is_complete = update.is_complete()
+                if is_complete:
+                    self._complete(update)
                 self.end(error if isinstance(error, SyncError) else failure)
+                if is_complete and isinstance(error, SyncError):
+                    return  # what has failed came after it, and is raised by what comes next
             raise
         if refused is not None:
             self.note_writing()  # of nothing
