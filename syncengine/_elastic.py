@@ -84,7 +84,13 @@ class Elastic:
         self._door = Door.open()
         if self._door is not None and self._door.name is not None:
             self.step = -1  # behind all others
-            self._go_on(self._door.enter(self._facts(), communicator.timeout))
+            entered = self._door.enter(self._facts(), communicator.timeout)
+            try:
+                self._go_on(entered)
+            except SyncError as error:
+                if not _is_lost(error):
+                    raise
+                self._recover()
 
     def steps(self, total: int) -> Iterator[int]:
         """The numbers of those that are left of ``total``. One is finished when the loop's body is."""
@@ -178,7 +184,9 @@ class Elastic:
         communicator.all_gather(told, own)
         steps = told.tolist()
         if max(steps) < 0:
-            raise self._torn or TornWeights("nobody has whole weights that this rank could get: see the others' errors")
+            raise self._torn or PeerLost(
+                "nobody is left with whole weights that this rank could get: see the others' errors"
+            )
         logger.info("ranks %s go on after step %d", communicator.global_ranks, max(steps))
         if min(steps) == max(steps):
             return

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from syncengine._C import Communicator
 from syncengine.communicator import connect_beside, replace_default
 from syncengine.connect import Connection
-from syncengine.errors import Mismatch, SyncError, Timeout
+from syncengine.errors import InvalidUsage, Mismatch, SyncError, Timeout
 from syncengine.launch.local import JOIN, MEET, PLACE
 from syncengine.launch.store import StoreExchange
 
@@ -85,18 +85,26 @@ class Door:
         return connection.communicator
 
     def enter(self, facts: str, timeout: float) -> Communicator:
-        """Waits until this process is let in."""
-        self._store.append(PLACE, f"{self.name} ")  # type: ignore[attr-defined] # which torch's stub lacks
+        """Waits until this process is let in; again if one of the others dies meanwhile."""
         deadline, ticket = time.monotonic() + timeout, f"{PLACE}/ticket/{self.name}"
-        while not self._store.check([ticket]):
-            if time.monotonic() > deadline:
-                raise Timeout(f"rank {self.name} was not let in within {timeout:g} s: has the run ended?")
-            time.sleep(0.02)
-        told = json.loads(self._store.get(ticket))
-        self._let_in = told["let_in"]
-        connection = self._meet(told["ranks"], told["ranks"].index(self.name), facts)
-        replace_default(connection)
-        return connection.communicator
+        while True:
+            self._store.append(PLACE, f"{self.name} ")  # type: ignore[attr-defined] # which torch's stub lacks
+            while not self._store.check([ticket]):
+                if time.monotonic() > deadline:
+                    raise Timeout(f"rank {self.name} was not let in within {timeout:g} s: has the run ended?")
+                time.sleep(0.02)
+            told = json.loads(self._store.get(ticket))
+            self._let_in = told["let_in"]
+            try:
+                connection = self._meet(told["ranks"], told["ranks"].index(self.name), facts)
+            except SyncError as error:
+                if isinstance(error, InvalidUsage | Mismatch):
+                    raise
+                logger.warning("waits again to be let in: %s", error)
+                self._store.delete_key(ticket)
+                continue
+            replace_default(connection)
+            return connection.communicator
 
     def _names(self) -> list[int]:
         """Of all that have come so far; none where the launcher has died."""
