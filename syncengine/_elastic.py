@@ -79,7 +79,7 @@ class Elastic:
         self._state, self._at_least, self._patience = state, at_least, patience
         self.step = step  # how many are finished
         self._kept: dict[str, Any] = {}
-        self._torn: TornWeights | None = None
+        self._torn: SyncError | None = None
         self._keep()
         self._door = Door.open()
         if self._door is not None and self._door.name is not None:
@@ -116,6 +116,7 @@ class Elastic:
 
     def _keep(self) -> None:
         """What a step that nobody finishes may change."""
+        self._updates = self._count_updates()
         for name, value in self._state.items():
             if isinstance(value, torch.nn.Module):
                 self._kept[name] = {key: buffer.detach().clone() for key, buffer in value.named_buffers()}
@@ -126,7 +127,13 @@ class Elastic:
         """What the step that has failed has changed here."""
         try:
             self._part()
-        except TornWeights as error:
+            if self._updates != self._count_updates():
+                raise InvalidUsage(
+                    f"elastic() can neither keep nor repeat step {self.step}: ranks were lost behind a change of "
+                    "weights and before the step's end. In the loop's body let optimizer.step() be the last call that "
+                    "may wait for other ranks: gather numbers for a log before it"
+                )
+        except (TornWeights, InvalidUsage) as error:
             self.step, self._torn = -1, error  # behind all others
         for name, value in self._state.items():
             if isinstance(value, torch.nn.Module):
@@ -135,6 +142,11 @@ class Elastic:
                     parameter.grad = None
             elif name in self._kept:
                 value.load_state_dict(copy.deepcopy(self._kept[name]))
+
+    def _count_updates(self) -> int:
+        """A number that every change of weights makes larger."""
+        models = [value for value in self._state.values() if isinstance(value, torch.nn.Module)]
+        return sum(parameter._version for model in models for parameter in model.parameters())
 
     def _part(self, loads: bool = False) -> None:
         """What this rank has in common with others becomes its own. Raises TornWeights, unless it ``loads`` others."""

@@ -63,8 +63,9 @@ def digest(*objects):
     return sha.hexdigest()
 
 
-def train(kills=(), at_least=1):
-    """`kills`: of each rank that dies, the step and the place there, or a fault point."""
+def train(kills=(), at_least=1, count=STEPS, pace=0.0, tells=False):
+    """`kills`: of each rank that dies, the step and the place there, or a fault point. `pace`: seconds that a step
+    takes at least. `tells`: with a collective behind each update."""
 
     def die(step, place):
         if dict(kills).get(my_rank()) == (step, place):
@@ -76,7 +77,7 @@ def train(kills=(), at_least=1):
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, drop_last=True)
     model = syncengine.Parallel(Net())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, count)
     counter = Counter()
     noticed, seconds = [], []
 
@@ -86,7 +87,7 @@ def train(kills=(), at_least=1):
         batches = syncengine.micro_batches(model, loader, total=TOTAL)
         batches.step = elastic.step
         try:
-            for step in elastic.steps(STEPS):
+            for step in elastic.steps(count):
                 if noticed:
                     seconds.append(time.monotonic() - noticed.pop())
                 die(step, "begin")
@@ -98,8 +99,11 @@ def train(kills=(), at_least=1):
                     loss.backward()
                     die(step, "backward")
                 die(step, "summed")
+                time.sleep(pace)
                 optimizer.step()
                 die(step, "updated")
+                if tells:
+                    syncengine.all_reduce(loss.detach())
                 optimizer.zero_grad()
                 scheduler.step()
                 die(step, "finished")
@@ -108,7 +112,7 @@ def train(kills=(), at_least=1):
             raise
 
     syncengine.elastic(steps, at_least=at_least, model=model, optimizer=optimizer, scheduler=scheduler, counter=counter)
-    assert model.module.seen == STEPS and counter.drawn == STEPS * TOTAL
+    assert model.module.seen == count and counter.drawn == count * TOTAL
     state = (model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
     return digest(*state), syncengine.default_communicator().global_ranks, seconds
 
@@ -158,6 +162,19 @@ def test_killed_in_a_step(pool, undisturbed, place):
     kills = {PLACES.index(place) % 3: (3, place)}
     with pool.spawn_ranks(disturbed, kills, world=3, settings=None) as ranks:
         check(ranks, kills, undisturbed)
+
+
+def disturbed_behind_an_update(kills) -> Outcome:
+    return suffer(lambda step: train(kills, tells=True), timeout=60.0)
+
+
+def test_a_step_that_was_updated_and_not_finished_is_not_made_twice(pool):
+    with pool.spawn_ranks(disturbed_behind_an_update, {1: (3, "updated")}, world=3, settings=None) as ranks:
+        assert ranks[1].exit_code() == -signal.SIGKILL
+        for rank in (ranks[0], ranks[2]):
+            outcome = rank.result(timeout=120.0)
+            assert outcome.error == "InvalidUsage", outcome
+            assert "can neither keep nor repeat step 3" in outcome.text
 
 
 @needs_hooks
