@@ -10,49 +10,17 @@ import signal
 import time
 
 import pytest
-import torch
 import torch.distributed as dist
 from faults import Outcome, needs_hooks, suffer
 from pool import RankFailure
-from test_elastic import Counter, Net, digest
-from torch import nn
+from test_elastic import train
 
-import syncengine
 from syncengine.launch.local import JOIN, MEET, PLACE
 
 STORIES = int(os.environ.get("SYNCENGINE_TEST_CHAOS", "6"))
-STEPS, TOTAL, PACE = 30, 8, 0.03  # seconds that a step takes at least: others may join meanwhile
+STEPS, PACE = 30, 0.03  # seconds that a step takes at least: others may join meanwhile
 POINTS = ["opened", "staged", "reducing", "reduced", "pulled"]
 POINTS_OF_SHRINK = ["arriving", "arrived", "proposing", "proposed", "telling", "stating", "stated"]
-
-
-def train(pace) -> str:
-    torch.manual_seed(0)
-    syncengine.init(timeout=60.0)
-    data = torch.utils.data.TensorDataset(torch.randn(160, 16), torch.randn(160, 4))
-    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, drop_last=True)
-    model = syncengine.Parallel(Net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
-    counter = Counter()
-    print("elastic begins", flush=True)
-
-    def steps(elastic):
-        batches = syncengine.micro_batches(model, loader, total=TOTAL)
-        batches.step = elastic.step
-        for _ in elastic.steps(STEPS):
-            counter.drawn += TOTAL
-            model.module.seen += 1
-            for _, (x, y) in batches:
-                nn.functional.mse_loss(model(x), y).backward()
-            time.sleep(pace)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-
-    syncengine.elastic(steps, model=model, optimizer=optimizer, scheduler=scheduler, counter=counter)
-    assert model.module.seen == STEPS and counter.drawn == STEPS * TOTAL
-    return digest(model.state_dict(), optimizer.state_dict(), scheduler.state_dict())
 
 
 def disturbed(hosts, faults) -> Outcome:
@@ -61,12 +29,12 @@ def disturbed(hosts, faults) -> Outcome:
     os.environ["SYNCENGINE_HOST_ID"] = hosts[rank]
     if rank in faults:
         os.environ["SYNCENGINE_TEST_FAULT"] = faults[rank]
-    return suffer(lambda step: train(PACE), timeout=60.0)
+    return suffer(lambda step: train(count=STEPS, pace=PACE)[0], timeout=60.0)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(pool):
-    return pool.run(train, 0.0, world=1, settings=None)[0]
+    return pool.run(train, (), 1, STEPS, world=1, settings=None)[0][0]
 
 
 class Story:
