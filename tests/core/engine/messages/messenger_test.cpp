@@ -1,5 +1,6 @@
 // Messages between ranks as threads, on one host and over several: any size and order, matched by source and tag, and
 // named errors when they can't come.
+#include <atomic>
 #include <numeric>
 
 #include "hosts_job.h"
@@ -229,16 +230,20 @@ TEST(who_leaves_is_lost_to_those_that_send_it_what_it_does_not_take) {
 
 TEST(messages_of_a_dead_host_end_with_its_name) {
   testing::HostsJob job("ab");
+  std::atomic<bool> waits = false;
   job.run([&](int rank, Communicator& communicator) {
     std::vector<unsigned char> out(20 << 20), in(20 << 20);
     auto sent = send(communicator, 1 - rank, 1, out);
+    auto received = rank == 0 ? receive(communicator, 1, 2, in) : sent;
+    if (rank == 0) waits = true;
     if (rank == 1) {
+      while (!waits) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       std::this_thread::sleep_for(std::chrono::milliseconds(100));
       job.network().cut(1);
       std::this_thread::sleep_for(std::chrono::milliseconds(300));
       return;
     }
-    for (const auto& work : {receive(communicator, 1, 2, in), sent}) {
+    for (const auto& work : {received, sent}) {
       std::string text = CHECK_THROWS(communicator.wait(work), ErrorKind::PeerLost);
       CHECK(contains(text, "rank 1 died"));
     }
