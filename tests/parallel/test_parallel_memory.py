@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,22 +9,10 @@ import numpy
 import torch
 from parallel_models import CAP, Mlp
 from pool import RankPool, run_on_ranks
+from random_layers import Delay
 from torch import nn
 
 import syncengine
-
-
-class Delay(torch.autograd.Function):
-    """Gives the engine time to write an average before backward goes on."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.05)
-        return grad
 
 
 class Trap(nn.Module):
