@@ -141,7 +141,7 @@ void Reducer::vote_on_forward() {
 
 void Reducer::decide() {
   std::unique_lock lock(mutex_);
-  if (model_->outcome.is_undecided()) await_end(lock);
+  if (model_->outcome.is_undecided() && !model_->averaging.communicator->is_closed()) await_end(lock);
 }
 
 void Reducer::await_end(std::unique_lock<std::mutex>& lock) {

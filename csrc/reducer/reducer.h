@@ -73,7 +73,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void vote_on_forward();
   // Whether it depends on the other ranks what becomes of the gradients that this rank had when it refused a forward.
   bool is_undecided() { return model()->outcome.is_undecided(); }
-  // Blocks until that is known, and does it.
+  // Blocks until that is known, and does it; nothing once this rank has closed the communicator.
   void decide();
   // Takes part in a synchronized backward of the others without a gradient of its own. Blocks.
   void shadow_backward();

@@ -141,6 +141,28 @@ def test_sums_outlive_an_error_in_forward_on_all_ranks_or_on_none(raising: list[
         torch.testing.assert_close(p.grad, mean)
 
 
+@run_on_ranks()
+def test_a_refusal_is_forgotten_with_its_communicator():
+    """Other optimizers step, and the module is wrapped anew."""
+    module = Raising()
+    module.where = "forward"
+    with pytest.raises(Bad):
+        syncengine.Parallel(module)(data())
+    if syncengine.rank() == 1:
+        with pytest.raises(Aborted):
+            syncengine.barrier()  # it notices that rank 0 has left before it leaves itself
+    syncengine.shutdown()
+    other = torch.nn.Parameter(torch.ones(2))
+    other.grad = torch.ones(2)
+    torch.optim.SGD([other], 1.0).step()
+    assert other.tolist() == [0.0, 0.0]
+    syncengine.init()
+    module.where = ""
+    model = syncengine.Parallel(module)
+    model(data()).sum().backward()
+    assert gradients_are_common(model)
+
+
 def halves_its_batches(most: dict[int, int]) -> int:
     """As Accelerate's find_executable_batch_size: it goes by the error's text."""
 

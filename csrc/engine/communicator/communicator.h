@@ -120,6 +120,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
 
   // Leaves in good order; peers that still wait for this rank get PeerLost. Idempotent; later calls throw InvalidUsage.
   virtual void close() = 0;
+  // Whether this rank has closed it, or the one that it is part of. Of one with a single rank, false.
+  virtual bool is_closed() const { return false; }
 };
 
 }  // namespace syncengine

@@ -72,6 +72,7 @@ class EngineCommunicator final : public Communicator, private Progressable {
   shm::Pool* gradient_pool() override { return engine_->gradient_pool(); }
   std::map<std::string, uint64_t> counters() const override;
   void close() override;
+  bool is_closed() const override { return closed_; }
 
  private:
   EngineCommunicator(std::shared_ptr<Engine> engine, Placement placement, std::vector<int> global_ranks, Group locals,
@@ -132,6 +133,7 @@ class EngineCommunicator final : public Communicator, private Progressable {
 
   Submissions::Batch taken_;  // progress lock, as the next; reused by advance()
   bool ended_ = false;
+  std::atomic<bool> closed_{false};
   Clock::time_point logged_{};  // the operation that the log line was about
 };
 

@@ -58,6 +58,7 @@ void EngineCommunicator::fail(ErrorKind kind, const std::string& text) {
 
 // A peer in the middle of writing this rank's tensors must be told to stop, and kept from going on.
 void EngineCommunicator::leave() {
+  closed_ = true;
   uint64_t not_come = 0;  // nobody waits for it in shrink()
   group_.own().succession.arrived.compare_exchange_strong(not_come, shm::kNeverComes, std::memory_order_acq_rel);
   Error closed(ErrorKind::InvalidUsage, kClosed);
