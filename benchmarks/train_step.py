@@ -3,7 +3,7 @@
 python -m benchmarks.train_step                       all models, 2 ranks
 python -m benchmarks.train_step --models mlp gpt      some
 python -m benchmarks.train_step --pairs 20            quicker
-python -m benchmarks.train_step --engines syncengine nonfinite
+python -m benchmarks.train_step --engines syncengine nonfinite traced
 
 The same model is trained by all engines in the same processes, their steps interleaved. Each batch is run twice, with
 and without synchronization; the overhead is the difference of both, each at its slowest rank. At the end the parameters
@@ -16,7 +16,9 @@ import functools
 import os
 import resource
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,17 +30,19 @@ from benchmarks.support import arguments, output, ranks, stats
 from benchmarks.support.start_line import StartLine
 from benchmarks.support.workloads import WORKLOADS, Workload
 
-ENGINES = ("plain", "waiting", "syncengine", "staged", "nonfinite", "ddp", "backend")
+ENGINES = ("plain", "waiting", "syncengine", "staged", "nonfinite", "traced", "ddp", "backend")
+ON_DEMAND = ("nonfinite", "traced")  # measured only if they are asked for
 MEANING = {
     "plain": "torch without any wrapper",
     "waiting": "the same; after backward the ranks wait for each other: an engine of no cost",
     "syncengine": "syncengine.Parallel",
     "staged": "syncengine.Parallel with gradients where torch puts them (gradient_memory=torch)",
     "nonfinite": 'syncengine.Parallel(nonfinite="raise")',
+    "traced": "syncengine.Parallel while a trace is recorded",
     "ddp": "DistributedDataParallel over Gloo",
     "backend": "DistributedDataParallel over the torch.distributed backend syncengine",
 }
-OURS = ("syncengine", "staged", "nonfinite")
+OURS = ("syncengine", "staged", "nonfinite", "traced")
 TRAINED = (*OURS, "ddp", "backend")  # to the same bits
 WARMUP_PAIRS = 5  # gradient buckets settle after the first steps
 BATCHES = 8  # different ones, used in turn
@@ -63,7 +67,11 @@ class Trainee:
         """Clears the gradients, then forward and backward; the optimizer is left out: it is the same for all."""
         quiet = self.engine in TRAINED and not synchronize
         inputs, targets = batch
-        with self.model.no_sync() if quiet else contextlib.nullcontext():
+        traced = self.engine == "traced"
+        with (
+            self.model.no_sync() if quiet else contextlib.nullcontext(),
+            recorded() if traced else contextlib.nullcontext(),
+        ):
             faults, counters = page_faults(), self.counters()
             start_line.wait()
             begin = time.perf_counter()
@@ -101,6 +109,19 @@ class Trainee:
             self.timed(workload, batch, synchronize, start_line)
             if synchronize or self.engine == "plain":
                 self.optimizer.step()
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[None]:
+    """Traces this rank, as ``syncengine.trace`` does, but makes no file of all ranks."""
+    from syncengine._C import start_trace, stop_trace
+
+    with tempfile.TemporaryDirectory() as folder:
+        start_trace(f"{folder}/rank.ring", 1 << 12, "{}", 0)
+        try:
+            yield
+        finally:
+            stop_trace()
 
 
 def page_faults() -> int:
@@ -141,7 +162,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """The command line."""
     parser = arguments.parser("train_step", __doc__, tuple(WORKLOADS), ENGINES)
     parser.add_argument("--launcher", choices=ranks.LAUNCHERS, default="torchrun", help="default %(default)s")
-    parser.set_defaults(engines=[engine for engine in ENGINES if engine != "nonfinite"])  # which is for itself
+    parser.set_defaults(engines=[engine for engine in ENGINES if engine not in ON_DEMAND])
     parser.add_argument("--pairs", type=int, default=100, help="steps with and without sync; default %(default)s")
     return arguments.parse(parser, argv)
 

@@ -141,7 +141,10 @@ class Steps:
         return output
 
     def _meet(self, joinable: Joinable, synchronize: bool, plans: bool, sends_buffers: bool) -> None:
-        """What ranks have to tell each other before this forward."""
+        """What ranks have to tell each other before this forward.
+
+        Buffers come first: another rank may have sent them in a forward before, which does not plan (no_sync).
+        """
         if plans and self.model.device.type == "cuda":
             check_not_capturing(str(self.model))
         current = None
@@ -149,11 +152,11 @@ class Steps:
             current = self.uneven.tell_joined(joinable, synchronize, plans, sends_buffers)
         elif synchronize:
             self.uneven.leave_join()
-        if plans:
-            self.planning.renew(current)
         if sends_buffers:
             root = None if current is None else current.buffers_from
             self.buffers.synchronize(root or 0)
+        if plans:
+            self.planning.renew(current)
         if current is not None and synchronize:
             self.uneven.set_average(current)
 
@@ -184,10 +187,10 @@ class Steps:
         if current.steps:
             follow_step(self.model, current)
             return
-        if current.plans:
-            self.planning.renew(current)
         if current.buffers_from is not None:
             self.buffers.synchronize(current.buffers_from)
+        if current.plans:
+            self.planning.renew(current)
         self.switches.require_forward_param_sync = current.synchronizes
         if current.synchronizes:
             self.uneven.set_average(current)

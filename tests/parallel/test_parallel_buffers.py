@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Callable
@@ -58,6 +59,26 @@ def test_a_buffer_that_backward_needs_may_be_synchronized_before():
             sum(model(data(i)).square().sum() for i in range(2)).backward()
 
     both(Scaled, step)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@run_on_ranks(gloo=True)
+def test_one_rank_may_have_more_micro_batches(copied: bool):
+    """Its first forward in a step brings the buffers, and only a later one the plan of the buckets."""
+
+    def step(model: nn.Module) -> list[torch.Tensor]:
+        if copied:
+            model(data()).square().mean().backward()
+            model = copy.deepcopy(model)
+        losses = []
+        for i in range(3):
+            with model.no_sync():
+                losses += [model(data(i + k)).square().mean() for k in range(syncengine.rank())]
+            losses.append(model(data(i)).square().mean())
+            sum(losses[-1 - syncengine.rank() :]).backward()
+        return losses
+
+    both(lambda: nn.Sequential(Scaled(), nn.BatchNorm1d(24), nn.Linear(24, 2)), step)
 
 
 class Kept(nn.Module):
