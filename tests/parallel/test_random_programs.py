@@ -228,7 +228,7 @@ def draw(number: int, world: int = 2, fails: bool = True) -> Program:
             changes["calls"] = ""
         if step.before in ("dropped", "grad") and (step.fails or (finds and step.micro)):
             changes["before"] = ""
-        if step.before in ("dropped", "grad") or any(each.fails or each.copies for each in steps):
+        if step.before in ("dropped", "grad") or any(each.fails for each in steps):
             changes["uneven"] = False  # of a backward that is due all ranks make the first
         if any(name.startswith("views") for name in has):  # gradients share memory, and torch adds to it in place
             changes |= {"micro": 0, "uneven": False, "zero": "none", "clips": False}
