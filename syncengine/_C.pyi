@@ -364,20 +364,21 @@ class ReducerOptions:
 class StepTimes:
     """How long the steps of one model take. It may outlive the model."""
 
+    def __init__(self) -> None: ...
     def summary(self) -> dict[str, Any]:
         """`steps`: synchronized backwards that have ended well; `bytes` that they have reduced.
 
         In nanoseconds, of the last 1024, 0 where there is none: `median`, from the end of one to the end of the next,
         and `median_wait`, from the end of this rank's own backward until the averages were there.
 
-        `compared`: how many of the last 100 steps all ranks have told their own times of. `ranks`, one for each: the
-        median `late`, in nanoseconds, own time less the fastest rank's; that `by_phase` (input, forward, backward,
-        optimizer); and how `often` it took over a tenth of a step longer than the middle rank, in the older half of
-        those steps and in the newer one. Empty if none was compared.
-
         `timeline`, of the last step: since the epoch `forward_start`, `backward_start`, `backward_end`, `comm_start`
         (the first bucket) and `comm_end`; how long `forward`, `backward`, `comm` and `overlap` (of the last two) took,
         each a pair of last one and average over `steps`.
+        """
+
+    def own(self) -> list[list[list[int]]]:
+        """What ranks did by themselves in the last 100 steps of which they have told their times, in nanoseconds: by
+        step, rank and phase (input, forward, backward, optimizer); zeros of a rank that had no batch.
         """
 
 class CommonMemory:

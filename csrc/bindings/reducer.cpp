@@ -218,12 +218,8 @@ py::dict timeline_dict(const StepTimes::Summary& summary) {
 
 py::dict summary_dict(const StepTimes& times) {
   const StepTimes::Summary summary = times.summary();
-  py::list ranks;
-  for (const Stragglers::Rank& rank : summary.ranks)
-    ranks.append(py::dict("late"_a = rank.late, "by_phase"_a = rank.by_phase, "often"_a = rank.often));
   return py::dict("steps"_a = summary.steps, "bytes"_a = summary.bytes, "median"_a = summary.median,
-                  "median_wait"_a = summary.median_wait, "compared"_a = summary.compared, "ranks"_a = ranks,
-                  "timeline"_a = timeline_dict(summary));
+                  "median_wait"_a = summary.median_wait, "timeline"_a = timeline_dict(summary));
 }
 
 }  // namespace
@@ -241,7 +237,10 @@ void bind_reducer(py::module_& module) {
       .def_readwrite("nonfinite", &ReducerOptions::nonfinite)
       .def_readwrite("gradients_in_arena", &ReducerOptions::gradients_in_arena)
       .def_readwrite("flat_buckets", &ReducerOptions::flat_buckets);
-  py::class_<StepTimes, std::shared_ptr<StepTimes>>(module, "StepTimes").def("summary", &summary_dict);
+  py::class_<StepTimes, std::shared_ptr<StepTimes>>(module, "StepTimes")
+      .def(py::init<>())
+      .def("summary", &summary_dict)
+      .def("own", &StepTimes::own);
   module.def("note_incoming", &note_incoming, py::arg("parameters"), "Lets owns_gradient() know what autograd brings.");
   module.def("owns_gradient", &owns_gradient, py::arg("parameter"), "Whether .grad alone looks at its memory.");
   py::class_<NodeNumber>(module, "NodeNumber").def(py::init(&NodeNumber::now));

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from syncengine._C import NodeNumber, Reducer, ReducerOptions
+from syncengine._C import NodeNumber, Reducer, ReducerOptions, StepTimes
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.model import Model, Switches, looks_for_unused
 from syncengine.parallel.planning import Planning
@@ -26,6 +26,10 @@ class NoReducer:
         """As of a reducer that has done nothing."""
         counts = dict.fromkeys(("backwards", "buckets", "reduced_bytes"), 0)
         return {**counts, "copied_bytes": {}, "staged_bytes": {}, "shortage": ""}
+
+    def step_times(self) -> StepTimes:
+        """Of no step."""
+        return StepTimes()
 
     def has_averaged(self) -> bool:
         """Each gradient is the average, unless there is none to be."""

@@ -9,9 +9,9 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from syncengine._C import Communicator, StepTimes, begin_optimizer, end_optimizer
@@ -19,6 +19,7 @@ from syncengine.communicator import wants_summary
 from syncengine.parallel.model import Model
 from syncengine.parallel.reducer import ModelReducer
 from syncengine.process_end import at_end
+from syncengine.stragglers import PHASES, Late, compare
 
 LEAST_STEPS = 10  # fewer say nothing: buckets are planned in the first ones
 LEAST_COMPARED = 40  # steps: fewer name nobody
@@ -72,8 +73,7 @@ def _print_line() -> None:
 def _line(one: _Followed, numbers: dict[str, Any]) -> str:
     steps, wait, step = numbers["steps"], numbers["median_wait"], numbers["median"]
     exposed = f", exposed synchronization {wait / 1e6:.2f} ms ({_percent(wait, step):.1f} %)" if one.waits else ""
-    verdict = _verdict(numbers, one.ranks)
-    late = "" if verdict is None else f"; {_late_text(verdict, numbers)}"
+    late = f"; {text}" if (text := _late_text(one.times, one.ranks)) else ""
     return (
         f"syncengine: {steps} steps of {one.name} on {len(one.ranks)} ranks, median {step / 1e6:.2f} ms{exposed}; "
         f"{_size(numbers['bytes'] / steps)} of gradients reduced a step, {_size(numbers['bytes'])} in all{late} "
@@ -95,12 +95,12 @@ def _size(count: float) -> str:
 def stats_of(reducer: ModelReducer, ranks: list[int], rank: int) -> dict[str, float]:
     """See ``Parallel.stats``. ``ranks`` of the communicator, in which this one is ``rank``."""
     last = reducer.statistics()
-    numbers = reducer.step_times().summary() if reducer.reduces else _NO_NUMBERS
+    numbers = reducer.step_times().summary()
     wait, step = numbers["median_wait"], numbers["median"]
-    found = _stragglers(numbers, ranks)
-    latest = max(found["ranks"], key=lambda each: found["ranks"][each]["late_ms"], default=0)
+    found = stragglers_of(reducer, ranks)["ranks"]
+    latest = max(found, key=lambda each: found[each]["late_ms"], default=0)
     nobody = dict.fromkeys((f"{what}_ms" for what in ("late", *PHASES)), 0.0)
-    own, theirs = found["ranks"].get(ranks[rank], nobody), found["ranks"].get(latest, nobody)
+    own, theirs = found.get(ranks[rank], nobody), found.get(latest, nobody)
     return {
         "steps": numbers["steps"],
         "step_ms": step / 1e6,
@@ -124,66 +124,30 @@ def for_loggers(stats: dict[str, float]) -> dict[str, float]:
     return {f"syncengine/{name}": stats[name] for name in names if stats["steps"]}
 
 
-_NO_NUMBERS: dict[str, Any] = {
-    **dict.fromkeys(("steps", "bytes", "median", "median_wait", "compared"), 0),
-    "ranks": [],
-}  # of StepTimes.summary()
-
-
 # --- Who is late
-
-PHASES = ("input", "forward", "backward", "optimizer")  # as in `by_phase` of StepTimes.summary()
-_WHERE = {
-    "input": "before forward begins: look at its input",
-    "forward": "in forward, with the loss",
-    "backward": "in backward",
-    "optimizer": "in the optimizer's step",
-}
 
 
 def stragglers_of(reducer: ModelReducer, ranks: list[int]) -> dict[str, Any]:
     """See ``Parallel.stragglers``."""
-    return _stragglers(reducer.step_times().summary() if reducer.reduces else _NO_NUMBERS, ranks)
+    steps, step_ms, found, late = _compare(reducer.step_times(), ranks)
+    return {"steps": steps, "step_ms": step_ms, "ranks": found, "verdict": late and vars(late)}
 
 
 def warn_of_straggler(reducer: ModelReducer, ranks: list[int], model: str) -> None:
     """Says who is late in most of the last steps, if anybody is."""
-    numbers = reducer.step_times().summary()
-    if (verdict := _verdict(numbers, ranks)) is not None:
-        warnings.warn(f"{model}: {_late_text(verdict, numbers)}", RuntimeWarning, stacklevel=2)
+    if text := _late_text(reducer.step_times(), ranks):
+        warnings.warn(f"{model}: {text}", RuntimeWarning, stacklevel=2)
 
 
-def _stragglers(numbers: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any]:
-    compared = numbers["compared"]
-    found = {}
-    for rank, times in zip(ranks, numbers["ranks"], strict=False):  # nothing is compared yet, or all are
-        by_phase = {f"{phase}_ms": time / 1e6 for phase, time in zip(PHASES, times["by_phase"], strict=True)}
-        percent = _percent(sum(times["often"]), compared)
-        found[rank] = {"late_ms": times["late"] / 1e6, **by_phase, "late_percent": percent}
-    return {
-        "steps": compared,
-        "step_ms": numbers["median"] / 1e6,
-        "ranks": found,
-        "verdict": _verdict(numbers, ranks),
-    }
+def _late_text(times: StepTimes, ranks: list[int]) -> str:
+    steps, step_ms, _, late = _compare(times, ranks)
+    if late is None:
+        return ""
+    return late.text(f"the last {steps} steps", f"{late.late_ms:.1f} ms (a step takes {step_ms:.1f} ms)")
 
 
-def _verdict(numbers: dict[str, Any], ranks: Sequence[int]) -> dict[str, Any] | None:
-    """Who is late in over two thirds of the steps, in either half of those compared, so that chance names nobody."""
-    compared = numbers["compared"]
-    if compared < LEAST_COMPARED:
-        return None
-    halves = compared // 2, compared - compared // 2
-    rank, times = max(zip(ranks, numbers["ranks"], strict=True), key=lambda each: each[1]["late"])
-    if any(3 * often <= 2 * half for often, half in zip(times["often"], halves, strict=True)):
-        return None
-    phase = max(zip(times["by_phase"], PHASES, strict=True))[1]
-    percent = _percent(sum(times["often"]), compared)
-    return {"rank": rank, "phase": phase, "late_ms": times["late"] / 1e6, "late_percent": percent}
-
-
-def _late_text(verdict: dict[str, Any], numbers: dict[str, Any]) -> str:
-    return (
-        f"rank {verdict['rank']} is late in {verdict['late_percent']:.0f} % of the last {numbers['compared']} steps, "
-        f"by {verdict['late_ms']:.1f} ms (a step takes {numbers['median'] / 1e6:.1f} ms), {_WHERE[verdict['phase']]}"
-    )
+def _compare(times: StepTimes, ranks: list[int]) -> tuple[int, float, dict[int, dict[str, float]], Late | None]:
+    own = np.array(times.own(), dtype=float) / 1e6
+    own[own.sum(axis=-1) == 0] = np.nan  # of ranks that had no batch
+    step_ms = times.summary()["median"] / 1e6
+    return len(own), step_ms, *compare(own, ranks, step_ms, LEAST_COMPARED)

@@ -18,7 +18,8 @@ from torch import nn
 
 import syncengine
 import syncengine.hooks
-from syncengine.parallel.summary import _WHERE, LEAST_COMPARED, PHASES, WINDOW
+from syncengine.parallel.summary import LEAST_COMPARED, WINDOW
+from syncengine.stragglers import _WHERE, PHASES, compare
 
 DELAY = 0.04  # seconds
 STEPS = LEAST_COMPARED + 5
@@ -68,6 +69,33 @@ def average(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.T
     """A communication hook that the engine knows nothing of."""
     syncengine.all_reduce(bucket.buffer(), "avg")
     return syncengine.hooks.completed(bucket.buffer())
+
+
+def test_lateness_is_that_behind_the_fastest_rank():
+    balanced, late = [[2, 5, 9, 1], [2, 5, 9, 1], [3, 5, 9, 1]], [[2, 5, 9, 1], [42, 5, 9, 1], [3, 5, 9, 1]]
+    found, verdict = compare([late] * 20 + [balanced] * 10, [4, 5, 6], 100.0, 2)
+    assert verdict is None  # it is late in a third of the newer half
+    assert list(found) == [4, 5, 6]
+    nobody = dict.fromkeys((*(f"{phase}_ms" for phase in PHASES), "late_ms", "late_percent"), 0.0)
+    assert found[4] == nobody
+    assert found[5] == {**nobody, "late_ms": 40, "input_ms": 40, "late_percent": pytest.approx(200 / 3)}
+    assert found[6] == {**nobody, "late_ms": 1, "input_ms": 1}  # by a hundredth of a step
+    _, verdict = compare([late] * 25 + [balanced] * 5, [4, 5, 6], 100.0, 30)
+    assert verdict is None  # two thirds of the newer half are not more than that
+    _, verdict = compare([late] * 26 + [balanced] * 4, [4, 5, 6], 100.0, 30)
+    assert verdict is not None
+    assert (verdict.rank, verdict.phase, verdict.late_ms) == (5, "input", 40)
+    assert compare([late] * 29, [4, 5, 6], 100.0, 30)[1] is None
+
+
+def test_ranks_without_a_batch_are_late_for_nobody():
+    step = [[float("nan")] * 4, [1, 0, 0, 0], [1, 0, 8, 0], [2, 0, 0, 0]]
+    found, verdict = compare([step] * 10, range(4), 20.0, 2)
+    assert [times["late_ms"] for times in found.values()] == [0, 0, 8, 1]
+    assert [times["late_percent"] for times in found.values()] == [0, 0, 100, 0]
+    assert verdict is not None
+    assert (verdict.rank, verdict.phase) == (2, "backward")
+    assert compare([], range(4), 20.0, 2) == ({}, None)
 
 
 def live_on(hosts: str) -> None:

@@ -40,6 +40,7 @@ MODULES = [
     "launch",
     "interhost",
     "process_end",
+    "stragglers",
     "tracing",
     "connect",
     "groups",

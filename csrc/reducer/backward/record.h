@@ -60,8 +60,6 @@ class StepTimes {
     uint64_t steps = 0;  // synchronized backwards that have ended well
     uint64_t bytes = 0;  // that they have reduced
     int64_t median = 0, median_wait = 0;
-    size_t compared = 0;  // steps
-    std::vector<Stragglers::Rank> ranks = {};
     Step last = {};
     Totals totals = {};
   };
@@ -89,15 +87,18 @@ class StepTimes {
     stragglers_.add(std::move(stamps));
   }
 
+  // See Stragglers.
+  std::vector<std::vector<PhaseClock::Own>> own() const {
+    std::lock_guard lock(mutex_);
+    return stragglers_.own();
+  }
+
   Summary summary() const {
     std::lock_guard lock(mutex_);
-    const int64_t step = median(durations_, timed_);
     return {.steps = steps_,
             .bytes = bytes_,
-            .median = step,
+            .median = median(durations_, timed_),
             .median_wait = median(waits_, steps_),
-            .compared = stragglers_.steps(),
-            .ranks = stragglers_.ranks(step),
             .last = last_,
             .totals = totals_};
   }

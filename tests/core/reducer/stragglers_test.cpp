@@ -25,50 +25,18 @@ TEST(stamps_keep_times_to_a_thousandth) {
   CHECK_EQ(unpack_stamp(pack_stamp({INT64_MAX, 0, 0, 0}))[0], (int64_t{0x7ff} << 31) * 1000);  // the longest
 }
 
-TEST(lateness_is_that_behind_the_fastest_rank) {
+TEST(the_last_hundred_steps_are_kept_in_which_two_ranks_have_times) {
   Stragglers stragglers;
-  for (int k = 0; k < 30; ++k) {
-    const int64_t late = k < 20 ? 40 * kMs : 0;  // rank 1, in two thirds of the steps
-    stragglers.add({pack_stamp({2 * kMs, 5 * kMs, 9 * kMs, kMs}), pack_stamp({2 * kMs + late, 5 * kMs, 9 * kMs, kMs}),
-                    pack_stamp({3 * kMs, 5 * kMs, 9 * kMs, kMs})});
-  }
-  const auto ranks = stragglers.ranks(100 * kMs);
-  CHECK_EQ(stragglers.steps(), 30u);
-  CHECK_EQ(ranks.size(), 3u);
-  CHECK_EQ(ranks[0].late, 0);
-  CHECK(std::abs(ranks[1].late - 40 * kMs) < kMs / 10);
-  CHECK(std::abs(ranks[1].by_phase[PhaseClock::Input] - 40 * kMs) < kMs / 10);
-  CHECK_EQ(ranks[1].by_phase[PhaseClock::Forward], 0);
-  CHECK_EQ(ranks[1].often[0], 15u);
-  CHECK_EQ(ranks[1].often[1], 5u);
-  CHECK(std::abs(ranks[2].late - kMs) < kMs / 10);
-  CHECK_EQ(ranks[2].often[0] + ranks[2].often[1], 0u);  // by a hundredth of a step
-}
-
-TEST(ranks_without_a_batch_are_late_for_nobody) {
-  Stragglers stragglers;
-  CHECK(stragglers.ranks(kMs).empty());
   stragglers.add({1, 0});
   stragglers.add({0, 0});
-  CHECK_EQ(stragglers.steps(), 0u);
-  for (int k = 0; k < 10; ++k)
-    stragglers.add({0, pack_stamp({kMs, 0, 0, 0}), pack_stamp({kMs, 0, 8 * kMs, 0}), pack_stamp({2 * kMs, 0, 0, 0})});
-  const auto ranks = stragglers.ranks(20 * kMs);
-  CHECK_EQ(stragglers.steps(), 10u);
-  CHECK_EQ(ranks[0].late, 0);
-  CHECK_EQ(ranks[0].often[0] + ranks[0].often[1], 0u);
-  CHECK(std::abs(ranks[2].late - 8 * kMs) < kMs / 10);
-  CHECK(std::abs(ranks[2].by_phase[PhaseClock::Backward] - 8 * kMs) < kMs / 10);
-  CHECK_EQ(ranks[2].often[0] + ranks[2].often[1], 10u);
-  CHECK(std::abs(ranks[3].late - kMs) < kMs / 10);
-}
-
-TEST(the_last_hundred_steps_are_compared) {
-  Stragglers stragglers;
-  for (int k = 0; k < 150; ++k)
-    stragglers.add({pack_stamp({kMs, 0, 0, 0}), pack_stamp({(k < 99 ? 9 : 2) * kMs, 0, 0, 0})});
-  CHECK_EQ(stragglers.steps(), Stragglers::kWindow);
-  CHECK(std::abs(stragglers.ranks(kMs)[1].late - kMs) < kMs / 10);  // of the last 51
+  CHECK(stragglers.own().empty());
+  for (int k = 0; k < 150; ++k) stragglers.add({0, pack_stamp({kMs, 0, 0, 0}), pack_stamp({k * kMs, 0, 0, kMs})});
+  const auto own = stragglers.own();
+  CHECK_EQ(own.size(), Stragglers::kWindow);
+  CHECK_EQ(own[0].size(), 3u);
+  CHECK(own[0][0] == PhaseClock::Own{});
+  CHECK(std::abs(own[0][2][PhaseClock::Input] - 50 * kMs) < kMs / 10);  // the first 50 have gone
+  CHECK(std::abs(own[0][2][PhaseClock::Optimizer] - kMs) < kMs / 10);
 }
 
 }  // namespace

@@ -1,0 +1,65 @@
+"""Who is late: the ranks' own times of the same steps, compared. Of a run's last steps, or of a trace's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+PHASES = ("input", "forward", "backward", "optimizer")  # those that are a rank's own, as base/phase_clock.h orders them
+_WHERE = {
+    "input": "before forward begins: look at its input",
+    "forward": "in forward: look at the sizes of its batches, and at what else its processor has to do",
+    "backward": "in backward: look at the sizes of its batches, and at what else its processor has to do",
+    "optimizer": "in the optimizer: look at what it alone does between steps (logging, checkpoints)",
+}
+
+
+@dataclass(frozen=True)
+class Late:
+    """A rank for which the others wait in most of the steps."""
+
+    rank: int
+    phase: str
+    late_ms: float
+    late_percent: float  # of the steps
+
+    def text(self, steps: str, by: str) -> str:
+        """A sentence without its period, which names ``steps``, and how late the rank is."""
+        return f"rank {self.rank} is late in {self.late_percent:.0f} % of {steps}, by {by}, {_WHERE[self.phase]}"
+
+
+def compare(
+    times: Any, ranks: Sequence[int], step_ms: float, least: int
+) -> tuple[dict[int, dict[str, float]], Late | None]:
+    """How late each rank is, and who is late in over two thirds of the steps, in either half of them, so that chance
+    names nobody.
+
+    ``times``: milliseconds by step, rank and phase; NaN of a rank that has none. A rank is late by its time less that
+    of the fastest one. It is late in a step whose middle rank it is behind by over a tenth of ``step_ms``: behind the
+    fastest are all but one, where times vary by chance. Fewer than ``least`` steps name nobody.
+    """
+    if len(times) == 0:
+        return {}, None
+    own = np.asarray(times, dtype=float)
+    totals, steps = own.sum(axis=2), np.arange(len(own))
+    behind = np.nan_to_num(own - own[steps, np.nanargmin(totals, axis=1)][:, None])
+    middle = np.sort(totals)[steps, (np.isfinite(totals).sum(axis=1) - 1) // 2]
+    is_late = totals - middle[:, None] > step_ms / 10
+    late, by_phase = np.median(behind.sum(axis=2), axis=0), np.median(behind, axis=0)
+    found = {
+        rank: {
+            "late_ms": float(late[i]),
+            **{f"{phase}_ms": float(ms) for phase, ms in zip(PHASES, by_phase[i], strict=True)},
+            "late_percent": 100 * float(is_late[:, i].mean()),
+        }
+        for i, rank in enumerate(ranks)
+    }
+    half, latest = len(own) // 2, int(late.argmax())
+    if len(own) < least or min(is_late[:half, latest].mean(), is_late[half:, latest].mean()) <= 2 / 3:
+        return found, None
+    of_latest = found[ranks[latest]]
+    phase = PHASES[int(by_phase[latest].argmax())]
+    return found, Late(ranks[latest], phase, of_latest["late_ms"], of_latest["late_percent"])
