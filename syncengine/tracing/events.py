@@ -9,7 +9,7 @@ import os
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -22,7 +22,6 @@ _MAGIC = b"SSTrace1"
 _HEADER_BYTES = 4096
 _HEADER = struct.Struct("<8s5Q")  # magic, capacity, room for texts, events so far, bytes of texts, has ended
 _SLOT = struct.Struct("<8Q")
-_LONGEST_ABOUT = 64 << 10
 _RING = re.compile(r"rank-(\d+)\.ring")
 
 
@@ -54,6 +53,9 @@ class Phase(IntEnum):
     WAIT = 4  # for averages, at the end of backward
 
 
+Operation = tuple[int, int, int, int]
+
+
 class Bucket(NamedTuple):
     """Which gradients are reduced together."""
 
@@ -77,7 +79,7 @@ class Event(NamedTuple):
     text: str
 
     @property
-    def operation(self) -> tuple[int, int, int, int]:
+    def operation(self) -> Operation:
         """Which operation it belongs to, on any rank."""
         return self.group, self.lane, self.place, self.epoch
 
@@ -86,6 +88,15 @@ class Event(NamedTuple):
         """Of a ``Kind.BUCKET``."""
         model, number, *parameters = self.text.split("\n") if self.text else ("", "-1")
         return Bucket(model, int(number), parameters)
+
+
+def by_operation(events: Iterable[Event], *kinds: Kind) -> dict[Operation, list[Event]]:
+    """Those of these kinds."""
+    found: dict[Operation, list[Event]] = defaultdict(list)
+    for event in events:
+        if event.kind in kinds:
+            found[event.operation].append(event)
+    return found
 
 
 @dataclass(frozen=True)
@@ -120,11 +131,6 @@ class Trace:
     uncertainty: dict[int, float]  # of each host: how far its clock may be off that of the first, in nanoseconds
 
     @property
-    def hosts(self) -> dict[int, int]:
-        """On which host each rank is."""
-        return {rank: of_rank.host for rank, of_rank in self.ranks.items()}
-
-    @property
     def missing(self) -> list[int]:
         """Ranks of which there is no file."""
         return [rank for rank in range(self.size) if rank not in self.ranks]
@@ -145,15 +151,9 @@ class Trace:
         Only of those that all ranks of the trace have announced which have reduced it, and none that is shorter than
         the clocks are certain.
         """
-        announced: dict[tuple[int, ...], list[Event]] = defaultdict(list)
-        reduced: dict[tuple[int, ...], list[Event]] = defaultdict(list)
-        for event in self.events:
-            if event.kind == Kind.ANNOUNCED:
-                announced[event.operation].append(event)
-            elif event.kind == Kind.REDUCED:
-                reduced[event.operation].append(event)
+        announced = by_operation(self.events, Kind.ANNOUNCED)
         found = []
-        for operation, ends in reduced.items():
+        for operation, ends in by_operation(self.events, Kind.REDUCED).items():
             begins = announced[operation]
             if {event.rank for event in ends} <= {event.rank for event in begins}:
                 last = max(begins, key=lambda event: event.begin)
@@ -189,28 +189,26 @@ def _read_ring(path: Path, with_events: bool = True) -> RankTrace | None:
     if not path.exists():
         return None
     with path.open("rb") as file:
-        data = file.read() if with_events else file.read(_HEADER_BYTES + _LONGEST_ABOUT)
-    if len(data) < _HEADER_BYTES:
-        return None
-    magic, capacity, text_bytes, recorded, text_used, ended = _HEADER.unpack_from(data)
-    if magic == bytes(8) or (magic == _MAGIC and text_used == 0):
-        return None
-    if magic != _MAGIC:
-        raise InvalidUsage(f"{path} is no trace of this version of syncengine: read it with the one that wrote it")
-    texts, at = [""], _HEADER_BYTES
-    while at < _HEADER_BYTES + text_used and (with_events or len(texts) < 2):
-        (length,) = struct.unpack_from("<I", data, at)
-        texts.append(data[at + 4 : at + 4 + length].decode(errors="replace"))
+        header = file.read(_HEADER_BYTES)
+        if len(header) < _HEADER_BYTES:
+            return None
+        magic, capacity, text_bytes, recorded, text_used, ended = _HEADER.unpack_from(header)
+        if magic == bytes(8) or (magic == _MAGIC and text_used == 0):
+            return None
+        if magic != _MAGIC:
+            raise InvalidUsage(f"{path} is no trace of this version of syncengine: read it with the one that wrote it")
+        words = file.read(text_bytes)
+        slots = file.read(capacity * _SLOT.size) if with_events else b""
+    texts, at = [""], 0
+    while at < text_used:
+        (length,) = struct.unpack_from("<I", words, at)
+        texts.append(words[at + 4 : at + 4 + length].decode(errors="replace"))
         at += 4 + length
     about = json.loads(texts[1])
-    if not with_events:
-        return RankTrace(about["rank"], about["host"], about, bool(ended), recorded, [])
-    first = _HEADER_BYTES + text_bytes
-    slots = _SLOT.iter_unpack(memoryview(data)[first : first + capacity * _SLOT.size])
     events = []
-    for number, begin, end, group, place, epoch, detail, last in slots:
+    for number, begin, end, group, place, epoch, detail, last in _SLOT.iter_unpack(slots):
         # A slot whose number is not that of its turn is being written, or was when its rank was killed.
-        if number == 0 or number + capacity <= recorded:
+        if not max(0, recorded - capacity) < number <= recorded:
             continue
         text, kind, lane = last & 0xFFFFFFFF, last >> 32 & 0xFFFF, last >> 48
         said = texts[text] if text < len(texts) else ""
@@ -251,16 +249,14 @@ def _align(ranks: dict[int, RankTrace]) -> tuple[dict[int, int], dict[int, float
     return offsets, uncertainty
 
 
-def _passes(of_ranks: list[RankTrace]) -> dict[tuple[int, ...], tuple[int, int]]:
+def _passes(of_ranks: list[RankTrace]) -> dict[Operation, tuple[int, int]]:
     """When the last rank of a host has announced each operation, and the first has got past it."""
-    announced: dict[tuple[int, ...], int] = {}
-    past: dict[tuple[int, ...], int] = {}
-    for event in itertools.chain.from_iterable(of_rank.events for of_rank in of_ranks):
-        if event.kind == Kind.ANNOUNCED:
-            announced[event.operation] = max(announced.get(event.operation, event.begin), event.begin)
-        elif event.kind in (Kind.SCHEDULED, Kind.REDUCED):
-            past[event.operation] = min(past.get(event.operation, event.end), event.end)
-    return {operation: (at, past[operation]) for operation, at in announced.items() if operation in past}
+    events = [event for of_rank in of_ranks for event in of_rank.events]
+    announced, past = by_operation(events, Kind.ANNOUNCED), by_operation(events, Kind.SCHEDULED, Kind.REDUCED)
+    return {
+        operation: (max(event.begin for event in announced[operation]), min(event.end for event in past[operation]))
+        for operation in announced.keys() & past.keys()
+    }
 
 
 def _shifted(of_rank: RankTrace, offset: int) -> RankTrace:

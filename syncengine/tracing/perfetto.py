@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import itertools
 import math
 import os
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from syncengine.errors import SyncError
-from syncengine.tracing.events import Event, Kind, Phase, Trace, read
+from syncengine.tracing.events import Event, Kind, Operation, Phase, RankTrace, Trace, read
 
 _PACKAGE = "perfetto.protos.perfetto.trace.perfetto_trace_pb2"
 _NOTHING = (1 << 64) - 1  # trace::kNobody
@@ -71,8 +72,7 @@ def caveats(trace: Trace) -> list[str]:
 
 def serialize(trace: Trace) -> bytes:
     """As Perfetto's protobuf ``Trace``."""
-    proto: Any = importlib.import_module(_PACKAGE)
-    data: bytes = _Writer(proto, trace).file.SerializeToString()
+    data: bytes = _Writer(importlib.import_module(_PACKAGE), trace).file.SerializeToString()
     return data
 
 
@@ -80,8 +80,8 @@ class _Writer:
     def __init__(self, proto: Any, trace: Trace) -> None:
         self._proto = proto
         self.file = proto.Trace()
-        self._tracks = 0
-        self._operations: dict[tuple[int, ...], str] = {}
+        self._tracks = itertools.count(1)
+        self._operations: dict[Operation, str] = {}
         for event in trace.events:
             if event.kind == Kind.BUCKET:
                 self._operations[event.operation] = f"bucket {event.bucket.number} of {event.bucket.model}"
@@ -91,68 +91,67 @@ class _Writer:
         for number, ends in enumerate(trace.arrows(), 1):
             for event in ends:
                 self._flows[event].append(number)
-        packets: list[tuple[int, int, Any]] = []
-        for rank in trace.ranks:
-            packets += self._rank(trace, rank)
-        packets.sort(key=lambda packet: packet[:2])  # nested ones stay in their order
-        for at, _, packet in packets:
-            packet.timestamp = at
-            packet.trusted_packet_sequence_id = 1
-            self.file.packet.append(packet)
-        if self.file.packet:
-            self.file.packet[0].sequence_flags = proto.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
+        packets = [packet for of_rank in trace.ranks.values() for packet in self._rank(of_rank, trace.uncertainty)]
+        self.file.packet.extend(sorted(packets, key=lambda packet: packet.timestamp))  # those of a track stay in order
+        self.file.packet[0].sequence_flags = proto.TracePacket.SEQ_INCREMENTAL_STATE_CLEARED
 
-    def _rank(self, trace: Trace, rank: int) -> list[tuple[int, int, Any]]:
-        of_rank = trace.ranks[rank]
-        about = of_rank.about
-        process = self._track()
-        process.process.pid = rank + 1  # processes of several hosts may have the same number
-        process.process.process_name = f"rank {rank} (host {of_rank.host}, {about['hostname']}, process {about['pid']})"
-        process.child_ordering = self._proto.TrackDescriptor.EXPLICIT
-        process.process.process_labels.extend(caveats(Trace({rank: of_rank}, 0, {of_rank.host: 0.0})))
-        process.process.process_labels.append(f"clock aligned to {trace.uncertainty[of_rank.host] / 1e3:.0f} us")
+    def _rank(self, of_rank: RankTrace, uncertainty: dict[int, float]) -> Iterator[Any]:
+        rank, host, about = of_rank.rank, of_rank.host, of_rank.about
+        process = {
+            "pid": rank + 1,  # processes of several hosts may have the same number
+            "process_name": f"rank {rank} (host {host}, {about['hostname']}, process {about['pid']})",
+            "process_labels": [
+                *caveats(Trace({rank: of_rank}, 0, {host: 0.0})),
+                f"clock aligned to {uncertainty[host] / 1e3:.0f} us",
+            ],
+        }
+        parent = self._track(process=process, child_ordering=self._proto.TrackDescriptor.EXPLICIT)
         rows: dict[str, list[Event]] = defaultdict(list)
         for event in of_rank.events:
             rows[_ROWS[event.kind]].append(event)
-        packets: list[tuple[int, int, Any]] = []
         for order, name in enumerate(dict.fromkeys(_ROWS.values())):
-            for nested in _rows_of(rows[name]):
-                track = self._track()
-                track.name, track.parent_uuid, track.sibling_order_rank = name, process.uuid, order
-                packets += self._slices(nested, track.uuid)
-        return packets
+            yield from self._row(rows[name], name=name, parent_uuid=parent, sibling_order_rank=order)
 
-    def _track(self) -> Any:
-        packet = self.file.packet.add()
-        packet.trusted_packet_sequence_id = 1
-        self._tracks += 1
-        packet.track_descriptor.uuid = self._tracks
-        return packet.track_descriptor
-
-    def _slices(self, events: Sequence[Event], track: int) -> Iterable[tuple[int, int, Any]]:
-        """Packets with their times, and the order among those of one time: what is around others begins before them."""
+    def _row(self, events: Sequence[Event], **about: Any) -> Iterator[Any]:
+        """Of these events, in as many tracks as it takes that those of a track follow, or lie within, each other."""
         types = self._proto.TrackEvent
-        for depth, event in enumerate(events):
-            packet = self._proto.TracePacket()
-            content = packet.track_event
-            content.track_uuid, content.name = track, self._name(event)
-            content.categories.append(event.kind.name.lower())
-            content.type = types.TYPE_SLICE_BEGIN if event.end > event.begin else types.TYPE_INSTANT
-            (content.terminating_flow_ids if event.kind == Kind.REDUCED else content.flow_ids).extend(
-                self._flows.get(event, ())
+        tracks: dict[int, list[int]] = {}  # with the ends of what an event would lie in
+        for event in events:
+            for track, ends in tracks.items():
+                while ends and ends[-1] <= event.begin:
+                    yield self._packet(ends.pop(), track_uuid=track, type=types.TYPE_SLICE_END)
+                if not ends or event.end <= ends[-1]:
+                    break
+            else:
+                track, ends = self._track(**about), []
+                tracks[track] = ends
+            lasts = event.end > event.begin
+            flows = "terminating_flow_ids" if event.kind == Kind.REDUCED else "flow_ids"
+            yield self._packet(
+                event.begin,
+                track_uuid=track,
+                name=self._name(event),
+                categories=[event.kind.name.lower()],
+                type=types.TYPE_SLICE_BEGIN if lasts else types.TYPE_INSTANT,
+                debug_annotations=[
+                    {"name": key, "int_value" if isinstance(value, int) else "string_value": value}
+                    for key, value in _annotations(event).items()
+                ],
+                **{flows: self._flows.get(event, ())},
             )
-            for key, value in _annotations(event).items():
-                annotation = content.debug_annotations.add()
-                annotation.name = key
-                if isinstance(value, int):
-                    annotation.int_value = value
-                else:
-                    annotation.string_value = value
-            yield event.begin, depth + 1, packet
-            if event.end > event.begin:
-                last = self._proto.TracePacket()
-                last.track_event.track_uuid, last.track_event.type = track, types.TYPE_SLICE_END
-                yield event.end, -depth, last
+            if lasts:
+                ends.append(event.end)
+        for track, ends in tracks.items():
+            for end in reversed(ends):
+                yield self._packet(end, track_uuid=track, type=types.TYPE_SLICE_END)
+
+    def _packet(self, at: int, **event: Any) -> Any:
+        return self._proto.TracePacket(timestamp=at, trusted_packet_sequence_id=1, track_event=event)
+
+    def _track(self, **about: Any) -> int:
+        uuid = next(self._tracks)
+        self.file.packet.add(trusted_packet_sequence_id=1, track_descriptor={"uuid": uuid, **about})
+        return uuid
 
     def _name(self, event: Event) -> str:
         if event.kind == Kind.PHASE:
@@ -181,24 +180,6 @@ def _annotations(event: Event) -> dict[str, int | str]:
     if event.kind in (Kind.STEP, Kind.ANNOUNCED, Kind.REDUCED, Kind.MESSAGE, Kind.TRANSFER, Kind.COPY):
         return {"bytes": event.detail}
     return {}
-
-
-def _rows_of(events: Sequence[Event]) -> list[list[Event]]:
-    """The same events, in as many rows as it takes that those of a row follow, or lie within, each other."""
-    rows: list[list[Event]] = []
-    open_ends: list[list[int]] = []  # of each row: ends of what an event would lie in
-    for event in sorted(events, key=lambda event: (event.begin, -event.end)):
-        for row, ends in zip(rows, open_ends, strict=True):
-            while ends and ends[-1] <= event.begin:
-                ends.pop()
-            if not ends or event.end <= ends[-1]:
-                row.append(event)
-                ends.append(event.end)
-                break
-        else:
-            rows.append([event])
-            open_ends.append([event.end])
-    return rows
 
 
 def _listed(ranks: Sequence[int]) -> str:
