@@ -1,10 +1,10 @@
 """`syncengine report`: one page of what a trace says, the verdict first.
 
-steps.py     steps and their phases, and who is late in them: pure functions of the events
-analysis.py  what nothing hides, which buckets that is, what is copied
+steps.py     steps, their phases and what is reduced in them: pure functions of the events
+analysis.py  who is late, what nothing hides, which buckets that is, what is copied
 advice.py    what to try, and what has changed between two traces
 pictures.py  SVG
-page.py      HTML
+page.py      HTML, by the template page.html
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from syncengine.errors import InvalidUsage
 from syncengine.report.advice import advise, changes, compare_verdict
 from syncengine.report.analysis import Analysis, analyze
-from syncengine.report.page import page_of, page_of_two
+from syncengine.report.page import page_of
 from syncengine.tracing import read
 
 __all__ = ["add_report", "analyze", "write_report"]
@@ -63,13 +63,8 @@ def write_report(*directories: Path, out: Path | None = None) -> tuple[str, Path
     """
     analyses = [analyze(read(directory)) for directory in directories]
     out = out or directories[-1] / "report.html"
-    if len(analyses) == 1:
-        verdict, page = analyses[0].verdict, page_of(analyses[0], directories[0])
-    else:
-        before, after = analyses
-        verdict, page = compare_verdict(before, after), page_of_two(before, after, directories)
-    out.write_text(page, encoding="utf-8")
-    return verdict, out
+    out.write_text(page_of(analyses, directories), encoding="utf-8")
+    return analyses[0].verdict if len(analyses) == 1 else compare_verdict(*analyses), out
 
 
 def _as_dict(analyses: Sequence[Analysis]) -> dict[str, Any]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from statistics import median
 
-from syncengine.report.analysis import Analysis
-from syncengine.report.steps import PHASE_NAMES, ms_text
-from syncengine.tracing import Phase
+from syncengine.report.analysis import PHASES_SHOWN, Analysis, ms_text
 
 
 @dataclass(frozen=True)
@@ -20,10 +17,10 @@ class Advice:
 
 
 _AGAINST = {
-    Phase.INPUT: "give it more DataLoader workers, prefetch, or put its data where the others have theirs",
-    Phase.FORWARD: "deal batches by their length, or take what else runs off its processor",
-    Phase.BACKWARD: "deal batches by their length, or take what else runs off its processor",
-    Phase.OPTIMIZER: "do on all ranks in turn, or beside training, what it does between steps",
+    "input": "give it more DataLoader workers, prefetch, or put its data where the others have theirs",
+    "forward": "deal batches by their length, or take what else runs off its processor",
+    "backward": "deal batches by their length, or take what else runs off its processor",
+    "optimizer": "do on all ranks in turn, or beside training, what it does between steps",
 }
 
 
@@ -31,7 +28,7 @@ def advise(of: Analysis) -> list[Advice]:
     """What to try, most gain first. Each says what its estimate assumes."""
     found: list[tuple[float, str]] = []
     if of.late is not None:
-        found.append((of.late.ms, f"Make rank {of.late.rank} as fast as the others: {_AGAINST[of.late.phase]}."))
+        found.append((of.late.late_ms, f"Make rank {of.late.rank} as fast as the others: {_AGAINST[of.late.phase]}."))
     if of.overlap:
         worst = max(of.overlap.values(), key=lambda o: o.exposed)
         last = min(1.0, (1 << 20) / max(1, of.reduced_bytes)) * worst.reducing  # of a bucket of 1 MiB
@@ -51,8 +48,8 @@ def advise(of: Analysis) -> list[Advice]:
                 "bytes, but the averages are rounded.",
             ),
         ]
-    if (ranks := len(of.phases)) > 1:
-        optimizer = max(phases[Phase.OPTIMIZER] for phases in of.phases.values())
+    if (ranks := len(of.ranks)) > 1:
+        optimizer = max(of_rank.phases_ms["optimizer"] for of_rank in of.ranks.values())
         found.append(
             (
                 optimizer * (1 - 1 / ranks),
@@ -83,17 +80,18 @@ def changes(before: Analysis, after: Analysis) -> list[Change]:
     """What has changed between two traces, the step first."""
 
     def numbers(of: Analysis) -> dict[tuple[str, str], float]:
-        overlap = of.overlap.values()
+        ranks = of.ranks.values()
         return {
             ("a step", "ms"): of.step_ms,
-            **{(PHASE_NAMES[p], "ms"): max((each[p] for each in of.phases.values()), default=0.0) for p in Phase},
-            ("synchronization that nothing hides", "ms"): max((o.exposed for o in overlap), default=0.0),
-            ("of the reductions hidden", "%"): 100 * min((o.achieved for o in overlap), default=1.0),
-            ("the latest rank's lateness", "ms"): max(
-                (median(late) for late in of.lateness.values() if late), default=0.0
-            ),
+            **{
+                (shown, "ms"): max((of_rank.phases_ms[phase] for of_rank in ranks), default=0.0)
+                for phase, shown in PHASES_SHOWN.items()
+            },
+            ("synchronization that nothing hides", "ms"): of.exposed_ms,
+            ("of the reductions hidden", "%"): 100 * min((o.achieved for o in of.overlap.values()), default=1.0),
+            ("the latest rank's lateness", "ms"): max((of_rank.late_ms for of_rank in ranks), default=0.0),
             ("reduced a step", "bytes"): of.reduced_bytes,
-            ("copied a step", "bytes"): sum(of.copies.values()),
+            ("copied a step", "bytes"): sum(of.copied_bytes.values()),
         }
 
     then, now = numbers(before), numbers(after)
@@ -107,7 +105,7 @@ def compare_verdict(before: Analysis, after: Analysis) -> str:
     step, *others = changes(before, after)
     if abs(step.ratio) < 0.02:
         return f"A step takes as long as before: {ms_text(step.before)}, then {ms_text(step.after)}."
-    phases = [c for c in others if c.unit == "ms"][: len(Phase)]
+    phases = [change for change in others if change.what in PHASES_SHOWN.values()]
     moved = max(phases, key=lambda c: (c.after - c.before) * (1 if step.ratio > 0 else -1))
     much = f"{100 * abs(step.ratio):.0f} % {'longer' if step.ratio > 0 else 'less'}"
     times = f"{ms_text(step.before)}, then {ms_text(step.after)}"
