@@ -30,6 +30,7 @@ from syncengine.launch import (
     tell_failure,
     with_local_ranks,
 )
+from syncengine.launch.local import say_connected
 from syncengine.owner import is_owner, refuse_forked_child
 from syncengine.process_end import at_end, tell_peers_of_errors, tell_ranks_to_come
 from syncengine.torch_group import destroy_torch_group, ensure_torch_group, users_group
@@ -334,6 +335,8 @@ def _connect(launch: Launch | None, before: Config | None, given: dict[str, Any]
     timeout = config.timeout or group_timeout() or DEFAULT_TIMEOUT
     exchange = None if launch.world_size == 1 else open_exchange(launch, timeout, config.log_after)
     connection = connect(exchange, launch.rank, launch.world_size, config, timeout)
+    if launch.rank == 0:
+        say_connected()
     group = users_group() if launch.kind == "torch.distributed" else None
     launch = with_local_ranks(launch, connection.hosts)
     return _Default(connection, config, launch, os.getpid(), None if group is None else weakref.ref(group))

@@ -63,13 +63,22 @@ def run_local_ranks(count: int, arguments: Sequence[str], threads: int) -> int:
 # whose place it comes ("1/4": rank 1 of 4).
 MEET, JOIN, INSTEAD = "_SYNCENGINE_MEET", "_SYNCENGINE_JOIN", "_SYNCENGINE_INSTEAD"
 PLACE = "syncengine/joining"  # in the store
+_CONNECTED = "syncengine/connected"
+
+
+def say_connected() -> None:
+    """Tells a launcher that keeps ranks going, if there is one, that all of its first ranks have met."""
+    if MEET in os.environ and JOIN not in os.environ:
+        host, _, port = os.environ[MEET].rpartition(":")
+        dist.TCPStore(host, int(port), is_master=False, timeout=_SERVED_WITHIN).set(_CONNECTED, "")
 
 
 def run_script(count: int, script: Sequence[str], threads: int, keep_going: bool, restart: bool) -> int:
     """Runs the Python `script` with its arguments as `count` ranks, as `run_local_ranks` does.
 
-    A rank that ends with another exit code than 0 ends all others, or, with `keep_going`, none; with `restart` another
-    process then joins the others, as long as no rank has ended well: one for each, but no more than ten times `count`.
+    A rank that ends with another exit code than 0 ends all others, or, with `keep_going`, none once they have met; with
+    `restart` another process then joins the others, as long as no rank has ended well: one for each, but no more than
+    ten times `count`.
     Returns 0 if a rank that was kept going has ended well, else the first exit code that is not 0.
     """
     _check_descriptors(count)
@@ -98,7 +107,7 @@ def run_script(count: int, script: Sequence[str], threads: int, keep_going: bool
                 if process.poll() is None:
                     continue
                 codes.append(running.pop(name).returncode)
-                if codes[-1] != 0 and not keep_going:
+                if codes[-1] != 0 and not (keep_going and store.check([_CONNECTED])):
                     return _exit_code(codes)
                 if codes[-1] != 0 and restart and 0 not in codes and running and len(places) < 11 * count:
                     start(places[name], joins=True)

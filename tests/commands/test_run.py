@@ -66,11 +66,14 @@ def test_another_process_joins_in_the_place_of_the_dead(pool):
     assert "Mismatch: rank 3 has another state for elastic() than rank 0" in done.stderr
 
 
-def test_without_keep_going_all_end_with_the_first(tmp_path):
+@pytest.mark.parametrize(
+    ("options", "others"), [((), "time.sleep(100)"), (("--keep-going", "--restart"), "syncengine.init()")]
+)
+def test_all_end_with_the_first_that_fails_before_they_have_met(tmp_path, options, others):
     script = tmp_path / "script.py"
-    script.write_text("import os, sys, time\nif os.environ['RANK'] == '1':\n    sys.exit(7)\ntime.sleep(100)\n")
+    script.write_text(f"import os, time, syncengine\nif os.environ['RANK'] == '1':\n    os._exit(7)\n{others}\n")
     began = time.monotonic()
-    assert launched("-n", "3", str(script)).returncode == 7
+    assert launched("-n", "3", *options, str(script)).returncode == 7
     assert time.monotonic() - began < 90
 
 
