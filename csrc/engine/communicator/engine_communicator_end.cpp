@@ -62,8 +62,8 @@ void EngineCommunicator::leave() {
   uint64_t not_come = 0;  // nobody waits for it in shrink()
   group_.own().succession.arrived.compare_exchange_strong(not_come, shm::kNeverComes, std::memory_order_acq_rel);
   Error closed(ErrorKind::InvalidUsage, kClosed);
-  // Of a step that this rank has refused, the others still need the end.
-  if (const std::string refusal = traffic_.schedule().refusal_of(group_.rank); !refusal.empty())
+  // Of a refused step, the others still need the end.
+  if (const std::string refusal = traffic_.schedule().refusal_met(); !refusal.empty())
     return end(shm::Standing::Failed, Error(ErrorKind::Aborted, refusal), closed);
   if (traffic_.direct_memory().empty()) return end(shm::Standing::Left, closed, closed);
   Error left(ErrorKind::PeerLost, group_.name(group_.rank) +

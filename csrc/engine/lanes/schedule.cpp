@@ -58,6 +58,11 @@ std::string Schedule::refusal_of(int member) const {
   return word == 0 ? "" : text_at(member, word);
 }
 
+std::string Schedule::refusal_met() const {
+  const std::string own = refusal_of(group_.rank);
+  return own.empty() && !met_.empty() ? met_.begin()->second : own;
+}
+
 bool Schedule::advance() {
   bool moved = drop_refused();
   moved |= group_.rank == 0 && append_ready();
@@ -78,7 +83,11 @@ bool Schedule::drop_refused() {
   if (count == 0 || (count == judged_ && !has_unjudged_)) return false;
   judged_ = count;
   has_unjudged_ = false;
-  return drop([this](const Announced& announced) { return reason_to_drop(announced); });
+  return drop([this](const Announced& announced) {
+    auto text = reason_to_drop(announced);
+    if (text) met_[announced.item.slots->first()] = *text;
+    return text;
+  });
 }
 
 template <class TextOf>
@@ -188,8 +197,7 @@ bool Schedule::take_scheduled() {
 void Schedule::end_step(const Announced& end) {
   const auto& slots = end.item.slots;
   ends_[slots->first()].taken = end.step;
-  const uint64_t refused = group_.own().announced[slots->refused_word()].load(std::memory_order_relaxed);  // own
-  if (refused == end.step) in_force_.push_back({slots, end.item.work});
+  ending_.push_back({slots, end.item.work});
   drop([&](const Announced& left) -> std::optional<std::string> {
     if (left.item.slots != slots) return {};
     return "this step of the model has ended";
@@ -198,9 +206,10 @@ void Schedule::end_step(const Announced& end) {
 
 // As what a later holder of the slots takes for numbers of steps, text would be too high.
 void Schedule::withdraw_refusals() {
-  std::erase_if(in_force_, [this](const auto& refusal) {
-    const auto& [slots, end] = refusal;
+  std::erase_if(ending_, [this](const auto& ending) {
+    const auto& [slots, end] = ending;
     if (!end->ended()) return false;
+    met_.erase(slots->first());
     shm::GroupBlock& own = group_.own();
     if (own.refusal.load(std::memory_order_relaxed) == slots->text_words())  // relaxed: its only writer
       own.refusal.store(0, std::memory_order_relaxed);

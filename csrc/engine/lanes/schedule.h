@@ -58,8 +58,11 @@ class Schedule {
   virtual void refuse(const Slots& slots, uint64_t step, const std::string& text);
   // The reason of a member for the last step that it has refused, if that has not ended; else empty.
   std::string refusal_of(int member) const;
+  // The reason of the last step that this rank has refused, or that a refusal has ended here, if the step has not ended
+  // on all ranks; else empty.
+  std::string refusal_met() const;
   bool advance();
-  // When the lane has advanced: of this rank's refusals, those whose steps have ended are in force no more.
+  // When the lane has advanced: refusals whose steps have ended are in force no more.
   void withdraw_refusals();
 
   uint64_t missing(bool all) const;
@@ -117,10 +120,11 @@ class Schedule {
     uint64_t announced = 0, taken = 0;  // steps: of the last end that this rank has announced, or found in the log
   };
   std::map<uint64_t, End> ends_;  // by a model's first slot; only of models with a refused step
-  // This rank's refusals whose ends are on their way.
-  std::vector<std::pair<std::shared_ptr<const Slots>, std::shared_ptr<Work>>> in_force_;
-  uint64_t judged_ = 0;        // refusals that were looked at
-  bool has_unjudged_ = false;  // operations announced since then
+  // Of refused steps, ends that are on their way.
+  std::vector<std::pair<std::shared_ptr<const Slots>, std::shared_ptr<Work>>> ending_;
+  std::map<uint64_t, std::string> met_;  // what peers have said of such steps, by a model's first slot
+  uint64_t judged_ = 0;                  // refusals that were looked at
+  bool has_unjudged_ = false;            // operations announced since then
 };
 
 }  // namespace syncengine

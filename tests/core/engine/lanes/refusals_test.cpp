@@ -158,6 +158,32 @@ TEST(a_rank_that_refuses_and_leaves_ends_the_others_with_its_reason) {
   }
 }
 
+// Its part of a bucket that all have announced is on its way, in memory that peers write to.
+TEST(a_rank_that_hears_of_a_refusal_and_leaves_ends_the_others_with_its_reason) {
+  constexpr size_t kBytes = 32 << 20;
+  for (int round = 0; round < 5; ++round) {
+    run_hosts("aaa", {}, [](int rank, Communicator& communicator) {
+      auto memory = communicator.allocate(kBytes);
+      try {
+        auto slots = communicator.reserve_slots(kBuckets + 1);  // the others may still be in this
+        auto large = communicator.announce(slots, 0, 1, all_reduce_of(memory.get(), kBytes, DType::Float32));
+        if (rank == 1) {
+          communicator.refuse(slots, 1, reason(1, 1));
+        } else {
+          float last = 0;
+          auto vote = communicator.announce(slots, kBuckets, 1, all_reduce_of(&last, sizeof(last), DType::Float32));
+          CHECK_EQ(CHECK_THROWS(communicator.wait(vote), ErrorKind::Aborted), reason(1, 1));
+        }
+        communicator.end_refused(slots, 1, std::make_shared<uint8_t>(0));
+        if (rank == 0) return communicator.close();
+        communicator.wait(large);
+      } catch (const Error& error) {
+        CHECK_EQ(std::string(error.what()), reason(1, 1));
+      }
+    });
+  }
+}
+
 TEST(a_refusal_concerns_one_holder_of_slots) {
   for (const char* hosts : kPlacements) {
     run_hosts(hosts, {}, [](int rank, Communicator& communicator) {
