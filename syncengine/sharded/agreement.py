@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,13 +45,13 @@ def agree(
     raise Mismatch(f"{what} between ranks. {advise()}")
 
 
-def gather_texts(communicator: Communicator, text: str) -> list[str]:
-    """Every rank's text. Collective."""
-    data = text.encode()
+def gather_json(communicator: Communicator, value: Any) -> list[Any]:
+    """Every rank's value: texts, numbers, lists and dicts of them. Collective."""
+    data = json.dumps(value).encode()
     sizes = gather_bytes(communicator, len(data).to_bytes(8, "little"), 8)
     lengths = [int.from_bytes(size, "little") for size in sizes]
-    texts = gather_bytes(communicator, data, max(max(lengths), 1))
-    return [other[:length].decode() for other, length in zip(texts, lengths, strict=True)]
+    texts = gather_bytes(communicator, data, max(lengths))
+    return [json.loads(text[:length]) for text, length in zip(texts, lengths, strict=True)]
 
 
 def only_makes_state(communicator: Communicator, groups: Sequence[Mapping[str, Any]]) -> bool:

@@ -13,7 +13,7 @@ from syncengine.errors import InvalidUsage, SyncError
 from syncengine.sharded.agreement import agree
 from syncengine.sharded.claims import Claim, claim, stop_forwards
 from syncengine.sharded.memory import Host
-from syncengine.sharded.shard import Member, Shard, Size, cut_elements, deal_whole
+from syncengine.sharded.shard import Member, Shard, cut_elements, deal_whole
 from syncengine.sharded.state import SharedState
 from syncengine.sharded.weights import Named, SharedWeights
 
@@ -36,7 +36,7 @@ class Block:
         memories: list[CommonMemory],
     ) -> None:
         self.weights = SharedWeights(host, named, memories)
-        sizes = [Size(member.parameter.numel(), member.parameter.element_size()) for member in members]
+        sizes = [(member.parameter.numel(), member.parameter.element_size()) for member in members]
         slices = (cut_elements if cuts else deal_whole)(sizes, host.size)[host.rank]
         error = ""
         try:
@@ -49,31 +49,26 @@ class Block:
             self.weights.unload()
             memories.remove(self.weights.memory)
             raise
-        self.state = SharedState(host, self.shard, state, memories)
-        self.problem = ""  # of the state that was loaded, or that the last update has brought
+        self.state = SharedState(host, self.shard, [one.name for one in named], state, memories)
         if any(state.get(member.parameter) for member in members):
-            self.load_state()
+            self.state.load()
         self.claims: list[Claim] = [claim(one.parameter, one.name, self.weights) for one in named]
 
-    def load_state(self) -> None:
-        """As of ``SharedState``; an error is kept for all ranks to hear of, as perhaps only some have it."""
-        self.problem = ""
-        try:
-            self.state.load()
-        except InvalidUsage as error:
-            self.problem = str(error)
-
-    def share_loaded(self) -> None:
-        """Moves weights that were loaded into the common memory. Collective; raises ``Mismatch`` where they differ."""
+    def give_loaded(self) -> None:
+        """What was loaded goes into the common memory. Collective; raises ``Mismatch`` where weights differ."""
         if self.weights.loaded:
             self.weights.give()
-            self.take_loaded()
+        if self.state.loaded:
+            self.state.load()
+            self.state.give()
 
     def take_loaded(self) -> None:
-        """The second half of that, as of ``SharedWeights``."""
+        """The second half of that, which nothing interrupts."""
         if self.weights.loaded:
             self.weights.take()
             self.shard.follow()
+        if self.state.loaded:
+            self.state.take()
 
     def put_back(self, writes: bool) -> str:
         """As of ``SharedWeights``."""
@@ -81,34 +76,17 @@ class Block:
         self.shard.follow()
         return problem
 
-    def gradients(self) -> bytes:
-        """Of each parameter, whether it has one: 0, or 1; 2 is one that can't be used."""
-        return self.weights.watched.gradients()
-
     def describe_gradients(self) -> list[str]:
-        """The same for messages."""
+        """Which parameters have one, for messages."""
         return [f"{name}: {'no ' if p.grad is None else ''}gradient" for name, p in self.weights.named]
 
     def sparse_gradient(self, gradients: bytes) -> str:
-        """Says which parameter has one, of all ``gradients()``; or an empty text."""
+        """Says which parameter has one, of all ``gradients``, as of ``WatchedWeights``; or an empty text."""
         index = gradients.find(2)
         if index < 0:
             return ""
         name = self.weights.named[index].name
         return f"the gradient of parameter {name} is sparse: ShardedOptimizer needs dense ones (sparse=False)"
-
-    def has_news(self) -> bool:
-        """Whether the optimizer has new state, or state that can't be shared, on this rank."""
-        try:
-            return self.state.has_news()
-        except InvalidUsage as error:
-            self.problem = str(error)
-            return True
-
-    def has_work(self) -> bool:
-        """Whether this rank has something to update."""
-        gradients = self.gradients()
-        return any(gradients[piece.index] for piece in self.shard.pieces)
 
 
 def part(memories: Sequence[CommonMemory], claims: Sequence[Claim], torn: str = "") -> bool:

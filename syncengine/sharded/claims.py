@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -14,25 +14,16 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from syncengine.errors import InvalidUsage, TornWeights
 from syncengine.parallel.watchers import common
-
-
-class Claimant(Protocol):
-    """Who has moved parameters into shared memory."""
-
-    def unload(self) -> None:
-        """A state dict is about to be written to the parameters."""
-
-    def written_by_this_rank(self) -> str:
-        """Says what this rank has done to them that it must not; or an empty text."""
+from syncengine.sharded.weights import SharedWeights
 
 
 class Claim:
     """Of one parameter."""
 
-    def __init__(self, parameter: torch.nn.Parameter, name: str, by: Claimant) -> None:
+    def __init__(self, parameter: torch.nn.Parameter, name: str, by: SharedWeights) -> None:
         self._parameter = weakref.ref(parameter)
         self.name = name
-        self.by: Claimant | None = by  # None: it is private again
+        self.by: SharedWeights | None = by  # None: it is private again
         self.torn = ""  # why nobody must use its values
 
     def tear(self, why: str) -> None:
@@ -61,7 +52,7 @@ def any_torn() -> bool:
     return _torn
 
 
-def claim(parameter: torch.nn.Parameter, name: str, by: Claimant) -> Claim:
+def claim(parameter: torch.nn.Parameter, name: str, by: SharedWeights) -> Claim:
     """Notes that ``parameter`` lies in shared memory from now on."""
     global _installed
     if not _installed:

@@ -6,7 +6,6 @@ clipping and the like count; and the options of its parameter groups, which a sc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import torch
@@ -15,8 +14,8 @@ from torch.distributed.algorithms.join import JoinHook
 from syncengine.errors import InvalidUsage
 from syncengine.parallel import Parallel
 from syncengine.parallel.rounds import Intent, Round, tell
-from syncengine.sharded.agreement import gather_texts
-from syncengine.sharded.shard import NOT_OPTIONS, NOT_SCALED, Groups, Scaling, members_of, plain_data, take_option
+from syncengine.sharded.agreement import gather_json
+from syncengine.sharded.shard import NOT_OPTIONS, Groups, members_of, plain_data, take_option
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.state import State
 
@@ -28,26 +27,23 @@ def announce_step(sharing: Sharing, number: Callable[[Parallel], int], in_torch_
             continue
         if model._join_config.is_first_joinable and not in_torch_join:
             raise InvalidUsage("torch's Join needs the ShardedOptimizer as well: Join([model, optimizer])")
-        # Those that have joined listen where the context is: on the model's own, or in the hook below.
-        communicator = sharing.host.communicator if in_torch_join else model.communicator
-        current = tell(communicator, Intent(1.0, steps=float(number(model))))
+        current = tell(sharing.host.communicator, Intent(1.0, steps=float(number(model))))
         current.check()
         return current
     return None
 
 
-def catch_up(sharing: Sharing, groups: Groups, state: State, scaling: Scaling, current: Round | None) -> Scaling:
+def catch_up(sharing: Sharing, groups: Groups, state: State, current: Round | None) -> None:
     """Shares parameters that were frozen; sends gradients and options to the ranks that have joined. Collective.
 
-    Those are the first rank's that trains, and so is the ``scaling``, which is returned. ``current`` is what
-    ``announce_step`` returned.
+    Those are the first rank's that trains. ``current`` is what ``announce_step`` returned.
     """
     late = sharing.members.late(groups)
     if current is None and not late:
-        return scaling  # as in most steps
+        return  # as in most steps
     if current is None or sharing.host is None or len(current.training) == len(current.intents):
         sharing.share(late, groups, state)
-        return scaling
+        return
     communicator = sharing.host.communicator
     source, trains = current.training[0], communicator.rank in current.training
     members = members_of(groups)
@@ -57,9 +53,8 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, scaling: Scaling, c
         "options": options,
         "late": [place for place, member in enumerate(members) if id(member.parameter) in late_ones],
         "has": [member.parameter.grad is not None for member in members],
-        "scaling": scaling.numbers(),
     }
-    told = json.loads(gather_texts(communicator, json.dumps(sent) if trains else "")[source])
+    told = gather_json(communicator, sent if trains else None)[source]
     sharing.share(late if trains else [members[place] for place in told["late"]], groups, state)
     has_gradient = {id(m.parameter): has for m, has in zip(members, told["has"], strict=True)}
     for parameter in (parameter for block in sharing.blocks for parameter in block.weights.parameters):
@@ -74,12 +69,10 @@ def catch_up(sharing: Sharing, groups: Groups, state: State, scaling: Scaling, c
             assert parameter.grad is not None
             communicator.broadcast(parameter.grad.detach(), source)
     if trains:
-        return scaling
+        return
     for group, theirs in zip(groups, told["options"], strict=True):
         for key, value in theirs.items():
             take_option(group, key, value)
-    numbers = {name: None if value is None else torch.tensor(value) for name, value in told["scaling"].items()}
-    return Scaling(**numbers) if any(value is not None for value in numbers.values()) else NOT_SCALED
 
 
 class StepHook(JoinHook):

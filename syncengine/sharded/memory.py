@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 
 from syncengine._C import CommonMemory, Communicator, MemoryExchange, return_free_memory
 from syncengine.errors import InvalidUsage, SyncError
-from syncengine.sharded.agreement import agree, gather_texts
+from syncengine.sharded.agreement import agree, gather_json
 
 _ALIGNMENT = 64  # bytes: no two tensors have a cache line in common
 _MUCH = 16 << 20  # bytes; to look for what can be returned takes time
@@ -50,10 +51,7 @@ class Layout(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Of all elements."""
-        elements = 1
-        for size in self.sizes:
-            elements *= size
-        return elements * self.dtype.itemsize
+        return math.prod(self.sizes) * self.dtype.itemsize
 
 
 def create_common(host: Host, what: str, size: int) -> CommonMemory:
@@ -68,7 +66,7 @@ def create_common(host: Host, what: str, size: int) -> CommonMemory:
         error = f"{what}: {problem}"
     agree(host.communicator, what, b"", list, error, str)
     assert offer is not None
-    addresses = gather_texts(host.communicator, offer.address().decode())
+    addresses = gather_json(host.communicator, offer.address().decode())
     here = [address.encode() if rank in host.members else b"" for rank, address in enumerate(addresses)]
     try:
         return offer.exchange(

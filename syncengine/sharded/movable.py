@@ -126,25 +126,12 @@ def _others(tensor: torch.Tensor, known: int) -> int:
 
 
 def _attributes(parameter: torch.Tensor, modules: Sequence[torch.nn.Module]) -> list[str]:
-    """Names of the plain attributes that are other tensors in its memory, or were computed from it."""
+    """Names of the plain attributes that are other tensors in its memory."""
     found = []
     for prefix, layer in itertools.chain.from_iterable(map(torch.nn.Module.named_modules, modules)):
         for key, value in layer.__dict__.items():
-            if isinstance(value, torch.Tensor) and value is not parameter and value.layout is torch.strided:
-                same = value.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
-                if same or _comes_from(value, parameter):
-                    found.append(f"{prefix}.{key}" if prefix else key)
+            if not isinstance(value, torch.Tensor) or value is parameter or value.layout is not torch.strided:
+                continue
+            if value.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr():
+                found.append(f"{prefix}.{key}" if prefix else key)
     return found
-
-
-def _comes_from(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    seen, nodes = set(), [value.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if getattr(node, "variable", None) is parameter:
-            return True
-        seen.add(node)
-        nodes += [other for other, _ in node.next_functions]
-    return False

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable
 
-from syncengine.errors import InvalidUsage, SyncError
+from syncengine.errors import InvalidUsage, SyncError, TornWeights
 from syncengine.parallel import Parallel, watchers
 from syncengine.parallel.compiled import not_compiled
 from syncengine.parallel.groups import Group
@@ -23,7 +23,7 @@ from syncengine.sharded.block import part
 from syncengine.sharded.claims import any_torn, check_not_torn
 from syncengine.sharded.joining import StepHook, announce_step, catch_up
 from syncengine.sharded.kinds import check_arguments, coupling, is_elementwise, own_options
-from syncengine.sharded.shard import NOT_SCALED, Member, Scaling, Shard, Slice, options_of
+from syncengine.sharded.shard import Member, Shard, Slice, options_of
 from syncengine.sharded.sharing import Sharing
 from syncengine.sharded.writing import write_together
 
@@ -103,7 +103,6 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._parting.atexit = False
         self._private: Shard | None = None  # of what is not shared
         self._numbers: weakref.WeakKeyDictionary[Parallel, int] = weakref.WeakKeyDictionary()
-        self._bound = -1  # how many models there were when all were bound
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. The next forward or step moves these parameters into shared memory, too."""
@@ -137,28 +136,20 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         host = self._sharing.host
         notify_torch_join(self, host.communicator if host is not None else None)
         current = announce_step(self._sharing, self._number, self._join_config.enable)
-        given = vars(self)
-        scale, found_inf = given.get("grad_scale"), given.get("found_inf")  # of a GradScaler, for this step
-        scaling = NOT_SCALED if scale is found_inf is None else Scaling(scale, found_inf)
-        scaling = catch_up(self._sharing, self.param_groups, self.state, scaling, current)
+        catch_up(self._sharing, self.param_groups, self.state, current)
         private, steps = self._sharing.members.unshared(self.param_groups), self._sharing.steps
         try:
             try:
-                self._sharing.update(self.param_groups, self.state, scaling)
+                self._sharing.update(self.param_groups, self.state)
             except BaseException:
                 if private and self._sharing.steps > steps:  # the failure came after it
-                    self._update_private(private, scaling)
+                    self._update_private(private)
                 raise
             if private:
-                self._update_private(private, scaling)
+                self._update_private(private)
         finally:
             self._write_back()
         return loss
-
-    @property
-    def _step_supports_amp_scaling(self) -> bool:
-        """What a GradScaler asks: whether the kernels scale back by themselves, which has other roundings."""
-        return getattr(self._plain, "_step_supports_amp_scaling", False)
 
     def _write_back(self) -> None:
         for block in self._sharing.blocks:
@@ -177,8 +168,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """A step of the others, on a rank that has no batch. Its gradients are what they were."""
         before = [(parameter, parameter.grad) for group in self.param_groups for parameter in group["params"]]
         try:
-            scaling = catch_up(self._sharing, self.param_groups, self.state, NOT_SCALED, current)
-            self._sharing.update(self.param_groups, self.state, scaling)
+            catch_up(self._sharing, self.param_groups, self.state, current)
+            self._sharing.update(self.param_groups, self.state)
         finally:
             self._write_back()
             for parameter, grad in before:
@@ -204,19 +195,16 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return group
 
     def _bind_all(self, in_step: bool = False) -> None:
-        self._sharing.raise_if_over()
-        if self._bound == watchers.made and not self._sharing.is_to_look:
-            return  # as in most steps
-        self._bound, self._sharing.is_to_look = watchers.made, False
+        self._sharing.is_over(raises=SyncError)
         for model in list(watchers.models.values()):
-            self._bind(model, in_step)
+            if model not in self._sharing.known:
+                self._bind(model, in_step)
 
     def _bind(self, model: Parallel, in_step: bool = False) -> None:
-        self._sharing.bind(model, self.param_groups, self.state, in_step)
-        if self._sharing.has(model):
+        if self._sharing.bind(model, self.param_groups, self.state, in_step):
             self._number(model)
 
-    def _update_private(self, members: list[Member], scaling: Scaling) -> None:
+    def _update_private(self, members: list[Member]) -> None:
         if self._private is None or members is not self._private_members:
             slices = [Slice(i, 0, member.parameter.numel()) for i, member in enumerate(members)]
             self._private = self._make_shard(self.param_groups, members, slices, is_common=False)
@@ -226,22 +214,21 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 if state:  # perhaps the very tensors that were loaded
                     own = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
                     self.state[piece.parameter] = own
-        self._private.update(self.param_groups, scaling, self.state)
+        self._private.optimizer.state = self.state
+        self._private.update(self.param_groups)
 
     def _on_forward(self, model: Parallel) -> None:
         sharing = self._sharing
-        with contextlib.suppress(SyncError):
-            sharing.raise_if_over()
-        if sharing.over is not None:
+        if sharing.is_over():
             check_not_torn(model.module.parameters())
             return  # the model says so
-        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and model.require_backward_grad_sync:
+        synchronizes = torch.is_grad_enabled() and model.require_backward_grad_sync
+        if synchronizes and not torch.is_inference_mode_enabled() and model not in sharing.known:
             self._bind(model)
         if problem := sharing.written():
             assert sharing.host is not None
             text = f"{sharing.host.name(sharing.host.rank)}: {problem}"
-            for communicator in {sharing.host.communicator, model.communicator}:  # the others wait in its forward
-                communicator.abort(text, "InvalidUsage")
+            sharing.host.communicator.abort(text, "InvalidUsage")  # the others wait in its forward
             sharing.end(InvalidUsage(text))
             raise InvalidUsage(text)
 
@@ -249,9 +236,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def state_dict(self) -> dict[str, Any]:
         """As of the optimizer that it stands for, with full shapes. Any rank may call it alone, at any time."""
-        with contextlib.suppress(SyncError):
-            self._sharing.raise_if_over()
-        self._sharing.raise_if_torn()
+        self._sharing.is_over(raises=TornWeights)
         return super().state_dict()
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -265,7 +250,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """
         super().load_state_dict(state_dict)
         self._private = None
-        self._sharing.loaded = True
+        for block in self._sharing.blocks:
+            block.state.loaded = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._plain.__setstate__(state)  # which may convert what others have saved
@@ -289,7 +275,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         ``Aborted``.
         """
         self._bind_all()
-        with write_together(self._sharing, self.param_groups) as may_write:
+        with write_together(self._sharing, self.param_groups, self.state) as may_write:
             yield may_write
 
     def renew(self, loads: bool = False) -> None:
@@ -299,15 +285,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         Raises ``TornWeights`` where the weights are torn, unless the caller ``loads`` weights and state.
         """
         before = self._sharing
-        with contextlib.suppress(SyncError):
-            before.raise_if_over()
-        if before.over is None:
+        if not before.is_over():
             before.end(InvalidUsage("this ShardedOptimizer was renewed"))
         if not loads:
-            before.raise_if_torn()
+            before.is_over(raises=TornWeights)
         self._parting.detach()
         self._begin()
-        self._sharing.loaded = True  # as on those that get it from another rank
 
     def release(self) -> None:
         """Gives this rank private copies of weights and state, and ends this optimizer: for another one after it."""

@@ -24,79 +24,38 @@ class Slice(NamedTuple):
     end: int
 
 
-class Size(NamedTuple):
-    """Of a parameter."""
+def cut_elements(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slice]]:
+    """Each rank's slices: about equally many bytes, cut at multiples of ``GRAIN`` elements of a parameter.
 
-    elements: int
-    item: int  # bytes
-
-
-def cut_elements(sizes: Sequence[Size], ranks: int) -> list[list[Slice]]:
-    """Each rank's slices: about equally many bytes, cut at multiples of ``GRAIN`` elements of a parameter."""
-    total = sum(size.elements * size.item for size in sizes)
-    bounds = [_place(sizes, total * rank // ranks) for rank in range(ranks)] + [(len(sizes), 0)]
-    return [
-        [
-            part
-            for index in range(begin[0], min(end[0] + 1, len(sizes)))
-            if (
-                part := Slice(
-                    index,
-                    begin[1] if index == begin[0] else 0,
-                    end[1] if index == end[0] else sizes[index].elements,
-                )
-            ).begin
-            < part.end
-        ]
-        for begin, end in itertools.pairwise(bounds)
-    ]
+    ``sizes``: of each parameter, how many elements it has, and the bytes of one.
+    """
+    total, begin = sum(elements * item for elements, item in sizes), 0
+    parts: list[list[Slice]] = [[] for _ in range(ranks)]
+    for index, (elements, item) in enumerate(sizes):
+        places = [total * rank // ranks - begin for rank in range(ranks + 1)]  # bytes, where ranks begin
+        cuts = [elements if place >= elements * item else max(place // item // GRAIN * GRAIN, 0) for place in places]
+        for part, (first, last) in zip(parts, itertools.pairwise(cuts), strict=True):
+            if first < last:
+                part.append(Slice(index, first, last))
+        begin += elements * item
+    return parts
 
 
-def _place(sizes: Sequence[Size], byte: int) -> tuple[int, int]:
-    """The parameter, and the element of it, at which a rank begins."""
-    for index, size in enumerate(sizes):
-        if byte < size.elements * size.item:
-            return index, byte // size.item // GRAIN * GRAIN
-        byte -= size.elements * size.item
-    return len(sizes), 0
-
-
-def deal_whole(sizes: Sequence[Size], ranks: int) -> list[list[Slice]]:
-    """Each rank's parameters, uncut: the largest first, each to the rank that has least."""
+def deal_whole(sizes: Sequence[tuple[int, int]], ranks: int) -> list[list[Slice]]:
+    """Each rank's parameters, uncut: the largest first, each to the rank that has least. ``sizes``: as above."""
     load = [0] * ranks
-    dealt: list[list[Slice]] = [[] for _ in range(ranks)]
-    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i].elements * sizes[i].item, i)):
+    parts: list[list[Slice]] = [[] for _ in range(ranks)]
+    for index, (elements, item) in sorted(enumerate(sizes), key=lambda one: -one[1][0] * one[1][1]):
         rank = load.index(min(load))
-        load[rank] += max(sizes[index].elements * sizes[index].item, 1)
-        dealt[rank].append(Slice(index, 0, sizes[index].elements))
-    return [sorted(part) for part in dealt]
+        load[rank] += max(elements * item, 1)
+        parts[rank].append(Slice(index, 0, elements))
+    return [sorted(part) for part in parts]
 
 
 Groups = list[dict[str, Any]]
 NOT_OPTIONS = ("params", "param_names")
 _version = attrgetter("_version")
 _PLAIN = frozenset((float, int, bool, str, type(None)))
-
-
-class Scaling(NamedTuple):
-    """What a GradScaler tells an optimizer that scales gradients back by itself, as torch's fused ones do.
-
-    It sets attributes of these names for the time of a step: 0-dimensional tensors, or None.
-    """
-
-    grad_scale: Any = None  # gradients are still this many times too large
-    found_inf: Any = None  # above 0: some gradient is not finite, so nothing is to be written
-
-    def numbers(self) -> dict[str, float | None]:
-        """The same as numbers."""
-        return {name: None if value is None else float(value) for name, value in self._asdict().items()}
-
-    def skips(self) -> bool:
-        """Whether nothing is to be written."""
-        return self.found_inf is not None and bool(self.found_inf > 0)
-
-
-NOT_SCALED = Scaling()
 
 
 class Member(NamedTuple):
@@ -152,8 +111,6 @@ class Shard:
         is_common: bool,
     ) -> None:
         self.kind = optimizer_class.__name__
-        self._is_torchs = optimizer_class.__module__.startswith("torch.optim.")
-        self._is_common = is_common
         self.members = list(members)
         self.pieces = [Piece(s.parameter, members[s.parameter].parameter, s, is_common) for s in slices]
         self._tensors = [piece.tensor for piece in self.pieces]
@@ -177,58 +134,29 @@ class Shard:
         # Without torch's hooks around step(): those are the sharded optimizer's.
         self._step = getattr(optimizer_class.step, "__wrapped__", optimizer_class.step)
 
-    def update(self, groups: Sequence[dict[str, Any]], scaling: Scaling = NOT_SCALED, state: Any = None) -> bytes:
+    def update(self, groups: Sequence[dict[str, Any]]) -> bytes:
         """One step of the optimizer on this rank's pieces, with the options of ``groups``.
 
-        ``state``: the sharded optimizer's own, where the parameters are not common. Returns of each member whether it
-        was written to here. The versions of what fused kernels write stay: there each that has a gradient counts.
+        Returns of each member whether it was written to here. The versions of what fused kernels write stay: there
+        each that has a gradient counts.
         """
-        if state is not None:
-            self.optimizer.state = state
         self._options = list(map(dict, groups))
         for ours, theirs in zip(self.optimizer.param_groups, self._options, strict=False):
             params = ours["params"]
             ours.update(theirs)
             ours["params"] = params
         versions = list(map(_version, self._tensors))
-        optimizer: Any = self.optimizer
         self._slices.take_gradients()
         try:
-            if scaling is not NOT_SCALED:
-                optimizer.grad_scale, optimizer.found_inf = scaling
-            self._step(optimizer)
+            self._step(self.optimizer)
         finally:
             self._slices.drop_gradients()
-            if scaling is not NOT_SCALED:
-                del optimizer.grad_scale, optimizer.found_inf
-        skips = scaling is not NOT_SCALED and scaling.skips()
-        if scaling.grad_scale is not None and not skips and self._is_torchs and self._is_common:
-            self._scale_back(scaling.grad_scale)
         written = bytearray(len(self.members))
         for piece, version in zip(self.pieces, versions, strict=True):
             parameter, group = self.members[piece.index]
-            unseen = groups[group].get("fused") and parameter.grad is not None and not skips
+            unseen = groups[group].get("fused") and parameter.grad is not None
             written[piece.index] = bool(unseen) or piece.tensor._version != version
         return bytes(written)
-
-    def _scale_back(self, scale: torch.Tensor) -> None:
-        """Gradients of what other ranks update, as torch's kernels scale back those of what they update."""
-        pieces = {piece.index: piece for piece in self.pieces}
-        for index, (parameter, _) in enumerate(self.members):
-            if parameter.grad is None:
-                continue
-            grad, piece = parameter.grad.detach(), pieces.get(index)
-            if piece is None or (not piece.is_whole and grad.stride() != parameter.stride()):  # had a copy, then
-                grad.div_(scale)
-            elif not piece.is_whole:
-                flat(grad)[: piece.begin].div_(scale)
-                flat(grad)[piece.end :].div_(scale)
-
-    @property
-    def shows_writes(self) -> bool:
-        """Whether versions show what its optimizer writes: torch's own classes, but for their fused kernels."""
-        fused = any(group.get("fused") for group in self.optimizer.param_groups)
-        return self._is_torchs and not fused
 
     def follow(self) -> None:
         """The common parameters lie where they belong; their pieces may have been elsewhere with them."""

@@ -19,11 +19,10 @@ from syncengine.parallel.groups import Group
 from syncengine.sharded.agreement import agree, only_makes_state
 from syncengine.sharded.block import Block, part
 from syncengine.sharded.claims import Claim, any_torn, check_not_torn, guard
-from syncengine.sharded.edits import WatchedState
 from syncengine.sharded.kinds import other_ranks
 from syncengine.sharded.memory import Host
 from syncengine.sharded.movable import why_not_shared
-from syncengine.sharded.shard import NOT_SCALED, Groups, Member, Scaling, Shard, members_of
+from syncengine.sharded.shard import Groups, Member, Shard, members_of
 from syncengine.sharded.state import State, digest
 from syncengine.sharded.update import SAME, Update, torn_text
 from syncengine.sharded.weights import Named
@@ -96,11 +95,8 @@ class Sharing:
         self.blocks: list[Block] = []
         # Whose parameters it updates, in the order of their binding, which all ranks have in common.
         self.models: list[weakref.ref[Parallel]] = []
-        self._known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # that it has looked at
-        self.is_to_look = True  # perhaps there are more
+        self.known: weakref.WeakSet[Parallel] = weakref.WeakSet()  # that it has looked at
         self.members = Membership(self.blocks)
-        self.loaded = False  # a state, or a part of it, since the last update
-        self.watched = WatchedState(self.blocks)
         self.writes = False  # this rank, in writing()
         self.over: SyncError | None = None  # why there can't be another update
         self.memories: list[CommonMemory] = []  # of all blocks, as the next
@@ -111,56 +107,44 @@ class Sharing:
 
     # --- What is shared
 
-    def bind(self, model: Parallel, groups: Groups, state: State, in_step: bool = False) -> None:
-        """Moves the parameters that ``model`` trains into shared memory, if it is new. Collective then.
+    def bind(self, model: Parallel, groups: Groups, state: State, in_step: bool = False) -> bool:
+        """Moves the parameters that a new ``model`` trains into shared memory; whether it has some. Collective then.
 
         ``in_step``: not for a step that only makes state, which each rank makes for itself then.
         """
-        if model in self._known:
-            return
         names = {id(p): n for n, p in zip(model._model.names, model._model.parameters, strict=True)}
         has_some = any(id(parameter) in names for group in groups for parameter in group["params"])
         if has_some and any_torn():
             check_not_torn(model.module.parameters())
-        self._known.add(model)
-        if model.communicator.size == 1 or not has_some:
-            return
-        if in_step and not self.blocks and only_makes_state(model.communicator, groups):
-            self._forget(model)
-            return
-        if self.host is not None and self.host.communicator is not model.communicator:
-            if model.communicator.exception() is not None:
-                return  # one from before a failure
-            if self.host.communicator.global_ranks != model.communicator.global_ranks:
+        is_ours, is_alone = has_some, model.communicator.size == 1
+        if is_ours and self.host is not None and self.host.communicator is not model.communicator:
+            if model.communicator.exception() is None:
                 raise InvalidUsage(
-                    "the models of one ShardedOptimizer need process groups of the same ranks: make one for each model"
+                    "the models of one ShardedOptimizer need one process group: wrap them with the same "
+                    "process_group=, or make an optimizer for each"
                 )
-        if not self.has(model):
+            is_ours = False  # one from before a failure
+        if is_ours and not is_alone and in_step and not self.blocks and only_makes_state(model.communicator, groups):
+            return False
+        if is_ours and not self.has(model):
             self.models.append(weakref.ref(model))
-        self.members.names.update(zip(model._model.parameters, model._model.names, strict=True))
-        self.host = self.host or Host(model.communicator)
-        model.reducer.watch_local_backwards()
-        mine = [member for member in self.members.unshared(groups) if id(member.parameter) in names]
-        trained = [member for member in mine if member.parameter.requires_grad]
-        try:
-            self.share(trained, groups, state)
-        except SyncError:
-            self._forget(model)  # the next forward asks again, where this error was caught
-            raise
-        guard(model)  # of what another one shares, too
+        if is_ours and not is_alone:
+            self.members.names.update(zip(model._model.parameters, model._model.names, strict=True))
+            self.host = self.host or Host(model.communicator)
+            model.reducer.watch_local_backwards()
+            mine = [member for member in self.members.unshared(groups) if id(member.parameter) in names]
+            self.share([member for member in mine if member.parameter.requires_grad], groups, state)
+            guard(model)  # of what another one shares, too
+        self.known.add(model)  # after an error, which somebody may catch, the next forward asks again
+        return is_ours
 
     def has(self, model: Parallel) -> bool:
         """Whether it updates some of its parameters."""
         return any(known() is model for known in self.models)
 
-    def _forget(self, model: Parallel) -> None:
-        self._known.discard(model)
-        self.is_to_look = True
-
     def look_again(self) -> None:
         """The optimizer has more parameters."""
-        self._known.clear()
-        self.is_to_look = True
+        self.known.clear()
 
     def share(self, members: Sequence[Member], groups: Groups, state: State) -> None:
         """Moves these into shared memory. Collective if there are any."""
@@ -171,31 +155,25 @@ class Sharing:
         communicator = self.host.communicator
         what = "what ShardedOptimizer is to share differs"
         modules = [model.module for known in self.models if (model := known()) is not None]
-        problem = other_ranks(self._group, communicator) or why_not_shared(named, modules) or self._look_at_state(state)
+        problem = other_ranks(self._group, communicator) or why_not_shared(named, modules) or self.look(state)
         agree(communicator, what, "\n".join(lines).encode(), lambda: lines, problem, lambda: SAME)
         block = Block(self.host, self._make_shard, self._cuts, groups, members, named, state, self.memories)
         self.blocks.append(block)
         self.members.look_again()
         self.claims += block.claims
-        flag = torch.tensor([bool(block.problem) or block.has_news()], dtype=torch.int64, device="cpu")
-        communicator.all_reduce(flag, "max")
-        if flag.item():
-            block.state.share(block.problem)
-        self.watched.expect_more()
-        if not self.loaded:
-            self.watched.note(state)
+        block.state.share()  # that was loaded, or that the class makes at once
         for module in modules:
             guard(module)
 
     # --- An update
 
-    def update(self, groups: Groups, state: State, scaling: Scaling) -> None:
-        """Collective: one step of the optimizer, on all ranks or on none. ``scaling``: as a GradScaler has told it."""
+    def update(self, groups: Groups, state: State) -> None:
+        """Collective: one step of the optimizer, on all ranks or on none."""
         if not self.blocks or self.host is None:
             return
-        update = Update(self, self._updates + 1, groups, state, scaling)
+        update = self.next_update(groups)
         try:
-            refused = update.make(self._problem(groups) or self._look_at_state(state))
+            update.make(self._problem(groups) or self.look(state))
         except BaseException as error:
             failure = self.host.communicator.exception()
             if isinstance(failure, SyncError):
@@ -206,57 +184,39 @@ class Sharing:
                 if is_complete and isinstance(error, SyncError):
                     return  # what has failed came after it, and is raised by what comes next
             raise
-        if refused is not None:
-            self.note_writing()  # of nothing
-            try:
-                raise refused
-            finally:
-                del refused  # it holds this frame
         self._complete(update)
-        self.watched.note(state)
 
-    def next_writing(self, groups: Groups) -> Update:
-        """The next update, in whose place there is a writing()."""
-        return Update(self, self._updates + 1, groups, None, NOT_SCALED)
+    def next_update(self, groups: Groups) -> Update:
+        """The next one; or that in whose place there is a writing()."""
+        assert self.host is not None
+        number = self._updates + 1
+        return Update(self.host, self.blocks, number, number - self._writings, groups)
 
     def _complete(self, update: Update) -> None:
         self._updates += 1
         self.steps += 1
         for block, written in zip(self.blocks, update.written, strict=True):
             block.weights.note_update(written)
-            if block.state.numbers:
-                block.state.read_numbers()
+            block.state.note_update()
 
     def note_writing(self) -> None:
         """It is over."""
         self._updates += 1
         self._writings += 1
 
-    def _look_at_state(self, state: State) -> str:
-        """Follows what the user has put into it, which is loaded then; says what was done to it that can't be."""
+    def look(self, state: State) -> str:
+        """Follows what the user has done to it; says what must not be; or an empty text."""
+        problem = ""
         for block in self.blocks:
-            block.state.whole = state
-        if self.loaded:
-            return ""
-        if problem := self.watched.written():
-            return problem
-        if self.watched.replaced(state):
-            problem = self.watched.unusable(state)
-            self.loaded = not problem
+            problem = block.state.look(state) or problem
         return problem
-
-    def step_of(self, number: int) -> int:
-        """Which of the user's steps update ``number`` is."""
-        return number - self._writings
 
     # --- What this rank may have done, and must not
 
     def written(self) -> str:
         """Which parameter this rank has written to outside of an update, and must not; or an empty text."""
-        if self.writes:
-            return ""
         for block in self.blocks:
-            if text := block.weights.written_by_this_rank():
+            if not self.writes and (text := block.weights.written_by_this_rank()):
                 return text
         return ""
 
@@ -268,24 +228,15 @@ class Sharing:
 
     # --- Its end
 
-    def raise_if_over(self) -> None:
-        """Raises what has ended it."""
+    def is_over(self, raises: type[SyncError] | None = None) -> bool:
+        """Whether something has ended it. Raises that if it is such an error: ``TornWeights``, or any ``SyncError``."""
         if self.over is None and self.host is not None:
-            for known in self.models:  # they may have groups of their own: all end together
-                if (model := known()) is None or (failure := model.communicator.exception()) is None:
-                    continue
-                if isinstance(failure, SyncError) and not isinstance(failure, InvalidUsage):  # not by being closed
-                    self.host.communicator.abort(str(failure), type(failure).__name__)
             error = self.host.communicator.exception()
             if isinstance(error, SyncError):
                 self.end(error)
-        if self.over is not None:
+        if raises is not None and isinstance(self.over, raises):
             raise self._again()
-
-    def raise_if_torn(self) -> None:
-        """Raises ``TornWeights`` if nobody must use the weights any more."""
-        if isinstance(self.over, TornWeights):
-            raise self._again()
+        return self.over is not None
 
     def _again(self) -> SyncError:
         """A new one each time: what was raised holds its callers, and they hold this."""
@@ -304,11 +255,10 @@ class Sharing:
         torn = self.blocks[0].weights.memory.torn if self.blocks else 0
         torn = torn if torn > self._updates else 0  # else another rank can't know that it is complete
         if torn and not isinstance(error, TornWeights):
-            error = TornWeights(torn_text(self.step_of(torn), str(error)))
+            error = TornWeights(torn_text(torn - self._writings, str(error)))
         self.over = type(error)(str(error))
         if part(self.memories, self.claims, str(error) if torn else ""):
             self.blocks.clear()  # what may hold this would keep another one from sharing these weights
-            self.watched.forget()
         else:
             warnings.warn(
                 "there is not enough memory for private copies of the weights and state that ShardedOptimizer has "

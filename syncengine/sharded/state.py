@@ -3,11 +3,13 @@
 torch's optimizers make their state when they first need it. So after an update each rank looks for what is new in its
 pieces; the ranks tell each other of it, make memory for all of it, and move it there. Each rank then sees the whole
 state of each parameter as tensors of the parameter's shape.
+
+What the user puts in the place of such an entry between steps is loaded, as from a state dict. What is written to an
+entry is refused: all ranks have written to the same memory, one after another.
 """
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping, MutableMapping, Sequence
 from operator import is_
@@ -17,7 +19,7 @@ import torch
 
 from syncengine._C import CommonMemory, WatchedWeights, return_free_memory
 from syncengine.errors import InvalidUsage, SyncError
-from syncengine.sharded.agreement import gather_texts
+from syncengine.sharded.agreement import gather_json
 from syncengine.sharded.memory import FreedMemory, Host, Layout, create_common, size_of, tensors_in
 from syncengine.sharded.shard import Piece, Shard
 
@@ -36,58 +38,69 @@ class Entry(NamedTuple):
 
 
 class SharedState:
-    """The state of one shard's parameters. ``whole`` is the sharded optimizer's own ``state``.
+    """The state of one shard's parameters, of these ``names``. ``whole`` is the sharded optimizer's own ``state``.
 
     ``memories``: a list of what is shared, which it keeps up to date.
     """
 
-    def __init__(self, host: Host, shard: Shard, whole: State, memories: list[CommonMemory]) -> None:
+    def __init__(
+        self, host: Host, shard: Shard, names: Sequence[str], whole: State, memories: list[CommonMemory]
+    ) -> None:
         self._host = host
         self._shard = shard
+        self._names = names
+        self._parameters = [parameter for parameter, _ in shard.members]
         self.whole = whole
+        self.loaded = False  # somebody has put other entries into it, for the next step to share
+        self._problem = ""  # why this rank can't share what is in it
         self._entries: dict[Place, Entry] = {}
-        self.numbers: list[Place] = []  # of these, what are no tensors
+        self._numbers: list[Place] = []  # of these, what are no tensors
         self._installed: list[dict[str, Any]] = [{} for _ in shard.pieces]  # what this rank's pieces should have
-        self._before: WatchedWeights | None = None  # of this rank's pieces and their state
         self._memories = memories
         self._own: list[CommonMemory] = []
         self._left = 0  # bytes of the last one
-        self.is_made_in_steps = not any(map(shard.state_of, shard.pieces))  # as by most; else at first
+        self._is_made_once = any(map(shard.state_of, shard.pieces))  # with the optimizer; by most, in steps
+        self._note_whole()
 
-    def keys(self) -> list[list[str]]:
-        """Of the entries of each parameter."""
-        found: list[list[str]] = [[] for _ in self._shard.members]
-        for index, key in self._entries:
-            found[index].append(key)
-        return found
+    def digest(self) -> int:
+        """Of what ``whole`` has of it."""
+        value = 0
+        for parameter in self._parameters:
+            value = digest(self.whole.get(parameter, {}), value)
+        return value
 
-    def digest(self, start: int) -> int:
-        """Of what ``whole`` has of it; continues that of others."""
-        for member in self._shard.members:
-            start = digest(self.whole.get(member.parameter, {}), start)
-        return start
+    # --- What the user does to it
 
-    def note(self) -> None:
-        """This rank's pieces are about to be updated."""
-        if self._before is not None:
-            self._before.note()
-            return
-        entries = [value for installed in self._installed for value in installed.values()]
-        tensors = [value for value in entries if isinstance(value, torch.Tensor)]
-        self._before = WatchedWeights([*(piece.tensor for piece in self._shard.pieces), *tensors])
+    def _note_whole(self) -> None:
+        """``whole`` has of it what it should have, from now on."""
+        self._states = list(map(self.whole.get, self._parameters))
+        self._keys = [key for _, key in self._entries]  # of each entry, its key, the dict that has it, and its value
+        self._dicts = [self.whole[self._parameters[index]] for index, _ in self._entries]
+        self._values = list(map(dict.get, self._dicts, self._keys))
+        self._watched = WatchedWeights([value for value in self._values if isinstance(value, torch.Tensor)])
 
-    def is_as_noted(self) -> bool:
-        """Whether neither these pieces nor their state were written to; there may be more state, as it was made."""
-        if self._before is None or self._before.written() is not None:
-            return False
-        for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
-            state = self._shard.state_of(piece)
-            if any(state.get(key, self) is not value for key, value in installed.items()):
-                return False
-            more = [value for key, value in state.items() if key not in installed]
-            if any(isinstance(value, torch.Tensor) and value._version for value in more):
-                return False
-        return True
+    def look(self, whole: State) -> str:
+        """Follows what the user has put into ``whole``. Says which entry was written to, or moved; or an empty text."""
+        self.whole = whole
+        if self.loaded:
+            return ""
+        if (index := self._watched.moved()) is not None:
+            what = "lies in other memory than the other ranks' (by .data = ..., share_memory_(), or as it was sent)"
+        elif (index := self._watched.written()) is not None:
+            what = "was written to, in memory that all ranks share"
+        else:
+            pairs = zip(map(whole.get, self._parameters), self._states, strict=True)
+            others = [here for here, before in pairs if here is not before and (here or before)]  # {}: was read
+            self.loaded = bool(others) or not all(map(is_, map(dict.get, self._dicts, self._keys), self._values))
+            return ""
+        entries = zip(self._entries, self._values, strict=True)
+        parameter, key = [place for place, value in entries if isinstance(value, torch.Tensor)][index]
+        return (
+            f"the state's {key!r} of parameter {self._names[parameter]} {what}: it is void. Load a checkpoint; "
+            "next time put another value in its place, the same on all ranks, and send a clone()"
+        )
+
+    # --- What the optimizer does to it
 
     def has_news(self) -> bool:
         """Whether this rank's pieces have state that is not common yet. Follows what the optimizer has replaced."""
@@ -107,7 +120,7 @@ class SharedState:
                         state[key] = installed[key] = followed
             if len(state) < len(installed):
                 gone = next(key for key in installed if key not in state)
-                raise InvalidUsage(f"the optimizer has removed {gone!r} from its state: that can't be sharded")
+                self._problem, news = f"the optimizer has removed {gone!r} from its state: that can't be sharded", True
         return news
 
     def _follow(self, piece: Piece, key: str, value: Any, installed: Any) -> Any:
@@ -125,23 +138,20 @@ class SharedState:
             return value
         return None
 
-    def share(self, error: str = "") -> None:
-        """Moves what is new into common memory. Collective over all hosts: raises ``InvalidUsage`` on all of them.
-
-        ``error``: why this rank can't.
-        """
-        self.give(error)
+    def share(self) -> None:
+        """Moves what is new into common memory. Collective over all hosts: raises ``InvalidUsage`` on all of them."""
+        self.give()
         self.take()
 
-    def give(self, error: str = "") -> None:
+    def give(self) -> None:
         """The first half: the common memory has all of it, ``whole`` is as it was. Collective."""
         mine: dict[str, Any] = {}
+        error = self._problem
         try:
             mine = {} if error else self._describe_news()
         except InvalidUsage as problem:
             error = str(problem)
-        texts = gather_texts(self._host.communicator, json.dumps({"error": error, "news": mine}))
-        answers = [json.loads(text) for text in texts]
+        answers = gather_json(self._host.communicator, {"error": error, "news": mine})
         for rank, answer in enumerate(answers):
             if answer["error"]:
                 raise InvalidUsage(f"rank {self._host.communicator.global_ranks[rank]}: {answer['error']}")
@@ -154,13 +164,15 @@ class SharedState:
         tensors = self._tensors({place: layout for place, (_, layout, _) in entries.items()})
         for place, (kind, _, owner) in entries.items():
             self._entries[place] = Entry(kind, tensors[place], owner)
-        self.numbers = [place for place, entry in self._entries.items() if entry.kind in _NUMBERS]
+        self._numbers = [place for place, entry in self._entries.items() if entry.kind in _NUMBERS]
         self._move()
         self._host.communicator.barrier()
 
     def take(self) -> None:
         """The second half, which nothing interrupts."""
         self._show(self._entries)
+        self.loaded = False
+        self._note_whole()
         return_free_memory()  # of a state that was loaded
 
     def _tensors(self, wanted: dict[Place, Layout]) -> dict[Place, torch.Tensor]:
@@ -199,7 +211,6 @@ class SharedState:
 
     def _move(self) -> None:
         """This rank's new values go where they belong, and the optimizer goes on with them there."""
-        self._before = None
         freed_memory = FreedMemory()
         for piece, installed in zip(self._shard.pieces, self._installed, strict=True):
             state = self._shard.state_of(piece)
@@ -224,21 +235,26 @@ class SharedState:
     def _show(self, places: Any) -> None:
         for index, key in places:
             entry = self._entries[index, key]
-            whole = self.whole[self._shard.members[index].parameter]
+            whole = self.whole[self._parameters[index]]
             if entry.kind in ("elements", "tensor"):
                 whole[key] = entry.common
             else:
                 whole[key] = _NUMBERS[entry.kind](entry.common.item()) if entry.kind in _NUMBERS else None
 
-    def read_numbers(self) -> None:
-        """Brings the numbers of parameters that other ranks update. After an update."""
-        self._show(self.numbers)
+    def note_update(self) -> None:
+        """All ranks have made one. Brings the numbers of parameters that other ranks update."""
+        if self._numbers:
+            self._show(self._numbers)
+            self._note_whole()
+        else:
+            self._watched.note()
 
     def load(self) -> None:
         """Gives this rank's pieces their part of ``whole``, which somebody has filled; to be shared then."""
-        self._before = None
+        self._problem = ""
         self._entries.clear()
-        self.numbers.clear()
+        self._numbers.clear()
+        self._note_whole()  # it keeps nothing of the former alive
         for memory in self._own:
             self._memories.remove(memory)
         self._own.clear()
@@ -246,12 +262,18 @@ class SharedState:
         self._installed = [{} for _ in self._shard.pieces]
         for piece in self._shard.pieces:
             state = {}
-            for key, value in self.whole.get(piece.parameter, {}).items():
+            here = self.whole.get(piece.parameter, {})
+            if self._is_made_once and not here:
+                self._problem = (
+                    f"the state of parameter {self._names[piece.index]} was removed, which this optimizer makes but "
+                    "once: put other values in the place of its entries, the same on all ranks, or load_state_dict()"
+                )
+            for key, value in here.items():
                 if isinstance(value, torch.Tensor):
                     if value.shape == piece.parameter.shape and value.dim() > 0:
                         value = piece.cut(piece.laid_out(value))
                     elif value.dim() > 0 and not piece.is_whole:
-                        raise InvalidUsage(_not_elementwise(key, value))
+                        self._problem = _not_elementwise(key, value)
                     value = value.detach().clone()
                 state[key] = value
             self._shard.set_state_of(piece, state)

@@ -49,18 +49,14 @@ class SharedWeights:
         self.memory = create_common(host, "ShardedOptimizer: the weights", size_of(self._layouts))
         self._common = tensors_in(self.memory, self._layouts)
         self._addresses = [memory.data_ptr() for memory in self._common]
-        self.share()
-
-    def share(self) -> None:
-        """Moves the parameters, with the values that they have now, into the common memory. Collective.
-
-        Raises ``Mismatch`` on all ranks, naming the parameter, where they have different ones.
-        """
         self.give()
         self.take()
 
     def give(self) -> None:
-        """The first half: the common memory has the values, and only the host's first rank has moved. Collective."""
+        """The common memory gets the values that parameters have now; only the host's first rank moves. Collective.
+
+        Raises ``Mismatch`` on all ranks, naming the parameter, where they have different ones.
+        """
         self._renew()
         sums = [checksum(parameter) for parameter in self.parameters]
         lines = [
@@ -81,7 +77,7 @@ class SharedWeights:
         communicator.barrier()
 
     def take(self) -> None:
-        """The second half, which nothing interrupts."""
+        """All parameters move there: the second half of that, which nothing interrupts."""
         for memory, parameter in zip(self._common, self.parameters, strict=True):
             parameter.data = memory
             common[parameter] = True
@@ -132,17 +128,13 @@ class SharedWeights:
         if moved:
             self.take()
         else:
-            self.note()
+            self.watched.note()
         return problem
 
     def _renew(self) -> None:
         """``share_memory_()``, or sending a tensor to a process, moves what its storage holds, and all that have it."""
         if any(memory.data_ptr() != at for memory, at in zip(self._common, self._addresses, strict=True)):
             self._common = tensors_in(self.memory, self._layouts)
-
-    def note(self) -> None:
-        """They are as they should be."""
-        self.watched.note()
 
     def note_update(self, written: bytes | None = None) -> None:
         """All ranks have updated those that are ``written``, by their numbers, or all.

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -16,17 +14,12 @@ from syncengine.parallel import Parallel
 from syncengine.parallel.broadcast import TensorBroadcast, describe_layout
 from syncengine.parallel.replication import check_same_on_all_ranks
 from syncengine.parallel.watchers import common
-from syncengine.sharded.agreement import agree, gather_texts
+from syncengine.sharded.agreement import agree, gather_json
 from syncengine.sharded.memory import Host
 from syncengine.sharded.shard import Groups
 from syncengine.sharded.sharing import Sharing
-from syncengine.sharded.state import digest
+from syncengine.sharded.state import State, digest
 from syncengine.sharded.update import SAME
-
-
-class _Noted(NamedTuple):
-    version: int
-    digest: int
 
 
 class PrivateTensors:
@@ -50,7 +43,7 @@ class PrivateTensors:
 
         Raises ``Mismatch`` on all ranks, naming one, where shapes or dtypes differ.
         """
-        keys = json.loads(gather_texts(communicator, json.dumps(written))[0])
+        keys = gather_json(communicator, written)[0]
         if not keys:
             return
         found = self._find()
@@ -76,12 +69,12 @@ class PrivateTensors:
         return found
 
 
-def _note(tensor: torch.Tensor) -> _Noted:
-    return _Noted(-1 if tensor.is_inference() else tensor._version, digest({"": tensor}))
+def _note(tensor: torch.Tensor) -> tuple[int, int]:
+    return -1 if tensor.is_inference() else tensor._version, digest({"": tensor})
 
 
 @contextlib.contextmanager
-def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
+def write_together(sharing: Sharing, groups: Groups, state: State) -> Iterator[bool]:
     """Gives True on rank 0, which may write, and False on the others, which must not. Collective.
 
     A failure may reach some ranks when rank 0 has begun already. So it says in shared memory that it begins, as for an
@@ -91,11 +84,12 @@ def write_together(sharing: Sharing, groups: Groups) -> Iterator[bool]:
     if host is None or not sharing.blocks:
         yield True
         return
-    update = sharing.next_writing(groups)
+    update = sharing.next_update(groups)
     try:
-        update.agree("what is to be done before writing() differs", sharing.written())
+        update.agree("what is to be done before writing() differs", sharing.written() or sharing.look(state))
         for block in sharing.blocks:
-            block.share_loaded()
+            block.give_loaded()
+            block.take_loaded()
         private = PrivateTensors(sharing.models, writes=host.communicator.rank == 0)
         if host.communicator.rank == 0 and not update.decide(True):
             host.communicator.check_peers()

@@ -136,7 +136,6 @@ SHARDED_MODULES = [
     "state",
     "claims",
     "block",
-    "edits",
     "update",
     "sharing",
     "writing",

@@ -41,14 +41,6 @@ def a_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     assert optimizer.step(closure) == 1.0
 
 
-def a_scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    model(batch(5)).sum().mul(float("inf")).backward()
-    scaler.scale(torch.ones(()))
-    scaler.step(optimizer)
-    scaler.update()
-
-
 def with_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     model(batch(5)).square().mean().backward()
     optimizer.step()
@@ -76,8 +68,6 @@ def live(idles: Callable[..., None], kind: type, options: dict[str, Any]) -> lis
         (nothing, torch.optim.AdamW, {}),
         (nothing, torch.optim.AdamW, {"fused": True}),
         (a_closure, torch.optim.AdamW, {}),
-        (a_scaler, torch.optim.SGD, {"momentum": 0.9}),
-        (a_scaler, torch.optim.AdamW, {"fused": True}),
         (with_gradients, Seldom, {}),
     ],
 )
@@ -104,60 +94,6 @@ def one_of_two_models() -> list[str]:
 
 def test_the_graph_of_a_model_without_gradients_stays_alive(pool: RankPool):
     assert pool.run(one_of_two_models) == [["", ""]] * 2
-
-
-SCALED = {
-    "SGD": {"momentum": 0.9},
-    "Adam": {"amsgrad": True},
-    "AdamW": {},
-    "Adagrad": {},
-}
-
-
-@pytest.mark.parametrize("elements", [None, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", SCALED)
-@run_on_ranks(world=3)
-def test_fused_kernels_scale_gradients_back_themselves(name: str, dtype: torch.dtype, elements: bool | None):
-    """Bits of weights, state and, after the step, gradients, which fused kernels scale back."""
-    torch.set_num_threads(1)
-    options = {} if (name, dtype) == ("SGD", torch.bfloat16) else SCALED[name]  # with momentum it differs from itself
-    nets, states, gradients = [make("odd", dtype), make("odd", dtype)], [], []
-    for net, make_one in zip(nets, (sharded, plain), strict=True):
-        more = {"elements": elements} if make_one is sharded else {}
-        model, optimizer = make_one(net, getattr(torch.optim, name), fused=True, **options, **more)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1000.3, growth_interval=2)
-        seen = []
-        for step in range(6):
-            optimizer.zero_grad()
-            factor = float("inf") if step == 3 and syncengine.rank() == 1 else 1.0
-            scaler.scale(model(batch(step, dtype)).float().square().mean() * factor).backward()
-            if step == 4:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            seen += [p.grad.clone() for p in net.parameters()]
-        gradients.append(seen)
-        states.append(optimizer.state_dict())
-    wrong = different_weights(*nets) + differences(states[1], states[0])
-    same = [torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(*gradients, strict=True)]
-    return wrong if all(same) else [*wrong, f"gradients {same}"]
-
-
-@run_on_ranks()
-def test_ranks_without_batches_are_told_of_the_scale():
-    """A rank without batches hears of the scale."""
-    nets = [make(), make()]
-    for net, make_one in zip(nets, (sharded, plain), strict=True):
-        model, optimizer = make_one(net, fused=True)
-        with model.join():
-            for step in range(2 + 2 * syncengine.rank()):
-                optimizer.zero_grad()
-                (model(batch(step)).square().mean() * 1000.3).backward()
-                optimizer.grad_scale, optimizer.found_inf = torch.tensor(1000.3), torch.tensor(float(step == 2))
-                optimizer.step()
-                del optimizer.grad_scale, optimizer.found_inf
-    return different_weights(*nets)
 
 
 class Fickle(torch.optim.SGD):

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import syncengine
 from syncengine.sharded.movable import why_not_shared
-from syncengine.sharded.shard import GRAIN, Size, cut_elements, deal_whole
+from syncengine.sharded.shard import GRAIN, cut_elements, deal_whole
 from syncengine.sharded.weights import Named
 
 
@@ -62,7 +62,7 @@ def test_arguments_are_checked_as_by_the_optimizer_itself():
 @pytest.mark.parametrize("sizes", [[5], [64, 64, 64], [1000, 3, 0, 70_000, 129], [1] * 40, [0], []], ids=str)
 def test_slices_cover_each_element_once(sizes: list[int], ranks: int):
     for divide in (cut_elements, deal_whole):
-        parts = divide([Size(n, 4) for n in sizes], ranks)
+        parts = divide([(n, 4) for n in sizes], ranks)
         assert len(parts) == ranks
         slices = sorted(itertools.chain(*parts))
         for index, n in enumerate(sizes):
@@ -70,9 +70,9 @@ def test_slices_cover_each_element_once(sizes: list[int], ranks: int):
             assert sum(s.end - s.begin for s in own) == n
             assert all(s.begin % GRAIN == 0 for s in own)
             assert all(a.end == b.begin for a, b in itertools.pairwise(own))
-    work = [sum(s.end - s.begin for s in part) for part in cut_elements([Size(n, 4) for n in sizes], ranks)]
+    work = [sum(s.end - s.begin for s in part) for part in cut_elements([(n, 4) for n in sizes], ranks)]
     assert max(work) - sum(work) / ranks <= 2 * GRAIN
-    whole = [sum(s.end - s.begin for s in part) for part in deal_whole([Size(n, 4) for n in sizes], ranks)]
+    whole = [sum(s.end - s.begin for s in part) for part in deal_whole([(n, 4) for n in sizes], ranks)]
     assert max(whole) - sum(whole) / ranks <= max(sizes, default=0)
 
 
@@ -299,3 +299,42 @@ def test_a_loaded_state_that_is_not_elementwise_is_named_on_all_ranks(early: boo
     after = error_of(lambda: syncengine.barrier())
     assert "keeps 'exp_avg' of shape (7,), which is not one number for each element" in text
     assert after == ""
+
+
+def backward_under_no_sync(way: str, ranks: list[int]) -> tuple[str, list[str]]:
+    ours, theirs = make(), make()
+    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
+    text = ""
+    for net, wrapped, one in ((ours, model, optimizer), (theirs, reference, plain_optimizer)):
+        for step in range(3):
+            one.zero_grad()
+            wrapped(batch(step)).square().mean().backward()
+            probe = batch(7).requires_grad_()
+            if syncengine.rank() in ranks:
+                with wrapped.no_sync():
+                    loss = wrapped(probe).sum()
+                    if way == "grad":
+                        torch.autograd.grad(loss, probe)
+                    elif way == "grad of a parameter":
+                        torch.autograd.grad(loss, net.head.weight)
+                    elif way == "inputs":
+                        loss.backward(inputs=[probe])
+                    elif way == "inputs with a parameter":
+                        loss.backward(inputs=[probe, net.head.weight])
+                    else:
+                        loss.backward()
+            text = text or error_of(one.step)
+    return text, different_weights(ours, theirs)
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one", "all"])
+@pytest.mark.parametrize("way", ["grad", "grad of a parameter", "inputs"])
+def test_what_accumulates_nothing_leaves_averages(pool: RankPool, way: str, ranks: list[int]):
+    assert pool.run(backward_under_no_sync, way, ranks) == [("", [])] * 2
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1]], ids=["one", "all"])
+@pytest.mark.parametrize("way", ["inputs with a parameter", "all"])
+def test_what_accumulates_is_refused(pool: RankPool, way: str, ranks: list[int]):
+    for text, _ in pool.run(backward_under_no_sync, way, ranks):
+        assert "the gradients of Mlp are not averages: the last backward was this rank's own (no_sync)" in text

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from pool import RankPool, run_on_ranks
 from sharded_training import (
-    OPTIMIZERS,
+    batch,
     differences,
     different_weights,
     error_of,
@@ -26,49 +28,14 @@ from sharded_training import (
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     _init_optim_state,
+    get_model_state_dict,
     get_optimizer_state_dict,
     get_state_dict,
-    set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 
 import syncengine
-
-
-def one_continues(kind: type, options: dict, first_sharded: bool, name: str) -> list[str]:
-    """Four steps one way and four the other, beside eight of plain torch, which also loads what it has saved."""
-    whole, half = make(name), make(name)
-    reference, optimizer = plain(whole, kind, **options)
-    train(reference, optimizer, 4)
-    optimizer.load_state_dict(snapshot(optimizer))  # some 0-dimensional ones change their dtype
-    loaded = snapshot(optimizer)
-    train(reference, optimizer, range(4, 8))
-    one, other = (sharded, plain) if first_sharded else (plain, sharded)
-    model, before = one(half, kind, **options)
-    train(model, before, 4)
-    saved = io.BytesIO()
-    torch.save({"model": half.state_dict(), "optimizer": before.state_dict()}, saved)
-    checkpoint = torch.load(io.BytesIO(saved.getvalue()))
-    untouched = copy.deepcopy(checkpoint)
-    second = make(name)
-    model, after = other(second, kind, **options)
-    train(model, after, 2)  # something to be overwritten
-    model.module.load_state_dict(checkpoint["model"])
-    after.load_state_dict(copy.deepcopy(checkpoint["optimizer"]) if first_sharded else checkpoint["optimizer"])
-    wrong = differences(after.state_dict(), loaded)
-    train(model, after, range(4, 8))
-    wrong += [f"argument: {one}" for one in differences(untouched["optimizer"], checkpoint["optimizer"])]
-    return wrong + different_weights(whole, second) + differences(optimizer.state_dict(), after.state_dict())
-
-
-@pytest.mark.parametrize("first_sharded", [True, False], ids=["to plain", "from plain"])
-@pytest.mark.parametrize("model", ["odd", "mixed"])
-@run_on_ranks(world=3)
-def test_a_checkpoint_continues_with_the_same_bits(first_sharded: bool, model: str):
-    wrong = []
-    for name, options in OPTIMIZERS.items():
-        wrong += [f"{name}: {one}" for one in one_continues(getattr(torch.optim, name), options, first_sharded, model)]
-    return wrong
 
 
 def save(path: str) -> None:
@@ -177,23 +144,6 @@ def test_loading_on_one_rank_alone_is_named():
     assert kept
 
 
-def through_dcp(folder: str) -> list[str]:
-    ours, theirs = make(), make()
-    model, optimizer = sharded(ours)
-    train(model, optimizer, 3)
-    dcp.save({"optimizer": get_optimizer_state_dict(ours, optimizer)}, checkpoint_id=folder)
-    reference, plain_optimizer = plain(theirs)
-    train(reference, plain_optimizer, 5)
-    again = make()
-    again.load_state_dict(ours.state_dict())
-    model, optimizer = sharded(again)
-    state = {"optimizer": get_optimizer_state_dict(again, optimizer)}  # its _init_optim_state steps with zeros
-    dcp.load(state, checkpoint_id=folder)
-    set_optimizer_state_dict(again, optimizer, state["optimizer"])
-    train(model, optimizer, range(3, 5))
-    return different_weights(again, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
-
-
 @run_on_ranks()
 def test_state_that_dcp_makes():
     """State of zeros; the weights, the rate and the gradients stay, and training is as if nothing had been."""
@@ -232,11 +182,6 @@ def test_whole_state_dicts_of_dcp():
     (whole, reference), *others = results
     wrong = [name for net, _ in others for name in different_weights(net, whole)]
     return wrong + [one for _, state in others for one in differences(reference, state)]
-
-
-def test_distributed_checkpoints(pool: RankPool):
-    with tempfile.TemporaryDirectory() as folder:
-        assert pool.run(through_dcp, folder, gloo=True) == [[]] * 2
 
 
 @pytest.mark.parametrize("kind", ["steps are numbers", "of Adam for AdamW"])
@@ -279,3 +224,120 @@ def test_states_that_differ_before_sharing_are_named():
     optimizer.load_state_dict(saved)
     text = error_of(lambda: train(model, optimizer, 1))
     assert text.startswith("Mismatch") and "state with CRC-32" in text
+
+
+EDITS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {  # of the entries of each parameter; what is named
+    "smaller": (lambda entries: entries["exp_avg"].mul_(0.1), "'exp_avg' of parameter layers.0.weight was written to"),
+    "first step": (lambda entries: entries["step"].zero_(), "'step' of parameter layers.0.weight was written to"),
+    "data": (
+        lambda entries: setattr(entries["exp_avg"], "data", torch.zeros_like(entries["exp_avg"])),
+        "'exp_avg' of parameter layers.0.weight lies in other memory",
+    ),
+    "sent": (
+        lambda entries: entries["exp_avg"].share_memory_(),
+        "'exp_avg' of parameter layers.0.weight lies in other memory",
+    ),
+    "replaced on one": (lambda entries: entries.update(exp_avg=entries["exp_avg"].clone()), "or replaced its state"),
+    "cleared on one": (lambda entries: entries.clear(), "or replaced its state"),
+}
+
+
+@pytest.mark.parametrize("how", EDITS)
+@pytest.mark.parametrize("ranks", [[0, 1], [1]], ids=["all", "one"])
+@run_on_ranks()
+def test_edits_of_shared_state_are_refused(how: str, ranks: list[int]):
+    """Writes to it; and what only one rank puts in the place of entries."""
+    edit, says = EDITS[how]
+    nets = [make(), make()]
+    (model, optimizer), (reference, plain_optimizer) = sharded(nets[0]), plain(nets[1])
+    train(model, optimizer, 3)
+    train(reference, plain_optimizer, 3)
+    saved = snapshot(optimizer)
+    syncengine.barrier()
+    if syncengine.rank() in (ranks if "one" not in how else [1]):
+        for entries in optimizer.state.values():
+            edit(entries)
+    texts = [error_of(lambda: train(model, optimizer, range(3, 4))) for _ in range(2)]
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, range(3, 6))
+    train(reference, plain_optimizer, range(3, 6))
+    assert all(says in text for text in texts), texts
+    return different_weights(*nets) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
+
+
+@run_on_ranks()
+def test_state_that_is_made_but_once_can_not_be_cleared():
+    model, optimizer = sharded(make(), torch.optim.Adagrad)
+    train(model, optimizer, 2)
+    saved = snapshot(optimizer)
+    optimizer.state.clear()
+    assert "which this optimizer makes but once" in error_of(lambda: train(model, optimizer, 1))
+    optimizer.load_state_dict(saved)
+    assert error_of(lambda: train(model, optimizer, 1)) == ""
+
+
+class AppState(Stateful):
+    """Of torch's tutorial."""
+
+    def __init__(self, model: Any, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def resume(folder: str, before: str) -> list[str]:
+    ours, theirs, again = make(), make(), make()
+    model, optimizer = sharded(ours)
+    train(model, optimizer, 3)
+    dcp.save({"app": AppState(model, optimizer)}, checkpoint_id=folder)
+    reference, plain_optimizer = plain(theirs)
+    train(reference, plain_optimizer, 5)
+    model, optimizer = sharded(again)
+    if before == "after a backward":
+        model(batch(0)).square().mean().backward()
+        optimizer.zero_grad()
+    dcp.load({"app": AppState(model, optimizer)}, checkpoint_id=folder)
+    train(model, optimizer, range(3, 5))
+    wrong = different_weights(again, theirs) + not_divided(again, optimizer)
+    return wrong + differences(plain_optimizer.state_dict(), optimizer.state_dict())
+
+
+@pytest.mark.parametrize("before", ["at first", "after a backward"])
+def test_a_new_process_resumes(pool: RankPool, before: str):
+    with tempfile.TemporaryDirectory() as folder:
+        assert pool.run(resume, folder, before, gloo=True) == [[]] * 2
+
+
+@run_on_ranks(gloo=True)
+def test_views_on_one_rank_are_no_hindrance():
+    """And no checkpoint after all."""
+    ours, theirs = make(), make()
+    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
+    views = get_model_state_dict(ours) if syncengine.rank() == 1 else None
+    for net, one in ((ours, optimizer), (theirs, plain_optimizer)):
+        get_optimizer_state_dict(net, one)
+    rates = [one.param_groups[0]["lr"] for one in (optimizer, plain_optimizer)]
+    del views
+    train(model, optimizer, 3)
+    train(reference, plain_optimizer, 3)
+    wrong = different_weights(ours, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
+    return wrong + not_divided(ours, optimizer) + [f"rates {rates}"] * (rates[0] != rates[1])
+
+
+@run_on_ranks()
+def test_a_step_with_gradients_shares():
+    """Of one rank, in the first step: not what makes state."""
+    net = make()
+    _model, optimizer = sharded(net)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    if syncengine.rank() == 1:
+        net.head.bias.grad.fill_(1)
+    views = net.state_dict()
+    assert "is also held by" in error_of(optimizer.step)
+    del views

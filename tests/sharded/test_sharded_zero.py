@@ -60,6 +60,15 @@ def test_another_group_than_the_models_is_refused():
     assert right == ""
 
 
+@run_on_ranks(gloo=True)
+def test_models_of_several_groups_are_refused():
+    nets = [make(), make()]
+    models = [syncengine.Parallel(nets[0]), syncengine.Parallel(nets[1], process_group=dist.new_group())]
+    optimizer = syncengine.ShardedOptimizer([p for net in nets for p in net.parameters()], torch.optim.AdamW)
+    texts = [error_of(lambda model=model: train(model, optimizer, 1)) for model in models]
+    assert all("the models of one ShardedOptimizer need one process group" in text for text in texts), texts
+
+
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(3))]
 
