@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from sharded_training import (
     batch,
     differences,
@@ -61,64 +61,6 @@ def rate_tensor(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     train(model, optimizer, 2)
 
 
-def zeroed(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    train(model, optimizer, 1)
-    none = []
-    for set_to_none in (False, True):
-        backward(model, 1)
-        optimizer.zero_grad(set_to_none)
-        none.append([p.grad is None or bool(p.grad.any()) for p in model.parameters()])
-    assert not any(none[0]) and all(none[1])
-    return none
-
-
-def kept_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    train(model, optimizer, 4, set_to_none=False)
-
-
-def accumulation(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    for step in range(4):
-        optimizer.zero_grad()
-        with model.no_sync():
-            backward(model, 2 * step)
-        backward(model, 2 * step + 1)
-        optimizer.step()
-
-
-def clipping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    norms = []
-    for step in range(4):
-        optimizer.zero_grad()
-        backward(model, step, 100.0)
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
-        if step > 1:
-            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
-        optimizer.step()
-    assert min(norms) > 0.5  # they are clipped
-    return norms
-
-
-def scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-    scales = []
-    for step in range(6):
-        optimizer.zero_grad()
-        too_large = step == 3 and syncengine.rank() == 1  # the averages are, then, on all ranks
-        loss = model(batch(step)).square().mean() * (float("inf") if too_large else 1.0)
-        scaler.scale(loss).backward()
-        if step % 2:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        scales.append(scaler.get_scale())
-    assert scales[2] > scales[3]
-    return scales
-
-
-def fused_scaler(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    return scaler(model, optimizer)
-
-
 def hooks(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
     """What each of them sees, in which order; what they change counts; those that are removed are not called."""
     seen: list[tuple] = []
@@ -170,76 +112,14 @@ def without_momenta(which: torch.optim.Optimizer, state: dict) -> dict:
     return {**state, "state": entries}
 
 
-def closures(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    losses = []
-    for step in range(4):
-
-        def closure(step: int = step) -> torch.Tensor:
-            optimizer.zero_grad()
-            return backward(model, step)
-
-        losses.append(optimizer.step(closure).item())
-    return losses
-
-
-def another_group(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    train(model, optimizer, 2)
-    optimizer.add_param_group({"params": list(model.module.layers[0].parameters()), "lr": 0.03})
-    train(model, optimizer, range(2, 5))
-
-
-def thawing(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    model.module.layers[2].requires_grad_(False)
-    train(model, optimizer, 2)
-    model.module.layers[2].requires_grad_(True)
-    train(model, optimizer, range(2, 5))
-
-
-LOOPS = [
-    schedulers,
-    rate_tensor,
-    zeroed,
-    kept_gradients,
-    accumulation,
-    clipping,
-    scaler,
-    fused_scaler,
-    hooks,
-    closures,
-    another_group,
-    thawing,
-]
-
-
-def beside_plain(loops: list[Loop]) -> list[str]:
-    wrong = []
-    for loop in loops:
-        ours, theirs = make(), make()
-        results = []
-        for net, kind in ((ours, sharded), (theirs, plain)):
-            model, optimizer = kind(net, fused=loop is fused_scaler)
-            if loop is another_group:
-                rest = [p for name, p in net.named_parameters() if not name.startswith("layers.0")]
-                del optimizer
-                model = syncengine.Parallel(net)
-                optimizer = (
-                    syncengine.ShardedOptimizer(rest, torch.optim.AdamW, lr=1e-2)
-                    if kind is sharded
-                    else torch.optim.AdamW(rest, lr=1e-2)
-                )
-            results.append((loop(model, optimizer), optimizer.state_dict()))
-            if kind is sharded:
-                wrong += [f"{loop.__name__}: {one}" for one in not_divided(net, optimizer)]
-        wrong += [f"{loop.__name__}: {one}" for one in different_weights(ours, theirs)]
-        wrong += [f"{loop.__name__}: {one}" for one in differences(results[1][1], results[0][1])]
-        if results[0][0] != results[1][0]:
-            wrong.append(f"{loop.__name__}: {results[0][0]} instead of {results[1][0]}")
-    return wrong
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-def test_as_with_a_plain_optimizer(pool: RankPool, loop: Loop):
-    assert pool.run(beside_plain, [loop], world=3) == [[]] * 3
+@pytest.mark.parametrize("loop", [schedulers, rate_tensor, hooks])
+@run_on_ranks(world=3)
+def test_as_with_a_plain_optimizer(loop: Loop):
+    nets = [make(), make()]
+    (model, optimizer), (reference, plain_optimizer) = sharded(nets[0]), plain(nets[1])
+    assert loop(model, optimizer) == loop(reference, plain_optimizer)
+    wrong = not_divided(nets[0], optimizer) + different_weights(*nets)
+    return wrong + differences(plain_optimizer.state_dict(), optimizer.state_dict())
 
 
 @run_on_ranks()
@@ -336,17 +216,6 @@ def test_an_optimizer_for_each_of_two_models():
             backward(other, step)
             others_optimizer.step()
     return [name for a, b in zip(*nets, strict=True) for name in different_weights(a, b)]
-
-
-@run_on_ranks()
-def test_a_model_may_be_wrapped_again():
-    ours, theirs = make(), make()
-    for net, kind in ((ours, sharded), (theirs, plain)):
-        model, optimizer = kind(net)
-        train(model, optimizer, 2)
-        del model
-        train(syncengine.Parallel(net), optimizer, range(2, 4))
-    return different_weights(ours, theirs)
 
 
 @run_on_ranks()

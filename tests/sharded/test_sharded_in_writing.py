@@ -20,6 +20,7 @@ from sharded_training import (
     train,
     with_an_older_graph,
 )
+from test_hosts import run, start
 from torch import nn
 
 import syncengine
@@ -27,10 +28,6 @@ import syncengine
 
 def load(net: nn.Module) -> None:
     net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
-
-
-def load_a_part(net: nn.Module) -> None:
-    net.head.load_state_dict({name: value + 1 for name, value in net.head.state_dict().items()})
 
 
 def point_elsewhere(net: nn.Module) -> None:
@@ -48,7 +45,7 @@ def transpose(net: nn.Module) -> None:
     square.data = square.data.t()
 
 
-@pytest.mark.parametrize("change", [load, load_a_part, point_elsewhere, swap, transpose])
+@pytest.mark.parametrize("change", [swap, transpose])
 @run_on_ranks()
 def test_all_ranks_see_what_one_has_loaded(change: Callable[[nn.Module], None]):
     ours, theirs = make(), make()
@@ -67,30 +64,6 @@ def test_all_ranks_see_what_one_has_loaded(change: Callable[[nn.Module], None]):
 def send(net: nn.Module) -> None:
     """As through a queue to an evaluator: torch moves what each storage holds, in place."""
     ForkingPickler.dumps(net.state_dict())
-
-
-def write_and_share_memory(net: nn.Module) -> None:
-    with torch.no_grad():
-        net.head.weight.add_(1)
-    net.share_memory()
-
-
-@pytest.mark.parametrize("elements", [True, False])
-@pytest.mark.parametrize("change", [load, point_elsewhere, send, write_and_share_memory])
-@run_on_ranks(world=3)
-def test_training_goes_on_in_common(change: Callable[[nn.Module], None], elements: bool):
-    """Beside plain training, so that each rank's part of later steps reaches the others."""
-    ours, theirs = make(), make()
-    (model, optimizer), (reference, plain_optimizer) = sharded(ours, elements=elements), plain(theirs)
-    train(model, optimizer, 2)
-    train(reference, plain_optimizer, 2)
-    with optimizer.writing() as may_write:
-        if may_write:
-            change(ours)
-    change(theirs)
-    train(model, optimizer, range(2, 5))
-    train(reference, plain_optimizer, range(2, 5))
-    return different_weights(ours, theirs) + not_divided(ours, optimizer)
 
 
 @pytest.mark.parametrize("change", [load, point_elsewhere, send])
@@ -200,28 +173,6 @@ def test_the_writer_may_evaluate_a_model_with_buffers():
     return different_weights(ours, theirs) + [n for n, b in ours.named_buffers() if not b.equal(theirs.get_buffer(n))]
 
 
-@pytest.mark.parametrize("writes", [False, True])
-@pytest.mark.parametrize("mover", [0, 1])
-@run_on_ranks()
-def test_what_was_sent_is_loaded_anew(mover: int, writes: bool):
-    """Loading everything anew makes good for weights that have moved elsewhere on one rank."""
-    ours, theirs = make(), make()
-    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
-    best = {name: value.clone() for name, value in theirs.state_dict().items()}
-    train(model, optimizer, 2)
-    train(reference, plain_optimizer, 2)
-    if syncengine.rank() == mover:
-        ours.share_memory()
-    for net in (ours, theirs):
-        net.load_state_dict(best)
-    if writes:
-        with optimizer.writing():
-            pass
-    train(model, optimizer, range(2, 5))
-    train(reference, plain_optimizer, range(2, 5))
-    return different_weights(ours, theirs) + not_divided(ours, optimizer)
-
-
 @run_on_ranks()
 def test_later_writes_are_named():
     """The forward's own look at the weights is back once writing() is over, also after an error."""
@@ -265,3 +216,124 @@ def test_a_rank_that_is_interrupted_ends_the_others(pool: RankPool):
     for text in (second, first_step, second_step):
         assert "TornWeights" in text
         assert "rank 0 left writing(): KeyboardInterrupt" in text
+
+
+def with_a_frozen_part() -> nn.Module:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(24, 200), nn.BatchNorm1d(200), nn.Linear(200, 100), nn.Linear(100, 2))
+    net[0].requires_grad_(False)
+    net[2].weight.requires_grad_(False)  # too large to travel with others
+    return net
+
+
+def load_twos(net: nn.Module) -> None:
+    net.load_state_dict({name: torch.full_like(value, 2) for name, value in net.state_dict().items()})
+
+
+def load_a_part(net: nn.Module) -> None:
+    net[0].load_state_dict({name: torch.full_like(value, 2) for name, value in net[0].state_dict().items()})
+
+
+def assign_a_part(net: nn.Module) -> None:
+    net[0].load_state_dict(
+        {name: torch.full_like(value, 2) for name, value in net[0].state_dict().items()}, assign=True
+    )
+
+
+def by_data(net: nn.Module) -> None:
+    """Which versions do not see."""
+    net[2].weight.data.fill_(2)
+
+
+def point_a_frozen_one_elsewhere(net: nn.Module) -> None:
+    net[0].weight.data = torch.full_like(net[0].weight, 2).t().contiguous().t()
+
+
+def statistics(net: nn.Module) -> None:
+    net[1].running_mean = torch.full([200], 2.0)
+
+
+CHANGES = [load_twos, load_a_part, assign_a_part, by_data, point_a_frozen_one_elsewhere, statistics]
+
+
+def one_changes(change: Callable[[nn.Module], None]) -> tuple[list[str], dict[str, torch.Tensor]]:
+    ours, theirs = with_a_frozen_part(), with_a_frozen_part()
+    model = syncengine.Parallel(ours, forward_sync_buffers=False)
+    optimizer = syncengine.ShardedOptimizer(ours.parameters(), torch.optim.AdamW, lr=1e-2)
+    train(model, optimizer, 2)
+    theirs.load_state_dict(ours.state_dict())
+    with optimizer.writing() as may_write:
+        if may_write:
+            change(ours)
+    change(theirs)
+    wrong = different_weights(ours, theirs)
+    train(model, optimizer, 2)
+    return wrong, {name: p.detach().clone() for name, p in ours.named_parameters()}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_all_ranks_get_what_one_has_written(pool: RankPool, change: Callable[[nn.Module], None]):
+    (first, weights), (second, others) = pool.run(one_changes, change)
+    assert first == second == []  # other statistics stay each rank's own
+    assert all(torch.equal(value, others[name]) for name, value in weights.items())
+
+
+def on_hosts(hosts: str) -> tuple[list[str], dict[str, torch.Tensor]]:
+    start(hosts)
+    return one_changes(load_twos)
+
+
+def test_all_hosts_get_it(pool: RankPool):
+    answers = run(pool, on_hosts, "aab")
+    assert [wrong for wrong, _ in answers] == [[]] * 3
+
+
+def one_fails() -> list[str]:
+    net = with_a_frozen_part()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 1)
+
+    def go() -> None:
+        with optimizer.writing() as may_write:
+            if may_write:
+                load_a_part(net)
+                raise ValueError("no")
+
+    return [error_of(go), str(bool((net[0].weight == 2).all())), error_of(lambda: train(model, optimizer, 1))]
+
+
+def test_all_ranks_get_it_after_an_error(pool: RankPool):
+    (first, *others), (second, *rest) = pool.run(one_fails)
+    assert first == "ValueError: no"
+    assert second.startswith("Aborted: rank 0: in writing(): ValueError: no")
+    assert others == rest == ["True", ""]
+
+
+@run_on_ranks()
+def test_another_shape_of_a_frozen_one_is_named():
+    net = with_a_frozen_part()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 1)
+
+    def go() -> None:
+        with optimizer.writing() as may_write:
+            if may_write:
+                net[0].bias.data = net[0].bias.data[:7]
+
+    text = error_of(go)
+    assert text.startswith("Mismatch: what rank 0 has written in writing() differs between ranks"), text
+    assert "rank 0 has [0.bias: float32 (7,)], rank 1 has [0.bias: float32 (200,)]" in text
+
+
+@run_on_ranks()
+def test_a_graph_of_a_frozen_one_can_not_be_used():
+    net = with_a_frozen_part()
+    model, optimizer = sharded(net)
+    train(model, optimizer, 1)
+    x = torch.ones(2, 24, requires_grad=True)
+    loss = nn.functional.linear(x, net[2].weight[:, :24]).sum()
+    with optimizer.writing() as may_write, torch.no_grad():
+        if may_write:
+            net[2].weight.mul_(2)
+    text = error_of(loss.backward)
+    assert "has been modified by an inplace operation" in text

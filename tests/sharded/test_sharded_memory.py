@@ -13,6 +13,7 @@ from sharded_training import batch, common_memory, error_of, is_common, make, sh
 from torch import nn
 
 import syncengine
+from syncengine._C import return_free_memory
 
 MIB = 1 << 20
 COMMON = "memfd:syncengine-common"
@@ -81,6 +82,7 @@ def test_weights_and_state_are_in_memory_once():
 
 
 def own_bytes() -> int:
+    """In full: of pages that it has in common with other forks, a part would come and go with those."""
     return int(re.search(r"Anonymous:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())[1]) * 1024
 
 
@@ -199,3 +201,27 @@ def channels_last() -> list[bool]:
 
 def test_layouts_stay(pool: RankPool):
     assert pool.run(channels_last) == [[True, True, True]] * 2
+
+
+LAYERS = 64  # of 512 KiB: malloc would keep such blocks
+
+
+def growth_by_training() -> int:
+    torch.optim.AdamW(nn.Linear(1, 1).parameters())  # imports modules
+    return_free_memory()
+    before = own_bytes()
+    torch.manual_seed(0)
+    model = syncengine.Parallel(nn.Sequential(*[nn.Linear(362, 362) for _ in range(LAYERS)]))
+    optimizer = syncengine.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3, fused=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, 362)).sum().backward()
+        optimizer.step()
+    growth = own_bytes() - before
+    optimizer.release()
+    return growth
+
+
+def test_private_memory_is_not_kept(pool: RankPool):
+    """32 MiB of weights, and 32 MiB of each rank's part of the state, were private before."""
+    assert all(growth < 12 * MIB for growth in pool.run(growth_by_training)), "more is kept than modules and buffers"

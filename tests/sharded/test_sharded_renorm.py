@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from pool import RankPool, run_on_ranks
-from sharded_training import different_weights, error_of, is_common, make
+from sharded_training import different_weights, error_of, is_common
 from torch import nn
 
 import syncengine
@@ -82,19 +82,3 @@ def not_ours(how: str) -> list[str]:
 @pytest.mark.parametrize("how", ["frozen", "of another optimizer"])
 def test_one_that_stays_private_renorms_as_ever(pool: RankPool, how: str):
     assert pool.run(not_ours, how) == [["2.weight", "2.bias"]] * 2
-
-
-@run_on_ranks()
-def test_a_refusal_that_was_caught_is_repeated():
-    """Another reason not to share: it is asked again in the next forward, and numbers of models stay in order."""
-    net = make()
-    model = syncengine.Parallel(net)
-    optimizer = syncengine.ShardedOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
-    held = net.head.weight.detach()
-    texts = [error_of(lambda: model(torch.zeros(2, 24))) for _ in range(2)]
-    del held
-    assert error_of(lambda: model(torch.zeros(2, 24))) == ""
-    assert is_common(net.head.weight)
-    assert not optimizer.state  # which is alive
-    for text in texts:
-        assert "the memory of parameter head.weight is also held by 1 other" in text

@@ -13,7 +13,6 @@ from sharded_training import (
     different_weights,
     error_of,
     make,
-    not_divided,
     plain,
     sharded,
     train,
@@ -204,35 +203,6 @@ def test_writing(pool: RankPool, fails: str):
     else:
         assert first.startswith("Aborted: rank 1: in writing(): parameter head.weight was written to")
         assert second.startswith("InvalidUsage: rank 1: in writing(): parameter head.weight was written to")
-
-
-def write_what_was_loaded() -> list[str]:
-    ours, theirs = make(), make()
-    model, optimizer = sharded(ours)
-    train(model, optimizer, 2)
-    ours.load_state_dict(theirs.state_dict())
-    with optimizer.writing() as may_write, torch.no_grad():
-        if may_write:
-            ours.head.bias.fill_(2)
-    theirs.head.bias.data.fill_(2)
-    return [*different_weights(ours, theirs), error_of(lambda: train(model, optimizer, 1))]
-
-
-def test_writing_to_weights_that_were_just_loaded(pool: RankPool):
-    assert pool.run(write_what_was_loaded) == [[""]] * 2
-
-
-@run_on_ranks()
-def test_a_part_of_the_model_can_be_loaded_on_all_ranks():
-    """Of a model whose weights are shared, on all ranks."""
-    ours, theirs = make(), make()
-    (model, optimizer), (reference, plain_optimizer) = sharded(ours), plain(theirs)
-    part = {name: torch.full_like(value, 0.01) for name, value in ours.layers[2].state_dict().items()}
-    for net, wrapped, one in ((ours, model, optimizer), (theirs, reference, plain_optimizer)):
-        train(wrapped, one, 2)
-        net.layers[2].load_state_dict(part)
-        train(wrapped, one, range(2, 4))
-    return different_weights(ours, theirs) + not_divided(ours, optimizer)
 
 
 @pytest.mark.parametrize("elements", [True, False])
