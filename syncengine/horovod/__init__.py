@@ -6,6 +6,7 @@ The interface is that of horovod.torch 0.28; docs/horovod.md compares them call 
 from importlib import import_module as _import_module
 from types import ModuleType as _Module
 
+from syncengine.errors import InvalidUsage as _InvalidUsage
 from syncengine.errors import SyncError as _SyncError
 from syncengine.horovod.allreduce import allreduce as allreduce
 from syncengine.horovod.allreduce import allreduce_ as allreduce_
@@ -66,7 +67,7 @@ from syncengine.horovod.reductions import Max as Max
 from syncengine.horovod.reductions import Min as Min
 from syncengine.horovod.reductions import Product as Product
 from syncengine.horovod.reductions import Sum as Sum
-from syncengine.horovod.refusal import refuse as _refuse
+from syncengine.horovod.refusal import REFUSED as _REFUSED
 from syncengine.horovod.scatter import barrier as barrier
 from syncengine.horovod.scatter import grouped_reducescatter as grouped_reducescatter
 from syncengine.horovod.scatter import grouped_reducescatter_async as grouped_reducescatter_async
@@ -84,4 +85,6 @@ __all__ = [name for name, value in globals().items() if name[0] != "_" and not i
 def __getattr__(name: str) -> _Module:
     if name in ("functions", "mpi_ops"):  # they import from here
         return _import_module(f"{__name__}.{name}")
-    return _refuse(name)
+    if name in _REFUSED:
+        raise _InvalidUsage(f"{__name__} has no {name}: {_REFUSED[name]}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

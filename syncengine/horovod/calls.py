@@ -10,9 +10,9 @@ import torch
 
 from syncengine._C import Backend, Communicator, Work
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.reductions import engine_op
-from syncengine.horovod.requests import dtype_named
-from syncengine.horovod.streams import Round, Stream
+from syncengine.horovod.reductions import check_list, engine_op
+from syncengine.horovod.requests import Request, dtype_named
+from syncengine.horovod.streams import Operation, Stream
 
 _REDUCED = ("allreduce", "grouped_allreduce", "backward of SyncBatchNorm")
 
@@ -26,7 +26,7 @@ class Calls(Stream):
         super().__init__(communicator)
         self.ranks = ranks
         self.optimizers: list[Stream] = []  # of every DistributedOptimizer, in the order in which all have made them
-        self._writing: dict[int, tuple[int, int]] = {}  # memory of operations in place, until they are synchronized
+        self._writing: list[list[tuple[int, int]]] = []  # of operations in place: what each writes, until its end
 
     @cached_property
     def backend(self) -> Any:  # torch does not declare what it offers
@@ -43,27 +43,24 @@ class Calls(Stream):
             there_are = f"ranks {', '.join(map(str, self.ranks))} in the process set"
         raise InvalidUsage(f"{call}: root_rank={root_rank!r}, but there are {there_are}")
 
-    def check_free(self, call: str, tensor: torch.Tensor) -> None:
-        """Raises InvalidUsage for memory that an operation in place has not written to its end."""
-        if self._writing:
-            first, last = _extent(tensor)
-            if any(first < end and begin < last for begin, end in self._writing.values()):
+    def check(self, call: str, tensors: Any) -> None:
+        """Raises InvalidUsage for what is no list of tensors, and for what an operation in place still writes."""
+        check_list(call, tensors)
+        self._writing = list(filter(None, self._writing))
+        for first, last in map(_extent, tensors) if self._writing else ():
+            if any(first < end and begin < last for extents in self._writing for begin, end in extents):
                 raise InvalidUsage(
                     f"{call}: another operation still writes this tensor, or some of it: call hvd.synchronize() on "
                     "the handle of that one before"
                 )
 
-    def begin_writing(self, tensor: torch.Tensor) -> None:
-        """Until `end_writing`, for `check_free`."""
-        self._writing[id(tensor)] = _extent(tensor)
+    def keep(self, operation: Operation, tensors: Sequence[torch.Tensor]) -> None:
+        """The operation writes these: they are not free until it has ended."""
+        operation.writes.extend(map(_extent, tensors))
+        self._writing.append(operation.writes)
 
-    def end_writing(self, tensor: torch.Tensor) -> None:
-        """See begin_writing."""
-        self._writing.pop(id(tensor), None)
-
-    def shadow(self, round: Round) -> Sequence[Work]:
+    def shadow(self, request: Request) -> Sequence[Work]:
         """Adds zeros to what the others reduce."""
-        request = round.agreed
         kept = [torch.zeros(count, dtype=dtype_named(dtype), device="cpu") for dtype, count in request.flat]
         if request.kind in _REDUCED:
             word = request.how
@@ -74,22 +71,34 @@ class Calls(Stream):
         return ()
 
 
-def gather(communicator: Communicator, whole: torch.Tensor, own: torch.Tensor, sizes: Sequence[int]) -> list[Work]:
-    """Starts to put every rank's bytes into `whole`, in rank order. `sizes`: of each rank, in bytes."""
-    if min(sizes) == max(sizes) > 0:
-        return [communicator.all_gather(whole, own, async_op=True)]
+def table(communicator: Communicator, row: Sequence[int]) -> list[list[int]]:
+    """Every rank's `row` of numbers, which are as many on all. Blocks."""
+    whole = torch.empty((communicator.size, len(row)), dtype=torch.int64, device="cpu")
+    communicator.all_gather(whole, torch.tensor(row, dtype=torch.int64, device="cpu"))
+    numbers: list[list[int]] = whole.tolist()
+    return numbers
+
+
+def gather(communicator: Communicator, own: torch.Tensor, rows: Sequence[int]) -> tuple[torch.Tensor, list[Work]]:
+    """Starts to put every rank's rows into one tensor, in rank order. `own`: contiguous. `rows`: of each rank."""
+    whole = own.new_empty((sum(rows), *own.shape[1:]))
+    if not whole.numel():
+        return whole, []
+    if min(rows) == max(rows):
+        return whole, [communicator.all_gather(as_bytes(whole), as_bytes(own), async_op=True)]
     works = []
-    for root, part in enumerate(whole.split(list(sizes))):
+    for root, part in enumerate(whole.split(list(rows))):
         if root == communicator.rank:
             part.copy_(own)
         if part.numel():
-            works.append(communicator.broadcast(part, root, async_op=True))
-    return works
+            works.append(communicator.broadcast(as_bytes(part), root, async_op=True))
+    return whole, works
 
 
-def bytes_of_rows(round: Round, row: int) -> list[int]:
-    """Of each rank, the bytes that it brings; `row`: of each of its rows."""
-    return [request.own * row for request in round.requests]
+def apart(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views, one of the shape of each tensor in `like`."""
+    parts = flat.split([tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

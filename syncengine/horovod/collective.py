@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 import torch
 
 from syncengine.errors import InvalidUsage
-from syncengine.horovod.calls import Calls
-from syncengine.horovod.process_sets import ProcessSet, global_process_set, stream_of
+from syncengine.horovod.handles import begin
+from syncengine.horovod.process_sets import ProcessSet, global_process_set, refusing, stream_of
 from syncengine.horovod.reductions import Average, Compression, NoneCompressor, ReduceOp, Sum
 from syncengine.horovod.streams import Operation, Plan
 
 Compressor = type[NoneCompressor]
+Tensors = Sequence[torch.Tensor]
 _needs_gradient = operator.attrgetter("requires_grad")
 Gradient = Callable[..., Iterable[torch.Tensor]]
 Result = TypeVar("Result")
@@ -37,6 +38,8 @@ class Call:
     postscale_factor: float = 1.0
     compression: Compressor = Compression.none
     watched: bool = False  # it returns a handle, and must begin while the script does something else
+    in_place: bool = False
+    grouped: bool = False  # of a list of tensors, with a list for its result
 
     def reduction(self) -> ReduceOp:
         """What `op`, or the old `average`, means. Raises InvalidUsage for them and for the factors."""
@@ -52,15 +55,10 @@ class Call:
             raise InvalidUsage(f"op={self.op!r} is not one of hvd.Average, Sum, Min, Max, Product")
         return self.op or Average
 
-    def numbered(self, number: int) -> Call:
-        """The call for one tensor of a group."""
-        name = None if self.name is None else f"{self.name}.{number}"
-        return replace(self, kind=self.kind.removeprefix("grouped_"), name=name)
-
-    def without_name(self) -> Call:
-        """The same, to be made once more."""
+    def again(self) -> Call:
+        """The same, to be made once more: without the name."""
         op = self.op if self.average is None else Average if self.average else Sum
-        return Call(self.kind, None, self.process_set, op, None, self.prescale_factor, self.postscale_factor)
+        return replace(self, name=None, op=op, average=None, compression=Compression.none)
 
 
 def taking(order: str) -> Callable[[Callable[[Call, Any], Result]], Callable[..., Result]]:
@@ -75,6 +73,8 @@ def taking(order: str) -> Callable[[Callable[[Call, Any], Result]], Callable[...
         signature = inspect.signature(function)
         _, about = signature.parameters.values()
         kind, *watched = function.__name__.rstrip("_").split("_async")
+        in_place, grouped = function.__name__.endswith("_"), about.name == "tensors"
+        variant: dict[str, Any] = {"watched": bool(watched), "in_place": in_place, "grouped": grouped}
         allowed = {about.name, *names}
 
         @functools.wraps(function)
@@ -82,7 +82,7 @@ def taking(order: str) -> Callable[[Callable[[Call, Any], Result]], Callable[...
             if len(given) > len(allowed) or not named.keys() <= allowed or (not given and about.name not in named):
                 raise TypeError(f"{function.__name__} takes {about.name}, {', '.join(names)}")
             of, *rest = given or (named.pop(about.name),)
-            return function(Call(kind, watched=bool(watched), **dict(zip(names, rest, strict=False)), **named), of)
+            return function(Call(kind, **variant, **dict(zip(names, rest, strict=False)), **named), of)
 
         kept = [inspect.Parameter(name, about.kind, default=defaults[name]) for name in names]
         call.__signature__ = signature.replace(parameters=[about, *kept])  # type: ignore[attr-defined]
@@ -96,52 +96,49 @@ Prepare = Callable[..., Plan]  # of the stream, the call and its arguments; rais
 
 def start(call: Call, prepare: Prepare, *arguments: Any) -> Operation:
     """Announces a call. What `prepare` raises, the other ranks raise, too."""
-    stream, plan = _planned(call, prepare, arguments)
-    return stream.submit(call.kind, call.name, plan, call.watched)
-
-
-def through(call: Call, gradient: Gradient, prepare: Prepare, tensors: Sequence[torch.Tensor], *arguments: Any) -> Any:
-    """The result of a call on `tensors`, which travel as its compression has it.
-
-    Gradients flow through it: `gradient(result's gradients...)` are those of the tensors, as they travel.
-    """
-    if call.compression is not Compression.none:
-        return _compressed(call, gradient, prepare, tensors, *arguments)
-    stream, plan = _planned(call, prepare, (tensors, *arguments))
-    if torch.is_grad_enabled() and any(map(_needs_gradient, tensors)):
-        operation = stream.submit(call.kind, call.name, plan)
-        return _Through.apply(operation, gradient, *tensors)  # type: ignore[no-untyped-call]
-    return stream.submit(call.kind, call.name, plan).result()
-
-
-def _planned(call: Call, prepare: Prepare, arguments: Sequence[Any]) -> tuple[Calls, Plan]:
     try:
         stream = stream_of(call.process_set, call.kind)
         if call.name is not None and not isinstance(call.name, str):
             raise InvalidUsage(f"{call.kind}: name={call.name!r} is no text")
-        return stream, prepare(stream, call, *arguments)
-    except Exception as error:
-        stream_of(call.process_set if isinstance(call.process_set, ProcessSet) else None).refuse(
-            error, call.kind, name=call.name
-        )
-        raise
+        plan = prepare(stream, call, *arguments)
+    except Exception as error:  # only now `refusing`, for which good calls would pay, too
+        with refusing(call.process_set, call.kind, call.name):
+            raise error
+    return stream.submit(call.kind, call.name, plan, call.watched)
 
 
-def _compressed(
-    call: Call, gradient: Gradient, prepare: Prepare, tensors: Sequence[torch.Tensor], *arguments: Any
-) -> Any:
+def perform(call: Call, tensors: Tensors, prepare: Prepare, gradient: Gradient | None, *arguments: Any) -> Result:  # type: ignore[type-var]
+    """The handle or the result of a call on `tensors`, which travel as its compression has it.
+
+    Gradients flow through a result: `gradient(call, result's gradients...)` are those of the tensors, as they travel.
+    """
+    if call.compression is not Compression.none:
+        return _compressed(call, tensors, prepare, gradient, *arguments)  # type: ignore[no-any-return]
+    result: Any
+    operation = start(call, prepare, tensors, *arguments)
+    if call.in_place:
+        stream_of(call.process_set).keep(operation, tensors)
+    if call.watched:
+        result = begin(operation)
+    elif gradient and not call.in_place and torch.is_grad_enabled() and any(map(_needs_gradient, tensors)):
+        result = _Through.apply(operation, functools.partial(gradient, call), *tensors)  # type: ignore[no-untyped-call]
+        result = list(result) if call.grouped else result
+    else:
+        result = operation.result()
+    return result  # type: ignore[no-any-return]
+
+
+def _compressed(call: Call, tensors: Tensors, prepare: Prepare, gradient: Gradient | None, *arguments: Any) -> Any:
     compression = call.compression
-    try:
+    with refusing(call.process_set, call.kind, call.name) as stream:
+        stream.check(call.kind, tensors)
         pairs = [compression.compress(tensor) for tensor in tensors]
-    except Exception as error:
-        stream_of(call.process_set).refuse(error, call.kind, name=call.name)
-        raise
-    result = through(
-        replace(call, compression=Compression.none), gradient, prepare, [tensor for tensor, _ in pairs], *arguments
+    result: Any = perform(
+        replace(call, compression=Compression.none), [tensor for tensor, _ in pairs], prepare, gradient, *arguments
     )
-    if isinstance(result, torch.Tensor):
-        return compression.decompress(result, pairs[0][1])
-    return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(result, pairs, strict=True)]
+    each = zip(result if call.grouped else [result], pairs, strict=True)
+    whole = [compression.decompress(tensor, ctx) for tensor, (_, ctx) in each]
+    return whole if call.grouped else whole[0]
 
 
 class _Through(torch.autograd.Function):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -21,7 +20,7 @@ from syncengine._C import Communicator
 from syncengine._elastic import Elastic
 from syncengine.communicator import default_communicator
 from syncengine.errors import Aborted, InvalidUsage, PeerLost, SyncError, Timeout
-from syncengine.horovod.objects import broadcast_object, load_in_place
+from syncengine.horovod.objects import broadcast_object, from_bytes, load_in_place, to_bytes
 from syncengine.horovod.optimizer import Distributed
 from syncengine.horovod.process import follow, init, rank, shutdown, size
 from syncengine.horovod.process_sets import calls, streams
@@ -111,13 +110,11 @@ class TorchState:
 
     def pack(self) -> bytes:
         """What is saved."""
-        file = io.BytesIO()
-        torch.save(self._saved, file)
-        return file.getvalue()
+        return to_bytes(self._saved)
 
     def unpack(self, packed: bytes) -> None:
         """The opposite."""
-        self._saved = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=False)
+        self._saved = from_bytes(packed)
 
 
 def has_state(value: object) -> bool:

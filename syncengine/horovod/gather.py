@@ -12,15 +12,13 @@ import torch.distributed as dist
 from syncengine._C import Work
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.allreduce import average_of
-from syncengine.horovod.calls import Calls, as_bytes, bytes_of_rows, gather
-from syncengine.horovod.collective import Call, start, taking, through
-from syncengine.horovod.handles import begin, begin_group, synchronize
+from syncengine.horovod.calls import Calls, as_bytes, gather, table
+from syncengine.horovod.collective import Call, Result, Tensors, perform, start, taking
 from syncengine.horovod.process_sets import ProcessSet, global_process_set, stream_of
-from syncengine.horovod.reductions import Average, ReduceOp, Sum, check_dense, check_list, in_order, plain
+from syncengine.horovod.reductions import Average, ReduceOp, Sum, in_order, plain
 from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Plan, Round
 
-Tensors = Sequence[torch.Tensor]
 Splits = torch.Tensor | Sequence[int] | None
 
 
@@ -30,7 +28,7 @@ def allgather_async(call: Call, tensor: torch.Tensor) -> int:
 
     Dtype and the other dimensions are the same on all ranks. Returns a handle for `poll` and `synchronize`.
     """
-    return begin(start(call, gathering, [tensor]))
+    return _allgather(call, [tensor])
 
 
 @taking("name process_set")
@@ -39,19 +37,19 @@ def allgather(call: Call, tensor: torch.Tensor) -> torch.Tensor:
 
     Gradients flow through it: each rank gets the average over all ranks of the gradient of its own rows, as in Horovod.
     """
-    return _allgather(call, tensor)
+    return _allgather(call, [tensor])
 
 
 @taking("name process_set")
 def grouped_allgather_async(call: Call, tensors: Tensors) -> int:
     """`allgather_async` of several tensors; the result is a list."""
-    return begin_group([begin(start(each, gathering, [tensor])) for each, tensor in calls_for_each(call, tensors)])
+    return _allgather(call, tensors)
 
 
 @taking("name process_set")
 def grouped_allgather(call: Call, tensors: Tensors) -> list[torch.Tensor]:
     """`allgather` of several tensors."""
-    return [_allgather(each, tensor) for each, tensor in calls_for_each(call, tensors)]
+    return _allgather(call, tensors)
 
 
 def alltoall_async(
@@ -64,9 +62,7 @@ def alltoall_async(
 
     The result is a pair: the rows from every rank in rank order, and how many each has sent. Returns a handle.
     """
-    counts: list[torch.Tensor] = []
-    call = Call("alltoall", name, process_set, watched=True)
-    return begin(start(call, _exchanging, [tensor], splits, counts, lambda whole: (whole, *counts)))
+    return perform(Call("alltoall", name, process_set, watched=True), [tensor], _exchanging, None, splits, [])
 
 
 def alltoall(
@@ -81,10 +77,10 @@ def alltoall(
     """
     counts: list[torch.Tensor] = []
 
-    def gradient(of_rows: torch.Tensor) -> Tensors:
+    def gradient(_: Call, of_rows: torch.Tensor) -> Tensors:
         return [alltoall(of_rows, counts[0].tolist(), process_set=process_set)[0]]
 
-    whole = through(Call("alltoall", name, process_set), gradient, _exchanging, [tensor], splits, counts)
+    whole: Any = perform(Call("alltoall", name, process_set), [tensor], _exchanging, gradient, splits, counts)
     return whole if splits is None else (whole, counts[0])
 
 
@@ -98,102 +94,97 @@ def sparse_allreduce_async(
 
     Which is a sparse tensor, not coalesced; `op` is Average or Sum.
     """
-    with stream_of(process_set, "sparse_allreduce_async").refusing("sparse_allreduce_async"):
+
+    def prepare(stream: Calls, call: Call) -> Plan:
         if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.sparse_coo:
-            raise InvalidUsage("sparse_allreduce_async needs a sparse tensor of layout torch.sparse_coo")
+            raise InvalidUsage(f"{call.kind} needs a sparse tensor of layout torch.sparse_coo")
         if op not in (Average, Sum):
-            raise InvalidUsage(f"sparse_allreduce_async: op={op!r} is neither hvd.Average nor hvd.Sum")
-    names = (None, None) if name is None else (f"{name}.indices", f"{name}.values")
-    indices = allgather_async(tensor._indices().t(), names[0], process_set)
-    values = allgather_async(tensor._values(), names[1], process_set)
+            raise InvalidUsage(f"{call.kind}: op={op!r} is neither hvd.Average nor hvd.Sum")
+        return gathering(stream, call, [tensor._indices().t(), tensor._values()])
+
+    operation = start(Call("sparse_allreduce_async", name, process_set, watched=True, grouped=True), prepare)
 
     def result() -> torch.Tensor:
-        of_all, at = synchronize(values), synchronize(indices)
+        at, values = operation.result()
         if op is Average:
-            of_all = of_all / stream_of(process_set).size
-        return torch.sparse_coo_tensor(at.t(), of_all, tensor.shape, device=tensor.device)
+            values = values / stream_of(process_set).size
+        return torch.sparse_coo_tensor(at.t(), values, tensor.shape, device=tensor.device)
 
     return result
 
 
-def gathering(stream: Calls, call: Call, tensors: Tensors, rows: list[int] | None = None) -> Plan:
-    """Every rank's rows; how many each has brought will be in `rows`."""
-    own, row = _rows(stream, call, tensors)
-    whole = own
+def gathering(stream: Calls, call: Call, tensors: Tensors, counts: list[Sequence[int]] | None = None) -> Plan:
+    """Every rank's rows; how many each has brought, of each tensor, will be in `counts`."""
+    owns = _rows(stream, call, tensors)
+    wholes: list[torch.Tensor] = []
 
     def begin(round: Round) -> Sequence[Work]:
-        nonlocal whole
-        counts = bytes_of_rows(round, 1)
-        whole = torch.empty((sum(counts), *own.shape[1:]), dtype=own.dtype, device=own.device)
-        if rows is not None:
-            rows[:] = counts
-        return gather(stream.communicator, as_bytes(whole), as_bytes(own), bytes_of_rows(round, row))
+        # The announcements have room for one number.
+        rows = [len(own) for own in owns]
+        of_ranks = table(stream.communicator, rows) if call.grouped else [[request.own] for request in round]
+        works: list[Work] = []
+        for own, of_own in zip(owns, zip(*of_ranks, strict=True), strict=True):
+            whole, moving = gather(stream.communicator, own, of_own)
+            wholes.append(whole)
+            works += moving
+            if counts is not None:
+                counts.append(of_own)
+        return works
 
-    what = describe(own, any_rows=True)
-    return Plan(what, (("uint8", row),), "", own.shape[0], in_order(own, begin), lambda _: whole)
+    what = "; ".join(describe(own, any_rows=True) for own in owns)
+    own = 0 if call.grouped else len(owns[0])
+    return Plan(what, own=own, begin=in_order(owns, begin), finish=lambda: wholes if call.grouped else wholes[0])
 
 
-def calls_for_each(call: Call, tensors: Tensors) -> list[tuple[Call, torch.Tensor]]:
-    """Of a group's tensors."""
-    with stream_of(call.process_set, call.kind).refusing(call.kind):
-        check_list(call.kind, tensors)
-    return [(call.numbered(i), tensor) for i, tensor in enumerate(tensors)]
+def _allgather(call: Call, tensors: Tensors) -> Result:  # type: ignore[type-var]
+    counts: list[Sequence[int]] = []
 
-
-def _allgather(call: Call, tensor: torch.Tensor) -> torch.Tensor:
-    rows: list[int] = []
-
-    def gradient(of_whole: torch.Tensor) -> Tensors:
+    def gradient(call: Call, *of_wholes: torch.Tensor) -> Tensors:
         me = stream_of(call.process_set).rank
-        return [average_of(call, of_whole).narrow(0, sum(rows[:me]), rows[me])]
+        averages = zip(average_of(call, of_wholes), counts, strict=True)
+        return [average.narrow(0, sum(of_ranks[:me]), of_ranks[me]) for average, of_ranks in averages]
 
-    gathered: torch.Tensor = through(call, gradient, gathering, [tensor], rows)
-    return gathered
+    return perform(call, tensors, gathering, gradient, counts)
 
 
-def _exchanging(
-    stream: Calls,
-    call: Call,
-    tensors: Tensors,
-    splits: Splits,
-    counts: list[torch.Tensor],
-    result: Callable[[torch.Tensor], Any] = lambda whole: whole,
-) -> Plan:
+def _exchanging(stream: Calls, call: Call, tensors: Tensors, splits: Splits, counts: list[torch.Tensor]) -> Plan:
     """How many rows each rank has sent will be in `counts`."""
-    own, row = _rows(stream, call, tensors)
-    sent = _split_rows(own.shape[0], splits, stream.size)
+    (own,) = _rows(stream, call, tensors)
+    sent = _split_rows(len(own), splits, stream.size)
     like = splits if isinstance(splits, torch.Tensor) else torch.empty(0, dtype=torch.int32, device="cpu")
     whole = own
 
     def exchange(_: Round) -> Sequence[Work]:
         nonlocal whole
-        mine = torch.tensor(sent, dtype=torch.int64, device="cpu")
-        table = torch.empty((stream.size, stream.size), dtype=torch.int64, device="cpu")
-        stream.communicator.all_gather(table, mine)
-        received = table[:, stream.rank].tolist()
+        of_ranks = table(stream.communicator, sent)
+        received = [row[stream.rank] for row in of_ranks]
         counts[:] = [torch.tensor(received, dtype=like.dtype, device=like.device)]
-        whole = torch.empty((sum(received), *own.shape[1:]), dtype=own.dtype, device=own.device)
-        if not table.any() or not row:
+        whole = own.new_empty((sum(received), *own.shape[1:]))
+        row = math.prod(own.shape[1:]) * own.element_size()
+        if not row or not any(map(any, of_ranks)):
             return ()
         out_bytes, in_bytes = ([count * row for count in part] for part in (received, sent))
         options = dist.AllToAllOptions()
         return [stream.backend.alltoall_base(as_bytes(whole), as_bytes(own), out_bytes, in_bytes, options)]
 
-    what = describe(own, any_rows=True)
-    return Plan(what, (("uint8", row),), "", 0, in_order(own, exchange), lambda _: result(whole))
+    def finish() -> Any:
+        return (whole, *counts) if call.watched else whole
+
+    return Plan(describe(own, any_rows=True), begin=in_order([own], exchange), finish=finish)
 
 
-def _rows(stream: Calls, call: Call, tensors: Tensors) -> tuple[torch.Tensor, int]:
-    """The tensor row by row, and how many bytes a row has."""
-    (tensor,) = tensors
-    check_dense(call.kind, tensor)
-    if tensor.dim() == 0:
-        raise InvalidUsage(f"{call.kind} works along the first dimension, which this tensor lacks: reshape(1) it")
-    stream.check_free(call.kind, tensor)
-    own = plain(tensor)
-    if call.watched and own.data_ptr() == tensor.data_ptr():
-        own = own.clone()  # it may be changed before all ranks have come
-    return own, math.prod(own.shape[1:]) * own.element_size()
+def _rows(stream: Calls, call: Call, tensors: Tensors) -> list[torch.Tensor]:
+    """The tensors row by row."""
+    stream.check(call.kind, tensors)
+    rows = []
+    for tensor in tensors:
+        if tensor.dim() == 0:
+            raise InvalidUsage(f"{call.kind} works along the first dimension, which this tensor lacks: reshape(1) it")
+        own = plain(tensor)
+        if call.watched and own.data_ptr() == tensor.data_ptr():
+            own = own.clone()  # it may be changed before all ranks have come
+        rows.append(own)
+    return rows
 
 
 def _split_rows(rows: int, splits: Splits, ranks: int) -> list[int]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from syncengine._C import Work, note_incoming, owns_gradient
 from syncengine.errors import InvalidUsage, SyncError
+from syncengine.horovod.calls import apart
 from syncengine.horovod.gradient_stream import LARGE, GradientStream, Settings
 from syncengine.horovod.reductions import Average, scale
 from syncengine.horovod.requests import describe
@@ -19,49 +21,11 @@ from syncengine.horovod.streams import Operation
 from syncengine.parallel.broadcast import copy_each
 
 
-class Flat:
+class Flat(NamedTuple):
     """One bucket, with a view for each of its gradients."""
 
-    def __init__(self, values: torch.Tensor, like: Sequence[torch.Tensor]) -> None:
-        self.values = values
-        self.views = [
-            part.view(tensor.shape) for part, tensor in zip(values.split([t.numel() for t in like]), like, strict=True)
-        ]
-
-
-class Flats:
-    """All of them, as long as the plan stays."""
-
-    def __init__(self, stream: GradientStream) -> None:
-        self._stream = stream
-        self._kept: dict[int, Flat] = {}  # of what is copied
-
-    def clear(self) -> None:
-        """There is another plan, or none."""
-        self._kept.clear()
-
-    def fill(self, bucket: int, gradients: list[torch.Tensor], first: torch.Tensor) -> Flat:
-        """The bucket with these gradients; `first`: the parameter of the first one."""
-        wire = self._stream.wire(bucket)
-        if _lies_alone(gradients, wire) and owns_gradient(first):
-            return Flat(gradients[0].view(-1), gradients)
-        flat = self._kept.get(bucket)
-        if flat is None:
-            elements = self._stream.elements(bucket)
-            if gradients[0].device.type == "cpu":
-                values = self._stream.communicator.empty([elements], wire)
-            else:
-                values = torch.empty(elements, dtype=wire, device=gradients[0].device)
-            flat = self._kept[bucket] = Flat(values, gradients)
-        torch._foreach_copy_(flat.views, gradients)
-        return flat
-
-
-def _lies_alone(gradients: list[torch.Tensor], wire: torch.dtype) -> bool:
-    """Whether the bucket is one gradient that can be reduced where it lies, if nobody else sees it."""
-    if len(gradients) > 1 or gradients[0].nbytes < LARGE:
-        return False
-    return gradients[0].dtype == wire and gradients[0].is_contiguous()
+    values: torch.Tensor
+    views: list[torch.Tensor]
 
 
 _STRIDED = torch.strided
@@ -90,11 +54,11 @@ def _let_go(stream: GradientStream, hooks: Sequence[RemovableHandle]) -> None:
         hook.remove()
 
 
-def check_not_in_step(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+def check_not_in_step(named: Mapping[torch.Tensor, str]) -> None:
     """Raises InvalidUsage, naming the parameter, if another optimizer is just reducing gradients of one of these."""
-    for parameter, name in zip(parameters, names, strict=True):
+    for parameter, name in named.items():
         owner = _owners.get(id(parameter))
-        if owner is not None and owner.pending and not owner.failed:
+        if owner is not None and owner.pending and owner._stream.communicator.exception() is None:
             raise InvalidUsage(
                 f"{name} is a parameter of another DistributedOptimizer, which is between backward and step(): call "
                 "its step() or synchronize() before, and then only the new one's"
@@ -107,19 +71,13 @@ def _shares_storage(gradient: torch.Tensor) -> bool:
 
 
 class Gradients:
-    """Reduces the gradients of `parameters`, bucket by bucket, as soon as each has had its backwards.
+    """Reduces the gradients of the parameters in `named`, bucket by bucket, as soon as each has had its backwards.
 
     Buckets are reduced in the same order on every rank, so one that is not complete holds up those behind it, at the
     latest until `synchronize`.
     """
 
-    def __init__(
-        self,
-        stream: GradientStream,
-        parameters: Sequence[torch.Tensor],
-        names: Sequence[str],
-        settings: Settings,
-    ) -> None:
+    def __init__(self, stream: GradientStream, named: Mapping[torch.Tensor, str], settings: Settings) -> None:
         self._stream = stream
         self._superseded_for = ""  # the parameter that a later optimizer has, too
         self._parameters: list[torch.Tensor] = []
@@ -129,27 +87,22 @@ class Gradients:
         self._factors = (1.0, 1.0) if predivide == 1.0 else (1.0 / predivide, predivide / stream.size)
         self._sparse_as_dense = settings.sparse_as_dense
         self._sparse: dict[int, int] = {}  # parameters whose gradients are, and in how many dimensions
-        self._flats = Flats(stream)
+        self._flats: dict[int, Flat] = {}  # of the buckets that are copied, as long as the plan stays
         self._large: list[torch.Tensor] = []  # parameters whose gradients may be reduced where they lie
         self._left: list[int] = []  # backwards until each is ready
         self._hooks: list[RemovableHandle] = []
         self._end = weakref.finalize(self, _let_go, stream, self._hooks)
         self._end.atexit = False
-        for parameter, name in zip(parameters, names, strict=True):
+        for parameter, name in named.items():
             if owner := _owners.get(id(parameter)):
                 owner._give_way(name)
-        self._follow(parameters, names)
+        self._follow(named)
         self._start_step()
 
     @property
     def pending(self) -> bool:
         """Whether some gradient is ready, and perhaps being reduced, but not synchronized."""
         return self._stream.in_step
-
-    @property
-    def failed(self) -> bool:
-        """Whether its communicator has."""
-        return self._stream.communicator.exception() is not None
 
     def refuse_superseded(self) -> None:
         """Raises InvalidUsage if a later optimizer has one of these parameters, too."""
@@ -179,22 +132,22 @@ class Gradients:
         self._start_step()
 
     @torch.no_grad()
-    def take_in(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    def take_in(self, named: Mapping[torch.Tensor, str]) -> None:
         """From now on reduces the gradients of these, too, and at once what they have by now. Between steps.
 
         All ranks do so between the same steps; none may have joined, since it would not know of them.
         """
         call = "add_param_group or requires_grad_"
         with self._stream.refusing(call):
-            if any(id(parameter) in _owners for parameter in parameters):
+            if any(id(parameter) in _owners for parameter in named):
                 gc.collect()  # an optimizer may be gone but for a cycle
-            for parameter, name in zip(parameters, names, strict=True):
+            for parameter, name in named.items():
                 if (owner := _owners.get(id(parameter))) is not None and not owner._superseded_for:
                     raise InvalidUsage(
                         f"{name} needs a gradient now, and is a parameter of two DistributedOptimizers, which would "
                         "both average it: give each its own parameters"
                     )
-            what = ", ".join(f"{name}: {describe(p)}" for name, p in zip(names, parameters, strict=True))
+            what = ", ".join(f"{name}: {describe(parameter)}" for parameter, name in named.items())
             announcement = self._stream.announce(call, what)
         try:
             announcement.result()
@@ -202,8 +155,8 @@ class Gradients:
             announcement.tell(error)
             raise
         first, bucket = len(self._parameters), len(self._stream.plan)
-        self._stream.extend(parameters)
-        self._follow(parameters, names)
+        self._stream.extend(list(named))
+        self._follow(named)
         self._start_step(bucket, announcement)
         with self._telling():
             self._complete(range(first, len(self._parameters)))
@@ -220,9 +173,9 @@ class Gradients:
                     self._step.announcement.tell(error)
                 raise
 
-    def _follow(self, parameters: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+    def _follow(self, named: Mapping[torch.Tensor, str]) -> None:
         me = weakref.ref(self)  # a parameter keeps its hooks
-        for i, parameter in enumerate(parameters, len(self._parameters)):
+        for i, parameter in enumerate(named, len(self._parameters)):
 
             def hook(parameter: torch.Tensor, i: int = i) -> None:
                 if gradients := me():
@@ -230,10 +183,10 @@ class Gradients:
 
             self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))
             _owners[id(parameter)] = self
-        self._parameters += parameters
-        self._large += [p for p in parameters if p.nbytes >= LARGE]
-        self._names += names
-        self._left += [self._passes] * len(parameters)
+        self._parameters += named
+        self._large += [parameter for parameter in named if parameter.nbytes >= LARGE]
+        self._names += named.values()
+        self._left += [self._passes] * len(named)
         self._follow_plan()
 
     def _complete(self, missing: Iterable[int]) -> None:
@@ -351,11 +304,28 @@ class Gradients:
             gradients = self._gradients(bucket)
             if self._step.announcement is None:
                 self._step.announcement = self._stream.announce()
-            flat = self._flats.fill(bucket, gradients, self._parameters[self._stream.plan[bucket][0]])
+            flat = self._filled(bucket, gradients)
             scale(flat.values, self._factors[0])
             if self._factors[0] != 1.0 and flat.values.data_ptr() == gradients[0].data_ptr():
                 self._step.versions[self._stream.plan[bucket][0]] = gradients[0]._version
             self._step.reducing.append((bucket, flat, self._stream.reduce(flat.values)))
+
+    def _filled(self, bucket: int, gradients: list[torch.Tensor]) -> Flat:
+        """The bucket with these gradients: copied, unless it is one that can be reduced where it lies."""
+        wire, first = self._stream.wire(bucket), gradients[0]
+        lies_alone = len(gradients) == 1 and first.nbytes >= LARGE and first.dtype == wire and first.is_contiguous()
+        if lies_alone and owns_gradient(self._parameters[self._stream.plan[bucket][0]]):
+            return Flat(first.view(-1), gradients)
+        flat = self._flats.get(bucket)
+        if flat is None:
+            elements = self._stream.elements(bucket)
+            if first.device.type == "cpu":
+                values = self._stream.communicator.empty([elements], wire)
+            else:
+                values = torch.empty(elements, dtype=wire, device=first.device)
+            flat = self._flats[bucket] = Flat(values, apart(values, gradients))
+        torch._foreach_copy_(flat.views, gradients)
+        return flat
 
     def _deliver(self, bucket: int, flat: Flat) -> None:
         gradients = self._gradients(bucket)

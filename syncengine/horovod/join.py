@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
-import torch
-
 from syncengine.errors import InvalidUsage, Mismatch, SyncError
-from syncengine.horovod.calls import Calls
+from syncengine.horovod.calls import Calls, table
 from syncengine.horovod.optimizer import close_unneeded
-from syncengine.horovod.process_sets import calls, streams
+from syncengine.horovod.process_sets import refusing, streams
 from syncengine.horovod.streams import Stream
 
 
@@ -20,8 +18,8 @@ def join(device: int = -1) -> int:
     in Horovod. Returns the rank that joined last, the same on all: its model has seen the most steps, so broadcast
     that. `device` is not needed.
     """
-    main, served_here = calls(), streams()
-    with main.refusing("join"):
+    served_here = streams()
+    with refusing(None, "join") as main:
         if any(stream.in_step for stream in served_here):
             raise InvalidUsage(
                 "join() between backward and step(): the other ranks wait for these gradients; call optimizer.step() "
@@ -36,7 +34,7 @@ def join(device: int = -1) -> int:
             errors.append(error)
             kind = type(error).__name__ if isinstance(error, SyncError) else "Aborted"
             for other in served_here:  # else their threads wait for the others
-                other.abort(f"rank {main.communicator.global_ranks[main.rank]} in hvd.join(): {error}", kind)
+                other.abort(f"{main.own_name} in hvd.join(): {error}", kind)
             raise
 
     try:
@@ -46,10 +44,8 @@ def join(device: int = -1) -> int:
     except SyncError as error:  # perhaps only that another rank has left, because of what one of these says
         raise next((cause for cause in errors if isinstance(cause, (InvalidUsage, Mismatch))), error) from None
     # Who took part in the fewest operations without data was the last to join.
-    counts = torch.empty(main.size, dtype=torch.int64, device="cpu")
-    main.communicator.all_gather(counts, torch.tensor([served], dtype=torch.int64, device="cpu"))
+    counts = table(main.communicator, [served])
     for stream in served_here:
         if isinstance(stream, Calls):
             close_unneeded(stream)
-    fewest = counts.min()
-    return int((counts == fewest).nonzero().max())
+    return max(rank for rank, count in enumerate(counts) if count == min(counts))

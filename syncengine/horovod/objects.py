@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -61,19 +62,26 @@ def broadcast_optimizer_state(
 
 def _state(stream: Calls, call: Call, optimizer: torch.optim.Optimizer, root_rank: int) -> Plan:
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidUsage(f"broadcast_optimizer_state needs an optimizer, not {type(optimizer).__name__}")
+        raise InvalidUsage(f"{call.kind} needs an optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, Distributed):
-        optimizer.check_idle("broadcast_optimizer_state()")
-
-    def pack() -> bytes:
-        data = io.BytesIO()
-        torch.save(optimizer.state_dict(), data)
-        return data.getvalue()
+        optimizer.check_idle(f"{call.kind}()")
 
     def load(data: bytearray) -> None:
-        load_in_place(optimizer, torch.load(io.BytesIO(data), map_location="cpu", weights_only=False))
+        load_in_place(optimizer, from_bytes(data))
 
-    return _from_root(stream, call, root_rank, pack, load, None)
+    return _from_root(stream, call, root_rank, lambda: to_bytes(optimizer.state_dict()), load, None)
+
+
+def to_bytes(value: object) -> bytes:
+    """Of tensors, on any device, and other objects in lists and the like."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes | bytearray) -> Any:
+    """The opposite; its tensors are on the CPU."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def load_in_place(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -114,14 +122,14 @@ def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet | None = global_process_set
 ) -> list[Any]:
     """Every rank's `obj`, pickled, in rank order."""
-    sizes: list[int] = []
+    sizes: list[Sequence[int]] = []
 
     def prepare(stream: Calls, call: Call) -> Plan:
         own = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         return gathering(stream, call, [own], sizes)
 
     whole: torch.Tensor = start(Call("allgather_object", name, process_set), prepare).result()
-    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(sizes)]
+    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(list(sizes[0]))]
 
 
 def _from_root(
@@ -133,14 +141,11 @@ def _from_root(
 
     def send(round: Round) -> Sequence[Work]:
         if stream.rank != root:
-            data.extend(bytes(round.requests[root].own))
-        message = torch.frombuffer(data, dtype=torch.uint8)
-        return [stream.communicator.broadcast(message, root, async_op=True)]
+            data.extend(bytes(round[root].own))
+        return [stream.communicator.broadcast(torch.frombuffer(data, dtype=torch.uint8), root, async_op=True)]
 
-    def result(_: Round) -> Any:
-        return own if stream.rank == root else unpack(data)
-
-    return Plan(f"root_rank={root_rank}", own=len(data), begin=send, finish=result)
+    finish = functools.partial(unpack, data) if stream.rank != root else lambda: own
+    return Plan(f"root_rank={root_rank}", own=len(data), begin=send, finish=finish)
 
 
 def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -15,10 +15,10 @@ from syncengine._C import Work
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import Calls
 from syncengine.horovod.collective import Compressor
-from syncengine.horovod.gradient_stream import Buckets, GradientStream, Settings, check_passes
+from syncengine.horovod.gradient_stream import Buckets, GradientStream, Groups, Settings
 from syncengine.horovod.gradients import Gradients, check_not_in_step
 from syncengine.horovod.parameters import Named, Parameters
-from syncengine.horovod.process_sets import ProcessSet, calls, global_process_set, stream_of
+from syncengine.horovod.process_sets import ProcessSet, global_process_set, refusing
 from syncengine.horovod.reductions import Average, Compression, ReduceOp
 from syncengine.horovod.requests import describe
 from syncengine.horovod.streams import Plan, Round
@@ -27,28 +27,18 @@ from syncengine.parallel.replication import check_same_on_all_ranks
 _CALL = "scaler.unscale_(optimizer), or scaler.step(optimizer) without it,"
 
 
-class Reducing(Protocol):
-    """An optimizer whose gradients may be on their way."""
-
-    def check_idle(self, call: str) -> None:
-        """Raises InvalidUsage while they are."""
-
-
 @functools.cache  # once in a process
-def watch_scalers(kind: type[Reducing]) -> None:
-    """From now on a GradScaler asks an optimizer of this `kind` whether it may change its gradients."""
+def _watch_scalers() -> None:
+    """From now on a GradScaler asks a DistributedOptimizer whether it may change its gradients."""
     unscale = torch.amp.GradScaler.unscale_
 
     @functools.wraps(unscale)
     def unscale_(self: torch.amp.GradScaler, optimizer: Any) -> None:
-        if isinstance(optimizer, kind) and self.is_enabled():
+        if isinstance(optimizer, Distributed) and self.is_enabled():
             optimizer.check_idle(_CALL)
         unscale(self, optimizer)
 
     torch.amp.GradScaler.unscale_ = unscale_  # type: ignore[method-assign]
-
-
-Groups = int | Sequence[Sequence[torch.Tensor]] | None
 
 
 def DistributedOptimizer(
@@ -80,23 +70,20 @@ def DistributedOptimizer(
 
     Raises Mismatch on all ranks, naming the parameter, where names, dtypes, shapes or arguments differ between ranks.
     """
-    try:
-        outside = isinstance(process_set, ProcessSet) and not process_set.included()  # not collective there
-        stream = calls() if outside else stream_of(process_set, "DistributedOptimizer")
-    except Exception as error:
-        calls().refuse(error, "DistributedOptimizer")
-        raise
-    with nullcontext() if outside else stream.refusing("DistributedOptimizer"):
+    outside = isinstance(process_set, ProcessSet) and not process_set.included()  # not collective there
+    with nullcontext() if outside else refusing(process_set, "DistributedOptimizer") as stream:
         if isinstance(optimizer, Distributed):
             raise InvalidUsage("this optimizer is a DistributedOptimizer already: wrap it once")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise InvalidUsage(f"DistributedOptimizer needs an optimizer, not {type(optimizer).__name__}")
-        settings = Settings(compression, backward_passes_per_step, op, gradient_predivide_factor, sparse_as_dense)
-        watch_scalers(Distributed)
+        buckets = _groups(num_groups, groups)
+        passes, predivide = backward_passes_per_step, gradient_predivide_factor
+        settings = Settings(compression, passes, op, predivide, sparse_as_dense, buckets)
+        _watch_scalers()
         wrapped: Distributed = object.__new__(_distributed(type(optimizer)))  # type: ignore[arg-type] # it is hashable
         wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
         parameters = Parameters(optimizer.param_groups, named_parameters)
-        wrapped._connect(None if outside else stream, parameters, settings, _groups(num_groups, groups))
+        wrapped._connect(stream, parameters, settings)
     return wrapped
 
 
@@ -117,26 +104,27 @@ class Distributed(torch.optim.Optimizer):
 
     backward_passes_per_step: int
     _parameters: Parameters
-    _asked: tuple[Settings, Groups]
+    _settings: Settings
     _gradients: Gradients | None  # None with one rank
     _synchronized: bool
     _should_synchronize: bool
 
-    def _connect(self, stream: Calls | None, parameters: Parameters, settings: Settings, groups: Groups) -> None:
-        followed, names = parameters.newcomers(self.param_groups)
-        self._parameters, self._asked = parameters, (settings, groups)
+    def _connect(self, stream: Calls | None, parameters: Parameters, settings: Settings) -> None:
+        named = parameters.newcomers(self.param_groups)
+        followed = list(named)
+        self._parameters, self._settings = parameters, settings
         self._parameter_names = parameters.names  # as in Horovod, for scripts that look
         self.backward_passes_per_step, self.op = settings.passes, settings.op
         self.gradient_predivide_factor = settings.predivide
         self._synchronized, self._should_synchronize, self._gradients = False, True, None
         kind = type(self).__name__
-        check_not_in_step(followed, names)
-        plan = _plan(followed, groups)
+        check_not_in_step(named)
+        plan = _plan(followed, settings.groups)
         if stream is None:
             return
         lines = [
             f"{settings}, {len(followed)} parameters, groups: {plan}",
-            *(f"{name}: {describe(parameter)}" for name, parameter in zip(names, followed, strict=True)),
+            *(f"{name}: {describe(parameter)}" for parameter, name in named.items()),
         ]
 
         def connect(_: Round) -> Sequence[Work]:
@@ -149,26 +137,25 @@ class Distributed(torch.optim.Optimizer):
             assert communicator is not None
             own = GradientStream(communicator, kind, followed, settings, plan)
             stream.optimizers.append(own)
-            self._gradients = Gradients(own, followed, names, settings)
-            parameters.accept(self.param_groups)
+            self._gradients = Gradients(own, named, settings)
+            parameters.accept(named)
             return ()
 
         stream.submit("DistributedOptimizer", None, Plan(kind, begin=connect)).result()
 
     def follow(self, stream: Calls) -> None:
         """Moves to the ranks that are there now, as if it were made there anew. Without gradients. Collective."""
-        settings, groups = self._asked
         parameters = Parameters(self.param_groups, [(name, p) for p, name in self._parameters.names.items()])
         for parameter in parameters.names:
             parameter.grad = None
         self._should_synchronize = True
-        self._connect(stream, parameters, replace(settings, passes=self.backward_passes_per_step), groups)
+        self._connect(stream, parameters, self._settings)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backwards come before a step. Not between backward and step."""
-        check_passes(passes)
+        settings = replace(self._settings, passes=passes)
         self.check_idle("optimizer.set_backward_passes_per_step()")
-        self.backward_passes_per_step = passes
+        self._settings, self.backward_passes_per_step = settings, passes
         if self._gradients is not None:
             self._gradients.set_passes(passes)
 
@@ -180,8 +167,9 @@ class Distributed(torch.optim.Optimizer):
         """
         if self._gradients is not None:
             self._gradients.synchronize()
-            if self._parameters.changed(self.param_groups):
-                self._take_in_newcomers(self._gradients)
+            if newcomers := self._parameters.newcomers(self.param_groups):
+                self._gradients.take_in(newcomers)
+                self._parameters.accept(newcomers)
         self._synchronized = True
 
     @contextmanager
@@ -197,12 +185,10 @@ class Distributed(torch.optim.Optimizer):
         """Synchronizes, then steps. After each call of `closure`, if that is given; its loss stays this rank's."""
         if self._gradients is not None:
             self._gradients.refuse_superseded()
+        given: tuple[Callable[[], Any], ...] = () if closure is None else (closure,)
         if closure is not None:
-            chosen = self._synchronizing(closure) if self._should_synchronize else closure
-            loss = super().step(chosen, **options)
-            self._synchronized = False
-            return loss
-        if self._should_synchronize:
+            given = (functools.partial(self._averaged, closure),) if self._should_synchronize else (closure,)
+        elif self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
@@ -213,7 +199,7 @@ class Distributed(torch.optim.Optimizer):
         else:
             self.check_idle("optimizer.step() inside skip_synchronize()")
         self._synchronized = False
-        return super().step(**options)
+        return super().step(*given, **options)
 
     step.hooked = True  # type: ignore[attr-defined] # the class's own step runs torch's hooks, once
 
@@ -236,19 +222,11 @@ class Distributed(torch.optim.Optimizer):
                 "optimizer.synchronize() or step() before"
             )
 
-    def _take_in_newcomers(self, gradients: Gradients) -> None:
-        parameters, names = self._parameters.newcomers(self.param_groups)
-        if parameters:
-            gradients.take_in(parameters, names)
-        self._parameters.accept(self.param_groups)
-
-    def _synchronizing(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def closure_of_all_ranks() -> Any:
-            loss = closure()
-            self.synchronize()
-            return loss
-
-        return closure_of_all_ranks
+    def _averaged(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self.synchronize()
+        self._synchronized = False
+        return loss
 
 
 @functools.cache  # a class that is dropped stays until Python looks for cycles
@@ -258,8 +236,6 @@ def _distributed(kind: type[torch.optim.Optimizer]) -> type[Distributed]:
 
 
 def _groups(num_groups: int, groups: Groups) -> Groups:
-    if groups is None and num_groups == 0:
-        return None
     if groups is not None and num_groups != 0:
         raise InvalidUsage("num_groups is the old form of groups: give only one of them")
     chosen = num_groups if groups is None else groups

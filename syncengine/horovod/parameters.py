@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -23,9 +22,7 @@ class Parameters:
 
     def __init__(self, groups: Groups, named: Named | None) -> None:
         self._names = {} if named is None else _names(named)
-        self._seen: list[torch.Tensor] = []
-        self._frozen: list[torch.Tensor] = []
-        self._accepted: set[torch.Tensor] = set()
+        self._accepted: dict[int, torch.Tensor] = {}  # by id, since torch hashes tensors in Python
         for i, parameter in enumerate(_all(groups)):
             if named is not None and parameter not in self._names:
                 raise InvalidUsage(
@@ -39,22 +36,14 @@ class Parameters:
         """Of all parameters, for other code; those without a name have a number."""
         return self._names
 
-    def changed(self, groups: Groups) -> bool:
-        """Whether there may be newcomers. Called at each step."""
-        now = _all(groups)
-        same = len(now) == len(self._seen) and all(map(is_, now, self._seen))
-        return not same or any(parameter.requires_grad for parameter in self._frozen)
+    def newcomers(self, groups: Groups) -> dict[torch.Tensor, str]:
+        """Those that need a gradient and were not accepted yet, with their names. Called at each step."""
+        unknown = [(i, p) for i, p in enumerate(_all(groups)) if id(p) not in self._accepted]
+        return {p: self._names.get(p, f"parameter {i}") for i, p in unknown if p.requires_grad}
 
-    def newcomers(self, groups: Groups) -> tuple[list[torch.Tensor], list[str]]:
-        """Those that need a gradient and were not accepted yet, with their names."""
-        found = {p: i for i, p in enumerate(_all(groups)) if p.requires_grad and p not in self._accepted}
-        return list(found), [self._names.get(p, f"parameter {i}") for p, i in found.items()]
-
-    def accept(self, groups: Groups) -> None:
-        """What `newcomers` has returned is followed from now on."""
-        self._seen = _all(groups)
-        self._accepted.update(parameter for parameter in self._seen if parameter.requires_grad)
-        self._frozen = [parameter for parameter in self._seen if parameter not in self._accepted]
+    def accept(self, parameters: Iterable[torch.Tensor]) -> None:
+        """They are followed from now on."""
+        self._accepted.update((id(parameter), parameter) for parameter in parameters)
 
 
 def _all(groups: Groups) -> list[torch.Tensor]:

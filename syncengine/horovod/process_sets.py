@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import syncengine.communicator as engine
 from syncengine._C import Communicator, Work
@@ -100,13 +101,22 @@ def stream_of(process_set: object, call: str = "") -> Calls:
     return process_set._stream
 
 
+@contextmanager
+def refusing(process_set: object, call: str, name: str | None = None) -> Iterator[Calls]:
+    """In it this rank comes to announce a call on the set's stream. What it raises before, the others raise, too.
+
+    But for what only this rank can know: that it is not in the set, say.
+    """
+    with stream_of(process_set if isinstance(process_set, ProcessSet) else None, call).refusing(call, name):
+        yield stream_of(process_set, call)
+
+
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Makes `process_set`, or one of these ranks, ready for use. Collective over all ranks, its members or not.
 
     Raises InvalidUsage if there is one of the same ranks. Returns it.
     """
-    stream = calls()
-    with stream.refusing("add_process_set"):
+    with refusing(None, "add_process_set") as stream:
         added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
         if any(each.ranks == added.ranks for each in (global_process_set, *_sets)):
             raise InvalidUsage(f"Attempted to add a duplicate process set: {added}")

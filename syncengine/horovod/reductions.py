@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -61,22 +62,23 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
-def in_order(like: torch.Tensor, begin: Begin) -> Begin:
-    """`begin`, which may run on another thread, on the stream of this call."""
-    if not like.is_cuda:
+def in_order(tensors: Sequence[torch.Tensor], begin: Begin) -> Begin:
+    """`begin`, which may run on another thread, on the streams of this call."""
+    streams = [torch.cuda.current_stream(device) for device in {each.device for each in tensors if each.is_cuda}]
+    if not streams:
         return begin
-    stream = torch.cuda.current_stream(like.device)
 
-    def on_stream(round: Any) -> Sequence[Work]:
-        with torch.cuda.stream(stream):
+    def on_streams(round: Any) -> Sequence[Work]:
+        with ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.stream(stream))
             return begin(round)
 
-    return on_stream
+    return on_streams
 
 
 def check_reducible(call: str, tensor: Any, op: ReduceOp) -> None:
-    """Raises InvalidUsage for a tensor that can't be reduced by `op`, before any other rank hears of it."""
-    check_dense(call, tensor)
+    """Raises InvalidUsage for a dense tensor that can't be reduced by `op`, before any other rank hears of it."""
     if tensor.dtype not in _REDUCIBLE:
         raise InvalidUsage(f"{call}: dtype {tensor.dtype} is not supported (a complex one: use torch.view_as_real)")
     if tensor.dtype is torch.bool and (op is Sum or op is Average):

@@ -1,11 +1,5 @@
 """What Horovod has and this does not, and what takes its place."""
 
-from __future__ import annotations
-
-from typing import NoReturn
-
-from syncengine.errors import InvalidUsage
-
 _ADASUM = "use op=hvd.Average or op=hvd.Sum"
 _NAMES = "what it has for scripts is in syncengine.horovod itself (hvd.allreduce, ...)"
 _GPU = "ask torch.cuda.is_available()"
@@ -19,10 +13,3 @@ REFUSED = {
     "check_extension": "there is nothing to check: importing syncengine says so if it is not built",
     "check_installed_version": "there is nothing to check: importing syncengine says so if it is not built",
 }
-
-
-def refuse(name: str) -> NoReturn:
-    """Raises what `hvd.<name>` raises: InvalidUsage for what Horovod has, else AttributeError."""
-    if name in REFUSED:
-        raise InvalidUsage(f"syncengine.horovod has no {name}: {REFUSED[name]}")
-    raise AttributeError(f"module 'syncengine.horovod' has no attribute {name!r}")

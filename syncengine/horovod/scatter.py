@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.allreduce import reducing
 from syncengine.horovod.calls import Calls
-from syncengine.horovod.collective import Call, start, taking, through
-from syncengine.horovod.gather import allgather, calls_for_each
-from syncengine.horovod.handles import begin, begin_group
+from syncengine.horovod.collective import Call, Tensors, perform, start, taking
+from syncengine.horovod.gather import allgather, grouped_allgather
 from syncengine.horovod.process_sets import ProcessSet, global_process_set, stream_of
-from syncengine.horovod.reductions import Average, Sum, check_reducible
+from syncengine.horovod.reductions import Average, Sum
 from syncengine.horovod.streams import Plan
 
-Tensors = Sequence[torch.Tensor]
 _SCATTERING = "name op process_set prescale_factor postscale_factor"
 _SCATTERING_COMPRESSED = "name compression op process_set prescale_factor postscale_factor"
 
@@ -28,7 +24,7 @@ def reducescatter_async(call: Call, tensor: torch.Tensor) -> int:
     `op` is Average by default. If the ranks do not divide the rows, the first ranks get one more. Returns a handle for
     `poll` and `synchronize`.
     """
-    return begin(start(call, _prepare, [tensor]))
+    return perform(call, [tensor], _scattering, _gradient)
 
 
 @taking(_SCATTERING_COMPRESSED)
@@ -38,19 +34,19 @@ def reducescatter(call: Call, tensor: torch.Tensor) -> torch.Tensor:
     Which are those of the other ranks' parts, gathered; those of a Sum times the number of ranks. Else as
     `reducescatter_async`.
     """
-    return _reducescatter(call, tensor)
+    return perform(call, [tensor], _scattering, _gradient)
 
 
 @taking(_SCATTERING)
 def grouped_reducescatter_async(call: Call, tensors: Tensors) -> int:
     """`reducescatter_async` of several tensors; the result is a list."""
-    return begin_group([begin(start(each, _prepare, [tensor])) for each, tensor in calls_for_each(call, tensors)])
+    return perform(call, tensors, _scattering, _gradient)
 
 
 @taking(_SCATTERING_COMPRESSED)
 def grouped_reducescatter(call: Call, tensors: Tensors) -> list[torch.Tensor]:
     """`reducescatter` of several tensors."""
-    return [_reducescatter(each, tensor) for each, tensor in calls_for_each(call, tensors)]
+    return perform(call, tensors, _scattering, _gradient)
 
 
 def barrier(process_set: ProcessSet | None = global_process_set) -> None:
@@ -58,28 +54,19 @@ def barrier(process_set: ProcessSet | None = global_process_set) -> None:
     start(Call("barrier", None, process_set), lambda *_: Plan()).result()
 
 
-def _reducescatter(call: Call, tensor: torch.Tensor) -> torch.Tensor:
-    def gradient(of_part: torch.Tensor) -> Tensors:
-        if call.op not in (Sum, Average, None):
-            raise InvalidUsage(f"reducescatter with op={call.op} has no gradient: use hvd.Sum or hvd.Average")
-        ranks = stream_of(call.process_set).size if call.op is Sum else 1
-        whole = allgather(of_part, process_set=call.process_set)
-        return [whole * (ranks * call.prescale_factor * call.postscale_factor)]
+def _gradient(call: Call, *of_parts: torch.Tensor) -> list[torch.Tensor]:
+    if call.op not in (Sum, Average, None):
+        raise InvalidUsage(f"{call.kind} with op={call.op} has no gradient: use hvd.Sum or hvd.Average")
+    if call.grouped:
+        wholes = grouped_allgather(of_parts, process_set=call.process_set)
+    else:
+        wholes = [allgather(of_parts[0], process_set=call.process_set)]
+    factor = call.prescale_factor * call.postscale_factor * (stream_of(call.process_set).size if call.op is Sum else 1)
+    return [whole * factor for whole in wholes]
 
-    part: torch.Tensor = through(call, gradient, _prepare, [tensor])
-    return part
 
-
-def _prepare(stream: Calls, call: Call, tensors: Tensors) -> Plan:
-    (tensor,) = tensors
-    op = call.reduction()
-    check_reducible(call.kind, tensor, op)
-    if tensor.dim() == 0:
-        raise InvalidUsage("reducescatter cuts along the first dimension, which this tensor lacks: reshape(1) it")
-    stream.check_free(call.kind, tensor)
-    values = tensor.detach().clone(memory_format=torch.contiguous_format)
-
-    def own_part(_: object) -> torch.Tensor:
-        return values.tensor_split(stream.size)[stream.rank].clone()
-
-    return reducing(stream, call, op, str(tuple(tensor.shape)), [values.view(-1)], own_part)
+def _scattering(stream: Calls, call: Call, tensors: Tensors) -> Plan:
+    plan = reducing(stream, call, tensors, lambda whole: whole.tensor_split(stream.size)[stream.rank].clone())
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise InvalidUsage(f"{call.kind} cuts along the first dimension, which this tensor lacks: reshape(1) it")
+    return plan

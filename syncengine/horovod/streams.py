@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,20 +26,7 @@ _DUPLICATE = (
 )  # Horovod's words
 
 
-class Round(NamedTuple):
-    """What every rank has announced for one operation."""
-
-    requests: Sequence[Request]
-
-    @property
-    def joined(self) -> list[int]:
-        """The ranks that have run out of data."""
-        return [rank for rank, request in enumerate(self.requests) if request.kind == JOIN]
-
-    @property
-    def agreed(self) -> Request:
-        """The request of those that have not joined."""
-        return next(request for request in self.requests if request.kind != JOIN)
+Round = Sequence[Request]  # what every rank has announced for one operation
 
 
 class Plan(NamedTuple):
@@ -49,28 +37,28 @@ class Plan(NamedTuple):
     how: str = ""
     own: int = 0
     begin: Callable[[Round], Sequence[Work]] = lambda _: ()  # in the same order on all ranks, on any thread
-    finish: Callable[[Round], Any] = lambda _: None  # once the works have ended: makes the result
+    finish: Callable[[], Any] = lambda: None  # once the works have ended: makes the result
 
 
 class Operation:
     """A call of this rank: announced, then under way, then at its end."""
 
-    __slots__ = ("_finish", "_stream", "begin", "ended", "error", "request", "round", "works")
+    __slots__ = ("__weakref__", "_finish", "_stream", "begin", "begun", "ended", "error", "request", "works", "writes")
 
     def __init__(self, stream: Stream, request: Request, plan: Plan) -> None:
         self._stream, self.request = stream, request
         self.begin, self._finish = plan.begin, plan.finish
-        self.round: Round | None = None  # once all ranks have announced it
+        self.begun = False
         self.works: Sequence[Work] = ()
         self.error: BaseException | None = None
         self.ended = False  # as its script knows
+        self.writes: list[tuple[int, int]] = []  # memory that is not free before `result`, from address to address
 
     def is_completed(self) -> bool:
         """Whether `result` would return at once."""
-        if self.round is None and self.error is None:
+        if not self.begun and self.error is None:
             self._stream.advance()
-        running = self.round is None or not all(work.is_completed() for work in self.works)
-        self.ended = self.error is not None or not running
+        self.ended = self.error is not None or (self.begun and all(work.is_completed() for work in self.works))
         return self.ended
 
     def result(self) -> Any:
@@ -78,16 +66,21 @@ class Operation:
         make this one; the stream goes on then.
         """
         self.ended = True
-        self._stream.wait(self)
-        if self.error is not None:
-            raise self.error
-        for work in self.works:
-            work.wait()
-        return self._finish(self.round)  # type: ignore[arg-type]
+        try:
+            self._stream.wait(self)
+            if self.error is not None:
+                raise self.error
+            for work in self.works:
+                work.wait()
+            return self._finish()
+        finally:
+            self.writes.clear()
 
     def tell(self, error: Exception) -> None:
-        """Ends it for all ranks by what this one has raised in it, unless the stream has failed."""
-        self._stream.tell(self.request, error)
+        """Ends it and its stream for all ranks by what this one has raised in it, unless the stream has failed."""
+        if not self._stream.has_failed():
+            kind, reason = as_told(error)
+            self._stream.abort(f"{self._stream.own_name} in {self.request}: {reason}", kind.__name__)
 
 
 class Stream:
@@ -98,6 +91,7 @@ class Stream:
 
     in_step = False  # whether this rank has begun an operation that it must go on with itself
     needed = True  # whether this rank may still begin one
+    refused: Operation | None = None  # the last that this rank has refused
     joinable: frozenset[str] = frozenset()  # the kinds of operations that take place without those who have joined
 
     def __init__(self, communicator: Communicator) -> None:
@@ -109,7 +103,8 @@ class Stream:
         self._lock = threading.RLock()  # of all that follows
         self._unnamed = itertools.count()
         self._submitted = 0
-        self._named: dict[str, Operation] = {}  # the last of each name
+        # The last of each name, as long as its script has it: its tensors are free then.
+        self._named: weakref.WeakValueDictionary[str, Operation] = weakref.WeakValueDictionary()
         # On their way: what this rank announces in a round, and where what all announce will be.
         self._rows: deque[tuple[Request, torch.Tensor, torch.Tensor, Work]] = deque()
         self._own: dict[str, Operation] = {}  # of this rank, that not all ranks have announced yet, by key
@@ -162,7 +157,7 @@ class Stream:
         """Blocks until all ranks have announced it, or it has failed. Raises the stream's failure."""
         while True:
             with self._lock:
-                if operation.round is not None or operation.error is not None:
+                if operation.begun or operation.error is not None:
                     return
                 if not self._rows:  # the others may still announce something else before
                     self._announce(Request(WAITING, operation.request.key, str(operation.request)))
@@ -183,7 +178,7 @@ class Stream:
                     self._own.clear()
                     return
                 if torch.equal(every, own.expand_as(every)) and request.kind not in (JOIN, WAITING):
-                    self._settle(request.key, Round([request] * self.size), request.kind != REFUSED)
+                    self._settle(request.key, [request] * self.size, request.kind != REFUSED)
                 else:
                     self._compare([Request.decode(bytes(data.tolist())) for data in every])
 
@@ -200,7 +195,7 @@ class Stream:
         for key in list(self._announced) if joined else news:
             if len(absent | self._announced[key]) == self.size:
                 calls = absent | self._announced.pop(key)
-                self._settle(key, Round([calls[rank] for rank in range(self.size)]))
+                self._settle(key, [calls[rank] for rank in range(self.size)])
                 settled = True
         if self._all_joined:  # who has joined later has made more calls
             self._unnamed = itertools.count()
@@ -217,25 +212,25 @@ class Stream:
         """All ranks have announced it: begins, unless they differ."""
         operation = self._own.pop(key, None)
         error = None if agreed else self._objection(round)
-        if operation is not None:
-            operation.round, operation.error = round, error
-        elif round.requests[self.rank].kind == JOIN:
-            self._served += 1
-            if error is None:
-                self._shadows += self.shadow(round)
-        if operation is None or error is not None:
+        if operation is None:
+            if round[self.rank].kind == JOIN:
+                self._served += 1
+                others = (request for request in round if request.kind != JOIN)
+                self._shadows += () if error else self.shadow(next(others))
             return
+        operation.error = error
         try:
-            operation.works = operation.begin(round)
+            operation.works = () if error else operation.begin(round)
         except Mismatch as mismatch:  # on all ranks
             operation.error = mismatch
         except Exception as raised:
-            self.tell(operation.request, raised)
+            operation.tell(raised)
             operation.error = raised
+        operation.begun = True  # the last: other threads look at it
 
     def _objection(self, round: Round) -> SyncError | None:
         ranks = self.communicator.global_ranks
-        active = {rank: request for rank, request in enumerate(round.requests) if request.kind != JOIN}
+        active = {rank: request for rank, request in enumerate(round) if request.kind != JOIN}
         calls = {rank: request for rank, request in active.items() if request.kind != REFUSED}
         if not calls:  # nobody has begun anything
             return None
@@ -246,7 +241,7 @@ class Stream:
         if any(request.digest != call.digest for request in calls.values()):
             return self._mismatch(calls)
         if len(active) < self.size and call.kind not in self.joinable:
-            missing = ", ".join(str(ranks[rank]) for rank in round.joined)
+            missing = ", ".join(str(ranks[rank]) for rank, request in enumerate(round) if request.kind == JOIN)
             return InvalidUsage(
                 f"{call.kind} needs every rank, but rank {missing} has called join(): call it before the first rank "
                 "can run out of data, or after join()"
@@ -264,42 +259,33 @@ class Stream:
         )
 
     @contextmanager
-    def refusing(self, call: str, kind: str = "", name: str | None = None) -> Iterator[None]:
+    def refusing(self, call: str, name: str | None = None) -> Iterator[None]:
         """In it this rank comes to announce an operation. What it raises before, the others raise, too."""
         submitted = self._submitted
         try:
             yield
         except Exception as error:
             if self._submitted == submitted:
-                self.refuse(error, call, kind, name)
+                self.refuse(error, call, name)
             raise
 
-    def refuse(self, error: Exception, call: str, kind: str = "", name: str | None = None) -> Operation | None:
+    def refuse(self, error: Exception, call: str, name: str | None = None) -> None:
         """Says in place of an operation why this rank can't begin it, without waiting: the others raise that, too,
         unless all ranks refuse, which have lost nothing then.
         """
         told_class, reason = as_told(error)
         with suppress(SyncError, TypeError):
             if not self.has_failed():
-                key = f"#{next(self._unnamed)}" if not isinstance(name, str) else key_of(kind or call, name)
+                key = f"#{next(self._unnamed)}" if not isinstance(name, str) else key_of(call, name)
                 request = Request(REFUSED, key, reason, how=f"{told_class.__name__} {call}")
-                operation = Operation(self, request, Plan())
                 with self._lock:
                     if key not in self._own:
-                        self._own[key] = operation
+                        self._own[key] = self.refused = Operation(self, request, Plan())
                         self._announce(request)
-                return operation
-        return None
 
     def has_failed(self) -> bool:
         """Whether all ranks have heard of an error, or will."""
         return any(c.exception() is not None for c in (self.announcements, self.communicator))
-
-    def tell(self, request: Request, error: Exception) -> None:
-        """Ends an operation that has begun, and the stream, by what this rank has raised in it."""
-        if not self.has_failed():
-            kind, reason = as_told(error)
-            self.abort(f"{self.own_name} in {request}: {reason}", kind.__name__)
 
     def abort(self, text: str, error: str = "Aborted") -> None:
         """Every rank that waits for this one raises `error`."""
@@ -310,18 +296,19 @@ class Stream:
         """Takes part, without data, in what the others do until all have joined; returns in how many operations."""
         with self._lock:
             self._served, self._all_joined = 0, False
-        while not self._all_joined:
-            with self._lock:
-                if not self._rows:
+        ended = False
+        while not ended:
+            with self._lock:  # never within a round, at which another thread may be
+                ended = self._all_joined
+                if not self._rows and not ended:
                     self._announce(Request(JOIN))
-                work = self._rows[0][-1]
-            work.wait()
-            self.advance()
-            shadows, self._shadows = self._shadows, []
-            for work in shadows:
+                works, self._shadows = self._shadows, []
+                works += [work for *_, work in itertools.islice(self._rows, 1)]
+            for work in works:
                 work.wait()
+            self.advance()
         return self._served
 
-    def shadow(self, round: Round) -> Sequence[Work]:
-        """Begins one operation of the others, in which this rank has nothing."""
+    def shadow(self, request: Request) -> Sequence[Work]:
+        """Begins what the others have announced, in which this rank has nothing."""
         raise NotImplementedError

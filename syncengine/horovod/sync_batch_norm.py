@@ -10,7 +10,7 @@ import syncengine.parallel.sync_batch_norm as engine
 from syncengine._C import Work
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import Calls
-from syncengine.horovod.process_sets import ProcessSet, global_process_set, stream_of
+from syncengine.horovod.process_sets import ProcessSet, global_process_set, refusing, stream_of
 from syncengine.horovod.requests import dtype_name
 from syncengine.horovod.streams import Plan
 from syncengine.parallel.compiled import not_compiled
@@ -57,7 +57,7 @@ class SyncBatchNorm(engine.SyncBatchNorm):
         """Normalizes; with other ranks only in training mode and on the CPU."""
         if not self.training or self.process_group is not None:
             return super().forward(input)  # type: ignore[no-any-return]
-        with stream_of(self.process_set, FORWARD).refusing(FORWARD):
+        with refusing(self.process_set, FORWARD):
             return super().forward(input)  # type: ignore[no-any-return]
 
     def _communicator(self) -> engine.Exchange:

@@ -97,9 +97,25 @@ CALLS: dict[str, tuple[Callable[[bool], object], str, type[SyncError], str]] = {
         lambda wrong: hvd.reducescatter(rows(wrong)),
         *("reducescatter", InvalidUsage, "cuts along the first dimension"),
     ),
+    "grouped_allgather_async": (
+        lambda wrong: hvd.synchronize(hvd.grouped_allgather_async([torch.ones(2), rows(wrong), torch.ones(2)])),
+        *("grouped_allgather", InvalidUsage, r"reshape\(1\)"),
+    ),
+    "a list with a name": (
+        lambda wrong: hvd.grouped_allgather(3 if wrong else [torch.ones(2), torch.ones(2)], name="both"),
+        *("grouped_allgather", InvalidUsage, "a list of one or more"),
+    ),
+    "the process set of a list": (
+        lambda wrong: hvd.grouped_allgather([torch.ones(2)], process_set=[0] if wrong else None),
+        *("grouped_allgather", InvalidUsage, "is no hvd.ProcessSet"),
+    ),
+    "sparse_allreduce_async": (
+        lambda wrong: hvd.sparse_allreduce_async(torch.eye(2) if wrong else torch.eye(2).to_sparse(), "sparse")(),
+        *("sparse_allreduce_async", InvalidUsage, "needs a sparse tensor"),
+    ),
     "grouped_reducescatter": (
         lambda wrong: hvd.synchronize(hvd.grouped_reducescatter_async([torch.ones(2), rows(wrong)])),
-        *("reducescatter", InvalidUsage, "cuts along the first dimension"),
+        *("grouped_reducescatter", InvalidUsage, "cuts along the first dimension"),
     ),
     "barrier": (
         lambda wrong: hvd.barrier(process_set=[0] if wrong else None),

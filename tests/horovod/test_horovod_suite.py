@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
+import weakref
 from types import FrameType
 
 import pytest
@@ -14,6 +16,7 @@ from test_horovod import of_rank
 import syncengine
 import syncengine.horovod as hvd
 from syncengine.errors import InvalidUsage, Mismatch, SyncError
+from syncengine.horovod.streams import Plan
 
 SETTINGS = {"timeout": 20.0}
 
@@ -229,6 +232,60 @@ def test_memory_of_an_operation_in_place_is_free_once_it_is_synchronized():
     assert hvd.allreduce(x[0, :1], op=hvd.Sum).item() == 2
     hvd.synchronize(handle)
     assert hvd.allreduce_(x, op=hvd.Sum)[0].tolist() == [2.0, 4.0, 4.0, 4.0]
+
+
+@run_on_ranks(settings=SETTINGS)
+def test_memory_of_an_operation_in_place_is_free_once_it_has_failed():
+    """Also if it did not even begin."""
+    hvd.init()
+    x = torch.ones(4)
+    for call in (
+        lambda: hvd.allreduce_(x[: 2 + hvd.rank()]),
+        lambda: hvd.grouped_allreduce_([x[: 2 + hvd.rank()], torch.ones(1)]),
+        lambda: hvd.synchronize(hvd.broadcast_async_(x, hvd.rank())),
+        lambda: hvd.barrier() if hvd.rank() else hvd.allreduce_(x),
+    ):
+        with pytest.raises(Mismatch):
+            call()
+        assert hvd.allreduce_(x.fill_(1), op=hvd.Sum).tolist() == [2.0] * 4
+    handle = hvd.allreduce_async(x, name="same")
+    with pytest.raises(InvalidUsage, match="with the same name"):
+        hvd.allreduce_async_(x, name="same")
+    hvd.synchronize(handle)
+    assert hvd.allreduce_(x.fill_(1), op=hvd.Sum).tolist() == [2.0] * 4
+
+
+@run_on_ranks(settings=SETTINGS)
+def test_what_is_just_being_begun_has_not_ended():
+    """It begins on another thread, once the other rank has come."""
+    hvd.init()
+    entered, begun = threading.Event(), []
+
+    def begin(_: object) -> tuple[()]:
+        entered.set()
+        time.sleep(0.5)
+        begun.append(True)
+        return ()
+
+    time.sleep(0.2 * hvd.rank())
+    operation = hvd.process_sets.calls().submit("slow", None, Plan(begin=begin), watched=True)
+    entered.wait()
+    completed = operation.is_completed()
+    assert begun or not completed
+    operation.result()
+
+
+@run_on_ranks(settings=SETTINGS)
+def test_nothing_is_kept_of_a_call_with_a_name():
+    """Names that a script makes once (`f"loss.{step}"`) would fill the memory."""
+    hvd.init()
+    kept = []
+    for call in (hvd.allreduce, hvd.allgather, lambda x, name: hvd.synchronize(hvd.allreduce_async_(x, name=name))):
+        x = torch.ones(3)
+        result = call(x, name="once")
+        kept += [weakref.ref(x), weakref.ref(result)]
+        del x, result
+    assert [each() for each in kept] == [None] * 6
 
 
 @run_on_ranks(settings=SETTINGS)
