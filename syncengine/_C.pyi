@@ -280,10 +280,12 @@ class LocalBootstrap:
         timeout: float,
         network_addresses: Sequence[bytes] | None = None,
         transport: PacketTransport | None = None,
+        lost: Callable[[], str] | None = None,
     ) -> Communicator:
         """The communicator of all ranks. `addresses` by rank, this rank's included; `timeout` in seconds. Called once.
 
         With several hosts it needs either `network_addresses`, what listen() returned, by rank, or a `transport`.
+        `lost` is asked now and then, and says why some of them will not come: PeerLost then.
         """
 
 class PacketTransport:

@@ -82,7 +82,7 @@ class Elastic:
         self._torn: SyncError | None = None
         self._keep()
         self._door = Door.open()
-        if self._door is not None and self._door.name is not None:
+        if self._door is not None and self._door.name not in (None, *communicator.global_ranks):
             self.step = -1  # behind all others
             entered = self._door.enter(self._facts(), communicator.timeout)
             try:

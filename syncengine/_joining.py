@@ -6,8 +6,9 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 
 import torch
@@ -16,14 +17,16 @@ import torch.distributed as dist
 from syncengine._C import Communicator
 from syncengine.communicator import connect_beside, replace_default
 from syncengine.connect import Connection
-from syncengine.errors import InvalidUsage, Mismatch, SyncError, Timeout
-from syncengine.launch.local import JOIN, MEET, PLACE
+from syncengine.errors import InvalidUsage, Mismatch, PeerLost, SyncError, Timeout
+from syncengine.launch.arrivals import name_ranks
+from syncengine.launch.local import CAME, ENDED, JOIN, MEET, PLACE, ticket_of
 from syncengine.launch.store import StoreExchange
 
 logger = logging.getLogger("syncengine")
 
 _LOOK = 0.5  # seconds between two looks whether somebody waits
-_PATIENCE = 30.0  # seconds for those that are let in to come
+_PATIENCE = 30.0  # seconds for a rank that is stopped while others join
+_MOST = 64  # that are let in at a time
 
 
 class Door:
@@ -33,7 +36,6 @@ class Door:
         host, _, port = address.rpartition(":")
         self._store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=_PATIENCE))
         self.name = name  # of this process, if it joins
-        self._let_in = 0  # so far
         self._looked = time.monotonic()
 
     @classmethod
@@ -48,7 +50,7 @@ class Door:
         if time.monotonic() < self._looked + _LOOK:
             return False
         self._looked = time.monotonic()
-        return len(self._names()) > self._let_in
+        return bool(self._waiting())
 
     def look(self, communicator: Communicator) -> None:
         """By the first rank: if somebody waits, all leave their step, as where a rank has died."""
@@ -56,66 +58,96 @@ class Door:
             communicator.abort("another rank joins: all begin the step anew")
 
     def let_in(self, communicator: Communicator, facts: str) -> Communicator:
-        """The communicator with those that wait, which becomes the default one; or the same, if nobody waits or they
-        can't join. Collective. `facts` are what they must have in common with these ranks."""
-        came = len(self._names()) if communicator.rank == 0 else 0
-        told = torch.tensor([came, self._let_in], dtype=torch.int64)
+        """The communicator with those that wait, which becomes the default one; or the same, if nobody waits or not all
+        can join. Collective. `facts` are what they must have in common with these ranks."""
+        told = torch.full((1 + _MOST,), -1, dtype=torch.int64)
+        if communicator.rank == 0:
+            names = self._waiting()[:_MOST]
+            told[: 1 + len(names)] = torch.tensor([secrets.randbits(60), *names])
         communicator.broadcast(told, 0)
-        waiting, let_in = told.tolist()
-        self._let_in = max(waiting, let_in)
-        if waiting <= let_in:
+        number, *names = (value for value in told.tolist() if value >= 0)
+        if not names:
             return communicator
-        connection = None
-        try:
-            names = self._names()[let_in:waiting]
-            ranks = [*communicator.global_ranks, *names]
-            if communicator.rank == 0:
+        ranks = [*communicator.global_ranks, *names]
+        if communicator.rank == 0:
+            with contextlib.suppress(dist.DistError):  # all hear that the launcher has died
                 for name in names:
-                    self._store.set(f"{PLACE}/ticket/{name}", json.dumps({"ranks": ranks, "let_in": waiting}))
-            connection = self._meet(ranks, communicator.rank, facts)
-        except (SyncError, dist.DistError) as error:
+                    self._store.set(ticket_of(name), json.dumps({"number": number, "ranks": ranks}))
+        try:
+            return self._join(number, ranks, communicator.rank, facts)
+        except SyncError as error:
             logger.warning("nobody joins: %s", error)
-        agreed = torch.tensor([int(connection is not None)], dtype=torch.int64)
-        communicator.all_reduce(agreed, "min")
-        if connection is None or not int(agreed):
-            if connection is not None:
-                connection.communicator.close()
             return communicator
-        replace_default(connection)
-        return connection.communicator
 
     def enter(self, facts: str, timeout: float) -> Communicator:
         """Waits until this process is let in; again if one of the others dies meanwhile."""
-        deadline, ticket = time.monotonic() + timeout, f"{PLACE}/ticket/{self.name}"
+        assert self.name is not None
+        deadline, ticket = time.monotonic() + timeout, ticket_of(self.name)
+        self._store.append(CAME, f"{self.name} ")  # type: ignore[attr-defined] # which torch's stub lacks
         while True:
-            self._store.append(PLACE, f"{self.name} ")  # type: ignore[attr-defined] # which torch's stub lacks
             while not self._store.check([ticket]):
                 if time.monotonic() > deadline:
                     raise Timeout(f"rank {self.name} was not let in within {timeout:g} s: has the run ended?")
                 time.sleep(0.02)
             told = json.loads(self._store.get(ticket))
-            self._let_in = told["let_in"]
             try:
-                connection = self._meet(told["ranks"], told["ranks"].index(self.name), facts)
+                return self._join(told["number"], told["ranks"], told["ranks"].index(self.name), facts)
             except SyncError as error:
                 if isinstance(error, InvalidUsage | Mismatch):
                     raise
                 logger.warning("waits again to be let in: %s", error)
                 self._store.delete_key(ticket)
-                continue
-            replace_default(connection)
-            return connection.communicator
 
-    def _names(self) -> list[int]:
-        """Of all that have come so far; none where the launcher has died."""
+    def _waiting(self) -> list[int]:
+        """Those that have come, and have no ticket yet; none where the launcher has died."""
         with contextlib.suppress(dist.DistError):
-            return [int(name) for name in self._store.get(PLACE).split()] if self._store.check([PLACE]) else []
+            came = self._read(CAME)
+            if came and not self._store.check([ticket_of(name) for name in came]):
+                ended = self._read(ENDED)
+                return [name for name in came if name not in ended and not self._store.check([ticket_of(name)])]
         return []
 
-    def _meet(self, ranks: list[int], rank: int, facts: str) -> Connection:
-        purpose = f"joining {self._let_in}"
+    def _read(self, key: str) -> list[int]:
+        return [int(name) for name in self._store.get(key).split()] if self._store.check([key]) else []
+
+    def _join(self, number: int, ranks: list[int], rank: int, facts: str) -> Communicator:
+        """The communicator of these ranks, as the default one: on all of them, or on none. Raises SyncError then."""
+        verdict, connected = f"{PLACE}/verdict/{number}", f"{PLACE}/connected/{number}"
+        deadline = time.monotonic() + _PATIENCE
+
+        def lost() -> str:
+            with contextlib.suppress(dist.DistError):
+                if ended := set(self._read(ENDED)) & set(ranks):
+                    return f"{name_ranks(ended)} died meanwhile"
+                if self._store.check([verdict]):
+                    return "another rank could not connect: see its own error"
+            return f"not all ranks connected within {_PATIENCE:g} s" if time.monotonic() > deadline else ""
+
+        try:
+            connection = self._meet(f"joining {number}", ranks, rank, facts, lost)
+        except BaseException:
+            with contextlib.suppress(dist.DistError):
+                self._store.set(verdict, "none")
+            raise
+        # Each of those that are connected could act on what it sees of the others, and they see different things: so
+        # one says it for all, and the first word counts.
+        self._store.add(connected, 1)
+        while not self._store.check([verdict]):
+            if self._store.add(connected, 0) == len(ranks):
+                self._store.compare_set(verdict, "", "all")
+            elif lost():
+                self._store.compare_set(verdict, "", "none")
+            else:
+                time.sleep(0.001)
+        if self._store.get(verdict) != b"all":
+            connection.communicator.close()
+            raise PeerLost("not all ranks could connect")
+        replace_default(connection)
+        return connection.communicator
+
+    def _meet(self, purpose: str, ranks: list[int], rank: int, facts: str, lost: Callable[[], str]) -> Connection:
         call = "call syncengine.elastic"
-        exchange = StoreExchange(self._store, rank, len(ranks), _PATIENCE, 5.0, ranks, call, purpose)
+        exchange = StoreExchange(self._store, rank, len(ranks), _PATIENCE, 5.0, ranks, call, purpose, lost)
         answers = exchange(facts.encode())
         for other, theirs in zip(ranks, answers, strict=True):
             if theirs != answers[0]:
@@ -123,4 +155,4 @@ class Door:
                     f"rank {other} has another state for elastic() than rank {ranks[0]}: {theirs.decode()} instead of "
                     f"{answers[0].decode()}. Give all ranks the same script, model and optimizer"
                 )
-        return connect_beside(exchange, rank, ranks)
+        return connect_beside(exchange, rank, ranks, lost)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -221,11 +222,12 @@ def shrink(communicator: Communicator | None = None, patience: float = 30.0) -> 
         return after
 
 
-def connect_beside(exchange: Exchange, rank: int, global_ranks: list[int]) -> Connection:
-    """Another communicator with the settings of the default one, which stays it. Collective over `global_ranks`."""
+def connect_beside(exchange: Exchange, rank: int, global_ranks: list[int], lost: Callable[[], str]) -> Connection:
+    """Another communicator with the settings of the default one, which stays it. Collective over `global_ranks`. `lost`
+    says why some of them will not come."""
     current = _current()
     timeout = current.config.timeout or group_timeout() or DEFAULT_TIMEOUT
-    return connect(exchange, rank, len(global_ranks), current.config, timeout, global_ranks)
+    return connect(exchange, rank, len(global_ranks), current.config, timeout, global_ranks, lost)
 
 
 def replace_default(connection: Connection) -> None:

@@ -10,7 +10,7 @@ import os
 import socket
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from syncengine._C import Communicator, LocalBootstrap, build_id, solo
@@ -63,10 +63,12 @@ def connect(
     config: Config,
     timeout: float,
     global_ranks: list[int] | None = None,
+    lost: Callable[[], str] | None = None,
 ) -> Connection:
     """The communicator of the ranks that `exchange` reaches (None: of this one alone).
 
     `global_ranks` are what messages call them; None for all ranks of the job, which connect one communicator at a time.
+    `lost` is asked now and then, and says why some of them will not come.
     If this rank fails, the others are sent its error.
     """
     options = config.options(timeout)
@@ -91,7 +93,7 @@ def connect(
                 transport = open_packet_transport(
                     config.interhost, rank, known_as, in_order, config.checksum, config.silence, exchange
                 )
-        communicator = bootstrap.connect(addresses, timeout, network, transport)
+        communicator = bootstrap.connect(addresses, timeout, network, transport, lost)
         meet(known_as[rank], max(known_as) + 1, hosts[rank], config.trace, whole=global_ranks is None)
         if communicator.links:
             logger.log(logging.INFO if rank == 0 else logging.DEBUG, "between hosts: %s", communicator.links)

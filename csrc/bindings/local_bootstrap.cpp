@@ -148,8 +148,14 @@ struct Bootstrap {
 
   std::shared_ptr<Communicator> connect(const std::vector<std::string>& addresses, double timeout,
                                         const std::vector<std::string>& network_addresses,
-                                        PacketTransportHandle* transport) {
+                                        PacketTransportHandle* transport, const py::object& lost) {
     auto deadline = Deadline::after(seconds(timeout));
+    auto interrupted = [&lost, signals = check_signals()] {
+      signals();
+      if (lost.is_none()) return;
+      py::gil_scoped_acquire gil;
+      if (auto why = lost().cast<std::string>(); !why.empty()) throw Error(ErrorKind::PeerLost, why);
+    };
     auto make_interhost = [&] {
       if (transport) {
         std::vector<int> peers;
@@ -164,9 +170,9 @@ struct Bootstrap {
       auto hosts = job.hosts(addresses);
       for (size_t peer = 0; peer < peers.size(); ++peer)
         if (hosts[peer] == hosts[rank]) peers[peer].clear();
-      return tcp::connect(std::move(*std::exchange(listener, {})), rank, peers, deadline, check_signals());
+      return tcp::connect(std::move(*std::exchange(listener, {})), rank, peers, deadline, interrupted);
     };
-    return job.connect(addresses, deadline, check_signals(), make_interhost);
+    return job.connect(addresses, deadline, interrupted, make_interhost);
   }
 };
 
@@ -210,14 +216,16 @@ void bind_local_bootstrap(py::module_& module) {
       .def(
           "connect",
           [](Bootstrap& self, const std::vector<std::string>& addresses, double timeout,
-             const std::optional<std::vector<std::string>>& network_addresses, PacketTransportHandle* transport) {
+             const std::optional<std::vector<std::string>>& network_addresses, PacketTransportHandle* transport,
+             const py::object& lost) {
             py::gil_scoped_release nogil;
-            return self.connect(addresses, timeout, network_addresses.value_or(std::vector<std::string>{}), transport);
+            return self.connect(addresses, timeout, network_addresses.value_or(std::vector<std::string>{}), transport,
+                                lost);
           },
           py::arg("addresses"), py::arg("timeout"), py::arg("network_addresses") = py::none(),
-          py::arg("transport") = py::none(),
+          py::arg("transport") = py::none(), py::arg("lost") = py::none(),
           "The communicator of all ranks. `addresses` by rank; `timeout` in seconds. Where there are several hosts, "
-          "`network_addresses` from listen() or a transport.");
+          "`network_addresses` from listen() or a transport. `lost` says why some of them will not come, if so.");
   module.def(
       "solo", [](const JobOptions& options, int global_rank) { return make_solo_communicator(options, global_rank); },
       py::arg("options"), py::arg("global_rank") = 0,

@@ -62,7 +62,9 @@ def run_local_ranks(count: int, arguments: Sequence[str], threads: int) -> int:
 # Variables of ranks that a launcher keeps going: where processes that join wait, which number such a one has, and in
 # whose place it comes ("1/4": rank 1 of 4).
 MEET, JOIN, INSTEAD = "_SYNCENGINE_MEET", "_SYNCENGINE_JOIN", "_SYNCENGINE_INSTEAD"
-PLACE = "syncengine/joining"  # in the store
+# In the store: the processes that wait, those that have ended, and what is told of joining.
+PLACE = "syncengine/joining"
+CAME, ENDED = f"{PLACE}/came", f"{PLACE}/ended"
 _CONNECTED = "syncengine/connected"
 
 
@@ -71,6 +73,11 @@ def say_connected() -> None:
     if MEET in os.environ and JOIN not in os.environ:
         host, _, port = os.environ[MEET].rpartition(":")
         dist.TCPStore(host, int(port), is_master=False, timeout=_SERVED_WITHIN).set(_CONNECTED, "")
+
+
+def ticket_of(name: int) -> str:
+    """The key of what a process that waits is told when it is let in."""
+    return f"{PLACE}/ticket/{name}"
 
 
 def run_script(count: int, script: Sequence[str], threads: int, keep_going: bool, restart: bool) -> int:
@@ -107,12 +114,13 @@ def run_script(count: int, script: Sequence[str], threads: int, keep_going: bool
                 if process.poll() is None:
                     continue
                 codes.append(running.pop(name).returncode)
+                store.append(ENDED, f"{name} ")  # type: ignore[attr-defined] # which torch's stub lacks
                 if codes[-1] != 0 and not (keep_going and store.check([_CONNECTED])):
                     return _exit_code(codes)
                 if codes[-1] != 0 and restart and 0 not in codes and running and len(places) < 11 * count:
                     start(places[name], joins=True)
             # Who waits to be let in when all others have ended waits in vain.
-            if all(name >= count and not store.check([f"{PLACE}/ticket/{name}"]) for name in running):
+            if all(name >= count and not store.check([ticket_of(name)]) for name in running):
                 break
         return 0 if keep_going and 0 in codes else _exit_code(codes)
     finally:

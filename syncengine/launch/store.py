@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -65,7 +65,8 @@ class StoreExchange:
 
     A rank's n-th exchange for a `purpose` meets the n-th of the others, and that of a rank that was restarted or tries
     again takes the place of its last one (syncengine_autoload.rendezvous). `names` are what messages call the ranks (by
-    default 0, 1, ...), and `call` is what each of them should have called.
+    default 0, 1, ...), and `call` is what each of them should have called. `lost` is asked while ranks are missing,
+    and says why they will not come.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class StoreExchange:
         names: Sequence[int] | None = None,
         call: str = "call syncengine.init",
         purpose: str = "init",
+        lost: Callable[[], str] = str,
     ) -> None:
+        self._lost = lost
         self._names = list(range(world_size)) if names is None else list(names)
         self._rank, self._what = self._names[rank], f"join (did its process start, and {call}?)"
         self._timeout, self._log_after = timeout, log_after
@@ -101,6 +104,8 @@ class StoreExchange:
             self.arrived = {self._names[peer]: value for peer, value in meeting.values.items()}
             absent.clear()
             absent.update(self._names[peer] for peer in meeting.missing())
+            if absent and (why := self._lost()):
+                raise PeerLost(why)
             return absent
 
         with _lost_store_as_lost_peer(self._rank, absent):

@@ -63,7 +63,7 @@ def digest(*objects):
     return sha.hexdigest()
 
 
-def train(kills=(), at_least=1, count=STEPS, pace=0.0, tells=False):
+def train(kills=(), at_least=1, count=STEPS, pace=0.0, tells=False, timeout=60.0):
     """`kills`: of each rank that dies, the step and the place there, or a fault point. `pace`: seconds that a step
     takes at least. `tells`: with a collective behind each update."""
 
@@ -72,7 +72,7 @@ def train(kills=(), at_least=1, count=STEPS, pace=0.0, tells=False):
             os.kill(os.getpid(), signal.SIGKILL)
 
     torch.manual_seed(0)
-    syncengine.init(timeout=60.0)
+    syncengine.init(timeout=timeout)
     data = torch.utils.data.TensorDataset(torch.randn(160, 16), torch.randn(160, 4))
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, drop_last=True)
     model = syncengine.Parallel(Net())
