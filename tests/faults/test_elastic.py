@@ -134,12 +134,9 @@ def undisturbed(pool):
 
 
 def check(ranks, kills, expected):
-    lost = {rank for rank in kills if ranks[rank].exit_code(0) is not None or not isinstance(kills[rank], str)}
-    lost -= {rank for rank in lost if kills[rank] == "from outside" and ranks[rank].exit_code(0) == 0}  # had ended
+    """A rank of `kills` may be spared: it does not come to its place where another one's death takes it elsewhere."""
+    lost = set()
     for number, rank in enumerate(ranks):
-        if number in lost:
-            assert rank.exit_code() == -signal.SIGKILL, rank.output()
-            continue
         try:
             outcome = rank.result(timeout=120.0)
         except RankFailure:
@@ -150,6 +147,7 @@ def check(ranks, kills, expected):
         assert (outcome.error, outcome.left) == ("", []), outcome
         assert outcome.value[0] == expected
     assert len(lost) < len(ranks)
+    assert lost or all(isinstance(fault, str) for fault in kills.values())
 
 
 def test_nobody_dies(pool, undisturbed):
