@@ -141,9 +141,8 @@ def add_run(commands: Any) -> None:
     parser.add_argument("-n", "--ranks", type=int, required=True, help="how many")
     parser.add_argument("--keep-going", action="store_true", help="a rank that fails does not end the others")
     parser.add_argument("--restart", action="store_true", help="another process joins in its place; with --keep-going")
-    parser.add_argument(
-        "script", nargs=argparse.REMAINDER, help="a Python script and its arguments, or -m and a module"
-    )
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module, as for python -m")
+    parser.add_argument("script", nargs=argparse.REMAINDER, help="a Python script and its arguments")
     parser.set_defaults(run=_run)
 
 
@@ -154,8 +153,9 @@ def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
         print(f"syncengine run: {wrong}", file=sys.stderr)
         return 2
     threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
+    script = [*(["-m"] if options.module else []), *options.script]
     try:
-        return run_script(options.ranks, options.script, threads, options.keep_going, options.restart)
+        return run_script(options.ranks, script, threads, options.keep_going, options.restart)
     except InvalidUsage as error:
         print(f"syncengine run: {error}", file=sys.stderr)
         return 2

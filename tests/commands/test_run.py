@@ -77,6 +77,11 @@ def test_all_end_with_the_first_that_fails_before_they_have_met(tmp_path, option
     assert time.monotonic() - began < 90
 
 
+def test_a_module():
+    done = launched("-n", "2", "-m", "json.tool", "--help")
+    assert (done.returncode, done.stdout.count("usage: ")) == (0, 2), done.stderr
+
+
 @pytest.mark.parametrize("arguments", [["-n", "2", "--restart", "x.py"], ["-n", "0", "x.py"], ["-n", "2"]])
 def test_what_makes_no_sense(arguments):
     done = launched(*arguments)
