@@ -69,7 +69,10 @@ def check(pool, undisturbed, victims, hosts="aaaa"):
     assert sorted(outcomes) == left
     for outcome in outcomes.values():
         assert (outcome.error, outcome.left) == ("", []), outcome
-        assert outcome.value == (undisturbed, left)
+        weights, ranks = outcome.value
+        assert weights == undisturbed
+        assert sorted(ranks) == left  # those that join are in the order in which they came
+    assert len({tuple(outcome.value[1]) for outcome in outcomes.values()}) == 1
 
 
 @pytest.mark.parametrize("place", PLACES)

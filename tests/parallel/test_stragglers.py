@@ -231,7 +231,7 @@ def few_steps(steps: int) -> dict[str, Any]:
     assert model.stragglers() == {"steps": 0, "step_ms": 0.0, "ranks": {}, "verdict": None}
     for i in range(steps):
         if syncengine.rank() == 1:
-            time.sleep(0.005)
+            time.sleep(0.04)
         model(data(i), 0.0, 0.0).sum().backward()
     return model.stragglers()
 
@@ -239,7 +239,7 @@ def few_steps(steps: int) -> dict[str, Any]:
 def test_few_steps_name_nobody(pool: RankPool):
     for found in pool.run(few_steps, 10):
         assert 0 < found["steps"] < LEAST_COMPARED
-        assert found["ranks"][1]["late_ms"] > 4
+        assert found["ranks"][1]["late_ms"] > 20
         assert found["verdict"] is None
     (alone,) = pool.run(few_steps, 3, world=1)
     assert alone["ranks"] == {}
