@@ -26,6 +26,17 @@ from torch import nn
 import syncengine
 
 
+def error_in_writing(optimizer: syncengine.ShardedOptimizer, change: Callable[[], object], writer: bool = True) -> str:
+    """Which one ends `writing()` where the rank that may write calls `change`, or, without `writer`, the others do."""
+
+    def go() -> None:
+        with optimizer.writing() as may_write:
+            if may_write == writer:
+                change()
+
+    return error_of(go)
+
+
 def load(net: nn.Module) -> None:
     net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
 
@@ -73,13 +84,7 @@ def test_only_one_rank_may_load(change: Callable[[nn.Module], None]):
     model, optimizer = sharded(ours)
     train(model, optimizer, 2)
     theirs.load_state_dict(ours.state_dict())
-
-    def go() -> None:
-        with optimizer.writing() as may_write:
-            if not may_write:
-                change(ours)
-
-    text = error_of(go)
+    text = error_in_writing(optimizer, lambda: change(ours), writer=False)
     wrong = different_weights(ours, theirs)
     train(model, optimizer, 2)
     wrong += not_divided(ours, optimizer)
@@ -93,13 +98,7 @@ def test_another_dtype_is_refused():
     net = make()
     model, optimizer = sharded(net)
     train(model, optimizer, 2)
-
-    def go() -> None:
-        with optimizer.writing() as may_write:
-            if may_write:
-                net.head.half()
-
-    text = error_of(go)
+    text = error_in_writing(optimizer, net.head.half)
     dtype = str(net.head.weight.dtype)
     after = error_of(lambda: train(model, optimizer, 1))
     assert "rank 0: in writing(): parameter head.weight has another shape or dtype now" in text
@@ -293,13 +292,15 @@ def one_fails() -> list[str]:
     model, optimizer = sharded(net)
     train(model, optimizer, 1)
 
-    def go() -> None:
-        with optimizer.writing() as may_write:
-            if may_write:
-                load_a_part(net)
-                raise ValueError("no")
+    def fail() -> None:
+        load_a_part(net)
+        raise ValueError("no")
 
-    return [error_of(go), str(bool((net[0].weight == 2).all())), error_of(lambda: train(model, optimizer, 1))]
+    return [
+        error_in_writing(optimizer, fail),
+        str(bool((net[0].weight == 2).all())),
+        error_of(lambda: train(model, optimizer, 1)),
+    ]
 
 
 def test_all_ranks_get_it_after_an_error(pool: RankPool):
@@ -314,13 +315,7 @@ def test_another_shape_of_a_frozen_one_is_named():
     net = with_a_frozen_part()
     model, optimizer = sharded(net)
     train(model, optimizer, 1)
-
-    def go() -> None:
-        with optimizer.writing() as may_write:
-            if may_write:
-                net[0].bias.data = net[0].bias.data[:7]
-
-    text = error_of(go)
+    text = error_in_writing(optimizer, lambda: setattr(net[0].bias, "data", net[0].bias.data[:7]))
     assert text.startswith("Mismatch: what rank 0 has written in writing() differs between ranks"), text
     assert "rank 0 has [0.bias: float32 (7,)], rank 1 has [0.bias: float32 (200,)]" in text
 
