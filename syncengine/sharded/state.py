@@ -63,7 +63,7 @@ class SharedState:
         self._note_whole()
 
     def digest(self) -> int:
-        """Of what ``whole`` has of it."""
+        """Of this state's entries in ``whole``."""
         value = 0
         for parameter in self._parameters:
             value = digest(self.whole.get(parameter, {}), value)
@@ -72,7 +72,7 @@ class SharedState:
     # --- What the user does to it
 
     def _note_whole(self) -> None:
-        """``whole`` has of it what it should have, from now on."""
+        """From now on the entries in ``whole`` are as they should be."""
         self._states = list(map(self.whole.get, self._parameters))
         self._keys = [key for _, key in self._entries]  # of each entry, its key, the dict that has it, and its value
         self._dicts = [self.whole[self._parameters[index]] for index, _ in self._entries]
@@ -139,12 +139,12 @@ class SharedState:
         return None
 
     def share(self) -> None:
-        """Moves what is new into common memory. Collective over all hosts: raises ``InvalidUsage`` on all of them."""
+        """Moves new entries into common memory. Collective over all hosts: raises ``InvalidUsage`` on all of them."""
         self.give()
         self.take()
 
     def give(self) -> None:
-        """The first half: the common memory has all of it, ``whole`` is as it was. Collective."""
+        """The first half: the common memory has all entries, ``whole`` is as before. Collective."""
         mine: dict[str, Any] = {}
         error = self._problem
         try:

@@ -25,7 +25,7 @@ _MOMENT = 1.0  # seconds
 
 
 class Update:
-    """Update ``number`` of ``blocks``; or what ``writing()`` does in the place of one, by its first stages alone.
+    """Update ``number`` of ``blocks``. ``writing()`` takes the place of one, by the first stages alone.
 
     ``step``: which of the user's steps it is. ``groups``: the optimizer's own.
     """
