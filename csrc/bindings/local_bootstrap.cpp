@@ -42,11 +42,19 @@ bool is_helper(py::handle thread) {
   return false;
 }
 
+// A thread of a ThreadPoolExecutor (torch.compile leaves one) that has no task: only another thread can give it one.
+bool is_idle_worker(py::handle thread, const py::dict& frames) {
+  py::object target = py::getattr(thread, "_target", py::none()), ident = thread.attr("ident");
+  return target.is(py::module_::import("concurrent.futures.thread").attr("_worker")) && frames.contains(ident) &&
+         frames[ident].attr("f_code").is(target.attr("__code__"));
+}
+
 int count_helpers() {
   int count = 0;
+  const py::dict frames = py::module_::import("sys").attr("_current_frames")();
   // Not enumerate(), which takes a lock that this very thread may hold.
   for (py::handle thread : py::list(py::module_::import("threading").attr("_active").attr("values")()))
-    count += is_helper(thread);
+    count += is_helper(thread) || is_idle_worker(thread, frames);
   return count;
 }
 

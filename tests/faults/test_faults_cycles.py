@@ -5,7 +5,9 @@ import multiprocessing
 import queue
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing import resource_sharer
 from unittest.mock import patch
 
@@ -101,6 +103,10 @@ def run_beside(beside, stack):
         arguments = (batches, queue.Queue(), 0, done, "")
         start(threading.Thread(target=_pin_memory_loop, args=arguments), lambda: batches.put((0, None)), stack)
         stack.callback(done.set)
+    elif beside in ("worker", "busy worker"):  # torch.compile leaves one
+        task = threading.Event()
+        stack.enter_context(ThreadPoolExecutor(1)).submit(task.wait)
+        (task.set if beside == "worker" else partial(stack.callback, task.set))()
     elif beside == "logging":
         listener = logging.handlers.QueueListener(queue.Queue())
         listener.start()
@@ -124,10 +130,10 @@ def crosswise(beside) -> Outcome:
             step()
             (first if my_rank() == 0 else second).all_reduce(torch.ones(10))
 
-    return suffer(body, timeout=2.0 if beside == "idle" else 30.0)
+    return suffer(body, timeout=2.0 if beside in ("idle", "busy worker") else 30.0)
 
 
-@pytest.mark.parametrize("beside", ["none", "feeder", "sharer", "pin_memory", "logging"])
+@pytest.mark.parametrize("beside", ["none", "feeder", "sharer", "pin_memory", "logging", "worker"])
 def test_crosswise_on_two_communicators(pool, beside):
     pool.refresh()  # a thread that an earlier test has left (autograd keeps some) could bring what is missing
     for outcome in pool.run(crosswise, beside, world=2, settings=None):
@@ -136,8 +142,9 @@ def test_crosswise_on_two_communicators(pool, beside):
         assert outcome.seconds < WITHIN
 
 
-def test_crosswise_beside_another_thread_is_a_timeout_that_names_both(pool):
-    outcomes = pool.run(crosswise, "idle", world=2, settings=None)
+@pytest.mark.parametrize("beside", ["idle", "busy worker"])
+def test_crosswise_beside_another_thread_is_a_timeout_that_names_both(pool, beside):
+    outcomes = pool.run(crosswise, beside, world=2, settings=None)
     # Who is first leaves, and waits no more when the other comes to its own deadline.
     timeouts = [outcome.text for outcome in outcomes if outcome.error == "Timeout"]
     assert any("; meanwhile rank" in text and "of another communicator for rank" in text for text in timeouts), outcomes
