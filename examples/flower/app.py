@@ -73,7 +73,7 @@ class FedBuff(FedAvg):
                     if evaluate_fn is not None and (found := evaluate_fn(version, result.arrays)) is not None:
                         result.evaluate_metrics_serverapp[version] = found
                     replies, changes, failed = [], [], set()
-            time.sleep(0.5)
+            time.sleep(0.1)
         return result
 
 
@@ -96,7 +96,7 @@ def serve(grid: Grid, context: Context) -> None:
     with np.load(out / "version0.npz") as first:
         arrays = ArrayRecord([first[name] for name in first.files])
     while len(list(grid.get_node_ids())) < config["hosts"]:
-        time.sleep(0.5)
+        time.sleep(0.1)
     result = strategy.start(grid, arrays, num_rounds=config["versions"], timeout=300, evaluate_fn=keep)
     log = [dict(result.train_metrics_clientapp[version]) for version in sorted(result.train_metrics_clientapp)]
     (out / "new.json").write_text(json.dumps(log))
