@@ -117,20 +117,8 @@ def init(
     Raises InvalidUsage (bad setting or launch variable), Mismatch (ranks with other settings), Timeout (naming the
     ranks that did not come), PeerLost and Aborted (a rank ended or failed meanwhile).
     """
+    given = {name: value for name, value in locals().items() if name != "torch_group"}
     global _default
-    given = {
-        "numerics": numerics,
-        "timeout": timeout,
-        "arena_bytes": arena_bytes,
-        "log_after": log_after,
-        "gradient_memory": gradient_memory,
-        "interhost": interhost,
-        "interface": interface,
-        "sockets": sockets,
-        "checksum": checksum,
-        "silence": silence,
-        "summary": summary,
-    }
     with _lock:
         refuse_forked_child()
         if _default is None:

@@ -140,14 +140,17 @@ def _silence(value: Any, name: str) -> float:
     return _seconds(value, name, LEAST_SILENCE)
 
 
-def _bytes(value: Any, name: str) -> int:
-    try:
-        parsed = int(value)
-    except (TypeError, ValueError, OverflowError):
-        parsed = -1
-    if not 0 < parsed < 2**47 or isinstance(value, float):
-        raise _invalid(name, value, "a whole number of bytes, more than 0 and less than 2**47 (the address space)")
-    return parsed
+def _whole(most: int, allowed: str) -> Callable[[Any, str], int]:
+    def parse(value: Any, name: str) -> int:
+        try:
+            parsed = int(value)
+        except (TypeError, ValueError, OverflowError):
+            parsed = 0
+        if not 0 < parsed <= most or isinstance(value, float):
+            raise _invalid(name, value, f"a whole number {allowed}")
+        return parsed
+
+    return parse
 
 
 def _text(value: Any, name: str) -> str:
@@ -162,16 +165,6 @@ def _secret(value: Any, name: str) -> str:
     return _text(value, name)
 
 
-def _sockets(value: Any, name: str) -> int:
-    try:
-        parsed = int(value)
-    except (TypeError, ValueError, OverflowError):
-        parsed = 0
-    if not 1 <= parsed <= MOST_SOCKETS or isinstance(value, float):
-        raise _invalid(name, value, f"a whole number from 1 to {MOST_SOCKETS}")
-    return parsed
-
-
 def _flag(value: Any, name: str) -> bool:
     parsed = {"0": False, "1": True}.get(value, value) if isinstance(value, str) else value
     if not isinstance(parsed, bool):
@@ -182,13 +175,13 @@ def _flag(value: Any, name: str) -> bool:
 _PARSE: dict[str, Callable[[Any, str], Any]] = {
     "numerics": _choice(NUMERICS),
     "timeout": _seconds,
-    "arena_bytes": _bytes,
+    "arena_bytes": _whole(2**47 - 1, "of bytes, more than 0 and less than 2**47 (the address space)"),
     "gradient_memory": _choice(GRADIENT_MEMORY),
     "log_after": _seconds,
     "host_id": _text,
     "interhost": _choice(INTERHOST),
     "interface": _text,
-    "sockets": _sockets,
+    "sockets": _whole(MOST_SOCKETS, f"from 1 to {MOST_SOCKETS}"),
     "checksum": _flag,
     "silence": _silence,
     "secret": _secret,
