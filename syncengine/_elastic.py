@@ -69,7 +69,7 @@ class Elastic:
     def __init__(self, state: dict[str, Any], step: int, at_least: int, patience: float) -> None:
         communicator = default_communicator() if is_initialized() else init()  # which may have failed by now
         for name, value in state.items():
-            if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+            if not has_state(value):
                 raise InvalidUsage(
                     f"elastic() can't keep {name}, a {type(value).__name__}: it has no state_dict() and "
                     "load_state_dict(). Leave out what training doesn't change"
@@ -229,6 +229,11 @@ class Elastic:
             value.load_state_dict(state)
             if isinstance(value, torch.nn.Module):
                 _restore(value.named_buffers(), buffers)
+
+
+def has_state(value: object) -> bool:
+    """Whether it is kept by its `state_dict`."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _restore(named: Iterator[tuple[str, torch.Tensor]], kept: dict[str, torch.Tensor]) -> None:

@@ -67,7 +67,6 @@ from syncengine.horovod.reductions import Max as Max
 from syncengine.horovod.reductions import Min as Min
 from syncengine.horovod.reductions import Product as Product
 from syncengine.horovod.reductions import Sum as Sum
-from syncengine.horovod.refusal import REFUSED as _REFUSED
 from syncengine.horovod.scatter import barrier as barrier
 from syncengine.horovod.scatter import grouped_reducescatter as grouped_reducescatter
 from syncengine.horovod.scatter import grouped_reducescatter_async as grouped_reducescatter_async
@@ -78,6 +77,19 @@ from syncengine.horovod.timeline import start_timeline as start_timeline
 from syncengine.horovod.timeline import stop_timeline as stop_timeline
 
 HorovodInternalError = _SyncError
+
+# What Horovod has and this does not, and what takes its place.
+_ADASUM = "use op=hvd.Average or op=hvd.Sum"
+_NOTHING = "there is nothing to check: importing syncengine says so if it is not built"
+_REFUSED = {
+    "Adasum": _ADASUM,
+    "num_rank_is_power_2": f"it is for Adasum: {_ADASUM}",
+    "run": "start the script with torchrun, mpirun or srun",
+    "gpu_available": "ask torch.cuda.is_available()",
+    "mpi_lib_v2": "what it has for scripts is in syncengine.horovod itself (hvd.allreduce, ...)",
+    "check_extension": _NOTHING,
+    "check_installed_version": _NOTHING,
+}
 
 __all__ = [name for name, value in globals().items() if name[0] != "_" and not isinstance(value, _Module)]
 

@@ -17,7 +17,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 from syncengine._C import Communicator
-from syncengine._elastic import Elastic
+from syncengine._elastic import Elastic, has_state
 from syncengine.communicator import default_communicator
 from syncengine.errors import Aborted, InvalidUsage, PeerLost, SyncError, Timeout
 from syncengine.horovod.objects import broadcast_object, from_bytes, load_in_place, to_bytes
@@ -115,11 +115,6 @@ class TorchState:
     def unpack(self, packed: bytes) -> None:
         """The opposite."""
         self._saved = from_bytes(packed)
-
-
-def has_state(value: object) -> bool:
-    """Whether it is kept by its `state_dict`."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def run(

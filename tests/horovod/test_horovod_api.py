@@ -15,8 +15,8 @@ from repository import ROOT, TESTS
 import syncengine.horovod as hvd
 from syncengine._C import has_cuda
 from syncengine.errors import InvalidUsage
+from syncengine.horovod import _REFUSED as REFUSED
 from syncengine.horovod.optimizer import Distributed
-from syncengine.horovod.refusal import REFUSED
 
 PAGE = (ROOT / "docs" / "horovod.md").read_text()
 

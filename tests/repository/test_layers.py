@@ -120,7 +120,6 @@ HOROVOD_MODULES = [
     "optimizer",
     "objects",
     "join",
-    "refusal",
     "elastic",
     "__init__",
     "functions",
