@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -56,8 +55,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
                 file=sys.stderr,
             )
             return 2
-        cores = len(os.sched_getaffinity(0))
-        return run_local_ranks(options.ranks, arguments, max(1, cores // options.ranks))
+        return run_local_ranks(options.ranks, arguments)
     except SyncError as error:
         return _cannot_run(f"{type(error).__name__}: {error}")
     except (MemoryError, OSError, RuntimeError) as error:  # torch's and Gloo's

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from syncengine.doctor.facts import Facts
@@ -25,10 +25,6 @@ class Finding:
     ranks: list[int]
     text: str
     remedy: str
-
-    def as_json(self) -> dict[str, Any]:
-        """For --json."""
-        return asdict(self)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

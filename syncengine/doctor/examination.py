@@ -6,9 +6,10 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
-from syncengine.doctor.checks import FATAL, WARNING, Finding, find_all, missing_ranks, ranks_text, split_remedy
+from syncengine.doctor.checks import FATAL, WARNING, Finding, by_host, find_all, missing_ranks, ranks_text, split_remedy
 
 
 def examine(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -20,28 +21,20 @@ def examine(options: argparse.Namespace, arguments: Sequence[str]) -> int:
         return _without_torch(options, error)
     from syncengine.errors import SyncError
     from syncengine.launch import Launch, find_launch
-    from syncengine.launch.local import check_ranks
+    from syncengine.launch.local import check_ranks, run_local_ranks
 
     findings: list[Finding] = []
     try:
         launch = find_launch()
         if launch.kind == "single" and options.ranks is not None:
-            return _examine_local(options.ranks, arguments)
+            code: int = run_local_ranks(options.ranks, arguments)
+            return code
         check_ranks(options.ranks, launch)
     except SyncError as error:
         what, remedy = split_remedy(str(error))
         findings.append(Finding("launch", FATAL, [], what, remedy))
         launch = Launch("unknown", 0, 1)
     return _examine_rank(options, launch, import_error, findings)
-
-
-def _examine_local(ranks: int, arguments: Sequence[str]) -> int:
-    import os
-
-    from syncengine.launch.local import run_local_ranks
-
-    code: int = run_local_ranks(ranks, arguments, max(1, len(os.sched_getaffinity(0)) // ranks))
-    return code
 
 
 def _examine_rank(options: argparse.Namespace, launch: Any, import_error: str, findings: list[Finding]) -> int:
@@ -59,7 +52,7 @@ def _examine_rank(options: argparse.Namespace, launch: Any, import_error: str, f
     if not any(finding.severity == FATAL for finding in findings):  # the same on all ranks
         told = meeting.gather(_self_test(options.timeout))
         outcomes = told.words
-        findings += _failures(outcomes, told.missing(launch.world_size), several_hosts=_hosts(everyone) > 1)
+        findings += _failures(outcomes, told.missing(launch.world_size), several_hosts=len(by_host(everyone)) > 1)
     code = 0
     if launch.rank == min(come.words):
         severities = {finding.severity for finding in findings}
@@ -68,12 +61,6 @@ def _examine_rank(options: argparse.Namespace, launch: Any, import_error: str, f
         print_report(everyone, outcomes, findings, code, launch, starter, options.json)
     meeting.leave()
     return code
-
-
-def _hosts(everyone: list[dict[str, Any]]) -> int:
-    from syncengine.doctor.checks import by_host
-
-    return len(by_host(everyone))
 
 
 def _self_test(timeout: float) -> dict[str, Any]:
@@ -118,7 +105,7 @@ def _failures(outcomes: dict[int, Any], missing: set[int], several_hosts: bool) 
 def _without_torch(options: argparse.Namespace, error: Exception) -> int:
     finding = Finding("torch", FATAL, [], f"PyTorch can't be imported: {error}", "install PyTorch: pip install torch")
     if options.json:
-        print(json.dumps({"status": "can't run", "exit_code": 2, "findings": [finding.as_json()]}))
+        print(json.dumps({"status": "can't run", "exit_code": 2, "findings": [asdict(finding)]}))
     else:
         print(f"syncengine doctor, {sys.executable}\n\n1. {finding.text}\n   {finding.remedy}", flush=True)
     return 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from syncengine.doctor.checks import NOTE, Finding, by_host, ranks_text, size_text
@@ -35,7 +36,7 @@ def print_report(
             "exit_code": code,
             "launcher": launch.kind,
             "world_size": launch.world_size,
-            "findings": [finding.as_json() for finding in findings],
+            "findings": [asdict(finding) for finding in findings],
             "ranks": list(everyone),
             "self_test": {str(rank): outcome for rank, outcome in outcomes.items()},
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import os
 import resource
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,39 +25,6 @@ from syncengine.launch.environment import Launch
 _SERVED_WITHIN = timedelta(seconds=20)
 _LOOK = 0.02  # seconds between two looks whether a rank has ended
 _STORE, _STORE_OF_RANK = 16, 4  # file descriptors: the store's own, and of each rank's connections to it
-
-
-def run_local_ranks(count: int, arguments: Sequence[str], threads: int) -> int:
-    """Runs this same command, with `arguments`, as `count` ranks of `threads` threads each, unless OMP_NUM_THREADS is
-    set; returns the exit code of the first rank that has another than 0. A signal that ends this process ends them.
-    Raises InvalidUsage if ranks can't meet on this machine.
-    """
-    _check_descriptors(count)
-    _check_loopback()
-    store = _serve_store()
-    common = {
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # as under torchrun: this process serves the store
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
-    }
-    ranks: list[subprocess.Popen[bytes]] = []
-    previous = signal.signal(signal.SIGTERM, _end)
-    try:
-        for rank in range(count):
-            environ = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            ranks.append(subprocess.Popen([*_this_command(), *arguments], env=environ))
-        codes = [rank.wait() for rank in ranks]
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.terminate()
-                process.wait()
-        signal.signal(signal.SIGTERM, previous)
-    return _exit_code(codes)
 
 
 # Variables of ranks that a launcher keeps going: where processes that join wait, which number such a one has, and in
@@ -80,7 +48,18 @@ def ticket_of(name: int) -> str:
     return f"{PLACE}/ticket/{name}"
 
 
-def run_script(count: int, script: Sequence[str], threads: int, keep_going: bool, restart: bool) -> int:
+def run_local_ranks(count: int, arguments: Sequence[str]) -> int:
+    """Runs this same command, with `arguments`, as `count` ranks, which share the cores unless OMP_NUM_THREADS
+    is set; returns the exit code of the first rank that has another than 0. A signal that ends this process ends them.
+    Raises InvalidUsage if ranks can't meet on this machine.
+    """
+    script = Path(sys.argv[0])  # `python -m syncengine`, or the script that pip made of it
+    command = ["-m", "syncengine"] if script.name in ("__main__.py", "-m") else [str(script)]
+    with _ranks(count, [*command, *arguments]) as (running, *_):
+        return _exit_code([process.wait() for process in running.values()])
+
+
+def run_script(count: int, script: Sequence[str], keep_going: bool, restart: bool) -> int:
     """Runs the Python `script` with its arguments as `count` ranks, as `run_local_ranks` does.
 
     A rank that ends with another exit code than 0 ends all others, or, with `keep_going`, none once they have met; with
@@ -88,41 +67,50 @@ def run_script(count: int, script: Sequence[str], threads: int, keep_going: bool
     ten times `count`.
     Returns 0 if a rank that was kept going has ended well, else the first exit code that is not 0.
     """
-    _check_descriptors(count)
-    _check_loopback()
-    store = _serve_store()
-    common = {"OMP_NUM_THREADS": str(threads), **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True"} | ({MEET: f"127.0.0.1:{store.port}"} if keep_going else {})
-    running: dict[int, subprocess.Popen[bytes]] = {}
-    places: list[int] = []  # of each that was started: which of the ranks it is, or comes in the place of
     codes = []
-
-    def start(place: int, joins: bool) -> None:
-        rank, world, started = (0, 1, len(places)) if joins else (place, count, place)
-        local = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
-        more = {JOIN: str(started), INSTEAD: f"{place}/{count}"} if joins else {}
-        running[started] = subprocess.Popen([sys.executable, *script], env=common | local | more)
-        places.append(place)
-
-    previous = signal.signal(signal.SIGTERM, _end)
-    try:
-        for rank in range(count):
-            start(rank, joins=False)
+    places = list(range(count))  # of each that was started: which of the ranks it is, or comes in the place of
+    with _ranks(count, script, keep_going) as (running, start, store):
         while running:
             time.sleep(_LOOK)
             for name, process in list(running.items()):
                 if process.poll() is None:
                     continue
                 codes.append(running.pop(name).returncode)
-                store.append(ENDED, f"{name} ")  # type: ignore[attr-defined] # which torch's stub lacks
+                store.append(ENDED, f"{name} ")
                 if codes[-1] != 0 and not (keep_going and store.check([_CONNECTED])):
                     return _exit_code(codes)
                 if codes[-1] != 0 and restart and 0 not in codes and running and len(places) < 11 * count:
-                    start(places[name], joins=True)
+                    places.append(places[name])
+                    newest = len(places) - 1
+                    running[newest] = start(0, 1, {JOIN: str(newest), INSTEAD: f"{places[name]}/{count}"})
             # Who waits to be let in when all others have ended waits in vain.
             if all(name >= count and not store.check([ticket_of(name)]) for name in running):
                 break
         return 0 if keep_going and 0 in codes else _exit_code(codes)
+
+
+@contextlib.contextmanager
+def _ranks(count: int, script: Sequence[str], keep_going: bool = False) -> Iterator[Any]:
+    """Processes by rank, which the block's end ends; how another one is started, as a rank of a world; their store."""
+    _check_descriptors(count)
+    _check_loopback()
+    store = _serve_store()
+    threads = max(1, len(os.sched_getaffinity(0)) // count)
+    common = {"OMP_NUM_THREADS": str(threads), **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    common["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as under torchrun: this process serves the store
+    if keep_going:
+        common[MEET] = f"127.0.0.1:{store.port}"
+
+    def start(rank: int, world: int, more: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        local = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+        return subprocess.Popen([sys.executable, *script], env={**common, **local, **(more or {})})
+
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    previous = signal.signal(signal.SIGTERM, _end)
+    try:
+        for rank in range(count):
+            running[rank] = start(rank, count)
+        yield running, start, store
     finally:
         for process in running.values():
             process.terminate()
@@ -152,10 +140,9 @@ def _run(options: argparse.Namespace, _: Sequence[str]) -> int:
     if wrong:
         print(f"syncengine run: {wrong}", file=sys.stderr)
         return 2
-    threads = max(1, len(os.sched_getaffinity(0)) // options.ranks)
     script = [*(["-m"] if options.module else []), *options.script]
     try:
-        return run_script(options.ranks, script, threads, options.keep_going, options.restart)
+        return run_script(options.ranks, script, options.keep_going, options.restart)
     except InvalidUsage as error:
         print(f"syncengine run: {error}", file=sys.stderr)
         return 2
@@ -192,12 +179,6 @@ def _serve_store() -> dist.TCPStore:
         raise InvalidUsage(
             f"no store can be served at 127.0.0.1 ({str(error).splitlines()[0]}): start the ranks by torchrun instead"
         ) from error
-
-
-def _this_command() -> list[str]:
-    """`python -m syncengine`, or the script that pip made of it."""
-    script = Path(sys.argv[0])
-    return [sys.executable, *(["-m", "syncengine"] if script.name in ("__main__.py", "-m") else [str(script)])]
 
 
 def _exit_code(codes: Sequence[int]) -> int:

@@ -14,6 +14,7 @@ import shutil
 import socket
 import sys
 from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +234,7 @@ def test_a_report_as_json():
     (found,) = findings = [Finding("x", FATAL, [0], "first", "do this")]
     report = json.loads(printed([facts(0)], findings, Launch("mpi", 0, 1), as_json=True))
     assert (report["status"], report["exit_code"], report["launcher"]) == ("can't run", 2, "mpi")
-    assert report["findings"] == [found.as_json()]
+    assert report["findings"] == [asdict(found)]
     assert report["ranks"] == [facts(0)]
 
 
