@@ -9,6 +9,7 @@
 #include "base/sync_point.h"
 #include "bindings/bindings.h"
 #include "bootstrap/fd_exchange.h"
+#include "reducer/torch/python_error.h"
 #include "transport/shm/region.h"
 
 namespace py = pybind11;
@@ -28,8 +29,8 @@ struct MemoryExchange {
     size_t members = 0;
     for (const auto& address : addresses) members += !address.empty();
     if (members <= 1) return std::move(own);
-    auto memories = fd_exchange.exchange(rank, addresses, own->fd(), Deadline::after(seconds(timeout)), check_signals(),
-                                         RankNames(global_ranks));
+    auto memories = fd_exchange.exchange(rank, addresses, own->fd(), Deadline::after(seconds(timeout)),
+                                         raise_pending_signal, RankNames(global_ranks));
     return rank == maker ? std::move(own) : shm::Region::open(std::move(memories.at(maker)));
   }
 

@@ -1,4 +1,3 @@
-
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -16,44 +15,26 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/device.h"
+#include "c10d/torch_dtype.h"
 #include "collectives/operation.h"
 #include "engine/communicator/communicator.h"
 #include "reducer/torch/in_flight.h"
-#include "reducer/torch/python_error.h"
 #include "reducer/torch/tensors.h"
 #include "streams/queue.h"
 
+namespace py = pybind11;
+
 namespace syncengine {
+
+namespace {
 
 // Tensors as the engine sees them: spans and element types.
 
-// Throws InvalidUsage, naming `what`, for a dtype that the engine does not know.
-DType dtype_of(at::ScalarType type, const char* what);
-
-// "sum", "avg", "product", "min", "max"; throws InvalidUsage for anything else.
-ReduceOp op_of(const std::string& text);
-
-// Dense, both on CPUs or both on one CUDA device. Throws InvalidUsage naming `what`.
-void require_one_device(const at::Tensor& input, const at::Tensor& output, const char* what);
-
 DType dtype_of(at::ScalarType type, const char* what) {
-  switch (type) {
-    case at::kHalf: return DType::Float16;
-    case at::kBFloat16: return DType::BFloat16;
-    case at::kFloat: return DType::Float32;
-    case at::kDouble: return DType::Float64;
-    case at::kChar: return DType::Int8;
-    case at::kShort: return DType::Int16;
-    case at::kInt: return DType::Int32;
-    case at::kLong: return DType::Int64;
-    case at::kByte: return DType::UInt8;
-    case at::kBool: return DType::Bool;
-    default:
-      throw Error(ErrorKind::InvalidUsage,
-                  std::string(what) + ": dtype " + c10::toString(type) +
-                      " is not supported; use float16, bfloat16, float32, float64, int8 to int64, "
-                      "uint8 or bool");
-  }
+  if (auto dtype = same_dtype(type)) return *dtype;
+  throw Error(ErrorKind::InvalidUsage,
+              std::string(what) + ": dtype " + c10::toString(type) +
+                  " is not supported; use float16, bfloat16, float32, float64, int8 to int64, uint8 or bool");
 }
 
 ReduceOp op_of(const std::string& text) {
@@ -63,6 +44,7 @@ ReduceOp op_of(const std::string& text) {
   throw Error(ErrorKind::InvalidUsage, "op '" + text + "' is not one of 'sum', 'avg', 'product', 'min', 'max'");
 }
 
+// Dense, both on CPUs or both on one CUDA device.
 void require_one_device(const at::Tensor& input, const at::Tensor& output, const char* what) {
   for (const at::Tensor& tensor : {input, output}) {
     std::string why = why_not_dense(tensor);
@@ -77,20 +59,12 @@ void require_one_device(const at::Tensor& input, const at::Tensor& output, const
                                              output.device().str() + "; move one of them");
 }
 
-}  // namespace syncengine
-
-namespace py = pybind11;
-
-namespace syncengine {
-
-namespace {
-
 // The engine's work, and where the result still has to go.
 class CpuWork final : public PyWork {
  public:
   struct Pending {
     void finish(std::optional<Duration> at_most) {
-      communicator->wait(work, check_signals(), at_most);
+      communicator->wait(work, raise_pending_signal, at_most);
       std::call_once(delivered, [this] {  // a tensor that is not contiguous was reduced as a contiguous copy
         if (result.defined()) assign(target, result);
         result.reset();
@@ -112,13 +86,7 @@ class CpuWork final : public PyWork {
   }
   bool is_completed() const override { return pending_->work->ended(); }
   py::object exception() const override {
-    if (pending_->work->state() != Work::State::Failed) return py::none();
-    try {
-      pending_->work->rethrow_if_failed();
-    } catch (const Error& error) {
-      return to_python(error);
-    }
-    return py::none();
+    return exception_of([this] { pending_->work->rethrow_if_failed(); });
   }
 
  private:
@@ -208,7 +176,7 @@ std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator,
     InFlight::of_process().add(std::move(call));
     return std::make_unique<CpuWork>(std::move(pending));
   }
-  communicator->run(std::move(operation), check_signals());
+  communicator->run(std::move(operation), raise_pending_signal);
   if (result.defined()) assign(target, result);
   return nullptr;
 }
@@ -325,7 +293,7 @@ void bind_communicator(py::module_& module) {
           "split",
           [](Communicator& self, const std::vector<int>& ranks) {
             py::gil_scoped_release nogil;
-            return self.split(ranks, check_signals());
+            return self.split(ranks, raise_pending_signal);
           },
           py::arg("ranks"),
           "A communicator of `ranks` (of this one, this rank among them); None for an empty list. Every rank must call "
@@ -334,7 +302,7 @@ void bind_communicator(py::module_& module) {
           "shrink",
           [](Communicator& self, double patience) {
             py::gil_scoped_release nogil;
-            return self.shrink(seconds(patience), check_signals());
+            return self.shrink(seconds(patience), raise_pending_signal);
           },
           py::arg("patience") = 30.0,
           "After a failure: a communicator of the members that are left, in their order. Each of them must call it. "
@@ -359,14 +327,7 @@ void bind_communicator(py::module_& module) {
           py::call_guard<py::gil_scoped_release>(), "Lets go of what it has on CUDA devices: it has failed.")
       .def(
           "exception",
-          [](const Communicator& self) -> py::object {
-            try {
-              self.throw_if_failed();
-            } catch (const Error& error) {
-              return to_python(error);
-            }
-            return py::none();
-          },
+          [](const Communicator& self) { return exception_of([&] { self.throw_if_failed(); }); },
           "The error with which it has failed, which each later call raises, or None.")
       .def(
           "close",

@@ -11,7 +11,6 @@
 
 #include "bindings/bindings.h"
 #include "cuda/device_group.h"
-#include "reducer/torch/python_error.h"
 #include "reducer/torch/tensors.h"
 #include "streams/queue.h"
 
@@ -39,7 +38,8 @@ class CudaWork final : public PyWork {
     communicator_->throw_if_failed();
     if (timeout) {
       py::gil_scoped_release nogil;
-      wait_on_host(*communicator_, done_, Deadline::after(seconds(*timeout)), "Work.wait(timeout)", check_signals());
+      wait_on_host(*communicator_, done_, Deadline::after(seconds(*timeout)), "Work.wait(timeout)",
+                   raise_pending_signal);
     }
     done_.block(current_stream(target_.device()));
     std::call_once(delivered_, [this] {
@@ -49,12 +49,7 @@ class CudaWork final : public PyWork {
   }
   bool is_completed() const override { return done_.query(); }
   py::object exception() const override {
-    try {
-      communicator_->throw_if_failed();
-    } catch (const Error& error) {
-      return to_python(error);
-    }
-    return py::none();
+    return exception_of([this] { communicator_->throw_if_failed(); });
   }
 
  private:
@@ -79,7 +74,7 @@ std::unique_ptr<PyWork> run_on_device(const std::shared_ptr<Communicator>& commu
     if (!to.is_same(from)) assign(to.view({-1}), from.reshape({-1}));
   } else {
     py::gil_scoped_release nogil;
-    auto queue = queue_of(communicator, device, check_signals());
+    auto queue = queue_of(communicator, device, raise_pending_signal);
     if (async_op) {
       stream = queue->side();
       order_streams(current, stream);
@@ -104,7 +99,7 @@ at::Tensor empty_on_device(const std::shared_ptr<Communicator>& communicator, co
   cuda::require_device(device.index());
   if (communicator->size() == 1) return at::empty(sizes, at::TensorOptions().dtype(type).device(device));
   py::gil_scoped_release nogil;
-  return queue_of(communicator, device, check_signals())->empty(sizes, bytes, type, check_signals());
+  return queue_of(communicator, device, raise_pending_signal)->empty(sizes, bytes, type, raise_pending_signal);
 }
 
 }  // namespace syncengine

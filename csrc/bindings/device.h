@@ -12,12 +12,24 @@
 #include <optional>
 #include <vector>
 
+#include "base/error.h"
 #include "engine/communicator/communicator.h"
+#include "reducer/torch/python_error.h"
 
 namespace syncengine {
 
-// What Python holds of an asynchronous collective, on CPU or CUDA tensors.
+// The error that `call` throws, as Python knows it, or None. With the GIL.
+template <class Call>
+pybind11::object exception_of(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return to_python(error);
+  }
+  return pybind11::none();
+}
 
+// What Python holds of an asynchronous collective, on CPU or CUDA tensors.
 class PyWork {
  public:
   virtual ~PyWork() = default;

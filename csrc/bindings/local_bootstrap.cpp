@@ -1,4 +1,3 @@
-
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 #include "engine/communicator/solo.h"
 #include "engine/job/local_bootstrap.h"
 #include "engine/progress/engine.h"
+#include "reducer/torch/python_error.h"
 #include "transport/tcp/secret.h"
 #include "transport/tcp/tcp.h"
 
@@ -58,8 +58,8 @@ int count_helpers() {
   return count;
 }
 
-}  // namespace
-
+// Threads of this process that Python knows, without some that can't make calls: any of the others might.
+// kUnknownCallers on a thread that Python does not know.
 int count_python_threads() {
   if (PyGILState_GetThisThreadState() == nullptr) return kUnknownCallers;
   py::gil_scoped_acquire gil;
@@ -75,14 +75,6 @@ int count_python_threads() {
     return kUnknownCallers;
   }
 }
-
-}  // namespace syncengine
-
-namespace py = pybind11;
-
-namespace syncengine {
-
-namespace {
 
 struct JobOptions : Options {
   std::string host_id;
@@ -158,8 +150,8 @@ struct Bootstrap {
                                         const std::vector<std::string>& network_addresses,
                                         PacketTransportHandle* transport, const py::object& lost) {
     auto deadline = Deadline::after(seconds(timeout));
-    auto interrupted = [&lost, signals = check_signals()] {
-      signals();
+    auto interrupted = [&lost] {
+      raise_pending_signal();
       if (lost.is_none()) return;
       py::gil_scoped_acquire gil;
       if (auto why = lost().cast<std::string>(); !why.empty()) throw Error(ErrorKind::PeerLost, why);

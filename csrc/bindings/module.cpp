@@ -1,3 +1,4 @@
+#include <torch/csrc/Exceptions.h>
 
 #include "base/build_id.h"
 #include "base/error.h"
@@ -11,22 +12,14 @@ namespace py = pybind11;
 
 namespace syncengine {
 
-std::function<void()> check_signals() {
-  return [] {
-    py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() == 0) return;
-    py::error_already_set error;
-    std::string text = interruption_text(error.type(), error.value());
-    throw RaisedInWait<py::error_already_set>(std::move(error), std::move(text));
-  };
-}
-
 void bind_errors(py::module_&) {
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const Error& error) {
       set_python_error(error);
+    } catch (python_error& error) {  // Ctrl-C, say
+      error.restore();
     }
   });
 }

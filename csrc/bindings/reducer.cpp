@@ -1,7 +1,6 @@
 // syncengine._C.Reducer
 
 #include <pybind11/stl.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -19,70 +18,59 @@
 #include "reducer/reducer.h"
 #include "reducer/torch/weights.h"
 
-namespace syncengine {
-
-// A communication hook written in Python, as the reducer calls it.
-//
-// torch has the same (c10d::PythonCommHook), but crashes on a hook that returns None.
-
-// Thread-safety: the GIL is taken inside. Failure: Python's exceptions.
-class PythonHook final : public c10d::CommHookInterface {
- public:
-  PythonHook(pybind11::object state, pybind11::object hook) : state_(std::move(state)), hook_(std::move(hook)) {}
-  ~PythonHook() override;
-
-  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override;
-  at::Tensor parseHookResult(const c10::IValue& result) override;
-
- private:
-  pybind11::object state_, hook_;
-};
-
 namespace py = pybind11;
+using namespace py::literals;
+
+namespace syncengine {
 
 namespace {
 
-std::string type_name(const py::handle& object) {
-  return py::str(py::type::handle_of(object).attr("__name__")).cast<std::string>();
-}
+// A communication hook written in Python, as the reducer calls it. torch has the same (c10d::PythonCommHook), but
+// crashes on a hook that returns None.
+//
+// Thread-safety: the GIL is taken inside. Failure: Python's exceptions.
+class PythonHook final : public c10d::CommHookInterface {
+ public:
+  PythonHook(py::object state, py::object hook) : state_(std::move(state)), hook_(std::move(hook)) {}
+  ~PythonHook() override {
+    py::gil_scoped_acquire gil;
+    state_ = {};
+    hook_ = {};
+  }
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    py::gil_scoped_acquire gil;
+    py::object result = hook_(state_, bucket);
+    if (!py::isinstance<torch::jit::PythonFutureWrapper>(result)) {
+      throw std::runtime_error("a communication hook's callback must return a torch.futures.Future object, not " +
+                               type_name(result));
+    }
+    return result.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
+  }
+
+  at::Tensor parseHookResult(const c10::IValue& result) override {
+    if (!result.isPyObject()) return c10d::detail::parseCppCommHookResult(result);
+    py::gil_scoped_acquire gil;
+    py::object value = torch::jit::toPyObject(result);
+    if (THPVariable_Check(value.ptr())) return value.cast<at::Tensor>();
+    if (PyExceptionInstance_Check(value.ptr())) {  // how torch.futures.Future.set_exception keeps it
+      PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
+      throw py::error_already_set();
+    }
+    throw std::runtime_error("the future of a communication hook must hold a tensor, not " + type_name(value));
+  }
+
+ private:
+  static std::string type_name(const py::handle& object) {
+    return py::str(py::type::handle_of(object).attr("__name__")).cast<std::string>();
+  }
+
+  py::object state_, hook_;
+};
 
 }  // namespace
 
-PythonHook::~PythonHook() {
-  py::gil_scoped_acquire gil;
-  state_ = {};
-  hook_ = {};
-}
-
-c10::intrusive_ptr<c10::ivalue::Future> PythonHook::runHook(c10d::GradBucket& bucket) {
-  py::gil_scoped_acquire gil;
-  py::object result = hook_(state_, bucket);
-  if (!py::isinstance<torch::jit::PythonFutureWrapper>(result)) {
-    throw std::runtime_error("a communication hook's callback must return a torch.futures.Future object, not " +
-                             type_name(result));
-  }
-  return result.cast<std::shared_ptr<torch::jit::PythonFutureWrapper>>()->fut;
-}
-
-at::Tensor PythonHook::parseHookResult(const c10::IValue& result) {
-  if (!result.isPyObject()) return c10d::detail::parseCppCommHookResult(result);
-  py::gil_scoped_acquire gil;
-  py::object value = torch::jit::toPyObject(result);
-  if (THPVariable_Check(value.ptr())) return value.cast<at::Tensor>();
-  if (PyExceptionInstance_Check(value.ptr())) {  // how torch.futures.Future.set_exception keeps it
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr())), value.ptr());
-    throw py::error_already_set();
-  }
-  throw std::runtime_error("the future of a communication hook must hold a tensor, not " + type_name(value));
-}
-
-}  // namespace syncengine
-
 // syncengine._C.WatchedWeights and WeightSlices.
-
-namespace py = pybind11;
-
-namespace syncengine {
 
 void bind_weights(py::module_& module) {
   py::class_<WatchedWeights>(module, "WatchedWeights", "Whether parameters were written to since this rank looked.")
@@ -106,16 +94,6 @@ void bind_weights(py::module_& module) {
       .def("take_gradients", &WeightSlices::take_gradients, "Each tensor gets its part of the parameter's gradient.")
       .def("drop_gradients", &WeightSlices::drop_gradients, "They belong to the parameters alone.");
 }
-
-}  // namespace syncengine
-
-#ifdef SYNCENGINE_TEST_HOOKS
-#endif
-
-namespace syncengine {
-
-namespace py = pybind11;
-using namespace py::literals;
 
 namespace {
 
@@ -168,16 +146,6 @@ void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<torch::
   for (const auto& future : futures) unwrapped.push_back(future->fut);
   py::gil_scoped_release no_gil;
   reducer.model()->coming_backward().wait_at_end_for(std::move(unwrapped));
-}
-
-void shadow_backward(Reducer& reducer) {
-  try {
-    py::gil_scoped_release no_gil;
-    reducer.shadow_backward();
-  } catch (python_error& error) {  // Ctrl-C, in the form that autograd wants
-    error.restore();
-    throw py::error_already_set();
-  }
 }
 
 py::dict statistics_dict(Reducer& reducer) {
@@ -274,7 +242,7 @@ void bind_reducer(py::module_& module) {
       .def("is_undecided", &Reducer::is_undecided, NoGil())
       .def("decide", &Reducer::decide, NoGil())
       .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
-      .def("shadow_backward", &shadow_backward)
+      .def("shadow_backward", &Reducer::shadow_backward, NoGil())
       .def("check_finalized", &Reducer::check_finalized, NoGil())
       .def("remove_hooks", &Reducer::remove_hooks, NoGil())
       .def("has_averaged", &Reducer::has_averaged, NoGil())

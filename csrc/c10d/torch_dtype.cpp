@@ -16,8 +16,6 @@
 
 namespace syncengine {
 
-namespace {
-
 std::optional<DType> same_dtype(c10::ScalarType type) {
   switch (type) {
     case c10::ScalarType::Half: return DType::Float16;
@@ -33,6 +31,8 @@ std::optional<DType> same_dtype(c10::ScalarType type) {
     default: return std::nullopt;
   }
 }
+
+namespace {
 
 // A complex number is two real ones.
 std::optional<DType> parts_of_complex(c10::ScalarType type) {

@@ -6,10 +6,14 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <functional>
+#include <optional>
 
 #include "base/dtype.h"
 
 namespace syncengine {
+
+// The same as the engine knows it; nothing if it does not.
+std::optional<DType> same_dtype(c10::ScalarType type);
 
 // What is only moved: any dtype, as one whose bytes are as many, or as bytes.
 DType moved_as(c10::ScalarType type);

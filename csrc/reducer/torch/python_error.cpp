@@ -3,6 +3,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include <string_view>
+#include <utility>
 
 namespace syncengine {
 
@@ -13,6 +14,23 @@ namespace {
   error.persist();
   throw error;
 }
+
+// Of what a signal handler has raised, in words.
+std::string interruption_text(pybind11::handle type, pybind11::handle value) {
+  if (PyErr_GivenExceptionMatches(type.ptr(), PyExc_KeyboardInterrupt)) return "";
+  try {
+    pybind11::handle of = value ? value : pybind11::handle(Py_None);
+    pybind11::object lines = pybind11::module_::import("traceback").attr("format_exception_only")(type, of);
+    return pybind11::str("").attr("join")(lines).attr("strip")().cast<std::string>();
+  } catch (const std::exception&) {  // it can't be written as text
+    return reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name;
+  }
+}
+
+struct RaisedInWait final : python_error, Interruption {
+  explicit RaisedInWait(python_error error)
+      : python_error(std::move(error)), Interruption(interruption_text(type, value)) {}
+};
 
 }  // namespace
 
@@ -49,24 +67,12 @@ void warn(const std::string& text) {
   if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) < 0) throw_current_python_error();
 }
 
-std::string interruption_text(pybind11::handle type, pybind11::handle value) {
-  if (PyErr_GivenExceptionMatches(type.ptr(), PyExc_KeyboardInterrupt)) return "";
-  try {
-    pybind11::handle of = value ? value : pybind11::handle(Py_None);
-    pybind11::object lines = pybind11::module_::import("traceback").attr("format_exception_only")(type, of);
-    return pybind11::str("").attr("join")(lines).attr("strip")().cast<std::string>();
-  } catch (const std::exception&) {  // it can't be written as text
-    return reinterpret_cast<PyTypeObject*>(type.ptr())->tp_name;
-  }
-}
-
 void raise_pending_signal() {
   pybind11::gil_scoped_acquire gil;
   if (PyErr_CheckSignals() == 0) return;
   python_error error;
   error.persist();
-  std::string text = interruption_text(error.type, error.value);
-  throw RaisedInWait<python_error>(std::move(error), std::move(text));
+  throw RaisedInWait(std::move(error));
 }
 
 }  // namespace syncengine

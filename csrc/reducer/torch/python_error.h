@@ -8,7 +8,6 @@
 #include <pybind11/pybind11.h>
 
 #include <string>
-#include <utility>
 
 #include "base/error.h"
 
@@ -29,15 +28,5 @@ void warn(const std::string& text);
 
 // Runs Python's pending signal handlers; throws what they raise (KeyboardInterrupt), also as an Interruption.
 void raise_pending_signal();
-
-// An exception that a signal handler has raised, in the form that its catcher wants.
-template <class PythonException>
-struct RaisedInWait final : PythonException, Interruption {
-  RaisedInWait(PythonException error, std::string text)
-      : PythonException(std::move(error)), Interruption(std::move(text)) {}
-};
-
-// Of an exception, given as PyErr_Fetch() does: what Interruption wants. Needs the GIL.
-std::string interruption_text(pybind11::handle type, pybind11::handle value);
 
 }  // namespace syncengine
