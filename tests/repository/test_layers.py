@@ -24,7 +24,7 @@ LAYERS = [
 # The same among the folders of a layer; "" are the files beside them.
 SUBLAYERS = {
     "transport": ["", "shm", "matching", "packets", "tcp"],
-    "engine": ["progress", "lanes", "messages", "communicator", "hosts", "job"],
+    "engine": ["progress", "lanes", "messages", "hosts", "communicator", "job"],
     "cuda": ["", "absent", "device"],
     "reducer": ["torch", "gradients", "buckets", "parameters", "backward", "routes", ""],
 }

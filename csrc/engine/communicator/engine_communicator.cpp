@@ -1,4 +1,3 @@
-
 #include "engine/communicator/engine_communicator.h"
 
 #include <algorithm>
@@ -39,20 +38,29 @@ Group make_group(Engine& engine, const Placement& placement, const std::vector<i
 }  // namespace
 
 // No message comes, and it is not moved, before all of it is there.
-std::shared_ptr<EngineCommunicator> EngineCommunicator::create(
-    std::shared_ptr<Engine> engine, Placement placement, std::vector<int> global_ranks, std::vector<int> local_ranks,
-    std::vector<uint64_t> offsets, Origin origin, std::unique_ptr<InterhostPart> interhost, uint64_t trace_id) {
+std::shared_ptr<EngineCommunicator> EngineCommunicator::create(std::shared_ptr<Engine> engine, Placement placement,
+                                                               std::vector<int> global_ranks,
+                                                               std::vector<int> local_ranks,
+                                                               std::vector<uint64_t> offsets, Origin origin,
+                                                               std::unique_ptr<hosts::InterhostMembers> interhost,
+                                                               uint64_t trace_id) {
   Group locals = make_group(*engine, placement, global_ranks, std::move(local_ranks), std::move(offsets), trace_id);
   std::shared_ptr<EngineCommunicator> made(new EngineCommunicator(std::move(engine), std::move(placement),
                                                                   std::move(global_ranks), std::move(locals), origin,
                                                                   std::move(interhost)));
-  made->begin();
+  if (made->interhost_) {
+    made->engine_->locked([&] {
+      made->interhost_->enroll(
+          [self = made.get()](const Error& error) { self->end(shm::Standing::Failed, error, error); });
+    });
+  }
+  made->engine_->add(made.get());
   return made;
 }
 
 EngineCommunicator::EngineCommunicator(std::shared_ptr<Engine> engine, Placement placement,
                                        std::vector<int> global_ranks, Group locals, Origin origin,
-                                       std::unique_ptr<InterhostPart> interhost)
+                                       std::unique_ptr<hosts::InterhostMembers> interhost)
     : engine_(std::move(engine)),
       origin_(origin),
       placement_(std::move(placement)),
@@ -62,13 +70,7 @@ EngineCommunicator::EngineCommunicator(std::shared_ptr<Engine> engine, Placement
       // A rank that shares its host waits for that one's ranks as well.
       io_loop_(interhost_ && engine_->is_alone() ? interhost_->io_loop() : nullptr),
       traffic_(group_, placement_, global_ranks_, engine_->options().algorithm, engine_->lock().trash(),
-               interhost_.get()) {}
-
-void EngineCommunicator::begin() {
-  auto fail = [this](const Error& error) { end(shm::Standing::Failed, error, error); };
-  if (interhost_) engine_->locked([&] { interhost_->enroll(fail); });
-  engine_->add(this);
-}
+               interhost_ ? interhost_->make_parts() : Traffic::Parts{}) {}
 
 EngineCommunicator::~EngineCommunicator() {
   if (engine_->arena()->forked()) return;
@@ -78,20 +80,6 @@ EngineCommunicator::~EngineCommunicator() {
   });
   engine_->remove(this);
   if (origin_ == Origin::Split) give_back_block();
-}
-
-bool EngineCommunicator::has_device_transport() const {
-  return interhost_ && interhost_->interhost().has_device_transport();
-}
-
-std::unique_ptr<DeviceTransport> EngineCommunicator::open_device_transport(int device, const std::string& name) {
-  return interhost_ ? interhost_->interhost().open_device_transport(interhost_->job_ranks(), device, name) : nullptr;
-}
-
-std::string EngineCommunicator::describe_links() const { return interhost_ ? interhost_->describe_links() : ""; }
-
-void EngineCommunicator::measure_links(const std::function<void()>& interrupted) {
-  if (interhost_) interhost_->measure(*this, interrupted);
 }
 
 std::shared_ptr<Work> EngineCommunicator::enqueue(Operation operation) {
@@ -345,7 +333,7 @@ std::shared_ptr<Communicator> EngineCommunicator::join(const std::vector<int>& m
   }
   auto own = std::find(members.begin(), members.end(), rank());
   Placement placement(static_cast<int>(own - members.begin()), labels);
-  std::unique_ptr<InterhostPart> interhost;
+  std::unique_ptr<hosts::InterhostMembers> interhost;
   if (placement.hosts() > 1)
     interhost = interhost_->split(tickets[members.front()].number, placement, members, globals);
   return create(engine_, std::move(placement), std::move(globals), std::move(locals), std::move(offsets), origin,

@@ -7,8 +7,9 @@
 
 #include "base/error.h"
 #include "engine/communicator/communicator.h"
-#include "engine/communicator/succession.h"
-#include "engine/communicator/traffic.h"
+#include "engine/hosts/interhost_members.h"
+#include "engine/hosts/succession.h"
+#include "engine/messages/traffic.h"
 #include "engine/progress/engine.h"
 #include "transport/shm/layout.h"
 
@@ -31,7 +32,8 @@ class EngineCommunicator final : public Communicator, private Progressable {
   static std::shared_ptr<EngineCommunicator> create(std::shared_ptr<Engine> engine, Placement placement,
                                                     std::vector<int> global_ranks, std::vector<int> local_ranks,
                                                     std::vector<uint64_t> offsets, Origin origin,
-                                                    std::unique_ptr<InterhostPart> interhost, uint64_t trace_id = 0);
+                                                    std::unique_ptr<hosts::InterhostMembers> interhost,
+                                                    uint64_t trace_id = 0);
   ~EngineCommunicator() override;
 
   int rank() const override { return placement_.rank; }
@@ -76,8 +78,7 @@ class EngineCommunicator final : public Communicator, private Progressable {
 
  private:
   EngineCommunicator(std::shared_ptr<Engine> engine, Placement placement, std::vector<int> global_ranks, Group locals,
-                     Origin origin, std::unique_ptr<InterhostPart> interhost);
-  void begin();
+                     Origin origin, std::unique_ptr<hosts::InterhostMembers> interhost);
 
   // Progressable: under the progress lock.
   bool advance() override;
@@ -122,8 +123,8 @@ class EngineCommunicator final : public Communicator, private Progressable {
   Origin origin_;  // changed by shrink(), after which nothing is done with it at the same time
   const Placement placement_;
   const std::vector<int> global_ranks_;
-  const Group group_;                               // of the members on this host
-  const std::unique_ptr<InterhostPart> interhost_;  // null on one host; its traffic refers to it
+  const Group group_;                                         // of the members on this host
+  const std::unique_ptr<hosts::InterhostMembers> interhost_;  // null on one host; its traffic refers to it
   IoLoop* const io_loop_;
   Traffic traffic_;
 

@@ -6,7 +6,7 @@
 #include "base/sync_point.h"
 #include "base/texts.h"
 #include "engine/communicator/engine_communicator.h"
-#include "engine/communicator/succession.h"
+#include "engine/hosts/succession.h"
 
 namespace syncengine {
 

@@ -1,4 +1,3 @@
-
 #include "engine/communicator/solo.h"
 
 #include <algorithm>

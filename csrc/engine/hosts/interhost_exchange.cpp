@@ -1,4 +1,3 @@
-
 #include "engine/hosts/interhost_exchange.h"
 
 #include <algorithm>

@@ -1,100 +1,14 @@
-
 #include "engine/hosts/interhost_members.h"
 
 #include <algorithm>
-#include <functional>
 #include <vector>
 
 #include "base/sync_point.h"
 #include "base/texts.h"
 #include "collectives/interhost_plan.h"
-#include "engine/communicator/communicator.h"
 #include "engine/lanes/mismatch.h"
 
 namespace syncengine::hosts {
-
-// How fast the links between hosts are, measured when a job starts: a few short messages, then longer ones until one
-// takes 5 ms or has 4 MiB. On a link of 1 Gbit/s some 20 ms in all.
-//
-// Thread-safety: collective over the communicator, and blocks. Failure: throws what ended the communicator.
-
-// The same on all ranks: that of the slowest link from a host to the next one, all of them used at once.
-LinkSpeed measure_links(Communicator& communicator, const Placement& placement,
-                        const std::function<void()>& interrupted);
-
-namespace {
-
-constexpr uint64_t kChannel = 2;  // 0 and 1: the program's, and its collectives'
-constexpr int kPings = 7, kBursts = 3, kBurst = 24;
-constexpr size_t kFirstBytes = 256 << 10, kLastBytes = 4 << 20;
-constexpr double kEnough = 5e-3;  // seconds
-
-std::string what() { return "syncengine.init()"; }
-
-// The first rank of each host sends to that of the next one, and receives from that of the one before.
-class Measurement {
- public:
-  Measurement(Communicator& communicator, const Placement& placement, const std::function<void()>& interrupted)
-      : communicator_(communicator), interrupted_(interrupted), takes_part_(placement.locals()[0] == placement.rank) {
-    int hosts = placement.hosts();
-    next_ = placement.members[(placement.host + 1) % hosts][0];
-    previous_ = placement.members[(placement.host + hosts - 1) % hosts][0];
-  }
-
-  // Seconds for `count` messages at once, of the rank that takes longest.
-  double time(int count, size_t bytes) {
-    double seconds = takes_part_ ? exchange(count, bytes) : 0;
-    Operation slowest{.dtype = DType::Float64, .op = ReduceOp::Max, .input = {&seconds, sizeof(seconds)}};
-    slowest.output = slowest.input;
-    slowest.describe = what;
-    communicator_.run(std::move(slowest), interrupted_);
-    return seconds;
-  }
-
- private:
-  double exchange(int count, size_t bytes) {
-    sent_.resize(std::max(sent_.size(), bytes));
-    received_.resize(std::max(received_.size(), bytes * count));
-    std::vector<std::shared_ptr<Work>> works;
-    auto begin = Clock::now();
-    for (int i = 0; i < count; ++i) {
-      auto* place = received_.data() + bytes * i;
-      works.push_back(
-          communicator_.receive({.peer = previous_, .channel = kChannel, .memory = {place, bytes}, .describe = what}));
-    }
-    for (int i = 0; i < count; ++i)
-      works.push_back(
-          communicator_.send({.peer = next_, .channel = kChannel, .memory = {sent_.data(), bytes}, .describe = what}));
-    for (const auto& work : works) communicator_.wait(work, interrupted_);
-    return std::chrono::duration<double>(Clock::now() - begin).count();
-  }
-
-  Communicator& communicator_;
-  const std::function<void()>& interrupted_;
-  bool takes_part_;
-  int next_, previous_;
-  std::vector<std::byte> sent_, received_;
-};
-
-}  // namespace
-
-LinkSpeed measure_links(Communicator& communicator, const Placement& placement,
-                        const std::function<void()>& interrupted) {
-  Measurement links(communicator, placement, interrupted);
-  LinkSpeed speed;
-  std::vector<double> pings(kPings), bursts(kBursts);
-  for (double& seconds : pings) seconds = links.time(1, 8);
-  for (double& seconds : bursts) seconds = links.time(kBurst, 8);
-  std::nth_element(pings.begin(), pings.begin() + kPings / 2, pings.end());
-  speed.latency = pings[kPings / 2];
-  speed.overhead = std::max(1e-6, (*std::min_element(bursts.begin(), bursts.end()) - speed.latency) / kBurst);
-  size_t bytes = kFirstBytes;
-  double seconds = links.time(1, bytes);
-  while (seconds < kEnough && bytes < kLastBytes) seconds = links.time(1, bytes *= 2);
-  // The header and the receiver's consent go before the bytes.
-  speed.bandwidth = static_cast<double>(bytes) / std::max(seconds - 3 * speed.latency, seconds / 4);
-  return speed;
-}
 
 namespace {
 
@@ -119,22 +33,23 @@ void InterhostMembers::choose() {
                                    links_.network->speed(), InterhostExchange::all_reduce_chunk(links_.placement));
 }
 
-std::unique_ptr<Exchange> InterhostMembers::make_exchange(LaneState& lane) {
-  auto made = std::make_unique<InterhostExchange>(links_, lane, links_.network->engine()->options().algorithm);
-  exchanges_[lane.id] = made.get();
-  return made;
-}
-
-std::unique_ptr<Schedule> InterhostMembers::make_schedule(const Group& locals, Lane& lane) {
-  auto made = std::make_unique<InterhostSchedule>(links_, locals, lane);
-  schedule_ = made.get();
-  return made;
-}
-
-std::unique_ptr<MessageRoute> InterhostMembers::make_route() {
-  auto made = std::make_unique<InterhostRoute>(links_);
-  route_ = made.get();
-  return made;
+Traffic::Parts InterhostMembers::make_parts() {
+  auto route = std::make_unique<InterhostRoute>(links_);
+  route_ = route.get();
+  return {.exchange =
+              [this](LaneState& lane) {
+                auto made =
+                    std::make_unique<InterhostExchange>(links_, lane, links_.network->engine()->options().algorithm);
+                exchanges_[lane.id] = made.get();
+                return made;
+              },
+          .schedule =
+              [this](const Group& locals, Lane& lane) {
+                auto made = std::make_unique<InterhostSchedule>(links_, locals, lane);
+                schedule_ = made.get();
+                return made;
+              },
+          .route = std::move(route)};
 }
 
 void InterhostMembers::enroll(std::function<void(const Error&)> fail) {
@@ -142,11 +57,12 @@ void InterhostMembers::enroll(std::function<void(const Error&)> fail) {
   links_.network->enroll(links_.group, this);
 }
 
-void InterhostMembers::measure(Communicator& communicator, const std::function<void()>& interrupted) {
-  Engine& engine = *links_.network->engine();
-  if (engine.options().host_algorithm != HostAlgorithm::Auto || !speed_matters(links_.placement)) return;
-  LinkSpeed speed = measure_links(communicator, links_.placement, interrupted);
-  engine.locked([&] {
+bool InterhostMembers::depends_on_speed() const {
+  return links_.network->engine()->options().host_algorithm == HostAlgorithm::Auto && speed_matters(links_.placement);
+}
+
+void InterhostMembers::set_speed(const LinkSpeed& speed) {
+  links_.network->engine()->locked([&] {
     links_.network->set_speed(speed);
     choose();
   });
@@ -350,9 +266,9 @@ std::shared_ptr<void> InterhostMembers::expect_group() const {
           [network, expected](void*) { network->engine()->locked([&] { network->expect_no_more(expected); }); }};
 }
 
-std::unique_ptr<InterhostPart> InterhostMembers::split(uint64_t number, const Placement& placement,
-                                                       const std::vector<int>& members,
-                                                       std::vector<int> global_ranks) const {
+std::unique_ptr<InterhostMembers> InterhostMembers::split(uint64_t number, const Placement& placement,
+                                                          const std::vector<int>& members,
+                                                          std::vector<int> global_ranks) const {
   if (number == kTooMany)
     throw Error(ErrorKind::InvalidUsage, "too many communicators over several hosts: keep those that you need again");
   std::vector<int> job_ranks;

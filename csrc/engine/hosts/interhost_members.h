@@ -3,7 +3,8 @@
 //
 // A communicator fails as one: what fails it here is told to all members on other hosts at once, and so to theirs.
 //
-// Ownership, thread-safety: as InterhostPart. Failure: hear() throws PeerLost for what no peer should send.
+// Ownership: the communicator's, whose Traffic refers to it and ends first. Thread-safety: under the engine's progress
+// lock, but where it says otherwise. Failure: throws PeerLost for what no peer should send.
 #pragma once
 
 #include <deque>
@@ -15,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "engine/communicator/traffic.h"
+#include "engine/messages/traffic.h"
 #include "engine/hosts/interhost_exchange.h"
 #include "engine/hosts/links.h"
 #include "engine/lanes/schedule.h"
@@ -136,41 +137,56 @@ class InterhostRoute final : public MessageRoute {
   size_t moved_bytes_ = 0;
 };
 
-class InterhostMembers final : public InterhostPart, private Listener {
+class InterhostMembers {
  public:
   // `group`: the communicator's number; `job_ranks`, `global_ranks` as in Links.
   InterhostMembers(std::shared_ptr<Network> network, uint32_t group, const Placement& placement,
                    std::vector<int> job_ranks, std::vector<int> global_ranks);
 
-  std::unique_ptr<Exchange> make_exchange(LaneState& lane) override;
-  std::unique_ptr<Schedule> make_schedule(const Group& locals, Lane& lane) override;
-  std::unique_ptr<MessageRoute> make_route() override;
+  Traffic::Parts make_parts();  // once
 
-  void enroll(std::function<void(const Error&)> fail) override;
-  void hear_all() override { links_.network->hear_all(); }
-  std::optional<Error> check(const Traffic& traffic) override;
-  void end(shm::Standing standing, const Error& for_peers, const Traffic& traffic) override;
-  void forget() override { links_.network->forget(links_.group); }
-  void look_around(Outlook& sees) override;
-  bool have_all_left() const override;
-  uint64_t blocking_ranks(const Traffic& traffic) const override;
+  // Begins to hear the others, when there is the traffic. `fail` ends the communicator, without a look at what else
+  // came.
+  void enroll(std::function<void(const Error&)> fail);
+  void hear_all() { links_.network->hear_all(); }
+  // For the network: a message of `peer`, rank of the job; later messages can't be relied on.
+  void hear(int peer, const std::string& message);
+  void give_up(const Error& error) { fail_(error); }
+  // What the communicator must fail with; tells the others for whom it waits.
+  std::optional<Error> check(const Traffic& traffic);
+  // Tells the others. Nothing that comes from another host touches this rank's memory after it; all that is still heard
+  // is what look_around() asks for, until forget().
+  void end(shm::Standing standing, const Error& for_peers, const Traffic& traffic);
+  void forget() { links_.network->forget(links_.group); }
+  // Of shrink(): tells the others `sees.own`, if it is new, and adds what they have told, and who of them is gone.
+  void look_around(Outlook& sees);
+  bool have_all_left() const;
+  // Members, here and elsewhere, that hold up what waits longest.
+  uint64_t blocking_ranks(const Traffic& traffic) const;
 
-  IoLoop* io_loop() const override { return links_.network.get(); }
-  Interhost& interhost() const override { return links_.network->interhost(); }
-  const std::vector<int>& job_ranks() const override { return links_.job_ranks; }
+  // Without any lock.
+  IoLoop* io_loop() const { return links_.network.get(); }
+  Interhost& interhost() const { return links_.network->interhost(); }
+  const std::vector<int>& job_ranks() const { return links_.job_ranks; }  // of the members
 
-  void measure(Communicator& communicator, const std::function<void()>& interrupted) override;
-  std::string describe_links() const override;
-  uint64_t take_number() override;
-  uint64_t number_of_next() const override;
-  std::shared_ptr<void> expect_group() const override;
-  std::unique_ptr<InterhostPart> split(uint64_t number, const Placement& placement, const std::vector<int>& members,
-                                       std::vector<int> global_ranks) const override;
+  // Without the lock, which they take.
+  bool depends_on_speed() const;
+  void set_speed(const LinkSpeed& speed);
+  std::string describe_links() const;
+  // Of split(): the number of a communicator that this rank, its first member, founds.
+  uint64_t take_number();
+  // Of shrink(): that of the one communicator that may follow, the same on all members. Throws InvalidUsage if none
+  // may.
+  uint64_t number_of_next() const;
+  // Kept until there is the new communicator: who was quicker may use it already.
+  std::shared_ptr<void> expect_group() const;
+  // For a new communicator of these `members`, who are on several hosts. Without any lock. Throws InvalidUsage if its
+  // founder had no `number` left.
+  std::unique_ptr<InterhostMembers> split(uint64_t number, const Placement& placement, const std::vector<int>& members,
+                                          std::vector<int> global_ranks) const;
 
  private:
   void choose();
-  void hear(int peer, const std::string& message) override;
-  void give_up(const Error& error) override { fail_(error); }
   void hear_ended(int member, const Ended& ended);
   std::optional<Error> check_members(const Traffic& traffic);
   void tell_who_is_late(const Traffic& traffic);

@@ -12,8 +12,8 @@
 
 #include "base/error.h"
 #include "collectives/interhost_plan.h"
-#include "engine/communicator/succession.h"
 #include "engine/hosts/network.h"
+#include "engine/hosts/succession.h"
 #include "engine/lanes/slots.h"
 #include "transport/shm/layout.h"
 

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "base/thread.h"
-#include "engine/hosts/links.h"
+#include "engine/hosts/interhost_members.h"
 
 namespace syncengine::hosts {
 
@@ -103,15 +103,15 @@ void Network::expect_no_more(uint64_t expected) {
                 [&](const auto& item) { return expected_.empty() || item.second.expected < *expected_.begin(); });
 }
 
-void Network::enroll(uint32_t group, Listener* listener) {
-  listeners_[group] = listener;
+void Network::enroll(uint32_t group, InterhostMembers* members) {
+  members_[group] = members;
   auto early = early_.extract(group);
   if (group == kJobGroup) expect_no_more(0);
   if (!early) return;
-  for (const auto& message : early.mapped().messages) listener->hear(message.peer, message.bytes);
+  for (const auto& message : early.mapped().messages) members->hear(message.peer, message.bytes);
 }
 
-void Network::forget(uint32_t group) { listeners_.erase(group); }
+void Network::forget(uint32_t group) { members_.erase(group); }
 
 void Network::hear_all() {
   while (auto message = interhost_->hear()) {
@@ -119,8 +119,8 @@ void Network::hear_all() {
     try {
       deliver(std::move(*message));
     } catch (const Error& error) {
-      auto listeners = listeners_;
-      for (auto [group, listener] : listeners) listener->give_up(error);
+      auto all = members_;
+      for (auto [group, members] : all) members->give_up(error);
     }
   }
 }
@@ -129,7 +129,7 @@ void Network::deliver(Interhost::Message message) {
   Head head;
   if (message.bytes.size() < sizeof(head)) throw Error(ErrorKind::PeerLost, "a peer sent a message of a wrong size");
   std::memcpy(&head, message.bytes.data(), sizeof(head));
-  if (auto found = listeners_.find(head.group); found != listeners_.end())
+  if (auto found = members_.find(head.group); found != members_.end())
     return found->second->hear(message.peer, message.bytes);
   if (!expected_.empty()) {
     Early& early = early_[head.group];

@@ -23,13 +23,7 @@
 
 namespace syncengine::hosts {
 
-// Hears the messages of one communicator, under the progress lock.
-class Listener {
- public:
-  virtual ~Listener() = default;
-  virtual void hear(int peer, const std::string& message) = 0;  // `peer`: rank of the job; may throw PeerLost
-  virtual void give_up(const Error& error) = 0;                 // later messages can't be relied on
-};
+class InterhostMembers;
 
 // A transfer's tag: communicator, lane, chunk of the lane, envelope of the chunk, and whether the transfer is sent
 // unasked. The last part is for two ranks that mean different operations: one may send a transfer unasked where the
@@ -76,10 +70,10 @@ class Network final : public IoLoop, private Progressable {
   uint64_t expect();
   void expect_no_more(uint64_t expected);
   // Hands over the messages that came before.
-  void enroll(uint32_t group, Listener* listener);
+  void enroll(uint32_t group, InterhostMembers* members);
   void forget(uint32_t group);
 
-  void hear_all();  // hands all received messages to their listeners
+  void hear_all();  // hands all received messages to whom they are for
   void withdraw(uint32_t group, const std::vector<int>& members, const Error& error);  // ranks of the job
 
   bool claim() override;
@@ -97,7 +91,7 @@ class Network final : public IoLoop, private Progressable {
 
   std::shared_ptr<Engine> engine_;
   std::unique_ptr<Interhost> interhost_;
-  std::map<uint32_t, Listener*> listeners_;
+  std::map<uint32_t, InterhostMembers*> members_;
   struct Early {
     uint64_t expected;  // the last expectation when a message came
     std::vector<Interhost::Message> messages;

@@ -1,4 +1,3 @@
-
 #include "engine/lanes/lane_state.h"
 
 #include "engine/lanes/lane.h"

@@ -1,4 +1,3 @@
-
 #include "engine/lanes/schedule.h"
 
 #include <algorithm>

@@ -1,4 +1,3 @@
-
 #include "engine/messages/mailbox_route.h"
 
 #include <algorithm>

@@ -134,7 +134,7 @@ struct Schedule {
   alignas(64) uint64_t slots[kLogEntries];
 };
 
-// What comes after the communicator when it has failed and its members shrink it (engine/communicator/succession.h).
+// What comes after the communicator when it has failed and its members shrink it (engine/hosts/succession.h).
 struct alignas(64) Succession {
   // Of this rank: where its block in the next communicator lies, once it takes part in the shrink; kNeverComes once it
   // never will. Written once.

@@ -35,10 +35,10 @@ Operation collective_of(Collective collective, std::vector<float>& input, std::v
 }
 
 // What only the communicator itself knows: see [temp.explicit], which names private members.
-InterhostPart& interhost_of(EngineCommunicator& communicator);
-template <const std::unique_ptr<InterhostPart> EngineCommunicator::* part>
+hosts::InterhostMembers& interhost_of(EngineCommunicator& communicator);
+template <const std::unique_ptr<hosts::InterhostMembers> EngineCommunicator::* part>
 struct InterhostOf {
-  friend InterhostPart& interhost_of(EngineCommunicator& communicator) { return *(communicator.*part); }
+  friend hosts::InterhostMembers& interhost_of(EngineCommunicator& communicator) { return *(communicator.*part); }
 };
 template struct InterhostOf<&EngineCommunicator::interhost_>;
 
@@ -483,7 +483,7 @@ TEST(threads_split_off_groups_of_any_members_over_hosts) {
 // Nothing of the communicator that is refused touches that of the whole job, whose number is 0.
 TEST(no_more_groups_over_hosts_than_there_are_numbers) {
   run_hosts("ab", {}, [](int rank, Communicator& communicator) {
-    InterhostPart& interhost = interhost_of(dynamic_cast<EngineCommunicator&>(communicator));
+    hosts::InterhostMembers& interhost = interhost_of(dynamic_cast<EngineCommunicator&>(communicator));
     for (int i = 1; rank == 0 && i < 1 << hosts::kCountBits; ++i) interhost.take_number();
     auto slots = communicator.reserve_slots(1);
     std::vector<float> data(size_t{8} << 20);

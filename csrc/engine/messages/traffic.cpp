@@ -1,4 +1,4 @@
-#include "engine/communicator/traffic.h"
+#include "engine/messages/traffic.h"
 
 namespace syncengine {
 
@@ -7,21 +7,16 @@ namespace {
 // Bytes of one pass: bounds how long a submitter or another lane waits for the lock.
 constexpr size_t kBudget = 1 << 20;
 
-Lane::MakeExchange exchange_of(InterhostPart* interhost) {
-  if (!interhost) return {};
-  return [interhost](LaneState& lane) { return interhost->make_exchange(lane); };
-}
-
 }  // namespace
 
 Traffic::Traffic(const Group& locals, const Placement& placement, const std::vector<int>& global_ranks,
-                 Algorithm algorithm, Lane::Trash& trash, InterhostPart* interhost)
-    : user_lane_(locals, shm::kUserLane, algorithm, trash, exchange_of(interhost)),
-      scheduled_lane_(locals, shm::kScheduledLane, algorithm, trash, exchange_of(interhost)),
-      schedule_(interhost ? interhost->make_schedule(locals, scheduled_lane_)
-                          : std::make_unique<Schedule>(locals, scheduled_lane_)),
+                 Algorithm algorithm, Lane::Trash& trash, Parts parts)
+    : user_lane_(locals, shm::kUserLane, algorithm, trash, parts.exchange),
+      scheduled_lane_(locals, shm::kScheduledLane, algorithm, trash, parts.exchange),
+      schedule_(parts.schedule ? parts.schedule(locals, scheduled_lane_)
+                               : std::make_unique<Schedule>(locals, scheduled_lane_)),
       messenger_(placement.rank, global_ranks, std::make_unique<MailboxRoute>(locals, placement.locals()),
-                 interhost ? interhost->make_route() : nullptr, trash) {}
+                 std::move(parts.route), trash) {}
 
 void Traffic::take(Submissions::Batch& calls) {
   for (Lane::Item& item : calls.operations) {

@@ -2,7 +2,7 @@
 // die, leave or hang at any point. Each access to what a host shares is a step of its own, and so is each message,
 // which may come late, or never if its sender has died since.
 
-#include "engine/communicator/succession.h"
+#include "engine/hosts/succession.h"
 
 #include <algorithm>
 #include <bit>
