@@ -1,14 +1,10 @@
 #include "engine/communicator/solo.h"
 
-#include <algorithm>
 #include <atomic>
 #include <condition_variable>
-#include <cstdio>
 #include <cstdlib>
-#include <exception>
 #include <functional>
 #include <limits>
-#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -20,193 +16,21 @@
 #include "collectives/operation.h"
 #include "collectives/plan.h"
 #include "collectives/runner.h"
-#include "engine/progress/options.h"
-#include "engine/progress/work.h"
+#include "engine/lanes/mismatch.h"
+#include "engine/messages/traffic.h"
+#include "engine/progress/engine.h"
 #include "kernels/reduce.h"
 
 namespace syncengine {
-
-// Messages of the only rank of a communicator to itself: a send and a receive of one channel and tag meet in the order
-// of the calls.
-//
-// Ownership: owns what is posted. Thread-safety: any thread. Aliasing: see Message. Failure: a failed one stays failed:
-// each later call throws the first error.
-
-class SoloMessages {
- public:
-  // `rank` in the whole job, for errors.
-  SoloMessages(const Options& options, int rank);
-  ~SoloMessages();
-
-  // Never blocks. A message that does not fit its counterpart fails everything with Mismatch.
-  std::shared_ptr<Work> post(Message message, bool sends);
-  // See Communicator.
-  void wait(const Work& work, const std::function<void()>& interrupted, std::optional<Duration> at_most);
-  // Fails everything if a message is past its deadline; says on stderr which one is late.
-  void check_deadline();
-  void fail(std::exception_ptr error);  // the first one counts
-  void throw_if_failed() const;
-  uint64_t messages() const;  // that ended well
-
- private:
-  struct Post {
-    Message message;
-    bool sends;
-    std::shared_ptr<Work> work;
-    Clock::time_point since;
-  };
-  using Posts = std::list<Post>;
-
-  // Under the lock. What they return is dropped without it: a tensor's end may run other code.
-  Posts take_all(const std::exception_ptr& error);
-  void deliver(const Post& send, const Post& receive);
-  std::string what_is_pending() const;
-
-  const Options options_;
-  const std::string name_;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  Posts posts_;  // unmatched
-  std::exception_ptr error_;
-  Clock::time_point logged_ = {};
-  uint64_t messages_ = 0;
-};
 
 namespace {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);  // how late Ctrl-C or a deadline may be noticed
 
-std::exception_ptr make_error(ErrorKind kind, const std::string& text) {
-  return std::make_exception_ptr(Error(kind, text));
-}
-
-}  // namespace
-
-SoloMessages::SoloMessages(const Options& options, int rank) : options_(options), name_(rank_name(rank)) {}
-
-SoloMessages::~SoloMessages() { fail(make_error(ErrorKind::InvalidUsage, "the communicator is gone")); }
-
-std::shared_ptr<Work> SoloMessages::post(Message message, bool sends) {
-  const bool any = !sends && message.peer == Message::kAnySource;
-  if (!any && message.peer != 0)
-    throw Error(ErrorKind::InvalidUsage,
-                message.describe() + ": rank " + std::to_string(message.peer) + " is not in 0..0");
-  auto work = std::make_shared<Work>();
-  Posts done;
-  std::lock_guard lock(mutex_);
-  if (error_) std::rethrow_exception(error_);
-  work->start();
-  auto other = std::find_if(posts_.begin(), posts_.end(), [&](const Post& post) {
-    return post.sends != sends && post.message.channel == message.channel && post.message.tag == message.tag;
-  });
-  posts_.push_back({std::move(message), sends, work, Clock::now()});
-  if (other == posts_.end()) return work;
-  const Post &mine = posts_.back(), &send = sends ? mine : *other, &receive = sends ? *other : mine;
-  const size_t sent = send.message.memory.bytes(), wanted = receive.message.memory.bytes();
-  if (sent != wanted || send.message.fingerprint != receive.message.fingerprint) {
-    done = take_all(make_error(
-        ErrorKind::Mismatch,
-        name_ + " called " + receive.message.describe() + " for " + std::to_string(wanted) + " bytes where " + name_ +
-            " sent " + std::to_string(sent) + " bytes" +
-            (send.message.fingerprint != receive.message.fingerprint ? " in another call of a collective" : "") +
-            ": both sides must mean the same message"));
-    return work;
-  }
-  deliver(send, receive);
-  done.splice(done.end(), posts_, other);
-  done.splice(done.end(), posts_, std::prev(posts_.end()));
-  return work;
-}
-
-void SoloMessages::deliver(const Post& send, const Post& receive) {
-  size_t offset = 0;
-  for (const Span& span : send.message.memory.spans()) {
-    receive.message.memory.copy_from(span.data, offset, span.bytes);
-    offset += span.bytes;
-  }
-  if (receive.message.source) receive.message.source->store(0, std::memory_order_relaxed);  // before `work` ends
-  messages_ += 2;
-  send.work->finish();
-  receive.work->finish();
-  changed_.notify_all();
-}
-
-void SoloMessages::wait(const Work& work, const std::function<void()>& interrupted, std::optional<Duration> at_most) {
-  const auto deadline = at_most ? Deadline::after(*at_most) : Deadline::never();
-  while (!work.ended()) {
-    {
-      std::unique_lock lock(mutex_);
-      if (changed_.wait_for(lock, deadline.left(kSlice), [&] { return work.ended(); })) break;
-    }
-    check_deadline();
-    if (deadline.passed() && !work.ended()) {
-      std::unique_lock lock(mutex_);
-      const std::string text = what_is_pending() + ": wait(timeout=...) gave up";
-      lock.unlock();
-      fail(make_error(ErrorKind::Timeout, text));
-    }
-    try {
-      if (interrupted) interrupted();
-    } catch (const std::exception& error) {
-      fail(make_error(ErrorKind::Aborted, name_ + failure_text(error, "a collective")));
-      throw;
-    }
-  }
-  work.rethrow_if_failed();
-}
-
-void SoloMessages::check_deadline() {
-  std::unique_lock lock(mutex_);
-  if (posts_.empty()) return;
-  const auto since = posts_.front().since;
-  const Duration age = Clock::now() - since;
-  const std::string text = what_is_pending();
-  if (age >= options_.timeout) {
-    lock.unlock();
-    return fail(make_error(ErrorKind::Timeout, text + ": the timeout is " + seconds_text(options_.timeout) +
-                                                   "; no call of this rank has matched it"));
-  }
-  if (age < options_.log_after || logged_ == since) return;
-  logged_ = since;
-  lock.unlock();
-  std::fputs(("[syncengine] " + text + "\n").c_str(), stderr);
-}
-
-std::string SoloMessages::what_is_pending() const {
-  if (posts_.empty()) return name_ + " is not done";
-  const Post& oldest = posts_.front();
-  return name_ + " is not done since " + seconds_text(Clock::now() - oldest.since) + " in " + oldest.message.describe();
-}
-
-void SoloMessages::fail(std::exception_ptr error) {
-  Posts dropped;
-  std::lock_guard lock(mutex_);
-  dropped = take_all(error);
-}
-
-SoloMessages::Posts SoloMessages::take_all(const std::exception_ptr& error) {
-  if (!error_) error_ = error;
-  for (const Post& post : posts_) post.work->fail(error_);
-  changed_.notify_all();
-  return std::exchange(posts_, {});
-}
-
-void SoloMessages::throw_if_failed() const {
-  std::lock_guard lock(mutex_);
-  if (error_) std::rethrow_exception(error_);
-}
-
-uint64_t SoloMessages::messages() const {
-  std::lock_guard lock(mutex_);
-  return messages_;
-}
-
-namespace {
-
 class SoloCommunicator final : public Communicator {
  public:
-  SoloCommunicator(const Options& options, int global_rank)
-      : options_(options), ranks_{global_rank}, messages_(options, global_rank) {}
+  SoloCommunicator(const Options& options, int global_rank) : options_(options), ranks_{global_rank} {}
+  ~SoloCommunicator() override { abort(ErrorKind::InvalidUsage, "the communicator is gone"); }
 
   int rank() const override { return 0; }
   int size() const override { return 1; }
@@ -238,8 +62,8 @@ class SoloCommunicator final : public Communicator {
     return work;
   }
   void run(Operation operation, const std::function<void()>&) override { submit(std::move(operation)); }
-  std::shared_ptr<Work> send(Message message) override { return messages_.post(std::move(message), true); }
-  std::shared_ptr<Work> receive(Message message) override { return messages_.post(std::move(message), false); }
+  std::shared_ptr<Work> send(Message message) override { return post(std::move(message), true); }
+  std::shared_ptr<Work> receive(Message message) override { return post(std::move(message), false); }
   std::shared_ptr<Work> announce(std::shared_ptr<const Slots>, size_t, uint64_t, Operation operation) override {
     return submit(std::move(operation));
   }
@@ -253,17 +77,36 @@ class SoloCommunicator final : public Communicator {
     count += Slots::kBehind;
     return slots_->take(slots_->gap(0, count), count);
   }
+  // For messages: collectives have ended.
   void wait(const std::shared_ptr<Work>& work, const std::function<void()>& interrupted,
             std::optional<Duration> at_most) override {
-    messages_.wait(*work, interrupted, at_most);  // collectives have ended
+    const auto deadline = at_most ? Deadline::after(*at_most) : Deadline::never();
+    for (std::unique_lock lock(lock_); !work->ended();) {
+      if (changed_.wait_for(lock, deadline.left(kSlice), [&] { return work->ended(); })) break;
+      check_deadline();
+      if (deadline.passed()) fail(ErrorKind::Timeout, what_is_pending() + ": wait(timeout=...) gave up");
+      lock.unlock();
+      try {
+        if (interrupted) interrupted();
+      } catch (const std::exception& error) {
+        abort(ErrorKind::Aborted, rank_name(ranks_[0]) + failure_text(error, "a collective"));
+        throw;
+      }
+      lock.lock();
+    }
+    work->rethrow_if_failed();
   }
 
   void abort(ErrorKind kind, const std::string& text) override {
-    messages_.fail(std::make_exception_ptr(Error(kind, text)));
+    std::lock_guard lock(lock_);
+    fail(kind, text);
   }
-  void throw_if_failed() const override { messages_.throw_if_failed(); }
+  void throw_if_failed() const override { submissions_.throw_if_ended(); }
   void check_peers() override {
-    messages_.check_deadline();
+    {
+      std::lock_guard lock(lock_);
+      check_deadline();
+    }
     throw_if_failed();
   }
   std::shared_ptr<Communicator> shrink(Duration, const std::function<void()>&, uint64_t) override {
@@ -283,16 +126,70 @@ class SoloCommunicator final : public Communicator {
     return {memory, &std::free};
   }
   std::map<std::string, uint64_t> counters() const override {
-    return {{"operations", operations_}, {"messages", messages_.messages()}};
+    std::lock_guard lock(lock_);
+    return {{"operations", operations_}, {"messages", messenger_.messages()}};
   }
   void close() override { abort(ErrorKind::InvalidUsage, kClosed); }
 
  private:
-  Options options_;
-  std::vector<int> ranks_;
-  SoloMessages messages_;  // and the first error
-  std::shared_ptr<SlotTable> slots_ = std::make_shared<SlotTable>(std::numeric_limits<uint64_t>::max());
+  std::shared_ptr<Work> post(Message message, bool sends) {
+    if (message.peer != 0 && (sends || message.peer != Message::kAnySource))
+      throw Error(ErrorKind::InvalidUsage,
+                  message.describe() + ": rank " + std::to_string(message.peer) + " is not in 0..0");
+    auto work = submissions_.add(std::move(message), sends);
+    std::lock_guard lock(lock_);
+    Submissions::Batch batch;
+    submissions_.swap(batch);
+    for (Post& post : batch.posts) messenger_.post(std::move(post));
+    try {
+      messenger_.advance(0);
+    } catch (const Error& error) {
+      fail(error.kind(), error.what());
+    }
+    changed_.notify_all();
+    return work;
+  }
+
+  // The rest is under the lock. The first failure counts.
+  void fail(ErrorKind kind, const std::string& text) {
+    if (std::exchange(failed_, true)) return;
+    const auto error = std::make_exception_ptr(Error(kind, text));
+    for (Post& post : submissions_.end(error).posts) messenger_.post(std::move(post));
+    messenger_.fail_all(error);
+    changed_.notify_all();
+  }
+
+  // Fails everything if a message is past its deadline; says on stderr which one is late.
+  void check_deadline() {
+    const Lane::Item* item = messenger_.oldest();
+    if (!item) return;
+    const Duration age = Clock::now() - item->since;
+    if (age >= options_.timeout)
+      return fail(ErrorKind::Timeout, what_is_pending() + ": the timeout is " + seconds_text(options_.timeout) +
+                                          "; no call of this rank has matched it");
+    if (age < options_.log_after || logged_ == item->since) return;
+    logged_ = item->since;
+    lock_.log(what_is_pending());
+  }
+
+  std::string what_is_pending() const {
+    const Lane::Item* item = messenger_.oldest();
+    return rank_name(ranks_[0]) + " is not done" +
+           (item ? " since " + seconds_text(Clock::now() - item->since) + " in " + describe(item->operation) : "");
+  }
+
+  const Options options_;
+  const std::vector<int> ranks_;
+  const std::shared_ptr<SlotTable> slots_ = std::make_shared<SlotTable>(std::numeric_limits<uint64_t>::max());
   std::atomic<uint64_t> operations_ = 0;
+
+  Work::Tally tally_;
+  Submissions submissions_{tally_};
+  mutable ProgressLock lock_;  // guards the rest
+  std::condition_variable_any changed_;
+  Messenger messenger_{0, ranks_, nullptr, nullptr, lock_.trash()};
+  bool failed_ = false;
+  Clock::time_point logged_ = {};
 };
 
 }  // namespace

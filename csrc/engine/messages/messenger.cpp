@@ -50,8 +50,9 @@ bool Messenger::advance(size_t budget) {
     take(std::move(post));
   }
   for (size_t bytes = 0; again && bytes <= budget; moved |= again) {
-    again = near_->advance(*this, bytes);
-    if (far_) again |= far_->advance(*this, bytes);
+    again = false;
+    for (MessageRoute* route : routes())
+      if (route) again |= route->advance(*this, bytes);
   }
   return moved;
 }
@@ -74,8 +75,8 @@ uint64_t Messenger::perhaps_awaited() const { return awaits_anybody() ? ~uint64_
 bool Messenger::waits_in_vain() const {
   // What is matched may still be coming.
   return std::any_of(receives_.begin(), receives_.end(), is_awaited_of_any) &&
-         posted_ == receives_.size() + unmatched_[rank_].size() && fresh_.empty() && !near_->has_unheard() &&
-         !(far_ && far_->has_unheard());
+         posted_ == receives_.size() + unmatched_[rank_].size() && fresh_.empty() &&
+         std::ranges::none_of(routes(), [](const MessageRoute* route) { return route && route->has_unheard(); });
 }
 
 void Messenger::give_up_receives_of_any(const std::string& reason) {
@@ -166,8 +167,7 @@ const Lane::Item* Messenger::oldest() const {
     if (!oldest || post.item.since < oldest->since) oldest = &post.item;
   };
   if (!receives_.empty()) consider(receives_.front());
-  for (const MessageRoute* route :
-       {static_cast<const MessageRoute*>(near_.get()), static_cast<const MessageRoute*>(far_.get())}) {
+  for (const MessageRoute* route : routes()) {
     const Post* post = route ? route->oldest() : nullptr;
     if (post) consider(*post);
   }
@@ -197,7 +197,7 @@ void Messenger::fail_all(const std::exception_ptr& error) {
     trash_.push_back(std::move(post.item.operation.keepalive));
     post.item.work->fail(error);
   };
-  for (MessageRoute* route : {static_cast<MessageRoute*>(near_.get()), far_.get()})
+  for (MessageRoute* route : routes())
     if (route)
       for (Post& post : route->take_all()) fail(post);
   for (Arrived& arrived : unmatched_[rank_]) fail(*arrived.own);

@@ -6,6 +6,7 @@
 // communicator.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <list>
 #include <memory>
@@ -17,8 +18,8 @@ namespace syncengine {
 
 class Messenger final : private MessageRoute::Matcher {
  public:
-  // `global_ranks` of the members, for errors. `near` reaches those of the own host, `far` all others, if there are
-  // any.
+  // `global_ranks` of the members, for errors. `near` reaches those of the own host, `far` all others: null where
+  // there are none but this rank.
   Messenger(int rank, std::vector<int> global_ranks, std::unique_ptr<MailboxRoute> near,
             std::unique_ptr<MessageRoute> far, Lane::Trash& trash);
 
@@ -59,9 +60,8 @@ class Messenger final : private MessageRoute::Matcher {
   void arrive(int source, MessageHeader header) override { match(source, {std::move(header), arrivals_++}); }
   void finish(Post& post) override;
 
-  MessageRoute& route_to(int member) const {
-    return near_->reaches(member) ? static_cast<MessageRoute&>(*near_) : *far_;
-  }
+  std::array<MessageRoute*, 2> routes() const { return {near_.get(), far_.get()}; }  // null where there is none
+  MessageRoute& route_to(int member) const { return near_->reaches(member) ? *routes()[0] : *far_; }
   void take(Post post);
   bool awaits_anybody() const;
   void send_to_self(Post post);
