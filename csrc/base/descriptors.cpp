@@ -4,6 +4,7 @@
 #include <sys/resource.h>
 
 #include <cerrno>
+#include <cstring>
 
 #include "base/error.h"
 
@@ -33,10 +34,10 @@ void require_descriptors(const std::string& who, size_t count) {
 }
 
 void throw_descriptor_error(const std::string& what, int error) {
-  if (error == EMFILE)
-    throw_system_error(what + " (ulimit -n is " + std::to_string(most_descriptors()) + ", raise it)", error);
-  if (error == ENFILE) throw_system_error(what + " (the machine has no more: raise fs.file-max)", error);
-  throw_system_error(what, error);
+  if (error != EMFILE && error != ENFILE) throw_system_error(what, error);
+  throw Error(ErrorKind::InvalidUsage, what + ": " + std::strerror(error) + " (ulimit -n is " +
+                                           std::to_string(most_descriptors()) +
+                                           (error == ENFILE ? "): raise fs.file-max" : "): raise ulimit -n"));
 }
 
 }  // namespace syncengine

@@ -154,17 +154,19 @@ void say_goodbye(const std::vector<UniqueFd>& peers, const Goodbye& goodbye) {
   for (const auto& peer : peers) (void)local_socket::send(peer, &goodbye, sizeof(goodbye));
 }
 
-void say_goodbye(const std::vector<UniqueFd>& peers, ErrorKind kind, const std::string& text) {
-  Goodbye goodbye{.failed = 1, .kind = kind};
-  text.copy(goodbye.text, sizeof(goodbye.text) - 1);
-  say_goodbye(peers, goodbye);
-}
-
 }  // namespace
 
-Error for_peers(int rank, const Error& error) {
-  if (error.kind() != ErrorKind::InvalidUsage) return error;
-  return {ErrorKind::Aborted, "rank " + std::to_string(rank) + " failed in init: InvalidUsage: " + error.what()};
+Error for_peers(const std::string& who, const std::exception_ptr& thrown) {
+  try {
+    if (thrown) std::rethrow_exception(thrown);
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::InvalidUsage) return error;
+    return {ErrorKind::Aborted, who + " failed in init: InvalidUsage: " + error.what()};
+  } catch (const std::exception& error) {
+    return {ErrorKind::Aborted, who + failure_text(error, "init()")};
+  } catch (...) {
+  }
+  return {ErrorKind::Aborted, who + " left init()"};
 }
 
 FdExchange::FdExchange()
@@ -193,15 +195,11 @@ std::vector<UniqueFd> FdExchange::exchange(int rank, const std::vector<std::stri
     }
     listener_.reset();
     say_goodbye(rendezvous.served(), Goodbye{});
-  } catch (const Error& error) {
-    Error told = for_peers(names.global(rank), error);
-    say_goodbye(rendezvous.served(), told.kind(), told.what());
-    throw;
-  } catch (const std::exception& error) {
-    say_goodbye(rendezvous.served(), ErrorKind::Aborted, names(rank) + failure_text(error, "init()"));
-    throw;
   } catch (...) {
-    say_goodbye(rendezvous.served(), ErrorKind::Aborted, names(rank) + " left init()");
+    const Error told = for_peers(names(rank), std::current_exception());
+    Goodbye goodbye{.failed = 1, .kind = told.kind()};
+    std::string(told.what()).copy(goodbye.text, sizeof(goodbye.text) - 1);
+    say_goodbye(rendezvous.served(), goodbye);
     throw;
   }
   std::vector<UniqueFd> memories(addresses.size());

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <string>
 #include <vector>
@@ -48,9 +49,9 @@ Got receive_fd(const UniqueFd& socket, int32_t rank, UniqueFd& fd, const std::st
 
 namespace syncengine {
 
-// What the peers of `rank` (of the whole job) raise when this error ends its init(): as it is if it is about other
-// ranks, else in its words.
-Error for_peers(int rank, const Error& error);
+// What the peers of `who` raise when this exception ends its init(): as it is if it is about other ranks, else in
+// words. None, or one of no class that is known: it was left.
+Error for_peers(const std::string& who, const std::exception_ptr& thrown);
 
 class FdExchange {
  public:

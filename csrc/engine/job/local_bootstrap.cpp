@@ -115,16 +115,9 @@ std::shared_ptr<Communicator> LocalBootstrap::connect(const std::vector<std::str
     joined->run(std::move(barrier), interrupted);
     joined->measure_links(interrupted);
     return joined;
-  } catch (const Error& error) {
-    Error told = for_peers(names_.global(rank_), error);
-    write_end_record(end_record, shm::Standing::Failed, told.kind(), told.what());
-    throw;
-  } catch (const std::exception& error) {
-    write_end_record(end_record, shm::Standing::Failed, ErrorKind::Aborted,
-                     names_(rank_) + failure_text(error, "init()"));
-    throw;
   } catch (...) {
-    write_end_record(end_record, shm::Standing::Failed, ErrorKind::Aborted, names_(rank_) + " left init()");
+    const Error told = for_peers(names_(rank_), std::current_exception());
+    write_end_record(end_record, shm::Standing::Failed, told.kind(), told.what());
     throw;
   }
 }

@@ -147,13 +147,14 @@ bool Endpoint::pass() {
 
 namespace {
 
-constexpr size_t kOwn = 3;  // the listener, and what the endpoint waits on
+constexpr size_t kOwn = 3;     // the listener, and what the endpoint waits on
+constexpr size_t kSpare = 16;  // for what else a process opens meanwhile
 
 void require_room(const Options& options, int peers) {
   if (peers == 0) return;
-  require_descriptors(static_cast<size_t>(peers) * (1 + options.sockets) + kOwn,
-                      "connections to " + std::to_string(peers) + " ranks of other hosts, " +
-                          std::to_string(1 + options.sockets) + " each");
+  require_descriptors("this rank, with connections to " + std::to_string(peers) + " ranks of other hosts, " +
+                          std::to_string(1 + options.sockets) + " each (fewer by init(sockets=...)),",
+                      static_cast<size_t>(peers) * (1 + options.sockets) + kOwn + kSpare);
 }
 
 }  // namespace

@@ -110,7 +110,7 @@ void Rendezvous::wait_for_descriptors(int code) {
     return !call.server->has_ticket() && call.limit - seconds(options_.handshake) + kPause < now;
   });
   if (now - full_->since < seconds(options_.handshake)) return;
-  throw_out_of_descriptors(options_.names(rank_) + " can't accept the connections of " + missing_names(), code);
+  throw_descriptor_error(options_.names(rank_) + " can't accept the connections of " + missing_names(), code);
 }
 
 void Rendezvous::dial(Call& call) {

@@ -1,19 +1,15 @@
 
 #include "transport/tcp/socket.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
 #include <pthread.h>
-#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstring>
-#include <memory>
 #include <mutex>
 #include <set>
 
@@ -27,8 +23,7 @@ constexpr int kBacklog = 1024;
 
 UniqueFd open_socket(const Ip& ip) {
   UniqueFd fd(socket(ip.v6 ? AF_INET6 : AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  if (!fd && (errno == EMFILE || errno == ENFILE)) throw_out_of_descriptors("can't open a TCP socket", errno);
-  if (!fd) throw_system_error("can't open a TCP socket", errno);
+  if (!fd) throw_descriptor_error("can't open a TCP socket", errno);
   return fd;
 }
 
@@ -93,39 +88,6 @@ int connect_error(const UniqueFd& socket) {
 void send_at_once(const UniqueFd& socket) { set(socket.get(), IPPROTO_TCP, TCP_NODELAY, 1); }
 
 void keep_short_queue(int socket, int bytes) { set(socket, IPPROTO_TCP, TCP_NOTSENT_LOWAT, bytes); }
-
-namespace {
-
-constexpr size_t kSpare = 16;  // for what else a process opens meanwhile
-
-size_t limit() {
-  rlimit files{};
-  return getrlimit(RLIMIT_NOFILE, &files) == 0 ? static_cast<size_t>(files.rlim_cur) : RLIM_INFINITY;
-}
-
-size_t open_now() {
-  std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir("/proc/self/fd"), closedir);
-  size_t count = 0;
-  while (folder && readdir(folder.get())) ++count;
-  return count;  // `.`, `..` and the folder itself are the least of what may come
-}
-
-}  // namespace
-
-void require_descriptors(size_t count, const std::string& what) {
-  size_t most = limit(), needed = open_now() + count + kSpare;
-  if (needed <= most) return;
-  throw Error(ErrorKind::InvalidUsage, "this rank needs " + std::to_string(count) + " file descriptors for " + what +
-                                           ", which the limit of " + std::to_string(most) +
-                                           " does not leave: raise ulimit -n to at least " + std::to_string(needed) +
-                                           ", or give fewer init(sockets=...)");
-}
-
-void throw_out_of_descriptors(const std::string& text, int code) {
-  throw Error(ErrorKind::InvalidUsage, text + ": " + std::strerror(code) + " (" + std::to_string(open_now()) +
-                                           " are open, the limit is " + std::to_string(limit()) +
-                                           (code == ENFILE ? "): raise fs.file-max" : "): raise ulimit -n"));
-}
 
 namespace {
 

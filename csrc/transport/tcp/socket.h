@@ -22,15 +22,6 @@ int connect_error(const UniqueFd& socket);  // 0 if it has succeeded
 void send_at_once(const UniqueFd& socket);     // nothing is held back to fill a packet
 void keep_short_queue(int socket, int bytes);  // writable only while less than that is unsent
 
-// How many file descriptors this process may still open: where connections would not fit, that is said before ranks
-// wait in vain.
-
-// Throws InvalidUsage if fewer than `count` more can be opened. `what` needs them: "63 ranks of other hosts (...)".
-void require_descriptors(size_t count, const std::string& what);
-
-// Throws InvalidUsage: the process, or the machine (ENFILE), has none left.
-[[noreturn]] void throw_out_of_descriptors(const std::string& text, int code);
-
 // A descriptor that forked children (DataLoader workers) do not keep: one that outlived its parent would hold the
 // parent's connections open, and the peers would learn of its death only by its silence.
 //
