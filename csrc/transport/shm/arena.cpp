@@ -113,9 +113,7 @@ std::shared_ptr<Arena> Arena::create(size_t bytes) {
 }
 
 Arena::Arena(UniqueFd fd, size_t bytes)
-    : fd_(std::move(fd)), mapping_(map_arena(fd_.get(), bytes)), heap_(kHeapBegin, bytes) {
-  struct stat status{};
-  if (fstat(fd_.get(), &status) == 0) file_ = status.st_ino;
+    : file_(std::move(fd)), mapping_(map_arena(file_.get(), bytes)), heap_(kHeapBegin, bytes) {
   header().magic = arena_magic();
   ForkGuard::add(this);
 }
@@ -161,7 +159,7 @@ void Arena::discard(std::byte* data, size_t bytes) const {
 }
 
 bool Arena::discard_from_file(Range range) const {
-  return is_own_file() && fallocate(fd_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+  return file_.is_there() && fallocate(file_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
                                     static_cast<off_t>(range.begin), static_cast<off_t>(range.bytes())) == 0;
 }
 
@@ -259,7 +257,7 @@ void Arena::sever_tensor(size_t offset, size_t bytes) {
   // Short of memory: better no content than somebody else's.
   for (Range part : unsevered({round_down(offset, kPage), round_up(offset + bytes, kPage)})) {
     PrivateCopy copy(part.bytes());
-    copy_pages(copy, part, pages_in(part));
+    copy_pages(copy, part, file_.pages_in(part));
     if (!copy.put(at(part.begin))) make_inaccessible(at(part.begin), part.bytes());
     severed_.push_back(part);
     any_severed_ = true;

@@ -70,7 +70,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
 
   ArenaHeader& header() const { return *reinterpret_cast<ArenaHeader*>(mapping_.data()); }
   size_t bytes() const { return mapping_.bytes(); }
-  int fd() const { return fd_.get(); }
+  int fd() const { return file_.get(); }
 
   std::byte* at(size_t offset) const { return mapping_.data() + offset; }
   // Offset of [data, data + bytes) in this arena, or -1 if it lies elsewhere or was severed.
@@ -104,8 +104,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // there whenever it goes on. Under mutex_.
   std::vector<Range> give_back(Range range) const;
 
-  UniqueFd fd_;     // kept for what it tells about pages
-  ino_t file_ = 0;  // behind it: somebody may close all descriptors of a process, and open others
+  MappedFile file_;
   Mapping mapping_;
   Heap heap_;
   struct TensorMemory {
@@ -114,8 +113,6 @@ class Arena : public std::enable_shared_from_this<Arena> {
   };
   bool severed(Range range) const;           // any of it; under mutex_
   bool lies_in_tensor(size_t offset) const;  // under mutex_
-  bool is_own_file() const;
-  std::vector<Range> pages_in(Range range) const;
   void copy_pages(PrivateCopy& copy, Range range, const std::vector<Range>& all) const;  // of `range`, to its copy
   std::vector<Range> unsevered(Range range) const;                                       // under mutex_
 

@@ -20,13 +20,24 @@
 
 namespace syncengine::shm {
 
+MappedFile::MappedFile(UniqueFd fd) : fd_(std::move(fd)) {
+  struct stat status{};
+  if (fstat(fd_.get(), &status) == 0) number_ = status.st_ino;
+}
+
+bool MappedFile::is_there() const {
+  struct stat status{};
+  return fstat(fd_.get(), &status) == 0 && status.st_ino == number_;
+}
+
 // Neither mincore() nor the page map will do: both take what was swapped out for a hole.
-std::vector<Range> pages_in(int file, Range range) {
+std::vector<Range> MappedFile::pages_in(Range range) const {
+  if (!is_there()) return {range};
   std::vector<Range> pages;
   for (size_t position = range.begin; position < range.end;) {
-    off_t data = lseek(file, static_cast<off_t>(position), SEEK_DATA);
+    off_t data = lseek(fd_.get(), static_cast<off_t>(position), SEEK_DATA);
     if (data < 0 && errno == ENXIO) break;  // a hole until the end
-    off_t hole = data < 0 ? -1 : lseek(file, data, SEEK_HOLE);
+    off_t hole = data < 0 ? -1 : lseek(fd_.get(), data, SEEK_HOLE);
     if (hole < 0) return {range};
     if (static_cast<size_t>(data) >= range.end) break;
     position = std::min(static_cast<size_t>(hole), range.end);
@@ -73,9 +84,7 @@ namespace {
 
 struct Registry {
   std::mutex mutex;
-  std::set<Arena*> arenas;
-  std::set<PeerArena*> peers;
-  std::set<Region*> regions;
+  std::set<ForkGuard::Memory> memories;
 };
 
 Registry& registry() {
@@ -83,77 +92,58 @@ Registry& registry() {
   return *instance;
 }
 
+template <class Kind, class Call>
+void for_each(const Call& call) {
+  for (const ForkGuard::Memory& memory : registry().memories)
+    if (auto* const* found = std::get_if<Kind*>(&memory)) call(**found);
+}
+
 }  // namespace
 
-void ForkGuard::install() { [[maybe_unused]] static int once = pthread_atfork(&before, &in_parent, &in_child); }
-
-void ForkGuard::add(Arena* arena) {
-  install();
+void ForkGuard::add(Memory memory) {
+  [[maybe_unused]] static int once = pthread_atfork(&before, &in_parent, &in_child);
   std::lock_guard lock(registry().mutex);
-  registry().arenas.insert(arena);
+  registry().memories.insert(memory);
 }
 
-void ForkGuard::add(PeerArena* arena) {
-  install();
+void ForkGuard::remove(Memory memory) {
   std::lock_guard lock(registry().mutex);
-  registry().peers.insert(arena);
-}
-
-void ForkGuard::add(Region* region) {
-  install();
-  std::lock_guard lock(registry().mutex);
-  registry().regions.insert(region);
-}
-
-void ForkGuard::remove(Arena* arena) {
-  std::lock_guard lock(registry().mutex);
-  registry().arenas.erase(arena);
-}
-
-void ForkGuard::remove(PeerArena* arena) {
-  std::lock_guard lock(registry().mutex);
-  registry().peers.erase(arena);
-}
-
-void ForkGuard::remove(Region* region) {
-  std::lock_guard lock(registry().mutex);
-  registry().regions.erase(region);
+  registry().memories.erase(memory);
 }
 
 // Locks in the order of docs/threads.md.
 void ForkGuard::before() {
-  Registry& all = registry();
-  all.mutex.lock();
+  registry().mutex.lock();
   Pool::lock_all();
-  for (Arena* arena : all.arenas) arena->mutex_.lock();
+  for_each<Arena>([](Arena& arena) { arena.mutex_.lock(); });
   try {
     size_t bytes = 0;
-    for (Arena* arena : all.arenas) bytes += arena->prepare_inheritance();
+    for_each<Arena>([&](Arena& arena) { bytes += arena.prepare_inheritance(); });
     // The kernel would not refuse but kill, and hardly any child looks at gradients.
     if (bytes > 0 && bytes > available_memory()) return;
-    for (Arena* arena : all.arenas) arena->copy_inheritance();
+    for_each<Arena>([](Arena& arena) { arena.copy_inheritance(); });
   } catch (const std::bad_alloc&) {
-    for (Arena* arena : all.arenas) arena->inheritance_.clear();
+    for_each<Arena>([](Arena& arena) { arena.inheritance_.clear(); });
   }
 }
 
 void ForkGuard::in_parent() {
-  for (Arena* arena : registry().arenas) {
-    arena->inheritance_.clear();
-    arena->mutex_.unlock();
-  }
+  for_each<Arena>([](Arena& arena) {
+    arena.inheritance_.clear();
+    arena.mutex_.unlock();
+  });
   Pool::unlock_all();
   registry().mutex.unlock();
 }
 
 // Only async-signal-safe calls here: other threads' locks are lost in the child.
 void ForkGuard::in_child() {
-  for (Arena* arena : registry().arenas) {
-    arena->become_forked();
-    arena->mutex_.unlock();
-  }
-  for (PeerArena* peer : registry().peers) make_inaccessible(peer->mapping_.data(), peer->mapping_.bytes());
-  for (Region* region : registry().regions) region->become_forked();
+  for_each<Arena>([](Arena& arena) {
+    arena.become_forked();
+    arena.mutex_.unlock();
+  });
+  for_each<PeerArena>([](PeerArena& peer) { make_inaccessible(peer.mapping_.data(), peer.mapping_.bytes()); });
+  for_each<Region>([](Region& region) { region.become_forked(); });
   Pool::unlock_all();
   registry().mutex.unlock();
 }
@@ -181,20 +171,11 @@ std::vector<Range> united_within(std::vector<Range> ranges, Range bounds) {
 
 }  // namespace
 
-bool Arena::is_own_file() const {
-  struct stat status{};
-  return fstat(fd_.get(), &status) == 0 && status.st_ino == file_ && static_cast<size_t>(status.st_size) == bytes();
-}
-
-std::vector<Range> Arena::pages_in(Range range) const {
-  return is_own_file() ? shm::pages_in(fd_.get(), range) : std::vector<Range>{range};
-}
-
 void Arena::copy_pages(PrivateCopy& copy, Range range, const std::vector<Range>& all) const {
-  const bool own = is_own_file();
+  const bool own = file_.is_there();
   for (Range pages : all) {
     const size_t offset = pages.begin - range.begin;
-    if (!own || !copy.read(offset, fd_.get(), pages.begin, pages.bytes()))
+    if (!own || !copy.read(offset, file_.get(), pages.begin, pages.bytes()))
       copy.fill(offset, at(pages.begin), pages.bytes());
   }
 }
@@ -221,7 +202,7 @@ size_t Arena::prepare_inheritance() {
       if (parts.empty()) return;
       inheritance_.push_back({.range = {parts.front().begin, parts.back().end}, .severed = false});
       for (Range part : parts) {
-        for (Range pages : pages_in(part)) {
+        for (Range pages : file_.pages_in(part)) {
           inheritance_.back().pages.push_back(pages);
           bytes += pages.bytes();
         }
@@ -248,7 +229,7 @@ void Arena::copy_inheritance() {
 void Arena::become_forked() {
   if (forked_) return;
   forked_ = true;
-  fd_.reset();  // or the child would keep the memory after its parent
+  file_.reset();  // or the child would keep the memory after its parent
   // Tensors stay readable and writable; control memory and staging become inaccessible.
   size_t position = 0;
   for (auto& piece : inheritance_) {

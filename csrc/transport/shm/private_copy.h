@@ -5,15 +5,33 @@
 // memory is short.
 #pragma once
 
+#include <sys/types.h>
+
+#include <variant>
 #include <vector>
 
+#include "base/descriptors.h"
 #include "base/memory.h"
 
 namespace syncengine::shm {
 
-// Of `range`, what `file` has pages for, swapped out or not; nothing else of it was ever written. All of it if the file
-// does not tell.
-std::vector<Range> pages_in(int file, Range range);
+// The file behind a mapping, kept for what it tells about pages.
+class MappedFile {
+ public:
+  explicit MappedFile(UniqueFd fd);
+
+  int get() const { return fd_.get(); }
+  void reset() { fd_.reset(); }
+  // Not if somebody has closed all descriptors of this process, and opened others.
+  bool is_there() const;
+  // Of `range`, what it has pages for, swapped out or not; nothing else of it was ever written. All of it if the file does
+  // not tell.
+  std::vector<Range> pages_in(Range range) const;
+
+ private:
+  UniqueFd fd_;
+  ino_t number_ = 0;
+};
 
 class PrivateCopy {
  public:
@@ -43,15 +61,11 @@ class Region;
 
 class ForkGuard {
  public:
-  static void add(Arena* arena);
-  static void add(PeerArena* arena);
-  static void add(Region* region);
-  static void remove(Arena* arena);
-  static void remove(PeerArena* arena);
-  static void remove(Region* region);
+  using Memory = std::variant<Arena*, PeerArena*, Region*>;
+  static void add(Memory memory);
+  static void remove(Memory memory);
 
  private:
-  static void install();
   static void before();
   static void in_parent();
   static void in_child();

@@ -43,9 +43,7 @@ std::shared_ptr<Region> Region::open(UniqueFd fd) {
   throw Error(ErrorKind::InvalidUsage, "a peer sent something else than memory that ranks have in common");
 }
 
-Region::Region(UniqueFd fd, size_t bytes) : fd_(std::move(fd)), mapping_(fd_.get(), bytes) {
-  struct stat status{};
-  if (fstat(fd_.get(), &status) == 0) file_ = status.st_ino;
+Region::Region(UniqueFd fd, size_t bytes) : file_(std::move(fd)), mapping_(file_.get(), bytes) {
   if (bytes >= kHugePage) madvise(mapping_.data(), bytes, MADV_HUGEPAGE);
   ForkGuard::add(this);
 }
@@ -92,8 +90,7 @@ bool Region::detach() {
   std::lock_guard lock(mutex_);
   if (!shared_) return true;
   const Range whole{0, mapping_.bytes()};
-  const bool own = is_own_file();
-  const std::vector<Range> all = own ? pages_in(fd_.get(), whole) : std::vector<Range>{whole};
+  const std::vector<Range> all = file_.pages_in(whole);
   size_t bytes = 0;
   for (Range pages : all) bytes += pages.bytes();
   if (bytes > available_memory()) return false;
@@ -101,23 +98,18 @@ bool Region::detach() {
   for (Range pages : all) copy.fill(pages.begin, mapping_.data() + pages.begin, pages.bytes());
   if (!copy.put(mapping_.data())) return false;
   shared_ = false;
-  fd_.reset();
+  file_.reset();
   return true;
-}
-
-bool Region::is_own_file() const {
-  struct stat status{};
-  return fstat(fd_.get(), &status) == 0 && status.st_ino == file_;
 }
 
 void Region::become_forked() {
   if (!shared_) return;  // private memory is inherited as usual
   void* const data = mapping_.data();
-  const bool mapped = is_own_file() && mmap(data, mapping_.bytes(), PROT_READ | PROT_WRITE,
-                                            MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, fd_.get(), 0) == data;
+  const bool mapped = file_.is_there() && mmap(data, mapping_.bytes(), PROT_READ | PROT_WRITE,
+                                               MAP_PRIVATE | MAP_NORESERVE | MAP_FIXED, file_.get(), 0) == data;
   if (!mapped) mprotect(data, mapping_.bytes(), PROT_READ);
   shared_ = false;
-  fd_.reset();
+  file_.reset();
 }
 
 }  // namespace syncengine::shm

@@ -16,6 +16,7 @@
 #include "base/descriptors.h"
 #include "base/memory.h"
 #include "transport/shm/layout.h"
+#include "transport/shm/private_copy.h"
 
 namespace syncengine::shm {
 
@@ -40,7 +41,7 @@ class Region : public std::enable_shared_from_this<Region> {
   ~Region();
   Region(const Region&) = delete;
 
-  int fd() const { return fd_.get(); }
+  int fd() const { return file_.get(); }
   size_t bytes() const { return header().bytes; }
   // Throws InvalidUsage if [offset, offset + bytes) is outside.
   std::byte* at(size_t offset, size_t bytes) const;
@@ -61,11 +62,9 @@ class Region : public std::enable_shared_from_this<Region> {
   friend class ForkGuard;
   explicit Region(UniqueFd fd, size_t bytes);
   RegionHeader& header() const { return *reinterpret_cast<RegionHeader*>(mapping_.data()); }
-  bool is_own_file() const;
   void become_forked();  // in the child; async-signal-safe
 
-  UniqueFd fd_;  // for children, and for what it tells about pages
-  ino_t file_ = 0;
+  MappedFile file_;  // for children, too
   Mapping mapping_;
   std::mutex mutex_;  // one detaches
   std::atomic<bool> shared_ = true;
