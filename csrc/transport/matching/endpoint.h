@@ -27,31 +27,15 @@
 namespace syncengine::matching {
 
 template <class Peer>
-class Endpoint : public Interhost {
+class Endpoint : public SubmissionQueue {
  public:
-  std::shared_ptr<Transfer> send(int peer, uint64_t tag, const std::byte* data, size_t bytes) override {
-    check_peer(peer);
-    return queue_.send(peer, tag, data, bytes);
-  }
-  std::shared_ptr<Transfer> receive(int peer, uint64_t tag, std::byte* data, size_t bytes) override {
-    check_peer(peer);
-    return queue_.receive(peer, tag, data, bytes);
-  }
-  void tell(int peer, const std::string& message) override {
-    check_peer(peer);
-    queue_.tell(peer, message);
-  }
-  std::optional<Message> hear() override { return queue_.hear(); }
-  std::optional<Error> failure(int peer) const override { return queue_.failure(peer); }
-  bool has_ended(int peer) const override { return queue_.has_ended(peer); }
-
   void withdraw(const std::vector<int>& peers, uint64_t first, uint64_t last, const Error& error) override {
     std::lock_guard turn(turn_);
     std::lock_guard lock(progress_);
     take_posts();
     for (int rank : peers) {
       auto found = peers_.find(rank);
-      if (found != peers_.end() && !queue_.failure(rank)) found->second->withdraw(first, last, error);
+      if (found != peers_.end() && !failure(rank)) found->second->withdraw(first, last, error);
     }
     shared_.news = true;
     wake();
@@ -63,11 +47,7 @@ class Endpoint : public Interhost {
 
  protected:
   Endpoint(int rank, const RankNames& names, bool checksum, const HeartbeatTiming& timing)
-      : queue_(rank, names, [this] { wake(); }), heartbeat_(seconds(timing.heartbeat)), timing_(timing) {
-    shared_.rank = rank;
-    shared_.names = names;
-    shared_.checksum = checksum;
-  }
+      : SubmissionQueue(rank, names, checksum), heartbeat_(seconds(timing.heartbeat)), timing_(timing) {}
 
   void let_others_in() { std::lock_guard turn(turn_); }
 
@@ -96,20 +76,18 @@ class Endpoint : public Interhost {
   }
 
   void take_posts() {
-    for (SubmissionQueue::Post& post : queue_.take()) {
-      if (!peers_.at(post.peer)->session().life.is_in_use() && queue_.post_too_late(post)) {
+    for (Post& post : take()) {
+      if (!peers_.at(post.peer)->session().life.is_in_use() && post_too_late(post)) {
         shared_.news = true;
         continue;
       }
       guarded(post.peer, [&](Peer& peer) {
         switch (post.kind) {
-          case SubmissionQueue::Post::Send:
-            peer.session().outbox.post(post.tag, post.data, post.bytes, std::move(post.transfer));
-            break;
-          case SubmissionQueue::Post::Receive:
+          case Post::Send: peer.session().outbox.post(post.tag, post.data, post.bytes, std::move(post.transfer)); break;
+          case Post::Receive:
             peer.session().inbox.post(post.tag, post.data, post.bytes, std::move(post.transfer));
             break;
-          case SubmissionQueue::Post::Tell: peer.session().tell(post.message); break;
+          case Post::Tell: peer.session().tell(post.message); break;
         }
       });
     }
@@ -149,28 +127,24 @@ class Endpoint : public Interhost {
     return true;
   }
 
-  SubmissionQueue queue_;
   mutable std::mutex progress_;
-  Shared shared_;
   std::map<int, std::unique_ptr<Peer>> peers_;
   std::atomic<bool> stopping_{false};
   const Duration heartbeat_;
   Clock::time_point last_pass_ = Clock::now();
 
  private:
-  void check_peer(int peer) const {
-    if (!peers_.count(peer)) throw Error(ErrorKind::InvalidUsage, shared_.names(peer) + " is no peer on another host");
-  }
+  bool is_peer(int rank) const override { return peers_.contains(rank); }
 
   // The first failure counts.
   void fail(int rank, const Error& error) {
-    if (queue_.failure(rank)) return;
-    queue_.deliver(shared_.heard);  // what it said before
+    if (failure(rank)) return;
+    deliver(shared_.heard);  // what it said before
     Peer& peer = *peers_.at(rank);
     // Before the transfers: who sees one fail finds the reason.
     bool has_left = peer.session().life.has_peer_left();
-    queue_.note_failure(rank, error, has_left ? peer.session().inbox.take_unexpected() : Inbox::Unexpecteds(),
-                        peer.session().has_ended);
+    note_failure(rank, error, has_left ? peer.session().inbox.take_unexpected() : Inbox::Unexpecteds(),
+                 peer.session().has_ended);
     peer.fail(error);
   }
 

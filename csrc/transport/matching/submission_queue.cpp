@@ -9,7 +9,9 @@
 namespace syncengine::matching {
 
 std::shared_ptr<Interhost::Transfer> SubmissionQueue::post(Post post) {
-  if (post.bytes > Interhost::kMaxTransfer)
+  if (!is_peer(post.peer))
+    throw Error(ErrorKind::InvalidUsage, shared_.names(post.peer) + " is no peer on another host");
+  if (post.bytes > kMaxTransfer)
     throw Error(ErrorKind::InvalidUsage, "a transfer has at most 1 MiB, this one " + std::to_string(post.bytes));
   auto transfer = post.transfer;
   bool first;
@@ -22,7 +24,7 @@ std::shared_ptr<Interhost::Transfer> SubmissionQueue::post(Post post) {
     first = posts_.empty();
     posts_.push_back(std::move(post));
   }
-  if (first) wake_();
+  if (first) wake();  // nothing waited to be taken
   return transfer;
 }
 
@@ -36,7 +38,7 @@ std::shared_ptr<Interhost::Transfer> SubmissionQueue::receive(int peer, uint64_t
 }
 
 void SubmissionQueue::tell(int peer, const std::string& message) {
-  if (message.size() > Interhost::kMaxMessage)
+  if (message.size() > kMaxMessage)
     throw Error(ErrorKind::InvalidUsage, "a message has at most 64 KiB, this one " + std::to_string(message.size()));
   post({.kind = Post::Tell, .peer = peer, .message = message});
 }
@@ -99,7 +101,7 @@ void SubmissionQueue::end_late(Post& post) {
   if (!found) return post.transfer->fail(failures_.at(post.peer));
   const auto& sent = found.mapped();
   if (sent.size != post.bytes)
-    return post.transfer->fail(size_mismatch(names_, post.peer, sent.size, rank_, post.bytes));
+    return post.transfer->fail(size_mismatch(shared_.names, post.peer, sent.size, shared_.rank, post.bytes));
   if (post.bytes > 0) std::memcpy(post.data, sent.bytes.get(), post.bytes);
   post.transfer->finish();
 }

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -20,11 +19,8 @@
 
 namespace syncengine::matching {
 
-class SubmissionQueue {
+class SubmissionQueue : public Interhost {
  public:
-  using Transfer = Interhost::Transfer;
-  using Message = Interhost::Message;
-
   struct Post {
     enum Kind : uint8_t { Send, Receive, Tell } kind;
     int peer;
@@ -35,18 +31,20 @@ class SubmissionQueue {
     std::string message = {};
   };
 
-  // `wake` is called after something was handed over while nothing waited to be taken.
-  // `rank` is the own one, for messages, as are `names`.
-  SubmissionQueue(int rank, RankNames names, std::function<void()> wake)
-      : rank_(rank), names_(std::move(names)), wake_(std::move(wake)) {}
+  std::shared_ptr<Transfer> send(int peer, uint64_t tag, const std::byte* data, size_t bytes) override;
+  std::shared_ptr<Transfer> receive(int peer, uint64_t tag, std::byte* data, size_t bytes) override;
+  void tell(int peer, const std::string& message) override;
+  std::optional<Message> hear() override;
+  std::optional<Error> failure(int peer) const override;
+  bool has_ended(int peer) const override;
 
-  // As Interhost has them; `peer` has been checked.
-  std::shared_ptr<Transfer> send(int peer, uint64_t tag, const std::byte* data, size_t bytes);
-  std::shared_ptr<Transfer> receive(int peer, uint64_t tag, std::byte* data, size_t bytes);
-  void tell(int peer, const std::string& message);
-  std::optional<Message> hear();
-  std::optional<Error> failure(int peer) const;
-  bool has_ended(int peer) const;
+ protected:
+  SubmissionQueue(int rank, const RankNames& names, bool checksum) {
+    shared_.rank = rank;
+    shared_.names = names;
+    shared_.checksum = checksum;
+  }
+  virtual bool is_peer(int rank) const = 0;
   bool has_posts() const;
 
   // For the thread that runs. What is posted for a peer after note_failure() fails at once.
@@ -57,13 +55,12 @@ class SubmissionQueue {
   void note_failure(int peer, const Error& error, Inbox::Unexpecteds sent, bool ended);
   bool post_too_late(Post& post);  // false: it is not, no failure of the peer was noted
 
+  Shared shared_;  // names and rank: any thread, since they stay as they are
+
  private:
   std::shared_ptr<Transfer> post(Post post);
   void end_late(Post& post);
 
-  int rank_;
-  RankNames names_;
-  std::function<void()> wake_;
   mutable std::mutex mutex_;
   std::deque<Post> posts_;
   std::deque<Message> heard_;

@@ -88,7 +88,7 @@ bool Endpoint::pass() {
   for (auto& item : peers_) guarded(item.first, [](Peer& peer) { peer.step(); });
   if (stopping_ && !is_leaving()) last_moved_ = Clock::now();
   bool running = !stopping_ || !has_left();
-  queue_.deliver(shared_.heard);
+  deliver(shared_.heard);
   return running;
 }
 

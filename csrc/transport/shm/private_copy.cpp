@@ -22,12 +22,12 @@ namespace syncengine::shm {
 
 MappedFile::MappedFile(UniqueFd fd) : fd_(std::move(fd)) {
   struct stat status{};
-  if (fstat(fd_.get(), &status) == 0) number_ = status.st_ino;
+  if (fstat(fd_.get(), &status) == 0) number_ = status.st_ino, bytes_ = status.st_size;
 }
 
 bool MappedFile::is_there() const {
   struct stat status{};
-  return fstat(fd_.get(), &status) == 0 && status.st_ino == number_;
+  return fstat(fd_.get(), &status) == 0 && status.st_ino == number_ && status.st_size == bytes_;
 }
 
 // Neither mincore() nor the page map will do: both take what was swapped out for a hole.

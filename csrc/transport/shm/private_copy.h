@@ -24,13 +24,14 @@ class MappedFile {
   void reset() { fd_.reset(); }
   // Not if somebody has closed all descriptors of this process, and opened others.
   bool is_there() const;
-  // Of `range`, what it has pages for, swapped out or not; nothing else of it was ever written. All of it if the file does
-  // not tell.
+  // Of `range`, what it has pages for, swapped out or not; nothing else of it was ever written. All of it if the file
+  // does not tell.
   std::vector<Range> pages_in(Range range) const;
 
  private:
   UniqueFd fd_;
   ino_t number_ = 0;
+  off_t bytes_ = 0;
 };
 
 class PrivateCopy {

@@ -83,7 +83,7 @@ void Endpoint::wake() {
 }
 
 bool Endpoint::has_unsent() const {
-  if (queue_.has_posts()) return true;
+  if (has_posts()) return true;
   std::lock_guard lock(progress_);
   return std::any_of(peers_.begin(), peers_.end(), [](const auto& item) {
     return !item.second->session().life.is_broken() && item.second->has_unsent();
@@ -141,7 +141,7 @@ bool Endpoint::pass() {
   });
   busy_ |= stopping_ && !is_leaving();  // there will be a goodbye to send
   bool running = !stopping_ || !has_left();
-  queue_.deliver(shared_.heard);
+  deliver(shared_.heard);
   return running;
 }
 
