@@ -16,37 +16,6 @@
 
 namespace syncengine::shm {
 
-std::optional<size_t> Heap::allocate(size_t bytes, size_t alignment) {
-  std::lock_guard lock(mutex_);
-  for (auto range = free_.begin(); range != free_.end(); ++range) {
-    auto [begin, length] = *range;
-    size_t offset = round_up(begin, alignment);
-    if (offset + bytes > begin + length) continue;
-    free_.erase(range);
-    if (offset > begin) free_.emplace(begin, offset - begin);
-    if (offset + bytes < begin + length) free_.emplace(offset + bytes, begin + length - offset - bytes);
-    return offset;
-  }
-  return std::nullopt;
-}
-
-void Heap::release(size_t offset, size_t bytes) {
-  std::lock_guard lock(mutex_);
-  auto next = free_.lower_bound(offset);
-  if (next != free_.end() && next->first == offset + bytes) {
-    bytes += next->second;
-    next = free_.erase(next);
-  }
-  if (next != free_.begin()) {
-    auto previous = std::prev(next);
-    if (previous->first + previous->second == offset) {
-      previous->second += bytes;
-      return;
-    }
-  }
-  free_.emplace(offset, bytes);
-}
-
 namespace {
 
 constexpr size_t kHeapBegin = round_up(sizeof(ArenaHeader), kPage);
@@ -160,7 +129,7 @@ void Arena::discard(std::byte* data, size_t bytes) const {
 
 bool Arena::discard_from_file(Range range) const {
   return file_.is_there() && fallocate(file_.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                                    static_cast<off_t>(range.begin), static_cast<off_t>(range.bytes())) == 0;
+                                       static_cast<off_t>(range.begin), static_cast<off_t>(range.bytes())) == 0;
 }
 
 std::vector<Range> Arena::give_back(Range range) const {

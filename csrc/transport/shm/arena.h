@@ -23,22 +23,6 @@
 
 namespace syncengine::shm {
 
-// First-fit allocator of page-aligned ranges in an arena. Hands out offsets and never touches the memory.
-//
-// Thread-safety: any thread. Failure: allocate() returns nothing when no range is large enough.
-
-class Heap {
- public:
-  Heap(size_t begin, size_t end) { free_.emplace(begin, end - begin); }
-
-  std::optional<size_t> allocate(size_t bytes, size_t alignment);
-  void release(size_t offset, size_t bytes);
-
- private:
-  std::mutex mutex_;
-  std::map<size_t, size_t> free_;  // offset -> bytes, never adjacent
-};
-
 // Another rank's arena, mapped here.
 class PeerArena {
  public:
@@ -111,8 +95,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
     size_t bytes;
     bool pool = false;
   };
-  bool severed(Range range) const;           // any of it; under mutex_
-  bool lies_in_tensor(size_t offset) const;  // under mutex_
+  bool severed(Range range) const;                                                       // any of it; under mutex_
+  bool lies_in_tensor(size_t offset) const;                                              // under mutex_
   void copy_pages(PrivateCopy& copy, Range range, const std::vector<Range>& all) const;  // of `range`, to its copy
   std::vector<Range> unsevered(Range range) const;                                       // under mutex_
 

@@ -21,6 +21,37 @@ std::atomic<Pool*> first{nullptr};
 
 }  // namespace
 
+std::optional<size_t> Heap::allocate(size_t bytes, size_t alignment) {
+  std::lock_guard lock(mutex_);
+  for (auto range = free_.begin(); range != free_.end(); ++range) {
+    auto [begin, length] = *range;
+    size_t offset = round_up(begin, alignment);
+    if (offset + bytes > begin + length) continue;
+    free_.erase(range);
+    if (offset > begin) free_.emplace(begin, offset - begin);
+    if (offset + bytes < begin + length) free_.emplace(offset + bytes, begin + length - offset - bytes);
+    return offset;
+  }
+  return std::nullopt;
+}
+
+void Heap::release(size_t offset, size_t bytes) {
+  std::lock_guard lock(mutex_);
+  auto next = free_.lower_bound(offset);
+  if (next != free_.end() && next->first == offset + bytes) {
+    bytes += next->second;
+    next = free_.erase(next);
+  }
+  if (next != free_.begin()) {
+    auto previous = std::prev(next);
+    if (previous->first + previous->second == offset) {
+      previous->second += bytes;
+      return;
+    }
+  }
+  free_.emplace(offset, bytes);
+}
+
 Pool& Pool::create(Memory memory) {
   [[maybe_unused]] static int once = pthread_atfork(nullptr, nullptr, [] { ++forks; });
   std::lock_guard lock(create_mutex);
@@ -35,10 +66,9 @@ Pool& Pool::create(Memory memory) {
     pool->open_ = true;
     pool->forks_ = forks;
     pool->used_ = pool->committed_ = pool->live_ = 0;
+    pool->heap_.emplace(0, pool->memory_.bytes);
     pool->sizes_.clear();
     pool->recent_.clear();
-    pool->free_.clear();
-    pool->by_size_.clear();
     pool->end_.store(pool->memory_.data + pool->memory_.bytes);
     pool->begin_.store(pool->memory_.data);
   }
@@ -77,51 +107,30 @@ void* Pool::take(size_t bytes) {
     recent->second.pop_back();
     return memory_.data + offset;
   }
-  if (void* block = carve(bytes)) return block;
-  flush();
-  if (void* block = carve(bytes)) return block;
-  // Nothing free is large enough: what is free in pieces gives its pages back. One at the end is part of the new block.
-  discard_free();
-  size_t begin = used_;
-  if (!free_.empty()) {
-    auto last = std::prev(free_.end());
-    if (last->first + last->second == used_) {
-      begin = last->first;
-      by_size_.erase({last->second, last->first});
-      free_.erase(last);
-    }
+  auto offset = heap_->allocate(bytes, kPage);
+  if (!offset || *offset + bytes > used_) {
+    // Nothing free is large enough, unless that of its neighbors is, too; what is free in pieces gives its pages back.
+    if (offset) heap_->release(*offset, bytes);
+    flush();
+    offset = heap_->allocate(bytes, kPage);
+    if (offset && *offset + bytes > used_) discard_free();
   }
-  size_t end = begin + bytes;
+  const size_t end = offset ? *offset + bytes : used_ + bytes;
   if (end > committed_) {
-    size_t wanted = round_up(end, kStep);
+    const size_t wanted = round_up(end, kStep);
     shortage_ = wanted > memory_.bytes ? "no room for " + std::to_string(wanted) + " bytes of gradients in the " +
                                              std::to_string(memory_.bytes) +
                                              " that they may take of the arena; raise SYNCENGINE_ARENA_BYTES"
                                        : memory_.commit(wanted);
     if (!shortage_.empty()) {
-      if (begin < used_) coalesce(begin, used_ - begin);
+      if (offset) heap_->release(*offset, bytes);
       return nullptr;
     }
     committed_ = wanted;
   }
-  used_ = end;
-  sizes_[begin] = bytes;
-  return memory_.data + begin;
-}
-
-// The smallest free piece that is large enough.
-void* Pool::carve(size_t bytes) {
-  auto found = by_size_.lower_bound({bytes, 0});
-  if (found == by_size_.end()) return nullptr;
-  auto [length, offset] = *found;
-  by_size_.erase(found);
-  free_.erase(offset);
-  if (length > bytes) {
-    free_.emplace(offset + bytes, length - bytes);
-    by_size_.emplace(length - bytes, offset + bytes);
-  }
-  sizes_[offset] = bytes;
-  return memory_.data + offset;
+  used_ = std::max(used_, end);
+  sizes_[*offset] = bytes;
+  return memory_.data + *offset;
 }
 
 std::string Pool::shortage() const {
@@ -134,14 +143,15 @@ void Pool::flush() {
   for (auto& [bytes, offsets] : recent_) {
     for (size_t offset : offsets) {
       sizes_.erase(offset);
-      coalesce(offset, bytes);
+      heap_->release(offset, bytes);
     }
     offsets.clear();
   }
 }
 
 void Pool::discard_free() {
-  for (auto [offset, bytes] : free_) memory_.discard(memory_.data + offset, bytes);
+  for (auto [offset, bytes] : heap_->free())
+    if (offset < used_) memory_.discard(memory_.data + offset, std::min(bytes, used_ - offset));
 }
 
 void Pool::join() {
@@ -167,26 +177,6 @@ void Pool::trim() {
   discard_free();
 }
 
-void Pool::coalesce(size_t offset, size_t bytes) {
-  auto next = free_.lower_bound(offset);
-  if (next != free_.end() && next->first == offset + bytes) {
-    bytes += next->second;
-    by_size_.erase({next->second, next->first});
-    next = free_.erase(next);
-  }
-  if (next != free_.begin()) {
-    auto previous = std::prev(next);
-    if (previous->first + previous->second == offset) {
-      by_size_.erase({previous->second, previous->first});
-      offset = previous->first;
-      bytes += previous->second;
-      free_.erase(previous);
-    }
-  }
-  free_.emplace(offset, bytes);
-  by_size_.emplace(bytes, offset);
-}
-
 void Pool::release(void* block) {
   size_t offset = static_cast<std::byte*>(block) - memory_.data;
   if (forked()) return memory_.discard(block, sizes_.at(offset));
@@ -201,7 +191,7 @@ void Pool::release(void* block) {
   } else {
     sizes_.erase(size);
     memory_.discard(block, bytes);
-    coalesce(offset, bytes);
+    heap_->release(offset, bytes);
   }
   --live_;
   last = take_if_over();

@@ -12,7 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -20,6 +20,23 @@
 #include "base/memory.h"
 
 namespace syncengine::shm {
+
+// First-fit allocator of page-aligned ranges in an arena. Hands out offsets and never touches the memory.
+//
+// Thread-safety: any thread. Failure: allocate() returns nothing when no range is large enough.
+
+class Heap {
+ public:
+  Heap(size_t begin, size_t end) { free_.emplace(begin, end - begin); }
+
+  std::optional<size_t> allocate(size_t bytes, size_t alignment);
+  void release(size_t offset, size_t bytes);
+  const std::map<size_t, size_t>& free() const { return free_; }  // while nobody changes it
+
+ private:
+  std::mutex mutex_;
+  std::map<size_t, size_t> free_;  // offset -> bytes, never adjacent
+};
 
 class Pool {
  public:
@@ -61,8 +78,6 @@ class Pool {
  private:
   Pool() = default;
   void* take(size_t bytes);
-  void* carve(size_t bytes);
-  void coalesce(size_t offset, size_t bytes);
   void flush();
   void discard_free();
   Memory take_if_over();
@@ -75,12 +90,12 @@ class Pool {
   Memory memory_;
   std::string shortage_;
   bool open_ = false;
-  size_t used_ = 0, committed_ = 0, live_ = 0;
+  size_t used_ = 0;  // bytes from the beginning that were handed out so far
+  size_t committed_ = 0, live_ = 0;
   size_t models_ = 0;  // also those of an engine before this one's, which may live longer than their memory
   std::unordered_map<size_t, size_t> sizes_;                // of each block, handed out or recent, by offset
   std::unordered_map<size_t, std::vector<size_t>> recent_;  // released blocks by size, the warmest last
-  std::map<size_t, size_t> free_;                           // what is neither, coalesced: offset -> bytes
-  std::set<std::pair<size_t, size_t>> by_size_;             // the same as (bytes, offset)
+  std::optional<Heap> heap_;                                // of what is neither
 };
 
 }  // namespace syncengine::shm
