@@ -15,6 +15,7 @@
 #include "base/error.h"
 #include "bindings/bindings.h"
 #include "bindings/device.h"
+#include "c10d/backend.h"
 #include "c10d/torch_dtype.h"
 #include "collectives/operation.h"
 #include "engine/communicator/communicator.h"
@@ -188,19 +189,6 @@ ErrorKind kind_of(const std::string& error) {
   throw Error(ErrorKind::InvalidUsage, "abort: '" + error + "' is no class of syncengine.errors");
 }
 
-void require_sizes(const char* what, int64_t whole, int64_t part, int size) {
-  if (whole == part * size) return;
-  throw Error(ErrorKind::InvalidUsage, std::string(what) + ": the larger tensor has " + std::to_string(whole) +
-                                           " elements; it needs " + std::to_string(size) + " (ranks) times " +
-                                           std::to_string(part));
-}
-
-void require_same_dtype(const char* what, const at::Tensor& a, const at::Tensor& b) {
-  if (a.scalar_type() != b.scalar_type())
-    throw Error(ErrorKind::InvalidUsage, std::string(what) + ": input is " + c10::toString(a.scalar_type()) +
-                                             ", output is " + c10::toString(b.scalar_type()));
-}
-
 at::Tensor empty(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& sizes,
                  at::ScalarType type, std::optional<c10::Device> device) {
   dtype_of(type, "empty");
@@ -266,8 +254,7 @@ void bind_communicator(py::module_& module) {
           "reduce_scatter",
           [](const Shared& self, const at::Tensor& output, const at::Tensor& input, const std::string& op,
              bool async_op) {
-            require_same_dtype("reduce_scatter", input, output);
-            require_sizes("reduce_scatter", input.numel(), output.numel(), self->size());
+            require_parts("reduce_scatter", input, output, self->size());
             return start(self, Collective::ReduceScatter, input, output, op_of(op), kNoRoot, async_op);
           },
           py::arg("output"), py::arg("input"), py::arg("op") = "sum", py::arg("async_op") = false,
@@ -275,8 +262,7 @@ void bind_communicator(py::module_& module) {
       .def(
           "all_gather",
           [](const Shared& self, const at::Tensor& output, const at::Tensor& input, bool async_op) {
-            require_same_dtype("all_gather", input, output);
-            require_sizes("all_gather", output.numel(), input.numel(), self->size());
+            require_parts("all_gather", output, input, self->size());
             return start(self, Collective::AllGather, input, output, ReduceOp::Sum, kNoRoot, async_op);
           },
           py::arg("output"), py::arg("input"), py::arg("async_op") = false,
@@ -326,8 +312,7 @@ void bind_communicator(py::module_& module) {
           "close_devices", [](const Communicator& self) { close_devices(&self); },
           py::call_guard<py::gil_scoped_release>(), "Lets go of what it has on CUDA devices: it has failed.")
       .def(
-          "exception",
-          [](const Communicator& self) { return exception_of([&] { self.throw_if_failed(); }); },
+          "exception", [](const Communicator& self) { return exception_of([&] { self.throw_if_failed(); }); },
           "The error with which it has failed, which each later call raises, or None.")
       .def(
           "close",

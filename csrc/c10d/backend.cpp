@@ -156,31 +156,31 @@ int TorchBackend::require_rank(int64_t rank, const char* call) const {
                                            " of the group is not in 0.." + std::to_string(size_ - 1));
 }
 
-const at::Tensor& TorchBackend::require_only(const Tensors& tensors, const char* call) {
+const at::Tensor& require_only(const std::vector<at::Tensor>& tensors, const char* call) {
   if (tensors.size() == 1) return tensors[0];
   throw Error(ErrorKind::InvalidUsage,
               std::string(call) + ": takes one tensor a rank, got " + std::to_string(tensors.size()));
 }
 
-void TorchBackend::require_some(const char* call, const Tensors& tensors) {
+void require_some(const char* call, const std::vector<at::Tensor>& tensors) {
   if (tensors.empty())
     throw Error(ErrorKind::InvalidUsage,
                 std::string(call) + ": got an empty list: give at least one tensor, or make no call");
 }
 
-void TorchBackend::require_lists(const char* call, size_t tensors, int wanted) {
+void require_lists(const char* call, size_t tensors, int wanted) {
   if (tensors == static_cast<size_t>(wanted)) return;
   throw Error(ErrorKind::InvalidUsage, std::string(call) + ": got a list of " + std::to_string(tensors) +
                                            " where one of " + std::to_string(wanted) + " is needed");
 }
 
-void TorchBackend::require_same_dtype(const char* call, const at::Tensor& a, const at::Tensor& b) {
+void require_same_dtype(const char* call, const at::Tensor& a, const at::Tensor& b) {
   if (a.scalar_type() == b.scalar_type()) return;
   throw Error(ErrorKind::InvalidUsage, std::string(call) + ": input and output differ in dtype, " +
                                            c10::toString(b.scalar_type()) + " and " + c10::toString(a.scalar_type()));
 }
 
-void TorchBackend::require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times) {
+void require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times) {
   require_same_dtype(call, whole, part);
   if (whole.numel() == part.numel() * times) return;
   throw Error(ErrorKind::InvalidUsage, std::string(call) + ": the larger tensor has " + std::to_string(whole.numel()) +
@@ -261,20 +261,21 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::barrier(const ::c10d::BarrierOptions& options) {
-  Call call = begin("barrier", {});
-  stay_out_of_coalescing(call);
-  call.add({.collective = Collective::Barrier});
-  return start(std::move(call), {::c10d::OpType::BARRIER, options.timeout, options.asyncOp});
+  return meet("barrier", {}, options.timeout, options.asyncOp);
 }
 
 // Names every rank that is missing, so there is no need to fail at the first.
 void TorchBackend::monitoredBarrier(const ::c10d::BarrierOptions& options, bool) {
-  Call call = begin("monitored_barrier", {});
-  stay_out_of_coalescing(call);
-  Operation operation{.collective = Collective::Barrier};
-  operation.describe = [] { return std::string("monitored_barrier()"); };
-  call.add(std::move(operation));
-  start(std::move(call), {::c10d::OpType::BARRIER, options.timeout, false});
+  meet("monitored_barrier", [] { return std::string("monitored_barrier()"); }, options.timeout, false);
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::meet(const char* name, std::function<std::string()> describe,
+                                              std::chrono::milliseconds timeout, bool async) {
+  Call call = begin(name, {});
+  // It waits by itself, whatever is coalesced around it.
+  if (call.coalesced) coalescing_.give(std::move(call.coalesced));
+  call.add({.collective = Collective::Barrier, .describe = std::move(describe)});
+  return start(std::move(call), {::c10d::OpType::BARRIER, timeout, async});
 }
 
 }  // namespace syncengine

@@ -58,6 +58,14 @@ class Coalescing {
   std::map<uint64_t, std::unique_ptr<Coalesced>> open_;
 };
 
+// What a call's arguments must be. Throws InvalidUsage, naming it.
+const at::Tensor& require_only(const std::vector<at::Tensor>& tensors, const char* call);
+void require_some(const char* call, const std::vector<at::Tensor>& tensors);
+void require_lists(const char* call, size_t tensors, int wanted);
+void require_same_dtype(const char* call, const at::Tensor& a, const at::Tensor& b);
+// `whole` must have `times` as many elements.
+void require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times);
+
 class TorchBackend final : public ::c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -110,7 +118,7 @@ class TorchBackend final : public ::c10d::Backend {
                              std::vector<int64_t>& input_sizes, const ::c10d::AllToAllOptions& options) override;
   TorchWorkPtr alltoall(Tensors& outputs, Tensors& inputs, const ::c10d::AllToAllOptions& options) override;
 
-  // The rest: backend.cpp, coalesced_calls.cpp.
+  // The rest: backend.cpp, coalescing.cpp.
   void monitoredBarrier(const ::c10d::BarrierOptions& options, bool wait_all_ranks) override;
   bool supportsSplitting() const override { return true; }
   // Collective over this group; null on ranks that are not among `ranks`, which are taken in ascending order. Needs no
@@ -160,10 +168,9 @@ class TorchBackend final : public ::c10d::Backend {
                                           std::vector<std::shared_ptr<syncengine::Work>> works);
   std::unique_ptr<Coalesced> take_coalesced();
   void end_left_coalescing();
-  void stay_out_of_coalescing(Call& call);
   void leave(Coalesced& coalesced) noexcept;
   TorchWorkPtr finish(Coalesced& coalesced);
-  // On CUDA tensors: device_work.cpp.
+  // On CUDA tensors: torch_work.cpp.
   TorchWorkPtr start_on_device(Call call, const How& how);
   TorchWorkPtr finish_on_device(Call call, c10::Stream stream, ::c10d::OpType type, uint64_t number);
   c10::Stream stream_aside(const Call& call);
@@ -171,15 +178,17 @@ class TorchBackend final : public ::c10d::Backend {
   void require_timeout(std::chrono::milliseconds timeout) const;
   int require_rank(int64_t rank, const char* call) const;
   Numerics numerics() const { return communicator_->numerics(); }
-  static const at::Tensor& require_only(const Tensors& tensors, const char* call);
   static at::ArrayRef<at::Tensor> first_of(const TensorLists& lists) {
     return lists.empty() ? at::ArrayRef<at::Tensor>() : lists[0];
   }
-  static void require_some(const char* call, const Tensors& tensors);
-  static void require_lists(const char* call, size_t tensors, int wanted);
-  // `whole` must have `times` as many elements.
-  static void require_parts(const char* call, const at::Tensor& whole, const at::Tensor& part, int times);
-  static void require_same_dtype(const char* call, const at::Tensor& a, const at::Tensor& b);
+  TorchWorkPtr gather_into(const Tensors& outputs, const Tensors& inputs, ::c10d::OpType type,
+                           const ::c10d::AllgatherOptions& options);
+  TorchWorkPtr scatter_into(const Tensors& outputs, const Tensors& inputs, ::c10d::OpType type,
+                            const ::c10d::ReduceScatterOptions& options);
+  TorchWorkPtr meet(const char* name, std::function<std::string()> describe, std::chrono::milliseconds timeout,
+                    bool async);
+  TorchWorkPtr message(const char* name, ::c10d::OpType type, const Tensors& tensors, int peer, int tag);
+  void add_rooted(Call& call, ByMessages kind, int64_t root, const Tensors& tensors, const TensorLists& lists);
   void add_all_to_all(Call& call, c10::ScalarType type, const Call::OwnPart& own, std::vector<SpanList> sent,
                       std::vector<SpanList> received);
   void add_all_reduce(Call& call, const Tensors& tensors, const ::c10d::ReduceOp& op, int root = kNoRoot);

@@ -119,12 +119,11 @@ class Call {
   void require_sizes(Operation& operation, const std::vector<at::Tensor>& tensors) const;
   void add(Operation operation);
   std::vector<Operation>& operations() { return operations_; }
-  void send(Message message) { add({std::move(message), true}); }
-  void receive(Message message) { add({std::move(message), false}); }
   struct Mail {
     Message message;
     bool sends;
   };
+  void add(Mail mail);
   std::vector<Mail>& mail() { return mail_; }
   // The sender of the last message to receive; -1 while that is not known.
   int source() const { return source_ ? source_->load(std::memory_order_relaxed) : -1; }
@@ -145,7 +144,6 @@ class Call {
   struct Delivery {
     at::Tensor target, result;
   };
-  void add(Mail mail);
   void require_distinct(const at::Tensor& target);
   void stay_on(c10::Device device);
   void keep(const at::Tensor& tensor, SpanList& spans);

@@ -1,4 +1,3 @@
-
 #include <frameobject.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
@@ -98,11 +97,6 @@ std::unique_ptr<Coalesced> TorchBackend::take_coalesced() {
 
 void TorchBackend::end_left_coalescing() {
   if (auto coalesced = take_coalesced()) coalescing_.give(std::move(coalesced));
-}
-
-// What waits by itself, whatever is coalesced around it.
-void TorchBackend::stay_out_of_coalescing(Call& call) {
-  if (call.coalesced) coalescing_.give(std::move(call.coalesced));
 }
 
 // As if each collective had waited, as with Gloo. Not messages: what they wait for may be what was to come.

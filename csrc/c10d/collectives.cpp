@@ -132,16 +132,17 @@ void TorchBackend::add_all_reduce(Call& call, const Tensors& tensors, const ::c1
 
 TorchBackend::TorchWorkPtr TorchBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                          const ::c10d::AllgatherOptions& options) {
-  Call call = begin("all_gather", input);
-  require_parts(call.name(), output, input, size_);
-  if (!is_in_place(output, rank_ * input.numel(), input)) call.compare(output, input);
-  add_all_gather(call, {output}, input);
-  call.results() = {output};
-  return start(std::move(call), {OpType::_ALLGATHER_BASE, options.timeout, options.asyncOp});
+  return gather_into({output}, {input}, OpType::_ALLGATHER_BASE, options);
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                          const ::c10d::AllgatherOptions& options) {
+  return gather_into(outputs, inputs, OpType::COALESCED, options);
+}
+
+// Of each input the parts of all ranks, one after the other, in an output.
+TorchBackend::TorchWorkPtr TorchBackend::gather_into(const Tensors& outputs, const Tensors& inputs, OpType type,
+                                                     const ::c10d::AllgatherOptions& options) {
   Call call = begin("all_gather", inputs);
   require_lists(call.name(), outputs.size(), static_cast<int>(inputs.size()));
   require_some(call.name(), inputs);
@@ -151,11 +152,9 @@ TorchBackend::TorchWorkPtr TorchBackend::allgather_into_tensor_coalesced(Tensors
     if (!is_in_place(outputs[i], rank_ * inputs[i].numel(), inputs[i])) elsewhere.push_back(inputs[i]);
   }
   call.compare(outputs, elsewhere);
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    add_all_gather(call, {outputs[i]}, inputs[i]);
-  }
+  for (size_t i = 0; i < inputs.size(); ++i) add_all_gather(call, {outputs[i]}, inputs[i]);
   call.results() = outputs;
-  return start(std::move(call), {OpType::COALESCED, options.timeout, options.asyncOp});
+  return start(std::move(call), {type, options.timeout, options.asyncOp});
 }
 
 // One operation: each rank's tensors, one after the other, are its part.
@@ -213,16 +212,17 @@ void TorchBackend::add_all_gather(Call& call, const Tensors& outputs, const at::
 
 TorchBackend::TorchWorkPtr TorchBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                               const ::c10d::ReduceScatterOptions& options) {
-  Call call = begin("reduce_scatter", input);
-  require_parts(call.name(), input, output, size_);
-  call.compare(output, input);
-  add_reduce_scatter(call, output, {input}, options.reduceOp);
-  call.results() = {output};
-  return start(std::move(call), {OpType::_REDUCE_SCATTER_BASE, options.timeout, options.asyncOp});
+  return scatter_into({output}, {input}, OpType::_REDUCE_SCATTER_BASE, options);
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                          const ::c10d::ReduceScatterOptions& options) {
+  return scatter_into(outputs, inputs, OpType::COALESCED, options);
+}
+
+// The other way round: this rank's part of each sum.
+TorchBackend::TorchWorkPtr TorchBackend::scatter_into(const Tensors& outputs, const Tensors& inputs, OpType type,
+                                                      const ::c10d::ReduceScatterOptions& options) {
   Call call = begin("reduce_scatter", inputs);
   require_lists(call.name(), inputs.size(), static_cast<int>(outputs.size()));
   require_some(call.name(), outputs);
@@ -232,7 +232,7 @@ TorchBackend::TorchWorkPtr TorchBackend::reduce_scatter_tensor_coalesced(Tensors
     add_reduce_scatter(call, outputs[i], {inputs[i]}, options.reduceOp);
   }
   call.results() = outputs;
-  return start(std::move(call), {OpType::COALESCED, options.timeout, options.asyncOp});
+  return start(std::move(call), {type, options.timeout, options.asyncOp});
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::reduce_scatter(Tensors& outputs, TensorLists& inputs,

@@ -29,11 +29,9 @@ std::function<std::string()> describe(const char* call, const char* direction, i
   };
 }
 
-Message own_message(const char* call, bool sends, int peer, int tag, SpanList memory) {
-  return {.peer = peer,
-          .tag = static_cast<uint64_t>(static_cast<uint32_t>(tag)),
-          .memory = std::move(memory),
-          .describe = describe(call, sends ? "to" : "from", peer, tag)};
+// The elements of a tensor that a message brings, or takes.
+at::Tensor place(Call& call, const at::Tensor& tensor, bool writes, SpanList& memory) {
+  return writes ? call.write(tensor, memory) : call.read(tensor, memory);
 }
 
 Message part_of_collective(const Call& call, ByMessages kind, c10::ScalarType type, bool sends, int peer,
@@ -76,93 +74,88 @@ Operation comparison(ByMessages what, int root = kNoRoot) {
 }  // namespace
 
 TorchBackend::TorchWorkPtr TorchBackend::send(Tensors& tensors, int destination, int tag) {
-  Call call = begin("send", tensors, Call::Devices::Cpu, Counted::Never);
-  SpanList memory;
-  call.read(require_only(tensors, call.name()), memory);
-  call.send(own_message(call.name(), true, require_rank(destination, call.name()), tag, std::move(memory)));
-  return start(std::move(call), {OpType::SEND, ::c10d::kUnsetTimeout, true});
+  return message("send", OpType::SEND, tensors, destination, tag);
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::recv(Tensors& tensors, int source, int tag) {
-  Call call = begin("recv", tensors, Call::Devices::Cpu, Counted::Never);
-  SpanList memory;
-  call.write(require_only(tensors, call.name()), memory);
-  call.receive(own_message(call.name(), false, require_rank(source, call.name()), tag, std::move(memory)));
-  call.results() = tensors;
-  return start(std::move(call), {OpType::RECV, ::c10d::kUnsetTimeout, true});
+  return message("recv", OpType::RECV, tensors, source, tag);
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag) {
-  Call call = begin("recvAnySource", tensors, Call::Devices::Cpu, Counted::Never);
-  SpanList memory;
-  call.write(require_only(tensors, call.name()), memory);
-  call.receive(own_message("recv", false, Message::kAnySource, tag, std::move(memory)));
-  call.results() = tensors;
-  return start(std::move(call), {OpType::RECVANYSOURCE, ::c10d::kUnsetTimeout, true});
+  return message("recvAnySource", OpType::RECVANYSOURCE, tensors, Message::kAnySource, tag);
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::message(const char* name, OpType type, const Tensors& tensors, int peer,
+                                                 int tag) {
+  Call call = begin(name, tensors, Call::Devices::Cpu, Counted::Never);
+  const bool sends = type == OpType::SEND;
+  if (type != OpType::RECVANYSOURCE) require_rank(peer, name);
+  Message message{.peer = peer,
+                  .tag = static_cast<uint64_t>(static_cast<uint32_t>(tag)),
+                  .describe = describe(sends ? "send" : "recv", sends ? "to" : "from", peer, tag)};
+  place(call, require_only(tensors, name), !sends, message.memory);
+  call.add({std::move(message), sends});
+  if (!sends) call.results() = tensors;
+  return start(std::move(call), {type, ::c10d::kUnsetTimeout, true});
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& inputs,
                                                 const ::c10d::GatherOptions& options) {
   Call call = begin("gather", inputs, Call::Devices::Cpu, Counted::AtOnce);
-  int root = require_rank(options.rootRank, call.name());
-  const at::Tensor& input = require_only(inputs, call.name());
-  const c10::ScalarType type = input.scalar_type();
-  call.add(comparison(ByMessages::Gather, root));
-  SpanList mine;
-  const at::Tensor elements = call.read(input, mine);
-  if (rank_ != root) {
-    require_lists(call.name(), outputs.size(), 0);
-    call.send(part_of_collective(call, ByMessages::Gather, type, true, root, std::move(mine)));
-  } else {
-    require_lists(call.name(), outputs.size(), 1);
-    require_lists(call.name(), outputs[0].size(), size_);
-    call.compare(outputs[0], input);
-    for (int peer = 0; peer < size_; ++peer) {
-      SpanList memory;
-      require_same_dtype(call.name(), outputs[0][peer], input);
-      const at::Tensor place = call.write(outputs[0][peer], memory);
-      if (peer == rank_ && memory.bytes() != mine.bytes())
-        throw Error(ErrorKind::InvalidUsage, "gather: the input is of another size than its place in the outputs");
-      if (peer == rank_)
-        call.copy_own({{elements, 0, mine.bytes()}, {place, 0, mine.bytes()}});
-      else
-        call.receive(part_of_collective(call, ByMessages::Gather, type, false, peer, std::move(memory)));
-    }
-    call.results() = outputs[0];
-  }
+  add_rooted(call, ByMessages::Gather, options.rootRank, inputs, outputs);
+  if (rank_ == options.rootRank) call.results() = outputs[0];
   return start(std::move(call), {OpType::GATHER, options.timeout, options.asyncOp});
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                                  const ::c10d::ScatterOptions& options) {
   Call call = begin("scatter", first_of(inputs), Call::Devices::Cpu, Counted::AtOnce);
-  int root = require_rank(options.rootRank, call.name());
-  const at::Tensor& output = require_only(outputs, call.name());
-  const c10::ScalarType type = output.scalar_type();
-  call.add(comparison(ByMessages::Scatter, root));
-  if (rank_ == root && inputs.size() == 1) call.compare(output, inputs[0]);
-  SpanList mine;
-  const at::Tensor place = call.write(output, mine);
+  add_rooted(call, ByMessages::Scatter, options.rootRank, outputs, inputs);
   call.results() = outputs;
-  if (rank_ != root) {
-    require_lists(call.name(), inputs.size(), 0);
-    call.receive(part_of_collective(call, ByMessages::Scatter, type, false, root, std::move(mine)));
-  } else {
-    require_lists(call.name(), inputs.size(), 1);
-    require_lists(call.name(), inputs[0].size(), size_);
-    for (int peer = 0; peer < size_; ++peer) {
-      SpanList memory;
-      require_same_dtype(call.name(), output, inputs[0][peer]);
-      const at::Tensor elements = call.read(inputs[0][peer], memory);
-      if (peer == rank_ && memory.bytes() != mine.bytes())
-        throw Error(ErrorKind::InvalidUsage, "scatter: the output is of another size than its place in the inputs");
-      if (peer == rank_)
-        call.copy_own({{elements, 0, mine.bytes()}, {place, 0, mine.bytes()}});
-      else
-        call.send(part_of_collective(call, ByMessages::Scatter, type, true, peer, std::move(memory)));
-    }
-  }
   return start(std::move(call), {OpType::SCATTER, options.timeout, options.asyncOp});
+}
+
+// Every rank has a tensor, and the root one for each rank besides, in a list of lists that has one.
+void TorchBackend::add_rooted(Call& call, ByMessages kind, int64_t root_rank, const Tensors& tensors,
+                              const TensorLists& lists) {
+  const bool gathers = kind == ByMessages::Gather;
+  const int root = require_rank(root_rank, call.name());
+  const at::Tensor& tensor = require_only(tensors, call.name());
+  const c10::ScalarType type = tensor.scalar_type();
+  call.add(comparison(kind, root));
+  require_lists(call.name(), lists.size(), rank_ == root ? 1 : 0);
+  auto add = [&](int peer, bool sends, SpanList memory) {
+    call.add({part_of_collective(call, kind, type, sends, peer, std::move(memory)), sends});
+  };
+  if (rank_ != root) {
+    SpanList memory;
+    place(call, tensor, !gathers, memory);
+    return add(root, gathers, std::move(memory));
+  }
+  require_lists(call.name(), lists[0].size(), size_);
+  if (gathers)
+    call.compare(lists[0], tensor);
+  else
+    call.compare(tensor, lists[0]);
+  SpanList mine;
+  const at::Tensor own = place(call, tensor, !gathers, mine);
+  for (int peer = 0; peer < size_; ++peer) {
+    SpanList memory;
+    const at::Tensor& part = lists[0][peer];
+    require_same_dtype(call.name(), gathers ? part : tensor, gathers ? tensor : part);
+    const at::Tensor elements = place(call, part, gathers, memory);
+    if (peer != rank_) {
+      add(peer, !gathers, std::move(memory));
+      continue;
+    }
+    if (memory.bytes() != mine.bytes())
+      throw Error(
+          ErrorKind::InvalidUsage,
+          std::string(call.name()) + (gathers ? ": the input is of another size than its place in the outputs"
+                                              : ": the output is of another size than its place in the inputs"));
+    const Call::Place here{own, 0, mine.bytes()}, there{elements, 0, mine.bytes()};
+    call.copy_own(gathers ? Call::OwnPart{here, there} : Call::OwnPart{there, here});
+  }
 }
 
 TorchBackend::TorchWorkPtr TorchBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
@@ -221,8 +214,8 @@ void TorchBackend::add_all_to_all(Call& call, c10::ScalarType type, const Call::
   call.add(comparison(ByMessages::AllToAll));
   for (int step = 1; step < size_; ++step) {
     int to = (rank_ + step) % size_, from = (rank_ + size_ - step) % size_;
-    call.receive(part_of_collective(call, ByMessages::AllToAll, type, false, from, std::move(received[from])));
-    call.send(part_of_collective(call, ByMessages::AllToAll, type, true, to, std::move(sent[to])));
+    call.add({part_of_collective(call, ByMessages::AllToAll, type, false, from, std::move(received[from])), false});
+    call.add({part_of_collective(call, ByMessages::AllToAll, type, true, to, std::move(sent[to])), true});
   }
 }
 

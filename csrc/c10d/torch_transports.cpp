@@ -1,4 +1,3 @@
-
 #include "c10d/torch_transports.h"
 
 #include <ATen/ops/empty.h>
@@ -19,6 +18,33 @@
 #include "streams/queue.h"
 
 namespace syncengine {
+
+namespace {
+
+std::string first_line(std::string text) { return text.substr(0, std::min<size_t>(text.find('\n'), 300)); }
+
+// What `call` throws, in words; "" if it throws nothing.
+template <class Call>
+std::string words_of(const Call& call) {
+  try {
+    call();
+    return "";
+  } catch (const c10::Error& error) {
+    return first_line(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return first_line(error.what());
+  }
+}
+
+}  // namespace
+
+// The work runs on a stream of the backend's; wait() has the current one wait for it.
+template <class Call>
+void TorchDeviceTransport::queue(const char* what, Call&& call) {
+  const std::string error = words_of([&] { call()->wait(); });
+  if (!error.empty())
+    throw Error(ErrorKind::Aborted, backend_->getBackendName() + " can't queue " + what + ": " + error);
+}
 
 TorchDeviceTransport::TorchDeviceTransport(c10::intrusive_ptr<::c10d::Backend> backend, int device)
     : backend_(std::move(backend)), device_(kDeviceType, static_cast<c10::DeviceIndex>(device)) {}
@@ -76,42 +102,11 @@ at::Tensor TorchDeviceTransport::tensor(const std::byte* memory, size_t bytes) c
       .make_tensor();
 }
 
-// The work runs on a stream of the backend's; wait() has the current one wait for it.
-template <class Call>
-void TorchDeviceTransport::queue(const char* what, Call&& call) {
-  std::string error;
-  try {
-    call()->wait();
-    return;
-  } catch (const c10::Error& thrown) {
-    error = thrown.what_without_backtrace();
-  } catch (const std::exception& thrown) {
-    error = thrown.what();
-  }
-  throw Error(ErrorKind::Aborted, backend_->getBackendName() + " can't queue " + what + ": " +
-                                      error.substr(0, std::min<size_t>(error.find('\n'), 300)));
-}
-
 namespace {
 
 using GroupWork = c10::intrusive_ptr<::c10d::Work>;
 
 constexpr std::chrono::hours kForEver(24 * 365 * 30);  // the engine has deadlines of its own
-
-std::string first_line(std::string text) { return text.substr(0, std::min<size_t>(text.find('\n'), 300)); }
-
-// What `call` throws, in words; "" if it throws nothing.
-template <class Call>
-std::string words_of(const Call& call) {
-  try {
-    call();
-    return "";
-  } catch (const c10::Error& error) {
-    return first_line(error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    return first_line(error.what());
-  }
-}
 
 }  // namespace
 

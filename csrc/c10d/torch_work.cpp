@@ -1,4 +1,3 @@
-
 #include "c10d/torch_work.h"
 
 #include <ATen/ops/from_blob.h>
