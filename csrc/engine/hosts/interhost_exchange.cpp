@@ -290,17 +290,10 @@ void InterhostExchange::post_receives(InFlightChunk& chunk, size_t cell, const I
 void InterhostExchange::trace_transfers(const InFlightChunk& chunk, size_t cell, const std::vector<Envelope>& envelopes,
                                         int64_t posted, const char* direction) const {
   const Work::Place& place = lane_.at(chunk.operation).item.work->place;
-  for (const Envelope& envelope : envelopes) {
-    trace::record({.kind = trace::Kind::Transfer,
-                   .begin = posted,
-                   .end = trace::now(),
-                   .group = lane_.group.id,
-                   .lane = static_cast<uint16_t>(place.lane),
-                   .place = static_cast<uint64_t>(links_.global_ranks[envelope.peer]),
-                   .epoch = place.epoch,
-                   .detail = payload_bytes(chunk, cell, envelope),
-                   .text = trace::text(direction)});
-  }
+  for (const Envelope& envelope : envelopes)
+    trace_operation(trace::Kind::Transfer, posted, trace::now(), lane_.group,
+                    {place.lane, static_cast<uint64_t>(links_.global_ranks[envelope.peer]), place.epoch},
+                    payload_bytes(chunk, cell, envelope), trace::text(direction));
 }
 
 void InterhostExchange::act(InFlightChunk& chunk, size_t cell) {

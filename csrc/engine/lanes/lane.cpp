@@ -64,28 +64,9 @@ void Lane::call(Item item) {
 
 void trace_announced(const Group& group, const LaneState::Item& item) {
   const Work::Place& place = item.work->place;
-  const bool is_call = place.lane == shm::kUserLane;
-  trace::record({.kind = trace::Kind::Announced,
-                 .begin = trace::at(item.since),
-                 .end = trace::at(item.since),
-                 .group = group.id,
-                 .lane = static_cast<uint16_t>(place.lane),
-                 .place = place.number,
-                 .epoch = place.epoch,
-                 .detail = item.operation.output.bytes(),
-                 .text = is_call ? trace::text(name(item.operation.collective)) : 0});
-}
-
-void Lane::trace_reduced(const Active& active) const {
-  const Work::Place& place = active.item.work->place;
-  trace::record({.kind = trace::Kind::Reduced,
-                 .begin = active.opened,
-                 .end = trace::now(),
-                 .group = state_.group.id,
-                 .lane = static_cast<uint16_t>(place.lane),
-                 .place = place.number,
-                 .epoch = place.epoch,
-                 .detail = active.item.operation.output.bytes()});
+  const int64_t at = trace::at(item.since);
+  trace_operation(trace::Kind::Announced, at, at, group, place, item.operation.output.bytes(),
+                  place.lane == shm::kUserLane ? trace::text(name(item.operation.collective)) : 0);
 }
 
 bool Lane::advance(size_t budget) {
@@ -290,7 +271,9 @@ bool Lane::retire() {
   if (state_.is_cut_off(state_.retired)) return false;  // this rank slept through it
   ++state_.counters.operations;
   sync_point("finished");
-  if (active.opened != 0) trace_reduced(active);
+  if (active.opened != 0)
+    trace_operation(trace::Kind::Reduced, active.opened, trace::now(), state_.group, active.item.work->place,
+                    active.item.operation.output.bytes());
   auto work = std::move(active.item.work);
   trash_.push_back(std::move(active.item.operation.keepalive));
   state_.active.pop_front();

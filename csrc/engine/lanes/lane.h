@@ -81,7 +81,6 @@ class Lane {
   bool reduce_one();
   bool pull_one();
   bool retire();
-  void trace_reduced(const Active& active) const;
   int64_t publish_spans(const Operation& operation, uint64_t number);
   SpanList spans_of(int member, uint64_t operation, const Operation& asked) const;
   bool choose_path(uint64_t operation, Active& active);

@@ -176,13 +176,7 @@ bool Schedule::take_scheduled() {
                                            " has not announced: the ranks' models differ");
     if (trace::is_on()) {
       const int64_t now = trace::now();
-      trace::record({.kind = trace::Kind::Scheduled,
-                     .begin = now,
-                     .end = now,
-                     .group = group_.id,
-                     .lane = shm::kScheduledLane,
-                     .place = key,
-                     .epoch = found->step});
+      trace_operation(trace::Kind::Scheduled, now, now, group_, found->item.work->place);
     }
     Announced taken = std::move(*found);
     waiting_.erase(found);

@@ -77,11 +77,17 @@ void Engine::remove(Progressable* progressable) {
   std::erase(progressables_, progressable);
 }
 
+bool Engine::advance() {
+  bool moved = false;
+  for (Progressable* progressable : progressables_) moved |= progressable->advance();
+  return moved;
+}
+
 bool Engine::pass() {
   bool moved = false;
   {
     std::lock_guard lock(lock_);
-    for (Progressable* progressable : progressables_) moved |= progressable->advance();
+    moved = advance();
     if (moved) wake_io_loop();
   }
   // Another thread of this rank may sleep for what this pass did, or with an interest that it changed.
@@ -95,8 +101,7 @@ void Engine::poke(Progressable& owner) {
   if (std::unique_lock lock(lock_, std::try_to_lock); lock) {
     bool again = true;
     for (int passes = 0; again && passes < (lazy_ ? kPokePasses : 1); ++passes) {
-      again = false;
-      for (Progressable* progressable : progressables_) again |= progressable->advance();
+      again = advance();
       moved |= again;
     }
     if (moved) wake_io_loop();
@@ -120,8 +125,7 @@ bool Engine::progress() {
     uint64_t before = tally_.ended.load(std::memory_order_relaxed);  // relaxed: works end under the lock
     for (int passes = 0; moved && passes < kIoPasses; ++passes) {
       if (bell_->anybody_listens()) bell_->listen_for(interest());  // to what the sleepers need now
-      moved = false;
-      for (Progressable* progressable : progressables_) moved |= progressable->advance();
+      moved = advance();
       any |= moved;
     }
     ended = tally_.ended.load(std::memory_order_relaxed) != before;

@@ -162,6 +162,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
  private:
   void thread_main(std::promise<void> begun);
+  bool advance();  // under the progress lock
   bool pass();
   uint64_t interest() const;  // under the progress lock
   // Sleeps, unless something moves or `over()`; with an I/O loop, in it.

@@ -74,7 +74,7 @@ void Engine::rest(Duration at_most, const std::function<bool()>& over, IoLoop* i
     // rings.
     std::lock_guard lock(lock_);
     ticket = bell_->listen(interest());
-    for (Progressable* progressable : progressables_) moved |= progressable->advance();
+    moved = advance();
     if (io_loop) asleep_ = io_loop;
   }
   if (!moved && !over()) {

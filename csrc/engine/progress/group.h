@@ -7,7 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "base/trace.h"
 #include "engine/progress/bell.h"
+#include "engine/progress/work.h"
 #include "transport/shm/arena.h"
 
 namespace syncengine {
@@ -52,5 +54,19 @@ struct Group {
     return member == rank ? arena->at(offset) : arenas[member]->at(offset, bytes);
   }
 };
+
+// In the trace: what became of an operation from `begin` to `end`.
+inline void trace_operation(trace::Kind kind, int64_t begin, int64_t end, const Group& group, const Work::Place& place,
+                            uint64_t detail = 0, uint32_t text = 0) {
+  trace::record({.kind = kind,
+                 .begin = begin,
+                 .end = end,
+                 .group = group.id,
+                 .lane = static_cast<uint16_t>(place.lane),
+                 .place = place.number,
+                 .epoch = place.epoch,
+                 .detail = detail,
+                 .text = text});
+}
 
 }  // namespace syncengine
