@@ -1,15 +1,14 @@
-#include "engine/hosts/interhost_exchange.h"
-
 #include <algorithm>
 #include <utility>
 
 #include "base/error.h"
+#include "engine/hosts/interhost_exchange.h"
 #include "engine/lanes/mismatch.h"
 
 namespace syncengine::hosts {
 
 Agreement::Agreement(const Links& links, LaneState& lane) : links_(links), lane_(lane) {
-  for (int member : links.counterparts) everybody_ |= uint64_t{1} << member;
+  for (int member : links_.counterparts) everybody_ |= uint64_t{1} << member;
 }
 
 void Agreement::on_opened(uint64_t operation) {
@@ -21,47 +20,34 @@ void Agreement::on_opened(uint64_t operation) {
 }
 
 void Agreement::hear(int member, const Opened& opened) {
-  Heard& heard = heard_[member];
-  if (opened.number != heard.first + heard.records.size() || !(everybody_ >> member & 1))
+  if (opened.number != opened_[member]++ || !(everybody_ >> member & 1))
     throw Error(ErrorKind::PeerLost, links_.name(member) + " sent an operation out of turn");
-  heard.records.push_back(opened.record);
+  said_[opened.number].records.emplace_back(member, opened.record);
 }
 
 void Agreement::hear(int member, const Flags& flags) {
   if (flags.number < lane_.retired || flags.number >= lane_.retired + 2 * shm::kRecords || !(everybody_ >> member & 1))
     throw Error(ErrorKind::PeerLost, links_.name(member) + " sent flags out of turn");
-  Merged& merged = flags_[flags.number];
-  merged.heard |= uint64_t{1} << member;
-  for (size_t i = 0; i < shm::kFlagWords; ++i) merged.words[i] |= flags.words[i];
+  Said& said = said_[flags.number];
+  said.flags_of |= uint64_t{1} << member;
+  for (size_t i = 0; i < shm::kFlagWords; ++i) said.flags[i] |= flags.words[i];
 }
 
 uint64_t Agreement::agreed(uint64_t operation) {
-  uint64_t& members = agreed_[operation];
-  if (members == everybody_) return members;
-  const shm::OpRecord& mine = lane_.record(lane_.group.rank, operation);
-  for (int member : links_.counterparts) {
-    uint64_t bit = uint64_t{1} << member;
-    Heard& heard = heard_[member];
-    if (members & bit || operation >= heard.first + heard.records.size()) continue;
-    require_same(links_.global_ranks[links_.placement.rank], mine, links_.global_ranks[member],
-                 heard.records[operation - heard.first], lane_.at(operation).item.operation);
-    members |= bit;
+  Said& said = said_[operation];
+  for (const auto& [member, record] : std::exchange(said.records, {})) {
+    require_same(links_.global_ranks[links_.placement.rank], lane_.record(lane_.group.rank, operation),
+                 links_.global_ranks[member], record, lane_.at(operation).item.operation);
+    said.agreed |= uint64_t{1} << member;
   }
-  return members;
+  return said.agreed;
 }
 
 bool Agreement::compare(uint64_t operation, LaneState::Active& active) {
   bool here = lane_.compare(operation, active);
   bool there = agreed(operation) == everybody_;
   bool complete = merge_flags(operation, active, here) && here && there;
-  if (complete) {
-    // What was compared is needed no more.
-    for (auto& [member, heard] : heard_) {
-      for (; heard.first < lane_.retired; ++heard.first) heard.records.pop_front();
-    }
-    agreed_.erase(agreed_.begin(), agreed_.lower_bound(lane_.retired));
-    flags_.erase(flags_.begin(), flags_.lower_bound(lane_.retired));
-  }
+  if (complete) said_.erase(said_.begin(), said_.lower_bound(lane_.retired));  // what was compared is needed no more
   return complete;
 }
 
@@ -69,20 +55,20 @@ bool Agreement::compare(uint64_t operation, LaneState::Active& active) {
 bool Agreement::merge_flags(uint64_t operation, LaneState::Active& active, bool complete_here) {
   const Operation& asked = active.item.operation;
   if (asked.flag_words == 0) return true;
-  Merged& merged = flags_[operation];
-  if (complete_here && !std::exchange(merged.told, true)) {
+  Said& said = said_[operation];
+  if (complete_here && !std::exchange(said.told, true)) {
     Flags flags{.head = {}, .lane = static_cast<uint64_t>(lane_.id), .number = operation, .words = {}};
     std::copy_n(asked.flags, asked.flag_words, flags.words);
     for (int member : links_.counterparts) links_.tell(member, flags);
   }
-  if (merged.heard != everybody_) return false;
-  for (size_t i = 0; i < asked.flag_words; ++i) asked.flags[i] |= merged.words[i];
+  if (said.flags_of != everybody_) return false;
+  for (size_t i = 0; i < asked.flag_words; ++i) asked.flags[i] |= said.flags[i];
   return true;
 }
 
 uint64_t Agreement::missing(uint64_t operation) const {
-  auto found = agreed_.find(operation);
-  return everybody_ & ~(found == agreed_.end() ? 0 : found->second);
+  auto found = said_.find(operation);
+  return everybody_ & ~(found == said_.end() ? 0 : found->second.agreed);
 }
 
 }  // namespace syncengine::hosts

@@ -8,6 +8,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "collectives/interhost_plan.h"
@@ -47,19 +48,16 @@ class Agreement {
 
   const Links& links_;
   LaneState& lane_;
-  uint64_t everybody_ = 0;  // all counterparts
-  struct Heard {
-    uint64_t first = 0;  // number of the oldest record that is kept
-    std::deque<shm::OpRecord> records;
+  uint64_t everybody_ = 0;                               // all counterparts
+  std::map<int, uint64_t> opened_;                       // so far, by counterpart
+  struct Said {                                          // by counterparts, of an operation
+    std::vector<std::pair<int, shm::OpRecord>> records;  // not compared yet
+    uint64_t agreed = 0;                                 // counterparts, as are the next
+    uint64_t flags_of = 0;
+    std::array<uint64_t, shm::kFlagWords> flags = {};
+    bool told = false;  // the own host's
   };
-  std::map<int, Heard> heard_;           // by counterpart
-  std::map<uint64_t, uint64_t> agreed_;  // by operation
-  struct Merged {
-    bool told = false;
-    uint64_t heard = 0;  // counterparts
-    std::array<uint64_t, shm::kFlagWords> words = {};
-  };
-  std::map<uint64_t, Merged> flags_;  // of other hosts, by operation
+  std::map<uint64_t, Said> said_;  // by operation
 };
 
 // One chunk on its way between hosts: its cells, and how far each of them is in its steps.

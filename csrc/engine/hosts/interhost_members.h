@@ -16,11 +16,11 @@
 #include <string>
 #include <vector>
 
-#include "engine/messages/traffic.h"
 #include "engine/hosts/interhost_exchange.h"
 #include "engine/hosts/links.h"
 #include "engine/lanes/schedule.h"
 #include "engine/messages/message_route.h"
+#include "engine/messages/traffic.h"
 
 namespace syncengine::hosts {
 
@@ -71,7 +71,7 @@ class InterhostSchedule final : public Schedule {
 // straight from the sender's memory into the receiver's, piece by piece, several at a time, any number of messages
 // beside each other.
 //
-// Ownership: as MessageRoute; its transfers must have been withdrawn before take_all(). Thread-safety: under the
+// Ownership: as MessageRoute; its transfers must have been withdrawn before clear(). Thread-safety: under the
 // engine's progress lock. Failure: advance() throws what failed a transfer, hear() PeerLost for what no peer should
 // send.
 
@@ -86,8 +86,8 @@ class InterhostRoute final : public MessageRoute {
   void fetch(int source, MessageHeader header, Post receive) override;
   bool advance(Matcher& matcher, size_t& moved_bytes) override;
   bool has_unheard() const override;
-  const Post* oldest() const override;
-  std::vector<Post> take_all() override;
+  void visit(const std::function<void(Post&)>& each) override;
+  void clear() override;
   uint64_t interhost_bytes() const override { return interhost_bytes_; }
 
   Tally tally(int member) const { return peers_.at(member).ended; }

@@ -304,31 +304,21 @@ bool InterhostRoute::has_unheard() const {
   return std::ranges::any_of(peers_, [](const auto& peer) { return !peer.second.headers.empty(); });
 }
 
-const Post* InterhostRoute::oldest() const {
-  const Post* oldest = nullptr;
-  auto consider = [&](const Post& post) {
-    if (!oldest || post.item.since < oldest->item.since) oldest = &post;
-  };
-  for (const auto& [member, peer] : peers_) {
-    if (!peer.waiting.empty()) consider(peer.waiting.front());
-    if (!peer.sending.empty()) consider(peer.sending.front().post);
-    if (!peer.receiving.empty()) consider(peer.receiving.front().post);
+void InterhostRoute::visit(const std::function<void(Post&)>& each) {
+  for (auto& [member, peer] : peers_) {
+    for (Post& post : peer.waiting) each(post);
+    for (auto* transits : {&peer.sending, &peer.receiving})
+      for (Transit& transit : *transits) each(transit.post);
   }
-  return oldest;
 }
 
-std::vector<Post> InterhostRoute::take_all() {
-  std::vector<Post> posts;
+void InterhostRoute::clear() {
   for (auto& [member, peer] : peers_) {
-    for (Post& post : peer.waiting) posts.push_back(std::move(post));
-    for (auto* transits : {&peer.sending, &peer.receiving}) {
-      for (Transit& transit : *transits) posts.push_back(std::move(transit.post));
-      transits->clear();
-    }
     peer.waiting.clear();
+    peer.sending.clear();
+    peer.receiving.clear();
     peer.headers.clear();
   }
-  return posts;
 }
 
 }  // namespace syncengine::hosts

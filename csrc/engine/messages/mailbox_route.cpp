@@ -253,18 +253,21 @@ bool MailboxRoute::has_unheard() const {
   return false;
 }
 
-const Post* MailboxRoute::oldest() const {
-  const Post* oldest = nullptr;
-  auto consider = [&](const Post& post) {
-    if (!oldest || post.item.since < oldest->item.since) oldest = &post;
-  };
-  for (const Outgoing& to : outgoing_) {
-    if (!to.announced.empty()) consider(to.announced.front().post);
-    if (!to.waiting.empty()) consider(to.waiting.front());
+void MailboxRoute::visit(const std::function<void(Post&)>& each) {
+  for (Outgoing& to : outgoing_) {
+    for (Post& post : to.waiting) each(post);
+    for (Sent& sent : to.announced) each(sent.post);
   }
-  for (const Incoming& from : incoming_)
-    if (!from.transfers.empty()) consider(from.transfers.front().post);
-  return oldest;
+  for (Incoming& from : incoming_)
+    for (Transfer& transfer : from.transfers) each(transfer.post);
+}
+
+void MailboxRoute::clear() {
+  for (Outgoing& to : outgoing_) {
+    to.waiting.clear();
+    to.announced.clear();
+  }
+  for (Incoming& from : incoming_) from = {};
 }
 
 std::vector<size_t> MailboxRoute::fragments() const {
@@ -284,21 +287,6 @@ void MailboxRoute::add_direct_memory(std::vector<ArenaRange>& ranges) const {
       ranges.push_back({static_cast<size_t>(sent.offset), sent.post.message.memory.bytes(), false});
     }
   }
-}
-
-std::vector<Post> MailboxRoute::take_all() {
-  std::vector<Post> posts;
-  for (Outgoing& to : outgoing_) {
-    for (Post& post : to.waiting) posts.push_back(std::move(post));
-    for (Sent& sent : to.announced) posts.push_back(std::move(sent.post));
-    to.waiting.clear();
-    to.announced.clear();
-  }
-  for (Incoming& from : incoming_) {
-    for (Transfer& transfer : from.transfers) posts.push_back(std::move(transfer.post));
-    from = {};
-  }
-  return posts;
 }
 
 }  // namespace syncengine

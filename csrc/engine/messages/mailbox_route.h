@@ -26,8 +26,8 @@ class MailboxRoute final : public MessageRoute {
   void fetch(int source, MessageHeader header, Post receive) override;
   bool advance(Matcher& matcher, size_t& moved_bytes) override;
   bool has_unheard() const override;
-  const Post* oldest() const override;
-  std::vector<Post> take_all() override;
+  void visit(const std::function<void(Post&)>& each) override;
+  void clear() override;
 
   // Members of the group (not ranks) whose next step may help; those that this rank can't go on without, and that have
   // left nothing for it to read.

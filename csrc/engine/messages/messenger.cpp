@@ -167,11 +167,9 @@ const Lane::Item* Messenger::oldest() const {
     if (!oldest || post.item.since < oldest->since) oldest = &post.item;
   };
   if (!receives_.empty()) consider(receives_.front());
-  for (const MessageRoute* route : routes()) {
-    const Post* post = route ? route->oldest() : nullptr;
-    if (post) consider(*post);
-  }
   for (const Arrived& arrived : unmatched_[rank_]) consider(*arrived.own);
+  for (MessageRoute* route : routes())
+    if (route) route->visit(consider);
   return oldest;
 }
 
@@ -197,9 +195,11 @@ void Messenger::fail_all(const std::exception_ptr& error) {
     trash_.push_back(std::move(post.item.operation.keepalive));
     post.item.work->fail(error);
   };
-  for (MessageRoute* route : routes())
-    if (route)
-      for (Post& post : route->take_all()) fail(post);
+  for (MessageRoute* route : routes()) {
+    if (!route) continue;
+    route->visit(fail);
+    route->clear();
+  }
   for (Arrived& arrived : unmatched_[rank_]) fail(*arrived.own);
   for (auto& unmatched : unmatched_) unmatched.clear();
   for (Post& post : receives_) fail(post);
