@@ -3,6 +3,12 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
+#include <vector>
+
+#include "base/texts.h"
+#include "transport/packets/packets.h"
+
 namespace syncengine {
 
 void bind_errors(pybind11::module_& module);
@@ -15,5 +21,14 @@ void bind_reducer(pybind11::module_& module);
 void bind_backend(pybind11::module_& module);
 void bind_machine(pybind11::module_& module);
 void bind_recorder(pybind11::module_& module);
+
+// What moves packets between hosts and has its other end in Python, which hands it to connect(). Used up by it.
+struct PacketTransportHandle {
+  std::unique_ptr<packets::PacketTransport> transport;
+  packets::Options options;
+};
+// An endpoint that end_packet_transports() knows. `peers` as packets::connect has them.
+std::unique_ptr<Interhost> connect_by(PacketTransportHandle& handle, int rank, const std::vector<int>& peers,
+                                      RankNames names);
 
 }  // namespace syncengine

@@ -8,8 +8,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
-#include "bindings/packet_transports.h"
-#include "engine/communicator/solo.h"
+#include "engine/communicator/communicator.h"
 #include "engine/job/local_bootstrap.h"
 #include "engine/progress/engine.h"
 #include "reducer/torch/python_error.h"

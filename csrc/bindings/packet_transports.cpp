@@ -1,5 +1,3 @@
-#include "bindings/packet_transports.h"
-
 #include <torch/csrc/utils/pybind.h>
 
 #include <pybind11/functional.h>

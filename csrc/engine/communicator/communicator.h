@@ -124,4 +124,8 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   virtual bool is_closed() const { return false; }
 };
 
+// That of a job or group with one rank: every collective is a copy or nothing, and messages go from the rank to itself.
+// No thread, no arena, no hook. `global_rank`: what errors call the rank.
+std::shared_ptr<Communicator> make_solo_communicator(const Options& options, int global_rank);
+
 }  // namespace syncengine

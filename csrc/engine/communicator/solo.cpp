@@ -1,4 +1,4 @@
-#include "engine/communicator/solo.h"
+#include "engine/communicator/communicator.h"
 
 #include <atomic>
 #include <condition_variable>

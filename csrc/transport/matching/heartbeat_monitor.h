@@ -4,9 +4,13 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdio>
 #include <optional>
+#include <string>
 
 #include "base/deadline.h"
+#include "base/error.h"
+#include "base/texts.h"
 #include "transport/matching/shared.h"
 
 namespace syncengine::matching {
@@ -30,13 +34,36 @@ class HeartbeatMonitor {
 
   void heard() {
     last_ = Clock::now();
-    if (noticed_) note_return();
+    if (!noticed_) return;
+    log(" is heard again, after " + seconds_text(*last_ - *noticed_));
+    noticed_.reset();
   }
-  void excuse(Clock::time_point now);  // this process did not run: silence proves nothing
-  void judge(Clock::time_point now);   // throws PeerLost
+  // This process did not run: silence proves nothing.
+  void excuse(Clock::time_point now) {
+    if (last_) last_ = now;
+    noticed_.reset();
+  }
+  // Throws PeerLost.
+  void judge(Clock::time_point now) {
+    if (!timing_.is_judged() || !last_) return;
+    const double silent = std::chrono::duration<double>(now - *last_).count();
+    if (silent < std::min(timing_.notice, timing_.silence)) return;
+    char due[64];
+    std::snprintf(due, sizeof(due), "(a heartbeat is due every %.2f s)", timing_.heartbeat);
+    const std::string what = " has been silent for " + seconds_text(silent) + " " + due +
+                             ": its process is stopped, or its host or the network to it is down",
+                      limit = " given up after " + seconds_text(timing_.silence) +
+                              " (init(silence=...) or SYNCENGINE_SILENCE)";
+    if (silent >= timing_.silence) throw Error(ErrorKind::PeerLost, shared_.names(peer_) + what + "; it was" + limit);
+    if (noticed_) return;
+    noticed_ = last_;
+    log(what + "; it is" + limit);
+  }
 
  private:
-  void note_return();
+  void log(const std::string& what) {
+    shared_.log += "[syncengine] " + shared_.names(shared_.rank) + ": " + shared_.names(peer_) + what + "\n";
+  }
 
   Shared& shared_;
   HeartbeatTiming timing_;
