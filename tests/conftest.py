@@ -38,6 +38,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session")
 def pool(nothing_is_left: None) -> Iterator[RankPool]:
     """Rank processes: see pool.py."""
+    pool = RankPool("syncengine")
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def programs(nothing_is_left: None) -> Iterator[RankPool]:
+    """Processes for programs, which import syncengine themselves: see programs.py."""
     pool = RankPool()
     yield pool
     pool.close()

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command import by_hand, syncengine
+from command import alone, by_hand, syncengine
 from doctor_ranks import PATIENT, finding, report_of
+from pool import RankPool
 from repository import ROOT
 
 from syncengine import _C
@@ -46,14 +47,14 @@ def truncated(extension: bytes) -> bytes:
     return extension[: len(extension) // 2]
 
 
-def test_an_extension_that_cannot_be_loaded(tmp_path: Path):
+def test_an_extension_that_cannot_be_loaded(programs: RankPool, tmp_path: Path):
     environ = copy_of_package(tmp_path, damaged)
-    result = syncengine("doctor", "--json", environ=environ, cwd=tmp_path)
+    result = alone(programs, "doctor", "--json", environ=environ)
     found = finding(report_of(result), "extension")
     assert result.returncode == 2
     assert f"{Path(_C.__file__).name} can't be loaded: " in found["text"]
     assert "install syncengine again" in found["remedy"]
-    other = syncengine("bench", environ=environ, cwd=tmp_path)
+    other = alone(programs, "bench", environ=environ)
     assert (other.returncode, "Traceback" in other.stderr) == (2, False)
     assert "can't be imported: ImportError: syncengine's extension" in other.stderr
 
@@ -61,17 +62,19 @@ def test_an_extension_that_cannot_be_loaded(tmp_path: Path):
 @pytest.mark.parametrize(
     ("change", "reason"), [(of_another_torch, "undefined symbol"), (truncated, "the file is cut off")]
 )
-def test_the_text_says_why_it_cannot_be_loaded(tmp_path: Path, change: Callable[[bytes], bytes], reason: str):
+def test_the_text_says_why_it_cannot_be_loaded(
+    programs: RankPool, tmp_path: Path, change: Callable[[bytes], bytes], reason: str
+):
     environ = copy_of_package(tmp_path, change)
-    text = syncengine("doctor", environ=environ, cwd=tmp_path)
+    text = alone(programs, "doctor", environ=environ)
     assert text.returncode == 2, text.stderr
     assert f"{Path(_C.__file__).name} can't be loaded: " in text.stdout
     assert reason in text.stdout
     assert "Traceback" not in text.stdout + text.stderr
 
 
-def test_one_rank_cannot_load_it(tmp_path: Path, unused_port: int):
-    results = by_hand([{}, copy_of_package(tmp_path, damaged)], unused_port, "doctor", "--json", *PATIENT)
+def test_one_rank_cannot_load_it(programs: RankPool, tmp_path: Path, unused_port: int):
+    results = by_hand(programs, [{}, copy_of_package(tmp_path, damaged)], unused_port, "doctor", "--json", *PATIENT)
     assert [result.returncode for result in results] == [2, 0], [result.stderr for result in results]
     assert results[1].stdout == ""
     report = report_of(results[0])
@@ -81,10 +84,10 @@ def test_one_rank_cannot_load_it(tmp_path: Path, unused_port: int):
     assert report["self_test"] == {}
 
 
-def test_one_rank_has_another_build(tmp_path: Path, unused_port: int):
+def test_one_rank_has_another_build(programs: RankPool, tmp_path: Path, unused_port: int):
     """As init() says it."""
     other = copy_of_package(tmp_path, of_another_build)
-    results = by_hand([{}, other], unused_port, "doctor", "--json", *PATIENT)
+    results = by_hand(programs, [{}, other], unused_port, "doctor", "--json", *PATIENT)
     assert [result.returncode for result in results] == [2, 0], [result.stderr for result in results]
     found = [found for found in report_of(results[0])["findings"] if found["name"] == "self-test"]
     # Each rank compares for itself, or has heard of it from the other one before: each text names both builds.
@@ -93,9 +96,9 @@ def test_one_rank_has_another_build(tmp_path: Path, unused_port: int):
     assert {one["remedy"] for one in found} == {"install the same one on all hosts"}
 
 
-def test_an_extension_that_rank_0_cannot_load(tmp_path: Path, unused_port: int):
+def test_an_extension_that_rank_0_cannot_load(programs: RankPool, tmp_path: Path, unused_port: int):
     broken = copy_of_package(tmp_path, damaged)
-    results = by_hand([broken, {}], unused_port, "doctor", *PATIENT)
+    results = by_hand(programs, [broken, {}], unused_port, "doctor", *PATIENT)
     assert [result.returncode for result in results] == [2, 0], results[1].stderr
     assert "rank 0 on " in results[0].stdout
     assert results[1].stdout == ""

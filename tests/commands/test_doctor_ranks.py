@@ -249,8 +249,8 @@ def test_gradients_that_are_no_averages_are_wrong(pool: RankPool):
 
 
 @pytest.mark.parametrize("command", ["doctor", "bench"])
-def test_another_number_than_the_launchers_is_refused(unused_port: int, command: str):
+def test_another_number_than_the_launchers_is_refused(programs: RankPool, unused_port: int, command: str):
     """Not ignored. The same number is what `--ranks` gives to the ranks that it has started itself."""
-    results = by_hand([{}, {}], unused_port, command, "--ranks", "3")
+    results = by_hand(programs, [{}, {}], unused_port, command, "--ranks", "3")
     assert max(result.returncode for result in results) == 2
     assert "--ranks 3, but torchrun has started 2 ranks" in "".join(result.stdout + result.stderr for result in results)

@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from command import syncengine as syncengine_command
+from command import alone
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_traces import MODEL, MS, Job, make
@@ -283,11 +283,11 @@ def train(directory: str, who: int, where: str, delay: float) -> None:
 
 
 @pytest.mark.parametrize("where", ["input", "forward", "backward", "optimizer"])
-def test_a_delay_in_a_run_is_named(pool: RankPool, tmp_path: Path, where: str):
+def test_a_delay_in_a_run_is_named(pool: RankPool, programs: RankPool, tmp_path: Path, where: str):
     """By the command, as users run it."""
     delay = 0.3  # of a step of some milliseconds: the machine's noise is less
     pool.run(train, str(tmp_path), 1, where, delay, world=2)
-    done = syncengine_command("report", "--json", str(tmp_path))
+    done = alone(programs, "report", "--json", str(tmp_path))
     said = json.loads(done.stdout)
     assert (done.returncode, said["late"]["rank"], said["late"]["phase"]) == (0, 1, where)
     assert said["late"]["late_ms"] > 0.8 * 1000 * delay
@@ -295,12 +295,12 @@ def test_a_delay_in_a_run_is_named(pool: RankPool, tmp_path: Path, where: str):
     assert said["reduced_bytes"] == 3 * (100 * 100 + 100) * 4
 
 
-def test_the_command_writes_pages(pool: RankPool, tmp_path: Path):
+def test_the_command_writes_pages(pool: RankPool, programs: RankPool, tmp_path: Path):
     pytest.importorskip("matplotlib")
     for name in ("a", "b"):
         pool.run(train, str(tmp_path / name), 0, "", 0.0)
-    one = syncengine_command("report", str(tmp_path / "a"))
-    two = syncengine_command("report", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "two.html"))
+    one = alone(programs, "report", str(tmp_path / "a"))
+    two = alone(programs, "report", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "two.html"))
     assert (one.returncode, two.returncode) == (0, 0)
     verdict, path = one.stdout.splitlines()
     assert path == str(tmp_path / "a" / "report.html")
@@ -320,19 +320,19 @@ def train_with_nan(directory: str) -> None:
                 model(x).sum().backward()
 
 
-def test_who_has_brought_nan_is_on_the_page(pool: RankPool, tmp_path: Path):
+def test_who_has_brought_nan_is_on_the_page(pool: RankPool, programs: RankPool, tmp_path: Path):
     pool.run(train_with_nan, str(tmp_path))
-    said = json.loads(syncengine_command("report", "--json", str(tmp_path)).stdout)
+    said = json.loads(alone(programs, "report", "--json", str(tmp_path)).stdout)
     (text,) = said["went_wrong"]
     assert text.startswith("nonfinite: rank 1 brought NaN into weight in step 2 of Parallel(Linear): ")
 
 
-def test_without_a_trace_the_command_says_so(tmp_path: Path):
-    for arguments in ([str(tmp_path)], [str(tmp_path / "nowhere")], [str(tmp_path)] * 3):
-        done = syncengine_command("report", *arguments)
+def test_without_a_trace_the_command_says_so(programs: RankPool, tmp_path: Path):
+    folder = str(tmp_path)
+    for folders, text in (([folder], "there is no trace in"), ([f"{folder}/nowhere"], ""), ([folder] * 3, "")):
+        done = alone(programs, "report", *folders)
         assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr.startswith("syncengine report: ")
-    assert "there is no trace in" in syncengine_command("report", str(tmp_path)).stderr
+        assert done.stderr.startswith("syncengine report: ") and text in done.stderr
 
 
 CHROMIUM = next(

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+from command import alone
 from repository import ROOT, SUPPORT
 from torch import nn
 
@@ -67,11 +68,12 @@ def test_another_process_joins_in_the_place_of_the_dead(pool):
 
 
 @pytest.mark.parametrize(
-    ("options", "others"), [((), "time.sleep(100)"), (("--keep-going", "--restart"), "syncengine.init()")]
+    ("options", "others"),
+    [((), "time.sleep(100)"), (("--keep-going", "--restart"), "import syncengine; syncengine.init()")],
 )
 def test_all_end_with_the_first_that_fails_before_they_have_met(tmp_path, options, others):
     script = tmp_path / "script.py"
-    script.write_text(f"import os, time, syncengine\nif os.environ['RANK'] == '1':\n    os._exit(7)\n{others}\n")
+    script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    time.sleep(1)\n    os._exit(7)\n" + others)
     began = time.monotonic()
     assert launched("-n", "3", *options, str(script)).returncode == 7
     assert time.monotonic() - began < 90
@@ -83,8 +85,8 @@ def test_a_module():
 
 
 @pytest.mark.parametrize("arguments", [["-n", "2", "--restart", "x.py"], ["-n", "0", "x.py"], ["-n", "2"]])
-def test_what_makes_no_sense(arguments):
-    done = launched(*arguments)
+def test_what_makes_no_sense(programs, arguments):
+    done = alone(programs, "run", *arguments)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 

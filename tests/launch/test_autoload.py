@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from command import ranks_by_hand
+from pool import RankPool
+from programs import run_programs
 from repository import ROOT, TESTS
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +25,6 @@ import syncengine_autoload
 from syncengine import _C, torch_backend
 
 SCRIPTS = TESTS / "scripts"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def run(command: list[str], folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -43,9 +45,9 @@ def expected(model: str) -> list[dict[str, Any]]:
     return [{"rank": rank, **same} for rank in range(2)]
 
 
-def test_the_name_is_enough_under_torchrun(tmp_path: Path):
-    told = run([*TORCHRUN, str(SCRIPTS / "autoload.py")], tmp_path)
-    assert answers(told.stdout) == expected("DistributedDataParallel")
+def test_the_name_is_enough(programs: RankPool, unused_port: int):
+    told = run_programs(programs, [str(SCRIPTS / "autoload.py")], ranks_by_hand([{}, {}], unused_port))
+    assert answers("".join(rank.stdout for rank in told)) == expected("DistributedDataParallel")
 
 
 def test_spawned_children_have_the_name_and_the_patch(tmp_path: Path):

@@ -9,6 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
+from pool import RankPool
+from programs import run_programs
 from repository import ROOT, SUPPORT
 
 LATE = 100.0  # seconds that ranks would wait
@@ -69,21 +71,10 @@ def environment(**more: str) -> dict[str, str]:
     return clean | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": f"{ROOT}:{SUPPORT}", **more}
 
 
-def said(path: str, environs: list[dict[str, str]]) -> dict[int, str]:
+def said(programs: RankPool, path: str, environs: list[dict[str, str]]) -> dict[int, str]:
     """What each rank of a job says, which nobody but the ranks themselves ends."""
-    begin = time.monotonic()
-    ranks = [
-        subprocess.Popen([sys.executable, path], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for environ in environs
-    ]
-    try:
-        told = [rank.communicate(timeout=LATE) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert time.monotonic() - begin < LATE
-    return heard("".join(out for out, _ in told), "".join(err for _, err in told))
+    ended = run_programs(programs, [path], environs, LATE)
+    return heard("".join(rank.stdout for rank in ended), "".join(rank.stderr for rank in ended))
 
 
 def heard(output: str, errors: str) -> dict[int, str]:
@@ -117,35 +108,35 @@ SETTING = "InvalidUsage: SYNCENGINE_NUMERICS='none' is not allowed"
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("ranks", [by_hand, by_slurm])
-def test_a_bad_setting(tmp_path: Path, unused_port: int, ranks, failing: int):
+def test_a_bad_setting(programs: RankPool, tmp_path: Path, unused_port: int, ranks, failing: int):
     """Also on rank 0, which serves the store; and on the rank itself it is the error that it is."""
-    answers = said(script(tmp_path, IMPORT, BAD, INIT, failing), ranks(unused_port))
+    answers = said(programs, script(tmp_path, IMPORT, BAD, INIT, failing), ranks(unused_port))
     assert answers.pop(failing).startswith(SETTING)
     assert len(answers) == 2
     assert all(answer.startswith(f"Aborted: rank {failing} failed in init: {SETTING}") for answer in answers.values())
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_an_import_that_fails(tmp_path: Path, unused_port: int, broken: str, failing: int):
+def test_an_import_that_fails(programs: RankPool, tmp_path: Path, unused_port: int, broken: str, failing: int):
     path = script(tmp_path, "import torch", BROKEN, f"import syncengine; {INIT}", failing)
-    answers = said(path, by_hand(unused_port, BROKEN=broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
+    answers = said(programs, path, by_hand(unused_port, BROKEN=broken, TORCH_DEVICE_BACKEND_AUTOLOAD="0"))
     assert answers.pop(failing).startswith("ImportError: syncengine's extension")
     told = f"Aborted: rank {failing} failed to import syncengine: ImportError: syncengine's extension {broken}"
     assert [answer.startswith(told) for answer in answers.values()] == [True, True], answers
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_an_error_of_the_script_before_init(tmp_path: Path, unused_port: int, failing: int):
+def test_an_error_of_the_script_before_init(programs: RankPool, tmp_path: Path, unused_port: int, failing: int):
     path = script(tmp_path, IMPORT, "raise ValueError('the disk is full')", INIT, failing)
-    answers = said(path, by_slurm(unused_port))
+    answers = said(programs, path, by_slurm(unused_port))
     assert answers.pop(failing) == "ValueError: the disk is full"
     assert list(answers.values()) == [f"Aborted: rank {failing} failed before init: ValueError: the disk is full"] * 2
 
 
-def test_a_variable_of_the_launcher(tmp_path: Path, unused_port: int):
+def test_a_variable_of_the_launcher(programs: RankPool, tmp_path: Path, unused_port: int):
     """The rank is known all the same."""
     path = script(tmp_path, IMPORT, "os.environ['LOCAL_RANK'] = 'x'; os.environ['LOCAL_WORLD_SIZE'] = '3'", INIT)
-    answers = said(path, by_hand(unused_port))
+    answers = said(programs, path, by_hand(unused_port))
     wrong = "InvalidUsage: LOCAL_RANK='x', a variable of torchrun, is not a whole number"
     assert answers.pop(1).startswith(wrong)
     assert all(answer.startswith(f"Aborted: rank 1 failed in init: {wrong}") for answer in answers.values())
@@ -177,18 +168,20 @@ def test_a_variable_of_the_launcher(tmp_path: Path, unused_port: int):
     ],
     ids=["torch.distributed", "before init", "a group", "the backend", "the backend's import"],
 )
-def test_with_torch_distributed(tmp_path: Path, unused_port: int, broken: str, before, fail, come, told):
-    answers = said(script(tmp_path, before, fail, come), by_hand(unused_port, BROKEN=broken))
+def test_with_torch_distributed(
+    programs: RankPool, tmp_path: Path, unused_port: int, broken: str, before, fail, come, told
+):
+    answers = said(programs, script(tmp_path, before, fail, come), by_hand(unused_port, BROKEN=broken))
     del answers[1]
     assert [answer.startswith(told) for answer in answers.values()] == [True, True], answers
 
 
-def test_the_patch(tmp_path: Path, unused_port: int):
+def test_the_patch(programs: RankPool, tmp_path: Path, unused_port: int):
     """Without an import of syncengine: the rank ends before it wraps its model."""
     before = f"import torch, torch.distributed as dist\ndist.init_process_group('gloo', {LATE_GROUP})"
     come = "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))"
     path = script(tmp_path, before, "raise ValueError('no data')", come)
-    answers = said(path, by_hand(unused_port, SYNCENGINE_PATCH="1"))
+    answers = said(programs, path, by_hand(unused_port, SYNCENGINE_PATCH="1"))
     del answers[1]
     assert list(answers.values()) == ["HeardError: rank 1 has ended by ValueError: no data"] * 2
 
@@ -221,9 +214,10 @@ def test_mpirun(tmp_path: Path, name: str):
     assert answers[0].startswith(f"Aborted: rank 1 failed in init: {SETTING}")
 
 
-def test_a_child_of_a_rank_is_no_rank(tmp_path: Path, unused_port: int):
+def test_a_child_of_a_rank_is_no_rank(programs: RankPool, tmp_path: Path, unused_port: int):
     """It has the launcher's variables, and its errors are not the rank's."""
     child = "[sys.executable, '-c', 'import syncengine; raise ValueError(1)']"
     fail = f"__import__('subprocess').run({child})"
     come = f"{INIT}; raise SystemExit(str(syncengine.world_size()))"
-    assert said(script(tmp_path, IMPORT, fail, come), by_hand(unused_port)) == dict.fromkeys(range(3), "SystemExit: 3")
+    answers = said(programs, script(tmp_path, IMPORT, fail, come), by_hand(unused_port))
+    assert answers == dict.fromkeys(range(3), "SystemExit: 3")

@@ -11,7 +11,6 @@ import os
 import pickle
 import re
 import runpy
-import subprocess
 import sys
 import threading
 import warnings
@@ -21,7 +20,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from command import ranks_by_hand
 from pool import RankPool
+from programs import run_programs
 from repository import TESTS
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -72,7 +73,7 @@ def test_scripts_train_to_the_bits_of_ddp(pool: RankPool, tmp_path: Path, script
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_torchrun_m_syncengine_patch(tmp_path: Path):
+def test_m_syncengine_patch(programs: RankPool, tmp_path: Path, unused_port: int):
     """Arguments, sys.path[0] and __main__ are those of the script."""
     script = tmp_path / "train.py"
     script.write_text("import beside\nbeside.train(__name__)\n")
@@ -85,19 +86,11 @@ def test_torchrun_m_syncengine_patch(tmp_path: Path):
         "    os.write(1, f'{name} {sys.argv} {model}\\n'.encode())\n"
         "    torch.distributed.destroy_process_group()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    told = subprocess.run(
-        [*command, "-m", "syncengine.patch", str(script), "-m", "--lr=1"],
-        cwd="/",
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert told.stdout.splitlines() == [f"__main__ {[str(script), '-m', '--lr=1']} Parallel"] * 2
-    assert told.stderr.count("syncengine: ") == 1
+    arguments = ["-m", "syncengine.patch", str(script), "-m", "--lr=1"]
+    told = run_programs(programs, arguments, ranks_by_hand([{}, {}], unused_port))
+    assert [rank.returncode for rank in told] == [0, 0], told
+    assert [rank.stdout for rank in told] == [f"__main__ {[str(script), '-m', '--lr=1']} Parallel\n"] * 2
+    assert "".join(rank.stderr for rank in told).count("syncengine: ") == 1
 
 
 def run_module(folder: str, arguments: list[str]) -> list[str]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import torch
+from command import environ_of
+from pool import RankPool
+from programs import run_programs
 from repository import ROOT
 
 
@@ -17,12 +18,7 @@ def requirements(metadata: str) -> list[str]:
     return [line for line in lines if "extra ==" not in line]
 
 
-def run(folder: Path, *arguments: str) -> None:
-    told = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=240)
-    assert told.returncode == 0, told.stdout + told.stderr
-
-
-def test_who_needs_which_torch(tmp_path: Path):
+def test_who_needs_which_torch(programs: RankPool, tmp_path: Path):
     """A wheel without what is compiled; the metadata by which pip chooses before it builds one; a source archive's."""
     folder = tmp_path / "source"
     folder.mkdir()
@@ -32,9 +28,11 @@ def test_who_needs_which_torch(tmp_path: Path):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (folder / "prepared").mkdir()
     prepare = "from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel('prepared')"
-    run(folder, "-c", prepare)
-    run(folder, "setup.py", "-q", "bdist_wheel", "--skip-build")
-    run(folder, "setup.py", "-q", "egg_info", "--egg-base", "prepared")
+    (folder / "prepare.py").write_text(prepare)
+    bdist, info = ["setup.py", "-q", "bdist_wheel", "--skip-build"], ["setup.py", "-q", "egg_info"]
+    for arguments in (["prepare.py"], bdist, [*info, "--egg-base", "prepared"]):
+        (told,) = run_programs(programs, arguments, [environ_of(PYTHONPATH=str(folder))])
+        assert told.returncode == 0, told.stdout + told.stderr
     (wheel,) = folder.glob("dist/*.whl")
     with zipfile.ZipFile(wheel) as opened:
         (name,) = [name for name in opened.namelist() if name.endswith(".dist-info/METADATA")]

@@ -1,4 +1,4 @@
-"""Runs the command `syncengine` as users do: alone, and by hand, one environment for each rank."""
+"""Runs the command `syncengine` as users do, and in processes that have torch imported (programs.py)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from pool import RankPool
+from programs import Result, run_programs
 from repository import ROOT
 
 _FOREIGN = ("OMPI_", "PMI", "SLURM_", "SYNCENGINE_", "OMP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
-
-Result = subprocess.CompletedProcess
 
 
 def environ_of(**given: str) -> dict[str, str]:
@@ -31,32 +31,18 @@ def syncengine(
     )
 
 
-def by_hand(
-    environs: Sequence[dict[str, str]], port: int, *arguments: str, world: int | None = None, **options: Any
-) -> list[Result]:
-    """Ranks without a launcher, each with an environment of its own."""
-    ranks = []
-    for rank, environ in enumerate(environs):
-        place = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world or len(environs)),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
-        folder = environ.get("PYTHONPATH", str(ROOT))
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "syncengine", *arguments],
-                env=environ_of(**place | environ),
-                cwd=folder,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                **options,
-            )
-        )
-    results = []
-    for process in ranks:
-        out, err = process.communicate(timeout=240)
-        results.append(Result(process.args, process.returncode, out, err))
-    return results
+def ranks_by_hand(environs: Sequence[dict[str, str]], port: int) -> list[dict[str, str]]:
+    """Environments of ranks without a launcher, each with its own part."""
+    common = {"WORLD_SIZE": str(len(environs)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return [environ_of(**common, RANK=str(rank)) | environ for rank, environ in enumerate(environs)]
+
+
+def by_hand(programs: RankPool, environs: Sequence[dict[str, str]], port: int, *arguments: str) -> list[Result]:
+    """On such ranks."""
+    return run_programs(programs, ["-m", "syncengine", *arguments], ranks_by_hand(environs, port))
+
+
+def alone(programs: RankPool, *arguments: str, environ: dict[str, str] | None = None) -> Result:
+    """In one process without a launcher."""
+    (result,) = run_programs(programs, ["-m", "syncengine", *arguments], [environ_of(**(environ or {}))])
+    return result

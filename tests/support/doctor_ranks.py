@@ -9,8 +9,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from command import Result
 from pool import RankPool
+from programs import Result
 
 PATIENT = ("--timeout", "120")  # a loaded machine starts ranks late
 

@@ -135,9 +135,12 @@ class Ranks(list[Rank]):
 
 
 class RankPool:
-    """Forks ranks, and keeps up to 8 of them for `run`. One a test run: the fixture `pool`."""
+    """Forks ranks, and keeps up to 8 of them for `run`. One a test run: the fixture `pool`.
 
-    def __init__(self) -> None:
+    `packages`: what they have imported, beside torch. Without syncengine, they only call functions.
+    """
+
+    def __init__(self, *packages: str) -> None:
         adopt_orphans()
         self._folder = Path(tempfile.mkdtemp(prefix="syncengine-tests-"))
         self._count = 0
@@ -148,7 +151,7 @@ class RankPool:
         environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *(str(path) for path in TESTS.iterdir() if path.is_dir())])
         with theirs:
             self._zygote = subprocess.Popen(
-                [sys.executable, str(SUPPORT / "zygote.py"), str(theirs.fileno())],
+                [sys.executable, str(SUPPORT / "zygote.py"), str(theirs.fileno()), *packages],
                 pass_fds=[theirs.fileno()],
                 env=environ,
                 stdin=subprocess.DEVNULL,

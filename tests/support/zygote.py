@@ -1,8 +1,9 @@
 """A process that imports torch once and forks rank processes from then on: milliseconds each instead of seconds.
 
-Started as `python zygote.py CONTROL_FD`. Each request on the control socket brings two descriptors: the connection of a
-new process, and the file for its output. The new process becomes a child of the test run itself (which is a subreaper),
-takes its tasks from its connection and ends as any Python process ends, with atexit handlers and sys.excepthook.
+Started as `python zygote.py CONTROL_FD [PACKAGE...]`, with what else to import. Each request on the control socket
+brings two descriptors: the connection of a new process, and the file for its output. The new process becomes a child of
+the test run itself (which is a subreaper), takes its tasks from its connection and ends as any Python process ends,
+with atexit handlers and sys.excepthook.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import atexit
 import ctypes
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
 import signal
@@ -108,12 +110,14 @@ def _work(connection: Connection) -> None:
 def _call(task: Task) -> Any:
     import torch.distributed as dist
 
-    import syncengine
-    from syncengine.launch import store as launch_store
-
     os.environ.clear()  # of what the task before has left
     os.environ.update(_ENVIRON | task.environ)
     sys.path[:] = task.modules
+    if "syncengine" not in sys.modules:
+        return task.function(*task.args)
+    import syncengine
+    from syncengine.launch import store as launch_store
+
     # A file instead of MASTER_ADDR's TCP server, for which torch asks DNS for names: seconds where DNS is slow.
     store = dist.FileStore(task.store, -1)
     launch_store.open_store = lambda *_: store
@@ -182,8 +186,8 @@ def main() -> None:
     import torch._dynamo
     import torch.distributed  # noqa: F401
 
-    import syncengine  # noqa: F401
-
+    for package in sys.argv[2:]:
+        importlib.import_module(package)
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"fork needs a process of one thread, not {threads}"
     _keep_shared_modules()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from command import alone
 from hypothesis import given
 from hypothesis import strategies as st
 from pool import RankPool
@@ -353,14 +352,13 @@ def test_perfettos_file(pool: RankPool, tmp_path: Path):
     assert "bucket 1 of Parallel(Sequential)" in {name for _, name in ends.values()}
 
 
-def test_the_command(pool: RankPool, tmp_path: Path):
+def test_the_command(pool: RankPool, programs: RankPool, tmp_path: Path):
     pytest.importorskip("perfetto")
     pool.run(train, str(tmp_path), {})
     (tmp_path / "trace.pftrace").unlink()
-    command = [sys.executable, "-m", "syncengine", "trace"]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = alone(programs, "trace", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{tmp_path}/trace.pftrace: open it in https://ui.perfetto.dev")
     assert parsed((tmp_path / "trace.pftrace").read_bytes()) == parsed(serialize(read(tmp_path)))
-    done = subprocess.run([*command, str(tmp_path / "nowhere")], capture_output=True, text=True, timeout=120)
+    done = alone(programs, "trace", str(tmp_path / "nowhere"))
     assert done.returncode == 2 and "there is no trace in" in done.stderr
