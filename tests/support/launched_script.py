@@ -47,6 +47,7 @@ def main(torch_distributed: str) -> None:
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
+    for attempt, argument in enumerate(sys.argv[1:]):
         syncengine.shutdown()
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # another Gloo group's addresses are no longer there
         main(argument)
