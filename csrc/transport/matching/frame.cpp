@@ -75,54 +75,42 @@ namespace {
 
 constexpr uint32_t kMagic = 0x636e7973;  // "sync"
 
-// What a frame of that kind may hold, the rest being zero.
-bool fields_fit(const Frame& frame) {
-  Frame plain{.kind = frame.kind};
-  switch (frame.kind) {
+// What a frame of a kind may hold: bytes behind it, and a size; which of the other fields, the rest being zero.
+struct Shape {
+  uint32_t most_payload = 0, most_size = 0;
+  bool tag = false, handle = false, offset = false, checksum = false;
+};
+
+constexpr Shape shape_of(Kind kind) {
+  switch (kind) {
     case Kind::Heartbeat:
-    case Kind::Goodbye: break;
-    case Kind::Message:
-      plain.payload = frame.payload;
-      if (frame.payload > Interhost::kMaxMessage) return false;
-      break;
-    case Kind::Abort:
-      plain.payload = frame.payload;
-      plain.size = frame.size;
-      if (frame.payload > kMaxAbort || frame.size > static_cast<uint32_t>(ErrorKind::InvalidUsage)) return false;
-      break;
-    case Kind::Ready:
-      plain.tag = frame.tag;
-      plain.handle = frame.handle;
-      plain.size = frame.size;
-      if (frame.handle == 0 || frame.size > Interhost::kMaxTransfer) return false;
-      break;
-    case Kind::Ask: plain.tag = frame.tag; break;
-    case Kind::Withdrawn:
-      plain.tag = frame.tag;
-      plain.handle = frame.handle;
-      plain.size = frame.size;
-      if (frame.handle < frame.tag) return false;
-      break;
-    case Kind::Credit:
-      plain.size = frame.size;
-      if (frame.size == 0 || frame.size > kEagerWindow) return false;
-      break;
-    case Kind::Eager:
-      plain.payload = frame.payload;
-      plain.checksum = frame.checksum;
-      plain.tag = frame.tag;
-      if (frame.payload > kEagerBytes) return false;
-      break;
-    case Kind::Chunk:
-      plain.payload = frame.payload;
-      plain.checksum = frame.checksum;
-      plain.handle = frame.handle;
-      plain.offset = frame.offset;
-      if (frame.handle == 0 || frame.payload > kChunkBytes || frame.offset % kChunkUnit != 0) return false;
-      if (frame.offset > Interhost::kMaxTransfer - frame.payload) return false;
-      break;
+    case Kind::Goodbye: return {};
+    case Kind::Message: return {.most_payload = Interhost::kMaxMessage};
+    case Kind::Abort: return {.most_payload = kMaxAbort, .most_size = static_cast<uint32_t>(ErrorKind::InvalidUsage)};
+    case Kind::Ready: return {.most_size = Interhost::kMaxTransfer, .tag = true, .handle = true};
+    case Kind::Ask: return {.tag = true};
+    case Kind::Withdrawn: return {.most_size = ~uint32_t{0}, .tag = true, .handle = true};
+    case Kind::Credit: return {.most_size = kEagerWindow};
+    case Kind::Eager: return {.most_payload = kEagerBytes, .tag = true, .checksum = true};
+    case Kind::Chunk: return {.most_payload = kChunkBytes, .handle = true, .offset = true, .checksum = true};
   }
-  return frame == plain;
+  return {};
+}
+
+bool fields_fit(const Frame& frame) {
+  const Shape shape = shape_of(frame.kind);
+  if (frame.payload > shape.most_payload || frame.size > shape.most_size) return false;
+  if ((!shape.tag && frame.tag) || (!shape.handle && frame.handle)) return false;
+  if ((!shape.offset && frame.offset) || (!shape.checksum && frame.checksum)) return false;
+  switch (frame.kind) {
+    case Kind::Ready: return frame.handle != 0;
+    case Kind::Withdrawn: return frame.handle >= frame.tag;
+    case Kind::Credit: return frame.size != 0;
+    case Kind::Chunk:
+      return frame.handle != 0 && frame.offset % kChunkUnit == 0 &&
+             frame.offset <= Interhost::kMaxTransfer - frame.payload;
+    default: return true;
+  }
 }
 
 Channel channel_of(Kind kind) { return kind >= Kind::Eager ? Channel::Data : Channel::Control; }
