@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
 import syncengine.parallel.sync_batch_norm as engine
-from syncengine._C import Work
+from syncengine._C import Communicator, Work
 from syncengine.errors import InvalidUsage
 from syncengine.horovod.calls import Calls
 from syncengine.horovod.process_sets import ProcessSet, global_process_set, refusing, stream_of
@@ -60,14 +61,14 @@ class SyncBatchNorm(engine.SyncBatchNorm):
         with refusing(self.process_set, FORWARD):
             return super().forward(input)  # type: ignore[no-any-return]
 
-    def _communicator(self) -> engine.Exchange:
+    def _communicator(self) -> Communicator:
         if self.process_group is not None:
             return super()._communicator()
-        return _Announcing(stream_of(self.process_set, FORWARD))
+        return cast(Communicator, _Announcing(stream_of(self.process_set, FORWARD)))
 
 
 class _Announcing:
-    """The exchanges of one forward and its backward, among the calls of the script."""
+    """What the layer needs of a communicator in one forward and its backward, among the calls of the script."""
 
     def __init__(self, stream: Calls) -> None:
         self._stream = stream

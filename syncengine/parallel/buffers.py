@@ -42,7 +42,7 @@ class Buffers:
         switches = self._switches
         if not (switches.require_forward_param_sync and switches.forward_sync_buffers and self.named):
             return None
-        hook: _BufferCommHook | None = getattr(switches, "buffer_hook", None)
+        hook = self._hook()
         return _BufferCommHookLocation.PRE_FORWARD if hook is None else hook.buffer_comm_hook_location
 
     def begin_step(self) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import random
 import sys
 import zlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -210,7 +210,6 @@ class MicroBatches:
     def _fetcher(self, step: int) -> DataLoader[Any]:
         loader = self._loader
         dataset: Any = _SeededDataset(loader.dataset)
-        places = _Repeatable(lambda: self._places(step))
         kept = (
             "collate_fn",
             "pin_memory",
@@ -220,22 +219,12 @@ class MicroBatches:
             "prefetch_factor",
         )
         options: dict[str, Any] = {name: getattr(loader, name) for name in (*kept, "timeout")}
-        return DataLoader(dataset, batch_sampler=places, **options)
+        return DataLoader(dataset, batch_sampler=self._places(step), **options)
 
 
 def micro_batches(model: ForTools, loader: DataLoader[Any], *, total: int, seed: int = 0) -> MicroBatches:
     """The steps of training ``model``, each of ``total`` micro-batches: see ``MicroBatches``."""
     return MicroBatches(model, loader, total, seed)
-
-
-class _Repeatable:
-    """What ``make`` makes, at each iteration anew."""
-
-    def __init__(self, make: Callable[[], Iterator[list[Any]]]) -> None:
-        self._make = make
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        return self._make()
 
 
 class _SeededDataset:

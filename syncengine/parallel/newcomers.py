@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Collection
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,23 +29,18 @@ _INSIDE = "module."  # how the wrapper calls what it has wrapped
 _AT_A_TIME = 16  # of those that wait, in each forward; and so many forwards at least between two walks
 
 
-class _Registrations:
-    """How often any module has got a parameter or a module: walking through a model at each forward would cost more."""
+_registrations = 0  # of a parameter or a module by any module: walking through a model at each forward would cost more
 
-    count = 0
-    followed = False
 
-    @classmethod
-    def follow(cls) -> None:
-        if cls.followed:
-            return
-        cls.followed = True
-        register_module_parameter_registration_hook(cls._note)
-        register_module_module_registration_hook(cls._note)
+def _note_registration(*_: Any) -> None:
+    global _registrations
+    _registrations += 1
 
-    @classmethod
-    def _note(cls, *registered: Any) -> None:
-        cls.count += 1
+
+@cache
+def _follow_registrations() -> None:
+    register_module_parameter_registration_hook(_note_registration)
+    register_module_module_registration_hook(_note_registration)
 
 
 class Newcomers:
@@ -55,7 +50,7 @@ class Newcomers:
     """
 
     def __init__(self, model: Model, ignored: Collection[str]) -> None:
-        _Registrations.follow()
+        _follow_registrations()
         self._model, self._ignored = model, ignored
         self._known: Any = WeakIdKeyDictionary(dict.fromkeys(model.module.parameters()))  # also what is ignored
         self._own = {id(parameter) for parameter in model.parameters}  # which the model keeps
@@ -66,8 +61,8 @@ class Newcomers:
     def look(self, wrapper: Any) -> None:
         """Before a forward of ``wrapper``, the ``Parallel``, which may get parameters beside its module."""
         self._forwards -= 1
-        if self._seen != _Registrations.count or self._forwards <= 0:
-            self._seen = _Registrations.count
+        if self._seen != _registrations or self._forwards <= 0:
+            self._seen = _registrations
             self._find(wrapper)
         for _ in range(min(_AT_A_TIME, len(self._waiting))):
             if not self._follow(*(one := self._waiting.popleft())):

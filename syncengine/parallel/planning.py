@@ -14,7 +14,7 @@ from syncengine._C import Reducer, ReducerOptions
 from syncengine.errors import InvalidUsage, Mismatch
 from syncengine.parallel.buckets import DDP_CAP, BucketPlanner, Plan
 from syncengine.parallel.model import Model, looks_for_unused
-from syncengine.parallel.replication import fail_all
+from syncengine.parallel.replication import fail_all, gather_bytes
 from syncengine.parallel.rounds import Round
 
 
@@ -88,9 +88,8 @@ class Planning:
         self.number = self.reserve_slots()
         known = before.plan is not None and before.has_rebuilt and before.reducer.wanted() == self.reducer.wanted()
         digest = zlib.crc32(repr((before.plan, before._order)).encode()) + 1 if known else 0
-        ends = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
-        self.model.communicator.all_reduce(ends, "max")
-        if known and ends.tolist() == [digest, -digest]:
+        digests = gather_bytes(self.model.communicator, digest.to_bytes(8, "little"), 8)
+        if known and len(set(digests)) == 1:
             assert before.plan is not None
             self._order, self.has_rebuilt = before._order, True
             self._install(before.plan, provisional=False)

@@ -50,7 +50,7 @@ class NoReducer:
         pass
 
     end_step = plan_with = weigh_with = set_static_graph = _delay_all_reduce = _nothing
-    _check_reducer_finalized = _remove_autograd_hooks = _set_ddp_runtime_logging_sample_rate = _nothing
+    _check_reducer_finalized = _remove_autograd_hooks = _nothing
 
 
 class ModelReducer(Reducer):
@@ -121,6 +121,3 @@ class ModelReducer(Reducer):
 
     def _remove_autograd_hooks(self) -> None:
         self.remove_hooks()
-
-    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        """Nothing: all steps are timed."""

@@ -15,11 +15,6 @@ from syncengine.errors import InvalidUsage
 
 _warned: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
-_METHODS: dict[str, str] = {
-    "_set_sparse_metadata": "indices are gathered in each backward: leave it out",
-}
-
-
 _MOST_MIB = 2**43  # bytes have 64 bits
 
 
@@ -39,6 +34,17 @@ def check_nonfinite(nonfinite: Any) -> None:
         raise InvalidUsage(
             f'nonfinite={nonfinite!r} is not allowed: give "raise" or "warn", or None to look at nothing'
         )
+
+
+def check_weight(weight: Any) -> float:
+    """A number that a gradient can count; raises ``InvalidUsage`` for anything else."""
+    try:
+        value = float(weight)
+    except (TypeError, ValueError, OverflowError):
+        value = math.nan
+    if not 0.0 <= value < math.inf:
+        raise InvalidUsage(f"weight({weight!r}): give a finite number of at least 0, such as the number of samples")
+    return value
 
 
 def refuse_delayed(delay_all_reduce_named_params: Any, param_to_hook_all_reduce: Any) -> None:
@@ -65,9 +71,9 @@ def check_parameters(named: Mapping[str, torch.Tensor]) -> None:
                 "`DistributedDataParallel`. Run a dummy forward pass to correctly initialize the modules"
             )
         if is_traceable_wrapper_subclass(parameter):
-            _refuse(f"parameter {name} of type {type(parameter).__name__}", "pass plain parameters")
+            refuse(f"parameter {name} of type {type(parameter).__name__}", "pass plain parameters")
         if parameter.layout is not torch.strided:
-            _refuse(f"parameter {name} with layout {parameter.layout}", "use dense parameters")
+            refuse(f"parameter {name} with layout {parameter.layout}", "use dense parameters")
     if not any(parameter.requires_grad for parameter in named.values()):
         raise InvalidUsage(
             "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
@@ -124,21 +130,6 @@ def warn_of_wrapper_around(outer: torch.nn.Module | None, model: torch.nn.Module
         )
 
 
-def refuse_methods(cls: type) -> type:
-    """Replaces the methods of DDP that are not supported by ones that say so."""
-    for name, advice in _METHODS.items():
-        setattr(cls, name, _refused_method(name, advice))
-    return cls
-
-
-def _refused_method(name: str, advice: str) -> Any:
-    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        _refuse(f"{name}()", advice)
-
-    method.__name__ = name
-    method.__doc__ = f"Not supported yet: {advice}."
-    return method
-
-
-def _refuse(what: str, advice: str) -> NoReturn:
+def refuse(what: str, advice: str) -> NoReturn:
+    """Raises ``InvalidUsage``."""
     raise InvalidUsage(f"syncengine.Parallel does not support {what} yet; {advice}")

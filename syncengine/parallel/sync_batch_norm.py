@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,24 +17,6 @@ from syncengine.communicator import default_communicator, is_initialized
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.compiled import not_compiled
 from syncengine.parallel.groups import resolve_group
-
-
-class Exchange(Protocol):
-    """Of a ``Communicator``, what these layers need: a user of other means has its own."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def global_ranks(self) -> list[int]:
-        """Of each member, its rank in the whole job."""
-
-    def all_gather(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        """See ``Communicator``."""
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """See ``Communicator``."""
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -64,7 +46,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
         self._update_running_statistics(mean, variance)
         return normalized
 
-    def _communicator(self) -> Exchange:
+    def _communicator(self) -> Communicator:
         """Looked up where it may be another one than last; collective then, for a process group that is not all
         ranks."""
         found = self.__dict__.get("_found")
@@ -164,7 +146,7 @@ class _Normalize(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
-        communicator: Exchange,
+        communicator: Communicator,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         total, mean, variance = _statistics(x, communicator)
         ctx.save_for_backward(x, weight, mean, (variance + eps).rsqrt())
@@ -205,7 +187,7 @@ class _Normalize(torch.autograd.Function):
         return grad_x, grad_weight if wanted[1] else None, grad_bias if wanted[2] else None, None, None
 
 
-def _statistics(x: torch.Tensor, communicator: Exchange) -> tuple[int, torch.Tensor, torch.Tensor]:
+def _statistics(x: torch.Tensor, communicator: Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Number of values per channel, mean and biased variance over all ranks: the same bits on each."""
     channels = x.shape[1]
     count = x.numel() // channels

@@ -24,7 +24,7 @@ from syncengine.parallel.join import JoinContext, ParallelJoinHook, check_torch_
 from syncengine.parallel.optimizers import BackwardOptimizers
 from syncengine.parallel.planning import Planning
 from syncengine.parallel.reducer import ModelReducer
-from syncengine.parallel.refusal import warn_of_find_unused
+from syncengine.parallel.refusal import refuse, warn_of_find_unused
 from syncengine.parallel.steps import Steps
 from syncengine.parallel.summary import stats_of, stragglers_of
 from syncengine.parallel.uneven import UnevenInputs
@@ -215,6 +215,9 @@ class ForTools(DistributedDataParallel):
             warn_of_find_unused(stacklevel=3)
         self._planning.start_over(self._planning.planner.follows_ddp)
 
+    def _set_sparse_metadata(self, *_: Any, **__: Any) -> NoReturn:
+        refuse("_set_sparse_metadata()", "indices are gathered in each backward: leave it out")
+
     def _distributed_broadcast_coalesced(
         self, tensors: Sequence[torch.Tensor], buffer_size: int, authoritative_rank: int = 0
     ) -> None:
@@ -232,7 +235,6 @@ class ForTools(DistributedDataParallel):
         """Of ``iteration`` in ``_get_ddp_logging_data``, after the first 10; its times are those of all steps."""
         if sample_rate < 1:
             self._log_and_throw(InvalidUsage, "DDP runtime logging sample rate should be equal or greater than 1")
-        self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
         self.logger._set_sample_rate(sample_rate)
 
     def _update_process_group(self, new_process_group: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,21 @@ from syncengine.parallel.replication import own_name
 from syncengine.parallel.rounds import Intent, Round, notify_torch_join, tell
 from syncengine.parallel.sync_batch_norm import check_all_have_batches
 from syncengine.parallel.watchers import common
-from syncengine.parallel.weights import WeightExchange, averaging
+
+
+class _Weights:
+    """Every rank's, exchanged while the forward computes."""
+
+    def __init__(self, communicator: Communicator, own: float) -> None:
+        self._all = torch.empty(communicator.size, dtype=torch.float64, device="cpu")
+        message = torch.tensor([own], dtype=torch.float64, device="cpu")
+        self._work = communicator.all_gather(self._all, message, async_op=True)
+
+    def wait(self) -> list[float]:
+        """They, by rank."""
+        self._work.wait()
+        weights: list[float] = self._all.tolist()
+        return weights
 
 
 @dataclass(eq=False)
@@ -31,13 +46,13 @@ class UnevenInputs:
     hooks: CommHooks
     divide_by_initial_world_size: bool = True
     join_is_over: bool = False  # by an error that all ranks have raised
-    weight: float | WeightExchange | None = None  # that was given last, until a forward synchronizes
+    weight: float | _Weights | None = None  # that was given last, until a forward synchronizes
     _backwards_before: int | None = None  # the last step that all know of, if it synchronizes
 
     def count(self, weight: float, in_join: bool) -> None:
         """The next synchronized backward counts this rank's gradients so many times."""
         # In a join context it travels with what the ranks tell each other anyway.
-        self.weight = weight if in_join else WeightExchange(self.model.communicator, weight)
+        self.weight = weight if in_join else _Weights(self.model.communicator, weight)
 
     def leave_join(self) -> None:
         """What was given for a forward in a join context that is over now was told to nobody."""
@@ -46,7 +61,7 @@ class UnevenInputs:
 
     def average_with_weights(self) -> None:
         """The next backward gives the mean with the weights that are being exchanged for it, if any; it alone does."""
-        if isinstance(self.weight, WeightExchange):
+        if isinstance(self.weight, _Weights):
             weights, self.weight = self.weight, None
             self.average_with(weights.wait())
 
@@ -95,9 +110,16 @@ class UnevenInputs:
             self.reducer.average_over(len(current.training), 1.0)
 
     def average_with(self, weights: list[float]) -> None:
-        """The next backward gives the mean with these weights, by rank."""
+        """The next backward gives the mean with these weights, by rank.
+
+        This rank's gradient gets a factor of at most 1, so nothing overflows that did not before; with equal weights it
+        is 1, and the divisor the number of ranks, exactly.
+        """
         communicator = self.model.communicator
-        divisor, weight = averaging(weights, communicator.rank)
+        total, largest = math.fsum(weights), max(weights)
+        if not 0.0 < total < math.inf:
+            raise InvalidUsage(f"weight() is {total:g} in sum over all ranks: there is no mean with such weights")
+        divisor, weight = total / largest, weights[communicator.rank] / largest
         if self.hooks.installed:  # hooks divide by the number of ranks themselves
             divisor, weight = communicator.size, weight * (communicator.size / divisor)
         self.reducer.average_over(divisor, weight)
@@ -105,16 +127,10 @@ class UnevenInputs:
     def sync_final_model(self, is_last_joiner: bool) -> None:
         """Gives all ranks the parameters, and buffers if they are synchronized, of the last rank to join."""
         model = self.model
-        root = common_rank(model.communicator, is_last_joiner)
+        last = torch.tensor([model.communicator.rank if is_last_joiner else -1], dtype=torch.int64, device="cpu")
+        model.communicator.all_reduce(last, "max")  # the last of those that are; else of all
+        root = int(last.item()) if last.item() >= 0 else model.communicator.size - 1
         self.buffers.look_up()
         named = named_state(model, self.buffers if self.switches.forward_sync_buffers else None)
         named = [(name, tensor) for name, tensor in named if tensor not in common]  # these are the same
         broadcast_named(model.communicator, "the final models differ", named, model.device, root)
-
-
-def common_rank(communicator: Communicator, candidate: bool) -> int:
-    """The last rank that is a candidate; the last of all if there is none."""
-    own = torch.tensor([communicator.rank if candidate else -1], dtype=torch.int64, device="cpu")
-    communicator.all_reduce(own, "max")
-    last = int(own.item())
-    return last if last >= 0 else communicator.size - 1

@@ -40,8 +40,8 @@ from syncengine.parallel.refusal import (
     check_arguments,
     check_nonfinite,
     check_parameters,
+    check_weight,
     refuse_delayed,
-    refuse_methods,
     warn_of_check_reduction,
     warn_of_find_unused,
     warn_of_wrapper,
@@ -52,14 +52,12 @@ from syncengine.parallel.sync_batch_norm import adopt_sync_batch_norm
 from syncengine.parallel.tools import ForTools
 from syncengine.parallel.uneven import UnevenInputs
 from syncengine.parallel.watchers import common, forward_watchers, register
-from syncengine.parallel.weights import check_weight
 
 # Made anew for a copy.
 _PARTS = {"reducer", "_model", "_options", "_planning", "_buffer_sync", "_hooks", "_uneven", "_steps"}
 _PARTS |= {"process_group", "communicator", "logger", "_optimizers"}
 
 
-@refuse_methods
 class Parallel(ForTools):
     """Trains ``module`` data-parallel: each backward averages the gradients over all ranks while it still runs.
 

@@ -87,7 +87,6 @@ PARALLEL_MODULES = [
     "summary",
     "optimizers",
     "comm_hooks",
-    "weights",
     "sync_batch_norm",
     "uneven",
     "steps",
