@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from syncengine._C import NodeNumber, Reducer, ReducerOptions, StepTimes
 from syncengine.errors import InvalidUsage
+from syncengine.hooks import Compress
 from syncengine.parallel.model import Model, Switches, looks_for_unused
 from syncengine.parallel.planning import Planning
 
@@ -18,6 +20,7 @@ class NoReducer:
     """Instead of a reducer where nothing is reduced, as with one rank: the methods that tools call do nothing."""
 
     reduces = False
+    hooks: Sequence[tuple[Any, Any]] = ()
 
     def __init__(self, switches: Switches) -> None:
         self._switches = switches
@@ -60,6 +63,7 @@ class ModelReducer(Reducer):
 
     def __init__(self, model: Model, options: ReducerOptions) -> None:
         super().__init__(model.parameters, str(model), model.names, model.communicator, model.sparse, options)
+        self.hooks: Sequence[tuple[Any, Any]] = ()  # on communication, each with its state: at most one
         self._options = options
         self._planning: weakref.ref[Planning]  # which refers to this
         self._average_with_weights: weakref.WeakMethod[Callable[[], None]]
@@ -77,6 +81,19 @@ class ModelReducer(Reducer):
         if planning is None:
             raise InvalidUsage("the Parallel of this reducer is gone: keep the model as long as you use its reducer")
         return planning
+
+    def install_hook(self, state: Any, hook: Any) -> None:
+        """From now on buckets go through ``hook``; the engine does itself what it can."""
+        if hook == dist.BuiltinCommHookType.ALLREDUCE:
+            self.set_all_reduce_hook()
+        elif hook == dist.BuiltinCommHookType.FP16_COMPRESS:
+            self.set_compression(torch.float16)
+        elif isinstance(hook, Compress):
+            self.set_compression(hook.dtype, hook.divides_first)
+        else:
+            self.set_comm_hook(state, hook)
+            self._planned().start_over(follows_ddp=True)  # the hook sees the buckets
+        self.hooks = [(hook, state)]
 
     def _rebuild_buckets(self) -> bool:
         """Plans new buckets if it is time to; returns whether it was. Collective."""

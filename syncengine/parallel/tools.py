@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,6 @@ from syncengine.errors import InvalidUsage
 from syncengine.hooks import Compress
 from syncengine.parallel.broadcast import broadcast_named
 from syncengine.parallel.buffers import Buffers
-from syncengine.parallel.comm_hooks import CommHooks, Hook, check_hook
 from syncengine.parallel.compiled import is_active
 from syncengine.parallel.groups import Group, check_group, resolve_group
 from syncengine.parallel.join import JoinContext, ParallelJoinHook, check_torch_join
@@ -28,6 +28,17 @@ from syncengine.parallel.refusal import refuse, warn_of_find_unused
 from syncengine.parallel.steps import Steps
 from syncengine.parallel.summary import stats_of, stragglers_of
 from syncengine.parallel.uneven import UnevenInputs
+
+Hook = Callable[[Any, dist.GradBucket], torch.futures.Future[torch.Tensor]]
+
+# As types, or as text: with `from __future__ import annotations`.
+_BUCKET_ANNOTATIONS = (inspect.Parameter.empty, dist.GradBucket, "dist.GradBucket", "GradBucket")
+_RETURN_ANNOTATIONS = (
+    inspect.Signature.empty,
+    torch.futures.Future[torch.Tensor],
+    "torch.futures.Future[torch.Tensor]",
+    "Future[torch.Tensor]",
+)
 
 
 def _of(part: str, name: str) -> Any:
@@ -49,7 +60,6 @@ class ForTools(DistributedDataParallel):
     _options: ReducerOptions
     _planning: Planning
     _buffer_sync: Buffers
-    _hooks: CommHooks
     _optimizers: BackwardOptimizers
     _uneven: UnevenInputs
     _steps: Steps
@@ -76,7 +86,7 @@ class ForTools(DistributedDataParallel):
     bucket_bytes_cap_default = _of("_planning", "bucket_bytes_cap_default")
     _has_rebuilt_buckets = _of("_planning", "has_rebuilt")
     _module_parameters = _of("_model", "parameters")
-    _comm_hooks = _of("_hooks", "installed")
+    _comm_hooks = _of("reducer", "hooks")
     _distributed_rank = _of("communicator", "rank")
     _reduces = _of("reducer", "reduces")
     _assign_modules_buffers = _of("_buffer_sync", "look_up")
@@ -177,7 +187,16 @@ class ForTools(DistributedDataParallel):
         self._install_hook(state, hook)
 
     def _check_comm_hook(self, hook: Hook) -> None:
-        check_hook(hook, self._log_and_throw)
+        """As DDP's, but that bfloat16 needs no GPU."""
+        if not callable(hook):
+            self._log_and_throw(TypeError, "Communication hook must be callable.")
+        signature = inspect.signature(hook)
+        bucket = signature.parameters.get("bucket")
+        if bucket is not None and bucket.annotation not in _BUCKET_ANNOTATIONS:
+            self._log_and_throw(ValueError, "Communication hook: bucket annotation should be dist.GradBucket.")
+        if signature.return_annotation not in _RETURN_ANNOTATIONS:
+            text = "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+            self._log_and_throw(ValueError, text)
 
     def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
         """DDP's two native hooks, done by the engine."""
@@ -187,7 +206,7 @@ class ForTools(DistributedDataParallel):
 
     def _install_hook(self, state: Any, hook: Hook | dist.BuiltinCommHookType) -> None:
         if self._reduces:
-            self._hooks.install(state, hook)
+            self.reducer.install_hook(state, hook)
             self.logger._set_comm_hook_name(getattr(hook, "__qualname__", str(hook)))
         else:  # with one rank; but a hook may do more than to communicate
             self._compose(hooks=[(hook, state)])

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.algorithms.join import Joinable
 
-from syncengine._C import Communicator, Reducer
+from syncengine._C import Communicator
 from syncengine.errors import InvalidUsage
 from syncengine.parallel.broadcast import broadcast_named
 from syncengine.parallel.buffers import Buffers, named_state
-from syncengine.parallel.comm_hooks import CommHooks
 from syncengine.parallel.model import Model, Switches
+from syncengine.parallel.reducer import ModelReducer
 from syncengine.parallel.replication import own_name
 from syncengine.parallel.rounds import Intent, Round, notify_torch_join, tell
 from syncengine.parallel.sync_batch_norm import check_all_have_batches
@@ -41,9 +41,8 @@ class UnevenInputs:
 
     model: Model
     switches: Switches
-    reducer: Reducer
+    reducer: ModelReducer
     buffers: Buffers
-    hooks: CommHooks
     divide_by_initial_world_size: bool = True
     join_is_over: bool = False  # by an error that all ranks have raised
     weight: float | _Weights | None = None  # that was given last, until a forward synchronizes
@@ -120,7 +119,7 @@ class UnevenInputs:
         if not 0.0 < total < math.inf:
             raise InvalidUsage(f"weight() is {total:g} in sum over all ranks: there is no mean with such weights")
         divisor, weight = total / largest, weights[communicator.rank] / largest
-        if self.hooks.installed:  # hooks divide by the number of ranks themselves
+        if self.reducer.hooks:  # hooks divide by the number of ranks themselves
             divisor, weight = communicator.size, weight * (communicator.size / divisor)
         self.reducer.average_over(divisor, weight)
 

@@ -17,7 +17,6 @@ from syncengine.errors import InvalidUsage
 from syncengine.parallel.audit import Audit, check_audit
 from syncengine.parallel.broadcast import broadcast_named, describe_layout
 from syncengine.parallel.buffers import Buffers, choose_buffer_sync, named_state
-from syncengine.parallel.comm_hooks import CommHooks
 from syncengine.parallel.compiled import call_module, is_active, not_compiled
 from syncengine.parallel.devices import check_buffers_on, check_device_ids, device_of, move_inputs
 from syncengine.parallel.groups import (
@@ -54,7 +53,7 @@ from syncengine.parallel.uneven import UnevenInputs
 from syncengine.parallel.watchers import common, forward_watchers, register
 
 # Made anew for a copy.
-_PARTS = {"reducer", "_model", "_options", "_planning", "_buffer_sync", "_hooks", "_uneven", "_steps"}
+_PARTS = {"reducer", "_model", "_options", "_planning", "_buffer_sync", "_uneven", "_steps"}
 _PARTS |= {"process_group", "communicator", "logger", "_optimizers"}
 
 
@@ -185,8 +184,7 @@ class Parallel(ForTools):
         self._planning = planning = Planning(model, reducer, options, self._caps, number)
         reducer.plan_with(planning)
         self._buffer_sync = buffers = Buffers(model, self._switches, reducer, self.parameters_to_ignore)
-        self._hooks = CommHooks(reducer, planning)
-        self._uneven = UnevenInputs(model, self._switches, reducer, buffers, self._hooks)
+        self._uneven = UnevenInputs(model, self._switches, reducer, buffers)
         reducer.weigh_with(self._uneven.average_with_weights)
         new = Newcomers(model, self.parameters_to_ignore)
         audit = Audit(model, self._audit_every)

@@ -86,7 +86,6 @@ PARALLEL_MODULES = [
     "reducer",
     "summary",
     "optimizers",
-    "comm_hooks",
     "sync_batch_norm",
     "uneven",
     "steps",
