@@ -35,7 +35,8 @@ class Launcher(contextlib.ExitStack):
 
     def _spawn(self, world: int, more: dict[str, str] | None = None) -> list[Rank]:
         environ = {MEET: f"127.0.0.1:{self.store.port}", **(more or {})}
-        return self.enter_context(self._pool.spawn_ranks(*self._call, world=world, settings=None, environ=environ))
+        ranks = self._pool.spawn_ranks(*self._call, world=world, settings=None, environ=environ, stay=True)
+        return self.enter_context(ranks)
 
     def watch(self, until: Callable[[], bool], timeout: float = 60.0) -> bool:
         """Tells of ends until something is so: False if that takes longer than `timeout` seconds."""
@@ -44,10 +45,10 @@ class Launcher(contextlib.ExitStack):
             if time.monotonic() > deadline:
                 return False
             for name, process in self.processes.items():
-                if name not in self._ended and process.exit_code(0) is not None:
+                if name not in self._ended and (process.connection.poll(0) or process.exit_code(0) is not None):
                     self._ended.add(name)
                     self.store.append(ENDED, f"{name} ")
-            time.sleep(0.002)
+            time.sleep(0.01)
         return True
 
     def waits(self, name: int) -> bool:
