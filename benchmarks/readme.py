@@ -57,6 +57,7 @@ def fill(text: str) -> str:
         "sharded": sharded,
         "sharded_memory": sharded_memory,
         "micro_batches": micro_batches,
+        "elastic": elastic,
     }
     for name in re.findall(r"<!-- measured:(\w+) -->", text):
         opening, closing = f"<!-- measured:{name} -->", f"<!-- /measured:{name} -->"
@@ -202,6 +203,22 @@ def micro_batches() -> str:
         2 cores, one thread a rank, medians of {document["options"]["steps"]} without the optimizer, all interleaved in
         the same processes; what trained the same has the same bits."""
     return f"{markdown(head, rows.values())}\n\n{wrapped(caption)}"
+
+
+def elastic() -> str:
+    """From the kill of one rank to the next step of the others."""
+    document = load("elastic-4ranks")
+    rows = []
+    for result in document["results"]:
+        ms = result["ms"]["next step"]
+        shown = [f"{ms[p]:.0f}" for p in ("p50", "p95", "p100")]
+        rows.append([MODELS[result["model"]], *shown, *(str(count or "") for count in result["histogram"].values())])
+    edges = [f"{edge.replace('>= ', 'from ')} ms" for edge in document["results"][0]["histogram"]]
+    caption = f"""
+        One of 4 ranks on 2 cores is killed at a random instant of a step of eight micro-batches, with AdamW: ms until
+        the last of the others begins its next step, and how many of {document["options"]["runs"]} runs took less than
+        so many ms, and not less than the edge before. All end with the weights of a run in which nobody died."""
+    return f"{markdown(['model', 'median', '95 %', 'longest', *edges], rows)}\n\n{wrapped(caption)}"
 
 
 def peaks(result: dict) -> dict[str, float]:
