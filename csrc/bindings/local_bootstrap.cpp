@@ -118,8 +118,7 @@ void bind_options(py::module_& module) {
             {{"auto", Algorithm::Auto},
              {"direct", Algorithm::Direct},
              {"staged", Algorithm::Staged},
-             {"one_shot", Algorithm::OneShot},
-             {"ring", Algorithm::Ring}});
+             {"one_shot", Algorithm::OneShot}});
   def_words(job, "host_algorithm", &Options::host_algorithm,
             {{"auto", HostAlgorithm::Auto}, {"exchange", HostAlgorithm::Exchange}, {"chain", HostAlgorithm::Chain}});
   def_words(job, "gradient_memory", &Options::gradient_memory,

@@ -21,7 +21,6 @@ class Sequence {
       : operation_(operation), site_(site), route_(route), fingerprint_(fingerprint), steps_(steps) {}
 
   void run() {
-    if (route_.ring) return run_ring();
     const size_t block = operation_.collective == Collective::Barrier ? 0 : block_bytes(operation_);
     const size_t chunk = direct() ? std::max<size_t>(block, 1)
                                   : chunk_bytes(operation_.collective, route_.path, site_.world, site_.slot_bytes, 0);
@@ -62,50 +61,6 @@ class Sequence {
     }
     pull();
     if (!looked_) look();
-  }
-
-  // Each rank reads from the next one alone: first the sums of the ring's chunks so far, to which it adds its own
-  // contribution, then the results. In W - 1 turns of each; every rank's part of the links is used in every turn.
-  void run_ring() {
-    const int world = site_.world, next = (site_.rank + 1) % world;
-    const size_t element = element_size(operation_.dtype), bytes = operation_.input.bytes();
-    const size_t chunk = ring_cut(bytes, element, world).chunk;
-    auto begin_of = [&](int index) { return std::min(bytes, chunk * (index % world)); };
-    auto length_of = [&](int index) { return std::min(chunk, bytes - begin_of(index)); };
-    for (int turn = 1; turn < 2 * world - 1; ++turn) {
-      exchange(next_set(), false);
-      looked_ = false;
-      const bool reduces = turn < world;
-      const int index = site_.rank + (reduces ? turn + 1 : turn - world + 1);
-      if (reduces) {
-        add_own(next, begin_of(index), length_of(index), turn == world - 1 ? operation_.postscale : 1.0, turn == 1);
-      } else {
-        fetch(next, begin_of(index), length_of(index));
-      }
-      if (!looked_) look();
-    }
-    exchange(2, /*last=*/true);  // the rank before has read
-  }
-
-  // `first`: what lies there is its rank's own.
-  void add_own(int from, size_t begin, size_t length, double scale, bool first) {
-    operation_.input.for_each(begin, length, [&](std::byte* own, size_t offset, size_t bytes) {
-      ReduceArgs args{.source_count = 2, .destination_count = 1, .scale = scale, .gate = gate()};
-      args.count = bytes / element_size(operation_.dtype);
-      args.sources[0] = at(from, begin + offset);
-      args.sources[1] = args.destinations[0] = own;
-      args.ranks[0] = static_cast<int8_t>(first ? from : -1);
-      args.ranks[1] = static_cast<int8_t>(site_.rank);
-      args.notes = notes_of(operation_, site_.world, begin + offset, bytes);
-      steps_.reduce({.dtype = operation_.dtype, .op = operation_.op, .rounding = kernels::Rounding::EveryHop}, args);
-    });
-  }
-
-  void fetch(int from, size_t begin, size_t length) {
-    operation_.input.for_each(begin, length, [&](std::byte* own, size_t offset, size_t bytes) {
-      add_piece(own, at(from, begin + offset), bytes, /*gated=*/true);
-    });
-    flush(/*gated=*/true);
   }
 
   int next_set() { return set_ == 0 ? 1 : 0; }

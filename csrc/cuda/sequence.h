@@ -50,7 +50,6 @@ struct Site {
 struct Route {
   Path path = Path::Staged;
   std::vector<SpanList> memories = {};  // direct only: of each rank, the operation's input
-  bool ring = false;                    // direct only, an all-reduce with Numerics::Ring: from neighbour to neighbour
 };
 
 // Of these bytes of the operation's input, for the kernel that reduces them.

@@ -80,21 +80,6 @@ TEST(gpu_collectives_in_every_order_of_additions) {
     });
 }
 
-TEST(gpu_all_reduce_from_neighbour_to_neighbour) {
-  Options options = with(Algorithm::Ring);
-  options.numerics = Numerics::Ring;
-  for (int world : {2, 3, 8})
-    run_job(world, options, [&](int rank, Communicator& communicator) {
-      GpuRank gpu(communicator);
-      int round = 0;
-      for (DType dtype : {DType::Float32, DType::BFloat16})
-        for (size_t count : {1, 37, 40'000})
-          testing::check_case(gpu, {Collective::AllReduce, Path::Direct, false, Numerics::Ring, dtype, count}, rank,
-                              world, ++round);
-      CHECK(gpu.group().counters().at("ring_bytes") > 0 && gpu.group().counters().count("direct_bytes") == 0);
-    });
-}
-
 // More than staging has room for, on few blocks and on many.
 TEST(gpu_all_reduce_in_many_chunks) {
   constexpr int kWorld = 3;

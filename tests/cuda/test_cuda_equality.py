@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from cuda_ranks import marked, needs_a_gpu_each, needs_real, run_processes
@@ -113,10 +112,8 @@ def test_two_ranks_train_bit_equal_to_ddp_over_gloo():
 
 
 @marked
-@pytest.mark.parametrize("algorithm", ["auto", "ring"])
-def test_three_ranks_in_a_ring_train_bit_equal_to_ddp_over_gloo(algorithm: str):
-    environ = {"SYNCENGINE_NUMERICS": "ring", "SYNCENGINE_TEST_ALGORITHM": algorithm}
-    assert run_processes(3, trains_as_ddp, environ=environ) == [[]] * 3
+def test_three_ranks_in_a_ring_train_bit_equal_to_ddp_over_gloo():
+    assert run_processes(3, trains_as_ddp, environ={"SYNCENGINE_NUMERICS": "ring"}) == [[]] * 3
 
 
 def trains_near_ddp(rank: int) -> str:

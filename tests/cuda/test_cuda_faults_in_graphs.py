@@ -90,23 +90,20 @@ def survives(rank: int, hosts: str, number: int, within: bool) -> list[str]:
     return said
 
 
-RING = {"SYNCENGINE_TEST_ALGORITHM": "ring", "SYNCENGINE_NUMERICS": "ring"}  # partial sums are passed on
-
-
 @marked
 @pytest.mark.parametrize(
-    ("hosts", "environ", "number", "within", "error"),
+    ("hosts", "number", "within", "error"),
     [
-        ("aa", {}, signal.SIGKILL, False, "PeerLost: "),
-        ("aaa", {}, signal.SIGKILL, False, "PeerLost: "),
-        ("aa", {}, signal.SIGKILL, True, "PeerLost: "),
-        ("aaa", RING, signal.SIGKILL, True, "PeerLost: "),
-        ("aa", {}, signal.SIGSTOP, False, "Timeout: "),
-        ("ab", {}, signal.SIGKILL, False, "PeerLost: "),
-        ("ab", {}, signal.SIGKILL, True, "PeerLost: "),
+        ("aa", signal.SIGKILL, False, "PeerLost: "),
+        ("aaa", signal.SIGKILL, False, "PeerLost: "),
+        ("aa", signal.SIGKILL, True, "PeerLost: "),
+        ("aaa", signal.SIGKILL, True, "PeerLost: "),
+        ("aa", signal.SIGSTOP, False, "Timeout: "),
+        ("ab", signal.SIGKILL, False, "PeerLost: "),
+        ("ab", signal.SIGKILL, True, "PeerLost: "),
     ],
 )
-def test_a_rank_fails_while_others_replay(hosts: str, environ: dict[str, str], number: int, within: bool, error: str):
+def test_a_rank_fails_while_others_replay(hosts: str, number: int, within: bool, error: str):
     body = functools.partial(survives, hosts=hosts, number=number, within=within)
-    for said in run_processes(len(hosts), body, killed=1, environ=environ)[::2]:  # all but rank 1
+    for said in run_processes(len(hosts), body, killed=1)[::2]:  # all but rank 1
         assert all(text.startswith(error) and "rank 1" in text for text in said), said

@@ -109,13 +109,6 @@ std::vector<std::unique_ptr<PinnedMapping>> pin(const SharedPages& pages, int ra
   return pinned;
 }
 
-// Floats alone: a sum to which a rank that has failed contributed ones in all bits is NaN, where integers would look
-// like a result.
-bool can_go_around(const Operation& operation, int world) {
-  return world > 1 && operation.collective == Collective::AllReduce && operation.numerics == Numerics::Ring &&
-         is_floating(operation.dtype);
-}
-
 void say(const char* what, const PeerMemory& memory) {
   std::fprintf(stderr, "syncengine: %s: %s\n", what, memory.unreachable().c_str());
 }
@@ -186,14 +179,14 @@ const char* RealDeviceGroup::enqueue(const Operation& operation, cudaStream_t st
   StreamSteps steps(site_.rank, controls_, kBlocks, stream);
   run_sequence(operation, site_, choice.route, mark, steps);
   const char* const names[] = {"one_shot_bytes", "staged_bytes", "direct_bytes"};
-  return choice.route.ring ? "ring_bytes" : names[static_cast<int>(choice.route.path)];
+  return names[static_cast<int>(choice.route.path)];
 }
 
 RealDeviceGroup::Choice RealDeviceGroup::choose(const Operation& operation) {
   Choice choice;
   choice.route.memories.resize(site_.world);
   const Algorithm algorithm = communicator_->options().algorithm;
-  const bool by_size = algorithm == Algorithm::Auto || algorithm == Algorithm::Ring;
+  const bool by_size = algorithm == Algorithm::Auto;
   const Route one_kernel{.path = Path::OneShot};
   if (by_size && operation.input.bytes() <= kTinyBytes && fits_one_kernel(operation, site_, one_kernel) &&
       !fakes_arrivals())
@@ -206,7 +199,6 @@ RealDeviceGroup::Choice RealDeviceGroup::choose(const Operation& operation) {
   }
   if (direct) {
     choice.route.path = Path::Direct;
-    choice.route.ring = algorithm == Algorithm::Ring && can_go_around(operation, site_.world);
     return choice;
   }
   const bool small = algorithm == Algorithm::OneShot || (by_size && operation.input.bytes() <= kOneShotBytes);

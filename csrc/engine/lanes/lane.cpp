@@ -23,7 +23,6 @@ Path wanted_path(Algorithm algorithm, const Operation& operation, bool in_arena)
     case Algorithm::OneShot: return Path::OneShot;
     case Algorithm::Staged: return Path::Staged;
     case Algorithm::Direct: return in_arena ? Path::Direct : Path::Staged;
-    case Algorithm::Ring:
     case Algorithm::Auto: return small ? Path::OneShot : in_arena ? Path::Direct : Path::Staged;
   }
   return Path::Staged;

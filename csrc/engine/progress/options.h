@@ -15,7 +15,6 @@ enum class Algorithm : uint8_t {
   Direct,   // direct where possible at any size, else staged
   Staged,   // always through the staging slots
   OneShot,  // always everybody reduces everything
-  Ring,  // from neighbour to neighbour, with the bits of Numerics::Ring: CUDA tensors that are direct; others as Auto
 };
 
 // Where autograd's gradients lie while a synchronized backward runs.

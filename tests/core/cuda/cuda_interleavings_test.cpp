@@ -145,7 +145,6 @@ struct Call {
   Collective collective;
   Path path;
   size_t bytes = 256;
-  bool around = false;
 };
 
 // `calls` one after the other on every rank; between them each rank's program writes its tensor.
@@ -176,7 +175,7 @@ void explore(int world, const std::vector<Call>& calls, bool push) {
                                     : SpanList(outputs[rank].data(),
                                                call.bytes * (call.collective == Collective::AllGather ? world : 1));
       }
-      cuda::Route route{.path = call.path, .ring = call.around};
+      cuda::Route route{.path = call.path};
       for (int peer = 0; peer < world; ++peer)
         route.memories.emplace_back(inputs[peer].data(), operation.input.bytes());
       recorder.kernel({{inputs[rank].data(), kTensor, true}, {outputs[rank].data(), kTensor, true}});
@@ -202,7 +201,6 @@ constexpr Call kCalls[] = {
     {Collective::Barrier, Path::Staged},
     {Collective::AllReduce, Path::Staged, 4},
     {Collective::AllReduce, Path::Direct, 0},
-    {Collective::AllReduce, Path::Direct, 256, true},
 };
 
 }  // namespace
@@ -225,7 +223,6 @@ TEST(cuda_interleavings_of_three_ranks) {
   if (testing::kSlowdown > 1) return;
   for (bool push : {false, true}) {
     explore(3, {{Collective::AllReduce, Path::Direct, 192}}, push);
-    explore(3, {{Collective::AllReduce, Path::Direct, 192, true}}, push);
     explore(3, {{Collective::Barrier, Path::Staged}, {Collective::Barrier, Path::Staged}}, push);
   }
 }

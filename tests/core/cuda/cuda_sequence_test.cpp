@@ -21,7 +21,7 @@ using testing::TwinSteps;
 constexpr size_t kSlot = 640;  // bytes of half a staging buffer: small, so that a tensor takes several chunks
 
 cuda::Route route_of(const Case& c, std::vector<Operation>& operations) {
-  cuda::Route route{.path = c.path, .ring = c.around};
+  cuda::Route route{.path = c.path};
   if (c.path == Path::Direct)
     for (auto& operation : operations) route.memories.push_back(operation.input);
   return route;
@@ -78,18 +78,6 @@ TEST(cuda_small_all_reduce_in_one_kernel) {
                world);
     }
 }
-TEST(cuda_all_reduce_from_neighbour_to_neighbour) {
-  for (int world : {2, 3, 5, 8})
-    for (DType dtype : {DType::Float32, DType::BFloat16})
-      for (size_t count : {1, 5, 37, 150, 700})
-        run_case({.collective = Collective::AllReduce,
-                  .path = Path::Direct,
-                  .numerics = Numerics::Ring,
-                  .dtype = dtype,
-                  .count = count,
-                  .around = true},
-                 world);
-}
 TEST(cuda_sequences_of_reduce_scatter) { run_cases(Collective::ReduceScatter); }
 TEST(cuda_sequences_of_all_gather) { run_cases(Collective::AllGather); }
 TEST(cuda_sequences_of_broadcast) { run_cases(Collective::Broadcast); }
@@ -109,36 +97,29 @@ TEST(cuda_fingerprints_say_how_long_each_piece_is) {
   CHECK_EQ(cuda::fingerprint(one, Path::Staged, 0), cuda::fingerprint(other, Path::Staged, 0));
 }
 
-// A step of five collectives, captured once; eager calls before, between and after replays; ranks are late in turn.
+// A step of four collectives, captured once; eager calls before, between and after replays; ranks are late in turn.
 TEST(cuda_graphs_replay_between_eager_calls) {
   constexpr int kWorld = 3;
   const int rounds = 300 / testing::kSlowdown;
   const Case large{Collective::AllReduce, Path::Staged, false, Numerics::RankOrder, DType::Float32, 400};
   const Case direct{Collective::AllReduce, Path::Direct, true, Numerics::RankOrder, DType::Float32, 100};
-  const Case around{.collective = Collective::AllReduce,
-                    .path = Path::Direct,
-                    .numerics = Numerics::Ring,
-                    .count = 90,
-                    .around = true};
   const Case barrier{Collective::Barrier, Path::Staged};
   const Case small{.collective = Collective::AllReduce, .path = Path::OneShot, .count = 30};
   TwinGroup group(kWorld, kSlot, true, true);
-  std::vector<Tensors> a, b, r, s;
+  std::vector<Tensors> a, b, s;
   for (int rank = 0; rank < kWorld; ++rank) {
     a.emplace_back(large, rank, kWorld);
     b.emplace_back(direct, rank, kWorld);
-    r.emplace_back(around, rank, kWorld);
     s.emplace_back(small, rank, kWorld);
   }
-  std::vector<Operation> as, bs, rs, ss;
+  std::vector<Operation> as, bs, ss;
   for (auto& tensors : s) {
     ss.push_back(operation_of(small, tensors));
     ss.back().input = ss.back().output = {tensors.input.data(), tensors.input.size()};  // one span
   }
   for (auto& tensors : a) as.push_back(operation_of(large, tensors));
   for (auto& tensors : b) bs.push_back(operation_of(direct, tensors));
-  for (auto& tensors : r) rs.push_back(operation_of(around, tensors));
-  const auto route = route_of(direct, bs), way_round = route_of(around, rs);
+  const auto route = route_of(direct, bs);
   run_ranks(kWorld, [&](int rank) {
     TwinSteps steps(rank, group.controls);
     const auto site = group.site(rank);
@@ -147,7 +128,6 @@ TEST(cuda_graphs_replay_between_eager_calls) {
       cuda::run_sequence(as[rank], site, {}, cuda::fingerprint(as[rank], Path::Staged, 0), steps);
       cuda::run_sequence(ss[rank], site, {.path = Path::OneShot}, cuda::fingerprint(ss[rank], Path::OneShot, 0), steps);
       cuda::run_sequence(bs[rank], site, route, cuda::fingerprint(bs[rank], Path::Direct, 0), steps);
-      cuda::run_sequence(rs[rank], site, way_round, cuda::fingerprint(rs[rank], Path::Direct, 1), steps);
       if (with_barrier) cuda::run_sequence(nothing, site, {}, cuda::fingerprint(nothing, Path::Staged, 0), steps);
     };
     steps.begin_capture();
@@ -156,14 +136,12 @@ TEST(cuda_graphs_replay_between_eager_calls) {
     for (int round = 0; round < rounds; ++round) {
       a[rank].fill(DType::Float32, round);
       b[rank].fill(DType::Float32, round);
-      r[rank].fill(DType::Float32, round);
       s[rank].fill(DType::Float32, round);
-      std::vector<Tensors> as_were, bs_were, rs_were, ss_were;
+      std::vector<Tensors> as_were, bs_were, ss_were;
       for (int peer = 0; peer < kWorld; ++peer) {
         as_were.emplace_back(large, peer, kWorld).fill(DType::Float32, round);
         ss_were.emplace_back(small, peer, kWorld).fill(DType::Float32, round);
         bs_were.emplace_back(direct, peer, kWorld).fill(DType::Float32, round);
-        rs_were.emplace_back(around, peer, kWorld).fill(DType::Float32, round);
       }
       if (round % kWorld == rank) std::this_thread::sleep_for(std::chrono::microseconds(200));
       if (round % 5 == 3) {
@@ -174,7 +152,6 @@ TEST(cuda_graphs_replay_between_eager_calls) {
       CHECK(a[rank].input == expected(large, as_were, rank));
       CHECK(s[rank].input == expected(small, ss_were, rank));
       CHECK(b[rank].input == expected(direct, bs_were, rank));
-      CHECK(r[rank].input == expected(around, rs_were, rank));
     }
   });
 }
@@ -230,12 +207,9 @@ TEST(cuda_release_ends_all_waits_and_poisons) {
 // A peer dies after it has let this rank read its tensor, and before it has reduced its part: of what it owed nothing
 // looks like a result.
 TEST(cuda_death_between_exchanges_poisons_what_the_peer_owed) {
-  for (int variant = 0; variant < 3; ++variant) {
-    const bool push = variant == 1, around = variant == 2;
+  for (bool push : {false, true}) {
     TwinGroup group(2, kSlot, push);
-    Case c{Collective::AllReduce, Path::Direct, push, Numerics::RankOrder, DType::Float32, 100};
-    c.around = around;
-    if (around) c.numerics = Numerics::Ring;
+    const Case c{Collective::AllReduce, Path::Direct, push, Numerics::RankOrder, DType::Float32, 100};
     std::vector<Tensors> tensors{{c, 0, 2}, {c, 1, 2}};
     std::vector<Operation> operations;
     for (auto& mine : tensors) {

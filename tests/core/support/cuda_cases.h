@@ -22,7 +22,6 @@ struct Case {
   size_t count = 0;  // elements of the smaller tensor
   double prescale = 1.0;
   bool one_kernel = false;
-  bool around = false;  // an all-reduce from neighbour to neighbour
 };
 
 // One rank's tensors of a case; the values depend on the round.
