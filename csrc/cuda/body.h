@@ -272,8 +272,4 @@ SYNCENGINE_BOTH void copy_run(void* destination, const void* source, size_t byte
     static_cast<unsigned char*>(destination)[i] = static_cast<const unsigned char*>(source)[i];
 }
 
-SYNCENGINE_BOTH void copy_share(const CopyArgs& args, int piece, size_t thread, size_t threads) {
-  copy_run(args.destinations[piece], args.sources[piece], args.bytes[piece], thread, threads);
-}
-
 }  // namespace syncengine::cuda

@@ -15,14 +15,11 @@ struct ReduceInstance {
   static constexpr int kSources = kS;
 };
 
-namespace choice {
-
-using kernels::Rounding;
-
 // Sums of floating dtypes are what training does: they have all their loads unrolled for the usual numbers of ranks.
-template <class E, Rounding kR, class Visit>
-void visit_sum(int sources, Visit&& visit) {
-  if constexpr (E::kFloating && kR == Rounding::Once) {
+template <class E, kernels::Rounding kR, class Visit>
+void visit_arithmetic(ReduceOp op, int sources, Visit&& visit) {
+  if (op == ReduceOp::Product) return visit(ReduceInstance<E, kernels::ProductElement, kR, 0>{});
+  if constexpr (E::kFloating && kR == kernels::Rounding::Once) {
     if (sources == 2) return visit(ReduceInstance<E, kernels::SumElement, kR, 2>{});
     if (sources == 4) return visit(ReduceInstance<E, kernels::SumElement, kR, 4>{});
     if (sources == 8) return visit(ReduceInstance<E, kernels::SumElement, kR, 8>{});
@@ -30,53 +27,39 @@ void visit_sum(int sources, Visit&& visit) {
   visit(ReduceInstance<E, kernels::SumElement, kR, 0>{});
 }
 
-template <class E, Rounding kR, class Visit>
-void visit_arithmetic(ReduceOp op, int sources, Visit&& visit) {
-  if (op == ReduceOp::Product) return visit(ReduceInstance<E, kernels::ProductElement, kR, 0>{});
-  visit_sum<E, kR>(sources, visit);
-}
-
-template <class E, class Visit>
-void visit_comparison(ReduceOp op, Visit&& visit) {
+// `E`: for minimum and maximum. `Sums`: for sums and products; those of signed integers are those of unsigned ones,
+// which may overflow.
+template <class E, class Sums, class Visit>
+void visit_element(ReduceOp op, kernels::Rounding rounding, int sources, Visit&& visit) {
+  using kernels::Rounding;
   if (op == ReduceOp::Min) return visit(ReduceInstance<E, kernels::MinElement, Rounding::Once, 0>{});
-  visit(ReduceInstance<E, kernels::MaxElement, Rounding::Once, 0>{});
-}
-
-constexpr bool compares(ReduceOp op) { return op == ReduceOp::Min || op == ReduceOp::Max; }
-
-template <class E, class Visit>
-void visit_floating(ReduceOp op, Rounding rounding, int sources, Visit&& visit) {
-  if (compares(op)) return visit_comparison<E>(op, visit);
-  if constexpr (sizeof(typename E::Stored) == 2) {  // wider types are rounded at each addition either way
-    if (rounding == Rounding::EveryHop) return visit_arithmetic<E, Rounding::EveryHop>(op, sources, visit);
+  if (op == ReduceOp::Max) return visit(ReduceInstance<E, kernels::MaxElement, Rounding::Once, 0>{});
+  if constexpr (E::kFloating &&
+                sizeof(typename E::Stored) == 2) {  // wider ones are rounded at each addition either way
+    if (rounding == Rounding::EveryHop) return visit_arithmetic<Sums, Rounding::EveryHop>(op, sources, visit);
   }
-  visit_arithmetic<E, Rounding::Once>(op, sources, visit);
+  visit_arithmetic<Sums, Rounding::Once>(op, sources, visit);
 }
-
-// Sums and products of signed integers are those of unsigned ones, which may overflow.
-template <class T, class Visit>
-void visit_integer(ReduceOp op, int sources, Visit&& visit) {
-  if (compares(op)) return visit_comparison<kernels::PlainElement<T>>(op, visit);
-  visit_arithmetic<kernels::PlainElement<std::make_unsigned_t<T>>, Rounding::Once>(op, sources, visit);
-}
-
-}  // namespace choice
 
 // Calls visit(ReduceInstance<...>{}) once. The op must be supported for the dtype.
 template <class Visit>
 void visit_instance(DType dtype, ReduceOp op, kernels::Rounding rounding, int sources, Visit&& visit) {
-  using namespace choice;
+  auto floating = [&]<class E>(E) { visit_element<E, E>(op, rounding, sources, visit); };
+  auto integer = [&]<class T>(T) {
+    using Sums = kernels::PlainElement<std::make_unsigned_t<T>>;
+    visit_element<kernels::PlainElement<T>, Sums>(op, rounding, sources, visit);
+  };
   switch (dtype) {
-    case DType::Float16: return visit_floating<kernels::Float16Element>(op, rounding, sources, visit);
-    case DType::BFloat16: return visit_floating<kernels::BFloat16Element>(op, rounding, sources, visit);
-    case DType::Float32: return visit_floating<kernels::PlainElement<float>>(op, rounding, sources, visit);
-    case DType::Float64: return visit_floating<kernels::PlainElement<double>>(op, rounding, sources, visit);
-    case DType::Int8: return visit_integer<int8_t>(op, sources, visit);
-    case DType::Int16: return visit_integer<int16_t>(op, sources, visit);
-    case DType::Int32: return visit_integer<int32_t>(op, sources, visit);
-    case DType::Int64: return visit_integer<int64_t>(op, sources, visit);
+    case DType::Float16: return floating(kernels::Float16Element{});
+    case DType::BFloat16: return floating(kernels::BFloat16Element{});
+    case DType::Float32: return floating(kernels::PlainElement<float>{});
+    case DType::Float64: return floating(kernels::PlainElement<double>{});
+    case DType::Int8: return integer(int8_t{});
+    case DType::Int16: return integer(int16_t{});
+    case DType::Int32: return integer(int32_t{});
+    case DType::Int64: return integer(int64_t{});
     case DType::UInt8:
-    case DType::Bool: return visit_integer<uint8_t>(op, sources, visit);
+    case DType::Bool: return integer(uint8_t{});
   }
 }
 

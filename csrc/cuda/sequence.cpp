@@ -13,6 +13,21 @@ NoteArgs notes_of(const Operation& operation, int world, size_t byte, size_t byt
   return {.words = nonfinite->on_device, .first = first, .valid = valid, .world = world};
 }
 
+void stage(const Operation& operation, const std::vector<Copy>& parts, std::byte* slot, Steps& steps) {
+  Copies copies(steps);
+  for (const Copy& part : parts)
+    operation.input.for_each(part.user, part.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
+      std::byte* to = slot + part.slot + offset;
+      if (operation.prescale == 1.0) return copies.add(to, memory, bytes);
+      ReduceArgs args{.source_count = 1, .destination_count = 1, .scale = operation.prescale};
+      args.count = bytes / element_size(operation.dtype);
+      args.sources[0] = memory;
+      args.destinations[0] = to;
+      steps.reduce({.dtype = operation.dtype, .op = ReduceOp::Sum}, args);
+    });
+  copies.flush();
+}
+
 namespace {
 
 class Sequence {
@@ -49,7 +64,7 @@ class Sequence {
                       .stage_all = operation_.prescale != 1.0,
                       .pull_results = (direct() || !site_.push) && route_.path != Path::OneShot};
     plan_chunk(chunk, plan_);
-    stage();
+    stage(operation_, plan_.stage, site_.slots[site_.rank] + half_ * site_.slot_bytes, steps_);
     exchange(next_set(), false);
     looked_ = false;
     if (plan_.reduces) reduce();
@@ -70,8 +85,7 @@ class Sequence {
     set_ = set;
   }
 
-  Gate gate() {
-    looked_ = true;
+  Gate gate() const {
     return {.words = site_.control->inbox[set_],
             .mismatch = site_.control->mismatch,
             .progress = &site_.control->progress,
@@ -85,21 +99,6 @@ class Sequence {
 
   std::byte* at(int rank, size_t offset) const {
     return direct() ? route_.memories[rank].at(offset) : site_.slots[rank] + half_ * site_.slot_bytes + offset;
-  }
-
-  void stage() {
-    for (const Copy& copy : plan_.stage) {
-      std::byte* slot = at(site_.rank, copy.slot);
-      operation_.input.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
-        if (operation_.prescale == 1.0) return add_piece(slot + offset, memory, bytes, /*gated=*/false);
-        ReduceArgs args{.source_count = 1, .destination_count = 1, .scale = operation_.prescale};
-        args.count = bytes / element_size(operation_.dtype);
-        args.sources[0] = memory;
-        args.destinations[0] = slot + offset;
-        steps_.reduce({.dtype = operation_.dtype, .op = ReduceOp::Sum}, args);
-      });
-    }
-    flush(/*gated=*/false);
   }
 
   void reduce() {
@@ -131,6 +130,7 @@ class Sequence {
   void reduce_piece(size_t offset, std::byte* own, std::byte* out, size_t bytes) {
     const Reduce& step = plan_.reduce;
     ReduceArgs args{.source_count = site_.world, .scale = operation_.postscale, .gate = gate()};
+    looked_ = true;
     args.count = bytes / element_size(operation_.dtype);
     for (int i = 0; i < site_.world; ++i) {
       const int rank = order_.empty() ? i : order_[i];
@@ -151,34 +151,19 @@ class Sequence {
   }
 
   void pull() {
+    Copies copies(steps_, gate());
     for (const Pull& step : plan_.pull) {
       operation_.output.for_each(step.user, step.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
         // Peers' spans are of the same lengths as the own ones, so what is contiguous here is so there; an all-gather's
         // input is cut otherwise than its output.
-        if (!direct()) return add_piece(memory, at(step.peer, step.slot + offset), bytes, /*gated=*/true);
+        if (!direct()) return copies.add(memory, at(step.peer, step.slot + offset), bytes);
         route_.memories[step.peer].for_each(step.slot + offset, bytes,
                                             [&](std::byte* source, size_t skip, size_t length) {
-                                              if (memory + skip != source)
-                                                add_piece(memory + skip, source, length, /*gated=*/true);
+                                              if (memory + skip != source) copies.add(memory + skip, source, length);
                                             });
       });
     }
-    flush(/*gated=*/true);
-  }
-
-  void add_piece(std::byte* destination, const std::byte* source, size_t bytes, bool gated) {
-    if (copies_.pieces == kMaxRanks) flush(gated);
-    copies_.sources[copies_.pieces] = source;
-    copies_.destinations[copies_.pieces] = destination;
-    copies_.bytes[copies_.pieces++] = bytes;
-  }
-
-  // What is staged is the own tensor: no peer has had a say in it yet.
-  void flush(bool gated) {
-    if (copies_.pieces == 0) return;
-    copies_.gate = gated ? gate() : Gate{};
-    steps_.copy(copies_);
-    copies_.pieces = 0;
+    looked_ |= copies.flush();
   }
 
   const Operation& operation_;
@@ -187,7 +172,6 @@ class Sequence {
   const uint32_t fingerprint_;
   Steps& steps_;
   ChunkPlan plan_;
-  CopyArgs copies_{};
   std::vector<int> order_;
   int set_ = -1, half_ = 0;
   bool looked_ = false;

@@ -37,6 +37,34 @@ class Steps {
   virtual void one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) = 0;
 };
 
+// Copies as few kernels, all behind the same gate.
+class Copies {
+ public:
+  explicit Copies(Steps& steps, const Gate& gate = {}) : steps_(steps) { args_.gate = gate; }
+
+  void add(void* to, const void* from, size_t bytes) {
+    if (args_.pieces == kMaxRanks) flush();
+    args_.destinations[args_.pieces] = to;
+    args_.sources[args_.pieces] = from;
+    args_.bytes[args_.pieces++] = bytes;
+  }
+  // Whether there have been any.
+  bool flush() {
+    if (args_.pieces == 0) return any_;
+    steps_.copy(args_);
+    args_.pieces = 0;
+    return any_ = true;
+  }
+
+ private:
+  Steps& steps_;
+  CopyArgs args_{};
+  bool any_ = false;
+};
+
+// Copies parts of the operation's input to `slot`, scaled. No peer has had a say in it yet, so there is no gate.
+void stage(const Operation& operation, const std::vector<Copy>& parts, std::byte* slot, Steps& steps);
+
 // Where a rank stands. Addresses are as its kernels see them.
 struct Site {
   int rank = 0, world = 1;

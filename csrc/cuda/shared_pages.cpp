@@ -1,11 +1,7 @@
 #include "cuda/shared_pages.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
-#include <cerrno>
 #include <cstring>
 
 #include "base/memory.h"
@@ -28,9 +24,8 @@ void put(char* field, size_t size, const std::string& text) { text.copy(field, s
 
 Mapping map_peer(int fd, size_t bytes) {
   struct stat status{};
-  const bool sound = (fcntl(fd, F_GET_SEALS) & F_SEAL_SHRINK) && fstat(fd, &status) == 0 &&
-                     static_cast<size_t>(status.st_size) == bytes;
-  if (!sound) throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
+  if (!has_fixed_size(fd) || fstat(fd, &status) != 0 || static_cast<size_t>(status.st_size) != bytes)
+    throw Error(ErrorKind::InvalidUsage, "a peer sent shared memory of another size, or unsealed");
   return Mapping(fd, bytes);
 }
 

@@ -18,20 +18,13 @@ constexpr auto kRelease = std::chrono::microseconds(200);
 
 }  // namespace
 
-Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls)
+Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls,
+                   std::function<void()> abort_transport)
     : communicator_(std::move(communicator)),
       controls_(std::move(controls)),
+      abort_transport_(std::move(abort_transport)),
       since_(Clock::now()),
       thread_([this] { run(); }) {}
-
-Watchdog::Watchdog(std::shared_ptr<Communicator> communicator, Control* own, std::function<void()> abort_transport)
-    : communicator_(std::move(communicator)),
-      controls_(communicator_->size()),
-      abort_transport_(std::move(abort_transport)),
-      since_(Clock::now()) {
-  controls_[communicator_->rank()] = own;
-  thread_ = std::thread([this] { run(); });
-}
 
 void Watchdog::stop() {
   {

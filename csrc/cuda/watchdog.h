@@ -25,10 +25,10 @@ namespace syncengine::cuda {
 
 class Watchdog {
  public:
-  // `controls` of each rank. One line on stderr says for whom a stream waits for longer than Options::log_after.
-  Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls);
-  // Where a transport moves the bytes: this rank sees its own words alone.
-  Watchdog(std::shared_ptr<Communicator> communicator, Control* own, std::function<void()> abort_transport);
+  // `controls` of each rank; where a transport moves the bytes, which `abort_transport` ends, of this one alone. One
+  // line on stderr says for whom a stream waits for longer than Options::log_after.
+  Watchdog(std::shared_ptr<Communicator> communicator, std::vector<Control*> controls,
+           std::function<void()> abort_transport = {});
   ~Watchdog() { stop(); }
 
   // What a call with this fingerprint is, for this rank's and its peers' messages. Before the call is queued.

@@ -100,7 +100,7 @@ TEST(gpu_ranks_that_call_something_else_on_another_host) {
     CHECK(result == std::vector<std::byte>(bytes, std::byte{0xff}));
     const std::string text =
         CHECK_THROWS(gpu.run(testing::all_reduce_of(memory, bytes, DType::Float32)), ErrorKind::Mismatch);
-    CHECK(testing::contains(text, "bytes, sum) on CUDA tensors where rank"));
+    CHECK(testing::contains(text, "elements) on CUDA tensors where rank"));
     CHECK(testing::contains(text, "elements): all ranks must make the same calls"));
   });
 }

@@ -136,7 +136,7 @@ TEST(gpu_processes_that_wait_crosswise) {
         gpu.run(tensors.operation(rank));
         CHECK(all_nan(gpu.get(tensors.memories[rank], 4 * Tensors::kCounts[rank])));
         const auto text = CHECK_THROWS(gpu.run(tensors.operation(rank)), ErrorKind::Mismatch);
-        CHECK(contains(text, "400 bytes") && contains(text, "400000 bytes"));
+        CHECK(contains(text, "100 elements") && contains(text, "100000 elements"));
       });
   CHECK(ends == (std::vector<int>{0, 0}));
 }

@@ -349,4 +349,4 @@ def test_a_rank_that_does_not_come():
     is_nan, said = run("ab", comes_too_late)[0]
     assert is_nan
     assert said.startswith("Timeout: rank 0 waits for other ranks since 2."), said
-    assert "all_reduce(float32, 4000 bytes, sum) on CUDA tensors" in said
+    assert "all_reduce(sum, float32, 1000 elements) on CUDA tensors" in said

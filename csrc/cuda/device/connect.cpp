@@ -67,28 +67,4 @@ bool is_capturing(void* stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-std::shared_ptr<void> take_own_memory(Communicator& communicator, int device, size_t bytes) {
-  const UseDevice use(device);
-  std::unique_ptr<DeviceMemory> memory;
-  tell_peers_if_it_fails(communicator, [&] { memory = std::make_unique<DeviceMemory>(std::max<size_t>(bytes, 1)); });
-  return hold(std::move(memory), device);
-}
-
-void require_possible(const Operation& operation) {
-  require_supported(operation);
-  if (operation.flag_words > 0) throw Error(ErrorKind::InvalidUsage, "operations on devices carry no flags");
-}
-
-std::string describe(const Operation& operation) {
-  if (operation.describe) return operation.describe();
-  std::string text = name(operation.collective);
-  if (operation.collective == Collective::Barrier) return text + "()";
-  text += std::string("(") + name(operation.dtype) + ", " + std::to_string(operation.input.bytes()) + " bytes";
-  if (operation.collective == Collective::AllReduce || operation.collective == Collective::ReduceScatter)
-    text += std::string(", ") + name(operation.op);
-  if (operation.root != kNoRoot)
-    text += (operation.collective == Collective::Broadcast ? ", src=" : ", dst=") + std::to_string(operation.root);
-  return text + ") on CUDA tensors";
-}
-
 }  // namespace syncengine::cuda

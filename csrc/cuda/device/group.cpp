@@ -9,89 +9,19 @@
 #include "base/sync_point.h"
 #include "cuda/device/driver.h"
 #include "cuda/device/groups.h"
-#include "cuda/device/kernels.h"
+#include "cuda/device/stream_steps.h"
 #include "cuda/sequence.h"
 
 namespace syncengine::cuda {
 
-// Steps on a CUDA stream: exchanges are memory operations of the stream, so that waiting holds no multiprocessor and
-// needs no host.
-//
-// Ownership: none. Thread-safety: one thread at a time. Failure: InvalidUsage with CUDA's own words.
+namespace {
 
 // For benchmarks of one rank alone, in a build with test hooks: with SYNCENGINE_TEST_FAKE_ARRIVALS set a rank gives its
 // peers' signals itself, and so never waits. What it reads of them is whatever lies there.
-bool fakes_arrivals();
-
-class StreamSteps : public Steps {
- public:
-  // `controls` of each rank, as the device sees them.
-  StreamSteps(int rank, const std::vector<Control*>& controls, int blocks, cudaStream_t stream)
-      : rank_(rank), controls_(controls), blocks_(blocks), stream_(stream) {}
-
-  void exchange(const Exchange& exchange) override;
-  void reduce(const kernels::Reduction& reduction, const ReduceArgs& args) override;
-  void copy(const CopyArgs& args) override;
-  void one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) override;
-
- private:
-  void write(const uint32_t* word, uint32_t value);
-  void wait(const uint32_t* word);
-  void reset(int set);
-
-  int rank_;
-  const std::vector<Control*>& controls_;
-  int blocks_;
-  cudaStream_t stream_;
-  std::vector<CUstreamBatchMemOpParams> operations_;
-};
-
 bool fakes_arrivals() {
   static const bool fakes = has_test_hooks() && std::getenv("SYNCENGINE_TEST_FAKE_ARRIVALS") != nullptr;
   return fakes;
 }
-
-// All of an exchange is one call of the driver, and one node of a graph. A write comes after all that the stream did
-// before it, for whoever sees the written word (the default of cuStreamWriteValue32); operations of a batch run in
-// their order.
-void StreamSteps::exchange(const Exchange& exchange) {
-  const int world = static_cast<int>(controls_.size());
-  operations_.clear();
-  if (exchange.reset >= 0) reset(exchange.reset);
-  write(&controls_[rank_]->waiting, exchange.set + 1);
-  for (int peer = 0; peer < world; ++peer) {
-    if (peer == rank_) continue;
-    auto [to, from] = fakes_arrivals() ? std::pair(rank_, peer) : std::pair(peer, rank_);
-    write(&controls_[to]->inbox[exchange.set][from], exchange.value);
-  }
-  for (int peer = 0; peer < world; ++peer)
-    if (peer != rank_) wait(&controls_[rank_]->inbox[exchange.set][peer]);
-  if (exchange.last) reset(exchange.set);
-  write(&controls_[rank_]->waiting, 0);
-  check(driver().stream_batch_mem_op(stream_, static_cast<unsigned>(operations_.size()), operations_.data(), 0),
-        "queueing signals");
-}
-
-void StreamSteps::reduce(const kernels::Reduction& reduction, const ReduceArgs& args) {
-  launch_reduce(reduction, args, blocks_, stream_);
-}
-
-void StreamSteps::copy(const CopyArgs& args) { launch_copy(args, blocks_, stream_); }
-
-void StreamSteps::one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) {
-  launch_one_shot(reduction, args, stream_);
-}
-
-void StreamSteps::write(const uint32_t* word, uint32_t value) { operations_.push_back(write_word(word, value)); }
-
-void StreamSteps::wait(const uint32_t* word) { operations_.push_back(wait_for_word(word)); }
-
-void StreamSteps::reset(int set) {
-  for (int peer = 0; peer < static_cast<int>(controls_.size()); ++peer)
-    if (peer != rank_) write(&controls_[rank_]->inbox[set][peer], 0);
-}
-
-namespace {
 
 // Half of a rank's staging memory. Large, since each chunk costs two exchanges; not yet measured on a GPU.
 constexpr size_t kSlotBytes = 16 << 20;
@@ -114,6 +44,33 @@ void say(const char* what, const PeerMemory& memory) {
 }
 
 }  // namespace
+
+// All of an exchange is one call of the driver, and one node of a graph. A write comes after all that the stream did
+// before it, for whoever sees the written word (the default of cuStreamWriteValue32); operations of a batch run in
+// their order.
+void StreamSteps::exchange(const Exchange& exchange) {
+  const auto& controls = *controls_;
+  Control& own = *controls[rank_];
+  std::vector<CUstreamBatchMemOpParams> operations;
+  auto for_each_peer = [&](auto&& visit) {
+    for (int peer = 0; peer < static_cast<int>(controls.size()); ++peer)
+      if (peer != rank_) visit(peer);
+  };
+  auto reset = [&](int set) {
+    for_each_peer([&](int peer) { operations.push_back(write_word(&own.inbox[set][peer], 0)); });
+  };
+  if (exchange.reset >= 0) reset(exchange.reset);
+  operations.push_back(write_word(&own.waiting, exchange.set + 1));
+  for_each_peer([&](int peer) {
+    auto [to, from] = fakes_arrivals() ? std::pair(rank_, peer) : std::pair(peer, rank_);
+    operations.push_back(write_word(&controls[to]->inbox[exchange.set][from], exchange.value));
+  });
+  for_each_peer([&](int peer) { operations.push_back(wait_for_word(&own.inbox[exchange.set][peer])); });
+  if (exchange.last) reset(exchange.set);
+  operations.push_back(write_word(&own.waiting, 0));
+  check(driver().stream_batch_mem_op(stream_, static_cast<unsigned>(operations.size()), operations.data(), 0),
+        "queueing signals");
+}
 
 RealDeviceGroup::RealDeviceGroup(std::shared_ptr<Communicator> communicator, int device,
                                  const std::function<void()>& interrupted)
@@ -175,8 +132,8 @@ const char* RealDeviceGroup::enqueue(const Operation& operation, cudaStream_t st
   const Choice choice = choose(operation);
   const uint32_t mark = fingerprint(operation, choice.route.path, choice.place);
   const char* where = choice.route.path == Path::Direct ? " in memory of syncengine.empty" : "";
-  watchdog_->publish(mark, describe(operation) + where);
-  StreamSteps steps(site_.rank, controls_, kBlocks, stream);
+  watchdog_->publish(mark, call_text(operation) + where);
+  StreamSteps steps(stream, kBlocks, site_.rank, controls_);
   run_sequence(operation, site_, choice.route, mark, steps);
   const char* const names[] = {"one_shot_bytes", "staged_bytes", "direct_bytes"};
   return names[static_cast<int>(choice.route.path)];

@@ -5,6 +5,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -21,6 +22,7 @@
 #include "cuda/shared_pages.h"
 #include "cuda/watchdog.h"
 #include "engine/communicator/communicator.h"
+#include "engine/lanes/mismatch.h"
 #include "transport/device_transport.h"
 
 namespace syncengine::cuda {
@@ -40,14 +42,10 @@ void tell_peers_if_it_fails(Communicator& communicator, Step&& step) {
   }
 }
 
-// What a group between hosts allocates: memory that is this rank's alone.
-std::shared_ptr<void> take_own_memory(Communicator& communicator, int device, size_t bytes);
-
-// Throws InvalidUsage for an operation that has no meaning on devices.
-void require_possible(const Operation& operation);
-
 // For messages; computed anew at each call.
-std::string describe(const Operation& operation);
+inline std::string call_text(const Operation& operation) {
+  return describe(operation) + (operation.describe ? "" : " on CUDA tensors");
+}
 
 // What all groups of real devices are alike in: who may call, from the first operation to close(), and what is counted.
 //
@@ -60,15 +58,21 @@ class BaseGroup : public DeviceGroup {
   void run(const Operation& operation, void* stream) final {
     std::lock_guard lock(mutex_);
     require_open();
-    require_possible(operation);
+    require_supported(operation);
+    if (operation.flag_words > 0) throw Error(ErrorKind::InvalidUsage, "operations on devices carry no flags");
     const UseDevice use(device_);
     const char* way = enqueue(operation, static_cast<cudaStream_t>(stream));
     ++counters_["operations"];
     counters_[way] += operation.input.bytes();
   }
 
+  // Between hosts: memory that is this rank's alone.
   std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>&) override {
-    return take_own_memory(*communicator_, device_, bytes);
+    const UseDevice use(device_);
+    std::unique_ptr<DeviceMemory> memory;
+    tell_peers_if_it_fails(*communicator_,
+                           [&] { memory = std::make_unique<DeviceMemory>(std::max<size_t>(bytes, 1)); });
+    return hold(std::move(memory), device_);
   }
 
   Nonfinite words_for_nonfinite() final {
@@ -195,13 +199,11 @@ class TransportGroup final : public BaseGroup {
   void throw_if_failed() const override { watchdog_->throw_if_failed(); }
   void release() override;
   void queue(const Operation& operation, const Gate& gate, cudaStream_t stream);
-  void begin(const Gate& gate, cudaStream_t stream);
-  void end(cudaStream_t stream);
-  void stage(const Operation& operation, const Piece& piece, cudaStream_t stream);
-  void carry_out(const Operation& operation, const Piece& piece, cudaStream_t stream);
-  void deliver(const Operation& operation, const Piece& piece, const Gate& gate, cudaStream_t stream);
+  void begin(const Gate& gate, Steps& steps, cudaStream_t stream);
+  void carry_out(const Operation& operation, const Piece& piece, Steps& steps);
+  void deliver(const Operation& operation, const Piece& piece, const Gate& gate, Steps& steps);
   NoteArgs notes_in(const Operation& operation, const Piece& piece, size_t begin, size_t bytes) const;
-  void reduce(const Operation& operation, size_t block, std::byte* result, cudaStream_t stream, const NoteArgs& notes);
+  void reduce(const Operation& operation, size_t block, std::byte* result, Steps& steps, const NoteArgs& notes);
 
   // Device memory: a piece, what comes from all ranks of one, and each rank's fingerprint.
   std::byte* slot() const { return staging_->data(); }

@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "cuda/device/driver.h"
-#include "cuda/device/kernels.h"
+#include "cuda/device/stream_steps.h"
 #include "cuda/kernel_choice.h"
 
 namespace syncengine::cuda {
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads) copy_kernel(const __grid_constant__ 
   const int piece = blockIdx.y;
   if (piece >= args.pieces) return;
   if (open) {
-    copy_share(args, piece, thread, threads);
+    copy_run(args.destinations[piece], args.sources[piece], args.bytes[piece], thread, threads);
   } else {
     poison_bytes(args.destinations[piece], args.bytes[piece], thread, threads);
   }
@@ -106,23 +106,19 @@ __global__ void __launch_bounds__(kThreads) one_shot_kernel(const __grid_constan
   }
 }
 
-using OneShotKernel = void (*)(OneShotArgs);
-using ReduceKernel = void (*)(ReduceArgs);
+// Those of an op; small messages know one rounding.
+struct Found {
+  void (*reduce)(ReduceArgs) = nullptr;
+  void (*one_shot)(OneShotArgs) = nullptr;
+};
 
-ReduceKernel find_kernel(const kernels::Reduction& reduction, int sources) {
-  ReduceKernel found = nullptr;
+Found find(const kernels::Reduction& reduction, int sources) {
+  Found found;
   visit_instance(reduction.dtype, reduction.op, reduction.rounding, sources, [&](auto instance) {
     using I = decltype(instance);
-    found = reduce_kernel<typename I::Element, typename I::Op, I::kRounding, I::kSources>;
-  });
-  return found;
-}
-
-OneShotKernel find_one_shot(const kernels::Reduction& reduction, int sources) {
-  OneShotKernel found = nullptr;
-  visit_instance(reduction.dtype, reduction.op, kernels::Rounding::Once, sources, [&](auto instance) {
-    using I = decltype(instance);
-    found = one_shot_kernel<typename I::Element, typename I::Op, I::kRounding, I::kSources>;
+    found.reduce = reduce_kernel<typename I::Element, typename I::Op, I::kRounding, I::kSources>;
+    if constexpr (I::kRounding == kernels::Rounding::Once)
+      found.one_shot = one_shot_kernel<typename I::Element, typename I::Op, I::kRounding, I::kSources>;
   });
   return found;
 }
@@ -140,41 +136,41 @@ void launch(void (*kernel)(Args), dim3 grid, const Args& args, cudaStream_t stre
   check(cudaLaunchKernel(kernel, grid, dim3(kThreads), arguments, 0, stream), what);
 }
 
-void load_kernel(const void* kernel) {
-  cudaFuncAttributes attributes;
-  check(cudaFuncGetAttributes(&attributes, kernel), "loading a kernel");
-}
-
 }  // namespace
 
 void load_kernels() {
+  auto load = [](auto kernel) {
+    cudaFuncAttributes attributes;
+    check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)), "loading a kernel");
+  };
   for (DType dtype : {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64, DType::Int8, DType::Int16,
                       DType::Int32, DType::Int64, DType::UInt8})
     for (ReduceOp op : {ReduceOp::Sum, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max})
       for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop})
         for (int sources : {1, 2, 4, 8}) {
-          load_kernel(reinterpret_cast<const void*>(find_kernel({dtype, op, rounding}, sources)));
-          load_kernel(reinterpret_cast<const void*>(find_one_shot({dtype, op}, sources)));
+          const Found found = find({dtype, op, rounding}, sources);
+          load(found.reduce);
+          if (found.one_shot) load(found.one_shot);
         }
-  load_kernel(reinterpret_cast<const void*>(copy_kernel));
+  load(copy_kernel);
 }
 
-void launch_reduce(const kernels::Reduction& reduction, const ReduceArgs& args, int blocks, cudaStream_t stream) {
-  const dim3 grid = blocks_for(args.count * element_size(reduction.dtype), blocks);
-  launch(find_kernel(reduction, args.source_count), grid, args, stream, "launching a reduction");
+void StreamSteps::reduce(const kernels::Reduction& reduction, const ReduceArgs& args) {
+  const dim3 grid = blocks_for(args.count * element_size(reduction.dtype), blocks_);
+  launch(find(reduction, args.source_count).reduce, grid, args, stream_, "launching a reduction");
 }
 
-void launch_one_shot(const kernels::Reduction& reduction, const OneShotArgs& args, cudaStream_t stream) {
+void StreamSteps::one_shot(const kernels::Reduction& reduction, const OneShotArgs& args) {
   const dim3 grid = blocks_for(args.bytes, kOneShotBlocks);  // the same on all ranks: the fingerprint has the bytes
-  launch(find_one_shot(reduction, args.world), grid, args, stream, "launching a small reduction");
+  launch(find(reduction, args.world).one_shot, grid, args, stream_, "launching a small reduction");
 }
 
-void launch_copy(const CopyArgs& args, int blocks, cudaStream_t stream) {
+void StreamSteps::copy(const CopyArgs& args) {
   size_t most = 0;
   for (int piece = 0; piece < args.pieces; ++piece) most = std::max(most, args.bytes[piece]);
   const int rows = std::max(args.pieces, 1);
-  const dim3 grid(blocks_for(most, blocks / rows), rows);
-  launch(copy_kernel, grid, args, stream, "launching a copy");
+  const dim3 grid(blocks_for(most, blocks_ / rows), rows);
+  launch(copy_kernel, grid, args, stream_, "launching a copy");
 }
 
 }  // namespace syncengine::cuda

@@ -1,7 +1,6 @@
 
 #include "cuda/device/memory.h"
 
-#include <sys/mman.h>
 #include <sys/random.h>
 
 #include <algorithm>
@@ -11,7 +10,7 @@
 #include <string>
 
 #include "cuda/device/driver.h"
-#include "cuda/device/kernels.h"
+#include "cuda/device/stream_steps.h"
 #include "cuda/shared_pages.h"
 
 namespace syncengine::cuda {
@@ -72,23 +71,6 @@ PinnedMapping::PinnedMapping(void* host, size_t bytes) : host_(host) {
 }
 
 PinnedMapping::~PinnedMapping() { cudaHostUnregister(host_); }
-
-PinnedMemory::PinnedMemory(size_t bytes) : bytes_(bytes) {
-  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (data == MAP_FAILED) throw_system_error("can't take " + std::to_string(bytes) + " bytes to be pinned", errno);
-  data_ = static_cast<std::byte*>(data);
-  try {
-    pinned_.emplace(data, bytes);
-  } catch (...) {
-    munmap(data, bytes);
-    throw;
-  }
-}
-
-PinnedMemory::~PinnedMemory() {
-  pinned_.reset();
-  munmap(data_, bytes_);
-}
 
 namespace {
 
@@ -168,19 +150,15 @@ void copy_and_wait(void* to, const void* from, cudaMemcpyKind kind, cudaStream_t
 // Reads each peer's pattern, and writes the own one to it; of peers that are null nothing.
 void cross(const std::vector<std::byte*>& bases, int rank, cudaStream_t stream) {
   auto area = [&](size_t peer) { return reinterpret_cast<ProofArea*>(bases[peer]); };
-  auto add = [](CopyArgs& args, ProofArea::Row& to, const ProofArea::Row& from) {
-    args.sources[args.pieces] = &from;
-    args.destinations[args.pieces] = &to;
-    args.bytes[args.pieces++] = sizeof(from);
-  };
-  CopyArgs reads{}, writes{};
+  StreamSteps steps(stream, static_cast<int>(bases.size()));
+  Copies reads(steps), writes(steps);
   for (size_t peer = 0; peer < bases.size(); ++peer) {
     if (!bases[peer]) continue;
-    add(reads, area(rank)->read[peer], area(peer)->own);
-    add(writes, area(peer)->written[rank], area(rank)->own);
+    reads.add(&area(rank)->read[peer], &area(peer)->own, sizeof(ProofArea::Row));
+    writes.add(&area(peer)->written[rank], &area(rank)->own, sizeof(ProofArea::Row));
   }
-  launch_copy(reads, reads.pieces, stream);
-  launch_copy(writes, writes.pieces, stream);
+  reads.flush();
+  writes.flush();
   check(cudaStreamSynchronize(stream), "reading and writing peers' memory");
 }
 

@@ -11,10 +11,10 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
+#include "base/memory.h"
 #include "cuda/control.h"
 #include "engine/communicator/communicator.h"
 
@@ -66,16 +66,14 @@ class PinnedMapping {
 // Pinned memory of this process alone.
 class PinnedMemory {
  public:
-  explicit PinnedMemory(size_t bytes);
-  ~PinnedMemory();
-  PinnedMemory(const PinnedMemory&) = delete;
-  std::byte* data() const { return data_; }  // for the host, and for copies
-  std::byte* on_device() const { return pinned_->on_device(); }
+  explicit PinnedMemory(size_t bytes)
+      : mapping_(create_sealed_memfd("syncengine-pinned", bytes).get(), bytes), pinned_(mapping_.data(), bytes) {}
+  std::byte* data() const { return mapping_.data(); }  // for the host, and for copies
+  std::byte* on_device() const { return pinned_.on_device(); }
 
  private:
-  size_t bytes_;
-  std::byte* data_;
-  std::optional<PinnedMapping> pinned_;
+  Mapping mapping_;
+  PinnedMapping pinned_;
 };
 
 // One rank's memory as every other rank's kernels reach it.

@@ -78,7 +78,7 @@ ProxyGroup::ProxyGroup(std::shared_ptr<Communicator> communicator, int device, c
 const char* ProxyGroup::enqueue(const Operation& operation, cudaStream_t queue) {
   tell_peers_if_it_fails(*communicator_, [&] {
     const auto pieces = cut(operation, communicator_->rank(), communicator_->size(), kPieceBytes);
-    const auto text = std::make_shared<const std::string>(describe(operation));
+    const auto text = std::make_shared<const std::string>(call_text(operation));
     const bool captured = is_capturing(queue);
     for (size_t i = 0; i < pieces.size() + kSlots; ++i) {
       const size_t slot = i % kSlots;

@@ -7,7 +7,7 @@
 #include "base/memory.h"
 #include "collectives/order.h"
 #include "cuda/device/driver.h"
-#include "cuda/device/kernels.h"
+#include "cuda/device/stream_steps.h"
 #include "cuda/sequence.h"
 #include "transport/shm/layout.h"
 
@@ -30,27 +30,6 @@ std::vector<std::vector<int>> ranks_by_host(const std::vector<int>& hosts) {
   return ranks;
 }
 
-// Copies as few kernels, all with the same gate.
-class Copies {
- public:
-  Copies(const Gate& gate, cudaStream_t stream) : stream_(stream) { args_.gate = gate; }
-
-  void add(std::byte* to, const std::byte* from, size_t bytes) {
-    if (args_.pieces == kMaxRanks) flush();
-    args_.destinations[args_.pieces] = to;
-    args_.sources[args_.pieces] = from;
-    args_.bytes[args_.pieces++] = bytes;
-  }
-  void flush() {
-    if (args_.pieces > 0) launch_copy(args_, kTransportBlocks, stream_);
-    args_.pieces = 0;
-  }
-
- private:
-  CopyArgs args_{};
-  cudaStream_t stream_;
-};
-
 }  // namespace
 
 TransportGroup::TransportGroup(std::shared_ptr<Communicator> communicator, std::unique_ptr<DeviceTransport> transport,
@@ -68,7 +47,9 @@ TransportGroup::TransportGroup(std::shared_ptr<Communicator> communicator, std::
     control = new (control_->data()) Control{};
     staging_ = std::make_unique<DeviceMemory>(2 * kTransportSlot + kMarkBytes);
   });
-  watchdog_ = std::make_unique<Watchdog>(communicator_, control, [this] { transport_->abort(); });
+  std::vector<Control*> words(world_);
+  words[rank_] = control;
+  watchdog_ = std::make_unique<Watchdog>(communicator_, std::move(words), [this] { transport_->abort(); });
   watchdog_->publish(kConnecting, "connecting devices");
   store(control->waiting, kConnecting);
   try {
@@ -87,7 +68,7 @@ uint32_t* TransportGroup::marks() const { return reinterpret_cast<uint32_t*>(rec
 
 const char* TransportGroup::enqueue(const Operation& operation, cudaStream_t stream) {
   const uint32_t mark = fingerprint(operation, Path::Staged, 0);
-  watchdog_->publish(mark, describe(operation));
+  watchdog_->publish(mark, call_text(operation));
   const Gate gate{.words = marks(),
                   .mismatch = control_on_device()->mismatch,
                   .progress = &control_on_device()->progress,
@@ -105,55 +86,34 @@ const char* TransportGroup::enqueue(const Operation& operation, cudaStream_t str
 }
 
 void TransportGroup::queue(const Operation& operation, const Gate& gate, cudaStream_t stream) {
-  begin(gate, stream);
-  if (operation.collective != Collective::Barrier)
-    for (const Piece& piece : cut(operation, rank_, world_, kTransportPiece)) {
-      stage(operation, piece, stream);
-      carry_out(operation, piece, stream);
-      deliver(operation, piece, gate, stream);
-    }
-  end(stream);
+  StreamSteps steps(stream, kTransportBlocks);
+  begin(gate, steps, stream);
+  for (const Piece& piece : cut(operation, rank_, world_, kTransportPiece)) {
+    stage(operation, piece.in, slot(), steps);
+    carry_out(operation, piece, steps);
+    deliver(operation, piece, gate, steps);
+  }
+  CUstreamBatchMemOpParams end = write_word(&control_on_device()->waiting, 0);
+  check(driver().stream_batch_mem_op(stream, 1, &end, 0), "queueing an end");
 }
 
 // Each rank's fingerprint to all of them: no rank's stream goes on before all have come. Where they are not the same it
 // stays until the watchdog has ended the transport: no data moves between ranks that mean different sizes.
-void TransportGroup::begin(const Gate& gate, cudaStream_t stream) {
+void TransportGroup::begin(const Gate& gate, Steps& steps, cudaStream_t stream) {
   Control* words = control_on_device();
   uint32_t* own = marks() + kMaxSources;
   CUstreamBatchMemOpParams writes[] = {write_word(&words->waiting, gate.expected), write_word(&words->go, 0),
                                        write_word(own, gate.expected), write_word(own + 1, kArrived)};
   check(driver().stream_batch_mem_op(stream, std::size(writes), writes, 0), "queueing a fingerprint");
-  auto bytes = [](uint32_t* word) { return reinterpret_cast<std::byte*>(word); };
-  transport_->all_gather(bytes(marks()), bytes(own), sizeof(uint32_t));
-  Copies copies(gate, stream);
-  copies.add(bytes(&words->go), bytes(own + 1), sizeof(uint32_t));
+  transport_->all_gather(reinterpret_cast<std::byte*>(marks()), reinterpret_cast<std::byte*>(own), sizeof(uint32_t));
+  Copies copies(steps, gate);
+  copies.add(&words->go, own + 1, sizeof(uint32_t));
   copies.flush();
   CUstreamBatchMemOpParams wait = wait_for_value(&words->go, kArrived);
   check(driver().stream_batch_mem_op(stream, 1, &wait, 0), "queueing a wait");
 }
 
-void TransportGroup::end(cudaStream_t stream) {
-  CUstreamBatchMemOpParams write = write_word(&control_on_device()->waiting, 0);
-  check(driver().stream_batch_mem_op(stream, 1, &write, 0), "queueing an end");
-}
-
-// No peer has had a say in this yet, so there is no gate.
-void TransportGroup::stage(const Operation& operation, const Piece& piece, cudaStream_t stream) {
-  Copies copies({}, stream);
-  for (const Copy& copy : piece.in)
-    operation.input.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
-      std::byte* to = slot() + copy.slot + offset;
-      if (operation.prescale == 1.0) return copies.add(to, memory, bytes);
-      ReduceArgs args{.source_count = 1, .destination_count = 1, .scale = operation.prescale};
-      args.count = bytes / element_size(operation.dtype);
-      args.sources[0] = memory;
-      args.destinations[0] = to;
-      launch_reduce({.dtype = operation.dtype, .op = ReduceOp::Sum}, args, kTransportBlocks, stream);
-    });
-  copies.flush();
-}
-
-void TransportGroup::carry_out(const Operation& operation, const Piece& piece, cudaStream_t stream) {
+void TransportGroup::carry_out(const Operation& operation, const Piece& piece, Steps& steps) {
   if (piece.input_bytes == 0) return;
   switch (operation.collective) {
     case Collective::AllReduce: {  // each rank reduces a block
@@ -163,13 +123,13 @@ void TransportGroup::carry_out(const Operation& operation, const Piece& piece, c
                                : round_up((piece.input_bytes + world_ - 1) / world_, kCacheLine);
       std::byte* own = slot() + rank_ * block;
       transport_->all_to_all(received(), slot(), block);
-      reduce(operation, block, own, stream, notes_in(operation, piece, rank_ * block, block));
+      reduce(operation, block, own, steps, notes_in(operation, piece, rank_ * block, block));
       transport_->all_gather(slot(), own, block);
       return;
     }
     case Collective::ReduceScatter:
       transport_->all_to_all(received(), slot() + piece.input, piece.output_bytes);
-      return reduce(operation, piece.output_bytes, slot() + piece.output, stream, {});
+      return reduce(operation, piece.output_bytes, slot() + piece.output, steps, {});
     case Collective::AllGather:
       return transport_->all_gather(slot() + piece.output, slot() + piece.input, piece.input_bytes);
     case Collective::Broadcast: return transport_->broadcast(slot(), piece.input_bytes, operation.root);
@@ -179,8 +139,8 @@ void TransportGroup::carry_out(const Operation& operation, const Piece& piece, c
 
 // The only kernels that write the caller's memory. Where anything went wrong they leave nothing that looks like a
 // result.
-void TransportGroup::deliver(const Operation& operation, const Piece& piece, const Gate& gate, cudaStream_t stream) {
-  Copies copies(gate, stream);
+void TransportGroup::deliver(const Operation& operation, const Piece& piece, const Gate& gate, Steps& steps) {
+  Copies copies(steps, gate);
   for (const Copy& copy : piece.out)
     operation.output.for_each(copy.user, copy.bytes, [&](std::byte* memory, size_t offset, size_t bytes) {
       copies.add(memory, slot() + copy.slot + offset, bytes);
@@ -197,7 +157,7 @@ NoteArgs TransportGroup::notes_in(const Operation& operation, const Piece& piece
 }
 
 // Every rank's block of `received` into one.
-void TransportGroup::reduce(const Operation& operation, size_t block, std::byte* result, cudaStream_t stream,
+void TransportGroup::reduce(const Operation& operation, size_t block, std::byte* result, Steps& steps,
                             const NoteArgs& notes) {
   std::vector<int8_t> whose;  // by rank: what lies in its block
   for (int rank = 0; rank < world_; ++rank) whose.push_back(static_cast<int8_t>(rank));
@@ -210,24 +170,23 @@ void TransportGroup::reduce(const Operation& operation, size_t block, std::byte*
     }
     args.notes = notes;
     args.destinations[0] = to;
-    launch_reduce({.dtype = operation.dtype, .op = operation.op, .rounding = rounding}, args, kTransportBlocks, stream);
+    steps.reduce({.dtype = operation.dtype, .op = operation.op, .rounding = rounding}, args);
   };
+  const bool ring = operation.numerics == Numerics::Ring;
   std::vector<int> order;
-  if (operation.numerics == Numerics::Ring) {
+  if (ring) {
     ring_order(rank_, world_, order);
-    return add_up(order, result, operation.postscale, kernels::Rounding::EveryHop);
-  }
-  if (operation.numerics == Numerics::RankOrder) {
+  } else if (operation.numerics == Numerics::RankOrder) {
     for (int rank = 0; rank < world_; ++rank) order.push_back(rank);
-    return add_up(order, result, operation.postscale, kernels::Rounding::Once);
+  } else {
+    for (const auto& ranks : hosts_) {  // each host's sum where its first rank's block was
+      order.push_back(ranks[0]);
+      if (ranks.size() == 1) continue;
+      add_up(ranks, received() + ranks[0] * block, 1.0, kernels::Rounding::Once);
+      whose[ranks[0]] = -1;
+    }
   }
-  for (const auto& ranks : hosts_) {  // each host's sum where its first rank's block was
-    order.push_back(ranks[0]);
-    if (ranks.size() == 1) continue;
-    add_up(ranks, received() + ranks[0] * block, 1.0, kernels::Rounding::Once);
-    whose[ranks[0]] = -1;
-  }
-  add_up(order, result, operation.postscale, kernels::Rounding::Once);
+  add_up(order, result, operation.postscale, ring ? kernels::Rounding::EveryHop : kernels::Rounding::Once);
 }
 
 void TransportGroup::release() {

@@ -126,12 +126,9 @@ TEST(cuda_copies_any_alignment) {
   for (size_t i = 0; i < source.size(); ++i) source[i] = static_cast<std::byte>(i * 7);
   for (size_t skew : {0, 1, 16}) {
     for (size_t bytes : {0, 1, 15, 16, 17, 4097}) {
-      cuda::CopyArgs args{.pieces = 1};
-      args.sources[0] = source.data() + skew;
-      args.destinations[0] = destination.data();
-      args.bytes[0] = bytes;
       std::fill(destination.begin(), destination.end(), std::byte{0});
-      for (int thread = 0; thread < 5; ++thread) cuda::copy_share(args, 0, thread, 5);
+      for (int thread = 0; thread < 5; ++thread)
+        cuda::copy_run(destination.data(), source.data() + skew, bytes, thread, 5);
       CHECK(std::memcmp(destination.data(), source.data() + skew, bytes) == 0);
       CHECK(destination[bytes] == std::byte{0});
     }

@@ -189,18 +189,12 @@ void explore(int world, const std::vector<Call>& calls, bool push) {
 }
 
 constexpr Call kCalls[] = {
-    {Collective::AllReduce, Path::Staged},
-    {Collective::AllReduce, Path::OneShot, 64},
-    {Collective::AllReduce, Path::Direct},
-    {Collective::Broadcast, Path::Staged},
-    {Collective::Broadcast, Path::Direct},
-    {Collective::AllGather, Path::Staged},
-    {Collective::AllGather, Path::Direct},
-    {Collective::ReduceScatter, Path::Staged},
-    {Collective::ReduceScatter, Path::Direct},
-    {Collective::Barrier, Path::Staged},
-    {Collective::AllReduce, Path::Staged, 4},
-    {Collective::AllReduce, Path::Direct, 0},
+    {Collective::AllReduce, Path::Staged},     {Collective::AllReduce, Path::OneShot, 64},
+    {Collective::AllReduce, Path::Direct},     {Collective::Broadcast, Path::Staged},
+    {Collective::Broadcast, Path::Direct},     {Collective::AllGather, Path::Staged},
+    {Collective::AllGather, Path::Direct},     {Collective::ReduceScatter, Path::Staged},
+    {Collective::ReduceScatter, Path::Direct}, {Collective::Barrier, Path::Staged},
+    {Collective::AllReduce, Path::Staged, 4},  {Collective::AllReduce, Path::Direct, 0},
 };
 
 }  // namespace

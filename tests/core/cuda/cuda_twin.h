@@ -59,7 +59,7 @@ class TwinSteps : public cuda::Steps {
     step([args] {
       bool good = passes(args.gate);
       for (int piece = 0; piece < args.pieces; ++piece) {
-        if (good) cuda::copy_share(args, piece, 0, 1);
+        if (good) cuda::copy_run(args.destinations[piece], args.sources[piece], args.bytes[piece], 0, 1);
         if (!good) cuda::poison_bytes(args.destinations[piece], args.bytes[piece], 0, 1);
       }
     });

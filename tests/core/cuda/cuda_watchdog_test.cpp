@@ -64,10 +64,15 @@ constexpr uint32_t kMark = cuda::kArrived | 7;  // a fingerprint
 // As TransportGroup's streams write the words; the transport's abort only counts.
 struct Stream {
   explicit Stream(Communicator& communicator)
-      : watchdog(communicator.shared_from_this(), &words, [this] {
+      : watchdog(communicator.shared_from_this(), alone_of(communicator), [this] {
           aborted_before = cuda::load(words.aborted);
           ++transport_aborts;
         }) {}
+  std::vector<cuda::Control*> alone_of(const Communicator& communicator) {
+    std::vector<cuda::Control*> controls(communicator.size());
+    controls[communicator.rank()] = &words;
+    return controls;
+  }
 
   void begin(const std::string& text) {
     watchdog.publish(kMark, text);
