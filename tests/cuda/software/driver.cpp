@@ -6,31 +6,17 @@
 
 #include "machine.h"
 
-#if defined(__SANITIZE_THREAD__)
-extern "C" void __tsan_acquire(void*);
-extern "C" void __tsan_release(void*);
-#else
-static void __tsan_acquire(void*) {}
-static void __tsan_release(void*) {}
-#endif
-
 namespace software {
 
 namespace {
 
-struct Word {
-  uint32_t* word;
-  void* key;
-};
-
 // The word at a device address that `device` can use; null if there is none.
-Word word_at(CUdeviceptr address, int device) {
+uint32_t* word_at(CUdeviceptr address, int device) {
   const auto range = find(reinterpret_cast<void*>(address));
-  if (!range || range->kind == Kind::Gone || range->kind == Kind::PinnedHost || address % 4 != 0) return {};
-  if (range->kind == Kind::PinnedDevice && !range->portable && range->device != device) return {};
-  if (range->kind == Kind::Device && !reaches(device, range->device)) return {};
-  auto* word = reinterpret_cast<uint32_t*>(address);
-  return {word, range->key ? range->key + (reinterpret_cast<std::byte*>(word) - range->begin) : nullptr};
+  if (!range || range->kind == Kind::Gone || range->kind == Kind::PinnedHost || address % 4 != 0) return nullptr;
+  if (range->kind == Kind::PinnedDevice && !range->portable && range->device != device) return nullptr;
+  if (range->kind == Kind::Device && !reaches(device, range->device)) return nullptr;
+  return reinterpret_cast<uint32_t*>(address);
 }
 
 bool is_met(uint32_t now, uint32_t value, unsigned how) {
@@ -43,10 +29,9 @@ bool is_met(uint32_t now, uint32_t value, unsigned how) {
 }
 
 void run(const CUstreamBatchMemOpParams& params, int device) {
-  const auto [word, key] = word_at(params.waitValue.address, device);
+  uint32_t* word = word_at(params.waitValue.address, device);
   if (!word) undefined("a stream's memory operation on memory that was given back");
   if (params.operation == CU_STREAM_MEM_OP_WRITE_VALUE_32) {
-    if (key) __tsan_release(key);
     const bool bare = params.writeValue.flags == CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER;
     __atomic_store_n(word, params.writeValue.value, bare ? __ATOMIC_RELAXED : __ATOMIC_RELEASE);
     return;
@@ -57,7 +42,6 @@ void run(const CUstreamBatchMemOpParams& params, int device) {
       std::this_thread::yield();
     else
       std::this_thread::sleep_for(std::chrono::microseconds(50));
-  if (key) __tsan_acquire(key);
 }
 
 CUresult verdict(const CUstreamBatchMemOpParams& params, int device) {
@@ -71,7 +55,7 @@ CUresult verdict(const CUstreamBatchMemOpParams& params, int device) {
       break;
     default: return CUDA_ERROR_NOT_SUPPORTED;
   }
-  return word_at(params.waitValue.address, device).word ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+  return word_at(params.waitValue.address, device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult stream_batch_mem_op(CUstream handle, unsigned count, CUstreamBatchMemOpParams* list, unsigned flags) {

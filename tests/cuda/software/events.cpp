@@ -1,5 +1,4 @@
 // Events: a place in a stream's order, for which other streams and the host wait.
-#include <chrono>
 #include <condition_variable>
 #include <mutex>
 
@@ -16,12 +15,10 @@ struct Mark {
   std::mutex mutex;
   std::condition_variable changed;
   bool reached = false;
-  std::chrono::steady_clock::time_point when;
 
   void reach() {
     std::lock_guard lock(mutex);
     reached = true;
-    when = std::chrono::steady_clock::now();
     changed.notify_all();
   }
   void wait() {
@@ -100,13 +97,5 @@ cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
   const auto mark = event_of(handle)->last();
   if (mark && mark->captured.capture) return fail(cudaErrorCapturedEvent);
   if (mark) mark->wait();
-  return cudaSuccess;
-}
-
-cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEvent_t to) {
-  const auto begin = event_of(from)->last(), end = event_of(to)->last();
-  if (!begin || !end) return fail(cudaErrorInvalidResourceHandle);
-  if (!begin->is_reached() || !end->is_reached()) return cudaErrorNotReady;
-  *milliseconds = std::chrono::duration<float, std::milli>(end->when - begin->when).count();
   return cudaSuccess;
 }

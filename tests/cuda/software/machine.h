@@ -54,8 +54,7 @@ struct Range {
   size_t bytes;
   Kind kind;
   int device;
-  bool portable = true;      // PinnedDevice: other devices reach it too
-  std::byte* key = nullptr;  // PinnedDevice: the same for all mappings of these pages in the process
+  bool portable = true;  // PinnedDevice: other devices reach it too
 };
 void add_range(const Range& range);
 void forget(std::byte* begin);

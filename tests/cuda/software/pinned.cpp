@@ -6,7 +6,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <tuple>
 
 #include "machine.h"
 
@@ -24,11 +23,9 @@ struct Pinned {
 std::mutex mutex;
 auto& all = *new std::map<std::byte*, Pinned>;
 
-// What lies at `address`: device, inode and offset of the mapped file; inode 0 for private memory.
+// How the page at `address` is mapped.
 struct Pages {
-  uint64_t device = 0, inode = 0, offset = 0;
   bool mapped = false, shared = false;
-  auto operator<=>(const Pages&) const = default;
 };
 Pages pages_at(const std::byte* address) {
   std::FILE* maps = std::fopen("/proc/self/maps", "r");
@@ -36,32 +33,14 @@ Pages pages_at(const std::byte* address) {
   Pages found;
   char line[512];
   while (std::fgets(line, sizeof(line), maps)) {
-    uint64_t begin, end, offset, inode;
-    unsigned major, minor;
+    uint64_t begin, end;
     char modes[5];
-    if (std::sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s %" SCNx64 " %x:%x %" SCNu64, &begin, &end, modes, &offset,
-                    &major, &minor, &inode) != 7)
-      continue;
+    if (std::sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s", &begin, &end, modes) != 3) continue;
     const auto at = reinterpret_cast<uint64_t>(address);
-    if (at < begin || at >= end) continue;
-    found = {.device = uint64_t{major} << 32 | minor,
-             .inode = inode,
-             .offset = offset + (at - begin),
-             .mapped = true,
-             .shared = modes[3] == 's'};
+    if (at >= begin && at < end) found = {.mapped = true, .shared = modes[3] == 's'};
   }
   std::fclose(maps);
   return found;
-}
-
-// The same for all mappings of the same pages, so that a race detector sees one word where the process has several
-// addresses.
-std::byte* key_of(const Pages& pages, size_t bytes) {
-  static auto& keys = *new std::map<std::tuple<uint64_t, uint64_t, uint64_t>, std::byte*>;
-  auto& key = keys[{pages.device, pages.inode, pages.offset}];
-  if (!key)
-    key = static_cast<std::byte*>(mmap(nullptr, bytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  return key;
 }
 
 }  // namespace
@@ -88,8 +67,7 @@ cudaError_t cudaHostRegister(void* host, size_t bytes, unsigned flags) {
   const Pinned pinned{bytes, static_cast<std::byte*>(alias), (flags & cudaHostRegisterMapped) != 0};
   all[begin] = pinned;
   add_range({begin, bytes, Kind::PinnedHost, current_device()});
-  add_range({pinned.alias, bytes, Kind::PinnedDevice, current_device(), (flags & cudaHostRegisterPortable) != 0,
-             key_of(pages, bytes)});
+  add_range({pinned.alias, bytes, Kind::PinnedDevice, current_device(), (flags & cudaHostRegisterPortable) != 0});
   return cudaSuccess;
 }
 

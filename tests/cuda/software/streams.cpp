@@ -91,19 +91,6 @@ std::shared_ptr<Stream> start(int device, bool blocking) {
   return stream;
 }
 
-// A thread's own stream of each device.
-struct OwnStreams {
-  std::map<int, std::shared_ptr<Stream>> of;
-  ~OwnStreams() {
-    std::lock_guard lock(mutex);
-    for (auto& [device, stream] : of) {
-      stream->close();
-      streams.erase(reinterpret_cast<cudaStream_t>(stream.get()));
-    }
-  }
-};
-thread_local OwnStreams own_streams;
-
 void wait_for_all(const std::vector<std::pair<std::shared_ptr<Stream>, uint64_t>>& waits) {
   for (auto& [stream, count] : waits) stream->wait(count);
 }
@@ -116,14 +103,6 @@ std::shared_ptr<Stream> stream_of(cudaStream_t handle) {
   if (!handle || handle == cudaStreamLegacy) {
     auto& stream = defaults[device];
     return stream ? stream : stream = start(device, true);
-  }
-  if (handle == cudaStreamPerThread) {
-    auto& stream = own_streams.of[device];
-    if (!stream) {
-      stream = start(device, true);
-      streams[reinterpret_cast<cudaStream_t>(stream.get())] = stream;
-    }
-    return stream;
   }
   auto found = streams.find(handle);
   return found == streams.end() ? nullptr : found->second;

@@ -4,7 +4,6 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <array>
-#include <cstdlib>
 #include <map>
 #include <mutex>
 
@@ -91,11 +90,6 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     if (event) cudaEventDestroy(event_of(event));
-  }
-  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
-    float milliseconds = 0;
-    check(cudaEventElapsedTime(&milliseconds, event_of(from), event_of(to)), "cudaEventElapsedTime");
-    return milliseconds;
   }
 
  private:
@@ -184,13 +178,11 @@ bool is_capturing(c10::Stream stream) {
 
 void enqueue(c10::Stream stream, software::Step step) {
   const UseDevice use(stream.device_index());
-  static const bool blocking = std::getenv("CUDA_LAUNCH_BLOCKING");
   // A device knows no inference mode: in it tensors of either kind may be written.
   software::enqueue(software::stream_of(handle_of(stream)), [step = std::move(step)] {
     const c10::InferenceMode any_tensor;
     step();
   });
-  if (blocking && !is_capturing(stream)) synchronize(stream);
 }
 
 void synchronize(c10::Stream stream) {

@@ -32,8 +32,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
-#include <cstdio>
-#include <cstdlib>
+#include <cstring>
 #include <set>
 
 #include "machine.h"
@@ -253,7 +252,6 @@ void run(const c10::OperatorHandle& op, Stack* stack) {
     return;
   }
   TORCH_CHECK(!is_capturing(stream), "CUDA error: operation not permitted when stream is capturing: ", schema.name());
-  if (std::getenv("SOFTWARE_TORCH_WAITS")) std::fprintf(stderr, "the host waits for %s\n", schema.name().c_str());
   synchronize(stream);
   const Stack arguments = changed(given, copy_for_cpu);
   const Stack results = run_on_cpu(op, arguments);
