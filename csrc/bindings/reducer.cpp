@@ -132,13 +132,7 @@ std::shared_ptr<Reducer> make_reducer(std::vector<at::Tensor> parameters, std::s
 void set_comm_hook(Reducer& reducer, py::object state, py::object hook) {
   auto python_hook = std::make_unique<PythonHook>(std::move(state), std::move(hook));
   py::gil_scoped_release no_gil;
-  reducer.model()->routing_for_hook().set_comm_hook(std::move(python_hook));
-}
-
-void set_compression(Reducer& reducer, at::ScalarType dtype, bool divides_first) {
-  using Divides = Compression::Divides;
-  reducer.model()->routing_for_hook().set_compression(
-      Compression(dtype, divides_first ? Divides::First : Divides::Last));
+  reducer.model()->set_comm_hook(std::move(python_hook));
 }
 
 void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<torch::jit::PythonFutureWrapper>>& futures) {
@@ -272,9 +266,14 @@ void bind_reducer(py::module_& module) {
           "end_step", [](Reducer& self) { return self.model()->end_step(); }, NoGil())
       .def("install_futures", &install_futures, py::arg("futures"))
       .def("set_comm_hook", &set_comm_hook, py::arg("state"), py::arg("hook"))
-      .def("set_compression", &set_compression, py::arg("dtype"), py::arg("divides_first") = true, NoGil())
       .def(
-          "set_all_reduce_hook", [](Reducer& self) { self.model()->routing_for_hook().set_all_reduce_hook(); }, NoGil())
+          "set_compression",
+          [](Reducer& self, at::ScalarType dtype, bool divides_first) {
+            self.model()->set_compression(dtype, divides_first);
+          },
+          py::arg("dtype"), py::arg("divides_first") = true, NoGil())
+      .def(
+          "set_all_reduce_hook", [](Reducer& self) { self.model()->set_all_reduce_hook(); }, NoGil())
       .def(
           "set_static_graph", [](Reducer& self) { self.model()->set_static_graph(); }, NoGil())
       .def(

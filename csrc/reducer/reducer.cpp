@@ -192,7 +192,11 @@ void Reducer::remove_hooks() {
 uint64_t Reducer::reserve_slots(std::optional<uint64_t> copy_of) {
   Averaging& averaging = model_->averaging;
   if (averaging.slots) return averaging.slots->first();
-  auto slots = averaging.reserve_slots(model_->parameters.model(), copy_of);
+  auto describe = [model = model_->parameters.model(), copy_of] {
+    const std::string text = "reserving the buckets of " + model;
+    return copy_of ? text + ", a copy of the one with number " + std::to_string(*copy_of) : text;
+  };
+  auto slots = averaging.communicator->reserve_slots(averaging.parameters + 3, describe, raise_pending_signal);
   std::lock_guard lock(mutex_);
   averaging.slots = std::move(slots);
   return averaging.slots->first();
@@ -211,7 +215,7 @@ void Reducer::finalize() {
       std::lock_guard lock(mutex_);
       backward->collect_observed();
     }
-    backward->proceed(mutex_);
+    model_->route->proceed(*backward, mutex_);
     backward->finish(mutex_);
     std::lock_guard lock(mutex_);
     const int64_t delivers_from = trace::is_on() ? trace::now() : 0;

@@ -63,7 +63,7 @@ void Reducer::on_output(Forward& forward) {
       backward = model_->backward;
     }
   }
-  if (backward) backward->proceed(mutex_);
+  if (backward) model_->route->proceed(*backward, mutex_);
 }
 
 void Reducer::on_local_output() {
@@ -148,7 +148,7 @@ void Reducer::on_gradient(size_t index, const at::Tensor& incoming) {
       throw;
     }
   }
-  backward->proceed(mutex_);
+  model_->route->proceed(*backward, mutex_);
 }
 
 void Reducer::on_backward_end() {

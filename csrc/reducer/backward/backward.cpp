@@ -25,13 +25,12 @@ void Backward::begin() {
   }
   // The first iteration of a static graph says nothing about the order in which gradients are ready.
   plan_ = model_.plan.use(/*shows_order=*/!usage.observes());
-  route_ = &model_.routing.route();
   if (!plan_->buckets().empty()) model_.outcome.begin();
   model_.record.begin_backward(model_.parameters.size(), plan_->buckets().size());
   if (usage.observes()) usage.static_graph()->begin_observation();
   if (model_.flat) model_.flat->begin();
   asks_usage_ = usage.finds_unused() || usage.observes();
-  usage_travels_ = model_.flat == nullptr && route_->can_be_refused() && plan_->sparse().empty() &&
+  usage_travels_ = model_.flat == nullptr && model_.route->can_be_refused() && plan_->sparse().empty() &&
                    !model_.options.skip_all_reduce_unused_params &&
                    Usage::words_of(plan_->largest_bucket()) <= kMaxFlagWords;
   buckets_.reserve(plan_->buckets().size());
@@ -64,7 +63,7 @@ void Backward::begin() {
 
 // The first one where they fit, of those that are reduced in every step.
 size_t Backward::choose_stamped() const {
-  if (!route_->can_be_refused() || model_.options.skip_all_reduce_unused_params) return buckets_.size();
+  if (!model_.route->can_be_refused() || model_.options.skip_all_reduce_unused_params) return buckets_.size();
   const auto fits = [&](const Bucket& bucket) {
     const size_t usage = usage_travels_ ? Usage::words_of(bucket.layout->parameters.size()) : 0;
     const size_t ranks = static_cast<size_t>(model_.averaging.communicator->size());
@@ -213,7 +212,7 @@ void Backward::count_collected(size_t index) {
   Bucket& bucket = buckets_[plan_->bucket_of(index)];
   if (bucket.missing == bucket.layout->parameters.size()) {
     if (trace::is_on()) bucket.since = trace::now();
-    route_->open(*this, bucket);
+    model_.route->open(bucket);
   }
   if (model_.flat) model_.flat->note(bucket.layout->index);
   if (told_.weighting.weight != 1.0) gradient(index).weigh(told_.weighting.weight);
@@ -228,7 +227,7 @@ void Backward::count_collected(size_t index) {
   if (--bucket.missing > 0) return;
   --missing_;
   bucket.state = skips(bucket) ? Bucket::State::Skipped : Bucket::State::Ready;
-  if (&bucket != vote_) route_->ready(*this, bucket);
+  if (&bucket != vote_) model_.route->ready(*this, bucket);
   if (missing_ == 0 && asks_usage_ && !usage_travels_)
     usage_work_ = model_.announce(model_.averaging.usage_slot(), model_.usage.share(), "used parameters");
 }
@@ -252,8 +251,6 @@ bool Backward::skips(const Bucket& bucket) const {
                      [&](size_t i) { return gradient(i).stands_in() && !model_.usage.here(i); });
 }
 
-void Backward::proceed(std::mutex& mutex) { route_->proceed(*this, mutex); }
-
 void Backward::finish(std::mutex& mutex) {
   Communicator& communicator = *model_.averaging.communicator;
   if (model_.options.skip_all_reduce_unused_params) check_skipped();
@@ -265,18 +262,18 @@ void Backward::finish(std::mutex& mutex) {
   if (can_be_refused() || tells_stamps) {
     std::lock_guard lock(mutex);
     std::memcpy(told->data() + communicator.rank() * sizeof(uint64_t), &model_.record.stamp, sizeof(uint64_t));
-    if (vote_) route_->ready(*this, *vote_);
+    if (vote_) model_.route->ready(*this, *vote_);
     vote = vote_ ? vote_->work : model_.vote(told);
   }
   if (can_be_refused()) communicator.wait(vote, raise_pending_signal);
-  route_->finish(*this);
+  model_.route->finish(*this);
   if (tells_stamps) {
     communicator.wait(vote, raise_pending_signal);
     std::memcpy(stamps.data(), told->data(), told->size());
     model_.record.step_times->compare(std::move(stamps));
   }
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
-  if (!route_->takes_sparse() && !plan_->sparse().empty()) average_sparse_gradients();
+  if (!model_.route->takes_sparse() && !plan_->sparse().empty()) average_sparse_gradients();
   for (const TorchFuture& future : std::exchange(futures_, {})) {
     wait_for_future(future, communicator, [this] { return "a buffer hook's future of " + model_.parameters.model(); });
   }
@@ -325,7 +322,7 @@ void Backward::deliver(std::vector<size_t>& written) {
   Usage& usage = model_.usage;
   if (usage.observes() && !told_.has_shadows) usage.static_graph()->end_of_observation();
   for (Bucket& bucket : buckets_) {
-    route_->deliver(*this, bucket);
+    model_.route->deliver(*this, bucket);
     for (size_t i : bucket.layout->parameters) {
       const bool delivered = gradient(i).deliver(!usage.tracks() || usage.anywhere(i));
       if (delivered && model_.parameters.any_user_hooks()) written.push_back(i);
@@ -338,7 +335,7 @@ void Backward::deliver(std::vector<size_t>& written) {
 
 void Backward::drop() {
   is_over_ = true;
-  if (route_) route_->drop();
+  model_.route->drop();
 }
 
 }  // namespace syncengine

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "reducer/backward/model.h"
-#include "reducer/backward/route.h"
 #include "reducer/buckets/bucket.h"
 #include "reducer/buckets/bucket_plan.h"
 #include "reducer/buckets/nonfinite.h"
@@ -65,10 +64,9 @@ class Backward {
     return ready ? &buckets_[next_++] : nullptr;
   }
 
-  // --- Its end. These two without the lock, on one thread.
+  // --- Its end
 
-  void proceed(std::mutex& mutex);
-  // Announces the vote, under the reducer's `mutex`, and waits for all.
+  // Announces the vote, under the reducer's `mutex`, and waits for all. Without the lock, on one thread.
   void finish(std::mutex& mutex);
 
   // Who has brought what is not finite, if that is asked for. Known after finish(); empty: nobody.
@@ -87,7 +85,6 @@ class Backward {
 
   // --- For routes
 
-  Model& model() const { return model_; }
   std::vector<Bucket>& buckets() { return buckets_; }
   const Weighting& weighting() const { return told_.weighting; }
   // With the bucket that it is about; all by itself where not every bucket is the engine's to reduce.
@@ -119,7 +116,6 @@ class Backward {
   std::vector<TorchFuture> futures_;
 
   std::shared_ptr<const BucketPlan> plan_;
-  Route* route_ = nullptr;
   Forward told_{};  // by the forwards that it comes from
   std::optional<TreeStep> step_;
   bool asks_usage_ = false, usage_travels_ = false;

@@ -13,12 +13,13 @@ Model::Model(std::vector<at::Tensor> tensors, ModelNames names, const std::share
     : options(asked),
       averaging{.communicator = communicator,
                 .parameters = tensors.size(),
-                .scaling = scaling_of(asked, communicator->numerics())},
+                .scaling = scaling_of(asked, communicator->numerics()),
+                .scales_first = communicator->numerics() == Numerics::Ring},
       parameters(std::move(tensors), std::move(names), sparse),
       usage(parameters.size(), options),
       flat(lane ? std::make_unique<FlatBuckets>(std::move(lane)) : nullptr),
       pooled(options.gradients_in_arena ? communicator->gradient_pool() : nullptr),
-      routing(averaging, parameters, plan, pooled, flat.get()),
+      route(flat ? make_flat_route(*this) : make_in_place_route(*this)),
       outcome(averaging) {
   parameters.keep_trained(usage.finds_unused());
   keep_gradients();
@@ -74,12 +75,48 @@ void Model::install_plan(const std::vector<std::vector<size_t>>& buckets, bool p
 void Model::install(std::shared_ptr<const BucketPlan> of_another_forward) {
   plan.install(std::move(of_another_forward));
   pooled.install(*plan);
-  routing.route().install(*plan);
+  route->install();
 }
 
-Routing& Model::routing_for_hook() {
+void Model::check_hookable() {
   check_between_backwards("hooks can't be registered");
-  return routing;
+  if (has_hook_) {
+    throw Error(ErrorKind::InvalidUsage, "register_comm_hook or register_builtin_comm_hook can only be called once.");
+  }
+}
+
+void Model::set_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook) {
+  check_hookable();
+  route = make_comm_hook_route(*this, std::move(hook));
+  if (plan) route->install();
+  has_hook_ = true;
+}
+
+void Model::set_compression(at::ScalarType type, bool divides_first) {
+  const std::string name = c10::toString(type);
+  if (type != at::kHalf && type != at::kBFloat16) {
+    throw Error(ErrorKind::InvalidUsage, "gradients can be compressed to float16 or bfloat16, not to " + name);
+  }
+  check_hookable();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!parameters.tensor(i).is_complex()) continue;
+    throw Error(ErrorKind::InvalidUsage, "the gradient of " + parameters.name(i) +
+                                             " is complex: it can't be compressed to " + name +
+                                             "; use no compressing hook with this model");
+  }
+  averaging.travels_as = type;
+  if (plan) route->install();
+  if (divides_first) {
+    averaging.scales_first = true;
+    averaging.scaling = scaling_of({.batched_grad_copy = true}, averaging.communicator->numerics());
+  }
+  has_hook_ = true;
+}
+
+void Model::set_all_reduce_hook() {
+  check_hookable();
+  averaging.scaling = scaling_of({.batched_grad_copy = true}, averaging.communicator->numerics());
+  has_hook_ = true;
 }
 
 void Model::set_static_graph() {

@@ -15,7 +15,7 @@
 #include "engine/communicator/communicator.h"
 #include "reducer/backward/outcome.h"
 #include "reducer/backward/record.h"
-#include "reducer/backward/routing.h"
+#include "reducer/backward/route.h"
 #include "reducer/buckets/averaging.h"
 #include "reducer/buckets/bucket_lane.h"
 #include "reducer/buckets/flat_buckets.h"
@@ -49,7 +49,7 @@ struct Model {
   PooledGradients pooled;
   // Until another takes its place.
   CurrentPlan plan;
-  Routing routing;
+  std::unique_ptr<Route> route;
   // From one step to the next.
   Outcome outcome;
   // As long as a forward, and a backward.
@@ -75,12 +75,16 @@ struct Model {
   void thaw() {
     if (plan.before_frozen()) install(plan.before_frozen());
   }
-  Routing& routing_for_hook();
+  // At most one of these, between backwards: all gradients go through a hook; or travel in a smaller dtype, scaled as
+  // torch's compressing hooks do (`divides_first`) or as without; or as without, but scaled as torch's all-reduce hook.
+  void set_comm_hook(std::unique_ptr<c10d::CommHookInterface> hook);
+  void set_compression(at::ScalarType type, bool divides_first);
+  void set_all_reduce_hook();
   // Before the first backward.
   void set_static_graph();
 
   // Whether ranks can refuse a step: not where peers wait for something else than announced buckets.
-  bool can_refuse() { return plan && routing.route().can_be_refused() && !options.waits_in_between; }
+  bool can_refuse() { return plan && route->can_be_refused() && !options.waits_in_between; }
   // Announces that a step of this rank has nothing more to say than these bytes, as announce() does; its end is waited
   // for.
   std::shared_ptr<Work> vote(std::shared_ptr<std::vector<uint8_t>> bytes) const;
@@ -94,7 +98,10 @@ struct Model {
 
  private:
   void check_between_backwards(const char* what) const;
+  void check_hookable();
   void keep_gradients();
+
+  bool has_hook_ = false;
 };
 
 }  // namespace syncengine

@@ -12,10 +12,8 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
-#include "base/dtype.h"
 #include "collectives/operation.h"
 #include "engine/communicator/communicator.h"
 #include "reducer/buckets/bucket.h"
@@ -24,7 +22,6 @@
 namespace syncengine {
 
 // What a reducer is asked for, once.
-
 struct ReducerOptions {
   bool find_unused_parameters = false;         // look for them at each forward
   bool static_graph = false;                   // look for them once, and count how often each hook fires
@@ -39,7 +36,6 @@ struct ReducerOptions {
 
 // How contributions are scaled to an average. The ways differ only in rounding, and only if the divisor is not a power
 // of two: kept for the bits of DDP, which has all three.
-
 enum class Scaling : uint8_t {
   Multiply,  // by 1/N: DDP's default, while it copies into the bucket
   Divide,    // by N
@@ -69,49 +65,21 @@ inline void scale(const at::Tensor& contribution, bool divide, double divisor) {
   }
 }
 
-// Buckets that are cast to a smaller dtype, reduced by the engine, and cast back.
-
-class Compression {
- public:
-  enum class Divides {
-    First,  // each contribution by the number of ranks, in that dtype, as torch's compressing hooks do
-    Last,   // their sum, as all-reduces without a hook
-  };
-  // Float16 or BFloat16; throws Error(InvalidUsage) for another.
-  Compression(c10::ScalarType type, Divides divides);
-
-  c10::ScalarType type() const { return type_; }
-  DType dtype() const { return dtype_; }
-  Divides divides() const { return divides_; }
-  // Throws Error(InvalidUsage), naming it, for a parameter whose gradient can't be compressed.
-  void check(const at::Tensor& parameter, const std::string& name) const;
-  // A copy of one gradient's memory, element by element in the same order.
-  at::Tensor compress(const at::Tensor& memory, Statistics& statistics) const;
-
- private:
-  c10::ScalarType type_;
-  DType dtype_;
-  Divides divides_;
-};
-
 struct Averaging {
   const std::shared_ptr<Communicator> communicator;
   size_t parameters;  // of the model
   Scaling scaling;
+  // Each contribution is scaled, as DDP does as it copies it into the bucket; or else the sum, which so rounds once.
+  bool scales_first;
+  // Float16 or BFloat16, to which gradients are cast, in which they are reduced, and from which they are cast back.
+  std::optional<at::ScalarType> travels_as = {};
   std::shared_ptr<const Slots> slots = {};  // one for each bucket there may be, then these; from the first plan on
-  std::optional<Compression> compression = {};
 
   size_t usage_slot() const { return parameters; }
   size_t vote_slot() const { return parameters + 1; }
   size_t nonfinite_slot() const { return parameters + 2; }
-  // Collective; blocks. See Reducer::reserve_slots().
-  std::shared_ptr<const Slots> reserve_slots(const std::string& model, std::optional<uint64_t> copy_of) const;
-
-  void scale_as(const ReducerOptions& options) { scaling = scaling_of(options, communicator->numerics()); }
   // Without memory.
   Operation operation_of(const BucketLayout& layout) const;
-  // DDP scales each contribution as it copies it into the bucket; rank_order scales the sum, and so rounds once.
-  bool scales_first() const;
   bool scales_all_alike(double divisor) const { return scaling == Scaling::Multiply || is_exact(divisor); }
   // Where the ways of scaling differ in their bits.
   void scale_one_by_one(const BucketLayout& layout, const std::vector<Gradient>& gradients,

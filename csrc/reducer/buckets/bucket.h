@@ -80,7 +80,7 @@ struct BucketLayout : std::enable_shared_from_this<BucketLayout> {
 struct BucketMemory {
   std::vector<at::Tensor> gradients;  // in the layout's order, those in `small` left out
   SmallGradients small;
-  std::vector<uint64_t> flags;  // travel with the operation: see InPlaceRoute
+  std::vector<uint64_t> flags;  // travel with the operation: see in_place_route.cpp
 };
 
 // A bucket in one backward.

@@ -1,5 +1,3 @@
-#include "reducer/routes/routes.h"
-
 #include <ATen/DeviceGuard.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_copy.h>
@@ -7,36 +5,22 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "reducer/backward/backward.h"
+#include "reducer/backward/route.h"
 #include "reducer/backward/texts.h"
+#include "reducer/torch/python_error.h"
+#include "reducer/torch/python_objects.h"
 #include "reducer/torch/tensors.h"
 
 namespace syncengine {
 
 namespace {
-
-// The parts of a flat bucket, each in the order of elements that all ranks have agreed on.
-std::vector<at::Tensor> parts_of(const at::Tensor& flat, const BucketLayout& layout,
-                                 const std::vector<Gradient>& gradients, const std::vector<at::Tensor>& memory) {
-  std::vector<at::Tensor> parts;
-  parts.reserve(memory.size());
-  int64_t offset = 0;
-  for (size_t k = 0; k < memory.size(); ++k) {
-    const at::Tensor part = flat.narrow(0, offset, memory[k].numel());
-    parts.push_back(gradients[layout.parameters[k]].order().view(part, memory[k]));
-    offset += memory[k].numel();
-  }
-  return parts;
-}
-
-[[noreturn]] void throw_pending_python_error() {
-  python_error kept;
-  kept.persist();
-  throw kept;
-}
 
 // pybind11's exceptions as torch's, which cross autograd unchanged.
 template <class Call>
@@ -54,128 +38,7 @@ auto keeping_python_errors(Call&& call) {
   }
 }
 
-size_t dense_bytes(const std::vector<at::Tensor>& memory) {
-  size_t bytes = 0;
-  for (const at::Tensor& tensor : memory) bytes += tensor.is_sparse() ? 0 : tensor.nbytes();
-  return bytes;
-}
-
-}  // namespace
-
-void CommHookRoute::install(const BucketPlan& plan) {
-  pending_ = std::vector<Pending>(plan.buckets().size());
-  if (flat_) flat_->lay_out_nothing(plan.buckets().size());
-}
-
-void CommHookRoute::proceed(Backward& backward, std::mutex& mutex) {
-  Model& model = backward.model();
-  const auto& gradients = model.parameters.gradients();
-  std::unique_lock lock(mutex);
-  while (Bucket* bucket = runs_ || backward.is_over() ? nullptr : backward.next_in_order()) {
-    if (bucket->state == Bucket::State::Skipped) continue;
-    bucket->state = Bucket::State::InFlight;
-    if (flat_) flat_->take_over(*bucket, gradients);
-    auto memory = bucket->memory = std::make_shared<BucketMemory>();
-    std::vector<at::Tensor> parameters;
-    for (size_t i : bucket->layout->parameters) {
-      memory->gradients.push_back(gradients[i].memory());
-      parameters.push_back(gradients[i].parameter());
-    }
-    model.record.statistics.count_copy(CopyReason::CommHook, dense_bytes(memory->gradients));
-    model.record.bucket();
-    backward.trace_bucket(*bucket, {});
-    const auto layout = bucket->layout;
-    runs_ = true;
-    lock.unlock();
-    try {
-      start(*layout, std::move(parameters), memory->gradients, gradients);
-    } catch (...) {
-      tell_peers(*model.averaging.communicator, "the communication hook raised " + current_error_text());
-      lock.lock();
-      runs_ = false;
-      throw;
-    }
-    lock.lock();
-    runs_ = false;
-  }
-}
-
-void CommHookRoute::finish(Backward& backward) {
-  Model& model = backward.model();
-  const auto& gradients = model.parameters.gradients();
-  Communicator& communicator = *model.averaging.communicator;
-  try {
-    for (const auto& bucket : backward.buckets()) {
-      if (!bucket.memory) continue;
-      if (flat_) flat_->take_over(bucket, gradients);
-      const at::Tensor result =
-          wait(*bucket.layout, bucket.memory->gradients, gradients, communicator, backward.watch());
-      if (flat_) flat_->keep(result);
-    }
-  } catch (...) {
-    tell_peers(communicator, "the communication hook's future failed: " + current_error_text());
-    throw;
-  }
-}
-
-void CommHookRoute::drop() { pending_ = std::vector<Pending>(pending_.size()); }
-
-void CommHookRoute::start(const BucketLayout& layout, std::vector<at::Tensor> parameters,
-                          const std::vector<at::Tensor>& memory, const std::vector<Gradient>& gradients) {
-  const c10::OptionalDeviceGuard on_device(at::device_of(memory[0]));  // the hook's, too
-  Pending& pending = pending_[layout.index];
-  std::vector<size_t> offsets, lengths;
-  std::vector<c10::IntArrayRef> sizes;
-  {
-    at::NoGradGuard no_grad;
-    if (layout.sparse) {
-      pending.flat = memory[0];
-    } else {
-      size_t length = 0;
-      for (const at::Tensor& tensor : memory) {
-        offsets.push_back(length);
-        lengths.push_back(tensor.numel());
-        length += tensor.numel();
-      }
-      for (const at::Tensor& parameter : parameters) sizes.push_back(parameter.sizes());
-      if (!pending.flat.defined()) pending.flat = at::empty({static_cast<int64_t>(length)}, memory[0].options());
-      at::_foreach_copy_(parts_of(pending.flat, layout, gradients, memory), memory);
-    }
-  }
-  at::Tensor buffer = pending.flat.is_complex() ? at::view_as_real(pending.flat).view(-1) : pending.flat;  // as DDP
-  c10d::GradBucket bucket(layout.index, pending_.size(), std::move(buffer), std::move(offsets), std::move(lengths),
-                          std::move(sizes), std::move(parameters), std::nullopt);
-  pending.future = keeping_python_errors([&] { return hook_->runHook(bucket); });
-}
-
-at::Tensor CommHookRoute::wait(const BucketLayout& layout, const std::vector<at::Tensor>& memory,
-                               const std::vector<Gradient>& gradients, Communicator& communicator,
-                               const NonfiniteWatch* watch) {
-  Pending& pending = pending_[layout.index];
-  auto what = [&] { return "the communication hook's future of " + layout.describe(); };
-  return keeping_python_errors([&] {
-    wait_for_future(pending.future, communicator, what);
-    at::NoGradGuard no_grad;
-    at::Tensor result = hook_->parseHookResult(pending.future->value());
-    pending.future.reset();
-    if (layout.sparse) {
-      if (watch) watch->look_behind_hook(layout, {result}, memory, communicator.rank());
-      memory[0].copy_(result);
-      return result;
-    }
-    if (memory[0].is_complex() && !result.is_complex()) result = at::view_as_complex(result.reshape({-1, 2}));
-    if (result.numel() != pending.flat.numel()) {
-      throw Error(ErrorKind::InvalidUsage, what() + " gave " + std::to_string(result.numel()) +
-                                               " elements instead of " + std::to_string(pending.flat.numel()));
-    }
-    result = result.contiguous().view(-1);
-    const auto parts = parts_of(result, layout, gradients, memory);
-    if (watch && !all_finite(result)) watch->look_behind_hook(layout, parts, memory, communicator.rank());
-    at::_foreach_copy_(memory, parts);
-    return result;
-  });
-}
-
+// Of the exception that is being handled, in a few words: "ValueError: ..."
 std::string current_error_text() {
   try {
     throw;
@@ -189,6 +52,166 @@ std::string current_error_text() {
   } catch (...) {
     return "unknown error";
   }
+}
+
+// A user's communication hook (register_comm_hook), or one of torch's: it gets each bucket as a c10d::GradBucket, in
+// flat memory that is kept from step to step, and returns a future of what the gradients become.
+//
+// On a device all of it, the hook included, runs on the stream that is current where start() and finish() are called,
+// as under DDP; the caller has ordered that stream with those that touch the gradients.
+//
+// Ownership: holds the hook, the flat memory and the futures. The hook is called without the GIL and without the
+// reducer's lock, since it may run any code. Failure: what the hook or its future raises, as Python's own exception,
+// after the communicator has been aborted.
+class CommHookRoute final : public Route {
+ public:
+  CommHookRoute(Model& model, std::unique_ptr<c10d::CommHookInterface> hook) : Route(model), hook_(std::move(hook)) {}
+
+  // Forgets the memory of the buckets before.
+  void install() override {
+    const size_t buckets = model_.plan->buckets().size();
+    pending_ = std::vector<Pending>(buckets);
+    if (model_.flat) model_.flat->lay_out_nothing(buckets);
+  }
+
+  void ready(Backward& /*backward*/, Bucket& /*bucket*/) override {}
+
+  // In the order of buckets, which is the same on all ranks, since what hooks send is matched by its order.
+  void proceed(Backward& backward, std::mutex& mutex) override {
+    const auto& gradients = model_.parameters.gradients();
+    std::unique_lock lock(mutex);
+    while (Bucket* bucket = runs_ || backward.is_over() ? nullptr : backward.next_in_order()) {
+      if (bucket->state == Bucket::State::Skipped) continue;
+      bucket->state = Bucket::State::InFlight;
+      if (model_.flat) model_.flat->take_over(*bucket, gradients);
+      auto memory = bucket->memory = std::make_shared<BucketMemory>();
+      std::vector<at::Tensor> parameters;
+      for (size_t i : bucket->layout->parameters) {
+        memory->gradients.push_back(gradients[i].memory());
+        parameters.push_back(gradients[i].parameter());
+        const at::Tensor& gradient = memory->gradients.back();
+        if (!gradient.is_sparse()) model_.record.statistics.count_copy(CopyReason::CommHook, gradient.nbytes());
+      }
+      model_.record.bucket();
+      backward.trace_bucket(*bucket, {});
+      const auto layout = bucket->layout;
+      runs_ = true;
+      lock.unlock();
+      try {
+        start(*layout, std::move(parameters), memory->gradients);
+      } catch (...) {
+        tell_peers(*model_.averaging.communicator, "the communication hook raised " + current_error_text());
+        lock.lock();
+        runs_ = false;
+        throw;
+      }
+      lock.lock();
+      runs_ = false;
+    }
+  }
+
+  void finish(Backward& backward) override {
+    try {
+      for (const auto& bucket : backward.buckets()) {
+        if (!bucket.memory) continue;
+        if (model_.flat) model_.flat->take_over(bucket, model_.parameters.gradients());
+        const at::Tensor result = wait(*bucket.layout, bucket.memory->gradients, backward.watch());
+        if (model_.flat) model_.flat->keep(result);
+      }
+    } catch (...) {
+      tell_peers(*model_.averaging.communicator, "the communication hook's future failed: " + current_error_text());
+      throw;
+    }
+  }
+
+  bool takes_sparse() const override { return true; }
+
+  // A hook's collectives may still write to its flat memory.
+  void drop() override { pending_ = std::vector<Pending>(pending_.size()); }
+
+ private:
+  struct Pending {
+    at::Tensor flat;
+    TorchFuture future;
+  };
+
+  void start(const BucketLayout& layout, std::vector<at::Tensor> parameters, const std::vector<at::Tensor>& memory) {
+    const c10::OptionalDeviceGuard on_device(at::device_of(memory[0]));  // the hook's, too
+    Pending& pending = pending_[layout.index];
+    std::vector<size_t> offsets, lengths;
+    std::vector<c10::IntArrayRef> sizes;
+    {
+      at::NoGradGuard no_grad;
+      if (layout.sparse) {
+        pending.flat = memory[0];
+      } else {
+        size_t length = 0;
+        for (const at::Tensor& tensor : memory) {
+          offsets.push_back(length);
+          lengths.push_back(tensor.numel());
+          length += tensor.numel();
+        }
+        for (const at::Tensor& parameter : parameters) sizes.push_back(parameter.sizes());
+        if (!pending.flat.defined()) pending.flat = at::empty({static_cast<int64_t>(length)}, memory[0].options());
+        at::_foreach_copy_(parts_of(pending.flat, layout, memory), memory);
+      }
+    }
+    at::Tensor buffer = pending.flat.is_complex() ? at::view_as_real(pending.flat).view(-1) : pending.flat;  // as DDP
+    c10d::GradBucket bucket(layout.index, pending_.size(), std::move(buffer), std::move(offsets), std::move(lengths),
+                            std::move(sizes), std::move(parameters), std::nullopt);
+    pending.future = keeping_python_errors([&] { return hook_->runHook(bucket); });
+  }
+
+  at::Tensor wait(const BucketLayout& layout, const std::vector<at::Tensor>& memory, const NonfiniteWatch* watch) {
+    Communicator& communicator = *model_.averaging.communicator;
+    Pending& pending = pending_[layout.index];
+    auto what = [&] { return "the communication hook's future of " + layout.describe(); };
+    return keeping_python_errors([&] {
+      wait_for_future(pending.future, communicator, what);
+      at::NoGradGuard no_grad;
+      at::Tensor result = hook_->parseHookResult(pending.future->value());
+      pending.future.reset();
+      if (layout.sparse) {
+        if (watch) watch->look_behind_hook(layout, {result}, memory, communicator.rank());
+        memory[0].copy_(result);
+        return result;
+      }
+      if (memory[0].is_complex() && !result.is_complex()) result = at::view_as_complex(result.reshape({-1, 2}));
+      if (result.numel() != pending.flat.numel()) {
+        throw Error(ErrorKind::InvalidUsage, what() + " gave " + std::to_string(result.numel()) +
+                                                 " elements instead of " + std::to_string(pending.flat.numel()));
+      }
+      result = result.contiguous().view(-1);
+      const auto parts = parts_of(result, layout, memory);
+      if (watch && !all_finite(result)) watch->look_behind_hook(layout, parts, memory, communicator.rank());
+      at::_foreach_copy_(memory, parts);
+      return result;
+    });
+  }
+
+  // The parts of a flat bucket, each in the order of elements that all ranks have agreed on.
+  std::vector<at::Tensor> parts_of(const at::Tensor& flat, const BucketLayout& layout,
+                                   const std::vector<at::Tensor>& memory) const {
+    std::vector<at::Tensor> parts;
+    parts.reserve(memory.size());
+    int64_t offset = 0;
+    for (size_t k = 0; k < memory.size(); ++k) {
+      const at::Tensor part = flat.narrow(0, offset, memory[k].numel());
+      parts.push_back(model_.parameters.gradients()[layout.parameters[k]].order().view(part, memory[k]));
+      offset += memory[k].numel();
+    }
+    return parts;
+  }
+
+  const std::unique_ptr<c10d::CommHookInterface> hook_;
+  std::vector<Pending> pending_;  // by bucket
+  bool runs_ = false;             // the hook, on some thread
+};
+
+}  // namespace
+
+std::unique_ptr<Route> make_comm_hook_route(Model& model, std::unique_ptr<c10d::CommHookInterface> hook) {
+  return std::make_unique<CommHookRoute>(model, std::move(hook));
 }
 
 }  // namespace syncengine

@@ -7,13 +7,13 @@
 
 namespace syncengine {
 
-namespace {
-
-[[noreturn]] void throw_current_python_error() {
+void throw_pending_python_error() {
   python_error error;
   error.persist();
   throw error;
 }
+
+namespace {
 
 // Of what a signal handler has raised, in words.
 std::string interruption_text(pybind11::handle type, pybind11::handle value) {
@@ -58,13 +58,13 @@ void rethrow_for_autograd() {
   } catch (const Error& error) {
     pybind11::gil_scoped_acquire gil;
     set_python_error(error);
-    throw_current_python_error();
+    throw_pending_python_error();
   }
 }
 
 void warn(const std::string& text) {
   pybind11::gil_scoped_acquire gil;
-  if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) < 0) throw_current_python_error();
+  if (PyErr_WarnEx(PyExc_RuntimeWarning, text.c_str(), 1) < 0) throw_pending_python_error();
 }
 
 void raise_pending_signal() {

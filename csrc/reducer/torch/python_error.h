@@ -19,6 +19,9 @@ pybind11::object to_python(const Error& error);
 // Makes `error` the pending Python exception. Needs the GIL.
 void set_python_error(const Error& error);
 
+// The pending Python exception, as torch's, which crosses autograd unchanged. Needs the GIL.
+[[noreturn]] void throw_pending_python_error();
+
 // To be called in a catch block of a hook or callback: rethrows an Error as the class of that name in
 // syncengine.errors, anything else as it is.
 [[noreturn]] void rethrow_for_autograd();

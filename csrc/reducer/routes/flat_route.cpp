@@ -1,0 +1,66 @@
+#include <c10/core/StreamGuard.h>
+
+#include <memory>
+#include <utility>
+
+#include "reducer/backward/backward.h"
+#include "reducer/backward/route.h"
+
+namespace syncengine {
+
+namespace {
+
+// Buckets are copied to flat memory that all peers reach, reduced there on a separate stream, in one order on all
+// ranks, and copied back at the end of backward.
+class FlatRoute final : public Route {
+ public:
+  using Route::Route;
+
+  void install() override {
+    model_.flat->lay_out(*model_.plan, model_.parameters.gradients(), model_.averaging.travels_as);
+  }
+
+  // Sparse ones wait for backward's end.
+  void ready(Backward& backward, Bucket& /*bucket*/) override {
+    while (Bucket* next = backward.next_in_order()) {
+      if (next->state == Bucket::State::Ready && !next->layout->sparse) start(backward, *next);
+    }
+  }
+
+  void finish(Backward& backward) override { model_.flat->finish(backward.buckets(), model_.parameters.gradients()); }
+
+ private:
+  void start(Backward& backward, Bucket& bucket) {
+    const Averaging& averaging = model_.averaging;
+    FlatBuckets& flat = *model_.flat;
+    Record& record = model_.record;
+    const size_t index = bucket.layout->index;
+    const double divisor = backward.weighting().divisor;
+    flat.fill(bucket, model_.parameters.gradients());
+    Operation operation = backward.operation_of(*bucket.layout);
+    operation.layout_hash =
+        operation.layout_hash * 31 + averaging.slots->first();  // of this model: another may look the same
+    operation.output = operation.input = flat.span(index);
+    if (const auto* watch = backward.watch()) operation.nonfinite = watch->of(*bucket.layout);
+    // As in place; but what is scaled beforehand is scaled where it lies, so that the peers may read it there.
+    if (!averaging.scales_first && averaging.scales_all_alike(divisor)) {
+      operation.postscale = 1.0 / divisor;
+    } else {
+      const c10::StreamGuard on(flat.stream());
+      averaging.scale_one_by_one(*bucket.layout, model_.parameters.gradients(), flat.views(index), divisor);
+    }
+    record.statistics.reduced_bytes += operation.output.bytes();
+    record.statistics.count_copy(averaging.travels_as ? CopyReason::Compression : CopyReason::Bucket,
+                                 operation.output.bytes());
+    record.bucket();
+    backward.trace_bucket(bucket, {});
+    flat.all_reduce(std::move(operation));
+    bucket.state = Bucket::State::InFlight;
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Route> make_flat_route(Model& model) { return std::make_unique<FlatRoute>(model); }
+
+}  // namespace syncengine
