@@ -158,12 +158,6 @@ void stop() {
   if (current) std::exchange(current, nullptr)->end();
 }
 
-uint64_t count() {
-  auto& [mutex, rings, current] = of_process();
-  std::lock_guard lock(mutex);
-  return rings.size();
-}
-
 std::string path() {
   auto& [mutex, rings, current] = of_process();
   std::lock_guard lock(mutex);

@@ -63,8 +63,6 @@ inline bool is_on() { return internal::active.load(std::memory_order_relaxed) !=
 void start(const std::string& path, size_t events, const std::string& about, uint64_t steps);
 // Notes that this rank has ended its part. Does nothing without a trace.
 void stop();
-// How many there have been.
-uint64_t count();
 // Where the trace of this process is, also when it has stopped by itself; empty without one.
 std::string path();
 

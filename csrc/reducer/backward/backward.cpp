@@ -44,7 +44,6 @@ void Backward::begin() {
   }
   missing_ = buckets_.size();
   stamped_ = choose_stamped();
-  if (trace::is_on()) note_buckets();
   if (can_be_refused() && !model_.options.skip_all_reduce_unused_params) {
     for (Bucket& bucket : buckets_)
       if (!bucket.layout->sparse) vote_ = &bucket;
@@ -86,25 +85,14 @@ void Backward::take_stamps(const Bucket& bucket, const std::vector<uint64_t>& fl
   model_.record.step_times->compare({end - model_.averaging.communicator->size(), end});
 }
 
-void Backward::note_buckets() const {
-  Record& record = model_.record;
-  const uint64_t traces = trace::count();
-  if (record.noted_plan == plan_.get() && record.noted_trace == traces) return;
-  record.noted_trace = traces;
-  record.noted_plan = plan_.get();
-  record.bucket_notes.clear();
-  for (const auto& layout : plan_->buckets()) {
-    std::string text = model_.parameters.model() + "\n" + std::to_string(layout->index);
-    for (size_t i : layout->parameters) text += "\n" + name(i);
-    record.bucket_notes.push_back(trace::text(text));
-  }
-}
-
 void Backward::trace_bucket(const Bucket& bucket, const Work::Place& place) const {
   if (bucket.since == 0 || !trace::is_on()) return;
   size_t bytes = 0;
-  for (size_t i : bucket.layout->parameters) bytes += gradient(i).parameter().nbytes();
-  const auto& notes = model_.record.bucket_notes;
+  std::string text = model_.parameters.model() + "\n" + std::to_string(bucket.layout->index);
+  for (size_t i : bucket.layout->parameters) {
+    bytes += gradient(i).parameter().nbytes();
+    text += "\n" + name(i);
+  }
   trace::record({.kind = trace::Kind::Bucket,
                  .begin = bucket.since,
                  .end = trace::now(),
@@ -113,7 +101,7 @@ void Backward::trace_bucket(const Bucket& bucket, const Work::Place& place) cons
                  .place = place.number,
                  .epoch = place.epoch,
                  .detail = bytes,
-                 .text = bucket.layout->index < notes.size() ? notes[bucket.layout->index] : 0});
+                 .text = trace::text(text)});
 }
 
 bool Backward::bring(size_t index, const at::Tensor& incoming) {

@@ -102,7 +102,6 @@ class Backward {
 
  private:
   size_t choose_stamped() const;
-  void note_buckets() const;
   bool is_last_fire(size_t index, const at::Tensor& incoming, bool kept);
   void count_collected(size_t index);
   bool skips(const Bucket& bucket) const;

@@ -134,10 +134,6 @@ struct Record {
 
   // This rank's own times in the last step, for the others; 0: there are none.
   uint64_t stamp = 0;
-  // While this rank is traced: the numbers of texts that say what is in each bucket of `noted_plan`.
-  std::vector<uint32_t> bucket_notes = {};
-  const void* noted_plan = nullptr;
-  uint64_t noted_trace = 0;
 
   void begin_forward() { step_.forward = PhaseClock::of_process().enter(PhaseClock::Forward); }
   void begin_backward(size_t parameters, size_t buckets) {
