@@ -138,7 +138,7 @@ class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
     const std::lock_guard lock(mutex_);
     return std::any_of(owners_.begin(), owners_.end(), [](const auto& owner) {
       const auto reducer = owner.lock();
-      return reducer && reducer->awaits_gradients();
+      return reducer && reducer->has(Interest::Awaits);
     });
   }
 
@@ -202,25 +202,12 @@ bool GradientHook::others_are_users() const {
          });
 }
 
-template <class Condition>
-bool GradientHook::any_other_reducer(Condition&& condition) const {
+bool GradientHook::any_other_has(Interest interest) const {
   const auto& hooks = node_->post_hooks();
   return hooks.size() > 1 && std::any_of(hooks.begin(), hooks.end(), [&](const auto& hook) {
            const auto* other = dynamic_cast<const AfterAccumulate*>(hook.get());
-           return other != nullptr && &other->reducer() != &reducer_ && condition(other->reducer());
+           return other != nullptr && &other->reducer() != &reducer_ && other->reducer().has(interest);
          });
-}
-
-bool GradientHook::claimed_by_another_reducer() const {
-  return any_other_reducer([](const Reducer& reducer) { return reducer.has_claimed(); });
-}
-
-bool GradientHook::averaged_by_another_reducer() const {
-  return any_other_reducer([](const Reducer& reducer) { return reducer.has_claimed() || reducer.in_backward(); });
-}
-
-bool GradientHook::awaited_by_another_reducer() const {
-  return any_other_reducer([](const Reducer& reducer) { return reducer.awaits_gradients(); });
 }
 
 const torch::autograd::Node* hook_output(const std::weak_ptr<Reducer>& reducer, const at::Tensor& output,

@@ -97,12 +97,12 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // For hooks only.
   void on_output(Forward& forward);
   void on_local_output();
-  // Whether a backward runs that comes from this model's outputs. Without the lock.
-  bool has_claimed() const { return claimed_; }
-  // Whether gradients that come now may be this model's. Without the lock.
-  bool awaits_gradients() const { return phase_ == Phase::Armed || phase_ == Phase::Syncing; }
-  // Whether one has begun and not ended. Without the lock.
-  bool in_backward() const { return phase_ == Phase::Syncing || phase_ == Phase::Finalizing; }
+  // Without the lock.
+  bool has(Interest interest) const {
+    const Phase phase = phase_;
+    if (interest == Interest::Awaits) return phase == Phase::Armed || phase == Phase::Syncing;
+    return claimed_ || (interest == Interest::Averages && (phase == Phase::Syncing || phase == Phase::Finalizing));
+  }
   void on_gradient(size_t index, const at::Tensor& incoming);
   void on_backward_end();
   void on_backward_failed(const std::string& text) noexcept;  // by an error of one of these hooks
@@ -148,7 +148,7 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   std::atomic<Phase> phase_{Phase::Local};  // written under mutex_
   const std::unique_ptr<Model> model_;
   GraphTasks tasks_;
-  std::atomic<bool> claimed_{false};   // see has_claimed()
+  std::atomic<bool> claimed_{false};   // a backward runs that comes from this model's outputs
   std::atomic<bool> delivers_{false};  // see has_averaged()
   bool outputs_hooked_ = false;        // on_output will tell of a backward through the last forward
   bool hooks_removed_ = false;

@@ -93,27 +93,26 @@ bool Reducer::is_foreign() {
 
 bool Reducer::takes(size_t index) {
   const Parameters& parameters = model_->parameters;
+  const at::Tensor& parameter = parameters.tensor(index);
+  if (!parameter.requires_grad() && !model_->plan.covers(index)) return false;  // frozen: its node was run for nothing
   const Phase phase = phase_;
-  Circumstances here{.phase = phase, .comes = parameters.tensor(index).requires_grad() || model_->plan.covers(index)};
-  if (here.comes && model_->usage.finds_unused() && parameters.tensor(index).grad().defined()) {
-    model_->usage.note(index);
-  }
+  Circumstances here{.phase = phase};
+  if (model_->usage.finds_unused() && parameter.grad().defined()) model_->usage.note(index);
   const bool is_new_task = phase == Phase::Consumed && tasks_.is_new();
   if (phase == Phase::Armed) {
     here.claimed = claimed_;
-    here.claimed_elsewhere = !claimed_ && parameters.claimed_by_another(index);
+    here.claimed_elsewhere = !claimed_ && parameters.another_has(index, Interest::Claims);
   } else if (phase == Phase::Consumed) {
     here.in_our_task = tasks_.any();
     here.given_up = model_->outcome.is_ending();
     here.outputs_hooked = outputs_hooked_;
-    here.awaited_elsewhere = parameters.awaited_by_another(index);
+    here.awaited_elsewhere = parameters.another_has(index, Interest::Awaits);
     const bool is_asked = !here.in_our_task && !here.outputs_hooked && !here.awaited_elsewhere;
     here.made_by_forward = is_asked && tasks_.runs_forwards_nodes();
     // A task around this one may tell more.
     if (is_asked && is_new_task) tell_of_outer_task(weak_from_this(), TaskRole::Foreign);
   }
   switch (attribute(here)) {
-    case Attribution::Nothing:
     case Attribution::Foreign: return false;
     case Attribution::Local:
       PhaseClock::of_process().local_gradient();

@@ -13,7 +13,6 @@ enum class Phase : uint8_t { Local, Armed, Syncing, Finalizing, Consumed };
 // Each is asked for only in the phases that it names.
 struct Circumstances {
   Phase phase;
-  bool comes = true;               // any: not for a frozen parameter that is in no bucket, though its node was run
   bool claimed = false;            // Armed: the backward that runs comes from an output of this model
   bool claimed_elsewhere = false;  // Armed: from an output of another wrapper that has the parameter
   bool in_our_task = false;        // Consumed: a graph task of the last backward has not ended
@@ -24,7 +23,6 @@ struct Circumstances {
 };
 
 enum class Attribution : uint8_t {
-  Nothing,   // no gradient has come
   Local,     // this rank's own, by no_sync
   Foreign,   // of a backward that is none of this model's
   First,     // mine: the first of its backward
@@ -35,7 +33,6 @@ enum class Attribution : uint8_t {
 };
 
 constexpr Attribution attribute(const Circumstances& here) {
-  if (!here.comes) return Attribution::Nothing;
   switch (here.phase) {
     case Phase::Local: return Attribution::Local;
     case Phase::Armed: return here.claimed_elsewhere && !here.claimed ? Attribution::Foreign : Attribution::First;

@@ -109,7 +109,7 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
   const at::Tensor& parameter = parameters.tensor(index);
   const bool watched = parameters.has_node_hooks(index);
   const UserHooks hooks = user_hooks_on(parameter);
-  if (hooks == UserHooks::Postponed && parameters.averaged_by_another(index)) {
+  if (hooks == UserHooks::Postponed && parameters.another_has(index, Interest::Averages)) {
     throw Error(ErrorKind::InvalidUsage, averaged_twice_text(parameters, index));
   }
   if (hooks == UserHooks::Hasty || (watched && has_hasty_optimizer(parameter))) {
@@ -119,7 +119,7 @@ bool Backward::bring(size_t index, const at::Tensor& incoming) {
                     "see this rank's gradient instead of the average: register it before the forward");
   }
   // By a part of two models: both reduce what this rank has.
-  const bool kept = watched || parameters.awaited_by_another(index);
+  const bool kept = watched || parameters.another_has(index, Interest::Awaits);
   const bool is_static = model_.usage.is_static();
   if (is_static && !is_last_fire(index, incoming, kept)) return false;
   auto fits = [&] {

@@ -19,6 +19,13 @@ namespace syncengine {
 class Reducer;
 struct Forward;
 
+// Of a reducer, in the gradients that come now.
+enum class Interest : uint8_t {
+  Claims,    // a backward runs that comes from its outputs
+  Averages,  // the same, or it averages one, whatever that comes from
+  Awaits,    // it waits for gradients
+};
+
 // Listens to a parameter as long as it lives: on its AccumulateGrad node, after the gradient has been accumulated.
 // Must not outlive the reducer, nor be destroyed while a backward runs through the parameter.
 class GradientHook {
@@ -38,16 +45,9 @@ class GradientHook {
   // Who else listens to the node: hooks of the user (Megatron's, Apex'), which are to see this rank's own gradient; or
   // another reducer, of a second wrapper of the same module.
   bool others_are_users() const;
-  // The latter, if a backward runs that comes from its outputs; or one that it averages, whatever that comes from; or
-  // if it waits for gradients.
-  bool claimed_by_another_reducer() const;
-  bool averaged_by_another_reducer() const;
-  bool awaited_by_another_reducer() const;
+  bool any_other_has(Interest interest) const;
 
  private:
-  template <class Condition>
-  bool any_other_reducer(Condition&& condition) const;
-
   const Reducer& reducer_;
   // An intrusive_ptr since torch 2.13, a shared_ptr before. Held: a parameter refers to its node only weakly.
   decltype(torch::autograd::impl::grad_accumulator(at::Tensor())) node_;
@@ -76,8 +76,8 @@ void tell_of_outer_task(std::weak_ptr<Reducer> reducer, TaskRole role);
 void fail_at_task_end(const std::string& text);
 
 // Users' post-accumulate-grad hooks (an optimizer in backward, say) run before GradientHook, on the local gradient.
-// This makes them wait: nothing runs while Reducer::awaits_gradients() of any reducer that the parameter belongs to;
-// whoever delivers the average runs them. False if there are none.
+// This makes them wait: nothing runs while any reducer that the parameter belongs to awaits gradients; whoever delivers
+// the average runs them. False if there are none.
 bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tensor& parameter);
 // Whether there are some, and whether they wait: not if they came after the last forward.
 enum class UserHooks : uint8_t { None, Postponed, Hasty };

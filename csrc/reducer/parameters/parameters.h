@@ -128,9 +128,9 @@ class Parameters {
   bool any_user_hooks() const { return any_user_hooks_; }
   // See hooks.h, of one that is listened to.
   bool has_node_hooks(size_t index) const { return hooks_[index] && hooks_[index]->others_are_users(); }
-  bool claimed_by_another(size_t index) const { return hooks_[index] && hooks_[index]->claimed_by_another_reducer(); }
-  bool averaged_by_another(size_t index) const { return hooks_[index] && hooks_[index]->averaged_by_another_reducer(); }
-  bool awaited_by_another(size_t index) const { return hooks_[index] && hooks_[index]->awaited_by_another_reducer(); }
+  bool another_has(size_t index, Interest interest) const {
+    return hooks_[index] && hooks_[index]->any_other_has(interest);
+  }
 
  private:
   void follow(const std::shared_ptr<Reducer>& reducer, size_t index);
