@@ -15,21 +15,6 @@
 
 namespace syncengine {
 
-namespace {
-
-// What the forward's outputs reach; returns what prepare_for_backward does.
-std::vector<at::Tensor> mark_reachable(const std::vector<at::Tensor>& outputs, const Model& model, Forward& forward) {
-  forward.reachable.assign(model.parameters.size(), false);
-  auto others = mark_used(outputs, model.parameters.accumulators(), forward.reachable);
-  if (others.empty()) return {};
-  for (size_t i = 0; i < model.parameters.size(); ++i) {
-    if (model.plan.covers(i) && !forward.reachable[i]) return leaves_of(others);
-  }
-  return {};
-}
-
-}  // namespace
-
 Reducer::~Reducer() {
   std::lock_guard lock(mutex_);
   try {
@@ -83,7 +68,12 @@ std::vector<at::Tensor> Reducer::prepare_for_backward(const std::vector<at::Tens
   std::vector<at::Tensor> other_leaves;
   // A module whose parameters were replaced would train without ever being synchronized.
   if (model_->usage.finds_unused() || model_->usage.observes() || model_->outcome.brought_nothing) {
-    other_leaves = mark_reachable(outputs, *model_, forward);
+    other_leaves = forward.reach(outputs, model_->parameters);
+    bool is_any_unused = false;
+    for (size_t i = 0; i < model_->parameters.size(); ++i) {
+      is_any_unused |= model_->plan.covers(i) && !forward.reachable[i];
+    }
+    if (!is_any_unused) other_leaves.clear();
   }
   for (const auto& output : outputs) {
     if (const auto* node = hook_output(weak_from_this(), output, model_->forward, began))

@@ -14,7 +14,9 @@
 #include <utility>
 
 #include "engine/progress/work.h"
+#include "reducer/backward/texts.h"
 #include "reducer/buckets/averaging.h"
+#include "reducer/torch/python_error.h"
 
 namespace syncengine {
 
@@ -35,27 +37,48 @@ class Outcome {
   void begin() { ++step_; }
   uint64_t step() const { return step_; }
   // All its averages are there. `backward`: its number.
-  void end_well(uint64_t backward);
+  void end_well(uint64_t backward) {
+    ended_well_ = backward;
+    lost = false;
+    not_averaged.clear();
+  }
   bool has_ended_well(uint64_t backward) const { return backward == ended_well_; }
 
   // The step, or what was to become one, is lost on this rank.
-  void lose(const std::string& text);
+  void lose(const std::string& text) {
+    last_error = text;
+    lost = true;
+    not_averaged = "the last backward was given up (" + text + ")";
+  }
   // Tells the peers, and ends the step. `raised_in_forward`: .grad is what it was before, until all ranks have said how
   // the step has ended for them.
-  void refuse(const std::string& text, bool raised_in_forward);
-  // Ends one that a peer has refused.
-  void end() { end(false); }
+  void refuse(const std::string& text, bool raised_in_forward) {
+    averaging_.communicator->refuse(averaging_.slots, step_, said_here(*averaging_.communicator, text));
+    end(raised_in_forward);
+  }
+  // Ends one that a peer has refused, or this rank.
+  void end(bool raised_in_forward = false) {
+    auto loses_gradients = std::make_shared<uint8_t>(!raised_in_forward);
+    auto work = averaging_.communicator->end_refused(averaging_.slots, step_, loses_gradients);
+    end_.emplace(End{std::move(work), std::move(loses_gradients), raised_in_forward});
+  }
   // Whether the last step was refused, and may not have ended on all ranks yet.
   bool is_ending() const { return end_.has_value(); }
   // Whether that decides about this rank's gradients.
   bool is_undecided() const { return end_ && end_->raised_in_forward; }
   // Blocks until that step has ended on all ranks: another one may begin. Returns whether gradients that this rank has
   // kept become None: some rank could not keep its own.
-  bool await_end(std::unique_lock<std::mutex>& lock);
+  bool await_end(std::unique_lock<std::mutex>& lock) {
+    if (!end_) return false;
+    const End end = *end_;
+    lock.unlock();
+    averaging_.communicator->wait(end.work, raise_pending_signal);
+    lock.lock();
+    end_.reset();
+    return end.raised_in_forward && *end.loses_gradients != 0;
+  }
 
  private:
-  void end(bool raised_in_forward);
-
   const Averaging& averaging_;
   uint64_t step_ = 0;        // so far; as many on all ranks
   uint64_t ended_well_ = 0;  // the last backward that did

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
 
 #include <cmath>
@@ -18,6 +19,7 @@
 #include "engine/communicator/communicator.h"
 #include "reducer/buckets/bucket.h"
 #include "reducer/gradients/gradient.h"
+#include "reducer/torch/tensors.h"
 
 namespace syncengine {
 
@@ -49,22 +51,6 @@ inline Scaling scaling_of(const ReducerOptions& options, Numerics numerics) {
   return options.gradient_as_bucket_view ? Scaling::DivideViewed : Scaling::Multiply;
 }
 
-// Whether all three are the same: the divisor is a power of two.
-inline bool is_exact(double divisor) {
-  int exponent = 0;
-  return std::frexp(divisor, &exponent) == 0.5;
-}
-
-// Scales in place, as torch does. By a tensor, since mul_(Scalar) rounds the factor to 16 bits where the gradient has
-// them.
-inline void scale(const at::Tensor& contribution, bool divide, double divisor) {
-  if (divide) {
-    contribution.div_(divisor);
-  } else {
-    contribution.mul_(at::scalar_tensor(1.0 / divisor, at::kDouble));
-  }
-}
-
 struct Averaging {
   const std::shared_ptr<Communicator> communicator;
   size_t parameters;  // of the model
@@ -79,11 +65,35 @@ struct Averaging {
   size_t vote_slot() const { return parameters + 1; }
   size_t nonfinite_slot() const { return parameters + 2; }
   // Without memory.
-  Operation operation_of(const BucketLayout& layout) const;
-  bool scales_all_alike(double divisor) const { return scaling == Scaling::Multiply || is_exact(divisor); }
+  Operation operation_of(const BucketLayout& layout) const {
+    Operation operation;
+    operation.dtype = travels_as ? *gradient_dtype(*travels_as) : layout.dtype;
+    operation.op = ReduceOp::Avg;
+    operation.numerics = communicator->numerics();
+    operation.layout_hash = layout.hash;
+    operation.describe = [shared = layout.shared_from_this()] { return shared->describe(); };
+    return operation;
+  }
+  // So all three ways are where the divisor is a power of two.
+  bool scales_all_alike(double divisor) const {
+    int exponent = 0;
+    return scaling == Scaling::Multiply || std::frexp(divisor, &exponent) == 0.5;
+  }
   // Where the ways of scaling differ in their bits.
   void scale_one_by_one(const BucketLayout& layout, const std::vector<Gradient>& gradients,
-                        const std::vector<at::Tensor>& contributions, double divisor) const;
+                        const std::vector<at::Tensor>& contributions, double divisor) const {
+    at::NoGradGuard no_grad;
+    for (size_t k = 0; k < contributions.size(); ++k) {
+      bool divide = scaling == Scaling::Divide || gradients[layout.parameters[k]].is_kept();
+      // In place, as torch does. By a tensor, since mul_(Scalar) rounds the factor to 16 bits where the gradient has
+      // them.
+      if (divide) {
+        contributions[k].div_(divisor);
+      } else {
+        contributions[k].mul_(at::scalar_tensor(1.0 / divisor, at::kDouble));
+      }
+    }
+  }
 };
 
 }  // namespace syncengine

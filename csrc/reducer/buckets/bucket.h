@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -29,22 +30,31 @@ struct SmallLayout {
   static constexpr size_t kLarge = ~size_t{0};
   std::vector<size_t> offsets;  // in the layout's order; kLarge: it lies elsewhere
   size_t bytes = 0, count = 0;
-
-  void add(size_t gradient_bytes);
 };
 
 class SmallGradients {
  public:
   SmallGradients() = default;
-  SmallGradients(shm::Pool& pool, const SmallLayout& layout);
+  SmallGradients(shm::Pool& pool, const SmallLayout& layout) {
+    void* block = layout.bytes > 0 ? pool.allocate(layout.bytes) : nullptr;
+    if (block == nullptr) return;
+    block_ = {static_cast<std::byte*>(block), [&pool](std::byte* memory) { pool.release(memory); }};
+    pieces_.reserve(layout.count);
+  }
 
   // Whether there is a block at all.
   explicit operator bool() const { return block_ != nullptr; }
   std::byte* at(size_t offset) const { return block_.get() + offset; }
 
-  void copy_in(size_t offset, std::byte* gradient, size_t bytes, Statistics& statistics);
+  void copy_in(size_t offset, std::byte* gradient, size_t bytes, Statistics& statistics) {
+    pieces_.push_back({offset, gradient, bytes});
+    std::copy_n(gradient, bytes, at(offset));
+    statistics.count_copy(CopyReason::Small, bytes);
+  }
   // The averages are in the block: to where the gradients came from.
-  void copy_out() const;
+  void copy_out() const {
+    for (const Piece& piece : pieces_) std::copy_n(at(piece.offset), piece.bytes, piece.gradient);
+  }
 
  private:
   struct Piece {

@@ -1,6 +1,7 @@
 #include "reducer/buckets/bucket_plan.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/error.h"
 #include "reducer/gradients/gradient_memory.h"
@@ -37,7 +38,12 @@ std::shared_ptr<const BucketLayout> make_layout(size_t index, const std::vector<
     }
     hash = mix(mix(mix(hash, i), parameter.nbytes()), static_cast<uint64_t>(*own));
     hash = gradients[i].order().mix_into(hash);
-    small.add(parameter.nbytes());
+    if (parameter.nbytes() < gradient_memory::kSmallest) {
+      small.offsets.push_back(std::exchange(small.bytes, small.bytes + parameter.nbytes()));
+      ++small.count;
+    } else {
+      small.offsets.push_back(SmallLayout::kLarge);
+    }
   }
   auto layout = std::make_shared<BucketLayout>();
   layout->names = names;

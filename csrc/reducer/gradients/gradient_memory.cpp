@@ -20,30 +20,11 @@ constexpr int kWrongGuesses = 3;  // then it is another graph each time
 
 }  // namespace
 
-std::shared_ptr<const Temporaries> AllocationHabits::known(size_t bytes, bool accumulates) const {
-  std::lock_guard lock(mutex_);
-  auto habit = habits_.find(bytes);
-  return habit == habits_.end() ? nullptr : habit->second.temporaries[accumulates];
-}
-
-bool AllocationHabits::wants_to_learn(size_t bytes, bool accumulates) const {
-  std::lock_guard lock(mutex_);
-  auto habit = habits_.find(bytes);
-  return habit == habits_.end() || (!habit->second.temporaries[accumulates] && habit->second.wrong < kWrongGuesses);
-}
-
-void AllocationHabits::learn(size_t bytes, bool accumulates, Temporaries temporaries) {
-  std::lock_guard lock(mutex_);
-  habits_[bytes].temporaries[accumulates] = std::make_shared<const Temporaries>(std::move(temporaries));
-}
-
 void AllocationHabits::forget(size_t bytes) {
-  std::lock_guard lock(mutex_);
-  auto habit = habits_.find(bytes);
-  if (habit == habits_.end()) return;
-  bool guessed = habit->second.temporaries[0] || habit->second.temporaries[1];
-  habit->second.temporaries = {};
-  if (guessed) ++habit->second.wrong;
+  std::lock_guard lock(mutex);
+  Habit& habit = habits[bytes];
+  if (habit.temporaries[0] || habit.temporaries[1]) ++habit.wrong;
+  habit.temporaries = {};
 }
 
 namespace {
@@ -99,12 +80,13 @@ class PoolAllocator final : public c10::Allocator {
 
 void* Grant::allocate(size_t bytes) {
   if (pool_.forked()) return nullptr;  // before the lock, which another thread may have held then
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(habits_->mutex);
   auto [position, is_first] = courses_.try_emplace(bytes);
   Course& course = position->second;
   if (is_first) {
-    course.known = habits_->known(bytes, accumulates_);
-    course.learns = habits_->wants_to_learn(bytes, accumulates_);
+    const auto& habit = habits_->habits[bytes];
+    course.known = habit.temporaries[accumulates_];
+    course.learns = !course.known && habit.wrong < kWrongGuesses;
   }
   size_t place = course.next++;
   if (course.known && place < course.known->size() && (*course.known)[place]) return nullptr;
@@ -118,7 +100,7 @@ void* Grant::allocate(size_t bytes) {
 
 void Grant::notice_release(void* block) {
   if (!is_valid()) return;
-  std::lock_guard lock(mutex_);
+  std::lock_guard lock(habits_->mutex);
   auto found = being_learned_.find(block);
   if (found == being_learned_.end()) return;
   auto [bytes, place] = found->second;
@@ -129,11 +111,12 @@ void Grant::notice_release(void* block) {
 void Grant::learn() {
   bool any_temporary = false;
   {
-    std::lock_guard lock(mutex_);
+    std::lock_guard lock(habits_->mutex);
     for (auto& [bytes, course] : courses_) {
       if (!course.learns) continue;
       for (bool temporary : course.temporaries) any_temporary |= temporary;
-      habits_->learn(bytes, accumulates_, std::move(course.temporaries));
+      habits_->habits[bytes].temporaries[accumulates_] =
+          std::make_shared<const Temporaries>(std::move(course.temporaries));
     }
     courses_.clear();
   }

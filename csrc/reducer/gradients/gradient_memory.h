@@ -31,28 +31,20 @@ using Sizes = std::unordered_set<size_t>;
 // By place among a backward's allocations of one size.
 using Temporaries = std::vector<bool>;
 
-class AllocationHabits {
- public:
-  explicit AllocationHabits(Sizes sizes) : sizes_(std::move(sizes)) {}
+struct AllocationHabits {
+  explicit AllocationHabits(Sizes of) : sizes(std::move(of)) {}
 
-  const Sizes& sizes() const { return sizes_; }
-
-  // What is known about blocks of `bytes`, which is one of sizes(); null if nothing is.
-  std::shared_ptr<const Temporaries> known(size_t bytes, bool accumulates) const;
-  bool wants_to_learn(size_t bytes, bool accumulates) const;
-  void learn(size_t bytes, bool accumulates, Temporaries temporaries);
-  // A gradient of that size did not get a block of the pool.
-  void forget(size_t bytes);
-
- private:
   struct Habit {
-    std::array<std::shared_ptr<const Temporaries>, 2> temporaries;  // by `accumulates`
+    std::array<std::shared_ptr<const Temporaries>, 2> temporaries;  // by whether it accumulates; null: nothing is known
     int wrong = 0;                                                  // guesses
   };
 
-  const Sizes sizes_;
-  mutable std::mutex mutex_;
-  std::unordered_map<size_t, Habit> habits_;
+  const Sizes sizes;
+  std::mutex mutex;  // of what follows, and of the grants' courses
+  std::unordered_map<size_t, Habit> habits;
+
+  // A gradient of that size did not get a block of the pool.
+  void forget(size_t bytes);
 };
 
 // Puts the gradients that autograd allocates while a synchronized backward runs into a pool, so that they lie where
@@ -73,7 +65,7 @@ class Grant {
   Grant(shm::Pool& pool, std::shared_ptr<AllocationHabits> habits, bool accumulates)
       : pool_(pool), habits_(std::move(habits)), accumulates_(accumulates) {}
 
-  bool covers(size_t bytes) const { return habits_->sizes().count(bytes) > 0; }
+  bool covers(size_t bytes) const { return habits_->sizes.count(bytes) > 0; }
   // For a size that it covers; null: torch's own memory is to be used.
   void* allocate(size_t bytes);
   // Tells that a block goes back to its pool; it may be another grant's.
@@ -97,7 +89,6 @@ class Grant {
   const std::shared_ptr<AllocationHabits> habits_;
   const bool accumulates_;
   std::atomic<bool> valid_{true};
-  std::mutex mutex_;
   std::unordered_map<size_t, Course> courses_;                          // by size
   std::unordered_map<void*, std::pair<size_t, size_t>> being_learned_;  // blocks: their size, their place in its course
 };

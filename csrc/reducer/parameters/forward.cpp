@@ -1,8 +1,12 @@
 #include "reducer/parameters/forward.h"
 
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
 
 #include "base/error.h"
@@ -25,6 +29,32 @@ bool is_in_this_task(const Forward& forward) {
 }
 
 }  // namespace
+
+std::vector<at::Tensor> Forward::reach(const std::vector<at::Tensor>& of_outputs, const Parameters& parameters) {
+  const auto& accumulators = parameters.accumulators();
+  reachable.assign(parameters.size(), false);
+  std::vector<at::Tensor> others;
+  std::unordered_set<const Node*> seen;
+  std::vector<Node*> pending;  // a stack of our own: graphs are deeper than the thread's
+  auto visit = [&](Node* node) {
+    if (node != nullptr && seen.insert(node).second) pending.push_back(node);
+  };
+  for (const auto& output : of_outputs) {
+    if (output.requires_grad()) visit(torch::autograd::impl::gradient_edge(output).function.get());
+  }
+  while (!pending.empty()) {
+    Node* node = pending.back();
+    pending.pop_back();
+    for (const auto& edge : node->next_edges()) visit(edge.function.get());
+    if (!node->next_edges().empty()) continue;
+    if (auto found = accumulators.find(node); found != accumulators.end()) {
+      reachable[found->second] = true;
+    } else if (auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(node)) {
+      others.push_back(leaf->variable);
+    }
+  }
+  return others;
+}
 
 void Forwards::expect(const std::shared_ptr<Forward>& forward) {
   std::erase_if(forwards_, [](const auto& weak) { return weak.expired(); });

@@ -4,6 +4,8 @@
 // effect. Thread-safety: none.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <cstddef>
 #include <memory>
 #include <string>
@@ -34,6 +36,9 @@ struct Forward {
   bool reached = false;                                    // by a backward
   std::shared_ptr<const BucketPlan> plan = {};             // that it was made for
   std::string given_up = {};                               // why no backward through it averages any more
+
+  // Finds what is reachable from these outputs. Returns all other leaves that are.
+  std::vector<at::Tensor> reach(const std::vector<at::Tensor>& of_outputs, const Parameters& parameters);
 };
 
 // Those that a backward may come from.

@@ -12,13 +12,13 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "reducer/buckets/bucket.h"
 #include "reducer/buckets/bucket_plan.h"
 #include "reducer/gradients/gradient.h"
 #include "reducer/parameters/hooks.h"
-#include "reducer/torch/graph_tasks.h"
 
 namespace syncengine {
 
@@ -97,7 +97,7 @@ class Parameters {
   const std::vector<Gradient>& gradients() const { return gradients_; }
   const at::Tensor& tensor(size_t index) const { return gradients_[index].parameter(); }
   // The AccumulateGrad nodes that are listened to.
-  const AccumulatorIndex& accumulators() const { return accumulators_; }
+  const std::unordered_map<const torch::autograd::Node*, size_t>& accumulators() const { return accumulators_; }
 
   // Before a forward: `reducer` listens to each that requires a gradient, or has: a graph from before may bring one
   // when it does again. Returns whether anything was new.
@@ -143,7 +143,7 @@ class Parameters {
   std::vector<Attributes> attributes_;
   std::vector<std::unique_ptr<GradientHook>> hooks_;    // none until it requires a gradient
   std::vector<std::unique_ptr<GradientHook>> retired_;  // on nodes that graphs hold, and parameters no longer
-  AccumulatorIndex accumulators_;
+  std::unordered_map<const torch::autograd::Node*, size_t> accumulators_;
   std::vector<bool> trained_;
   bool keeps_trained_ = false;
   std::vector<std::atomic<bool>> accumulated_;

@@ -5,7 +5,9 @@
 // instructions.
 #pragma once
 
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 
 #include <functional>
@@ -13,6 +15,7 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace syncengine {
 
@@ -38,7 +41,15 @@ class ProfilerRow {
   }
 
  private:
-  void begin(at::StepCallbacks&& steps, const std::string& name, at::ArrayRef<at::Tensor> inputs);
+  void begin(at::StepCallbacks&& steps, const std::string& name, at::ArrayRef<at::Tensor> inputs) {
+    auto record = std::make_shared<at::RecordFunction>(std::move(steps));
+    record->_setAsync();  // it may end on another thread
+    std::vector<c10::IValue> values;
+    if (record->needsInputs()) values.assign(inputs.begin(), inputs.end());
+    record->before("syncengine:" + name, c10::ArrayRef<const c10::IValue>(values.data(), values.size()));
+    // Profilers know whom they profile by thread.
+    end_ = std::make_unique<std::function<void()>>(at::wrapPropagateTLSState([record] { record->end(); }));
+  }
 
   std::unique_ptr<std::function<void()>> end_;
 };
