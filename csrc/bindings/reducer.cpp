@@ -139,7 +139,9 @@ void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<torch::
   std::vector<TorchFuture> unwrapped;
   for (const auto& future : futures) unwrapped.push_back(future->fut);
   py::gil_scoped_release no_gil;
-  reducer.model()->coming_backward().wait_at_end_for(std::move(unwrapped));
+  const auto model = reducer.model();
+  auto& all = model->coming_backward().futures;
+  all.insert(all.end(), unwrapped.begin(), unwrapped.end());
 }
 
 py::dict statistics_dict(Reducer& reducer) {
@@ -231,9 +233,11 @@ void bind_reducer(py::module_& module) {
           },
           py::arg("outputs"), py::arg("began") = py::none(), NoGil())
       .def("refuse_forward", &Reducer::refuse_forward, py::arg("text"), NoGil())
-      .def("can_refuse", &Reducer::can_refuse, NoGil())
+      .def(
+          "can_refuse", [](Reducer& self) { return self.model()->can_refuse(); }, NoGil())
       .def("vote_on_forward", &Reducer::vote_on_forward, NoGil())
-      .def("is_undecided", &Reducer::is_undecided, NoGil())
+      .def(
+          "is_undecided", [](Reducer& self) { return self.model()->outcome.is_undecided(); }, NoGil())
       .def("decide", &Reducer::decide, NoGil())
       .def("reserve_slots", &Reducer::reserve_slots, py::arg("copy_of") = py::none(), NoGil())
       .def("shadow_backward", &Reducer::shadow_backward, NoGil())

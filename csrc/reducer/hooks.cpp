@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "reducer/backward/texts.h"
 #include "reducer/reducer.h"
 #include "reducer/torch/graph_tasks.h"
 #include "reducer/torch/python_error.h"
@@ -30,12 +31,9 @@ template <class Call>
 void call_in_backward(Reducer& reducer, Call&& call) {
   try {
     call();
-  } catch (const Error& error) {
-    reducer.on_backward_failed(error.what());
-    rethrow_for_autograd();
   } catch (...) {
-    reducer.on_backward_failed("backward aborted");
-    throw;
+    reducer.on_backward_failed(text_for_peers());
+    rethrow_for_autograd();
   }
 }
 
@@ -100,7 +98,7 @@ class BackwardEnd {
     auto reducer = std::move(reducer_);
     try {
       reducer->on_backward_end();
-    } catch (const Error&) {
+    } catch (...) {
       rethrow_for_autograd();
     }
   }

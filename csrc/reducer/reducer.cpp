@@ -88,7 +88,7 @@ void Reducer::expect_backward() {
   Forward& forward = model_->coming_forward();
   outputs_hooked_ = !forward.outputs.empty();
   forward.plan = model_->plan.shared();
-  model_->coming_backward().expect(std::exchange(model_->forward, nullptr));
+  model_->coming_backward().forwards.expect(std::exchange(model_->forward, nullptr));
   phase_ = Phase::Armed;
 }
 
@@ -106,17 +106,12 @@ void Reducer::refuse_forward(const std::string& text) {
   give_up(text, /*in_forward=*/true);
 }
 
-bool Reducer::can_refuse() {
-  std::lock_guard lock(mutex_);
-  return model_->can_refuse() && !model_->plan->buckets().empty();
-}
-
 void Reducer::vote_on_forward() {
   std::shared_ptr<Work> vote;
   {
     std::unique_lock lock(mutex_);
     await_end(lock);
-    if (!model_->can_refuse() || model_->plan->buckets().empty()) return;
+    if (!model_->can_refuse()) return;
     model_->outcome.begin();
     vote = model_->vote(std::make_shared<std::vector<uint8_t>>(1));
   }
@@ -151,7 +146,7 @@ void Reducer::shadow_backward() {
     model_->usage.clear();
     model_->coming_forward();
     model_->backward.reset();  // a forward of its own that was dropped
-    model_->coming_backward().expect(model_->forward);
+    model_->coming_backward().forwards.expect(model_->forward);
     model_->record.no_batch();
     begin_backward();
     model_->forward.reset();
@@ -224,11 +219,11 @@ void Reducer::finalize() {
     std::lock_guard lock(mutex_);
     give_in(error.what());
     throw;
-  } catch (const Error& error) {
-    fail_finalizing(error.what());
-    throw;
   } catch (...) {
-    fail_finalizing("backward aborted");
+    // With what is on its way: an error of the communicator, of somebody's hook, or of a gradient that can't be
+    // reduced, or can't take its average.
+    std::lock_guard lock(mutex_);
+    give_up(text_for_peers());
     throw;
   }
   if (!backward->nonfinite().empty()) say_nonfinite(backward->nonfinite());
@@ -255,13 +250,6 @@ void Reducer::run_hooks_of_users(const std::vector<size_t>& written) {
   }
 }
 
-// With what is on its way: an error of the communicator, of somebody's hook, or of a gradient that can't be reduced, or
-// can't take its average.
-void Reducer::fail_finalizing(const std::string& text) {
-  std::lock_guard lock(mutex_);
-  give_up(text);
-}
-
 void Reducer::give_up(const std::string& text, bool in_forward) {
   Communicator& communicator = *model_->averaging.communicator;
   bool is_told = false;
@@ -272,7 +260,7 @@ void Reducer::give_up(const std::string& text, bool in_forward) {
     } catch (const Error&) {
       // Its forwards contradict each other: no matter.
     }
-    if (model_->plan && model_->backward->can_be_refused()) model_->outcome.refuse(text, in_forward), is_told = true;
+    if (model_->can_refuse()) model_->outcome.refuse(text, in_forward), is_told = true;
     is_told |= model_->plan && model_->backward->is_empty();
   } catch (const Error&) {
     is_told = true;  // the communicator has failed: nobody waits any more
@@ -318,7 +306,7 @@ void Reducer::lose(const std::string& text) {
   model_->outcome.lose(text);
   model_->record.interrupt();
   if (model_->backward) {
-    model_->backward->give_up_forwards(text);
+    model_->backward->forwards.give_up(text);
     model_->backward->drop();
   }
   end_backward();

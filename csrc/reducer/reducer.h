@@ -66,14 +66,11 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   void prepare_for_local_backward(const std::vector<at::Tensor>& outputs, const NodeNumber& began);
   // It raised, or is not to be averaged, and its backward would have been.
   void refuse_forward(const std::string& text);
-  // Whether a forward can be refused; if not, refuse_forward() ends the communicator, or the other ranks need not know.
-  bool can_refuse();
   // Behind a forward, and before something else that all ranks do there: a step of its own, which those refuse that
   // have raised. Blocks.
   void vote_on_forward();
-  // Whether it depends on the other ranks what becomes of the gradients that this rank had when it refused a forward.
-  bool is_undecided() { return model()->outcome.is_undecided(); }
-  // Blocks until that is known, and does it; nothing once this rank has closed the communicator.
+  // Blocks until it is known what becomes of the gradients that this rank had when it refused a forward, and does it;
+  // nothing once this rank has closed the communicator.
   void decide();
   // Takes part in a synchronized backward of the others without a gradient of its own. Blocks.
   void shadow_backward();
@@ -113,9 +110,9 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
 
  private:
   bool recomputing() const { return phase_ == Phase::Syncing && GraphTasks::inside(); }
-  // Whether the backward on this thread has nothing to do with a synchronized forward, as far as one can tell here; the
-  // task around it is looked at when this one has ended.
-  bool is_foreign();
+  // Whether one of the last forwards has made some of the graph that runs on this thread, as far as one can tell here;
+  // the task around it is looked at when this one has ended.
+  bool runs_forwards_graph();
   // Whether this gradient is of a backward that this model averages, which begins with the first; else nothing comes of
   // it. Throws where it is an error.
   bool takes(size_t index);
@@ -124,13 +121,10 @@ class Reducer : public std::enable_shared_from_this<Reducer> {
   // The last step, if it was.
   std::string why_lost() const { return model_->outcome.lost ? model_->outcome.last_error : ""; }
   void watch_this_backward();
-  // The first gradient of the backward that runs is about to come, or has.
-  void enter_backward();
   void begin_backward();
   void finalize();
   void say_nonfinite(const std::string& text) const;
   void run_hooks_of_users(const std::vector<size_t>& written);
-  void fail_finalizing(const std::string& text);
   // The step is lost, by an error on this rank. Under the lock; the second one throws it. `in_forward`: before
   // backward.
   void give_up(const std::string& text, bool in_forward = false);

@@ -80,15 +80,9 @@ void Reducer::watch_this_backward() {
   if (!outputs_hooked_) tell_of_outer_task(weak_from_this(), TaskRole::Ours);
 }
 
-void Reducer::enter_backward() {
-  watch_this_backward();
-  begin_backward();
-  model_->backward->collect_missing();
-}
-
-bool Reducer::is_foreign() {
+bool Reducer::runs_forwards_graph() {
   if (tasks_.is_new()) tell_of_outer_task(weak_from_this(), TaskRole::Foreign);
-  return !tasks_.runs_forwards_nodes();
+  return tasks_.runs_forwards_nodes();
 }
 
 bool Reducer::takes(size_t index) {
@@ -98,7 +92,6 @@ bool Reducer::takes(size_t index) {
   const Phase phase = phase_;
   Circumstances here{.phase = phase};
   if (model_->usage.finds_unused() && parameter.grad().defined()) model_->usage.note(index);
-  const bool is_new_task = phase == Phase::Consumed && tasks_.is_new();
   if (phase == Phase::Armed) {
     here.claimed = claimed_;
     here.claimed_elsewhere = !claimed_ && parameters.another_has(index, Interest::Claims);
@@ -107,10 +100,8 @@ bool Reducer::takes(size_t index) {
     here.given_up = model_->outcome.is_ending();
     here.outputs_hooked = outputs_hooked_;
     here.awaited_elsewhere = parameters.another_has(index, Interest::Awaits);
-    const bool is_asked = !here.in_our_task && !here.outputs_hooked && !here.awaited_elsewhere;
-    here.made_by_forward = is_asked && tasks_.runs_forwards_nodes();
-    // A task around this one may tell more.
-    if (is_asked && is_new_task) tell_of_outer_task(weak_from_this(), TaskRole::Foreign);
+    here.made_by_forward =
+        !here.in_our_task && !here.outputs_hooked && !here.awaited_elsewhere && runs_forwards_graph();
   }
   switch (attribute(here)) {
     case Attribution::Foreign: return false;
@@ -120,7 +111,9 @@ bool Reducer::takes(size_t index) {
       return false;
     case Attribution::First:
       model_->thaw();
-      enter_backward();
+      watch_this_backward();
+      begin_backward();
+      model_->backward->collect_missing();
       return true;
     case Attribution::Mine: watch_this_backward(); return true;
     case Attribution::TooLate: fail(collected_twice_text(parameters, index));
@@ -196,7 +189,7 @@ void Reducer::on_outer_task(TaskRole of_inner) noexcept {
       if (phase_ == Phase::Syncing || tasks_.runs_forwards_nodes()) watch_this_backward();
       return;
     }
-    if (phase_ == Phase::Consumed && !tasks_.any() && !is_foreign())
+    if (phase_ == Phase::Consumed && !tasks_.any() && runs_forwards_graph())
       fail_at_task_end(consumed_text(model_->parameters, why_lost()));
   } catch (...) {
     // In a destructor, on the way of the error that ended the inner one.

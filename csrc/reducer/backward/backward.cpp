@@ -14,13 +14,9 @@
 
 namespace syncengine {
 
-void Backward::wait_at_end_for(std::vector<TorchFuture> futures) {
-  for (auto& future : futures) futures_.push_back(std::move(future));
-}
-
 void Backward::begin() {
   Usage& usage = model_.usage;
-  if (auto plan = forwards_.plan(model_.plan.shared(), model_.parameters); plan != model_.plan.shared()) {
+  if (auto plan = forwards.plan(model_.plan.shared(), model_.parameters); plan != model_.plan.shared()) {
     model_.install(std::move(plan));
   }
   // The first iteration of a static graph says nothing about the order in which gradients are ready.
@@ -44,7 +40,7 @@ void Backward::begin() {
   }
   missing_ = buckets_.size();
   stamped_ = choose_stamped();
-  if (can_be_refused() && !model_.options.skip_all_reduce_unused_params) {
+  if (model_.can_refuse() && !model_.options.skip_all_reduce_unused_params) {
     for (Bucket& bucket : buckets_)
       if (!bucket.layout->sparse) vote_ = &bucket;
   }
@@ -54,7 +50,7 @@ void Backward::begin() {
   }
   step_ = model_.step;
   told_.weighting.divisor = step_ ? step_->total : model_.averaging.communicator->size();
-  forwards_.tell(told_, model_.parameters, usage.finds_unused());
+  forwards.tell(told_, model_.parameters, usage.finds_unused());
   if (step_ && told_.weighting.given) {
     throw Error(ErrorKind::InvalidUsage, "weight() has no meaning within micro_batches(), which all count the same");
   }
@@ -247,13 +243,13 @@ void Backward::finish(std::mutex& mutex) {
   std::shared_ptr<Work> vote;
   std::vector<uint64_t> stamps(communicator.size());
   const auto told = std::make_shared<std::vector<uint8_t>>(stamps.size() * sizeof(uint64_t));
-  if (can_be_refused() || tells_stamps) {
+  if (model_.can_refuse() || tells_stamps) {
     std::lock_guard lock(mutex);
     std::memcpy(told->data() + communicator.rank() * sizeof(uint64_t), &model_.record.stamp, sizeof(uint64_t));
     if (vote_) model_.route->ready(*this, *vote_);
     vote = vote_ ? vote_->work : model_.vote(told);
   }
-  if (can_be_refused()) communicator.wait(vote, raise_pending_signal);
+  if (model_.can_refuse()) communicator.wait(vote, raise_pending_signal);
   model_.route->finish(*this);
   if (tells_stamps) {
     communicator.wait(vote, raise_pending_signal);
@@ -262,7 +258,7 @@ void Backward::finish(std::mutex& mutex) {
   }
   if (usage_work_) communicator.wait(usage_work_, raise_pending_signal);
   if (!model_.route->takes_sparse() && !plan_->sparse().empty()) average_sparse_gradients();
-  for (const TorchFuture& future : std::exchange(futures_, {})) {
+  for (const TorchFuture& future : std::exchange(futures, {})) {
     wait_for_future(future, communicator, [this] { return "a buffer hook's future of " + model_.parameters.model(); });
   }
   if (!watch_) return;

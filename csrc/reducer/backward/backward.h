@@ -32,11 +32,10 @@ class Backward {
   // `model` outlives it.
   explicit Backward(Model& model) : model_(model) {}
 
-  // --- Before it runs: forwards that it may come from.
+  // --- Before it runs
 
-  void expect(const std::shared_ptr<Forward>& forward) { forwards_.expect(forward); }
-  void give_up_forwards(const std::string& reason) const { forwards_.give_up(reason); }
-  void wait_at_end_for(std::vector<TorchFuture> futures);
+  Forwards forwards;                 // that it may come from
+  std::vector<TorchFuture> futures;  // that its end waits for
 
   // --- While it runs
 
@@ -76,7 +75,6 @@ class Backward {
   // any.
   void deliver(std::vector<size_t>& written);
 
-  bool can_be_refused() const { return !is_empty() && model_.can_refuse(); }
   // Whether the peers wait for nothing in it: all parameters are frozen.
   bool is_empty() const { return buckets_.empty(); }
   // It was given up.
@@ -111,9 +109,6 @@ class Backward {
   const std::string& name(size_t index) const { return model_.parameters.name(index); }
 
   Model& model_;
-  Forwards forwards_;
-  std::vector<TorchFuture> futures_;
-
   std::shared_ptr<const BucketPlan> plan_;
   Forward told_{};  // by the forwards that it comes from
   std::optional<TreeStep> step_;

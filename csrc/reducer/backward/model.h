@@ -83,8 +83,11 @@ struct Model {
   // Before the first backward.
   void set_static_graph();
 
-  // Whether ranks can refuse a step: not where peers wait for something else than announced buckets.
-  bool can_refuse() { return plan && route->can_be_refused() && !options.waits_in_between; }
+  // Whether ranks can refuse a step: not where peers wait for something else than announced buckets,
+  // or all parameters are frozen.
+  bool can_refuse() const {
+    return plan && !plan->buckets().empty() && route->can_be_refused() && !options.waits_in_between;
+  }
   // Announces that a step of this rank has nothing more to say than these bytes, as announce() does; its end is waited
   // for.
   std::shared_ptr<Work> vote(std::shared_ptr<std::vector<uint8_t>> bytes) const;

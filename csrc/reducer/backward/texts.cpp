@@ -29,6 +29,16 @@ std::string said_here(const Communicator& communicator, const std::string& text)
   return rank + (text.starts_with("raised ") ? " " : ": ") + text;
 }
 
+std::string text_for_peers() {
+  try {
+    throw;
+  } catch (const Error& error) {
+    return error.what();
+  } catch (...) {
+    return "backward aborted";
+  }
+}
+
 void tell_peers(Communicator& communicator, const std::string& text) {
   communicator.abort(ErrorKind::Aborted, said_here(communicator, text));
 }

@@ -14,6 +14,9 @@ struct Model;
 // "rank 1 raised in forward: ..." or "rank 1: the text".
 std::string said_here(const Communicator& communicator, const std::string& text);
 
+// Of the exception that is being handled: what an Error says; of any other only that backward has ended so.
+std::string text_for_peers();
+
 // They wait for gradients that this rank will not bring, and no step is there to be refused: ends the communicator.
 void tell_peers(Communicator& communicator, const std::string& text);
 
