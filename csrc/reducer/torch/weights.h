@@ -3,11 +3,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace syncengine {
@@ -16,17 +19,45 @@ namespace syncengine {
 class WatchedWeights {
  public:
   // Where they lie is noted here alone: another thread may move them at any time (by sending them to a process, say).
-  explicit WatchedWeights(const std::vector<at::Tensor>& parameters);
+  explicit WatchedWeights(const std::vector<at::Tensor>& parameters) {
+    noted_.reserve(parameters.size());
+    for (const auto& parameter : parameters) {
+      noted_.push_back({.parameter = parameter,
+                        .data = parameter.const_data_ptr(),
+                        .sizes = parameter.sizes().vec(),
+                        .strides = parameter.strides().vec()});
+    }
+    note();
+  }
 
   // Their versions are as they should be.
-  void note();
+  void note() {
+    for (Noted& noted : noted_) noted.version = noted.present_version();
+  }
   // All ranks have updated them: raises their versions, so that graphs from before can't be used; then notes.
-  void note_update();
+  void note_update() {
+    for (Noted& noted : noted_) noted.parameter.unsafeGetTensorImpl()->bump_version();
+    note();
+  }
   // The first that lies in other memory than at first, or there in another way; that another version was noted of.
-  std::optional<size_t> moved() const;
-  std::optional<size_t> written() const;
+  std::optional<size_t> moved() const {
+    return first([](const Noted& noted) {
+      const at::Tensor& now = noted.parameter;
+      return now.const_data_ptr() != noted.data || now.sizes() != noted.sizes || now.strides() != noted.strides;
+    });
+  }
+  std::optional<size_t> written() const {
+    return first([](const Noted& noted) { return noted.present_version() != noted.version; });
+  }
   // Of each parameter: '\0', it has no gradient; '\1', a dense one; '\2', another.
-  std::string gradients() const;
+  std::string gradients() const {
+    std::string found(noted_.size(), '\0');
+    for (size_t i = 0; i < noted_.size(); ++i) {
+      const at::Tensor& gradient = noted_[i].parameter.grad();
+      if (gradient.defined()) found[i] = gradient.layout() == at::kStrided ? '\1' : '\2';
+    }
+    return found;
+  }
 
  private:
   struct Noted {
@@ -34,7 +65,15 @@ class WatchedWeights {
     const void* data = nullptr;
     std::vector<int64_t> sizes, strides;
     uint32_t version = 0;
+    uint32_t present_version() const { return parameter.unsafeGetTensorImpl()->version_counter().current_version(); }
   };
+
+  template <class Condition>
+  std::optional<size_t> first(Condition&& condition) const {
+    const auto found = std::find_if(noted_.begin(), noted_.end(), condition);
+    return found == noted_.end() ? std::nullopt : std::optional<size_t>(found - noted_.begin());
+  }
+
   std::vector<Noted> noted_;
 };
 
@@ -49,8 +88,24 @@ class WeightSlices {
   explicit WeightSlices(std::vector<Slice> slices) : slices_(std::move(slices)) {}
 
   // Each tensor's gradient becomes its part of the parameter's, copied where that is laid out otherwise; or none.
-  void take_gradients();
-  void drop_gradients();
+  void take_gradients() {
+    for (auto& [parameter, tensor, begin] : slices_) {
+      at::Tensor gradient = parameter.grad();
+      if (gradient.defined()) {
+        gradient = gradient.detach();
+        if (tensor.numel() != parameter.numel()) {
+          if (gradient.strides() != parameter.strides()) {
+            gradient = at::empty_strided(parameter.sizes(), parameter.strides(), gradient.options()).copy_(gradient);
+          }
+          gradient = gradient.as_strided({tensor.numel()}, {1}, gradient.storage_offset() + begin);
+        }
+      }
+      tensor.mutable_grad() = std::move(gradient);
+    }
+  }
+  void drop_gradients() {
+    for (Slice& slice : slices_) slice.tensor.mutable_grad() = at::Tensor();
+  }
 
  private:
   std::vector<Slice> slices_;
