@@ -146,21 +146,22 @@ void install_futures(Reducer& reducer, const std::vector<std::shared_ptr<torch::
 
 py::dict statistics_dict(Reducer& reducer) {
   Statistics statistics;
+  std::string shortage;
   {
     py::gil_scoped_release no_gil;
     const auto model = reducer.model();
     statistics = model->record.statistics;
-    if (const auto* pool = model->pooled.pool()) statistics.shortage = pool->shortage();
+    if (const auto* pool = model->pooled.pool()) shortage = pool->shortage();
   }
   auto by_name = [](const auto& names, const auto& bytes) {
     py::dict result;
     for (size_t i = 0; i < names.size(); ++i) result[names[i]] = bytes[i];
     return result;
   };
-  return py::dict(
-      "backwards"_a = statistics.backwards, "buckets"_a = statistics.buckets,
-      "reduced_bytes"_a = statistics.reduced_bytes, "copied_bytes"_a = by_name(kCopyReasons, statistics.copied_bytes),
-      "staged_bytes"_a = by_name(kStageReasons, statistics.staged_bytes), "shortage"_a = statistics.shortage);
+  return py::dict("backwards"_a = statistics.backwards, "buckets"_a = statistics.buckets,
+                  "reduced_bytes"_a = statistics.reduced_bytes,
+                  "copied_bytes"_a = by_name(kCopyReasons, statistics.copied_bytes),
+                  "staged_bytes"_a = by_name(kStageReasons, statistics.staged_bytes), "shortage"_a = shortage);
 }
 
 // Of DDP's logging data: since the epoch, and averages.

@@ -39,14 +39,11 @@ void call_in_backward(Reducer& reducer, Call&& call) {
 
 // Compiled autograd asks every hook for a form that it can trace.
 [[noreturn]] void refuse_compiled_autograd() {
-  try {
-    throw Error(ErrorKind::InvalidUsage,
-                "syncengine.Parallel does not work with compiled autograd, which runs backward as one graph instead of "
-                "while gradients are averaged: leave torch._dynamo.config.compiled_autograd off. torch.compile "
-                "compiles the model's forward and backward without it, also with optimize_ddp=\"python_reducer\"");
-  } catch (const Error&) {
-    rethrow_for_autograd();
-  }
+  throw_for_autograd(
+      Error(ErrorKind::InvalidUsage,
+            "syncengine.Parallel does not work with compiled autograd, which runs backward as one graph instead of "
+            "while gradients are averaged: leave torch._dynamo.config.compiled_autograd off. torch.compile compiles "
+            "the model's forward and backward without it, also with optimize_ddp=\"python_reducer\""));
 }
 
 class AfterAccumulate : public torch::autograd::FunctionPostHook {
@@ -83,30 +80,23 @@ class BeforeOutput : public torch::autograd::FunctionPreHook {
   std::shared_ptr<Forward> forward_;
 };
 
-// Lives in the callback of one graph task, which destroys it either way.
-class BackwardEnd {
- public:
-  BackwardEnd(std::shared_ptr<Reducer> reducer, uint64_t backward)
-      : reducer_(std::move(reducer)), backward_(backward) {}
-  ~BackwardEnd() {
-    if (reducer_) reducer_->on_task_failed(backward_);
-  }
-  BackwardEnd(const BackwardEnd&) = delete;
-  BackwardEnd& operator=(const BackwardEnd&) = delete;
-
-  void reach() {
-    auto reducer = std::move(reducer_);
-    try {
-      reducer->on_backward_end();
-    } catch (...) {
-      rethrow_for_autograd();
-    }
-  }
-
- private:
-  std::shared_ptr<Reducer> reducer_;
-  uint64_t backward_;
-};
+// `reached` is called at the end of the graph task on this thread; then, or when that has failed, `gone`, with whether
+// it was reached.
+template <class Reached, class Gone>
+void at_task_end(Reached reached, Gone gone) {
+  struct End {
+    End(Reached reached, Gone gone) : reached(std::move(reached)), gone(std::move(gone)) {}
+    ~End() { gone(was_reached); }
+    Reached reached;
+    Gone gone;
+    bool was_reached = false;
+  };
+  auto end = std::make_shared<End>(std::move(reached), std::move(gone));
+  torch::autograd::Engine::get_default_engine().queue_callback([end] {
+    end->was_reached = true;
+    end->reached();
+  });
+}
 
 // Stands before the user's hooks. A module that is wrapped twice has two reducers.
 class PostponedHooks : public torch::autograd::PostAccumulateGradHook {
@@ -217,45 +207,40 @@ const torch::autograd::Node* hook_output(const std::weak_ptr<Reducer>& reducer, 
 }
 
 void use_in_this_task(const std::shared_ptr<gradient_memory::Grant>& grant) {
-  struct Revocation {
-    std::shared_ptr<gradient_memory::Grant> grant;
-    ~Revocation() { grant->revoke(); }
-  };
   gradient_memory::use(grant);
-  // The task drops its callbacks when it ends, also when it fails.
-  auto revocation = std::make_shared<const Revocation>(grant);
-  torch::autograd::Engine::get_default_engine().queue_callback([revocation] {
-    revocation->grant->revoke();
-    revocation->grant->learn();
-  });
+  at_task_end(
+      [grant] {
+        grant->revoke();
+        grant->learn();
+      },
+      [grant](bool) { grant->revoke(); });
 }
 
 void queue_backward_end(std::shared_ptr<Reducer> reducer, uint64_t backward) {
-  auto end = std::make_shared<BackwardEnd>(std::move(reducer), backward);
-  torch::autograd::Engine::get_default_engine().queue_callback([end] { end->reach(); });
+  at_task_end(
+      [reducer] {
+        try {
+          reducer->on_backward_end();
+        } catch (...) {
+          rethrow_for_autograd();
+        }
+      },
+      [reducer, backward](bool reached) {
+        if (!reached) reducer->on_task_failed(backward);
+      });
 }
 
 void tell_of_outer_task(std::weak_ptr<Reducer> reducer, TaskRole role) {
-  struct Inner {
-    std::weak_ptr<Reducer> reducer;
-    TaskRole role;
-    ~Inner() {
-      if (!GraphTasks::inside()) return;
-      if (auto alive = reducer.lock()) alive->on_outer_task(role);
-    }
-  };
-  auto inner = std::make_shared<const Inner>(std::move(reducer), role);
-  torch::autograd::Engine::get_default_engine().queue_callback([inner] {});
+  at_task_end([] {},
+              [reducer, role](bool) {
+                if (!GraphTasks::inside()) return;
+                if (auto alive = reducer.lock()) alive->on_outer_task(role);
+              });
 }
 
 void fail_at_task_end(const std::string& text) {
-  torch::autograd::Engine::get_default_engine().queue_callback([text] {
-    try {
-      throw Error(ErrorKind::InvalidUsage, text);
-    } catch (const Error&) {
-      rethrow_for_autograd();
-    }
-  });
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [text] { throw_for_autograd(Error(ErrorKind::InvalidUsage, text)); });
 }
 
 bool postpone_user_hooks(const std::shared_ptr<Reducer>& reducer, const at::Tensor& parameter) {

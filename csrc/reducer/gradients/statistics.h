@@ -4,7 +4,6 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 namespace syncengine {
 
@@ -27,7 +26,7 @@ enum class StageReason : uint8_t {
   Setting,      // gradient_memory="torch", or an engine without a pool
   Numerics,     // "ring" scales before it adds
   Compression,  // what travels is of another dtype
-  Shortage,     // the pool could not grow: Statistics::shortage says why
+  Shortage,     // the pool could not grow, and says why
   Elsewhere,    // in memory that autograd did not get from the pool
 };
 inline constexpr std::array kStageReasons{"setting", "numerics", "compression", "shortage", "elsewhere"};
@@ -38,7 +37,6 @@ struct Statistics {
   uint64_t reduced_bytes = 0;
   std::array<uint64_t, kCopyReasons.size()> copied_bytes{};
   std::array<uint64_t, kStageReasons.size()> staged_bytes{};  // of this rank's; a bucket is staged with any of them
-  std::string shortage;
 
   void count_staged(StageReason reason, size_t bytes) { staged_bytes[static_cast<size_t>(reason)] += bytes; }
   void count_copy(CopyReason reason, size_t bytes) { copied_bytes[static_cast<size_t>(reason)] += bytes; }

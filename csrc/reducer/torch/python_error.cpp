@@ -52,13 +52,17 @@ void set_python_error(const Error& error) {
   }
 }
 
+void throw_for_autograd(const Error& error) {
+  pybind11::gil_scoped_acquire gil;
+  set_python_error(error);
+  throw_pending_python_error();
+}
+
 void rethrow_for_autograd() {
   try {
     throw;
   } catch (const Error& error) {
-    pybind11::gil_scoped_acquire gil;
-    set_python_error(error);
-    throw_pending_python_error();
+    throw_for_autograd(error);
   }
 }
 

@@ -22,8 +22,9 @@ void set_python_error(const Error& error);
 // The pending Python exception, as torch's, which crosses autograd unchanged. Needs the GIL.
 [[noreturn]] void throw_pending_python_error();
 
-// To be called in a catch block of a hook or callback: rethrows an Error as the class of that name in
-// syncengine.errors, anything else as it is.
+// In a hook or callback: throws the class of that name in syncengine.errors.
+[[noreturn]] void throw_for_autograd(const Error& error);
+// In a catch block there: the same of an Error; anything else is rethrown as it is.
 [[noreturn]] void rethrow_for_autograd();
 
 // Python's RuntimeWarning. Throws what a filter of the program makes of it.
