@@ -20,10 +20,10 @@ class NoReducer:
     """Instead of a reducer where nothing is reduced, as with one rank: the methods that tools call do nothing."""
 
     reduces = False
-    hooks: Sequence[tuple[Any, Any]] = ()
 
     def __init__(self, switches: Switches) -> None:
         self._switches = switches
+        self.hooks: list[tuple[Any, Any]] = []  # none
 
     def statistics(self) -> dict[str, Any]:
         """As of a reducer that has done nothing."""
@@ -63,7 +63,7 @@ class ModelReducer(Reducer):
 
     def __init__(self, model: Model, options: ReducerOptions) -> None:
         super().__init__(model.parameters, str(model), model.names, model.communicator, model.sparse, options)
-        self.hooks: Sequence[tuple[Any, Any]] = ()  # on communication, each with its state: at most one
+        self.hooks: list[tuple[Any, Any]] = []  # on communication, each with its state: at most one
         self._options = options
         self._planning: weakref.ref[Planning]  # which refers to this
         self._average_with_weights: weakref.WeakMethod[Callable[[], None]]
