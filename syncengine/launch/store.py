@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from syncengine.errors import InvalidUsage, PeerLost
+from syncengine.errors import Aborted, InvalidUsage, PeerLost
 from syncengine.launch.arrivals import as_error, failure_notice, is_of_all, name_ranks, wait_for_ranks
 from syncengine_autoload.rendezvous import Failed, Rendezvous
 
@@ -81,7 +81,7 @@ class StoreExchange:
         purpose: str = "init",
         lost: Callable[[], str] = str,
     ) -> None:
-        self._lost = lost
+        self._lost, self._begins = lost, purpose == "init"
         self._names = list(range(world_size)) if names is None else list(names)
         self._rank, self._what = self._names[rank], f"join (did its process start, and {call}?)"
         self._timeout, self._log_after = timeout, log_after
@@ -127,7 +127,9 @@ class StoreExchange:
         """See Exchange. The first failure counts."""
         with contextlib.suppress(dist.DistError):  # the store is gone, and the others have noticed
             self._meeting.fail(failure_notice(self._rank, error, where))
-            if not is_of_all(error):
+            if isinstance(error, Aborted):  # who comes after that hears it from nobody else
+                self._meeting.stay_until_heard(to_come=self._begins)
+            elif not is_of_all(error):
                 self._meeting.stay_until_heard(to_come)
 
 

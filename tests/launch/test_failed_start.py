@@ -116,6 +116,15 @@ def test_a_bad_setting(programs: RankPool, tmp_path: Path, unused_port: int, ran
     assert all(answer.startswith(f"Aborted: rank {failing} failed in init: {SETTING}") for answer in answers.values())
 
 
+def test_who_comes_last_hears_it_too(programs: RankPool, tmp_path: Path, unused_port: int):
+    """Rank 0, which serves the store, has heard of the failure and is at its end by then."""
+    late = f"{IMPORT}\nif rank == 2: time.sleep(3)"
+    answers = said(programs, script(tmp_path, late, BAD, INIT), by_hand(unused_port))
+    assert answers.pop(1).startswith(SETTING)
+    assert len(answers) == 2
+    assert all(answer.startswith(f"Aborted: rank 1 failed in init: {SETTING}") for answer in answers.values())
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_import_that_fails(programs: RankPool, tmp_path: Path, unused_port: int, broken: str, failing: int):
     path = script(tmp_path, "import torch", BROKEN, f"import syncengine; {INIT}", failing)
