@@ -54,7 +54,8 @@ class Exchange(Protocol):
     def fail(self, error: BaseException, where: str = "in init", to_come: bool = False) -> None:
         """Tells the others that this rank has failed with `error`: in their calls, now and later, they raise Aborted,
         or the error if it is theirs too. `where` completes "rank 3 failed ...". `to_come`: if this process serves the
-        store, it ends only when also those have heard who have not come yet, or after 30 s."""
+        store, it ends only when also those have heard who have not come yet, or after 30 s; so it does in any case
+        where `error` is what another rank has told in init."""
 
     def superseded(self) -> bool:
         """Whether a rank is known to have opened the next exchange of these ranks. Does not wait."""

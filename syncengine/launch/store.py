@@ -81,7 +81,7 @@ class StoreExchange:
         purpose: str = "init",
         lost: Callable[[], str] = str,
     ) -> None:
-        self._lost, self._begins = lost, purpose == "init"
+        self._lost, self._purpose = lost, purpose
         self._names = list(range(world_size)) if names is None else list(names)
         self._rank, self._what = self._names[rank], f"join (did its process start, and {call}?)"
         self._timeout, self._log_after = timeout, log_after
@@ -127,10 +127,9 @@ class StoreExchange:
         """See Exchange. The first failure counts."""
         with contextlib.suppress(dist.DistError):  # the store is gone, and the others have noticed
             self._meeting.fail(failure_notice(self._rank, error, where))
-            if isinstance(error, Aborted):  # who comes after that hears it from nobody else
-                self._meeting.stay_until_heard(to_come=self._begins)
-            elif not is_of_all(error):
-                self._meeting.stay_until_heard(to_come)
+            heard = isinstance(error, Aborted)  # of another rank, whose error is in this store alone
+            if heard or not is_of_all(error):
+                self._meeting.stay_until_heard(to_come or (heard and self._purpose == "init"))
 
 
 @contextlib.contextmanager
