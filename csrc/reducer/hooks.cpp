@@ -80,8 +80,8 @@ class BeforeOutput : public torch::autograd::FunctionPreHook {
   std::shared_ptr<Forward> forward_;
 };
 
-// `reached` is called at the end of the graph task on this thread; then, or when that has failed, `gone`, with whether
-// it was reached.
+// At the end of the graph task on this thread calls `reached`. The task drops its callbacks when it ends, also when it
+// fails: then calls `gone`, with whether `reached` was called before.
 template <class Reached, class Gone>
 void at_task_end(Reached reached, Gone gone) {
   struct End {

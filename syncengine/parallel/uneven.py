@@ -29,7 +29,7 @@ class _Weights:
         self._work = communicator.all_gather(self._all, message, async_op=True)
 
     def wait(self) -> list[float]:
-        """They, by rank."""
+        """The weights, by rank."""
         self._work.wait()
         weights: list[float] = self._all.tolist()
         return weights

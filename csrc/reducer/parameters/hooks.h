@@ -22,8 +22,8 @@ struct Forward;
 // Of a reducer, in the gradients that come now.
 enum class Interest : uint8_t {
   Claims,    // a backward runs that comes from its outputs
-  Averages,  // the same, or it averages one, whatever that comes from
-  Awaits,    // it waits for gradients
+  Averages,  // the same, or the reducer averages a backward that has begun
+  Awaits,    // the reducer waits for gradients
 };
 
 // Listens to a parameter as long as it lives: on its AccumulateGrad node, after the gradient has been accumulated.
