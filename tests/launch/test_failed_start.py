@@ -205,8 +205,10 @@ def launched(command: list[str], path: str) -> dict[int, str]:
     return heard(told.stdout, told.stderr)
 
 
-# So that no launcher ends the others first.
-STAYS = "time.sleep(1 if rank == failing else 0); raise"
+# Rank 0 ends first: a launcher ends the others with the first that fails.
+STAYS = """if rank == 0: open(__file__ + " has said", "w").close()
+    while not os.path.exists(__file__ + " has said"): time.sleep(0.02)
+    raise"""
 
 
 def test_torchrun(tmp_path: Path):
