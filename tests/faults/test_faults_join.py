@@ -72,7 +72,7 @@ def fail_in_join(where: str, counts: list[int], failing: list[int]) -> tuple[str
 def test_an_error_between_two_steps(pool: RankPool, counts: list[int]) -> None:
     for rank, outcome in enumerate(pool.run(fail_in_join, "data", counts, [1], world=3)):
         kind, text, seconds, same = outcome
-        assert same and seconds < 5 * WITHIN
+        assert same and seconds < WITHIN
         assert text.endswith("a bad file on rank 1")
         assert kind == ("Spoiled" if rank == 1 else "Aborted")
         assert rank == 1 or text == "rank 1 raised in join() of Parallel(Mlp): Spoiled: a bad file on rank 1"
@@ -98,6 +98,6 @@ def test_several_ranks_at_once(pool: RankPool) -> None:
 def test_an_error_in_the_middle_of_a_step(pool: RankPool, where: str) -> None:
     """The others wait for its gradients: that ends their communicator, and all open another one."""
     for rank, (kind, text, seconds, _) in enumerate(pool.run(fail_in_join, where, [4, 2, 4], [1], world=3)):
-        assert seconds < 5 * WITHIN
+        assert seconds < WITHIN
         assert kind == ("Aborted" if rank != 1 else "Spoiled" if where == "loss" else "ZeroDivisionError")
         assert "rank 1" in text or rank == 1

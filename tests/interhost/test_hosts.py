@@ -287,7 +287,7 @@ def test_frozen_for_longer_than_the_silence(pool: RankPool) -> None:
         ranks[1].signal(signal.SIGSTOP)
         outcome = ranks[0].result()
         assert outcome.error == "PeerLost", outcome
-        assert 1.5 <= seconds_after("rank 1 has been silent for", outcome.text) < 1.5 + WITHIN
+        assert 1.5 <= seconds_after("rank 1 has been silent for", outcome.text) < WITHIN
         assert "it was given up after 1.5 s" in outcome.text
         assert "SYNCENGINE_SILENCE" in outcome.text
 

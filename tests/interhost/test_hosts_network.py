@@ -100,4 +100,4 @@ def test_a_host_that_falls_silent_is_named(two_hosts: Hosts) -> None:
             assert outcome["error"] == "PeerLost", outcome
             assert ("rank 2" if rank < 2 else "rank ") in outcome["text"]
             assert outcome["right"]
-            assert outcome["at"] - lost_at < SILENCE + WITHIN
+            assert outcome["at"] - lost_at < WITHIN

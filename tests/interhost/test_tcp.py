@@ -146,10 +146,10 @@ def test_lost_link_is_named_within_the_silence(program, how):
             assert (
                 "rank 1 has been silent" in text or f"rank {2 - rank}" in text
             )  # who ends first takes the other along
-            assert seconds < SILENCE + 3
+            assert seconds < WITHIN
         kind, seconds, text = job.error(1)
         assert kind == "PeerLost" and ("rank 0" in text or "rank 2" in text)
-        assert seconds < SILENCE + 3
+        assert seconds < WITHIN
 
 
 @needs_hosts

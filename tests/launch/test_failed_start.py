@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -199,9 +198,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 def launched(command: list[str], path: str) -> dict[int, str]:
-    begin = time.monotonic()
     told = subprocess.run([*command, path], env=environment(), capture_output=True, text=True, timeout=LATE)
-    assert time.monotonic() - begin < LATE
     return heard(told.stdout, told.stderr)
 
 

@@ -61,7 +61,7 @@ AWAY = "Timeout: rank 1 did not join (did its process call syncengine.init?) wit
 EXCHANGES = {
     "told": [[TOLD, TOLD], ["told", "told"]],
     "stale": [[AWAY, "[b'new 0', b'new 1']"], ["away", "[b'new 0', b'new 1']"]],
-    "untaken": [[AWAY, "in time"], ["took it"]],
+    "untaken": [[AWAY], ["took it"]],
     "ahead": [["ahead", "[b'new 0', b'new 1']"], ["True", "[b'new 0', b'new 1']"]],
     "anew": [["Aborted: a bad day"] * 3] * 2,
     "late": [[f"[b'{word} 0', b'{word} 1']" for word in ("late", "next", "last")]] * 2,

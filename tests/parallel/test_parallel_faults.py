@@ -73,7 +73,7 @@ def raises_in_backward(act: Callable[[], None]) -> tuple[str, float]:
 def test_an_error_in_backward_reaches_all_ranks(pool: RankPool, world: int):
     answers = pool.run(raises_in_backward, fail, world=world)
     for rank, (text, took) in enumerate(answers):
-        assert took < LATER + WITHIN
+        assert took < WITHIN
         assert ("the batch is bad" if rank == 1 else "rank 1: backward aborted") in text
 
 
@@ -111,7 +111,7 @@ def test_an_error_in_forward_reaches_all_ranks(pool: RankPool):
     assert own[1][0] == "no such token: torch.Size([5, 24])"
     for text, took in (own[0], own[2]):
         assert "rank 1 raised in forward: ValueError: no such token: torch.Size([5, 24])" in text
-        assert took < LATER + WITHIN
+        assert took < WITHIN
 
 
 class Sometimes(nn.Module):

@@ -22,8 +22,8 @@ from syncengine import _C
 
 FAULT = "SYNCENGINE_TEST_FAULT"
 
-# The promise is one second. The slack is for machines where tests share the cores with others.
-WITHIN = 1.0 + 2.0
+# Seconds. The promise is one; a machine may be busy. Who waited for a timeout or for a silence took longer than this.
+WITHIN = 15.0
 
 needs_hooks = pytest.mark.skipif(
     not _C.has_test_hooks,
