@@ -64,7 +64,10 @@ def _open_store(communicator: Communicator, timeout: timedelta) -> dist.Store:
         text = f"{name} {store.port} ".encode()
         place[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     communicator.broadcast(place, 0)
-    if store is not None:
-        return store
-    host, port, _ = bytes(place.tolist()).decode().split(" ", 2)
-    return dist.TCPStore(host, int(port), communicator.size, is_master=False, timeout=timeout, wait_for_workers=False)
+    if store is None:
+        host, port, _ = bytes(place.tolist()).decode().split(" ", 2)
+        store = dist.TCPStore(
+            host, int(port), communicator.size, is_master=False, timeout=timeout, wait_for_workers=False
+        )
+    communicator.barrier()  # rank 0 may fail in what comes next, and end with its store
+    return store
