@@ -125,15 +125,20 @@ def _refuse_plain_optimizers(optimizer: torch.optim.Optimizer, args: Any, kwargs
 
 def guard(module: torch.nn.Module) -> None:
     """Follows what loads into, saves and copies the claimed parameters of ``module`` and its submodules."""
-    for submodule in module.modules():
-        if any(_claims.get(parameter) is not None for parameter in submodule.parameters()):
-            _guarded.add(submodule)
-        if any(_claims.get(p) is not None for p in submodule._parameters.values() if p is not None):
-            if any(isinstance(hook, _Guard) for hook in submodule._state_dict_pre_hooks.values()):
-                continue
-            hook = _Guard(submodule)
-            submodule.register_state_dict_pre_hook(hook)
-            submodule.register_load_state_dict_pre_hook(hook)
+    _guard(module, {id(parameter) for parameter in _claims})
+
+
+def _guard(module: torch.nn.Module, claimed: set[int]) -> bool:
+    """Returns whether it has claimed parameters, itself or below."""
+    own = any(id(parameter) in claimed for parameter in module._parameters.values())
+    below = [_guard(child, claimed) for child in module.children()]
+    if own and not any(isinstance(hook, _Guard) for hook in module._state_dict_pre_hooks.values()):
+        hook = _Guard(module)
+        module.register_state_dict_pre_hook(hook)
+        module.register_load_state_dict_pre_hook(hook)
+    if own or any(below):
+        _guarded.add(module)
+    return own or any(below)
 
 
 class _Guard:
