@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from syncengine import torch_group
 from syncengine._C import Communicator
 from syncengine._joining import Door
 from syncengine.communicator import default_communicator, init, is_initialized, shrink
@@ -58,7 +59,8 @@ def elastic(
     Models must be on the default communicator.
 
     Raises ``PeerLost`` where fewer than ``at_least`` ranks are left, ``Aborted`` on a rank without which the others
-    have gone on, ``InvalidUsage`` for a state that can't be kept, and what else the function raises.
+    have gone on, ``InvalidUsage`` for a state that can't be kept and after ``init(torch_group=True)``, and what else
+    the function raises.
     """
     return Elastic(state, step, at_least, patience)._run(function)
 
@@ -68,6 +70,11 @@ class Elastic:
 
     def __init__(self, state: dict[str, Any], step: int, at_least: int, patience: float) -> None:
         communicator = default_communicator() if is_initialized() else init()  # which may have failed by now
+        if torch_group.is_made():
+            raise InvalidUsage(
+                "elastic() can't give other ranks to torch.distributed's group that init(torch_group=True) has made: "
+                "leave torch_group out, and ask syncengine for rank and world size"
+            )
         for name, value in state.items():
             if not has_state(value):
                 raise InvalidUsage(

@@ -71,6 +71,11 @@ def destroy_torch_group() -> None:
         dist.destroy_process_group()
 
 
+def is_made() -> bool:
+    """Whether torch.distributed's default group is one that init() has made."""
+    return _default_group() is not None and users_group() is None
+
+
 def users_group() -> dist.ProcessGroup | None:
     """torch.distributed's default group, unless there is none, or init() has made it."""
     group = _default_group()

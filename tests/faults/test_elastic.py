@@ -243,6 +243,12 @@ def test_bad_states():
     assert syncengine.elastic(lambda run: list(run.steps(7)), model=model, step=5) == [5, 6]
 
 
+@run_on_ranks(settings={"torch_group": True})
+def test_a_group_that_would_keep_its_ranks_is_refused():
+    with pytest.raises(InvalidUsage, match="leave torch_group out"):
+        syncengine.elastic(lambda run: None, model=syncengine.Parallel(nn.Linear(2, 2)))
+
+
 def too_few() -> Outcome:
     return suffer(lambda step: train({1: (2, "forward")}, at_least=3), timeout=60.0)
 
