@@ -53,11 +53,9 @@ bool all_nan(const std::vector<std::byte>& bytes) {
 
 // Calls each kind of all-reduce without its peer; every stream has to end, with NaN, and the next call gives the error.
 std::string error_without_peer(GpuRank& gpu, const Tensors& tensors, ErrorKind kind) {
-  const auto begin = Clock::now();
   for (size_t i = 0; i < 3; ++i) gpu.put(tensors.memories[i], floats(Tensors::kCounts[i], 1));
   for (size_t i = 0; i < 3; ++i) gpu.run(tensors.operation(i));
   gpu.wait();
-  CHECK(Clock::now() - begin < seconds(20));
   for (size_t i = 0; i < 3; ++i) CHECK(all_nan(gpu.get(tensors.memories[i], 4 * Tensors::kCounts[i])));
   return CHECK_THROWS(gpu.run(tensors.operation(0)), kind);
 }
@@ -121,7 +119,8 @@ TEST(gpu_process_that_calls_something_else) {
                                     gpu.run(operation);
                                     CHECK(all_nan(gpu.get(tensors.memories[1], 4 * Tensors::kCounts[1])));
                                     const auto text = CHECK_THROWS(gpu.run(operation), ErrorKind::Mismatch);
-                                    CHECK(contains(text, "sum") && contains(text, "max"));
+                                    CHECK(contains(text, "rank 0 called all_reduce(sum"));
+                                    CHECK(contains(text, "rank 1 called all_reduce(max"));
                                   });
   CHECK(ends == (std::vector<int>{0, 0}));
 }
@@ -138,23 +137,6 @@ TEST(gpu_processes_that_wait_crosswise) {
         const auto text = CHECK_THROWS(gpu.run(tensors.operation(rank)), ErrorKind::Mismatch);
         CHECK(contains(text, "100 elements") && contains(text, "100000 elements"));
       });
-  CHECK(ends == (std::vector<int>{0, 0}));
-}
-
-TEST(gpu_processes_reduce_on_the_default_stream) {
-  const auto ends = run_processes("gpu_processes_reduce_on_the_default_stream", 2, with_timeout(30),
-                                  [](int rank, Communicator& communicator, Meeting&) {
-                                    GpuRank gpu(communicator);
-                                    const Tensors tensors(gpu);
-                                    for (size_t i = 0; i < 3; ++i) {
-                                      const size_t bytes = 4 * Tensors::kCounts[i];
-                                      auto content = floats(Tensors::kCounts[i], static_cast<float>(rank + 1));
-                                      cudaMemcpy(tensors.memories[i], content.data(), bytes, cudaMemcpyHostToDevice);
-                                      gpu.group().run(tensors.operation(i), nullptr);
-                                      cudaMemcpy(content.data(), tensors.memories[i], bytes, cudaMemcpyDeviceToHost);
-                                      CHECK(content == floats(Tensors::kCounts[i], 3));
-                                    }
-                                  });
   CHECK(ends == (std::vector<int>{0, 0}));
 }
 

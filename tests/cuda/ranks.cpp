@@ -52,42 +52,10 @@ std::vector<std::byte> GpuRank::get(const void* memory, size_t bytes) {
 
 void GpuRank::wait() { cuda::check(cudaStreamSynchronize(stream_), "waiting for a stream"); }
 
-Replay::Replay(GpuRank& gpu, const std::function<void()>& step) : stream_(gpu.stream()) {
-  CHECK(!cuda::is_capturing(stream_));
-  cuda::check(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal), "beginning a capture");
-  CHECK(cuda::is_capturing(stream_));
-  step();
-  cuda::check(cudaStreamEndCapture(stream_, &graph_), "ending a capture");
-  cuda::check(cudaGraphInstantiate(&executable_, graph_, 0), "making a graph");
-}
-
-Replay::~Replay() {
-  cudaGraphExecDestroy(executable_);
-  cudaGraphDestroy(graph_);
-}
-
-void Replay::launch() { cuda::check(cudaGraphLaunch(executable_, stream_), "replaying"); }
-
 std::vector<std::byte> floats(size_t count, float value) {
   const std::vector<float> content(count, value);
   const auto* bytes = reinterpret_cast<const std::byte*>(content.data());
   return {bytes, bytes + 4 * count};
-}
-
-void check_case(GpuRank& gpu, const Case& c, int rank, int world, int round) {
-  std::vector<Tensors> before;
-  for (int peer = 0; peer < world; ++peer) before.emplace_back(c, peer, world).fill(c.dtype, round);
-  auto& mine = before[rank];
-  const bool shared = c.path == Path::Direct;
-  std::byte* input = gpu.take(mine.input.size(), shared);
-  std::byte* output = mine.output.empty() ? input : gpu.take(mine.output.size(), shared);
-  gpu.put(input, mine.input);
-  gpu.run(operation_of(c, mine, input, output));
-  const auto result = gpu.get(output, mine.result().size());
-  if (c.collective != Collective::Barrier && result != expected(c, before, rank))
-    throw Failure(std::string(name(c.collective)) + ", " + name(c.numerics) + ", path " +
-                  std::to_string(static_cast<int>(c.path)) + ", " + std::to_string(c.count) + " elements, rank " +
-                  std::to_string(rank) + " of " + std::to_string(world));
 }
 
 namespace {

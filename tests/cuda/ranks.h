@@ -9,9 +9,9 @@
 #include <memory>
 #include <vector>
 
+#include "collectives/operation.h"
 #include "cuda/device/driver.h"
 #include "cuda/device_group.h"
-#include "cuda_cases.h"
 #include "job.h"
 
 namespace syncengine::testing {
@@ -23,7 +23,6 @@ class GpuRank {
   ~GpuRank();
 
   cuda::DeviceGroup& group() { return *group_; }
-  cudaStream_t stream() const { return stream_; }
 
   // Device memory: all peers', or plain. Given back with this: cudaFree waits for the whole device, on which a rank of
   // another thread may be ahead.
@@ -38,22 +37,6 @@ class GpuRank {
   std::shared_ptr<cuda::DeviceGroup> group_;
   cudaStream_t stream_ = nullptr;
   std::vector<std::shared_ptr<void>> taken_;
-};
-
-// Runs a case, in memory that peers reach where its path is direct, and compares with the oracle.
-void check_case(GpuRank& gpu, const Case& c, int rank, int world, int round);
-
-// What `step` queues on the rank's stream, captured.
-class Replay {
- public:
-  Replay(GpuRank& gpu, const std::function<void()>& step);
-  ~Replay();
-  void launch();
-
- private:
-  cudaStream_t stream_;
-  cudaGraph_t graph_ = nullptr;
-  cudaGraphExec_t executable_ = nullptr;
 };
 
 // `count` times `value`, as bytes.

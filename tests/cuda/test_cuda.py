@@ -1,21 +1,17 @@
-"""Collectives on CUDA tensors: streams, graphs, faults, conversions. Skipped where there is no GPU.
+"""Collectives on CUDA tensors: streams, graphs, conversions. Skipped where there is no GPU.
 
 `make gpu` runs them with the present torch, without conftest.py and what it needs. What results are is in
-test_cuda_conformance.py.
+test_cuda_conformance.py, what needs no torch in tests/cuda/*_test.cpp.
 """
 
-import os
-import re
-import signal
 import threading
 import time
-from datetime import timedelta
 from functools import partial
 
 import pytest
 import torch
-from cuda_ranks import TIMEOUT, alone, marked, on_host, run_processes, run_threads, why_no_gpu
-from test_cuda_conformance import same, values
+from cuda_ranks import TIMEOUT, WITHIN, marked, on_host, run_processes, run_threads, why_no_gpu
+from test_cuda_conformance import same
 
 import syncengine
 from syncengine.errors import InvalidUsage, SyncError, Timeout
@@ -112,9 +108,10 @@ def waited_for_too_long(met, rank, communicator):
             with pytest.raises(Timeout, match=r"Work.wait\(timeout\): a CUDA collective has not ended in time"):
                 wait()
         assert isinstance(work.exception(), Timeout)
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + WITHIN
         while not work.is_completed():
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, "the stream waits for the peer"
+            time.sleep(0.01)
         assert tensor.isnan().all()
     met.wait(TIMEOUT)
     with pytest.raises(SyncError, match=r"Work.wait\(timeout\)"):
@@ -165,16 +162,18 @@ def captured(communicator, step):
 
 def replays(rank, communicator, rounds):
     """A step of three collectives, captured; eager calls before, between and after; one rank replays late."""
-    direct = communicator.empty([1 << 18], torch.float32, torch.device("cuda"))
-    staged = torch.empty(3000, device="cuda")
+    direct = communicator.empty([1 << 16], torch.float32, torch.device("cuda"))
+    staged = torch.empty(40_000, device="cuda")
     small = torch.empty(16, device="cuda")
-    source = torch.empty(1 << 18, device="cuda")
+    source = torch.empty(1 << 16, device="cuda")
+    tensors = (direct, staged, small)
+    sums = [torch.zeros_like(tensor) for tensor in tensors]
 
     def step():
         direct.copy_(source)
-        staged.copy_(source[:3000])
+        staged.copy_(source[:40_000])
         small.copy_(source[:16])
-        for tensor in (direct, staged, small):
+        for tensor in tensors:
             communicator.all_reduce(tensor)
 
     source.fill_(1.0)
@@ -188,55 +187,18 @@ def replays(rank, communicator, rounds):
             step()
         else:
             graph.replay()
-        if turn % 50 == 9 or turn > rounds - 10:
-            total = sum(turn % 100 + peer for peer in range(communicator.size))
-            assert all(tensor.eq(float(total)).all() for tensor in (direct, staged, small)), turn
+        for total, tensor in zip(sums, tensors, strict=True):
+            total.add_(tensor)
+        if turn % 50 == 9:
+            torch.cuda.current_stream().synchronize()
+    wanted = sum(turn % 100 + peer for turn in range(rounds) for peer in range(communicator.size))
+    assert all(total.eq(float(wanted)).all() for total in sums)
 
 
 @marked
 @pytest.mark.parametrize("world", [2, 3])
 def test_graphs_replay_between_eager_calls(world):
     run_threads(world, lambda rank, c: replays(rank, c, 1000))
-
-
-def mismatched(rank, communicator):
-    tensor = torch.ones(1000, device="cuda")
-    communicator.all_reduce(tensor)
-    if rank == 0:
-        communicator.all_reduce(tensor, "max")
-    else:
-        communicator.all_reduce(tensor, "min")
-    torch.cuda.current_stream().synchronize()
-    assert tensor.isnan().all()
-    deadline = time.monotonic() + 5
-    with pytest.raises(SyncError, match="rank [01] called all_reduce.*rank [01] called all_reduce") as found:
-        while time.monotonic() < deadline:
-            communicator.all_reduce(tensor)
-            time.sleep(0.01)
-    for call in (r"rank 0 called all_reduce\(max", r"rank 1 called all_reduce\(min"):  # whoever finds it comes first
-        assert re.search(call, str(found.value))
-
-
-@marked
-def test_mismatch_names_both_sides_and_leaves_nan():
-    run_threads(2, mismatched)
-
-
-def memory_of_a_job(rank, communicator):
-    for _ in range(5):
-        communicator.all_reduce(communicator.empty([1 << 22], torch.float32, torch.device("cuda")).zero_())
-
-
-@alone
-@marked
-def test_memory_is_given_back():
-    run_threads(2, memory_of_a_job)  # loads kernels, which stay
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
-    for _ in range(3):
-        run_threads(2, memory_of_a_job)
-    torch.cuda.empty_cache()
-    assert torch.cuda.mem_get_info()[0] >= before - (8 << 20)
 
 
 # ---- processes ----
@@ -256,55 +218,6 @@ def some_of_the_ranks(rank):
 @marked
 def test_groups_of_some_ranks():
     assert run_processes(3, some_of_the_ranks) == ["good"] * 3
-
-
-def against_gloo(rank):
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    communicator = syncengine.init(timeout=60)
-    for size in (1, 1000, 1_000_003):
-        tensor = values(rank, size, torch.float32)
-        expected = tensor.clone()
-        dist.all_reduce(expected)
-        mine = tensor.cuda()
-        communicator.all_reduce(mine)
-        assert same(on_host(mine), expected)
-    syncengine.shutdown()
-    dist.destroy_process_group()
-    return "good"
-
-
-@marked
-def test_two_ranks_have_the_bits_of_gloo():
-    assert run_processes(2, against_gloo) == ["good"] * 2
-
-
-def killed_in_between(rank):
-    communicator = syncengine.init(timeout=timedelta(seconds=60))
-    tensor = torch.ones(1 << 20, device="cuda")
-    communicator.all_reduce(tensor)
-    torch.cuda.synchronize()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    begin = time.monotonic()
-    try:
-        communicator.all_reduce(tensor)  # an error, if the death is known already
-        torch.cuda.synchronize()  # no stream waits for ever
-        assert tensor.isnan().all(), "unreduced, and looks like a result"
-        while time.monotonic() < begin + 5:
-            communicator.all_reduce(tensor)
-            time.sleep(0.01)
-    except SyncError as error:
-        return f"{type(error).__name__} after {time.monotonic() - begin:.2f} s: {error}"
-    return "no error"
-
-
-@marked
-def test_a_killed_rank_ends_the_wait():
-    survivor, _ = run_processes(2, killed_in_between, killed=1)
-    assert survivor.startswith("PeerLost after 0."), survivor
-    assert "rank 1" in survivor
 
 
 # ---- without a GPU ----

@@ -63,14 +63,19 @@ def repeated(pattern: torch.Tensor, size: int) -> torch.Tensor:
 
 @cache
 def pattern(rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """What a rank gives: subnormals, infinities and NaN are among the floating ones."""
+    """What a rank gives: any bits.
+
+    Every other floating number is of about the size of the other ranks', so that rounding tells orders apart.
+    """
     generator = torch.Generator().manual_seed(rank)
     if dtype is torch.bool:
         return torch.randint(0, 2, (PERIOD,), generator=generator).to(dtype)
+    any_bits = torch.randint(0, 256, (PERIOD * dtype.itemsize,), generator=generator, dtype=torch.uint8).view(dtype)
     if not dtype.is_floating_point:
-        return torch.randint(-100, 100, (PERIOD,), generator=generator).to(dtype)
+        return any_bits
     exponents = torch.randint(-30, 15, (PERIOD,), generator=generator).float()
     tensor = (torch.randn(PERIOD, generator=generator) * exponents.exp2()).to(dtype)
+    tensor[::2] = any_bits[::2]  # subnormals, infinities and NaN are among them
     tensor[100 + rank * 7] = float("inf")
     tensor[500] = float("nan") if rank == 1 else 1.0
     return tensor

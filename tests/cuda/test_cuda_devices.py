@@ -15,7 +15,7 @@ from cuda_training import batch, job
 from parallel_models import Mlp
 from test_cuda_conformance import NUMERICS, conformance
 from test_cuda_equality import trains_as_ddp
-from test_cuda_parallel import averages, averages_on_streams, check_average, exact_average, replays_after_default_stream
+from test_cuda_parallel import averages, averages_on_streams, check_average, exact_average, replays
 from torch import nn
 
 import syncengine
@@ -54,7 +54,7 @@ def test_training_is_bit_equal_to_ddp_over_gloo(devices: int):
 
 
 @marked
-@pytest.mark.parametrize("body", [averages, averages_on_streams, replays_after_default_stream])
+@pytest.mark.parametrize("body", [averages, averages_on_streams, replays])
 @pytest.mark.parametrize("devices", [3, 2])
 def test_averages_and_captured_steps(devices: int, body: Callable[[int], Any]):
     assert run_processes(3, body, environ=seeing(devices)) == ["good"] * 3

@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ranks import marked, run_processes
+from cuda_ranks import WITHIN, marked, run_processes
 from cuda_training import batch, job
 from models.workload import same_bits
 from parallel_models import CAP, Mlp
 from test_cuda_equality import Run, train
-from test_cuda_parallel import LONG, averages_on_streams, check_average, exact_average, local_gradients
+from test_cuda_parallel import LONG, averages_on_streams, host_runs_ahead, local_gradients
 from test_sparse_gradients import Tables, ids
 from test_torch_comm_hooks import TORCH_HOOKS, with_hook
 from torch import nn
@@ -99,48 +99,15 @@ def average_in_a_thread(state: Any, bucket: dist.GradBucket) -> torch.futures.Fu
     return future
 
 
-def averages_at_once(rank: int) -> str:
-    return averages_on_streams(rank, average_at_once)
-
-
-def averages_aside(rank: int) -> str:
-    return averages_on_streams(rank, average_aside)
-
-
-def averages_in_a_thread(rank: int) -> str:
-    return averages_on_streams(rank, average_in_a_thread)
-
-
 @marked
-@pytest.mark.parametrize("body", [averages_at_once, averages_aside, averages_in_a_thread])
-def test_backwards_stream_waits_for_what_a_hook_has_queued_anywhere(body: Callable[[int], str]):
-    assert run_processes(2, body) == ["good"] * 2
-
-
-def host_runs_ahead_of_hooks(rank: int) -> str:
-    with job():
-        model = syncengine.Parallel(Mlp().cuda(), bucket_cap_mb=0.5)
-        model.register_comm_hook(None, average_aside)
-        x = batch(0)  # copying it waits
-        for step in range(5):
-            torch.cuda.synchronize()
-            syncengine.barrier()
-            torch.cuda._sleep(LONG if step == 4 else 1)
-            begun = torch.cuda.Event()
-            begun.record()
-            expected = None if step == 4 else exact_average(model.module, x)
-            model.zero_grad()
-            model(x).square().mean().backward()
-            if step == 4:
-                assert not begun.query(), "the host has waited for the device"
-            else:
-                check_average(model.module, expected)
-    return "good"
+@pytest.mark.parametrize("hook", [average_at_once, average_aside, average_in_a_thread])
+def test_backwards_stream_waits_for_what_a_hook_has_queued_anywhere(hook: Hook):
+    assert run_processes(2, partial(averages_on_streams, hook=hook)) == ["good"] * 2
 
 
 @marked
 def test_the_host_does_not_wait_for_futures_that_are_complete():
-    assert run_processes(2, host_runs_ahead_of_hooks) == ["good"] * 2
+    assert run_processes(2, partial(host_runs_ahead, hook=average_aside)) == ["good"] * 2
 
 
 # ---- alone, later, and failing ----
@@ -208,7 +175,7 @@ def raises_in_a_hook(rank: int) -> str:
         dist.barrier()
         with pytest.raises(KeyError if rank == 1 else syncengine.errors.Aborted, match="no such bucket"):
             loss.backward()
-        deadline = time.monotonic() + 5  # autograd's thread lets go of what is left a little later
+        deadline = time.monotonic() + WITHIN  # autograd's thread lets go of what is left a little later
         while any(p.grad is not None for p in model.parameters()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert all(p.grad is None for p in model.parameters())
@@ -261,16 +228,8 @@ def sparse_average(rank: int, with_hook: bool) -> str:
     return "good"
 
 
-def averages_tables(rank: int) -> str:
-    return sparse_average(rank, with_hook=False)
-
-
-def averages_tables_in_a_hook(rank: int) -> str:
-    return sparse_average(rank, with_hook=True)
-
-
 @marked
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("body", [averages_tables, averages_tables_in_a_hook])
-def test_sparse_gradients_are_averaged(world: int, body: Callable[[int], str]):
-    assert run_processes(world, body) == ["good"] * world
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_sparse_gradients_are_averaged(world: int, with_hook: bool):
+    assert run_processes(world, partial(sparse_average, with_hook=with_hook)) == ["good"] * world

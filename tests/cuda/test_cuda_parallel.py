@@ -6,7 +6,7 @@ Skipped where there is no GPU; `make gpu` runs them. What needs none of it is in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -141,23 +141,30 @@ def test_averages_on_streams_that_are_not_the_default_one():
     assert run_processes(2, averages_on_streams) == ["good"] * 2
 
 
-def host_runs_ahead(rank: int) -> str:
-    """A whole step is queued while the GPU has not even begun with it: nothing in it waits on the host."""
+def host_runs_ahead(rank: int, hook: Any = None) -> str:
+    """A whole step is queued while the GPU has not even begun with it: nothing in it waits on the host.
+
+    Rank 0's stream waits for rank 1 there, which goes on when that step is queued.
+    """
     with job():
         model = syncengine.Parallel(nn.Sequential(Mlp(), nn.BatchNorm1d(7)).cuda(), bucket_cap_mb=0.5)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         x = batch(0)
         for step in range(5):
             torch.cuda.synchronize()
-            syncengine.barrier()
-            torch.cuda._sleep(LONG if step == 4 else 1)
+            if step == 4 and rank == 1:
+                dist.recv(torch.empty(1), 0)
+            syncengine.barrier(device=x.device)
             begun = torch.cuda.Event()
             begun.record()
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step == 4:
-                assert not begun.query(), "the host has waited for the device"
+            if step == 4 and rank == 0:
+                assert not begun.query(), "the device has not waited"
+                dist.send(torch.zeros(1), 1)
     return "good"
 
 
@@ -228,7 +235,7 @@ def test_unused_parameters_and_uneven_inputs():
 TURNS = 60 if SOFTWARE else 1000
 
 
-def replays(rank: int, warm_up_aside: bool) -> str:
+def replays(rank: int, warm_up_aside: bool = False) -> str:
     with job():
         trained = []
         for captured in (True, False):
@@ -268,20 +275,12 @@ def replays(rank: int, warm_up_aside: bool) -> str:
     return "good"
 
 
-def replays_after_default_stream(rank: int) -> str:
-    return replays(rank, False)
-
-
-def replays_after_side_stream(rank: int) -> str:
-    return replays(rank, True)
-
-
 @alone
 @marked
-@pytest.mark.parametrize("body", [replays_after_default_stream, replays_after_side_stream])
+@pytest.mark.parametrize("warm_up_aside", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
-def test_a_captured_step_replayed_equals_eager_ones(world: int, body: Callable[[int], str]):
-    assert run_processes(world, body) == ["good"] * world
+def test_a_captured_step_replayed_equals_eager_ones(world: int, warm_up_aside: bool):
+    assert run_processes(world, partial(replays, warm_up_aside=warm_up_aside)) == ["good"] * world
 
 
 # ---- NaN and Inf ----

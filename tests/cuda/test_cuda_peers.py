@@ -1,4 +1,4 @@
-"""Ranks on several devices: what they are told apart by, and what comes of devices that can't reach each other.
+"""Training on devices that can't reach each other. What else comes of them is in tests/cuda/software/peers_test.cpp.
 
 On the device in software alone, which has several, and refuses what it is told to.
 """
@@ -64,30 +64,3 @@ def test_without_peer_access_training_has_ddps_bits_and_a_line_says_whose_and_wh
     first, second = run_processes(2, trains_without_peer_access, environ=refused)
     assert first == ([True] * 3, 1, {line})
     assert second == ([True] * 3, 1, set())
-
-
-def devices_of(rank: int, visible: str, device: int) -> tuple[int, ...]:
-    os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    torch.cuda.set_device(device)
-    communicator = syncengine.init(timeout=60)
-    for size in (10, 100_000):
-        tensor = torch.full((size,), float(rank + 1), device="cuda")
-        communicator.all_reduce(tensor)
-        assert tensor.eq(3.0).all()
-    counters = communicator.counters()
-    syncengine.shutdown()
-    return tuple(counters[f"cuda_{name}"] for name in ("devices", "push", "host_staging"))
-
-
-def each_calls_its_own_device_0(rank: int) -> tuple[int, ...]:
-    return devices_of(rank, str(rank), 0)
-
-
-def each_calls_the_same_device_otherwise(rank: int) -> tuple[int, ...]:
-    return devices_of(rank, ["1", "0,1"][rank], rank)
-
-
-@marked
-def test_devices_are_told_apart_whatever_their_numbers_are():
-    assert run_processes(2, each_calls_its_own_device_0) == [(2, 0, 0)] * 2
-    assert run_processes(2, each_calls_the_same_device_otherwise) == [(1, 1, 0)] * 2
