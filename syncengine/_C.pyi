@@ -105,7 +105,8 @@ class Work:
     def is_completed(self) -> bool:
         """Whether it has ended, well or not.
 
-        If a tensor is copied to be reduced (because it is not contiguous, say), it has the result only after wait().
+        If a tensor is copied to be reduced (because it has gaps, say), it has the result once somebody has waited, or
+        has been told here that the collective has ended.
         """
 
     def exception(self) -> Exception | None:

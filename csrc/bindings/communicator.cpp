@@ -3,23 +3,29 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <chrono>
+#include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 
 #include "base/dtype.h"
 #include "base/error.h"
 #include "bindings/bindings.h"
-#include "bindings/device.h"
 #include "c10d/backend.h"
+#include "c10d/call.h"
+#include "c10d/in_flight.h"
 #include "c10d/torch_dtype.h"
+#include "c10d/torch_work.h"
 #include "collectives/operation.h"
+#include "cuda/device_group.h"
 #include "engine/communicator/communicator.h"
-#include "reducer/torch/in_flight.h"
+#include "reducer/torch/python_error.h"
 #include "reducer/torch/tensors.h"
 #include "streams/queue.h"
 
@@ -45,141 +51,84 @@ ReduceOp op_of(const std::string& text) {
   throw Error(ErrorKind::InvalidUsage, "op '" + text + "' is not one of 'sum', 'avg', 'product', 'min', 'max'");
 }
 
-// Dense, both on CPUs or both on one CUDA device.
-void require_one_device(const at::Tensor& input, const at::Tensor& output, const char* what) {
-  for (const at::Tensor& tensor : {input, output}) {
-    std::string why = why_not_dense(tensor);
-    if (why.empty() && !tensor.device().is_cpu() && !tensor.device().is_cuda()) why = "one on " + tensor.device().str();
-    if (why.empty()) why = why_without_memory(tensor);
-    if (!why.empty())
-      throw Error(ErrorKind::InvalidUsage,
-                  std::string(what) + ": needs a dense tensor on a CPU or CUDA device, not " + why);
+// The error that `call` throws, as Python knows it, or None. With the GIL.
+template <class Function>
+py::object exception_of(const Function& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return to_python(error);
   }
-  if (input.device() != output.device())
-    throw Error(ErrorKind::InvalidUsage, std::string(what) + ": input is on " + input.device().str() + ", output on " +
-                                             output.device().str() + "; move one of them");
+  return py::none();
 }
 
-// The engine's work, and where the result still has to go.
-class CpuWork final : public PyWork {
- public:
-  struct Pending {
-    void finish(std::optional<Duration> at_most) {
-      communicator->wait(work, raise_pending_signal, at_most);
-      std::call_once(delivered, [this] {  // a tensor that is not contiguous was reduced as a contiguous copy
-        if (result.defined()) assign(target, result);
-        result.reset();
-      });
-    }
-
-    std::shared_ptr<Communicator> communicator;
-    std::shared_ptr<Work> work;
-    at::Tensor target, result;
-    std::once_flag delivered = {};
-  };
-  explicit CpuWork(std::shared_ptr<Pending> pending) : pending_(std::move(pending)) {}
-
-  void wait(std::optional<double> timeout) override {
-    py::gil_scoped_release nogil;
-    std::optional<Duration> at_most;
-    if (timeout) at_most = seconds(*timeout);
-    pending_->finish(at_most);
+// What Python holds of an asynchronous collective, on CPU or CUDA tensors.
+struct PyWork {
+  void wait(std::optional<double> timeout) const {
+    using std::chrono::milliseconds;  // 0 of them: no limit
+    work->wait(timeout ? std::max(milliseconds(1), std::chrono::ceil<milliseconds>(seconds(*timeout))) : kNoTimeout);
   }
-  bool is_completed() const override { return pending_->work->ended(); }
-  py::object exception() const override {
-    return exception_of([this] { pending_->work->rethrow_if_failed(); });
+  py::object exception() const {
+    return exception_of([this] {
+      if (const auto error = work->exception()) std::rethrow_exception(error);
+    });
   }
 
- private:
-  std::shared_ptr<Pending> pending_;
+  c10::intrusive_ptr<::c10d::Work> work;
 };
 
-SpanList spans_of(const at::Tensor& tensor) { return {tensor.data_ptr(), tensor.nbytes()}; }
-
-// Any dense layout will do where all ranks have the same; otherwise a contiguous copy, as where the memory holds the
-// elements' negatives (x.conj().imag is lazy).
-at::Tensor dense(const at::Tensor& tensor) {
-  return tensor.is_non_overlapping_and_dense() ? tensor.resolve_neg() : tensor.contiguous().resolve_neg();
-}
-
-bool goes_through_copy(const at::Tensor& tensor, bool in_place) {
-  return tensor.is_neg() || !(in_place ? tensor.is_non_overlapping_and_dense() : tensor.is_contiguous());
-}
-
-// What the engine holds while an operation runs: memory, not tensors. Any thread may let go of it, and the last
-// reference to a tensor besides Python's would make torch wait for the GIL there.
-struct Kept {
-  c10::Storage input, output;
-};
-
-// Shape, and the order of elements where it is not row by row. FNV-1a.
+// Shape, and the order of elements where they lie densely, but not row by row.
 uint64_t layout_hash(const at::Tensor& tensor) {
   uint64_t hash = 0xcbf29ce484222325;
-  auto mix = [&hash](int64_t value) { hash = (hash ^ static_cast<uint64_t>(value)) * 0x100000001b3; };
-  for (int64_t size : tensor.sizes()) mix(size);
-  if (!tensor.is_contiguous())
-    for (int64_t stride : tensor.strides()) mix(stride);
-  return hash;
+  for (int64_t size : tensor.sizes()) hash = mix(hash, size);
+  return tensor.is_contiguous() || !tensor.is_non_overlapping_and_dense() ? hash : mix_strides(hash, tensor);
 }
 
-std::unique_ptr<PyWork> start(const std::shared_ptr<Communicator>& communicator, Collective collective,
-                              const at::Tensor& input, const at::Tensor& output, ReduceOp op, int root, bool async_op,
-                              const std::string& layout = "") {
-  const char* what = name(collective);
-  Operation operation;
-  at::Tensor from, to, target = output, result;
-  {
-    at::NoGradGuard no_grad;
-    bool in_place = input.is_same(output);
-    require_one_device(input, output, what);
-    for (const at::Tensor& tensor : {input, output})
-      InFlight::of_process().await(tensor, goes_through_copy(tensor, in_place));
-    from = in_place ? dense(input) : input.contiguous().resolve_neg();
-    to = in_place                                     ? from
-         : output.is_contiguous() && !output.is_neg() ? output
-                                                      : at::empty(output.sizes(), output.options());
-    if (!to.is_same(output)) result = to;
-    if (result.defined() && at::has_internal_overlap(output) == at::MemOverlap::Yes)
-      throw Error(ErrorKind::InvalidUsage,
-                  std::string(what) +
-                      ": several elements of the tensor that is written lie in the same memory, as expand() " +
-                      "makes them: give it memory of its own, as by clone()");
-    // The engine wants the same memory or none in common; but an all-gather's input may lie in its place.
-    const bool has_its_place = collective == Collective::AllGather &&
-                               from.const_data_ptr() == static_cast<const std::byte*>(to.const_data_ptr()) +
-                                                            communicator->rank() * from.nbytes();
-    if (!in_place && !has_its_place && at::get_overlap_status(from, to) != at::MemOverlapStatus::No)
-      from = from.clone();
-    operation.collective = collective;
-    operation.dtype = dtype_of(output.scalar_type(), what);
-    operation.op = op;
-    operation.numerics = communicator->numerics();
-    operation.root = root;
-    operation.postscale = op == ReduceOp::Avg ? 1.0 / communicator->size() : 1.0;
-    operation.input = spans_of(from);
-    operation.output = spans_of(to);
-    operation.layout_hash = in_place ? layout_hash(from) : 0;
-    if (!layout.empty()) {
-      for (unsigned char letter : layout) operation.layout_hash = (operation.layout_hash ^ letter) * 0x100000001b3;
-      operation.describe = [layout] { return layout; };
-    }
-    operation.keepalive = std::make_shared<Kept>(from.storage(), to.storage());
+// In place, elements may lie in any order that is the same on all ranks.
+void add_tensors(Call& call, Operation& operation, const at::Tensor& input, const at::Tensor& output, int rank) {
+  if (input.is_same(output)) {
+    call.update(output, operation.output);
+    operation.input = operation.output;
+    operation.layout_hash = layout_hash(output);
+    return;
   }
-  if (from.is_cuda()) return run_on_device(communicator, std::move(operation), from, to, target, result, async_op);
+  at::NoGradGuard no_grad;
+  call.require_dense(input);
+  const at::Tensor to = call.write(output, operation.output);
+  // The engine wants the same memory or none in common; but an all-gather's input may lie in its place.
+  const bool apart = at::get_overlap_status(input, to) == at::MemOverlapStatus::No ||
+                     (operation.collective == Collective::AllGather && is_in_place(to, rank * input.numel(), input));
+  call.read(apart ? input : input.clone(at::MemoryFormat::Contiguous), operation.input);
+}
+
+std::optional<PyWork> start(const std::shared_ptr<Communicator>& communicator, Collective collective,
+                            const at::Tensor& input, const at::Tensor& output, ReduceOp op, int root, bool async_op,
+                            const std::string& layout = "") {
+  Call call(name(collective), {.any_order = input.is_same(output)});
+  Operation operation{.collective = collective, .op = op, .numerics = communicator->numerics(), .root = root};
+  add_tensors(call, operation, input, output, communicator->rank());
+  operation.dtype = dtype_of(output.scalar_type(), call.name());
+  operation.postscale = op == ReduceOp::Avg ? 1.0 / communicator->size() : 1.0;
+  if (!layout.empty()) {
+    for (unsigned char letter : layout) operation.layout_hash = mix(operation.layout_hash, letter);
+    operation.describe = [layout] { return layout; };
+  }
+  call.add(std::move(operation));
   py::gil_scoped_release nogil;
-  if (async_op) {
-    InFlight::Call call{
-        .memory = {extent_of(input), extent_of(output)}, .copies = result.defined(), .communicator = communicator};
-    auto pending = std::make_shared<CpuWork::Pending>(communicator, communicator->submit(std::move(operation)),
-                                                      std::move(target), std::move(result));
-    call.works = {pending->work};
-    if (call.copies) call.deliver = [pending] { pending->finish({}); };
-    InFlight::of_process().add(std::move(call));
-    return std::make_unique<CpuWork>(std::move(pending));
+  if (!call.device().is_cpu()) {
+    const c10::Stream stream = queue_on_device(communicator, call, async_op);
+    if (async_op) {
+      call.results() = {input, output};  // the work keeps them
+      return PyWork{finish_on_device({communicator}, std::move(call), stream)};
+    }
+    call.deliver();
+  } else if (async_op) {
+    auto works = submit_call(*communicator, call);
+    return PyWork{TorchWork::in_flight({communicator}, std::move(call), std::move(works))};
+  } else {
+    run_call(*communicator, call);
   }
-  communicator->run(std::move(operation), raise_pending_signal);
-  if (result.defined()) assign(target, result);
-  return nullptr;
+  return std::nullopt;
 }
 
 ErrorKind kind_of(const std::string& error) {
@@ -187,6 +136,21 @@ ErrorKind kind_of(const std::string& error) {
        {ErrorKind::PeerLost, ErrorKind::Timeout, ErrorKind::Mismatch, ErrorKind::Aborted, ErrorKind::InvalidUsage})
     if (error == name(kind)) return kind;
   throw Error(ErrorKind::InvalidUsage, "abort: '" + error + "' is no class of syncengine.errors");
+}
+
+// Collective. With the GIL.
+at::Tensor empty_on_device(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& sizes,
+                           size_t bytes, at::ScalarType type, c10::Device device) {
+  if (!device.is_cuda())
+    throw Error(ErrorKind::InvalidUsage, "empty: device '" + device.str() + "' is neither a CPU nor a CUDA device");
+  if (!device.has_index()) {
+    cuda::require_device(0);
+    device = c10::impl::VirtualGuardImpl(kDeviceType).getDevice();
+  }
+  cuda::require_device(device.index());
+  if (communicator->size() == 1) return at::empty(sizes, at::TensorOptions().dtype(type).device(device));
+  py::gil_scoped_release nogil;
+  return queue_of(communicator, device, raise_pending_signal)->empty(sizes, bytes, type, raise_pending_signal);
 }
 
 at::Tensor empty(const std::shared_ptr<Communicator>& communicator, const std::vector<int64_t>& sizes,
@@ -211,12 +175,12 @@ void bind_communicator(py::module_& module) {
   // which may be waiting for the GIL itself.
   const py::release_gil_before_calling_cpp_dtor without_gil;
   py::class_<PyWork>(module, "Work", "The future of one asynchronous collective.", without_gil)
-      .def("wait", &PyWork::wait, py::arg("timeout") = py::none(),
+      .def("wait", &PyWork::wait, py::arg("timeout") = py::none(), py::call_guard<py::gil_scoped_release>(),
            "Blocks until the collective has ended; raises its error. `timeout` in seconds: past it the communicator is "
            "aborted with Timeout, since the tensor is in use.")
-      .def("is_completed", &PyWork::is_completed,
-           "Whether it ended, well or not. Tensors that are not contiguous hold the "
-           "result only after wait().")
+      .def(
+          "is_completed", [](const PyWork& self) { return self.work->isCompleted(); },
+          py::call_guard<py::gil_scoped_release>(), "Whether it ended, well or not.")
       .def("exception", &PyWork::exception, "The error it ended with, or None.");
 
   using Shared = std::shared_ptr<Communicator>;
@@ -319,6 +283,7 @@ void bind_communicator(py::module_& module) {
           [](Communicator& self) {
             close_devices(&self);
             self.close();
+            InFlight::of_process().deliver_ended();  // which keep it
           },
           py::call_guard<py::gil_scoped_release>(), "Leaves in good order.")
       .def(

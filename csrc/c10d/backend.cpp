@@ -1,7 +1,8 @@
 #include "c10d/backend.h"
 
 #include "base/texts.h"
-#include "reducer/torch/in_flight.h"
+#include "c10d/in_flight.h"
+#include "cuda/device_group.h"
 #include "reducer/torch/python_error.h"
 #include "streams/queue.h"
 
@@ -77,7 +78,7 @@ void TorchBackend::shutdown() {
   communicator_->close();
   collectives_->stop();
   messages_->stop();
-  undelivered_->close();
+  InFlight::of_process().deliver_ended();
 }
 
 void TorchBackend::abort() {
@@ -188,8 +189,13 @@ void require_parts(const char* call, const at::Tensor& whole, const at::Tensor& 
                                            std::to_string(part.numel()));
 }
 
-Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices, Counted counted) {
-  Call call(name, devices, {name, inputs}, counted != Counted::Never);
+Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Counted counted) {
+  Call call(
+      name,
+      {.cuda = counted == Counted::AtStart && cuda::is_built(),
+       .follows_order = counted != Counted::Never,
+       .advice = "for other devices give init_process_group a backend for each, as in \"cpu:syncengine,cuda:nccl\""},
+      {name, inputs});
   call.number = sequence_.load(std::memory_order_relaxed);
   if (counted == Counted::AtOnce) count(call);
   call.to_be_counted = counted == Counted::AtStart;
@@ -200,63 +206,40 @@ Call TorchBackend::begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call
 
 void TorchBackend::count(Call& call) { call.number = sequence_.fetch_add(1, std::memory_order_relaxed); }
 
-c10::intrusive_ptr<TorchWork> TorchBackend::make_work(TorchWork::Origin origin, Call call,
-                                                      std::vector<std::shared_ptr<syncengine::Work>> works) {
-  origin.undelivered = undelivered_;
-  const bool delivers = call.delivers();
-  auto work = c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(works));
-  if (delivers) {
-    undelivered_->add(work);
-    undelivered_->deliver_ended();  // or a program that waits for none of them collects them all
-  }
-  return work;
-}
-
 TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
   if (call.coalesced) call.coalesced->call.require_device_of(call);
   if (!call.device().is_cpu()) return start_on_device(std::move(call), how);
   if (call.to_be_counted) count(call);
   auto limit = at_most(how.timeout);
-  auto& operations = call.operations();
-  if (!how.async && !call.coalesced && !limit && operations.size() == 1 && call.mail().empty()) {
-    communicator_->run(std::move(operations[0]), raise_pending_signal);
-    undelivered_->deliver_ended();
-    call.deliver();
+  if (!how.async && !call.coalesced && !limit && call.operations().size() == 1 && call.mail().empty()) {
+    run_call(*communicator_, call);
     return nullptr;
   }
-  std::vector<std::shared_ptr<syncengine::Work>> works;
-  for (Operation& operation : operations) works.push_back(communicator_->submit(std::move(operation)));
-  const bool is_collective = !operations.empty();
-  const bool follows_order = call.follows_order();
-  operations.clear();
-  for (Call::Mail& mail : call.mail()) {
-    works.push_back(mail.sends ? communicator_->send(std::move(mail.message))
-                               : communicator_->receive(std::move(mail.message)));
-  }
-  bool sends_messages = !call.mail().empty();
-  call.mail().clear();
+  auto works = submit_call(*communicator_, call);
   if (auto coalesced = std::move(call.coalesced)) {
-    auto& those = is_collective ? coalesced->collectives : coalesced->messages;
+    auto& those = call.operations().empty() ? coalesced->messages : coalesced->collectives;
     std::move(works.begin(), works.end(), std::back_inserter(those));
     coalesced->call.absorb(std::move(call));
     coalescing_.give(std::move(coalesced));
     return nullptr;
   }
-  InFlight::Call in_flight{.memory = call.extents(),
-                           .copies = call.delivers(),
-                           .communicator = communicator_,
-                           .works = {works.begin(), works.end()}};
-  TorchWork::Origin origin{communicator_, sends_messages ? messages_ : collectives_, how.type, call.number, limit};
-  auto work = make_work(std::move(origin), std::move(call), std::move(works));
-  if (how.async && follows_order) {
-    if (in_flight.copies)
-      in_flight.deliver = [weak = std::weak_ptr(undelivered_)] {
-        if (const auto undelivered = weak.lock()) undelivered->deliver_ended();
-      };
-    InFlight::of_process().add(std::move(in_flight));
+  TorchWork::Origin origin{communicator_, call.mail().empty() ? collectives_ : messages_, how.type, call.number, limit};
+  if (how.async) return TorchWork::in_flight(std::move(origin), std::move(call), std::move(works));
+  c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(works))->wait();
+  return nullptr;
+}
+
+TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& how) {
+  const c10::Stream stream = queue_on_device(communicator_, call, how.async || call.coalesced);
+  if (call.to_be_counted) count(call);
+  if (auto coalesced = std::move(call.coalesced)) {
+    coalesced->call.absorb(std::move(call));
+    coalescing_.give(std::move(coalesced));
+    return nullptr;
   }
-  if (how.async) return work;
-  work->wait();
+  TorchWork::Origin origin{.communicator = communicator_, .type = how.type, .number = call.number};
+  if (how.async) return finish_on_device(std::move(origin), std::move(call), stream);
+  call.deliver();
   return nullptr;
 }
 

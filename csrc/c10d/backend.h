@@ -6,8 +6,6 @@
 // collective the group stays failed. To be called without the GIL.
 #pragma once
 
-#include <c10/core/Stream.h>
-
 #include <atomic>
 #include <map>
 #include <memory>
@@ -57,6 +55,10 @@ class Coalescing {
   std::mutex mutex_;
   std::map<uint64_t, std::unique_ptr<Coalesced>> open_;
 };
+
+// Whether `input` lies where an all-gather puts it, the given number of elements into the output: the engine copies
+// nothing then.
+bool is_in_place(const at::Tensor& output, int64_t elements, const at::Tensor& input);
 
 // What a call's arguments must be. Throws InvalidUsage, naming it.
 const at::Tensor& require_only(const std::vector<at::Tensor>& tensors, const char* call);
@@ -147,7 +149,8 @@ class TorchBackend final : public ::c10d::Backend {
   void shutdown() override;
 
  private:
-  // When a call is counted by the sequence number, which must be the same on all ranks.
+  // When a call is counted by the sequence number, which must be the same on all ranks. Only collectives without
+  // messages take CUDA tensors: those that are counted when they start.
   enum class Counted {
     Never,    // the program's own messages
     AtStart,  // not if it is refused: the engine matches the calls that start, so a rank may repeat it
@@ -160,20 +163,14 @@ class TorchBackend final : public ::c10d::Backend {
   };
   // What every call begins and ends with.
   // `inputs`: what a profiler is told of.
-  Call begin(const char* name, at::ArrayRef<at::Tensor> inputs, Call::Devices devices = Call::Devices::All,
-             Counted counted = Counted::AtStart);
+  Call begin(const char* name, at::ArrayRef<at::Tensor> inputs, Counted counted = Counted::AtStart);
   void count(Call& call);
   TorchWorkPtr start(Call call, const How& how);
-  c10::intrusive_ptr<TorchWork> make_work(TorchWork::Origin origin, Call call,
-                                          std::vector<std::shared_ptr<syncengine::Work>> works);
   std::unique_ptr<Coalesced> take_coalesced();
   void end_left_coalescing();
   void leave(Coalesced& coalesced) noexcept;
   TorchWorkPtr finish(Coalesced& coalesced);
-  // On CUDA tensors: torch_work.cpp.
   TorchWorkPtr start_on_device(Call call, const How& how);
-  TorchWorkPtr finish_on_device(Call call, c10::Stream stream, ::c10d::OpType type, uint64_t number);
-  c10::Stream stream_aside(const Call& call);
   std::optional<Duration> at_most(std::chrono::milliseconds timeout) const;
   void require_timeout(std::chrono::milliseconds timeout) const;
   int require_rank(int64_t rank, const char* call) const;
@@ -207,7 +204,6 @@ class TorchBackend final : public ::c10d::Backend {
   c10::intrusive_ptr<Options> options_;
   std::atomic<int64_t> timeout_ms_;
   std::atomic<uint64_t> sequence_{0};
-  std::shared_ptr<Undelivered> undelivered_ = std::make_shared<Undelivered>();
   Coalescing coalescing_;  // uses those above to its end
 };
 

@@ -8,25 +8,25 @@
 #include <cstring>
 
 #include "base/error.h"
-#include "cuda/device_group.h"
 #include "reducer/torch/tensors.h"
 
 namespace syncengine {
 
-namespace {
-
-// Row by row in memory, with no sign or conjugation still to be applied.
-bool is_plain(const at::Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
-
-at::Tensor plain(const at::Tensor& tensor) {
-  at::NoGradGuard no_grad;
-  return is_plain(tensor) ? tensor : tensor.resolve_conj().resolve_neg().contiguous();
-}
-
-}  // namespace
-
 Call::Call(Call&&) noexcept = default;
 Call::~Call() = default;
+
+// With no sign or conjugation still to be applied.
+bool Call::is_plain(const at::Tensor& tensor) const {
+  return (kind_.any_order ? tensor.is_non_overlapping_and_dense() : tensor.is_contiguous()) && !tensor.is_conj() &&
+         !tensor.is_neg();
+}
+
+at::Tensor Call::plain(const at::Tensor& tensor) const {
+  if (is_plain(tensor)) return tensor;
+  at::NoGradGuard no_grad;
+  const at::Tensor elements = tensor.resolve_conj().resolve_neg();
+  return kind_.any_order && tensor.is_non_overlapping_and_dense() ? elements : elements.contiguous();
+}
 
 void Call::compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> sources) {
   struct Place {
@@ -55,20 +55,19 @@ void Call::compare(at::ArrayRef<at::Tensor> targets, at::ArrayRef<at::Tensor> so
 }
 
 void Call::require_dense(const at::Tensor& tensor) {
-  const bool cuda_too = devices_ == Devices::All && cuda::is_built();
   auto refuse = [&](const std::string& what) {
-    throw Error(
-        ErrorKind::InvalidUsage,
-        std::string(name_) + ": syncengine takes dense " + (cuda_too ? "CPU or CUDA" : "CPU") + " tensors, not " +
-            what +
-            "; for other devices give init_process_group a backend for each, as in \"cpu:syncengine,cuda:nccl\"");
+    const std::string kinds = kind_.cuda ? "CPU or CUDA" : "CPU";
+    throw Error(ErrorKind::InvalidUsage,
+                std::string(name_) +
+                    (kind_.advice ? ": syncengine takes dense " + kinds + " tensors, not " + what + "; " + kind_.advice
+                                  : ": needs a dense tensor on a " + kinds + " device, not " + what));
   };
   if (const std::string why = why_not_dense(tensor); !why.empty()) refuse(why);
   const c10::Device device = tensor.device();
-  if (!device.is_cpu() && !(device.is_cuda() && cuda_too)) refuse("one on " + device.str());
+  if (!device.is_cpu() && !(device.is_cuda() && kind_.cuda)) refuse("one on " + device.str());
   if (const std::string why = why_without_memory(tensor); !why.empty()) refuse(why);
   stay_on(device);
-  if (!follows_order_ || !device.is_cpu()) return;
+  if (!kind_.follows_order || !device.is_cpu()) return;
   InFlight::of_process().await(tensor, !is_plain(tensor) || is_apart(tensor));
   extents_.push_back(extent_of(tensor));
 }

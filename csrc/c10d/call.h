@@ -1,5 +1,5 @@
-// One call of torch.distributed as operations of the engine on memory, and what remains to be done when they have
-// ended.
+// One call on tensors, of a Communicator or of torch.distributed, as operations of the engine on memory, and what
+// remains to be done when they have ended.
 //
 // Ownership: keeps every tensor until the call has ended. Thread-safety: one thread. Aliasing: as torch.distributed has
 // it. Failure: InvalidUsage for tensors that are not dense, or not all on one device, the CPU or a CUDA one, and for
@@ -8,6 +8,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Storage.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <functional>
@@ -16,10 +17,10 @@
 #include <utility>
 #include <vector>
 
+#include "c10d/in_flight.h"
 #include "c10d/torch_dtype.h"
 #include "collectives/operation.h"
 #include "engine/progress/work.h"
-#include "reducer/torch/in_flight.h"
 #include "reducer/torch/profile.h"
 
 namespace syncengine {
@@ -49,13 +50,22 @@ void postpone_python_error() noexcept;
 
 struct Coalesced;
 
+// Which tensors a call takes, and how.
+struct CallKind {
+  bool cuda = true;  // not on the CPU alone
+  // A collective waits for those in flight on the same memory; a message of the program's own may be what they wait
+  // for.
+  bool follows_order = true;
+  // Elements in whatever order they lie in memory, if they do so densely: it is the same on all ranks.
+  bool any_order = false;
+  const char* advice = nullptr;  // what else to do with tensors of other devices; of torch.distributed's calls
+};
+
 class Call {
  public:
-  enum class Devices { All, Cpu };
   // `name` is for messages, and outlives the call. The profiler's row is there until deliver().
-  // A collective follows those in flight on the same memory; a message of the program's own may be what they wait for.
-  explicit Call(const char* name, Devices devices = Devices::All, ProfilerRow row = {}, bool follows_order = true)
-      : name_(name), devices_(devices), row_(std::move(row)), follows_order_(follows_order) {}
+  explicit Call(const char* name, CallKind kind = {}, ProfilerRow row = {})
+      : name_(name), kind_(kind), row_(std::move(row)) {}
 
   Call(Call&&) noexcept;
   ~Call();
@@ -67,10 +77,9 @@ class Call {
   std::unique_ptr<Coalesced> coalesced;
   c10::Device device() const { return device_.value_or(c10::Device(c10::kCPU)); }
   // What operations and deliveries use.
-  const std::vector<c10::Storage>& memory() const { return *memory_; }
-  // Of the program's tensors.
-  const std::vector<Extent>& extents() const { return extents_; }
-  bool follows_order() const { return follows_order_; }
+  at::ArrayRef<c10::Storage> memory() const { return *memory_; }
+  // Of the program's tensors, if it follows the order.
+  at::ArrayRef<Extent> extents() const { return extents_; }
   std::vector<at::Tensor>& results() { return results_; }
 
   // Throws for a tensor that can't be read or written. Waits for what the call has to follow.
@@ -82,8 +91,8 @@ class Call {
     return !apart_.empty() && std::find(apart_.begin(), apart_.end(), target.unsafeGetTensorImpl()) != apart_.end();
   }
 
-  // A tensor's elements, row by row: its own memory, or that of a copy if it is not contiguous. What is written to a
-  // copy is put into the tensor by deliver(). read() and write() return the tensor or its copy.
+  // A tensor's elements, row by row: its own memory, or that of a copy if they lie in another order or with gaps. What
+  // is written to a copy is put into the tensor by deliver(). read() and write() return the tensor or its copy.
   at::Tensor read(const at::Tensor& tensor, SpanList& spans);
   at::Tensor write(const at::Tensor& tensor, SpanList& spans);
   void update(const at::Tensor& tensor, SpanList& spans);
@@ -118,7 +127,8 @@ class Call {
   // Of one that stands for several tensors: only the same call with the same sizes matches it.
   void require_sizes(Operation& operation, const std::vector<at::Tensor>& tensors) const;
   void add(Operation operation);
-  std::vector<Operation>& operations() { return operations_; }
+  using Operations = c10::SmallVector<Operation, 1>;
+  Operations& operations() { return operations_; }
   struct Mail {
     Message message;
     bool sends;
@@ -144,23 +154,27 @@ class Call {
   struct Delivery {
     at::Tensor target, result;
   };
+  // Whether the engine can have the tensor's own memory.
+  bool is_plain(const at::Tensor& tensor) const;
+  at::Tensor plain(const at::Tensor& tensor) const;
   void require_distinct(const at::Tensor& target);
   void stay_on(c10::Device device);
   void keep(const at::Tensor& tensor, SpanList& spans);
   void deliver_later(const at::Tensor& target, const at::Tensor& result);
 
   const char* name_;
-  Devices devices_;
+  CallKind kind_;
   ProfilerRow row_;
-  bool follows_order_;
-  std::vector<Extent> extents_;
   std::optional<c10::Device> device_;
-  std::vector<Operation> operations_;
+  // What a call on two tensors has costs no allocation besides that of memory_.
+  c10::SmallVector<Extent, 2> extents_;
+  Operations operations_;
   std::vector<Mail> mail_;
   std::shared_ptr<std::atomic<int>> source_;
   // The engine holds memory, not tensors: any thread may let go of it, and the last reference to a tensor besides
   // Python's would make torch wait for the GIL there.
-  std::shared_ptr<std::vector<c10::Storage>> memory_ = std::make_shared<std::vector<c10::Storage>>();
+  using Memory = c10::SmallVector<c10::Storage, 2>;
+  std::shared_ptr<Memory> memory_ = std::make_shared<Memory>();
   std::vector<std::function<void()>> steps_;
   std::vector<Delivery> deliveries_;
   std::vector<at::Tensor> results_;

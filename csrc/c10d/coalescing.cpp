@@ -6,6 +6,7 @@
 
 #include "c10d/backend.h"
 #include "c10d/call.h"
+#include "c10d/in_flight.h"
 #include "reducer/torch/python_error.h"
 
 namespace syncengine {
@@ -107,7 +108,7 @@ void TorchBackend::leave(Coalesced& coalesced) noexcept {
     const auto work = any ? finish(coalesced) : nullptr;
     for (const auto& each : collectives)
       communicator_->wait(each, raise_pending_signal, at_most(::c10d::kUnsetTimeout));
-    undelivered_->deliver_ended();
+    InFlight::of_process().deliver_ended();
   } catch (...) {  // the group has failed
     postpone_python_error();
   }
@@ -117,13 +118,14 @@ TorchBackend::TorchWorkPtr TorchBackend::finish(Coalesced& coalesced) {
   const uint64_t number = sequence_.load(std::memory_order_relaxed);
   constexpr auto kType = ::c10d::OpType::COALESCED;
   if (!coalesced.call.device().is_cpu()) {
-    const c10::Stream stream = stream_aside(coalesced.call);
-    return finish_on_device(std::move(coalesced.call), stream, kType, number);
+    const c10::Stream stream = queue_on_device(communicator_, coalesced.call, /*aside=*/true);
+    return finish_on_device({.communicator = communicator_, .type = kType, .number = number}, std::move(coalesced.call),
+                            stream);
   }
   auto works = std::move(coalesced.collectives);
   std::move(coalesced.messages.begin(), coalesced.messages.end(), std::back_inserter(works));
   TorchWork::Origin origin{communicator_, messages_, kType, number, at_most(::c10d::kUnsetTimeout)};
-  return make_work(std::move(origin), std::move(coalesced.call), std::move(works));
+  return TorchWork::in_flight(std::move(origin), std::move(coalesced.call), std::move(works));
 }
 
 }  // namespace syncengine

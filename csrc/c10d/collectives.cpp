@@ -13,15 +13,14 @@ namespace {
 
 using ::c10d::OpType;
 
-// Whether `input` lies where an all-gather puts it: the engine copies nothing then.
+}  // namespace
+
 bool is_in_place(const at::Tensor& output, int64_t elements, const at::Tensor& input) {
   return why_not_dense(output).empty() && output.is_contiguous() && input.is_contiguous() &&
          output.scalar_type() == input.scalar_type() &&
          input.const_data_ptr() ==
              static_cast<const std::byte*>(output.const_data_ptr()) + elements * output.element_size();
 }
-
-}  // namespace
 
 TorchBackend::TorchWorkPtr TorchBackend::broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& options) {
   Call call = begin("broadcast", tensors);

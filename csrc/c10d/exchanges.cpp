@@ -87,7 +87,7 @@ TorchBackend::TorchWorkPtr TorchBackend::recvAnysource(Tensors& tensors, int tag
 
 TorchBackend::TorchWorkPtr TorchBackend::message(const char* name, OpType type, const Tensors& tensors, int peer,
                                                  int tag) {
-  Call call = begin(name, tensors, Call::Devices::Cpu, Counted::Never);
+  Call call = begin(name, tensors, Counted::Never);
   const bool sends = type == OpType::SEND;
   if (type != OpType::RECVANYSOURCE) require_rank(peer, name);
   Message message{.peer = peer,
@@ -101,7 +101,7 @@ TorchBackend::TorchWorkPtr TorchBackend::message(const char* name, OpType type, 
 
 TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& inputs,
                                                 const ::c10d::GatherOptions& options) {
-  Call call = begin("gather", inputs, Call::Devices::Cpu, Counted::AtOnce);
+  Call call = begin("gather", inputs, Counted::AtOnce);
   add_rooted(call, ByMessages::Gather, options.rootRank, inputs, outputs);
   if (rank_ == options.rootRank) call.results() = outputs[0];
   return start(std::move(call), {OpType::GATHER, options.timeout, options.asyncOp});
@@ -109,7 +109,7 @@ TorchBackend::TorchWorkPtr TorchBackend::gather(TensorLists& outputs, Tensors& i
 
 TorchBackend::TorchWorkPtr TorchBackend::scatter(Tensors& outputs, TensorLists& inputs,
                                                  const ::c10d::ScatterOptions& options) {
-  Call call = begin("scatter", first_of(inputs), Call::Devices::Cpu, Counted::AtOnce);
+  Call call = begin("scatter", first_of(inputs), Counted::AtOnce);
   add_rooted(call, ByMessages::Scatter, options.rootRank, outputs, inputs);
   call.results() = outputs;
   return start(std::move(call), {OpType::SCATTER, options.timeout, options.asyncOp});
@@ -162,7 +162,7 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall_base(at::Tensor& output, at::T
                                                        std::vector<int64_t>& output_sizes,
                                                        std::vector<int64_t>& input_sizes,
                                                        const ::c10d::AllToAllOptions& options) {
-  Call call = begin("all_to_all", input, Call::Devices::Cpu, Counted::AtOnce);
+  Call call = begin("all_to_all", input, Counted::AtOnce);
   require_same_dtype(call.name(), output, input);
   auto out_bytes = split_bytes(call.name(), output, output_sizes, size_);
   auto in_bytes = split_bytes(call.name(), input, input_sizes, size_);
@@ -186,7 +186,7 @@ TorchBackend::TorchWorkPtr TorchBackend::alltoall_base(at::Tensor& output, at::T
 
 TorchBackend::TorchWorkPtr TorchBackend::alltoall(Tensors& outputs, Tensors& inputs,
                                                   const ::c10d::AllToAllOptions& options) {
-  Call call = begin("all_to_all", inputs, Call::Devices::Cpu, Counted::AtOnce);
+  Call call = begin("all_to_all", inputs, Counted::AtOnce);
   require_lists(call.name(), outputs.size(), size_);
   require_lists(call.name(), inputs.size(), size_);
   call.compare(outputs, inputs);

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <string>
 
-#include "c10d/backend.h"
+#include "c10d/in_flight.h"
 #include "reducer/torch/python_error.h"
 #include "streams/queue.h"
 
@@ -27,13 +27,25 @@ std::string text_of(const std::exception_ptr& error) {
 
 }  // namespace
 
-TorchWork::TorchWork(Origin origin, Call call, std::vector<std::shared_ptr<syncengine::Work>> works)
+TorchWork::TorchWork(Origin origin, Call call, Works works)
     : ::c10d::Work(origin.communicator->rank(), origin.type),
       origin_(std::move(origin)),
       works_(std::move(works)),
       deadline_(origin_.at_most ? Deadline::after(*origin_.at_most) : Deadline::never()),
-      call_(std::move(call)),
-      delivers_(call_.delivers()) {}
+      call_(std::move(call)) {}
+
+c10::intrusive_ptr<TorchWork> TorchWork::in_flight(Origin origin, Call call, Works works) {
+  InFlight::Call follows{
+      .memory = call.extents().vec(), .communicator = origin.communicator, .works = {works.begin(), works.end()}};
+  const bool delivers = call.delivers();
+  auto work = c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(works));
+  if (delivers)
+    follows.deliver = [work] {
+      if (work->isSuccess()) work->deliver();
+    };
+  if (delivers || !follows.memory.empty()) InFlight::of_process().add(std::move(follows));
+  return work;
+}
 
 TorchWork::~TorchWork() {
   if (undeliverable_.load(std::memory_order_acquire) && !is_told_.load(std::memory_order_relaxed))
@@ -98,12 +110,11 @@ void TorchWork::deliver() {
       undeliverable_.store(true, std::memory_order_release);
     }
   });
-  if (delivers_) origin_.undelivered->remove(*this);
 }
 
 // In the order of the calls: those before it, which may have been dropped, come first.
 void TorchWork::deliver_this_too() {
-  origin_.undelivered->deliver_ended();
+  InFlight::of_process().deliver_ended();
   deliver();
 }
 
@@ -143,59 +154,32 @@ void TorchWork::complete_future() {
   future_->markCompleted(c10::IValue(call_.results()));
 }
 
-void Undelivered::add(WorkPtr work) {
-  std::lock_guard lock(mutex_);
-  works_.push_back(std::move(work));
-  any_.store(true, std::memory_order_relaxed);
+void run_call(Communicator& communicator, Call& call) {
+  communicator.run(std::move(call.operations()[0]), raise_pending_signal);
+  InFlight::of_process().deliver_ended();
+  call.deliver();
 }
 
-void Undelivered::remove(const TorchWork& work) {
-  WorkPtr removed;  // let go of without the lock: it may hold the last reference to a tensor of Python's
-  std::lock_guard lock(mutex_);
-  auto found = std::find_if(works_.begin(), works_.end(), [&](const WorkPtr& other) { return other.get() == &work; });
-  if (found == works_.end()) return;
-  removed = std::move(*found);
-  works_.erase(found);
-  any_.store(!works_.empty(), std::memory_order_relaxed);
+TorchWork::Works submit_call(Communicator& communicator, Call& call) {
+  TorchWork::Works works;
+  for (Operation& operation : call.operations()) works.push_back(communicator.submit(std::move(operation)));
+  for (Call::Mail& mail : call.mail())
+    works.push_back(mail.sends ? communicator.send(std::move(mail.message))
+                               : communicator.receive(std::move(mail.message)));
+  return works;
 }
-
-// They stay in the list meanwhile, so that another thread does not take them for delivered.
-void Undelivered::deliver_all_ended() {
-  std::vector<WorkPtr> ended;
-  {
-    std::lock_guard lock(mutex_);
-    std::copy_if(works_.begin(), works_.end(), std::back_inserter(ended),
-                 [](const WorkPtr& work) { return work->ended(); });
-  }
-  for (const WorkPtr& work : ended) {
-    if (work->isSuccess()) work->deliver();
-    remove(*work);
-  }
-}
-
-void Undelivered::close() noexcept {
-  deliver_ended();
-  std::vector<WorkPtr> dropped;
-  std::lock_guard lock(mutex_);
-  dropped.swap(works_);
-  any_.store(false, std::memory_order_relaxed);
-}
-
-// TorchBackend on CUDA tensors: what is called is queued on streams, and nobody waits on the host.
 
 namespace {
 
-// Its future is complete from the start, as NCCL's is: who takes its value waits on a stream.
 class DeviceWork final : public ::c10d::Work {
  public:
   // Of what `stream` has by now.
-  DeviceWork(std::shared_ptr<Communicator> communicator, c10::Stream stream, ::c10d::OpType type, uint64_t number,
-             std::vector<at::Tensor> results)
-      : ::c10d::Work(communicator->rank(), type),
-        communicator_(std::move(communicator)),
+  DeviceWork(TorchWork::Origin origin, c10::Stream stream, std::vector<at::Tensor> results)
+      : ::c10d::Work(origin.communicator->rank(), origin.type),
+        communicator_(std::move(origin.communicator)),
         device_(stream.device()),
         done_(kDeviceType),
-        number_(number),
+        number_(origin.number),
         results_(std::move(results)),
         future_(c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
                                                          std::vector<c10::Device>{device_})) {
@@ -204,7 +188,8 @@ class DeviceWork final : public ::c10d::Work {
     future_->markCompleted(c10::IValue(results_));
   }
 
-  bool isCompleted() override { return done_.query() || exception() != nullptr; }
+  // After a failure, too, only once the device leaves the memory alone.
+  bool isCompleted() override { return done_.query(); }
   bool isSuccess() const override { return done_.query() && exception() == nullptr; }
   std::exception_ptr exception() const override {
     try {
@@ -257,42 +242,30 @@ void copy_to_output(const Operation& operation, c10::Device device) {
 
 }  // namespace
 
-// The stream of calls that nobody waits for at once: behind what the current one has.
-c10::Stream TorchBackend::stream_aside(const Call& call) {
+c10::Stream queue_on_device(const std::shared_ptr<Communicator>& communicator, Call& call, bool aside) {
   const c10::Stream current = current_stream(call.device());
-  if (size_ == 1) return current;
-  const c10::Stream side = queue_of(communicator_, call.device(), raise_pending_signal)->side();
-  order_streams(current, side);
-  for (const c10::Storage& memory : call.memory()) keep_for(side, memory);
-  return side;
-}
-
-TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& how) {
-  const bool aside = how.async || call.coalesced;
-  const c10::Stream stream = aside ? stream_aside(call) : current_stream(call.device());
-  for (const Operation& operation : call.operations()) {
-    if (size_ == 1)
+  if (communicator->size() == 1) {
+    communicator->throw_if_failed();
+    for (const Operation& operation : call.operations()) {
+      require_supported(operation);
       copy_to_output(operation, call.device());
-    else
-      queue_of(communicator_, call.device(), raise_pending_signal)->run(operation, stream, handle_of(stream));
+    }
+    return current;
   }
-  if (call.to_be_counted) count(call);
-  if (auto coalesced = std::move(call.coalesced)) {
-    coalesced->call.absorb(std::move(call));
-    coalescing_.give(std::move(coalesced));
-    return nullptr;
+  const auto queue = queue_of(communicator, call.device(), raise_pending_signal);
+  const c10::Stream stream = aside ? queue->side() : current;
+  if (aside) {
+    order_streams(current, stream);
+    for (const c10::Storage& memory : call.memory()) keep_for(stream, memory);
   }
-  const uint64_t number = call.number;
-  if (how.async) return finish_on_device(std::move(call), stream, how.type, number);
-  call.deliver();
-  return nullptr;
+  for (const Operation& operation : call.operations()) queue->run(operation, stream, handle_of(stream));
+  return stream;
 }
 
-TorchBackend::TorchWorkPtr TorchBackend::finish_on_device(Call call, c10::Stream stream, ::c10d::OpType type,
-                                                          uint64_t number) {
+c10::intrusive_ptr<::c10d::Work> finish_on_device(TorchWork::Origin origin, Call call, c10::Stream stream) {
   const c10::StreamGuard guard(stream);
   call.deliver();
-  return c10::make_intrusive<DeviceWork>(communicator_, stream, type, number, std::move(call.results()));
+  return c10::make_intrusive<DeviceWork>(std::move(origin), stream, std::move(call.results()));
 }
 
 }  // namespace syncengine

@@ -1,6 +1,6 @@
-// What torch.distributed holds of a call: the engine's works, and the delivery of their results.
+// What the program holds of a call: the engine's works, and the delivery of their results.
 //
-// Ownership: shared; dropping it does not cancel the call, and if its results go through copies Undelivered keeps it.
+// Ownership: shared; dropping it does not cancel the call, and if its results go through copies InFlight keeps it.
 // Thread-safety: any thread. Failure: wait() throws the engine's Error, or what its delivery has thrown, whoever made
 // that; a future gets it. A delivery's error that nobody has asked for is a warning in the end.
 #pragma once
@@ -25,19 +25,20 @@
 namespace syncengine {
 
 class Completer;
-class Undelivered;
 
 class TorchWork final : public ::c10d::Work {
  public:
   struct Origin {
     std::shared_ptr<Communicator> communicator;
-    std::shared_ptr<Completer> completer;
-    ::c10d::OpType type;
-    uint64_t number;
-    std::optional<Duration> at_most;  // from now on; past it a wait fails the communicator
-    std::shared_ptr<Undelivered> undelivered = {};
+    std::shared_ptr<Completer> completer = {};  // null if nobody asks for a future
+    ::c10d::OpType type = ::c10d::OpType::UNKNOWN;
+    uint64_t number = 0;
+    std::optional<Duration> at_most = {};  // from now on; past it a wait fails the communicator
   };
-  TorchWork(Origin origin, Call call, std::vector<std::shared_ptr<syncengine::Work>> works);
+  using Works = std::vector<std::shared_ptr<syncengine::Work>>;
+  TorchWork(Origin origin, Call call, Works works);
+  // One that later calls follow, and deliver.
+  static c10::intrusive_ptr<TorchWork> in_flight(Origin origin, Call call, Works works);
   ~TorchWork() override;
 
   bool isCompleted() override;
@@ -66,48 +67,28 @@ class TorchWork final : public ::c10d::Work {
   std::exception_ptr delivery_error() const;
 
   Origin origin_;
-  std::vector<std::shared_ptr<syncengine::Work>> works_;
+  Works works_;
   Deadline deadline_;
   std::once_flag delivered_;
   std::exception_ptr delivery_error_;
   std::atomic<bool> undeliverable_{false};  // the error is there
   mutable std::atomic<bool> is_told_{false};
   Call call_;
-  const bool delivers_;
   std::once_flag future_made_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// Works whose results go through copies, until these have been put into their tensors. The program may drop such a work
-// and make sure of its end by another call, as by a barrier.
-//
-// Ownership: shared by the backend and its works, which it keeps. Thread-safety: any thread; no lock while there are
-// none. Failure: none, a work keeps the error of its delivery.
+// Makes the operations of a call on the CPU, waits, and delivers their results.
+void run_call(Communicator& communicator, Call& call);
+// Begins its operations, and its messages.
+TorchWork::Works submit_call(Communicator& communicator, Call& call);
 
-class TorchWork;
-
-class Undelivered {
- public:
-  using WorkPtr = c10::intrusive_ptr<TorchWork>;
-
-  void add(WorkPtr work);
-  void remove(const TorchWork& work);
-
-  // Of those that have ended well, in the order of the calls. When it returns they are delivered, by whichever thread.
-  void deliver_ended() {
-    if (any_.load(std::memory_order_relaxed)) deliver_all_ended();
-  }
-
-  // The same, after the last call; drops all others.
-  void close() noexcept;
-
- private:
-  void deliver_all_ended();
-
-  std::atomic<bool> any_{false};
-  std::mutex mutex_;
-  std::vector<WorkPtr> works_;
-};
+// On CUDA tensors: its operations are queued on a stream, and nobody waits on the host. `aside`: for a call that nobody
+// waits for at once, on a stream of its own, behind what the current one has.
+c10::Stream queue_on_device(const std::shared_ptr<Communicator>& communicator, Call& call, bool aside);
+// Delivers on that stream. The work's future is complete from the start, as NCCL's is: who takes its value waits on a
+// stream.
+c10::intrusive_ptr<::c10d::Work> finish_on_device(TorchWork::Origin origin, Call call, c10::Stream stream);
 
 // The threads that complete futures. Their callbacks may run Python, wait for the GIL, make calls, or wait for other
 // futures, none of which the engine's own thread may do; and they drive the engine while they wait, as every thread

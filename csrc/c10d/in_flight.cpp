@@ -1,4 +1,4 @@
-#include "reducer/torch/in_flight.h"
+#include "c10d/in_flight.h"
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -42,7 +42,7 @@ bool InFlight::Call::has_ended() const {
   });
 }
 
-void InFlight::Call::finish() const {
+void InFlight::Call::await() const {
   for (const auto& weak : works) {
     const auto work = weak.lock();
     const auto engine = communicator.lock();
@@ -50,49 +50,55 @@ void InFlight::Call::finish() const {
     if (work->state() == Work::State::Failed) return;  // whoever waits for it hears of it
     engine->wait(work, raise_pending_signal);
   }
-  if (deliver) deliver();
 }
 
 void InFlight::add(Call call) {
-  const WithoutGil without_gil;
-  finish_ended();
+  drop_ended();
   std::lock_guard lock(mutex_);
-  calls_.push_back(std::move(call));
-  any_.store(true, std::memory_order_relaxed);
+  calls_.push_back(std::make_shared<Call>(std::move(call)));
+  look();
 }
 
-// What is dropped may hold the last reference to a tensor besides Python's: it goes without the lock.
-void InFlight::finish_ended() {
-  std::vector<Call> ended;
+// Under the lock.
+void InFlight::look() {
+  const auto delivers = [](const auto& call) { return call->deliver != nullptr; };
+  any_.store(!calls_.empty(), std::memory_order_relaxed);
+  any_to_deliver_.store(std::any_of(calls_.begin(), calls_.end(), delivers), std::memory_order_relaxed);
+}
+
+// They stay in the list meanwhile, so that another thread does not take them for delivered. What is dropped may hold
+// the last reference to a tensor besides Python's: it goes without the lock.
+void InFlight::drop_ended() {
+  const WithoutGil without_gil;
+  std::vector<std::shared_ptr<Call>> ended;
   {
     std::lock_guard lock(mutex_);
-    auto first =
-        std::stable_partition(calls_.begin(), calls_.end(), [](const Call& call) { return !call.has_ended(); });
-    std::move(first, calls_.end(), std::back_inserter(ended));
-    calls_.erase(first, calls_.end());
-    any_.store(!calls_.empty(), std::memory_order_relaxed);
+    std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(ended),
+                 [](const auto& call) { return call->has_ended(); });
   }
-  for (const Call& call : ended) {
-    try {
-      call.finish();
-    } catch (...) {  // its own wait throws it again
-    }
-  }
+  if (ended.empty()) return;
+  for (const auto& call : ended)
+    if (call->deliver) call->deliver();
+  std::lock_guard lock(mutex_);
+  for (const auto& call : ended) call->dropped = true;
+  std::erase_if(calls_, [](const auto& call) { return call->dropped; });
+  look();
 }
 
 void InFlight::await_those_on(const Extent& extent, bool copies) {
-  std::vector<Call> earlier;
+  std::vector<std::shared_ptr<Call>> earlier;
   {
     std::lock_guard lock(mutex_);
-    std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(earlier), [&](const Call& call) {
-      return (call.copies || copies) && std::any_of(call.memory.begin(), call.memory.end(), [&](const Extent& other) {
-               return other.begin < extent.end && extent.begin < other.end;
-             });
+    std::copy_if(calls_.begin(), calls_.end(), std::back_inserter(earlier), [&](const auto& call) {
+      return (call->deliver || copies) &&
+             std::any_of(call->memory.begin(), call->memory.end(),
+                         [&](const Extent& other) { return other.begin < extent.end && extent.begin < other.end; });
     });
   }
   if (earlier.empty()) return;
   const WithoutGil without_gil;
-  for (const Call& call : earlier) call.finish();
+  for (const auto& call : earlier) call->await();
+  drop_ended();
 }
 
 }  // namespace syncengine

@@ -1,11 +1,12 @@
-// Asynchronous collectives of this process that have not ended, by the memory of their tensors.
+// Asynchronous calls of this process that have not ended, by the memory of their tensors.
 //
 // The engine runs the collectives of a communicator in the order of their calls. But a tensor that is not contiguous
-// goes through a copy: it is read at the call, and written when the collective has ended. So a call waits for the
-// earlier ones on the same memory if either of the two goes through a copy.
+// goes through a copy: it is read at the call, and written when the call has ended. So a call waits for the earlier
+// ones on the same memory if either of the two goes through a copy. And as the program may drop the work of such a
+// call, and make sure of its end by another one, as by a barrier, all that have ended are delivered at each end.
 //
 // Ownership: one for the process; never destroyed, since it may hold tensors of Python's. Thread-safety: any thread;
-// no lock while there are none. Failure: await() throws what an earlier call fails with.
+// no lock while there is nothing to wait for, or to deliver. Failure: await() throws what an earlier call fails with.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -31,18 +32,20 @@ class InFlight {
  public:
   struct Call {
     std::vector<Extent> memory = {};
-    bool copies = false;
     std::weak_ptr<Communicator> communicator;
     std::vector<std::weak_ptr<Work>> works = {};  // the engine keeps those that have not ended
-    std::function<void()> deliver = {};  // puts results into their tensors once these have ended. Without the GIL
+    // If it goes through copies: puts the results into their tensors once these have ended well; called again it does
+    // nothing. Without the GIL; does not throw.
+    std::function<void()> deliver = {};
+    bool dropped = false;  // the list's
 
     bool has_ended() const;
-    void finish() const;
+    void await() const;
   };
 
   static InFlight& of_process();
 
-  // Finishes those that have ended: the program may have dropped them.
+  // Delivers those that have ended, too: or a program that waits for none of them collects them all.
   void add(Call call);
 
   // Before a call that reads or writes `tensor`, perhaps through a copy: waits for those that it must not overtake.
@@ -50,13 +53,19 @@ class InFlight {
     if (any_.load(std::memory_order_relaxed)) await_those_on(extent_of(tensor), copies);
   }
 
+  // Of those that have ended, in the order of the calls. When it returns they are delivered, by whichever thread.
+  void deliver_ended() {
+    if (any_to_deliver_.load(std::memory_order_relaxed)) drop_ended();
+  }
+
  private:
   void await_those_on(const Extent& extent, bool copies);
-  void finish_ended();
+  void drop_ended();
+  void look();
 
-  std::atomic<bool> any_{false};
+  std::atomic<bool> any_{false}, any_to_deliver_{false};
   std::mutex mutex_;
-  std::vector<Call> calls_;
+  std::vector<std::shared_ptr<Call>> calls_;
 };
 
 }  // namespace syncengine
