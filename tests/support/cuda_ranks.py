@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any, TypeVar
-from unittest import mock
 
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # before CUDA starts: else ranks' streams may share a queue
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # loading may wait for the whole device, as below
@@ -124,7 +123,18 @@ def seeing(devices: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join((visible or "0,1,2,3,4,5,6,7").split(",")[:devices])}
 
 
-def in_process(rank: int, body: Callable[[int], Any], results: Any) -> None:
+class Environ(dict[str, str]):
+    """Sets variables where it is unpickled: before what is pickled behind it, which may ask for devices."""
+
+    def __reduce__(self) -> Any:
+        return set_environ, (dict(self),)
+
+
+def set_environ(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+
+
+def in_process(_: Environ, rank: int, body: Callable[[int], Any], results: Any) -> None:
     """What a process of run_processes does."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     try:
@@ -164,13 +174,14 @@ def run_processes(
 ) -> list[Any]:
     """Results by rank of processes of their own; a text for an error. `killed` gives none, and does not live on."""
     (port,) = unused_ports()
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # which imports torch once, and starts no CUDA
+    context.set_forkserver_preload([*(["software_torch"] if SOFTWARE else []), "torch", "torch._dynamo", "pytest"])
     results = context.Queue()
-    ranks = [context.Process(target=in_process, args=(rank, body, results)) for rank in range(world)]
-    for rank, process in enumerate(ranks):
-        # CUDA reads its variables before a process can change them: unpickling `body` asks for devices.
-        with mock.patch.dict(os.environ, {**rank_environ(rank, world, port), **(environ or {})}):
-            process.start()
+    ranks = []
+    for rank in range(world):
+        variables = Environ({**rank_environ(rank, world, port), **(environ or {})})
+        ranks.append(context.Process(target=in_process, args=(variables, rank, body, results)))
+        ranks[-1].start()
     try:
         found = dict(get(results, ranks, killed) for _ in range(world - (killed is not None)))
     finally:
