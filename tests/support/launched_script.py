@@ -47,7 +47,6 @@ def main(torch_distributed: str) -> None:
 
 
 if __name__ == "__main__":
-    for attempt, argument in enumerate(sys.argv[1:]):
+    for argument in sys.argv[1:]:
         syncengine.shutdown()
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(attempt)  # another Gloo group's addresses are no longer there
         main(argument)
