@@ -42,7 +42,7 @@ inline constexpr int kSlowdown = 1;
 #endif
 
 // A test that takes longer is taken for hung: the program aborts and names it.
-inline constexpr std::chrono::seconds kTestDeadline{120};
+inline constexpr std::chrono::seconds kTestDeadline{300};
 
 [[noreturn]] inline void fail(const char* file, int line, const std::string& text) {
   throw Failure(std::string(file) + ":" + std::to_string(line) + ": " + text);

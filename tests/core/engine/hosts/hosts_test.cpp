@@ -91,44 +91,45 @@ TEST(bits_of_a_tree_do_not_depend_on_the_placement) {
 // Around the largest transfer, which a running sum in float32 reaches with half as many bytes. With one rank a host
 // there is one sum a host, so all numerics but `ring` give the bits of rank_order. What is not the chain of rank_order
 // gets three cases.
-TEST(large_tensors_of_ranks_that_are_alone_on_their_hosts) {
+static void check_large_tensors(const char* hosts) {
   constexpr size_t kMost = Interhost::kMaxTransfer;
   const std::vector<std::pair<Numerics, HostAlgorithm>> ways{{Numerics::RankOrder, HostAlgorithm::Chain},
                                                              {Numerics::RankOrder, HostAlgorithm::Exchange},
                                                              {Numerics::RankOrder, HostAlgorithm::Auto},
                                                              {Numerics::Fast, HostAlgorithm::Chain},
                                                              {Numerics::Ring, HostAlgorithm::Chain}};
-  for (const char* hosts : {"abc", "abcd"}) {
-    int world = static_cast<int>(std::string(hosts).size());
-    std::vector<Case> all{{DType::BFloat16, ReduceOp::Sum, kMost / 2 + 33, 1.0, 1.0 / world},
-                          {DType::BFloat16, ReduceOp::Sum, kMost / 2, 1.0 / world, 1.0},
-                          {DType::Float16, ReduceOp::Max, kMost / 2}};
-    for (size_t bytes : {kMost / 2, kMost / 2 + 64, kMost - 2, kMost, kMost + 2})
-      all.push_back({DType::Float16, ReduceOp::Sum, bytes / 2});
-    for (DType dtype : {DType::Float32, DType::Float64, DType::Int8})
-      all.push_back({dtype, ReduceOp::Sum, kMost / element_size(dtype)});
-    for (auto [numerics, way] : ways) {
-      const bool first = numerics == Numerics::RankOrder && way == HostAlgorithm::Chain;
-      const std::vector<Case> cases(all.begin(), first ? all.end() : all.begin() + 3);
-      std::vector<Bytes> wanted;
-      for (const Case& what : cases) wanted.push_back(oracle(what, numerics, world));
-      Options options;
-      options.timeout = seconds(60);
-      options.numerics = numerics;
-      options.host_algorithm = way;
-      run_hosts(hosts, options, [&](int rank, Communicator& communicator) {
-        for (size_t i = 0; i < cases.size(); ++i) {
-          Bytes data = testing::contribution(cases[i], rank);
-          Operation operation = operation_of(cases[i]);
-          operation.numerics = communicator.numerics();
-          operation.input = operation.output = SpanList(data.data(), data.size());
-          communicator.run(operation);
-          testing::check_bits(cases[i], data, wanted[i], hosts);
-        }
-      });
-    }
+  int world = static_cast<int>(std::string(hosts).size());
+  std::vector<Case> all{{DType::BFloat16, ReduceOp::Sum, kMost / 2 + 33, 1.0, 1.0 / world},
+                        {DType::BFloat16, ReduceOp::Sum, kMost / 2, 1.0 / world, 1.0},
+                        {DType::Float16, ReduceOp::Max, kMost / 2}};
+  for (size_t bytes : {kMost / 2, kMost / 2 + 64, kMost - 2, kMost, kMost + 2})
+    all.push_back({DType::Float16, ReduceOp::Sum, bytes / 2});
+  for (DType dtype : {DType::Float32, DType::Float64, DType::Int8})
+    all.push_back({dtype, ReduceOp::Sum, kMost / element_size(dtype)});
+  for (auto [numerics, way] : ways) {
+    const bool first = numerics == Numerics::RankOrder && way == HostAlgorithm::Chain;
+    const std::vector<Case> cases(all.begin(), first ? all.end() : all.begin() + 3);
+    std::vector<Bytes> wanted;
+    for (const Case& what : cases) wanted.push_back(oracle(what, numerics, world));
+    Options options;
+    options.timeout = seconds(60);
+    options.numerics = numerics;
+    options.host_algorithm = way;
+    run_hosts(hosts, options, [&](int rank, Communicator& communicator) {
+      for (size_t i = 0; i < cases.size(); ++i) {
+        Bytes data = testing::contribution(cases[i], rank);
+        Operation operation = operation_of(cases[i]);
+        operation.numerics = communicator.numerics();
+        operation.input = operation.output = SpanList(data.data(), data.size());
+        communicator.run(operation);
+        testing::check_bits(cases[i], data, wanted[i], hosts);
+      }
+    });
   }
 }
+
+TEST(large_tensors_of_three_ranks_that_are_alone_on_their_hosts) { check_large_tensors("abc"); }
+TEST(large_tensors_of_four_ranks_that_are_alone_on_their_hosts) { check_large_tensors("abcd"); }
 
 TEST(other_collectives_over_hosts) {
   for (const auto& hosts : kPlacements) {
