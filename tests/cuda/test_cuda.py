@@ -10,7 +10,8 @@ from functools import partial
 
 import pytest
 import torch
-from cuda_ranks import TIMEOUT, WITHIN, marked, on_host, run_processes, run_threads, why_no_gpu
+from cuda_ranks import TIMEOUT, marked, on_host, run_processes, run_threads, why_no_gpu
+from faults import WITHIN
 from test_cuda_conformance import same
 
 import syncengine

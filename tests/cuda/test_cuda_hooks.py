@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from cuda_ranks import WITHIN, marked, run_processes
+from cuda_ranks import marked, run_processes
 from cuda_training import batch, job
+from faults import WITHIN
 from models.workload import same_bits
 from parallel_models import CAP, Mlp
 from test_cuda_equality import Run, train

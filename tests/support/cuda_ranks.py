@@ -30,7 +30,6 @@ from syncengine._C import Communicator, LocalBootstrap, solo
 from syncengine.config import Config
 
 TIMEOUT = 60.0
-WITHIN = 15.0  # seconds: who has waited for TIMEOUT took longer, and a busy machine does not
 PATIENCE = 300  # seconds for a result of run_processes
 SOFTWARE = os.environ.get("SYNCENGINE_TEST_CUDA") == "software"
 
