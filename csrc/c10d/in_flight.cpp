@@ -56,11 +56,11 @@ void InFlight::add(Call call) {
   drop_ended();
   std::lock_guard lock(mutex_);
   calls_.push_back(std::make_shared<Call>(std::move(call)));
-  look();
+  set_flags();
 }
 
-// Under the lock.
-void InFlight::look() {
+// Of whether there is anything to wait for, or to deliver. Under the lock.
+void InFlight::set_flags() {
   const auto delivers = [](const auto& call) { return call->deliver != nullptr; };
   any_.store(!calls_.empty(), std::memory_order_relaxed);
   any_to_deliver_.store(std::any_of(calls_.begin(), calls_.end(), delivers), std::memory_order_relaxed);
@@ -82,7 +82,7 @@ void InFlight::drop_ended() {
   std::lock_guard lock(mutex_);
   for (const auto& call : ended) call->dropped = true;
   std::erase_if(calls_, [](const auto& call) { return call->dropped; });
-  look();
+  set_flags();
 }
 
 void InFlight::await_those_on(const Extent& extent, bool copies) {

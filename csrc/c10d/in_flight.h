@@ -61,7 +61,7 @@ class InFlight {
  private:
   void await_those_on(const Extent& extent, bool copies);
   void drop_ended();
-  void look();
+  void set_flags();
 
   std::atomic<bool> any_{false}, any_to_deliver_{false};
   std::mutex mutex_;
