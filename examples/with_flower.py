@@ -24,8 +24,8 @@ import torch
 from flower import host
 
 HOSTS, KILLED, SLOW = 3, 1, 2
-VERSIONS = {"fedavg": 2, "fedbuff": 3}
-UNTIL = 2  # the slow host's first message takes until the others have made this version
+VERSIONS = 2
+UNTIL = 1  # the slow host's first message takes until the others have made this version
 
 
 def listens(port: int) -> bool:
@@ -55,6 +55,7 @@ def run(strategy: str, out: Path) -> None:
     settings = {"FLWR_HOME": str(out / "flwr"), "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
     settings |= {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.3", "OMP_NUM_THREADS": "1", "SYNCENGINE_SUMMARY": "0"}
     settings |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}  # Flower starts its commands by name
+    settings |= {"PYTHONDONTWRITEBYTECODE": ""}  # else each of a dozen processes compiles a thousand modules of Flower
     settings |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": str(host.RANKS)}
     log, processes, killed = (out / "flower.txt").open("w"), [], []
 
@@ -73,27 +74,25 @@ def run(strategy: str, out: Path) -> None:
             command = [sys.executable, host.__file__, "--host", number, "--address", address]
             if strategy == "fedbuff" and number == SLOW:
                 command += ["--wait-for", out / f"version{UNTIL}.npz"]
-            ranks = [start(*command, RANK=rank, MASTER_PORT=master) for rank in range(host.RANKS)]
+            ranks = start(*command, MASTER_PORT=master)
             node = ["flower-supernode", "--insecure", "--superlink", link, "--port", port]
             wait_for(lambda: listens(ports[0]), processes, "the SuperLink")
             node = start(*node, "--node-config", f'socket="{address}"')
             if number == KILLED:
-                killed = [*ranks, node] if strategy == "fedbuff" else ranks
+                killed = [ranks, node] if strategy == "fedbuff" else [ranks]
         shutil.copytree(Path(host.__file__).parent, out / "app")
-        config = f'strategy="{strategy}" hosts={HOSTS} versions={VERSIONS[strategy]} out="{out}"'
+        config = f'strategy="{strategy}" hosts={HOSTS} versions={VERSIONS} out="{out}"'
         start("flwr", "run", out / "app", "here", "--run-config", config).wait()
         del processes[-1]
         wait_for((out / "version1.npz").exists, processes, "the first version")
         for process in killed:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
         wait_for((out / "log.json").exists, [each for each in processes if each not in killed], "the last version")
     finally:
-        for process in reversed(processes):
-            process.terminate()
         for process in processes:
-            process.wait()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # commands of Flower's that have not seen yet that it has ended
+                os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+            process.wait()
 
 
 def loss_of(weights: Path) -> float:
@@ -106,7 +105,7 @@ def loss_of(weights: Path) -> float:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--strategy", choices=VERSIONS, default="fedavg")
+    parser.add_argument("--strategy", choices=("fedavg", "fedbuff"), default="fedavg")
     parser.add_argument("--out", type=Path, default=Path("outputs/with_flower"))
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # which ends what this has started
@@ -115,6 +114,7 @@ if __name__ == "__main__":
     out.mkdir(parents=True)
     np.savez(out / "version0.npz", *(parameter.detach().numpy() for parameter in host.make().parameters()))
     run(options.strategy, out)
+    print(f"version 0: loss {loss_of(out / 'version0.npz'):.4f}")
     for version, made in enumerate(json.loads((out / "log.json").read_text()), 1):
         loss = loss_of(out / f"version{version}.npz")
         print(f"version {version}: hosts {made['host']}, from versions {made['began']}; loss {loss:.4f}")

@@ -1,4 +1,4 @@
-"""One rank of a host in examples/with_flower.py: it trains with the host's other ranks whenever the client asks."""
+"""The ranks of a host in examples/with_flower.py: they train whenever the client asks."""
 
 import argparse
 import os
@@ -79,4 +79,6 @@ if __name__ == "__main__":
     parser.add_argument("--address")
     parser.add_argument("--wait-for", type=Path)
     options = parser.parse_args()
-    serve(options.host, int(os.environ["RANK"]), options.address, options.wait_for)
+    rank = next((rank for rank in range(1, RANKS) if os.fork() == 0), 0)  # torch is imported once a host
+    os.environ["RANK"] = str(rank)
+    serve(options.host, rank, options.address, options.wait_for)
