@@ -125,12 +125,9 @@ def all_optimizers(beside_ddp: bool) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_each_of_torchs_optimizers_has_the_bits_of_ddp(pool: RankPool, world: int):
+def test_each_of_torchs_optimizers_has_the_bits_of_ddp(pool: RankPool):
     """In each implementation, float32 and bfloat16, cut into slices and whole."""
-    settings = {"timeout": 60.0, "numerics": "ring"}
-    answers = pool.run(all_optimizers, True, world=world, gloo=True, settings=settings, timeout=300)
-    assert answers == [[]] * world
+    assert pool.run(all_optimizers, True, gloo=True, timeout=300) == [[]] * 2
 
 
 def test_each_of_torchs_optimizers_has_its_own_bits_in_rank_order(pool: RankPool):

@@ -195,7 +195,7 @@ class RankPool:
     ) -> Ranks:
         """Like `run`, but in processes of their own, which end after the call, and without waiting for them.
 
-        `stay`: they wait behind the call until they are killed: the end of a Python process costs 0.4 s of a core.
+        `stay`: they wait behind the call until they are killed: the end of a Python process costs 0.1 s of a core.
 
         For tests that kill, stop, fork or look at how a process ends:
 

@@ -3,7 +3,7 @@
 Started as `python zygote.py CONTROL_FD [PACKAGE...]`, with what else to import. Each request on the control socket
 brings two descriptors: the connection of a new process, and the file for its output. The new process becomes a child of
 the test run itself (which is a subreaper), takes its tasks from its connection and ends as any Python process ends,
-with atexit handlers and sys.excepthook.
+with atexit handlers, sys.excepthook and the end of the interpreter; torch's libraries alone are left as they are.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import socket
 import sys
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -167,6 +168,16 @@ def _leave_shared_modules() -> None:
         sys.modules.pop(name, None)
 
 
+def _leave_torch() -> None:
+    """The process ends where torch's libraries would take apart what they have registered: half of an end's time, and
+    most of the pages that it copies. Libraries that are loaded later have ended by then."""
+    for finalizer in weakref.finalize._registry.values():
+        finalizer.atexit = False
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+    libc.__cxa_atexit(libc.fflush, None, None)
+
+
 def _use_huge_pages() -> None:
     """Where the kernel can: a fork then copies hundreds of page table entries instead of tens of thousands."""
     libc, size, collapse = ctypes.CDLL(None), 2 << 20, 25  # MADV_COLLAPSE
@@ -186,6 +197,7 @@ def main() -> None:
     import torch._dynamo
     import torch.distributed  # noqa: F401
 
+    _leave_torch()
     for package in sys.argv[2:]:
         importlib.import_module(package)
     threads = len(list(Path("/proc/self/task").iterdir()))
