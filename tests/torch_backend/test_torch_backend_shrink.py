@@ -17,8 +17,9 @@ from syncengine.errors import PeerLost, SyncError
 from syncengine.launch import store as launch_store
 
 
-def begin(timeout: float = 60.0) -> int:
-    """Makes the default group; returns this process's rank."""
+def begin(timeout: float = 60.0, hosts: str = "aaaa") -> int:
+    """Makes the default group; returns this process's rank. `hosts`: a letter for each rank's."""
+    os.environ["SYNCENGINE_HOST_ID"] = hosts[int(os.environ["RANK"])]
     store = dist.PrefixStore("test", launch_store.open_store())  # type: ignore[call-arg] # that of tests
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     options = {"store": store, "rank": rank, "world_size": world_size}
@@ -39,6 +40,14 @@ def check_whole(size: int, group: dist.ProcessGroup | None = None) -> None:
     assert torch.equal(ones, torch.full_like(ones, size))
 
 
+def leave_together(size: int) -> None:
+    """All ranks have left the collective that they were in, which shrinking would end for those that are behind."""
+    store = dist.distributed_c10d._get_default_store()
+    if store.add(f"{size} have left", 1) == size:
+        store.set(f"all {size} have left", "")
+    store.wait([f"all {size} have left"])
+
+
 def check_new_world(size: int) -> None:
     """What is asked of torch.distributed without a group sees the new default group."""
     check_whole(size)
@@ -51,15 +60,25 @@ def check_new_world(size: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("flags", [SHRINK_DEFAULT, SHRINK_ABORT])
-@pytest.mark.parametrize("excluded", [[1], [0, 2], [1, 2, 3]])
+@pytest.mark.parametrize(
+    ("excluded", "flags", "hosts"),
+    [
+        ([1], SHRINK_DEFAULT, "aaaa"),
+        ([0, 2], SHRINK_ABORT, "aaaa"),
+        ([1, 2, 3], SHRINK_DEFAULT, "aaaa"),
+        ([1], SHRINK_ABORT, "abba"),
+        ([0, 2], SHRINK_DEFAULT, "aabb"),
+        ([2, 3], SHRINK_ABORT, "aabb"),
+    ],
+)
 @run_on_ranks(world=4, settings=None)
-def test_the_default_group(flags: int, excluded: list[int]) -> None:
+def test_the_default_group(excluded: list[int], flags: int, hosts: str) -> None:
     """Excluded ranks live, and leave when they like. Other groups are gone, and the timeout stays."""
-    was = begin(40.0)
+    was = begin(40.0, hosts)
     other = dist.new_group([0, 1, 2, 3])
     check_whole(4, other)
     check_whole(4)
+    leave_together(4)
     if was in excluded:
         dist.destroy_process_group()
         return
@@ -68,6 +87,7 @@ def test_the_default_group(flags: int, excluded: list[int]) -> None:
     assert group is dist.group.WORLD
     backend = group._get_backend(torch.device("cpu"))
     assert backend.communicator.global_ranks == left and backend.options._timeout == timedelta(seconds=40)
+    assert len(set(backend.communicator.hosts)) == len({hosts[rank] for rank in left})
     assert (dist.get_rank(), dist.get_world_size()) == (left.index(was), len(left))
     check_new_world(len(left))
     dist.destroy_process_group()
@@ -81,8 +101,10 @@ def test_one_after_another() -> None:
     if was in (0, 2):
         check_whole(2, dist.shrink_group([1], group=some))
     check_whole(4)
+    leave_together(4)
     if was < 3:
         check_whole(3, dist.shrink_group([3]))
+        leave_together(3)
         if was != 1:
             dist.shrink_group([1])
             check_new_world(2)
@@ -101,9 +123,9 @@ def test_wrong_use() -> None:
     dist.destroy_process_group()
 
 
-def lose(dead: list[int], stopped: list[int]) -> tuple[int, int]:
+def lose(dead: list[int], stopped: list[int], hosts: str) -> tuple[int, int]:
     """The others notice it in a collective, and go on with DDP without them."""
-    was = begin(15.0)
+    was = begin(15.0, hosts)
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 4)
 
@@ -133,10 +155,13 @@ def lose(dead: list[int], stopped: list[int]) -> tuple[int, int]:
     return result
 
 
-@pytest.mark.parametrize(("dead", "stopped"), [([0], []), ([1, 2], []), ([], [3])])
-def test_ranks_that_die_or_hang(pool: RankPool, dead: list[int], stopped: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("dead", "stopped", "hosts"),
+    [([0], [], "aaaa"), ([1, 2], [], "aaaa"), ([], [3], "aaaa"), ([0], [], "aabb"), ([1, 2], [], "aabb")],
+)
+def test_ranks_that_die_or_hang(pool: RankPool, dead: list[int], stopped: list[int], hosts: str) -> None:
     left = [rank for rank in range(4) if rank not in dead + stopped]
-    with pool.spawn_ranks(lose, dead, stopped, world=4, settings=None) as ranks:
+    with pool.spawn_ranks(lose, dead, stopped, hosts, world=4, settings=None) as ranks:
         for new, rank in enumerate(left):
             assert ranks[rank].result(120.0) == (new, len(left))
         for rank in stopped:
