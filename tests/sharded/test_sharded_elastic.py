@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from faults import Outcome, my_rank, needs_hooks, set_fault, suffer
+from launcher import Launcher
 from pool import RankPool
-from repository import ROOT, SUPPORT, TESTS
 from test_elastic import Net, digest
 from torch import nn
 
@@ -156,16 +154,9 @@ def test_a_death_within_an_update_tears_the_weights(pool: RankPool, undisturbed:
 
 
 def test_another_process_joins(pool: RankPool, undisturbed: str) -> None:
-    """It shares weights and state with the others. The script of the ranks is this file."""
-    paths = [str(ROOT), str(SUPPORT), str(TESTS / "faults")]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "SYNCENGINE_SUMMARY": "0"}
-    command = [sys.executable, "-m", "syncengine", "run", "-n", "3", "--keep-going", "--restart", __file__]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{undisturbed} [0, 2, 3]"] * 3, done.stdout + done.stderr
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    weights, ranks, _ = train({1: (3, "backward"), "wait": True})
-    os.write(1, f"{weights} {ranks}\n".encode())  # at once, among those of the others
+    """In the place of one that has died. It shares weights and state with the others."""
+    with Launcher(pool, train, {1: (3, "backward"), "wait": True}) as launcher:
+        launcher.start(3)
+        assert launcher.watch(lambda: launcher.processes[1].exit_code(0) == -signal.SIGKILL)
+        launcher.join(3)
+        assert launcher.outcomes() == dict.fromkeys((0, 2, 3), (undisturbed, [0, 2, 3], []))
