@@ -20,6 +20,7 @@ from hosts import Hosts, why_not
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pool import RankPool, run_on_ranks
+from programs import run_programs
 from repository import ROOT
 from test_hosts import live_on
 from torch import nn
@@ -263,13 +264,13 @@ def expected(pool: RankPool) -> Callable[[str, int, int], Any]:
 
 
 @pytest.mark.skipif(why_not() is not None, reason="needs network namespaces")
-def test_real_hosts_train_what_the_plain_example_does():
+def test_real_hosts_train_what_the_plain_example_does(programs: RankPool):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("SYNCENGINE_")} | {"OMP_NUM_THREADS": "1"}
     environ |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
-    plain_loop = [sys.executable, "-m", "examples.same_bits_plain"]
-    wanted = subprocess.run(plain_loop, env=environ, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    (plain_loop,) = run_programs(programs, ["-m", "examples.same_bits_plain"], [environ])
+    wanted = plain_loop.stdout
     with Hosts(2) as hosts:
         ranks = []
         for rank, host in enumerate([0, 0, 1]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,10 +38,16 @@ class Given(nn.Module):
         return sum((w * g).sum() for w, g in zip(self.weights, gradients, strict=True))
 
 
+@functools.cache
+def finite(rank: int, shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.rand(shape, generator=generator).to(dtype) for shape in shapes]
+
+
 def gradients(module: nn.Module, brought: Brought) -> list[torch.Tensor]:
     """This rank's."""
-    generator = torch.Generator().manual_seed(syncengine.rank())
-    given = [torch.rand(w.shape, generator=generator).to(w.dtype) for w in module.parameters()]
+    shapes = tuple(w.shape for w in module.parameters())
+    given = [g.clone() for g in finite(syncengine.rank(), shapes, next(module.parameters()).dtype)]
     for rank, parameter, element, kind in brought:
         if rank == syncengine.rank():
             given[parameter][element] = VALUES[kind]
