@@ -125,9 +125,12 @@ def all_optimizers(beside_ddp: bool) -> list[str]:
     return wrong
 
 
-def test_each_of_torchs_optimizers_has_the_bits_of_ddp(pool: RankPool):
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_each_of_torchs_optimizers_has_the_bits_of_ddp(pool: RankPool, world: int):
     """In each implementation, float32 and bfloat16, cut into slices and whole."""
-    assert pool.run(all_optimizers, True, gloo=True, timeout=300) == [[]] * 2
+    settings = {"timeout": 60.0, "numerics": "ring"}
+    answers = pool.run(all_optimizers, True, world=world, gloo=True, settings=settings, timeout=300)
+    assert answers == [[]] * world
 
 
 def test_each_of_torchs_optimizers_has_its_own_bits_in_rank_order(pool: RankPool):
