@@ -216,14 +216,18 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
     return nullptr;
   }
   auto works = submit_call(*communicator_, call);
+  TorchWork::Origin origin{communicator_, call.mail().empty() ? collectives_ : messages_, how.type, call.number, limit};
   if (auto coalesced = std::move(call.coalesced)) {
-    auto& those = call.operations().empty() ? coalesced->messages : coalesced->collectives;
-    std::move(works.begin(), works.end(), std::back_inserter(those));
-    coalesced->call.absorb(std::move(call));
+    coalesced->works.insert(coalesced->works.end(), works.begin(), works.end());
+    if (!call.operations().empty())
+      coalesced->collectives.insert(coalesced->collectives.end(), works.begin(), works.end());
+    coalesced->call.join(call);
+    const bool delivers = call.delivers();
+    const auto work = TorchWork::in_flight(std::move(origin), std::move(call), std::move(works));
+    if (delivers) coalesced->call.afterwards([work] { work->deliver_or_throw(); });
     coalescing_.give(std::move(coalesced));
     return nullptr;
   }
-  TorchWork::Origin origin{communicator_, call.mail().empty() ? collectives_ : messages_, how.type, call.number, limit};
   if (how.async) return TorchWork::in_flight(std::move(origin), std::move(call), std::move(works));
   c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(works))->wait();
   return nullptr;
@@ -232,12 +236,13 @@ TorchBackend::TorchWorkPtr TorchBackend::start(Call call, const How& how) {
 TorchBackend::TorchWorkPtr TorchBackend::start_on_device(Call call, const How& how) {
   const c10::Stream stream = queue_on_device(communicator_, call, how.async || call.coalesced);
   if (call.to_be_counted) count(call);
+  TorchWork::Origin origin{.communicator = communicator_, .type = how.type, .number = call.number};
   if (auto coalesced = std::move(call.coalesced)) {
-    coalesced->call.absorb(std::move(call));
+    coalesced->call.join(call);
+    finish_on_device(std::move(origin), std::move(call), stream);
     coalescing_.give(std::move(coalesced));
     return nullptr;
   }
-  TorchWork::Origin origin{.communicator = communicator_, .type = how.type, .number = call.number};
   if (how.async) return finish_on_device(std::move(origin), std::move(call), stream);
   call.deliver();
   return nullptr;

@@ -169,7 +169,6 @@ class TorchBackend final : public ::c10d::Backend {
   std::unique_ptr<Coalesced> take_coalesced();
   void end_left_coalescing();
   void leave(Coalesced& coalesced) noexcept;
-  TorchWorkPtr finish(Coalesced& coalesced);
   TorchWorkPtr start_on_device(Call call, const How& how);
   std::optional<Duration> at_most(std::chrono::milliseconds timeout) const;
   void require_timeout(std::chrono::milliseconds timeout) const;

@@ -130,7 +130,7 @@ void Call::deliver_later(const at::Tensor& target, const at::Tensor& result) {
 
 void Call::afterwards(const at::Tensor& target, std::function<void()> step) {
   require_distinct(target);
-  steps_.push_back(std::move(step));
+  afterwards(std::move(step));
   memory_->push_back(target.storage());
 }
 
@@ -194,12 +194,10 @@ void Call::add(Mail mail) {
   mail_.push_back(std::move(mail));
 }
 
-void Call::absorb(Call other) {
+void Call::join(const Call& other) {
   require_device_of(other);
-  if (other.source_) source_ = std::move(other.source_);
-  std::move(other.deliveries_.begin(), other.deliveries_.end(), std::back_inserter(deliveries_));
-  std::move(other.steps_.begin(), other.steps_.end(), std::back_inserter(steps_));
-  std::move(other.results_.begin(), other.results_.end(), std::back_inserter(results_));
+  if (other.source_) source_ = other.source_;
+  results_.insert(results_.end(), other.results_.begin(), other.results_.end());
 }
 
 void Call::deliver() {

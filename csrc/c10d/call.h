@@ -73,7 +73,7 @@ class Call {
   const char* name() const { return name_; }
   uint64_t number = 0;         // of the group's collectives
   bool to_be_counted = false;  // gets its number when it starts
-  // The calls that this one will join, once it has begun well.
+  // The block whose work will stand for this call, too, once the call has begun well.
   std::unique_ptr<Coalesced> coalesced;
   c10::Device device() const { return device_.value_or(c10::Device(c10::kCPU)); }
   // What operations and deliveries use.
@@ -109,6 +109,7 @@ class Call {
   void write_apart(const at::Tensor& scratch, SpanList& spans) { keep(scratch, spans); }
   // Run by deliver(), before anything is put into tensors; leads to `target`, which it may assign() to (assign.h).
   void afterwards(const at::Tensor& target, std::function<void()> step);
+  void afterwards(std::function<void()> step) { steps_.push_back(std::move(step)); }
   // What a rank sends itself, in that place: only once the call is known to be right on all ranks. Of what read() and
   // write() have returned; in bytes.
   struct Place {
@@ -138,12 +139,12 @@ class Call {
   // The sender of the last message to receive; -1 while that is not known.
   int source() const { return source_ ? source_->load(std::memory_order_relaxed) : -1; }
 
-  // Throws if it uses another device than this one.
+  // Of one that stands for others: throws if another one uses another device.
   void require_device_of(const Call& other) {
     if (other.device_) stay_on(*other.device_);
   }
-  // Takes over what another call left to be done.
-  void absorb(Call other);
+  // Has the other one's results, too.
+  void join(const Call& other);
 
   bool delivers() const { return !steps_.empty() || !deliveries_.empty(); }
   // Once, after all operations have ended well. On any thread: neither its mode nor the one in which the call was made
@@ -181,15 +182,15 @@ class Call {
   std::vector<const c10::TensorImpl*> apart_;  // targets that go through copies
 };
 
-// Calls that are to have one work for all of them, by one thread.
+// Calls of one thread that are to have one work for all of them. Each of them has begun, and is delivered by itself.
 struct Coalesced {
   ~Coalesced() {
     if (dropped) std::exchange(dropped, {})(*this);
   }
 
-  Call call{"coalesced calls"};
-  std::vector<std::shared_ptr<Work>> collectives, messages;  // the program's own messages
-  std::unique_ptr<CoalescingBody> body;                      // where they are made, if that is known
+  Call call{"coalesced calls"};                           // stands for all
+  std::vector<std::shared_ptr<Work>> works, collectives;  // all of them, and those that are not the program's messages
+  std::unique_ptr<CoalescingBody> body;                   // where they are made, if that is known
   std::function<void(Coalesced&)> dropped;  // an error has ended them: they take place all the same. Does not throw
 };
 

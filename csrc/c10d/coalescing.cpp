@@ -86,7 +86,14 @@ TorchBackend::TorchWorkPtr TorchBackend::endCoalescing() {
   auto coalesced = coalescing_.take();
   if (!coalesced) throw Error(ErrorKind::InvalidUsage, "no coalescing has begun, or an error has ended it");
   coalesced->dropped = {};
-  return finish(*coalesced);
+  TorchWork::Origin origin{communicator_, messages_, ::c10d::OpType::COALESCED,
+                           sequence_.load(std::memory_order_relaxed), at_most(::c10d::kUnsetTimeout)};
+  Call call = std::move(coalesced->call);
+  if (!call.device().is_cpu()) {
+    const c10::Stream stream = queue_on_device(communicator_, call, /*aside=*/true);
+    return finish_on_device(std::move(origin), std::move(call), stream);
+  }
+  return c10::make_intrusive<TorchWork>(std::move(origin), std::move(call), std::move(coalesced->works));
 }
 
 // This thread's. A body that has raised is over: torch tells of no end.
@@ -103,29 +110,12 @@ void TorchBackend::end_left_coalescing() {
 // As if each collective had waited, as with Gloo. Not messages: what they wait for may be what was to come.
 void TorchBackend::leave(Coalesced& coalesced) noexcept {
   try {
-    const auto collectives = coalesced.collectives;
-    const bool any = !collectives.empty() || !coalesced.messages.empty() || coalesced.call.delivers();
-    const auto work = any ? finish(coalesced) : nullptr;
-    for (const auto& each : collectives)
+    for (const auto& each : coalesced.collectives)
       communicator_->wait(each, raise_pending_signal, at_most(::c10d::kUnsetTimeout));
     InFlight::of_process().deliver_ended();
   } catch (...) {  // the group has failed
     postpone_python_error();
   }
-}
-
-TorchBackend::TorchWorkPtr TorchBackend::finish(Coalesced& coalesced) {
-  const uint64_t number = sequence_.load(std::memory_order_relaxed);
-  constexpr auto kType = ::c10d::OpType::COALESCED;
-  if (!coalesced.call.device().is_cpu()) {
-    const c10::Stream stream = queue_on_device(communicator_, coalesced.call, /*aside=*/true);
-    return finish_on_device({.communicator = communicator_, .type = kType, .number = number}, std::move(coalesced.call),
-                            stream);
-  }
-  auto works = std::move(coalesced.collectives);
-  std::move(coalesced.messages.begin(), coalesced.messages.end(), std::back_inserter(works));
-  TorchWork::Origin origin{communicator_, messages_, kType, number, at_most(::c10d::kUnsetTimeout)};
-  return TorchWork::in_flight(std::move(origin), std::move(coalesced.call), std::move(works));
 }
 
 }  // namespace syncengine

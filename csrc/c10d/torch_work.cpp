@@ -87,8 +87,7 @@ bool TorchWork::wait(std::chrono::milliseconds timeout) {
   std::optional<Duration> at_most;
   if (timeout > kNoTimeout) at_most = timeout;
   wait_for_works(at_most, raise_pending_signal);
-  deliver_this_too();
-  if (auto error = delivery_error()) std::rethrow_exception(error);
+  deliver_or_throw();
   return true;
 }
 
@@ -116,6 +115,11 @@ void TorchWork::deliver() {
 void TorchWork::deliver_this_too() {
   InFlight::of_process().deliver_ended();
   deliver();
+}
+
+void TorchWork::deliver_or_throw() {
+  deliver_this_too();
+  if (auto error = delivery_error()) std::rethrow_exception(error);
 }
 
 void TorchWork::abort() {
@@ -146,8 +150,7 @@ void TorchWork::await_end(const std::function<void()>& meanwhile) noexcept {
 void TorchWork::complete_future() {
   try {
     wait_for_works({}, {});
-    deliver_this_too();
-    if (auto error = delivery_error()) std::rethrow_exception(error);
+    deliver_or_throw();
   } catch (...) {
     return future_->setError(std::current_exception());
   }

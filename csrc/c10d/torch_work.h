@@ -58,8 +58,10 @@ class TorchWork final : public ::c10d::Work {
   void complete_future();
   bool ended() const;
   bool is_late() const { return origin_.at_most && deadline_.passed() && !ended(); }
-  // Its results, once; after it has ended well. Keeps the error for wait().
+  // Its results, once; after it has ended well. Keeps the error for deliver_or_throw().
   void deliver();
+  // Those of earlier calls before.
+  void deliver_or_throw();
 
  private:
   void wait_for_works(std::optional<Duration> at_most, const std::function<void()>& interrupted);
