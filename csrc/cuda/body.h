@@ -16,12 +16,10 @@ namespace syncengine::cuda {
 
 // What a kernel looks at before it uses a peer's bytes: the words that its stream has just waited for.
 struct Gate {
-  const uint32_t* words = nullptr;  // null: nothing to look at
-  uint32_t* mismatch = nullptr;
-  uint32_t* progress = nullptr;  // null: not counted
+  const uint32_t* words = nullptr;  // of each rank; null: nothing to look at
+  Control* control = nullptr;       // the own one
   uint32_t expected = 0;
   int rank = 0, world = 0;
-  const uint32_t* aborted = nullptr;  // null: else a word that is 1 once nothing may be used any more
 };
 
 inline constexpr int kMaxSources = 64;  // as many as a job has ranks
@@ -36,7 +34,7 @@ struct NoteArgs {
 
 struct ReduceArgs {
   const void* sources[kMaxSources];
-  void* destinations[kMaxRanks];
+  void* destinations[2];
   int source_count = 0, destination_count = 0;
   size_t count = 0;  // elements
   double scale = 1.0;
@@ -78,27 +76,26 @@ SYNCENGINE_BOTH void set_word(uint32_t* word, uint32_t value) {
 #endif
 }
 
-SYNCENGINE_BOTH void tell_mismatch(uint32_t* words, int peer, uint32_t theirs, uint32_t own) {
-  set_word(words + 1, theirs);
-  set_word(words + 2, own);
+SYNCENGINE_BOTH void tell_mismatch(Control& control, int peer, uint32_t theirs, uint32_t own) {
+  set_word(control.mismatch + 1, theirs);
+  set_word(control.mismatch + 2, own);
 #ifdef __CUDA_ARCH__
   __threadfence_system();
 #endif
-  set_word(words, 1 + static_cast<uint32_t>(peer));  // last: it is what the watchdog looks for
+  set_word(control.mismatch, 1 + static_cast<uint32_t>(peer));  // last: it is what the watchdog looks for
 }
 
 // Whether peer `i` of the gate sent something else than expected; the kernel asks for each peer by one thread.
 SYNCENGINE_BOTH bool is_shut(const Gate& gate, int i) {
-  if (i == gate.rank) return gate.aborted && get_word(gate.aborted);
+  if (i == gate.rank) return get_word(&gate.control->aborted) != 0;
   const uint32_t word = get_word(gate.words + i);
   if (word == gate.expected) return false;
-  if (word != kReleased) tell_mismatch(gate.mismatch, i, word, gate.expected);
+  if (word != kReleased) tell_mismatch(*gate.control, i, word, gate.expected);
   return true;
 }
 
-SYNCENGINE_BOTH void count_progress(const Gate& gate) {
-  if (!gate.progress) return;
-  set_word(gate.progress, get_word(gate.progress) + 1);  // one writer
+SYNCENGINE_BOTH void count_progress(Control& control) {
+  set_word(&control.progress, get_word(&control.progress) + 1);  // one writer
 }
 
 SYNCENGINE_BOTH bool is_packed(const void* pointer) { return (reinterpret_cast<uintptr_t>(pointer) & 15) == 0; }

@@ -74,7 +74,7 @@ inline
   const uint64_t mark = get_mark(&args.areas[args.rank]->marks[epoch & 1][block][peer]);
   if (static_cast<uint32_t>(mark >> 32) != epoch) return Arrival::NotYet;
   if (static_cast<uint32_t>(mark) == args.fingerprint) return Arrival::Here;
-  tell_mismatch(args.control->mismatch, peer, static_cast<uint32_t>(mark), args.fingerprint);
+  tell_mismatch(*args.control, peer, static_cast<uint32_t>(mark), args.fingerprint);
   return Arrival::Bad;
 }
 

@@ -62,7 +62,7 @@ class Sequence {
                       .begin = begin,
                       .length = length,
                       .stage_all = operation_.prescale != 1.0,
-                      .pull_results = (direct() || !site_.push) && route_.path != Path::OneShot};
+                      .pull_results = true};
     plan_chunk(chunk, plan_);
     stage(operation_, plan_.stage, site_.slots[site_.rank] + half_ * site_.slot_bytes, steps_);
     exchange(next_set(), false);
@@ -87,8 +87,7 @@ class Sequence {
 
   Gate gate() const {
     return {.words = site_.control->inbox[set_],
-            .mismatch = site_.control->mismatch,
-            .progress = &site_.control->progress,
+            .control = site_.control,
             .expected = fingerprint_,
             .rank = site_.rank,
             .world = site_.world};
@@ -141,8 +140,6 @@ class Sequence {
     args.notes = notes_of(operation_, site_.world, step.input + offset, bytes);
     args.destinations[args.destination_count++] = out;
     if (step.into_own_slot) args.destinations[args.destination_count++] = at(site_.rank, step.slot + offset);
-    for (int rank = 0; rank < site_.world && step.into_peers; ++rank)
-      if (rank != site_.rank) args.destinations[args.destination_count++] = at(rank, step.slot + offset);
     steps_.reduce(
         {.dtype = operation_.dtype,
          .op = operation_.op,

@@ -72,12 +72,12 @@ struct Site {
   std::vector<std::byte*> slots;    // of each rank, two halves of `slot_bytes` each
   std::vector<OneShotArea*> areas;  // of each rank; empty: small messages go the way of the others
   size_t slot_bytes = 0;
-  bool push = false;  // kernels may write into peers' memory
 };
 
 struct Route {
   Path path = Path::Staged;
   std::vector<SpanList> memories = {};  // direct only: of each rank, the operation's input
+  uint64_t place = 0;                   // direct only: where that is; must agree between ranks
 };
 
 // Of these bytes of the operation's input, for the kernel that reduces them.

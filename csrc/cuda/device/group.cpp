@@ -30,15 +30,6 @@ constexpr size_t kTinyBytes = 16 << 10;
 constexpr int kBlocks = 16;  // the rest of the device is the model's
 constexpr auto kPatience = std::chrono::seconds(2);
 
-Control* control_of(const SharedPages& pages, int rank) { return reinterpret_cast<Control*>(pages.of(rank)); }
-
-std::vector<std::unique_ptr<PinnedMapping>> pin(const SharedPages& pages, int ranks) {
-  std::vector<std::unique_ptr<PinnedMapping>> pinned;
-  for (int rank = 0; rank < ranks; ++rank)
-    pinned.push_back(std::make_unique<PinnedMapping>(pages.of(rank), pages.bytes()));
-  return pinned;
-}
-
 void say(const char* what, const PeerMemory& memory) {
   std::fprintf(stderr, "syncengine: %s: %s\n", what, memory.unreachable().c_str());
 }
@@ -72,30 +63,29 @@ void StreamSteps::exchange(const Exchange& exchange) {
         "queueing signals");
 }
 
-RealDeviceGroup::RealDeviceGroup(std::shared_ptr<Communicator> communicator, int device,
-                                 const std::function<void()>& interrupted)
-    : BaseGroup(std::move(communicator), device), pages_(*communicator_, sizeof(Control), interrupted) {
+PeerGroup::PeerGroup(std::shared_ptr<Communicator> communicator, int device, const std::function<void()>& interrupted)
+    : DeviceGroup(std::move(communicator), device) {
   const UseDevice use(device_);
   const int size = communicator_->size();
-  std::vector<Control*> words;
+  Mapping pages = share_pages(*communicator_, size * sizeof(Control), interrupted);
   tell_peers_if_it_fails(*communicator_, [&] {
     load_kernels();
-    pinned_pages_ = pin(pages_, size);
-    for (int rank = 0; rank < size; ++rank) {
-      words.push_back(control_of(pages_, rank));
-      controls_.push_back(reinterpret_cast<Control*>(pinned_pages_[rank]->on_device()));
-    }
+    words_.emplace(std::move(pages));
   });
+  std::vector<Control*> words;
+  for (int rank = 0; rank < size; ++rank) {
+    words.push_back(&words_of(rank));
+    controls_.push_back(reinterpret_cast<Control*>(words_->on_device()) + rank);
+  }
   site_ = {.rank = communicator_->rank(), .world = size, .control = controls_[communicator_->rank()]};
   site_.slot_bytes = kSlotBytes;
   tell_peers_if_it_fails(*communicator_, [&] { prepare_staging(interrupted); });
-  counters_["host_staging"] = host_staging_ != nullptr;
-  counters_["push"] = site_.push;
+  counters_["host_staging"] = host_staging_.has_value();
   watchdog_ = std::make_unique<Watchdog>(communicator_, std::move(words));
   tell_peers_if_it_fails(*communicator_, [&] { prove_signals(); });
 }
 
-void RealDeviceGroup::prepare_staging(const std::function<void()>& interrupted) {
+void PeerGroup::prepare_staging(const std::function<void()>& interrupted) {
   staging_ = std::make_unique<DeviceMemory>(2 * kSlotBytes + sizeof(OneShotArea));
   check(cudaMemset(staging_->data() + 2 * kSlotBytes, 0, sizeof(OneShotArea)), "clearing device memory");
   check(cudaDeviceSynchronize(), "clearing device memory");  // before a peer hears of it
@@ -103,20 +93,19 @@ void RealDeviceGroup::prepare_staging(const std::function<void()>& interrupted) 
   counters_["devices"] = peer_staging_->devices();
   if (peer_staging_->unreachable().empty()) {
     site_.slots = peer_staging_->bases();
-    site_.push = peer_staging_->devices() == 1;
     for (std::byte* base : site_.slots) site_.areas.push_back(reinterpret_cast<OneShotArea*>(base + 2 * kSlotBytes));
     return;
   }
   if (site_.rank == 0) say("without peer access CUDA tensors go through pinned host memory", *peer_staging_);
-  host_staging_ = std::make_unique<SharedPages>(*communicator_, 2 * kSlotBytes, interrupted);
-  pinned_staging_ = pin(*host_staging_, site_.world);
+  host_staging_.emplace(share_pages(*communicator_, site_.world * 2 * kSlotBytes, interrupted));
   site_.slots.clear();
-  for (auto& pinned : pinned_staging_) site_.slots.push_back(pinned->on_device());
+  for (int rank = 0; rank < site_.world; ++rank)
+    site_.slots.push_back(host_staging_->on_device() + rank * 2 * kSlotBytes);
 }
 
 // A barrier by the words alone, before anything relies on them. A device that can't would fail here, or the watchdog's
 // deadline.
-void RealDeviceGroup::prove_signals() {
+void PeerGroup::prove_signals() {
   Operation barrier;
   barrier.collective = Collective::Barrier;
   cudaStream_t stream = nullptr;
@@ -128,56 +117,51 @@ void RealDeviceGroup::prove_signals() {
   watchdog_->throw_if_failed();
 }
 
-const char* RealDeviceGroup::enqueue(const Operation& operation, cudaStream_t stream) {
-  const Choice choice = choose(operation);
-  const uint32_t mark = fingerprint(operation, choice.route.path, choice.place);
-  const char* where = choice.route.path == Path::Direct ? " in memory of syncengine.empty" : "";
+const char* PeerGroup::enqueue(const Operation& operation, cudaStream_t stream) {
+  const Route route = choose(operation);
+  const uint32_t mark = fingerprint(operation, route.path, route.place);
+  const char* where = route.path == Path::Direct ? " in memory of syncengine.empty" : "";
   watchdog_->publish(mark, call_text(operation) + where);
   StreamSteps steps(stream, kBlocks, site_.rank, controls_);
-  run_sequence(operation, site_, choice.route, mark, steps);
+  run_sequence(operation, site_, route, mark, steps);
   const char* const names[] = {"one_shot_bytes", "staged_bytes", "direct_bytes"};
-  return names[static_cast<int>(choice.route.path)];
+  return names[static_cast<int>(route.path)];
 }
 
-RealDeviceGroup::Choice RealDeviceGroup::choose(const Operation& operation) {
-  Choice choice;
-  choice.route.memories.resize(site_.world);
+Route PeerGroup::choose(const Operation& operation) const {
   const Algorithm algorithm = communicator_->options().algorithm;
   const bool by_size = algorithm == Algorithm::Auto;
   const Route one_kernel{.path = Path::OneShot};
   if (by_size && operation.input.bytes() <= kTinyBytes && fits_one_kernel(operation, site_, one_kernel) &&
       !fakes_arrivals())
-    return {.route = one_kernel};
-  bool direct = algorithm != Algorithm::Staged && algorithm != Algorithm::OneShot && !host_staging_ &&
-                operation.prescale == 1.0 && operation.input.bytes() > 0;
-  {
+    return one_kernel;
+  if (algorithm != Algorithm::Staged && algorithm != Algorithm::OneShot && !host_staging_ &&
+      operation.prescale == 1.0 && operation.input.bytes() > 0) {
+    Route direct{.path = Path::Direct, .memories = std::vector<SpanList>(site_.world)};
     std::lock_guard lock(segments_->mutex);
-    for (const Span& span : operation.input.spans()) direct = direct && find(span, choice);
-  }
-  if (direct) {
-    choice.route.path = Path::Direct;
-    return choice;
+    const auto& spans = operation.input.spans();
+    if (std::ranges::all_of(spans, [&](const Span& span) { return find(span, direct); })) return direct;
   }
   const bool small = algorithm == Algorithm::OneShot || (by_size && operation.input.bytes() <= kOneShotBytes);
   const bool one_shot = small && operation.collective == Collective::AllReduce && !fakes_arrivals();
-  return {.route = {.path = one_shot ? Path::OneShot : Path::Staged}};
+  return {.path = one_shot ? Path::OneShot : Path::Staged};
 }
 
-// Adds to `choice` where `span` lies in each rank's memory, if it is a part of an allocation.
-bool RealDeviceGroup::find(const Span& span, Choice& choice) const {
+// Adds to `route` where `span` lies in each rank's memory, if it is a part of an allocation.
+bool PeerGroup::find(const Span& span, Route& route) const {
   for (const Segment& segment : segments_->list) {
     const std::byte* begin = segment.own->data();
     if (span.data < begin || span.data + span.bytes > begin + segment.own->bytes()) continue;
     const size_t offset = span.data - begin;
     for (int rank = 0; rank < site_.world; ++rank)
-      choice.route.memories[rank].add(segment.peers->bases()[rank] + offset, span.bytes);
-    choice.place = (choice.place * 31 + segment.number) * 0x100000001b3 + offset;
+      route.memories[rank].add(segment.peers->bases()[rank] + offset, span.bytes);
+    route.place = (route.place * 31 + segment.number) * 0x100000001b3 + offset;
     return true;
   }
   return false;
 }
 
-std::shared_ptr<void> RealDeviceGroup::allocate(size_t bytes, const std::function<void()>& interrupted) {
+std::shared_ptr<void> PeerGroup::allocate(size_t bytes, const std::function<void()>& interrupted) {
   std::lock_guard lock(mutex_);
   require_open();
   const UseDevice use(device_);
@@ -212,7 +196,7 @@ std::shared_ptr<void> RealDeviceGroup::allocate(size_t bytes, const std::functio
 
 // Peers may be in the middle of an operation on a tensor that this rank has dropped, so memory is freed in two steps,
 // both by all ranks: first all close what everybody has dropped, then the owners free it.
-void RealDeviceGroup::give_back_dropped(const std::function<void()>& interrupted) {
+void PeerGroup::give_back_dropped(const std::function<void()>& interrupted) {
   struct Dropped {
     uint64_t numbers[32] = {};
   };
@@ -245,28 +229,27 @@ void RealDeviceGroup::give_back_dropped(const std::function<void()>& interrupted
   for (auto& memory : given_back) memory->unshare();
 }
 
-void RealDeviceGroup::release() {
+void PeerGroup::release() {
   cudaDeviceSynchronize();  // ends: the watchdog releases what waits for a peer that does not come
   peer_staging_.reset();
   {
     std::lock_guard segments_lock(segments_->mutex);
     for (Segment& segment : segments_->list) segment.peers.reset();
   }
-  control_of(pages_, site_.rank)
-      ->gone.store(1, std::memory_order_release);  // release: after the last use of peers' memory
+  words_of(site_.rank).gone.store(1, std::memory_order_release);  // release: after the last use of peers' memory
   wait_for_peers_to_leave();
   if (watchdog_) watchdog_->stop();
-  pinned_staging_.clear();
-  pinned_pages_.clear();
+  host_staging_.reset();
+  words_.reset();
 }
 
 // Freeing memory that a peer has open is undefined. A peer that takes its time, or has died, costs this memory until
 // the process ends. Tensors that the program still holds stay as they are.
-void RealDeviceGroup::wait_for_peers_to_leave() {
+void PeerGroup::wait_for_peers_to_leave() {
   const Deadline deadline = Deadline::after(kPatience);
   auto all_gone = [&] {
     for (int rank = 0; rank < site_.world; ++rank)
-      if (!control_of(pages_, rank)->gone.load(std::memory_order_acquire)) return false;  // acquire: as release above
+      if (!words_of(rank).gone.load(std::memory_order_acquire)) return false;  // acquire: as release above
     return true;
   };
   while (!all_gone() && !deadline.passed() && !(watchdog_ && watchdog_->has_failed()))

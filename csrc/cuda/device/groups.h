@@ -1,17 +1,15 @@
-// What the groups of real devices share: on one host and on several.
+// The kinds of DeviceGroup, and what they share.
 //
 // Ownership: none. Thread-safety: any thread. Failure: as said.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "cuda/body.h"
@@ -47,80 +45,12 @@ inline std::string call_text(const Operation& operation) {
   return describe(operation) + (operation.describe ? "" : " on CUDA tensors");
 }
 
-// What all groups of real devices are alike in: who may call, from the first operation to close(), and what is counted.
-//
-// A group calls close() in its destructor. Thread-safety: as DeviceGroup; what a group adds is called under the lock.
+// Ranks of one host, whose kernels reach the peers' memory: joins memory, words, sequences and the watchdog.
 
-class BaseGroup : public DeviceGroup {
+class PeerGroup final : public DeviceGroup {
  public:
-  int device() const final { return device_; }
-
-  void run(const Operation& operation, void* stream) final {
-    std::lock_guard lock(mutex_);
-    require_open();
-    require_supported(operation);
-    if (operation.flag_words > 0) throw Error(ErrorKind::InvalidUsage, "operations on devices carry no flags");
-    const UseDevice use(device_);
-    const char* way = enqueue(operation, static_cast<cudaStream_t>(stream));
-    ++counters_["operations"];
-    counters_[way] += operation.input.bytes();
-  }
-
-  // Between hosts: memory that is this rank's alone.
-  std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>&) override {
-    const UseDevice use(device_);
-    std::unique_ptr<DeviceMemory> memory;
-    tell_peers_if_it_fails(*communicator_,
-                           [&] { memory = std::make_unique<DeviceMemory>(std::max<size_t>(bytes, 1)); });
-    return hold(std::move(memory), device_);
-  }
-
-  Nonfinite words_for_nonfinite() final {
-    const UseDevice use(device_);
-    const auto memory = std::make_shared<PinnedMemory>((communicator_->size() + 1) * sizeof(uint64_t));
-    return {.words = {memory, reinterpret_cast<uint64_t*>(memory->data())},
-            .on_device = reinterpret_cast<uint64_t*>(memory->on_device())};
-  }
-
-  std::map<std::string, uint64_t> counters() const final {
-    std::lock_guard lock(mutex_);
-    return counters_;
-  }
-
-  void close() final {
-    std::lock_guard lock(mutex_);
-    if (std::exchange(closed_, true)) return;
-    const UseDevice use(device_);
-    release();
-  }
-
- protected:
-  BaseGroup(std::shared_ptr<Communicator> communicator, int device)
-      : communicator_(std::move(communicator)), device_(device) {}
-
-  virtual const char* enqueue(const Operation& operation, cudaStream_t stream) = 0;  // the counter of its bytes
-  virtual void throw_if_failed() const { communicator_->throw_if_failed(); }
-  virtual void release() = 0;  // once
-  void require_open() const {
-    if (closed_) throw Error(ErrorKind::InvalidUsage, kClosed);
-    throw_if_failed();
-  }
-
-  const std::shared_ptr<Communicator> communicator_;
-  const int device_;
-  std::map<std::string, uint64_t> counters_;
-  mutable std::mutex mutex_;
-
- private:
-  bool closed_ = false;
-};
-
-// A DeviceGroup of real devices: joins memory, words, sequences and the watchdog.
-
-class RealDeviceGroup final : public BaseGroup {
- public:
-  RealDeviceGroup(std::shared_ptr<Communicator> communicator, int device, const std::function<void()>& interrupted);
-  ~RealDeviceGroup() override { close(); }
+  PeerGroup(std::shared_ptr<Communicator> communicator, int device, const std::function<void()>& interrupted);
+  ~PeerGroup() override { close(); }
 
   std::shared_ptr<void> allocate(size_t bytes, const std::function<void()>& interrupted) override;
 
@@ -137,26 +67,21 @@ class RealDeviceGroup final : public BaseGroup {
     std::mutex mutex;
     std::vector<Segment> list;
   };
-  struct Choice {
-    Route route;
-    uint64_t place = 0;  // must agree between ranks
-  };
 
   const char* enqueue(const Operation& operation, cudaStream_t stream) override;
   void throw_if_failed() const override { watchdog_->throw_if_failed(); }
   void release() override;
   void prepare_staging(const std::function<void()>& interrupted);
   void prove_signals();
-  Choice choose(const Operation& operation);
-  bool find(const Span& span, Choice& choice) const;
+  Route choose(const Operation& operation) const;
+  bool find(const Span& span, Route& route) const;
   void give_back_dropped(const std::function<void()>& interrupted);
   void wait_for_peers_to_leave();
+  Control& words_of(int rank) const { return reinterpret_cast<Control*>(words_->data())[rank]; }
 
-  SharedPages pages_;
-  std::vector<std::unique_ptr<PinnedMapping>> pinned_pages_;
-  std::vector<Control*> controls_;  // as the device sees them
-  std::unique_ptr<SharedPages> host_staging_;
-  std::vector<std::unique_ptr<PinnedMapping>> pinned_staging_;
+  std::optional<PinnedMemory> words_;         // a Control for each rank
+  std::vector<Control*> controls_;            // as the device sees them
+  std::optional<PinnedMemory> host_staging_;  // of all ranks, without peer access
   std::unique_ptr<DeviceMemory> staging_;
   std::unique_ptr<PeerMemory> peer_staging_;
   Site site_;
@@ -165,9 +90,9 @@ class RealDeviceGroup final : public BaseGroup {
   std::unique_ptr<Watchdog> watchdog_;
 };
 
-// A DeviceGroup of ranks on several hosts: tensors go through pinned memory to the CPU's engine, and back.
+// Ranks on several hosts: tensors go through pinned memory to the CPU's engine, and back.
 
-class ProxyGroup final : public BaseGroup {
+class ProxyGroup final : public DeviceGroup {
  public:
   ProxyGroup(std::shared_ptr<Communicator> communicator, int device, const std::function<void()>& interrupted);
   ~ProxyGroup() override { close(); }
@@ -185,10 +110,10 @@ class ProxyGroup final : public BaseGroup {
   cudaEvent_t last_ = nullptr;  // the end of what was queued so far
 };
 
-// A DeviceGroup of ranks on several hosts whose bytes a DeviceTransport moves from device to device. Sums are made
+// Ranks on several hosts whose bytes a DeviceTransport moves from device to device. Sums are made
 // here, so that their bits are those of the CPU's engine.
 
-class TransportGroup final : public BaseGroup {
+class TransportGroup final : public DeviceGroup {
  public:
   TransportGroup(std::shared_ptr<Communicator> communicator, std::unique_ptr<DeviceTransport> transport, int device);
   ~TransportGroup() override { close(); }

@@ -14,7 +14,7 @@ constexpr int kThreads = 512;
 // Each block asks for itself, once, whether the gate is open; block 0 counts. All threads return the same.
 __device__ __forceinline__ bool enter(const Gate& gate) {
   if (!gate.words) return true;
-  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) count_progress(gate);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) count_progress(*gate.control);
   const bool shut = threadIdx.x < gate.world && is_shut(gate, threadIdx.x);
   return !__syncthreads_or(shut);
 }
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) one_shot_kernel(const __grid_constan
   const bool open = !__syncthreads_or(bad);
   if (block == 0 && threadIdx.x == 0) {
     set_word(&args.control->waiting, 0);
-    set_word(&args.control->progress, get_word(&args.control->progress) + 1);
+    count_progress(*args.control);
   }
   constexpr size_t kElement = sizeof(typename Element::Stored);
   OneShotPart part_of_all{args, epoch & 1, begin, length / kElement};

@@ -61,16 +61,21 @@ std::shared_ptr<void> hold(std::unique_ptr<DeviceMemory> memory, int device) {
           }};
 }
 
-PinnedMapping::PinnedMapping(void* host, size_t bytes) : host_(host) {
-  check(cudaHostRegister(host, bytes, cudaHostRegisterMapped | cudaHostRegisterPortable), "pinning shared memory");
+PinnedMemory::PinnedMemory(Mapping memory) : memory_(std::move(memory)) {
+  void* const host = memory_.data();
+  check(cudaHostRegister(host, memory_.bytes(), cudaHostRegisterMapped | cudaHostRegisterPortable),
+        "pinning shared memory");
   void* device = nullptr;
   const cudaError_t status = cudaHostGetDevicePointer(&device, host, 0);
-  if (status != cudaSuccess) cudaHostUnregister(host_);
+  if (status != cudaSuccess) cudaHostUnregister(host);
   check(status, "mapping shared memory to the device");
-  device_ = static_cast<std::byte*>(device);
+  on_device_ = static_cast<std::byte*>(device);
 }
 
-PinnedMapping::~PinnedMapping() { cudaHostUnregister(host_); }
+PinnedMemory::PinnedMemory(size_t bytes)
+    : PinnedMemory(Mapping(create_sealed_memfd("syncengine-pinned", bytes).get(), bytes)) {}
+
+PinnedMemory::~PinnedMemory() { cudaHostUnregister(memory_.data()); }
 
 namespace {
 

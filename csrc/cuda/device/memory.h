@@ -50,30 +50,19 @@ class DeviceMemory {
 // `memory`, of this device, until the pointer is dropped; on any thread.
 std::shared_ptr<void> hold(std::unique_ptr<DeviceMemory> memory, int device);
 
-// Makes host memory pinned, and reachable by the device.
-class PinnedMapping {
- public:
-  PinnedMapping(void* host, size_t bytes);
-  ~PinnedMapping();
-  PinnedMapping(const PinnedMapping&) = delete;
-  std::byte* on_device() const { return device_; }
-
- private:
-  void* host_;
-  std::byte* device_ = nullptr;
-};
-
-// Pinned memory of this process alone.
+// Host memory that is pinned, and that the device reaches.
 class PinnedMemory {
  public:
-  explicit PinnedMemory(size_t bytes)
-      : mapping_(create_sealed_memfd("syncengine-pinned", bytes).get(), bytes), pinned_(mapping_.data(), bytes) {}
-  std::byte* data() const { return mapping_.data(); }  // for the host, and for copies
-  std::byte* on_device() const { return pinned_.on_device(); }
+  explicit PinnedMemory(Mapping memory);
+  explicit PinnedMemory(size_t bytes);  // of this process alone
+  ~PinnedMemory();
+  PinnedMemory(const PinnedMemory&) = delete;
+  std::byte* data() const { return memory_.data(); }  // for the host, and for copies
+  std::byte* on_device() const { return on_device_; }
 
  private:
-  Mapping mapping_;
-  PinnedMapping pinned_;
+  Mapping memory_;
+  std::byte* on_device_ = nullptr;
 };
 
 // One rank's memory as every other rank's kernels reach it.

@@ -65,7 +65,7 @@ struct ProxyGroup::Slots {
 };
 
 ProxyGroup::ProxyGroup(std::shared_ptr<Communicator> communicator, int device, const std::function<void()>& interrupted)
-    : BaseGroup(std::move(communicator), device) {
+    : DeviceGroup(std::move(communicator), device) {
   const UseDevice use(device_);
   auto own = communicator_->split(everybody(*communicator_), interrupted);
   tell_peers_if_it_fails(*communicator_, [&] {

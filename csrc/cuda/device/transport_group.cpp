@@ -34,7 +34,7 @@ std::vector<std::vector<int>> ranks_by_host(const std::vector<int>& hosts) {
 
 TransportGroup::TransportGroup(std::shared_ptr<Communicator> communicator, std::unique_ptr<DeviceTransport> transport,
                                int device)
-    : BaseGroup(std::move(communicator), device),
+    : DeviceGroup(std::move(communicator), device),
       transport_(std::move(transport)),
       rank_(communicator_->rank()),
       world_(communicator_->size()),
@@ -69,13 +69,7 @@ uint32_t* TransportGroup::marks() const { return reinterpret_cast<uint32_t*>(rec
 const char* TransportGroup::enqueue(const Operation& operation, cudaStream_t stream) {
   const uint32_t mark = fingerprint(operation, Path::Staged, 0);
   watchdog_->publish(mark, call_text(operation));
-  const Gate gate{.words = marks(),
-                  .mismatch = control_on_device()->mismatch,
-                  .progress = &control_on_device()->progress,
-                  .expected = mark,
-                  .rank = rank_,
-                  .world = world_,
-                  .aborted = &control_on_device()->aborted};
+  const Gate gate{.words = marks(), .control = control_on_device(), .expected = mark, .rank = rank_, .world = world_};
   try {
     tell_peers_if_it_fails(*communicator_, [&] { queue(operation, gate, stream); });
   } catch (const Error&) {

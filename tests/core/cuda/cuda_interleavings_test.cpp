@@ -148,11 +148,11 @@ struct Call {
 };
 
 // `calls` one after the other on every rank; between them each rank's program writes its tensor.
-void explore(int world, const std::vector<Call>& calls, bool push) {
+void explore(int world, const std::vector<Call>& calls) {
   constexpr size_t kSlot = 128, kTensor = 4096;
   std::vector<std::vector<std::byte>> inputs(world), outputs(world), slots(world);
   std::vector<cuda::Control> controls(1);
-  cuda::Site site{.world = world, .control = controls.data(), .slots = {}, .slot_bytes = kSlot, .push = push};
+  cuda::Site site{.world = world, .control = controls.data(), .slots = {}, .slot_bytes = kSlot};
   for (int rank = 0; rank < world; ++rank) {
     inputs[rank].resize(kTensor);
     outputs[rank].resize(kTensor);
@@ -201,24 +201,20 @@ constexpr Call kCalls[] = {
 
 TEST(cuda_interleavings_of_any_two_collectives) {
   for (const Call& first : kCalls)
-    for (const Call& second : kCalls)
-      for (bool push : {false, true}) explore(2, {first, second}, push);
+    for (const Call& second : kCalls) explore(2, {first, second});
 }
 
 TEST(cuda_interleavings_of_three_collectives) {
-  explore(2, {{Collective::AllReduce, Path::Staged, 384}, {Collective::Barrier, Path::Staged}, kCalls[2]}, false);
+  explore(2, {{Collective::AllReduce, Path::Staged, 384}, {Collective::Barrier, Path::Staged}, kCalls[2]});
   explore(
       2,
-      {{Collective::Barrier, Path::Staged}, {Collective::Barrier, Path::Staged}, {Collective::Barrier, Path::Staged}},
-      true);
+      {{Collective::Barrier, Path::Staged}, {Collective::Barrier, Path::Staged}, {Collective::Barrier, Path::Staged}});
 }
 
 TEST(cuda_interleavings_of_three_ranks) {
   if (testing::kSlowdown > 1) return;
-  for (bool push : {false, true}) {
-    explore(3, {{Collective::AllReduce, Path::Direct, 192}}, push);
-    explore(3, {{Collective::Barrier, Path::Staged}, {Collective::Barrier, Path::Staged}}, push);
-  }
+  explore(3, {{Collective::AllReduce, Path::Direct, 192}});
+  explore(3, {{Collective::Barrier, Path::Staged}, {Collective::Barrier, Path::Staged}});
 }
 
 // The walk finds what it is there for: exchanges that use one set twice in a row lose a signal.

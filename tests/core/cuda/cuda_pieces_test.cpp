@@ -74,7 +74,7 @@ TEST(pieces_have_the_bits_of_the_whole) {
         for (DType dtype : {DType::Float32, DType::BFloat16})
           for (size_t slot_bytes : {1024, 6000})
             for (size_t count : {0, 1, 37, 1000, 4099})
-              check({collective, Path::Staged, false, numerics, dtype, count}, world, slot_bytes, ++round);
+              check({collective, Path::Staged, numerics, dtype, count}, world, slot_bytes, ++round);
 }
 
 // Large slices: the ring's own cut changes with the size of the whole.

@@ -28,7 +28,7 @@ cuda::Route route_of(const Case& c, std::vector<Operation>& operations) {
 }
 
 void run_case(const Case& c, int world) {
-  TwinGroup group(world, kSlot, c.push, c.one_kernel);
+  TwinGroup group(world, kSlot, c.one_kernel);
   std::vector<Tensors> tensors;
   for (int rank = 0; rank < world; ++rank) tensors.emplace_back(c, rank, world);
   std::vector<Operation> operations;
@@ -51,15 +51,14 @@ void run_cases(Collective collective) {
   for (int world : {1, 2, 3, 5, 8}) {
     if (collective == Collective::Broadcast && world == 1) continue;
     for (Path path : {Path::OneShot, Path::Staged, Path::Direct})
-      for (bool push : {false, true})
-        for (size_t count : {0, 1, 37, 150, 700}) {
-          run_case({collective, path, push, Numerics::RankOrder, DType::Float32, count}, world);
-          if (testing::kSlowdown > 1) continue;
-          run_case({collective, path, push, Numerics::Ring, DType::BFloat16, count}, world);
-          bool reduces = collective == Collective::AllReduce || collective == Collective::ReduceScatter;
-          if (reduces && path != Path::Direct)
-            run_case({collective, path, push, Numerics::Ring, DType::Float32, count, 1.0 / 3}, world);
-        }
+      for (size_t count : {0, 1, 37, 150, 700}) {
+        run_case({collective, path, Numerics::RankOrder, DType::Float32, count}, world);
+        if (testing::kSlowdown > 1) continue;
+        run_case({collective, path, Numerics::Ring, DType::BFloat16, count}, world);
+        bool reduces = collective == Collective::AllReduce || collective == Collective::ReduceScatter;
+        if (reduces && path != Path::Direct)
+          run_case({collective, path, Numerics::Ring, DType::Float32, count, 1.0 / 3}, world);
+      }
   }
 }
 
@@ -101,11 +100,11 @@ TEST(cuda_fingerprints_say_how_long_each_piece_is) {
 TEST(cuda_graphs_replay_between_eager_calls) {
   constexpr int kWorld = 3;
   const int rounds = 300 / testing::kSlowdown;
-  const Case large{Collective::AllReduce, Path::Staged, false, Numerics::RankOrder, DType::Float32, 400};
-  const Case direct{Collective::AllReduce, Path::Direct, true, Numerics::RankOrder, DType::Float32, 100};
+  const Case large{Collective::AllReduce, Path::Staged, Numerics::RankOrder, DType::Float32, 400};
+  const Case direct{Collective::AllReduce, Path::Direct, Numerics::RankOrder, DType::Float32, 100};
   const Case barrier{Collective::Barrier, Path::Staged};
   const Case small{.collective = Collective::AllReduce, .path = Path::OneShot, .count = 30};
-  TwinGroup group(kWorld, kSlot, true, true);
+  TwinGroup group(kWorld, kSlot, true);
   std::vector<Tensors> a, b, s;
   for (int rank = 0; rank < kWorld; ++rank) {
     a.emplace_back(large, rank, kWorld);
@@ -158,8 +157,8 @@ TEST(cuda_graphs_replay_between_eager_calls) {
 
 // Ranks that call different things write no sum: all ones, which is NaN; and each knows whose call differs.
 TEST(cuda_mismatch_poisons_the_result) {
-  TwinGroup group(2, kSlot, false);
-  const Case c{Collective::AllReduce, Path::OneShot, false, Numerics::RankOrder, DType::Float32, 10};
+  TwinGroup group(2, kSlot);
+  const Case c{Collective::AllReduce, Path::OneShot, Numerics::RankOrder, DType::Float32, 10};
   std::vector<Tensors> tensors{{c, 0, 2}, {c, 1, 2}};
   run_ranks(2, [&](int rank) {
     tensors[rank].fill(DType::Float32, 0);
@@ -174,8 +173,8 @@ TEST(cuda_mismatch_poisons_the_result) {
 
 // A peer never comes: releasing the words ends every wait that is left, and no result looks like one.
 TEST(cuda_release_ends_all_waits_and_poisons) {
-  TwinGroup group(2, kSlot, false);
-  const Case c{Collective::AllReduce, Path::Staged, false, Numerics::RankOrder, DType::Float32, 500};
+  TwinGroup group(2, kSlot);
+  const Case c{Collective::AllReduce, Path::Staged, Numerics::RankOrder, DType::Float32, 500};
   Tensors tensors(c, 0, 2);
   tensors.fill(DType::Float32, 0);
   Operation operation = operation_of(c, tensors);
@@ -207,43 +206,41 @@ TEST(cuda_release_ends_all_waits_and_poisons) {
 // A peer dies after it has let this rank read its tensor, and before it has reduced its part: of what it owed nothing
 // looks like a result.
 TEST(cuda_death_between_exchanges_poisons_what_the_peer_owed) {
-  for (bool push : {false, true}) {
-    TwinGroup group(2, kSlot, push);
-    const Case c{Collective::AllReduce, Path::Direct, push, Numerics::RankOrder, DType::Float32, 100};
-    std::vector<Tensors> tensors{{c, 0, 2}, {c, 1, 2}};
-    std::vector<Operation> operations;
-    for (auto& mine : tensors) {
-      mine.fill(DType::Float32, 0);
-      operations.push_back(operation_of(c, mine));
-    }
-    auto before = tensors;
-    const auto result = expected(c, before, 0);
-    const uint32_t mark = cuda::fingerprint(operations[0], c.path, 0);
-    cuda::store(group.controls[0]->inbox[0][1], mark);  // all that the peer still did
-    std::atomic<bool> ended = false;
-    std::thread watchdog([&] {
-      while (cuda::load(group.controls[0]->progress) == 0) std::this_thread::yield();
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the own part is reduced
-      while (!ended.load(std::memory_order_relaxed)) {
-        for (auto& set : group.controls[0]->inbox) cuda::store(set[1], cuda::kReleased);
-        std::this_thread::yield();
-      }
-    });
-    TwinSteps steps(0, group.controls);
-    steps.orderly = false;
-    cuda::run_sequence(operations[0], group.site(0), route_of(c, operations), mark, steps);
-    ended = true;
-    watchdog.join();
-    const auto& got = tensors[0].input;
-    size_t poisoned = 0;
-    for (size_t i = 0; i < got.size(); i += 4) {
-      const bool is_result = std::equal(&got[i], &got[i] + 4, &result[i]);
-      const bool is_poison = std::all_of(&got[i], &got[i] + 4, [](std::byte b) { return b == std::byte{0xff}; });
-      CHECK(is_result || is_poison);
-      poisoned += is_poison;
-    }
-    CHECK(poisoned > 0 && poisoned < 100);
+  TwinGroup group(2, kSlot);
+  const Case c{Collective::AllReduce, Path::Direct, Numerics::RankOrder, DType::Float32, 100};
+  std::vector<Tensors> tensors{{c, 0, 2}, {c, 1, 2}};
+  std::vector<Operation> operations;
+  for (auto& mine : tensors) {
+    mine.fill(DType::Float32, 0);
+    operations.push_back(operation_of(c, mine));
   }
+  auto before = tensors;
+  const auto result = expected(c, before, 0);
+  const uint32_t mark = cuda::fingerprint(operations[0], c.path, 0);
+  cuda::store(group.controls[0]->inbox[0][1], mark);  // all that the peer still did
+  std::atomic<bool> ended = false;
+  std::thread watchdog([&] {
+    while (cuda::load(group.controls[0]->progress) == 0) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the own part is reduced
+    while (!ended.load(std::memory_order_relaxed)) {
+      for (auto& set : group.controls[0]->inbox) cuda::store(set[1], cuda::kReleased);
+      std::this_thread::yield();
+    }
+  });
+  TwinSteps steps(0, group.controls);
+  steps.orderly = false;
+  cuda::run_sequence(operations[0], group.site(0), route_of(c, operations), mark, steps);
+  ended = true;
+  watchdog.join();
+  const auto& got = tensors[0].input;
+  size_t poisoned = 0;
+  for (size_t i = 0; i < got.size(); i += 4) {
+    const bool is_result = std::equal(&got[i], &got[i] + 4, &result[i]);
+    const bool is_poison = std::all_of(&got[i], &got[i] + 4, [](std::byte b) { return b == std::byte{0xff}; });
+    CHECK(is_result || is_poison);
+    poisoned += is_poison;
+  }
+  CHECK(poisoned > 0 && poisoned < 100);
 }
 
 }  // namespace syncengine

@@ -27,7 +27,7 @@ void run_reduce(const kernels::Reduction& reduction, const Args& args, int threa
 
 inline bool passes(const cuda::Gate& gate) {
   if (!gate.words) return true;
-  cuda::count_progress(gate);
+  cuda::count_progress(*gate.control);
   bool shut = false;
   for (int i = 0; i < gate.world; ++i) shut |= cuda::is_shut(gate, i);
   return !shut;
@@ -69,7 +69,7 @@ class TwinSteps : public cuda::Steps {
     step([this, reduction, args] {
       const int blocks = 1 + static_cast<int>(args.bytes / 128 % 3);
       for (int block = 0; block < blocks; ++block) run_block(reduction, args, block, blocks);
-      cuda::store(own().progress, cuda::load(own().progress) + 1);
+      cuda::count_progress(own());
     });
   }
 
@@ -140,7 +140,7 @@ class TwinSteps : public cuda::Steps {
 // The memory of `world` ranks: words and staging.
 struct TwinGroup {
   // `one_kernel`: small messages take cuda/one_shot.h.
-  TwinGroup(int world, size_t slot_bytes, bool push, bool one_kernel = false) : slot_bytes(slot_bytes), push(push) {
+  TwinGroup(int world, size_t slot_bytes, bool one_kernel = false) : slot_bytes(slot_bytes) {
     for (int rank = 0; rank < world; ++rank) {
       owned.push_back(std::make_unique<cuda::Control>());
       std::memset(static_cast<void*>(owned.back().get()), 0, sizeof(cuda::Control));
@@ -157,12 +157,10 @@ struct TwinGroup {
             .control = controls[rank],
             .slots = slots,
             .areas = areas,
-            .slot_bytes = slot_bytes,
-            .push = push};
+            .slot_bytes = slot_bytes};
   }
 
   size_t slot_bytes;
-  bool push;
   std::vector<std::unique_ptr<cuda::Control>> owned;
   std::vector<cuda::Control*> controls;
   std::vector<std::vector<std::byte>> staging;

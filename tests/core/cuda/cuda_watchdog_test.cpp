@@ -20,9 +20,10 @@ using testing::TwinSteps;
 // What DeviceGroup has, without a device.
 struct TwinRank {
   explicit TwinRank(Communicator& communicator)
-      : rank(communicator.rank()), pages(communicator, sizeof(cuda::Control), {}) {
+      : rank(communicator.rank()),
+        pages(cuda::share_pages(communicator, communicator.size() * sizeof(cuda::Control), {})) {
     for (int peer = 0; peer < communicator.size(); ++peer)
-      controls.push_back(reinterpret_cast<cuda::Control*>(pages.of(peer)));
+      controls.push_back(reinterpret_cast<cuda::Control*>(pages.data()) + peer);
     watchdog.emplace(communicator.shared_from_this(), controls);
   }
   // A barrier on the stream, which is this thread.
@@ -41,7 +42,7 @@ struct TwinRank {
   }
 
   int rank;
-  cuda::SharedPages pages;
+  Mapping pages;
   std::vector<cuda::Control*> controls;
   std::optional<cuda::Watchdog> watchdog;
 };

@@ -16,7 +16,6 @@ namespace syncengine::testing {
 struct Case {
   Collective collective;
   Path path;
-  bool push = false;
   Numerics numerics = Numerics::RankOrder;
   DType dtype = DType::Float32;
   size_t count = 0;  // elements of the smaller tensor

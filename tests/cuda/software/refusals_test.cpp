@@ -1,6 +1,4 @@
 // What the software device refuses, as a driver does; and what the CUDA side makes of drivers that are missing or old.
-#include <sys/mman.h>
-
 #include <cstdlib>
 
 #include "cuda/device/memory.h"
@@ -22,25 +20,20 @@ CUresult queue(cudaStream_t stream, CUstreamBatchMemOpParams params) {
   return cuda::driver().stream_batch_mem_op(stream, 1, &params, 0);
 }
 
-struct Page {
-  Page() : data(mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0)) {}
-  ~Page() { munmap(data, 4096); }
-  void* data;
-};
-
 }  // namespace
 
 TEST(software_device_refuses_memory_operations_as_a_driver_does) {
   cudaStream_t stream = nullptr;
   cuda::check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "making a stream");
-  Page page;
+  void* page = nullptr;
   std::byte* words = nullptr;
   {
-    const cuda::PinnedMapping pinned(page.data, 4096);
+    const cuda::PinnedMemory pinned(4096);
+    page = pinned.data();
     words = pinned.on_device();
     CHECK_EQ(queue(stream, write_to(words + 8)), CUDA_SUCCESS);
     CHECK_EQ(queue(stream, write_to(words + 2)), CUDA_ERROR_INVALID_VALUE);  // unaligned
-    CHECK_EQ(queue(stream, write_to(page.data)), CUDA_ERROR_INVALID_VALUE);  // the host's address
+    CHECK_EQ(queue(stream, write_to(page)), CUDA_ERROR_INVALID_VALUE);       // the host's address
     auto wait = write_to(words + 8);
     wait.waitValue.operation = CU_STREAM_MEM_OP_WAIT_VALUE_32;
     wait.waitValue.flags = CU_STREAM_WAIT_VALUE_NOR + 1;
@@ -52,11 +45,11 @@ TEST(software_device_refuses_memory_operations_as_a_driver_does) {
     CHECK_EQ(queue(stream, write), CUDA_ERROR_INVALID_VALUE);
     CHECK_EQ(cuda::driver().stream_batch_mem_op(stream, 0, &write, 0), CUDA_ERROR_INVALID_VALUE);
     CHECK_EQ(cuda::driver().stream_batch_mem_op(stream, 256, &write, 0), CUDA_ERROR_INVALID_VALUE);
-    CHECK_EQ(cudaHostRegister(page.data, 4096, cudaHostRegisterMapped), cudaErrorHostMemoryAlreadyRegistered);
+    CHECK_EQ(cudaHostRegister(page, 4096, cudaHostRegisterMapped), cudaErrorHostMemoryAlreadyRegistered);
     CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
   }
   CHECK_EQ(queue(stream, write_to(words + 8)), CUDA_ERROR_INVALID_VALUE);  // given back
-  CHECK_EQ(cudaHostUnregister(page.data), cudaErrorHostMemoryNotRegistered);
+  CHECK_EQ(cudaHostUnregister(page), cudaErrorHostMemoryNotRegistered);
   cudaStreamDestroy(stream);
   CHECK_EQ(queue(stream, write_to(words + 8)), CUDA_ERROR_INVALID_HANDLE);
   CHECK_EQ(cudaStreamSynchronize(stream), cudaErrorInvalidResourceHandle);

@@ -5,12 +5,50 @@
 #include <algorithm>
 #include <cerrno>
 #include <string>
+#include <utility>
 
 #include "cuda/device/driver.h"
 #include "cuda/device/memory.h"
 #include "cuda/shared_pages.h"
 
 namespace syncengine::cuda {
+
+void DeviceGroup::run(const Operation& operation, void* stream) {
+  std::lock_guard lock(mutex_);
+  require_open();
+  require_supported(operation);
+  if (operation.flag_words > 0) throw Error(ErrorKind::InvalidUsage, "operations on devices carry no flags");
+  const UseDevice use(device_);
+  const char* way = enqueue(operation, static_cast<cudaStream_t>(stream));
+  ++counters_["operations"];
+  counters_[way] += operation.input.bytes();
+}
+
+std::shared_ptr<void> DeviceGroup::allocate(size_t bytes, const std::function<void()>&) {
+  const UseDevice use(device_);
+  std::unique_ptr<DeviceMemory> memory;
+  tell_peers_if_it_fails(*communicator_, [&] { memory = std::make_unique<DeviceMemory>(std::max<size_t>(bytes, 1)); });
+  return hold(std::move(memory), device_);
+}
+
+Nonfinite DeviceGroup::words_for_nonfinite() {
+  const UseDevice use(device_);
+  const auto memory = std::make_shared<PinnedMemory>((communicator_->size() + 1) * sizeof(uint64_t));
+  return {.words = {memory, reinterpret_cast<uint64_t*>(memory->data())},
+          .on_device = reinterpret_cast<uint64_t*>(memory->on_device())};
+}
+
+void DeviceGroup::close() {
+  std::lock_guard lock(mutex_);
+  if (std::exchange(closed_, true)) return;
+  const UseDevice use(device_);
+  release();
+}
+
+void DeviceGroup::require_open() const {
+  if (closed_) throw Error(ErrorKind::InvalidUsage, kClosed);
+  throw_if_failed();
+}
 
 bool is_built() { return true; }
 
@@ -58,7 +96,7 @@ std::shared_ptr<DeviceGroup> connect(std::shared_ptr<Communicator> communicator,
     throw Error(ErrorKind::InvalidUsage, "CUDA: at most " + std::to_string(kMaxRanks) +
                                              " ranks a communicator on one host, not " +
                                              std::to_string(communicator->size()));
-  return std::make_shared<RealDeviceGroup>(std::move(communicator), device, interrupted);
+  return std::make_shared<PeerGroup>(std::move(communicator), device, interrupted);
 }
 
 bool is_capturing(void* stream) {
