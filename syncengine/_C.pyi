@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
+from numpy.typing import NDArray
 from torch._C._distributed_c10d import Backend as _Backend
 from torch._C._distributed_c10d import ProcessGroup
 
@@ -368,20 +369,12 @@ class StepTimes:
     """How long the steps of one model take. It may outlive the model."""
 
     def __init__(self) -> None: ...
-    def summary(self) -> dict[str, Any]:
-        """`steps`: synchronized backwards that have ended well; `bytes` that they have reduced.
+    def summary(self) -> tuple[int, int, NDArray[Any], list[list[int]]]:
+        """How many synchronized backwards have ended well, and the bytes that they have reduced.
 
-        In nanoseconds, of the last 1024, 0 where there is none: `median`, from the end of one to the end of the next,
-        and `median_wait`, from the end of this rank's own backward until the averages were there.
-
-        `timeline`, of the last step: since the epoch `forward_start`, `backward_start`, `backward_end`, `comm_start`
-        (the first bucket) and `comm_end`; how long `forward`, `backward`, `comm` and `overlap` (of the last two) took,
-        each a pair of last one and average over `steps`.
-        """
-
-    def own(self) -> list[list[list[int]]]:
-        """What ranks did by themselves in the last 100 steps of which they have told their times, in nanoseconds: by
-        step, rank and phase (input, forward, backward, optimizer); zeros of a rank that had no batch.
+        A row for each of the last 1024, in no order, of when things were, by `trace_now()`, 0 for what was not: the
+        last one ended; its forward, its backward, its first bucket, its wait for averages began; it ended. And the
+        stamps of all ranks in the last 100 that can be compared (csrc/reducer/backward/step_times.h).
         """
 
 class CommonMemory:

@@ -1,11 +1,11 @@
 // syncengine._C.Reducer
 
+#include <pybind11/numpy.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/jit/python/pybind_utils.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include <algorithm>
-#include <chrono>
+#include <array>
 #include <stdexcept>
 #include <string>
 #include <torch/csrc/distributed/c10d/comm.hpp>
@@ -164,27 +164,13 @@ py::dict statistics_dict(Reducer& reducer) {
                   "staged_bytes"_a = by_name(kStageReasons, statistics.staged_bytes), "shortage"_a = shortage);
 }
 
-// Of DDP's logging data: since the epoch, and averages.
-py::dict timeline_dict(const StepTimes::Summary& summary) {
-  using std::chrono::system_clock;
-  const auto epoch = std::chrono::duration_cast<std::chrono::nanoseconds>(system_clock::now().time_since_epoch());
-  const int64_t offset = epoch.count() - trace::now();
-  const auto& [forward, backward, comm, wait, end] = summary.last;
-  const StepTimes::Totals& totals = summary.totals;
-  auto moment = [&](int64_t at) { return at == 0 ? 0 : at + offset; };
-  auto average = [&](int64_t total) { return totals.steps ? total / totals.steps : 0; };
-  return py::dict("steps"_a = totals.steps, "forward_start"_a = moment(forward), "backward_start"_a = moment(backward),
-                  "backward_end"_a = moment(wait), "comm_start"_a = moment(comm), "comm_end"_a = moment(end),
-                  "forward"_a = std::pair(forward == 0 ? 0 : backward - forward, average(totals.forward)),
-                  "backward"_a = std::pair(wait - backward, average(totals.backward)),
-                  "comm"_a = std::pair(comm == 0 ? 0 : end - comm, average(totals.comm)),
-                  "overlap"_a = std::pair(comm == 0 ? 0 : std::max<int64_t>(0, wait - comm), average(totals.overlap)));
-}
-
-py::dict summary_dict(const StepTimes& times) {
+// Steps and bytes so far; of the last steps a row of times for each; of those that are compared a row of stamps.
+py::tuple summary_tuple(const StepTimes& times) {
   const StepTimes::Summary summary = times.summary();
-  return py::dict("steps"_a = summary.steps, "bytes"_a = summary.bytes, "median"_a = summary.median,
-                  "median_wait"_a = summary.median_wait, "timeline"_a = timeline_dict(summary));
+  constexpr size_t kTimes = sizeof(StepTimes::Step) / sizeof(int64_t);
+  const auto* of_steps = reinterpret_cast<const int64_t*>(summary.last.data());
+  return py::make_tuple(summary.steps, summary.bytes,
+                        py::array_t<int64_t>(std::array{summary.last.size(), kTimes}, of_steps), summary.stamps);
 }
 
 }  // namespace
@@ -204,8 +190,7 @@ void bind_reducer(py::module_& module) {
       .def_readwrite("flat_buckets", &ReducerOptions::flat_buckets);
   py::class_<StepTimes, std::shared_ptr<StepTimes>>(module, "StepTimes")
       .def(py::init<>())
-      .def("summary", &summary_dict)
-      .def("own", &StepTimes::own);
+      .def("summary", &summary_tuple);
   module.def("note_incoming", &note_incoming, py::arg("parameters"), "Lets owns_gradient() know what autograd brings.");
   module.def("owns_gradient", &owns_gradient, py::arg("parameter"), "Whether .grad alone looks at its memory.");
   py::class_<NodeNumber>(module, "NodeNumber").def(py::init(&NodeNumber::now));

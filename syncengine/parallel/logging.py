@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from syncengine._C import trace_now
 from syncengine.errors import InvalidUsage
-from syncengine.parallel.summary import WINDOW, warn_of_straggler
+from syncengine.parallel.summary import WINDOW, numbers_of, warn_of_straggler
 from syncengine.parallel.tools import ForTools
 
 _ENVIRONMENT = {
@@ -42,7 +45,7 @@ class Logger:
         strings, numbers = _construction(model)
         if model._reduces:
             _add_runtime(model, strings, numbers)
-            numbers.update(_times(model.reducer.step_times().summary()["timeline"]))
+            numbers.update(_times(numbers_of(model.reducer.step_times()).times))
             if text := _error_of(model):
                 strings["error"], numbers["has_error"] = text, 1
                 self._numbers["iteration"] = self._forwards
@@ -128,20 +131,22 @@ def _add_runtime(model: ForTools, strings: dict[str, str], numbers: dict[str, in
         strings["rebuilt_per_bucket_param_indices"] = ", ".join(buckets)
 
 
-def _times(timeline: dict[str, Any]) -> dict[str, int]:
-    if not timeline["steps"]:
+def _times(steps: Any) -> dict[str, int]:
+    """Of the last of these steps, since the epoch, and means of all that had a forward and a bucket."""
+    steps = steps[(steps["forward"] != 0) & (steps["comm"] != 0)]
+    if not len(steps):
         return {}
-    names = {
-        "forward": "forward_compute_time",
-        "backward": "backward_compute_time",
-        "comm": "backward_comm_time",
-        "overlap": "backward_compute_comm_overlap_time",
-    }
+    last = steps[steps["end"].argmax()]
+    offset = time.time_ns() - trace_now()
     times = {}
-    for ours, theirs in names.items():
-        times[theirs], times[f"avg_{theirs}"] = timeline[ours]
-    for ours, theirs in names.items():
-        for moment in ("start", "end"):
-            if (at := timeline.get(f"{ours}_{moment}")) is not None:
-                times[f"{theirs}_{moment}"] = at
+    for what, begin, end in (
+        ("forward_compute", "forward", "backward"),
+        ("backward_compute", "backward", "wait"),
+        ("backward_comm", "comm", "end"),
+        ("backward_compute_comm_overlap", "comm", "wait"),
+    ):
+        key = f"{what}_time"
+        times[key] = max(0, int(last[end] - last[begin]))
+        times[f"avg_{key}"] = int(np.maximum(steps[end] - steps[begin], 0).mean())
+        times[f"{key}_start"], times[f"{key}_end"] = int(last[begin]) + offset, int(last[end]) + offset
     return times

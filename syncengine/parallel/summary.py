@@ -35,6 +35,42 @@ class _Followed(NamedTuple):
     waits: bool  # of the host; on a device streams wait
 
 
+_TIMES = np.dtype([(name, np.int64) for name in ("before", "forward", "backward", "comm", "wait", "end")])
+
+
+class Numbers(NamedTuple):
+    """What ``StepTimes`` has."""
+
+    steps: int  # so far
+    bytes: int
+    times: Any  # of the last ones, an array with the fields of _TIMES
+    own_ms: Any  # by step, rank and phase; NaN of a rank that had no batch
+
+    @property
+    def step_ms(self) -> float:
+        """The median of a step."""
+        return self._median_ms("before", "end")
+
+    @property
+    def wait_ms(self) -> float:
+        """That of the time for which this rank waits for averages in it."""
+        return self._median_ms("wait", "end")
+
+    def _median_ms(self, begin: str, end: str) -> float:
+        lasted = (self.times[end] - self.times[begin])[self.times[begin] != 0]
+        return float(np.median(lasted)) / 1e6 if len(lasted) else 0.0
+
+
+def numbers_of(times: StepTimes) -> Numbers:
+    """Those of now."""
+    steps, size, last, stamps = times.summary()
+    # As pack_stamp() makes them: 16 bits a phase, of which the upper 5 are the exponent of microseconds.
+    bits = np.array(stamps, dtype="<u8")[..., None].view("<u2")
+    own = np.ldexp(bits & 0x7FF, bits >> 11) / 1e3
+    own[own.sum(axis=-1) == 0] = np.nan
+    return Numbers(steps, size, last.view(_TIMES)[:, 0], own)
+
+
 _followed: list[_Followed] = []
 _timed_optimizers: list[Any] = []  # torch's handles of the hooks on all optimizers
 _pid: int | None = None  # whose end is the run's: forked children inherit all this
@@ -53,7 +89,7 @@ def follow(model: Model, times: StepTimes) -> None:
         _pid = os.getpid()
         at_end(_print_line)
     if len(_followed) >= _MOST_MODELS:
-        _followed.remove(min(_followed, key=lambda one: one.times.summary()["steps"]))
+        _followed.remove(min(_followed, key=lambda one: one.times.summary()[0]))
     on_host = model.device.type == "cpu"
     _followed.append(_Followed(str(model), times, weakref.ref(communicator), communicator.global_ranks, on_host))
 
@@ -61,22 +97,22 @@ def follow(model: Model, times: StepTimes) -> None:
 def _print_line() -> None:
     if _pid != os.getpid() or hasattr(sys, "last_value"):
         return  # `last_value`: an uncaught error ends the program
-    one = max(_followed, key=lambda one: one.times.summary()["steps"])
+    one = max(_followed, key=lambda one: one.times.summary()[0])
     communicator = one.communicator()
     if communicator is not None and communicator.exception() is not None:
         return
-    numbers = one.times.summary()
-    if numbers["steps"] >= LEAST_STEPS and sys.stderr is not None:
+    numbers = numbers_of(one.times)
+    if numbers.steps >= LEAST_STEPS and sys.stderr is not None:
         print(_line(one, numbers), file=sys.stderr, flush=True)
 
 
-def _line(one: _Followed, numbers: dict[str, Any]) -> str:
-    steps, wait, step = numbers["steps"], numbers["median_wait"], numbers["median"]
-    exposed = f", exposed synchronization {wait / 1e6:.2f} ms ({_percent(wait, step):.1f} %)" if one.waits else ""
-    late = f"; {text}" if (text := _late_text(one.times, one.ranks)) else ""
+def _line(one: _Followed, numbers: Numbers) -> str:
+    steps, size, step, wait = numbers.steps, numbers.bytes, numbers.step_ms, numbers.wait_ms
+    exposed = f", exposed synchronization {wait:.2f} ms ({_percent(wait, step):.1f} %)" if one.waits else ""
+    late = f"; {text}" if (text := _late_text(numbers, one.ranks)) else ""
     return (
-        f"syncengine: {steps} steps of {one.name} on {len(one.ranks)} ranks, median {step / 1e6:.2f} ms{exposed}; "
-        f"{_size(numbers['bytes'] / steps)} of gradients reduced a step, {_size(numbers['bytes'])} in all{late} "
+        f"syncengine: {steps} steps of {one.name} on {len(one.ranks)} ranks, median {step:.2f} ms{exposed}; "
+        f"{_size(size / steps)} of gradients reduced a step, {_size(size)} in all{late} "
         "(SYNCENGINE_SUMMARY=0: without this line)"
     )
 
@@ -95,22 +131,21 @@ def _size(count: float) -> str:
 def stats_of(reducer: ModelReducer, ranks: list[int], rank: int) -> dict[str, float]:
     """See ``Parallel.stats``. ``ranks`` of the communicator, in which this one is ``rank``."""
     last = reducer.statistics()
-    numbers = reducer.step_times().summary()
-    wait, step = numbers["median_wait"], numbers["median"]
-    found = stragglers_of(reducer, ranks)["ranks"]
+    numbers = numbers_of(reducer.step_times())
+    found, _ = _compare(numbers, ranks)
     latest = max(found, key=lambda each: found[each]["late_ms"], default=0)
     nobody = dict.fromkeys((f"{what}_ms" for what in ("late", *PHASES)), 0.0)
     own, theirs = found.get(ranks[rank], nobody), found.get(latest, nobody)
     return {
-        "steps": numbers["steps"],
-        "step_ms": step / 1e6,
-        "exposed_sync_ms": wait / 1e6,
-        "exposed_sync_percent": _percent(wait, step),
+        "steps": numbers.steps,
+        "step_ms": numbers.step_ms,
+        "exposed_sync_ms": numbers.wait_ms,
+        "exposed_sync_percent": _percent(numbers.wait_ms, numbers.step_ms),
         "late_ms": own["late_ms"],
         **{f"late_{phase}_ms": own[f"{phase}_ms"] for phase in PHASES},
         "latest_rank": latest,
         "latest_rank_ms": theirs["late_ms"],
-        "total_reduced_bytes": numbers["bytes"],
+        "total_reduced_bytes": numbers.bytes,
         "reduced_bytes": last["reduced_bytes"],
         "copied_bytes": sum(last["copied_bytes"].values()),
         "staged_bytes": sum(last["staged_bytes"].values()),
@@ -129,25 +164,29 @@ def for_loggers(stats: dict[str, float]) -> dict[str, float]:
 
 def stragglers_of(reducer: ModelReducer, ranks: list[int]) -> dict[str, Any]:
     """See ``Parallel.stragglers``."""
-    steps, step_ms, found, late = _compare(reducer.step_times(), ranks)
-    return {"steps": steps, "step_ms": step_ms, "ranks": found, "verdict": late and vars(late)}
+    numbers = numbers_of(reducer.step_times())
+    found, late = _compare(numbers, ranks)
+    return {
+        "steps": len(numbers.own_ms),
+        "step_ms": numbers.step_ms,
+        "ranks": found,
+        "verdict": late and vars(late),
+    }
 
 
 def warn_of_straggler(reducer: ModelReducer, ranks: list[int], model: str) -> None:
     """Says who is late in most of the last steps, if anybody is."""
-    if text := _late_text(reducer.step_times(), ranks):
+    if text := _late_text(numbers_of(reducer.step_times()), ranks):
         warnings.warn(f"{model}: {text}", RuntimeWarning, stacklevel=2)
 
 
-def _late_text(times: StepTimes, ranks: list[int]) -> str:
-    steps, step_ms, _, late = _compare(times, ranks)
+def _late_text(numbers: Numbers, ranks: list[int]) -> str:
+    _, late = _compare(numbers, ranks)
     if late is None:
         return ""
-    return late.text(f"the last {steps} steps", f"{late.late_ms:.1f} ms (a step takes {step_ms:.1f} ms)")
+    steps = f"the last {len(numbers.own_ms)} steps"
+    return late.text(steps, f"{late.late_ms:.1f} ms (a step takes {numbers.step_ms:.1f} ms)")
 
 
-def _compare(times: StepTimes, ranks: list[int]) -> tuple[int, float, dict[int, dict[str, float]], Late | None]:
-    own = np.array(times.own(), dtype=float) / 1e6
-    own[own.sum(axis=-1) == 0] = np.nan  # of ranks that had no batch
-    step_ms = times.summary()["median"] / 1e6
-    return len(own), step_ms, *compare(own, ranks, step_ms, LEAST_COMPARED)
+def _compare(numbers: Numbers, ranks: list[int]) -> tuple[dict[int, dict[str, float]], Late | None]:
+    return compare(numbers.own_ms, ranks, numbers.step_ms, LEAST_COMPARED)

@@ -251,7 +251,7 @@ class ForTools(DistributedDataParallel):
         self.reducer._remove_autograd_hooks()
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Of ``iteration`` in ``_get_ddp_logging_data``, after the first 10; its times are those of all steps."""
+        """Of ``iteration`` in ``_get_ddp_logging_data``, after the first 10; times are of the last 1024 steps."""
         if sample_rate < 1:
             self._log_and_throw(InvalidUsage, "DDP runtime logging sample rate should be equal or greater than 1")
         self.logger._set_sample_rate(sample_rate)

@@ -12,7 +12,7 @@ from pool import RankPool, Ranks, run_on_ranks
 from torch import nn
 
 import syncengine
-from syncengine.parallel.summary import LEAST_STEPS, _size
+from syncengine.parallel.summary import LEAST_STEPS, _size, numbers_of
 
 BYTES = (24 * 100 + 100) * 4  # of the gradients of `Linear(24, 100)`
 WANTED = {"SYNCENGINE_SUMMARY": "1"}
@@ -189,12 +189,9 @@ def test_what_is_exposed_is_a_part_of_backward():
         begin = time.perf_counter_ns()
         loss.backward()
         spent.append(time.perf_counter_ns() - begin)
-    summary = model.reducer.step_times().summary()
-    wait = summary["median_wait"]
-    backward = sorted(spent)[len(spent) // 2]
-    step = summary["median"]
-    assert 0 < wait <= backward
-    assert step >= wait
+    numbers = numbers_of(model.reducer.step_times())
+    assert 0 < numbers.wait_ms <= sorted(spent)[len(spent) // 2] / 1e6
+    assert numbers.step_ms >= numbers.wait_ms
 
 
 @run_on_ranks()
@@ -221,7 +218,7 @@ def many_models() -> tuple[int, int]:
     for i in range(2):
         models[7](data(i)).sum().backward()
     models += [syncengine.Parallel(nn.Linear(24, 3)) for _ in range(40)]
-    steps = [one.times.summary()["steps"] for one in summary._followed]
+    steps = [one.times.summary()[0] for one in summary._followed]
     return len(steps), sum(steps)
 
 

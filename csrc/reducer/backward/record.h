@@ -3,12 +3,9 @@
 // Ownership: the model's. Thread-safety: the reducer's lock.
 #pragma once
 
-#include <algorithm>
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -16,112 +13,10 @@
 
 #include "base/phase_clock.h"
 #include "base/trace.h"
-#include "reducer/backward/stragglers.h"
+#include "reducer/backward/step_times.h"
 #include "reducer/gradients/statistics.h"
 
 namespace syncengine {
-
-// How long training steps take, and how much of that a rank spends waiting for averages: for the line at the end of a
-// run, for loggers, and for DDP's logging data.
-//
-// A step lasts from the end of one synchronized backward to the end of the next one, so it includes what the program
-// does in between. Its wait begins with the end of this rank's own backward and ends when the averages are there.
-//
-// Ownership: shared by the reducer and by Python, which may ask when the reducer is gone. Thread-safety: any thread.
-// Costs of a step: five readings of the clock, and no allocation but that of its stamps.
-
-class StepTimes {
- public:
-  static constexpr size_t kKept = 1024;  // medians are those of the last ones
-
-  // When things happened in a step: trace::now()'s nanoseconds; 0 for what did not happen.
-  struct Step {
-    int64_t forward = 0;  // these begin
-    int64_t backward = 0;
-    int64_t comm = 0;  // with the first bucket
-    int64_t wait = 0;  // with the end of this rank's own backward
-    int64_t end = 0;
-  };
-  // Of all steps that had all of this.
-  struct Totals {
-    int64_t steps = 0, forward = 0, backward = 0, comm = 0, overlap = 0;
-    void add(const Step& step) {
-      if (step.forward == 0 || step.comm == 0) return;
-      ++steps;
-      forward += step.backward - step.forward;
-      backward += step.wait - step.backward;
-      comm += step.end - step.comm;
-      overlap += std::max<int64_t>(0, step.wait - step.comm);
-    }
-  };
-
-  // Times in nanoseconds; 0 where none is known.
-  struct Summary {
-    uint64_t steps = 0;  // synchronized backwards that have ended well
-    uint64_t bytes = 0;  // that they have reduced
-    int64_t median = 0, median_wait = 0;
-    Step last = {};
-    Totals totals = {};
-  };
-
-  // A synchronized backward has ended well, which has reduced `bytes`. Returns when the last one had, or 0.
-  int64_t end(const Step& step, uint64_t bytes) {
-    std::lock_guard lock(mutex_);
-    waits_[steps_ % kKept] = step.end - step.wait;
-    ++steps_;
-    bytes_ += bytes;
-    last_ = step;
-    totals_.add(step);
-    if (last_end_ != 0) durations_[timed_++ % kKept] = step.end - last_end_;
-    return std::exchange(last_end_, step.end);
-  }
-
-  // One has failed: what comes until the next one ends is no step.
-  void interrupt() {
-    std::lock_guard lock(mutex_);
-    last_end_ = 0;
-  }
-
-  void compare(std::vector<uint64_t> stamps) {
-    std::lock_guard lock(mutex_);
-    stragglers_.add(std::move(stamps));
-  }
-
-  // See Stragglers.
-  std::vector<std::vector<PhaseClock::Own>> own() const {
-    std::lock_guard lock(mutex_);
-    return stragglers_.own();
-  }
-
-  Summary summary() const {
-    std::lock_guard lock(mutex_);
-    return {.steps = steps_,
-            .bytes = bytes_,
-            .median = median(durations_, timed_),
-            .median_wait = median(waits_, steps_),
-            .last = last_,
-            .totals = totals_};
-  }
-
- private:
-  using Kept = std::array<int64_t, kKept>;
-
-  static int64_t median(const Kept& kept, uint64_t count) {
-    if (count == 0) return 0;
-    std::vector<int64_t> sorted(kept.begin(), kept.begin() + static_cast<ptrdiff_t>(std::min<uint64_t>(count, kKept)));
-    const auto middle = sorted.begin() + static_cast<ptrdiff_t>(sorted.size() / 2);
-    std::nth_element(sorted.begin(), middle, sorted.end());
-    return *middle;
-  }
-
-  mutable std::mutex mutex_;
-  uint64_t steps_ = 0, timed_ = 0, bytes_ = 0;
-  int64_t last_end_ = 0;
-  Step last_;
-  Totals totals_;
-  Kept durations_{}, waits_{};
-  Stragglers stragglers_;
-};
 
 struct Record {
   Statistics statistics = {};
