@@ -16,6 +16,7 @@
 #include "base/texts.h"
 #include "bootstrap/host.h"
 #include "bootstrap/rendezvous.h"
+#include "transport/tcp/secret.h"
 
 namespace syncengine::local_socket {
 
@@ -40,11 +41,10 @@ socklen_t fill(sockaddr_un& address, const std::string& name) {
 
 // A message with ancillary data that carries one descriptor.
 struct DescriptorMessage {
-  int32_t rank = -1;
-  iovec piece{&rank, sizeof(rank)};
+  iovec piece;
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
   msghdr message{};
-  DescriptorMessage() {
+  DescriptorMessage(void* text, size_t bytes) : piece{text, bytes} {
     message.msg_iov = &piece;
     message.msg_iovlen = 1;
     message.msg_control = control;
@@ -98,9 +98,8 @@ bool send(const UniqueFd& socket, const void* message, size_t bytes) {
   return ::send(socket.get(), message, bytes, MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
 }
 
-Sent send_fd(const UniqueFd& socket, int32_t rank, int fd) {
-  DescriptorMessage buffers;
-  buffers.rank = rank;
+Sent send_fd(const UniqueFd& socket, const void* message, size_t bytes, int fd) {
+  DescriptorMessage buffers(const_cast<void*>(message), bytes);
   cmsghdr* header = CMSG_FIRSTHDR(&buffers.message);
   header->cmsg_level = SOL_SOCKET;
   header->cmsg_type = SCM_RIGHTS;
@@ -113,8 +112,8 @@ Sent send_fd(const UniqueFd& socket, int32_t rank, int fd) {
   return recv(socket.get(), &byte, 1, MSG_PEEK) == 0 ? Sent::BrokenOff : Sent::NotYet;
 }
 
-Got receive_fd(const UniqueFd& socket, int32_t rank, UniqueFd& fd, const std::string& who) {
-  DescriptorMessage buffers;
+Got receive_fd(const UniqueFd& socket, void* message, size_t bytes, UniqueFd& fd, const std::string& who) {
+  DescriptorMessage buffers(message, bytes);
   ssize_t got = recvmsg(socket.get(), &buffers.message, MSG_CMSG_CLOEXEC);
   if (got < 0 && must_wait(errno)) return Got::Nothing;
   cmsghdr* header = CMSG_FIRSTHDR(&buffers.message);
@@ -125,7 +124,7 @@ Got receive_fd(const UniqueFd& socket, int32_t rank, UniqueFd& fd, const std::st
   }
   if (got > 0 && !fd && (buffers.message.msg_flags & MSG_CTRUNC) != 0)
     throw_descriptor_error(who + " can't take another descriptor", EMFILE);
-  return got == sizeof(buffers.rank) && buffers.rank == rank && fd ? Got::Message : Got::BrokenOff;
+  return got == static_cast<ssize_t>(bytes) && fd ? Got::Message : Got::BrokenOff;
 }
 
 }  // namespace syncengine::local_socket
@@ -134,12 +133,11 @@ namespace syncengine {
 
 namespace {
 
-std::string random_text(size_t bytes) {
+std::string random_text(size_t letters) {
   std::string text;
-  const Bytes32 random = random_bytes();
-  for (size_t i = 0; i < bytes; ++i) {
-    text += "0123456789abcdef"[random[i] >> 4];
-    text += "0123456789abcdef"[random[i] & 15];
+  for (const unsigned char byte : tcp::random_bytes(letters / 2)) {
+    text += "0123456789abcdef"[byte >> 4];
+    text += "0123456789abcdef"[byte & 15];
   }
   return text;
 }
@@ -170,8 +168,8 @@ Error for_peers(const std::string& who, const std::exception_ptr& thrown) {
 }
 
 FdExchange::FdExchange()
-    : name_("syncengine-" + process_id() + "-" + random_text(8)),
-      secret_(random_text(32)),
+    : name_("syncengine-" + process_id() + "-" + random_text(16)),
+      secret_(random_text(Greeting::kSecretBytes)),
       listener_(local_socket::listen(name_)) {}
 
 std::vector<UniqueFd> FdExchange::exchange(int rank, const std::vector<std::string>& addresses, int own,

@@ -1,6 +1,6 @@
 // Passes each rank's shared memory to its peers on the same host: a descriptor over an abstract AF_UNIX socket, to
-// processes of the same user that prove that they know the secret in the address (bootstrap/greeting.h). Nothing
-// appears in a file system.
+// processes of the same user that know the secret in the address (bootstrap/rendezvous.h). Nothing appears in a file
+// system.
 //
 // Ownership: the caller owns the descriptor it gives and those it gets. Thread-safety: one thread.
 // Failure: throws InvalidUsage, Timeout or PeerLost, naming the ranks; peers that have been served are told.
@@ -41,9 +41,9 @@ bool send(const UniqueFd& socket, const void* message, size_t bytes);  // false:
 
 // NotYet: the kernel holds as many descriptors of this user that nobody has received as it allows (RLIMIT_NOFILE).
 enum class Sent : uint8_t { Done, NotYet, BrokenOff };
-Sent send_fd(const UniqueFd& socket, int32_t rank, int fd);
+Sent send_fd(const UniqueFd& socket, const void* message, size_t bytes, int fd);
 // `who`: for the error, if this process can't open another descriptor.
-Got receive_fd(const UniqueFd& socket, int32_t rank, UniqueFd& fd, const std::string& who);
+Got receive_fd(const UniqueFd& socket, void* message, size_t bytes, UniqueFd& fd, const std::string& who);
 
 }  // namespace syncengine::local_socket
 

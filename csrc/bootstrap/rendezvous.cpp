@@ -2,12 +2,9 @@
 #include "bootstrap/rendezvous.h"
 
 #include <poll.h>
-#include <sys/random.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <string_view>
+#include <functional>
 #include <utility>
 
 #include "base/descriptors.h"
@@ -19,47 +16,6 @@
 #include "transport/tcp/secret.h"
 
 namespace syncengine {
-
-namespace {
-
-static_assert(sizeof(Greeting) == 40 && sizeof(Challenge) == 64 && sizeof(Answer) == 32);  // no padding to sign
-
-template <class T>
-std::string_view view(const T& message) {
-  return {reinterpret_cast<const char*>(&message), sizeof(message)};
-}
-
-Bytes32 proof(const std::string& secret, const char* side, const Greeting& greeting, const Bytes32& nonce) {
-  std::string said = std::string(side).append(view(greeting)).append(view(nonce));
-  const std::string digest = tcp::hmac_sha256(secret, said);
-  Bytes32 bytes;
-  std::copy(digest.begin(), digest.end(), bytes.begin());
-  return bytes;
-}
-
-}  // namespace
-
-Bytes32 random_bytes() {
-  Bytes32 bytes;
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
-    throw_system_error("no random bytes", errno);
-  return bytes;
-}
-
-Challenge challenge(const std::string& secret, const Greeting& greeting) {
-  const Bytes32 nonce = random_bytes();
-  return {.nonce = nonce, .proof = proof(secret, "listener", greeting, nonce)};
-}
-
-std::optional<Answer> answer(const std::string& secret, const Greeting& greeting, const Challenge& challenge) {
-  if (!tcp::equal_digests(view(challenge.proof), view(proof(secret, "listener", greeting, challenge.nonce))))
-    return std::nullopt;
-  return Answer{.proof = proof(secret, "caller", greeting, challenge.nonce)};
-}
-
-bool proves(const std::string& secret, const Greeting& greeting, const Challenge& challenge, const Answer& answer) {
-  return tcp::equal_digests(view(answer.proof), view(proof(secret, "caller", greeting, challenge.nonce)));
-}
 
 namespace {
 
@@ -105,6 +61,17 @@ bool LocalRendezvous::has_all() const {
   return std::none_of(calls_.begin(), calls_.end(), [](const auto& call) { return call.second.misses_memory(); });
 }
 
+Greeting LocalRendezvous::greeting_to(int peer) const {
+  Greeting greeting{.rank = rank_};
+  places_.at(peer).secret.copy(greeting.secret.data(), greeting.secret.size());
+  return greeting;
+}
+
+bool LocalRendezvous::is_of(int peer, const Greeting& greeting) const {
+  return greeting.magic == Greeting{}.magic && greeting.rank == peer &&
+         tcp::equal_digests({greeting.secret.data(), greeting.secret.size()}, places_.at(rank_).secret);
+}
+
 void LocalRendezvous::step() {
   for (auto& [peer, call] : calls_) advance(peer, call);
   accept();
@@ -125,9 +92,9 @@ void LocalRendezvous::reach(int peer, Call& call) {
   }
   if (!local_socket::same_user(call.socket))
     throw Error(ErrorKind::InvalidUsage, names_(peer) + " runs as another user");
-  call.greeting = {.rank = rank_, .nonce = random_bytes()};
   call.stage = Call::Stage::Greeted;
-  if (!local_socket::send(call.socket, &call.greeting, sizeof(call.greeting))) unreachable_.insert(peer);
+  const Greeting greeting = greeting_to(peer);
+  if (!local_socket::send(call.socket, &greeting, sizeof(greeting))) unreachable_.insert(peer);
 }
 
 void LocalRendezvous::advance(int peer, Call& call) {
@@ -136,15 +103,9 @@ void LocalRendezvous::advance(int peer, Call& call) {
   if (call.stage == Call::Stage::Unreached) {
     reach(peer, call);
   } else if (call.stage == Call::Stage::Greeted) {
-    Challenge challenge;
-    got = local_socket::receive(call.socket, &challenge, sizeof(challenge));
-    if (got == Got::Message) {
-      const auto proof = answer(places_.at(peer).secret, call.greeting, challenge);
-      if (!proof || !local_socket::send(call.socket, &*proof, sizeof(*proof))) got = Got::BrokenOff;
-      call.stage = Call::Stage::Answered;
-    }
-  } else if (call.stage == Call::Stage::Answered) {
-    got = local_socket::receive_fd(call.socket, peer, call.memory, names_(rank_));
+    Greeting greeting;
+    got = local_socket::receive_fd(call.socket, &greeting, sizeof(greeting), call.memory, names_(rank_));
+    if (got == Got::Message && !is_of(peer, greeting)) got = Got::BrokenOff;
     if (got == Got::Message) call.stage = Call::Stage::Received;
   } else if (call.stage == Call::Stage::Received) {
     Goodbye goodbye;
@@ -163,36 +124,25 @@ void LocalRendezvous::accept() {
     if (!local_socket::same_user(socket)) continue;
     visitors_.push_back({.socket = std::move(socket)});
     if (visitors_.size() <= unserved_.size() + kMaxUnidentified) continue;
-    // The oldest of those that have said least makes room.
-    visitors_.erase(std::min_element(visitors_.begin(), visitors_.end(),
-                                     [](const Visitor& a, const Visitor& b) { return a.stage < b.stage; }));
+    // The oldest that has said nothing makes room.
+    visitors_.erase(std::find_if_not(visitors_.begin(), visitors_.end(), std::mem_fn(&Visitor::is_owed)));
   }
 }
 
 bool LocalRendezvous::advance(Visitor& visitor) {
   using local_socket::Got;
   using local_socket::Sent;
-  if (visitor.stage == Visitor::Stage::Silent) {
-    Greeting& greeting = visitor.greeting;
+  if (!visitor.is_owed()) {
+    Greeting greeting;
     const Got got = local_socket::receive(visitor.socket, &greeting, sizeof(greeting));
     if (got == Got::Nothing) return false;
-    if (got == Got::BrokenOff || greeting.magic != Greeting{}.magic || !unserved_.contains(greeting.rank)) return true;
-    visitor.challenge = challenge(places_.at(rank_).secret, greeting);
-    visitor.stage = Visitor::Stage::Challenged;
-    return !local_socket::send(visitor.socket, &visitor.challenge, sizeof(visitor.challenge));
+    if (got == Got::BrokenOff || !unserved_.contains(greeting.rank) || !is_of(greeting.rank, greeting)) return true;
+    visitor.rank = greeting.rank;
   }
-  const int peer = visitor.greeting.rank;
-  if (visitor.stage == Visitor::Stage::Challenged) {
-    Answer answer;
-    const Got got = local_socket::receive(visitor.socket, &answer, sizeof(answer));
-    if (got == Got::Nothing) return false;
-    const bool is_rank =
-        got == Got::Message && proves(places_.at(rank_).secret, visitor.greeting, visitor.challenge, answer);
-    if (!is_rank) return true;
-    visitor.stage = Visitor::Stage::Proved;
-  }
+  const int peer = visitor.rank;
   if (!unserved_.contains(peer)) return true;
-  const Sent sent = local_socket::send_fd(visitor.socket, rank_, own_);
+  const Greeting greeting = greeting_to(peer);
+  const Sent sent = local_socket::send_fd(visitor.socket, &greeting, sizeof(greeting), own_);
   if (sent == Sent::NotYet) return false;
   if (sent == Sent::Done) {
     unserved_.erase(peer);
@@ -215,7 +165,7 @@ void LocalRendezvous::wait() const {
     }
   }
   for (const auto& visitor : visitors_) {
-    if (is_owed(visitor)) {
+    if (visitor.is_owed()) {
       retries = true;
     } else {
       waits.push_back({visitor.socket.get(), POLLIN, 0});
@@ -230,7 +180,7 @@ void LocalRendezvous::throw_timeout() const {
   for (const auto& [peer, call] : calls_) {
     if (call.misses_memory()) missing.insert(peer);
   }
-  if (std::any_of(visitors_.begin(), visitors_.end(), is_owed))
+  if (std::any_of(visitors_.begin(), visitors_.end(), std::mem_fn(&Visitor::is_owed)))
     owed = ": the kernel passes on no more descriptors of this user than ulimit -n allows one process; raise it";
   throw Error(ErrorKind::Timeout, names_(rank_) + " waited in init() for " + names_.all(missing) + owed);
 }

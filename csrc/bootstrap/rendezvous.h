@@ -20,42 +20,16 @@
 
 namespace syncengine {
 
-// How two processes of a host prove to each other that they know the secret in the address of the one that listens, and
-// so belong to one job: any process in the network namespace can read a name of the abstract namespace, and connect to
-// it.
-//
-//   caller                                 listener
-//   Greeting: rank, nonce               ->
-//                                       <- Challenge: nonce, proof = HMAC(secret, greeting, nonce)
-//   Answer: HMAC(secret, challenge)     ->
-//
-// The secret is never sent, and recorded messages can't be replayed. Pure functions; proofs are compared in constant
-// time.
-
-using Bytes32 = std::array<unsigned char, 32>;
-
+// What a process says first on a connection inside a host, so that the other one knows it for a rank of the job: any
+// process in the network namespace can read a name of the abstract namespace, and connect to it. The caller says this
+// to the listener, which answers with its memory and the same; each says the other one's secret, which stands in the
+// other one's address. Who listens in the place of a rank that has ended learns a secret that opens nothing any more.
 struct Greeting {
+  static constexpr size_t kSecretBytes = 64;
   uint32_t magic = 0x73796e63;  // "sync"
-  int32_t rank = -1;
-  Bytes32 nonce{};
+  int32_t rank = -1;            // of who says it
+  std::array<char, kSecretBytes> secret{};
 };
-
-struct Challenge {
-  Bytes32 nonce{}, proof{};
-};
-
-struct Answer {
-  Bytes32 proof{};
-};
-
-// Throws where the system has no random bytes.
-Bytes32 random_bytes();
-
-Challenge challenge(const std::string& secret, const Greeting& greeting);
-// Nothing if the listener doesn't know the secret.
-std::optional<Answer> answer(const std::string& secret, const Greeting& greeting, const Challenge& challenge);
-// Whether the caller knows it.
-bool proves(const std::string& secret, const Greeting& greeting, const Challenge& challenge, const Answer& answer);
 
 // How a rank ended connecting, for the ranks that have its memory and still wait for another one's.
 
@@ -65,7 +39,7 @@ struct Goodbye {
   char text[248] = {};
 };
 
-// Of a peer: where it listens, and what proves that who listens there is it.
+// Of a rank: where it listens, and what those say who know it.
 struct RendezvousPoint {
   std::string name, secret;
 };
@@ -89,19 +63,15 @@ class LocalRendezvous {
 
  private:
   struct Call {
-    enum class Stage : uint8_t { Unreached, Greeted, Answered, Received, Over };
+    enum class Stage : uint8_t { Unreached, Greeted, Received, Over };
     Stage stage = Stage::Unreached;
-    UniqueFd socket = {};
-    Greeting greeting = {};
-    UniqueFd memory = {};
+    UniqueFd socket = {}, memory = {};
     bool misses_memory() const { return stage < Stage::Received; }
   };
   struct Visitor {
-    enum class Stage : uint8_t { Silent, Challenged, Proved };
     UniqueFd socket;
-    Stage stage = Stage::Silent;
-    Greeting greeting = {};
-    Challenge challenge = {};
+    int rank = -1;  // once it has shown that it is one
+    bool is_owed() const { return rank >= 0; }
   };
 
   void advance(int peer, Call& call);
@@ -110,7 +80,9 @@ class LocalRendezvous {
   bool advance(Visitor& visitor);
   void accept();
   bool has_all() const;
-  static bool is_owed(const Visitor& visitor) { return visitor.stage == Visitor::Stage::Proved; }
+  Greeting greeting_to(int peer) const;
+  // Whether it is of that rank, and says this one's secret.
+  bool is_of(int peer, const Greeting& greeting) const;
 
   const int rank_, own_;
   const RankNames names_;

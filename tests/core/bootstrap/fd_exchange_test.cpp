@@ -99,17 +99,10 @@ std::string secret_of(const FdExchange& fd_exchange) {
   return fd_exchange.address().substr(fd_exchange.name().size() + 1);
 }
 
-// Calls as `rank`; the answer to the challenge is up to the caller.
-UniqueFd call_as(const std::string& name, int rank,
-                 const std::function<Answer(const Greeting&, const Challenge&)>& reply) {
-  const Greeting greeting{.rank = rank, .nonce = random_bytes()};
-  UniqueFd socket = dial_and_say(name, greeting);
-  Challenge challenge;
-  if (recv(socket.get(), &challenge, sizeof(challenge), MSG_WAITALL) == sizeof(challenge)) {
-    const Answer answer = reply(greeting, challenge);
-    (void)!send(socket.get(), &answer, sizeof(answer), MSG_NOSIGNAL);
-  }
-  return socket;
+Greeting greeting_of(int rank, const std::string& secret) {
+  Greeting greeting{.rank = rank};
+  secret.copy(greeting.secret.data(), greeting.secret.size());
+  return greeting;
 }
 
 int count_descriptors() {
@@ -149,10 +142,11 @@ TEST(strangers_get_nothing_and_do_no_harm) {
   std::vector<UniqueFd> strangers;
   strangers.push_back(dial(name));               // says nothing
   strangers.push_back(dial_and_say(name, 'x'));  // too short
-  strangers.push_back(dial_and_say(name, Greeting{.magic = 1, .rank = 1}));
-  strangers.push_back(dial_and_say(name, Greeting{.rank = 0}));  // the listener itself
-  strangers.push_back(dial_and_say(name, Greeting{.rank = 3}));  // no such rank
-  strangers.push_back(dial_and_say(name, Greeting{.rank = -1}));
+  Greeting of_another_program = greeting_of(1, secret_of(fd_exchanges[0]));
+  of_another_program.magic = 1;
+  strangers.push_back(dial_and_say(name, of_another_program));
+  for (int rank : {0, 3, -1})  // the listener itself, and two that are no ranks
+    strangers.push_back(dial_and_say(name, greeting_of(rank, secret_of(fd_exchanges[0]))));
   dial(name);  // hangs up at once
   dial_and_say(name, Greeting{.magic = 2});
   check_exchange(fd_exchanges);
@@ -164,15 +158,14 @@ TEST(a_rank_is_served_once) {
   FdExchange fd_exchange, silent;
   const std::vector<std::string> names{fd_exchange.address(), silent.address()};
   UniqueFd own = memory_of(0);
-  auto prove = [secret = secret_of(fd_exchange)](const Greeting& greeting, const Challenge& challenge) {
-    return *answer(secret, greeting, challenge);
-  };
+  const Greeting greeting = greeting_of(1, secret_of(fd_exchange));
   run_ranks(2, [&](int rank) {
     if (rank == 0) {
       CHECK_THROWS(fd_exchange.exchange(0, names, own.get(), Deadline::after(seconds(1)), {}), ErrorKind::Timeout);
       return;
     }
-    const UniqueFd first = call_as(fd_exchange.name(), 1, prove), second = call_as(fd_exchange.name(), 1, prove);
+    const UniqueFd first = dial_and_say(fd_exchange.name(), greeting);
+    const UniqueFd second = dial_and_say(fd_exchange.name(), greeting);
     CHECK_EQ(descriptors_until_closed(first), 1);
     CHECK_EQ(descriptors_until_closed(second), 0);
   });
@@ -191,16 +184,11 @@ TEST(who_knows_the_name_but_not_the_secret_gets_nothing) {
   run_ranks(3, [&](int rank) {
     if (rank == 2) {
       const SetAtEnd done{refused};
-      const std::string wrong(64, '0');
-      const std::vector<UniqueFd> outsiders = [&] {
-        std::vector<UniqueFd> all;
-        all.push_back(call_as(name, 1, [](auto&, auto&) { return Answer{}; }));
-        all.push_back(call_as(name, 1, [](auto&, auto&) { return Answer{.proof = random_bytes()}; }));
-        all.push_back(call_as(name, 1, [](auto&, auto& challenge) { return Answer{.proof = challenge.proof}; }));
-        all.push_back(call_as(
-            name, 1, [&](auto& greeting, auto&) { return *answer(wrong, greeting, challenge(wrong, greeting)); }));
-        return all;
-      }();
+      std::string almost = secret_of(fd_exchanges[0]);
+      almost.back() = almost.back() == '0' ? '1' : '0';
+      std::vector<UniqueFd> outsiders;
+      for (const std::string& wrong : {std::string(), std::string(64, '0'), almost, secret_of(fd_exchanges[1])})
+        outsiders.push_back(dial_and_say(name, greeting_of(1, wrong)));
       for (const auto& outsider : outsiders) {
         const timeval limit{.tv_sec = 5, .tv_usec = 0};
         setsockopt(outsider.get(), SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
@@ -215,20 +203,7 @@ TEST(who_knows_the_name_but_not_the_secret_gets_nothing) {
   });
 }
 
-TEST(a_recorded_proof_is_worth_nothing) {
-  const std::string secret(64, 'a');
-  const Greeting greeting{.rank = 1, .nonce = random_bytes()};
-  const Challenge first = challenge(secret, greeting), second = challenge(secret, greeting);
-  const Answer recorded = *answer(secret, greeting, first);
-  CHECK(proves(secret, greeting, first, recorded));
-  CHECK(!proves(secret, greeting, second, recorded));
-  CHECK(!proves(secret, {.rank = 2, .nonce = greeting.nonce}, first, recorded));
-  CHECK(!proves(std::string(64, 'b'), greeting, first, recorded));
-  CHECK(!answer(std::string(64, 'b'), greeting, first));
-  CHECK(!answer(secret, {.rank = 1, .nonce = random_bytes()}, first));
-}
-
-// It gives no proof, and takes whatever it is answered.
+// It answers with what it has heard, and a memory.
 TEST(a_listener_that_does_not_know_the_secret_is_not_believed) {
   FdExchange fd_exchange;
   const std::string name = "syncengine-impostor-" + fd_exchange.name().substr(fd_exchange.name().rfind('-') + 1);
@@ -250,14 +225,11 @@ TEST(a_listener_that_does_not_know_the_secret_is_not_believed) {
     wait_for([&] { return static_cast<bool>(caller = local_socket::accept(impostor)); });
     Greeting greeting;
     wait_for([&] { return local_socket::receive(caller, &greeting, sizeof(greeting)) == Got::Message; });
-    const Challenge empty{.nonce = random_bytes(), .proof = {}};
-    CHECK(local_socket::send(caller, &empty, sizeof(empty)));
-    Answer answer;
-    Got got = Got::Nothing;
-    wait_for([&] { return (got = local_socket::receive(caller, &answer, sizeof(answer))) != Got::Nothing; });
+    greeting.rank = 1;
     UniqueFd bait = memory_of(1);
-    if (got == Got::Message) (void)local_socket::send_fd(caller, 1, bait.get());
-    CHECK(got == Got::BrokenOff);
+    CHECK(local_socket::send_fd(caller, &greeting, sizeof(greeting), bait.get()) == local_socket::Sent::Done);
+    Greeting more;
+    wait_for([&] { return local_socket::receive(caller, &more, sizeof(more)) == Got::BrokenOff; });
   });
 }
 
@@ -440,9 +412,11 @@ TEST(a_rank_that_runs_out_of_descriptors_says_so) {
     int pair[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0, pair), 0);
     UniqueFd one(pair[0]), other(pair[1]), own = memory_of(3), received;
-    CHECK(local_socket::send_fd(one, 3, own.get()) == local_socket::Sent::Done);
+    char letter = 'x';
+    CHECK(local_socket::send_fd(one, &letter, 1, own.get()) == local_socket::Sent::Done);
     limit_descriptors(next_descriptor());
-    const auto text = CHECK_THROWS(local_socket::receive_fd(other, 3, received, "rank 7"), ErrorKind::InvalidUsage);
+    const auto text =
+        CHECK_THROWS(local_socket::receive_fd(other, &letter, 1, received, "rank 7"), ErrorKind::InvalidUsage);
     return testing::contains(text, "rank 7") && testing::contains(text, "ulimit -n");
   }));
 }
@@ -523,17 +497,14 @@ TEST(a_limit_on_descriptors_in_flight_is_named_at_the_deadline) {
   });
 }
 
-// It has proved who it is, and waits for the memory.
+// It has said who it is, and waits for the memory.
 TEST(a_rank_that_goes_while_descriptors_are_in_flight_is_lost) {
   with_descriptors_in_flight([](UniqueFd&) {
     FdExchange fd_exchange, other;
     const std::vector<std::string> addresses{fd_exchange.address(), other.address()};
     run_ranks(2, [&](int rank) {
       if (rank == 1) {
-        const UniqueFd called =
-            call_as(fd_exchange.name(), 1, [&](const Greeting& greeting, const Challenge& challenge) {
-              return *answer(secret_of(fd_exchange), greeting, challenge);
-            });
+        const UniqueFd called = dial_and_say(fd_exchange.name(), greeting_of(1, secret_of(fd_exchange)));
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
         return;
       }
