@@ -22,7 +22,7 @@ namespace {
 constexpr size_t kMaxUnidentified = 64;  // at a time, beside the ranks that are still to come
 constexpr int kPollMs = 50, kRetryMs = 5;
 
-// The name's part that bootstrap/process.h understands: "syncengine-<process>-<random>".
+// The name's part that bootstrap/host.h understands: "syncengine-<process>-<random>".
 std::string process_of(const std::string& name) {
   size_t begin = name.find('-'), end = name.rfind('-');
   return begin == std::string::npos || end <= begin ? "" : name.substr(begin + 1, end - begin - 1);

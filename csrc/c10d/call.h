@@ -107,7 +107,7 @@ class Call {
 
   // Memory that becomes a tensor's value only by what is done after it was filled.
   void write_apart(const at::Tensor& scratch, SpanList& spans) { keep(scratch, spans); }
-  // Run by deliver(), before anything is put into tensors; leads to `target`, which it may assign() to (assign.h).
+  // Run by deliver(), before anything is put into tensors; leads to `target`, which it may assign() to (tensors.h).
   void afterwards(const at::Tensor& target, std::function<void()> step);
   void afterwards(std::function<void()> step) { steps_.push_back(std::move(step)); }
   // What a rank sends itself, in that place: only once the call is known to be right on all ranks. Of what read() and

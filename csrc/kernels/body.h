@@ -1,10 +1,10 @@
 // The reduction itself, once for all instruction sets. An instruction set is a struct with
 //   kVectorBytes                 the size of its vectors
 //   from_float16, to_float16     as in half.h
-//   load_partial, store_partial  as in vector.h
+//   load_partial, store_partial  as in half.h
 //   any                          whether a vector of 32-bit words has a bit
 //
-// Internal linkage for the reason given in vector.h. Calls no function of the standard library for the same reason.
+// Internal linkage for the reason given in half.h. Calls no function of the standard library for the same reason.
 //
 // No product ever feeds an addition here, so no compiler can fuse the two, whatever its flags.
 #pragma once

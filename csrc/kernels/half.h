@@ -1,7 +1,7 @@
 // float16 and bfloat16 to and from float32, a vector at a time: round to nearest even, subnormals kept, NaN stays NaN.
 //
-// Internal linkage for the reason given in vector.h. The rounding mode must be to nearest and subnormals must not be
-// flushed (fp_state.h): tiny float16 values are rounded by a float32 addition.
+// The rounding mode must be to nearest and subnormals must not be flushed (fp_state.h): tiny float16 values are rounded
+// by a float32 addition.
 #pragma once
 
 #include <cstddef>

@@ -71,7 +71,7 @@ class Schedule {
   const Lane::Item* oldest() const { return waiting_.empty() ? nullptr : &waiting_.front().item; }
   void fail_all();  // hands its operations to the lane, which must fail them next
 
- protected:  // hosts/interhost_schedule.h agrees with other hosts before it appends
+ protected:  // hosts/interhost_members.h agrees with other hosts before it appends
   struct Announced {
     Lane::Item item;
     uint64_t step;
