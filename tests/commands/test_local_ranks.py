@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
+import functools
 import resource
-import shutil
-import subprocess
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
-from command import environ_of, syncengine
+from command import alone, syncengine
 from doctor_ranks import finding, report_of
-
-
-def run(*arguments: str, limit: int | None = None, prefix: tuple[str, ...] = ()) -> Any:
-    def lower() -> None:
-        if limit is not None:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
-
-    return syncengine(*arguments, prefix=prefix, preexec_fn=lower)
+from hosts import Hosts, why_not
+from pool import RankPool
 
 
 @pytest.fixture(scope="module")
-def without_loopback() -> tuple[str, ...]:
-    """What starts a command in a network namespace whose loopback interface is down."""
-    prefix = ("unshare", "-rn")
-    if shutil.which("unshare") is None:
-        pytest.skip("needs the program unshare")
-    tried = subprocess.run([*prefix, "true"], capture_output=True, text=True, check=False, env=environ_of())
-    if tried.returncode != 0:
-        pytest.skip(f"no network namespaces: {tried.stderr}")
-    return prefix
+def without_loopback() -> Iterator[Callable[[int], None]]:
+    """Moves a process where the loopback interface is down."""
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    with Hosts(0) as hosts:
+        yield hosts.entering_switch()
 
 
-def test_doctor_finds_that_loopback_is_down(without_loopback: tuple[str, ...]):
-    result = run("doctor", "--ranks", "2", "--json", prefix=without_loopback)
+def limit_descriptors(limit: int, _: int = 0) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+
+
+def test_doctor_finds_that_loopback_is_down(programs: RankPool, without_loopback: Callable[[int], None]):
+    result = alone(programs, "doctor", "--ranks", "2", "--json", prepare=without_loopback)
     report = report_of(result)
     assert report["exit_code"] == 2
     found = finding(report, "launch")
@@ -42,16 +36,17 @@ def test_doctor_finds_that_loopback_is_down(without_loopback: tuple[str, ...]):
     assert "Traceback" not in result.stderr
 
 
-def test_bench_says_that_loopback_is_down(without_loopback: tuple[str, ...]):
-    result = run("bench", "--ranks", "2", "-b", "8", "-e", "8", prefix=without_loopback)
+def test_bench_says_that_loopback_is_down(programs: RankPool, without_loopback: Callable[[int], None]):
+    result = alone(programs, "bench", "--ranks", "2", "-b", "8", "-e", "8", prepare=without_loopback)
     assert result.returncode == 2
     assert result.stderr.startswith("syncengine bench: InvalidUsage: the loopback interface, 127.0.0.1, can't be")
     assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("limit", [16, 20])  # starting a process takes more; the store does
-def test_doctor_finds_too_few_descriptors_to_start_ranks(limit: int):
-    report = report_of(run("doctor", "--ranks", "2", "--json", limit=limit))
+def test_doctor_finds_too_few_descriptors_to_start_ranks(programs: RankPool, limit: int):
+    lower = functools.partial(limit_descriptors, limit)
+    report = report_of(alone(programs, "doctor", "--ranks", "2", "--json", prepare=lower))
     assert report["exit_code"] == 2
     found = finding(report, "launch")
     assert found["text"] == f"ulimit -n is {limit}, and starting 2 ranks takes 24"
@@ -60,7 +55,8 @@ def test_doctor_finds_too_few_descriptors_to_start_ranks(limit: int):
 
 def test_descriptors_that_just_suffice():
     """What is asked for is enough."""
-    report = report_of(run("doctor", "--ranks", "2", "--json", "--timeout", "120", limit=24))
+    lower = functools.partial(limit_descriptors, 24)
+    report = report_of(syncengine("doctor", "--ranks", "2", "--json", "--timeout", "120", preexec_fn=lower))
     assert finding(report, "file descriptors")["severity"] == "warning"
     assert report["self_test"]["1"]["wrong"] == {}
 
@@ -73,10 +69,10 @@ def test_descriptors_that_just_suffice():
     ],
 )
 def test_a_bench_that_cannot_run_is_not_one_with_wrong_results(
-    arguments: tuple[str, ...], environ: dict[str, str], text: str
+    programs: RankPool, arguments: tuple[str, ...], environ: dict[str, str], text: str
 ):
     """1 would say that elements were wrong."""
-    result = syncengine("bench", "--ranks", "2", "-b", "8", "-e", "8", *arguments, environ=environ)
+    result = alone(programs, "bench", "--ranks", "2", "-b", "8", "-e", "8", *arguments, environ=environ)
     assert result.returncode == 2, result.stderr
     assert "Traceback" not in result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith("syncengine bench: ")]

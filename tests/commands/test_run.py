@@ -3,7 +3,6 @@
 import hashlib
 import os
 import signal
-import subprocess
 import sys
 import time
 
@@ -52,16 +51,15 @@ def train(killed="", other=""):
     return hashlib.sha256(weights).hexdigest(), syncengine.default_communicator().global_ranks
 
 
-def launched(*arguments):
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)]), "SYNCENGINE_SUMMARY": "0"}
-    command = [sys.executable, "-m", "syncengine", "run", *arguments]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=280)
+def launched(programs, *arguments):
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(SUPPORT)])}
+    return alone(programs, "run", *arguments, environ={**path, "SYNCENGINE_SUMMARY": "0"})
 
 
-def test_another_process_joins_in_the_place_of_the_dead(pool):
+def test_another_process_joins_in_the_place_of_the_dead(pool, programs):
     """Rank 3, the first to come, has another model: it hears so, and the others go on, until rank 4 comes."""
     undisturbed = pool.run(train, world=1, settings=None)[0][0]
-    done = launched("-n", "3", "--keep-going", "--restart", __file__, "1", "3")
+    done = launched(programs, "-n", "3", "--keep-going", "--restart", __file__, "1", "3")
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{undisturbed} [0, 2, 4]"] * 3, done.stdout + done.stderr
     assert "Mismatch: rank 3 has another state for elastic() than rank 0" in done.stderr
@@ -71,16 +69,16 @@ def test_another_process_joins_in_the_place_of_the_dead(pool):
     ("options", "others"),
     [((), "time.sleep(100)"), (("--keep-going", "--restart"), "import syncengine; syncengine.init()")],
 )
-def test_all_end_with_the_first_that_fails_before_they_have_met(tmp_path, options, others):
+def test_all_end_with_the_first_that_fails_before_they_have_met(programs, tmp_path, options, others):
     script = tmp_path / "script.py"
     script.write_text("import os, time\nif os.environ['RANK'] == '1':\n    time.sleep(1)\n    os._exit(7)\n" + others)
     began = time.monotonic()
-    assert launched("-n", "3", *options, str(script)).returncode == 7
+    assert launched(programs, "-n", "3", *options, str(script)).returncode == 7
     assert time.monotonic() - began < 90
 
 
-def test_a_module():
-    done = launched("-n", "2", "-m", "json.tool", "--help")
+def test_a_module(programs):
+    done = launched(programs, "-n", "2", "-m", "json.tool", "--help")
     assert (done.returncode, done.stdout.count("usage: ")) == (0, 2), done.stderr
 
 

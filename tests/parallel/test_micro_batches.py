@@ -6,8 +6,6 @@ import hashlib
 import os
 import random
 import socket
-import subprocess
-import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -271,18 +269,15 @@ def test_real_hosts_train_what_the_plain_example_does(programs: RankPool):
     environ |= {"PYTHONPATH": str(ROOT), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "3"}
     (plain_loop,) = run_programs(programs, ["-m", "examples.same_bits_plain"], [environ])
     wanted = plain_loop.stdout
+    places = [0, 0, 1]
+    environs = [
+        environ | {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": str(2 - host)}
+        for rank, host in enumerate(places)
+    ]
     with Hosts(2) as hosts:
-        ranks = []
-        for rank, host in enumerate([0, 0, 1]):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": str(2 - host)}
-            command = [sys.executable, "-m", "examples.same_bits", "train"]
-            ranks.append(hosts.start(host, command, env=environ | place, cwd=ROOT, stdout=subprocess.PIPE, text=True))
-        try:
-            printed = [rank.communicate(timeout=120)[0] for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-    assert "".join(printed) == wanted
+        command = ["-m", "examples.same_bits", "train"]
+        ranks = run_programs(programs, command, environs, prepare=hosts.entering(places))
+    assert "".join(rank.stdout for rank in ranks) == wanted, [rank.stderr for rank in ranks]
     assert len(wanted.strip()) == 16
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pool import RankPool
@@ -21,11 +21,9 @@ def environ_of(**given: str) -> dict[str, str]:
     return clean | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT), **given}
 
 
-def syncengine(
-    *arguments: str, environ: dict[str, str] | None = None, prefix: Sequence[str] = (), **options: Any
-) -> Result:
-    """`python -m syncengine ...`, to its end. `prefix`: the program that starts it."""
-    command = [*prefix, sys.executable, "-m", "syncengine", *arguments]
+def syncengine(*arguments: str, environ: dict[str, str] | None = None, **options: Any) -> Result:
+    """`python -m syncengine ...`, to its end."""
+    command = [sys.executable, "-m", "syncengine", *arguments]
     return subprocess.run(
         command, env=environ_of(**(environ or {})), capture_output=True, text=True, timeout=240, check=False, **options
     )
@@ -42,7 +40,13 @@ def by_hand(programs: RankPool, environs: Sequence[dict[str, str]], port: int, *
     return run_programs(programs, ["-m", "syncengine", *arguments], ranks_by_hand(environs, port))
 
 
-def alone(programs: RankPool, *arguments: str, environ: dict[str, str] | None = None) -> Result:
+def alone(
+    programs: RankPool,
+    *arguments: str,
+    environ: dict[str, str] | None = None,
+    prepare: Callable[[int], None] | None = None,
+) -> Result:
     """In one process without a launcher."""
-    (result,) = run_programs(programs, ["-m", "syncengine", *arguments], [environ_of(**(environ or {}))])
+    command = ["-m", "syncengine", *arguments]
+    (result,) = run_programs(programs, command, [environ_of(**(environ or {}))], prepare=prepare)
     return result

@@ -6,10 +6,14 @@ processes that hold them, which end with the test run however that ends.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -26,6 +30,15 @@ def why_not() -> str | None:
             return None
     except (OSError, subprocess.CalledProcessError, RuntimeError) as error:
         return f"no network namespaces: {getattr(error, 'stderr', None) or error}"
+
+
+def _enter(namespaces: Sequence[int], rank: int) -> None:
+    """Moves this process, of one thread, to where the process namespaces[rank] is."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net",) if os.geteuid() == 0 else ("user", "net"):
+        with Path(f"/proc/{namespaces[rank]}/ns/{kind}").open() as namespace:
+            if libc.setns(namespace.fileno(), 0) != 0:
+                raise OSError(ctypes.get_errno(), f"setns failed for a namespace of kind {kind}")
 
 
 class _Namespace:
@@ -92,6 +105,14 @@ class Hosts:
             host.do(f"tc qdisc add dev {INTERFACE} {shape}")
             switch.do(f"tc qdisc add dev port{i} {shape}")
         return host
+
+    def entering(self, places: Sequence[int]) -> Callable[[int], None]:
+        """Moves the process that calls it with its rank to the host places[rank]."""
+        return functools.partial(_enter, [self._hosts[host].pid for host in places])
+
+    def entering_switch(self) -> Callable[[int], None]:
+        """Moves the process that calls it with 0 to the switch, whose loopback interface is down."""
+        return functools.partial(_enter, [self._switch.pid])
 
     def start(self, host: int, command: list[str], **options: Any) -> subprocess.Popen:
         """Runs a program on that host."""
