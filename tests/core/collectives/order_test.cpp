@@ -5,8 +5,8 @@
 
 namespace syncengine {
 
-using testing::Bytes, testing::Case, testing::check_bits, testing::check_everywhere, testing::contribution;
-using testing::operation_of, testing::oracle, testing::run_job;
+using testing::Bytes, testing::Case, testing::check_bits, testing::contribution, testing::oracle, testing::run_job;
+using testing::Wanted;
 
 namespace {
 
@@ -15,16 +15,10 @@ constexpr Numerics kNumerics[] = {Numerics::RankOrder, Numerics::Ring};
 
 void check_with_every_algorithm(int world, const std::vector<Case>& cases) {
   for (Numerics numerics : kNumerics) {
-    std::vector<Bytes> wanted;
-    for (const Case& what : cases) wanted.push_back(oracle(what, numerics, world));
-    for (Algorithm algorithm : kAlgorithms) {
-      Options options;
-      options.numerics = numerics;
-      options.algorithm = algorithm;
-      run_job(world, options, [&](int, Communicator& communicator) {
-        for (size_t i = 0; i < cases.size(); ++i) check_everywhere(communicator, cases[i], wanted[i]);
-      });
-    }
+    const Wanted wanted(cases, numerics, world);
+    for (Algorithm algorithm : kAlgorithms)
+      run_job(world, {.numerics = numerics, .algorithm = algorithm},
+              [&](int, Communicator& communicator) { wanted.check_everywhere(communicator); });
   }
 }
 
@@ -85,13 +79,10 @@ TEST(bits_of_a_tree) {
       for (uint32_t leaves : {8u, 11u})
         for (size_t count : {size_t{1}, size_t{1003}, size_t{40001}})
           cases.push_back({dtype, ReduceOp::Avg, count, 1.0, 1.0 / leaves, leaves});
-    std::vector<Bytes> wanted;
-    for (const Case& what : cases) wanted.push_back(oracle(what, Numerics::Tree, world));
-    for (Algorithm algorithm : kAlgorithms) {
-      run_job(world, Options{.algorithm = algorithm}, [&](int, Communicator& communicator) {
-        for (size_t i = 0; i < cases.size(); ++i) check_everywhere(communicator, cases[i], wanted[i]);
-      });
-    }
+    const Wanted wanted(cases, Numerics::Tree, world);
+    for (Algorithm algorithm : kAlgorithms)
+      run_job(world, {.algorithm = algorithm},
+              [&](int, Communicator& communicator) { wanted.check_everywhere(communicator); });
   }
 }
 
@@ -151,10 +142,7 @@ TEST(reduce_scatter_adds_in_the_same_order) {
     for (int rank = 0; rank < kWorld; ++rank) inputs.push_back(contribution(whole, rank));
     for (Numerics numerics : kNumerics) {
       for (Algorithm algorithm : kAlgorithms) {
-        Options options;
-        options.numerics = numerics;
-        options.algorithm = algorithm;
-        run_job(kWorld, options, [&](int rank, Communicator& communicator) {
+        run_job(kWorld, {.numerics = numerics, .algorithm = algorithm}, [&](int rank, Communicator& communicator) {
           const bool ring = numerics == Numerics::Ring;
           std::vector<const void*> sources;
           for (int hop = 0; hop < kWorld; ++hop)
@@ -166,12 +154,11 @@ TEST(reduce_scatter_adds_in_the_same_order) {
           std::memcpy(shared.get(), inputs[rank].data(), kWorld * bytes);
           for (void* input : {static_cast<void*>(inputs[rank].data()), shared.get()}) {
             Bytes output(bytes);
-            Operation operation = operation_of(whole);
-            operation.collective = Collective::ReduceScatter;
-            operation.numerics = numerics;
-            operation.input = SpanList(input, kWorld * bytes);
-            operation.output = SpanList(output.data(), bytes);
-            communicator.run(operation);
+            communicator.run({.collective = Collective::ReduceScatter,
+                              .dtype = dtype,
+                              .numerics = numerics,
+                              .input = {input, kWorld * bytes},
+                              .output = {output.data(), bytes}});
             check_bits({dtype, ReduceOp::Sum, kCount}, output, wanted, "reduce_scatter");
           }
         });

@@ -4,11 +4,13 @@
 #include <barrier>
 #include <functional>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "engine/job/local_bootstrap.h"
 #include "fake_interhost.h"
+#include "job.h"
 #include "test.h"
 
 namespace syncengine::testing {
@@ -60,14 +62,57 @@ inline float sum_of_values(int size, size_t i) {
   return sum;
 }
 
-inline void fill(std::vector<float>& data, int rank) {
-  for (size_t i = 0; i < data.size(); ++i) data[i] = value(rank, i);
+inline void fill(std::span<float> data, int rank, size_t from = 0) {
+  for (size_t i = 0; i < data.size(); ++i) data[i] = value(rank, from + i);
 }
 
 template <class Expected>
-void check_values(const std::vector<float>& data, Expected&& expected) {
+void check_values(std::span<const float> data, Expected&& expected) {
   for (size_t i = 0; i < data.size(); ++i)
-    if (data[i] != expected(i)) CHECK_EQ(data[i], expected(i));
+    if (data[i] != expected(i)) CHECK_EQ(data[i], expected(i));  // the slow check only to say so
+}
+
+inline void check_all_reduce(Communicator& communicator, std::span<float> data) {
+  fill(data, communicator.rank());
+  Operation operation = all_reduce_of(data.data(), data.size_bytes());
+  operation.numerics = communicator.numerics();
+  communicator.run(operation);
+  check_values(data, [&](size_t i) { return sum_of_values(communicator.size(), i); });
+}
+
+// In a group of which these are the `members`.
+inline void check_all_reduce(Communicator& group, size_t count, const std::vector<int>& members, int shift = 0) {
+  std::vector<float> data(count);
+  fill(data, members[group.rank()] + shift);
+  group.run(all_reduce_of(data));
+  check_values(data, [&](size_t i) {
+    float sum = 0;
+    for (int member : members) sum += value(member + shift, i);
+    return sum;
+  });
+}
+
+// The other collectives: of each rank's elements, with room for those of all ranks.
+inline void check_collectives(Communicator& communicator, std::span<float> part, std::span<float> whole) {
+  const int rank = communicator.rank(), size = communicator.size();
+  const size_t count = part.size();
+  auto run = [&](Collective collective, std::span<float> input, std::span<float> output, int root = kNoRoot) {
+    fill(input, rank);
+    communicator.run({.collective = collective,
+                      .numerics = communicator.numerics(),
+                      .root = root,
+                      .input = {input.data(), input.size_bytes()},
+                      .output = {output.data(), output.size_bytes()}});
+  };
+  for (int root : {0, size - 1}) {
+    run(Collective::Broadcast, part, part, root);
+    check_values(part, [&](size_t i) { return value(root, i); });
+  }
+  run(Collective::AllGather, part, whole);
+  check_values(whole, [&](size_t i) { return value(static_cast<int>(i / count), i % count); });
+  run(Collective::ReduceScatter, whole, part);
+  check_values(part, [&](size_t i) { return sum_of_values(size, rank * count + i); });
+  run(Collective::Barrier, {}, {});
 }
 
 }  // namespace syncengine::testing

@@ -1,10 +1,12 @@
 // Ranks as threads of one process, connected as processes are: through sockets, memfds and mappings.
 #pragma once
 
+#include <algorithm>
 #include <barrier>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "engine/job/local_bootstrap.h"
@@ -40,12 +42,24 @@ inline void wait_for_failure(Communicator& communicator) {
   }
 }
 
-inline Operation all_reduce_of(void* data, size_t bytes, DType dtype, ReduceOp op = ReduceOp::Sum) {
+inline Operation all_reduce_of(void* data, size_t bytes, DType dtype = DType::Float32, ReduceOp op = ReduceOp::Sum) {
   Operation operation{};
   operation.dtype = dtype;
   operation.op = op;
   operation.input = operation.output = SpanList(data, bytes);
   return operation;
+}
+inline Operation all_reduce_of(std::vector<float>& data) {
+  return all_reduce_of(data.data(), data.size() * sizeof(float));
+}
+
+// The numbers below `count` in some order.
+template <class Random>
+std::vector<size_t> shuffled(size_t count, Random& random) {
+  std::vector<size_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  return order;
 }
 
 }  // namespace syncengine::testing

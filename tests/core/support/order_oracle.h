@@ -134,14 +134,19 @@ struct Scattered {
   SpanList spans;
 };
 
-inline Operation operation_of(const Case& what) {
-  Operation operation{};
-  operation.dtype = what.dtype;
-  operation.op = what.op;
-  operation.prescale = what.prescale;
-  operation.postscale = what.postscale;
-  operation.leaves = what.leaves;
-  return operation;
+inline void run_case(Communicator& communicator, const Case& what, const SpanList& memory, bool announced = false) {
+  Operation operation{.dtype = what.dtype,
+                      .op = what.op,
+                      .numerics = what.leaves > 0 ? Numerics::Tree : communicator.numerics(),
+                      .leaves = what.leaves,
+                      .prescale = what.prescale,
+                      .postscale = what.postscale,
+                      .input = memory,
+                      .output = memory};
+  if (announced)
+    communicator.wait(communicator.announce(communicator.reserve_slots(1), 0, 1, operation));
+  else
+    communicator.run(operation);
 }
 
 inline void check_bits(const Case& what, const Bytes& got, const Bytes& wanted, const char* how) {
@@ -155,30 +160,33 @@ inline void check_bits(const Case& what, const Bytes& got, const Bytes& wanted, 
 // The same all-reduce on ordinary memory, in the arena, on many small spans, and announced: the same bits.
 inline void check_everywhere(Communicator& communicator, const Case& what, const Bytes& wanted) {
   const Bytes mine = contribution(what, communicator.rank());
-  Operation operation = operation_of(what);
-  operation.numerics = what.leaves > 0 ? Numerics::Tree : communicator.numerics();
-
-  Bytes ordinary = mine;
-  operation.input = operation.output = SpanList(ordinary.data(), ordinary.size());
-  communicator.run(operation);
-  check_bits(what, ordinary, wanted, "ordinary memory");
+  for (bool announced : {false, true}) {
+    Bytes ordinary = mine;
+    run_case(communicator, what, {ordinary.data(), ordinary.size()}, announced);
+    check_bits(what, ordinary, wanted, announced ? "announced" : "ordinary memory");
+  }
 
   auto shared = communicator.allocate(mine.size());
   auto* data = static_cast<uint8_t*>(shared.get());
   std::copy(mine.begin(), mine.end(), data);
-  operation.input = operation.output = SpanList(data, mine.size());
-  communicator.run(operation);
+  run_case(communicator, what, {data, mine.size()});
   check_bits(what, Bytes(data, data + mine.size()), wanted, "arena");
 
   Scattered scattered(mine, element_size(what.dtype));
-  operation.input = operation.output = scattered.spans;
-  communicator.run(operation);
+  run_case(communicator, what, scattered.spans);
   check_bits(what, scattered.content(), wanted, "spans");
-
-  ordinary = mine;
-  operation.input = operation.output = SpanList(ordinary.data(), ordinary.size());
-  communicator.wait(communicator.announce(communicator.reserve_slots(1), 0, 1, operation));
-  check_bits(what, ordinary, wanted, "announced");
 }
+
+// What a list of cases must give.
+struct Wanted {
+  Wanted(const std::vector<Case>& cases, Numerics numerics, int world) : cases(cases) {
+    for (const Case& what : cases) bytes.push_back(oracle(what, numerics, world));
+  }
+  void check_everywhere(Communicator& communicator) const {
+    for (size_t i = 0; i < cases.size(); ++i) testing::check_everywhere(communicator, cases[i], bytes[i]);
+  }
+  std::vector<Case> cases;
+  std::vector<Bytes> bytes;
+};
 
 }  // namespace syncengine::testing

@@ -10,10 +10,8 @@
 
 namespace syncengine {
 
-using testing::all_reduce_of, testing::Bytes, testing::Case, testing::check_everywhere, testing::check_values;
-using testing::contains, testing::fill, testing::operation_of, testing::oracle, testing::run_hosts,
-    testing::sum_of_values;
-using testing::value;
+using testing::all_reduce_of, testing::Bytes, testing::Case, testing::check_all_reduce, testing::check_values;
+using testing::contains, testing::fill, testing::run_hosts, testing::sum_of_values, testing::Wanted;
 
 namespace {
 
@@ -24,15 +22,6 @@ const std::vector<std::string> kPlacements =
     kQuick ? std::vector<std::string>{"ab", "aabb", "aaab", "abab"}
            : std::vector<std::string>{"ab",   "abc",  "aab",  "abcd",     "aabb",    "aaab",
                                       "abbb", "abab", "abba", "aaaabbbb", "aabbccdd"};
-
-Operation collective_of(Collective collective, std::vector<float>& input, std::vector<float>& output, int root = 0) {
-  Operation operation{};
-  operation.collective = collective;
-  operation.root = root;
-  operation.input = SpanList(input.data(), input.size() * sizeof(float));
-  operation.output = SpanList(output.data(), output.size() * sizeof(float));
-  return operation;
-}
 
 // What only the communicator itself knows: see [temp.explicit], which names private members.
 hosts::InterhostMembers& interhost_of(EngineCommunicator& communicator);
@@ -57,15 +46,10 @@ TEST(bits_do_not_depend_on_the_placement_or_the_way_between_hosts) {
     cases.push_back({DType::Float64, ReduceOp::Product, 613});
     cases.push_back({DType::Bool, ReduceOp::Min, 613});
     for (Numerics numerics : {Numerics::RankOrder, Numerics::Ring}) {
-      std::vector<Bytes> wanted;
-      for (const Case& what : cases) wanted.push_back(oracle(what, numerics, world));
-      Options options;
-      options.numerics = numerics;
+      const Wanted wanted(cases, numerics, world);
       for (auto way : {HostAlgorithm::Exchange, HostAlgorithm::Chain}) {
-        options.host_algorithm = way;
-        run_hosts(hosts, options, [&](int, Communicator& communicator) {
-          for (size_t i = 0; i < cases.size(); ++i) check_everywhere(communicator, cases[i], wanted[i]);
-        });
+        run_hosts(hosts, {.numerics = numerics, .host_algorithm = way},
+                  [&](int, Communicator& communicator) { wanted.check_everywhere(communicator); });
         if (numerics == Numerics::Ring) break;  // it knows no chain
       }
     }
@@ -80,11 +64,8 @@ TEST(bits_of_a_tree_do_not_depend_on_the_placement) {
       for (uint32_t leaves : {static_cast<uint32_t>(world), 16u})
         for (size_t count : {size_t{1}, size_t{150001}})
           cases.push_back({dtype, ReduceOp::Avg, count, 1.0, 1.0 / leaves, leaves});
-    std::vector<Bytes> wanted;
-    for (const Case& what : cases) wanted.push_back(oracle(what, Numerics::Tree, world));
-    run_hosts(hosts, Options{}, [&](int, Communicator& communicator) {
-      for (size_t i = 0; i < cases.size(); ++i) check_everywhere(communicator, cases[i], wanted[i]);
-    });
+    const Wanted wanted(cases, Numerics::Tree, world);
+    run_hosts(hosts, {}, [&](int, Communicator& communicator) { wanted.check_everywhere(communicator); });
   }
 }
 
@@ -109,20 +90,13 @@ static void check_large_tensors(const char* hosts) {
   for (auto [numerics, way] : ways) {
     const bool first = numerics == Numerics::RankOrder && way == HostAlgorithm::Chain;
     const std::vector<Case> cases(all.begin(), first ? all.end() : all.begin() + 3);
-    std::vector<Bytes> wanted;
-    for (const Case& what : cases) wanted.push_back(oracle(what, numerics, world));
-    Options options;
-    options.timeout = seconds(60);
-    options.numerics = numerics;
-    options.host_algorithm = way;
+    const Wanted wanted(cases, numerics, world);
+    const Options options{.numerics = numerics, .host_algorithm = way, .timeout = seconds(60)};
     run_hosts(hosts, options, [&](int rank, Communicator& communicator) {
       for (size_t i = 0; i < cases.size(); ++i) {
         Bytes data = testing::contribution(cases[i], rank);
-        Operation operation = operation_of(cases[i]);
-        operation.numerics = communicator.numerics();
-        operation.input = operation.output = SpanList(data.data(), data.size());
-        communicator.run(operation);
-        testing::check_bits(cases[i], data, wanted[i], hosts);
+        testing::run_case(communicator, cases[i], {data.data(), data.size()});
+        testing::check_bits(cases[i], data, wanted.bytes[i], hosts);
       }
     });
   }
@@ -134,52 +108,14 @@ TEST(large_tensors_of_four_ranks_that_are_alone_on_their_hosts) { check_large_te
 TEST(other_collectives_over_hosts) {
   for (const auto& hosts : kPlacements) {
     for (Numerics numerics : {Numerics::RankOrder, Numerics::Fast}) {
-      Options options;
-      options.numerics = numerics;
-      run_hosts(hosts, options, [&](int rank, Communicator& communicator) {
-        int size = communicator.size();
+      run_hosts(hosts, {.numerics = numerics}, [&](int, Communicator& communicator) {
         for (size_t count : {size_t{0}, size_t{1}, size_t{3}, size_t{1000}, size_t{70001}}) {
-          std::vector<float> part(count), whole(count * size);
-          for (int root : {0, size - 1}) {
-            fill(part, rank);
-            communicator.run(collective_of(Collective::Broadcast, part, part, root));
-            check_values(part, [&](size_t i) { return value(root, i); });
-          }
-          fill(part, rank);
-          communicator.run(collective_of(Collective::AllGather, part, whole));
-          check_values(whole, [&](size_t i) { return value(static_cast<int>(i / count), i % count); });
-          fill(whole, rank);
-          Operation scatter = collective_of(Collective::ReduceScatter, whole, part);
-          scatter.numerics = numerics;
-          communicator.run(scatter);
-          check_values(part, [&](size_t i) { return sum_of_values(size, rank * count + i); });
-          fill(whole, rank);
-          Operation reduce = collective_of(Collective::AllReduce, whole, whole);
-          reduce.numerics = numerics;
-          communicator.run(reduce);
-          check_values(whole, [&](size_t i) { return sum_of_values(size, i); });
+          std::vector<float> part(count), whole(count * communicator.size());
+          testing::check_collectives(communicator, part, whole);
+          check_all_reduce(communicator, whole);
         }
       });
     }
-  }
-}
-
-TEST(calls_in_flight_on_the_same_memory_over_hosts_have_the_effect_of_their_order) {
-  for (const char* hosts : {"ab", "aab"}) {
-    run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
-      const auto n = static_cast<float>(communicator.size());
-      for (size_t count : {size_t{10}, size_t{70001}}) {
-        std::vector<float> data(count, static_cast<float>(rank));
-        Operation from_last{.collective = Collective::Broadcast, .dtype = DType::Float32};
-        from_last.root = communicator.size() - 1;
-        from_last.input = from_last.output = SpanList(data.data(), count * sizeof(float));
-        const Operation all = testing::all_reduce_of(data.data(), count * sizeof(float), DType::Float32);
-        std::vector<std::shared_ptr<Work>> works;
-        for (const Operation& operation : {from_last, all, all}) works.push_back(communicator.submit(operation));
-        for (const auto& work : works) communicator.wait(work);
-        for (float value : data) CHECK(value == (n - 1) * n * n);
-      }
-    });
   }
 }
 
@@ -240,10 +176,8 @@ TEST(no_byte_crosses_more_often_than_the_order_of_addition_needs) {
                         {"abab", Numerics::RankOrder, DType::Float32, {1.5, 1.5}},  // interleaved: raw
                         {"aabb", Numerics::Fast, DType::BFloat16, {1, 1}},
                         {"aabbccdd", Numerics::Fast, DType::Float32, {1.5, 1.5, 1.5, 1.5}}}) {
-    Options options;
-    options.numerics = row.numerics;
-    options.host_algorithm = row.algorithm;
-    auto sent = bytes_sent(row.hosts, options, Operation{.dtype = row.dtype}, kCount);
+    auto sent = bytes_sent(row.hosts, {.numerics = row.numerics, .host_algorithm = row.algorithm}, {.dtype = row.dtype},
+                           kCount);
     for (size_t host = 0; host < sent.size(); ++host) {
       double wanted = row.sent[host] * static_cast<double>(kCount * element_size(row.dtype));
       if (static_cast<double>(sent[host]) > 1.001 * wanted || static_cast<double>(sent[host]) < 0.95 * wanted)
@@ -256,10 +190,8 @@ TEST(no_byte_crosses_more_often_than_the_order_of_addition_needs) {
 TEST(copies_cross_once_for_each_host) {
   constexpr size_t kCount = 60000;
   using Sent = std::vector<uint64_t>;
-  Options options;
-  options.host_algorithm = HostAlgorithm::Chain;  // a broadcast from host to host
   auto bytes = [&](const char* hosts, Collective collective) {
-    return bytes_sent(hosts, options, Operation{.collective = collective, .root = 1}, kCount);
+    return bytes_sent(hosts, {.host_algorithm = HostAlgorithm::Chain}, {.collective = collective, .root = 1}, kCount);
   };
   constexpr uint64_t kBytes = kCount * sizeof(float);
   CHECK((bytes("aabb", Collective::AllGather) == Sent{2 * kBytes, 2 * kBytes}));
@@ -268,141 +200,28 @@ TEST(copies_cross_once_for_each_host) {
   CHECK((bytes("ab", Collective::ReduceScatter) == Sent{kBytes, kBytes}));
 }
 
-TEST(mismatches_between_hosts_name_both_sides) {
-  for (const char* hosts : {"ab", "aabb", "abbb"}) {
-    run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
-      std::vector<float> data(100);
-      int other = communicator.size() - 1;
-      size_t count = rank == other ? 99 : 100;
-      const auto text =
-          CHECK_THROWS(communicator.run(all_reduce_of(data.data(), count * 4, DType::Float32)), ErrorKind::Mismatch);
-      CHECK(contains(text, "100 elements") && contains(text, "99 elements"));
-      CHECK(contains(text, "rank " + std::to_string(other)));
-      CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 4, DType::Float32)), ErrorKind::Mismatch);
-    });
-  }
-}
-
-TEST(timeouts_name_missing_ranks_of_other_hosts) {
-  Options options;
-  options.timeout = seconds(1.0);
-  std::barrier others(3);
-  run_hosts("aabb", options, [&](int rank, Communicator& communicator) {
-    if (rank == 3) return testing::wait_for_failure(communicator);
-    std::vector<float> data(100);
-    others.arrive_and_wait();
-    const auto text =
-        CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 400, DType::Float32)), ErrorKind::Timeout);
-    CHECK(contains(text, "waits for rank 3 "));
-  });
-}
-
-TEST(leaving_and_aborting_reach_other_hosts) {
-  for (int who : {0, 3}) {
-    run_hosts("aabb", {}, [&](int rank, Communicator& communicator) {
-      std::vector<float> data(100);
-      if (rank == who) return;  // leaves
-      const auto text =
-          CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 400, DType::Float32)), ErrorKind::PeerLost);
-      CHECK(contains(text, "rank " + std::to_string(who) + " has left"));
-    });
-    std::atomic<int> connected{0};
-    run_hosts("aabb", {}, [&](int rank, Communicator& communicator) {
-      std::vector<float> data(100);
-      ++connected;
-      while (rank == who && connected < communicator.size()) std::this_thread::yield();
-      if (rank == who) return communicator.abort(ErrorKind::Aborted, "rank 0: ValueError: bad batch");
-      const auto text =
-          CHECK_THROWS(communicator.run(all_reduce_of(data.data(), 400, DType::Float32)), ErrorKind::Aborted);
-      CHECK_EQ(text, "rank 0: ValueError: bad batch");
-    });
-  }
-}
-
 // One host's end takes along what waits for it, and nothing is written into memory that its owner has back.
 TEST(a_dead_peer_of_another_host_ends_every_wait) {
   testing::HostsJob job("aabb");
   job.run([&](int rank, Communicator& communicator) {
     std::vector<float> data(300000);
     if (rank == 3) {
-      communicator.run(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+      communicator.run(all_reduce_of(data));
       job.network().cut(3);
       std::this_thread::sleep_for(std::chrono::milliseconds(300));
       return;
     }
     auto run = [&] {
-      for (int i = 0; i < 1000; ++i) communicator.run(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+      for (int i = 0; i < 1000; ++i) communicator.run(all_reduce_of(data));
     };
     const auto text = CHECK_THROWS(run(), ErrorKind::PeerLost);
     CHECK(contains(text, "rank 3"));
   });
 }
 
-TEST(buckets_in_any_order_over_hosts) {
-  constexpr int kBuckets = 40, kSteps = 6;
-  for (const char* hosts : {"ab", "aabb", "abbb", "abab"}) {
-    run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
-      std::mt19937 random(rank);
-      std::vector<std::vector<float>> buckets(kBuckets);
-      std::vector<int> order(kBuckets);
-      std::iota(order.begin(), order.end(), 0);
-      auto slots = communicator.reserve_slots(kBuckets);
-      for (int step = 0; step < kSteps / (kQuick ? 2 : 1); ++step) {
-        std::vector<std::shared_ptr<Work>> works(kBuckets);
-        std::shuffle(order.begin(), order.end(), random);
-        for (int bucket : order) {
-          buckets[bucket].resize(1 + static_cast<size_t>(bucket) * 571);
-          fill(buckets[bucket], rank + bucket);
-          works[bucket] =
-              communicator.announce(slots, bucket, step + 1,
-                                    all_reduce_of(buckets[bucket].data(), buckets[bucket].size() * 4, DType::Float32));
-          if (bucket % 7 == 0) communicator.run(Operation{.collective = Collective::Barrier});
-        }
-        for (int bucket = 0; bucket < kBuckets; ++bucket) {
-          communicator.wait(works[bucket]);
-          check_values(buckets[bucket], [&](size_t i) {
-            float sum = 0;
-            for (int other = 0; other < communicator.size(); ++other) sum += value(other + bucket, i);
-            return sum;
-          });
-        }
-      }
-    });
-  }
-}
-
-TEST(flags_travel_over_hosts) {
-  for (const char* hosts : {"ab", "aabb", "abbb"}) {
-    run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
-      auto slots = communicator.reserve_slots(1);
-      for (uint64_t round = 0; round < 3 * shm::kRecords; ++round) {
-        float data = 1.0f;
-        std::vector<uint64_t> flags = {uint64_t{1} << rank, round};
-        Operation operation = all_reduce_of(&data, sizeof(data), DType::Float32);
-        operation.flags = flags.data();
-        operation.flag_words = flags.size();
-        communicator.wait(round % 2 ? communicator.announce(slots, 0, round + 1, operation)
-                                    : communicator.submit(operation));
-        CHECK_EQ(flags[0], (uint64_t{1} << communicator.size()) - 1);
-        CHECK_EQ(flags[1], round);
-        CHECK_EQ(data, static_cast<float>(communicator.size()));
-      }
-    });
-  }
-}
-
 TEST(groups_within_and_across_hosts) {
   run_hosts("aabbc", {}, [](int rank, Communicator& communicator) {
-    auto check = [&](Communicator& group, const std::vector<int>& members) {
-      std::vector<float> data(40000);
-      fill(data, rank);
-      group.run(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
-      check_values(data, [&](size_t i) {
-        float sum = 0;
-        for (int member : members) sum += value(member, i);
-        return sum;
-      });
-    };
+    auto check = [](Communicator& group, const std::vector<int>& members) { check_all_reduce(group, 40000, members); };
     for (int round = 0; round < 3; ++round) {
       auto mine = [&](const std::vector<std::vector<int>>& groups) {
         for (const auto& members : groups)
@@ -432,19 +251,12 @@ TEST(groups_within_and_across_hosts) {
 // Each of both threads is in the middle of its split while the other one's begins: rank 2, which is not among the
 // members, is late.
 TEST(groups_that_are_split_off_at_the_same_time_are_told_apart) {
-  Options options;
-  options.timeout = seconds(20);
-  run_hosts("abc", options, [](int rank, Communicator& communicator) {
+  run_hosts("abc", {.timeout = seconds(20)}, [](int rank, Communicator& communicator) {
     auto second = communicator.split({0, 1, 2});
     if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(200));
     auto use = [rank](Communicator& parent, int shift) {
       auto pair = parent.split(rank == 2 ? std::vector<int>{} : std::vector<int>{0, 1});
-      for (int round = 0; pair && round < 20; ++round) {
-        std::vector<float> data(70001);
-        fill(data, rank + shift);
-        pair->run(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
-        check_values(data, [&](size_t i) { return value(shift, i) + value(1 + shift, i); });
-      }
+      for (int round = 0; pair && round < 20; ++round) check_all_reduce(*pair, 70001, {0, 1}, shift);
     };
     testing::run_ranks(2, [&](int thread) { thread == 0 ? use(communicator, 0) : use(*second, 5); });
   });
@@ -453,10 +265,7 @@ TEST(groups_that_are_split_off_at_the_same_time_are_told_apart) {
 // Any members, in any order of the threads: what is early for one rank is late for another.
 TEST(threads_split_off_groups_of_any_members_over_hosts) {
   constexpr int kThreads = 3, kRounds = 12;
-  Options options;
-  options.arena_bytes = 512 << 20;
-  options.timeout = seconds(30);
-  run_hosts("aabcd", options, [](int rank, Communicator& communicator) {
+  run_hosts("aabcd", {.timeout = seconds(30), .arena_bytes = 512 << 20}, [](int rank, Communicator& communicator) {
     std::vector<std::shared_ptr<Communicator>> parents;
     for (int thread = 0; thread < kThreads; ++thread) parents.push_back(communicator.split({0, 1, 2, 3, 4}));
     testing::run_ranks(kThreads, [&](int thread) {
@@ -467,15 +276,7 @@ TEST(threads_split_off_groups_of_any_members_over_hosts) {
           if (random() % 4 != 0) members.push_back(member);
         bool among = std::count(members.begin(), members.end(), rank) > 0;
         auto group = parents[thread]->split(among ? members : std::vector<int>{});
-        if (!group) continue;
-        std::vector<float> data(3001);
-        fill(data, rank + thread);
-        group->run(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
-        check_values(data, [&](size_t i) {
-          float sum = 0;
-          for (int member : members) sum += value(member + thread, i);
-          return sum;
-        });
+        if (group) check_all_reduce(*group, 3001, members, thread);
       }
     });
   });
@@ -489,7 +290,7 @@ TEST(no_more_groups_over_hosts_than_there_are_numbers) {
     auto slots = communicator.reserve_slots(1);
     std::vector<float> data(size_t{8} << 20);
     fill(data, rank);
-    auto work = communicator.announce(slots, 0, 1, all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+    auto work = communicator.announce(slots, 0, 1, all_reduce_of(data));
     const std::string text = CHECK_THROWS(communicator.split({0, 1}), ErrorKind::InvalidUsage);
     CHECK(contains(text, "too many communicators over several hosts"));
     communicator.wait(work);
@@ -500,16 +301,15 @@ TEST(no_more_groups_over_hosts_than_there_are_numbers) {
 TEST(a_failed_group_leaves_other_groups_over_hosts_alone) {
   run_hosts("aabb", {}, [](int rank, Communicator& communicator) {
     auto pair = communicator.split(rank % 2 ? std::vector<int>{1, 3} : std::vector<int>{0, 2});
-    std::vector<float> data(200000);
+    std::vector<float> data(200000), other(10);
     for (int round = 0; round < 5; ++round) {
       fill(data, rank);
-      auto work = communicator.submit(all_reduce_of(data.data(), data.size() * 4, DType::Float32));
+      auto work = communicator.submit(all_reduce_of(data));
       if (round == 2 && rank == 0) pair->abort(ErrorKind::Aborted, "enough");
       communicator.wait(work);
       check_values(data, [&](size_t i) { return sum_of_values(4, i); });
     }
-    std::vector<float> other(10);
-    if (rank % 2 == 0) CHECK_THROWS(pair->run(all_reduce_of(other.data(), 40, DType::Float32)), ErrorKind::Aborted);
+    if (rank % 2 == 0) CHECK_THROWS(pair->run(all_reduce_of(other)), ErrorKind::Aborted);
   });
 }
 
