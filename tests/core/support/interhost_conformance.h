@@ -21,26 +21,11 @@
 
 namespace syncengine::testing::conformance {
 
-inline constexpr size_t kSizes[] = {0,
-                                    1,
-                                    3,
-                                    63,
-                                    64,
-                                    4095,
-                                    4096,
-                                    8192,
-                                    8193,
-                                    16383,
-                                    16384,
-                                    16385,
-                                    65536,
-                                    65537,
-                                    (256 << 10) - 1,
-                                    256 << 10,
-                                    (256 << 10) + 1,
-                                    (512 << 10) + 13,
-                                    (1 << 20) - 1,
-                                    1 << 20};
+// clang-format off
+inline constexpr size_t kSizes[] = {
+    0, 1, 3, 63, 64, 4095, 4096, 8192, 8193, 16383, 16384, 16385, 65536, 65537, (256 << 10) - 1, 256 << 10,
+    (256 << 10) + 1, (512 << 10) + 13, (1 << 20) - 1, 1 << 20};
+// clang-format on
 
 // Both orders of posting, every size, into memory at an odd address; the bytes around it stay.
 inline void moves_bytes_of_every_size(MakeEndpoints make) {
@@ -90,7 +75,7 @@ inline void many_transfers_at_once(MakeEndpoints make) {
     }
     for (size_t i = 0; i < receives.size(); ++i) {
       hosts[rank].wait_done(receives[i].second);
-      CHECK(same(receives[i].first, wanted[i]));
+      CHECK(receives[i].first == wanted[i]);
       hosts[rank].wait_done(sends[i].second);
     }
   });
@@ -104,7 +89,7 @@ inline void one_memory_to_several_peers(MakeEndpoints make) {
   for (int peer = 1; peer < 4; ++peer) {
     Bytes got(sent.size());
     hosts[peer].wait_done(hosts[peer]->receive(0, 9, got.data(), got.size()));
-    CHECK(same(got, sent));
+    CHECK(got == sent);
     hosts[0].wait_done(sends[peer - 1]);
   }
 }
@@ -126,15 +111,7 @@ inline void sends_that_nobody_receives_yet(MakeEndpoints make) {
 
 inline void tags_are_used_again(MakeEndpoints make) {
   Cluster hosts(make, 2);
-  for (int round = 0; round < 100; ++round) {
-    size_t bytes = round % 2 ? 100 : 100000;
-    Bytes sent = pattern(bytes, round), got(bytes);
-    auto receive = hosts[1]->receive(0, 7, got.data(), bytes);
-    auto send = hosts[0]->send(1, 7, sent.data(), bytes);
-    hosts[1].wait_done(receive);
-    hosts[0].wait_done(send);
-    CHECK(same(got, sent));
-  }
+  for (int round = 0; round < 100; ++round) hosts.check_transfer(0, 1, 7, pattern(round % 2 ? 100 : 100000, round));
 }
 
 inline void messages_come_in_order_and_are_not_held_up(MakeEndpoints make) {
@@ -169,14 +146,12 @@ inline void transfers_that_are_too_large_are_refused(MakeEndpoints make) {
 inline void sizes_that_differ_are_an_error(MakeEndpoints make) {
   Cluster hosts(make, 2);
   Bytes memory(1 << 20);
-  for (auto [sent, wanted] : {std::pair<size_t, size_t>{1000000, 900000}}) {
-    auto receive = hosts[1]->receive(0, 3, memory.data(), wanted);
-    auto send = hosts[0]->send(1, 3, memory.data(), sent);
-    CHECK(hosts[1].wait_failed(receive).kind() == ErrorKind::Mismatch);
-    Error error = hosts[0].wait_failed(send);
-    CHECK(error.kind() == ErrorKind::Mismatch);
-    CHECK(contains(error.what(), "1000000 bytes") && contains(error.what(), "900000"));
-  }
+  auto receive = hosts[1]->receive(0, 3, memory.data(), 900000);
+  auto send = hosts[0]->send(1, 3, memory.data(), 1000000);
+  CHECK(hosts[1].wait_failed(receive).kind() == ErrorKind::Mismatch);
+  Error error = hosts[0].wait_failed(send);
+  CHECK(error.kind() == ErrorKind::Mismatch);
+  CHECK(contains(error.what(), "1000000 bytes") && contains(error.what(), "900000"));
 }
 
 // The memory is the caller's again, here; peer and other tags go on.
@@ -207,21 +182,16 @@ inline void withdraw_gives_memory_back(MakeEndpoints make) {
         Bytes().swap(sent[i]);  // the sanitizer sees who still reads it
       }
     }
-    Bytes later = pattern(300000, tag), answer(300000);
-    auto receive = hosts[1]->receive(0, tag + 900, answer.data(), answer.size());
-    auto send = hosts[0]->send(1, tag + 900, later.data(), later.size());
-    hosts[1].wait_done(receive);
-    hosts[0].wait_done(send);
-    CHECK(same(answer, later));
+    hosts.check_transfer(0, 1, tag + 900, pattern(300000, tag));
     hosts[1].wait_done(keep);
     hosts[0].wait_done(keep_send);
-    CHECK(same(kept, other));
+    CHECK(kept == other);
     if (side == 1) {
       Bytes untouched(1 << 20, std::byte{0x77});
-      for (auto& bytes : got) CHECK(same(bytes, untouched));
+      for (auto& bytes : got) CHECK(bytes == untouched);
     } else {
       for (int i = 0; i < kCount; ++i) {  // no half transfer passes for a whole one
-        if (receives[i]->state() == Interhost::Transfer::State::Done) CHECK(same(got[i], pattern(1 << 20, tag + i)));
+        if (receives[i]->state() == Interhost::Transfer::State::Done) CHECK(got[i] == pattern(1 << 20, tag + i));
       }
     }
     hosts[1 - side]->withdraw({side}, tag, tag + kCount - 1, {ErrorKind::Aborted, "heard of it"});
@@ -249,7 +219,7 @@ inline void a_rank_that_leaves_is_named(MakeEndpoints make) {
   auto send = hosts[2]->send(0, 3, other.data(), other.size());
   hosts[0].wait_done(unaffected);
   hosts[2].wait_done(send);
-  CHECK(same(got, other));
+  CHECK(got == other);
   CHECK(!hosts[0]->failure(2));
 }
 
@@ -276,7 +246,7 @@ inline void a_goodbye_loses_nothing(MakeEndpoints make) {
     hosts[1].wait_done(hosts[1]->send(0, 1, sent.data(), bytes));
     hosts[1].leave();
     hosts[0].wait_done(receive);
-    CHECK(same(got, sent));
+    CHECK(got == sent);
   }
 }
 
@@ -326,7 +296,7 @@ inline void threads_take_turns_at_steps(MakeEndpoints make) {
     auto send = hosts[0]->send(1, tag, sent.data(), bytes);
     hosts[tag % 2]->wake();
     wait(receive), wait(send);
-    CHECK(same(got, sent));
+    CHECK(got == sent);
   }
   hosts[0]->tell(1, "a message");
   while (hosts[0]->has_unsent() && !deadline.passed()) std::this_thread::yield();

@@ -32,16 +32,12 @@ inline Bytes pattern(size_t bytes, uint64_t seed) {
   return data;
 }
 
-inline bool same(const Bytes& a, const Bytes& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size()) == 0);
-}
-
 // An endpoint with the thread that runs it.
 class Running {
  public:
-  explicit Running(std::unique_ptr<Interhost> endpoint) : endpoint_(std::move(endpoint)) {
-    thread_ = std::thread([this] { endpoint_->run([this] { ring(); }); });
-  }
+  // `limit`: of each wait.
+  explicit Running(std::unique_ptr<Interhost> endpoint, Duration limit = seconds(20))
+      : endpoint_(std::move(endpoint)), limit_(limit), thread_([this] { endpoint_->run([this] { ring(); }); }) {}
   Running(const Running&) = delete;
   ~Running() { leave(); }
 
@@ -55,7 +51,7 @@ class Running {
 
   // Sleeps until `condition`, looking only when the endpoint says that something moved.
   void wait(const std::function<bool()>& condition, const char* what) {
-    Deadline deadline = Deadline::after(seconds(20));
+    Deadline deadline = Deadline::after(limit_);
     std::unique_lock lock(mutex_);
     while (!condition()) {
       uint64_t seen = rings_;
@@ -63,8 +59,8 @@ class Running {
       bool met = condition();  // again: a ring may have come before `seen`
       lock.lock();
       if (met) return;
-      if (!changed_.wait_for(lock, deadline.left(seconds(20)), [&] { return rings_ != seen; }))
-        fail(__FILE__, __LINE__, std::string("not within 20 s: ") + what);
+      if (!changed_.wait_for(lock, deadline.left(limit_), [&] { return rings_ != seen; }))
+        throw Error(ErrorKind::Timeout, std::string("not within the limit: ") + what);
     }
   }
   void wait_ended(const Transfer& transfer) {
@@ -78,6 +74,10 @@ class Running {
     wait_ended(transfer);
     CHECK(transfer->state() == Interhost::Transfer::State::Failed);
     return transfer->error();
+  }
+  Error wait_lost(int peer) {
+    wait([&] { return endpoint_->failure(peer).has_value(); }, "a peer's end");
+    return *endpoint_->failure(peer);
   }
   Interhost::Message wait_message() {
     std::optional<Interhost::Message> message;
@@ -93,11 +93,22 @@ class Running {
   }
 
   std::unique_ptr<Interhost> endpoint_;
+  const Duration limit_;
   std::mutex mutex_;
   std::condition_variable changed_;
   uint64_t rings_ = 0;
-  std::thread thread_;
+  std::thread thread_;  // last: starts when the rest is ready
 };
+
+// Moves `sent` from one rank to another, of which the receiver is ready first.
+inline void check_transfer(Running& sender, int from, Running& receiver, int to, uint64_t tag, const Bytes& sent) {
+  Bytes got(sent.size());
+  auto receive = receiver->receive(from, tag, got.data(), got.size());
+  auto send = sender->send(to, tag, sent.data(), sent.size());
+  receiver.wait_done(receive);
+  sender.wait_done(send);
+  CHECK(got == sent);
+}
 
 class Cluster {
  public:
@@ -105,6 +116,9 @@ class Cluster {
     for (auto& endpoint : make(size)) hosts_.push_back(std::make_unique<Running>(std::move(endpoint)));
   }
   Running& operator[](int rank) { return *hosts_[rank]; }
+  void check_transfer(int from, int to, uint64_t tag, const Bytes& sent) {
+    testing::check_transfer(*hosts_[from], from, *hosts_[to], to, tag, sent);
+  }
 
  private:
   std::vector<std::unique_ptr<Running>> hosts_;

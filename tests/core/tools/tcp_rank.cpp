@@ -14,18 +14,16 @@
 #include <sys/socket.h>
 
 #include <cerrno>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <iostream>
 #include <map>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "interhost_running.h"
 #include "transport/tcp/rendezvous.h"
 #include "transport/tcp/socket.h"
 #include "transport/tcp/tcp.h"
@@ -34,8 +32,7 @@ namespace syncengine {
 
 namespace {
 
-using Bytes = std::vector<std::byte>;
-using Transfer = std::shared_ptr<Interhost::Transfer>;
+using testing::Bytes, testing::pattern, testing::Running, testing::Transfer;
 
 struct Settings {
   int rank = 0, size = 0;
@@ -60,7 +57,7 @@ struct Settings {
     options.silence = number("silence", options.silence);
     return options;
   }
-  Deadline deadline() const { return Deadline::after(seconds(number("timeout", 30))); }
+  Duration limit() const { return seconds(number("timeout", 30)); }
 };
 
 std::string to_hex(const std::string& bytes) {
@@ -91,56 +88,11 @@ std::vector<std::string> swap_addresses(const Settings& settings, const std::str
   return addresses;
 }
 
-void fill(Bytes& data, uint64_t seed) {
-  uint64_t state = seed * 0x9e3779b97f4a7c15 + 1;
-  for (auto& byte : data)
-    byte = static_cast<std::byte>((state = state * 6364136223846793005 + 1442695040888963407) >> 56);
-}
-
 void expect_equal(const Bytes& got, const Bytes& wanted) {
   if (got != wanted) throw Error(ErrorKind::Mismatch, "the bytes that came are not those that were sent");
 }
 
 double since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
-
-class Running {
- public:
-  explicit Running(std::unique_ptr<Interhost> endpoint)
-      : endpoint_(std::move(endpoint)), thread_([this] { endpoint_->run([this] { ring(); }); }) {}
-  ~Running() {
-    endpoint_->stop();
-    thread_.join();
-  }
-  Interhost* operator->() { return endpoint_.get(); }
-
-  void wait(const std::function<bool()>& condition, Deadline deadline) {
-    std::unique_lock lock(mutex_);
-    while (!condition()) {
-      if (deadline.passed()) throw Error(ErrorKind::Timeout, "nothing more came");
-      changed_.wait_for(lock, std::chrono::milliseconds(20));
-    }
-  }
-  void wait(const Transfer& transfer, Deadline deadline) {
-    wait([&] { return transfer->ended(); }, deadline);
-    if (transfer->state() == Interhost::Transfer::State::Failed) throw Error(transfer->error());
-  }
-  std::string hear(Deadline deadline) {
-    std::optional<Interhost::Message> message;
-    wait([&] { return message || (message = endpoint_->hear()); }, deadline);
-    return message->bytes;
-  }
-
- private:
-  void ring() {
-    std::lock_guard lock(mutex_);
-    changed_.notify_all();
-  }
-
-  std::unique_ptr<Interhost> endpoint_;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::thread thread_;
-};
 
 void exchange(const Settings& settings, Running& endpoint, Clock::time_point& last_round) {
   auto bytes = static_cast<size_t>(settings.number("bytes", 1 << 20));
@@ -152,9 +104,9 @@ void exchange(const Settings& settings, Running& endpoint, Clock::time_point& la
   for (int peer = 0; peer < settings.size; ++peer) {
     for (int i = 0; i < transfers && peer != settings.rank; ++i) {
       jobs.emplace_back(peer, i);
-      for (auto* list : {&out, &in, &wanted}) list->emplace_back(bytes);
-      fill(out.back(), seed(settings.rank, peer, i));
-      fill(wanted.back(), seed(peer, settings.rank, i));
+      in.emplace_back(bytes);
+      out.push_back(pattern(bytes, seed(settings.rank, peer, i)));
+      wanted.push_back(pattern(bytes, seed(peer, settings.rank, i)));
     }
   }
   for (int round = 0; round < rounds; ++round) {
@@ -165,7 +117,7 @@ void exchange(const Settings& settings, Running& endpoint, Clock::time_point& la
       all.push_back(endpoint->receive(peer, i, in[job].data(), bytes));
       all.push_back(endpoint->send(peer, i, out[job].data(), bytes));
     }
-    for (auto& transfer : all) endpoint.wait(transfer, settings.deadline());
+    for (auto& transfer : all) endpoint.wait_done(transfer);
     for (size_t job = 0; job < jobs.size(); ++job) expect_equal(in[job], wanted[job]);
     last_round = Clock::now();
     std::cout << "round " << round << std::endl;
@@ -178,19 +130,17 @@ void pump(const Settings& settings, Running& endpoint) {
   size_t window = static_cast<size_t>(settings.number("transfers", 8));
   size_t rounds = static_cast<size_t>(settings.number("rounds", 64));
   int peer = 1 - settings.rank;
-  Bytes out(bytes), wanted(bytes);
-  fill(out, settings.rank);
-  fill(wanted, peer);
+  const Bytes out = pattern(bytes, settings.rank), wanted = pattern(bytes, peer);
   std::vector<Bytes> in(window, Bytes(bytes));
   std::vector<Transfer> sends(window), receives(window);
   endpoint->tell(peer, "go");
-  endpoint.hear(settings.deadline());
+  endpoint.wait_message();
   auto begin = Clock::now();
   for (size_t i = 0; i < rounds + window; ++i) {
     size_t slot = i % window;
     if (i >= window) {
-      endpoint.wait(receives[slot], settings.deadline());
-      endpoint.wait(sends[slot], settings.deadline());
+      endpoint.wait_done(receives[slot]);
+      endpoint.wait_done(sends[slot]);
     }
     if (i < rounds) {
       receives[slot] = endpoint->receive(peer, i, in[slot].data(), bytes);
@@ -207,10 +157,8 @@ void raw(const Settings& settings, const tcp::Sockets& sockets) {
   constexpr size_t kCall = 256 << 10;
   auto bytes = static_cast<size_t>(settings.number("bytes", 1 << 20));
   size_t total = static_cast<size_t>(settings.number("rounds", 64)) * bytes, lanes = sockets.size() - 1;
-  int peer = 1 - settings.rank;
-  Bytes out(kCall), wanted(kCall), in(lanes * kCall);
-  fill(out, settings.rank);
-  fill(wanted, peer);
+  const Bytes out = pattern(kCall, settings.rank), wanted = pattern(kCall, 1 - settings.rank);
+  Bytes in(lanes * kCall);
   struct Lane {
     size_t to_send, to_receive;
   };
@@ -268,7 +216,7 @@ void raw(const Settings& settings) {
   int peer = 1 - settings.rank;
   tcp::Rendezvous rendezvous(options, settings.rank, own, {{peer, tcp::decode_address(peer, addresses[peer])}},
                              listener.get());
-  auto sockets = rendezvous.run(settings.deadline(), {});
+  auto sockets = rendezvous.run(Deadline::after(settings.limit()), {});
   std::cout << "connected" << std::endl;
   for (auto& socket : sockets.at(peer)) tcp::send_at_once(socket);
   raw(settings, sockets.at(peer));
@@ -283,7 +231,8 @@ int main_of(const Settings& settings) {
       tcp::Listener listener(settings.options());
       auto addresses = swap_addresses(settings, listener.address());
       last_round = Clock::now();
-      Running endpoint(tcp::connect(std::move(listener), settings.rank, addresses, settings.deadline()));
+      Running endpoint(tcp::connect(std::move(listener), settings.rank, addresses, Deadline::after(settings.limit())),
+                       settings.limit());
       std::cout << "connected" << std::endl;
       last_round = Clock::now();
       if (settings.mode == "pump")

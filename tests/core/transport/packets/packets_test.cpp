@@ -70,17 +70,14 @@ TEST(packets_whose_mover_fails_end_the_peer_alone) {
   Running one(endpoint(wire, 0, 3)), two(endpoint(wire, 1, 3)), three(endpoint(wire, 2, 3));
   two->tell(0, "last words");
   CHECK_EQ(one.wait_message().bytes, "last words");
-  Bytes got(100), sent = pattern(100, 1);
+  Bytes got(100);
   auto lost = one->receive(1, 1, got.data(), got.size());
   wire->cut(1);
   Error error = one.wait_failed(lost);
   CHECK(error.kind() == ErrorKind::PeerLost);
   CHECK(contains(error.what(), "rank 1") && contains(error.what(), "the cable was cut"));
   CHECK(one->failure(1) && !one->failure(2));
-  auto receive = one->receive(2, 1, got.data(), got.size());
-  three.wait_done(three->send(0, 1, sent.data(), sent.size()));
-  one.wait_done(receive);
-  CHECK(same(got, sent));
+  check_transfer(three, 2, one, 0, 1, pattern(100, 1));
 }
 
 TEST(packets_leave_nothing_under_way_after_goodbyes) {
@@ -105,9 +102,9 @@ TEST(packets_sent_before_a_goodbye_may_be_asked_for_after_it) {
   Bytes sent = pattern(4000, 8), got(4000);
   hosts[1].wait_done(hosts[1]->send(0, 1, sent.data(), sent.size()));
   hosts[1].leave();
-  hosts[0].wait([&] { return hosts[0]->failure(1).has_value(); }, "the end of rank 1");
+  hosts[0].wait_lost(1);
   hosts[0].wait_done(hosts[0]->receive(1, 1, got.data(), got.size()));
-  CHECK(same(got, sent));
+  CHECK(got == sent);
   CHECK(hosts[0].wait_failed(hosts[0]->receive(1, 1, got.data(), got.size())).kind() == ErrorKind::PeerLost);
 }
 
@@ -128,8 +125,7 @@ TEST(packets_name_a_silent_peer) {
   std::this_thread::sleep_for(std::chrono::duration<double>(1.5 * kSilence));
   CHECK(!one->failure(1));  // heartbeats
   wire->hold(true);
-  one.wait([&] { return one->failure(1).has_value(); }, "the silence to be noticed");
-  CHECK(contains(one->failure(1)->what(), "rank 1 has been silent"));
+  CHECK(contains(one.wait_lost(1).what(), "rank 1 has been silent"));
 }
 
 // A half-upgraded cluster: both say so, and neither hangs.
@@ -138,8 +134,7 @@ TEST(packets_name_a_peer_of_another_build) {
   Running one(endpoint(wire, 0, 2, {.silence = 20})),
       two(endpoint(wire, 1, 2, {.silence = 20, .build = build_id() + 1}));
   for (auto [side, peer] : {std::pair{&one, 1}, {&two, 0}}) {
-    side->wait([&, who = peer, end = side] { return (*end)->failure(who).has_value(); }, "the other build to be named");
-    Error error = *(*side)->failure(peer);
+    Error error = side->wait_lost(peer);
     CHECK(error.kind() == ErrorKind::Mismatch);
     CHECK(contains(error.what(), "rank " + std::to_string(peer) + " runs another build of syncengine ("));
   }
@@ -172,8 +167,7 @@ TEST(packets_of_garbage_end_the_peer) {
     Running one(endpoint(wire, 0, 2));
     Stranger stranger(wire, 1);
     stranger.send(0, packet);
-    one.wait([&] { return one->failure(1).has_value(); }, "garbage to be noticed");
-    CHECK(contains(one->failure(1)->what(), "rank 1 sent "));
+    CHECK(contains(one.wait_lost(1).what(), "rank 1 sent "));
   }
 }
 
@@ -207,7 +201,7 @@ TEST(packets_fuzz) {
     if (random() % 2) one->withdraw({1}, 1, 1, {ErrorKind::Aborted, "enough"});
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
     wire->cut(1);
-    one.wait([&] { return one->failure(1).has_value(); }, "the end");
+    one.wait_lost(1);
     for (auto& transfer : {receive, small, send}) one.wait_ended(transfer);
   }
 }

@@ -5,6 +5,8 @@
 #include <sys/time.h>
 
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -54,6 +56,22 @@ inline bool is_closed(const UniqueFd& fd) {
   ssize_t got = recv(fd.get(), &byte, 1, 0);
   return got == 0 || (got < 0 && errno != EAGAIN);
 }
+
+// The ranks of a job that are about to connect.
+struct Listeners {
+  Listeners(int size, const tcp::Options& options) {
+    for (int rank = 0; rank < size; ++rank) add(options);
+  }
+  void add(const tcp::Options& options) { addresses.push_back(listeners.emplace_back(options).address()); }
+
+  std::unique_ptr<Interhost> connect(int rank, double limit = 20, const std::function<void()>& interrupted = {}) {
+    return tcp::connect(std::move(listeners[rank]), rank, addresses, Deadline::after(seconds(limit)), interrupted);
+  }
+  tcp::Address address_of(int rank) const { return tcp::decode_address(rank, addresses[rank]); }
+
+  std::vector<tcp::Listener> listeners;
+  std::vector<std::string> addresses;
+};
 
 // A rank of the job that is played by a test. Its own address is only a key.
 class Actor {

@@ -21,27 +21,12 @@ const Options kQuick{.sockets = 2, .handshake = 0.3, .unauthenticated = 8};
 
 // Ranks 0 and 1 connect while `meanwhile` runs on the side, with rank 0's address.
 void connect_two(Options options, const std::function<void(const std::string&, const std::string&)>& meanwhile) {
-  Listener zero(options), one(options);
-  std::vector<std::string> addresses{zero.address(), one.address()};
+  Listeners ranks(2, options);
   std::unique_ptr<Interhost> ends[2];
-  std::exception_ptr failed, failed_there;
-  auto keep = [](std::exception_ptr& error, auto&& call) {
-    try {
-      call();
-    } catch (...) {
-      error = std::current_exception();
-    }
-  };
-  std::jthread first([&] {
-    keep(failed_there, [&] { ends[0] = tcp::connect(std::move(zero), 0, addresses, Deadline::after(seconds(20))); });
+  run_ranks(2, [&](int rank) {  // rank 0's error comes first: that of rank 1 may only follow from it
+    if (rank == 1) meanwhile(ranks.addresses[0], ranks.addresses[1]);
+    ends[rank] = ranks.connect(rank);
   });
-  keep(failed, [&] {
-    meanwhile(addresses[0], addresses[1]);
-    ends[1] = tcp::connect(std::move(one), 1, addresses, Deadline::after(seconds(20)));
-  });
-  first.join();
-  if (failed_there) std::rethrow_exception(failed_there);  // it comes first: the other one may only follow from it
-  if (failed) std::rethrow_exception(failed);
   CHECK(ends[0] && ends[1]);
 }
 
@@ -52,8 +37,6 @@ bool answers(const tcp::Address& address) {
   poll(&wait, 1, 5000);
   return tcp::connect_error(fd) == 0;
 }
-
-std::string error_of(const std::function<void()>& call, ErrorKind kind) { return CHECK_THROWS(call(), kind); }
 
 }  // namespace
 
@@ -113,14 +96,14 @@ TEST(tcp_strangers_are_limited_in_number) {
 
 // Somebody recorded what rank 1 said, and says it again.
 TEST(tcp_replay_disturbs_nobody) {
-  Listener zero(kQuick), one(kQuick);
-  std::vector<std::string> addresses{zero.address(), one.address()};
-  std::unique_ptr<Interhost> ends[2];
+  Listeners ranks(1, kQuick);
   Actor actor(1, kQuick);
-  addresses[1] = actor.address();
-  std::jthread first([&] { ends[0] = tcp::connect(std::move(zero), 0, addresses, Deadline::after(seconds(20))); });
-  tcp::Address address = tcp::decode_address(0, addresses[0]);
-  auto handshake = actor.greet(0, addresses[0], 1);
+  const std::string zero = ranks.addresses[0];
+  const tcp::Address address = ranks.address_of(0);
+  ranks.addresses.push_back(actor.address());
+  std::unique_ptr<Interhost> end;
+  std::jthread first([&] { end = ranks.connect(0); });
+  auto handshake = actor.greet(0, zero, 1);
   std::string hello = handshake.first_words();
   UniqueFd honest = dial(address);
   put(honest, hello);
@@ -133,27 +116,22 @@ TEST(tcp_replay_disturbs_nobody) {
   UniqueFd later = dial(address);
   put(later, hello + answer);
   CHECK_EQ(get(later, 1), "");
-  UniqueFd control = actor.join_one(0, addresses[0], 0), second = actor.join_one(0, addresses[0], 2);
+  UniqueFd control = actor.join_one(0, zero, 0), second = actor.join_one(0, zero, 2);
   first.join();
-  CHECK(ends[0] != nullptr);
+  CHECK(end != nullptr);
 }
 
 TEST(tcp_wrong_secret_is_named_on_both_ranks) {
   Options zero = kQuick, one = kQuick;
   zero.secret = "a secret of the job";
   one.secret = "another secret, not that";
-  Listener listeners[] = {Listener(zero), Listener(one)};
-  std::vector<std::string> addresses{listeners[0].address(), listeners[1].address()};
-  std::string texts[2];
+  Listeners ranks(1, zero);
+  ranks.add(one);
   run_ranks(2, [&](int rank) {
-    texts[rank] =
-        error_of([&] { tcp::connect(std::move(listeners[rank]), rank, addresses, Deadline::after(seconds(20))); },
-                 ErrorKind::InvalidUsage);
-  });
-  for (const auto& text : texts) {
+    const auto text = CHECK_THROWS(ranks.connect(rank), ErrorKind::InvalidUsage);
     CHECK(contains(text, "rank 0") && contains(text, "rank 1") && contains(text, "SYNCENGINE_SECRET"));
-    CHECK(!contains(text, "a secret of the job") && !contains(text, "another secret, not that"));
-  }
+    CHECK(!contains(text, zero.secret) && !contains(text, one.secret));
+  });
 }
 
 // Whoever reads the launcher's exchange has the addresses, and so a valid ticket.
@@ -207,20 +185,15 @@ TEST(tcp_descriptors_are_counted_before_it_listens) {
   options.peers = 5;
   Listener enough(options);
   options.peers = 63;
-  std::string text = error_of([&] { Listener{options}; }, ErrorKind::InvalidUsage);
+  std::string text = CHECK_THROWS(Listener{options}, ErrorKind::InvalidUsage);
   CHECK(contains(text, "63 ranks of other hosts, 3 each") && contains(text, "raise ulimit -n to at least "));
 }
 
 // Where it was not known how many ranks there would be.
 TEST(tcp_descriptors_are_counted_before_it_connects) {
-  std::vector<Listener> listeners;
-  for (int i = 0; i < 8; ++i) listeners.emplace_back(kQuick);
-  std::vector<std::string> addresses;
-  for (const Listener& listener : listeners) addresses.push_back(listener.address());
+  Listeners ranks(8, kQuick);
   FewDescriptors few(30);
-  std::string text =
-      error_of([&] { tcp::connect(std::move(listeners[7]), 7, addresses, Deadline::after(seconds(20))); },
-               ErrorKind::InvalidUsage);
+  std::string text = CHECK_THROWS(ranks.connect(7), ErrorKind::InvalidUsage);
   CHECK(contains(text, "7 ranks of other hosts, 3 each") && contains(text, "raise ulimit -n to at least "));
 }
 
@@ -228,25 +201,21 @@ TEST(tcp_a_rank_that_can_not_call_says_so) {
   Listener zero(kQuick);
   tcp::Address address = tcp::decode_address(0, zero.address());
   FewDescriptors few(0);
-  std::string text =
-      error_of([&] { tcp::begin_connect(address.ip, address.ip, address.port); }, ErrorKind::InvalidUsage);
+  std::string text = CHECK_THROWS(tcp::begin_connect(address.ip, address.ip, address.port), ErrorKind::InvalidUsage);
   CHECK(contains(text, "Too many open files") && contains(text, "raise ulimit -n"));
 }
 
 TEST(tcp_running_out_of_descriptors_is_named_and_no_rank_is_blamed) {
-  Listener zero(kQuick), one(kQuick);
-  std::vector<std::string> addresses{zero.address(), one.address()};
+  Listeners ranks(2, kQuick);
   std::vector<UniqueFd> callers;
-  for (int i = 0; i < 3; ++i) callers.push_back(dial(tcp::decode_address(0, addresses[0])));
+  for (int i = 0; i < 3; ++i) callers.push_back(dial(ranks.address_of(0)));
   std::optional<FewDescriptors> few;
   int turns = 0;
   auto interrupted = [&] {
     ++turns;
     if (!few) few.emplace(0);
   };
-  std::string text =
-      error_of([&] { tcp::connect(std::move(zero), 0, addresses, Deadline::after(seconds(20)), interrupted); },
-               ErrorKind::InvalidUsage);
+  std::string text = CHECK_THROWS(ranks.connect(0, 20, interrupted), ErrorKind::InvalidUsage);
   CHECK(contains(text, "rank 0 can't accept the connections of rank 1: Too many open files"));
   CHECK(contains(text, "raise ulimit -n"));
   CHECK(turns < 100);  // it waits, and does not ask again and again
@@ -276,51 +245,44 @@ TEST(tcp_signals_connect_nobody) {
 }
 
 TEST(tcp_rank_of_another_build_is_named) {
-  Listener zero(kQuick), one(kQuick);
-  std::vector<std::string> addresses{zero.address(), one.address()};
-  addresses[1][4] ^= 2;
-  std::string text =
-      error_of([&] { tcp::connect(std::move(zero), 0, addresses, Deadline::after(seconds(20))); }, ErrorKind::Mismatch);
+  Listeners ranks(2, kQuick);
+  ranks.addresses[1][4] ^= 2;
+  std::string text = CHECK_THROWS(ranks.connect(0), ErrorKind::Mismatch);
   CHECK(contains(text, "rank 1 runs another build of syncengine ("));
 }
 
 TEST(tcp_rank_that_does_not_come_is_named) {
-  Listener zero(kQuick), one(kQuick), two(kQuick);
-  std::vector<std::string> addresses{zero.address(), one.address(), two.address()};
-  std::string text =
-      error_of([&] { tcp::connect(std::move(one), 1, addresses, Deadline::after(seconds(0.3))); }, ErrorKind::Timeout);
+  Listeners ranks(3, kQuick);
+  std::string text = CHECK_THROWS(ranks.connect(1, 0.3), ErrorKind::Timeout);
   CHECK(contains(text, "rank 1 waited in init() for ranks 0 (127.0.0.1:") && contains(text, ", 2"));
 }
 
 TEST(tcp_rank_that_is_gone_is_named) {
-  std::string gone = Listener(kQuick).address();
-  Listener one(kQuick);
-  std::vector<std::string> addresses{gone, one.address()};
-  std::string text =
-      error_of([&] { tcp::connect(std::move(one), 1, addresses, Deadline::after(seconds(20))); }, ErrorKind::PeerLost);
+  Listeners ranks(2, kQuick);
+  {
+    Listener gone(std::move(ranks.listeners[0]));
+  }
+  std::string text = CHECK_THROWS(ranks.connect(1), ErrorKind::PeerLost);
   CHECK(contains(text, "rank 0 refused the connection from rank 1 (127.0.0.1:"));
 }
 
 TEST(tcp_rank_that_breaks_off_is_named) {
-  Listener zero(kQuick), two(kQuick);
+  Listeners ranks(3, kQuick);
   Actor actor(1, kQuick);
-  std::vector<std::string> addresses{zero.address(), actor.address(), two.address()};
-  std::jthread breaks([&] { actor.join(0, addresses[0]); });
-  std::string text =
-      error_of([&] { tcp::connect(std::move(zero), 0, addresses, Deadline::after(seconds(20))); }, ErrorKind::PeerLost);
+  ranks.addresses[1] = actor.address();
+  std::jthread breaks([&] { actor.join(0, ranks.addresses[0]); });
+  std::string text = CHECK_THROWS(ranks.connect(0), ErrorKind::PeerLost);
   breaks.join();
   CHECK(contains(text, "rank 1 broke off while the ranks connected"));
 }
 
 TEST(tcp_connecting_can_be_interrupted) {
-  Listener zero(kQuick), one(kQuick);
-  std::vector<std::string> addresses{zero.address(), one.address()};
+  Listeners ranks(2, kQuick);
   std::atomic<int> calls{0};
   auto interrupted = [&] {
     if (++calls == 3) throw Error(ErrorKind::Aborted, "Ctrl-C");
   };
-  CHECK_THROWS(tcp::connect(std::move(zero), 0, addresses, Deadline::after(seconds(20)), interrupted),
-               ErrorKind::Aborted);
+  CHECK_THROWS(ranks.connect(0, 20, interrupted), ErrorKind::Aborted);
 }
 
 TEST(tcp_options_are_checked) {

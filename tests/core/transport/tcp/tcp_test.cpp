@@ -2,7 +2,7 @@
 #include <barrier>
 
 #include "interhost_conformance.h"
-#include "transport/tcp/tcp.h"
+#include "tcp_dial.h"
 
 namespace syncengine::testing {
 
@@ -10,16 +10,9 @@ namespace {
 
 Endpoints over_tcp(int size, tcp::Options options) {
   options.silence = 20;  // sanitizers and busy machines
-  std::vector<tcp::Listener> listeners;
-  std::vector<std::string> addresses;
-  for (int rank = 0; rank < size; ++rank) {
-    listeners.emplace_back(options);
-    addresses.push_back(listeners.back().address());
-  }
+  Listeners ranks(size, options);
   Endpoints endpoints(size);
-  run_ranks(size, [&](int rank) {
-    endpoints[rank] = tcp::connect(std::move(listeners[rank]), rank, addresses, Deadline::after(seconds(20)));
-  });
+  run_ranks(size, [&](int rank) { endpoints[rank] = ranks.connect(rank); });
   return endpoints;
 }
 
@@ -40,9 +33,9 @@ TEST(tcp_what_was_sent_before_a_goodbye_may_be_asked_for_after_it) {
   hosts[1].wait_done(hosts[1]->send(0, 1, sent.data(), sent.size()));
   hosts[1].wait_done(hosts[1]->send(0, 2, sent.data(), sent.size()));
   hosts[1].leave();
-  hosts[0].wait([&] { return hosts[0]->failure(1).has_value(); }, "the end of rank 1");
+  hosts[0].wait_lost(1);
   hosts[0].wait_done(hosts[0]->receive(1, 1, got.data(), got.size()));
-  CHECK(same(got, sent));
+  CHECK(got == sent);
   CHECK(hosts[0].wait_failed(hosts[0]->receive(1, 1, got.data(), got.size())).kind() == ErrorKind::PeerLost);
   CHECK(hosts[0].wait_failed(hosts[0]->receive(1, 2, got.data(), 10)).kind() == ErrorKind::Mismatch);
 }
@@ -62,7 +55,7 @@ TEST(tcp_sixteen_ranks) {
     }
     for (auto& transfer : transfers) hosts[rank].wait_done(transfer);
     for (int peer = 0; peer < kRanks; ++peer) {
-      if (peer != rank) CHECK(same(in[peer], pattern(40000, peer)));
+      if (peer != rank) CHECK(in[peer] == pattern(40000, peer));
     }
   });
 }
