@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from faults import Resources, my_rank, wait_for_failure, wait_for_file
+from faults import Resources, live_on, my_rank, wait_for_failure, wait_for_file
 from parallel_models import Mlp
 from pool import RankPool, run_on_ranks
 from torch import nn
@@ -21,12 +21,6 @@ from syncengine import connect
 from syncengine.errors import Aborted, InvalidUsage, Mismatch, SyncError
 
 Communicator = syncengine.Communicator
-
-
-def live_on(hosts: str) -> int:
-    """This rank's host, before init(): its letter. Returns the number of ranks."""
-    os.environ["SYNCENGINE_HOST_ID"] = hosts[my_rank()]
-    return len(hosts)
 
 
 def check_training(model: nn.Module, communicator: Communicator | None = None) -> None:

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from faults import WITHIN, Outcome, my_rank, suffer
+from faults import Outcome, my_rank, suffer
 from faults_model import model_and_step
 from pool import run_on_ranks
 from torch.utils.data._utils.pin_memory import _pin_memory_loop
@@ -50,8 +50,7 @@ def test_threads_that_wait_crosswise_are_no_cycle():
         if errors:
             raise errors[0]
 
-    outcome = suffer(body, timeout=30.0)
-    assert (outcome.error, outcome.left) == ("", []), outcome
+    suffer(body, timeout=30.0).check()
 
 
 @run_on_ranks(world=2, settings=None)
@@ -80,8 +79,7 @@ def test_a_thread_that_has_made_no_call_yet_may_bring_what_is_missing():
         if errors:
             raise errors[0]
 
-    outcome = suffer(body, timeout=30.0)
-    assert (outcome.error, outcome.left) == ("", []), outcome
+    suffer(body, timeout=30.0).check()
 
 
 def run_beside(beside, stack):
@@ -137,9 +135,7 @@ def crosswise(beside) -> Outcome:
 def test_crosswise_on_two_communicators(pool, beside):
     pool.refresh()  # a thread that an earlier test has left (autograd keeps some) could bring what is missing
     for outcome in pool.run(crosswise, beside, world=2, settings=None):
-        assert outcome.error == "Mismatch", outcome
-        assert "of another communicator for rank" in outcome.text
-        assert outcome.seconds < WITHIN
+        outcome.check("Mismatch", "of another communicator for rank", soon=True)
 
 
 @pytest.mark.parametrize("beside", ["idle", "busy worker"])

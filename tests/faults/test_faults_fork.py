@@ -6,9 +6,9 @@ import traceback
 
 import pytest
 import torch
-from faults import my_rank
+from faults import ended, memory_of_this_process, my_rank
 from pool import run_on_ranks
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import syncengine
 from syncengine.errors import InvalidUsage
@@ -36,8 +36,7 @@ def in_child(function) -> tuple[int, str]:
 def test_child_may_not_use_the_engine():
     communicator = syncengine.default_communicator()
     tensor = torch.ones(8)
-    work = communicator.all_reduce(torch.ones(8), async_op=True)
-    work.wait()
+    communicator.all_reduce(torch.ones(8), async_op=True).wait()
 
     def child():
         calls = {
@@ -84,8 +83,9 @@ def test_childs_writes_stay_in_the_child():
     assert (answer, untouched, mine[0].item(), mine[-1].item()) == ((0, "written"), True, 6.0, 6.0)
 
 
-def fork_in_flight() -> list:
-    """Children come and go, by exit and by SIGKILL, while collectives are running."""
+@run_on_ranks()
+def test_children_that_come_and_go():
+    """By exit and by SIGKILL, while collectives are running."""
     tensor = syncengine.empty(500_000)
     ordinary = torch.empty(100_000)
     for round in range(4):
@@ -101,22 +101,6 @@ def fork_in_flight() -> list:
         for work in works:
             work.wait()
         assert tensor[0] == tensor[-1] == ordinary[0] == ordinary[-1] == syncengine.world_size()
-    return ["fine"]
-
-
-def test_children_that_come_and_go(pool):
-    assert pool.run(fork_in_flight, world=2) == [["fine"]] * 2
-
-
-class FromArena(Dataset):
-    def __init__(self, data):
-        self.data = data
-
-    def __len__(self):
-        return len(self.data)
-
-    def __getitem__(self, index):
-        return self.data[index]
 
 
 def load_data() -> float:
@@ -124,10 +108,9 @@ def load_data() -> float:
     data = syncengine.empty(64, 4)
     data.copy_(torch.arange(256.0).reshape(64, 4))
     total = torch.zeros(1)
-    for dataset in (FromArena(data), TensorDataset(data.clone())):
-        loader = DataLoader(dataset, batch_size=8, num_workers=2, multiprocessing_context="fork")
-        for batch in loader:
-            batch = batch[0] if isinstance(batch, list) else batch
+    for memory in (data, data.clone()):
+        loader = DataLoader(TensorDataset(memory), batch_size=8, num_workers=2, multiprocessing_context="fork")
+        for (batch,) in loader:
             part = batch.sum().reshape(1)
             syncengine.all_reduce(part)
             total += part
@@ -137,16 +120,7 @@ def load_data() -> float:
 
 def test_data_loader_with_forked_workers(pool):
     expected = 2 * 2 * torch.arange(256.0).sum().item()
-    with pool.spawn_ranks(load_data, world=2) as ranks:
-        for rank in ranks:
-            assert rank.result() == expected
-            assert rank.exit_code() == 0, rank.output()
-
-
-def own_memory() -> int:
-    """Bytes that only this process has, and those that it shares with the process that forked it."""
-    lines = dict(line.split(":", 1) for line in open("/proc/self/smaps_rollup").read().splitlines()[1:])  # noqa
-    return int(lines["Anonymous"].split()[0]) * 1024
+    assert [total for total, _ in ended(pool, load_data)] == [expected] * 2
 
 
 def memory_of_children() -> list[tuple[int, str]]:
@@ -158,10 +132,10 @@ def memory_of_children() -> list[tuple[int, str]]:
         model(torch.ones(1, 2048)).sum().backward()
     gradient = model.module.weight.grad
     mean = gradient.mean().item()
-    before = own_memory()
+    before = memory_of_this_process("Anonymous")
 
     def child() -> int:
-        taken = own_memory() - before
+        taken = memory_of_this_process("Anonymous") - before
         assert gradient is None or gradient.mean().item() == mean
         assert untouched.shape == (2**24,)
         return taken
@@ -175,9 +149,7 @@ def memory_of_children() -> list[tuple[int, str]]:
 
 
 def test_children_take_memory_for_living_gradients_alone(pool):
-    with pool.spawn_ranks(memory_of_children, world=2) as ranks:
-        for rank in ranks:
-            (code, with_gradients), (code_after, without) = rank.result()
-            assert code == code_after == 0
-            assert 16 * 2**20 <= int(with_gradients) < 20 * 2**20
-            assert int(without) < 4 * 2**20
+    for ((code, with_gradients), (code_after, without)), _ in ended(pool, memory_of_children):
+        assert code == code_after == 0
+        assert 16 * 2**20 <= int(with_gradients) < 20 * 2**20
+        assert int(without) < 4 * 2**20

@@ -4,31 +4,26 @@ import os
 import resource
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from faults import WITHIN, Outcome, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
+from faults import (
+    WITHIN,
+    Outcome,
+    check_killed,
+    my_rank,
+    needs_hooks,
+    set_fault,
+    suffer,
+    wait_for_file,
+    wait_for_waiting,
+)
 
 import syncengine
 
 POINTS = ["opened", "staged", "reducing", "reduced", "pulled", "finished"]
-EXIT_CODES = {"kill": -signal.SIGKILL, "segv": -signal.SIGSEGV, "exit": 3}
-
-
-def ordinary():
-    tensor = torch.ones(400_000)
-    return lambda: syncengine.all_reduce(tensor)
-
-
-def arena():
-    tensor = syncengine.empty(1_500_000).fill_(1.0)
-    return lambda: syncengine.all_reduce(tensor)
-
-
-def small():
-    tensor = torch.ones(8)
-    return lambda: syncengine.all_reduce(tensor)
 
 
 def asynchronous():
@@ -43,28 +38,29 @@ def asynchronous():
     return call
 
 
-def broadcast():
-    tensor = syncengine.empty(300_000).fill_(1.0)
-    return lambda: syncengine.broadcast(tensor, 0)
-
-
 def all_gather():
     part = torch.ones(100_000)
     whole = torch.empty(100_000 * syncengine.world_size())
-    return lambda: syncengine.all_gather(whole, part)
+    return partial(syncengine.all_gather, whole, part)
 
 
 def reduce_scatter():
     part = syncengine.empty(100_000)
     whole = syncengine.empty(100_000 * syncengine.world_size()).fill_(1.0)
-    return lambda: syncengine.reduce_scatter(part, whole)
+    return partial(syncengine.reduce_scatter, part, whole)
 
 
-def barrier():
-    return syncengine.barrier
-
-
-CALLS = {f.__name__: f for f in (ordinary, arena, small, asynchronous, broadcast, all_gather, reduce_scatter, barrier)}
+# Each prepares its tensors, and returns a call without arguments.
+CALLS = {
+    "ordinary": lambda: partial(syncengine.all_reduce, torch.ones(400_000)),
+    "arena": lambda: partial(syncengine.all_reduce, syncengine.empty(1_500_000).fill_(1.0)),
+    "small": lambda: partial(syncengine.all_reduce, torch.ones(8)),
+    "asynchronous": asynchronous,
+    "broadcast": lambda: partial(syncengine.broadcast, syncengine.empty(300_000).fill_(1.0), 0),
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "barrier": lambda: syncengine.barrier,
+}
 REDUCING = ("ordinary", "arena", "small", "asynchronous", "reduce_scatter")
 
 
@@ -80,19 +76,6 @@ def call_again_and_again(victim, fault, name) -> Outcome:
     return suffer(body, timeout=30.0)
 
 
-def check(ranks, victim, action):
-    """Every rank but `victim` has raised PeerLost naming it, in time, and has nothing left."""
-    assert ranks[victim].exit_code() == EXIT_CODES[action], ranks[victim].output()
-    for number, rank in enumerate(ranks):
-        if number == victim:
-            continue
-        outcome = rank.result()
-        assert outcome.error == "PeerLost", outcome
-        assert f"rank {victim} died" in outcome.text
-        assert outcome.seconds < WITHIN, outcome
-        assert outcome.left == []
-
-
 CASES = [(name, point) for name in CALLS for point in POINTS if point != "reducing" or name in REDUCING]
 
 
@@ -100,9 +83,9 @@ CASES = [(name, point) for name in CALLS for point in POINTS if point != "reduci
 @pytest.mark.parametrize(("name", "point"), CASES)
 def test_killed_in_a_collective(pool, name, point):
     number = POINTS.index(point)
-    victim, action = number % 3, "segv" if number % 2 else "kill"
+    victim, (action, code) = number % 3, [("kill", -signal.SIGKILL), ("segv", -signal.SIGSEGV)][number % 2]
     with pool.spawn_ranks(call_again_and_again, victim, f"{point}:3:{action}", name, world=3, settings=None) as ranks:
-        check(ranks, victim, action)
+        check_killed(ranks, victim, code)
 
 
 @needs_hooks
@@ -111,24 +94,24 @@ def test_killed_in_a_collective(pool, name, point):
 def test_killed_among_few_and_many(pool, world, victim, name, point):
     fault = f"{point}:2:kill"
     with pool.spawn_ranks(call_again_and_again, victim, fault, name, world=world, settings=None) as ranks:
-        check(ranks, victim, "kill")
+        check_killed(ranks, victim)
 
 
 @needs_hooks
 def test_os_exit_in_a_collective(pool):
     with pool.spawn_ranks(call_again_and_again, 1, "reducing:2:exit", "arena", world=3, settings=None) as ranks:
-        check(ranks, 1, "exit")
+        check_killed(ranks, 1, code=3)
+
+
+def meet(step):
+    """Who had the dead rank's memory already believes in a communicator until it uses it."""
+    step()
+    syncengine.barrier()
 
 
 def init_only(victim, fault) -> Outcome:
     set_fault(victim, fault)
-
-    def body(step):
-        # Who had the dead rank's memory already believes in a communicator until it uses it.
-        step()
-        syncengine.barrier()
-
-    return suffer(body, timeout=20.0)
+    return suffer(meet, timeout=20.0)
 
 
 @needs_hooks
@@ -139,7 +122,7 @@ def test_killed_while_connecting(pool, world, point):
         pytest.skip("there is nobody else to hand the memory to")
     victim = world - 1
     with pool.spawn_ranks(init_only, victim, f"{point}:kill", world=world, settings=None) as ranks:
-        check(ranks, victim, "kill")
+        check_killed(ranks, victim)
 
 
 def out_of_address_space(victim) -> Outcome:
@@ -149,12 +132,7 @@ def out_of_address_space(victim) -> Outcome:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * resource.getpagesize() + arena_bytes * 3 // 2
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-
-    def body(step):
-        step()
-        syncengine.barrier()
-
-    return suffer(body, timeout=20.0, arena_bytes=arena_bytes)
+    return suffer(meet, timeout=20.0, arena_bytes=arena_bytes)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -163,12 +141,10 @@ def test_a_rank_that_can_not_map_the_others_memory(pool, world):
     with pool.spawn_ranks(out_of_address_space, victim, world=world, settings=None) as ranks:
         outcomes = [rank.result() for rank in ranks]
     mine = outcomes.pop(victim)
-    assert (mine.error, mine.left) == ("InvalidUsage", [])
-    assert "can't map 4294967296 bytes of shared memory" in mine.text and "SYNCENGINE_ARENA_BYTES" in mine.text
+    mine.check("InvalidUsage", "can't map 4294967296 bytes of shared memory", "SYNCENGINE_ARENA_BYTES")
     for outcome in outcomes:
-        assert (outcome.error, outcome.left) == ("Aborted", [])
+        outcome.check("Aborted", soon=True)
         assert outcome.text == f"rank {victim} failed in init: InvalidUsage: {mine.text}"
-        assert outcome.seconds < WITHIN
 
 
 def two_die(victims, fault) -> Outcome:
@@ -182,9 +158,8 @@ def test_two_killed_at_once(pool):
     with pool.spawn_ranks(two_die, (1, 3), "reduced:5:kill", world=4, settings=None) as ranks:
         for survivor in (ranks[0], ranks[2]):
             outcome = survivor.result()
-            assert outcome.error == "PeerLost"
+            outcome.check("PeerLost")
             assert "rank 1 died" in outcome.text or "rank 3 died" in outcome.text
-            assert outcome.left == []
 
 
 def wait_for_the_dead(come) -> Outcome:
@@ -203,16 +178,12 @@ def test_killed_while_computing(pool, tmp_path):
     """Measured from the kill on: the others sleep in the kernel by then."""
     come = tmp_path / "come"
     with pool.spawn_ranks(wait_for_the_dead, str(come), world=3, settings=None) as ranks:
-        for number, rank in enumerate(ranks):
-            wait_for_file(f"{come}.{number}")
-            wait_until("S", rank.pid)
+        wait_for_waiting(ranks, come, 0, 1, 2)
         killed_at = time.monotonic()
         ranks[1].signal(signal.SIGKILL)
         for survivor in (ranks[0], ranks[2]):
             outcome = survivor.result()
-            assert (outcome.error, outcome.left) == ("PeerLost", [])
-            assert "rank 1 died while rank" in outcome.text
-            assert "all_reduce(sum, float32, 8 elements)" in outcome.text
+            outcome.check("PeerLost", "rank 1 died while rank", "all_reduce(sum, float32, 8 elements)")
             assert 0 < outcome.at - killed_at < WITHIN
 
 

@@ -5,7 +5,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import WITHIN, Outcome, interrupt, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
+from faults import (
+    Outcome,
+    check_killed,
+    come_last,
+    interrupt,
+    my_rank,
+    needs_hooks,
+    others,
+    set_fault,
+    suffer,
+    wait_for_file,
+    wait_for_waiting,
+)
 from faults_model import Model, model_and_step
 from pool import run_on_ranks
 from torch import nn
@@ -52,44 +64,25 @@ def die_in_training(victim, fault) -> Outcome:
     return suffer(body, timeout=30.0)
 
 
-def check_killed(ranks, victim):
-    assert ranks[victim].exit_code() == -signal.SIGKILL, ranks[victim].output()
-    for number, rank in enumerate(ranks):
-        if number == victim:
-            continue
-        outcome = rank.result()
-        assert outcome.error == "PeerLost", outcome
-        assert f"rank {victim} died" in outcome.text
-        assert outcome.seconds < WITHIN
-        assert outcome.left == []
-
-
 @needs_hooks
-@pytest.mark.parametrize("point", BUCKET_POINTS)
-@pytest.mark.parametrize(("world", "victim"), [(2, 0), (3, 1)])
+@pytest.mark.parametrize(
+    ("world", "victim", "point"),
+    [(2, 0, point) for point in BUCKET_POINTS]
+    + [(3, 1, point) for point in BUCKET_POINTS]
+    + [(3, 0, "scheduled"), (8, 4, "reducing")],
+)
 def test_killed_in_backward(pool, world, victim, point):
     # Past the broadcasts of construction, in the middle of the second step.
-    number = 8 if point == "announced" else 40
+    number = 8 if point in ("announced", "scheduled") else 40
     with pool.spawn_ranks(die_in_training, victim, f"{point}:{number}:kill", world=world, settings=None) as ranks:
         check_killed(ranks, victim)
 
 
-@needs_hooks
-def test_killed_while_scheduling(pool):
-    with pool.spawn_ranks(die_in_training, 0, "scheduled:8:kill", world=3, settings=None) as ranks:
-        check_killed(ranks, 0)
-
-
-@needs_hooks
-def test_killed_in_backward_of_eight(pool):
-    with pool.spawn_ranks(die_in_training, 4, "reducing:40:kill", world=8, settings=None) as ranks:
-        check_killed(ranks, 4)
+def boom():
+    raise ValueError("boom")
 
 
 def raise_in(where) -> Outcome:
-    def boom():
-        raise ValueError("boom")
-
     def body(step):
         model, train = model_and_step()
         train()
@@ -117,15 +110,11 @@ def test_raising_in_the_model(pool, world, where, text):
     assert (outcomes[1].value, outcomes[1].left) == ("boom", [])
     for number, outcome in enumerate(outcomes):
         if number != 1:
-            assert (outcome.error, outcome.left) == ("Aborted", []), outcome
+            outcome.check("Aborted", soon=True)
             assert outcome.text == text
-            assert outcome.seconds < WITHIN
 
 
 def raise_in_split() -> Outcome:
-    def boom():
-        raise ValueError("boom")
-
     def body(step):
         world = syncengine.default_communicator()
         group = world.split([0] if my_rank() == 0 else [1, 2])
@@ -176,27 +165,20 @@ def stop_in_training(fault, woken) -> Outcome:
 def test_stopped_in_backward_and_woken(pool, tmp_path, world):
     woken = tmp_path / "woken"
     with pool.spawn_ranks(stop_in_training, "reducing:40:stop", str(woken), world=world, settings=None) as ranks:
-        others = [number for number in range(world) if number != 1]
-        for number in others:
+        for number in range(0, world, 2):
             wait_for_file(f"{woken}.{number}")
         ranks[1].signal(signal.SIGCONT)
-        late = ranks[1].result()
-        assert (late.error, late.left) == ("Timeout", []), late
+        ranks[1].result().check("Timeout")
         woken.touch()
-        for number in others:
-            outcome = ranks[number].result()
-            assert (outcome.error, outcome.left) == ("Timeout", []), outcome
-            assert "waits for rank 1 since" in outcome.text
-            assert "bucket" in outcome.text and "layers." in outcome.text
+        for rank in others(ranks, 1):
+            rank.result().check("Timeout", "waits for rank 1 since", "bucket", "layers.")
 
 
 def interrupt_in_backward(come) -> Outcome:
     def body(step):
         _, train = model_and_step()
         train()
-        if my_rank() == 1:
-            wait_for_file(come)
-        Path(f"{come}.{my_rank()}").touch()
+        come_last(come)
         step()
         train()
 
@@ -206,15 +188,11 @@ def interrupt_in_backward(come) -> Outcome:
 def test_ctrl_c_at_backwards_end(pool, tmp_path):
     come = tmp_path / "come"
     with pool.spawn_ranks(interrupt_in_backward, str(come), world=3, settings=None) as ranks:
-        for waiting in (0, 2):
-            wait_for_file(f"{come}.{waiting}")
-            wait_until("S", ranks[waiting].pid)
+        wait_for_waiting(ranks, come, 0, 2)
         interrupt(ranks[0])
         come.touch()
         for peer in ranks[1:]:
-            told = peer.result()
-            assert (told.error, told.left) == ("Aborted", []), told
-            assert "rank 0 was interrupted (Ctrl-C)" in told.text
+            peer.result().check("Aborted", "rank 0 was interrupted (Ctrl-C)")
 
 
 @pytest.mark.parametrize("world", [2, 3, 8])
@@ -230,9 +208,7 @@ def test_collective_where_others_run_backward(world):
             train()
 
     outcome = suffer(body, timeout=30.0)
-    assert (outcome.error, outcome.left) == ("Mismatch", []), outcome
-    assert f"rank {world - 1}" in outcome.text
-    assert outcome.seconds < WITHIN
+    outcome.check("Mismatch", f"rank {world - 1}", soon=True)
     assert "all_reduce(sum, float32, 100 elements)" in outcome.text or "its collective call number" in outcome.text
 
 
@@ -250,11 +226,9 @@ def one_step_less(world) -> Outcome:
 @pytest.mark.parametrize("world", [2, 3])
 def test_training_ends_early_on_one_rank(pool, world):
     *waiting, left = pool.run(one_step_less, world, world=world, settings=None)
-    assert (left.error, left.left) == ("", [])
+    left.check()
     for outcome in waiting:
-        assert (outcome.error, outcome.left) == ("PeerLost", [])
-        assert f"rank {world - 1} has left" in outcome.text
-        assert outcome.seconds < WITHIN
+        outcome.check("PeerLost", f"rank {world - 1} has left", soon=True)
 
 
 @run_on_ranks(world=2, settings=None)
@@ -263,6 +237,4 @@ def test_models_that_differ():
         step()
         syncengine.Parallel(nn.Linear(4, 4 + my_rank()))
 
-    outcome = suffer(body, timeout=30.0)
-    assert (outcome.error, outcome.left) == ("Mismatch", [])
-    assert "weight" in outcome.text and outcome.seconds < WITHIN
+    suffer(body, timeout=30.0).check("Mismatch", "weight", soon=True)

@@ -7,18 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from faults import WITHIN, Outcome, interrupt, my_rank, needs_hooks, set_fault, suffer, wait_for_file, wait_until
+from faults import (
+    WITHIN,
+    Outcome,
+    come_last,
+    interrupt,
+    my_rank,
+    needs_hooks,
+    set_fault,
+    suffer,
+    wait_for_file,
+    wait_for_waiting,
+    wait_until,
+)
 
 import syncengine
 
-
-def big_arena_tensor():
-    return syncengine.empty(3_000_000).fill_(1.0)
-
-
 WAITS = {
     "all_reduce": lambda: syncengine.all_reduce(torch.ones(8)),
-    "all_reduce in place": lambda: syncengine.all_reduce(big_arena_tensor()),
+    "all_reduce in place": lambda: syncengine.all_reduce(syncengine.empty(3_000_000).fill_(1.0)),
     "barrier": syncengine.barrier,
     "Work.wait": lambda: syncengine.all_reduce(torch.ones(8), async_op=True).wait(),
     "Work.wait with timeout": lambda: syncengine.all_reduce(torch.ones(8), async_op=True).wait(timeout=25.0),
@@ -31,9 +38,7 @@ def wait_in(kind, come) -> Outcome:
 
     def body(step):
         syncengine.barrier()
-        if my_rank() == 1:
-            wait_for_file(come)
-        Path(f"{come}.{my_rank()}").touch()
+        come_last(come)
         step()
         WAITS[kind]()
 
@@ -42,40 +47,27 @@ def wait_in(kind, come) -> Outcome:
 
 @pytest.mark.parametrize("kind", WAITS)
 def test_ctrl_c_ends_the_wait(pool, tmp_path, kind):
-    come = tmp_path / "come"
-    with pool.spawn_ranks(wait_in, kind, str(come), world=3, settings=None) as ranks:
-        for waiting in (0, 2):
-            wait_for_file(f"{come}.{waiting}")
-            wait_until("S", ranks[waiting].pid)
+    interrupt_rank_0(pool, tmp_path / "come", "rank 0 was interrupted (Ctrl-C)", wait_in, kind)
+
+
+def interrupt_rank_0(pool, come, told, function, *arguments):
+    with pool.spawn_ranks(function, *arguments, str(come), world=3, settings=None) as ranks:
+        wait_for_waiting(ranks, come, 0, 2)
         interrupted_at = interrupt(ranks[0])
         waiting = ranks[2].result()
         assert waiting.at - interrupted_at < WITHIN
         come.touch()
-        for told in (waiting, ranks[1].result()):
-            assert (told.error, told.left) == ("Aborted", []), told
-            assert "rank 0 was interrupted (Ctrl-C)" in told.text
+        for outcome in (waiting, ranks[1].result()):
+            outcome.check("Aborted", told)
 
 
 def init_later(come) -> Outcome:
-    if my_rank() == 1:
-        wait_for_file(come)
-    Path(f"{come}.{my_rank()}").touch()
+    come_last(come)
     return suffer(lambda step: syncengine.barrier(), timeout=30.0)
 
 
 def test_ctrl_c_ends_init(pool, tmp_path):
-    come = tmp_path / "come"
-    with pool.spawn_ranks(init_later, str(come), world=3, settings=None) as ranks:
-        for waiting in (0, 2):
-            wait_for_file(f"{come}.{waiting}")
-            wait_until("S", ranks[waiting].pid)
-        interrupted_at = interrupt(ranks[0])
-        waiting = ranks[2].result()
-        assert waiting.at - interrupted_at < WITHIN
-        come.touch()
-        for told in (waiting, ranks[1].result()):
-            assert (told.error, told.left) == ("Aborted", []), told
-            assert "rank 0 failed in init: KeyboardInterrupt" in told.text
+    interrupt_rank_0(pool, tmp_path / "come", "rank 0 failed in init: KeyboardInterrupt", init_later)
 
 
 def init_and_meet(fault, connected) -> Outcome:
@@ -88,43 +80,34 @@ def init_and_meet(fault, connected) -> Outcome:
     return suffer(body, timeout=30.0)
 
 
-def rest(ranks) -> None:
-    """Until they have come as far as they can."""
-    for rank in ranks:
-        wait_until("S", rank.pid)
-    time.sleep(0.3)
-
-
 @contextlib.contextmanager
-def connected_to_one(pool, tmp_path, function):
-    """Rank 2 stops when it has handed its memory to one of the others, who then waits in a barrier."""
+def stopped_at(point, pool, tmp_path, function):
+    """Rank 2 stops there: at "handed:1" when one of the others has its memory, who then waits in a barrier.
+
+    Gives the ranks, who of the others is not connected, perhaps, and who is.
+    """
     with contextlib.ExitStack() as stack:
         for attempt in range(5):
             connected = tmp_path / f"connected{attempt}"
-            spawned = pool.spawn_ranks(function, "handed:1:stop", str(connected), world=3, settings=None)
+            spawned = pool.spawn_ranks(function, f"{point}:stop", str(connected), world=3, settings=None)
             ranks = stack.enter_context(spawned)
             wait_until("T", ranks[2].pid)
+            if point == "listening:1":
+                break
             with contextlib.suppress(TimeoutError):  # rank 2 was to prove first who it is, so nobody is connected
                 wait_for_file(f"{connected}.0", f"{connected}.1", timeout=5.0)
                 break
-        rest(ranks[:2])
-        yield ranks, connected
+        for rank in ranks[:2]:  # until they have come as far as they can
+            wait_until("S", rank.pid)
+        time.sleep(0.3)
+        later = 0 if Path(f"{connected}.0").exists() else 1
+        yield ranks, 1 - later, later
 
 
 @needs_hooks
 @pytest.mark.parametrize("point", ["listening:1", "handed:1"])
 def test_ctrl_c_while_connecting(pool, tmp_path, point):
-    with contextlib.ExitStack() as stack:
-        if point == "handed:1":
-            ranks, connected = stack.enter_context(connected_to_one(pool, tmp_path, init_and_meet))
-        else:
-            connected = tmp_path / "connected"
-            spawned = pool.spawn_ranks(init_and_meet, f"{point}:stop", str(connected), world=3, settings=None)
-            ranks = stack.enter_context(spawned)
-            wait_until("T", ranks[2].pid)
-            rest(ranks[:2])
-        later = 0 if Path(f"{connected}.0").exists() else 1
-        first = 1 - later
+    with stopped_at(point, pool, tmp_path, init_and_meet) as (ranks, first, later):
         interrupted_at = interrupt(ranks[first])
         told = ranks[later].result()
         assert told.at - interrupted_at < WITHIN
@@ -155,8 +138,7 @@ def test_ctrl_c_in_a_long_transfer(pool, tmp_path):
         wait_for_file(f"{come}.0")
         time.sleep(0.5)
         interrupt(ranks[0])
-        told = ranks[1].result()
-        assert (told.error, told.left) == ("Aborted", [])
+        ranks[1].result().check("Aborted")
 
 
 def shut_down_in_handler(come) -> Outcome:
@@ -170,9 +152,7 @@ def shut_down_in_handler(come) -> Outcome:
         if my_rank() == 0:
             signal.signal(signal.SIGTERM, leave)
         syncengine.barrier()
-        if my_rank() == 1:
-            wait_for_file(come)
-        Path(f"{come}.{my_rank()}").touch()
+        come_last(come)
         step()
         try:
             syncengine.barrier()  # rank 0 has done its part of this one when it leaves
@@ -186,32 +166,29 @@ def shut_down_in_handler(come) -> Outcome:
 def test_a_handler_may_shut_down_and_exit(pool, tmp_path):
     come = tmp_path / "come"
     with pool.spawn_ranks(shut_down_in_handler, str(come), world=3, settings=None) as ranks:
-        wait_for_file(f"{come}.0")
-        wait_until("S", ranks[0].pid)
+        wait_for_waiting(ranks, come, 0)
         ranks[0].signal(signal.SIGTERM)
         outcome = ranks[0].result()
         assert (outcome.value, outcome.left) == ("left", [])
         come.touch()
         for told in (ranks[1].result(), ranks[2].result()):
-            assert (told.error, told.left) == ("PeerLost", []), told
-            assert "rank 0 has left" in told.text
+            told.check("PeerLost", "rank 0 has left")
 
 
 class Preempted(Exception):
     """What a handler may raise."""
 
 
-def raise_in_handler(kind, come) -> Outcome:
-    def raise_preempted(*_):
-        raise Preempted("two minutes left")
+def raise_preempted(*_):
+    raise Preempted("two minutes left")
 
+
+def raise_in_handler(kind, come) -> Outcome:
     def body(step):
         signal.signal(signal.SIGTERM, raise_preempted)
         model = syncengine.Parallel(torch.nn.Linear(2, 2))
         syncengine.barrier()
-        if my_rank() == 1:
-            wait_for_file(come)
-        Path(f"{come}.{my_rank()}").touch()
+        come_last(come)
         step()
         try:
             if kind == "backward":
@@ -228,22 +205,17 @@ def raise_in_handler(kind, come) -> Outcome:
 def test_what_a_handler_raises_is_told(pool, tmp_path, kind):
     come = tmp_path / "come"
     with pool.spawn_ranks(raise_in_handler, kind, str(come), world=3, settings=None) as ranks:
-        for waiting in (0, 2):
-            wait_for_file(f"{come}.{waiting}")
-            wait_until("S", ranks[waiting].pid)
+        wait_for_waiting(ranks, come, 0, 2)
         ranks[0].signal(signal.SIGTERM)
         outcome = ranks[0].result()
         assert (outcome.value, outcome.left) == ("two minutes left", [])
         come.touch()
         for told in (ranks[1].result(), ranks[2].result()):
-            assert (told.error, told.left) == ("Aborted", []), told
+            told.check("Aborted")
             assert told.text == "rank 0 failed in a collective: test_faults_signals.Preempted: two minutes left"
 
 
 def raise_while_connecting(fault, connected) -> Outcome:
-    def raise_preempted(*_):
-        raise Preempted("two minutes left")
-
     signal.signal(signal.SIGTERM, raise_preempted)
     try:
         return init_and_meet(fault, connected)
@@ -253,9 +225,7 @@ def raise_while_connecting(fault, connected) -> Outcome:
 
 @needs_hooks
 def test_what_a_handler_raises_while_connecting_is_told(pool, tmp_path):
-    with connected_to_one(pool, tmp_path, raise_while_connecting) as (ranks, connected):
-        later = 0 if Path(f"{connected}.0").exists() else 1
-        first = 1 - later
+    with stopped_at("handed:1", pool, tmp_path, raise_while_connecting) as (ranks, first, later):
         ranks[first].signal(signal.SIGTERM)
         assert ranks[first].result().text == "two minutes left"
         told = ranks[later].result()

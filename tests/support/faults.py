@@ -9,13 +9,13 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pool import Rank
+from pool import Rank, RankPool
 
 import syncengine
 from syncengine import _C
@@ -40,6 +40,17 @@ def set_fault(rank: int, fault: str) -> None:
 def my_rank() -> int:
     """This process's rank, known before init()."""
     return int(os.environ["RANK"])
+
+
+def live_on(hosts: str) -> int:
+    """This rank's host, before init(): its letter. Returns the number of ranks."""
+    os.environ["SYNCENGINE_HOST_ID"] = hosts[my_rank()]
+    return len(hosts)
+
+
+def memory_of_this_process(kind: str) -> int:
+    """Bytes, as /proc/self/smaps_rollup counts them."""
+    return 1024 * int(re.findall(rf"^{kind}:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)[0])
 
 
 @dataclass
@@ -84,6 +95,31 @@ class Outcome:
     left: list[str] = field(default_factory=list)  # descriptors, mappings, threads, after shutdown()
     value: Any = None
 
+    def check(self, error: str = "", *words: str, soon: bool = False) -> None:
+        """It ended by this kind of error, or by none, and nothing is left."""
+        assert (self.error, self.left) == (error, []), self
+        assert all(part in self.text for part in words), self
+        assert not soon or self.seconds < WITHIN, self
+
+
+def others(ranks: Sequence[Rank], *but: int) -> list[Rank]:
+    return [rank for number, rank in enumerate(ranks) if number not in but]
+
+
+def check_killed(ranks: Sequence[Rank], victim: int, code: int = -signal.SIGKILL) -> None:
+    """Every rank but `victim` has raised PeerLost naming it, in time, and has nothing left."""
+    assert ranks[victim].exit_code() == code, ranks[victim].output()
+    for rank in others(ranks, victim):
+        rank.result().check("PeerLost", f"rank {victim} died", soon=True)
+
+
+def ended(pool: RankPool, function: Callable[..., Any], *args: Any, **options: Any) -> list[tuple[Any, str]]:
+    """What new processes return that call it, and what they write until they have ended without an error."""
+    with pool.spawn_ranks(function, *args, **options) as ranks:
+        results = [rank.result() for rank in ranks]
+        assert [rank.exit_code() for rank in ranks] == [0] * len(ranks), [rank.output() for rank in ranks]
+        return [(result, rank.output()) for result, rank in zip(results, ranks, strict=True)]
+
 
 def suffer(body: Callable[[Callable[[], None]], Any], **settings: Any) -> Outcome:
     """Runs init(**settings) and `body(step)`, and tells how it ended; then shuts down.
@@ -127,6 +163,20 @@ def seconds_after(words: str, text: str) -> float:
     found = re.search(rf"{words} (\d+\.\d) s", text)
     assert found, text
     return float(found[1])
+
+
+def come_last(come: str) -> None:
+    """On rank 1: when the test has made the file `come`. Each rank tells the test that it has come."""
+    if my_rank() == 1:
+        wait_for_file(come)
+    Path(f"{come}.{my_rank()}").touch()
+
+
+def wait_for_waiting(ranks: Sequence[Rank], come: Path, *numbers: int) -> None:
+    """Blocks until these ranks have come and sleep, as they do when they wait for a peer."""
+    for number in numbers:
+        wait_for_file(f"{come}.{number}")
+        wait_until("S", ranks[number].pid)
 
 
 def wait_for_failure() -> None:
