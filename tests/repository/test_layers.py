@@ -8,7 +8,7 @@ import pytest
 from repository import ROOT
 
 # Bottom first. A file may include its own layer and those before it.
-LAYERS = [
+LAYERS = (
     "base",
     "kernels",
     "transport",
@@ -20,7 +20,7 @@ LAYERS = [
     "reducer",
     "c10d",
     "bindings",
-]
+)
 # The same among the folders of a layer; "" are the files beside them.
 SUBLAYERS = {
     "transport": ["", "shm", "matching", "packets", "tcp"],
@@ -31,116 +31,29 @@ SUBLAYERS = {
 WITH_TORCH = {"streams", "reducer", "c10d", "bindings"}
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11|Python\.h)\b")
 
-# Modules of the package, bottom first; a folder counts as one.
-MODULES = [
-    "_extension",
-    "errors",
-    "_C",
-    "config",
-    "launch",
-    "interhost",
-    "process_end",
-    "stragglers",
-    "tracing",
-    "connect",
-    "groups",
-    "torch_group",
-    "owner",
-    "communicator",
-    "collectives",
-    "torch_backend",
-    "hooks",
-    "parallel",
-    "sharded",
-    "_joining",
-    "_elastic",
-    "bench",
-    "report",
-    "doctor",
-    "patch",
-    "__init__",
-    "__main__",
-    "horovod",
-    "accelerate",
-    "_lightning",
-    "lightning",
-    "pytorch_lightning",
-    "torchft",
-]
-PARALLEL_MODULES = [
-    "refusal",
-    "compiled",
-    "outputs",
-    "devices",
-    "groups",
-    "buckets",
-    "replication",
-    "broadcast",
-    "model",
-    "audit",
-    "buffers",
-    "rounds",
-    "watchers",
-    "newcomers",
-    "planning",
-    "reducer",
-    "summary",
-    "optimizers",
-    "sync_batch_norm",
-    "uneven",
-    "steps",
-    "join",
-    "mixed_precision",
-    "tools",
-    "micro_batches",
-    "logging",
-    "wrapper",
-    "__init__",
-]
-HOROVOD_MODULES = [
-    "reductions",
-    "requests",
-    "streams",
-    "handles",
-    "calls",
-    "process_sets",
-    "timeline",
-    "process",
-    "collective",
-    "allreduce",
-    "gather",
-    "broadcast",
-    "scatter",
-    "sync_batch_norm",
-    "gradient_stream",
-    "gradients",
-    "parameters",
-    "optimizer",
-    "objects",
-    "join",
-    "elastic",
-    "__init__",
-    "functions",
-    "mpi_ops",
-]
-SHARDED_MODULES = [
-    "agreement",
-    "kinds",
-    "memory",
-    "weights",
-    "movable",
-    "shard",
-    "state",
-    "claims",
-    "block",
-    "update",
-    "sharing",
-    "writing",
-    "joining",
-    "optimizer",
-    "__init__",
-]
-LAUNCH_MODULES = ["variables", "slurm", "arrivals", "store", "mpi", "environment", "local", "__init__"]
+# Modules of the packages, bottom first; a folder counts as one.
+MODULES = {
+    "syncengine": (
+        "_extension errors _C config launch interhost process_end stragglers tracing connect groups torch_group "
+        "owner communicator collectives torch_backend hooks parallel sharded _joining _elastic bench report doctor "
+        "patch __init__ __main__ horovod accelerate _lightning lightning pytorch_lightning torchft"
+    ),
+    "syncengine.launch": "variables slurm arrivals store mpi environment local __init__",
+    "syncengine.parallel": (
+        "refusal compiled outputs devices groups buckets replication broadcast model audit buffers rounds watchers "
+        "newcomers planning reducer summary optimizers sync_batch_norm uneven steps join mixed_precision tools "
+        "micro_batches logging wrapper __init__"
+    ),
+    "syncengine.horovod": (
+        "reductions requests streams handles calls process_sets timeline process collective allreduce gather "
+        "broadcast scatter sync_batch_norm gradient_stream gradients parameters optimizer objects join elastic "
+        "__init__ functions mpi_ops"
+    ),
+    "syncengine.sharded": (
+        "agreement kinds memory weights movable shard state claims block update sharing writing joining optimizer "
+        "__init__"
+    ),
+}
 
 SOURCES = sorted(path for kind in ("*.h", "*.cpp", "*.cu") for path in (ROOT / "csrc").rglob(kind))
 
@@ -226,9 +139,10 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-def python_violations(folder: Path, package: str, order: list[str]) -> list[str]:
-    """Imports inside `package` that do not point to an earlier module of `order`."""
-    wrong = []
+@pytest.mark.parametrize("package", MODULES)
+def test_imports_point_downwards(package):
+    """Those inside a package: to an earlier module."""
+    folder, order, wrong = ROOT.joinpath(*package.split(".")), MODULES[package].split(), []
     for path in sorted(folder.rglob("*.py")):
         module = path.relative_to(folder).with_suffix("").parts[0]
         assert module in order, f"{path}: give this module its place in the order above"
@@ -236,12 +150,4 @@ def python_violations(folder: Path, package: str, order: list[str]) -> list[str]
             target = name.removeprefix(f"{package}.").split(".")[0]
             if name.startswith(f"{package}.") and target in order and order.index(target) > order.index(module):
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}")
-    return wrong
-
-
-def test_imports_point_downwards():
-    assert python_violations(ROOT / "syncengine", "syncengine", MODULES) == []
-    assert python_violations(ROOT / "syncengine" / "launch", "syncengine.launch", LAUNCH_MODULES) == []
-    assert python_violations(ROOT / "syncengine" / "parallel", "syncengine.parallel", PARALLEL_MODULES) == []
-    assert python_violations(ROOT / "syncengine" / "horovod", "syncengine.horovod", HOROVOD_MODULES) == []
-    assert python_violations(ROOT / "syncengine" / "sharded", "syncengine.sharded", SHARDED_MODULES) == []
+    assert wrong == []
