@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from doctor_facts import MIB, broken, facts, on
+from doctor_facts import MIB, broken, facts, on, said
 from repository import ROOT
 
 import syncengine
@@ -55,13 +55,8 @@ def raised(kind: str, error: str) -> dict[str, str]:
             set(),
             True,
             [
-                Finding(
-                    "wrong results",
-                    FATAL,
-                    [1],
-                    "rank 1 got wrong elements: 3 of all_gather, 1 of broadcast",
-                    "test this host's memory and network; on healthy ones it is a bug of syncengine: report it",
-                )
+                "fatal, wrong results of [1]: rank 1 got wrong elements: 3 of all_gather, 1 of broadcast -> test this "
+                "host's memory and network; on healthy ones it is a bug of syncengine: report it"
             ],
         ),
         (
@@ -69,8 +64,8 @@ def raised(kind: str, error: str) -> dict[str, str]:
             {2},
             False,
             [
-                Finding("self-test", FATAL, [0, 1], "ranks 0, 1: PeerLost: rank 2 died", PEER),
-                Finding("self-test", FATAL, [2], "rank 2 did not come back from the self-test", PEER),
+                f"fatal, self-test of [0, 1]: ranks 0, 1: PeerLost: rank 2 died -> {PEER}",
+                f"fatal, self-test of [2]: rank 2 did not come back from the self-test -> {PEER}",
             ],
         ),
         (
@@ -78,28 +73,23 @@ def raised(kind: str, error: str) -> dict[str, str]:
             set(),
             False,
             [
-                Finding("self-test", FATAL, [0], "rank 0: Timeout: too late: x", "see what those ranks are doing"),
-                Finding("self-test", FATAL, [1], "rank 1: Aborted: rank 0 failed: x", "mend what that rank names"),
+                "fatal, self-test of [0]: rank 0: Timeout: too late: x -> see what those ranks are doing",
+                "fatal, self-test of [1]: rank 1: Aborted: rank 0 failed: x -> mend what that rank names",
             ],
         ),
         *[
-            (
-                {0: GOOD, 1: raised(kind, "x: y")},
-                set(),
-                True,
-                [Finding("self-test", FATAL, [1], f"rank 1: {kind}: {what}", remedy)],
-            )
-            for kind, what, remedy in (
-                ("Timeout", "x: y", examination._PORTS),
-                ("PeerLost", "x: y", examination._PORTS),
-                ("Aborted", "x: y", "mend what that rank names"),
-                ("InvalidUsage", "x", "y"),
+            ({0: GOOD, 1: raised(kind, "x: y")}, set(), True, [f"fatal, self-test of [1]: rank 1: {kind}: {what}"])
+            for kind, what in (
+                ("Timeout", f"x: y -> {examination._PORTS}"),
+                ("PeerLost", f"x: y -> {examination._PORTS}"),
+                ("Aborted", "x: y -> mend what that rank names"),
+                ("InvalidUsage", "x -> y"),
             )
         ],
     ],
 )
-def test_failures_of_the_self_test(outcomes: Any, missing: set[int], several_hosts: bool, expected: list[Finding]):
-    assert examination._failures(outcomes, missing, several_hosts) == expected
+def test_failures_of_the_self_test(outcomes: Any, missing: set[int], several_hosts: bool, expected: list[str]):
+    assert list(map(said, examination._failures(outcomes, missing, several_hosts))) == expected
     assert "open all ports between the hosts" in examination._PORTS
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from syncengine.doctor.checks import Finding
+
 MIB = 2**20
 
 
@@ -57,3 +59,7 @@ def broken(rank: int, name: str, error: str, host: str = "a") -> dict[str, Any]:
 
 def on(host: str, rank: int, **changes: Any) -> dict[str, Any]:
     return facts(rank, host=host, **changes)
+
+
+def said(found: Finding) -> str:
+    return f"{found.severity}, {found.name} of {found.ranks}: {found.text} -> {found.remedy}"
