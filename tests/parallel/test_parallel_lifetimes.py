@@ -11,8 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from parallel_models import Branches, Mlp, both, data, different_bits, gradients, of_both, small
+from parallel_models import (
+    Branches,
+    Mlp,
+    assert_averages,
+    assert_common,
+    averages,
+    both,
+    data,
+    different_bits,
+    flat_gradients,
+    gradients,
+    of_both,
+    small,
+)
 from pool import run_on_ranks
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -24,10 +36,6 @@ import syncengine
 from syncengine.errors import InvalidUsage
 
 RATE = 0.1
-
-
-def rank() -> int:
-    return dist.get_rank()
 
 
 def steps_by_hook(module: nn.Module, model: nn.Module) -> None:
@@ -66,22 +74,24 @@ def trained_in_backward(arrange: Callable[..., None] | None, branch: Callable[[i
     return [p.detach().clone() for p in module.parameters()]
 
 
+def train_as_ddp(arrangements: tuple[Callable[..., None], ...], branch: Callable[[int], bool], **options: Any) -> None:
+    expected = trained_in_backward(None, branch, **options)
+    for arrange in arrangements:
+        ours = trained_in_backward(arrange, branch, **options)
+        assert not different_bits(ours, expected), arrange.__name__
+
+
+IN_BACKWARD = (steps_by_hook, steps_fused, steps_applied)
+
+
 @run_on_ranks(gloo=True)
 def test_optimizers_in_backward_step_parameters_that_only_others_have_used():
-    branch = lambda i: rank() == i % 2  # noqa: E731
-    expected = trained_in_backward(None, branch, find_unused_parameters=True)
-    for arrange in (steps_by_hook, steps_fused, steps_applied):
-        ours = trained_in_backward(arrange, branch, find_unused_parameters=True)
-        assert not different_bits(ours, expected), arrange.__name__
+    train_as_ddp(IN_BACKWARD, lambda i: syncengine.rank() == i % 2, find_unused_parameters=True)
 
 
 @run_on_ranks(gloo=True)
 def test_optimizers_in_backward_of_a_static_graph():
-    branch = lambda i: rank() == 0  # noqa: E731
-    expected = trained_in_backward(None, branch, static_graph=True)
-    for arrange in (steps_by_hook, steps_fused, steps_applied):
-        ours = trained_in_backward(arrange, branch, static_graph=True)
-        assert not different_bits(ours, expected), arrange.__name__
+    train_as_ddp(IN_BACKWARD, lambda i: syncengine.rank() == 0, static_graph=True)
 
 
 @run_on_ranks()
@@ -140,34 +150,6 @@ def test_each_of_two_wrappers_takes_the_optimizers_that_are_applied_later():
                 assert parameter.grad is None
 
 
-def averages(module: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
-    """By nothing but autograd and torch's all-reduce."""
-    found = [gradient.clone() for gradient in torch.autograd.grad(loss, list(module.parameters()))]
-    for gradient in found:
-        dist.all_reduce(gradient)
-    return [gradient / dist.get_world_size() for gradient in found]
-
-
-def changed_and_back(change: Callable[[nn.Module], Any]) -> None:
-    torch.manual_seed(0)
-    model = syncengine.Parallel(Mlp())
-    for i in range(3):
-        expected = averages(model.module, model.module(data(i)).square().mean())
-        model.zero_grad()
-        model(data(i)).square().mean().backward()
-        assert not different_bits(gradients(model), expected), i
-        change(model.module)
-        with torch.no_grad():
-            model.module(data(i).to(next(model.parameters()).dtype))
-        model.module.float()
-
-
-@run_on_ranks(gloo=True)
-def test_a_dtype_that_changes_and_comes_back():
-    changed_and_back(lambda module: module.bfloat16())
-    changed_and_back(lambda module: module.double())
-
-
 def frozen_and_back(module: nn.Module) -> None:
     module.requires_grad_(False)
     module.bfloat16().float()
@@ -175,8 +157,17 @@ def frozen_and_back(module: nn.Module) -> None:
 
 
 @run_on_ranks(gloo=True)
-def test_a_dtype_that_changes_while_frozen():
-    changed_and_back(frozen_and_back)
+def test_a_dtype_that_changes_and_comes_back():
+    for change in (nn.Module.bfloat16, nn.Module.double, frozen_and_back):
+        torch.manual_seed(0)
+        model = syncengine.Parallel(Mlp())
+        for i in range(3):
+            plain = model.module(data(i)).square().mean()
+            assert_averages(model, plain, lambda out: out.square().mean(), data(i))
+            change(model.module)
+            with torch.no_grad():
+                model.module(data(i).to(next(model.parameters()).dtype))
+            model.module.float()
 
 
 class Mark:
@@ -269,13 +260,11 @@ def test_a_gradient_of_a_size_from_before_is_an_error():
             syncengine.barrier()
             module.zero_grad()
             model(data()).sum().backward()
-            gradient = module[0].weight.grad.clone()
-            syncengine.all_reduce(gradient, op="avg")
-            assert torch.equal(gradient, module[0].weight.grad), rows
+            assert_common(module)
 
 
 @run_on_ranks()
-def test_the_weight_of_a_dropped_forward_is_dropped():
+def test_the_weight_of_a_forward_that_was_dropped_or_raised_is_dropped():
     module = nn.Linear(2, 1, bias=False)
     model = syncengine.Parallel(module)
     x = torch.full((1, 2), 1.0 + syncengine.rank())
@@ -297,6 +286,10 @@ def test_the_weight_of_a_dropped_forward_is_dropped():
     assert gradient() == 1.5
     del kept
     model.weight(3 if syncengine.rank() == 0 else 1)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(1, 3))
+    assert gradient() == 1.5
+    model.weight(3 if syncengine.rank() == 0 else 1)
     losses = model(x) + model(x)
     module.zero_grad()
     losses.sum().backward()  # one weight for both
@@ -315,18 +308,6 @@ def test_different_weights_in_one_backward_are_an_error():
     syncengine.barrier()
 
 
-@run_on_ranks()
-def test_the_weight_of_an_error_is_dropped():
-    module = nn.Linear(2, 1, bias=False)
-    model = syncengine.Parallel(module)
-    x = torch.full((1, 2), 1.0 + syncengine.rank())
-    model.weight(3 if syncengine.rank() == 0 else 1)
-    with pytest.raises(RuntimeError):
-        model(torch.ones(1, 3))
-    model(x).sum().backward()
-    assert module.weight.grad[0, 0].item() == 1.5
-
-
 @run_on_ranks(gloo=True)
 def test_optimizers_applied_after_forwards_have_run():
     def after_evaluation(module: nn.Module, model: nn.Module) -> None:
@@ -339,35 +320,25 @@ def test_optimizers_applied_after_forwards_have_run():
             model(data(), True)
         steps_applied(module, model)
 
-    branch = lambda i: True  # noqa: E731
-    expected = trained_in_backward(None, branch, find_unused_parameters=True)
-    for arrange in (after_evaluation, after_a_step):
-        ours = trained_in_backward(arrange, branch, find_unused_parameters=True)
-        assert not different_bits(ours, expected), arrange.__name__
+    train_as_ddp((after_evaluation, after_a_step), lambda i: True, find_unused_parameters=True)
+
+
+def listens(module: nn.Module, model: nn.Module) -> None:
+    module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
 @run_on_ranks()
-def test_an_optimizer_applied_between_forward_and_backward_is_an_error():
-    module = nn.Linear(24, 2)
-    model = syncengine.Parallel(module)
-    before = copy.deepcopy(module.state_dict())
-    out = model(data())
-    steps_applied(module, model)
-    with pytest.raises(InvalidUsage, match=r"parameter (weight|bias) of Parallel\(Linear\).*before the forward"):
-        out.sum().backward()
-    syncengine.barrier()
-    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
-
-
-@run_on_ranks()
-def test_a_hook_registered_between_forward_and_backward_is_an_error():
-    module = nn.Linear(24, 2)
-    model = syncengine.Parallel(module)
-    out = model(data())
-    module.weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(InvalidUsage, match=r"parameter weight of Parallel\(Linear\).*before the forward"):
-        out.sum().backward()
-    syncengine.barrier()
+def test_a_hook_or_an_optimizer_that_comes_between_forward_and_backward_is_an_error():
+    for arrange in (listens, steps_applied):
+        module = nn.Linear(24, 2)
+        model = syncengine.Parallel(module)
+        before = copy.deepcopy(module.state_dict())
+        out = model(data())
+        arrange(module, model)
+        with pytest.raises(InvalidUsage, match=r"parameter (weight|bias) of Parallel\(Linear\).*before the forward"):
+            out.sum().backward()
+        syncengine.barrier()
+        assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
 @run_on_ranks(gloo=True)
@@ -417,14 +388,6 @@ def test_hooks_on_the_node_see_this_ranks_gradient():
         for options in ({}, {"static_graph": True}):
             ours, theirs = of_both(partial(seen_at_nodes, late=late, preset=preset), Mlp, **options)
             assert not different_bits(ours, theirs), (late, preset, options)
-
-
-def flat_gradients(module: nn.Module) -> torch.Tensor:
-    """Zeros, of which each parameter's `.grad` is a view."""
-    flat = torch.zeros(sum(p.numel() for p in module.parameters()))
-    for parameter, part in zip(module.parameters(), flat.split([p.numel() for p in module.parameters()]), strict=True):
-        parameter.grad = part.view_as(parameter)
-    return flat
 
 
 def seen_at_nodes(model: nn.Module, late: bool, preset: bool) -> list:

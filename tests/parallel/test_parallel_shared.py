@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from flat import flat
-from parallel_models import both, data, different_bits, gradients
+from parallel_models import assert_averages, averages, both, data, different_bits, flat_gradients, gradients
 from pool import RankPool, run_on_ranks
-from test_parallel_lifetimes import averages, flat_gradients
+from raising_model import InBackward
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import syncengine
@@ -112,9 +111,8 @@ class Passing(nn.Module):
 
 @run_on_ranks(gloo=True)
 def test_an_input_that_is_an_output():
-    def train(wrap: Callable[..., nn.Module], first: str, **options: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        before, model = nn.Linear(24, 24), wrap(Passing(), **options)
+    def step(model: nn.Module, first: str) -> list[torch.Tensor | None]:
+        before = nn.Linear(24, 24)
         for i in range(3):
             before.zero_grad(), model.zero_grad()
             h = before(data(i))
@@ -125,12 +123,11 @@ def test_an_input_that_is_an_output():
             if first == "past":
                 assert model.module.head.weight.grad is None
             losses[1].backward()
-        return [*gradients(before), *gradients(model)]
+        return gradients(before)
 
     for first in ("model", "past"):
         for options in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
-            ours, theirs = (train(w, first, **options) for w in (syncengine.Parallel, DistributedDataParallel))
-            assert not different_bits(ours, theirs), (first, options)
+            both(Passing, partial(step, first=first), **options)
 
 
 class Hidden:
@@ -155,29 +152,23 @@ class Hiding(nn.Module):
 
 @run_on_ranks(gloo=True)
 def test_backwards_past_a_model_whose_outputs_are_not_found():
-    def train(wrap: Callable[..., nn.Module], checkpoints: int) -> list[torch.Tensor]:
-        torch.manual_seed(0)
-        module = Hiding(checkpoints)
-        model = wrap(module)
+    def step(model: nn.Module) -> list[torch.Tensor | None]:
         found = []
         for i in range(3):
-            for each in (model, module):
-                module.zero_grad()
+            for each in (model, model.module):
+                model.zero_grad()
                 each(data(i)).value.square().sum().backward()
-                found += gradients(module)
+                found += gradients(model)
         return found
 
     for checkpoints in range(3):
-        ours, theirs = (train(wrap, checkpoints) for wrap in (syncengine.Parallel, DistributedDataParallel))
-        assert not different_bits(ours, theirs), checkpoints
+        both(partial(Hiding, checkpoints), step)
         module = Hiding(checkpoints)
         models = [syncengine.Parallel(module), syncengine.Parallel(module)]
         for i in range(3):
             for model in models:
-                expected = averages(module, module.layer(data(i)).square().sum())
-                module.zero_grad()
-                model(data(i)).value.square().sum().backward()
-                assert not different_bits(gradients(module), expected), (checkpoints, i)
+                plain = module.layer(data(i)).square().sum()
+                assert_averages(model, plain, lambda out: out.value.square().sum(), data(i))
 
 
 @run_on_ranks()
@@ -266,26 +257,12 @@ def test_a_hidden_loss_of_one_node():
             syncengine.barrier()
 
 
-class Inner(torch.autograd.Function):
-    """Has nothing to do with the model that is trained in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, train: Callable[[], None]) -> torch.Tensor:
-        ctx.train = train
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        with torch.enable_grad():
-            ctx.train()
-        return grad, None
-
-
 @run_on_ranks(gloo=True)
 def test_a_step_within_somebody_elses_backward():
     module = Hiding()
     model = syncengine.Parallel(module)
 
+    @torch.enable_grad()
     def train() -> None:
         model(data()).value.square().sum().backward()
         module.layer.weight.square().sum().backward()  # this rank's own
@@ -294,7 +271,7 @@ def test_a_step_within_somebody_elses_backward():
         expected = averages(module, module.layer(data()).square().sum())
         module.zero_grad()
         expected[0] = expected[0] + 2 * module.layer.weight.detach()
-        Inner.apply(torch.ones(3, requires_grad=True), train).backward(torch.ones(3))
+        InBackward.apply(torch.ones(3, requires_grad=True), train).backward(torch.ones(3))
         assert not different_bits(gradients(module), expected)
 
 
@@ -331,10 +308,8 @@ def test_checkpoints_behind_outputs_that_are_not_found():
         module = Chain(*calls)
         model = syncengine.Parallel(module, **options)
         for i in range(3):
-            expected = averages(module, module.plain(data(i)).square().sum())
-            module.zero_grad()
-            model(data(i)).value.square().sum().backward()
-            assert not different_bits(gradients(module), expected), (len(calls), options, i)
+            plain = module.plain(data(i)).square().sum()
+            assert_averages(model, plain, lambda out: out.value.square().sum(), data(i))
 
 
 @pytest.mark.parametrize(("options", "other"), [({}, False), ({"find_unused_parameters": True}, True)])

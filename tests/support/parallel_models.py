@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from models.workload import same_bits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -167,6 +168,40 @@ def data(step: int = 0) -> torch.Tensor:
 
 def gradients(model: nn.Module) -> list[torch.Tensor | None]:
     return [p.grad if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def averages(module: nn.Module, loss: torch.Tensor) -> list[torch.Tensor]:
+    """By nothing but autograd and torch's all-reduce."""
+    found = [gradient.clone() for gradient in torch.autograd.grad(loss, list(module.parameters()))]
+    for gradient in found:
+        dist.all_reduce(gradient)
+    return [gradient / dist.get_world_size() for gradient in found]
+
+
+def assert_averages(
+    model: nn.Module, plain: torch.Tensor, loss: Callable[[Any], torch.Tensor], *inputs: torch.Tensor
+) -> None:
+    """A backward through the wrapper leaves the averages of the gradients that the plain module's loss has."""
+    expected = averages(model.module, plain)
+    model.zero_grad()
+    loss(model(*inputs)).backward()
+    assert not different_bits(gradients(model), expected)
+
+
+def assert_common(model: nn.Module) -> None:
+    """All ranks have the same gradients, one for each parameter."""
+    flat = torch.cat([grad.flatten() for grad in gradients(model)])
+    everyone = torch.empty(syncengine.world_size(), flat.numel(), dtype=flat.dtype)
+    syncengine.all_gather(everyone, flat)
+    assert torch.equal(everyone, everyone[:1].expand_as(everyone))
+
+
+def flat_gradients(module: nn.Module) -> torch.Tensor:
+    """Zeros, of which each parameter's `.grad` is a view."""
+    flat = torch.zeros(sum(p.numel() for p in module.parameters()))
+    for parameter, part in zip(module.parameters(), flat.split([p.numel() for p in module.parameters()]), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return flat
 
 
 def of_both(step: Callable[[nn.Module], Any], make: Callable[[], nn.Module] = Mlp, **options: Any) -> list[Any]:
