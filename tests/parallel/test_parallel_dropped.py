@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import CAP, Branches, data, different_bits, gradients
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from raising_model import Bad, Raising
 from torch import nn
 
@@ -25,6 +25,21 @@ def own_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.
     return future
 
 
+AFTER = r"backward of Parallel\(Linear\) raised after its averages were complete"
+
+
+class RaisingHook:
+    """On a parameter; it raises while `bad`."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        self.bad = False
+        parameter.register_post_accumulate_grad_hook(self.run)
+
+    def run(self, parameter: torch.Tensor) -> None:
+        if self.bad:
+            raise Bad("in a hook")
+
+
 @pytest.mark.parametrize("with_hook", [False, True])
 @run_on_ranks()
 def test_averages_that_one_rank_has_dropped_are_noticed(with_hook: bool):
@@ -33,23 +48,15 @@ def test_averages_that_one_rank_has_dropped_are_noticed(with_hook: bool):
     model = syncengine.Parallel(module)
     if with_hook:
         model.register_comm_hook(None, own_hook)
-    bad = {"now": False}
-
-    def listen(parameter: torch.Tensor) -> None:
-        if bad["now"]:
-            raise Bad("in a hook")
-
-    module.weight.register_post_accumulate_grad_hook(listen)
+    hook = RaisingHook(module.weight)
     model(data()).sum().backward()
-    bad["now"] = syncengine.rank() == 1
-    with pytest.raises(SyncError) as error:
+    hook.bad = syncengine.rank() == 1
+    with pytest.raises(SyncError, match=rf"rank 1: {AFTER}"):
         for _ in range(2):
             try:
                 model(data()).sum().backward()
             except Bad:
-                bad["now"] = False
-    text = str(error.value)
-    assert "rank 1: backward of Parallel(Linear) raised after its averages were complete" in text
+                hook.bad = False
 
 
 @pytest.mark.parametrize("late_in_backward", [[], [0], [0, 1]], ids=str)
@@ -58,18 +65,12 @@ def test_averages_that_all_ranks_have_dropped_cost_a_step(late_in_backward: list
     """All ranks fail, some in backward, before the averages are there, and some in a hook, behind them."""
     module = Raising()
     model = syncengine.Parallel(module)
-    bad = {"now": False}
-
-    def listen(parameter: torch.Tensor) -> None:
-        if bad["now"]:
-            raise Bad("in a hook")
-
-    module.first.weight.register_post_accumulate_grad_hook(listen)
+    hook = RaisingHook(module.first.weight)
     for i in range(6):
         fails = i in (1, 2, 4)
         in_backward = syncengine.rank() in late_in_backward
         module.where = "late" if fails and in_backward else ""
-        bad["now"] = fails and not in_backward
+        hook.bad = fails and not in_backward
         module.zero_grad()
         raised = Bad if in_backward or not late_in_backward else Aborted  # hooks run behind averages
         with pytest.raises(raised) if fails else contextlib.nullcontext():
@@ -78,42 +79,30 @@ def test_averages_that_all_ranks_have_dropped_cost_a_step(late_in_backward: list
     syncengine.barrier()
 
 
-def raises_behind_a_dropped_step(in_hook: list[int], steps: int) -> str:
-    """All ranks lose some steps together; in the next one rank 1 alone raises."""
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("in_hook", [[], [0], [0, 1]], ids=str)
+@run_on_ranks(settings={"timeout": 20.0})
+def test_who_raises_behind_a_step_that_all_have_dropped_is_named(in_hook: list[int], steps: int):
     module = Raising()
     model = syncengine.Parallel(module)
-    bad = {"now": False}
-
-    def listen(parameter: torch.Tensor) -> None:
-        if bad["now"]:
-            raise Bad("in a hook")
-
-    module.first.weight.register_post_accumulate_grad_hook(listen)
+    hook = RaisingHook(module.first.weight)
     rank = syncengine.rank()
     for i in range(steps):
-        bad["now"] = rank in in_hook
-        module.where = "" if bad["now"] else "late"
+        hook.bad = rank in in_hook
+        module.where = "" if hook.bad else "late"
         with pytest.raises((Bad, Aborted)):
             model(data(i)).sum().backward()
-    bad["now"] = False
+    hook.bad = False
     module.where = "forward" if rank == 1 else ""
-    with pytest.raises(Bad if rank == 1 else Aborted) as error:
+    own = "" if rank == 1 else "rank 1 raised in forward: Bad: "
+    with pytest.raises(Bad if rank == 1 else Aborted, match=f"^{own}the batch is bad: forward$"):
         model(data()).sum().backward()
     module.where = ""
     model(data()).sum().backward()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("in_hook", [[], [0], [0, 1]], ids=str)
-def test_who_raises_behind_a_step_that_all_have_dropped_is_named(pool: RankPool, in_hook: list[int], steps: int):
-    text, _ = pool.run(raises_behind_a_dropped_step, in_hook, steps, settings={"timeout": 20.0})
-    assert text == "rank 1 raised in forward: Bad: the batch is bad: forward"
 
 
 @run_on_ranks()
 def test_a_model_is_wrapped_behind_a_step_that_all_have_lost():
-    """A model that is wrapped behind a step that all have lost: nothing has failed."""
     model = syncengine.Parallel(Raising())
     for i, where in enumerate(["", "late", "", "early", "forward", "late"]):
         model.module.where = where
@@ -131,29 +120,23 @@ def test_a_model_is_wrapped_behind_a_step_that_all_have_lost():
 def test_a_step_that_all_lose_hides_none_that_one_has_lost():
     """Rank 0 has lost a step that the others have made; the next one all lose."""
     model = syncengine.Parallel(nn.Linear(24, 2))
-    bad = {"now": False}
-
-    def listen(parameter: torch.Tensor) -> None:
-        if bad["now"]:
-            raise Bad("in a hook")
-
-    model.module.weight.register_post_accumulate_grad_hook(listen)
-    with pytest.raises(SyncError) as error:
+    hook = RaisingHook(model.module.weight)
+    with pytest.raises(SyncError, match=rf"rank 0: {AFTER}"):
         for i in range(4):
-            bad["now"] = i == 2 or (i == 1 and syncengine.rank() == 0)
+            hook.bad = i == 2 or (i == 1 and syncengine.rank() == 0)
             with contextlib.suppress(Bad):
                 model(data(i)).sum().backward()
-    text = str(error.value)
-    assert "rank 0: backward of Parallel(Linear) raised after its averages were complete" in text
 
 
-def late_and_early(world: int) -> str:
+@pytest.mark.parametrize("world", [2, 3])
+@run_on_ranks()
+def test_who_refuses_with_all_but_one_bucket_on_their_way_keeps_nobody_waiting(world: int):
     """Rank 0 fails when nearly all its buckets are on their way, rank 1 before; a third rank does not fail."""
     model = syncengine.Parallel(Raising(), **CAP)
     model(data()).sum().backward()
     rank = syncengine.rank()
     model.module.where = ("late", "middle", "")[rank]
-    with pytest.raises(Bad if rank < 2 else Aborted) as error:
+    with pytest.raises(Bad if rank < 2 else Aborted, match="the batch is bad|backward aborted"):
         model(data()).sum().backward()
     model.module.where = ""
     if rank == 0:
@@ -162,13 +145,6 @@ def late_and_early(world: int) -> str:
     else:
         model.reducer.begin_forward(True)  # when the step has ended
         syncengine.barrier()
-    return str(error.value)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_who_refuses_with_all_but_one_bucket_on_their_way_keeps_nobody_waiting(pool: RankPool, world: int):
-    texts = pool.run(late_and_early, world, world=world)
-    assert all("backward aborted" in text for text in texts[2:])
 
 
 @run_on_ranks()
@@ -184,23 +160,18 @@ def test_gradients_outlive_an_error_in_forward_with_a_communication_hook():
     assert not different_bits(gradients(module), before)
 
 
-def grad_of_inference() -> str:
+@run_on_ranks()
+def test_an_average_that_can_not_be_delivered_is_told():
     model = syncengine.Parallel(Branches(), find_unused_parameters=True)
     left = syncengine.rank() == 0
     model(data(0), left).sum().backward()
     if left:
         with torch.inference_mode():
             model.module.right.weight.grad = torch.zeros(24, 24)  # nothing can be written to it any more
-    with pytest.raises(RuntimeError) as error:  # here, or in the next step
+    text = "inference tensor" if left else "rank 0: backward aborted"
+    with pytest.raises(RuntimeError, match=text):  # here, or in the next step
         for i in range(2):
             model(data(i), left).sum().backward()
     assert model.module.right.weight.grad is None or not left
     with pytest.raises(SyncError):
         model(data(2), left)
-    return str(error.value)
-
-
-def test_an_average_that_can_not_be_delivered_is_told(pool: RankPool):
-    first, other = pool.run(grad_of_inference)
-    assert "inference tensor" in first
-    assert "rank 0: backward aborted" in other

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import Mlp, data, different_bits, gradients
+from parallel_models import Mlp, assert_common, averages, data, different_bits, gradients
 from pool import RankPool, run_on_ranks
 from raising_model import Bad, InBackward, Raising
 from torch import nn
@@ -18,18 +18,6 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
 
 import syncengine
 from syncengine.errors import Aborted, InvalidUsage, SyncError
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, i: int, where: str = "") -> bool:
-    """Whether the step was made."""
-    model.module.where = where
-    optimizer.zero_grad()
-    try:
-        model(data(i)).square().mean().backward()
-    except Bad:
-        return False
-    optimizer.step()
-    return True
 
 
 @run_on_ranks()
@@ -54,7 +42,7 @@ def test_a_forward_that_is_pending_when_its_step_is_lost_says_so():
             loss.backward(retain_graph=True)
             with pytest.raises(InvalidUsage, match="already synchronized"):
                 loss.backward()
-            assert gradients_are_common(model)
+            assert_common(model)
     syncengine.barrier()
 
 
@@ -69,13 +57,6 @@ def test_a_forward_that_was_synchronized_before_a_lost_step_says_so():
     model.module.where = ""
     with pytest.raises(InvalidUsage, match="already synchronized"):
         loss.backward()
-
-
-def gradients_are_common(model: nn.Module) -> bool:
-    flat = torch.cat([grad.flatten() for grad in gradients(model)])
-    everyone = torch.empty(syncengine.world_size(), flat.numel())
-    syncengine.all_gather(everyone, flat)
-    return torch.equal(everyone, everyone[:1].expand_as(everyone))
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -97,7 +78,7 @@ def test_a_refused_step_disturbs_no_call_of_the_users(world: int):
             loss.backward()
     model.module.where = ""
     model(data()).sum().backward()
-    assert gradients_are_common(model)
+    assert_common(model)
 
 
 @pytest.mark.parametrize("asks", ["step", "evaluation"])
@@ -160,10 +141,12 @@ def test_a_refusal_is_forgotten_with_its_communicator():
     module.where = ""
     model = syncengine.Parallel(module)
     model(data()).sum().backward()
-    assert gradients_are_common(model)
+    assert_common(model)
 
 
-def halves_its_batches(most: dict[int, int]) -> int:
+@pytest.mark.parametrize("most", [{0: 16, 1: 16}, {0: 100, 1: 8}, {0: 3, 1: 20}], ids=str)
+@run_on_ranks()
+def test_all_ranks_find_the_batch_size_that_fits_each(most: dict[int, int]):
     """As Accelerate's find_executable_batch_size: it goes by the error's text."""
 
     def means_memory(error: Exception) -> bool:
@@ -183,18 +166,13 @@ def halves_its_batches(most: dict[int, int]) -> int:
             with model.no_sync():
                 model(torch.ones(1, 24)).sum().backward()
             model(torch.ones(size, 24)).sum().backward()
-            assert gradients_are_common(model)
-            return size
+            assert_common(model)
+            break
         except RuntimeError as error:
             if not means_memory(error):
                 raise
         size //= 2
-
-
-@pytest.mark.parametrize("most", [{0: 16, 1: 16}, {0: 100, 1: 8}, {0: 3, 1: 20}], ids=str)
-def test_all_ranks_find_the_batch_size_that_fits_each(pool: RankPool, most: dict[int, int]):
-    sizes = pool.run(halves_its_batches, most)
-    assert sizes[0] == sizes[1] and min(most.values()) / 2 < sizes[0] <= min(most.values())
+    assert min(most.values()) / 2 < size <= min(most.values())  # one power of two
 
 
 class Counting(nn.Module):
@@ -212,31 +190,29 @@ class Counting(nn.Module):
         return self.layer(x)
 
 
-def raises_before_buffers(raising: list[int]) -> str:
+@pytest.mark.parametrize("raising", [[1], [0, 1]], ids=str)
+@run_on_ranks()
+def test_an_error_in_forward_before_buffers_are_synchronized_costs_a_step(raising: list[int]):
     def add(state: None, buffers: dict[str, torch.Tensor]) -> None:
         syncengine.all_reduce(buffers["seen"])
 
     model = syncengine.Parallel(Counting())
     model._register_buffer_comm_hook(None, add, _BufferCommHookLocation.POST_FORWARD)
-    text = ""
     for i, bad in enumerate([False, True, False]):
         model.module.raises = bad and syncengine.rank() in raising
         model.zero_grad()
         with pytest.raises(Bad if model.module.raises else Aborted) if bad else contextlib.nullcontext() as error:
             model(data(i)).sum().backward()
-        text = str(error.value) if bad else text
-    assert gradients_are_common(model)
+        if bad:
+            told = "" if model.module.raises else "rank 1 raised in forward: Bad: "
+            assert str(error.value) == told + "before the buffers"
+    assert_common(model)
     assert syncengine.default_communicator().exception() is None
-    return text
 
 
-@pytest.mark.parametrize("raising", [[1], [0, 1]], ids=str)
-def test_an_error_in_forward_before_buffers_are_synchronized_costs_a_step(pool: RankPool, raising: list[int]):
-    text, _ = pool.run(raises_before_buffers, raising)
-    assert text == ("before the buffers" if 0 in raising else "rank 1 raised in forward: Bad: before the buffers")
-
-
-def raises_in_join(caught: bool) -> str:
+@pytest.mark.parametrize("caught", [True, False])
+@run_on_ranks(world=3, settings={"timeout": 20.0})
+def test_a_rank_without_a_batch_follows_over_a_refused_step(caught: bool):
     """Rank 0 has no batch left, and follows; rank 1 raises in one of the others' steps."""
     model = syncengine.Parallel(Raising())
     rank, text = syncengine.rank(), ""
@@ -252,14 +228,8 @@ def raises_in_join(caught: bool) -> str:
     assert syncengine.default_communicator().exception() is None
     model.module.where = ""
     model(data()).sum().backward()
-    assert gradients_are_common(model)
-    return text
-
-
-@pytest.mark.parametrize("caught", [True, False])
-def test_a_rank_without_a_batch_follows_over_a_refused_step(pool: RankPool, caught: bool):
-    own, first, second = pool.run(raises_in_join, caught, world=3, settings={"timeout": 20.0})
-    assert (own, first, second) == ("", "the batch is bad: middle", "rank 1: backward aborted")
+    assert_common(model)
+    assert text == ("", "the batch is bad: middle", "rank 1: backward aborted")[rank]
 
 
 def dies_after_refusing() -> list[str]:
@@ -286,17 +256,13 @@ def test_a_rank_that_dies_after_it_has_refused_ends_the_others_with_its_reason(p
             assert ranks[rank].result() == ["rank 1 raised in forward: Bad: the batch is bad: forward"] * 2
 
 
-def catches_and_leaves() -> str:
+@run_on_ranks()
+def test_a_rank_that_leaves_after_an_error_that_it_caught_says_so():
     model = syncengine.Parallel(Raising())
     model.module.where = "middle" if syncengine.rank() == 1 else ""
     syncengine.barrier()
-    with pytest.raises(Bad if syncengine.rank() == 1 else Aborted) as error:
+    with pytest.raises(Bad if model.module.where else Aborted, match="the batch is bad|rank 1: backward aborted"):
         model(data()).sum().backward()
-    return str(error.value)
-
-
-def test_a_rank_that_leaves_after_an_error_that_it_caught_says_so(pool: RankPool):
-    assert "rank 1: backward aborted" in pool.run(catches_and_leaves)[0]
 
 
 class Halves(nn.Module):
@@ -309,7 +275,7 @@ class Halves(nn.Module):
 
 
 @pytest.mark.parametrize("forgetful", [[0], [1], [0, 1], [0, 2]], ids=str)
-@run_on_ranks(world=3)
+@run_on_ranks(world=3, gloo=True)
 def test_an_unfinished_reduction_costs_a_step(forgetful: list[int]):
     other = syncengine.Parallel(Mlp())
     model = syncengine.Parallel(Halves())
@@ -321,48 +287,41 @@ def test_an_unfinished_reduction_costs_a_step(forgetful: list[int]):
         other(data()).sum().backward()  # is none of this
         model.zero_grad()
         model(data()).sum().backward()
-        for i, p in enumerate(model.module.parameters()):
-            mean = torch.zeros_like(p)
-            for rank in range(syncengine.world_size()):
-                x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
-                mean += torch.autograd.grad(model.module(x).sum(), list(model.module.parameters()))[i]
-            torch.testing.assert_close(p.grad, mean / syncengine.world_size())
+        for p, mean in zip(model.parameters(), averages(model.module, model.module(data()).sum()), strict=True):
+            torch.testing.assert_close(p.grad, mean)
     syncengine.barrier()
     text = str(error.value)
     assert "Expected to have finished reduction" in text
     assert "sometimes.weight" in text
 
 
-def removed(on: int) -> str:
+@run_on_ranks()
+def test_removed_hooks_end_that_wrapper():
     model = syncengine.Parallel(nn.Linear(24, 2))
     for _ in range(5):
         model(data()).sum().backward()
-    if syncengine.rank() == on:
+    if syncengine.rank() == 1:
         model._remove_autograd_hooks()
+    own = "" if syncengine.rank() == 1 else "rank 1: "
     for _ in range(2):
-        with pytest.raises(SyncError, match=r"the hooks of Parallel\(Linear\) were removed") as error:
+        with pytest.raises(SyncError, match=rf"{own}the hooks of Parallel\(Linear\) were removed"):
             model(data()).sum().backward()
     again = syncengine.Parallel(model.module)
     again(data()).sum().backward()
     syncengine.barrier()
-    return str(error.value)
 
 
-def test_removed_hooks_end_that_wrapper(pool: RankPool):
-    assert "rank 1: the hooks of" in pool.run(removed, 1)[0]
-
-
-def raises_around_sync_batch_norm(both: bool) -> str:
+@run_on_ranks()
+def test_an_error_between_calls_that_others_wait_in_is_fatal_and_named():
     module = nn.Sequential(nn.Linear(24, 8), nn.SyncBatchNorm(8), RaisingBetween())
     model = syncengine.Parallel(module)
     model(data()).sum().backward()
     module[2].raises = syncengine.rank() == 1
     with pytest.raises((Bad, SyncError)):
         model(data()).sum().backward()
-    with pytest.raises(SyncError) as error:
+    with pytest.raises(SyncError, match="rank 1 raised in forward: Bad: between the layers"):
         for _ in range(2):
             model(data()).sum().backward()
-    return str(error.value)
 
 
 class RaisingBetween(nn.Module):
@@ -372,11 +331,6 @@ class RaisingBetween(nn.Module):
         if self.raises:
             raise Bad("between the layers")
         return x
-
-
-def test_an_error_between_calls_that_others_wait_in_is_fatal_and_named(pool: RankPool):
-    for text in pool.run(raises_around_sync_batch_norm, False):
-        assert "rank 1 raised in forward: Bad: between the layers" in text
 
 
 class ToSparse(torch.autograd.Function):
@@ -431,24 +385,21 @@ class Table(nn.Module):
         return self.head(InBackward.apply(self.table(x), act))
 
 
-def raises_before_sparse() -> str:
+@run_on_ranks()
+def test_an_error_when_only_sparse_gradients_are_missing_is_told():
     model = syncengine.Parallel(Table())
     x = torch.arange(5)
     for raises in (False, True, False):
         model.module.raises = raises and syncengine.rank() == 0
         model.zero_grad()
-        with pytest.raises(Bad if model.module.raises else Aborted) if raises else contextlib.nullcontext() as error:
-            model(x).sum().backward()
         if raises:
-            text = str(error.value)
+            with pytest.raises(Bad if model.module.raises else Aborted, match="before the|rank 0: backward aborted"):
+                model(x).sum().backward()
             assert all(p.grad is None for p in model.parameters())
+        else:
+            model(x).sum().backward()
     assert model.module.table.weight.grad.is_sparse
     syncengine.barrier()
-    return text
-
-
-def test_an_error_when_only_sparse_gradients_are_missing_is_told(pool: RankPool):
-    assert "rank 0: backward aborted" in pool.run(raises_before_sparse)[1]
 
 
 def raise_bad() -> None:
@@ -470,7 +421,7 @@ def test_an_unfinished_reduction_beside_an_error_costs_a_step():
             model(data()).sum().backward()
     model.zero_grad()
     model(data()).sum().backward()
-    assert gradients_are_common(model)
+    assert_common(model)
 
 
 @run_on_ranks()
@@ -507,7 +458,9 @@ def test_an_error_in_forward_of_a_model_that_is_wholly_frozen_costs_nothing():
     kept = syncengine.default_communicator()
     optimizer = torch.optim.SGD(module.parameters(), 0.1)
     for i, raising in enumerate([(0, 1), (0,), ()]):
-        assert step(model, optimizer, i)
+        optimizer.zero_grad()
+        model(data(i)).square().mean().backward()
+        optimizer.step()
         module.requires_grad_(False)
         module.where = "forward" if syncengine.rank() in raising else ""
         with pytest.raises(Bad) if module.where else contextlib.nullcontext():

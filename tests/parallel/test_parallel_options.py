@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from parallel_models import CAP, Branches, Mlp, data, different_bits
+from parallel_models import CAP, Branches, Mlp, both, data, gradients
 from pool import run_on_ranks
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import syncengine
 from syncengine.errors import SyncError
 from syncengine.parallel.buckets import BucketPlanner
-
-Wrap = Callable[..., nn.Module]
 
 
 @run_on_ranks()
@@ -36,35 +33,30 @@ def test_gradients_stay_where_they_are():
     assert addresses[0] == addresses[1] == addresses[2] == addresses[3]
 
 
-def bits_with_gradients_of_before(wrap: Wrap, before: bool, zeroed: bool) -> list[torch.Tensor]:
-    """The averages of three steps of a model that has gradients of the program's own before wrapping, or behind it."""
-    torch.manual_seed(0)
-    module = Mlp()
-
-    def give(seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in module.parameters():
-            parameter.grad = torch.rand(parameter.shape, generator=generator)
-
-    if before:
-        give(syncengine.rank())
-    model = wrap(module, gradient_as_bucket_view=True)
-    if not before:
-        give(syncengine.rank())
-    averages = []
-    for i in range(3):
-        model(data(i)).square().mean().backward()
-        averages += [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
-        if zeroed:
-            model.zero_grad(set_to_none=False)
-    return averages
-
-
 @run_on_ranks(world=3, gloo=True, settings={"timeout": 60.0, "numerics": "ring"})
 def test_gradients_of_before_are_scaled_as_by_ddp_with_views():
+    """The program's own, which a model has before wrapping, or gets behind it."""
+
+    def give(module: nn.Module) -> nn.Module:
+        generator = torch.Generator().manual_seed(syncengine.rank())
+        for parameter in module.parameters():
+            parameter.grad = torch.rand(parameter.shape, generator=generator)
+        return module
+
+    def step(model: nn.Module, before: bool, zeroed: bool) -> list[torch.Tensor | None]:
+        if not before:
+            give(model)
+        averages = []
+        for i in range(3):
+            model(data(i)).square().mean().backward()
+            averages += gradients(model)
+            if zeroed:
+                model.zero_grad(set_to_none=False)
+        return averages
+
     for before, zeroed in itertools.product((False, True), repeat=2):
-        ours = bits_with_gradients_of_before(syncengine.Parallel, before, zeroed)
-        assert not different_bits(ours, bits_with_gradients_of_before(DistributedDataParallel, before, zeroed))
+        make = (lambda: give(Mlp())) if before else Mlp
+        both(make, partial(step, before=before, zeroed=zeroed), gradient_as_bucket_view=True)
 
 
 def test_buckets_come_in_the_order_in_which_they_fill():
@@ -94,10 +86,8 @@ def test_unused_buckets_are_skipped():
 def test_ranks_that_skip_different_buckets_hear_of_it():
     """DDP hangs."""
     model = syncengine.Parallel(Branches(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **CAP)
-    with pytest.raises(SyncError) as error:
+    with pytest.raises(SyncError, match="is used on some ranks and not on others"):
         model(data(), syncengine.rank() == 0).sum().backward()
-    text = str(error.value)
-    assert "is used on some ranks and not on others" in text
 
 
 # --- Higher-order gradients

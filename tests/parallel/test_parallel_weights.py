@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from parallel_models import Mlp, data, different_bits
+from parallel_models import Mlp, data, different_bits, gradients
 from pool import RankPool, run_on_ranks
 from torch import nn
 
 import syncengine
-from syncengine.errors import Aborted, InvalidUsage, Mismatch, SyncError
+from syncengine.errors import Aborted, InvalidUsage, Mismatch
 
 SIZES = [5, 1, 9, 3]  # of the batches, by rank
 
@@ -22,10 +22,6 @@ def batch(rank: int, step: int = 0) -> torch.Tensor:
 
 def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad.clone() for p in model.parameters()]
 
 
 def errors_against_all_samples() -> tuple[float, float]:
@@ -108,65 +104,49 @@ def test_a_weight_holds_for_one_synchronized_forward():
     assert model.module.weight.grad.item() == (12 + 24) / 2
 
 
-def weights_in_join() -> list[float]:
+@run_on_ranks(world=3)
+def test_weights_in_a_join_context():
     rank = syncengine.rank()
     model = syncengine.Parallel(nn.Linear(1, 1, bias=False))
     model.weight(rank + 1)
-    seen = []
+    expected = [6.0 * (0 * 1 + 1 * 2 + 2 * 3) / 6, 6.0 * (1 * 2 + 2 * 3) / 5, 12.0]
     with model.join():
         for step in range(rank + 1):
             model.zero_grad()
             if step:
                 model.weight(rank + 1)
             model(torch.full((1, 1), 6.0 * rank)).backward()
-            seen.append(model.module.weight.grad.item())
-    return seen
+            assert model.module.weight.grad.item() == pytest.approx(expected[step])
 
 
-def test_weights_in_a_join_context(pool: RankPool):
-    first, second, third = 6.0 * (0 * 1 + 1 * 2 + 2 * 3) / 6, 6.0 * (1 * 2 + 2 * 3) / 5, 12.0
-    for seen, expected in zip(
-        pool.run(weights_in_join, world=3), ([first], [first, second], [first, second, third]), strict=True
-    ):
-        assert seen == pytest.approx(expected)
-
-
-def refused() -> None:
+@pytest.mark.parametrize("world", [1, 2])
+@run_on_ranks()
+def test_what_is_no_weight_is_refused(world: int):
     model = syncengine.Parallel(nn.Linear(24, 2))
     for weight in (-1, float("nan"), float("inf"), "many", None):
         with pytest.raises(InvalidUsage, match=r"weight\(.*finite number"):
             model.weight(weight)
     model.weight(0)
-    if syncengine.world_size() > 1:
+    if world > 1:
         with pytest.raises(InvalidUsage, match="no mean with such weights"):
             model(batch(0))
     model(batch(0)).sum().backward()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_what_is_no_weight_is_refused(pool: RankPool, world: int):
-    pool.run(refused, world=world)
-
-
-def on_one_rank_only(joined: bool) -> str:
-    with pytest.raises(SyncError) as error:  # the others may be one call ahead
+@pytest.mark.parametrize(
+    ("joined", "text"),
+    [(True, r"rank 0 called weight\(\), but rank 1 did not"), (False, "all_gather|collective call")],
+    ids=["joined", "no join"],
+)
+@run_on_ranks(world=3, timeout=20.0)
+def test_a_weight_on_one_rank_only_is_an_error_on_all(joined: bool, text: str):
+    with pytest.raises(Mismatch, match=text):  # the others may be one call ahead
         model = syncengine.Parallel(nn.Linear(24, 2))
         with model.join(enable=joined):
-            if syncengine.rank() < 2:
-                if syncengine.rank() == 0:
-                    model.weight(3)
+            if syncengine.rank() == 0:
+                model.weight(3)
+            if syncengine.rank() < 2 or not joined:
                 model(batch(0)).sum().backward()
-            elif not joined:
-                model(batch(0)).sum().backward()
-    assert isinstance(error.value, Mismatch)
-    return str(error.value)
-
-
-def test_a_weight_on_one_rank_only_is_an_error_on_all(pool: RankPool):
-    for text in pool.run(on_one_rank_only, True, world=3, timeout=20.0):
-        assert "rank 0 called weight(), but rank 1 did not" in text
-    for text in pool.run(on_one_rank_only, False, world=3, timeout=20.0):
-        assert "all_gather" in text or "collective call" in text
 
 
 class Armed(nn.Module):
@@ -272,7 +252,6 @@ def test_a_weight_within_the_forward_of_one_rank_is_an_error_on_all():
     model = syncengine.Parallel(Weighing())
     if syncengine.rank() == 1:
         model.module.weigh = lambda count: model.weight(count)
-    with pytest.raises(InvalidUsage if syncengine.rank() == 1 else Aborted) as error:
+    text = r"was called within the forward of Parallel\(Weighing\)"
+    with pytest.raises(InvalidUsage if syncengine.rank() == 1 else Aborted, match=text):
         model(data()).sum().backward()
-    text = str(error.value)
-    assert "was called within the forward of Parallel(Weighing)" in text
