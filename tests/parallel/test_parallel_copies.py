@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import different_bits, gradients
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
@@ -41,9 +41,9 @@ def step(model: nn.Module, number: int = 0) -> list[torch.Tensor | None]:
     return gradients(model)
 
 
-def copies(model: Any, folder: str) -> dict[str, Any]:
+def copies(model: Any, folder: Path) -> dict[str, Any]:
     """Of this rank alone, by each way that there is."""
-    path = Path(folder) / f"{dist.get_rank()}.pt"
+    path = folder / f"{dist.get_rank()}.pt"
     torch.save(model, path)
     return {
         "deepcopy": copy.deepcopy(model),
@@ -53,13 +53,17 @@ def copies(model: Any, folder: str) -> dict[str, Any]:
     }
 
 
-def copied_over(backend: str, then_init: bool, folder: str) -> None:
+@pytest.mark.parametrize("then_init", [False, True])
+@pytest.mark.parametrize("backend", ["syncengine", "gloo"])
+@pytest.mark.parametrize("world", [1, 2])
+@run_on_ranks(spawned=True, settings=None)
+def test_models_are_copied_without_init(backend: str, then_init: bool, world: int, tmp_path: Path):
     init_process_group(backend)
     model, reference = make(), make(DistributedDataParallel, process_group=dist.new_group(backend="gloo"))
     step(model)
     if then_init:  # another communicator of the same ranks
         syncengine.init()
-    others = copies(model, folder) if dist.get_rank() == 0 else {}
+    others = copies(model, tmp_path) if dist.get_rank() == 0 else {}
     expected = step(reference, 1)
     for name in ("deepcopy", "pickle", "torch.save", "average"):
         other = others[name] if others else copy.deepcopy(model)
@@ -70,21 +74,14 @@ def copied_over(backend: str, then_init: bool, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("then_init", [False, True])
-@pytest.mark.parametrize("backend", ["syncengine", "gloo"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_models_are_copied_without_init(pool: RankPool, backend: str, then_init: bool, world: int, tmp_path: Path):
-    with pool.spawn_ranks(copied_over, backend, then_init, str(tmp_path), world=world, settings=None) as ranks:
-        for rank in ranks:
-            rank.result()
-
-
-def copied_after_compiling(folder: str) -> None:
+@run_on_ranks(spawned=True, settings=None)
+def test_the_copy_of_a_compiled_model_calls_its_own_module(world: int, tmp_path: Path):
     init_process_group("gloo")
     model = make()
     model.compile(backend="eager")
     expected = step(model)
-    for name, other in copies(model, folder).items():
+    for name, other in copies(model, tmp_path).items():
         assert not different_bits(step(other), expected), name
         with torch.no_grad():
             for parameter in other.parameters():
@@ -94,16 +91,11 @@ def copied_after_compiling(folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_copy_of_a_compiled_model_calls_its_own_module(pool: RankPool, world: int, tmp_path: Path):
-    with pool.spawn_ranks(copied_after_compiling, str(tmp_path), world=world, settings=None) as ranks:
-        for rank in ranks:
-            rank.result()
-
-
-def copied_beside_others(folder: str) -> None:
+@run_on_ranks(spawned=True, world=4, settings=None)
+def test_models_of_a_default_group_of_some_ranks_are_copied(tmp_path: Path):
     """torch's default group has fewer ranks than the default communicator, or is given by name."""
     pair = int(os.environ["RANK"]) // 2
+    (tmp_path / str(pair)).mkdir(exist_ok=True)
     everyone = syncengine.init()
     os.environ.update(RANK=str(everyone.rank % 2), WORLD_SIZE="2")
     for backend, generation in (("gloo", 0), ("syncengine", 1)):
@@ -111,7 +103,7 @@ def copied_beside_others(folder: str) -> None:
         for model in (make(), make(process_group=dist.group.WORLD)):
             assert model.communicator.size == 2
             expected = step(model)
-            for other in copies(model, f"{folder}/{pair}").values():
+            for other in copies(model, tmp_path / str(pair)).values():
                 assert other.communicator is model.communicator
                 assert not different_bits(step(other), expected)
         of_all = make(process_group=everyone)
@@ -121,15 +113,8 @@ def copied_beside_others(folder: str) -> None:
             copy.deepcopy(model)
 
 
-def test_models_of_a_default_group_of_some_ranks_are_copied(pool: RankPool, tmp_path: Path):
-    for pair in "01":
-        (tmp_path / pair).mkdir()
-    with pool.spawn_ranks(copied_beside_others, str(tmp_path), world=4, settings=None) as ranks:
-        for rank in ranks:
-            rank.result()
-
-
-def without_init() -> None:
+@run_on_ranks(spawned=True, settings=None)
+def test_the_default_group_of_the_backend_is_a_default_communicator():
     with pytest.raises(InvalidUsage, match=r"call syncengine\.init\(\) first"):
         syncengine.rank()
     init_process_group("syncengine")
@@ -145,12 +130,6 @@ def without_init() -> None:
     assert not different_bits(step(hooked), step(ours))
     assert syncengine.init() is syncengine.default_communicator() is not ours.communicator
     dist.destroy_process_group()
-
-
-def test_the_default_group_of_the_backend_is_a_default_communicator(pool: RankPool):
-    with pool.spawn_ranks(without_init, settings=None) as ranks:
-        for rank in ranks:
-            rank.result()
 
 
 @run_on_ranks(settings=None)

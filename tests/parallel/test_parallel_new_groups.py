@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankPool
+from pool import run_on_ranks
 from torch import nn
 
 import syncengine
@@ -35,7 +36,10 @@ def each_alone(backend: str) -> None:
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
 
-def alone_after_all(backend: str, both: bool) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "syncengine"])
+@pytest.mark.parametrize("both", [True, False], ids=["both", "one"])
+@run_on_ranks(spawned=True, gloo=True, settings=None, environ=TIMEOUT)
+def test_ranks_that_go_on_alone(backend: str, both: bool):
     old = wrapped()
     assert gradient(old) == 2.0
     if both or my_rank() == 0:
@@ -49,15 +53,9 @@ def alone_after_all(backend: str, both: bool) -> None:
     assert gradient(old) == 2.0
 
 
-@pytest.mark.parametrize("backend", ["gloo", "syncengine"])
-@pytest.mark.parametrize("both", [True, False], ids=["both", "one"])
-def test_ranks_that_go_on_alone(pool: RankPool, backend: str, both: bool):
-    with pool.spawn_ranks(alone_after_all, backend, both, gloo=True, settings=None, environ=TIMEOUT) as ranks:
-        for rank in ranks:
-            rank.result()
-
-
-def alone_beside_the_launched() -> None:
+@run_on_ranks(spawned=True, settings=None, environ=TIMEOUT)
+def test_a_group_of_other_ranks_than_those_launched():
+    """As under DDP. What init() made before is of the launcher's ranks, and stays so."""
     everyone = syncengine.init()
     each_alone("gloo")
     alone = wrapped(dist.group.WORLD)
@@ -67,31 +65,21 @@ def alone_beside_the_launched() -> None:
     assert gradient(wrapped(everyone)) == 2.0
 
 
-def test_a_group_of_other_ranks_than_those_launched(pool: RankPool):
-    """As under DDP. What init() made before is of the launcher's ranks, and stays so."""
-    with pool.spawn_ranks(alone_beside_the_launched, settings=None, environ=TIMEOUT) as ranks:
-        for rank in ranks:
-            rank.result()
-
-
-def in_another_order(shared: str) -> None:
+@run_on_ranks(spawned=True, settings=None, environ=TIMEOUT)
+def test_ranks_in_another_order_are_refused(tmp_path: Path):
     syncengine.init()
-    dist.init_process_group("gloo", store=dist.FileStore(shared), rank=1 - my_rank(), world_size=2)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store")), rank=1 - my_rank(), world_size=2)
     with pytest.raises(InvalidUsage, match=r"rank \d of the process group is rank \d of the default communicator"):
         wrapped(dist.group.WORLD)
 
 
-def test_ranks_in_another_order_are_refused(pool: RankPool, tmp_path):
-    with pool.spawn_ranks(in_another_order, str(tmp_path / "store"), settings=None, environ=TIMEOUT) as ranks:
-        for rank in ranks:
-            rank.result()
-
-
-def the_same_ranks_again(shared: str, backend: str) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "syncengine"])
+@run_on_ranks(spawned=True, gloo=True, settings=None, environ=TIMEOUT)
+def test_the_same_ranks_in_a_new_group(tmp_path: Path, backend: str):
     old = wrapped()
     dist.destroy_process_group()
     assert syncengine.init() is old.communicator  # there is no other group
-    dist.init_process_group(backend, store=dist.FileStore(shared), rank=my_rank(), world_size=2)
+    dist.init_process_group(backend, store=dist.FileStore(str(tmp_path / "store")), rank=my_rank(), world_size=2)
     new = wrapped()
     assert new.communicator is not old.communicator
     assert new.process_group is dist.group.WORLD
@@ -102,15 +90,8 @@ def the_same_ranks_again(shared: str, backend: str) -> None:
     assert gradient(old) == gradient(new) == 2.0
 
 
-@pytest.mark.parametrize("backend", ["gloo", "syncengine"])
-def test_the_same_ranks_in_a_new_group(pool: RankPool, tmp_path, backend: str):
-    arguments = (str(tmp_path / "store"), backend)
-    with pool.spawn_ranks(the_same_ranks_again, *arguments, gloo=True, settings=None, environ=TIMEOUT) as ranks:
-        for rank in ranks:
-            rank.result()
-
-
-def failed_without_a_group(shared: str) -> None:
+@run_on_ranks(spawned=True, gloo=True, settings=None, environ=TIMEOUT)
+def test_a_failure_after_the_end_of_the_group(tmp_path: Path):
     model = wrapped()
     dist.barrier()
     if my_rank() == 0:
@@ -120,12 +101,5 @@ def failed_without_a_group(shared: str) -> None:
     dist.destroy_process_group()
     with pytest.raises(InvalidUsage, match=r"process group .* has been destroyed: .*init_process_group"):
         syncengine.init()
-    dist.init_process_group("gloo", store=dist.FileStore(shared), rank=my_rank(), world_size=2)
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store")), rank=my_rank(), world_size=2)
     assert gradient(wrapped()) == 2.0
-
-
-def test_a_failure_after_the_end_of_the_group(pool: RankPool, tmp_path):
-    store = str(tmp_path / "store")
-    with pool.spawn_ranks(failed_without_a_group, store, gloo=True, settings=None, environ=TIMEOUT) as ranks:
-        for rank in ranks:
-            rank.result()

@@ -274,19 +274,25 @@ def _collect(ranks: list[Rank], timeout: float) -> list[Any]:
     return results
 
 
-def run_on_ranks(world: int = 2, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def run_on_ranks(
+    world: int = 2, spawned: bool = False, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Makes a function for rank processes into a test, which passes if it returns on every rank, and nothing or what
     is empty: a list of what is wrong, a number of bytes that differ.
 
     Its parameters are those of the test, by `pytest.mark.parametrize`; one that is called `world` is the number of
-    ranks.
+    ranks. `spawned`: in processes of their own.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         def test(pool: RankPool, **arguments: Any) -> None:
             ranks = arguments.get("world", world)
             call = (_call_on_rank, function.__module__, function.__name__, arguments)
-            wrong = pool.run(*call, world=ranks, **options)
+            if spawned:
+                with pool.spawn_ranks(*call, world=ranks, **options) as processes:
+                    wrong = [rank.result() for rank in processes]
+            else:
+                wrong = pool.run(*call, world=ranks, **options)
             assert not any(wrong), wrong
 
         pool = inspect.Parameter("pool", inspect.Parameter.POSITIONAL_OR_KEYWORD)
