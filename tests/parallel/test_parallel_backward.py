@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from parallel_models import CAP, Mlp, both, data, different_bits, gradients
+from parallel_models import CAP, Mlp, averages, both, data, different_bits, gradients
 from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,38 +28,20 @@ class Checkpointed(nn.Module):
         return self.third(checkpoint(self.second, x, use_reentrant=self.reentrant).tanh())
 
 
+@pytest.mark.parametrize("alone", [False, True])
 @run_on_ranks()
-def test_a_parameter_in_two_reentrant_checkpoints_raises():
-    class Twice(Checkpointed):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.second = self.first
-            return super().forward(x)
-
+def test_a_parameter_in_two_reentrant_checkpoints_raises(alone: bool):
+    """Alone, it is averaged when the first of them has run backward: within the outer backward."""
+    module = Checkpointed(True)
+    module.second = module.first
+    if alone:
+        module.third = nn.Identity()
     with pytest.raises(SyncError, match="ready only once"):  # the other's may come at any time
-        model = syncengine.Parallel(Twice(True), **CAP)
+        model = syncengine.Parallel(module, **({} if alone else CAP))
         model(data()).sum().backward()
 
 
-@run_on_ranks()
-def test_a_checkpoint_that_comes_after_the_average_raises():
-    """The first to run backward has all parameters: it ends with their averages, within the outer backward."""
-
-    class Same(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(24, 24)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(2):
-                x = checkpoint(self.layer, x.requires_grad_(), use_reentrant=True).tanh()
-            return x
-
-    with pytest.raises(SyncError, match="ready only once"):  # the other's may come at any time
-        model = syncengine.Parallel(Same())
-        model(data()).sum().backward()
-
-
-@run_on_ranks()
+@run_on_ranks(gloo=True)
 def test_ranks_may_be_ready_in_opposite_orders():
     """Buckets complete in any order: ranks that wait for each other's next bucket would hang."""
 
@@ -74,19 +56,13 @@ def test_ranks_may_be_ready_in_opposite_orders():
 
     torch.manual_seed(0)
     module = Crossed()
-    expected = [sum(rank_gradient(module, r)[i] for r in range(2)) / 2 for i in range(12)]
-    module.zero_grad()
+    expected = averages(module, module(data()).square().sum())
     model = syncengine.Parallel(module, **CAP)
     for _ in range(3):
         model.zero_grad()
         model(data()).square().sum().backward()
         for grad, mean in zip(gradients(model), expected, strict=True):
             torch.testing.assert_close(grad, mean)
-
-
-def rank_gradient(module: nn.Module, rank: int) -> list[torch.Tensor]:
-    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(rank))
-    return list(torch.autograd.grad(module(x).square().sum(), list(module.parameters())))
 
 
 @run_on_ranks(gloo=True)

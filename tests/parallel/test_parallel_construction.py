@@ -30,27 +30,10 @@ def test_it_looks_like_ddp():
     model = syncengine.Parallel(Conv())
     assert isinstance(model, DistributedDataParallel)
     assert all(name.startswith("module.") for name in model.state_dict())
-    for name in [
-        "module",
-        "reducer",
-        "logger",
-        "process_group",
-        "device",
-        "device_ids",
-        "device_type",
-        "output_device",
-        "static_graph",
-        "find_unused_parameters",
-        "require_backward_grad_sync",
-        "require_forward_param_sync",
-        "parameters_to_ignore",
-        "bucket_bytes_cap",
-        "modules_buffers",
-        "named_module_buffers",
-        "broadcast_buffers",
-        "join_device",
-        "join_process_group",
-    ]:
+    names = """module reducer logger process_group device device_ids device_type output_device static_graph
+        find_unused_parameters require_backward_grad_sync require_forward_param_sync parameters_to_ignore
+        bucket_bytes_cap modules_buffers named_module_buffers broadcast_buffers join_device join_process_group"""
+    for name in names.split():
         getattr(model, name)
     assert model.will_sync_module_buffers()
     assert model.train(False) is model

@@ -86,12 +86,10 @@ KINDS = ["sparse_coo", "sparse_csr", "mkldnn", "jagged", "nested", "quantized", 
 def test_buffers_of_other_kinds_are_refused_by_name(kind: str):
     module = nn.Linear(3, 1)
     module.register_buffer("odd", odd(kind))
-    with pytest.raises(InvalidUsage) as error:
+    with pytest.raises(InvalidUsage, match=f"^odd is a.*{kind}.*_ddp_params_and_buffers_to_ignore"):
         syncengine.Parallel(module)
     module._ddp_params_and_buffers_to_ignore = ["odd"]
     syncengine.Parallel(module)(torch.ones(2, 3)).sum().backward()
-    text = str(error.value)
-    assert text.startswith("odd is a") and kind in text and "_ddp_params_and_buffers_to_ignore" in text
 
 
 @pytest.mark.parametrize("kind", ["sparse_coo", "quantized", "nested"])
@@ -103,11 +101,9 @@ def test_one_rank_has_put_another_kind_in_a_buffers_place(kind: str):
     model(torch.ones(2, 3)).sum().backward()
     if syncengine.rank() == 1:
         module.odd = odd(kind)
-    with pytest.raises(InvalidUsage) as error:
+    with pytest.raises(InvalidUsage, match=f"odd is a.*{kind}"):
         for _ in range(2):
             model(torch.ones(2, 3)).sum().backward()
-    text = str(error.value)
-    assert "odd is a" in text and kind in text
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -22,7 +22,8 @@ from syncengine.parallel.logging import _times
 from syncengine.parallel.summary import _TIMES, numbers_of
 
 
-def logging() -> None:
+@run_on_ranks(gloo=True, settings={"numerics": "ring"})
+def test_logging_data():
     def step(model: nn.Module) -> list[dict[str, Any]]:
         seen = [model._get_ddp_logging_data()]
         for i in range(4):
@@ -47,6 +48,7 @@ def logging() -> None:
     model = syncengine.Parallel(Mlp())
     with pytest.raises(InvalidUsage, match="equal or greater than 1"):
         model._set_ddp_runtime_logging_sample_rate(0)
+    assert model._get_ddp_logging_data()["has_error"] == 1
     with model.join():
         assert model._get_ddp_logging_data()["join_uneven_inputs"] == 1
     model.logger.set_error_and_log("ValueError: no such token")
@@ -57,10 +59,6 @@ def logging() -> None:
     for use in (logger._get_ddp_logging_data, reducer._rebuild_buckets, reducer._get_local_used_map):
         with pytest.raises(InvalidUsage, match="is gone: keep the model"):
             use()
-
-
-def test_logging_data(pool: RankPool):
-    pool.run(logging, gloo=True, settings={"numerics": "ring"})
 
 
 class Used(Branches):
@@ -213,7 +211,3 @@ def test_errors_are_logged_and_what_has_no_effect_is_said():
     for wrap in (syncengine.Parallel, DistributedDataParallel):
         with pytest.warns(UserWarning, match="You passed find_unused_parameters=true"):
             wrap(Mlp(), find_unused_parameters=True, static_graph=True)
-    model = syncengine.Parallel(Mlp())
-    with pytest.raises(InvalidUsage):
-        model._set_ddp_runtime_logging_sample_rate(0)
-    assert model._get_ddp_logging_data()["has_error"] == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 import torch
-from parallel_models import CAP, Mlp
+from parallel_models import CAP, Mlp, data, flat_gradients
 from pool import RankPool, run_on_ranks
 from random_layers import Delay
 from torch import nn
@@ -99,14 +99,9 @@ def test_gradients_laid_out_by_the_user_stay_there():
     model = syncengine.Parallel(Mlp())
     expected = syncengine.Parallel(Mlp())
     expected.load_state_dict(model.state_dict())
-    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
-    offset = 0
-    for p in model.parameters():
-        p.grad = flat[offset : offset + p.numel()].view_as(p)
-        offset += p.numel()
-    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(syncengine.rank()))
+    flat = flat_gradients(model)
     for m in (model, expected):
-        m(x).square().sum().backward()
+        m(data()).square().sum().backward()
     assert torch.equal(flat, torch.cat([p.grad.flatten() for p in expected.parameters()]))
 
 

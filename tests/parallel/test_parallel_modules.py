@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from parallel_models import Conv, Wrap, backwards, both, data, different_bits, gradients, small
-from pool import RankPool, run_on_ranks
+from pool import run_on_ranks
 from torch import nn
 from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel
@@ -40,7 +40,8 @@ class Referenced(nn.Module):
         return [rpc.RRef(y)] if inside else rpc.RRef({"unused": self.other(x), "y": y})
 
 
-def references(store: str) -> None:
+@run_on_ranks(gloo=True)
+def test_references_to_results(tmp_path: Path):
     def step(model: nn.Module, inside: bool) -> None:
         for i in range(3):
             model.zero_grad()
@@ -49,17 +50,13 @@ def references(store: str) -> None:
             y.square().mean().backward()
 
     os.environ["TP_SOCKET_IFNAME"] = "lo"
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path / 'store'}")
     rpc.init_rpc(f"rank{syncengine.rank()}", rank=syncengine.rank(), world_size=2, rpc_backend_options=options)
     try:
         for inside in (True, False):
             both(Referenced, partial(step, inside=inside), find_unused_parameters=True)
     finally:
         rpc.shutdown()
-
-
-def test_references_to_results(pool: RankPool, tmp_path: Path):
-    pool.run(references, str(tmp_path / "store"), gloo=True)
 
 
 class Forked(nn.Module):

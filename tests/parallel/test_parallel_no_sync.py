@@ -43,15 +43,12 @@ def test_a_consumed_forward_raises():
     first.backward()
     with pytest.raises(InvalidUsage, match=r"already synchronized.*no_sync"):
         second.backward()
-    loss = model(data()).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(InvalidUsage, match="already synchronized"):
-        loss.backward()
     hidden = syncengine.Parallel(Outputs(lambda a, b: iter([a, b])))  # outputs that can't be found
-    loss = sum(hidden(data())).sum()
-    loss.backward(retain_graph=True)
-    with pytest.raises(InvalidUsage, match="already synchronized"):
-        loss.backward()
+    for each in (model, hidden):
+        loss = sum(each(data())).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(InvalidUsage, match="already synchronized"):
+            loss.backward()
 
 
 class Penalized(nn.Module):

@@ -41,12 +41,15 @@ def check_step(model: nn.Module, salt: int = 0, communicator: syncengine.Communi
         torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-6)
 
 
-def copy_on_one_rank(how: str, times: int, trained_before: bool) -> None:
+@pytest.mark.parametrize("trained_before", [False, True])
+@pytest.mark.parametrize("how", COPIES)
+@run_on_ranks(world=3)
+def test_copies_on_one_rank_alone_disturb_nobody(how: str, trained_before: bool):
     torch.manual_seed(1)
     model = syncengine.Parallel(small())
     if trained_before:
         check_step(model)
-    kept = [COPIES[how](model) for _ in range(times)] if syncengine.rank() == 1 else []
+    kept = [COPIES[how](model) for _ in range(3)] if syncengine.rank() == 1 else []
     after = syncengine.Parallel(small())
     for salt in range(3):
         check_step(after, salt)
@@ -55,13 +58,7 @@ def copy_on_one_rank(how: str, times: int, trained_before: bool) -> None:
     for salt in range(3):
         check_step(later, salt)
         check_step(after, salt)
-    assert len(kept) in (0, times)
-
-
-@pytest.mark.parametrize("trained_before", [False, True])
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_on_one_rank_alone_disturb_nobody(pool, how, trained_before):
-    pool.run(copy_on_one_rank, how, 3, trained_before, world=3)
+    del kept  # until here
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
@@ -94,21 +91,14 @@ def test_a_copy_has_buckets_of_its_own(how: str, trained_before: bool):
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
-def copies_crosswise() -> str:
+@run_on_ranks()
+def test_copies_of_two_models_are_not_mixed_up():
     models = [syncengine.Parallel(small()), syncengine.Parallel(small())]
     copies = [copy.deepcopy(model) for model in models]
-    first, second = copies if syncengine.rank() == 0 else copies[::-1]
-    for model in (first, second):  # one after the other, so that nobody waits crosswise
-        try:
+    with pytest.raises(syncengine.errors.Mismatch) as error:
+        for model in copies if syncengine.rank() == 0 else copies[::-1]:  # so that nobody waits crosswise
             check_step(model)
-        except syncengine.errors.Mismatch as error:
-            return str(error)
-    return ""
-
-
-def test_copies_of_two_models_are_not_mixed_up(pool):
-    for text in pool.run(copies_crosswise):
-        assert text.count("a copy of the one with number") == 1, text
+    assert str(error.value).count("a copy of the one with number") == 1, error.value
 
 
 class Many(nn.Module):
@@ -122,10 +112,12 @@ class Many(nn.Module):
         return x * self.parts[0]
 
 
-def wrap_many(times: int, parameters: int) -> None:
+@run_on_ranks()
+def test_wrapping_for_ever():
+    """One after the other; see also tests/core/engine/lanes/slots_test.cpp, where the slots run out."""
     kept = None
-    for round in range(times):
-        model = syncengine.Parallel(Many(parameters), init_sync=round % 2 == 0, find_unused_parameters=True)
+    for round in range(25):
+        model = syncengine.Parallel(Many(400), init_sync=round % 2 == 0, find_unused_parameters=True)
         loss = model(torch.tensor(float(syncengine.rank() + 1)))
         if round % 10 == 0:
             loss.backward()
@@ -133,11 +125,6 @@ def wrap_many(times: int, parameters: int) -> None:
         if syncengine.rank() == 1 and round % 7 == 0:
             kept = model  # this rank drops it a few rounds later
     assert (kept is None) == (syncengine.rank() == 0)
-
-
-def test_wrapping_for_ever(pool):
-    """One after the other; see also tests/core/engine/lanes/slots_test.cpp, where the slots run out."""
-    pool.run(wrap_many, 25, 400)
 
 
 @pytest.mark.parametrize("trained_before", [False, True])
@@ -155,10 +142,9 @@ def test_the_first_plan_of_a_copy_inside_join(trained_before: bool):
             for batch in range(2 * syncengine.rank()):
                 each.zero_grad()
                 each(torch.full((2, 4), float(batch))).sum().backward()
-    values = torch.cat([p.detach().flatten() for p in other.parameters()])
-    everyone = torch.empty(syncengine.world_size() * values.numel())
-    syncengine.all_gather(everyone, values)
-    assert all(torch.equal(part, values) for part in everyone.chunk(syncengine.world_size()))
+    for parameter in other.parameters():
+        syncengine.broadcast(everyones := parameter.detach().clone(), 0)
+        assert torch.equal(parameter, everyones)
     check_step(other)
     check_step(model)
     assert (extra is None) == (syncengine.rank() != 0)
@@ -187,16 +173,11 @@ def test_dropped_on_one_rank_alone(keeps: int):
     model = syncengine.Parallel(small(), bucket_cap_mb=1e-6)
     check_step(model)
     loss = model(torch.full((1, 4), 1.0)).sum()
-    if syncengine.rank() == 1:
-        loss.backward()
-        if not keeps:
-            del model, loss
-            gc.collect()
-            model = None
-        other = syncengine.Parallel(small())
-    else:
-        loss.backward()
-        other = syncengine.Parallel(small())
+    loss.backward()
+    if syncengine.rank() == 1 and not keeps:
+        del model, loss
+        gc.collect()
+    other = syncengine.Parallel(small())
     for salt in range(3):
         check_step(other, salt)
         if keeps:

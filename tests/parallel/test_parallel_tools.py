@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import Conv, Mlp, data, different_bits, gradients, of_both, outcome
-from pool import RankPool, run_on_ranks
+from parallel_models import Branches, Conv, Mlp, data, different_bits, gradients, of_both, outcome
+from pool import run_on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,23 +51,15 @@ def test_the_profiler_names_the_forward():
     assert of_both(step) == [["DistributedDataParallel.forward"]] * 2
 
 
-class Sometimes(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.never = nn.Linear(24, 2), nn.Linear(24, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.always(x)
-
-
 @run_on_ranks()
 def test_check_reducer_finalized():
-    model = syncengine.Parallel(Sometimes())
+    model = syncengine.Parallel(Branches())
     model._check_reducer_finalized()
-    model(data()).sum().backward()
+    model(data(), True).sum().backward()
     for check in (model._check_reducer_finalized, model.reducer._check_reducer_finalized):
         with pytest.raises(
-            InvalidUsage, match=r"Expected to have finished reduction.*\n.*\n.*never.weight, never.bias"
+            InvalidUsage,
+            match=r"Expected to have finished reduction.*\n.*\n.*right.weight, right.bias, never.weight, never.bias",
         ):
             check()
     syncengine.barrier()  # a model that goes with a backward that is not complete refuses it for all ranks
@@ -155,21 +147,13 @@ def test_active_ddp_module_in_two_threads():
 
 
 @run_on_ranks()
-def test_private_attributes():
+def test_ignored_parameters_are_none_of_the_modules():
     module = Mlp()
     module.head.requires_grad_(False)
     syncengine.Parallel._set_params_and_buffers_to_ignore_for_model(module, ["head.bias"])
     assert module.head.bias._ddp_ignored
     model = syncengine.Parallel(module)
-    assert model._delay_all_reduce_params == []
-    assert model._comm_hooks == []
-    assert [id(p) for p in model._module_parameters] == [
-        id(p) for n, p in module.named_parameters() if n != "head.bias"
-    ]
-    assert model._distributed_rank == syncengine.rank()
-    assert model._has_rebuilt_buckets is False
-    assert not model._join_config.enable
-    assert model._ddp_sink_clone is True
+    assert list(map(id, model._module_parameters)) == list(map(id, module.parameters()))[:-1]
 
 
 @run_on_ranks(gloo=True, settings={"numerics": "ring"})
@@ -205,7 +189,8 @@ def test_check_reduction_is_deprecated():
     model(data()).sum().backward()
 
 
-def checkpoint() -> None:
+@run_on_ranks(gloo=True)
+def test_distributed_checkpointing_strips_the_prefix():
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     ours, theirs = of_both(get_model_state_dict, Conv)
@@ -214,7 +199,3 @@ def checkpoint() -> None:
     set_model_state_dict(model, dict(ours))  # which it changes
     for name, tensor in model.module.state_dict().items():
         assert torch.equal(tensor, ours[name]), name
-
-
-def test_distributed_checkpointing_strips_the_prefix(pool: RankPool):
-    pool.run(checkpoint, gloo=True)
