@@ -15,6 +15,7 @@ from models.workload import same_bits
 from parallel_models import gradients, of_both
 from pool import run_on_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
@@ -74,9 +75,12 @@ def assert_same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     assert all(same_bits(mine, other) for mine, other in zip(ours, theirs, strict=True))
 
 
-def in_inference_mode(make: Callable[[], nn.Module], train_between: int) -> None:
-    def step(model: nn.Module) -> list[torch.Tensor]:
-        left = train(model, train_between) if train_between else []
+@run_on_ranks(gloo=True)
+def test_the_first_forward_may_be_one_for_inference():
+    """As in Lightning's sanity check. What it leaves must serve training."""
+
+    def step(model: nn.Module, train_before: int) -> list[torch.Tensor]:
+        left = train(model, train_before) if train_before else []
         with torch.inference_mode():
             model.eval()(batch())
             model.train()
@@ -84,15 +88,9 @@ def in_inference_mode(make: Callable[[], nn.Module], train_between: int) -> None
             model.module.steps = model.module.steps.clone()
         return left + train(model)
 
-    assert_same(*of_both(step, make))
-
-
-@run_on_ranks(gloo=True)
-def test_the_first_forward_may_be_one_for_inference():
-    """As in Lightning's sanity check. What it leaves must serve training."""
     for make in (Counted, Steady):
-        in_inference_mode(make, 0)
-        in_inference_mode(make, 3)
+        for train_before in (0, 3):
+            assert_same(*of_both(partial(step, train_before=train_before), make))
 
 
 @run_on_ranks()
@@ -120,31 +118,12 @@ def test_gradients_that_inference_allows_are_none():
 
 
 @contextlib.contextmanager
-def default_device(name: str) -> Iterator[None]:
-    torch.set_default_device(name)
+def changed(change: Callable[[Any], None], value: Any, back: Any) -> Iterator[None]:
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_device(None)
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
+        change(back)
 
 
 @contextlib.contextmanager
@@ -166,13 +145,13 @@ class Everywhere(TorchFunctionMode):
 
 
 STATES: dict[str, State] = {
-    "default device meta": partial(default_device, "meta"),
-    "default device cpu": partial(default_device, "cpu"),
+    "default device meta": partial(changed, torch.set_default_device, "meta", None),
+    "default device cpu": partial(changed, torch.set_default_device, "cpu", None),
     "device meta around": lambda: torch.device("meta"),
     "a mode of functions": Everywhere,
-    "default dtype float64": partial(default_dtype, torch.float64),
-    "default dtype bfloat16": partial(default_dtype, torch.bfloat16),
-    "deterministic": deterministic,
+    "default dtype float64": partial(changed, torch.set_default_dtype, torch.float64, torch.float32),
+    "default dtype bfloat16": partial(changed, torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "deterministic": partial(changed, torch.use_deterministic_algorithms, True, False),
     "anomalies": anomalies,
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "no gradients at construction": torch.no_grad,
@@ -180,20 +159,10 @@ STATES: dict[str, State] = {
 }
 
 
-def plain(wrap: Any) -> Iterator[Any]:
-    model = wrap(Counted())
-    yield
-    yield train(model)
-
-
-def unused(wrap: Any) -> Iterator[Any]:
-    model = wrap(Counted(), find_unused_parameters=True)
-    yield
-    yield train(model)
-
-
-def static(wrap: Any) -> Iterator[Any]:
-    model = wrap(Counted(), static_graph=True)
+def trained(wrap: Any, hook: Callable[..., Any] | None = None, **options: Any) -> Iterator[Any]:
+    model = wrap(Counted(), **options)
+    if hook:
+        model.register_comm_hook(None, hook)
     yield
     yield train(model)
 
@@ -207,25 +176,14 @@ def joined(wrap: Any) -> Iterator[Any]:
     yield [*gradients(model), *(t.clone() for t in model.state_dict().values())]
 
 
-def hooked(wrap: Any) -> Iterator[Any]:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    model = wrap(Counted())
-    model.register_comm_hook(None, allreduce_hook)
-    yield
-    yield train(model)
-
-
-def compressed(wrap: Any) -> Iterator[Any]:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    model = wrap(Counted())
-    model.register_comm_hook(None, fp16_compress_hook)
-    yield
-    yield train(model)
-
-
-WAYS: dict[str, Any] = {f.__name__: f for f in (plain, unused, static, joined, hooked, compressed)}
+WAYS: dict[str, Any] = {
+    "plain": trained,
+    "unused": partial(trained, find_unused_parameters=True),
+    "static": partial(trained, static_graph=True),
+    "joined": joined,
+    "hooked": partial(trained, hook=default_hooks.allreduce_hook),
+    "compressed": partial(trained, hook=default_hooks.fp16_compress_hook),
+}
 
 
 def run(wrap: Any, way: str, state: str | None = None) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_models import Conv, Mlp, both, different_bits
+from parallel_models import Conv, Mlp, both, data, different_bits
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.join import Join
@@ -54,10 +54,6 @@ class Uneven:
     options: tuple[tuple[str, Any], ...] = ()
     ddp_options: tuple[tuple[str, Any], ...] | None = None  # where DDP crashes with `options`
     zero: bool = False  # torch's Join with a ZeroRedundancyOptimizer
-
-
-def data(step: int) -> torch.Tensor:
-    return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + syncengine.rank()))
 
 
 def train(wrap: Callable[..., nn.Module], run: Uneven) -> list[torch.Tensor]:
@@ -119,24 +115,18 @@ def test_uneven_inputs_train_as_under_ddp(pool: RankPool, world: int, mode: str)
     assert not {(rank, run): n for rank, answer in enumerate(answers) for run, n in answer.items() if n}
 
 
-def average_of_some(batches: tuple[int, ...], divide: bool) -> list[list[float]]:
-    model = syncengine.Parallel(nn.Linear(1, 1, bias=False))
-    seen = []
-    with model.join(divide_by_initial_world_size=divide):
-        for _ in range(batches[syncengine.rank()]):
-            model.zero_grad()
-            model(torch.full((1, 1), 12.0 * (syncengine.rank() + 1))).sum().backward()
-            seen.append(model.module.weight.grad.item())
-    return seen
-
-
 @pytest.mark.parametrize(
     ("divide", "expected"), [(True, [24.0, 20.0, 12.0]), (False, [24.0, 30.0, 36.0])], ids=["initial", "effective"]
 )
-def test_what_is_divided_by(pool: RankPool, divide: bool, expected: list[float]):
+@run_on_ranks(world=3)
+def test_what_is_divided_by(divide: bool, expected: list[float]):
     """Without torch.distributed."""
-    answers = pool.run(average_of_some, (1, 2, 3), divide, world=3)
-    assert answers == [expected[:1], expected[:2], expected]
+    model = syncengine.Parallel(nn.Linear(1, 1, bias=False))
+    with model.join(divide_by_initial_world_size=divide):
+        for mean in expected[: syncengine.rank() + 1]:
+            model.zero_grad()
+            model(torch.full((1, 1), 12.0 * (syncengine.rank() + 1))).sum().backward()
+            assert model.module.weight.grad.item() == mean
 
 
 @run_on_ranks(world=3)
@@ -211,29 +201,24 @@ def test_a_rank_that_follows_for_long_warns_once():
     assert all("rank 0 has at least 2 fewer inputs" in text for text in texts)
 
 
-def terminates_early(torchs: bool) -> tuple[int, str]:
+@pytest.mark.parametrize("torchs", [True, False])
+@run_on_ranks(world=3, gloo=True)
+def test_throw_on_early_termination(torchs: bool):
     model = syncengine.Parallel(nn.Linear(24, 2))
+    join = partial(Join, [model]) if torchs else model.join
     steps = 0
-    make = (
-        (lambda: Join([model], throw_on_early_termination=True))
-        if torchs
-        else (lambda: model.join(throw_on_early_termination=True))
+    text = (
+        "Rank 0 exhausted all inputs."
+        if syncengine.rank() == 0
+        else "Detected at least one rank that exhausted inputs. Throwing across all ranks."
     )
-    with pytest.raises(RuntimeError) as error, make():
+    with pytest.raises(RuntimeError, match=text), join(throw_on_early_termination=True):
         for step in range(2 + syncengine.rank()):
             model(data(step)).sum().backward()
             steps += 1
+    assert steps == 2
     model._join_config = type(model._join_config).construct_disabled_join_config()
     model(data(0)).sum().backward()  # nothing is broken
-    return steps, str(error.value)
-
-
-@pytest.mark.parametrize("torchs", [True, False])
-def test_throw_on_early_termination(pool: RankPool, torchs: bool):
-    assert pool.run(terminates_early, torchs, world=3, gloo=True) == [
-        (2, "Rank 0 exhausted all inputs."),
-        *[(2, "Detected at least one rank that exhausted inputs. Throwing across all ranks.")] * 2,
-    ]
 
 
 @pytest.mark.parametrize(
@@ -246,13 +231,11 @@ def test_throw_on_early_termination(pool: RankPool, torchs: bool):
 @run_on_ranks(world=3)
 def test_ranks_that_disagree_are_told_so(how: str, text: str):
     model = syncengine.Parallel(Conv())
-    with pytest.raises(Mismatch) as error, model.join():
+    with pytest.raises(Mismatch, match=text), model.join():
         if syncengine.rank() < 2:
             model.require_backward_grad_sync = how != "no_sync" or syncengine.rank() == 0
             model.forward_sync_buffers = how != "buffers" or syncengine.rank() == 0
             model(data(0)).sum().backward()
-    answer = str(error.value)
-    assert text in answer
 
 
 @run_on_ranks(world=3)
@@ -274,7 +257,8 @@ def test_torchs_join_needs_a_torch_group():
         Join([model])
 
 
-def alone() -> None:
+@run_on_ranks(world=1, gloo=True)
+def test_alone_nobody_is_waited_for():
     model = syncengine.Parallel(nn.Linear(24, 2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -282,7 +266,3 @@ def alone() -> None:
             model(data(0)).sum().backward()
         with Join([model]):
             model(data(0)).sum().backward()
-
-
-def test_alone_nobody_is_waited_for(pool: RankPool):
-    pool.run(alone, world=1, gloo=True)

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from flat import flat
-from parallel_models import both, data, different_bits, gradients, small
-from pool import RankPool, run_on_ranks
-from test_parallel_lifetimes import averages
+from parallel_models import assert_common, averages, both, data, different_bits, gradients, small
+from pool import run_on_ranks
 from torch import nn
 
 import syncengine
@@ -52,7 +50,9 @@ def with_another_forward(change: Change, synchronized: bool, first_drops: bool) 
     return step
 
 
-def wait_for_other_forwards() -> None:
+@pytest.mark.usefixtures("kinds_of_buckets")
+@run_on_ranks(gloo=True)
+def test_a_forward_that_is_pending_while_the_module_changes():
     for synchronized in (True, False):
         for first_drops in (False, True):
             both(small, with_another_forward(freeze, synchronized, first_drops))
@@ -66,11 +66,6 @@ def wait_for_other_forwards() -> None:
                 if i == 0:
                     continue  # the weights were rounded after that forward
                 assert not different_bits(found[4 * i : 4 * i + 4], expected), (i, synchronized, first_drops)
-
-
-@pytest.mark.parametrize("memory", ["in place", "flat"])
-def test_a_forward_that_is_pending_while_the_module_changes(pool: RankPool, memory: str):
-    pool.run(*((flat, wait_for_other_forwards) if memory == "flat" else (wait_for_other_forwards,)), gloo=True)
 
 
 @run_on_ranks()
@@ -142,9 +137,7 @@ def test_what_can_not_be_averaged_any_more_is_an_error():
     for i in range(2):
         module.zero_grad()
         model(data(i)).sum().backward()
-    gradient = module[0].weight.grad.clone()
-    syncengine.all_reduce(gradient, op="avg")
-    assert torch.equal(gradient, module[0].weight.grad)
+    assert_common(module)
 
 
 @run_on_ranks(gloo=True)
@@ -187,11 +180,11 @@ def train_past_the_wrapper(model: nn.Module, through_the_wrapper: bool) -> list:
     return found
 
 
-@pytest.mark.parametrize("memory", ["in place", "flat"])
-def test_backwards_past_a_model_that_was_wholly_frozen(pool: RankPool, memory: str):
+@pytest.mark.usefixtures("kinds_of_buckets")
+@run_on_ranks(gloo=True)
+def test_backwards_past_a_model_that_was_wholly_frozen():
     for through_the_wrapper in (False, True):
-        arguments = (both, small, partial(train_past_the_wrapper, through_the_wrapper=through_the_wrapper))
-        pool.run(*((flat, *arguments) if memory == "flat" else arguments), gloo=True)
+        both(small, partial(train_past_the_wrapper, through_the_wrapper=through_the_wrapper))
 
 
 def frozen_for_its_first_forward(model: nn.Module) -> list:
