@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from flat import Parallel as FlatParallel
-from parallel_models import CAP, Mlp, backwards, both, data, gradients, small
+from parallel_models import CAP, Mlp, assert_common, backwards, both, data, gradients, outcome, small
 from pool import RankPool, run_on_ranks
 from test_parallel_modules import Forked
 from torch import nn
@@ -28,11 +28,8 @@ def test_dtype_may_change_after_wrapping():
         for i in range(3):
             model.zero_grad()
             model(data(i).to(dtype)).square().sum().backward()
-            for grad in gradients(model):
-                everyone = torch.empty(2, *grad.shape, dtype=dtype)
-                syncengine.all_gather(everyone, grad)
-                assert grad.dtype == dtype
-                assert torch.equal(everyone[0], everyone[1])
+            assert all(grad.dtype == dtype for grad in gradients(model))
+            assert_common(model)
 
 
 def in_last_format(module: nn.Module) -> None:
@@ -80,12 +77,12 @@ def change_strides(alone: int, after: int, flat: bool) -> str:
         backwards(model, 1)
     if syncengine.rank() == alone:
         in_last_format(model)
-    try:
+
+    def train() -> None:
         for i in range(3):
             average_beside(model, data(i))
-    except SyncError as error:
-        return f"{type(error).__name__}: {error}"
-    return "averaged"
+
+    return ": ".join(outcome(train))
 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
@@ -99,7 +96,7 @@ def test_strides_that_change_on_one_rank_alone_are_named(pool: RankPool, alone: 
 
 @pytest.mark.parametrize("after", [0, 1, 3])
 def test_strides_may_change_on_one_rank_alone_where_gradients_are_copied(pool: RankPool, after: int):
-    assert pool.run(change_strides, 1, after, True) == ["averaged"] * 2
+    assert pool.run(change_strides, 1, after, True) == ["returned: None"] * 2
 
 
 @run_on_ranks(gloo=True)
@@ -113,46 +110,39 @@ def test_strides_may_change_on_one_rank_alone_under_a_hook():
         average_beside(model, data(i))
 
 
+REPLACED = r"parameter 2\.weight of Parallel\(Sequential\) was replaced after wrapping"
+
+
 @run_on_ranks()
 def test_replaced_parameters_are_an_error():
     model = syncengine.Parallel(small())
-    with pytest.raises(SyncError) as error:  # this rank's own, or what the other says, who may be one backward ahead
+    text = r"parameter 0.weight of Parallel\(Sequential\) was replaced after wrapping"
+    with pytest.raises(SyncError, match=text):  # this rank's own, or the other's, who may be one backward ahead
         backwards(model)
         model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
         backwards(model)
-    text = str(error.value)
-    assert "parameter 0.weight of Parallel(Sequential) was replaced after wrapping" in text
 
 
-def replace_one_parameter(options: dict[str, bool], after: int, on_all: bool) -> str:
+@pytest.mark.parametrize(
+    ("options", "after", "text"),
+    [
+        ({}, 2, r"Parameters which did not receive grad for rank.*: 2\.weight$"),
+        ({"find_unused_parameters": True}, 2, REPLACED),
+        ({"static_graph": True}, 0, REPLACED),
+    ],
+    ids=["plain", "unused parameters", "static graph"],
+)
+@pytest.mark.parametrize("on_all", [True, False])
+@run_on_ranks()
+def test_a_replaced_parameter_is_named(options: dict[str, bool], after: int, text: str, on_all: bool):
     inputs = data().requires_grad_()  # a leaf, too, that is none of the parameters
-    with pytest.raises(SyncError) as error:  # the other's may come at any time
+    with pytest.raises(SyncError, match=text):  # the other's may come at any time
         model = syncengine.Parallel(small(), **options)
         for i in range(4):
             if i == after and (on_all or syncengine.rank() == 1):
                 model.module[2].weight = nn.Parameter(model.module[2].weight.detach().clone())
             model(inputs).square().mean().backward()
         model(inputs)
-    return str(error.value)
-
-
-def test_one_replaced_parameter_is_named(pool: RankPool):
-    for text in pool.run(replace_one_parameter, {}, 2, True):
-        assert "Parameters which did not receive grad for rank" in text
-        assert text.endswith(": 2.weight")
-
-
-@pytest.mark.parametrize(
-    ("options", "after"),
-    [({"find_unused_parameters": True}, 2), ({"static_graph": True}, 0)],
-    ids=["unused parameters", "static graph"],
-)
-@pytest.mark.parametrize("on_all", [True, False])
-def test_a_replaced_parameter_is_not_taken_for_an_unused_one(
-    pool: RankPool, options: dict[str, bool], after: int, on_all: bool
-):
-    for text in pool.run(replace_one_parameter, options, after, on_all):
-        assert "parameter 2.weight of Parallel(Sequential) was replaced after wrapping" in text
 
 
 @pytest.mark.parametrize("on_all", [True, False])
@@ -164,7 +154,7 @@ def test_replaced_parameters_end_that_model_alone(on_all: bool):
         model.module[2].weight = nn.Parameter(model.module[2].weight.detach().clone())
     raised = InvalidUsage if on_all or syncengine.rank() == 1 else Aborted
     for _ in range(2):
-        with pytest.raises(raised, match=r"parameter 2\.weight of Parallel\(Sequential\) was replaced"):
+        with pytest.raises(raised, match=REPLACED):
             backwards(model, 1)
     backwards(other)
     if on_all:

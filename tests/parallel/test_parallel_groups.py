@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import Mlp, different_bits
+from parallel_models import Mlp, different_bits, gradients, of_both
 from pool import RankPool, run_on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,16 +26,15 @@ def data(step: int = 0) -> torch.Tensor:
     return torch.randn(5, 24, generator=torch.Generator().manual_seed(100 * step + dist.get_rank()))
 
 
-def gradients_of_both(**options: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def gradients_of_both(**options: Any) -> list[list[torch.Tensor | None]]:
     """The gradients after three steps, under Parallel and under DDP."""
-    results = []
-    for wrap in (syncengine.Parallel, DistributedDataParallel):
-        torch.manual_seed(0)
-        model = wrap(Mlp(), **options)
+
+    def step(model: nn.Module) -> list[torch.Tensor | None]:
         for i in range(3):
             model(data(i)).square().mean().backward()
-        results.append([p.grad.clone() for p in model.parameters()])
-    return results[0], results[1]
+        return gradients(model)
+
+    return of_both(step, **options)
 
 
 def pairs() -> dist.ProcessGroup:
@@ -45,35 +44,26 @@ def pairs() -> dist.ProcessGroup:
     return odds if dist.get_rank() % 2 else evens
 
 
-def train_in_pairs() -> tuple[str, bool]:
+@run_on_ranks(world=4, gloo=True, settings=None)
+def test_a_subgroup_trains_as_under_ddp():
     group = pairs()
-    ours, theirs = gradients_of_both(process_group=group)
-    assert not different_bits(ours, theirs)
+    assert not different_bits(*gradients_of_both(process_group=group))
     model = syncengine.Parallel(Mlp(), process_group=group)
     assert model.process_group is group
     assert model.join_process_group is group
     assert model.communicator is syncengine.Parallel(Mlp(), process_group=group).communicator
     assert model.communicator.rank == dist.get_rank(group)
     assert model.communicator.global_ranks == dist.get_process_group_ranks(group)
-    with pytest.raises(Mismatch) as error:
+    first, second = dist.get_process_group_ranks(group)
+    with pytest.raises(Mismatch, match=f"rank {first} has") as error:
         syncengine.Parallel(nn.Linear(2, 2 + dist.get_rank() // 2), process_group=group)
-    return str(error.value), syncengine.is_initialized()
-
-
-def test_a_subgroup_trains_as_under_ddp(pool: RankPool):
-    texts = [
-        text for text, initialized in pool.run(train_in_pairs, world=4, gloo=True, settings=None) if not initialized
-    ]
-    for rank, text in enumerate(texts):
-        first, second = [(0, 2), (3, 1), (0, 2), (3, 1)][rank]
-        assert f"rank {first} has" in text
-        assert f"rank {second} has" in text
+    assert f"rank {second} has" in str(error.value)
+    assert not syncengine.is_initialized()
 
 
 @run_on_ranks(gloo=True, settings=None)
 def test_the_default_group_is_the_default_communicator():
-    ours, theirs = gradients_of_both(process_group=dist.group.WORLD)
-    assert not different_bits(ours, theirs)
+    assert not different_bits(*gradients_of_both(process_group=dist.group.WORLD))
     for group in (None, dist.group.WORLD, init_device_mesh("cpu", (2,)).get_group()):
         model = syncengine.Parallel(Mlp(), process_group=group)
         assert model.communicator is syncengine.default_communicator()
@@ -98,8 +88,7 @@ def test_device_meshes():
     assert max((a - b).abs().max().item() for a, b in zip(ours, theirs, strict=True)) < 1e-6
     assert syncengine.Parallel(Mlp(), device_mesh=mesh).device_mesh is mesh
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    ours, theirs = gradients_of_both(device_mesh=grid["dp"])
-    assert not different_bits(ours, theirs)
+    assert not different_bits(*gradients_of_both(device_mesh=grid["dp"]))
     with pytest.raises(InvalidUsage, match="Only 1D device mesh is supported"):
         syncengine.Parallel(Mlp(), device_mesh=grid)
     with pytest.raises(InvalidUsage, match="both process_group and device_mesh"):
