@@ -79,6 +79,17 @@ std::string check_throws(Call&& call, ErrorKind kind, const char* text, const ch
   fail(file, line, std::string(text) + " did not throw " + name(kind));
 }
 
+// Whether a check of the call fails: the other side of a walk that finds nothing.
+template <class Call>
+bool fails(Call&& call) {
+  try {
+    call();
+  } catch (const Failure&) {
+    return true;
+  }
+  return false;
+}
+
 // Runs body(rank) for each rank on a thread of its own, joins them all, then rethrows the lowest rank's exception.
 inline void run_ranks(int size, const std::function<void(int)>& body) {
   std::vector<std::exception_ptr> errors(size);

@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kCount = 1 << 18, kBytes = kCount * sizeof(float);
 
 Operation broadcast_of(float* data) {
-  Operation operation = all_reduce_of(data, kBytes, DType::Float32);
+  Operation operation = all_reduce_of(data, kBytes);
   operation.collective = Collective::Broadcast;
   operation.root = 0;
   return operation;
@@ -55,7 +55,7 @@ struct Job {
       communicator.wait(work);
       CHECK(all_are(data, expected));
       const auto before = communicator.counters().at("direct_bytes");
-      communicator.run(all_reduce_of(data, kBytes, DType::Float32));
+      communicator.run(all_reduce_of(data, kBytes));
       CHECK_EQ(communicator.counters().at("direct_bytes"), before + kBytes);  // peers reach it as before
       CHECK(all_are(data, 2 * expected));
     });
@@ -65,10 +65,8 @@ struct Job {
 }  // namespace
 
 TEST(a_failure_costs_no_more_of_a_tensor_than_its_operations_used) {
-  Job().run([](float* data) { return all_reduce_of(data, kBytes, DType::Float32); },
-            [](Communicator& failing, float* data) {
-              return failing.submit(all_reduce_of(data + kCount, kBytes, DType::Float32));
-            },
+  Job().run([](float* data) { return all_reduce_of(data, kBytes); },
+            [](Communicator& failing, float* data) { return failing.submit(all_reduce_of(data + kCount, kBytes)); },
             3.0f);
 }
 

@@ -19,10 +19,6 @@ std::shared_ptr<void> slow_to_let_go(int milliseconds) {
   return {nullptr, [milliseconds](void*) { pause(milliseconds); }};
 }
 
-Operation all_reduce_of(std::vector<float>& data) {
-  return testing::all_reduce_of(data.data(), data.size() * 4, DType::Float32);
-}
-
 void check_all(const std::vector<float>& data, float expected) {
   for (float value : data) CHECK_EQ(value, expected);
 }
@@ -33,10 +29,8 @@ void check_all(const std::vector<float>& data, float expected) {
 // as operations are direct and their data are there: it must not overwrite the records that rank 1 has yet to compare.
 TEST(records_outlast_a_rank_that_stalls) {
   constexpr size_t kOperations = 4 * shm::kRecords;
-  Options options;
-  options.algorithm = Algorithm::Direct;
   std::barrier rank_1_has_submitted(2);
-  run_job(2, options, [&](int rank, Communicator& communicator) {
+  run_job(2, {.algorithm = Algorithm::Direct}, [&](int rank, Communicator& communicator) {
     if (rank == 0) rank_1_has_submitted.arrive_and_wait();
     std::vector<float> large(5 * shm::kSlotBytes / 4, 1.0f);
     auto shared = communicator.allocate(kOperations * 400);
@@ -46,7 +40,7 @@ TEST(records_outlast_a_rank_that_stalls) {
     if (rank == 1) first.keepalive = slow_to_let_go(200);
     std::vector<std::shared_ptr<Work>> works{communicator.submit(std::move(first))};
     for (size_t i = 0; i < kOperations; ++i)  // another length each, so that records can't be taken for each other
-      works.push_back(communicator.submit(all_reduce_of(floats + i * 100, (1 + i % 97) * 4, DType::Float32)));
+      works.push_back(communicator.submit(all_reduce_of(floats + i * 100, (1 + i % 97) * 4)));
     if (rank == 1) rank_1_has_submitted.arrive_and_wait();
     for (auto& work : works) communicator.wait(work);
     check_all(large, 2);
@@ -71,7 +65,7 @@ TEST(many_threads_and_communicators) {
         for (size_t i = 0; i < data.size(); ++i) {
           data[i].assign(same() % 4 ? 1 + same() % 300 : 1 + same() % 150000, static_cast<float>(rank + round));
           if (same() % 3 == 0)
-            mine.run(all_reduce_of(data[i]), {});
+            mine.run(all_reduce_of(data[i]));
           else
             works.push_back(mine.submit(all_reduce_of(data[i])));
           if (different() % 8 == 0) pause(1);
@@ -97,11 +91,8 @@ TEST(several_threads_wait_on_one_communicator) {
       }
       testing::run_ranks(kThreads, [&](int thread) {
         std::mt19937 random(thread * 1000 + round * 2 + rank);
-        std::vector<size_t> order(works.size());
-        std::iota(order.begin(), order.end(), 0);
-        std::shuffle(order.begin(), order.end(), random);
         if (random() % 4 == 0) pause(1);
-        for (size_t i : order) {
+        for (size_t i : testing::shuffled(works.size(), random)) {
           communicator.wait(works[i]);
           CHECK_EQ(data[i].front(), 3.0f);
           CHECK_EQ(data[i].back(), 3.0f);
@@ -116,16 +107,12 @@ TEST(more_announcements_than_the_log_and_the_records_hold) {
   run_job(3, {}, [](int rank, Communicator& communicator) {
     auto slots = communicator.reserve_slots(kBuckets);
     std::mt19937 random(rank);
-    std::vector<size_t> order(kBuckets);
-    std::iota(order.begin(), order.end(), 0);
     for (int round = 0; round < 2; ++round) {
       std::vector<float> data(kBuckets, static_cast<float>(rank + round));
       std::vector<std::shared_ptr<Work>> works(kBuckets);
-      std::shuffle(order.begin(), order.end(), random);
-      for (size_t bucket : order) {
+      for (size_t bucket : testing::shuffled(kBuckets, random)) {
         data[bucket] *= static_cast<float>(bucket);
-        works[bucket] =
-            communicator.announce(slots, bucket, round + 1, testing::all_reduce_of(&data[bucket], 4, DType::Float32));
+        works[bucket] = communicator.announce(slots, bucket, round + 1, all_reduce_of(&data[bucket], 4));
       }
       for (size_t bucket = 0; bucket < kBuckets; ++bucket) {
         communicator.wait(works[bucket]);
@@ -142,7 +129,7 @@ TEST(more_submissions_than_the_records_hold) {
     std::vector<std::shared_ptr<Work>> works;
     for (size_t i = 0; i < kOperations; ++i) {
       data[i] = static_cast<int64_t>(i) + rank;
-      Operation operation = testing::all_reduce_of(&data[i], 8, DType::Int64);
+      Operation operation = all_reduce_of(&data[i], 8, DType::Int64);
       if (i % 3 == 0) operation.collective = Collective::Broadcast;
       operation.root = i % 3 == 0 ? static_cast<int>(i / 3 % 4) : kNoRoot;
       works.push_back(communicator.submit(operation));
@@ -182,8 +169,8 @@ TEST(an_abort_in_the_middle_reaches_everybody) {
           std::shuffle(buckets.begin(), buckets.end(), random);
           for (size_t i = 0; i < buckets.size(); ++i)
             works.push_back(communicator.announce(slots, i, step, all_reduce_of(buckets[i])));
-          communicator.run(all_reduce_of(own), {});
-          communicator.run(testing::all_reduce_of(shared.get(), 4 << 20, DType::Float32), {});
+          communicator.run(all_reduce_of(own));
+          communicator.run(all_reduce_of(shared.get(), 4 << 20));
           if (random() % 4 == 0) pause(1);
           for (auto& work : works) communicator.wait(work);
         }
@@ -193,7 +180,7 @@ TEST(an_abort_in_the_middle_reaches_everybody) {
       }
       if (trouble.joinable()) trouble.join();
       CHECK_EQ(seen, text);
-      CHECK_THROWS(communicator.run(all_reduce_of(own), {}), ErrorKind::Aborted);
+      CHECK_THROWS(communicator.run(all_reduce_of(own)), ErrorKind::Aborted);
       if (slots) CHECK_THROWS(communicator.announce(slots, 0, 1, all_reduce_of(own)), ErrorKind::Aborted);
     });
   }
@@ -212,7 +199,7 @@ TEST(dropped_work_is_done_all_the_same) {
     for (int i = 0; i < 20000 && !alive.expired(); ++i) pause(1);
     CHECK(alive.expired());
     std::vector<float> next(10, 1.0f);
-    communicator.run(all_reduce_of(next), {});
+    communicator.run(all_reduce_of(next));
     check_all(next, 3);
     CHECK_EQ(communicator.counters().at("operations"), uint64_t{6});
   });
@@ -230,17 +217,15 @@ TEST(a_communicator_closed_with_work_pending) {
     }
     rank_0_has_left.arrive_and_wait();
     if (rank != 0) CHECK_THROWS(group->run(all_reduce_of(data), {}), ErrorKind::PeerLost);
-    communicator.run(all_reduce_of(next), {});  // the others go on
+    communicator.run(all_reduce_of(next));  // the others go on
     check_all(next, 3);
   });
 }
 
 // Who has made its last call leaves at once, while slower ranks still look around for it.
 TEST(leaving_after_the_last_call_harms_nobody) {
-  Options options;
-  options.arena_bytes = 2000 << 20;
   for (int job = 0; job < 12 / testing::kSlowdown; ++job) {
-    run_job(3, options, [&](int rank, Communicator& communicator) {
+    run_job(3, {.arena_bytes = 2000 << 20}, [&](int rank, Communicator& communicator) {
       for (int round = 0; round < 20; ++round) {
         auto group = communicator.split({0, 1, 2});
         std::vector<float> data(10, 1.0f);
@@ -265,7 +250,7 @@ TEST(a_small_exchange_costs_one_sleep) {
       for (int round = 0; round < 100; ++round) {
         const uint64_t before = communicator.counters().at("sleeps");
         if (rank == late) pause(3);
-        communicator.run(all_reduce_of(data), {});
+        communicator.run(all_reduce_of(data));
         seen |= communicator.counters().at("sleeps") - before == expected;
       }
       CHECK(seen);

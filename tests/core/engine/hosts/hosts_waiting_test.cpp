@@ -30,7 +30,7 @@ TEST(a_wait_for_other_hosts_sleeps_until_its_end) {
     }
     uint64_t before = communicator.counters().at("sleeps");
     auto begin = Clock::now();
-    communicator.run(all_reduce_of(data.data(), data.size() * sizeof(float), DType::Float32));
+    communicator.run(all_reduce_of(data));
     auto looks = static_cast<uint64_t>((Clock::now() - begin) / std::chrono::milliseconds(50));
     CHECK(rank == 1 || communicator.counters().at("sleeps") - before <= kNotes / 4 + looks);
     check_values(data, [](size_t i) { return sum_of_values(2, i); });
@@ -44,7 +44,7 @@ TEST(a_wait_for_other_hosts_moves_the_bytes_itself) {
   HostsJob job("ab");
   job.run([&](int rank, Communicator& communicator) {
     std::vector<float> data(300000);
-    auto call = [&] { communicator.run(all_reduce_of(data.data(), data.size() * sizeof(float), DType::Float32)); };
+    auto call = [&] { communicator.run(all_reduce_of(data)); };
     call();
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     size_t before = job.network().steps_of_others(rank);
@@ -62,8 +62,8 @@ TEST(what_nobody_waits_for_moves_on_over_hosts) {
     std::vector<float> first(1000), second(300000);
     for (int round = 0; round < 20; ++round) {
       fill(first, rank), fill(second, rank);
-      auto small = communicator.submit(all_reduce_of(first.data(), first.size() * 4, DType::Float32));
-      auto large = communicator.submit(all_reduce_of(second.data(), second.size() * 4, DType::Float32));
+      auto small = communicator.submit(all_reduce_of(first));
+      auto large = communicator.submit(all_reduce_of(second));
       communicator.wait(small);
       Deadline deadline = Deadline::after(seconds(10));
       while (!large->ended() && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -81,11 +81,9 @@ TEST(threads_that_wait_for_other_hosts_end_together) {
       std::vector<std::shared_ptr<Work>> works;
       for (auto& each : data) {
         fill(each, rank);
-        works.push_back(communicator.submit(all_reduce_of(each.data(), each.size() * 4, DType::Float32)));
+        works.push_back(communicator.submit(all_reduce_of(each)));
       }
-      std::vector<std::thread> threads;
-      for (auto& work : works) threads.emplace_back([&] { communicator.wait(work); });
-      for (auto& thread : threads) thread.join();
+      testing::run_ranks(kThreads, [&](int thread) { communicator.wait(works[thread]); });
       for (auto& each : data) check_values(each, [](size_t i) { return sum_of_values(2, i); });
     }
   });

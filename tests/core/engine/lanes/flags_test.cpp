@@ -3,35 +3,38 @@
 #include <vector>
 
 #include "collectives/operation.h"
-#include "job.h"
+#include "hosts_job.h"
 #include "transport/shm/layout.h"
 
 namespace syncengine {
 namespace {
 
-using testing::all_reduce_of;
-using testing::run_job;
+using testing::all_reduce_of, testing::run_hosts, testing::run_job;
+
+Operation with_flags(float& data, std::vector<uint64_t>& flags) {
+  Operation operation = all_reduce_of(&data, sizeof(data));
+  operation.flags = flags.data();
+  operation.flag_words = flags.size();
+  return operation;
+}
 
 TEST(flags_travel_with_an_operation) {
-  for (size_t words : {size_t{1}, size_t{3}, kMaxFlagWords}) {
-    for (bool announced : {false, true}) {
-      run_job(3, {}, [&](int rank, Communicator& communicator) {
+  for (const char* hosts : {"aaa", "ab", "aabb", "abbb"}) {
+    for (size_t words : {size_t{1}, size_t{3}, kMaxFlagWords}) {
+      run_hosts(hosts, {}, [&](int rank, Communicator& communicator) {
         auto slots = communicator.reserve_slots(1);
-        for (uint64_t round = 0; round < 2 * shm::kRecords; ++round) {  // records and their flags are used again
-          std::vector<float> data(10, 1.0f);
-          std::vector<uint64_t> flags(words, 0);
-          flags[round % words] = uint64_t{1} << (rank + round % 60);
+        for (uint64_t round = 0; round < 4 * shm::kRecords; ++round) {  // records and their flags are used again
+          float data = 1.0f;
+          std::vector<uint64_t> flags(words), expected(words);
+          flags[round % words] = uint64_t{1} << (rank + round % 59);
           flags[words - 1] |= uint64_t{1} << 63;
-          Operation operation = all_reduce_of(data.data(), data.size() * 4, DType::Float32);
-          operation.flags = flags.data();
-          operation.flag_words = words;
-          communicator.wait(announced ? communicator.announce(slots, 0, round + 1, operation)
-                                      : communicator.submit(operation));
-          std::vector<uint64_t> expected(words, 0);
-          expected[round % words] = uint64_t{7} << round % 60;
+          expected[round % words] = ((uint64_t{1} << communicator.size()) - 1) << round % 59;
           expected[words - 1] |= uint64_t{1} << 63;
+          const Operation operation = with_flags(data, flags);
+          communicator.wait(round / 2 % 2 ? communicator.announce(slots, 0, round + 1, operation)
+                                          : communicator.submit(operation));
           CHECK(flags == expected);
-          CHECK_EQ(data[0], 3.0f);
+          CHECK_EQ(data, static_cast<float>(communicator.size()));
         }
       });
     }
@@ -41,11 +44,8 @@ TEST(flags_travel_with_an_operation) {
 TEST(flags_of_different_number_are_a_mismatch) {
   run_job(2, {}, [](int rank, Communicator& communicator) {
     float data = 1.0f;
-    std::vector<uint64_t> flags(2);
-    Operation operation = all_reduce_of(&data, 4, DType::Float32);
-    operation.flags = flags.data();
-    operation.flag_words = rank + 1;
-    CHECK_THROWS(communicator.run(operation), ErrorKind::Mismatch);
+    std::vector<uint64_t> flags(rank + 1);
+    CHECK_THROWS(communicator.run(with_flags(data, flags)), ErrorKind::Mismatch);
   });
 }
 
@@ -53,10 +53,7 @@ TEST(too_many_flags_are_refused) {
   run_job(2, {}, [](int, Communicator& communicator) {
     float data = 1.0f;
     std::vector<uint64_t> flags(kMaxFlagWords + 1);
-    Operation operation = all_reduce_of(&data, 4, DType::Float32);
-    operation.flags = flags.data();
-    operation.flag_words = flags.size();
-    CHECK_THROWS(communicator.run(operation), ErrorKind::InvalidUsage);
+    CHECK_THROWS(communicator.run(with_flags(data, flags)), ErrorKind::InvalidUsage);
   });
 }
 

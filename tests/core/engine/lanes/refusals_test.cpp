@@ -37,17 +37,14 @@ struct Step {
   // The refusal's text; empty if there were results.
   std::string run(std::mt19937& random, bool refuses, size_t announced, uint8_t how) {
     std::iota(data.begin(), data.end(), static_cast<float>(communicator.rank()));
-    std::vector<size_t> order(kBuckets);
-    std::iota(order.begin(), order.end(), 0);
-    std::shuffle(order.begin(), order.end(), random);
+    std::vector<size_t> order = testing::shuffled(kBuckets, random);
     order.push_back(kBuckets);
     if (refuses) order.resize(announced);
     std::vector<std::shared_ptr<Work>> works(kBuckets + 1);
     for (size_t bucket : order)
-      works[bucket] = communicator.announce(slots, bucket, number, all_reduce_of(&data[bucket], 4, DType::Float32));
-    std::string text;
+      works[bucket] = communicator.announce(slots, bucket, number, all_reduce_of(&data[bucket], 4));
+    std::string text = reason(communicator.rank(), number);
     if (refuses) {
-      text = reason(communicator.rank(), number);
       communicator.refuse(slots, number, text);
     } else {
       try {
@@ -67,6 +64,12 @@ struct Step {
   }
   std::shared_ptr<uint8_t> ended;
 };
+
+// One in which the rank announces all, and does not refuse.
+std::string run_step(Communicator& communicator, const std::shared_ptr<const Slots>& slots, uint64_t number) {
+  std::mt19937 random(communicator.rank() + number * 100);
+  return Step{communicator, slots, number}.run(random, false, 0, 0);
+}
 
 // Every rank draws what all ranks do.
 TEST(a_step_has_results_on_all_ranks_or_on_none) {
@@ -122,7 +125,7 @@ TEST(results_that_are_refused_are_lost_by_all_ranks_or_end_the_communicator) {
           communicator.refuse(slots, 1, reason(rank, 1));
           step.end(1);
         };
-        auto go_on = [&] { CHECK_EQ((Step{communicator, slots, 2}.run(random, false, 0, 0)), std::string()); };
+        auto go_on = [&] { CHECK_EQ(run_step(communicator, slots, 2), std::string()); };
         if (all) return lose(), go_on();
         const std::string text = CHECK_THROWS((lose(), go_on()), ErrorKind::Aborted);
         CHECK_EQ(text, reason(1, 1));
@@ -135,20 +138,18 @@ TEST(results_that_are_refused_are_lost_by_all_ranks_or_end_the_communicator) {
 TEST(a_rank_that_refuses_and_leaves_ends_the_others_with_its_reason) {
   for (const char* hosts : kPlacements) {
     run_hosts(hosts, {}, [](int rank, Communicator& communicator) {
-      std::mt19937 random(rank);
       if (rank == 1) {
         auto slots = communicator.reserve_slots(kBuckets + 1);
         communicator.refuse(slots, 1, reason(1, 1));
-        auto how = std::make_shared<uint8_t>(0);
-        communicator.end_refused(slots, 1, how);
+        communicator.end_refused(slots, 1, std::make_shared<uint8_t>(0));
         return communicator.close();
       }
       bool has_ended = false;  // the step, here: rank 1 leaves in good order then
       try {
         auto slots = communicator.reserve_slots(kBuckets + 1);  // the others may still be in this
-        CHECK_EQ((Step{communicator, slots, 1}.run(random, false, 0, 0)), reason(1, 1));
+        CHECK_EQ(run_step(communicator, slots, 1), reason(1, 1));
         has_ended = true;
-        Step{communicator, slots, 2}.run(random, false, 0, 0);
+        run_step(communicator, slots, 2);
         CHECK(false);
       } catch (const Error& error) {
         CHECK(error.kind() == ErrorKind::Aborted || (has_ended && error.kind() == ErrorKind::PeerLost));
@@ -166,12 +167,12 @@ TEST(a_rank_that_hears_of_a_refusal_and_leaves_ends_the_others_with_its_reason) 
       auto memory = communicator.allocate(kBytes);
       try {
         auto slots = communicator.reserve_slots(kBuckets + 1);  // the others may still be in this
-        auto large = communicator.announce(slots, 0, 1, all_reduce_of(memory.get(), kBytes, DType::Float32));
+        auto large = communicator.announce(slots, 0, 1, all_reduce_of(memory.get(), kBytes));
         if (rank == 1) {
           communicator.refuse(slots, 1, reason(1, 1));
         } else {
           float last = 0;
-          auto vote = communicator.announce(slots, kBuckets, 1, all_reduce_of(&last, sizeof(last), DType::Float32));
+          auto vote = communicator.announce(slots, kBuckets, 1, all_reduce_of(&last, sizeof(last)));
           CHECK_EQ(CHECK_THROWS(communicator.wait(vote), ErrorKind::Aborted), reason(1, 1));
         }
         communicator.end_refused(slots, 1, std::make_shared<uint8_t>(0));
@@ -188,18 +189,17 @@ TEST(a_refusal_concerns_one_holder_of_slots) {
   for (const char* hosts : kPlacements) {
     run_hosts(hosts, {}, [](int rank, Communicator& communicator) {
       auto refused = communicator.reserve_slots(kBuckets + 1), other = communicator.reserve_slots(kBuckets + 1);
-      std::mt19937 random(rank);
       for (uint64_t number = 1; number < 5; ++number) {
         std::shared_ptr<Work> end;
         if (rank == 0) {
           communicator.refuse(refused, number, reason(0, number));
           end = communicator.end_refused(refused, number, std::make_shared<uint8_t>(0));
         }
-        CHECK_EQ((Step{communicator, other, number}.run(random, false, 0, 0)), std::string());
+        CHECK_EQ(run_step(communicator, other, number), std::string());
         if (rank == 0)
           communicator.wait(end);
         else
-          CHECK_EQ((Step{communicator, refused, number}.run(random, false, 0, 0)), reason(0, number));
+          CHECK_EQ(run_step(communicator, refused, number), reason(0, number));
       }
     });
   }

@@ -20,7 +20,7 @@ using testing::run_job;
 
 void check_sum(Communicator& communicator, const std::shared_ptr<const Slots>& slots, size_t index, uint64_t step = 1) {
   auto data = static_cast<float>(communicator.rank() + 1);
-  communicator.wait(communicator.announce(slots, index, step, all_reduce_of(&data, sizeof(data), DType::Float32)));
+  communicator.wait(communicator.announce(slots, index, step, all_reduce_of(&data, sizeof(data))));
   CHECK_EQ(data, static_cast<float>(communicator.size() * (communicator.size() + 1)) / 2);
 }
 
@@ -107,14 +107,14 @@ TEST(an_announcement_holds_its_slots_until_it_has_ended) {
     auto slots = communicator.reserve_slots(3);
     float early = 1.0f;
     std::shared_ptr<Work> work;
-    if (rank == 0) work = communicator.announce(slots, 1, 1, all_reduce_of(&early, sizeof(early), DType::Float32));
+    if (rank == 0) work = communicator.announce(slots, 1, 1, all_reduce_of(&early, sizeof(early)));
     auto second = slots;
     if (rank == 0) second.reset(), slots.reset();
     auto others = communicator.reserve_slots(3);
     CHECK_EQ(others->first(), 3 + Slots::kBehind);
     check_sum(communicator, others, 1);
     if (rank == 1) {
-      work = communicator.announce(slots, 1, 1, all_reduce_of(&early, sizeof(early), DType::Float32));
+      work = communicator.announce(slots, 1, 1, all_reduce_of(&early, sizeof(early)));
       second.reset(), slots.reset();
     }
     communicator.wait(work);
@@ -129,7 +129,7 @@ TEST(announcements_of_a_slot_match_in_their_order) {
     float data[] = {1.0f, 2.0f, 3.0f};
     std::vector<std::shared_ptr<Work>> works;
     auto announce = [&](int index, float& value, uint64_t step = 1) {
-      works.push_back(communicator.announce(slots, index, step, all_reduce_of(&value, sizeof(value), DType::Float32)));
+      works.push_back(communicator.announce(slots, index, step, all_reduce_of(&value, sizeof(value))));
     };
     if (rank == 0) announce(0, data[0]), announce(0, data[1], 2), announce(1, data[2]);
     communicator.run(all_reduce_of(&rank, sizeof(rank), DType::Int32));

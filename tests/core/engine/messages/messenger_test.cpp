@@ -1,7 +1,7 @@
 // Messages between ranks as threads, on one host and over several: any size and order, matched by source and tag, and
 // named errors when they can't come.
 #include <atomic>
-#include <numeric>
+#include <span>
 
 #include "hosts_job.h"
 #include "job.h"
@@ -27,14 +27,13 @@ Message message(const char* what, int peer, uint64_t tag, void* data, size_t byt
           .describe = [what] { return std::string(what); }};
 }
 
-void fill(unsigned char* data, size_t bytes, int source, int destination, uint64_t tag) {
-  for (size_t i = 0; i < bytes; ++i) data[i] = byte_of(source, destination, tag, i);
+void fill(std::span<unsigned char> data, int source, int destination, uint64_t tag) {
+  for (size_t i = 0; i < data.size(); ++i) data[i] = byte_of(source, destination, tag, i);
 }
 
-void check(const unsigned char* data, size_t bytes, int source, int destination, uint64_t tag) {
-  for (size_t i = 0; i < bytes; ++i) {
+void check(std::span<const unsigned char> data, int source, int destination, uint64_t tag) {
+  for (size_t i = 0; i < data.size(); ++i)
     if (data[i] != byte_of(source, destination, tag, i)) CHECK_EQ(data[i], byte_of(source, destination, tag, i));
-  }
 }
 
 std::shared_ptr<Work> send(Communicator& c, int to, uint64_t tag, std::vector<unsigned char>& data) {
@@ -43,6 +42,9 @@ std::shared_ptr<Work> send(Communicator& c, int to, uint64_t tag, std::vector<un
 std::shared_ptr<Work> receive(Communicator& c, int from, uint64_t tag, std::vector<unsigned char>& data) {
   return c.receive(message("receive()", from, tag, data.data(), data.size()));
 }
+
+// From rank 0 to rank 1.
+void pass(Communicator& c, const Message& mine) { c.wait(c.rank() == 0 ? c.send(mine) : c.receive(mine)); }
 
 // The body on ranks of one host, and with every other placement in `hosts`.
 void run_placed(std::vector<std::string> hosts, const Options& options, const testing::HostsJob::Body& body) {
@@ -72,11 +74,11 @@ TEST(messages_between_all_ranks_at_once) {
             received[peer] = allocate();
             works.push_back(communicator.receive(message("receive()", peer, 5, received[peer], bytes)));
             unsigned char* data = allocate();
-            fill(data, bytes, rank, peer, 5);
+            fill({data, bytes}, rank, peer, 5);
             works.push_back(communicator.send(message("send()", peer, 5, data, bytes)));
           }
           for (auto& work : works) communicator.wait(work);
-          for (int peer = 0; peer < size; ++peer) check(received[peer], bytes, peer, rank, 5);
+          for (int peer = 0; peer < size; ++peer) check({received[peer], bytes}, peer, rank, 5);
         }
       }
     });
@@ -92,7 +94,7 @@ TEST(messages_match_by_tag_in_order) {
       for (uint64_t tag : {1, 2}) {
         auto& buffer = data[2 * i + tag - 1];
         buffer.resize(i % 3 == 0 ? 5000 + i : 10 + i);
-        if (rank == 0) fill(buffer.data(), buffer.size(), i, 0, tag);
+        if (rank == 0) fill(buffer, i, 0, tag);
         if (rank == 0) works.push_back(send(communicator, 1, tag, buffer));
       }
     }
@@ -104,7 +106,7 @@ TEST(messages_match_by_tag_in_order) {
     }
     for (auto& work : works) communicator.wait(work);
     for (int i = 0; i < kCount; ++i)
-      for (uint64_t tag : {1, 2}) check(data[2 * i + tag - 1].data(), data[2 * i + tag - 1].size(), i, 0, tag);
+      for (uint64_t tag : {1, 2}) check(data[2 * i + tag - 1], i, 0, tag);
   });
 }
 
@@ -114,7 +116,7 @@ TEST(messages_of_any_source_say_whose_they_are) {
       std::vector<unsigned char> data(bytes);
       communicator.run(barrier());
       if (rank != 0) {
-        fill(data.data(), bytes, rank, 0, 9);
+        fill(data, rank, 0, 9);
         communicator.wait(send(communicator, 0, 9, data));
         continue;
       }
@@ -123,7 +125,7 @@ TEST(messages_of_any_source_say_whose_they_are) {
         Message any = message("receive()", Message::kAnySource, 9, data.data(), bytes);
         auto source = any.source;
         communicator.wait(communicator.receive(any));
-        check(data.data(), bytes, *source, 0, 9);
+        check(data, *source, 0, 9);
         seen |= 1 << *source;
       }
       CHECK_EQ(seen, 0b1110);
@@ -135,15 +137,15 @@ TEST(messages_beside_collectives_and_in_split_groups) {
   run_placed({"aabb", "abba"}, {}, [](int rank, Communicator& communicator) {
     for (int round = 0; round < 3; ++round) {
       std::vector<unsigned char> out(600000), in(600000);
-      fill(out.data(), out.size(), rank, round, 1);
+      fill(out, rank, round, 1);
       auto half = communicator.split(rank < 2 ? std::vector<int>{0, 1} : std::vector<int>{2, 3});
       auto received = receive(*half, 1 - half->rank(), 1, in), sent = send(*half, 1 - half->rank(), 1, out);
       float sum = 1;
-      communicator.run(testing::all_reduce_of(&sum, sizeof(sum), DType::Float32));
+      communicator.run(testing::all_reduce_of(&sum, sizeof(sum)));
       CHECK_EQ(sum, 4.0f);
       half->wait(received);
       half->wait(sent);
-      check(in.data(), in.size(), rank ^ 1, round, 1);
+      check(in, rank ^ 1, round, 1);
     }
   });
 }
@@ -166,9 +168,7 @@ TEST(messages_of_other_sizes_are_a_mismatch) {
 }
 
 TEST(a_message_that_does_not_come_times_out_and_names_the_source) {
-  Options options;
-  options.timeout = seconds(0.3);
-  run_placed({"aba", "aab"}, options, [](int rank, Communicator& communicator) {
+  run_placed({"aba", "aab"}, {.timeout = seconds(0.3)}, [](int rank, Communicator& communicator) {
     if (rank == 2) return;
     std::vector<unsigned char> data(10);
     std::string text = CHECK_THROWS(communicator.wait(receive(communicator, 1 - rank, 3, data)), ErrorKind::Timeout);
@@ -181,11 +181,11 @@ TEST(who_leaves_is_lost_to_those_that_wait_for_its_message_only) {
     run_placed({"ab", "aab"}, {}, [bytes](int rank, Communicator& communicator) {
       std::vector<unsigned char> data(bytes);
       int last = communicator.size() - 1;
-      if (rank == last) fill(data.data(), bytes, last, 0, 1);
+      if (rank == last) fill(data, last, 0, 1);
       if (rank == last) return communicator.wait(send(communicator, 0, 1, data));
       if (rank > 0) return;
       communicator.wait(receive(communicator, last, 1, data));
-      check(data.data(), bytes, last, 0, 1);
+      check(data, last, 0, 1);
       std::string text = CHECK_THROWS(communicator.wait(receive(communicator, last, 2, data)), ErrorKind::PeerLost);
       CHECK(contains(text, "rank " + std::to_string(last) + " has left"));
     });
@@ -193,9 +193,7 @@ TEST(who_leaves_is_lost_to_those_that_wait_for_its_message_only) {
 }
 
 TEST(a_message_of_any_source_is_not_awaited_of_ranks_that_have_all_left) {
-  Options options;
-  options.timeout = seconds(10);
-  run_placed({"abc", "aab"}, options, [](int rank, Communicator& communicator) {
+  run_placed({"abc", "aab"}, {.timeout = seconds(10)}, [](int rank, Communicator& communicator) {
     for (size_t bytes : kSizes) {
       std::vector<unsigned char> data(bytes);
       if (rank > 0) {
@@ -255,12 +253,12 @@ TEST(messages_from_and_into_several_pieces_of_memory) {
   run_placed({"ab"}, {}, [](int rank, Communicator& communicator) {
     for (size_t bytes : {size_t{1000}, size_t{2500001}}) {
       std::vector<unsigned char> data(bytes);
-      Message mine = message(rank == 0 ? "send()" : "receive()", 1 - rank, 6, nullptr, 0);
+      Message mine = message("a piece", 1 - rank, 6, nullptr, 0);
       size_t first = bytes / (rank + 2);
       mine.memory.add(data.data() + first, bytes - first);
       mine.memory.add(data.data(), first);
-      if (rank == 0) fill(data.data(), bytes, 0, 1, 6);
-      communicator.wait(rank == 0 ? communicator.send(mine) : communicator.receive(mine));
+      if (rank == 0) fill(data, 0, 1, 6);
+      pass(communicator, mine);
       if (rank == 1) {
         for (size_t i = 0; i < bytes; ++i) {
           size_t sent_at = (i + bytes / 2) % bytes, got_at = (i + first) % bytes;
@@ -276,9 +274,9 @@ TEST(messages_from_and_into_pieces_with_another_one_between) {
   run_placed({"ab"}, {}, [](int rank, Communicator& communicator) {
     constexpr size_t kPart = 50000, kBytes = 3 * kPart;
     std::vector<unsigned char> outer(kBytes, 0), inner(kPart), all(kBytes);
-    fill(all.data(), kBytes, 0, 1, 6);
+    fill(all, 0, 1, 6);
     for (int pieces : {0, 1}) {  // the rank whose memory is in pieces
-      Message mine = message(rank == 0 ? "send()" : "receive()", 1 - rank, 6, nullptr, 0);
+      Message mine = message("a piece", 1 - rank, 6, nullptr, 0);
       std::vector<unsigned char> whole(kBytes);
       if (rank == pieces) {
         mine.memory.add(outer.data(), kPart);
@@ -288,7 +286,7 @@ TEST(messages_from_and_into_pieces_with_another_one_between) {
         mine.memory.add(whole.data(), kBytes);
       }
       if (rank == 0) mine.memory.copy_from(reinterpret_cast<std::byte*>(all.data()), 0, kBytes);
-      communicator.wait(rank == 0 ? communicator.send(mine) : communicator.receive(mine));
+      pass(communicator, mine);
       std::vector<unsigned char> got(kBytes);
       mine.memory.copy_to(reinterpret_cast<std::byte*>(got.data()), 0, kBytes);
       CHECK(got == all);
@@ -302,7 +300,7 @@ TEST(a_large_message_from_the_arena_is_not_copied_by_its_sender) {
     auto memory = communicator.allocate(kBytes);
     auto* data = static_cast<unsigned char*>(memory.get());
     if (rank == 0) {
-      fill(data, kBytes, 0, 1, 4);
+      fill({data, kBytes}, 0, 1, 4);
       auto work = communicator.send(message("send()", 1, 4, data, kBytes));
       communicator.run(barrier());
       CHECK(!work->ended());
@@ -312,7 +310,7 @@ TEST(a_large_message_from_the_arena_is_not_copied_by_its_sender) {
       communicator.run(barrier());
       communicator.run(barrier());
       communicator.wait(communicator.receive(message("receive()", 0, 4, data, kBytes)));
-      check(data, kBytes, 0, 1, 4);
+      check({data, kBytes}, 0, 1, 4);
     }
     CHECK_EQ(communicator.counters().at("messages"), uint64_t{1});
     CHECK_EQ(communicator.counters().at("direct_messages"), static_cast<uint64_t>(rank));

@@ -8,8 +8,7 @@
 
 namespace syncengine {
 
-using testing::all_reduce_of;
-using testing::run_job;
+using testing::all_reduce_of, testing::contains, testing::run_job;
 
 namespace {
 
@@ -33,32 +32,23 @@ struct Table {
 
 // How many threads the rank of the calling thread has.
 thread_local int threads_of_my_rank = 1;
-int count_threads() { return threads_of_my_rank; }
+void run_counting_threads(int size, const std::function<void(int, Communicator&)>& body) {
+  run_job(size, {}, body, [] { return threads_of_my_rank; });
+}
 
 void pause(double time) { std::this_thread::sleep_for(seconds(time)); }
 
-ErrorKind kind_of(const std::function<void()>& call, std::string* text = nullptr) {
-  try {
-    call();
-  } catch (const Error& error) {
-    if (text) *text = error.what();
-    return error.kind();
-  }
-  CHECK(!"it should have thrown");
-  std::abort();
-}
-
-// Rank 0 makes a call, rank 1 waits for a bucket: neither comes for the other's. Returns the error.
-ErrorKind wait_crosswise(int rank, Communicator& communicator, std::string& text) {
+// Rank 0 makes a call, rank 1 waits for a bucket: neither comes for the other's. Returns the error's text.
+std::string wait_crosswise(int rank, Communicator& communicator, ErrorKind kind) {
   auto slots = communicator.reserve_slots(1);
   std::vector<float> data(100);
   auto call = [&] {
     if (rank == 0)
-      communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
+      communicator.run(all_reduce_of(data));
     else
-      communicator.wait(communicator.announce(slots, 0, 1, all_reduce_of(data.data(), 400, DType::Float32)));
+      communicator.wait(communicator.announce(slots, 0, 1, all_reduce_of(data)));
   };
-  return kind_of(call, &text);
+  return CHECK_THROWS(call(), kind);
 }
 
 }  // namespace
@@ -121,33 +111,28 @@ TEST(a_change_starts_the_search_anew) {
 }
 
 TEST(cycles_are_mismatches_not_timeouts) {
-  auto body = [](int rank, Communicator& communicator) {
+  run_counting_threads(2, [](int rank, Communicator& communicator) {
     auto start = Clock::now();
-    std::string text;
-    CHECK(wait_crosswise(rank, communicator, text) == ErrorKind::Mismatch);
-    CHECK(text.find("rank 0 waits in") != std::string::npos || text.find("rank 1 waits in") != std::string::npos);
-    CHECK(text.find("for rank 0") != std::string::npos && text.find("for rank 1") != std::string::npos);
+    const std::string text = wait_crosswise(rank, communicator, ErrorKind::Mismatch);
+    CHECK(contains(text, "rank 0 waits in") || contains(text, "rank 1 waits in"));
+    CHECK(contains(text, "for rank 0") && contains(text, "for rank 1"));
     CHECK(Clock::now() - start < seconds(5));  // the timeout is 30 minutes
-  };
-  run_job(2, {}, body, count_threads);
+  });
 }
 
 TEST(cycles_across_communicators_are_found) {
-  auto body = [](int rank, Communicator& communicator) {
+  run_counting_threads(2, [](int rank, Communicator& communicator) {
     auto first = communicator.split({0, 1}), second = communicator.split({0, 1});
     std::vector<float> data(100);
-    std::string text;
-    auto call = [&] { (rank == 0 ? first : second)->run(all_reduce_of(data.data(), 400, DType::Float32)); };
-    CHECK(kind_of(call, &text) == ErrorKind::Mismatch);
-    CHECK(text.find("of another communicator for rank") != std::string::npos);
-  };
-  run_job(2, {}, body, count_threads);
+    const auto text = CHECK_THROWS((rank == 0 ? first : second)->run(all_reduce_of(data)), ErrorKind::Mismatch);
+    CHECK(contains(text, "of another communicator for rank"));
+  });
 }
 
 // Each waits in another pair. Who finds it fails its own pairs; its error, uncaught, ends the job and so reaches the
 // third.
 TEST(cycles_of_three_are_found) {
-  auto body = [](int rank, Communicator& communicator) {
+  run_counting_threads(3, [](int rank, Communicator& communicator) {
     std::vector<std::shared_ptr<Communicator>> pairs;  // of each rank with the next one
     for (int first = 0; first < 3; ++first) {
       int second = (first + 1) % 3;
@@ -155,27 +140,21 @@ TEST(cycles_of_three_are_found) {
       pairs.push_back(communicator.split(member ? std::vector<int>{first, second} : std::vector<int>{}));
     }
     std::vector<float> data(100);
-    std::string text;
     auto start = Clock::now();
-    auto call = [&] { pairs[rank]->run(all_reduce_of(data.data(), 400, DType::Float32)); };
-    ErrorKind kind = kind_of(call, &text);
-    communicator.abort(kind, text);
-    CHECK(kind == ErrorKind::Mismatch);
-    for (const char* each : {"for rank 0", "for rank 1", "for rank 2"}) CHECK(text.find(each) != std::string::npos);
+    const auto text = CHECK_THROWS(pairs[rank]->run(all_reduce_of(data)), ErrorKind::Mismatch);
+    communicator.abort(ErrorKind::Mismatch, text);
+    for (const char* each : {"for rank 0", "for rank 1", "for rank 2"}) CHECK(contains(text, each));
     CHECK(Clock::now() - start < seconds(5));
-  };
-  run_job(3, {}, body, count_threads);
+  });
 }
 
 // Both first threads wait, each for what the other rank's second thread will bring. Its first call comes late.
 TEST(another_thread_may_bring_what_is_missing) {
-  auto body = [](int rank, Communicator& communicator) {
+  run_counting_threads(2, [](int rank, Communicator& communicator) {
     auto slots = communicator.reserve_slots(1);
     std::vector<float> bucket(100, 1.0f), metrics(100, 1.0f);
-    auto announce = [&] {
-      communicator.wait(communicator.announce(slots, 0, 1, all_reduce_of(bucket.data(), 400, DType::Float32)));
-    };
-    auto call = [&] { communicator.run(all_reduce_of(metrics.data(), 400, DType::Float32)); };
+    auto announce = [&] { communicator.wait(communicator.announce(slots, 0, 1, all_reduce_of(bucket))); };
+    auto call = [&] { communicator.run(all_reduce_of(metrics)); };
     threads_of_my_rank = 2;
     testing::run_ranks(2, [&](int thread) {
       threads_of_my_rank = 2;
@@ -184,46 +163,40 @@ TEST(another_thread_may_bring_what_is_missing) {
       first ? announce() : call();
     });
     CHECK_EQ(bucket[99] + metrics[99], 4.0f);
-  };
-  run_job(2, {}, body, count_threads);
+  });
 }
 
 TEST(uncertain_cycles_are_timeouts_that_name_both_sides) {
-  Options options;
-  options.timeout = seconds(2.5);  // the other rank waits by then, also on a busy machine
-  auto body = [](int rank, Communicator& communicator) {
-    std::string text;
-    CHECK(wait_crosswise(rank, communicator, text) == ErrorKind::Timeout);
-    CHECK(text.find("; meanwhile rank ") != std::string::npos);
-  };
-  run_job(2, options, body);
+  // The other rank waits by then, also on a busy machine.
+  run_job(2, {.timeout = seconds(2.5)}, [](int rank, Communicator& communicator) {
+    CHECK(contains(wait_crosswise(rank, communicator, ErrorKind::Timeout), "; meanwhile rank "));
+  });
 }
 
 // A wait that the program itself gives up on may be followed by the call that the other rank waits for.
 TEST(a_wait_with_a_timeout_of_its_own_is_no_cycle) {
-  auto body = [](int rank, Communicator& communicator) {
+  run_counting_threads(2, [](int rank, Communicator& communicator) {
     auto probe = communicator.split({0, 1});
     std::vector<float> data(100, 1.0f), asked(100);
     if (rank == 0) {
-      auto work = probe->submit(all_reduce_of(asked.data(), 400, DType::Float32));
+      auto work = probe->submit(all_reduce_of(asked));
       CHECK_THROWS(probe->wait(work, {}, seconds(0.8)), ErrorKind::Timeout);
     }
-    communicator.run(all_reduce_of(data.data(), 400, DType::Float32));
+    communicator.run(all_reduce_of(data));
     CHECK_EQ(data[99], 2.0f);
-  };
-  run_job(2, {}, body, count_threads);
+  });
 }
 
 // More calls than a lane opens at once: that a peer's later ones are not open yet does not mean that it never makes
 // them.
 TEST(who_waits_further_on_is_no_cycle) {
   constexpr int kCalls = 100;
-  auto body = [](int rank, Communicator& communicator) {
+  run_counting_threads(3, [](int rank, Communicator& communicator) {
     std::vector<float> data(kCalls, 1.0f);
     std::vector<std::shared_ptr<Work>> works;
     auto submit_until = [&](int count) {
       while (static_cast<int>(works.size()) < count)
-        works.push_back(communicator.submit(all_reduce_of(&data[works.size()], sizeof(float), DType::Float32)));
+        works.push_back(communicator.submit(all_reduce_of(&data[works.size()], sizeof(float))));
     };
     if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(900));
     if (rank == 1) {
@@ -233,14 +206,13 @@ TEST(who_waits_further_on_is_no_cycle) {
     submit_until(kCalls);
     communicator.wait(works[kCalls - 1]);
     for (float value : data) CHECK_EQ(value, 3.0f);
-  };
-  run_job(3, {}, body, count_threads);
+  });
 }
 
 // Long waits, here and there, that all end: boards and calls change under those who read them.
 TEST(slow_but_valid_programs_are_left_alone) {
   constexpr int kRounds = 24, kSize = 3;
-  auto body = [](int rank, Communicator& communicator) {
+  run_counting_threads(kSize, [](int rank, Communicator& communicator) {
     std::vector<std::shared_ptr<Communicator>> groups;
     for (int out = 0; out < kSize; ++out) {
       std::vector<int> members;
@@ -255,15 +227,14 @@ TEST(slow_but_valid_programs_are_left_alone) {
       float value = 1.0f;
       size_t choice = same() % 5;
       if (choice < 3) {
-        if (groups[choice]) groups[choice]->run(all_reduce_of(&value, 4, DType::Float32));
+        if (groups[choice]) groups[choice]->run(all_reduce_of(&value, 4));
       } else if (choice == 3) {
-        communicator.run(all_reduce_of(&value, 4, DType::Float32));
+        communicator.run(all_reduce_of(&value, 4));
       } else {
-        communicator.wait(communicator.announce(slots, 0, 1, all_reduce_of(&value, 4, DType::Float32)));
+        communicator.wait(communicator.announce(slots, 0, 1, all_reduce_of(&value, 4)));
       }
     }
-  };
-  run_job(kSize, {}, body, count_threads);
+  });
 }
 
 }  // namespace syncengine

@@ -17,9 +17,8 @@ namespace syncengine {
 
 namespace {
 
-using Act = Driver::Act;
 using Kind = Driver::Kind;
-using Next = Act (*)(Kind, Act, bool);
+using Next = Driver::Act (*)(Kind, Driver::Act, bool);
 
 // One access each, of a thread of the program.
 enum Op : uint8_t {
@@ -60,7 +59,7 @@ struct State {
   uint8_t work = 0, drivers = 0, visits = 0, calls = 0, listeners = 0;
   bool parked = false, stopped = false, alarm = false;
   uint8_t owner = 0;  // of the right to make steps: 1 is the own thread, then the programs
-  Act act = Act::Ticket;
+  Driver::Act act = Driver::Act::Ticket;
   Turn turn = kNoTurn;
   uint8_t ticket = 0, visits_seen = 0;
   bool called = false, asleep = false;
@@ -108,7 +107,7 @@ class Explorer {
     for (size_t thread = 0; thread < programs_.size(); ++thread) CHECK(has_ended(state, thread) || moves);
     if (moves) return;
     if (state.stopped)
-      CHECK(state.act == Act::End);
+      CHECK(state.act == Driver::Act::End);
     else
       CHECK_EQ(int{state.work}, 0);
   }
@@ -119,21 +118,21 @@ class Explorer {
     if (state.turn != kNoTurn) return drive(next);
     bool answer = false;
     switch (state.act) {
-      case Act::Ticket:
+      case Driver::Act::Ticket:
         next.called = state.ticket != state.calls;
         next.ticket = state.calls;
         break;
-      case Act::Park: next.parked = true; break;
-      case Act::AskStopped: answer = state.stopped; break;
-      case Act::AskWork: answer = kind_ == Kind::Found || state.work > 0; break;
-      case Act::AskDriven:
-      case Act::AskAgain: answer = state.drivers > 0; break;
-      case Act::AskCalled: answer = state.called; break;
-      case Act::AskVisited:
+      case Driver::Act::Park: next.parked = true; break;
+      case Driver::Act::AskStopped: answer = state.stopped; break;
+      case Driver::Act::AskWork: answer = kind_ == Kind::Found || state.work > 0; break;
+      case Driver::Act::AskDriven:
+      case Driver::Act::AskAgain: answer = state.drivers > 0; break;
+      case Driver::Act::AskCalled: answer = state.called; break;
+      case Driver::Act::AskVisited:
         answer = state.visits_seen != state.visits;
         next.visits_seen = state.visits;
         break;
-      case Act::Sleep:
+      case Driver::Act::Sleep:
         if (state.asleep) return false;
         if (state.ticket == state.calls) {
           next.asleep = true;
@@ -141,17 +140,17 @@ class Explorer {
           return true;
         }
         break;
-      case Act::Doze: break;  // how long it lasts is left open
-      case Act::Hush:
-      case Act::Unpark: next.parked = false; break;
-      case Act::Drive:
+      case Driver::Act::Doze: break;  // how long it lasts is left open
+      case Driver::Act::Hush:
+      case Driver::Act::Unpark: next.parked = false; break;
+      case Driver::Act::Drive:
         next.turn = kind_ == Kind::Found ? kToLock : kListening;
         next.work = 0;
         if (kind_ == Kind::Found) next.work = state.work;
         next.listeners += kind_ == Kind::Handed;
         push(next);
         return true;
-      case Act::End: return false;
+      case Driver::Act::End: return false;
     }
     next.act = next_(kind_, state.act, answer);
     push(next);
@@ -171,12 +170,12 @@ class Explorer {
         next.work = 0;
         next.owner = 0;
         next.turn = kNoTurn;
-        next.act = next_(kind_, Act::Drive, false);
+        next.act = next_(kind_, Driver::Act::Drive, false);
         break;
       default:  // it wakes up by itself, to look around
         --next.listeners;
         next.turn = kNoTurn;
-        next.act = next_(kind_, Act::Drive, false);
+        next.act = next_(kind_, Driver::Act::Drive, false);
     }
     push(next);
     return true;
@@ -242,12 +241,7 @@ class Explorer {
 };
 
 bool finds(Kind kind, std::vector<Program> programs, Next next = Driver::next) {
-  try {
-    Explorer(kind, std::move(programs), next).explore();
-  } catch (const testing::Failure&) {
-    return true;
-  }
-  return false;
+  return testing::fails([&] { Explorer(kind, std::move(programs), next).explore(); });
 }
 
 Program without(Program program, Op op) {
@@ -257,37 +251,28 @@ Program without(Program program, Op op) {
 
 }  // namespace
 
-TEST(driver_of_passes_leaves_no_work) {
-  const Program one[] = {kRun, kPoke};
-  for (const Program& a : one)
-    for (const Program& b : one) {
-      CHECK(Explorer(Kind::Handed, {a, b, kEnd}).explore() > 100);
-      for (const Program& c : one) CHECK(Explorer(Kind::Handed, {a, b, c}).explore() > 1000);
-    }
-}
-
-TEST(driver_of_bytes_leaves_no_work) {
-  const Program one[] = {kCarry, kPost};
-  for (const Program& a : one)
-    for (const Program& b : one) {
-      CHECK(Explorer(Kind::Found, {a, b, kEnd}).explore() > 100);
-      for (const Program& c : one) CHECK(Explorer(Kind::Found, {a, b, c}).explore() > 1000);
-    }
+TEST(driver_leaves_no_work) {
+  for (auto [kind, one] : {std::pair{Kind::Handed, std::vector{kRun, kPoke}}, {Kind::Found, {kCarry, kPost}}})
+    for (const Program& a : one)
+      for (const Program& b : one) {
+        CHECK(Explorer(kind, {a, b, kEnd}).explore() > 100);
+        for (const Program& c : one) CHECK(Explorer(kind, {a, b, c}).explore() > 1000);
+      }
 }
 
 // The walk finds what it is there for.
 TEST(driver_walk_finds_what_is_missing) {
-  Next never_parks = [](Kind kind, Act act, bool answer) {
-    return act == Act::Ticket ? Act::AskStopped : Driver::next(kind, act, answer);
+  Next never_parks = [](Kind kind, Driver::Act act, bool answer) {
+    return act == Driver::Act::Ticket ? Driver::Act::AskStopped : Driver::next(kind, act, answer);
   };
   CHECK(finds(Kind::Handed, {kRun, kPoke}, never_parks));
-  Next sleeps_hushed = [](Kind kind, Act act, bool answer) {
-    return act == Act::Hush ? Act::Sleep : Driver::next(kind, act, answer);
+  Next sleeps_hushed = [](Kind kind, Driver::Act act, bool answer) {
+    return act == Driver::Act::Hush ? Driver::Act::Sleep : Driver::next(kind, act, answer);
   };
   CHECK(finds(Kind::Handed, {kRun, kPoke}, sleeps_hushed));
   // Not asked again: it sleeps in a step beside who has seen it parked.
-  Next asks_once = [](Kind kind, Act act, bool answer) {
-    return act == Act::Unpark ? Act::Drive : Driver::next(kind, act, answer);
+  Next asks_once = [](Kind kind, Driver::Act act, bool answer) {
+    return act == Driver::Act::Unpark ? Driver::Act::Drive : Driver::next(kind, act, answer);
   };
   CHECK(finds(Kind::Found, {kPost, kCarry}, asks_once));
   CHECK(finds(Kind::Handed, {kPoke, without(without(kRun, kCall), kWake)}));  // leaves without a call
