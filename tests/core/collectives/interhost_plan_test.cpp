@@ -52,12 +52,12 @@ void check_envelopes(const std::vector<Placement>& placements, const InterhostCh
 }
 
 // All ranks' steps, as far as they go.
-struct Walk {
+struct HopsWalk {
   std::vector<std::vector<InterhostCell>> cells;  // by rank
   std::vector<std::vector<size_t>> steps;         // done, by rank and cell
   std::set<std::tuple<int, int, uint32_t>> sent;  // from, to, id
 
-  explicit Walk(const std::vector<Placement>& placements, const InterhostChunk& chunk) {
+  explicit HopsWalk(const std::vector<Placement>& placements, const InterhostChunk& chunk) {
     for (const Placement& placement : placements) {
       plan_interhost(placement, chunk, cells.emplace_back());
       steps.emplace_back(cells.back().size(), 0);
@@ -87,13 +87,13 @@ struct Walk {
 
 // Nothing that a later step receives is sent by anybody before what the step before sends has arrived.
 int check_answers(const std::vector<Placement>& placements, const InterhostChunk& chunk) {
-  Walk all(placements, chunk);
+  HopsWalk all(placements, chunk);
   int answers = 0;
   for (int rank = 0; rank < static_cast<int>(placements.size()); ++rank) {
     for (size_t cell = 0; cell < all.cells[rank].size(); ++cell) {
       const auto& steps = all.cells[rank][cell].steps;
       for (size_t step = 0; step + 1 < steps.size(); ++step) {
-        Walk walk(placements, chunk);
+        HopsWalk walk(placements, chunk);
         walk.run_without(rank, cell, step);
         for (const Envelope& envelope : steps[step + 1].receives) {
           CHECK(!walk.sent.contains({envelope.peer, rank, envelope.id}));

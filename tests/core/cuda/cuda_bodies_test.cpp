@@ -17,10 +17,6 @@ namespace {
 using testing::first_difference;
 using testing::run_reduce;
 
-constexpr DType kDTypes[] = {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64, DType::Int8,
-                             DType::Int16,   DType::Int32,    DType::Int64,   DType::UInt8,   DType::Bool};
-constexpr ReduceOp kOps[] = {ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max};
-
 // Random bits: subnormals, infinities and NaN among them. Every second source is near the first, so that sums cancel.
 std::vector<uint64_t> random_words(std::mt19937_64& random, size_t count, DType dtype) {
   std::vector<uint64_t> words(count);
@@ -59,8 +55,8 @@ void compare(DType dtype, ReduceOp op, kernels::Rounding rounding, int sources, 
 }  // namespace
 
 TEST(cuda_bodies_have_the_bits_of_the_cpu_kernels) {
-  for (DType dtype : kDTypes) {
-    for (ReduceOp op : kOps) {
+  for (DType dtype : testing::kDTypes) {
+    for (ReduceOp op : testing::kOps) {
       if (!is_supported(dtype, op)) continue;
       for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop})
         for (int sources : {1, 2, 3, 4, 8, 16})
@@ -73,7 +69,7 @@ TEST(cuda_bodies_have_the_bits_of_the_cpu_kernels) {
 // As the engine does on the CPU, by other code.
 TEST(cuda_bodies_note_what_is_not_finite_as_the_engine_does) {
   std::mt19937_64 random(8);
-  for (DType dtype : {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64}) {
+  for (DType dtype : testing::kFloatingDTypes) {
     for (int sources : {1, 2, 3, 8}) {
       for (size_t bytes : {16, 248, 4096}) {
         const size_t count = bytes / element_size(dtype);

@@ -12,11 +12,11 @@ namespace syncengine {
 
 namespace {
 
-struct Range {
+struct Touched {
   const void* data;
   size_t bytes;
   bool writes;
-  bool meets(const Range& other) const {
+  bool meets(const Touched& other) const {
     auto a = static_cast<const char*>(data), b = static_cast<const char*>(other.data);
     return (writes || other.writes) && a < b + other.bytes && b < a + bytes;
   }
@@ -26,7 +26,7 @@ struct Range {
 struct Action {
   enum Kind { Reset, Signal, Wait, Begin, End } kind;
   int set = 0, peer = 0;
-  std::vector<Range> ranges = {};
+  std::vector<Touched> ranges = {};
 };
 
 class Recorder : public cuda::Steps {
@@ -41,14 +41,14 @@ class Recorder : public cuda::Steps {
     if (exchange.last) with_peers(Action::Reset, exchange.set);
   }
   void reduce(const kernels::Reduction& reduction, const cuda::ReduceArgs& args) override {
-    std::vector<Range> ranges;
+    std::vector<Touched> ranges;
     const size_t bytes = args.count * element_size(reduction.dtype);
     for (int s = 0; s < args.source_count; ++s) ranges.push_back({args.sources[s], bytes, false});
     for (int d = 0; d < args.destination_count; ++d) ranges.push_back({args.destinations[d], bytes, true});
     kernel(std::move(ranges));
   }
   void copy(const cuda::CopyArgs& args) override {
-    std::vector<Range> ranges;
+    std::vector<Touched> ranges;
     for (int i = 0; i < args.pieces; ++i) {
       ranges.push_back({args.sources[i], args.bytes[i], false});
       ranges.push_back({args.destinations[i], args.bytes[i], true});
@@ -56,7 +56,7 @@ class Recorder : public cuda::Steps {
     if (args.pieces) kernel(std::move(ranges));
   }
   void one_shot(const kernels::Reduction&, const cuda::OneShotArgs&) override {}  // waits within a kernel
-  void kernel(std::vector<Range> ranges) {
+  void kernel(std::vector<Touched> ranges) {
     actions.push_back({.kind = Action::Begin, .ranges = std::move(ranges)});
     actions.push_back({.kind = Action::End});
   }
@@ -131,8 +131,8 @@ class Explorer {
       if (other == rank || at(state, other) == 0 || at(state, other) == programs_[other].size()) continue;
       const Action& running = programs_[other][at(state, other) - 1];
       if (programs_[other][at(state, other)].kind != Action::End) continue;
-      for (const Range& a : action.ranges)
-        for (const Range& b : running.ranges) CHECK(!a.meets(b));
+      for (const Touched& a : action.ranges)
+        for (const Touched& b : running.ranges) CHECK(!a.meets(b));
     }
   }
 

@@ -12,10 +12,10 @@ namespace {
 
 using cuda::Proxy;
 
-std::vector<int> all_ranks(const Communicator& communicator) {
-  std::vector<int> ranks;
-  for (int rank = 0; rank < communicator.size(); ++rank) ranks.push_back(rank);
-  return ranks;
+std::shared_ptr<Communicator> split_all(Communicator& communicator) {
+  std::vector<int> ranks(communicator.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return communicator.split(ranks);
 }
 
 struct Slot {
@@ -24,8 +24,7 @@ struct Slot {
   uint32_t word = 0;
 
   std::shared_ptr<const Proxy::Posted> all_reduce() {
-    return std::make_shared<Proxy::Posted>(testing::all_reduce_of(data.data(), 4 * data.size(), DType::Float32), &word,
-                                           nullptr);
+    return std::make_shared<Proxy::Posted>(testing::all_reduce_of(data), &word, nullptr);
   }
   // As a stream does.
   void wait() {
@@ -39,17 +38,13 @@ struct Slot {
   }
 };
 
-Options within(double limit) {
-  Options options;
-  options.timeout = seconds(limit);
-  return options;
-}
+Options within(double limit) { return {.timeout = seconds(limit)}; }
 
 }  // namespace
 
 TEST(proxy_ends_what_is_posted_in_its_order) {
   testing::run_hosts("aab", within(60), [](int rank, Communicator& communicator) {
-    Proxy proxy(communicator.shared_from_this(), communicator.split(all_ranks(communicator)));
+    Proxy proxy(communicator.shared_from_this(), split_all(communicator));
     for (int round = 0; round < 20; ++round) {
       std::vector<Slot> slots;
       for (size_t i = 0; i < 8; ++i) slots.emplace_back(1 + i * 10'000, static_cast<float>(rank + i));
@@ -63,7 +58,7 @@ TEST(proxy_ends_what_is_posted_in_its_order) {
     if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(20));
     Slot slot(100, 1), other(100, 2);
     if (rank == 1) proxy.post(slot.all_reduce());
-    communicator.run(testing::all_reduce_of(other.data.data(), 400, DType::Float32));
+    communicator.run(testing::all_reduce_of(other.data));
     if (rank != 1) proxy.post(slot.all_reduce());
     slot.wait();
     CHECK_EQ(slot.data[99], 3.f);
@@ -73,7 +68,7 @@ TEST(proxy_ends_what_is_posted_in_its_order) {
 
 TEST(proxy_gives_no_results_after_a_failure) {
   testing::run_hosts("ab", within(60), [](int rank, Communicator& communicator) {
-    Proxy proxy(communicator.shared_from_this(), communicator.split(all_ranks(communicator)));
+    Proxy proxy(communicator.shared_from_this(), split_all(communicator));
     Slot first(1000, 1), second(rank == 0 ? 1000 : 999, 1), third(1000, 1);
     proxy.post(first.all_reduce());
     first.wait();
@@ -94,8 +89,8 @@ TEST(proxy_gives_no_results_after_a_failure) {
 TEST(proxy_fails_with_its_parent) {
   std::atomic<bool> over = false;
   testing::run_hosts("ab", within(60), [&](int rank, Communicator& communicator) {
-    auto group = communicator.split(all_ranks(communicator));  // which takes nobody with it
-    Proxy proxy(group, group->split(all_ranks(*group)));
+    auto group = split_all(communicator);  // which takes nobody with it
+    Proxy proxy(group, split_all(*group));
     if (rank == 0) {
       Slot slot(1000, 1);
       proxy.post(slot.all_reduce());
@@ -115,8 +110,8 @@ TEST(proxy_fails_with_its_parent) {
 
 TEST(proxy_names_who_is_late) {
   testing::run_hosts("ab", within(0.3), [](int rank, Communicator& communicator) {
-    auto group = communicator.split(all_ranks(communicator));
-    Proxy proxy(group, group->split(all_ranks(*group)));
+    auto group = split_all(communicator);
+    Proxy proxy(group, split_all(*group));
     Slot slot(1000, 1);
     if (rank == 0) {
       proxy.post(slot.all_reduce());
@@ -131,7 +126,7 @@ TEST(proxy_names_who_is_late) {
 
 TEST(proxy_that_has_stopped_ends_late_posts) {
   testing::run_hosts("ab", within(60), [](int, Communicator& communicator) {
-    Proxy proxy(communicator.shared_from_this(), communicator.split(all_ranks(communicator)));
+    Proxy proxy(communicator.shared_from_this(), split_all(communicator));
     Slot before(1000, 1), after(1000, 1);
     proxy.post(before.all_reduce());
     proxy.stop();

@@ -90,9 +90,17 @@ struct Stream {
   cuda::Watchdog watchdog;  // last: its thread looks at the rest
 };
 
-void wait_for(const std::atomic<bool>& told) {
-  const auto deadline = Deadline::after(seconds(20));  // of a test that has failed
-  while (!told && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+// Runs rank 0's part while rank 1 stays where it is.
+void run_beside_rank_1(double timeout, const std::function<void(Communicator&)>& body) {
+  std::atomic<bool> told = false;
+  run_job(2, with_timeout(timeout), [&](int me, Communicator& communicator) {
+    if (me == 0) {
+      body(communicator);
+      told = true;
+    }
+    const auto deadline = Deadline::after(seconds(20));  // of a test that has failed
+    while (!told && !deadline.passed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  });
 }
 
 }  // namespace
@@ -161,9 +169,7 @@ TEST(cuda_watchdog_names_a_peer_that_left) {
 }
 
 TEST(cuda_transport_watchdog_ends_a_wait_at_the_deadline) {
-  std::atomic<bool> told = false;
-  run_job(2, with_timeout(0.3), [&](int me, Communicator& communicator) {
-    if (me == 1) return wait_for(told);
+  run_beside_rank_1(0.3, [](Communicator& communicator) {
     Stream stream(communicator);
     stream.begin("all_reduce(float32, 8 bytes)");
     stream.wait();
@@ -176,7 +182,6 @@ TEST(cuda_transport_watchdog_ends_a_wait_at_the_deadline) {
       stream.wait();
     }
     CHECK_EQ(stream.transport_aborts.load(), 1);
-    told = true;
   });
 }
 
@@ -193,9 +198,7 @@ TEST(cuda_transport_watchdog_leaves_an_idle_stream_alone) {
 }
 
 TEST(cuda_transport_watchdog_names_who_called_something_else) {
-  std::atomic<bool> told = false;
-  run_job(2, with_timeout(60), [&](int me, Communicator& communicator) {
-    if (me == 1) return wait_for(told);
+  run_beside_rank_1(60, [](Communicator& communicator) {
     Stream stream(communicator);
     stream.begin("broadcast(int8)");
     cuda::store(stream.words.mismatch[2], kMark);
@@ -203,7 +206,6 @@ TEST(cuda_transport_watchdog_names_who_called_something_else) {
     stream.wait();
     const std::string text = CHECK_THROWS(communicator.throw_if_failed(), ErrorKind::Mismatch);
     CHECK(contains(text, "rank 0 called broadcast(int8), rank 1 called something else"));
-    told = true;
   });
 }
 

@@ -18,9 +18,6 @@
 
 namespace syncengine::testing {
 
-inline constexpr DType kDTypes[] = {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64, DType::Int8,
-                                    DType::Int16,   DType::Int32,    DType::Int64,   DType::UInt8,   DType::Bool};
-inline constexpr ReduceOp kOps[] = {ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max};
 inline constexpr kernels::Isa kIsas[] = {kernels::Isa::Scalar, kernels::Isa::Avx2, kernels::Isa::Avx512};
 
 inline std::vector<kernels::Isa> available_isas() {

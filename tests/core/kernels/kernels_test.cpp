@@ -104,7 +104,7 @@ TEST(kernels_add_as_a_tree) {
                                                 {0, 0, 1, 2, 0, 2},
                                                 {0, 1, 0, 2, 0, 1, 0, 3},
                                                 {0, 0, 0, 0, 0, 0, 0, 0, 8}};
-  for (DType dtype : {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64}) {
+  for (DType dtype : kFloatingDTypes) {
     for (const auto& merges : trees) {
       for (size_t count : {size_t{1}, size_t{33}, size_t{301}}) {
         check_everywhere({.dtype = dtype,
@@ -131,7 +131,7 @@ TEST(kernels_match_the_oracle_for_every_tail) {
 
 TEST(kernels_scale_by_any_factor) {
   std::mt19937_64 random(3);
-  for (DType dtype : {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64}) {
+  for (DType dtype : kFloatingDTypes) {
     for (double scale : {0.0, -1.0, 1.0 / 3, 1e-3, 1e-30, 1e-300, 7e4, 1e300, double(INFINITY), double(NAN)}) {
       for (ReduceOp op : kOps) {
         check_everywhere({.dtype = dtype, .op = op, .scale = scale}, 2, 500, random);
@@ -168,7 +168,7 @@ void put(DType dtype, Array& array, size_t i, bool finite) {
 
 TEST(kernels_stop_before_what_is_not_finite) {
   std::mt19937_64 random(6);
-  for (DType dtype : {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64}) {
+  for (DType dtype : kFloatingDTypes) {
     for (auto rounding : {kernels::Rounding::Once, kernels::Rounding::EveryHop}) {
       for (int sources : {1, 2, 3}) {
         for (int round = 0; round < 40; ++round) {

@@ -14,6 +14,11 @@
 
 namespace syncengine::testing {
 
+inline constexpr DType kDTypes[] = {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64, DType::Int8,
+                                    DType::Int16,   DType::Int32,    DType::Int64,   DType::UInt8,   DType::Bool};
+inline constexpr ReduceOp kOps[] = {ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max};
+inline constexpr DType kFloatingDTypes[] = {DType::Float16, DType::BFloat16, DType::Float32, DType::Float64};
+
 // A 16-bit binary floating-point format.
 struct HalfFormat {
   int mantissa_bits;
