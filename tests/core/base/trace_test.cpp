@@ -6,7 +6,6 @@
 #include <fstream>
 #include <iterator>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "test.h"
@@ -84,19 +83,13 @@ TEST(trace_is_read_while_it_goes_on_and_afterwards) {
 
 TEST(trace_keeps_the_last_events_and_counts_all) {
   Traced traced(16);
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 4; ++i) {
-    threads.emplace_back([] {
-      for (int k = 0; k < 1000; ++k) trace::record({.kind = trace::Kind::Message, .begin = k, .end = k});
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+  testing::run_ranks(4, [](int) {
+    for (int k = 0; k < 1000; ++k) trace::record({.kind = trace::Kind::Message, .begin = k, .end = k});
+  });
   const Read read(traced.path);
   CHECK_EQ(read.recorded, 4000u);
   CHECK(read.events.size() <= 16);
-  for (const auto& event : read.events) {
-    CHECK_EQ(event[1], event[2]);
-  }
+  for (const auto& event : read.events) CHECK_EQ(event[1], event[2]);
 }
 
 TEST(trace_stops_after_its_steps) {
@@ -119,7 +112,7 @@ TEST(trace_has_room_for_only_so_many_texts) {
 
 TEST(trace_says_where_it_can_not_be_written) {
   const auto text = CHECK_THROWS(trace::start("/nowhere/rank-0", 16, "", 0), ErrorKind::InvalidUsage);
-  CHECK(text.find("/nowhere/rank-0: No such file or directory") != std::string::npos);
+  CHECK(testing::contains(text, "/nowhere/rank-0: No such file or directory"));
   Traced traced(4);
   CHECK_THROWS(trace::start(traced.path + ".other", 16, "", 0), ErrorKind::InvalidUsage);
 }

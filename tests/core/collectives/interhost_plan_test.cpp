@@ -31,8 +31,8 @@ void check_envelopes(const std::vector<Placement>& placements, const InterhostCh
     std::vector<InterhostCell> cells;
     plan_interhost(placement, chunk, cells);
     auto known = counterparts(placement);
-    auto note = [&](Envelopes& envelopes, int from, int to, int other, const Envelope& envelope,
-                    const InterhostCell& cell) {
+    auto note = [&](Envelopes& envelopes, int from, int to, const Envelope& envelope, const InterhostCell& cell) {
+      const int other = envelope.peer;
       bool partial = envelope.content == Content::Partial;
       CHECK(envelopes.insert({{from, to, envelope.id}, {cell.bytes, partial}}).second);
       CHECK(envelope.id < envelope_ids(placement));
@@ -41,10 +41,8 @@ void check_envelopes(const std::vector<Placement>& placements, const InterhostCh
     };
     for (const InterhostCell& cell : cells) {
       for (const InterhostStep& step : cell.steps) {
-        for (const Envelope& envelope : step.sends)
-          note(sent, placement.rank, envelope.peer, envelope.peer, envelope, cell);
-        for (const Envelope& envelope : step.receives)
-          note(received, envelope.peer, placement.rank, envelope.peer, envelope, cell);
+        for (const Envelope& envelope : step.sends) note(sent, placement.rank, envelope.peer, envelope, cell);
+        for (const Envelope& envelope : step.receives) note(received, envelope.peer, placement.rank, envelope, cell);
       }
     }
   }

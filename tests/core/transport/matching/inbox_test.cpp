@@ -11,6 +11,8 @@ namespace {
 
 using Transfer = std::shared_ptr<Interhost::Transfer>;
 
+const Error kOver(ErrorKind::Aborted, "over");
+
 struct Side {
   Shared shared{.rank = 0};
   std::string control;
@@ -121,7 +123,7 @@ TEST(tcp_inbox_refuses_one_transfer_twice) {
 TEST(tcp_inbox_gives_credit_back_for_what_nobody_wants_any_more) {
   Side side;
   side.receive(5, 8);
-  side.inbox.withdraw(5, 9, {ErrorKind::Aborted, "over"});
+  side.inbox.withdraw(5, 9, kOver);
   uint32_t credit = 0;
   for (int round = 0; round < 1000; ++round) {  // far more than the window
     side.arrive({.kind = Kind::Eager, .payload = kEagerBytes, .tag = 7});
@@ -154,7 +156,7 @@ TEST(tcp_outbox_goes_on_from_a_copy) {
   side.outbox.on_ready({.kind = Kind::Ready, .tag = 5, .handle = 1, .size = 2 * kChunkBytes});
   side.outbox.on_ready({.kind = Kind::Ready, .tag = 6, .handle = 2, .size = 2 * kChunkBytes});
   Piece first = side.outbox.next();
-  side.outbox.withdraw(0, 9, {ErrorKind::Aborted, "over"});
+  side.outbox.withdraw(0, 9, kOver);
   CHECK(begun->ended() && waits->ended());
   side.memory.assign(side.memory.size(), std::byte{0});
   Piece second = side.outbox.next();
@@ -164,14 +166,13 @@ TEST(tcp_outbox_goes_on_from_a_copy) {
 
 // A group that both sides have left is forgotten, with all that either knew of its tags.
 TEST(tcp_withdrawals_are_forgotten_when_both_sides_have_made_them) {
-  const Error over(ErrorKind::Aborted, "over");
   for (bool first_here : {true, false}) {
     Side side;
     for (uint64_t group = 0; group < 1000; ++group) {
       Frame theirs{.kind = Kind::Withdrawn, .tag = group * 10, .handle = group * 10 + 9, .size = 0};
       if (!first_here) side.withdrawals.hear(theirs);
-      side.outbox.withdraw(group * 10, group * 10 + 9, over);
-      side.inbox.withdraw(group * 10, group * 10 + 9, over);
+      side.outbox.withdraw(group * 10, group * 10 + 9, kOver);
+      side.inbox.withdraw(group * 10, group * 10 + 9, kOver);
       CHECK_EQ(side.withdrawals.is_withdrawn(group * 10 + 9), first_here);
       if (first_here) side.withdrawals.hear(theirs);
       CHECK_EQ(side.withdrawals.size(), 0u);
@@ -182,10 +183,9 @@ TEST(tcp_withdrawals_are_forgotten_when_both_sides_have_made_them) {
 }
 
 TEST(tcp_withdrawals_wait_for_what_was_sent_before_them) {
-  const Error over(ErrorKind::Aborted, "over");
   Side side;
   side.arrive({.kind = Kind::Eager, .payload = 8, .tag = 3});
-  side.inbox.withdraw(0, 9, over);
+  side.inbox.withdraw(0, 9, kOver);
   side.withdrawals.hear({.kind = Kind::Withdrawn, .tag = 0, .handle = 9, .size = 3});  // of which one has come
   side.arrive({.kind = Kind::Eager, .payload = 8, .tag = 4});
   CHECK(side.withdrawals.is_withdrawn(4));
@@ -204,7 +204,7 @@ TEST(tcp_withdrawals_drop_what_was_coming_meanwhile) {
   for (uint32_t round = 0; round < 1000; ++round) {  // far more than the window
     const uint64_t tag = round * 10;
     Arrival arrival = side.inbox.begin({.kind = Kind::Eager, .payload = kEagerBytes, .tag = tag});
-    side.inbox.withdraw(tag, tag + 9, {ErrorKind::Aborted, "over"});
+    side.inbox.withdraw(tag, tag + 9, kOver);
     side.withdrawals.hear({.kind = Kind::Withdrawn, .tag = tag, .handle = tag + 9, .size = round + 1});
     side.inbox.end(arrival);
     CHECK_EQ(side.withdrawals.size(), 0u);
@@ -220,7 +220,7 @@ TEST(tcp_withdrawals_count_what_was_sent_unasked) {
   for (uint64_t tag = 0; tag < 5; ++tag) side.send(tag, 8);
   side.outbox.next();
   side.outbox.next();
-  side.outbox.withdraw(0, 9, {ErrorKind::Aborted, "over"});
+  side.outbox.withdraw(0, 9, kOver);
   auto told = side.told();
   CHECK(told.back() == (Frame{.kind = Kind::Withdrawn, .tag = 0, .handle = 9, .size = 2}));
 }
