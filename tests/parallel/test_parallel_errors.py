@@ -333,40 +333,27 @@ class RaisingBetween(nn.Module):
         return x
 
 
-class ToSparse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient.to_sparse()
-
-
-class SparseGradient(nn.Module):
-    sparse = False
+class Functional(nn.Module):
+    """Its table has sparse gradients, of which the wrapper does not know before."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 24))
+        self.table = nn.Parameter(torch.randn(5, 2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ (ToSparse.apply(self.weight) if self.sparse else self.weight).T
+    def forward(self, x: torch.Tensor, sparse: bool) -> torch.Tensor:
+        return nn.functional.embedding(x, self.table, sparse=sparse)
 
 
 @run_on_ranks()
 def test_a_bad_gradient_costs_a_step():
     """Which the reducer itself finds: it is sparse."""
-    module = SparseGradient()
-    model = syncengine.Parallel(module)
-    module.sparse = True
-    with pytest.raises(InvalidUsage, match="Expected variable to have dense gradient: parameter weight"):
-        model(data()).sum().backward()
-    module.sparse = False
-    module.zero_grad()
-    x = torch.full((1, 24), 1.0 + syncengine.rank())
-    model(x).sum().backward()
-    assert module.weight.grad.unique().tolist() == [1.5]
+    model = syncengine.Parallel(Functional())
+    text = "Expected variable to have dense gradient: parameter table got a Sparse one"
+    with pytest.raises(InvalidUsage, match=text):
+        model(torch.tensor([1, 2]), True).sum().backward()
+    model.zero_grad()
+    model(torch.tensor([syncengine.rank()]), False).sum().backward()
+    assert model.module.table.grad[:, 0].tolist() == [0.5, 0.5, 0, 0, 0]
     syncengine.barrier()
 
 

@@ -143,21 +143,6 @@ def test_different_buckets_are_a_mismatch():
         model(data()).sum().backward()
 
 
-@run_on_ranks()
-def test_a_sparse_gradient_is_refused_by_name():
-    class Functional(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(5, 2))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.embedding(x, self.table, sparse=True)
-
-    with pytest.raises(SyncError, match="parameter table got a Sparse one"):  # the other's may come at any time
-        model = syncengine.Parallel(Functional())
-        model(torch.tensor([1, 2])).sum().backward()
-
-
 # --- Ranks of their own: they die
 
 

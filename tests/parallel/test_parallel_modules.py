@@ -59,18 +59,6 @@ def test_references_to_results(tmp_path: Path):
         rpc.shutdown()
 
 
-class Forked(nn.Module):
-    """Gives back its input, no result at all, and the same tensor twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(24, 24)
-
-    def forward(self, x: torch.Tensor, kind: str) -> Any:
-        y = self.linear(x)
-        return {"identity": (x, y), "twice": [y, y], "detached": (y, y.detach()), "view": (y, y[:, 3:])}[kind]
-
-
 class SideEffect(nn.Module):
     def __init__(self) -> None:
         super().__init__()
