@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from pool import run_on_ranks
 from sharded_training import (
+    backward,
     batch,
     differences,
     different_weights,
@@ -19,6 +22,8 @@ from sharded_training import (
     plain,
     sharded,
     train,
+    trained,
+    unlike_plain,
 )
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -26,12 +31,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 import syncengine
 
 Loop = Callable[[nn.Module, torch.optim.Optimizer], Any]
+KINDS = (partial(syncengine.ShardedOptimizer, optimizer_class=torch.optim.AdamW), torch.optim.AdamW)
 
 
-def backward(model: nn.Module, step: int, factor: float = 1.0) -> torch.Tensor:
-    loss = model(batch(step)).square().mean() * factor
-    loss.backward()
-    return loss
+def two_models() -> list[nn.Module]:
+    return [make(), make("tied")]
+
+
+def different(nets: list[list[nn.Module]]) -> list[str]:
+    return [name for a, b in zip(*nets, strict=True) for name in different_weights(a, b)]
 
 
 def schedulers(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
@@ -115,26 +123,19 @@ def without_momenta(which: torch.optim.Optimizer, state: dict) -> dict:
 @pytest.mark.parametrize("loop", [schedulers, rate_tensor, hooks])
 @run_on_ranks(world=3)
 def test_as_with_a_plain_optimizer(loop: Loop):
-    nets = [make(), make()]
-    (model, optimizer), (reference, plain_optimizer) = sharded(nets[0]), plain(nets[1])
-    assert loop(model, optimizer) == loop(reference, plain_optimizer)
-    wrong = not_divided(nets[0], optimizer) + different_weights(*nets)
-    return wrong + differences(plain_optimizer.state_dict(), optimizer.state_dict())
+    return unlike_plain(loop)
 
 
 @run_on_ranks()
 def test_groups_names_and_an_optimizer_before_the_model():
     nets = [make(), make()]
     trained = []
-    for net, kind in zip(nets, [None, torch.optim.AdamW], strict=True):
+    for net, kind in zip(nets, KINDS, strict=True):
         groups = [
             {"params": [(n, p) for n, p in net.named_parameters() if p.dim() > 1], "weight_decay": 0.1},
             {"params": [(n, p) for n, p in net.named_parameters() if p.dim() < 2], "lr": 0.02, "weight_decay": 0.0},
         ]
-        if kind is None:
-            optimizer = syncengine.ShardedOptimizer(groups, torch.optim.AdamW, lr=1e-2)
-        else:
-            optimizer = kind(groups, lr=1e-2)
+        optimizer = kind(groups, lr=1e-2)
         train(syncengine.Parallel(net), optimizer, 4)
         trained.append(optimizer.state_dict())
     return different_weights(*nets) + differences(trained[1], trained[0])
@@ -146,16 +147,13 @@ def test_an_optimizer_that_is_made_after_a_backward():
     wrong = []
     nets = [make(), make()]
     optimizers: list[torch.optim.Optimizer] = []
-    for net, kind in zip(nets, [syncengine.ShardedOptimizer, None], strict=True):
+    for net, kind in zip(nets, KINDS, strict=True):
         model = syncengine.Parallel(net)
         backward(model, 0)
-        if kind is None:
-            optimizers.append(torch.optim.AdamW(net.parameters(), lr=1e-2))
-        else:
-            optimizers.append(kind(net.parameters(), torch.optim.AdamW, lr=1e-2))
-        wrong += ["shared too early"] if any(is_common(p) for p in net.parameters()) else []
+        optimizers.append(kind(net.parameters(), lr=1e-2))
+        wrong += ["shared too early"] if any(map(is_common, net.parameters())) else []
         optimizers[-1].step()
-        wrong += not_divided(net, optimizers[-1]) if kind is not None else []
+        wrong += not_divided(net, optimizers[0]) if net is nets[0] else []
         train(model, optimizers[-1], range(1, 3))
     (group,) = optimizers[0].param_groups
     wrong += [] if all(a is b for a, b in zip(group["params"], nets[0].parameters(), strict=True)) else ["param_groups"]
@@ -164,26 +162,22 @@ def test_an_optimizer_that_is_made_after_a_backward():
 
 @run_on_ranks()
 def test_two_models():
-    nets = [[make(), make("tied")], [make(), make("tied")]]
-    for kind, (first, second) in enumerate(nets):
-        parameters = [*first.parameters(), *second.parameters()]
-        if kind == 0:
-            optimizer = syncengine.ShardedOptimizer(parameters, torch.optim.AdamW, lr=1e-2)
-        else:
-            optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+    nets = [two_models(), two_models()]
+    for kind, (first, second) in zip(KINDS, nets, strict=True):
+        optimizer = kind([*first.parameters(), *second.parameters()], lr=1e-2)
         models = [syncengine.Parallel(first), syncengine.Parallel(second)]
         for step in range(4):
             optimizer.zero_grad()
             sum(model(batch(step)).square().mean() for model in models).backward()
             optimizer.step()
-    return [name for a, b in zip(*nets, strict=True) for name in different_weights(a, b)]
+    return different(nets)
 
 
 @run_on_ranks()
 def test_a_group_of_a_model_that_was_there_before():
     """Which has been trained without it before."""
     wrong = []
-    nets = [[make(), make("tied")], [make(), make("tied")]]
+    nets = [two_models(), two_models()]
     for (first, second), kind in zip(nets, [sharded, plain], strict=True):
         (one, optimizer), other = kind(first), syncengine.Parallel(second)
         for step in range(6):
@@ -196,13 +190,13 @@ def test_a_group_of_a_model_that_was_there_before():
             optimizer.step()
         if kind is sharded:
             wrong += not_divided(nn.ModuleList([first, second]), optimizer)
-    return wrong + [name for a, b in zip(*nets, strict=True) for name in different_weights(a, b)]
+    return wrong + different(nets)
 
 
 @run_on_ranks()
 def test_an_optimizer_for_each_of_two_models():
     """Two optimizers, each of one model; the other model's last backward is this rank's own."""
-    nets = [[make(), make("tied")], [make(), make("tied")]]
+    nets = [two_models(), two_models()]
     for kind, (first, second) in zip([sharded, plain], nets, strict=True):
         (one, optimizer), (other, others_optimizer) = kind(first), kind(second)
         for step in range(3):
@@ -215,14 +209,10 @@ def test_an_optimizer_for_each_of_two_models():
             others_optimizer.zero_grad()
             backward(other, step)
             others_optimizer.step()
-    return [name for a, b in zip(*nets, strict=True) for name in different_weights(a, b)]
+    return different(nets)
 
 
 @run_on_ranks()
 def test_the_optimizer_itself_is_not_copied():
-    import copy
-
-    model, optimizer = sharded(make())
-    train(model, optimizer, 1)
-    text = error_of(lambda: copy.deepcopy(optimizer))
-    assert "use its state_dict()" in text
+    *_, optimizer = trained(1)
+    assert "use its state_dict()" in error_of(lambda: copy.deepcopy(optimizer))

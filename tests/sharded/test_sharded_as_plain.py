@@ -12,7 +12,21 @@ from typing import Any
 import pytest
 import torch
 from pool import RankPool, run_on_ranks
-from sharded_training import batch, differences, different_weights, error_of, make, not_divided, plain, sharded, train
+from sharded_training import (
+    backward,
+    batch,
+    differences,
+    different_weights,
+    error_of,
+    make,
+    make_odd,
+    not_divided,
+    plain,
+    sharded,
+    train,
+    trained,
+    unlike_plain,
+)
 from torch import nn
 
 import syncengine
@@ -42,15 +56,14 @@ def a_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def with_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(batch(5)).square().mean().backward()
+    backward(model, 5)
     optimizer.step()
 
 
 def live(idles: Callable[..., None], kind: type, options: dict[str, Any]) -> list[str]:
     nets, texts = [make(), make()], []
     for net, make_one in zip(nets, (sharded, plain), strict=True):
-        more = {"elements": True} if make_one is sharded and kind is Seldom else {}
-        model, optimizer = make_one(net, kind, **options, **more)
+        model, optimizer = make_one(net, kind, **options)
         train(model, optimizer, 1)
         optimizer.zero_grad()
         with model.no_sync():
@@ -68,7 +81,7 @@ def live(idles: Callable[..., None], kind: type, options: dict[str, Any]) -> lis
         (nothing, torch.optim.AdamW, {}),
         (nothing, torch.optim.AdamW, {"fused": True}),
         (a_closure, torch.optim.AdamW, {}),
-        (with_gradients, Seldom, {}),
+        (with_gradients, Seldom, {"elements": True}),
     ],
 )
 def test_a_step_that_writes_nothing_leaves_graphs_alive(
@@ -87,7 +100,7 @@ def one_of_two_models() -> list[str]:
         if step == 2:
             losses.append(models[1](batch(step)).square().mean())
         for model in models[: 2 if step < 2 else 1]:
-            model(batch(step)).square().mean().backward()
+            backward(model, step)
         optimizer.step()
     return [error_of(losses[0].backward), error_of(optimizer.step)]
 
@@ -112,7 +125,7 @@ class Fickle(torch.optim.SGD):
 @pytest.mark.parametrize("elements", [True, False])
 @run_on_ranks(world=3)
 def test_state_may_become_of_another_kind(elements: bool):
-    wrong, nets = [], [make("odd"), make("odd")]
+    wrong, nets = [], [make_odd(), make_odd()]
     (model, optimizer), (reference, one) = sharded(nets[0], Fickle, elements=elements), plain(nets[1], Fickle)
     for step in range(8):
         train(model, optimizer, range(step, step + 1))
@@ -121,32 +134,29 @@ def test_state_may_become_of_another_kind(elements: bool):
     return wrong + different_weights(*nets) + not_divided(nets[0], optimizer)
 
 
-def loads_none(name: str, key: str, options: dict[str, Any], early: bool) -> list[str]:
-    nets, states = [make("odd"), make("odd")], []
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("fused", [True, False])
+@run_on_ranks(world=3)
+def test_a_momentum_buffer_of_none_is_loaded(early: bool, fused: bool):
+    options = {"momentum": 0.9, "fused": fused}
+    nets, states = [make_odd(), make_odd()], []
     for net, make_one in zip(nets, (sharded, plain), strict=True):
-        model, optimizer = make_one(net, getattr(torch.optim, name), **options)
+        model, optimizer = make_one(net, torch.optim.SGD, **options)
         train(model, optimizer, 2)
         state = copy.deepcopy(optimizer.state_dict())
         for entries in state["state"].values() or [{}]:
-            entries[key] = None
+            entries["momentum_buffer"] = None
         if early:
-            model, optimizer = make_one(net, getattr(torch.optim, name), **options)
+            model, optimizer = make_one(net, torch.optim.SGD, **options)
         optimizer.load_state_dict(state)
         train(model, optimizer, range(2, 5))
         states.append(optimizer.state_dict())
     return different_weights(*nets) + differences(states[1], states[0])
 
 
-@pytest.mark.parametrize("early", [True, False])
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_momentum_buffer_of_none_is_loaded(pool: RankPool, early: bool, fused: bool):
-    options = {"momentum": 0.9, "fused": fused}
-    assert pool.run(loads_none, "SGD", "momentum_buffer", options, early, world=3) == [[]] * 3
-
-
 def turn(model: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], Any], number: int) -> None:
     optimizer.zero_grad()
-    model(batch(number)).square().mean().backward()
+    backward(model, number)
     step()
 
 
@@ -157,26 +167,25 @@ def call(step: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("form", ["step", "within", "turn"])
 @run_on_ranks()
 def test_a_compiled_step_is_an_ordinary_one(form: str):
-    nets = [make("odd"), make("odd")]
-    for net, make_one in zip(nets, (sharded, plain), strict=True):
-        model, optimizer = make_one(net)
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         step, take_turn = optimizer.step, turn
-        if make_one is sharded and form != "turn":
-            step = torch.compile(step if form == "step" else partial(call, step), backend="eager")
-        elif make_one is sharded:
-            take_turn = torch.compile(turn, backend="eager")
+        if isinstance(optimizer, syncengine.ShardedOptimizer):
+            if form == "turn":
+                take_turn = torch.compile(turn, backend="eager")
+            else:
+                step = torch.compile(step if form == "step" else partial(call, step), backend="eager")
         for number in range(3):
             take_turn(model, optimizer, step, number)
-    return different_weights(*nets)
+
+    return unlike_plain(steps, make_odd)
 
 
 def calls_of_a_step(layers: int, fused: bool) -> int:
     """Of Python functions of the package, in a step like most."""
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(24, 24) for _ in range(layers)))
-    model, optimizer = sharded(net, fused=fused)
-    train(model, optimizer, 3)
-    model(batch(3)).square().mean().backward()
+    _, model, optimizer = trained(3, net, fused=fused)
+    backward(model, 3)
     package, calls = str(Path(syncengine.__file__).parent), []
 
     def look(frame: Any, event: str, argument: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pool import run_on_ranks
-from sharded_training import different_weights, error_of, make, not_divided, train
+from sharded_training import copies, different_weights, error_of, is_unchanged, make, not_divided, train
 from torch import nn
 
 import syncengine
@@ -39,14 +39,7 @@ def groups_of(net: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("world", [1, 2])
 @run_on_ranks()
 def test_it_gets_the_options_that_it_was_given(freezes: bool, world: int):
-    nets = [make(), make()]
-    wrong = []
-    for net, is_sharded in zip(nets, (True, False), strict=True):
-        model = syncengine.Parallel(net)
-        if is_sharded:
-            optimizer: Any = syncengine.ShardedOptimizer(groups_of(net), Mixed, elements=False)
-        else:
-            optimizer = Mixed(groups_of(net))
+    def steps(net: nn.Module, model: nn.Module, optimizer: Any) -> None:
         net.layers[0].requires_grad_(not freezes)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.9**n)
         for step in range(4):
@@ -56,9 +49,12 @@ def test_it_gets_the_options_that_it_was_given(freezes: bool, world: int):
             train(model, optimizer, range(step, step + 1))
             if step < 2:  # of the groups that there were
                 scheduler.step()
-        if is_sharded:
-            wrong = not_divided(net, optimizer) if model.communicator.size > 1 else []
-    return wrong + different_weights(*nets)
+
+    nets = [make(), make()]
+    optimizer = syncengine.ShardedOptimizer(groups_of(nets[0]), Mixed, elements=False)
+    for net, one in zip(nets, (optimizer, Mixed(groups_of(nets[1]))), strict=True):
+        steps(net, syncengine.Parallel(net), one)
+    return different_weights(*nets) + (not_divided(nets[0], optimizer) if world > 1 else [])
 
 
 class Looking(torch.optim.SGD):
@@ -76,13 +72,11 @@ def test_an_error_of_one_rank_is_everybodys():
     weights = [max(net.parameters(), key=torch.Tensor.numel)]  # rank 0's
     others = [p for p in net.parameters() if p is not weights[0]]
     optimizer = syncengine.ShardedOptimizer([{"params": weights}, {"params": others}], Looking, elements=False, lr=0.1)
-    before = [p.detach().clone() for p in net.parameters()]
-    texts = [error_of(lambda: train(model, optimizer, 1)) for _ in range(2)]
-    same = all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
-    optimizer.release()
-    other = torch.optim.SGD(net.parameters(), lr=0.1)
-    after = error_of(lambda: train(model, other, 1))
-    for text in texts:
+    before = copies(net)
+    for _ in range(2):
+        text = error_of(lambda: train(model, optimizer, 1))
         assert "rank 1: Looking, made again for this rank's part of the parameters" in text
         assert "raised IndexError: list index out of range" in text
-    assert same and after == ""
+    assert is_unchanged(net, before)
+    optimizer.release()
+    train(model, torch.optim.SGD(net.parameters(), lr=0.1), 1)

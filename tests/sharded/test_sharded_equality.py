@@ -22,6 +22,8 @@ from sharded_training import (
     plain,
     sharded,
     train,
+    trained,
+    unlike_plain,
 )
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -32,22 +34,19 @@ FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 STEPS = 8  # RAdam's updates are others from the sixth on
 
 
-def against_ddp(steps: int, name: str, options: dict) -> list[str]:
+def against_ddp(options: dict) -> list[str]:
     torch.set_num_threads(1)
-    ours, theirs = make(), make()
-    model, optimizer = sharded(ours, getattr(torch.optim, name), **options)
-    reference = DistributedDataParallel(theirs)
-    train(model, optimizer, steps)
-    plain_optimizer = getattr(torch.optim, name)(theirs.parameters(), lr=1e-2, **options)
-    train(reference, plain_optimizer, steps)
+    ours, _, optimizer = trained(50, **options)
+    theirs = make()
+    plain_optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-2, **options)
+    train(DistributedDataParallel(theirs), plain_optimizer, 50)
     return different_weights(ours, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
 
 
 @pytest.mark.parametrize(("world", "options"), [(2, {}), (3, {"fused": True})], ids=["default", "fused"])
 def test_fifty_steps_of_a_larger_model_have_the_bits_of_ddp(pool: RankPool, world: int, options: dict):
     mode = {"timeout": 60.0, "numerics": "rank_order" if world == 2 else "ring"}
-    answers = pool.run(against_ddp, 50, "AdamW", options, world=world, gloo=True, settings=mode)
-    assert answers == [[]] * world
+    assert pool.run(against_ddp, options, world=world, gloo=True, settings=mode) == [[]] * world
 
 
 class Case(NamedTuple):
@@ -129,8 +128,7 @@ def all_optimizers(beside_ddp: bool) -> list[str]:
 def test_each_of_torchs_optimizers_has_the_bits_of_ddp(pool: RankPool, world: int):
     """In each implementation, float32 and bfloat16, cut into slices and whole."""
     settings = {"timeout": 60.0, "numerics": "ring"}
-    answers = pool.run(all_optimizers, True, world=world, gloo=True, settings=settings, timeout=300)
-    assert answers == [[]] * world
+    assert pool.run(all_optimizers, True, world=world, gloo=True, settings=settings, timeout=300) == [[]] * world
 
 
 def test_each_of_torchs_optimizers_has_its_own_bits_in_rank_order(pool: RankPool):
@@ -172,31 +170,17 @@ class WholeOnly(torch.optim.SGD):
                     p.sub_(p.grad / (p.grad.norm() + 1e-6), alpha=group["lr"] / state["count"])
 
 
-@pytest.mark.parametrize("name", ["own", "Adafactor"])
+def three_layers() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(3)))
+
+
+@pytest.mark.parametrize(
+    ("make_net", "kind"), [(make, WholeOnly), (make, torch.optim.Adafactor), (three_layers, torch.optim.Muon)]
+)
 @run_on_ranks(world=3)
-def test_whole_parameters_keep_the_bits_of_any_optimizer(name: str):
-    kind, options = {
-        "own": (WholeOnly, {}),
-        "Adafactor": (torch.optim.Adafactor, {}),
-    }[name]
-    ours, theirs = make(), make()
-    model, optimizer = sharded(ours, kind, elements=False, **options)
-    train(model, optimizer, 6)
-    reference, plain_optimizer = plain(theirs, kind, **options)
-    train(reference, plain_optimizer, 6)
-    return different_weights(ours, theirs) + differences(plain_optimizer.state_dict(), optimizer.state_dict())
-
-
-@run_on_ranks()
-def test_muon():
-    def net():
-        torch.manual_seed(0)
-        return torch.nn.Sequential(*(torch.nn.Linear(24, 24, bias=False) for _ in range(3)))
-
-    ours, theirs = net(), net()
-    train(*sharded(ours, torch.optim.Muon, elements=False), 5)
-    train(*plain(theirs, torch.optim.Muon), 5)
-    return different_weights(ours, theirs)
+def test_whole_parameters_keep_the_bits_of_any_optimizer(make_net: Callable[[], nn.Module], kind: type):
+    return unlike_plain(6, make_net, kind, elements=False)
 
 
 @run_on_ranks()
@@ -228,10 +212,9 @@ class Lazy(nn.Module):
 @run_on_ranks()
 def test_conjugates_and_negatives_become_plain():
     """Weights whose memory holds the conjugate, or the negative, of their elements."""
-    nets = [Lazy(), Lazy()]
-    assert nets[0].waves.is_conj() and nets[0].imaginary.is_neg()
-    (model, optimizer), reference = sharded(nets[0], torch.optim.SGD), plain(nets[1], torch.optim.SGD)
-    for each in ((model, optimizer), reference):
-        train(*each, 3)
-    pairs = zip(nets[0].named_parameters(), nets[1].parameters(), strict=True)
-    return [name for (name, ours), theirs in pairs if not torch.equal(ours, theirs)] + not_divided(nets[0], optimizer)
+    net = Lazy()
+    assert net.waves.is_conj() and net.imaginary.is_neg()
+    ours, _, optimizer = trained(3, net, torch.optim.SGD)
+    train(*plain(theirs := Lazy(), torch.optim.SGD), 3)
+    pairs = zip(ours.named_parameters(), theirs.parameters(), strict=True)
+    return [name for (name, p), other in pairs if not torch.equal(p, other)] + not_divided(ours, optimizer)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from pool import RankPool, run_on_ranks
-from sharded_training import batch, common_memory, error_of, is_common, make, sharded, train
+from sharded_training import batch, common_memory, error_of, is_common, make, sharded, train, trained
 from torch import nn
 
 import syncengine
@@ -105,9 +105,7 @@ def child_of(net: nn.Module, optimizer: torch.optim.Optimizer, before: int) -> s
 
 
 def forks() -> list[str]:
-    net = Large()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 2)
+    net, model, optimizer = trained(2, Large())
     optimizer.zero_grad()  # gradients are copied for children
     before = net.body.weight.detach().clone()
     gc.collect()
@@ -159,9 +157,7 @@ def test_a_survivor_takes_the_memory_of_one_copy():
 
 
 def workers() -> float:
-    net = Large()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 1)
+    _, model, optimizer = trained(1, Large())
     data = torch.utils.data.DataLoader(torch.arange(8.0), batch_size=2, num_workers=2)
     total = 0.0
     for part in data:
@@ -178,9 +174,7 @@ def test_dataloader_workers(pool: RankPool):
 @run_on_ranks()
 def test_nothing_is_left_of_an_optimizer_that_is_gone():
     def once() -> None:
-        net = make()
-        model, optimizer = sharded(net)
-        train(model, optimizer, 2)
+        _kept = trained(2)
         syncengine.barrier()
 
     once()
@@ -192,9 +186,7 @@ def test_nothing_is_left_of_an_optimizer_that_is_gone():
 
 
 def channels_last() -> list[bool]:
-    net = make("conv")
-    model, optimizer = sharded(net)
-    train(model, optimizer, 2)
+    net, model, _ = trained(2, make("conv"))
     weight = net.body[0].weight
     return [weight.is_contiguous(memory_format=torch.channels_last), is_common(weight), model(batch(0)).numel() > 0]
 

@@ -52,6 +52,10 @@ def make(model: str = "mlp", dtype: torch.dtype | None = None) -> nn.Module:
     return net if dtype is None else net.to(dtype)
 
 
+def make_odd() -> nn.Module:
+    return make("odd")
+
+
 def batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Other data on each rank and in each step."""
     generator = torch.Generator().manual_seed(1000 * step + syncengine.rank())
@@ -73,25 +77,69 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range | int
             how["after"](step)
 
 
-def sharded(net: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> tuple[Any, Any]:
-    """(the wrapped model, its sharded optimizer)"""
+def sharded(
+    net: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, of: Any = None, **options: Any
+) -> tuple[Any, Any]:
+    """(the wrapped model, its sharded optimizer). `of`: parameters or groups of them; without, all of `net`."""
     options = {"lr": 1e-2, **options}
-    return syncengine.Parallel(net), syncengine.ShardedOptimizer(net.parameters(), kind, **options)
+    return syncengine.Parallel(net), syncengine.ShardedOptimizer(of or net.parameters(), kind, **options)
+
+
+def plain(
+    net: nn.Module,
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    of: Any = None,
+    elements: bool | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """(the wrapped model, an optimizer on each rank). `elements` is only for `sharded`."""
+    return syncengine.Parallel(net), kind(of or net.parameters(), **{"lr": 1e-2, **options})
+
+
+def trained(steps: int, net: nn.Module | None = None, *kind: Any, **options: Any) -> tuple[nn.Module, Any, Any]:
+    """(net, the wrapped model, its sharded optimizer) after some steps"""
+    net = net or make()
+    model, optimizer = sharded(net, *kind, **options)
+    train(model, optimizer, steps)
+    return net, model, optimizer
 
 
 def with_an_older_graph() -> tuple[nn.Module, Any, Any, torch.Tensor]:
     """(net, the wrapped model, its sharded optimizer, a loss whose backward is still to come)"""
-    net = make()
-    model, optimizer = sharded(net)
-    train(model, optimizer, 1)
+    net, model, optimizer = trained(1)
     with model.no_sync():
         loss = model(batch(1)).square().mean()
     return net, model, optimizer, loss
 
 
-def plain(net: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, **options: Any) -> tuple[Any, Any]:
-    """(the wrapped model, an optimizer on each rank)"""
-    return syncengine.Parallel(net), kind(net.parameters(), **{"lr": 1e-2, **options})
+def unlike_plain(
+    body: Callable[[Any, Any], Any] | int, make_net: Callable[[], nn.Module] = make, *kind: Any, **options: Any
+) -> list[str]:
+    """What differs after `body(model, optimizer)`, or so many steps, between a sharded optimizer and a plain one:
+    weights, state, what `body` returns. Also says so if the weights are not divided between ranks."""
+    left = []
+    for make_one in (sharded, plain):
+        net = make_net()
+        model, optimizer = make_one(net, *kind, **options)
+        returned = train(model, optimizer, body) if isinstance(body, int) else body(model, optimizer)
+        left.append((net, optimizer, returned))
+    (ours, optimizer, result), (theirs, reference, expected) = left
+    wrong = not_divided(ours, optimizer) if syncengine.world_size() > 1 else []
+    wrong += [] if result == expected else [f"{result}, not {expected}"]
+    return wrong + different_weights(ours, theirs) + differences(reference.state_dict(), optimizer.state_dict())
+
+
+def copies(net: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def is_unchanged(net: nn.Module, weights: list[torch.Tensor]) -> bool:
+    """Since `copies` has given these."""
+    return all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
+
+
+def backward(model: nn.Module, step: int) -> None:
+    model(batch(step)).square().mean().backward()
 
 
 def differences(a: Any, b: Any) -> list[str]:
@@ -169,6 +217,17 @@ def digest(net: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def snapshot(optimizer: torch.optim.Optimizer) -> Any:
     """Its state dict, as it is now."""
     return copy.deepcopy(optimizer.state_dict())
+
+
+def error_in_writing(optimizer: syncengine.ShardedOptimizer, change: Callable[[], object], writer: bool = True) -> str:
+    """Which one ends `writing()` where the rank that may write calls `change`, or, without `writer`, the others do."""
+
+    def go() -> None:
+        with optimizer.writing() as may_write, torch.no_grad():
+            if may_write == writer:
+                change()
+
+    return error_of(go)
 
 
 def error_of(call: Callable[[], Any]) -> str:
